@@ -1,0 +1,100 @@
+# Everything here needs only Python 3.10+, make and bash: uv and the environments are made on demand, inside the checkout.
+
+SHELL := bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DELETE_ON_ERROR:
+.DEFAULT_GOAL := help
+
+PYTHON3 ?= python3#              the Python that runs the tools
+PYTHON ?=#                       the Python of the environments; default: a fitting one that is here
+TORCH ?=#                        an exact torch version, in an environment of its own; default: the newest, in .venv
+MATRIX ?= 2.9.1 2.11.0 2.13.0
+WORKERS ?= 2#                    processes that share the suite; each has servers of its own
+ARGS ?=#                         further arguments for pytest, the demo or the benchmark
+
+# Torch from the default index brings the CUDA libraries on Linux; TORCH_BACKEND=cpu takes the small build from PyTorch's.
+ifdef TORCH_BACKEND
+export UV_TORCH_BACKEND := $(TORCH_BACKEND)
+endif
+
+# make keeps the blanks before a trailing comment.
+override PYTHON3 := $(strip $(PYTHON3))
+override PYTHON := $(strip $(PYTHON))
+override TORCH := $(strip $(TORCH))
+override WORKERS := $(strip $(WORKERS))
+
+VENV := .venv$(if $(TORCH),-torch-$(TORCH))
+STAMP := .bucketpoint-stamp
+BIN := $(VENV)/bin
+PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
+
+.PHONY: help
+help: ## this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' Makefile
+	@echo
+	@echo "  Variables: PYTHON, TORCH, TORCH_BACKEND=cpu, WORKERS, MATRIX, ARGS, MINIO (see the Makefile)"
+
+.PHONY: demo
+demo: $(VENV)/$(STAMP) ## train, kill in the middle of an upload, resume on half the ranks
+	@$(PYTHON3) tools/get_minio.py --no-build || echo "The demo takes moto's server instead."
+	@PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python examples/demo.py $(ARGS)
+
+.PHONY: test
+test: $(VENV)/$(STAMP) minio ## the suite, on moto and on MinIO
+	@$(PYTEST) -m "not slow" $(ARGS)
+
+.PHONY: test-full
+test-full: $(VENV)/$(STAMP) minio ## the suite and what takes long
+	@$(PYTEST) $(ARGS)
+
+.PHONY: test-matrix
+test-matrix: $(foreach version,$(MATRIX),test-torch-$(version)) ## the contract tests on each older torch
+
+# One after another even under -j: the environments share uv's cache, and the machine its cores.
+.NOTPARALLEL:
+
+test-torch-%: .venv-torch-%/$(STAMP) minio
+	@echo "== torch $*"
+	@.venv-torch-$*/bin/python -m pytest -n $(WORKERS) --dist worksteal -m "contract and not slow" $(ARGS)
+
+.PHONY: lint
+lint: $(VENV)/$(STAMP) ## ruff, mypy, import directions, links of the documents
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+	$(BIN)/lint-imports --no-logo --no-cache
+	$(BIN)/python tools/check_docs.py
+
+.PHONY: format
+format: $(VENV)/$(STAMP) ## ruff's fixes and formatting
+	$(BIN)/ruff check --fix
+	$(BIN)/ruff format
+
+.PHONY: bench
+bench: $(VENV)/$(STAMP) minio ## the benchmark beside other writers and readers; ARGS=--quick for a short one
+	@uv="$$($(PYTHON3) tools/get_uv.py)"; \
+	PATH="$(CURDIR)/$(BIN):$$(dirname "$$uv"):$$PATH" $(BIN)/python bench/run.py $(ARGS)
+
+.PHONY: docs
+docs: $(VENV)/$(STAMP) ## check the documents' links and Python examples
+	$(BIN)/python tools/check_docs.py
+
+.PHONY: minio
+minio: ## find, download or build a MinIO server; without CI its absence is only reported
+	@$(PYTHON3) tools/get_minio.py || [ -z "$${CI:-}" ]
+
+.PHONY: env
+env: $(VENV)/$(STAMP) ## build the environment
+
+.PHONY: clean
+clean: ## delete environments, caches and builds, MinIO and uv too
+	rm -rf .venv .venv-torch-* .cache .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache build dist
+	find src tests tools examples bench -name __pycache__ -type d -prune -exec rm -rf {} +
+
+.venv/$(STAMP): pyproject.toml tools/make_env.py
+	@$(PYTHON3) tools/make_env.py .venv --python "$(PYTHON)"
+
+.venv-torch-%/$(STAMP): pyproject.toml tools/make_env.py
+	@$(PYTHON3) tools/make_env.py .venv-torch-$* --torch "$*" --python "$(PYTHON)"
+
+.PRECIOUS: .venv-torch-%/$(STAMP)

@@ -1,0 +1,279 @@
+"""Runs the benchmark: every contender side by side, interleaved, on MinIO over TLS, then through an emulated wire.
+
+    python bench/run.py                     the whole of it, about 20 minutes on 2 cores
+    python bench/run.py --quick             one or two rounds, under 4 minutes
+    python bench/run.py --only save,load --contenders bucketpoint,raw --pairs 3
+
+Three passes. "loopback": a MinIO over TLS, timed. "count": the same operations through a proxy that only writes down
+every request. "wire": through the proxy with 20 ms added to every request and 25 MB/s a connection, timed.
+Each measurement is a forked child; a round runs every contender once, in an order that shifts by one each round, so a
+ratio is taken between neighbours in time. The server's data lies on tmpfs, and only the client's CPU time counts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "tools"), str(ROOT / "src")]
+
+import get_minio  # noqa: E402
+from bench import environments, report  # noqa: E402
+from bench.contenders import CONTENDERS, Setting, bucket_and_prefix  # noqa: E402
+from bench.proxy import RunningProxy, Wire, running_proxy  # noqa: E402
+from bench.requests_seen import summary  # noqa: E402
+from servers import S3Server, free_port, make_certificates, minio  # noqa: E402
+
+WIRE = Wire(delay_s=0.020, bytes_per_s=25e6)
+BUCKET = "bench-checkpoints"
+FALLBACK_LAYOUT = (199_904_256, 799_617_024)
+"""Object sizes for the raw transfers when bucketpoint itself is not measured: weights, moments."""
+
+SELDOM = ("s3fs", "bucketpoint-lean")
+"""Contenders whose ratios no threshold needs: they run in few rounds, and s3fs would take most of the time."""
+
+TMPFS_NEEDED = 12 << 30
+
+
+@dataclass
+class Worker:
+    """One environment's measuring process."""
+
+    process: subprocess.Popen[str]
+    state: dict[str, Any]
+
+    @classmethod
+    def start(cls, env: str) -> Worker:
+        path = os.pathsep.join([str(ROOT), str(ROOT / "src")])
+        process = subprocess.Popen(
+            [environments.python_of(env), "-m", "bench.worker"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "PYTHONPATH": path},
+            cwd=ROOT,
+        )
+        assert process.stdout is not None
+        return cls(process, json.loads(process.stdout.readline()))
+
+    def ask(self, command: dict[str, Any]) -> dict[str, Any]:
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.process.stdin.write(json.dumps(command) + "\n")
+        self.process.stdin.flush()
+        line = self.process.stdout.readline()
+        if not line:
+            raise SystemExit(f"the measuring process ended with status {self.process.wait()}: out of memory?")
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+
+    def stop(self) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        self.process.wait()
+
+
+@dataclass
+class Bench:
+    """One run: its options, workers, scratch folder, and the measurements so far."""
+
+    options: argparse.Namespace
+    scratch: Path
+    s5cmd: str | None
+    workers: dict[str, Worker] = field(default_factory=dict)
+    measurements: list[dict[str, Any]] = field(default_factory=list)
+    layout: Sequence[int] = FALLBACK_LAYOUT
+
+    def measure(self, name: str, op: str, where: str, round_: int, server: S3Server, url: str) -> dict[str, Any]:
+        contender = CONTENDERS[name]
+        if contender.env not in self.workers:
+            self.workers[contender.env] = Worker.start(contender.env)
+        setting = Setting(url, self.layout, str(self.scratch / "files"), self.s5cmd or "")
+        command = {
+            "contender": name,
+            "op": op,
+            "setting": asdict(setting),
+            "env": client_env(server),
+            # Unmeasured requests would only be in the way of the count.
+            "warm_url": None if where == "count" else self.url(name, "warm"),
+        }
+        answer = self.workers[contender.env].ask(command)
+        answer.update(contender=name, op=op, where=where, round=round_)
+        self.measurements.append(answer)
+        report.print_measurement(answer)
+        return answer
+
+    def url(self, name: str, leaf: str) -> str:
+        return str(self.scratch / "disk" / leaf) if name == "disk" else f"s3://{BUCKET}/{name}/{leaf}"
+
+    def forget(self, server: S3Server, url: str) -> None:
+        """Free the memory that a checkpoint takes up in the server or on the disk."""
+        if "://" not in url:
+            shutil.rmtree(url, ignore_errors=True)
+            return
+        bucket, prefix = bucket_and_prefix(url)
+        client = server.client()
+        for key in server.keys(bucket, prefix + "/"):
+            client.delete_object(Bucket=bucket, Key=key)
+
+    def learn_layout(self, server: S3Server, url: str) -> None:
+        """The raw transfers move objects of the sizes that bucketpoint makes of the state."""
+        bucket, prefix = bucket_and_prefix(url)
+        pages = server.client().get_paginator("list_objects_v2").paginate(Bucket=bucket, Prefix=f"{prefix}/")
+        sizes = [entry["Size"] for page in pages for entry in page.get("Contents", [])]
+        self.layout = sorted(size for size in sizes if size > 1 << 20) or FALLBACK_LAYOUT
+
+
+def client_env(server: S3Server) -> dict[str, str]:
+    """What points every contender at the server: the standard names, and OpenSSL's own for the CRT and for Go."""
+    return {**server.env, "SSL_CERT_FILE": str(server.ca), "NO_PROXY": "127.0.0.1"}
+
+
+def timed_pass(bench: Bench, server: S3Server, where: str, names: Sequence[str], rounds: int, slow_rounds: int) -> None:
+    for round_ in range(rounds):
+        shift = round_ % len(names)
+        order = [name for name in [*names[shift:], *names[:shift]] if name not in SELDOM or round_ < slow_rounds]
+        for op in bench.options.only:
+            if where == "wire" and op not in ("save", "load"):
+                continue
+            for name in order:
+                if op in CONTENDERS[name].ops:
+                    bench.measure(name, op, where, round_, server, bench.url(name, f"round-{round_}"))
+                if op == "save" and name == "bucketpoint" and round_ == 0:
+                    bench.learn_layout(server, bench.url(name, "round-0"))
+        for name in order:
+            bench.forget(server, bench.url(name, f"round-{round_}"))
+
+
+def count_pass(bench: Bench, server: S3Server, proxy: RunningProxy, names: Sequence[str]) -> None:
+    """Every operation once, with its requests. An overwrite comes last, so that the loads see a fresh checkpoint."""
+    for name in names:
+        contender = CONTENDERS[name]
+        if name in ("disk", "bucketpoint-lean"):
+            continue
+        for op in [op for op in bench.options.only if op in contender.ops] + ["overwrite"] * contender.knows_state:
+            answer = bench.measure(name, op, "count", 0, server, bench.url(name, "count"))
+            if "error" not in answer:
+                answer["requests"] = summary(proxy.requests(answer["start"], answer["end"]))
+        bench.forget(server, bench.url(name, "count"))
+
+
+@contextlib.contextmanager
+def proxied(scratch: Path, plain: S3Server, wire: Wire) -> Iterator[tuple[S3Server, RunningProxy]]:
+    """A TLS endpoint in front of a plain server, so that the proxy's own work is one encryption and not two."""
+    folder = Path(tempfile.mkdtemp(dir=scratch))
+    ca = make_certificates(folder)
+    parts = urlsplit(plain.endpoint)
+    with running_proxy(
+        (str(parts.hostname), int(parts.port or 80)),
+        cert=folder / "public.crt",
+        key=folder / "private.key",
+        port=free_port(),
+        log_dir=folder / "log",
+        wire=wire,
+    ) as proxy:
+        yield S3Server("minio", proxy.url, plain.key, plain.secret, ca=ca), proxy
+
+
+def run(options: argparse.Namespace) -> dict[str, Any]:
+    binary = get_minio.obtain()
+    if binary is None:
+        raise SystemExit("the benchmark needs a MinIO server")
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="bench-", dir=_disk_folder()) as scratch, _fast_folder() as fast:
+        s5cmd = environments.s5cmd_binary()
+        bench = Bench(options, Path(scratch), s5cmd)
+        names = [name for name in options.contenders if name != "s5cmd" or s5cmd]
+        try:
+            if "loopback" in options.passes:
+                with minio(binary, tls=True, data=fast / "loopback") as server:
+                    server.client().create_bucket(Bucket=BUCKET)
+                    timed_pass(bench, server, "loopback", names, options.pairs, options.slow_pairs)
+                shutil.rmtree(fast / "loopback", ignore_errors=True)
+            with minio(binary, data=fast / "proxied") as plain:
+                plain.client().create_bucket(Bucket=BUCKET)
+                if "count" in options.passes:
+                    with proxied(bench.scratch, plain, Wire()) as (server, proxy):
+                        count_pass(bench, server, proxy, names)
+                if "wire" in options.passes:
+                    with proxied(bench.scratch, plain, WIRE) as (server, _):
+                        remote = [name for name in names if name not in ("disk", "bucketpoint-lean")]
+                        timed_pass(bench, server, "wire", remote, options.wire_pairs, options.wire_slow_pairs)
+        finally:
+            for worker in bench.workers.values():
+                worker.stop()
+        return {
+            "machine": environments.describe(binary, s5cmd),
+            "state": next(iter(bench.workers.values())).state,
+            "layout": list(bench.layout),
+            "wire": asdict(WIRE),
+            "seconds": round(time.monotonic() - began),
+            "quick": options.quick,
+            "measurements": bench.measurements,
+        }
+
+
+def _disk_folder() -> Path:
+    folder = ROOT / ".cache"
+    folder.mkdir(exist_ok=True)
+    return folder
+
+
+@contextlib.contextmanager
+def _fast_folder() -> Iterator[Path]:
+    """Where the server keeps its data: in memory where there is room, so that the disk is not what is measured."""
+    shm = Path("/dev/shm")
+    fits = shm.is_dir() and shutil.disk_usage(shm).free > TMPFS_NEEDED
+    with tempfile.TemporaryDirectory(prefix="bench-", dir=shm if fits else _disk_folder()) as folder:
+        yield Path(folder)
+
+
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    def names(text: str) -> list[str]:
+        return [name for name in text.split(",") if name]
+
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--quick", action="store_true", help="fewer rounds; the figures are only a first impression")
+    parser.add_argument("--pairs", type=int, help="rounds of each ratio (default 7)")
+    parser.add_argument("--only", type=names, default=names("save,load,quarter0,quarter1"), help="operations")
+    parser.add_argument("--contenders", type=names, default=list(CONTENDERS), help=", ".join(CONTENDERS))
+    parser.add_argument("--passes", type=names, default=names("loopback,count,wire"), help="loopback,count,wire")
+    parser.add_argument("--out", type=Path, help="the report (default docs/benchmark.md; .cache/ with --quick)")
+    options = parser.parse_args(arguments)
+    unknown = set(options.contenders) - set(CONTENDERS)
+    if unknown:
+        parser.error(f"no such contender: {', '.join(sorted(unknown))}")
+    options.out = options.out or ROOT / (".cache/benchmark-quick.md" if options.quick else "docs/benchmark.md")
+    options.pairs = options.pairs or (2 if options.quick else 7)
+    options.slow_pairs = 1 if options.quick else min(3, options.pairs)
+    options.wire_pairs = 1 if options.quick else options.pairs
+    options.wire_slow_pairs = 0 if options.quick else 1
+    return options
+
+
+def main() -> None:
+    options = parse()
+    # Leave no server, proxy or gigabytes in memory behind when a time limit ends the run.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))
+    result = run(options)
+    report.write(result, options.out)
+    print(report.thresholds_text(result))
+    print(f"written: {options.out} ({result['seconds']} s)")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,224 @@
+"""The commit: every planned item accounted for, then one conditional PUT of `.metadata`, then the record and clean-up.
+
+`.metadata` alone is the truth. Everything after its PUT is best effort and never fails a save that has committed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import MetadataIndex, StorageMeta
+from torch.distributed.checkpoint.storage import WriteResult
+
+from bucketpoint.errors import (
+    BucketpointError,
+    CheckpointExistsError,
+    CommitConflictError,
+    IncompleteSaveError,
+    ObjectNotFoundError,
+    PreconditionFailedError,
+)
+from bucketpoint.format import keys
+from bucketpoint.format.metadata import decode_metadata, encode_metadata, extra, record_from_metadata
+from bucketpoint.format.storage_info import pop_object_facts, read_storage_info
+from bucketpoint.stores import ObjectInfo, Store
+from bucketpoint.transfer import retry_transient
+from bucketpoint.transfer.checksum import crc32c
+
+logger = logging.getLogger(__name__)
+
+_NAMED_AT_MOST = 5
+COMMIT_ATTEMPTS = 3
+
+
+@dataclass(frozen=True)
+class Commit:
+    """What is committed, and under which name."""
+
+    store: Store
+    prefix: str
+    url: str
+    token: str
+    name: str
+    """`.metadata`, or `__{rank}.metadata` for a save without collectives."""
+    overwrite: bool
+
+
+def complete_metadata(
+    metadata: Metadata, results: Sequence[Sequence[WriteResult]], *, storage_meta: StorageMeta
+) -> tuple[Metadata, dict[str, Any]]:
+    """The metadata to commit, with where each item lies, and the table of objects.
+
+    Works on a copy: DCP broadcasts the metadata it passed in to every rank, and must not send the whole index along.
+
+    Raises:
+        IncompleteSaveError: an item of the plan has no result, or a size that its shape does not explain.
+    """
+    storage_data: dict[MetadataIndex, Any] = {}
+    objects: dict[str, Any] = {}
+    for rank_results in results:
+        for result in rank_results:
+            facts = pop_object_facts(result.storage_data)
+            if facts is not None:
+                objects[result.storage_data.relative_path] = facts
+            storage_data[result.index] = result.storage_data
+    _check_complete(metadata, storage_data)
+    fields: dict[str, Any] = {"storage_data": storage_data, "storage_meta": storage_meta}
+    if hasattr(metadata, "version"):
+        fields["version"] = "1.0.0"
+    return dataclasses.replace(metadata, **fields), objects
+
+
+def commit(
+    request: Commit, metadata: Metadata, objects: dict[str, Any], *, world_size: int, created: float, endpoint: str
+) -> None:
+    """Make the checkpoint exist, all of it at once.
+
+    Raises:
+        CheckpointExistsError: something is committed there and `overwrite` is False.
+        CommitConflictError: another job committed to the same URL meanwhile; this save has not happened.
+    """
+    facts = {
+        "token": request.token,
+        "url": request.url,
+        "endpoint": endpoint,
+        "world_size": world_size,
+        "created": created,
+        "objects": objects,
+        "torch": str(torch.__version__),
+    }
+    data = encode_metadata(metadata, bucketpoint=facts)
+    info, replaced = _put_commit(request, data)
+    if request.name == keys.METADATA:
+        _write_record(request, data, info)
+    if replaced is not None:
+        _delete_replaced(request, replaced, kept=set(objects))
+
+
+def _put_commit(request: Commit, data: bytes) -> tuple[ObjectInfo, Metadata | None]:
+    """Commit over nothing, or over exactly the checkpoint that was seen there. Returns what was replaced."""
+    store, key = request.store, keys.join(request.prefix, request.name)
+    body, crc = [memoryview(data)], crc32c(memoryview(data))
+    if not store.capabilities.conditional_put:
+        return _put_unconditionally(request, key, data)
+    try:
+        return retry_transient(
+            lambda: store.put(key, body, crc32c=crc, if_none_match=True), attempts=COMMIT_ATTEMPTS
+        ), None
+    except PreconditionFailedError:
+        there, info = store.get(key)
+    if there == data:
+        # Ours: the store acted, and the answer to an earlier attempt was lost on the way.
+        return info, None
+    if not request.overwrite:
+        raise CheckpointExistsError("A checkpoint is already committed here", url=request.url) from None
+    replaced = _readable(there, request.url)
+    try:
+        return retry_transient(
+            lambda: store.put(key, body, crc32c=crc, if_match=info.etag), attempts=COMMIT_ATTEMPTS
+        ), replaced
+    except PreconditionFailedError:
+        now, info = store.get(key)
+        if now == data:
+            return info, replaced
+        raise CommitConflictError(
+            "Another job committed a checkpoint to this URL while this one was being saved; this save is discarded",
+            url=request.url,
+            remedy="Give every job its own URL, or save again",
+        ) from None
+
+
+def _put_unconditionally(request: Commit, key: str, data: bytes) -> tuple[ObjectInfo, Metadata | None]:
+    """For stores without conditional writes: look, write, and look again. Two jobs at once may still collide."""
+    replaced = None
+    try:
+        there, _ = request.store.get(key)
+        if not request.overwrite:
+            raise CheckpointExistsError("A checkpoint is already committed here", url=request.url)
+        replaced = _readable(there, request.url)
+    except ObjectNotFoundError:
+        pass
+    info = request.store.put(key, [memoryview(data)], crc32c=crc32c(memoryview(data)))
+    now, _ = request.store.get(key)
+    if now != data:
+        raise CommitConflictError("Another job committed a checkpoint to this URL at the same time", url=request.url)
+    return info, replaced
+
+
+def _readable(data: bytes, url: str) -> Metadata | None:
+    """The checkpoint about to be replaced; None if it is not one that can be read, so that its data is left alone."""
+    try:
+        return decode_metadata(data, url=url)
+    except BucketpointError as error:
+        logger.warning("the checkpoint being replaced cannot be read, so its data objects stay: %s", error)
+        return None
+
+
+def _write_record(request: Commit, data: bytes, info: ObjectInfo) -> None:
+    try:
+        record = record_from_metadata(data, metadata_etag=info.etag).to_json()
+        key = keys.join(request.prefix, keys.RECORD)
+        request.store.put(key, [memoryview(record)], crc32c=crc32c(memoryview(record)))
+    except BucketpointError as error:
+        logger.warning("the checkpoint is committed, but its record was not written and can be rebuilt: %s", error)
+
+
+def _delete_replaced(request: Commit, replaced: Metadata, *, kept: set[str]) -> None:
+    """Remove the data of the checkpoint that was overwritten. A trainer may lack the right to: then it stays."""
+    try:
+        paths = {read_storage_info(info).path for info in (replaced.storage_data or {}).values()} - kept
+        failures = request.store.delete([keys.join(request.prefix, path) for path in sorted(paths)])
+    except BucketpointError as error:
+        logger.warning("the data of the overwritten checkpoint was not deleted: %s", error)
+        return
+    if failures:
+        logger.warning(
+            "%d of %d objects of the overwritten checkpoint were not deleted, the first: %s %s",
+            len(failures),
+            len(paths),
+            failures[0].key,
+            failures[0].code,
+        )
+
+
+def _check_complete(metadata: Metadata, storage_data: dict[MetadataIndex, Any]) -> None:
+    missing: list[str] = []
+    wrong: list[str] = []
+    for index, nbytes in _expected(metadata):
+        found = storage_data.get(index)
+        if found is None:
+            missing.append(_name(index))
+            continue
+        item = read_storage_info(found)
+        if nbytes is not None and item.payload_nbytes is not None and item.payload_nbytes != nbytes:
+            wrong.append(f"{_name(index)}: {item.payload_nbytes} bytes for {nbytes}")
+    if missing or wrong:
+        named = ", ".join((missing + wrong)[:_NAMED_AT_MOST])
+        raise IncompleteSaveError(
+            f"{len(missing)} planned items were not written and {len(wrong)} have the wrong size ({named}), "
+            "so nothing was committed"
+        )
+
+
+def _expected(metadata: Metadata) -> Iterator[tuple[MetadataIndex, int | None]]:
+    for fqn, entry in metadata.state_dict_metadata.items():
+        if isinstance(entry, TensorStorageMetadata):
+            itemsize = entry.properties.dtype.itemsize
+            for chunk in entry.chunks:
+                yield MetadataIndex(fqn, chunk.offsets), math.prod(chunk.sizes) * itemsize
+        else:
+            yield MetadataIndex(fqn), None
+
+
+def _name(index: MetadataIndex) -> str:
+    return index.fqn if not index.offset or not any(index.offset) else f"{index.fqn}{list(index.offset)}"
+
+
+__all__ = ["Commit", "commit", "complete_metadata", "extra"]

@@ -1,0 +1,69 @@
+"""What a person sees of a save or load: a bar on a terminal when wanted, and one log line. Sets no logging level."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import sys
+import time
+from collections.abc import Iterator
+
+from bucketpoint.errors import BucketpointError
+from bucketpoint.transfer import Meter, Progress, ProgressCallback
+
+
+@contextlib.contextmanager
+def progress_callback(wanted: ProgressCallback | bool | None, rank: int) -> Iterator[ProgressCallback | None]:
+    """The callback for one transfer: the user's own, a `rich` bar, or none.
+
+    With None the bar is shown on rank 0 if standard error is a terminal and `rich` is installed; a log file gets none.
+    """
+    if callable(wanted):
+        yield wanted
+    elif wanted is False or (wanted is None and (rank != 0 or not sys.stderr.isatty())):
+        yield None
+    else:
+        with _bar(required=wanted is True) as bar:
+            yield bar
+
+
+@contextlib.contextmanager
+def _bar(*, required: bool) -> Iterator[ProgressCallback | None]:
+    try:
+        from rich.console import Console
+        from rich.progress import BarColumn, DownloadColumn, TextColumn, TransferSpeedColumn
+        from rich.progress import Progress as RichProgress
+    except ImportError:
+        if required:
+            raise BucketpointError(
+                "progress=True needs rich", remedy="pip install 'bucketpoint[cli]', or pass a callable"
+            ) from None
+        yield None
+        return
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    with RichProgress(*columns, console=Console(stderr=True), transient=True) as shown:
+        task = shown.add_task("", total=None)
+
+        def update(event: Progress) -> None:
+            shown.update(
+                task,
+                completed=event.done_bytes,
+                total=event.total_bytes,
+                description=f"{event.phase} {event.url}",
+            )
+
+        yield update
+
+
+def describe(logger: logging.Logger, level: int, verb: str, url: str | None, meter: Meter, started: float) -> None:
+    """Log what moved, in how long, over how many requests."""
+    seconds = time.monotonic() - started
+    logger.log(
+        level,
+        "%s %s: %.1f MB in %.2f s, %d data requests",
+        verb,
+        url,
+        meter.done_bytes / 1e6,
+        seconds,
+        meter.requests,
+    )

@@ -1,0 +1,409 @@
+"""From DCP's read items to extents: which bytes of which object go where, and how they are checked on arrival.
+
+No requests are made here; `transfer` moves the bytes.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint import LoadPlanner, Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
+
+from bucketpoint.dcp.decode import decode_item, load_bytes
+from bucketpoint.errors import MetadataError, MismatchError
+from bucketpoint.format import keys
+from bucketpoint.format.frames import ProbedFrame, contiguous_strides
+from bucketpoint.format.layout import Runs, slice_runs
+from bucketpoint.format.memory import is_viewable, tensor_bytes
+from bucketpoint.format.storage_info import ItemInfo, read_storage_info
+from bucketpoint.transfer import Block, Extent, TransferOptions
+
+Deliver = Callable[[memoryview | None], None]
+
+
+@dataclass(frozen=True)
+class SavedChunk:
+    """A saved chunk whose raw elements can be reached: where they begin in the object, and how they are laid out."""
+
+    payload_start: int
+    nbytes: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    """In elements."""
+    storage_offset: int = 0
+
+    @property
+    def in_c_order(self) -> bool:
+        expected = 1
+        for size, stride in zip(reversed(self.shape), reversed(self.strides), strict=True):
+            if size != 1 and stride != expected:
+                return False
+            expected *= size
+        return self.storage_offset == 0
+
+
+@dataclass(frozen=True)
+class PlannedItem:
+    """A read item with what the metadata says about it and the tensor it goes to (None for bytes)."""
+
+    read: ReadItem
+    info: ItemInfo
+    key: str
+    target: torch.Tensor | None
+
+
+class ReadPlan:
+    """Turns the items of one rank into extents, and commits each item to the planner once all of it has arrived.
+
+    Calls into the planner are made one at a time: planners are not written for several threads.
+    """
+
+    def __init__(
+        self,
+        metadata: Metadata,
+        planner: LoadPlanner,
+        *,
+        prefix: str,
+        etags: dict[str, str],
+        options: TransferOptions,
+        transforms: Any,
+        trusted: bool,
+    ) -> None:
+        self._metadata = metadata
+        self._planner = planner
+        self._prefix = prefix
+        self._etags = etags
+        self._options = options
+        self._transforms = transforms
+        self._trusted = trusted
+        self._lock = threading.Lock()
+        self._chunks: dict[str, dict[tuple[int, ...], tuple[int, ...]]] = {}
+
+    def resolve(self, items: Sequence[ReadItem]) -> list[PlannedItem]:
+        """Find every item in the metadata, and the memory it goes to.
+
+        Raises:
+            MetadataError: the metadata names no data for an item.
+            MismatchError: the planner's tensor is not of the size it asked for.
+        """
+        storage_data: dict[MetadataIndex, Any] = self._metadata.storage_data or {}
+        resolved = []
+        for item in items:
+            found = storage_data.get(item.storage_index)
+            if found is None:
+                raise MetadataError("The metadata names no data for this item", key=item.storage_index.fqn)
+            info = read_storage_info(found)
+            target = None
+            if item.type != LoadItemType.BYTE_IO:
+                target = self._planner.resolve_tensor(item).detach()
+                if tuple(target.shape) != tuple(item.lengths):
+                    raise MismatchError(
+                        f"The planner asked for {list(item.lengths)} and gave a tensor of {list(target.shape)}",
+                        key=item.dest_index.fqn,
+                    )
+            resolved.append(PlannedItem(item, info, keys.join(self._prefix, info.path), target))
+        return resolved
+
+    def chunk_of(self, item: PlannedItem) -> SavedChunk | None:
+        """Where the raw elements of the item's saved chunk lie, if the metadata tells."""
+        info = item.info
+        if info.payload_offset is None or info.payload_nbytes is None or info.transform_descriptors:
+            return None
+        entry = self._metadata.state_dict_metadata.get(item.read.storage_index.fqn)
+        if not isinstance(entry, TensorStorageMetadata):
+            return None
+        shape = self._saved_shape(item.read.storage_index, entry)
+        if shape is None or math.prod(shape) * entry.properties.dtype.itemsize != info.payload_nbytes:
+            return None
+        start = info.offset + info.payload_offset
+        return SavedChunk(start, info.payload_nbytes, entry.properties.dtype, shape, contiguous_strides(shape))
+
+    def needs_probe(self, item: PlannedItem) -> bool:
+        """A frame of a foreign writer of which only a part is wanted, or which is too large to be taken whole."""
+        if item.target is None or item.info.payload_offset is not None or item.info.transform_descriptors:
+            return False
+        if item.info.crc32c is not None:
+            return False
+        entry = self._metadata.state_dict_metadata.get(item.read.storage_index.fqn)
+        wanted = item.target.numel() * entry.properties.dtype.itemsize if isinstance(entry, TensorStorageMetadata) else 0
+        return item.info.length > self._options.lease_bytes or wanted * 2 < item.info.length
+
+    def extents(self, item: PlannedItem, chunk: SavedChunk | None) -> Iterator[Extent]:
+        """The byte ranges that one item needs. `chunk` comes from the metadata or from a probe; None: take it whole."""
+        if chunk is None:
+            yield self._whole(item)
+            return
+        assert item.target is not None
+        if item.target.numel() == 0:
+            self._commit(item)
+            return
+        read = item.read
+        offsets, lengths = tuple(read.storage_offsets), tuple(read.lengths)
+        if any(o < 0 or n < 0 or o + n > size for o, n, size in zip(offsets, lengths, chunk.shape, strict=True)):
+            raise MismatchError(
+                f"Wanted {list(lengths)} at {list(offsets)} of a saved chunk of {list(chunk.shape)}",
+                key=read.storage_index.fqn,
+            )
+        pieces = list(self._split(item, chunk, offsets, lengths))
+        done = self._when_all(item, len(pieces))
+        for piece_offsets, piece_lengths in pieces:
+            yield from self._piece(item, chunk, piece_offsets, piece_lengths, done)
+
+    # -- slices of a chunk --------------------------------------------------------------------------------------------
+
+    def _split(
+        self, item: PlannedItem, chunk: SavedChunk, offsets: tuple[int, ...], lengths: tuple[int, ...]
+    ) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+        """Cut a slice into boxes that are each fetched as one stretch: single runs that can be received in place,
+        bands of short runs that fit a leased buffer."""
+        runs = self._runs(chunk, offsets, lengths)
+        if runs.count == 1 and (self._direct_ok(item, chunk) or runs.nbytes <= self._options.lease_bytes):
+            yield offsets, lengths
+            return
+        if runs.count > 1 and runs.span <= self._options.lease_bytes and self._affordable(item, runs):
+            yield offsets, lengths
+            return
+        axis = self._outermost(chunk, lengths)
+        if axis is None:
+            yield offsets, lengths
+            return
+        step = self._band(item, chunk, axis, lengths, runs)
+        at, end = offsets[axis], offsets[axis] + lengths[axis]
+        while at < end:
+            # Bands end where blocks do, so that a block at a border is not fetched and checked twice.
+            size = min(step - at % step, end - at)
+            box = (*offsets[:axis], at, *offsets[axis + 1 :]), (*lengths[:axis], size, *lengths[axis + 1 :])
+            yield from self._split(item, chunk, *box)
+            at += size
+
+    def _band(
+        self, item: PlannedItem, chunk: SavedChunk, axis: int, lengths: tuple[int, ...], runs: Runs
+    ) -> int:
+        """How many indices of `axis` go together: always fewer than there are, so that splitting ends."""
+        if not self._affordable(item, runs):
+            return 1
+        row = chunk.strides[axis] * chunk.dtype.itemsize
+        step = min(max(self._options.lease_bytes // max(row, 1), 1), lengths[axis] - 1)
+        block = item.info.block_nbytes or 0
+        rows = block // row if row and block % row == 0 else 1
+        return step - step % rows if step >= rows else step
+
+    def _affordable(self, item: PlannedItem, runs: Runs) -> bool:
+        """Whether reading across the gaps of a strided slice beats asking for its runs one by one."""
+        # A gap within a block comes along anyway, since a block is checked as a whole.
+        if runs.coalesced(max(self._options.free_gap_bytes, item.info.block_nbytes or 0)).count == 1:
+            return True
+        near = runs.coalesced(self._options.coalesce_gap_bytes).count == 1
+        return near and runs.span <= self._options.max_overread * runs.nbytes
+
+    def _piece(
+        self,
+        item: PlannedItem,
+        chunk: SavedChunk,
+        offsets: tuple[int, ...],
+        lengths: tuple[int, ...],
+        done: Callable[[], None],
+    ) -> Iterator[Extent]:
+        assert item.target is not None
+        target = item.target
+        for axis, (at, origin, size) in enumerate(zip(offsets, item.read.storage_offsets, lengths, strict=True)):
+            if size != target.shape[axis]:
+                target = target.narrow(axis, at - origin, size)
+        runs = self._runs(chunk, offsets, lengths)
+        if runs.count == 1 and self._direct_ok(item, chunk) and is_viewable(target):
+            yield from self._direct(item, chunk, runs, target, done)
+            return
+        low, high, blocks = self._verified(item.info, runs.start, runs.start + runs.span)
+
+        def deliver(view: memoryview | None) -> None:
+            assert view is not None
+            source = _tensor_over(view[runs.start - low :], runs.span, chunk, lengths)
+            target.copy_(source)
+            done()
+
+        yield self._extent(item, chunk, low, high, blocks, deliver)
+
+    def _direct(
+        self, item: PlannedItem, chunk: SavedChunk, runs: Runs, target: torch.Tensor, done: Callable[[], None]
+    ) -> Iterator[Extent]:
+        """One run into contiguous memory of the target, cut to the size of a part at the borders of blocks."""
+        memory = tensor_bytes(target)
+        block = item.info.block_nbytes or 1
+        size = max(self._options.part_bytes // block, 1) * block
+        cuts = [runs.start, *range(runs.start - runs.start % block + size, runs.start + runs.nbytes, size)]
+        cuts.append(runs.start + runs.nbytes)
+        arrived = self._countdown(len(cuts) - 1, done)
+
+        def deliver(_: memoryview | None, keep: torch.Tensor = target) -> None:
+            arrived()
+
+        for start, stop in zip(cuts, cuts[1:], strict=False):
+            low, high, blocks = self._verified(item.info, start, stop)
+            yield self._extent(
+                item,
+                chunk,
+                low,
+                high,
+                blocks,
+                deliver,
+                direct=memory[start - runs.start : stop - runs.start],
+                direct_start=chunk.payload_start + start,
+            )
+
+    def _extent(
+        self,
+        item: PlannedItem,
+        chunk: SavedChunk,
+        low: int,
+        high: int,
+        blocks: Sequence[Block],
+        deliver: Deliver,
+        direct: memoryview | None = None,
+        direct_start: int = 0,
+    ) -> Extent:
+        return Extent(
+            key=item.key,
+            start=chunk.payload_start + low,
+            stop=chunk.payload_start + high,
+            deliver=deliver,
+            blocks=blocks,
+            direct=direct,
+            direct_start=direct_start,
+            label=item.read.storage_index.fqn,
+            etag=self._etags.get(item.info.path),
+        )
+
+    @staticmethod
+    def _verified(info: ItemInfo, start: int, stop: int) -> tuple[int, int, list[Block]]:
+        """Widen payload bytes `[start, stop)` to whole blocks, with the checksum of each; unchanged if there are none."""
+        block = info.block_nbytes
+        if not block or info.payload_nbytes is None or info.block_crcs is None:
+            return start, stop, []
+        first, last = start // block, -(-stop // block)
+        low, high = first * block, min(last * block, info.payload_nbytes)
+        blocks = [
+            Block(min(block, info.payload_nbytes - index * block), info.block_crcs[index]) for index in range(first, last)
+        ]
+        return low, high, blocks
+
+    def _direct_ok(self, item: PlannedItem, chunk: SavedChunk) -> bool:
+        target = item.target
+        return (
+            target is not None
+            and target.device.type == "cpu"
+            and target.dtype == chunk.dtype
+            and chunk.in_c_order
+            and not target.is_conj()
+            and not target.is_neg()
+            and target.is_contiguous()
+        )
+
+    @staticmethod
+    def _runs(chunk: SavedChunk, offsets: Sequence[int], lengths: Sequence[int]) -> Runs:
+        return slice_runs(
+            chunk.shape,
+            offsets,
+            lengths,
+            chunk.dtype.itemsize,
+            strides=chunk.strides,
+            storage_offset=chunk.storage_offset,
+        )
+
+    @staticmethod
+    def _outermost(chunk: SavedChunk, lengths: Sequence[int]) -> int | None:
+        axes = [axis for axis, size in enumerate(lengths) if size > 1]
+        return max(axes, key=lambda axis: chunk.strides[axis], default=None)
+
+    # -- whole items --------------------------------------------------------------------------------------------------
+
+    def _whole(self, item: PlannedItem) -> Extent:
+        info = item.info
+        blocks = []
+        if info.crc32c is not None and info.payload_offset is None:
+            blocks = [Block(info.length, info.crc32c)]
+
+        def deliver(view: memoryview | None) -> None:
+            assert view is not None
+            fqn = item.read.storage_index.fqn
+            if item.target is None:
+                data = load_bytes(view, info, self._transforms, key=fqn, trusted=self._trusted, planner=self._planner)
+                with self._lock:
+                    self._planner.load_bytes(item.read, io.BytesIO(data))
+                return
+            saved = decode_item(view, info, self._transforms, key=fqn)
+            for axis, (at, size) in enumerate(zip(item.read.storage_offsets, item.read.lengths, strict=True)):
+                saved = saved.narrow(axis, at, size)
+            item.target.copy_(saved)
+            self._commit(item)
+
+        return Extent(
+            key=item.key,
+            start=info.offset,
+            stop=info.offset + info.length,
+            deliver=deliver,
+            blocks=blocks,
+            label=item.read.storage_index.fqn,
+            etag=self._etags.get(info.path),
+        )
+
+    # -- bookkeeping --------------------------------------------------------------------------------------------------
+
+    def _when_all(self, item: PlannedItem, pieces: int) -> Callable[[], None]:
+        return self._countdown(pieces, lambda: self._commit(item))
+
+    def _countdown(self, count: int, then: Callable[[], None]) -> Callable[[], None]:
+        left = count
+        lock = threading.Lock()
+
+        def one() -> None:
+            nonlocal left
+            with lock:
+                left -= 1
+                last = left == 0
+            if last:
+                then()
+
+        return one
+
+    def _commit(self, item: PlannedItem) -> None:
+        assert item.target is not None
+        with self._lock:
+            self._planner.commit_tensor(item.read, item.target)
+
+    def _saved_shape(self, index: MetadataIndex, entry: TensorStorageMetadata) -> tuple[int, ...] | None:
+        chunks = self._chunks.get(index.fqn)
+        if chunks is None:
+            chunks = {tuple(chunk.offsets): tuple(chunk.sizes) for chunk in entry.chunks}
+            self._chunks[index.fqn] = chunks
+        return chunks.get(tuple(index.offset) if index.offset is not None else (0,) * len(entry.size))
+
+
+def chunk_of_probe(item: PlannedItem, probe: ProbedFrame) -> SavedChunk:
+    """The chunk that a probe of a foreign frame found."""
+    return SavedChunk(
+        item.info.offset + probe.payload_offset,
+        probe.payload_nbytes,
+        probe.dtype,
+        tuple(probe.shape),
+        tuple(probe.stride),
+        probe.storage_offset,
+    )
+
+
+def _tensor_over(view: memoryview, span: int, chunk: SavedChunk, lengths: Sequence[int]) -> torch.Tensor:
+    """The elements of a slice, as a tensor of `lengths` over the bytes that span it."""
+    itemsize = chunk.dtype.itemsize
+    raw = torch.frombuffer(view, dtype=torch.uint8, count=span)
+    if raw.data_ptr() % itemsize:
+        raw = raw.clone()
+    flat = raw.view(chunk.dtype)
+    return flat.as_strided(tuple(lengths), chunk.strides)

@@ -1,0 +1,329 @@
+"""What DCP calls to load: the `StorageReader`. Plans ranges, hands them to `transfer`, and fills the planner's tensors.
+
+No details of any cloud, and no thread of its own.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Mapping
+from typing import Any, NoReturn
+
+import torch.distributed as dist
+from torch.distributed.checkpoint import LoadPlan, LoadPlanner, Metadata, StorageReader
+from torch.distributed.checkpoint.metadata import StorageMeta
+from torch.distributed.checkpoint.planner import LoadItemType
+from torch.futures import Future
+
+from bucketpoint.dcp.boundary import dcp_call
+from bucketpoint.dcp.console import describe, progress_callback
+from bucketpoint.dcp.read_plan import PlannedItem, ReadPlan, SavedChunk, chunk_of_probe
+from bucketpoint.dcp.session import Location, as_url
+from bucketpoint.errors import (
+    CheckpointNotFoundError,
+    CorruptDataError,
+    IncompleteCheckpointError,
+    MismatchError,
+    ObjectNotFoundError,
+    PreconditionFailedError,
+    StoreError,
+)
+from bucketpoint.format import keys
+from bucketpoint.format.frames import PROBE_BYTES, ProbedFrame, probe_frame
+from bucketpoint.format.keys import new_token
+from bucketpoint.format.metadata import decode_metadata, extra
+from bucketpoint.stores import Store, accepts_url
+from bucketpoint.transfer import (
+    BufferPool,
+    Extent,
+    Meter,
+    ProgressCallback,
+    TransferOptions,
+    fetch,
+    plan_requests,
+    retry_transient,
+)
+
+logger = logging.getLogger(__name__)
+
+MAX_METADATA_BYTES = 16 << 30
+"""Far above what any job writes: only there so that a wrong object is refused before it fills the memory."""
+
+
+class BucketReader(StorageReader):
+    """Loads DCP checkpoints from an object store: those of `BucketWriter`, of torch's `FileSystemWriter` and
+    `FsspecWriter`, and of s3torchconnector.
+
+    Only the byte ranges that this rank needs are read, in parallel, straight into contiguous CPU tensors of the saved
+    dtype and through bounded memory into all others. What we wrote is verified by checksum before it is handed over.
+
+    Args:
+        path: URL of the checkpoint; or none, with `checkpoint_id=` on each load.
+        storage_options, fs, transfer, progress: as for `BucketWriter`.
+        trusted: read byte items that name things outside the allow-list. They can run any code: only for
+            checkpoints from a source that you would run programs from.
+        _extension_registry: torch's registry of stream transforms; by default the one with zstd.
+    """
+
+    schemes: tuple[str, ...] = ()
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str] | None = None,
+        _extension_registry: Any = None,
+        *,
+        storage_options: Mapping[str, Any] | None = None,
+        fs: Any = None,
+        transfer: TransferOptions | None = None,
+        trusted: bool = False,
+        progress: ProgressCallback | bool | None = None,
+    ) -> None:
+        super().__init__()
+        self.transfer = transfer or TransferOptions()
+        self.trusted = trusted
+        self.progress = progress
+        self.rank: int | None = None
+        self._location = Location(self.schemes, dict(storage_options or {}), fs)
+        self._registry = _extension_registry
+        self._url = as_url(path)
+        self._metadata: Metadata | None = None
+        self._failure: Exception | None = None
+        if self._url is not None:
+            self._location.open(self._url)
+
+    # -- DCP, in the order in which it calls --------------------------------------------------------------------------
+
+    @dcp_call
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Begin a load, from another URL if one is given. All ranks."""
+        if checkpoint_id is not None:
+            self._url = as_url(checkpoint_id)
+        self._metadata = None
+        self._failure = None
+
+    @dcp_call
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """Read `.metadata`, or with `rank=` the `__{rank}.metadata` of a save without collectives. All ranks.
+
+        Raises:
+            CheckpointNotFoundError: nothing is committed here.
+            IncompleteCheckpointError: data is here without a commit.
+            MetadataError, UnsafeDataError: it cannot or must not be read.
+        """
+        rank = kwargs.get("rank")
+        if rank is None:
+            self._failure = None
+            try:
+                return self._read(keys.METADATA)
+            except Exception as error:
+                self._failure = error
+                raise
+        failure = self._failure
+        if failure is None:
+            return self._read_of_rank(int(rank))
+        # DCP asks a second time after any failure of the first, and replaces what is raised then by an assertion. So
+        # the reason is kept, and raised as soon as the metadata is touched.
+        if isinstance(failure, CheckpointNotFoundError):
+            try:
+                return self._read_of_rank(int(rank))
+            except CheckpointNotFoundError:
+                failure = self._nothing_here()
+            except Exception as error:
+                failure = error
+        return _Unread(failure)
+
+    @dcp_call
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """All ranks."""
+        self.rank = int(kwargs.get("rank") or 0)
+        if isinstance(metadata, _Unread):
+            metadata.fail()
+        self._metadata = metadata
+
+    @dcp_call
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        return plan
+
+    @dcp_call
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        return plans
+
+    @dcp_call
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """All ranks: read this rank's items into the planner's tensors. Returns when all of them are there."""
+        assert self._metadata is not None
+        started = time.monotonic()
+        store, prefix = self._location.open(self._url)
+        reads = ReadPlan(
+            self._metadata,
+            planner,
+            prefix=prefix,
+            etags=self._pins(store),
+            options=self.transfer,
+            transforms=self._transforms(),
+            trusted=self.trusted,
+        )
+        items = reads.resolve(plan.items)
+        pool = BufferPool(self.transfer.max_inflight_bytes)
+        with progress_callback(self.progress, self.rank or 0) as callback:
+            meter = Meter("load", str(self._url), 0, callback)
+            try:
+                probes = self._probe(store, reads, items, pool, meter)
+                extents = [
+                    extent
+                    for item, probe in zip(items, probes, strict=True)
+                    for extent in reads.extents(item, probe or reads.chunk_of(item))
+                ]
+                requests = plan_requests(extents, self.transfer)
+                meter.total_bytes = meter.done_bytes + sum(request.stop - request.start for request in requests)
+                fetch(store, requests, self.transfer, pool=pool, meter=meter)
+            except (ObjectNotFoundError, PreconditionFailedError) as error:
+                raise CorruptDataError(
+                    f"The checkpoint is damaged, a data object is missing or was replaced: {error.message}",
+                    url=self._url,
+                    key=error.key,
+                ) from error
+            meter.finish()
+        level = logging.INFO if not self.rank else logging.DEBUG
+        describe(logger, level, "loaded", self._url, meter, started)
+        future: Future[None] = Future()
+        future.set_result(None)
+        return future
+
+    # -- what DCP looks at --------------------------------------------------------------------------------------------
+
+    @property
+    def checkpoint_id(self) -> str:
+        """The URL of the current checkpoint, or an empty string before the first one is known."""
+        return self._url or ""
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        return accepts_url(checkpoint_id, cls.schemes)
+
+    @property
+    def url(self) -> str | None:
+        return self._url
+
+    # -- one load -----------------------------------------------------------------------------------------------------
+
+    def _read(self, name: str) -> Metadata:
+        store, prefix = self._location.open(self._url)
+        key = keys.join(prefix, name)
+        try:
+            data, _ = retry_transient(
+                lambda: store.get(key, max_bytes=MAX_METADATA_BYTES), attempts=self.transfer.read_attempts
+            )
+        except ObjectNotFoundError:
+            raise CheckpointNotFoundError(f"There is no {name} here", url=self._url) from None
+        metadata = decode_metadata(data, trusted=self.trusted, url=self._url)
+        if getattr(metadata, "storage_meta", None) is None:
+            metadata.storage_meta = StorageMeta()
+        assert metadata.storage_meta is not None
+        metadata.storage_meta.load_id = new_token()
+        return metadata
+
+    def _read_of_rank(self, rank: int) -> Metadata:
+        metadata = self._read(keys.rank_metadata(rank))
+        saved, here = extra(metadata).get("world_size"), _world_size()
+        if saved is not None and saved != here:
+            raise MismatchError(
+                f"This checkpoint was saved by {saved} ranks without collectives, and {here} are loading it",
+                url=self._url,
+                rank=rank,
+                remedy="Load it on as many ranks as saved it: without collectives there is no common index",
+            )
+        return metadata
+
+    def _nothing_here(self) -> CheckpointNotFoundError:
+        """Why there is no checkpoint: looked up on this path alone, as a load that works never lists anything."""
+        store, prefix = self._location.open(self._url)
+        found = []
+        try:
+            for info in store.list(prefix + "/" if prefix else ""):
+                found.append(info)
+                if len(found) == 1000:
+                    break
+        except StoreError as error:
+            logger.debug("could not list %s: %s", self._url, error)
+        if found:
+            return IncompleteCheckpointError(
+                f"There are {len(found)}{'+' if len(found) == 1000 else ''} objects here and no .metadata: a save that "
+                "was interrupted, failed, or is still running",
+                url=self._url,
+                remedy="Load another checkpoint: bucketpoint.latest_checkpoint(root) names the newest whole one",
+            )
+        return CheckpointNotFoundError(
+            "There is no checkpoint here",
+            url=self._url,
+            remedy="Check the URL: bucketpoint.latest_checkpoint(root) names the newest whole one under a root",
+        )
+
+    def _pins(self, store: Store) -> dict[str, str]:
+        """ETags to insist on, where the checkpoint still lies where it was committed: copies have ETags of their own."""
+        assert self._metadata is not None
+        facts = extra(self._metadata)
+        if not store.capabilities.pinned_reads:
+            return {}
+        if facts.get("url") != self._url or facts.get("endpoint") != store.identity:
+            return {}
+        return {path: entry["etag"] for path, entry in facts["objects"].items() if entry.get("etag")}
+
+    def _probe(
+        self, store: Store, reads: ReadPlan, items: list[PlannedItem], pool: BufferPool, meter: Meter
+    ) -> list[SavedChunk | None]:
+        """Find the payload in frames of other writers, one small read a chunk, where only a part of it is wanted."""
+        heads: dict[tuple[str, int], ProbedFrame | None] = {}
+        wanted = {(item.key, item.info.offset): item for item in items if reads.needs_probe(item)}
+
+        def probe(where: tuple[str, int], item: PlannedItem) -> Extent:
+            def deliver(view: memoryview | None) -> None:
+                assert view is not None
+                heads[where] = probe_frame(bytes(view))
+
+            start = item.info.offset
+            return Extent(item.key, start, start + min(PROBE_BYTES, item.info.length), deliver)
+
+        if wanted:
+            extents = [probe(where, item) for where, item in wanted.items()]
+            fetch(store, plan_requests(extents, self.transfer), self.transfer, pool=pool, meter=meter)
+        chunks: list[SavedChunk | None] = []
+        for item in items:
+            found = heads.get((item.key, item.info.offset)) if item.read.type != LoadItemType.BYTE_IO else None
+            fits = found is not None and found.payload_offset + found.payload_nbytes <= item.info.length
+            chunks.append(chunk_of_probe(item, found) if found is not None and fits else None)
+        return chunks
+
+    def _transforms(self) -> Any:
+        if self._registry is None:
+            from torch.distributed.checkpoint._extension import ExtensionRegistry
+
+            self._registry = ExtensionRegistry()
+        return self._registry
+
+
+class S3Reader(BucketReader):
+    """`BucketReader` for `s3://` URLs: Amazon S3, MinIO and every other store that speaks its protocol."""
+
+    schemes = ("s3", "s3a")
+
+
+class _Unread(Metadata):
+    """Stands for metadata that could not be read, until DCP touches it: then the reason is raised."""
+
+    def __init__(self, reason: Exception) -> None:
+        self.__dict__["_reason"] = reason
+
+    def fail(self) -> NoReturn:
+        raise self.__dict__["_reason"]
+
+    def __getattribute__(self, name: str) -> Any:
+        if name in ("state_dict_metadata", "planner_data", "storage_data", "storage_meta"):
+            raise object.__getattribute__(self, "__dict__")["_reason"]
+        return object.__getattribute__(self, name)
+
+
+def _world_size() -> int:
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1

@@ -1,0 +1,82 @@
+"""One save under way, as a state machine, and the configuration that writer and reader share. No requests are made here."""
+
+from __future__ import annotations
+
+import enum
+import os
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from bucketpoint.errors import BucketpointError, InvalidURLError
+from bucketpoint.format.keys import new_token
+from bucketpoint.stores import Store, open_store
+
+
+@dataclass(frozen=True)
+class Location:
+    """Where checkpoints live and how to get there: configuration only, so that it pickles without a connection.
+
+    Attributes:
+        schemes: URL schemes that are accepted; empty for any.
+        fs: a filesystem of the user's own, which then serves every URL.
+    """
+
+    schemes: tuple[str, ...] = ()
+    storage_options: Mapping[str, Any] = field(default_factory=dict, repr=False)
+    fs: Any = field(default=None, repr=False)
+
+    def open(self, url: str | None) -> tuple[Store, str]:
+        """The store and the key prefix of a checkpoint URL. Opens no connection."""
+        if url is None:
+            raise InvalidURLError(
+                "No checkpoint URL was given", remedy="Pass checkpoint_id= to DCP, or the path to the constructor"
+            )
+        return open_store(url, storage_options=self.storage_options, fs=self.fs, schemes=self.schemes)
+
+
+def as_url(path: str | os.PathLike[str] | None) -> str | None:
+    """A checkpoint id as text, unchanged: a `Path` would fold the `//` of a URL."""
+    if path is None:
+        return None
+    text = os.fspath(path)
+    return text.rstrip("/") if len(text) > 1 else text
+
+
+class SaveState(enum.Enum):
+    """`OPEN -> UPLOADING -> UPLOADED -> COMMITTED`, or `ABORTED` from any but the last."""
+
+    OPEN = "open"
+    UPLOADING = "uploading"
+    UPLOADED = "uploaded"
+    COMMITTED = "committed"
+    ABORTED = "aborted"
+
+
+_MOVES = {
+    SaveState.OPEN: {SaveState.UPLOADING, SaveState.ABORTED},
+    SaveState.UPLOADING: {SaveState.UPLOADED, SaveState.ABORTED},
+    SaveState.UPLOADED: {SaveState.COMMITTED, SaveState.ABORTED},
+    SaveState.COMMITTED: set(),
+    SaveState.ABORTED: set(),
+}
+
+
+@dataclass
+class SaveSession:
+    """What one save of this rank needs to know. Lives on the thread that DCP runs the save on."""
+
+    url: str | None
+    token: str = field(default_factory=new_token)
+    state: SaveState = SaveState.OPEN
+    rank: int = 0
+    is_coordinator: bool = True
+    use_collectives: bool = True
+    started: float = field(default_factory=time.monotonic)
+
+    def move(self, state: SaveState) -> None:
+        """Raises BucketpointError on an illegal move: DCP's calls came out of order."""
+        if state not in _MOVES[self.state]:
+            raise BucketpointError(f"A save cannot go from {self.state.value} to {state.value}", url=self.url)
+        self.state = state

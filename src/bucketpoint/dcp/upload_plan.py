@@ -1,0 +1,180 @@
+"""From DCP's write items to objects: which item lies where in which object, and what is reported about it.
+
+No requests are made here; `transfer` moves the bytes.
+"""
+
+from __future__ import annotations
+
+import io
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch.distributed.checkpoint import SavePlanner
+from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
+from torch.distributed.checkpoint.storage import WriteResult
+
+from bucketpoint.errors import BucketpointError
+from bucketpoint.format import keys
+from bucketpoint.format.frames import frameable, tensor_frame
+from bucketpoint.format.groups import GroupRule, group_of
+from bucketpoint.format.memory import copy_stretch, is_viewable, tensor_bytes
+from bucketpoint.format.safe_pickle import refused_globals
+from bucketpoint.format.storage_info import make_storage_info, plan_blocks, set_object_facts
+from bucketpoint.transfer import ObjectSource, Segment, Uploaded
+from bucketpoint.transfer.checksum import fold_blocks
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class PlacedItem:
+    """A write item at `offset` in its object. `payload` is the index of the segment that its checksum is taken over, which begins
+    `payload_offset` bytes into the item if it is a frame of ours."""
+
+    item: WriteItem
+    offset: int
+    nbytes: int
+    payload: int
+    payload_offset: int | None
+    tensor: torch.Tensor | None
+    """Keeps alive the memory that the segments' views look into."""
+
+
+@dataclass(frozen=True)
+class PlannedObject:
+    """An object to write: its path within the checkpoint, its bytes, and the items in it."""
+
+    path: str
+    source: ObjectSource
+    items: Sequence[PlacedItem]
+
+
+def resolve(item: WriteItem, planner: SavePlanner) -> torch.Tensor | memoryview:
+    """The data of one item: a tensor on whatever device it is, or bytes."""
+    data = planner.resolve_data(item)
+    if item.type == WriteItemType.BYTE_IO:
+        if not isinstance(data, io.BytesIO):
+            raise BucketpointError(f"The planner gave {type(data).__name__} for a byte item", key=item.index.fqn)
+        return data.getbuffer()
+    if not isinstance(data, torch.Tensor):
+        raise BucketpointError(f"The planner gave {type(data).__name__} for a tensor item", key=item.index.fqn)
+    return data.detach()
+
+
+def group_items(items: Sequence[WriteItem], rules: Sequence[GroupRule]) -> dict[str, list[WriteItem]]:
+    """Items by object group, each group in plan order."""
+    groups: dict[str, list[WriteItem]] = {}
+    for item in items:
+        group = group_of(item.index.fqn, rules, tensor=item.type != WriteItemType.BYTE_IO)
+        groups.setdefault(group, []).append(item)
+    return groups
+
+
+def plan_objects(
+    items: Sequence[WriteItem],
+    planner: SavePlanner,
+    *,
+    prefix: str,
+    token: str,
+    rank: int,
+    rules: Sequence[GroupRule],
+    target_object_bytes: int,
+) -> list[PlannedObject]:
+    """Lay the items of one rank out in objects.
+
+    Groups go to separate objects, so that a checkpoint can later be thinned to its weights by deleting objects. A group
+    larger than `target_object_bytes` is spread over several; an item is never split over two.
+    """
+    objects: list[PlannedObject] = []
+    for group, members in group_items(items, rules).items():
+        batch: list[tuple[WriteItem, torch.Tensor | memoryview]] = []
+        size = 0
+        batches = [batch]
+        for item in members:
+            data = resolve(item, planner)
+            nbytes = data.numel() * data.element_size() if isinstance(data, torch.Tensor) else len(data)
+            if batch and size + nbytes > target_object_bytes:
+                batch = []
+                batches.append(batch)
+                size = 0
+            batch.append((item, data))
+            size += nbytes
+        for number, batch in enumerate(batches):
+            objects.append(_lay_out(keys.data_path(token, rank, group, number), prefix, batch))
+    return objects
+
+
+def _lay_out(path: str, prefix: str, batch: Sequence[tuple[WriteItem, torch.Tensor | memoryview]]) -> PlannedObject:
+    segments: list[Segment] = []
+    placed: list[PlacedItem] = []
+    offset = 0
+    for item, data in batch:
+        if isinstance(data, torch.Tensor) and frameable(data):
+            frame = tensor_frame(data.dtype, data.shape)
+            payload = _payload_segment(data, frame.payload_nbytes)
+            parts = [Segment(len(frame.header), memoryview(frame.header)), payload]
+            parts.append(Segment(len(frame.trailer), memoryview(frame.trailer)))
+            placed.append(
+                PlacedItem(item, offset, frame.nbytes, len(segments) + 1, frame.payload_offset, data)
+            )
+        else:
+            view = torch_saved(data) if isinstance(data, torch.Tensor) else data
+            if item.type == WriteItemType.BYTE_IO:
+                warn_if_unsafe(item.index.fqn, view)
+            parts = [Segment(len(view), view, block_nbytes=len(view))]
+            placed.append(PlacedItem(item, offset, len(view), len(segments), None, None))
+        segments += parts
+        offset += sum(part.nbytes for part in parts)
+    return PlannedObject(path, ObjectSource(keys.join(prefix, path), segments), placed)
+
+
+def _payload_segment(tensor: torch.Tensor, nbytes: int) -> Segment:
+    blocks = plan_blocks(nbytes, nbytes // tensor.shape[0] if tensor.dim() and tensor.shape[0] else nbytes)
+    if is_viewable(tensor):
+        return Segment(nbytes, tensor_bytes(tensor), block_nbytes=blocks)
+    return Segment(nbytes, fill=lambda start, out: copy_stretch(tensor, start, out), block_nbytes=blocks)
+
+
+def torch_saved(tensor: torch.Tensor) -> memoryview:
+    """What torch.save makes of a tensor that has no frame of ours: sparse, quantised, a subclass."""
+    buffer = io.BytesIO()
+    torch.save(tensor.cpu(), buffer)
+    return buffer.getbuffer()
+
+
+def warn_if_unsafe(fqn: str, view: memoryview) -> None:
+    """Tell at save, when the object can still be changed, what the default safe load will refuse."""
+    refused = refused_globals(bytes(view))
+    if refused:
+        logger.warning(
+            "%s holds %s, which the default load refuses: load it with trusted=True, or save plain values",
+            fqn,
+            ", ".join(refused),
+        )
+
+
+def results_of(planned: PlannedObject, uploaded: Uploaded) -> list[WriteResult]:
+    """What this rank reports to the coordinator about one object.
+
+    The object's own size and ETag ride on its first item alone; the commit moves them to a table of objects.
+    """
+    results = []
+    for position, placed in enumerate(planned.items):
+        segment = planned.source.segments[placed.payload]
+        crcs = uploaded.block_crcs[placed.payload]
+        info = make_storage_info(
+            planned.path,
+            placed.offset,
+            placed.nbytes,
+            payload_offset=placed.payload_offset,
+            payload_nbytes=segment.nbytes if placed.payload_offset is not None else None,
+            crc32c=fold_blocks(crcs, segment.nbytes, segment.block_nbytes),
+            block_nbytes=segment.block_nbytes,
+            block_crcs=crcs,
+        )
+        if position == 0:
+            set_object_facts(info, size=uploaded.info.size, etag=uploaded.info.etag)
+        results.append(WriteResult(index=placed.item.index, size_in_bytes=placed.nbytes, storage_data=info))
+    return results

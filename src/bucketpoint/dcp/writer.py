@@ -1,0 +1,297 @@
+"""What DCP calls to save: the `StorageWriter`. Plans objects, hands them to `transfer`, and commits.
+
+No details of any cloud, and no thread of its own.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.checkpoint import Metadata, SavePlan, SavePlanner, StorageWriter
+from torch.distributed.checkpoint.metadata import StorageMeta
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
+
+from bucketpoint.dcp.boundary import dcp_call
+from bucketpoint.dcp.commit import Commit, commit, complete_metadata
+from bucketpoint.dcp.console import describe, progress_callback
+from bucketpoint.dcp.session import Location, SaveSession, SaveState, as_url
+from bucketpoint.dcp.transformed import write_transformed
+from bucketpoint.dcp.upload_plan import plan_objects, results_of
+from bucketpoint.errors import BucketpointError, CheckpointExistsError, ObjectNotFoundError
+from bucketpoint.format import keys
+from bucketpoint.format.groups import DEFAULT_RULES, GroupRule
+from bucketpoint.staging import copy_to_host
+from bucketpoint.stores import accepts_url
+from bucketpoint.transfer import BufferPool, Meter, ProgressCallback, TransferOptions, upload_objects
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_OBJECT_BYTES = 4 << 30
+"""Objects stay below 5 GiB, the most that one server-side CopyObject moves (Amazon S3 service limit)."""
+
+
+class BucketWriter(StorageWriter):
+    """Saves DCP checkpoints into an object store, whole or not at all.
+
+    Usable with `dcp.save` and `dcp.async_save`, for any number of saves, with or without `checkpoint_id`. It is its own
+    `AsyncStager`: `async_save` returns once the state has been copied to host memory.
+
+    Args:
+        path: URL of the checkpoint, such as `"s3://bucket/run/step-500"`; or none, with `checkpoint_id=` on each save.
+        storage_options: credentials, endpoint and settings, spelt as fsspec's filesystem for that scheme spells them.
+        fs: an fsspec filesystem of your own, which then serves every URL.
+        overwrite: replace a checkpoint that is committed at the same URL (DCP's default). The old one stays loadable
+            until the new one commits.
+        thread_count: a hint, as in `FileSystemWriter`: at least this many requests are in flight.
+        transfer: sizes and limits of the transfer.
+        target_object_bytes: how much of a group one object holds before another is begun.
+        groups: which name segments put an item into which group of objects.
+        progress: True for a bar on the terminal (needs `rich`), a callable that gets `Progress` events, or None: no
+            bar unless the standard error stream is an interactive terminal and this is rank 0.
+        single_file_per_rank, sync_files, per_thread_copy_ahead: accepted for `FileSystemWriter`'s sake; they have no
+            meaning for objects.
+        cache_staged_state_dict: accepted for `FileSystemWriter`'s sake.
+        _extensions: torch's stream transforms (compression, encryption), applied to each item.
+    """
+
+    schemes: tuple[str, ...] = ()
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str] | None = None,
+        single_file_per_rank: bool = True,
+        sync_files: bool = True,
+        thread_count: int | None = None,
+        per_thread_copy_ahead: int = 0,
+        cache_staged_state_dict: bool = False,
+        overwrite: bool = True,
+        _extensions: Sequence[Any] | None = None,
+        *,
+        storage_options: Mapping[str, Any] | None = None,
+        fs: Any = None,
+        transfer: TransferOptions | None = None,
+        target_object_bytes: int = DEFAULT_OBJECT_BYTES,
+        groups: Sequence[GroupRule] = DEFAULT_RULES,
+        progress: ProgressCallback | bool | None = None,
+    ) -> None:
+        super().__init__()
+        self.transfer = _with_connections(transfer or TransferOptions(), thread_count)
+        self.overwrite = overwrite
+        self.target_object_bytes = target_object_bytes
+        self.groups = tuple(groups)
+        self.progress = progress
+        self.cache_staged_state_dict = cache_staged_state_dict
+        self._location = Location(self.schemes, dict(storage_options or {}), fs)
+        self._extensions = tuple(_extensions or ())
+        self._synchronize_after_execute = True
+        self._url = as_url(path)
+        self._saves = threading.local()
+        if self._url is not None:
+            self._location.open(self._url)
+
+    # -- DCP, in the order in which it calls --------------------------------------------------------------------------
+
+    @dcp_call
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Begin a save, at another URL if one is given. All ranks."""
+        if checkpoint_id is not None:
+            self._url = as_url(checkpoint_id)
+        self._begin()
+
+    @dcp_call
+    def storage_meta(self) -> StorageMeta | None:
+        """The URL and the token of this attempt. All ranks, first of all."""
+        session = self._session_to_plan()
+        return StorageMeta(checkpoint_id=session.url, save_id=session.token)
+
+    @dcp_call
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """All ranks. `rank` and `use_collectives` come as keywords from torch 2.9 on."""
+        session = self._session_to_plan()
+        session.is_coordinator = is_coordinator
+        session.rank = int(kwargs.get("rank") or 0)
+        session.use_collectives = bool(kwargs.get("use_collectives", True))
+        store, prefix = self._location.open(session.url)
+        if not session.use_collectives:
+            self._refuse_to_hide(store, keys.join(prefix, keys.METADATA), session)
+
+    @dcp_call
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """All ranks. Nothing is looked up and no folder made: the commit's condition decides what may be replaced."""
+        return plan
+
+    @dcp_call
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """Coordinator. Plans stay as they are: with plan caching, what is put on them outlives this save."""
+        return plans
+
+    @dcp_call
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """All ranks: upload this rank's items, and report where each lies once the store has acknowledged all of them."""
+        session = self._session()
+        session.move(SaveState.UPLOADING)
+        try:
+            results = self._upload(session, plan, planner)
+        except BaseException:
+            session.move(SaveState.ABORTED)
+            raise
+        session.move(SaveState.UPLOADED)
+        if len(results) != len(plan.items):
+            raise BucketpointError(f"{len(plan.items)} items were planned and {len(results)} written")
+        future: Future[list[WriteResult]] = Future()
+        future.set_result(results)
+        return future
+
+    @dcp_call
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Coordinator (every rank without collectives): commit."""
+        session = self._session()
+        store, prefix = self._location.open(session.url)
+        whole, objects = complete_metadata(
+            metadata, results, storage_meta=StorageMeta(checkpoint_id=session.url, save_id=session.token)
+        )
+        request = Commit(
+            store=store,
+            prefix=prefix,
+            url=str(session.url),
+            token=session.token,
+            name=keys.METADATA if session.use_collectives else keys.rank_metadata(session.rank),
+            overwrite=self.overwrite,
+        )
+        commit(
+            request,
+            whole,
+            objects,
+            world_size=len(results) if session.use_collectives else _world_size(),
+            created=time.time(),
+            endpoint=store.identity,
+        )
+        session.move(SaveState.COMMITTED)
+        logger.info(
+            "saved %s: %d items of %d ranks in %d objects",
+            session.url,
+            len(whole.storage_data),
+            len(results),
+            len(objects),
+        )
+
+    # -- AsyncStager --------------------------------------------------------------------------------------------------
+
+    @property
+    def should_synchronize_after_execute(self) -> bool:
+        return self._synchronize_after_execute
+
+    def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """Copy the state to host memory and return the copy: from then on training may change the original."""
+        staged: dict[str, Any] = copy_to_host(state_dict)
+        return staged
+
+    def synchronize_staging(self) -> None:
+        """Staging has ended when `stage` returns."""
+
+    def close(self) -> None:
+        """Nothing is kept between saves but the process's shared connections."""
+
+    # -- what DCP looks at --------------------------------------------------------------------------------------------
+
+    @property
+    def checkpoint_id(self) -> str:
+        """The URL of the current checkpoint, or an empty string before the first one is known."""
+        return self.url or ""
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        return accepts_url(checkpoint_id, cls.schemes)
+
+    @property
+    def url(self) -> str | None:
+        session: SaveSession | None = getattr(self._saves, "session", None)
+        return session.url if session is not None else self._url
+
+    @property
+    def rank(self) -> int | None:
+        session: SaveSession | None = getattr(self._saves, "session", None)
+        return session.rank if session is not None else None
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A writer crosses to the checkpoint process as configuration; saves under way stay where they are.
+        return {name: value for name, value in self.__dict__.items() if name != "_saves"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._saves = threading.local()
+
+    # -- one save -----------------------------------------------------------------------------------------------------
+
+    def _begin(self) -> SaveSession:
+        # Per thread: DCP runs each save on one thread, and two saves in flight must not share a token or a URL.
+        session = SaveSession(self._url)
+        self._saves.session = session
+        return session
+
+    def _session(self) -> SaveSession:
+        session: SaveSession | None = getattr(self._saves, "session", None)
+        return session if session is not None else self._begin()
+
+    def _session_to_plan(self) -> SaveSession:
+        """The session of the save being planned: without a `checkpoint_id` DCP never calls `reset` between saves."""
+        session = self._session()
+        return session if session.state is SaveState.OPEN else self._begin()
+
+    def _upload(self, session: SaveSession, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
+        store, prefix = self._location.open(session.url)
+        with progress_callback(self.progress, session.rank) as callback:
+            meter = Meter("save", str(session.url), 0, callback)
+            place = {"prefix": prefix, "token": session.token, "rank": session.rank, "rules": self.groups}
+            if self._extensions:
+                results = write_transformed(
+                    plan.items, planner, self._extensions, store=store, options=self.transfer, meter=meter, **place
+                )
+            else:
+                planned = plan_objects(plan.items, planner, target_object_bytes=self.target_object_bytes, **place)
+                meter.total_bytes = sum(entry.source.nbytes for entry in planned)
+                pool = BufferPool(self.transfer.max_inflight_bytes)
+                sources = [entry.source for entry in planned]
+                uploaded = upload_objects(store, sources, self.transfer, pool=pool, meter=meter)
+                results = [
+                    result for entry, done in zip(planned, uploaded, strict=True) for result in results_of(entry, done)
+                ]
+            meter.finish()
+        describe(logger, logging.DEBUG, f"rank {session.rank} uploaded", session.url, meter, session.started)
+        return results
+
+    def _refuse_to_hide(self, store: Any, key: str, session: SaveSession) -> None:
+        """Readers take `.metadata` before `__{rank}.metadata`: beside one, a save without collectives is never read."""
+        try:
+            store.head(key)
+        except ObjectNotFoundError:
+            return
+        raise CheckpointExistsError(
+            "A checkpoint saved with collectives is committed here, and would hide one saved without",
+            url=session.url,
+            remedy="Choose another checkpoint_id",
+        )
+
+
+class S3Writer(BucketWriter):
+    """`BucketWriter` for `s3://` URLs: Amazon S3, MinIO and every other store that speaks its protocol."""
+
+    schemes = ("s3", "s3a")
+
+
+def _with_connections(options: TransferOptions, thread_count: int | None) -> TransferOptions:
+    if thread_count is None or thread_count <= options.connections:
+        return options
+    return replace(options, connections=thread_count)
+
+
+def _world_size() -> int:
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1

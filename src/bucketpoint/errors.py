@@ -1,0 +1,161 @@
+"""Every error that bucketpoint raises, as one small tree. No I/O and no imports from the other rooms.
+
+All kinds pickle as (message, fields) because DCP ships a rank's exception to every other rank: one that could not be
+unpickled there would hang the job instead of failing it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+class BucketpointError(Exception):
+    """Base of all errors raised on purpose by bucketpoint.
+
+    Args:
+        message: what went wrong, in one sentence, without secrets.
+        url: the checkpoint or object URL concerned.
+        key: the object key or state-dict key concerned.
+        rank: the rank on which it happened.
+        remedy: what the user can do about it.
+    """
+
+    remedy_default: str | None = None
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        url: str | None = None,
+        key: str | None = None,
+        rank: int | None = None,
+        remedy: str | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.message = message
+        self.url = url
+        self.key = key
+        self.rank = rank
+        self.remedy = remedy if remedy is not None else self.remedy_default
+
+    def __str__(self) -> str:
+        where = [f"{name}={value}" for name, value in self.fields().items() if name != "remedy" and value is not None]
+        text = f"{self.message} [{', '.join(where)}]" if where else self.message
+        return f"{text}. {self.remedy}" if self.remedy else text
+
+    def fields(self) -> dict[str, Any]:
+        """The keyword arguments that rebuild this error."""
+        return {"url": self.url, "key": self.key, "rank": self.rank, "remedy": self.remedy}
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _rebuild, (type(self), self.message, self.fields())
+
+
+def _rebuild(kind: type[BucketpointError], message: str, fields: dict[str, Any]) -> BucketpointError:
+    return kind(message, **fields)
+
+
+class InvalidURLError(BucketpointError):
+    """The URL has no scheme, no bucket, or a scheme that this class does not serve."""
+
+
+class StoreError(BucketpointError):
+    """A request to the store failed for good."""
+
+
+class EndpointError(StoreError):
+    """The endpoint could not be reached, or its TLS certificate was not accepted."""
+
+    remedy_default = "Check the endpoint URL, the network and the CA bundle (AWS_ENDPOINT_URL, AWS_CA_BUNDLE)"
+
+
+class CredentialsError(StoreError):
+    """No credentials, malformed credentials, or credentials that have expired."""
+
+    remedy_default = "Refresh the credentials (AWS_PROFILE, AWS_ACCESS_KEY_ID, an instance role) and try again"
+
+
+class AccessDeniedError(StoreError):
+    """The store knows who is asking and says no."""
+
+    remedy_default = (
+        "A trainer needs GetObject, PutObject and AbortMultipartUpload on the checkpoint's prefix; a reader needs GetObject"
+    )
+
+
+class BucketNotFoundError(StoreError):
+    """The bucket does not exist."""
+
+    remedy_default = "Create the bucket first: bucketpoint never makes one"
+
+
+class WrongRegionError(StoreError):
+    """The bucket lives in another region than the one asked."""
+
+    remedy_default = "Set AWS_REGION (or region=) to the bucket's region"
+
+
+class ObjectNotFoundError(StoreError):
+    """The object does not exist."""
+
+
+class PreconditionFailedError(StoreError):
+    """A conditional request was refused: the object exists, or is no longer the one expected (HTTP 409 and 412)."""
+
+
+class UploadNotFoundError(StoreError):
+    """The multipart upload is not (or no longer) there: aborted, expired, or already completed."""
+
+
+class ThrottledError(StoreError):
+    """The store asked for fewer requests, and still did after every retry."""
+
+
+class TransientStoreError(StoreError):
+    """The request may succeed when it is sent again: timeouts, resets, short bodies, 5xx."""
+
+
+class CorruptDataError(StoreError):
+    """Bytes that were read are not the bytes that were written, by checksum or by length."""
+
+    remedy_default = "The object was altered, truncated or replaced; load an older checkpoint or restore the object"
+
+
+class CheckpointNotFoundError(BucketpointError):
+    """There is no checkpoint at this URL."""
+
+
+class IncompleteCheckpointError(CheckpointNotFoundError):
+    """Data is there but no commit: a save that was interrupted, is still running, or failed."""
+
+
+class CheckpointExistsError(BucketpointError):
+    """A checkpoint is already committed here, and overwrite=False."""
+
+    remedy_default = "Choose another checkpoint_id, or pass overwrite=True"
+
+
+class CommitConflictError(BucketpointError):
+    """Another job committed to the same URL during this save. The other one's checkpoint stands."""
+
+
+class IncompleteSaveError(BucketpointError):
+    """Planned items are not accounted for, so the save must not be committed."""
+
+
+class MetadataError(BucketpointError):
+    """The metadata object is not readable as DCP metadata."""
+
+
+class UnsafeDataError(BucketpointError):
+    """A pickle names something outside the allow-list. Nothing of it was run."""
+
+    remedy_default = "If you trust whoever wrote this checkpoint, pass trusted=True"
+
+
+class MismatchError(BucketpointError):
+    """The checkpoint and the state to load into do not fit: missing keys or different shapes."""
+
+
+class SaveInProgressError(BucketpointError):
+    """The writer is already busy with another save."""

@@ -1,0 +1,377 @@
+"""The `.metadata` pickle: written so that every torch from 2.9 on reads it, read through an allow-list. No I/O."""
+
+from __future__ import annotations
+
+import contextlib
+import copyreg
+import gc
+import io
+import math
+import os
+import pathlib
+import pickle
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from awscrt.checksums import crc32c
+from torch.distributed.checkpoint.filesystem import _StorageInfo, _StoragePrefix
+from torch.distributed.checkpoint.metadata import (
+    _MEM_FORMAT_ENCODING,
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from bucketpoint.errors import MetadataError, UnsafeDataError
+from bucketpoint.format.allow_list import DTYPE_NAMES, METADATA_GLOBALS
+from bucketpoint.format.keys import parse_data_path
+from bucketpoint.format.pickle_survey import MalformedPickleError, survey
+from bucketpoint.format.record import CommitRecord
+from bucketpoint.format.safe_pickle import AllowListUnpickler, check_stream
+from bucketpoint.version import __version__
+
+FORMAT_VERSION = 1
+"""Of what bucketpoint adds to the metadata. Raised when a reader has to know; additions alone do not raise it."""
+
+PICKLE_PROTOCOL = 4  # what every supported Python reads, and the least that has memoized frames
+
+_EXTRA = "bucketpoint"
+_MAX_DIMS = 64
+_MAX_NBYTES = 1 << 62
+_NOT_METADATA = "Whoever wrote this did not write a DCP checkpoint, or the object is damaged; name another checkpoint"
+
+
+def encode_metadata(metadata: Metadata, *, bucketpoint: dict[str, Any]) -> bytes:
+    """The bytes to commit: the stock pickle, with `bucketpoint` as one more attribute that stock readers ignore.
+
+    Args:
+        bucketpoint: plain values only, that is str, int, float, bool, None, lists and dicts of them. `format` and
+            `writer` are added.
+    """
+    whole = object.__new__(Metadata)
+    vars(whole).update(vars(metadata))
+    facts = {"format": FORMAT_VERSION, "writer": __version__, **bucketpoint}
+    _require_plain(facts, "the bucketpoint facts", None)
+    setattr(whole, _EXTRA, facts)
+    stream = io.BytesIO()
+    pickler = pickle.Pickler(stream, protocol=PICKLE_PROTOCOL)
+    pickler.dispatch_table = {**copyreg.dispatch_table, **_Sharing().reducers()}
+    pickler.dump(whole)
+    return stream.getvalue()
+
+
+class _Sharing:
+    """Reduces DCP's dataclasses so that equal names, paths and sizes are one object, which pickles once.
+
+    They come from many ranks and are equal rather than identical; at 100,000 chunks they are most of the pickle.
+    """
+
+    def __init__(self) -> None:
+        self._seen: dict[Any, Any] = {}
+
+    def reducers(self) -> dict[type, Callable[[Any], Any]]:
+        return {
+            TensorProperties: self._properties,
+            MetadataIndex: self._dataclass,
+            ChunkStorageMetadata: self._dataclass,
+            _StorageInfo: self._dataclass,
+            StorageMeta: self._storage_meta,
+        }
+
+    def _share(self, value: Any) -> Any:
+        # A Size equals a plain tuple of the same numbers and must not become one.
+        kind = type(value)
+        return self._seen.setdefault((kind, value), value) if kind is str or kind is torch.Size else value
+
+    def _dataclass(self, value: Any) -> Any:
+        # Fields that are None have None as their class's default, and stay out as `_StorageInfo` itself does it.
+        state = {name: self._share(content) for name, content in vars(value).items() if content is not None}
+        return copyreg.__newobj__, (type(value),), state  # type: ignore[attr-defined]
+
+    @staticmethod
+    def _properties(value: TensorProperties) -> Any:
+        # torch 2.15 pickles a sixth field, the strides, at which 2.14 and older fail. All read five.
+        return copyreg.__newobj__, (TensorProperties,), value.__getstate__()[:5]  # type: ignore[attr-defined, no-untyped-call]
+
+    @staticmethod
+    def _storage_meta(value: StorageMeta) -> Any:
+        state = dict(vars(value))
+        if isinstance(state.get("checkpoint_id"), os.PathLike):
+            # The class of a path is not the same in each Python, nor on each system.
+            state["checkpoint_id"] = os.fspath(state["checkpoint_id"])
+        return copyreg.__newobj__, (StorageMeta,), state  # type: ignore[attr-defined]
+
+
+def decode_metadata(data: bytes, *, trusted: bool = False, url: str | None = None) -> Metadata:
+    """The metadata in a `.metadata` object that anybody wrote with any torch from 2.9 to 2.15.
+
+    Args:
+        trusted: unpickle without the allow-list, for metadata with classes of the user's own planner.
+
+    Raises:
+        UnsafeDataError: the pickle names something that DCP metadata never has. Nothing of it was run.
+        MetadataError: it is not DCP metadata.
+    """
+    with _without_gc():
+        metadata = _unpickle_trusted(data, url) if trusted else _unpickle_safely(bytes(data), url)
+    if not isinstance(metadata, Metadata):
+        raise _not_metadata(f"it holds a {type(metadata).__name__}", url)
+    if trusted:
+        return metadata
+    try:
+        _check(metadata, url)
+    except (AttributeError, TypeError) as error:
+        raise _not_metadata(str(error), url) from None
+    return metadata
+
+
+def extra(metadata: Metadata) -> dict[str, Any]:
+    """What bucketpoint wrote beside DCP's own fields, checked; empty for the metadata of other writers.
+
+    Raises:
+        MetadataError: it is there and malformed.
+    """
+    facts = vars(metadata).get(_EXTRA)
+    if facts is None:
+        return {}
+    if type(facts) is not dict:
+        raise _not_metadata(f"its bucketpoint part is a {type(facts).__name__}", None)
+    _require_plain(facts, "its bucketpoint part", None)
+    version = facts.get("format")
+    if type(version) is not int or version > FORMAT_VERSION:
+        raise MetadataError(f"The metadata has bucketpoint's format {version!r}", remedy="Upgrade bucketpoint")
+    objects = facts.get("objects", {})
+    if type(objects) is not dict or not all(map(_is_object_fact, objects.values())):
+        raise _not_metadata("its table of objects is malformed", None)
+    return facts
+
+
+def record_from_metadata(data: bytes, *, metadata_etag: str | None = None) -> CommitRecord:
+    """The record of a committed checkpoint, made of nothing but the bytes of its `.metadata`.
+
+    Raises:
+        UnsafeDataError, MetadataError: as `decode_metadata`.
+    """
+    metadata = decode_metadata(data)
+    facts = extra(metadata)
+    items = metadata.storage_data or {}
+    sizes = {path: fact["size"] for path, fact in facts.get("objects", {}).items()}
+    if not sizes:
+        # Of another writer: all that is known of an object is what its items cover.
+        for info in items.values():
+            sizes[info.relative_path] = sizes.get(info.relative_path, 0) + info.length
+    groups: dict[str, int] = {}
+    for path, size in sizes.items():
+        named = parse_data_path(path)
+        if named is not None:
+            groups[named[2]] = groups.get(named[2], 0) + size
+    return CommitRecord(
+        token=_typed(facts, "token", str),
+        created=_typed(facts, "created", float, int),
+        bytes=sum(sizes.values()),
+        objects=len(sizes),
+        items=len(items),
+        tensors=sum(isinstance(entry, TensorStorageMetadata) for entry in metadata.state_dict_metadata.values()),
+        world_size=_typed(facts, "world_size", int),
+        torch=_typed(facts, "torch", str),
+        bucketpoint=_typed(facts, "writer", str),
+        metadata_etag=metadata_etag,
+        metadata_crc32c=int(crc32c(data)),
+        groups=dict(sorted(groups.items())),
+    )
+
+
+@contextlib.contextmanager
+def _without_gc() -> Iterator[None]:
+    """Unpickling makes a million objects and no garbage; the collections it would set off take ten times as long."""
+    if not gc.isenabled():
+        yield
+        return
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+def _unpickle_trusted(data: bytes, url: str | None) -> Any:
+    try:
+        return pickle.loads(data)
+    except Exception as error:
+        raise _not_metadata(f"{type(error).__name__}: {error}", url) from error
+
+
+def _unpickle_safely(data: bytes, url: str | None) -> Any:
+    try:
+        check_stream(data)
+    except MalformedPickleError as error:
+        refused = survey(data, 0, METADATA_GLOBALS).refused
+        if refused:
+            raise UnsafeDataError(f"The metadata names {', '.join(dict.fromkeys(refused))}", url=url) from None
+        raise _not_metadata(str(error), url) from None
+    try:
+        return AllowListUnpickler(data, _stand_ins(), url=url).load()
+    except UnsafeDataError:
+        raise
+    except Exception as error:  # noqa: BLE001 - damaged pickles make the unpickler raise nearly everything
+        raise _not_metadata(f"{type(error).__name__}: {error}", url) from None
+
+
+def _not_metadata(reason: str, url: str | None) -> MetadataError:
+    return MetadataError(
+        f"The metadata object is not readable as DCP metadata: {reason[:300]}", url=url, remedy=_NOT_METADATA
+    )
+
+
+class _Properties:
+    """Stands for TensorProperties while unpickling: torch before 2.15 cannot take the six fields that 2.15 writes."""
+
+    def __setstate__(self, state: Any) -> None:
+        dtype, layout, requires_grad, memory_format, pin_memory, *_ = state
+        if type(dtype) is not torch.dtype or type(layout) is not torch.layout:
+            raise TypeError("tensor properties without a dtype and a layout")
+        real = object.__new__(TensorProperties)
+        real.__setstate__((dtype, layout, bool(requires_grad), memory_format, bool(pin_memory)))  # type: ignore[no-untyped-call]
+        self.real = real
+
+
+def _stand_ins() -> dict[tuple[str, str], Any]:
+    """What the names of the allow-list mean during one load.
+
+    A pickle can set attributes on anything that it can name, so none of these outlives the load, except built-in
+    objects, on which nothing can be set.
+    """
+    dcp, files = "torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem"
+    encoding = _stand_in("_MEM_FORMAT_ENCODING", lambda value: _MEM_FORMAT_ENCODING(value))
+
+    def enum_member(kind: Any, name: Any) -> Any:
+        if kind is not encoding:
+            raise TypeError("getattr of something else than a memory format")
+        return _MEM_FORMAT_ENCODING[name]
+
+    table: dict[tuple[str, str], Any] = {
+        (dcp, "TensorProperties"): type("TensorProperties", (_Properties,), {}),
+        (dcp, "_MEM_FORMAT_ENCODING"): encoding,
+        ("builtins", "getattr"): enum_member,
+        ("torch", "Size"): torch.Size,
+        ("torch.serialization", "_get_layout"): {"torch.strided": torch.strided, **_layouts()}.__getitem__,
+        ("collections", "OrderedDict"): OrderedDict,
+    }
+    plain = (Metadata, TensorStorageMetadata, BytesStorageMetadata, ChunkStorageMetadata, MetadataIndex, StorageMeta)
+    for kind in plain:
+        table[dcp, kind.__name__] = _empty(kind)
+    table[files, "_StorageInfo"] = _empty(_StorageInfo)
+    table[files, "_StoragePrefix"] = _empty(_StoragePrefix)
+    for name in DTYPE_NAMES:
+        if isinstance(dtype := getattr(torch, name, None), torch.dtype):
+            table["torch", name] = dtype
+    for module in ("pathlib", "pathlib._local"):
+        for name in ("PosixPath", "PurePosixPath"):
+            table[module, name] = _stand_in(name, _posix_path)
+        for name in ("WindowsPath", "PureWindowsPath"):
+            table[module, name] = _stand_in(name, lambda *parts: pathlib.PureWindowsPath(*parts))
+    # The list decides. A name that this torch does not have is refused like any other.
+    return {name: value for name, value in table.items() if name in METADATA_GLOBALS}
+
+
+def _stand_in(name: str, make: Callable[..., Any]) -> type:
+    """A type for one load whose instances are made by `make`, and are not its instances at all."""
+    return type(name, (), {"__new__": lambda cls, *arguments: make(*arguments)})
+
+
+def _empty(kind: type) -> type:
+    new = object.__new__
+    return type(kind.__name__, (), {"__new__": lambda cls: new(kind)})
+
+
+def _layouts() -> dict[str, torch.layout]:
+    return {str(value): value for value in vars(torch).values() if isinstance(value, torch.layout)}
+
+
+def _posix_path(*parts: str) -> pathlib.PurePath:
+    return pathlib.PosixPath(*parts) if os.name == "posix" else pathlib.PurePosixPath(*parts)
+
+
+def _check(metadata: Metadata, url: str | None) -> None:
+    """Whatever reading relies on has the type that it should have. Reading checks an item's own numbers later."""
+    if type(metadata.state_dict_metadata) is not dict:
+        raise TypeError("it has no state_dict_metadata")
+    for fqn, entry in metadata.state_dict_metadata.items():
+        if type(fqn) is not str:
+            raise TypeError("a key of the state is no string")
+        if type(entry) is TensorStorageMetadata:
+            _check_tensor(fqn, entry, url)
+        elif type(entry) is not BytesStorageMetadata:
+            raise TypeError(f"{fqn} is a {type(entry).__name__}")
+    items = metadata.storage_data
+    if items is None:
+        return
+    if not isinstance(items, dict):
+        raise TypeError("its storage_data is no dictionary")
+    for index, info in items.items():
+        if type(index) is not MetadataIndex or type(info) is not _StorageInfo:
+            raise TypeError("its storage_data has other entries than MetadataIndex: _StorageInfo")
+        if type(index.fqn) is not str or type(info.relative_path) is not str or type(info.length) is not int:
+            raise TypeError("an entry of its storage_data has fields of wrong types")
+    if metadata.storage_meta is not None and type(metadata.storage_meta) is not StorageMeta:
+        raise TypeError("its storage_meta is no StorageMeta")
+
+
+def _check_tensor(fqn: str, entry: TensorStorageMetadata, url: str | None) -> None:
+    if isinstance(entry.properties, _Properties):
+        entry.properties = entry.properties.real
+    if type(entry.properties) is not TensorProperties:
+        raise TypeError(f"{fqn} has no tensor properties")
+    _check_size(fqn, entry.size, entry.properties.dtype.itemsize)
+    dims = len(entry.size)
+    for chunk in entry.chunks:
+        if type(chunk) is not ChunkStorageMetadata:
+            raise TypeError(f"{fqn} has a chunk that is a {type(chunk).__name__}")
+        if len(chunk.sizes) != dims or len(chunk.offsets) != dims:
+            raise TypeError(f"{fqn} has a chunk of other dimensions")
+        for size, offset, whole in zip(chunk.sizes, chunk.offsets, entry.size, strict=True):
+            if size < 0 or offset < 0 or offset + size > whole:
+                raise TypeError(f"{fqn} has a chunk outside the tensor")
+
+
+def _check_size(fqn: str, size: Any, itemsize: int) -> None:
+    if not isinstance(size, (tuple, list)) or len(size) > _MAX_DIMS or not all(type(n) is int and n >= 0 for n in size):
+        raise TypeError(f"{fqn} has no shape")
+    if math.prod(size) * itemsize >= _MAX_NBYTES:
+        raise TypeError(f"{fqn} claims {math.prod(size)} elements")
+
+
+def _is_object_fact(fact: Any) -> bool:
+    return (
+        type(fact) is dict
+        and type(fact.get("size")) is int
+        and 0 <= fact["size"] < _MAX_NBYTES
+        and (fact.get("etag") is None or type(fact["etag"]) is str)
+    )
+
+
+def _require_plain(value: Any, what: str, url: str | None, depth: int = 8) -> None:
+    kind = type(value)
+    if kind is dict and depth:
+        for name, content in value.items():
+            if type(name) is not str:
+                raise _not_metadata(f"{what} has a key that is a {type(name).__name__}", url)
+            _require_plain(content, what, url, depth - 1)
+    elif kind in (list, tuple) and depth:
+        for content in value:
+            _require_plain(content, what, url, depth - 1)
+    elif value is not None and kind not in (str, int, float, bool):
+        raise _not_metadata(f"{what} has a {kind.__name__}", url)
+
+
+def _typed(facts: dict[str, Any], name: str, *kinds: type) -> Any:
+    value = facts.get(name)
+    if value is not None and type(value) not in kinds:
+        raise _not_metadata(f"its bucketpoint part has a wrong {name}", None)
+    return value

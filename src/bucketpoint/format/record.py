@@ -1,0 +1,96 @@
+"""The small JSON record beside `.metadata`, which lists and tools read without torch. A cache of it. No I/O."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any
+
+from bucketpoint.errors import MetadataError
+
+RECORD_VERSION = 1
+
+MAX_RECORD_BYTES = 1 << 20
+"""Far above what a record takes; a reader need not fetch more."""
+
+
+@dataclass(frozen=True)
+class CommitRecord:
+    """What a committed checkpoint is, in a few numbers.
+
+    Attributes:
+        version: of the record's and the metadata extension's format.
+        token: of the attempt that committed; None where another writer did.
+        created: seconds since the epoch at the coordinator's commit; None where not recorded.
+        bytes, objects: of the data, without the metadata.
+        items, tensors: chunks and bytes items stored; distinct tensors.
+        world_size: ranks that saved; None where not recorded.
+        torch, bucketpoint: versions of the writer.
+        metadata_etag, metadata_crc32c: of the `.metadata` object that this record was made of.
+        groups: bytes of each object group.
+    """
+
+    version: int = RECORD_VERSION
+    token: str | None = None
+    created: float | None = None
+    bytes: int = 0
+    objects: int = 0
+    items: int = 0
+    tensors: int = 0
+    world_size: int | None = None
+    torch: str | None = None
+    bucketpoint: str | None = None
+    metadata_etag: str | None = None
+    metadata_crc32c: int | None = None
+    groups: dict[str, int] = field(default_factory=dict)
+
+    def to_json(self) -> bytes_:
+        """The record as it is stored: one line of JSON with sorted keys, so that equal records are equal bytes."""
+        return json.dumps(asdict(self), sort_keys=True, allow_nan=False).encode() + b"\n"
+
+    @classmethod
+    def from_json(cls, data: bytes_, *, url: str | None = None) -> CommitRecord:
+        """The record that is stored as `data`. Fields that this version does not know are left out.
+
+        Raises:
+            MetadataError: this is not such a record.
+        """
+        try:
+            if len(data) > MAX_RECORD_BYTES:
+                raise ValueError(f"{len(data)} bytes are too many")
+            value = json.loads(data.decode("utf-8"))
+        except (ValueError, RecursionError) as error:
+            raise MetadataError(f"The commit record is not JSON: {error}", url=url) from None
+        if not isinstance(value, dict):
+            raise MetadataError("The commit record is not a JSON object", url=url)
+        known = {one.name for one in fields(cls)}
+        given = {name: content for name, content in value.items() if name in known}
+        for name, content in given.items():
+            if not _fits(name, content):
+                raise MetadataError(f"The commit record has a wrong {name}", url=url, key=name)
+        if "version" not in given:
+            raise MetadataError("The commit record has no version", url=url, key="version")
+        return cls(**given)
+
+
+bytes_ = bytes  # the class has a field of that name
+
+_COUNTS = {"version", "bytes", "objects", "items", "tensors"}
+_OPTIONAL_COUNTS = {"world_size", "metadata_crc32c"}
+
+
+def _fits(name: str, content: Any) -> bool:
+    if name in _COUNTS:
+        return _is_count(content)
+    if name in _OPTIONAL_COUNTS:
+        return content is None or _is_count(content)
+    if name == "created":
+        # NaN and the infinities, which Python's JSON reads, fail the comparison.
+        return content is None or (type(content) in (int, float) and 0 <= content < 1e12)
+    if name == "groups":
+        return isinstance(content, dict) and all(map(_is_count, content.values()))
+    return content is None or isinstance(content, str)
+
+
+def _is_count(content: Any) -> bool:
+    return type(content) is int and 0 <= content < 1 << 62

@@ -1,0 +1,216 @@
+"""What bucketpoint adds to DCP's `_StorageInfo` of an item: where its payload lies and its checksums. No I/O.
+
+The additions are plain attributes of the stock class, which pickle along and which stock readers never look at.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from bucketpoint.errors import MetadataError
+
+try:
+    from torch.distributed.checkpoint.filesystem import _StorageInfo
+except ImportError as error:  # pragma: no cover - present in every torch from 2.9 to 2.15
+    raise ImportError("This torch has no torch.distributed.checkpoint.filesystem._StorageInfo") from error
+
+KIB = 1 << 10
+MIB = 1 << 20
+
+SINGLE_BLOCK_NBYTES = MIB
+"""Up to this size an item is one block: a slice of it costs a request, not bytes."""
+
+# A slice is read in whole blocks, so that it can be verified. Coarse blocks do where their borders fall on rows that
+# a resharding load is likely to cut at; else small ones keep the excess down, at 4 bytes of metadata each.
+_COARSE = (32, 256 * KIB, 4 * MIB)
+_FINE = (256, 32 * KIB, MIB)
+
+_MAX_NUMBER = 1 << 62
+_MAX_PATH = 4096
+
+_PAYLOAD_OFFSET = "bp_po"
+_PAYLOAD_NBYTES = "bp_pn"
+_CRC32C = "bp_crc"
+_BLOCK_NBYTES = "bp_bn"
+_BLOCK_CRCS = "bp_bc"
+_OBJECT = "bp_obj"
+
+
+@dataclass(frozen=True)
+class ItemInfo:
+    """An item as the metadata describes it. None stands for what its writer did not record.
+
+    Attributes:
+        payload_offset: where the raw tensor bytes begin, from the item's first byte. None for bytes and for tensors
+            that were not framed by bucketpoint.
+        crc32c: of the payload if `payload_offset` is known, else of all the item's bytes as they are stored.
+        block_nbytes: the same bytes are checked block by block; all blocks have this length but the last.
+        block_crcs: CRC32C of each block.
+    """
+
+    path: str
+    offset: int
+    length: int
+    transform_descriptors: tuple[str, ...] | None = None
+    payload_offset: int | None = None
+    payload_nbytes: int | None = None
+    crc32c: int | None = None
+    block_nbytes: int | None = None
+    block_crcs: tuple[int, ...] | None = None
+
+    @property
+    def checked_offset(self) -> int:
+        """Where the bytes that the checksums cover begin, from the item's first byte."""
+        return self.payload_offset or 0
+
+    @property
+    def checked_nbytes(self) -> int:
+        """How many bytes the checksums cover."""
+        return self.length if self.payload_nbytes is None else self.payload_nbytes
+
+
+def make_storage_info(
+    path: str,
+    offset: int,
+    length: int,
+    *,
+    payload_offset: int | None = None,
+    payload_nbytes: int | None = None,
+    crc32c: int | None = None,
+    block_nbytes: int | None = None,
+    block_crcs: Sequence[int] | None = None,
+    transform_descriptors: Sequence[str] | None = None,
+) -> _StorageInfo:
+    """The stock class's instance for an item, with what bucketpoint knows about it attached."""
+    info = _StorageInfo(path, offset, length, list(transform_descriptors) if transform_descriptors else None)
+    if payload_offset is not None:
+        setattr(info, _PAYLOAD_OFFSET, payload_offset)
+        setattr(info, _PAYLOAD_NBYTES, payload_nbytes)
+    if crc32c is not None:
+        setattr(info, _CRC32C, crc32c)
+    # One block's checksum is the item's own; `read_storage_info` puts it back.
+    if block_crcs is not None and len(block_crcs) > 1:
+        setattr(info, _BLOCK_NBYTES, block_nbytes)
+        setattr(info, _BLOCK_CRCS, struct.pack(f"<{len(block_crcs)}I", *block_crcs))
+    return info
+
+
+def read_storage_info(info: Any, *, url: str | None = None) -> ItemInfo:
+    """The checked content of a `_StorageInfo` that anybody may have written.
+
+    Raises:
+        MetadataError: the values have wrong types, or do not fit each other.
+    """
+    if type(info) is not _StorageInfo:
+        raise MetadataError(f"The storage data of an item is a {type(info).__name__}, not DCP's _StorageInfo", url=url)
+    reader = _Fields(vars(info), url)
+    path = reader.text("relative_path")
+    offset, length = reader.number("offset"), reader.number("length")
+    descriptors = reader.descriptors()
+    payload_offset, payload_nbytes = reader.optional(_PAYLOAD_OFFSET), reader.optional(_PAYLOAD_NBYTES)
+    reader.require((payload_offset is None) == (payload_nbytes is None), "half of its payload's place is missing")
+    if payload_offset is not None and payload_nbytes is not None:
+        reader.require(payload_offset + payload_nbytes <= length, "its payload does not lie within it")
+    checked = length if payload_nbytes is None else payload_nbytes
+    crc32c = reader.optional(_CRC32C, limit=1 << 32)
+    block_nbytes, block_crcs = reader.optional(_BLOCK_NBYTES), reader.checksums()
+    reader.require((block_nbytes is None) == (block_crcs is None), "half of its block checksums is missing")
+    if block_nbytes is not None and block_crcs is not None:
+        reader.require(block_nbytes > 0, "its blocks are empty")
+        reader.require(len(block_crcs) == -(-checked // block_nbytes), "it has checksums for another number of blocks")
+    elif crc32c is not None:
+        block_nbytes, block_crcs = checked, (crc32c,) if checked else ()
+    return ItemInfo(
+        path, offset, length, descriptors, payload_offset, payload_nbytes, crc32c, block_nbytes, block_crcs
+    )  # fmt: skip
+
+
+def plan_blocks(nbytes: int, row_nbytes: int) -> int:
+    """The length of the blocks that an item's checksums are kept for; all are equal but the last.
+
+    Halves, quarters and eighths of the rows begin and end at block borders where the number of rows allows it, and so
+    does every row that is as large as a block.
+
+    Args:
+        nbytes: how many bytes the checksums cover.
+        row_nbytes: bytes of one index of dimension 0, or 0 for what is never sliced.
+    """
+    if nbytes <= SINGLE_BLOCK_NBYTES:
+        return nbytes
+    coarse = _target(nbytes, *_COARSE)
+    if row_nbytes >= coarse:
+        per_row = _power_of_two_below(row_nbytes // coarse)
+        while row_nbytes % per_row:
+            per_row //= 2
+        if row_nbytes // per_row <= 2 * _COARSE[2]:
+            return row_nbytes // per_row
+    count = _power_of_two_below(nbytes // coarse)
+    if row_nbytes == 0 or nbytes % (count * row_nbytes) == 0:
+        return -(-nbytes // count)
+    count = _power_of_two_below(nbytes // _target(nbytes, *_FINE))
+    block = -(-nbytes // count)
+    return -(-block // row_nbytes) * row_nbytes if row_nbytes < block else block
+
+
+def _target(nbytes: int, count: int, smallest: int, largest: int) -> int:
+    return min(max(nbytes // count, smallest), largest)
+
+
+def _power_of_two_below(number: int) -> int:
+    return 1 << (number.bit_length() - 1)
+
+
+class _Fields:
+    """An untrusted attribute dictionary."""
+
+    def __init__(self, values: dict[str, Any], url: str | None) -> None:
+        self._values = values
+        self._url = url
+
+    def require(self, condition: bool, complaint: str) -> None:
+        if not condition:
+            path = self._values.get("relative_path")
+            key = path[:200] if type(path) is str else None
+            raise MetadataError(f"The metadata of an item is damaged: {complaint}", url=self._url, key=key)
+
+    def text(self, name: str) -> str:
+        value = self._values.get(name)
+        self.require(type(value) is str and 0 < len(value) <= _MAX_PATH, f"{name} is no path")
+        return str(value)
+
+    def number(self, name: str, *, limit: int = _MAX_NUMBER) -> int:
+        value = self._values.get(name)
+        self.require(type(value) is int and 0 <= value < limit, f"{name} is no number of bytes")
+        return int(value)  # type: ignore[arg-type]
+
+    def optional(self, name: str, *, limit: int = _MAX_NUMBER) -> int | None:
+        return None if self._values.get(name) is None else self.number(name, limit=limit)
+
+    def descriptors(self) -> tuple[str, ...] | None:
+        value = self._values.get("transform_descriptors")
+        if not value:
+            return None
+        sound = type(value) in (list, tuple) and all(type(descriptor) is str for descriptor in value)
+        self.require(sound, "its transform descriptors are no list of names")
+        return tuple(value)
+
+    def checksums(self) -> tuple[int, ...] | None:
+        value = self._values.get(_BLOCK_CRCS)
+        if value is None:
+            return None
+        self.require(type(value) is bytes and len(value) % 4 == 0, "its block checksums are malformed")
+        return struct.unpack(f"<{len(value) // 4}I", value)
+
+
+def set_object_facts(info: Any, *, size: int, etag: str | None) -> None:
+    """Let what the store said about an object ride to the coordinator on the first item of that object."""
+    setattr(info, _OBJECT, (size, etag))
+
+
+def pop_object_facts(info: Any) -> dict[str, Any] | None:
+    """Take off what `set_object_facts` put on; None for items that carry nothing."""
+    facts = vars(info).pop(_OBJECT, None)
+    return None if facts is None else {"size": facts[0], "etag": facts[1]}

@@ -1,0 +1,33 @@
+"""Where bytes live: the `Store` protocol, its implementations, and the way from a URL to one of them."""
+
+from bucketpoint.stores.base import (
+    Buffers,
+    Capabilities,
+    DeleteFailure,
+    ObjectInfo,
+    OpenUpload,
+    Part,
+    Store,
+)
+from bucketpoint.stores.fsspec import FsspecStore
+from bucketpoint.stores.local import LocalStore
+from bucketpoint.stores.open import accepts_url, open_store, parse_url
+from bucketpoint.stores.s3 import S3Store
+from bucketpoint.stores.s3_options import S3Options
+
+__all__ = [
+    "Buffers",
+    "Capabilities",
+    "DeleteFailure",
+    "FsspecStore",
+    "LocalStore",
+    "ObjectInfo",
+    "OpenUpload",
+    "Part",
+    "S3Options",
+    "S3Store",
+    "Store",
+    "accepts_url",
+    "open_store",
+    "parse_url",
+]

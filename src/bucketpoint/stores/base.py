@@ -1,0 +1,190 @@
+"""The `Store` protocol: where bytes live. Plain blocking calls; no tensors, no DCP, and no threads of its own.
+
+A store is one bucket (or one filesystem root) reached with one set of credentials. It is safe to call from several
+threads. Every failure is one of the kinds in `bucketpoint.errors`; nothing here retries a body that broke off, which is
+the business of `transfer`.
+"""
+
+from __future__ import annotations
+
+import builtins
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol, runtime_checkable
+
+Buffers = Sequence[memoryview]
+"""Byte-format (`"B"`), C-contiguous views that follow each other in an object."""
+
+
+@dataclass(frozen=True)
+class Capabilities:
+    """What a store can do, so that callers ask instead of trying.
+
+    Attributes:
+        conditional_put: `if_none_match` and `if_match` are honoured atomically.
+        checksums: the store verifies the CRC32C sent with a body.
+        multipart: parts of one object may be sent in parallel and in any order.
+        min_part_bytes, max_part_bytes, max_parts: the service's limits for one multipart upload.
+        max_put_bytes: the largest body of a single PUT.
+        pinned_reads: `if_match` on a read is honoured.
+    """
+
+    conditional_put: bool
+    checksums: bool
+    multipart: bool
+    pinned_reads: bool
+    min_part_bytes: int = 1
+    max_part_bytes: int = 1 << 62
+    max_parts: int = 1 << 31
+    max_put_bytes: int = 1 << 62
+
+
+@dataclass(frozen=True)
+class ObjectInfo:
+    """An object as the store describes it. `etag` is opaque, without quotes, and None where the store has none."""
+
+    key: str
+    size: int
+    etag: str | None = None
+    modified: float | None = None
+    """Seconds since the epoch, by the store's clock."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """An uploaded part: number from 1, the store's ETag, the CRC32C that was sent with it."""
+
+    number: int
+    size: int
+    etag: str
+    crc32c: int | None = None
+
+
+@dataclass(frozen=True)
+class DeleteFailure:
+    """A key that a batched delete could not remove, and why."""
+
+    key: str
+    code: str
+    message: str
+
+
+@dataclass(frozen=True)
+class OpenUpload:
+    """A multipart upload that was neither completed nor aborted."""
+
+    key: str
+    upload_id: str = field(repr=False)
+    started: float | None = None
+
+
+@runtime_checkable
+class Store(Protocol):
+    """Objects under string keys. Keys are relative to `url`, never begin with a slash, and are never normalised."""
+
+    @property
+    def url(self) -> str:
+        """`scheme://bucket` or the root URL, without credentials. Used in messages."""
+        ...
+
+    @property
+    def identity(self) -> str:
+        """Which store this is, without credentials: stores with the same `url` at different endpoints differ here."""
+        ...
+
+    @property
+    def capabilities(self) -> Capabilities: ...
+
+    def put(
+        self,
+        key: str,
+        body: Buffers,
+        *,
+        crc32c: int | None = None,
+        if_none_match: bool = False,
+        if_match: str | None = None,
+    ) -> ObjectInfo:
+        """Write a whole object in one request.
+
+        Args:
+            crc32c: CRC32C of the whole body, sent so that the store verifies it.
+            if_none_match: only if no object has this key.
+            if_match: only if the object still has this ETag.
+
+        Raises:
+            PreconditionFailedError: a condition did not hold; nothing was written by this call, unless an earlier
+                attempt of the same call was and its answer was lost. The caller reads back to find out.
+        """
+        ...
+
+    def get(self, key: str, *, max_bytes: int | None = None) -> tuple[bytes, ObjectInfo]:
+        """Read a whole small object.
+
+        Raises:
+            ObjectNotFoundError: no such key.
+            CorruptDataError: the object is larger than `max_bytes`.
+        """
+        ...
+
+    def read_into(self, key: str, offset: int, buffers: Buffers, *, if_match: str | None = None) -> None:
+        """Receive one contiguous byte range that begins at `offset` into writable `buffers`, in order, in one request.
+
+        The length of the range is the sum of the buffers' lengths. The memory is received into directly where the
+        client library allows it.
+
+        Raises:
+            ObjectNotFoundError: no such key.
+            PreconditionFailedError: the object's ETag is not `if_match`.
+            CorruptDataError: the object ends before the range does.
+            TransientStoreError: the body broke off; the buffers' content is undefined.
+        """
+        ...
+
+    def head(self, key: str) -> ObjectInfo:
+        """Describe one object. Raises ObjectNotFoundError."""
+        ...
+
+    def list(self, prefix: str, *, start_after: str | None = None) -> Iterator[ObjectInfo]:
+        """Objects whose key begins with `prefix`, in key order, lazily page by page."""
+        ...
+
+    def list_folders(self, prefix: str) -> Iterator[str]:
+        """Distinct `prefix + name + "/"` one level below `prefix` (which is empty or ends with a slash), in order."""
+        ...
+
+    def delete(self, keys: Sequence[str]) -> builtins.list[DeleteFailure]:
+        """Delete many objects in as few requests as the service allows. A key that is not there counts as deleted."""
+        ...
+
+    def copy(self, source: str, target: str) -> ObjectInfo:
+        """Copy one object inside the store without moving its bytes through this process where possible."""
+        ...
+
+    def create_multipart(self, key: str) -> str:
+        """Begin a multipart upload and return its id."""
+        ...
+
+    def put_part(self, key: str, upload_id: str, number: int, body: Buffers, *, crc32c: int | None = None) -> Part:
+        """Send part `number` (from 1). Sending a number again replaces that part."""
+        ...
+
+    def complete_multipart(self, key: str, upload_id: str, parts: Sequence[Part]) -> ObjectInfo:
+        """Make the object visible, of `parts` in the order of their numbers.
+
+        Raises:
+            UploadNotFoundError: the upload is gone. After a lost answer it may have been completed by an earlier
+                attempt: the caller finds out with `head`.
+        """
+        ...
+
+    def abort_multipart(self, key: str, upload_id: str) -> None:
+        """Drop an upload and its parts. Not an error if it is gone already."""
+        ...
+
+    def list_multipart(self, prefix: str) -> Iterator[OpenUpload]:
+        """Uploads in progress whose key begins with `prefix` (on MinIO: equals it)."""
+        ...
+
+    def close(self) -> None:
+        """Release connections. The store may be used again afterwards; it then opens new ones."""
+        ...

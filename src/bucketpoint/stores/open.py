@@ -1,0 +1,116 @@
+"""From a URL and its options to a store and a key prefix. No requests, and no state."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import fsspec.core
+from fsspec.implementations.local import LocalFileSystem
+
+from bucketpoint.errors import BucketpointError, InvalidURLError
+from bucketpoint.stores.base import Store
+from bucketpoint.stores.fsspec import FsspecStore
+from bucketpoint.stores.local import LocalStore
+from bucketpoint.stores.s3 import S3Store
+from bucketpoint.stores.s3_options import S3Options
+
+S3_SCHEMES = ("s3", "s3a")
+
+# RFC 3986, section 3.1. One letter is a Windows drive.
+_SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+)(://|::)")
+
+
+def parse_url(url: str | os.PathLike[str]) -> tuple[str, str, str]:
+    """Split a URL into its scheme (empty for a bare path), its root, and the key prefix below the root.
+
+    The root of an `s3://` URL is its bucket, and the key prefix is the rest as it stands: nothing is decoded, `?` and
+    `#` are letters like any other, and `//` stays. Slashes at its end are dropped: `prefix/` and `prefix` are the same
+    checkpoint. With any other scheme all of the path is the root, and the key prefix is empty.
+
+    Raises:
+        InvalidURLError: the URL names no bucket, or is empty.
+    """
+    text = os.fspath(url)
+    match = _SCHEME.match(text)
+    if match is None or match[2] == "::":
+        if not text:
+            raise InvalidURLError("the URL is empty", remedy="Pass something like s3://bucket/prefix")
+        return "", text, ""
+    scheme, rest = match[1].lower(), text[match.end() :]
+    if scheme not in S3_SCHEMES:
+        return scheme, rest, ""
+    bucket, _, key = rest.partition("/")
+    if not bucket:
+        raise InvalidURLError("the URL names no bucket", url=text, remedy="Pass something like s3://bucket/prefix")
+    return scheme, bucket, key.rstrip("/")
+
+
+def accepts_url(url: str | os.PathLike[str], schemes: Sequence[str] = ()) -> bool:
+    """Whether `open_store` would take this URL, as far as its text tells."""
+    try:
+        _check_scheme(url, schemes)
+    except InvalidURLError:
+        return False
+    return True
+
+
+def open_store(
+    url: str | os.PathLike[str],
+    *,
+    storage_options: Mapping[str, Any] | None = None,
+    fs: Any = None,
+    schemes: Sequence[str] = (),
+) -> tuple[Store, str]:
+    """The store that serves a URL, and the key prefix of the URL in it.
+
+    Args:
+        storage_options: what fsspec's filesystem for this scheme takes; for S3 what s3fs takes, and the names of
+            `S3Options`.
+        fs: a filesystem of the caller's own, which then serves the URL whatever its scheme.
+        schemes: the schemes that are accepted; empty for any, and for paths without one.
+
+    Raises:
+        InvalidURLError: the URL has no bucket, no scheme where one is needed, or a scheme that is not accepted.
+        BucketpointError: an option is not known.
+    """
+    if fs is not None:
+        return _store_on(fs, fs._strip_protocol(os.fspath(url))), ""
+    scheme, root, prefix = _check_scheme(url, schemes)
+    if scheme in S3_SCHEMES:
+        return S3Store(root, S3Options.from_storage_options(storage_options)), prefix
+    if scheme in ("", "file", "local") and not storage_options and "::" not in root:
+        return LocalStore(_absolute(root)), ""
+    failure: BucketpointError
+    try:
+        filesystem, path = fsspec.core.url_to_fs(os.fspath(url), **dict(storage_options or {}))
+        return _store_on(filesystem, path), ""
+    except ImportError as error:
+        failure = InvalidURLError(f"fsspec has no filesystem for this URL: {error}", url=os.fspath(url))
+    except ValueError as error:
+        failure = InvalidURLError(f"fsspec does not know this URL: {error}", url=os.fspath(url))
+    except TypeError as error:
+        failure = BucketpointError(f"storage_options do not fit the filesystem: {error}", url=os.fspath(url))
+    raise failure
+
+
+def _store_on(fs: Any, path: str) -> Store:
+    # Exactly this class: another one derived from it may put its files elsewhere.
+    if type(fs) is LocalFileSystem:
+        return LocalStore(_absolute(path))
+    return FsspecStore(fs, path.rstrip("/") or "/")
+
+
+def _absolute(path: str) -> str:
+    return os.path.abspath(os.path.expanduser(path))
+
+
+def _check_scheme(url: str | os.PathLike[str], schemes: Sequence[str]) -> tuple[str, str, str]:
+    scheme, root, prefix = parse_url(url)
+    if schemes and scheme not in schemes:
+        wanted = " or ".join(f"{name}://" for name in schemes)
+        problem = f"this class does not serve {scheme}:// URLs" if scheme else "the URL has no scheme"
+        raise InvalidURLError(problem, url=os.fspath(url), remedy=f"Pass one that begins with {wanted}")
+    return scheme, root, prefix

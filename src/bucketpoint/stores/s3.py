@@ -1,0 +1,327 @@
+"""`S3Store`: one bucket through boto3. What is asked and what the answers mean; bodies and clients are elsewhere."""
+
+from __future__ import annotations
+
+import base64
+import builtins
+import http.client
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+from urllib.parse import urlsplit
+
+import botocore.exceptions
+import botocore.parsers
+import urllib3.exceptions
+from awscrt import checksums
+
+from bucketpoint.errors import (
+    CorruptDataError,
+    ObjectNotFoundError,
+    PreconditionFailedError,
+    StoreError,
+    UploadNotFoundError,
+)
+from bucketpoint.stores.base import Buffers, Capabilities, DeleteFailure, ObjectInfo, OpenUpload, Part
+from bucketpoint.stores.s3_body import OutgoingBody, discard, receive
+from bucketpoint.stores.s3_client import Client, client_for, close_client
+from bucketpoint.stores.s3_errors import translate
+from bucketpoint.stores.s3_options import S3Options
+
+# https://docs.aws.amazon.com/AmazonS3/latest/userguide/qfacts.html
+MIN_PART_BYTES = 5 << 20
+MAX_PART_BYTES = 5 << 30
+MAX_PARTS = 10_000
+# https://docs.aws.amazon.com/AmazonS3/latest/API/API_PutObject.html
+MAX_PUT_BYTES = 5 << 30
+# https://docs.aws.amazon.com/AmazonS3/latest/API/API_CopyObject.html
+MAX_COPY_BYTES = 5 << 30
+# https://docs.aws.amazon.com/AmazonS3/latest/API/API_DeleteObjects.html
+MAX_DELETE_KEYS = 1_000
+
+_COPY_PART_BYTES = 1 << 30
+
+_FAILURES = (
+    StoreError,
+    botocore.exceptions.BotoCoreError,
+    botocore.exceptions.ClientError,
+    botocore.parsers.ResponseParserError,
+    urllib3.exceptions.HTTPError,
+    http.client.HTTPException,
+    OSError,
+)
+
+_AWS_DOMAINS = (".amazonaws.com", ".amazonaws.com.cn", ".amazonaws.eu")
+
+_GONE = frozenset({"NoSuchKey", "NoSuchVersion"})
+
+
+@dataclass(frozen=True)
+class S3Store:
+    """A bucket. It pickles as configuration; its client is made in the process that first uses it.
+
+    `put` and `put_part` read the body's memory until they return, again for each retry: it must not change meanwhile.
+    """
+
+    bucket: str
+    options: S3Options = field(default_factory=S3Options)
+
+    @property
+    def url(self) -> str:
+        return f"s3://{self.bucket}"
+
+    @property
+    def identity(self) -> str:
+        endpoint = urlsplit(self._client().api.meta.endpoint_url)
+        host = endpoint.hostname or ""
+        # At AWS a bucket's name is enough, whichever of the regional, dual-stack or private endpoints leads to it.
+        if host.endswith(_AWS_DOMAINS):
+            return self.url
+        # Without what may stand before an "@": credentials.
+        return f"{endpoint.scheme}://{endpoint.netloc.rpartition('@')[2]}/{self.bucket}"
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return Capabilities(
+            conditional_put=True,
+            checksums=self.options.checksums,
+            multipart=True,
+            pinned_reads=True,
+            min_part_bytes=MIN_PART_BYTES,
+            max_part_bytes=MAX_PART_BYTES,
+            max_parts=MAX_PARTS,
+            max_put_bytes=MAX_PUT_BYTES,
+        )
+
+    def put(
+        self,
+        key: str,
+        body: Buffers,
+        *,
+        crc32c: int | None = None,
+        if_none_match: bool = False,
+        if_match: str | None = None,
+    ) -> ObjectInfo:
+        content = OutgoingBody(body)
+        parameters = self._checksum(body, crc32c)
+        if if_none_match:
+            parameters["IfNoneMatch"] = "*"
+        if if_match is not None:
+            parameters["IfMatch"] = _quoted(if_match)
+        try:
+            reply = self._call("PutObject", key, Key=key, Body=content if len(content) else b"", **parameters)
+        except ObjectNotFoundError as error:
+            if if_match is None:
+                raise
+            # S3 answers If-Match on a key that is gone with 404; what the caller asked for failed all the same.
+            gone = PreconditionFailedError(error.message, url=error.url)
+        else:
+            return ObjectInfo(key, len(content), _unquoted(reply.get("ETag")))
+        raise gone
+
+    def get(self, key: str, *, max_bytes: int | None = None) -> tuple[bytes, ObjectInfo]:
+        reply = self._call("GetObject", key, Key=key)
+        info = _info(key, reply, reply.get("ContentLength"))
+        if max_bytes is not None and info.size > max_bytes:
+            discard(reply["Body"])
+            raise CorruptDataError(
+                f"the object has {info.size} bytes, and at most {max_bytes} were expected", url=self._url(key)
+            )
+        data = bytearray(info.size)
+        self._receive(key, reply["Body"], [memoryview(data)])
+        return bytes(data), info
+
+    def read_into(self, key: str, offset: int, buffers: Buffers, *, if_match: str | None = None) -> None:
+        size = sum(view.nbytes for view in buffers)
+        if not size:
+            return
+        condition = {} if if_match is None else {"IfMatch": _quoted(if_match)}
+        reply = self._call("GetObject", key, Key=key, Range=f"bytes={offset}-{offset + size - 1}", **condition)
+        length = reply.get("ContentLength")
+        partial = reply["ResponseMetadata"]["HTTPStatusCode"] == http.client.PARTIAL_CONTENT
+        if not partial and (offset or length != size):
+            discard(reply["Body"])
+            raise StoreError("the store ignored the range of a read", url=self._url(key))
+        if length is not None and length != size:
+            discard(reply["Body"])
+            raise CorruptDataError(
+                f"the object ends before the range does: {length} of the {size} bytes from {offset} are there",
+                url=self._url(key),
+            )
+        self._receive(key, reply["Body"], buffers)
+
+    def head(self, key: str) -> ObjectInfo:
+        reply = self._call("HeadObject", key, Key=key)
+        return _info(key, reply, reply["ContentLength"])
+
+    def list(self, prefix: str, *, start_after: str | None = None) -> Iterator[ObjectInfo]:
+        start = {} if start_after is None else {"StartAfter": start_after}
+        for page in self._pages("ListObjectsV2", prefix, Prefix=prefix, **start):
+            for entry in page.get("Contents", []):
+                yield _info(entry["Key"], entry, entry["Size"])
+
+    def list_folders(self, prefix: str) -> Iterator[str]:
+        for page in self._pages("ListObjectsV2", prefix, Prefix=prefix, Delimiter="/"):
+            for entry in page.get("CommonPrefixes", []):
+                yield str(entry["Prefix"])
+
+    def delete(self, keys: Sequence[str]) -> builtins.list[DeleteFailure]:
+        failures: builtins.list[DeleteFailure] = []
+        for start in range(0, len(keys), MAX_DELETE_KEYS):
+            batch = [{"Key": key} for key in keys[start : start + MAX_DELETE_KEYS]]
+            reply = self._call("DeleteObjects", None, Delete={"Objects": batch, "Quiet": True})
+            failures += [
+                DeleteFailure(entry.get("Key", ""), entry.get("Code", ""), entry.get("Message", ""))
+                for entry in reply.get("Errors", [])
+                if entry.get("Code") not in _GONE
+            ]
+        return failures
+
+    def copy(self, source: str, target: str) -> ObjectInfo:
+        described = self.head(source)
+        origin: dict[str, Any] = {"CopySource": {"Bucket": self.bucket, "Key": source}}
+        if described.etag is not None:
+            # The size decides how to copy, so what is copied has to be what was measured.
+            origin["CopySourceIfMatch"] = _quoted(described.etag)
+        if described.size > MAX_COPY_BYTES:
+            return self._copy_in_parts(described, origin, target)
+        reply = self._call("CopyObject", target, Key=target, **origin)
+        return ObjectInfo(target, described.size, _unquoted(reply["CopyObjectResult"].get("ETag")))
+
+    def _copy_in_parts(self, source: ObjectInfo, origin: dict[str, Any], target: str) -> ObjectInfo:
+        # Without a checksum algorithm: the bytes do not pass through here, and S3 computes its own.
+        upload_id = str(self._call("CreateMultipartUpload", target, Key=target)["UploadId"])
+        step = min(_COPY_PART_BYTES, MAX_COPY_BYTES)
+        parts: builtins.list[Part] = []
+        try:
+            for number, start in enumerate(range(0, source.size, step), 1):
+                end = min(start + step, source.size)
+                reply = self._call(
+                    "UploadPartCopy",
+                    target,
+                    Key=target,
+                    UploadId=upload_id,
+                    PartNumber=number,
+                    CopySourceRange=f"bytes={start}-{end - 1}",
+                    **origin,
+                )
+                parts.append(Part(number, end - start, _unquoted(reply["CopyPartResult"]["ETag"]) or ""))
+            return self.complete_multipart(target, upload_id, parts)
+        except BaseException:
+            self.abort_multipart(target, upload_id)
+            raise
+
+    def create_multipart(self, key: str) -> str:
+        algorithm = {"ChecksumAlgorithm": "CRC32C"} if self.options.checksums else {}
+        return str(self._call("CreateMultipartUpload", key, Key=key, **algorithm)["UploadId"])
+
+    def put_part(self, key: str, upload_id: str, number: int, body: Buffers, *, crc32c: int | None = None) -> Part:
+        content = OutgoingBody(body)
+        checksum = self._checksum(body, crc32c)
+        reply = self._call(
+            "UploadPart",
+            key,
+            Key=key,
+            UploadId=upload_id,
+            PartNumber=number,
+            Body=content if len(content) else b"",
+            **checksum,
+        )
+        sent = _decoded_crc(checksum["ChecksumCRC32C"]) if checksum else None
+        return Part(number, len(content), _unquoted(reply["ETag"]) or "", sent)
+
+    def complete_multipart(self, key: str, upload_id: str, parts: Sequence[Part]) -> ObjectInfo:
+        ordered = sorted(parts, key=lambda part: part.number)
+        listed = [
+            {
+                "PartNumber": part.number,
+                "ETag": _quoted(part.etag),
+                **({} if part.crc32c is None else {"ChecksumCRC32C": _encoded_crc(part.crc32c)}),
+            }
+            for part in ordered
+        ]
+        reply = self._call(
+            "CompleteMultipartUpload", key, Key=key, UploadId=upload_id, MultipartUpload={"Parts": listed}
+        )
+        return ObjectInfo(key, sum(part.size for part in ordered), _unquoted(reply.get("ETag")))
+
+    def abort_multipart(self, key: str, upload_id: str) -> None:
+        try:
+            self._call("AbortMultipartUpload", key, Key=key, UploadId=upload_id)
+        except UploadNotFoundError:
+            return
+
+    def list_multipart(self, prefix: str) -> Iterator[OpenUpload]:
+        for page in self._pages("ListMultipartUploads", prefix, Prefix=prefix):
+            for entry in page.get("Uploads", []):
+                started = entry.get("Initiated")
+                yield OpenUpload(entry["Key"], entry["UploadId"], started.timestamp() if started else None)
+
+    def close(self) -> None:
+        close_client(self.options)
+
+    def _checksum(self, body: Buffers, crc32c: int | None) -> dict[str, Any]:
+        if not self.options.checksums:
+            return {}
+        if crc32c is None:
+            crc32c = 0
+            for view in body:
+                crc32c = checksums.crc32c(view, crc32c)
+        return {"ChecksumCRC32C": _encoded_crc(crc32c)}
+
+    def _receive(self, key: str, body: Any, buffers: Buffers) -> None:
+        try:
+            receive(body, buffers)
+            return
+        except _FAILURES as error:
+            failure = translate(error, "GetObject", self._url(key))
+        raise failure
+
+    def _call(self, operation: str, key: str | None, **parameters: Any) -> Any:
+        client = self._client()
+        try:
+            return client.call(operation, Bucket=self.bucket, **parameters)
+        except _FAILURES as error:
+            failure = translate(error, operation, self._url(key), region=client.region)
+        # Raised here, where no exception is being handled, so that none of boto3's hangs on it: they hold the request.
+        raise failure
+
+    def _pages(self, operation: str, prefix: str, **parameters: Any) -> Iterator[Any]:
+        client = self._client()
+        try:
+            yield from client.pages(operation, Bucket=self.bucket, **parameters)
+            return
+        except _FAILURES as error:
+            failure = translate(error, operation, self._url(prefix), region=client.region)
+        raise failure
+
+    def _client(self) -> Client:
+        try:
+            return client_for(self.options)
+        except _FAILURES as error:
+            failure = translate(error, "making the S3 client", self.url)
+        raise failure
+
+    def _url(self, key: str | None) -> str:
+        return f"{self.url}/{key}" if key else self.url
+
+
+def _info(key: str, entry: dict[str, Any], size: int | None) -> ObjectInfo:
+    modified = entry.get("LastModified")
+    return ObjectInfo(key, int(size or 0), _unquoted(entry.get("ETag")), modified.timestamp() if modified else None)
+
+
+def _quoted(etag: str) -> str:
+    return f'"{etag}"'
+
+
+def _unquoted(etag: str | None) -> str | None:
+    return None if etag is None else etag.strip('"')
+
+
+def _encoded_crc(crc32c: int) -> str:
+    return base64.b64encode(crc32c.to_bytes(4, "big")).decode()
+
+
+def _decoded_crc(encoded: str) -> int:
+    return int.from_bytes(base64.b64decode(encoded), "big")

@@ -1,0 +1,252 @@
+"""boto3 clients: one for each set of options and process, shared by every store that has them. No S3 operations."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import ipaddress
+import os
+import ssl
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import urlsplit
+
+import boto3.session
+import botocore
+import botocore.session
+from botocore.config import Config
+
+from bucketpoint.errors import BucketpointError, EndpointError
+from bucketpoint.stores.s3_body import send_from_memory
+from bucketpoint.stores.s3_options import DEFAULT_MAX_ATTEMPTS, S3Options
+
+DEFAULT_REGION = "us-east-1"
+CONNECT_TIMEOUT_S = 10
+READ_TIMEOUT_S = 60
+
+OPERATIONS = (
+    "AbortMultipartUpload",
+    "CompleteMultipartUpload",
+    "CopyObject",
+    "CreateMultipartUpload",
+    "DeleteObjects",
+    "GetObject",
+    "HeadObject",
+    "ListMultipartUploads",
+    "ListObjectsV2",
+    "PutObject",
+    "UploadPart",
+    "UploadPartCopy",
+)
+
+# CopyObject takes these only along with a directive to replace what it would otherwise copy.
+_NOT_WITHOUT_DIRECTIVE = {"Tagging": "TaggingDirective", "Metadata": "MetadataDirective"}
+
+
+@dataclass(frozen=True)
+class Client:
+    """A boto3 client, and for each operation the parameters that the options add to it."""
+
+    api: Any
+    region: str
+    parameters: Mapping[str, Mapping[str, Any]]
+
+    def call(self, operation: str, **parameters: Any) -> Any:
+        method = getattr(self.api, botocore.xform_name(operation))
+        return method(**{**self.parameters[operation], **parameters})
+
+    def pages(self, operation: str, **parameters: Any) -> Any:
+        paginator = self.api.get_paginator(botocore.xform_name(operation))
+        return paginator.paginate(**{**self.parameters[operation], **parameters})
+
+
+class _Clients:
+    """The clients of this process. A boto3 client takes some 100 ms to build and may be used from many threads."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._clients: dict[tuple[Any, ...], Client] = {}
+        self._watching_forks = False
+
+    def get(self, options: S3Options) -> Client:
+        key = options.cache_key()
+        client = self._clients.get(key)
+        if client is None:
+            with self._lock:
+                client = self._clients.get(key)
+                if client is None:
+                    self._watch_forks()
+                    client = self._clients[key] = build_client(options)
+        return client
+
+    def close(self, options: S3Options) -> None:
+        client = self._clients.get(options.cache_key())
+        if client is not None:
+            client.api.close()
+
+    def _watch_forks(self) -> None:
+        if not self._watching_forks and hasattr(os, "register_at_fork"):
+            os.register_at_fork(after_in_child=self._forget)
+            self._watching_forks = True
+
+    def _forget(self) -> None:
+        # Two processes on one TLS connection would garble it; the lock may be held by a thread that the child lacks.
+        self._lock = threading.Lock()
+        self._clients = {}
+
+
+_clients = _Clients()
+
+
+def client_for(options: S3Options) -> Client:
+    """The client of this process for these options, built at the first call."""
+    return _clients.get(options)
+
+
+def close_client(options: S3Options) -> None:
+    """Close the idle connections of the client for these options. It stays usable."""
+    _clients.close(options)
+
+
+def build_client(options: S3Options) -> Client:
+    """A new client. Use `client_for`, unless the client is to be changed."""
+    core = botocore.session.Session(profile=options.profile)
+    arguments = _client_arguments(options, core)
+    session = boto3.session.Session(botocore_session=core)
+    chosen = "payload_signing_enabled" in dict(options.config_kwargs.get("s3") or {})
+    try:
+        api = session.client("s3", config=_config(options, core, sign_payload=None if chosen else False), **arguments)
+        if not chosen and _is_open_network(api.meta.endpoint_url):
+            # AWS documents unsigned payloads for HTTPS only, and on a network the signature is then the only thing that
+            # binds the body to the request. On the loopback it would just cost 0.8 s of SHA-256 a gigabyte.
+            api = session.client("s3", config=_config(options, core, sign_payload=True), **arguments)
+    except ValueError as error:
+        # botocore's answer to an endpoint that is not a URL; its text names the endpoint and nothing secret.
+        raise EndpointError(f"the S3 client cannot be made: {error}") from None
+    parameters = options.request_parameters()
+    if "SSECustomerKey" in parameters and _is_open_network(api.meta.endpoint_url):
+        raise EndpointError("SSE-C would send the key in clear over plain HTTP", remedy="Use an https:// endpoint")
+    api.meta.events.register("before-send.s3", send_from_memory)
+    _share_trust_store(api)
+    return Client(api, str(api.meta.region_name), _parameters_by_operation(api, parameters))
+
+
+def _client_arguments(options: S3Options, core: Any) -> dict[str, Any]:
+    named = {
+        "endpoint_url": options.endpoint_url,
+        "aws_access_key_id": options.access_key,
+        "aws_secret_access_key": options.secret_key,
+        "aws_session_token": options.session_token,
+        "region_name": options.region,
+        "verify": options.ca_bundle,
+    }
+    given = {name: value for name, value in options.client_kwargs.items() if name not in ("config", "service_name")}
+    arguments = {"use_ssl": options.use_ssl, **given, **{k: v for k, v in named.items() if v is not None}}
+    # boto3 reads AWS_DEFAULT_REGION alone; every other SDK reads AWS_REGION.
+    arguments["region_name"] = (
+        arguments.get("region_name")
+        or os.environ.get("AWS_REGION")
+        or core.get_config_variable("region")
+        or DEFAULT_REGION
+    )
+    return arguments
+
+
+def _config(options: S3Options, core: Any, *, sign_payload: bool | None) -> Config:
+    given = dict(options.config_kwargs)
+    s3 = {
+        "payload_signing_enabled": sign_payload,
+        "addressing_style": options.addressing_style,
+        **dict(given.pop("s3", None) or {}),
+    }
+    agent = [f"bucketpoint/{_version()}", options.user_agent, given.pop("user_agent_extra", None)]
+    settings: dict[str, Any] = {
+        # Our own CRC32C goes with every body. botocore's default would read each body once more, and send trailers
+        # that many stores other than AWS do not know.
+        "request_checksum_calculation": "when_required",
+        "response_checksum_validation": "when_required",
+        "connect_timeout": CONNECT_TIMEOUT_S,
+        "read_timeout": READ_TIMEOUT_S,
+        "tcp_keepalive": True,
+        "max_pool_connections": options.connections,
+        "retries": _retries(options, core),
+        **given,
+        "s3": {name: value for name, value in s3.items() if value is not None},
+        "user_agent_extra": " ".join(name for name in agent if name),
+    }
+    if options.anon:
+        settings["signature_version"] = botocore.UNSIGNED
+    try:
+        config = Config(**settings)
+    except TypeError as error:
+        raise BucketpointError(
+            f"config_kwargs: {error}", remedy="See botocore.config.Config for what it takes"
+        ) from None
+    base = options.client_kwargs.get("config")
+    return config if base is None else base.merge(config)
+
+
+def _retries(options: S3Options, core: Any) -> dict[str, Any]:
+    profile = core.get_scoped_config()
+    attempts = options.max_attempts or os.environ.get("AWS_MAX_ATTEMPTS") or profile.get("max_attempts")
+    mode = os.environ.get("AWS_RETRY_MODE") or profile.get("retry_mode") or "standard"
+    return {"mode": mode, "total_max_attempts": int(attempts or DEFAULT_MAX_ATTEMPTS)}
+
+
+def _version() -> str:
+    try:
+        return importlib.metadata.version("bucketpoint")
+    except importlib.metadata.PackageNotFoundError:
+        return "unknown"
+
+
+def _is_open_network(endpoint_url: str) -> bool:
+    """Whether requests leave this machine unencrypted."""
+    parts = urlsplit(endpoint_url)
+    if parts.scheme != "http":
+        return False
+    try:
+        return not ipaddress.ip_address(parts.hostname or "").is_loopback
+    except ValueError:
+        return parts.hostname != "localhost"
+
+
+def _parameters_by_operation(api: Any, parameters: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    model = api.meta.service_model
+    allowed = {operation: set(model.operation_model(operation).input_shape.members) for operation in OPERATIONS}
+    unknown = set(parameters).difference(*allowed.values())
+    if unknown:
+        raise BucketpointError(
+            f"s3_additional_kwargs: no S3 request takes {', '.join(sorted(unknown))}",
+            remedy="Use the parameter names of boto3's put_object and get_object",
+        )
+    chosen = {
+        operation: {name: value for name, value in parameters.items() if name in names}
+        for operation, names in allowed.items()
+    }
+    for name, directive in _NOT_WITHOUT_DIRECTIVE.items():
+        if directive not in parameters:
+            chosen["CopyObject"].pop(name, None)
+    return chosen
+
+
+class _SharedTrust(ssl.SSLContext):
+    """A context that reads each bundle of certificates once, and not again for every connection that is opened."""
+
+    _loaded: frozenset[Any]
+
+    def load_verify_locations(self, cafile: Any = None, capath: Any = None, cadata: Any = None) -> None:
+        bundle = (cafile, capath, cadata)
+        loaded: frozenset[Any] = getattr(self, "_loaded", frozenset())
+        if bundle not in loaded:
+            super().load_verify_locations(cafile, capath, cadata)
+            self._loaded = loaded | {bundle}
+
+
+def _share_trust_store(api: Any) -> None:
+    """Parsing the public authorities takes 16 ms, and urllib3 does it for each connection: half a second for 32."""
+    manager = getattr(getattr(getattr(api, "_endpoint", None), "http_session", None), "_manager", None)
+    context = getattr(manager, "connection_pool_kw", {}).get("ssl_context")
+    if type(context) is ssl.SSLContext:
+        context.__class__ = _SharedTrust

@@ -1,0 +1,175 @@
+"""`S3Options`: everything about a bucket's connection and requests that a user may set. No clients and no requests."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
+from urllib.parse import urlencode
+
+from bucketpoint.errors import BucketpointError
+
+DEFAULT_CONNECTIONS = 32
+"""Connections kept open: what a 10 Gbit/s link needs at the 50 MB/s that one connection to S3 carries, and some."""
+
+DEFAULT_MAX_ATTEMPTS = 6
+"""Attempts of one request. The standard mode's own 3 are spent within seconds, too soon for a throttled prefix."""
+
+_S3FS_ALIASES = {
+    "key": "access_key",
+    "username": "access_key",
+    "secret": "secret_key",
+    "password": "secret_key",
+    "token": "session_token",
+    "s3_additional_kwargs": "request_kwargs",
+}
+
+# s3fs knows these, and they have no meaning for a client that neither caches, lists, nor runs an event loop.
+_S3FS_MEANINGLESS = frozenset(
+    {
+        "asynchronous",
+        "batch_size",
+        "cache_regions",
+        "default_block_size",
+        "default_cache_type",
+        "default_fill_cache",
+        "dircache",
+        "fixed_upload_size",
+        "listings_expiry_time",
+        "local_expiry_check",
+        "loop",
+        "max_concurrency",
+        "max_paths",
+        "skip_instance_cache",
+        "use_listings_cache",
+        "version_aware",
+    }
+)
+
+_MAPPINGS = ("tags", "client_kwargs", "config_kwargs", "request_kwargs")
+
+
+@dataclass(frozen=True)
+class S3Options:
+    """How to reach a bucket and what to send with each request. What is not set here is left to boto3.
+
+    Attributes:
+        region: the bucket's region. Default: AWS_REGION, then boto3's own sources, then us-east-1.
+        endpoint_url: for stores other than AWS. Default: boto3's own sources (AWS_ENDPOINT_URL_S3, AWS_ENDPOINT_URL).
+        profile: a profile of the AWS configuration files.
+        addressing_style: "auto" (boto3's default), "path" or "virtual".
+        anon: send unsigned requests, for public buckets.
+        requester_pays: accept the charges of a requester-pays bucket.
+        access_key, secret_key, session_token: explicit credentials. Default: every source that boto3 knows.
+        sse: "AES256", "aws:kms" or "aws:kms:dsse".
+        sse_kms_key_id: the KMS key; implies `sse="aws:kms"`.
+        sse_customer_key: a 32-byte key for SSE-C, sent with every read and write. Needs TLS.
+        storage_class: the storage class of every object written.
+        tags: tags of every object written.
+        user_agent: added to the user agent, after bucketpoint's own name.
+        connections: connections kept open in the pool.
+        max_attempts: attempts of one request, the first included. Default: AWS_MAX_ATTEMPTS or the profile's, then 6.
+        ca_bundle: a file of certificates to trust. Default: AWS_CA_BUNDLE, then boto3's own.
+        use_ssl: with False, and no endpoint URL, requests go over plain HTTP.
+        checksums: send a CRC32C with every body, so that the store verifies it. Off for stores that refuse the header.
+        client_kwargs: as s3fs: further arguments of `boto3.client`.
+        config_kwargs: as s3fs: arguments of `botocore.config.Config`; they win over the defaults here.
+        request_kwargs: as s3fs's `s3_additional_kwargs`: parameters sent with every request that takes them.
+    """
+
+    region: str | None = None
+    endpoint_url: str | None = None
+    profile: str | None = None
+    addressing_style: str | None = None
+    anon: bool = False
+    requester_pays: bool = False
+    access_key: str | None = field(default=None, repr=False)
+    secret_key: str | None = field(default=None, repr=False)
+    session_token: str | None = field(default=None, repr=False)
+    sse: str | None = None
+    sse_kms_key_id: str | None = field(default=None, repr=False)
+    sse_customer_key: bytes | str | None = field(default=None, repr=False)
+    storage_class: str | None = None
+    tags: Mapping[str, str] = field(default_factory=dict)
+    user_agent: str | None = None
+    connections: int = DEFAULT_CONNECTIONS
+    max_attempts: int | None = None
+    ca_bundle: str | None = None
+    use_ssl: bool = True
+    checksums: bool = True
+    client_kwargs: Mapping[str, Any] = field(default_factory=dict, repr=False)
+    config_kwargs: Mapping[str, Any] = field(default_factory=dict, repr=False)
+    request_kwargs: Mapping[str, Any] = field(default_factory=dict, repr=False)
+
+    def __post_init__(self) -> None:
+        for name in _MAPPINGS:
+            if not isinstance(getattr(self, name), Mapping):
+                raise BucketpointError(f"the storage option {name} is not a mapping", remedy="Pass a dict")
+
+    @classmethod
+    def from_storage_options(cls, storage_options: Mapping[str, Any] | None = None) -> S3Options:
+        """Options from a dict written for s3fs, or with the names of this class, or both.
+
+        Raises:
+            BucketpointError: an option is not known, or one thing is given twice under two names.
+        """
+        known = {option.name for option in fields(cls)}
+        values: dict[str, Any] = {}
+        unknown: list[str] = []
+        for name, value in (storage_options or {}).items():
+            target = _S3FS_ALIASES.get(name, name)
+            if name in _S3FS_MEANINGLESS:
+                continue
+            if target not in known:
+                unknown.append(name)
+            elif value is None:
+                continue
+            elif target in values:
+                raise BucketpointError(f"the storage option {name} is given twice, under two names")
+            else:
+                values[target] = value
+        if unknown:
+            raise BucketpointError(
+                f"unknown storage options for S3: {', '.join(sorted(unknown))}",
+                remedy="client_kwargs, config_kwargs and s3_additional_kwargs carry whatever else boto3 takes",
+            )
+        return cls(**values)
+
+    def replace(self, **changes: Any) -> S3Options:
+        return replace(self, **changes)
+
+    def request_parameters(self) -> dict[str, Any]:
+        """Parameters, by boto3's names, for every request whose operation takes them."""
+        named: dict[str, Any] = {
+            "ServerSideEncryption": self.sse or ("aws:kms" if self.sse_kms_key_id else None),
+            "SSEKMSKeyId": self.sse_kms_key_id,
+            "SSECustomerKey": self.sse_customer_key,
+            "SSECustomerAlgorithm": "AES256" if self.sse_customer_key else None,
+            "StorageClass": self.storage_class,
+            "Tagging": urlencode(dict(self.tags)) if self.tags else None,
+            "RequestPayer": "requester" if self.requester_pays else None,
+        }
+        merged = {**{name: value for name, value in named.items() if value is not None}, **self.request_kwargs}
+        if "SSECustomerKey" in merged:
+            merged.setdefault("SSECustomerAlgorithm", "AES256")
+            # A copy inside the store reads with the key as well as writing with it.
+            merged.setdefault("CopySourceSSECustomerKey", merged["SSECustomerKey"])
+            merged.setdefault("CopySourceSSECustomerAlgorithm", merged["SSECustomerAlgorithm"])
+        return merged
+
+    def cache_key(self) -> tuple[Any, ...]:
+        """A hashable value that is equal exactly where the options are."""
+        return tuple(_freeze(getattr(self, option.name)) for option in fields(self))
+
+
+def _freeze(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return ("mapping", *sorted((name, _freeze(item)) for name, item in value.items()))
+    if isinstance(value, list | tuple | set | frozenset):
+        items = [_freeze(item) for item in value]
+        return (type(value).__name__, *(sorted(items, key=repr) if isinstance(value, set | frozenset) else items))
+    try:
+        hash(value)
+    except TypeError:
+        return repr(value)
+    return value

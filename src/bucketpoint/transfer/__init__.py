@@ -1,0 +1,30 @@
+"""Moving bytes under one budget. Knows nothing of tensors and nothing of DCP."""
+
+from bucketpoint.transfer.budget import BufferPool
+from bucketpoint.transfer.download import Block, Extent, Request, fetch, plan_requests
+from bucketpoint.transfer.options import TransferOptions
+from bucketpoint.transfer.progress import Meter, Progress, ProgressCallback
+from bucketpoint.transfer.retry import retry_transient
+from bucketpoint.transfer.stream import StreamUpload
+from bucketpoint.transfer.tasks import TaskGroup
+from bucketpoint.transfer.upload import ObjectSource, Segment, Uploaded, upload_objects
+
+__all__ = [
+    "Block",
+    "BufferPool",
+    "Extent",
+    "Meter",
+    "ObjectSource",
+    "Progress",
+    "ProgressCallback",
+    "Request",
+    "Segment",
+    "StreamUpload",
+    "TaskGroup",
+    "TransferOptions",
+    "Uploaded",
+    "fetch",
+    "plan_requests",
+    "retry_transient",
+    "upload_objects",
+]

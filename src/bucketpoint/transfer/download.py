@@ -1,0 +1,217 @@
+"""Extents come down: neighbours in an object coalesced into one request, received in place or through leased memory.
+
+Knows byte ranges, checksums and stores; what the bytes mean is the business of `format` and `dcp`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from bucketpoint.errors import CorruptDataError
+from bucketpoint.stores import Store
+from bucketpoint.transfer.budget import BufferPool
+from bucketpoint.transfer.checksum import crc32c
+from bucketpoint.transfer.options import TransferOptions
+from bucketpoint.transfer.progress import Meter
+from bucketpoint.transfer.retry import retry_transient
+from bucketpoint.transfer.tasks import TaskGroup
+
+SMALL_EXTENT_BYTES = 64 << 10
+"""Direct extents below this are copied out of a leased buffer instead: a socket read for each would cost more."""
+
+
+@dataclass(frozen=True)
+class Block:
+    """An expected checksum: the next `nbytes` of an extent have this CRC32C."""
+
+    nbytes: int
+    crc32c: int
+
+
+@dataclass(frozen=True)
+class Extent:
+    """Bytes `[start, stop)` of the object at `key`, and where they go.
+
+    Attributes:
+        blocks: expected checksums that cover the extent from its first byte on; empty for none.
+        direct: memory of the caller that receives the bytes from `direct_start` on; what lies before and after it in
+            the extent is received only to verify the blocks at its borders.
+        deliver: called with the extent's bytes on a worker thread once they are verified, unless `direct` is given,
+            then with None. The view is valid during the call alone.
+        label: the state-dict key, for messages.
+        etag: the object must still have this ETag.
+    """
+
+    key: str
+    start: int
+    stop: int
+    deliver: Callable[[memoryview | None], None]
+    blocks: Sequence[Block] = ()
+    direct: memoryview | None = None
+    direct_start: int = 0
+    label: str = ""
+    etag: str | None = None
+
+    @property
+    def nbytes(self) -> int:
+        return self.stop - self.start
+
+
+@dataclass
+class Request:
+    """One ranged read: extents of one object in order, with gaps between them."""
+
+    key: str
+    etag: str | None
+    extents: list[Extent] = field(default_factory=list)
+    wanted: int = 0
+    leased: int = 0
+
+    @property
+    def start(self) -> int:
+        return self.extents[0].start
+
+    @property
+    def stop(self) -> int:
+        return self.extents[-1].stop
+
+
+def plan_requests(extents: Iterable[Extent], options: TransferOptions) -> list[Request]:
+    """Sort extents by object and offset, and join neighbours by the cost model.
+
+    Two are joined if the gap costs less time than another request would, as long as what is fetched stays within
+    `max_overread` of what is needed (tiny gaps are free), the request stays within a part, and what must be leased
+    for it fits one connection's share of the budget.
+    """
+    requests: list[Request] = []
+    current: Request | None = None
+    for extent in sorted(extents, key=lambda extent: (extent.key, extent.start, extent.stop)):
+        if current is None or not _joins(current, extent, options):
+            current = Request(extent.key, extent.etag)
+            requests.append(current)
+        elif current.extents:
+            current.leased += extent.start - current.stop
+        current.extents.append(extent)
+        current.wanted += extent.nbytes
+        current.leased += _leased(extent)
+    # The largest first: a big request begun last would be alone at the end.
+    requests.sort(key=lambda request: request.start - request.stop)
+    return requests
+
+
+def _joins(request: Request, extent: Extent, options: TransferOptions) -> bool:
+    gap = extent.start - request.stop
+    if extent.key != request.key or extent.etag != request.etag or gap < 0 or gap > options.coalesce_gap_bytes:
+        return False
+    span = extent.stop - request.start
+    if span > options.part_bytes or request.leased + gap + _leased(extent) > options.lease_bytes:
+        return False
+    return gap <= options.free_gap_bytes or span <= options.max_overread * (request.wanted + extent.nbytes)
+
+
+def _is_direct(extent: Extent) -> bool:
+    return extent.direct is not None and len(extent.direct) >= SMALL_EXTENT_BYTES
+
+
+def _leased(extent: Extent) -> int:
+    return extent.nbytes - (len(extent.direct) if extent.direct is not None and _is_direct(extent) else 0)
+
+
+def fetch(
+    store: Store, requests: Sequence[Request], options: TransferOptions, *, pool: BufferPool, meter: Meter
+) -> None:
+    """Run all requests in parallel; every extent is verified and delivered, or the first error is raised."""
+    with TaskGroup(options.connections, name="bucketpoint-download") as group:
+        for request in requests:
+            group.start(lambda request=request: _run(store, request, options, pool, meter))  # type: ignore[misc]
+
+
+def _run(store: Store, request: Request, options: TransferOptions, pool: BufferPool, meter: Meter) -> None:
+    with pool.lease(request.leased) as lease:
+        buffers, pieces = _lay_out(request, lease)
+
+        def attempt() -> None:
+            store.read_into(request.key, request.start, buffers, if_match=request.etag)
+            for extent, views in zip(request.extents, pieces, strict=True):
+                _verify(store, extent, views)
+
+        retry_transient(attempt, attempts=options.read_attempts)
+        for extent, views in zip(request.extents, pieces, strict=True):
+            if _is_direct(extent):
+                extent.deliver(None)
+            elif extent.direct is not None:
+                offset = extent.direct_start - extent.start
+                extent.direct[:] = views[0][offset : offset + len(extent.direct)]
+                extent.deliver(None)
+            else:
+                extent.deliver(views[0])
+    meter.add(request.stop - request.start)
+
+
+def _lay_out(request: Request, lease: memoryview) -> tuple[list[memoryview], list[list[memoryview]]]:
+    """Buffers that receive the request from first byte to last, and for each extent the views that hold it."""
+    buffers: list[memoryview] = []
+    pieces: list[list[memoryview]] = []
+    run_start = used = 0
+
+    def take(nbytes: int) -> memoryview:
+        nonlocal used
+        view = lease[used : used + nbytes]
+        used += nbytes
+        return view
+
+    def flush() -> None:
+        # What was leased since the last direct buffer lies together, so it is received by one read.
+        nonlocal run_start
+        if used > run_start:
+            buffers.append(lease[run_start:used])
+        run_start = used
+
+    position = request.start
+    for extent in request.extents:
+        take(extent.start - position)
+        if _is_direct(extent) and extent.direct is not None:
+            head = take(extent.direct_start - extent.start)
+            flush()
+            buffers.append(extent.direct)
+            tail = take(extent.stop - extent.direct_start - len(extent.direct))
+            pieces.append([head, extent.direct, tail])
+        else:
+            pieces.append([take(extent.nbytes)])
+        position = extent.stop
+    flush()
+    return buffers, pieces
+
+
+def _verify(store: Store, extent: Extent, views: Sequence[memoryview]) -> None:
+    stretches = _cut(views, [block.nbytes for block in extent.blocks])
+    position = extent.start
+    for block, stretch in zip(extent.blocks, stretches, strict=True):
+        crc = 0
+        for view in stretch:
+            crc = crc32c(view, crc)
+        if crc != block.crc32c:
+            raise CorruptDataError(
+                f"Checksum mismatch in {extent.label or 'data'}: bytes {position}-{position + block.nbytes - 1} have "
+                f"CRC32C {crc:08x}, and {block.crc32c:08x} was written",
+                url=store.url,
+                key=extent.key,
+            )
+        position += block.nbytes
+
+
+def _cut(views: Sequence[memoryview], sizes: Sequence[int]) -> Iterator[list[memoryview]]:
+    """The same bytes as `views`, cut into stretches of the given sizes."""
+    index = offset = 0
+    for size in sizes:
+        stretch = []
+        while size:
+            take = min(size, len(views[index]) - offset)
+            if take:
+                stretch.append(views[index][offset : offset + take])
+            size -= take
+            offset += take
+            if offset == len(views[index]):
+                index, offset = index + 1, 0
+        yield stretch

@@ -1,0 +1,62 @@
+"""Cutting a known number of bytes into parts, within a service's limits. Pure arithmetic."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from bucketpoint.errors import BucketpointError
+from bucketpoint.stores import Capabilities
+from bucketpoint.transfer.options import MIB, TransferOptions
+
+SMALLEST_USEFUL_PART = 8 * MIB
+"""Parts are not made smaller than this for the sake of parallelism: below it the latency of a request dominates."""
+
+_GROWTH = 1.02
+
+
+@dataclass(frozen=True)
+class PartPlan:
+    """`count` parts of `part_bytes` each, but for the last, which holds the rest."""
+
+    nbytes: int
+    part_bytes: int
+    count: int
+
+    def bounds(self, number: int) -> tuple[int, int]:
+        """First and one-past-last byte of part `number`, from 1."""
+        start = (number - 1) * self.part_bytes
+        return start, min(start + self.part_bytes, self.nbytes)
+
+
+def common_part_bytes(sizes: Sequence[int], options: TransferOptions) -> int:
+    """The size of part with which objects of these sizes, going up together, fill whole waves of the connections.
+
+    33 parts over 32 connections take as long as 64, so parts grow a little until their number fits, or shrink to
+    occupy idle connections as long as they stay useful.
+    """
+    total = sum(sizes)
+    waves = max(-(-total // (options.part_bytes * options.connections)), 1)
+    size = max(-(-total // (waves * options.connections)), min(SMALLEST_USEFUL_PART, options.part_bytes), 1)
+    while size < options.part_bytes and sum(-(-nbytes // size) for nbytes in sizes) > waves * options.connections:
+        size = int(size * _GROWTH) + 1
+    return size
+
+
+def plan_parts(nbytes: int, part_bytes: int, limits: Capabilities) -> PartPlan:
+    """Equal parts of about `part_bytes`, within the service's limits. Equal, because some S3-compatible stores demand it.
+
+    Raises:
+        BucketpointError: the object is larger than the service can hold.
+    """
+    wanted = min(max(part_bytes, limits.min_part_bytes), limits.max_part_bytes)
+    count = min(max(-(-nbytes // wanted), 1), limits.max_parts)
+    size = max(-(-nbytes // count), 1)
+    if count > 1:
+        size = max(size, limits.min_part_bytes)
+    if size > limits.max_part_bytes:
+        raise BucketpointError(
+            f"An object of {nbytes} bytes does not fit {limits.max_parts} parts of {limits.max_part_bytes} bytes",
+            remedy="Lower target_object_bytes so that a rank writes several objects",
+        )
+    return PartPlan(nbytes=nbytes, part_bytes=size, count=max(-(-nbytes // size), 1))

@@ -1,0 +1,50 @@
+"""Counting what moved, for callbacks, the log line and the tests. No output of its own."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far one save or load of this rank is. Bytes of data objects; the commit is not counted."""
+
+    phase: str
+    """`"save"` or `"load"`."""
+    url: str
+    done_bytes: int
+    total_bytes: int
+    finished: bool = False
+
+
+ProgressCallback = Callable[[Progress], None]
+
+
+class Meter:
+    """Thread-safe counters for one save or load, reported to a callback as they grow."""
+
+    def __init__(self, phase: str, url: str, total_bytes: int, callback: ProgressCallback | None) -> None:
+        self._phase = phase
+        self._url = url
+        self._callback = callback
+        self._lock = threading.Lock()
+        self.total_bytes = total_bytes
+        self.done_bytes = 0
+        self.requests = 0
+
+    def add(self, nbytes: int, *, requests: int = 1) -> None:
+        with self._lock:
+            self.done_bytes += nbytes
+            self.requests += requests
+            # Under the lock, so that a callback never sees the bytes go backwards.
+            self._report(finished=False)
+
+    def finish(self) -> None:
+        with self._lock:
+            self._report(finished=True)
+
+    def _report(self, *, finished: bool) -> None:
+        if self._callback is not None:
+            self._callback(Progress(self._phase, self._url, self.done_bytes, self.total_bytes, finished))

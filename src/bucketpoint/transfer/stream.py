@@ -1,0 +1,135 @@
+"""An object of unknown length goes up as it is written: for bytes that only a stream can produce. No tensors."""
+
+from __future__ import annotations
+
+import io
+import logging
+import queue
+import threading
+from types import TracebackType
+
+from bucketpoint.errors import BucketpointError
+from bucketpoint.stores import ObjectInfo, Part, Store
+from bucketpoint.transfer.checksum import crc32c
+from bucketpoint.transfer.options import TransferOptions
+from bucketpoint.transfer.progress import Meter
+from bucketpoint.transfer.tasks import TaskGroup
+
+logger = logging.getLogger(__name__)
+
+
+class StreamUpload(io.RawIOBase):
+    """A writable stream whose bytes become one object, in parts that go up while later ones are written.
+
+    Use as a context manager around all writes and `commit()`. The object becomes visible by `commit()` alone: leaving
+    without it, `close()` and the garbage collector all abort, since a stream that completes on exit publishes a
+    truncated object whenever its producer fails.
+
+    Args:
+        largest_nbytes: an upper bound of what will be written, for the size of the parts.
+    """
+
+    def __init__(
+        self, store: Store, key: str, options: TransferOptions, *, largest_nbytes: int, meter: Meter
+    ) -> None:
+        super().__init__()
+        limits = store.capabilities
+        self._store = store
+        self._key = key
+        self._meter = meter
+        self._part_bytes = max(options.lease_bytes, limits.min_part_bytes, -(-largest_nbytes // limits.max_parts))
+        slots = max(options.max_inflight_bytes // self._part_bytes, 1)
+        self._slots: queue.Queue[None] = queue.Queue()
+        for _ in range(min(slots, options.connections + 1)):
+            self._slots.put(None)
+        self._group = TaskGroup(options.connections, name="bucketpoint-stream")
+        self._buffer = bytearray()
+        self._position = 0
+        self._sent = 0
+        self._upload_id: str | None = None
+        self._parts: list[Part] = []
+        self._lock = threading.Lock()
+        self._item_crc = 0
+        self._info: ObjectInfo | None = None
+
+    def writable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._position
+
+    def write(self, data: object, /) -> int:
+        view = memoryview(data).cast("B")  # type: ignore[arg-type]
+        self._item_crc = crc32c(view, self._item_crc)
+        taken = 0
+        while taken < len(view):
+            room = self._part_bytes - len(self._buffer)
+            piece = view[taken : taken + room]
+            self._buffer += piece
+            taken += len(piece)
+            if len(self._buffer) == self._part_bytes:
+                self._flush_part()
+        self._position += len(view)
+        return len(view)
+
+    def take_crc32c(self) -> int:
+        """CRC32C of what was written since the last call."""
+        crc, self._item_crc = self._item_crc, 0
+        return crc
+
+    def commit(self) -> ObjectInfo:
+        """Send what is left and make the object visible."""
+        if self._upload_id is None:
+            body = memoryview(self._buffer)
+            self._info = self._store.put(self._key, [body], crc32c=crc32c(body))
+            self._meter.add(len(body))
+            return self._info
+        if self._buffer:
+            self._flush_part()
+        self._group.__exit__(None, None, None)
+        parts = sorted(self._parts, key=lambda part: part.number)
+        self._info = self._store.complete_multipart(self._key, self._upload_id, parts)
+        return self._info
+
+    def __enter__(self) -> StreamUpload:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if self._info is None:
+            self._abort(error or BucketpointError("The stream was left without a commit", key=self._key))
+
+    def _flush_part(self) -> None:
+        while True:
+            try:
+                self._slots.get(timeout=0.2)
+                break
+            except queue.Empty:
+                if self._group.cancelled:
+                    self._group.__exit__(None, None, None)
+        if self._upload_id is None:
+            self._upload_id = self._store.create_multipart(self._key)
+            self._meter.add(0)
+        self._sent += 1
+        number = self._sent
+        buffer, self._buffer = self._buffer, bytearray()
+        self._group.start(lambda: self._send(number, buffer))
+
+    def _send(self, number: int, buffer: bytearray) -> None:
+        assert self._upload_id is not None
+        body = memoryview(buffer)
+        part = self._store.put_part(self._key, self._upload_id, number, [body], crc32c=crc32c(body))
+        with self._lock:
+            self._parts.append(part)
+        self._meter.add(len(body))
+        self._slots.put(None)
+
+    def _abort(self, error: BaseException) -> None:
+        self._group.cancel(error)
+        self._group.__exit__(type(error), error, None)
+        if self._upload_id is not None:
+            try:
+                self._store.abort_multipart(self._key, self._upload_id)
+            except BucketpointError as failure:
+                logger.warning("could not abort the multipart upload of %s: %s", self._key, failure)

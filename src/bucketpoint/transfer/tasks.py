@@ -1,0 +1,105 @@
+"""The one shape of concurrency: bounded workers, the first error wins, siblings are cancelled, leaving waits for all.
+
+Plain threads, not an executor: `concurrent.futures` refuses new work once the interpreter begins to exit, and a
+training script that ends while its last asynchronous save is still uploading must not lose that save.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from types import TracebackType
+
+
+class TaskGroup:
+    """Runs callables on up to `workers` threads. Tasks may start further tasks.
+
+    Use as a context manager: leaving the block waits until nothing runs any more, and raises the first error of a task.
+    After an error, or when the block itself raises, tasks not yet begun are dropped; running ones end by themselves and
+    may look at `cancelled` to end sooner.
+    """
+
+    def __init__(self, workers: int, *, name: str = "bucketpoint") -> None:
+        self._workers = workers
+        self._name = name
+        self._state = threading.Condition()
+        self._queue: deque[Callable[[], None]] = deque()
+        self._threads: list[threading.Thread] = []
+        self._idle = 0
+        self._running = 0
+        self._closing = False
+        self._error: BaseException | None = None
+
+    @property
+    def cancelled(self) -> bool:
+        return self._error is not None
+
+    def start(self, task: Callable[[], None]) -> None:
+        """Queue a task. Dropped silently once the group has failed: its error is what the caller will see."""
+        with self._state:
+            if self._error is not None:
+                return
+            self._queue.append(task)
+            if self._idle:
+                self._state.notify()
+            elif len(self._threads) < self._workers:
+                thread = threading.Thread(target=self._work, name=f"{self._name}-{len(self._threads)}")
+                self._threads.append(thread)
+                thread.start()
+
+    def cancel(self, error: BaseException) -> None:
+        """Drop what has not begun. The first error given is the one that is raised."""
+        with self._state:
+            if self._error is None:
+                self._error = error
+            self._queue.clear()
+            self._state.notify_all()
+
+    def __enter__(self) -> TaskGroup:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if error is not None:
+            self.cancel(error)
+        with self._state:
+            try:
+                self._state.wait_for(lambda: not self._queue and not self._running)
+            except BaseException as interrupt:
+                self._error = self._error or interrupt
+                self._queue.clear()
+                raise
+            finally:
+                self._closing = True
+                self._state.notify_all()
+        for thread in self._threads:
+            thread.join()
+        first, self._error = self._error, self._error or RuntimeError("the task group has ended")
+        if first is not None and error is None:
+            try:
+                raise first
+            finally:
+                # A traceback that refers to the error that refers to it keeps every staged buffer alive.
+                del first
+
+    def _work(self) -> None:
+        while True:
+            with self._state:
+                self._idle += 1
+                self._state.wait_for(lambda: bool(self._queue) or self._closing)
+                self._idle -= 1
+                if not self._queue:
+                    return
+                task = self._queue.popleft()
+                self._running += 1
+            try:
+                task()
+            except BaseException as error:
+                self.cancel(error)
+            finally:
+                del task
+                with self._state:
+                    self._running -= 1
+                    self._state.notify_all()

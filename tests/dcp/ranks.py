@@ -1,0 +1,81 @@
+"""Real ranks for tests: processes with a gloo group that stay up, so that each test does not pay for their start."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import tempfile
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from typing import Any
+
+TIMEOUT_S = 120
+
+
+class RankFailedError(AssertionError):
+    """A rank raised, with the text of its traceback."""
+
+
+class Ranks:
+    """`world` processes in one gloo group. `run` calls a function on each and returns what each returned."""
+
+    def __init__(self, world: int) -> None:
+        self.world = world
+        context = multiprocessing.get_context("spawn")
+        self._folder = tempfile.TemporaryDirectory()
+        self._pipes: list[Connection] = []
+        self._processes = []
+        for rank in range(world):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(rank, world, f"file://{self._folder.name}/store", theirs))
+            process.start()
+            theirs.close()
+            self._pipes.append(ours)
+            self._processes.append(process)
+
+    def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
+        for pipe in self._pipes:
+            pipe.send((function, args))
+        answers = []
+        for rank, pipe in enumerate(self._pipes):
+            if not pipe.poll(TIMEOUT_S):
+                raise RankFailedError(f"rank {rank} did not answer within {TIMEOUT_S} s")
+            answers.append(pipe.recv())
+        for rank, (failed, value) in enumerate(answers):
+            if failed:
+                raise RankFailedError(f"rank {rank}:\n{value}")
+        return [value for _, value in answers]
+
+    def close(self) -> None:
+        for pipe in self._pipes:
+            pipe.close()
+        for process in self._processes:
+            process.join(10)
+            if process.is_alive():
+                process.kill()
+                process.join()
+        self._folder.cleanup()
+
+
+def _serve(rank: int, world: int, store: str, pipe: Connection) -> None:
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank), OMP_NUM_THREADS="1")
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    timeout = timedelta(seconds=TIMEOUT_S)
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=world, timeout=timeout)
+    try:
+        while True:
+            function, args = pipe.recv()
+            try:
+                answer = (False, function(rank, world, *args))
+            except BaseException:
+                answer = (True, traceback.format_exc())
+            pipe.send(answer)
+    except EOFError:
+        pass
+    os._exit(0)

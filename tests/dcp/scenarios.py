@@ -1,0 +1,167 @@
+"""What the ranks of a test do. Each function runs on every rank at once, and asserts on its own rank."""
+
+from __future__ import annotations
+
+import os
+from concurrent.futures import Future
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import DefaultSavePlanner
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+from bucketpoint import BucketpointError, S3Reader, S3Writer
+
+SHAPES = {"even": (16, 24), "uneven": (13, 7), "narrow": (2, 50), "big": (1031, 613)}
+
+
+def whole(name: str) -> torch.Tensor:
+    shape = SHAPES[name]
+    return torch.arange(shape[0] * shape[1], dtype=torch.float32).reshape(shape) + len(name)
+
+
+def sharded_state(world: int, *, fill: bool) -> dict[str, Any]:
+    """Every placement that the mesh allows, of the same whole tensors on any world size."""
+    mesh = init_device_mesh("cpu", (world,))
+    state: dict[str, Any] = {"model": {}, "step": torch.tensor(7 if fill else 0)}
+    placements = {"rows": [Shard(0)], "columns": [Shard(1)], "replicated": [Replicate()]}
+    for name in SHAPES:
+        source = whole(name) if fill else torch.zeros(SHAPES[name])
+        for kind, placement in placements.items():
+            state["model"][f"{name}_{kind}"] = distribute_tensor(source, mesh, placement)
+        if world % 2 == 0:
+            grid = init_device_mesh("cpu", (2, world // 2))
+            state["model"][f"{name}_grid"] = distribute_tensor(source, grid, [Shard(0), Shard(1)])
+        else:
+            state["model"][f"{name}_grid"] = source.clone()
+        state["model"][f"{name}_plain"] = source.clone()
+    return state
+
+
+def assert_state(state: dict[str, Any]) -> None:
+    for key, value in state["model"].items():
+        expected = whole(key.rsplit("_", 1)[0])
+        full = value.full_tensor() if isinstance(value, DTensor) else value
+        assert torch.equal(full, expected), key
+    assert state["step"].item() == 7
+
+
+def save(rank: int, world: int, url: str, options: dict[str, Any]) -> None:
+    dcp.save(sharded_state(world, fill=True), checkpoint_id=url, storage_writer=S3Writer(storage_options=options))
+
+
+def load(rank: int, world: int, url: str, options: dict[str, Any]) -> None:
+    state = sharded_state(world, fill=False)
+    dcp.load(state, checkpoint_id=url, storage_reader=S3Reader(storage_options=options))
+    assert_state(state)
+
+
+def load_one_process(url: str, options: dict[str, Any]) -> None:
+    state: dict[str, Any] = {"model": {}, "step": torch.tensor(0)}
+    for name in SHAPES:
+        for kind in ("rows", "columns", "replicated", "grid", "plain"):
+            state["model"][f"{name}_{kind}"] = torch.zeros(SHAPES[name])
+    dcp.load(state, checkpoint_id=url, storage_reader=S3Reader(storage_options=options), no_dist=True)
+    assert_state(state)
+
+
+def save_with_cached_plans(rank: int, world: int, root: str, options: dict[str, Any]) -> None:
+    writer = S3Writer(storage_options=options)
+    for step in range(3):
+        state = {"w": torch.full((4, 4), float(step)), f"only_{rank}": torch.full((3,), float(10 * step + rank))}
+        planner = DefaultSavePlanner(enable_plan_caching=True)
+        dcp.save(state, checkpoint_id=f"{root}/cached-{step}", storage_writer=writer, planner=planner)
+    for step in range(3):
+        state = {"w": torch.zeros(4, 4), f"only_{rank}": torch.zeros(3)}
+        dcp.load(state, checkpoint_id=f"{root}/cached-{step}", storage_reader=S3Reader(storage_options=options))
+        assert state["w"].unique().tolist() == [float(step)]
+        assert state[f"only_{rank}"].tolist() == [float(10 * step + rank)] * 3
+
+
+def save_async(rank: int, world: int, root: str, options: dict[str, Any], kind: str) -> None:
+    writer = S3Writer(storage_options=options)
+    group = dist.new_group(backend="gloo")
+    for step in range(3):
+        state = {f"only_{rank}": torch.full((1000,), float(step)), "shared": torch.full((10,), float(step))}
+        future = dcp.async_save(
+            state,
+            checkpoint_id=f"{root}/{kind}-{step}",
+            storage_writer=writer,
+            process_group=group,
+            async_checkpointer_type=AsyncCheckpointerType[kind],
+        )
+        assert isinstance(future, Future)
+        state[f"only_{rank}"].fill_(-1.0)
+        future.result()
+        state = {f"only_{rank}": torch.zeros(1000), "shared": torch.zeros(10)}
+        dcp.load(state, checkpoint_id=f"{root}/{kind}-{step}", storage_reader=S3Reader(storage_options=options))
+        assert state[f"only_{rank}"].unique().tolist() == [float(step)]
+        assert state["shared"].unique().tolist() == [float(step)]
+
+
+class FailingPlanner(DefaultSavePlanner):
+    def resolve_data(self, write_item: Any) -> Any:
+        if dist.get_rank() == 1 and write_item.index.fqn == "only_1":
+            raise OSError("this disk is on fire")
+        return super().resolve_data(write_item)
+
+
+def one_rank_fails(rank: int, world: int, url: str, options: dict[str, Any]) -> list[str]:
+    state = {f"only_{rank}": torch.ones(3)}
+    try:
+        dcp.save(state, checkpoint_id=url, storage_writer=S3Writer(storage_options=options), planner=FailingPlanner())
+    except dcp.CheckpointException as failure:
+        errors = [error for error, _ in failure.failures.values()]
+        assert all(isinstance(error, BucketpointError) for error in errors)
+        return [str(error) for error in errors]
+    raise AssertionError("a failed save reported success")
+
+
+def save_without_collectives(rank: int, world: int, url: str, options: dict[str, Any]) -> None:
+    writer = S3Writer(storage_options=options)
+    dcp.save({"own": torch.full((5,), float(rank))}, checkpoint_id=url, storage_writer=writer, use_collectives=False)
+    state = {"own": torch.zeros(5)}
+    dcp.load(state, checkpoint_id=url, storage_reader=S3Reader(storage_options=options))
+    assert state["own"].tolist() == [float(rank)] * 5
+
+
+def save_in_a_subgroup(rank: int, world: int, url: str, options: dict[str, Any]) -> None:
+    group = dist.new_group([0, 1], backend="gloo")
+    if rank > 1:
+        return
+    state = {f"only_{rank}": torch.full((5,), float(rank))}
+    dcp.save(state, checkpoint_id=url, storage_writer=S3Writer(storage_options=options), process_group=group)
+    state = {"only_0": torch.ones(5), "only_1": torch.zeros(5)}
+    dcp.load(state, checkpoint_id=url, storage_reader=S3Reader(storage_options=options), process_group=group)
+    assert (state["only_0"].tolist(), state["only_1"].tolist()) == ([0.0] * 5, [1.0] * 5)
+
+
+def load_fails_everywhere(rank: int, world: int, url: str, options: dict[str, Any]) -> list[str]:
+    try:
+        dcp.load({"w": torch.zeros(2)}, checkpoint_id=url, storage_reader=S3Reader(storage_options=options))
+    except dcp.CheckpointException as failure:
+        return [type(error).__name__ for error, _ in failure.failures.values()]
+    raise AssertionError("a load of nothing reported success")
+
+
+def sharded_tensor_round_trip(rank: int, world: int, url: str, options: dict[str, Any]) -> None:
+    from torch.distributed._shard import sharded_tensor
+    from torch.distributed._shard.sharding_spec import ChunkShardingSpec
+
+    spec = ChunkShardingSpec(dim=0, placements=[f"rank:{index}/cpu" for index in range(world)])
+    saved = sharded_tensor.full(spec, (10, 4), 0.0)
+    saved.local_shards()[0].tensor.fill_(float(rank))
+    future = dcp.async_save({"st": saved}, checkpoint_id=url, storage_writer=S3Writer(storage_options=options))
+    saved.local_shards()[0].tensor.fill_(-1.0)
+    future.result()
+    target = sharded_tensor.full(spec, (10, 4), -1.0)
+    dcp.load({"st": target}, checkpoint_id=url, storage_reader=S3Reader(storage_options=options))
+    assert target.local_shards()[0].tensor.unique().tolist() == [float(rank)]
+
+
+def environment(rank: int, world: int) -> str:
+    return os.environ["RANK"]

@@ -1,0 +1,261 @@
+"""The commit: how many requests it takes, what a lost answer means, and what a failure leaves behind."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from servers import S3Server
+from torch.distributed.checkpoint import DefaultSavePlanner
+from transfer.wrappers import CountingStore, FailingStore
+
+import bucketpoint.dcp.session as session
+from bucketpoint import (
+    BucketpointError,
+    CheckpointExistsError,
+    CommitConflictError,
+    IncompleteSaveError,
+    S3Reader,
+    S3Writer,
+    TransferOptions,
+)
+from bucketpoint.errors import AccessDeniedError, PreconditionFailedError, TransientStoreError
+
+MIB = 1 << 20
+SMALL_PARTS = TransferOptions(part_bytes=5 * MIB, connections=4, single_put_bytes=5 * MIB)
+Wrap = Callable[[Any], Any]
+
+
+@pytest.fixture
+def wrap(monkeypatch: pytest.MonkeyPatch) -> Callable[[Wrap], list[Any]]:
+    """Put a wrapper around every store that writers and readers open from now on; returns the list of them."""
+
+    def install(make: Wrap) -> list[Any]:
+        made: list[Any] = []
+        original = session.open_store
+
+        def opened(*args: Any, **kwargs: Any) -> tuple[Any, str]:
+            store, prefix = original(*args, **kwargs)
+            if not made:
+                made.append(make(store))
+            return made[0], prefix
+
+        monkeypatch.setattr(session, "open_store", opened)
+        return made
+
+    return install
+
+
+def save(s3: S3Server, url: str, value: float = 1.0, **options: Any) -> None:
+    state = {"model": {"w": torch.full((3 * MIB,), value)}, "optim": {"w": torch.full((1000,), value)}, "step": 3}
+    writer = S3Writer(storage_options=s3.options, transfer=SMALL_PARTS, **options)
+    dcp.save(state, checkpoint_id=url, storage_writer=writer, no_dist=True)
+
+
+def loaded(s3: S3Server, url: str) -> float:
+    state = {"model": {"w": torch.zeros(3 * MIB)}, "optim": {"w": torch.zeros(1000)}, "step": 0}
+    reader = S3Reader(storage_options=s3.options, transfer=SMALL_PARTS)
+    dcp.load(state, checkpoint_id=url, storage_reader=reader, no_dist=True)
+    values = {state["model"]["w"].unique().tolist()[0], state["optim"]["w"].unique().tolist()[0]}
+    assert len(values) == 1
+    assert state["model"]["w"].unique().numel() == 1
+    assert state["step"] == 3
+    return values.pop()
+
+
+def error_of(caught: pytest.ExceptionInfo[BaseException]) -> BaseException:
+    assert isinstance(caught.value, dcp.CheckpointException)
+    return caught.value.failures[0][0]
+
+
+def contents(s3: S3Server, bucket: str) -> list[str]:
+    return [entry["Key"] for entry in s3.client().list_objects_v2(Bucket=bucket).get("Contents", [])]
+
+
+DATA = {"create_multipart": 1, "put_part": 3, "complete_multipart": 1}
+
+
+def test_a_fresh_save_costs_two_requests_besides_its_data(
+    s3: S3Server, bucket: str, wrap: Callable[[Wrap], list[Any]]
+) -> None:
+    stores = wrap(CountingStore)
+    save(s3, f"s3://{bucket}/a")
+    # One PUT each for the small group, .metadata and the record.
+    assert dict(stores[0].calls) == {**DATA, "put": 3 + 1}
+
+
+def test_an_overwrite_adds_one_get_one_refused_put_and_its_clean_up(
+    s3: S3Server, bucket: str, wrap: Callable[[Wrap], list[Any]]
+) -> None:
+    save(s3, f"s3://{bucket}/a")
+    stores = wrap(CountingStore)
+    save(s3, f"s3://{bucket}/a", 2.0)
+    assert dict(stores[0].calls) == {**DATA, "put": 3 + 2, "get": 1, "delete": 1}
+    assert loaded(s3, f"s3://{bucket}/a") == 2.0
+
+
+def test_a_load_reads_the_metadata_and_its_ranges_and_nothing_else(
+    s3: S3Server, bucket: str, wrap: Callable[[Wrap], list[Any]]
+) -> None:
+    save(s3, f"s3://{bucket}/a")
+    stores = wrap(CountingStore)
+    loaded(s3, f"s3://{bucket}/a")
+    assert set(stores[0].calls) == {"get", "read_into"}
+    assert stores[0].calls["get"] == 1
+    assert stores[0].received <= 1.001 * (3 * MIB + 1000) * 4 + 10_000
+
+
+def test_a_quarter_of_the_rows_moves_a_quarter_of_the_bytes(
+    s3: S3Server, bucket: str, wrap: Callable[[Wrap], list[Any]]
+) -> None:
+    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+    from torch.distributed.checkpoint.planner import LoadPlan
+    from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+
+    whole = torch.arange(2048 * 3000, dtype=torch.float32).reshape(2048, 3000)
+    writer = S3Writer(storage_options=s3.options)
+    dcp.save({"w": whole}, checkpoint_id=f"s3://{bucket}/q", storage_writer=writer, no_dist=True)
+    stores = wrap(CountingStore)
+
+    class Quarter(dcp.DefaultLoadPlanner):
+        def create_local_plan(self) -> LoadPlan:
+            chunk = ChunkStorageMetadata(torch.Size([512, 0]), torch.Size([512, 3000]))
+            entry = self.metadata.state_dict_metadata["w"]
+            return LoadPlan(create_read_items_for_chunk_list("w", entry, [chunk]))
+
+        def resolve_tensor(self, read_item: Any) -> torch.Tensor:
+            assert read_item.dest_offsets == torch.Size([0, 0])
+            return self.state_dict["w"]
+
+    target = {"w": torch.zeros(512, 3000)}
+    reader = S3Reader(storage_options=s3.options)
+    dcp.load(target, checkpoint_id=f"s3://{bucket}/q", storage_reader=reader, planner=Quarter(), no_dist=True)
+    assert torch.equal(target["w"], whole[512:1024])
+    assert stores[0].received <= 1.03 * target["w"].nbytes
+
+
+@pytest.mark.parametrize("first", [1.0, None], ids=["over an old one", "fresh"])
+def test_a_lost_answer_to_the_commit_is_no_failure(
+    s3: S3Server, bucket: str, first: float | None, wrap: Callable[[Wrap], list[Any]]
+) -> None:
+    url = f"s3://{bucket}/a"
+    if first is not None:
+        save(s3, url, first)
+
+    class Lossy(CountingStore):
+        """The store acts, the answer is lost, and the client's own retry is refused."""
+
+        def put(self, key: str, body: Any, **kwargs: Any) -> Any:
+            info = self.inner.put(key, body, **kwargs)
+            if key.endswith(".metadata"):
+                raise PreconditionFailedError("412", key=key)
+            return info
+
+    wrap(Lossy)
+    save(s3, url, 2.0)
+    assert loaded(s3, url) == 2.0
+
+
+def test_a_commit_by_another_job_in_between_is_told_and_stands(
+    s3: S3Server, bucket: str, wrap: Callable[[Wrap], list[Any]]
+) -> None:
+    url = f"s3://{bucket}/a"
+    save(s3, url, 1.0)
+
+    class Raced(CountingStore):
+        raced = False
+
+        def get(self, key: str, **kwargs: Any) -> Any:
+            found = self.inner.get(key, **kwargs)
+            if not Raced.raced:
+                Raced.raced = True
+                save_by_another_job()
+            return found
+
+    def save_by_another_job() -> None:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(session, "open_store", plain)
+            save(s3, url, 3.0)
+
+    plain = session.open_store
+    wrap(Raced)
+    with pytest.raises(dcp.CheckpointException) as caught:
+        save(s3, url, 2.0)
+    assert isinstance(error_of(caught), CommitConflictError)
+    assert loaded(s3, url) == 3.0
+
+
+def test_overwrite_false_leaves_the_committed_checkpoint_alone(s3: S3Server, bucket: str) -> None:
+    url = f"s3://{bucket}/a"
+    save(s3, url, 1.0)
+    with pytest.raises(dcp.CheckpointException) as caught:
+        save(s3, url, 2.0, overwrite=False)
+    assert isinstance(error_of(caught), CheckpointExistsError)
+    assert loaded(s3, url) == 1.0
+
+
+@pytest.mark.parametrize("operation", ["create_multipart", "put_part", "complete_multipart", "put"])
+def test_an_overwrite_that_fails_anywhere_leaves_the_old_checkpoint_loadable(
+    s3: S3Server,
+    bucket: str,
+    operation: str,
+    wrap: Callable[[Wrap], list[Any]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    url = f"s3://{bucket}/a"
+    save(s3, url, 1.0)
+    stores = wrap(lambda inner: FailingStore(inner, lambda name, n: name == operation, lambda: TransientStoreError("gone")))
+    with pytest.raises(dcp.CheckpointException) as caught:
+        save(s3, url, 2.0)
+    assert isinstance(error_of(caught), BucketpointError)
+    store = stores[0].inner
+    for key in stores[0].keys:
+        assert not [upload for upload in store.list_multipart(key) if upload.key == key]
+    monkeypatch.undo()
+    assert loaded(s3, url) == 1.0
+
+
+def test_a_missing_right_to_delete_does_not_fail_an_overwrite(
+    s3: S3Server, bucket: str, wrap: Callable[[Wrap], list[Any]], caplog: pytest.LogCaptureFixture
+) -> None:
+    url = f"s3://{bucket}/a"
+    save(s3, url, 1.0)
+    wrap(lambda inner: FailingStore(inner, lambda name, n: name == "delete", lambda: AccessDeniedError("no")))
+    save(s3, url, 2.0)
+    assert "was not deleted" in caplog.text
+    assert loaded(s3, url) == 2.0
+
+
+def test_a_missing_record_does_not_fail_a_save(
+    s3: S3Server, bucket: str, wrap: Callable[[Wrap], list[Any]], caplog: pytest.LogCaptureFixture
+) -> None:
+    class NoRecord(CountingStore):
+        def put(self, key: str, body: Any, **kwargs: Any) -> Any:
+            if key.endswith(".json"):
+                raise AccessDeniedError("no")
+            return self.inner.put(key, body, **kwargs)
+
+    wrap(NoRecord)
+    save(s3, f"s3://{bucket}/a")
+    assert "can be rebuilt" in caplog.text
+    assert loaded(s3, f"s3://{bucket}/a") == 1.0
+
+
+def test_a_plan_with_an_item_that_nobody_wrote_is_not_committed(s3: S3Server, bucket: str) -> None:
+    class Forgetful(DefaultSavePlanner):
+        def finish_plan(self, new_plan: Any) -> Any:
+            import dataclasses
+
+            plan = super().finish_plan(new_plan)
+            return dataclasses.replace(plan, items=plan.items[1:])
+
+    writer = S3Writer(storage_options=s3.options)
+    state = {"a": torch.ones(2), "b": torch.ones(2)}
+    with pytest.raises(dcp.CheckpointException) as caught:
+        dcp.save(state, checkpoint_id=f"s3://{bucket}/a", storage_writer=writer, planner=Forgetful(), no_dist=True)
+    assert isinstance(error_of(caught), IncompleteSaveError)
+    assert "a" in str(error_of(caught))
+    assert not [key for key in contents(s3, bucket) if key.endswith(".metadata")]

@@ -1,0 +1,41 @@
+"""The examples run as a user would run them: as programs, against a real S3 server."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from servers import S3Server, free_port
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+LIMIT_S = 180
+"""Far above the few seconds it takes: only a hang reaches it."""
+
+
+def run(server: S3Server, *command: str) -> str:
+    """The output of an example; its exit code must be 0."""
+    done = subprocess.run(
+        [sys.executable, *command],
+        env=os.environ
+        | server.env
+        | {"OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=LIMIT_S,
+    )
+    assert done.returncode == 0, done.stdout[-5000:]
+    return done.stdout
+
+
+def test_the_async_save_recipe_saves_and_loads_on_two_ranks(s3: S3Server, bucket: str) -> None:
+    root = s3.url(bucket, "recipe")
+
+    output = run(s3, str(EXAMPLES / "async_save_recipe.py"), root)
+
+    assert f"{root}/first/step4 holds what was saved" in output
+    assert f"{root}/second/step4 holds what was saved" in output
+    commits = [key for key in s3.keys(bucket) if key.endswith("/.metadata")]
+    assert commits == sorted(f"recipe/{half}/step{step}/.metadata" for half in ("first", "second") for step in range(5))

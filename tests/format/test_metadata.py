@@ -1,0 +1,387 @@
+"""The .metadata pickle: read by stock torch of every version, and no pickle but DCP metadata read by ours."""
+
+from __future__ import annotations
+
+import builtins
+import copyreg
+import io
+import os
+import pathlib
+import pickle
+import sys
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    _MEM_FORMAT_ENCODING,
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from bucketpoint.errors import BucketpointError, MetadataError, UnsafeDataError
+from bucketpoint.format import keys
+from bucketpoint.format.metadata import PICKLE_PROTOCOL, decode_metadata, encode_metadata, extra, record_from_metadata
+from bucketpoint.format.storage_info import make_storage_info
+
+pytestmark = pytest.mark.contract
+
+OBJECTS = {keys.data_path("0123456789ab", 0, "model", 0): {"size": 5000, "etag": "abc"}}
+FACTS = {"token": "0123456789ab", "world_size": 2, "created": 1.5e9, "torch": "2.15.0", "objects": OBJECTS}
+
+
+def example(chunks: int = 2, checkpoint_id: Any = "s3://bucket/run/step-5") -> Metadata:
+    entries: dict[str, Any] = {"step": BytesStorageMetadata()}
+    items: dict[Any, Any] = {MetadataIndex("step"): make_storage_info(next(iter(OBJECTS)), 0, 400, crc32c=3)}
+    for number, dtype in enumerate([torch.bfloat16, torch.float32, torch.uint16, torch.float8_e4m3fn]):
+        # Names are built anew each time, as when they come from other ranks.
+        name = f"app.model.layers.{number}.weight"
+        entries[name] = TensorStorageMetadata(
+            TensorProperties(dtype),
+            torch.Size((chunks * 4, 3)),
+            [ChunkStorageMetadata(torch.Size((4 * n, 0)), torch.Size((4, 3))) for n in range(chunks)],
+        )
+        for n in range(chunks):
+            items[MetadataIndex(f"app.model.layers.{number}.weight", torch.Size((4 * n, 0)), n)] = make_storage_info(
+                str(next(iter(OBJECTS))), 400 + n, 800, payload_offset=384, payload_nbytes=48, crc32c=n
+            )
+    mapping = {name: tuple(name.split(".")) for name in entries}
+    return Metadata(entries, mapping, items, StorageMeta(checkpoint_id, "save", None, ["m"]), "1.0.0")
+
+
+def test_stock_unpickling_gives_equal_metadata_and_ours_too() -> None:
+    data = encode_metadata(example(), bucketpoint=FACTS)
+    assert pickle.loads(data) == example()
+    assert decode_metadata(data) == example()
+    assert {**extra(decode_metadata(data)), **FACTS} == extra(decode_metadata(data))
+
+
+def test_the_stream_names_no_module_of_bucketpoint() -> None:
+    class Recorder(pickle.Unpickler):
+        modules: set[str] = set()
+
+        def find_class(self, module: str, name: str) -> Any:
+            self.modules.add(module)
+            return super().find_class(module, name)
+
+    Recorder(io.BytesIO(encode_metadata(example(), bucketpoint=FACTS))).load()
+    assert Recorder.modules
+    assert not {module for module in Recorder.modules if module.startswith("bucketpoint")}
+
+
+def test_tensor_properties_have_the_five_fields_that_every_torch_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+    original = TensorProperties.__setstate__
+
+    def setstate(self: TensorProperties, state: Any) -> None:
+        seen.append(len(state))
+        original(self, state)
+
+    data = encode_metadata(example(), bucketpoint=FACTS)
+    monkeypatch.setattr(TensorProperties, "__setstate__", setstate)
+    pickle.loads(data)
+    assert set(seen) == {5}
+
+
+def test_tensor_properties_with_six_fields_are_read_on_every_torch() -> None:
+    def six(value: TensorProperties) -> Any:
+        return copyreg.__newobj__, (TensorProperties,), (*value.__getstate__()[:5], (3, 1))
+
+    stream = io.BytesIO()
+    pickler = pickle.Pickler(stream, PICKLE_PROTOCOL)
+    pickler.dispatch_table = {**copyreg.dispatch_table, TensorProperties: six}
+    pickler.dump(example())
+    found = decode_metadata(stream.getvalue())
+    assert found.state_dict_metadata["app.model.layers.0.weight"].properties.dtype == torch.bfloat16
+    assert found == example()
+
+
+def test_encoding_leaves_the_callers_metadata_alone() -> None:
+    metadata = example()
+    encode_metadata(metadata, bucketpoint=FACTS)
+    assert metadata == example()
+    assert not hasattr(metadata, "bucketpoint")
+
+
+def test_equal_names_paths_and_sizes_are_pickled_once() -> None:
+    few, many = (len(encode_metadata(example(chunks), bucketpoint=FACTS)) for chunks in (10, 1010))
+    assert (many - few) / 4000 < 160  # a chunk, its index and its place
+    assert encode_metadata(example(), bucketpoint=FACTS).count(b"app.model.layers.0.weight") == 1
+
+
+def test_a_path_as_checkpoint_id_is_stored_as_text() -> None:
+    data = encode_metadata(example(checkpoint_id=Path("/x/step-5")), bucketpoint=FACTS)
+    meta = decode_metadata(data).storage_meta
+    assert meta is not None
+    assert meta.checkpoint_id == str(Path("/x/step-5"))
+    assert b"pathlib" not in data
+
+
+@pytest.mark.parametrize("protocol", range(2, pickle.HIGHEST_PROTOCOL + 1))
+def test_stock_pickles_of_each_protocol_are_read(protocol: int) -> None:
+    assert decode_metadata(pickle.dumps(example(checkpoint_id=Path("/x")), protocol)) == example(checkpoint_id=Path("/x"))
+
+
+def test_what_filesystem_writer_writes_is_read(tmp_path: Path) -> None:
+    state = {"app": {"w": torch.ones(3, 4), "n": 5, "deep": [1, {"x": torch.ones(())}]}, "none": None}
+    dcp.save(state, storage_writer=dcp.FileSystemWriter(tmp_path), no_dist=True)
+    data = (tmp_path / ".metadata").read_bytes()
+    assert decode_metadata(data) == pickle.loads(data)
+    assert extra(decode_metadata(data)) == {}
+    record = record_from_metadata(data)
+    assert record.token is None
+    assert record.groups == {}
+    assert (record.tensors, record.objects) == (2, len(list(tmp_path.glob("*.distcp"))))
+    assert record.bytes == sum(path.stat().st_size for path in tmp_path.glob("*.distcp"))
+
+
+def test_paths_of_other_pythons_and_systems_are_read() -> None:
+    data = pickle.dumps(example(checkpoint_id=pathlib.PurePosixPath("/x")), 2)
+    data = data.replace(b"cpathlib._local\n", b"cpathlib\n")
+    for module in (b"cpathlib\n", b"cpathlib._local\n"):
+        for name in (b"PosixPath\n", b"WindowsPath\n"):
+            changed = data.replace(b"cpathlib\nPurePosixPath\n", module + name)
+            meta = decode_metadata(changed).storage_meta
+            assert meta is not None
+            assert isinstance(meta.checkpoint_id, pathlib.PurePath)
+
+
+def test_the_enum_pickles_of_python_3_11_0_are_read_and_no_other_getattr() -> None:
+    class Enums(pickle._Pickler):  # type: ignore[name-defined,misc]
+        dispatch_table = {
+            **copyreg.dispatch_table,
+            _MEM_FORMAT_ENCODING: lambda member: (getattr, (_MEM_FORMAT_ENCODING, member.name)),
+            StorageMeta: lambda meta: (getattr, (Metadata, "__init__")),
+        }
+
+    stream = io.BytesIO()
+    metadata = example()
+    metadata.storage_meta = None
+    Enums(stream, 4).dump(metadata)
+    assert decode_metadata(stream.getvalue()) == metadata
+    stream = io.BytesIO()
+    Enums(stream, 4).dump(example())
+    with pytest.raises(MetadataError):
+        decode_metadata(stream.getvalue())
+
+
+def test_fields_that_older_files_lack_have_their_defaults() -> None:
+    metadata = example()
+    del vars(metadata)["storage_meta"], vars(metadata)["version"]
+    found = decode_metadata(pickle.dumps(metadata))
+    assert found.storage_meta is None
+    assert found.version is None
+
+
+def test_an_ordered_mapping_is_read() -> None:
+    metadata = example()
+    metadata.planner_data = OrderedDict(metadata.planner_data)
+    assert decode_metadata(pickle.dumps(metadata)) == metadata
+
+
+def test_a_rebuilt_record_equals_the_written_one() -> None:
+    data = encode_metadata(example(), bucketpoint=FACTS)
+    record = record_from_metadata(data, metadata_etag="e")
+    assert record_from_metadata(data, metadata_etag="e") == record
+    assert type(record).from_json(record.to_json()) == record
+    assert (record.token, record.created, record.world_size) == ("0123456789ab", 1.5e9, 2)
+    assert (record.bytes, record.objects, record.items, record.tensors) == (5000, 1, 9, 4)
+    assert record.groups == {"model": 5000}
+
+
+# What is refused
+
+
+class Call:
+    """Pickles as a call of anything."""
+
+    def __init__(self, function: Any, *arguments: Any, state: Any = None) -> None:
+        self.reduced = (function, arguments) if state is None else (function, arguments, state)
+
+    def __reduce__(self) -> Any:
+        return self.reduced
+
+
+@pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
+@pytest.mark.parametrize("where", ["alone", "planner_data", "key", "path"])
+def test_metadata_that_would_run_code_is_refused_before_anything_runs(tmp_path: Path, protocol: int, where: str) -> None:
+    canary = tmp_path / "canary"
+    hostile: Any = Call(os.system, f"touch {canary}")
+    if where != "alone":
+        metadata = example()
+        if where == "planner_data":
+            metadata.planner_data = [hostile]
+        elif where == "key":
+            metadata.state_dict_metadata["x"] = hostile
+        else:
+            next(iter(metadata.storage_data.values())).relative_path = hostile
+        hostile = metadata
+    data = pickle.dumps(hostile, protocol)
+    with pytest.raises(UnsafeDataError, match=r"system"):
+        decode_metadata(data, url="s3://b/x")
+    assert not canary.exists()
+    pickle.loads(data)
+    assert canary.exists(), "the pickle was harmless and the test shows nothing"
+
+
+@pytest.mark.parametrize(
+    "function",
+    [builtins.eval, builtins.exec, builtins.__import__, builtins.type, torch.load, pickle.loads, io.open, sys.exit],
+    ids=lambda function: function.__name__,
+)
+def test_callables_that_could_run_code_are_not_on_the_list(function: Any) -> None:
+    with pytest.raises(UnsafeDataError):
+        decode_metadata(pickle.dumps(Call(function, "1")))
+
+
+def test_a_pickle_cannot_change_the_classes_that_it_names() -> None:
+    # BUILD with (None, attributes) sets attributes on whatever lies below: here the class itself.
+    for kind in (Metadata, MetadataIndex, _StorageInfo, TensorProperties, _MEM_FORMAT_ENCODING, StorageMeta):
+        before = dict(vars(kind))
+        body = b"\x80\x02c" + f"{kind.__module__}\n{kind.__name__}\n".encode() + b"(N}(X\x05\x00\x00\x00pwnedI1\nutb."
+        assert pickle.loads(body) is kind or True
+        if "pwned" in vars(kind):
+            delattr(kind, "pwned")
+        with pytest.raises(BucketpointError):
+            decode_metadata(body.replace(b"I1\n", b"K\x01"))
+        assert dict(vars(kind)) == before
+
+
+@pytest.mark.parametrize("value", [None, {}, [], 5, "x", {"state_dict_metadata": {}}, torch.Size((1,))], ids=repr)
+def test_pickles_of_other_things_are_not_metadata(value: Any) -> None:
+    with pytest.raises(MetadataError):
+        decode_metadata(pickle.dumps(value))
+
+
+@pytest.mark.parametrize("trusted", [False, True])
+@pytest.mark.parametrize("data", [b"", b"<html>", b"\x80\x04", b"PK\x03\x04", b"{}", b"\0" * 100])
+def test_bytes_that_are_no_pickle_are_not_metadata(data: bytes, trusted: bool) -> None:
+    with pytest.raises(MetadataError):
+        decode_metadata(data, trusted=trusted, url="s3://b/x")
+
+
+WHOLE = encode_metadata(example(), bucketpoint=FACTS)
+
+
+@given(st.integers(0, len(WHOLE) - 1))
+def test_truncated_metadata_is_refused(size: int) -> None:
+    with pytest.raises(MetadataError):
+        decode_metadata(WHOLE[:size])
+
+
+@given(st.lists(st.tuples(st.integers(0, len(WHOLE) - 1), st.integers(0, 255)), min_size=1, max_size=5))
+def test_damaged_metadata_is_refused_by_kind_or_still_metadata(damage: list[tuple[int, int]]) -> None:
+    data = bytearray(WHOLE)
+    for position, value in damage:
+        data[position] = value
+    try:
+        found = decode_metadata(bytes(data))
+    except (MetadataError, UnsafeDataError):
+        return
+    assert type(found) is Metadata
+
+
+@given(st.binary(max_size=300))
+def test_garbage_is_refused(data: bytes) -> None:
+    with pytest.raises((MetadataError, UnsafeDataError)):
+        decode_metadata(data)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"\x80\x04r\xff\xff\xff\x7f.",  # a memo number for which CPython would allocate 32 GiB
+        b"\x80\x04Nr\xff\xff\xff\x7f.",
+        b"\x80\x04\x8e\xff\xff\xff\xff\xff\x00\x00\x00abc.",  # a terabyte of bytes
+        b"\x80\x04\x8d\xff\xff\xff\xff\xff\x00\x00\x00abc.",
+        b"\x80\x04B\xff\xff\xff\xffabc.",
+        b"\x80\x05\x96\xff\xff\xff\xff\xff\x00\x00\x00abc.",
+    ],
+)
+def test_lengths_that_the_stream_does_not_have_are_refused_before_they_are_allocated(body: bytes) -> None:
+    with pytest.raises(MetadataError):
+        decode_metadata(body)
+
+
+def corrupted(change: Any) -> bytes:
+    metadata = example()
+    change(metadata)
+    return pickle.dumps(metadata)
+
+
+def tensor(metadata: Metadata) -> Any:
+    return metadata.state_dict_metadata["app.model.layers.0.weight"]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda m: setattr(m, "state_dict_metadata", None),
+        lambda m: setattr(m, "storage_data", [1]),
+        lambda m: m.storage_data.update({"x": 1}),
+        lambda m: m.storage_data.update({MetadataIndex("x"): BytesStorageMetadata()}),
+        lambda m: m.state_dict_metadata.update({3: BytesStorageMetadata()}),
+        lambda m: m.state_dict_metadata.update({"x": "y"}),
+        lambda m: setattr(m, "storage_meta", "x"),
+        lambda m: setattr(tensor(m), "properties", None),
+        lambda m: setattr(tensor(m), "size", None),
+        lambda m: setattr(tensor(m), "size", torch.Size((1 << 40, 1 << 40))),
+        lambda m: setattr(tensor(m), "chunks", [BytesStorageMetadata()]),
+        lambda m: setattr(tensor(m).chunks[0], "sizes", torch.Size((9, 9))),
+        lambda m: setattr(tensor(m).chunks[0], "offsets", torch.Size((-1, 0))),
+        lambda m: setattr(tensor(m).chunks[0], "offsets", torch.Size((0,))),
+    ],
+)
+def test_metadata_with_impossible_content_is_refused(change: Any) -> None:
+    with pytest.raises(MetadataError):
+        decode_metadata(corrupted(change))
+
+
+@pytest.mark.parametrize(
+    "facts",
+    [
+        {"format": 2},
+        {"format": "1"},
+        {"objects": [1]},
+        {"objects": {"x": 5}},
+        {"objects": {"x": {"size": -1}}},
+        {"objects": {"x": {"size": 1, "etag": 3}}},
+    ],
+    ids=str,
+)
+def test_bucketpoints_own_part_is_checked_too(facts: dict[str, Any]) -> None:
+    data = encode_metadata(example(), bucketpoint=facts)
+    with pytest.raises(MetadataError):
+        extra(decode_metadata(data))
+
+
+def test_only_plain_values_go_into_bucketpoints_own_part() -> None:
+    with pytest.raises(MetadataError):
+        encode_metadata(example(), bucketpoint={"x": torch.Size((1,))})
+
+
+class PlannersOwn:
+    def __eq__(self, other: object) -> bool:
+        return type(other) is PlannersOwn
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def test_a_planners_own_classes_are_read_only_when_trusted() -> None:
+    metadata = example()
+    metadata.planner_data = PlannersOwn()
+    data = encode_metadata(metadata, bucketpoint=FACTS)
+    with pytest.raises(UnsafeDataError, match="PlannersOwn"):
+        decode_metadata(data)
+    assert decode_metadata(data, trusted=True) == metadata

@@ -1,0 +1,95 @@
+"""The JSON record beside the metadata."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bucketpoint.errors import MetadataError
+from bucketpoint.format import record as module
+from bucketpoint.format.record import CommitRecord
+
+counts = st.integers(0, (1 << 62) - 1)
+records = st.builds(
+    CommitRecord,
+    token=st.none() | st.text(),
+    created=st.none() | st.floats(0, 1e11) | st.integers(0, 1 << 33),
+    bytes=counts,
+    objects=counts,
+    items=counts,
+    tensors=counts,
+    world_size=st.none() | counts,
+    torch=st.none() | st.text(),
+    bucketpoint=st.none() | st.text(),
+    metadata_etag=st.none() | st.text(),
+    metadata_crc32c=st.none() | counts,
+    groups=st.dictionaries(st.text(), counts, max_size=4),
+)
+
+
+@given(records)
+def test_a_record_reads_back_as_it_was_written(record: CommitRecord) -> None:
+    assert CommitRecord.from_json(record.to_json()) == record
+
+
+def test_fields_of_a_later_version_are_left_out() -> None:
+    data = json.dumps({"version": 9, "bytes": 5, "colour": "blue", "more": {"a": [1]}}).encode()
+    assert CommitRecord.from_json(data) == CommitRecord(version=9, bytes=5)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"version": "1"},
+        {"version": None},
+        {"bytes": -1},
+        {"bytes": 1.5},
+        {"bytes": True},
+        {"objects": 1 << 70},
+        {"created": "yesterday"},
+        {"created": float("nan")},
+        {"created": float("inf")},
+        {"world_size": []},
+        {"token": 3},
+        {"torch": {}},
+        {"groups": []},
+        {"groups": {"model": "much"}},
+        {"metadata_crc32c": -1},
+    ],
+    ids=str,
+)
+def test_wrong_types_are_refused(change: dict[str, Any]) -> None:
+    with pytest.raises(MetadataError):
+        CommitRecord.from_json(json.dumps({"version": 1, **change}).encode())
+
+
+@pytest.mark.parametrize("data", [b"", b"[]", b"{}", b"3", b"\xff", b"{", b"[" * 100_000, b'{"version": 1}' + b" " * (2 << 20)])
+def test_what_is_no_record_is_refused(data: bytes) -> None:
+    with pytest.raises(MetadataError):
+        CommitRecord.from_json(data)
+
+
+@given(st.binary(max_size=200))
+def test_garbage_is_refused(data: bytes) -> None:
+    with pytest.raises(MetadataError):
+        CommitRecord.from_json(data)
+
+
+def test_the_module_itself_needs_no_torch() -> None:
+    code = (
+        "import importlib.util, sys, types\n"
+        "package = types.ModuleType('bucketpoint'); package.__path__ = [sys.argv[1]]\n"
+        "sys.modules['bucketpoint'] = package\n"
+        "import bucketpoint.format.record as record\n"
+        "assert record.CommitRecord().to_json()\n"
+        "assert 'torch' not in sys.modules, 'torch was imported'\n"
+    )
+    package = Path(module.__file__).parents[1]
+    subprocess.run([sys.executable, "-c", code, str(package)], check=True)

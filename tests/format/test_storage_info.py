@@ -1,0 +1,171 @@
+"""What rides on DCP's _StorageInfo: stock, small, and distrusted when it comes back."""
+
+from __future__ import annotations
+
+import pickle
+from typing import Any
+
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+
+from bucketpoint.errors import MetadataError
+from bucketpoint.format.storage_info import (
+    SINGLE_BLOCK_NBYTES,
+    ItemInfo,
+    make_storage_info,
+    plan_blocks,
+    pop_object_facts,
+    read_storage_info,
+    set_object_facts,
+)
+
+MIB = 1 << 20
+KIB = 1 << 10
+
+crcs = st.integers(0, (1 << 32) - 1)
+
+
+@given(
+    offset=st.integers(0, 1 << 50),
+    payload=st.integers(0, 1 << 40),
+    crc=crcs,
+    data=st.data(),
+)
+def test_an_item_reads_back_as_it_was_written_after_a_stock_pickle(
+    offset: int, payload: int, crc: int, data: Any
+) -> None:
+    count = data.draw(st.integers(2, 40)) if payload > 100 else 1
+    block = -(-payload // count)
+    blocks = data.draw(st.lists(crcs, min_size=-(-payload // block), max_size=-(-payload // block))) if payload else []
+    if len(blocks) == 1:
+        blocks = [crc]
+    info = make_storage_info(
+        "data/00/x.distcp", offset, payload + 704, payload_offset=384, payload_nbytes=payload, crc32c=crc,
+        block_nbytes=block, block_crcs=blocks,
+    )  # fmt: skip
+    assert type(info) is _StorageInfo
+    again = read_storage_info(pickle.loads(pickle.dumps(info)))
+    assert again == ItemInfo(
+        "data/00/x.distcp", offset, payload + 704, None, 384, payload, crc, block, tuple(blocks)
+    )  # fmt: skip
+    assert (again.checked_offset, again.checked_nbytes) == (384, payload)
+
+
+def test_an_item_of_a_foreign_writer_has_none_for_what_it_lacks() -> None:
+    assert read_storage_info(_StorageInfo("__0_0.distcp", 5, 100)) == ItemInfo("__0_0.distcp", 5, 100)
+    transformed = _StorageInfo("__0_0.distcp", 5, 100, ["stream.zstd"])
+    assert read_storage_info(transformed).transform_descriptors == ("stream.zstd",)
+
+
+def test_an_item_without_a_payload_is_checked_as_a_whole() -> None:
+    info = read_storage_info(make_storage_info("x", 0, 100, crc32c=7, transform_descriptors=["stream.zstd"]))
+    assert (info.payload_offset, info.crc32c, info.block_nbytes, info.block_crcs) == (None, 7, 100, (7,))
+    assert (info.checked_offset, info.checked_nbytes) == (0, 100)
+
+
+def test_items_are_small_in_the_pickle() -> None:
+    def info(number: int) -> Any:
+        return make_storage_info(
+            "x", number, 1344, payload_offset=384, payload_nbytes=640, crc32c=number, block_nbytes=640, block_crcs=[1]
+        )
+
+    one, many = (len(pickle.dumps([info(n) for n in range(count)], 4)) for count in (1, 1001))
+    assert (many - one) / 1000 < 90
+
+
+GOOD = make_storage_info(
+    "x", 0, 1000, payload_offset=384, payload_nbytes=600, crc32c=1, block_nbytes=100, block_crcs=[1] * 6
+)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"relative_path": 3},
+        {"relative_path": ""},
+        {"relative_path": "x" * 10_000},
+        {"offset": -1},
+        {"offset": None},
+        {"offset": True},
+        {"offset": 1 << 63},
+        {"length": "100"},
+        {"length": 983},
+        {"transform_descriptors": "zstd"},
+        {"transform_descriptors": [3]},
+        {"bp_po": -1},
+        {"bp_po": None},
+        {"bp_po": 401},
+        {"bp_pn": None},
+        {"bp_pn": 617},
+        {"bp_crc": 1 << 32},
+        {"bp_crc": "1"},
+        {"bp_bn": 0},
+        {"bp_bn": None},
+        {"bp_bn": 99},
+        {"bp_bn": 300},
+        {"bp_bc": None},
+        {"bp_bc": b"123"},
+        {"bp_bc": [1] * 6},
+        {"bp_bc": bytes(28)},
+    ],
+    ids=str,
+)
+def test_values_that_do_not_fit_are_refused(change: dict[str, Any]) -> None:
+    info = _StorageInfo("x", 0, 1000)
+    vars(info).update({**vars(GOOD), **change})
+    with pytest.raises(MetadataError):
+        read_storage_info(info)
+
+
+def test_any_other_class_is_refused() -> None:
+    with pytest.raises(MetadataError, match="dict"):
+        read_storage_info({"relative_path": "x", "offset": 0, "length": 1})
+
+
+def test_facts_of_the_object_are_taken_off_before_the_commit() -> None:
+    info = make_storage_info("x", 0, 100)
+    before = dict(vars(info))
+    set_object_facts(info, size=100, etag="abc")
+    carried = pickle.loads(pickle.dumps(info))
+    assert pop_object_facts(carried) == {"size": 100, "etag": "abc"}
+    assert vars(carried).keys() <= before.keys()
+    assert pop_object_facts(carried) is None
+
+
+@given(nbytes=st.integers(0, 1 << 42), row=st.integers(0, 1 << 30))
+def test_blocks_are_few_and_of_a_moderate_size(nbytes: int, row: int) -> None:
+    assume(row <= nbytes)
+    block = plan_blocks(nbytes, row)
+    if nbytes <= SINGLE_BLOCK_NBYTES:
+        assert block == nbytes
+        return
+    assert 0 < block <= 8 * MIB + row
+    assert block >= 32 * KIB
+    assert -(-nbytes // block) <= max(512, nbytes // (512 * KIB))
+
+
+@given(row=st.integers(1, 1 << 24), exponent=st.integers(3, 20), odd=st.sampled_from([1, 3, 5, 7]))
+def test_halves_quarters_and_eighths_of_the_rows_begin_at_block_borders(row: int, exponent: int, odd: int) -> None:
+    rows = odd << exponent
+    nbytes = rows * row
+    # Below 2 MiB there are fewer than eight blocks; rows of odd length can be too large to be one block each.
+    assume(nbytes >= 2 * MIB)
+    assume(row % 8 == 0 or row < 256 * KIB)
+    block = plan_blocks(nbytes, row)
+    assert (nbytes // 8) % block == 0
+
+
+@given(rows=st.integers(1, 64), row=st.integers(1, 1 << 12).map(lambda n: n * 64 * KIB))
+def test_every_row_that_is_larger_than_a_block_begins_at_a_block_border(rows: int, row: int) -> None:
+    assume(row >= 8 * MIB)
+    assert row % plan_blocks(rows * row, row) == 0
+
+
+def test_a_slice_at_any_row_of_an_odd_table_reads_little_in_excess() -> None:
+    rows, row = 50257, 768 * 4
+    block = plan_blocks(rows * row, row)
+    quarter = -(-rows // 4) * row
+    assert block % row == 0
+    assert 2 * block < 0.07 * quarter

@@ -1,0 +1,103 @@
+"""The arithmetic of parts and ranges."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bucketpoint.errors import BucketpointError
+from bucketpoint.stores import Capabilities
+from bucketpoint.transfer import BufferPool, Extent, TransferOptions, plan_requests
+from bucketpoint.transfer.parts import common_part_bytes, plan_parts
+
+MIB = 1 << 20
+S3 = Capabilities(
+    conditional_put=True,
+    checksums=True,
+    multipart=True,
+    pinned_reads=True,
+    min_part_bytes=5 * MIB,
+    max_part_bytes=5 << 30,
+    max_parts=10_000,
+)
+
+
+@given(nbytes=st.integers(1, 48 << 40), part=st.integers(1, 1 << 30))
+def test_parts_cover_the_object_within_the_services_limits(nbytes: int, part: int) -> None:
+    plan = plan_parts(nbytes, part, S3)
+    bounds = [plan.bounds(number) for number in range(1, plan.count + 1)]
+    assert bounds[0][0] == 0
+    assert bounds[-1][1] == nbytes
+    assert all(before[1] == after[0] for before, after in zip(bounds, bounds[1:], strict=False))
+    assert plan.count <= S3.max_parts
+    sizes = [stop - start for start, stop in bounds]
+    assert all(size == plan.part_bytes for size in sizes[:-1])
+    assert 0 < sizes[-1] <= plan.part_bytes <= S3.max_part_bytes
+    assert plan.count == 1 or plan.part_bytes >= S3.min_part_bytes
+
+
+def test_an_object_larger_than_the_service_holds_is_refused() -> None:
+    with pytest.raises(BucketpointError, match="does not fit"):
+        plan_parts(60 << 40, 32 * MIB, S3)
+
+
+def test_a_tensor_of_more_than_5_gib_is_cut_into_parts_of_the_wanted_size() -> None:
+    plan = plan_parts(7 << 30, 32 * MIB, S3)
+    assert (plan.count, plan.part_bytes) == (224, 32 * MIB)
+
+
+@given(sizes=st.lists(st.integers(0, 3 << 30), min_size=1, max_size=5), connections=st.integers(1, 64))
+def test_parts_of_objects_that_go_up_together_fill_whole_waves(sizes: list[int], connections: int) -> None:
+    options = TransferOptions(connections=connections)
+    size = common_part_bytes(sizes, options)
+    assert 1 <= size <= int(options.part_bytes * 1.02) + 1
+    waves = max(-(-sum(sizes) // (options.part_bytes * connections)), 1)
+    parts = sum(-(-nbytes // size) for nbytes in sizes)
+    assert parts <= max(waves * connections, sum(-(-nbytes // options.part_bytes) for nbytes in sizes))
+
+
+def extent(start: int, stop: int, *, key: str = "k", direct: bool = False) -> Extent:
+    memory = memoryview(bytearray(stop - start)) if direct else None
+    return Extent(key, start, stop, lambda view: None, direct=memory, direct_start=start)
+
+
+@given(
+    pieces=st.lists(st.tuples(st.integers(0, 3 * MIB), st.integers(1, 4 * MIB), st.booleans()), max_size=40),
+    keys=st.integers(1, 3),
+)
+def test_requests_hold_every_extent_once_and_overread_within_the_cap(
+    pieces: list[tuple[int, int, bool]], keys: int
+) -> None:
+    options = TransferOptions(part_bytes=16 * MIB, max_inflight_bytes=64 * MIB)
+    extents, position = [], 0
+    for number, (gap, size, direct) in enumerate(pieces):
+        extents.append(extent(position + gap, position + gap + size, key=f"k{number % keys}", direct=direct))
+        position += gap + size
+    requests = plan_requests(extents, options)
+    assert sorted(id(e) for r in requests for e in r.extents) == sorted(id(e) for e in extents)
+    for request in requests:
+        span = request.stop - request.start
+        assert {e.key for e in request.extents} == {request.key}
+        gaps = [b.start - a.stop for a, b in zip(request.extents, request.extents[1:], strict=False)]
+        assert all(0 <= gap <= options.coalesce_gap_bytes for gap in gaps)
+        if len(request.extents) > 1:
+            assert span <= options.part_bytes
+            assert request.leased <= options.lease_bytes
+            tiny = all(gap <= options.free_gap_bytes for gap in gaps)
+            assert tiny or span <= options.max_overread * request.wanted + options.free_gap_bytes * len(gaps)
+
+
+def test_overlapping_extents_are_read_apart() -> None:
+    requests = plan_requests([extent(0, 100), extent(50, 150)], TransferOptions())
+    assert len(requests) == 2
+
+
+def test_a_pool_reuses_buffers_and_grants_an_oversized_lease_alone() -> None:
+    pool = BufferPool(4 * MIB)
+    for _ in range(50):
+        with pool.lease(2 * MIB) as one, pool.lease(2 * MIB) as two:
+            assert len(one) == len(two) == 2 * MIB
+    assert pool.peak_bytes == 4 * MIB
+    with pool.lease(9 * MIB) as large:
+        assert len(large) == 9 * MIB

@@ -1,0 +1,168 @@
+"""Uploads: what arrives is what lay in memory, nothing is left behind on failure, and nothing of ours grows."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+
+import pytest
+from awscrt.checksums import crc32c
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from servers import S3Server
+from transfer.wrappers import CountingStore, FailingStore
+
+from bucketpoint.errors import BucketpointError, TransientStoreError, UploadNotFoundError
+from bucketpoint.stores import Store, open_store
+from bucketpoint.transfer import (
+    BufferPool,
+    Meter,
+    ObjectSource,
+    Segment,
+    StreamUpload,
+    TransferOptions,
+    Uploaded,
+    upload_objects,
+)
+
+MIB = 1 << 20
+OPTIONS = TransferOptions(part_bytes=5 * MIB, connections=3, single_put_bytes=MIB, max_inflight_bytes=16 * MIB)
+
+
+def store_of(s3: S3Server, bucket: str) -> Store:
+    return open_store(f"s3://{bucket}/x", storage_options=s3.options)[0]
+
+
+def send(store: Store, *sources: ObjectSource, options: TransferOptions = OPTIONS) -> list[Uploaded]:
+    meter = Meter("save", "s3://x", 0, None)
+    return upload_objects(store, sources, options, pool=BufferPool(options.max_inflight_bytes), meter=meter)
+
+
+def filler(data: bytes) -> Callable[[int, memoryview], None]:
+    def fill(start: int, out: memoryview) -> None:
+        out[:] = data[start : start + len(out)]
+
+    return fill
+
+
+def open_uploads(s3: S3Server, bucket: str, key: str) -> list[str]:
+    # By exact key: MinIO lists nothing by prefix.
+    found = s3.client().list_multipart_uploads(Bucket=bucket, Prefix=key)
+    return [upload["Key"] for upload in found.get("Uploads", [])]
+
+
+def test_segments_of_every_kind_arrive_with_the_checksums_of_their_blocks(s3: S3Server, bucket: str) -> None:
+    big, lazy, small = os.urandom(11 * MIB + 7), os.urandom(3 * MIB + 1), b"header"
+    segments = [
+        Segment(len(small), memoryview(small)),
+        Segment(len(big), memoryview(big), block_nbytes=MIB),
+        Segment(0, memoryview(b"")),
+        Segment(len(lazy), fill=filler(lazy), block_nbytes=len(lazy)),
+    ]
+    (done,) = send(store_of(s3, bucket), ObjectSource("a/b", segments))
+    assert s3.client().get_object(Bucket=bucket, Key="a/b")["Body"].read() == small + big + lazy
+    assert done.info.size == len(small) + len(big) + len(lazy)
+    assert list(done.block_crcs[1]) == [crc32c(big[at : at + MIB]) for at in range(0, len(big), MIB)]
+    assert list(done.block_crcs[3]) == [crc32c(lazy)]
+    assert list(done.block_crcs[0]) == []
+
+
+def test_a_failed_part_aborts_its_upload_and_the_others(s3: S3Server, bucket: str) -> None:
+    data = os.urandom(24 * MIB)
+    sources = [ObjectSource(key, [Segment(len(data), memoryview(data))]) for key in ("one", "two")]
+    inner = store_of(s3, bucket)
+    store = FailingStore(inner, lambda name, n: name == "put_part" and n == 4, lambda: TransientStoreError("cut"))
+    with pytest.raises(TransientStoreError, match="cut"):
+        send(store, *sources)  # type: ignore[arg-type]
+    for key in ("one", "two"):
+        assert open_uploads(s3, bucket, key) == []
+    assert "Contents" not in s3.client().list_objects_v2(Bucket=bucket)
+
+
+def test_an_answer_lost_on_complete_is_no_failure(s3: S3Server, bucket: str) -> None:
+    data = os.urandom(12 * MIB)
+    inner = store_of(s3, bucket)
+
+    class Lossy(CountingStore):
+        def complete_multipart(self, *args: object) -> object:
+            self.inner.complete_multipart(*args)
+            raise UploadNotFoundError("no such upload")
+
+    (done,) = send(Lossy(inner), ObjectSource("k", [Segment(len(data), memoryview(data))]))  # type: ignore[arg-type]
+    assert done.info.size == len(data)
+
+
+def test_a_source_that_raises_fails_the_upload_and_leaves_nothing(s3: S3Server, bucket: str) -> None:
+    def fill(start: int, out: memoryview) -> None:
+        raise OSError("the device is gone")
+
+    source = ObjectSource("k", [Segment(20 * MIB, fill=fill)])
+    with pytest.raises(OSError, match="device"):
+        send(store_of(s3, bucket), source)
+    assert open_uploads(s3, bucket, "k") == []
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    sizes=st.lists(st.integers(0, 3000), min_size=1, max_size=12),
+    block=st.integers(1, 1500),
+    lazy=st.integers(0, 1 << 12),
+)
+def test_any_split_into_segments_gives_the_same_object(
+    moto: S3Server, sizes: list[int], block: int, lazy: int
+) -> None:
+    bucket = moto.make_bucket()
+    pieces = [os.urandom(size) for size in sizes]
+    segments = [
+        Segment(len(piece), fill=filler(piece), block_nbytes=block)
+        if lazy >> at & 1
+        else Segment(len(piece), memoryview(piece), block_nbytes=block)
+        for at, piece in enumerate(pieces)
+    ]
+    (done,) = send(store_of(moto, bucket), ObjectSource("k", segments))
+    assert moto.client().get_object(Bucket=bucket, Key="k")["Body"].read() == b"".join(pieces)
+    for piece, crcs in zip(pieces, done.block_crcs, strict=True):
+        assert list(crcs) == [crc32c(piece[at : at + block]) for at in range(0, len(piece), block)]
+
+
+def test_memory_of_our_own_stays_within_the_budget(s3: S3Server, bucket: str) -> None:
+    data = os.urandom(40 * MIB)
+    options = TransferOptions(part_bytes=8 * MIB, connections=4, max_inflight_bytes=12 * MIB)
+    pool = BufferPool(options.max_inflight_bytes)
+    source = ObjectSource("k", [Segment(len(data), fill=filler(data))])
+    upload_objects(store_of(s3, bucket), [source], options, pool=pool, meter=Meter("save", "", 0, None))
+    assert 0 < pool.peak_bytes <= options.max_inflight_bytes
+    assert s3.client().get_object(Bucket=bucket, Key="k")["Body"].read() == data
+
+
+def test_a_stream_becomes_an_object_by_commit_alone(s3: S3Server, bucket: str) -> None:
+    data = os.urandom(13 * MIB)
+    store = store_of(s3, bucket)
+    meter = Meter("save", "", 0, None)
+    with StreamUpload(store, "done", OPTIONS, largest_nbytes=len(data), meter=meter) as stream:
+        for at in range(0, len(data), 1_000_003):
+            stream.write(data[at : at + 1_000_003])
+        assert stream.take_crc32c() == crc32c(data)
+        stream.commit()
+    assert s3.client().get_object(Bucket=bucket, Key="done")["Body"].read() == data
+    with (
+        pytest.raises(KeyError),
+        StreamUpload(store, "left", OPTIONS, largest_nbytes=len(data), meter=meter) as stream,
+    ):
+        stream.write(data)
+        raise KeyError("the producer failed")
+    assert open_uploads(s3, bucket, "left") == []
+    assert [entry["Key"] for entry in s3.client().list_objects_v2(Bucket=bucket)["Contents"]] == ["done"]
+
+
+def test_a_stream_whose_part_fails_raises_that_error(s3: S3Server, bucket: str) -> None:
+    store = FailingStore(store_of(s3, bucket), lambda name, n: name == "put_part", lambda: BucketpointError("no"))
+    meter = Meter("save", "", 0, None)
+    with (
+        pytest.raises(BucketpointError, match="no"),
+        StreamUpload(store, "k", OPTIONS, largest_nbytes=99, meter=meter) as stream,  # type: ignore[arg-type]
+    ):
+        for _ in range(20):
+            stream.write(bytes(5 * MIB))
+        stream.commit()
+    assert open_uploads(s3, bucket, "k") == []

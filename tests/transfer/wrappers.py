@@ -1,0 +1,64 @@
+"""Stores around a store, for tests: one that counts and records calls, one that fails where it is told to."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+
+class CountingStore:
+    """Passes every call on and counts it by name; bytes of bodies are counted too."""
+
+    def __init__(self, inner: Any) -> None:
+        self.inner = inner
+        self.calls: Counter[str] = Counter()
+        self.keys: set[str] = set()
+        self.sent = 0
+        self.received = 0
+        self._lock = threading.Lock()
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self.inner, name)
+        if not callable(value):
+            return value
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            with self._lock:
+                self.calls[name] += 1
+                self.keys.update(args[:1] if args and isinstance(args[0], str) else ())
+                if name == "put":
+                    self.sent += sum(len(view) for view in args[1])
+                if name == "put_part":
+                    self.sent += sum(len(view) for view in args[3])
+                if name == "read_into":
+                    self.received += sum(len(view) for view in args[2])
+            return value(*args, **kwargs)
+
+        return call
+
+
+class FailingStore(CountingStore):
+    """Raises `error` instead of making the calls that `when(name, number)` picks; calls of a name count from 1."""
+
+    def __init__(self, inner: Any, when: Callable[[str, int], bool], error: Callable[[], BaseException]) -> None:
+        super().__init__(inner)
+        self._when = when
+        self._error = error
+        self._numbers: Counter[str] = Counter()
+
+    def __getattr__(self, name: str) -> Any:
+        passed = super().__getattr__(name)
+        if not callable(passed):
+            return passed
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            with self._lock:
+                self._numbers[name] += 1
+                fails = self._when(name, self._numbers[name])
+            if fails:
+                raise self._error()
+            return passed(*args, **kwargs)
+
+        return call

@@ -1,0 +1,62 @@
+"""Checks the documents: every relative link leads somewhere, every anchor exists, every Python example compiles."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from urllib.parse import unquote
+
+ROOT = Path(__file__).resolve().parent.parent
+
+_FENCE = re.compile(r"^```(\w*)[^\n]*\n(.*?)^```", re.MULTILINE | re.DOTALL)
+_LINK = re.compile(r"\[[^\]]*\]\(<?([^)\s>]+)>?(?:\s+\"[^\"]*\")?\)")
+_HEADING = re.compile(r"^#{1,6}\s+(.*?)\s*#*$", re.MULTILINE)
+
+
+def documents() -> Iterator[Path]:
+    for pattern in ("*.md", "docs/**/*.md", "examples/**/*.md", "bench/**/*.md"):
+        yield from sorted(ROOT.glob(pattern))
+
+
+def faults(document: Path) -> Iterator[str]:
+    text = document.read_text(encoding="utf-8")
+    for fence in _FENCE.finditer(text):
+        line = text.count("\n", 0, fence.start()) + 1
+        if fence[1] in ("python", "py"):
+            try:
+                # 0x2000 is ast.PyCF_ALLOW_TOP_LEVEL_AWAIT: an example may be the inside of a coroutine.
+                compile(fence[2], str(document), "exec", flags=0x2000)
+            except SyntaxError as error:
+                yield f"{line + (error.lineno or 0)}: the example does not compile: {error.msg}"
+    prose = _FENCE.sub(lambda fence: "\n" * fence[0].count("\n"), text)
+    for link in _LINK.finditer(prose):
+        target, _, anchor = unquote(link[1]).partition("#")
+        line = prose.count("\n", 0, link.start()) + 1
+        if re.match(r"[a-z][a-z0-9+.-]*:", target):
+            continue
+        path = (document.parent / target) if target else document
+        if not path.exists():
+            yield f"{line}: {link[1]} leads nowhere"
+        elif anchor and path.suffix == ".md" and anchor not in anchors(path):
+            yield f"{line}: {link[1]} names no heading"
+
+
+def anchors(document: Path) -> set[str]:
+    """The anchors that GitHub makes of the headings."""
+    text = _FENCE.sub("", document.read_text(encoding="utf-8"))
+    plain = (re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in _HEADING.findall(text))
+    return set(plain)
+
+
+def main() -> int:
+    found = [f"{document.relative_to(ROOT)}:{fault}" for document in documents() for fault in faults(document)]
+    for fault in found:
+        print(fault)
+    print(f"{sum(1 for _ in documents())} documents, {len(found)} faults")
+    return 1 if found else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

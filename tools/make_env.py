@@ -1,0 +1,86 @@
+"""Builds one virtual environment of the checkout with uv: bucketpoint, editable, with its development extras.
+
+Standard library only. `make` calls it; the stamp file it leaves is what make compares with pyproject.toml.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import get_uv
+
+ROOT = Path(__file__).resolve().parent.parent
+STAMP = ".bucketpoint-stamp"
+
+# An interpreter that is here before one that is downloaded; the newest torch has left Python 3.10 behind, so 3.10 last.
+CHOICES = (
+    (">=3.11,<3.15", "--no-python-downloads"),
+    (">=3.10", "--no-python-downloads"),
+    ("3.12", None),
+)
+
+
+SYSTEM_BUNDLES = (
+    "/etc/ssl/certs/ca-certificates.crt",
+    "/etc/pki/tls/certs/ca-bundle.crt",
+    "/etc/ssl/ca-bundle.pem",
+    "/etc/ssl/cert.pem",
+)
+
+
+def build(env: Path, *, torch: str, python: str, extra: str) -> None:
+    """Creates or refreshes the environment; an empty `torch` means the newest that the interpreter has."""
+    uv = get_uv.obtain()
+    if uv is None:
+        raise SystemExit("make_env: there is no uv, and none could be installed (see above)")
+    interpreter = env / "bin" / "python"
+    if python or not _runs(interpreter):
+        _make_venv(uv, env, python)
+    requirement = f"torch=={torch}" if torch else "torch"
+    # Not `uv sync`: its lock file would fix the torch that is meant to be the newest.
+    if _call(uv, "pip", "install", "--python", str(interpreter), "--editable", f".[{extra}]", requirement):
+        raise SystemExit(f"make_env: {env.name} could not be filled (see above)")
+    (env / STAMP).write_text(f"{requirement} [{extra}]\n")
+
+
+def _make_venv(uv: Path, env: Path, python: str) -> None:
+    choices = ((python, None),) if python else CHOICES
+    for version, flag in choices:
+        if _call(uv, "venv", "--quiet", "--clear", "--python", version, *([flag] if flag else []), str(env)) == 0:
+            return
+    raise SystemExit("make_env: no Python 3.10 or newer was found; name one with `make ... PYTHON=/path/to/python3`")
+
+
+def _runs(interpreter: Path) -> bool:
+    try:
+        return subprocess.run([interpreter, "-c", ""], capture_output=True).returncode == 0
+    except OSError:
+        return False
+
+
+def _call(uv: Path, *command: str) -> int:
+    # An active environment of the user's must not decide what goes into this one.
+    settings = {name: value for name, value in os.environ.items() if name not in ("VIRTUAL_ENV", "PYTHONPATH")}
+    # uv's built-in authorities miss those that an administrator added to the machine's; pip and Go read the machine's.
+    if any(Path(bundle).exists() for bundle in SYSTEM_BUNDLES):
+        settings.setdefault("UV_SYSTEM_CERTS", "1")
+    return subprocess.run([uv, *command], env=settings, cwd=ROOT, stdout=sys.stderr).returncode
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("env", type=Path, help="folder of the environment, relative to the checkout")
+    parser.add_argument("--torch", default="", help="exact torch version; default: the newest")
+    parser.add_argument("--python", default="", help="interpreter or version; default: one that is here")
+    parser.add_argument("--extra", default="dev")
+    args = parser.parse_args()
+    build((ROOT / args.env).resolve(), torch=args.torch, python=args.python, extra=args.extra)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
