@@ -163,7 +163,7 @@ class RawEngine:
         store, prefix = _open(setting.url)
         jobs = []
         for index, parts in enumerate(_cut_as_save(self._buffers, store)):
-            key = f"{prefix}/{index}"
+            key = f"{prefix}/{index}.distcp"
             jobs.append((key, store.create_multipart(key), parts))
 
         def put(key: str, upload_id: str, number: int, body: memoryview) -> Any:
@@ -187,7 +187,7 @@ class RawEngine:
 
         with ThreadPoolExecutor(_options().connections) as pool:
             futures = [
-                pool.submit(get, f"{prefix}/{index}", at, buffer[at : at + size])
+                pool.submit(get, f"{prefix}/{index}.distcp", at, buffer[at : at + size])
                 for index, buffer in enumerate(self._buffers)
                 for at in range(0, len(buffer), size)
             ]

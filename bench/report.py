@@ -79,8 +79,8 @@ def _how(result: dict[str, Any]) -> Iterator[str]:
     yield (
         f"`make bench`, {minutes} minutes. One process saves and loads a transformer's state: bf16\n"
         f"weights and two fp32 moments, {size}. The server runs on the same machine, with its data in memory; the\n"
-        "contenders take turns, one run each a round, and every run is a fresh fork of the same process after one small\n"
-        "save and load to warm up. Every load is compared with what was saved."
+        "contenders take turns, one run each a round, and every run is a fresh fork of the same process after one\n"
+        "small save and load to warm up. Every load is compared with what was saved."
     )
     versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items())
     yield (

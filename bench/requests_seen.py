@@ -9,7 +9,7 @@ from urllib.parse import parse_qsl, urlsplit
 
 DATA_SUFFIX = ".distcp"
 METADATA = ".metadata"
-DATA_KINDS = ("UploadPart", "PutObject", "CreateMultipartUpload", "CompleteMultipartUpload")
+DATA_KINDS = ("UploadPart", "PutObject", "CreateMultipartUpload", "CompleteMultipartUpload", "GetObject")
 UNWANTED_KINDS = ("ListObjects", "HeadObject", "HeadBucket", "CopyObject", "DeleteObject", "DeleteObjects")
 
 Record = dict[str, Any]

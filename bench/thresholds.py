@@ -45,7 +45,9 @@ def verdicts(results: Results) -> Iterator[Verdict]:
     yield _count("fresh save, control requests", control, MAX_CONTROL, "{}")
     if again:
         extra = dict(again["requests"]["control"])
-        yield Verdict("overwrite, control requests", "one GET more, and the clean-up", str(extra), None)
+        kept = sum(count for kind, count in extra.items() if not kind.startswith("Delete"))
+        shown = ", ".join(f"{count} {kind}" for kind, count in sorted(extra.items()))
+        yield Verdict("overwrite, control requests", f"<= {MAX_CONTROL} + 1 + clean-up", shown, kept <= MAX_CONTROL + 1)
     unwanted = [
         f"{op} {kind} x{found['requests']['kinds'][kind]}"
         for op, found in (("save", save), ("load", load))

@@ -79,7 +79,8 @@ class AccessDeniedError(StoreError):
     """The store knows who is asking and says no."""
 
     remedy_default = (
-        "A trainer needs GetObject, PutObject and AbortMultipartUpload on the checkpoint's prefix; a reader needs GetObject"
+        "A trainer needs GetObject, PutObject and AbortMultipartUpload below the checkpoint's URL; "
+        "a reader needs GetObject"
     )
 
 

@@ -40,7 +40,9 @@ def filled(shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> torch.T
 def same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
     if left.dtype != right.dtype or left.shape != right.shape:
         return False
-    return torch.equal(left.contiguous().reshape(-1).view(torch.uint8), right.contiguous().reshape(-1).view(torch.uint8))
+    return torch.equal(
+        left.contiguous().reshape(-1).view(torch.uint8), right.contiguous().reshape(-1).view(torch.uint8)
+    )
 
 
 def varied() -> dict[str, Any]:
@@ -61,7 +63,9 @@ def varied() -> dict[str, Any]:
                 "conjugated": filled((6,), torch.complex64, seed=4).conj(),
                 "large": filled((1024, 3000), torch.float32, seed=5),
             },
-            "optim": {"state": {"large": {"exp_avg": filled((1024, 3000), torch.float32, seed=6), "step": torch.tensor(3)}}},
+            "optim": {
+                "state": {"large": {"exp_avg": filled((1024, 3000), torch.float32, seed=6), "step": torch.tensor(3)}}
+            },
         },
         "step": 17,
         "name": "run é 中",

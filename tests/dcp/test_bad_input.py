@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from servers import S3Server
 
 import bucketpoint as bp
 from bucketpoint import S3Reader, S3Writer
+from servers import S3Server
 
 
 def failing_save(url: str, options: dict[str, Any], **more: Any) -> BaseException:

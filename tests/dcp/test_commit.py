@@ -8,9 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from servers import S3Server
 from torch.distributed.checkpoint import DefaultSavePlanner
-from transfer.wrappers import CountingStore, FailingStore
 
 import bucketpoint.dcp.session as session
 from bucketpoint import (
@@ -23,6 +21,8 @@ from bucketpoint import (
     TransferOptions,
 )
 from bucketpoint.errors import AccessDeniedError, PreconditionFailedError, TransientStoreError
+from servers import S3Server
+from transfer.wrappers import CountingStore, FailingStore
 
 MIB = 1 << 20
 SMALL_PARTS = TransferOptions(part_bytes=5 * MIB, connections=4, single_put_bytes=5 * MIB)
@@ -207,7 +207,9 @@ def test_an_overwrite_that_fails_anywhere_leaves_the_old_checkpoint_loadable(
 ) -> None:
     url = f"s3://{bucket}/a"
     save(s3, url, 1.0)
-    stores = wrap(lambda inner: FailingStore(inner, lambda name, n: name == operation, lambda: TransientStoreError("gone")))
+    stores = wrap(
+        lambda inner: FailingStore(inner, lambda name, n: name == operation, lambda: TransientStoreError("gone"))
+    )
     with pytest.raises(dcp.CheckpointException) as caught:
         save(s3, url, 2.0)
     assert isinstance(error_of(caught), BucketpointError)

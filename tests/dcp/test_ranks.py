@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+
 from dcp import scenarios
 from dcp.ranks import Ranks
 from servers import S3Server

@@ -33,7 +33,9 @@ DTYPES = sorted(
     - {torch.quint8, torch.quint4x2, torch.quint2x4},
     key=str,
 )
-SAVED_BY_TORCH = [dtype for dtype in DTYPES if str(dtype).removeprefix("torch.").rstrip("1234567") not in ("int", "uint")]
+SAVED_BY_TORCH = [
+    dtype for dtype in DTYPES if str(dtype).removeprefix("torch.").rstrip("1234567") not in ("int", "uint")
+]
 
 dtypes = st.sampled_from(DTYPES)
 shapes = st.lists(st.integers(0, 5), max_size=5).map(tuple)

@@ -19,7 +19,9 @@ def slices(draw: Any) -> tuple[torch.Tensor, tuple[int, ...], tuple[int, ...]]:
     offset = draw(st.integers(0, 3))
     dtype = draw(st.sampled_from([torch.uint8, torch.int16, torch.float32, torch.int64]))
     numel = torch.Size(shape).numel()
-    tensor = torch.arange(offset + numel).to(dtype)[offset:].view(shape).permute(draw(st.permutations(range(len(shape)))))
+    tensor = (
+        torch.arange(offset + numel).to(dtype)[offset:].view(shape).permute(draw(st.permutations(range(len(shape)))))
+    )
     for dim in range(tensor.dim()):
         if draw(st.booleans()) and tensor.shape[dim] > 1:
             tensor = tensor[(slice(None),) * dim + (slice(None, None, 2),)]

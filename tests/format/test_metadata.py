@@ -11,7 +11,7 @@ import pickle
 import sys
 from collections import OrderedDict
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -30,7 +30,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from bucketpoint.errors import BucketpointError, MetadataError, UnsafeDataError
+from bucketpoint.errors import MetadataError, UnsafeDataError
 from bucketpoint.format import keys
 from bucketpoint.format.metadata import PICKLE_PROTOCOL, decode_metadata, encode_metadata, extra, record_from_metadata
 from bucketpoint.format.storage_info import make_storage_info
@@ -68,16 +68,16 @@ def test_stock_unpickling_gives_equal_metadata_and_ours_too() -> None:
 
 
 def test_the_stream_names_no_module_of_bucketpoint() -> None:
-    class Recorder(pickle.Unpickler):
-        modules: set[str] = set()
+    modules: set[str] = set()
 
+    class Recorder(pickle.Unpickler):
         def find_class(self, module: str, name: str) -> Any:
-            self.modules.add(module)
+            modules.add(module)
             return super().find_class(module, name)
 
     Recorder(io.BytesIO(encode_metadata(example(), bucketpoint=FACTS))).load()
-    assert Recorder.modules
-    assert not {module for module in Recorder.modules if module.startswith("bucketpoint")}
+    assert modules
+    assert not {module for module in modules if module.startswith("bucketpoint")}
 
 
 def test_tensor_properties_have_the_five_fields_that_every_torch_reads(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -103,8 +103,11 @@ def test_tensor_properties_with_six_fields_are_read_on_every_torch() -> None:
     pickler.dispatch_table = {**copyreg.dispatch_table, TensorProperties: six}
     pickler.dump(example())
     found = decode_metadata(stream.getvalue())
-    assert found.state_dict_metadata["app.model.layers.0.weight"].properties.dtype == torch.bfloat16
-    assert found == example()
+    expected = example()
+    for entry in expected.state_dict_metadata.values():
+        if isinstance(entry, TensorStorageMetadata) and hasattr(entry.properties, "strides"):
+            entry.properties.strides = (3, 1)
+    assert found == expected
 
 
 def test_encoding_leaves_the_callers_metadata_alone() -> None:
@@ -130,7 +133,9 @@ def test_a_path_as_checkpoint_id_is_stored_as_text() -> None:
 
 @pytest.mark.parametrize("protocol", range(2, pickle.HIGHEST_PROTOCOL + 1))
 def test_stock_pickles_of_each_protocol_are_read(protocol: int) -> None:
-    assert decode_metadata(pickle.dumps(example(checkpoint_id=Path("/x")), protocol)) == example(checkpoint_id=Path("/x"))
+    assert decode_metadata(pickle.dumps(example(checkpoint_id=Path("/x")), protocol)) == example(
+        checkpoint_id=Path("/x")
+    )
 
 
 def test_what_filesystem_writer_writes_is_read(tmp_path: Path) -> None:
@@ -159,7 +164,7 @@ def test_paths_of_other_pythons_and_systems_are_read() -> None:
 
 def test_the_enum_pickles_of_python_3_11_0_are_read_and_no_other_getattr() -> None:
     class Enums(pickle._Pickler):  # type: ignore[name-defined,misc]
-        dispatch_table = {
+        dispatch_table: ClassVar[dict[type, Any]] = {
             **copyreg.dispatch_table,
             _MEM_FORMAT_ENCODING: lambda member: (getattr, (_MEM_FORMAT_ENCODING, member.name)),
             StorageMeta: lambda meta: (getattr, (Metadata, "__init__")),
@@ -215,7 +220,9 @@ class Call:
 
 @pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
 @pytest.mark.parametrize("where", ["alone", "planner_data", "key", "path"])
-def test_metadata_that_would_run_code_is_refused_before_anything_runs(tmp_path: Path, protocol: int, where: str) -> None:
+def test_metadata_that_would_run_code_is_refused_before_anything_runs(
+    tmp_path: Path, protocol: int, where: str
+) -> None:
     canary = tmp_path / "canary"
     hostile: Any = Call(os.system, f"touch {canary}")
     if where != "alone":
@@ -245,17 +252,20 @@ def test_callables_that_could_run_code_are_not_on_the_list(function: Any) -> Non
         decode_metadata(pickle.dumps(Call(function, "1")))
 
 
-def test_a_pickle_cannot_change_the_classes_that_it_names() -> None:
+@pytest.mark.parametrize(
+    "kind", [Metadata, MetadataIndex, _StorageInfo, TensorProperties, _MEM_FORMAT_ENCODING, StorageMeta]
+)
+def test_a_pickle_cannot_change_the_classes_that_it_names(kind: type) -> None:
+    before = dict(vars(kind))
     # BUILD with (None, attributes) sets attributes on whatever lies below: here the class itself.
-    for kind in (Metadata, MetadataIndex, _StorageInfo, TensorProperties, _MEM_FORMAT_ENCODING, StorageMeta):
-        before = dict(vars(kind))
-        body = b"\x80\x02c" + f"{kind.__module__}\n{kind.__name__}\n".encode() + b"(N}(X\x05\x00\x00\x00pwnedI1\nutb."
-        assert pickle.loads(body) is kind or True
-        if "pwned" in vars(kind):
-            delattr(kind, "pwned")
-        with pytest.raises(BucketpointError):
-            decode_metadata(body.replace(b"I1\n", b"K\x01"))
-        assert dict(vars(kind)) == before
+    body = b"\x80\x02c" + f"{kind.__module__}\n{kind.__name__}\n".encode() + b"(N}(X\x05\x00\x00\x00pwnedK\x01utb."
+    with pytest.raises(MetadataError):
+        decode_metadata(body)
+    assert dict(vars(kind)) == before
+    if kind is _StorageInfo:
+        pickle.loads(body)
+        assert vars(kind)["pwned"] == 1, "the pickle was harmless and the test shows nothing"
+        del kind.pwned  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("value", [None, {}, [], 5, "x", {"state_dict_metadata": {}}, torch.Size((1,))], ids=repr)

@@ -70,7 +70,9 @@ def test_wrong_types_are_refused(change: dict[str, Any]) -> None:
         CommitRecord.from_json(json.dumps({"version": 1, **change}).encode())
 
 
-@pytest.mark.parametrize("data", [b"", b"[]", b"{}", b"3", b"\xff", b"{", b"[" * 100_000, b'{"version": 1}' + b" " * (2 << 20)])
+@pytest.mark.parametrize(
+    "data", [b"", b"[]", b"{}", b"3", b"\xff", b"{", b"[" * 100_000, b'{"version": 1}' + b" " * (2 << 20)]
+)
 def test_what_is_no_record_is_refused(data: bytes) -> None:
     with pytest.raises(MetadataError):
         CommitRecord.from_json(data)

@@ -19,6 +19,7 @@ import random
 import subprocess
 import types
 import uuid
+import warnings
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -151,7 +152,7 @@ HOSTILE = {
     "subprocess.Popen": (Call(subprocess.Popen, ["true"]), "subprocess.Popen"),
     "eval": (Call(builtins.eval, "1"), "builtins.eval"),
     "exec": (Call(builtins.exec, "1"), "builtins.exec"),
-    "getattr": (Call(builtins.getattr, os.path, "join"), "builtins.getattr"),
+    "getattr": (Call(builtins.getattr, "x", "upper"), "builtins.getattr"),
     "import": (Call(builtins.__import__, "os"), "builtins.__import__"),
     "open": (Call(io.open, "/dev/null"), "open"),
     "operator.attrgetter": (Call(operator.attrgetter, "system"), "operator.attrgetter"),
@@ -236,7 +237,8 @@ def test_a_torchscript_archive_is_refused_because_torch_load_would_run_it() -> N
 def test_the_same_zip_directory_is_looked_at_as_torch_load_does() -> None:
     """Two records of one name: whichever torch.load takes is the one that must have been judged."""
     stream = io.BytesIO()
-    with zipfile.ZipFile(stream, "w") as archive, pytest.warns(UserWarning, match="Duplicate name"):
+    with warnings.catch_warnings(), zipfile.ZipFile(stream, "w") as archive:
+        warnings.simplefilter("ignore")  # zipfile knows that two of a name are odd
         archive.writestr("archive/data.pkl", pickle.dumps(5, 2))
         archive.writestr("archive/data.pkl", pickle.dumps(Call(os.getcwd), 2))
         archive.writestr("archive/version", b"3\n")
@@ -260,16 +262,24 @@ def test_garbage_never_fails(data: bytes) -> None:
     assert found is None or isinstance(found, list)
 
 
-@given(st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.binary(),
-    lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner) | st.tuples(inner, inner) | st.frozensets(st.text()),
+plain = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.binary() | st.frozensets(st.text()),
+    lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner) | st.tuples(inner, inner),
     max_leaves=20,
-), st.integers(0, pickle.HIGHEST_PROTOCOL))  # fmt: skip
+)
+
+
+@given(plain, st.integers(0, pickle.HIGHEST_PROTOCOL))
 def test_plain_data_is_allowed_in_every_protocol(value: Any, protocol: int) -> None:
     assert refused_globals(pickle.dumps(value, protocol)) == []
 
 
-PLAIN = {"a": [1, 2.5, None], "b": collections.OrderedDict(x=datetime.timedelta(1)), "c": {decimal.Decimal(1)}, "d": b"x"}
+PLAIN = {
+    "a": [1, 2.5, None],
+    "b": collections.OrderedDict(x=datetime.timedelta(1)),
+    "c": {decimal.Decimal(1)},
+    "d": b"x",
+}
 SEEDS = [pickle.dumps(PLAIN, protocol) for protocol in (0, 2, 4)]
 
 
@@ -288,19 +298,25 @@ class Asking(pickle._Unpickler):  # type: ignore[name-defined,misc]
 
 @given(
     st.sampled_from(SEEDS),
-    st.lists(st.tuples(st.integers(0, 10_000), st.sampled_from(b"\x93\x94\x8c(c0123thgqpioRb.\x81\x92u") | st.integers(0, 255))),
+    st.lists(
+        st.tuples(
+            st.integers(0, 10_000), st.sampled_from(b"\x93\x94\x8c(c0123thgqpioRb.\x81\x92u") | st.integers(0, 255)
+        )
+    ),
 )
 def test_whatever_name_the_real_machine_asks_for_was_seen(seed: bytes, damage: list[tuple[int, int]]) -> None:
     data = bytearray(seed)
     for position, value in damage:
         data[position % len(data)] = value
     found = refused_globals(bytes(data))
+    asked = None
     try:
         Asking(io.BytesIO(bytes(data))).load()
-    except AskedForError as asked:
-        assert found, f"{asked} would have been looked up"
+    except AskedForError as error:
+        asked = error
     except Exception:  # noqa: BLE001, S110 - damaged pickles fail in every way
         pass
+    assert asked is None or found, f"{asked} would have been looked up"
 
 
 class Registered:

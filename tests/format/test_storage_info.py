@@ -141,7 +141,7 @@ def test_blocks_are_few_and_of_a_moderate_size(nbytes: int, row: int) -> None:
     if nbytes <= SINGLE_BLOCK_NBYTES:
         assert block == nbytes
         return
-    assert 0 < block <= 8 * MIB + row
+    assert 0 < block <= 12 * MIB + row
     assert block >= 32 * KIB
     assert -(-nbytes // block) <= max(512, nbytes // (512 * KIB))
 
@@ -152,7 +152,7 @@ def test_halves_quarters_and_eighths_of_the_rows_begin_at_block_borders(row: int
     nbytes = rows * row
     # Below 2 MiB there are fewer than eight blocks; rows of odd length can be too large to be one block each.
     assume(nbytes >= 2 * MIB)
-    assume(row % 8 == 0 or row < 256 * KIB)
+    assume(row < 96 * KIB)  # larger ones may have no divisor of a block's size
     block = plan_blocks(nbytes, row)
     assert (nbytes // 8) % block == 0
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -29,7 +31,7 @@ def test_parts_cover_the_object_within_the_services_limits(nbytes: int, part: in
     bounds = [plan.bounds(number) for number in range(1, plan.count + 1)]
     assert bounds[0][0] == 0
     assert bounds[-1][1] == nbytes
-    assert all(before[1] == after[0] for before, after in zip(bounds, bounds[1:], strict=False))
+    assert all(before[1] == after[0] for before, after in itertools.pairwise(bounds))
     assert plan.count <= S3.max_parts
     sizes = [stop - start for start, stop in bounds]
     assert all(size == plan.part_bytes for size in sizes[:-1])

@@ -9,8 +9,6 @@ import pytest
 from awscrt.checksums import crc32c
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from servers import S3Server
-from transfer.wrappers import CountingStore, FailingStore
 
 from bucketpoint.errors import BucketpointError, TransientStoreError, UploadNotFoundError
 from bucketpoint.stores import Store, open_store
@@ -24,6 +22,8 @@ from bucketpoint.transfer import (
     Uploaded,
     upload_objects,
 )
+from servers import S3Server
+from transfer.wrappers import CountingStore, FailingStore
 
 MIB = 1 << 20
 OPTIONS = TransferOptions(part_bytes=5 * MIB, connections=3, single_put_bytes=MIB, max_inflight_bytes=16 * MIB)
@@ -108,9 +108,7 @@ def test_a_source_that_raises_fails_the_upload_and_leaves_nothing(s3: S3Server, 
     block=st.integers(1, 1500),
     lazy=st.integers(0, 1 << 12),
 )
-def test_any_split_into_segments_gives_the_same_object(
-    moto: S3Server, sizes: list[int], block: int, lazy: int
-) -> None:
+def test_any_split_into_segments_gives_the_same_object(moto: S3Server, sizes: list[int], block: int, lazy: int) -> None:
     bucket = moto.make_bucket()
     pieces = [os.urandom(size) for size in sizes]
     segments = [

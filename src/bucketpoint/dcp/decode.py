@@ -20,11 +20,10 @@ def decode_item(view: memoryview, info: ItemInfo, transforms: Any, *, key: str) 
     if info.transform_descriptors:
         view = memoryview(bytearray(undo_transforms(view, info, transforms, key=key)))
     probe = probe_frame(bytes(view[:PROBE_BYTES]))
-    if probe is not None and probe.payload_offset + probe.payload_nbytes <= len(view):
-        if probe.payload_nbytes:
-            raw = torch.frombuffer(view, dtype=torch.uint8, offset=probe.payload_offset, count=probe.payload_nbytes)
-            flat = (raw.clone() if raw.data_ptr() % probe.dtype.itemsize else raw).view(probe.dtype)
-            return flat.as_strided(tuple(probe.shape), tuple(probe.stride), probe.storage_offset)
+    if probe is not None and 0 < probe.payload_nbytes <= len(view) - probe.payload_offset:
+        raw = torch.frombuffer(view, dtype=torch.uint8, offset=probe.payload_offset, count=probe.payload_nbytes)
+        flat = (raw.clone() if raw.data_ptr() % probe.dtype.itemsize else raw).view(probe.dtype)
+        return flat.as_strided(tuple(probe.shape), tuple(probe.stride), probe.storage_offset)
     try:
         return cast(torch.Tensor, torch.load(io.BytesIO(view), map_location="cpu", weights_only=True))
     except pickle.UnpicklingError as error:

@@ -6,6 +6,7 @@ No requests are made here; `transfer` moves the bytes.
 from __future__ import annotations
 
 import io
+import itertools
 import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -134,7 +135,9 @@ class ReadPlan:
         if item.info.crc32c is not None:
             return False
         entry = self._metadata.state_dict_metadata.get(item.read.storage_index.fqn)
-        wanted = item.target.numel() * entry.properties.dtype.itemsize if isinstance(entry, TensorStorageMetadata) else 0
+        wanted = (
+            item.target.numel() * entry.properties.dtype.itemsize if isinstance(entry, TensorStorageMetadata) else 0
+        )
         return item.info.length > self._options.lease_bytes or wanted * 2 < item.info.length
 
     def extents(self, item: PlannedItem, chunk: SavedChunk | None) -> Iterator[Extent]:
@@ -185,9 +188,7 @@ class ReadPlan:
             yield from self._split(item, chunk, *box)
             at += size
 
-    def _band(
-        self, item: PlannedItem, chunk: SavedChunk, axis: int, lengths: tuple[int, ...], runs: Runs
-    ) -> int:
+    def _band(self, item: PlannedItem, chunk: SavedChunk, axis: int, lengths: tuple[int, ...], runs: Runs) -> int:
         """How many indices of `axis` go together: always fewer than there are, so that splitting ends."""
         if not self._affordable(item, runs):
             return 1
@@ -246,7 +247,7 @@ class ReadPlan:
         def deliver(_: memoryview | None, keep: torch.Tensor = target) -> None:
             arrived()
 
-        for start, stop in zip(cuts, cuts[1:], strict=False):
+        for start, stop in itertools.pairwise(cuts):
             low, high, blocks = self._verified(item.info, start, stop)
             yield self._extent(
                 item,
@@ -284,14 +285,15 @@ class ReadPlan:
 
     @staticmethod
     def _verified(info: ItemInfo, start: int, stop: int) -> tuple[int, int, list[Block]]:
-        """Widen payload bytes `[start, stop)` to whole blocks, with the checksum of each; unchanged if there are none."""
+        """Widen payload bytes `[start, stop)` to whole blocks, with the checksum of each, if there are any."""
         block = info.block_nbytes
         if not block or info.payload_nbytes is None or info.block_crcs is None:
             return start, stop, []
         first, last = start // block, -(-stop // block)
         low, high = first * block, min(last * block, info.payload_nbytes)
         blocks = [
-            Block(min(block, info.payload_nbytes - index * block), info.block_crcs[index]) for index in range(first, last)
+            Block(min(block, info.payload_nbytes - index * block), info.block_crcs[index])
+            for index in range(first, last)
         ]
         return low, high, blocks
 

@@ -130,7 +130,7 @@ class BucketReader(StorageReader):
                 return self._read_of_rank(int(rank))
             except CheckpointNotFoundError:
                 failure = self._nothing_here()
-            except Exception as error:
+            except Exception as error:  # noqa: BLE001 (kept, and raised once DCP touches the metadata)
                 failure = error
         return _Unread(failure)
 
@@ -262,7 +262,7 @@ class BucketReader(StorageReader):
         )
 
     def _pins(self, store: Store) -> dict[str, str]:
-        """ETags to insist on, where the checkpoint still lies where it was committed: copies have ETags of their own."""
+        """ETags to insist on, if the checkpoint still lies where it was committed: copies have their own."""
         assert self._metadata is not None
         facts = extra(self._metadata)
         if not store.capabilities.pinned_reads:

@@ -1,4 +1,4 @@
-"""One save under way, as a state machine, and the configuration that writer and reader share. No requests are made here."""
+"""One save under way as a state machine, and the configuration that writer and reader share. Makes no requests."""
 
 from __future__ import annotations
 

@@ -14,10 +14,9 @@ from torch.distributed.checkpoint import SavePlanner
 from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 
-from bucketpoint.dcp.upload_plan import group_items, resolve, torch_saved, warn_if_unsafe
+from bucketpoint.dcp.upload_plan import Place, group_items, resolve, torch_saved, warn_if_unsafe
 from bucketpoint.format import keys
 from bucketpoint.format.frames import frameable, tensor_frame
-from bucketpoint.format.groups import GroupRule
 from bucketpoint.format.memory import copy_stretch, is_viewable, tensor_bytes
 from bucketpoint.format.storage_info import make_storage_info, set_object_facts
 from bucketpoint.stores import Store
@@ -47,12 +46,9 @@ def write_transformed(
     items: Sequence[WriteItem],
     planner: SavePlanner,
     extensions: Sequence[Any],
+    place: Place,
     *,
     store: Store,
-    prefix: str,
-    token: str,
-    rank: int,
-    rules: Sequence[GroupRule],
     options: TransferOptions,
     meter: Meter,
 ) -> list[WriteResult]:
@@ -61,13 +57,13 @@ def write_transformed(
     # other way round, and its reader then cannot undo more than one.
     descriptors = [extension.get_descriptor() for extension in extensions]
     results: list[WriteResult] = []
-    for group, members in group_items(items, rules).items():
-        path = keys.data_path(token, rank, group, 0)
+    for group, members in group_items(items, place.rules).items():
+        path = keys.data_path(place.token, place.rank, group, 0)
         data = [(item, resolve(item, planner)) for item in members]
         raw = sum(_nbytes(value) + _SLACK for _, value in data)
         first = len(results)
         with StreamUpload(
-            store, keys.join(prefix, path), options, largest_nbytes=int(raw * _GROWTH), meter=meter
+            store, keys.join(place.prefix, path), options, largest_nbytes=int(raw * _GROWTH), meter=meter
         ) as stream:
             for item, value in data:
                 offset = stream.tell()

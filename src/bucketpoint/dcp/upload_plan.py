@@ -29,9 +29,22 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
+class Place:
+    """Where the objects of one rank go: below `prefix`, named by attempt and rank, grouped by `rules`."""
+
+    prefix: str
+    token: str
+    rank: int
+    rules: Sequence[GroupRule]
+
+
+@dataclass(frozen=True)
 class PlacedItem:
-    """A write item at `offset` in its object. `payload` is the index of the segment that its checksum is taken over, which begins
-    `payload_offset` bytes into the item if it is a frame of ours."""
+    """A write item at `offset` in its object.
+
+    `payload` is the index of the segment that its checksum is taken over, which begins `payload_offset` bytes into the
+    item if it is a frame of ours.
+    """
 
     item: WriteItem
     offset: int
@@ -73,14 +86,7 @@ def group_items(items: Sequence[WriteItem], rules: Sequence[GroupRule]) -> dict[
 
 
 def plan_objects(
-    items: Sequence[WriteItem],
-    planner: SavePlanner,
-    *,
-    prefix: str,
-    token: str,
-    rank: int,
-    rules: Sequence[GroupRule],
-    target_object_bytes: int,
+    items: Sequence[WriteItem], planner: SavePlanner, place: Place, *, target_object_bytes: int
 ) -> list[PlannedObject]:
     """Lay the items of one rank out in objects.
 
@@ -88,7 +94,7 @@ def plan_objects(
     larger than `target_object_bytes` is spread over several; an item is never split over two.
     """
     objects: list[PlannedObject] = []
-    for group, members in group_items(items, rules).items():
+    for group, members in group_items(items, place.rules).items():
         batch: list[tuple[WriteItem, torch.Tensor | memoryview]] = []
         size = 0
         batches = [batch]
@@ -102,7 +108,8 @@ def plan_objects(
             batch.append((item, data))
             size += nbytes
         for number, batch in enumerate(batches):
-            objects.append(_lay_out(keys.data_path(token, rank, group, number), prefix, batch))
+            path = keys.data_path(place.token, place.rank, group, number)
+            objects.append(_lay_out(path, place.prefix, batch))
     return objects
 
 
@@ -116,9 +123,7 @@ def _lay_out(path: str, prefix: str, batch: Sequence[tuple[WriteItem, torch.Tens
             payload = _payload_segment(data, frame.payload_nbytes)
             parts = [Segment(len(frame.header), memoryview(frame.header)), payload]
             parts.append(Segment(len(frame.trailer), memoryview(frame.trailer)))
-            placed.append(
-                PlacedItem(item, offset, frame.nbytes, len(segments) + 1, frame.payload_offset, data)
-            )
+            placed.append(PlacedItem(item, offset, frame.nbytes, len(segments) + 1, frame.payload_offset, data))
         else:
             view = torch_saved(data) if isinstance(data, torch.Tensor) else data
             if item.type == WriteItemType.BYTE_IO:

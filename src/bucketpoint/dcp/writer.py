@@ -24,7 +24,7 @@ from bucketpoint.dcp.commit import Commit, commit, complete_metadata
 from bucketpoint.dcp.console import describe, progress_callback
 from bucketpoint.dcp.session import Location, SaveSession, SaveState, as_url
 from bucketpoint.dcp.transformed import write_transformed
-from bucketpoint.dcp.upload_plan import plan_objects, results_of
+from bucketpoint.dcp.upload_plan import Place, plan_objects, results_of
 from bucketpoint.errors import BucketpointError, CheckpointExistsError, ObjectNotFoundError
 from bucketpoint.format import keys
 from bucketpoint.format.groups import DEFAULT_RULES, GroupRule
@@ -135,7 +135,7 @@ class BucketWriter(StorageWriter):
 
     @dcp_call
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """All ranks: upload this rank's items, and report where each lies once the store has acknowledged all of them."""
+        """All ranks: upload this rank's items, and report where each lies once all are acknowledged."""
         session = self._session()
         session.move(SaveState.UPLOADING)
         try:
@@ -250,13 +250,13 @@ class BucketWriter(StorageWriter):
         store, prefix = self._location.open(session.url)
         with progress_callback(self.progress, session.rank) as callback:
             meter = Meter("save", str(session.url), 0, callback)
-            place = {"prefix": prefix, "token": session.token, "rank": session.rank, "rules": self.groups}
+            place = Place(prefix, session.token, session.rank, self.groups)
             if self._extensions:
                 results = write_transformed(
-                    plan.items, planner, self._extensions, store=store, options=self.transfer, meter=meter, **place
+                    plan.items, planner, self._extensions, place, store=store, options=self.transfer, meter=meter
                 )
             else:
-                planned = plan_objects(plan.items, planner, target_object_bytes=self.target_object_bytes, **place)
+                planned = plan_objects(plan.items, planner, place, target_object_bytes=self.target_object_bytes)
                 meter.total_bytes = sum(entry.source.nbytes for entry in planned)
                 pool = BufferPool(self.transfer.max_inflight_bytes)
                 sources = [entry.source for entry in planned]

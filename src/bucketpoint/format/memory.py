@@ -8,7 +8,7 @@ import torch
 
 
 def is_viewable(tensor: torch.Tensor) -> bool:
-    """Whether the tensor's elements lie in host memory in C order, so that its bytes can be sent or received as they are."""
+    """Whether the elements lie in host memory in C order, so that the bytes can be sent or received as they are."""
     return (
         tensor.device.type == "cpu"
         and tensor.layout == torch.strided

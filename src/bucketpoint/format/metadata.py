@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copyreg
+import dataclasses
 import gc
 import io
 import math
@@ -11,7 +12,7 @@ import os
 import pathlib
 import pickle
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -42,6 +43,7 @@ FORMAT_VERSION = 1
 PICKLE_PROTOCOL = 4  # what every supported Python reads, and the least that has memoized frames
 
 _EXTRA = "bucketpoint"
+_HAS_STRIDES = "strides" in {one.name for one in dataclasses.fields(TensorProperties)}
 _MAX_DIMS = 64
 _MAX_NBYTES = 1 << 62
 _NOT_METADATA = "Whoever wrote this did not write a DCP checkpoint, or the object is damaged; name another checkpoint"
@@ -61,7 +63,10 @@ def encode_metadata(metadata: Metadata, *, bucketpoint: dict[str, Any]) -> bytes
     setattr(whole, _EXTRA, facts)
     stream = io.BytesIO()
     pickler = pickle.Pickler(stream, protocol=PICKLE_PROTOCOL)
-    pickler.dispatch_table = {**copyreg.dispatch_table, **_Sharing().reducers()}
+    sharing = _Sharing(metadata.state_dict_metadata)
+    if type(metadata.planner_data) is dict:
+        whole.planner_data = {sharing.share(name): value for name, value in metadata.planner_data.items()}
+    pickler.dispatch_table = {**copyreg.dispatch_table, **sharing.reducers()}
     pickler.dump(whole)
     return stream.getvalue()
 
@@ -72,8 +77,8 @@ class _Sharing:
     They come from many ranks and are equal rather than identical; at 100,000 chunks they are most of the pickle.
     """
 
-    def __init__(self) -> None:
-        self._seen: dict[Any, Any] = {}
+    def __init__(self, names: Iterable[str]) -> None:
+        self._seen: dict[Any, Any] = {(str, name): name for name in names}
 
     def reducers(self) -> dict[type, Callable[[Any], Any]]:
         return {
@@ -84,14 +89,16 @@ class _Sharing:
             StorageMeta: self._storage_meta,
         }
 
-    def _share(self, value: Any) -> Any:
+    def share(self, value: Any) -> Any:
         # A Size equals a plain tuple of the same numbers and must not become one.
         kind = type(value)
-        return self._seen.setdefault((kind, value), value) if kind is str or kind is torch.Size else value
+        if kind is not str and kind is not torch.Size:
+            return value
+        return self._seen.setdefault((kind, value), value)
 
     def _dataclass(self, value: Any) -> Any:
         # Fields that are None have None as their class's default, and stay out as `_StorageInfo` itself does it.
-        state = {name: self._share(content) for name, content in vars(value).items() if content is not None}
+        state = {name: self.share(content) for name, content in vars(value).items() if content is not None}
         return copyreg.__newobj__, (type(value),), state  # type: ignore[attr-defined]
 
     @staticmethod
@@ -211,9 +218,9 @@ def _unpickle_safely(data: bytes, url: str | None) -> Any:
     try:
         check_stream(data)
     except MalformedPickleError as error:
-        refused = survey(data, 0, METADATA_GLOBALS).refused
-        if refused:
-            raise UnsafeDataError(f"The metadata names {', '.join(dict.fromkeys(refused))}", url=url) from None
+        names = [name for name in survey(data, 0, METADATA_GLOBALS).refused if not name.startswith("<")]
+        if names:
+            raise UnsafeDataError(f"The metadata names {', '.join(dict.fromkeys(names))}", url=url) from None
         raise _not_metadata(str(error), url) from None
     try:
         return AllowListUnpickler(data, _stand_ins(), url=url).load()
@@ -233,11 +240,14 @@ class _Properties:
     """Stands for TensorProperties while unpickling: torch before 2.15 cannot take the six fields that 2.15 writes."""
 
     def __setstate__(self, state: Any) -> None:
-        dtype, layout, requires_grad, memory_format, pin_memory, *_ = state
+        dtype, layout, requires_grad, memory_format, pin_memory, *later = state
         if type(dtype) is not torch.dtype or type(layout) is not torch.layout:
             raise TypeError("tensor properties without a dtype and a layout")
         real = object.__new__(TensorProperties)
-        real.__setstate__((dtype, layout, bool(requires_grad), memory_format, bool(pin_memory)))  # type: ignore[no-untyped-call]
+        known: tuple[Any, ...] = (dtype, layout, bool(requires_grad), memory_format, bool(pin_memory))
+        if _HAS_STRIDES and later and isinstance(later[0], tuple):
+            known += (later[0],)
+        real.__setstate__(known)  # type: ignore[no-untyped-call]
         self.real = real
 
 

@@ -5,6 +5,7 @@ The additions are plain attributes of the stock class, which pickle along and wh
 
 from __future__ import annotations
 
+import itertools
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -27,6 +28,9 @@ SINGLE_BLOCK_NBYTES = MIB
 # a resharding load is likely to cut at; else small ones keep the excess down, at 4 bytes of metadata each.
 _COARSE = (32, 256 * KIB, 4 * MIB)
 _FINE = (256, 32 * KIB, MIB)
+
+_SECTIONS = 8  # a resharding load that halves, quarters or eighths should find its borders
+_PIECES_TRIED = 256
 
 _MAX_NUMBER = 1 << 62
 _MAX_PATH = 4096
@@ -147,11 +151,20 @@ def plan_blocks(nbytes: int, row_nbytes: int) -> int:
             per_row //= 2
         if row_nbytes // per_row <= 2 * _COARSE[2]:
             return row_nbytes // per_row
-    count = _power_of_two_below(nbytes // coarse)
-    if row_nbytes == 0 or nbytes % (count * row_nbytes) == 0:
-        return -(-nbytes // count)
-    count = _power_of_two_below(nbytes // _target(nbytes, *_FINE))
-    block = -(-nbytes // count)
+    most = _power_of_two_below(nbytes // coarse)
+    if row_nbytes == 0:
+        return -(-nbytes // most)
+    rows = nbytes // row_nbytes
+    sections = min(rows & -rows, most)
+    if sections >= min(_SECTIONS, most):
+        section = nbytes // sections
+        usual = max(section // coarse, 1)
+        finer = range(usual, min(section // (coarse // 4), usual + _PIECES_TRIED) + 1)
+        coarser = range(usual - 1, -(-section // (3 * coarse)) - 1, -1)
+        for pieces in itertools.chain(finer, coarser):
+            if section % pieces == 0:
+                return section // pieces
+    block = -(-nbytes // _power_of_two_below(nbytes // _target(nbytes, *_FINE)))
     return -(-block // row_nbytes) * row_nbytes if row_nbytes < block else block
 
 

@@ -1,4 +1,4 @@
-"""Finding committed checkpoints under a root. Only a `.metadata` makes a checkpoint; folders without one are ignored."""
+"""Finding committed checkpoints under a root. Only a `.metadata` makes one; folders without are ignored."""
 
 from __future__ import annotations
 

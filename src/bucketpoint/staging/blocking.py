@@ -43,7 +43,7 @@ def copy_to_host(value: Any, *, path: str = "", memo: dict[int, Any] | None = No
     else:
         try:
             copied = copy.deepcopy(value)
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 (whatever a user's __deepcopy__ raises)
             raise BucketpointError(
                 f"An object of type {type(value).__qualname__} cannot be copied for an asynchronous save: {error}",
                 key=path.lstrip("."),
@@ -60,7 +60,8 @@ def _copy_tensor(tensor: torch.Tensor) -> torch.Tensor:
         # Newer versions of torch name a DTensor's device mesh beside its local tensor.
         inner = {name: getattr(tensor, name) for name in names}
         inner = {name: _copy_tensor(part) if isinstance(part, torch.Tensor) else part for name, part in inner.items()}
-        rebuilt: torch.Tensor = type(tensor).__tensor_unflatten__(inner, context, tensor.size(), tensor.stride())
+        unflatten = getattr(type(tensor), "__tensor_unflatten__")  # noqa: B009 (not on torch.Tensor itself)
+        rebuilt: torch.Tensor = unflatten(inner, context, tensor.size(), tensor.stride())
         return rebuilt
     source = tensor.detach()
     if source.device.type == "cpu":

@@ -301,8 +301,8 @@ def _etag(info: dict[str, Any]) -> str | None:
     for name in _ETAG_NAMES:
         if info.get(name):
             return str(info[name]).strip('"')
-    times = [str(info[name]) for name in _TIME_NAMES if info.get(name)]
-    return "-".join([*times, str(info.get("size")), str(info.get("ino", ""))]) if times else None
+    seconds = _seconds(info)
+    return None if seconds is None else f"{seconds:.6f}-{info.get('size')}-{info.get('ino', '')}"
 
 
 def _seconds(info: dict[str, Any]) -> float | None:

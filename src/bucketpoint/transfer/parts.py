@@ -44,7 +44,7 @@ def common_part_bytes(sizes: Sequence[int], options: TransferOptions) -> int:
 
 
 def plan_parts(nbytes: int, part_bytes: int, limits: Capabilities) -> PartPlan:
-    """Equal parts of about `part_bytes`, within the service's limits. Equal, because some S3-compatible stores demand it.
+    """Equal parts of about `part_bytes` within the service's limits. Equal, as some S3-compatible stores demand.
 
     Raises:
         BucketpointError: the object is larger than the service can hold.

@@ -1,4 +1,4 @@
-"""Doing again what may work the second time. Requests that the client library repeats by itself are not repeated here."""
+"""Doing again what may work the second time, where the client library does not repeat it by itself."""
 
 from __future__ import annotations
 

@@ -29,9 +29,7 @@ class StreamUpload(io.RawIOBase):
         largest_nbytes: an upper bound of what will be written, for the size of the parts.
     """
 
-    def __init__(
-        self, store: Store, key: str, options: TransferOptions, *, largest_nbytes: int, meter: Meter
-    ) -> None:
+    def __init__(self, store: Store, key: str, options: TransferOptions, *, largest_nbytes: int, meter: Meter) -> None:
         super().__init__()
         limits = store.capabilities
         self._store = store
@@ -91,7 +89,7 @@ class StreamUpload(io.RawIOBase):
         self._info = self._store.complete_multipart(self._key, self._upload_id, parts)
         return self._info
 
-    def __enter__(self) -> StreamUpload:
+    def __enter__(self) -> StreamUpload:  # noqa: PYI034 (Self needs Python 3.11)
         return self
 
     def __exit__(

@@ -56,7 +56,7 @@ class TaskGroup:
             self._queue.clear()
             self._state.notify_all()
 
-    def __enter__(self) -> TaskGroup:
+    def __enter__(self) -> TaskGroup:  # noqa: PYI034 (Self needs Python 3.11)
         return self
 
     def __exit__(
@@ -96,7 +96,7 @@ class TaskGroup:
                 self._running += 1
             try:
                 task()
-            except BaseException as error:
+            except BaseException as error:  # noqa: BLE001 (raised where the group is left)
                 self.cancel(error)
             finally:
                 del task

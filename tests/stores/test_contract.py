@@ -1,0 +1,637 @@
+"""What every store promises, as one list that each of them passes: S3 on moto and MinIO, a local folder, and fsspec."""
+
+from __future__ import annotations
+
+import errno
+import pickle
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import fsspec
+import pytest
+from awscrt import checksums
+
+from bucketpoint.errors import (
+    AccessDeniedError,
+    BucketNotFoundError,
+    CorruptDataError,
+    CredentialsError,
+    EndpointError,
+    ObjectNotFoundError,
+    PreconditionFailedError,
+    StoreError,
+    UploadNotFoundError,
+)
+from bucketpoint.stores import FsspecStore, LocalStore, S3Options, S3Store, Store, open_store, s3
+from servers import S3Server
+
+pytestmark = pytest.mark.contract
+
+MIB = 1 << 20
+
+ODD_KEYS = [
+    "plain",
+    "with space/and more",
+    "plus+plus",
+    "hash#tag",
+    "percent%41%2F%",
+    "question?x=1&y=2",
+    "brackets[0]/[a-z]",
+    "star*/*",
+    "ünïcode/テスト/🔥",
+    "quote'double\"",
+    "a=b,c;d:e@f$g!",
+    "dash-before/slash",
+    "tilde~(paren)",
+    ".metadata",
+]
+
+
+def views(*chunks: bytes) -> list[memoryview]:
+    return [memoryview(chunk) for chunk in chunks]
+
+
+def room(size: int) -> tuple[bytearray, list[memoryview]]:
+    data = bytearray(size)
+    return data, [memoryview(data)]
+
+
+@dataclass
+class Case:
+    """A store under test, and what to expect of it where stores may differ."""
+
+    store: Store
+    part_bytes: int = 1000
+    keeps_double_slashes: bool = True
+    verifies: bool = False
+    """Whether this server looks at checksums: moto takes any."""
+    knows_gone_uploads: bool = True
+    """moto answers 500 for them."""
+    left_behind: Callable[[], list[str]] = field(default=list)
+    """Names of everything there, temporary things and open uploads included."""
+
+
+def s3_case(server: S3Server) -> Case:
+    bucket = server.make_bucket()
+    return Case(
+        S3Store(bucket, S3Options.from_storage_options(server.options)),
+        part_bytes=5 * MIB,
+        # MinIO keeps objects as files.
+        keeps_double_slashes=server.kind == "moto",
+        verifies=server.kind == "minio",
+        knows_gone_uploads=server.kind == "minio",
+        left_behind=lambda: server.keys(bucket) + server.open_uploads(bucket, "up/load"),
+    )
+
+
+def everything_below(folder: Path) -> list[str]:
+    return [str(path) for path in folder.rglob("*") if path.is_file()]
+
+
+@pytest.fixture(params=["moto", "minio", "local", "memory", "fsspec-file"])
+def case(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Case]:
+    if request.param in ("moto", "minio"):
+        yield s3_case(request.getfixturevalue(request.param))
+    elif request.param == "local":
+        yield Case(
+            LocalStore(str(tmp_path)), keeps_double_slashes=False, left_behind=lambda: everything_below(tmp_path)
+        )
+    elif request.param == "fsspec-file":
+        store = FsspecStore(fsspec.filesystem("file"), str(tmp_path))
+        yield Case(store, keeps_double_slashes=False, left_behind=lambda: everything_below(tmp_path))
+    else:
+        fs = fsspec.filesystem("memory")
+        root = f"/contract-{tmp_path.name}"
+        yield Case(FsspecStore(fs, root), left_behind=lambda: [name for name in fs.store if name.startswith(root)])
+        fs.rm(root, recursive=True) if fs.exists(root) else None
+
+
+@pytest.fixture
+def store(case: Case) -> Store:
+    return case.store
+
+
+def test_what_was_put_is_read_back_whole(store: Store) -> None:
+    info = store.put("a/b", views(b"hello ", b"", b"world"))
+    data, found = store.get("a/b")
+    assert data == b"hello world"
+    assert (found.key, found.size, found.etag) == ("a/b", 11, info.etag)
+    assert store.head("a/b").size == 11
+    assert store.head("a/b").etag == info.etag is not None
+
+
+def test_an_empty_object_can_be_put_and_read(store: Store) -> None:
+    store.put("empty", [], crc32c=0)
+    assert store.get("empty")[0] == b""
+    assert store.head("empty").size == 0
+
+
+def test_a_put_replaces_what_was_there_and_its_etag(store: Store) -> None:
+    first = store.put("k", views(b"one"))
+    second = store.put("k", views(b"two"))
+    assert store.get("k")[0] == b"two"
+    assert first.etag != second.etag
+
+
+def test_a_checksum_that_does_not_fit_the_body_is_refused_and_nothing_is_written(case: Case) -> None:
+    store = case.store
+    store.put("good", views(b"body"), crc32c=checksums.crc32c(b"body"))
+    if not case.verifies:
+        pytest.skip("nobody verifies checksums here")
+    with pytest.raises(CorruptDataError):
+        store.put("bad", views(b"body"), crc32c=checksums.crc32c(b"other"))
+    with pytest.raises(ObjectNotFoundError):
+        store.head("bad")
+
+
+def test_get_refuses_an_object_larger_than_expected(store: Store) -> None:
+    store.put("k", views(b"x" * 100))
+    assert store.get("k", max_bytes=100)[1].size == 100
+    with pytest.raises(CorruptDataError):
+        store.get("k", max_bytes=99)
+    assert store.get("k")[0] == b"x" * 100
+
+
+@pytest.mark.parametrize("key", ODD_KEYS)
+def test_odd_keys_come_back_exactly(store: Store, key: str) -> None:
+    store.put(key, views(key.encode()))
+    assert store.get(key)[0] == key.encode()
+    assert store.head(key).key == key
+    assert [info.key for info in store.list("")] == [key]
+    assert [info.key for info in store.list(key)] == [key]
+    assert [info.key for info in store.list(key[:-1])] == [key]
+    buffer, views_ = room(len(key.encode()))
+    store.read_into(key, 0, views_)
+    assert bytes(buffer) == key.encode()
+    store.copy(key, "copies/" + key)
+    assert store.get("copies/" + key)[0] == key.encode()
+    assert store.delete([key, "copies/" + key]) == []
+    assert list(store.list("")) == []
+
+
+def test_two_slashes_in_a_row_are_written_and_read_as_given(case: Case) -> None:
+    store = case.store
+    store.put("a//b", views(b"x"))
+    assert store.get("a//b")[0] == b"x"
+    if case.keeps_double_slashes:
+        assert [info.key for info in store.list("a/")] == ["a//b"]
+
+
+def test_multipart_in_odd_keys(case: Case) -> None:
+    for key in ODD_KEYS:
+        upload = case.store.create_multipart(key)
+        part = case.store.put_part(key, upload, 1, views(b"abc"))
+        case.store.complete_multipart(key, upload, [part])
+        assert case.store.get(key)[0] == b"abc"
+
+
+def test_a_range_is_received_into_the_callers_buffers_in_order(store: Store) -> None:
+    content = bytes(range(256)) * 1024
+    store.put("k", views(content))
+    for offset, sizes in [
+        (0, [len(content)]),
+        (1, [1]),
+        (len(content) - 1, [1]),
+        (7, [1, 0, 3, 100_003, 5, 70_000, 1]),
+        (1000, [10] * 5000),
+        (3, [40_000, 1, 40_000, 2, 3]),
+    ]:
+        memory = bytearray(b"\xaa" * (sum(sizes) + 2 * len(sizes)))
+        buffers, at = [], 0
+        for size in sizes:
+            buffers.append(memoryview(memory)[at : at + size])
+            at += size + 2
+        store.read_into("k", offset, buffers)
+        assert b"".join(buffers) == content[offset : offset + sum(sizes)]
+        # Nothing between the buffers is touched.
+        assert memory[at - 2 :] == b"\xaa\xaa"
+
+
+def test_a_range_that_ends_or_begins_beyond_the_object_is_corrupt(store: Store) -> None:
+    store.put("k", views(b"0123456789"))
+    for offset, size in [(5, 6), (10, 1), (1000, 10), (0, 11)]:
+        with pytest.raises(CorruptDataError):
+            store.read_into("k", offset, room(size)[1])
+
+
+def test_an_empty_range_costs_nothing(store: Store) -> None:
+    store.put("k", views(b"0123456789"))
+    store.read_into("k", 3, [])
+    store.read_into("k", 3, room(0)[1])
+
+
+def test_a_pinned_read_refuses_an_object_that_was_replaced(store: Store) -> None:
+    first = store.put("k", views(b"0123456789"))
+    data, buffers = room(10)
+    store.read_into("k", 0, buffers, if_match=first.etag)
+    assert bytes(data) == b"0123456789"
+    store.put("k", views(b"9876543210"))
+    with pytest.raises(PreconditionFailedError):
+        store.read_into("k", 0, buffers, if_match=first.etag)
+
+
+def test_a_missing_key_is_an_object_not_found(store: Store) -> None:
+    for call in (
+        lambda: store.get("missing"),
+        lambda: store.head("missing"),
+        lambda: store.read_into("missing", 0, room(1)[1]),
+        lambda: store.copy("missing", "target"),
+    ):
+        with pytest.raises(ObjectNotFoundError) as caught:
+            call()
+        assert "missing" in str(caught.value)
+        assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
+        if isinstance(store, S3Store):
+            # boto3's exceptions hold the request, headers and all.
+            assert caught.value.__context__ is None
+
+
+def test_a_create_only_put_does_not_replace(store: Store) -> None:
+    store.put("k", views(b"first"), if_none_match=True)
+    with pytest.raises(PreconditionFailedError):
+        store.put("k", views(b"second"), if_none_match=True)
+    assert store.get("k")[0] == b"first"
+
+
+def test_an_if_match_put_replaces_only_the_object_it_names(store: Store) -> None:
+    first = store.put("k", views(b"first"))
+    second = store.put("k", views(b"second"), if_match=first.etag)
+    with pytest.raises(PreconditionFailedError):
+        store.put("k", views(b"third"), if_match=first.etag)
+    assert store.get("k")[0] == b"second"
+    assert store.head("k").etag == second.etag
+    with pytest.raises(PreconditionFailedError):
+        store.put("gone", views(b"x"), if_match=first.etag)
+
+
+def test_of_concurrent_create_only_puts_exactly_one_wins(store: Store) -> None:
+    if not store.capabilities.conditional_put:
+        pytest.skip("this store does not claim atomic conditions")
+    start = threading.Barrier(8)
+
+    def attempt(number: int) -> bool:
+        start.wait()
+        try:
+            store.put("k", views(b"%d" % number), if_none_match=True)
+        except PreconditionFailedError:
+            return False
+        return True
+
+    with ThreadPoolExecutor(8) as pool:
+        won = list(pool.map(attempt, range(8)))
+    assert won.count(True) == 1
+    assert store.get("k")[0] == b"%d" % won.index(True)
+
+
+def test_of_concurrent_if_match_puts_exactly_one_wins(store: Store) -> None:
+    if not store.capabilities.conditional_put:
+        pytest.skip("this store does not claim atomic conditions")
+    base = store.put("k", views(b"base"))
+    start = threading.Barrier(8)
+
+    def attempt(number: int) -> bool:
+        start.wait()
+        try:
+            store.put("k", views(b"%d" % number), if_match=base.etag)
+        except PreconditionFailedError:
+            return False
+        return True
+
+    with ThreadPoolExecutor(8) as pool:
+        won = list(pool.map(attempt, range(8)))
+    assert won.count(True) == 1
+
+
+def test_parts_sent_in_any_order_become_one_object_in_the_order_of_their_numbers(case: Case) -> None:
+    store, size = case.store, case.part_bytes
+    bodies = {1: b"a" * size, 2: b"b" * size, 3: b"c" * 17}
+    upload = store.create_multipart("up/load")
+    parts = []
+    for number in (3, 1, 2):
+        half = len(bodies[number]) // 2
+        body = views(bodies[number][:half], bodies[number][half:])
+        parts.append(store.put_part("up/load", upload, number, body, crc32c=checksums.crc32c(bodies[number])))
+    with pytest.raises(ObjectNotFoundError):
+        store.head("up/load")
+    assert list(store.list("")) == []
+    info = store.complete_multipart("up/load", upload, parts)
+    whole = bodies[1] + bodies[2] + bodies[3]
+    assert store.get("up/load")[0] == whole
+    assert info.size == store.head("up/load").size == len(whole)
+    assert info.etag == store.head("up/load").etag
+    assert len(case.left_behind()) == 1
+
+
+def test_parts_are_numbered_by_the_caller_and_may_leave_gaps(case: Case) -> None:
+    store = case.store
+    upload = store.create_multipart("k")
+    parts = [
+        store.put_part("k", upload, 7, views(b"tail")),
+        store.put_part("k", upload, 2, views(b"h" * case.part_bytes)),
+    ]
+    store.complete_multipart("k", upload, parts)
+    assert store.get("k")[0] == b"h" * case.part_bytes + b"tail"
+
+
+def test_a_part_sent_again_replaces_the_earlier_one(case: Case) -> None:
+    store = case.store
+    upload = store.create_multipart("k")
+    store.put_part("k", upload, 1, views(b"wrong"))
+    part = store.put_part("k", upload, 1, views(b"right!"))
+    store.complete_multipart("k", upload, [part])
+    assert store.get("k")[0] == b"right!"
+
+
+def test_a_part_that_fails_its_checksum_is_refused(case: Case) -> None:
+    if not case.verifies:
+        pytest.skip("nobody verifies checksums here")
+    upload = case.store.create_multipart("k")
+    with pytest.raises(CorruptDataError):
+        case.store.put_part("k", upload, 1, views(b"body"), crc32c=1)
+    case.store.abort_multipart("k", upload)
+
+
+def test_an_aborted_upload_leaves_nothing_and_can_be_aborted_again(case: Case) -> None:
+    store = case.store
+    upload = store.create_multipart("up/load")
+    store.put_part("up/load", upload, 1, views(b"x" * 100))
+    assert [open_.key for open_ in store.list_multipart("up/load")] == ["up/load"]
+    assert [open_.upload_id for open_ in store.list_multipart("up/load")] == [upload]
+    store.abort_multipart("up/load", upload)
+    store.abort_multipart("up/load", upload)
+    assert case.left_behind() == []
+    assert list(store.list_multipart("up/load")) == []
+    with pytest.raises(UploadNotFoundError if case.knows_gone_uploads else StoreError):
+        store.put_part("up/load", upload, 2, views(b"y"))
+
+
+def test_completing_an_upload_that_is_gone_says_so(case: Case) -> None:
+    store = case.store
+    upload = store.create_multipart("k")
+    part = store.put_part("k", upload, 1, views(b"x"))
+    store.abort_multipart("k", upload)
+    with pytest.raises(UploadNotFoundError if case.knows_gone_uploads else StoreError):
+        store.complete_multipart("k", upload, [part])
+    assert list(store.list("")) == []
+
+
+def test_list_gives_keys_by_prefix_in_order_and_from_a_start(store: Store) -> None:
+    keys = ["a/1", "a/10", "a/2", "a/b/c", "a-b", "ab/x", "b"]
+    for key in keys:
+        store.put(key, views(key.encode()))
+    assert [info.key for info in store.list("")] == sorted(keys)
+    assert [info.key for info in store.list("a/")] == ["a/1", "a/10", "a/2", "a/b/c"]
+    assert [info.key for info in store.list("a/1")] == ["a/1", "a/10"]
+    assert [info.key for info in store.list("a/", start_after="a/10")] == ["a/2", "a/b/c"]
+    assert [info.key for info in store.list("none/")] == []
+    described = next(iter(store.list("a/10")))
+    assert (described.size, described.etag) == (4, store.head("a/10").etag)
+    assert described.modified is None or described.modified > 1e9
+
+
+def test_list_folders_names_each_folder_below_once(store: Store) -> None:
+    for key in ["run/step-1/.metadata", "run/step-1/data/x", "run/step-10/y", "run/step 2/z", "run/file", "other/q"]:
+        store.put(key, views(b"x"))
+    assert list(store.list_folders("run/")) == ["run/step 2/", "run/step-1/", "run/step-10/"]
+    assert list(store.list_folders("")) == ["other/", "run/"]
+    assert list(store.list_folders("none/")) == []
+
+
+def test_listing_passes_the_page_limit_of_a_thousand_and_a_batched_delete_too(case: Case) -> None:
+    store = case.store
+    count = 1203 if isinstance(store, S3Store) else 1003
+    keys = [f"many/{number:04}" for number in range(count)]
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(lambda key: store.put(key, views(b"x")), keys))
+    assert [info.key for info in store.list("many/")] == keys
+    assert store.delete([*keys[:-1], "many/never-was"]) == []
+    assert [info.key for info in store.list("")] == keys[-1:]
+
+
+def test_deleting_keys_that_are_not_there_succeeds(store: Store) -> None:
+    store.put("here", views(b"x"))
+    assert store.delete(["not/here", "here", "nor/there"]) == []
+    assert store.delete([]) == []
+    with pytest.raises(ObjectNotFoundError):
+        store.head("here")
+
+
+def test_a_copy_is_an_object_of_its_own(store: Store) -> None:
+    store.put("from/a b", views(b"content"))
+    info = store.copy("from/a b", "to/c+d")
+    assert info.size == 7
+    assert info.etag == store.head("to/c+d").etag
+    store.delete(["from/a b"])
+    assert store.get("to/c+d")[0] == b"content"
+
+
+def test_a_store_pickles_and_serves_afterwards(store: Store) -> None:
+    store.put("k", views(b"x"))
+    again = pickle.loads(pickle.dumps(store))
+    assert again == store
+    assert again.get("k")[0] == b"x"
+
+
+def test_a_closed_store_can_be_used_again(store: Store) -> None:
+    store.put("k", views(b"x"))
+    store.close()
+    assert store.get("k")[0] == b"x"
+    store.close()
+
+
+def test_it_is_a_store_and_says_where(store: Store) -> None:
+    assert isinstance(store, Store)
+    assert "://" in store.url
+    assert store.identity
+
+
+class TestS3:
+    """What only S3 can get wrong."""
+
+    @pytest.fixture
+    def store(self, s3: S3Server, bucket: str) -> S3Store:
+        return S3Store(bucket, S3Options.from_storage_options(s3.options))
+
+    def test_a_missing_bucket_is_named_and_never_made(self, s3: S3Server) -> None:
+        store = S3Store("no-such-bucket-here", S3Options.from_storage_options(s3.options))
+        for call in (
+            lambda: store.put("k", views(b"x")),
+            lambda: store.get("k"),
+            lambda: store.create_multipart("k"),
+            lambda: list(store.list("")),
+            lambda: store.delete(["k"]),
+        ):
+            with pytest.raises(BucketNotFoundError, match="no-such-bucket-here"):
+                call()
+        assert "no-such-bucket-here" not in [entry["Name"] for entry in s3.client().list_buckets()["Buckets"]]
+
+    def test_a_copy_beyond_the_limit_of_one_request_is_made_in_parts(
+        self, store: S3Store, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        content = b"0123456789abcdef" * (11 * MIB // 16)
+        store.put("big", views(content))
+        monkeypatch.setattr(s3, "MAX_COPY_BYTES", 5 * MIB)
+        info = store.copy("big", "copy of big")
+        assert store.get("copy of big")[0] == content
+        assert info.size == len(content)
+        assert store.head("copy of big").etag == info.etag
+        assert info.etag is not None
+        assert info.etag.endswith("-3")
+
+    def test_a_failed_copy_in_parts_leaves_no_upload(
+        self, s3: S3Server, store: S3Store, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        store.put("big", views(b"x" * (6 * MIB)))
+        # Parts below the service's minimum: completing is refused after the copies were made.
+        import bucketpoint.stores.s3 as module
+
+        monkeypatch.setattr(module, "MAX_COPY_BYTES", MIB)
+        with pytest.raises(StoreError):
+            store.copy("big", "target")
+        assert s3.open_uploads(store.bucket, "target") == []
+        assert s3.keys(store.bucket) == ["big"]
+
+    def test_unreachable_endpoint(self, free_endpoint: str) -> None:
+        options = S3Options(endpoint_url=free_endpoint, access_key="a", secret_key="b", max_attempts=1)
+        with pytest.raises(EndpointError, match="s3://bucket/k"):
+            S3Store("bucket", options).get("k")
+
+    @pytest.fixture
+    def free_endpoint(self) -> str:
+        import servers
+
+        return f"http://127.0.0.1:{servers.free_port()}"
+
+    def test_no_credentials(self, s3: S3Server, bucket: str) -> None:
+        with pytest.raises(CredentialsError):
+            S3Store(bucket, S3Options(endpoint_url=s3.endpoint)).get("k")
+
+    def test_a_profile_that_does_not_exist_is_a_credentials_error(self, s3: S3Server, bucket: str) -> None:
+        with pytest.raises(CredentialsError, match="nobody"):
+            S3Store(bucket, S3Options(endpoint_url=s3.endpoint, profile="nobody")).get("k")
+
+
+class TestDenied:
+    """MinIO is the one that checks who asks."""
+
+    def test_a_wrong_secret_and_an_unknown_key_are_credentials_errors(self, minio: S3Server) -> None:
+        bucket = minio.make_bucket()
+        for changes in ({"secret": "wrong-secret"}, {"key": "nobody"}):
+            store = S3Store(bucket, S3Options.from_storage_options({**minio.options, **changes}))
+            for call in (lambda: store.get("k"), lambda: store.put("k", views(b"x"))):  # noqa: B023
+                with pytest.raises(CredentialsError) as caught:
+                    call()
+                assert "wrong-secret" not in str(caught.value)
+
+    def test_an_anonymous_request_is_denied(self, minio: S3Server) -> None:
+        bucket = minio.make_bucket()
+        store = S3Store(bucket, S3Options(endpoint_url=minio.endpoint, anon=True))
+        with pytest.raises(AccessDeniedError):
+            store.put("k", views(b"x"))
+        with pytest.raises(AccessDeniedError):
+            store.get("k")
+        with pytest.raises(AccessDeniedError):
+            list(store.list(""))
+
+    def test_keys_that_may_not_be_deleted_are_reported_each_and_the_others_go(self, minio: S3Server) -> None:
+        bucket = minio.make_bucket()
+        owner = S3Store(bucket, S3Options.from_storage_options(minio.options))
+        keys = [f"open/{number:04}" for number in range(1100)]
+        with ThreadPoolExecutor(4) as pool:
+            list(pool.map(lambda key: owner.put(key, views(b"x")), [*keys, "locked/1", "locked/2"]))
+        allowed = {"Effect": "Allow", "Action": ["s3:*"], "Resource": [f"arn:aws:s3:::{bucket}/open/*"]}
+        limited = S3Store(bucket, S3Options.from_storage_options(minio.limited_options(allowed)))
+        failures = limited.delete(["locked/1", *keys, "locked/2"])
+        assert [(failure.key, failure.code) for failure in failures] == [
+            ("locked/1", "AccessDenied"),
+            ("locked/2", "AccessDenied"),
+        ]
+        assert [info.key for info in owner.list("")] == ["locked/1", "locked/2"]
+
+    def test_a_reader_may_read_and_not_write(self, minio: S3Server) -> None:
+        bucket = minio.make_bucket()
+        S3Store(bucket, S3Options.from_storage_options(minio.options)).put("k", views(b"x"))
+        allowed = {"Effect": "Allow", "Action": ["s3:GetObject"], "Resource": [f"arn:aws:s3:::{bucket}/*"]}
+        reader = S3Store(bucket, S3Options.from_storage_options(minio.limited_options(allowed)))
+        assert reader.get("k")[0] == b"x"
+        with pytest.raises(AccessDeniedError, match="PutObject"):
+            reader.put("k", views(b"y"))
+
+
+class TestLocal:
+    def test_a_key_that_is_a_folder_is_no_object(self, tmp_path: Path) -> None:
+        store = LocalStore(str(tmp_path))
+        store.put("a/b", views(b"x"))
+        for call in (lambda: store.get("a"), lambda: store.head("a"), lambda: store.head("a/b/c")):
+            with pytest.raises(ObjectNotFoundError):
+                call()
+
+    def test_what_cannot_be_deleted_is_reported_by_key(self, tmp_path: Path) -> None:
+        store = LocalStore(str(tmp_path))
+        store.put("folder/file", views(b"x"))
+        store.put("other", views(b"x"))
+        failures = store.delete(["folder", "other"])
+        assert [failure.key for failure in failures] == ["folder"]
+        assert failures[0].code in (errno.errorcode[errno.EISDIR], errno.errorcode[errno.EPERM])
+        assert [info.key for info in store.list("")] == ["folder/file"]
+
+    def test_a_write_that_fails_leaves_the_old_object_and_nothing_else(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        store = LocalStore(str(tmp_path))
+        store.put("k", views(b"old"))
+
+        def full(*_: object) -> int:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        monkeypatch.setattr("os.writev", full)
+        with pytest.raises(StoreError, match="No space left"):
+            store.put("k", views(b"new"))
+        assert store.get("k")[0] == b"old"
+        assert everything_below(tmp_path) == [str(tmp_path / "k")]
+
+    def test_folders_go_when_their_last_object_does_but_never_the_root(self, tmp_path: Path) -> None:
+        store = LocalStore(str(tmp_path / "root"))
+        store.put("a/b/c", views(b"x"))
+        store.put("a/d", views(b"x"))
+        store.delete(["a/b/c"])
+        assert not (tmp_path / "root/a/b").exists()
+        store.delete(["a/d"])
+        assert list((tmp_path / "root").iterdir()) == []
+
+    def test_an_open_read_keeps_the_object_it_began_with(self, tmp_path: Path) -> None:
+        store = LocalStore(str(tmp_path))
+        store.put("k", views(b"old"))
+        with open(tmp_path / "k", "rb") as file:
+            store.put("k", views(b"new"))
+            assert file.read() == b"old"
+
+    def test_more_buffers_than_one_call_takes(self, tmp_path: Path) -> None:
+        store = LocalStore(str(tmp_path))
+        content = bytes(range(250)) * 20
+        store.put("k", [memoryview(content)[at : at + 1] for at in range(len(content))])
+        memory = bytearray(len(content))
+        store.read_into("k", 0, [memoryview(memory)[at : at + 1] for at in range(len(content))])
+        assert memory == content
+
+    def test_a_folder_that_was_put_back_has_another_identity(self, tmp_path: Path) -> None:
+        import shutil
+
+        store = LocalStore(str(tmp_path / "run"))
+        store.put("k", views(b"x"))
+        before = store.identity
+        assert store.identity == before
+        shutil.copytree(tmp_path / "run", tmp_path / "backup")
+        shutil.rmtree(tmp_path / "run")
+        (tmp_path / "taken").mkdir()  # takes the inode that became free
+        shutil.copytree(tmp_path / "backup", tmp_path / "run")
+        assert store.identity != before
+
+
+def test_open_store_finds_the_store_for_each_kind_of_url(tmp_path: Path) -> None:
+    assert isinstance(open_store(str(tmp_path))[0], LocalStore)
+    assert isinstance(open_store("memory://x")[0], FsspecStore)
+    assert isinstance(open_store("s3://b/x")[0], S3Store)
