@@ -61,6 +61,8 @@ def main() -> int:
         with Training(logs / "killed", ranks=4, root=at.root) as killed, at.measured():
             caught = killed.follow(until=lambda step: step >= KILL_AT and at.uploading(step))
             killed.kill()
+            if at.network:
+                at.network.cut()
         half = f"step-{killed.saving}"
         if not caught:
             raise SystemExit("every upload ended before it could be interrupted: the store is too fast for this model")

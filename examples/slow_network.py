@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import threading
 from collections import Counter
 from dataclasses import dataclass, field
@@ -37,6 +36,7 @@ class SlowNetwork:
         self.traffic = Traffic()
         self.endpoint = ""
         self._free_at = 0.0
+        self._connections: set[asyncio.Future[None]] = set()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="slow-network", daemon=True)
 
@@ -54,27 +54,41 @@ class SlowNetwork:
         self._thread.join()
         self._loop.close()
 
+    def cut(self) -> None:
+        """Drop every connection, with what is on its way, as the death of the machine at the other end would."""
+        asyncio.run_coroutine_threadsafe(self._cut(), self._loop).result()
+
     async def _stop(self) -> None:
         self._server.close()
-        tasks = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._cut()
+
+    async def _cut(self) -> None:
+        connections = list(self._connections)
+        for connection in connections:
+            connection.cancel()
+        await asyncio.gather(*connections, return_exceptions=True)
 
     async def _connect(self, client: asyncio.StreamReader, answer: asyncio.StreamWriter) -> None:
+        connection = asyncio.ensure_future(self._carry(client, answer))
+        self._connections.add(connection)
+        # Connections end by being closed, killed or cut, and none of these is a fault of the network.
+        await asyncio.gather(connection, return_exceptions=True)
+        self._connections.discard(connection)
+        answer.transport.abort()
+
+    async def _carry(self, client: asyncio.StreamReader, answer: asyncio.StreamWriter) -> None:
         replies, server = await asyncio.open_connection("127.0.0.1", self.target)
         both = [
-            asyncio.create_task(self._requests(client, server)),
-            asyncio.create_task(self._responses(replies, answer)),
+            asyncio.ensure_future(self._requests(client, server)),
+            asyncio.ensure_future(self._responses(replies, answer)),
         ]
-        # A process that is killed breaks its connections: that is what this network is here to show.
-        with contextlib.suppress(asyncio.CancelledError):
+        try:
             await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
-        for task in both:
-            task.cancel()
-        await asyncio.gather(*both, return_exceptions=True)
-        for writer in (server, answer):
-            writer.close()
+        finally:
+            for direction in both:
+                direction.cancel()
+            await asyncio.gather(*both, return_exceptions=True)
+            server.transport.abort()
 
     async def _requests(self, client: asyncio.StreamReader, server: asyncio.StreamWriter) -> None:
         while True:

@@ -25,6 +25,7 @@ from bucketpoint import (
     UnsafeDataError,
     latest_checkpoint,
 )
+from bucketpoint.format.metadata import record_from_metadata
 from dcp.states import DTYPES, assert_same, blank, filled, same_bits, varied  # noqa: F401
 from servers import S3Server
 
@@ -113,7 +114,10 @@ def test_a_prefix_with_an_empty_segment_is_kept_as_it_is(moto: S3Server) -> None
     # MinIO has no such keys; AWS and moto do.
     bucket = moto.make_bucket()
     url = f"s3://{bucket}/dou//ble"
-    dcp.save({"w": torch.ones(3)}, checkpoint_id=url, storage_writer=S3Writer(storage_options=moto.options), no_dist=True)
+    writer = S3Writer(storage_options=moto.options)
+    dcp.save({"w": torch.ones(3)}, checkpoint_id=url, storage_writer=writer, no_dist=True)
+        {"w": torch.ones(3)}, checkpoint_id=url, storage_writer=S3Writer(storage_options=moto.options), no_dist=True
+    )
     assert all(key.startswith("dou//ble/") for key in keys_of(moto, bucket))
     target = {"w": torch.zeros(3)}
     dcp.load(target, checkpoint_id=url, storage_reader=S3Reader(storage_options=moto.options), no_dist=True)
@@ -201,6 +205,9 @@ def test_a_record_readable_without_torch_lies_beside_the_metadata(
     record = json.loads(body)
     assert record["world_size"] == 1
     assert record["objects"] == 1
+    written = s3.client().get_object(Bucket=bucket, Key="run/r/.metadata")
+    rebuilt = record_from_metadata(written["Body"].read(), metadata_etag=written["ETag"].strip('"'))
+    assert rebuilt.to_json() == body
 
 
 def test_ten_thousand_small_tensors_take_a_handful_of_requests(writer: S3Writer, root: str, s3: S3Server) -> None:

@@ -26,11 +26,13 @@ from bucketpoint.errors import (
     PreconditionFailedError,
 )
 from bucketpoint.format import keys
-from bucketpoint.format.metadata import decode_metadata, encode_metadata, extra, record_from_metadata
+from bucketpoint.format.metadata import decode_metadata, encode_metadata, record_of
+from bucketpoint.format.record import CommitRecord
 from bucketpoint.format.storage_info import pop_object_facts, read_storage_info
 from bucketpoint.stores import ObjectInfo, Store
 from bucketpoint.transfer import retry_transient
 from bucketpoint.transfer.checksum import crc32c
+from bucketpoint.version import __version__
 
 logger = logging.getLogger(__name__)
 
@@ -97,7 +99,7 @@ def commit(
     data = encode_metadata(metadata, bucketpoint=facts)
     info, replaced = _put_commit(request, data)
     if request.name == keys.METADATA:
-        _write_record(request, data, info)
+        _write_record(request, record_of(metadata, {**facts, "writer": __version__}, data, metadata_etag=info.etag))
     if replaced is not None:
         _delete_replaced(request, replaced, kept=set(objects))
 
@@ -161,11 +163,10 @@ def _readable(data: bytes, url: str) -> Metadata | None:
         return None
 
 
-def _write_record(request: Commit, data: bytes, info: ObjectInfo) -> None:
+def _write_record(request: Commit, record: CommitRecord) -> None:
     try:
-        record = record_from_metadata(data, metadata_etag=info.etag).to_json()
-        key = keys.join(request.prefix, keys.RECORD)
-        request.store.put(key, [memoryview(record)], crc32c=crc32c(memoryview(record)))
+        body = memoryview(record.to_json())
+        request.store.put(keys.join(request.prefix, keys.RECORD), [body], crc32c=crc32c(body))
     except BucketpointError as error:
         logger.warning("the checkpoint is committed, but its record was not written and can be rebuilt: %s", error)
 
@@ -219,6 +220,3 @@ def _expected(metadata: Metadata) -> Iterator[tuple[MetadataIndex, int | None]]:
 
 def _name(index: MetadataIndex) -> str:
     return index.fqn if not index.offset or not any(index.offset) else f"{index.fqn}{list(index.offset)}"
-
-
-__all__ = ["Commit", "commit", "complete_metadata", "extra"]

@@ -166,7 +166,13 @@ def record_from_metadata(data: bytes, *, metadata_etag: str | None = None) -> Co
         UnsafeDataError, MetadataError: as `decode_metadata`.
     """
     metadata = decode_metadata(data)
-    facts = extra(metadata)
+    return record_of(metadata, extra(metadata), data, metadata_etag=metadata_etag)
+
+
+def record_of(
+    metadata: Metadata, facts: dict[str, Any], data: bytes, *, metadata_etag: str | None = None
+) -> CommitRecord:
+    """The same record, where what `data` decodes to is at hand already."""
     items = metadata.storage_data or {}
     sizes = {path: fact["size"] for path, fact in facts.get("objects", {}).items()}
     if not sizes:

@@ -114,7 +114,7 @@ def build_client(options: S3Options) -> Client:
     core = botocore.session.Session(profile=options.profile)
     arguments = _client_arguments(options, core)
     session = boto3.session.Session(botocore_session=core)
-    chosen = "payload_signing_enabled" in dict(options.config_kwargs.get("s3") or {})
+    chosen = "payload_signing_enabled" in _own_s3_settings(options)
     try:
         api = session.client("s3", config=_config(options, core, sign_payload=None if chosen else False), **arguments)
         if not chosen and _is_open_network(api.meta.endpoint_url):
@@ -158,8 +158,9 @@ def _config(options: S3Options, core: Any, *, sign_payload: bool | None) -> Conf
     s3 = {
         "payload_signing_enabled": sign_payload,
         "addressing_style": options.addressing_style,
-        **dict(given.pop("s3", None) or {}),
+        **_own_s3_settings(options),
     }
+    given.pop("s3", None)
     agent = [f"bucketpoint/{_version()}", options.user_agent, given.pop("user_agent_extra", None)]
     settings: dict[str, Any] = {
         # Our own CRC32C goes with every body. botocore's default would read each body once more, and send trailers
@@ -184,7 +185,13 @@ def _config(options: S3Options, core: Any, *, sign_payload: bool | None) -> Conf
             f"config_kwargs: {error}", remedy="See botocore.config.Config for what it takes"
         ) from None
     base = options.client_kwargs.get("config")
-    return config if base is None else base.merge(config)
+    return config if base is None else config.merge(base).merge(Config(s3=settings["s3"]))
+
+
+def _own_s3_settings(options: S3Options) -> dict[str, Any]:
+    """The user's `s3` section, from a `Config` object as well as from `config_kwargs`."""
+    base = options.client_kwargs.get("config")
+    return {**dict(getattr(base, "s3", None) or {}), **dict(options.config_kwargs.get("s3") or {})}
 
 
 def _retries(options: S3Options, core: Any) -> dict[str, Any]:

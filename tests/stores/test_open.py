@@ -1,0 +1,118 @@
+"""From URLs to stores: what is a key stays a key, whatever is in it."""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path, PurePosixPath
+
+import fsspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bucketpoint.errors import BucketpointError, InvalidURLError
+from bucketpoint.stores import FsspecStore, LocalStore, S3Store, accepts_url, open_store, parse_url
+
+keys = st.text(st.characters(exclude_categories=["Cs"]), min_size=1).filter(lambda key: not key.endswith("/"))
+buckets = st.from_regex(r"[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]", fullmatch=True)
+
+
+@given(buckets, keys, st.sampled_from(["s3", "s3a", "S3"]), st.sampled_from(["", "/", "//"]))
+def test_any_key_comes_out_of_a_url_as_it_went_in(bucket: str, key: str, scheme: str, end: str) -> None:
+    assert parse_url(f"{scheme}://{bucket}/{key}{end}") == (scheme.lower(), bucket, key)
+
+
+@pytest.mark.parametrize(
+    ("url", "parts"),
+    [
+        ("s3://b", ("s3", "b", "")),
+        ("s3://b/", ("s3", "b", "")),
+        ("s3://b/a%20b?c#d+e", ("s3", "b", "a%20b?c#d+e")),
+        ("s3://b//a//b", ("s3", "b", "/a//b")),
+        ("/a/b", ("", "/a/b", "")),
+        ("relative/x", ("", "relative/x", "")),
+        ("file:///a/b", ("file", "/a/b", "")),
+        ("gs://b/x", ("gs", "b/x", "")),
+    ],
+)
+def test_a_url_is_split_and_nothing_is_decoded(url: str, parts: tuple[str, str, str]) -> None:
+    assert parse_url(url) == parts
+
+
+@pytest.mark.parametrize("url", ["", "s3://", "s3:///key", "s3a://"])
+def test_a_url_without_a_bucket_is_refused(url: str) -> None:
+    with pytest.raises(InvalidURLError, match="s3://bucket/prefix") as caught:
+        open_store(url)
+    assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
+
+
+def test_a_class_for_one_scheme_refuses_the_others_and_says_what_to_pass() -> None:
+    for url in ("/a/b", "b/c", "gs://b/x", "bucket"):
+        with pytest.raises(InvalidURLError, match="s3://"):
+            open_store(url, schemes=("s3",))
+        assert not accepts_url(url, ("s3",))
+    assert accepts_url("s3://b/x", ("s3",))
+    assert accepts_url(Path("/a/b"))
+    assert not accepts_url("s3://")
+
+
+def test_s3_urls_give_the_bucket_and_the_prefix() -> None:
+    store, prefix = open_store("s3://b/run [1]/*/x/", storage_options={"key": "k", "secret": "s"})
+    assert isinstance(store, S3Store)
+    assert (store.bucket, prefix, store.options.access_key) == ("b", "run [1]/*/x", "k")
+    with pytest.raises(BucketpointError, match="regoin"):
+        open_store("s3://b/x", storage_options={"regoin": "x"})
+
+
+@pytest.mark.parametrize("name", ["plain", "with space", "b[ra]c*k?t", "per%41cent", "ha#sh"])
+def test_local_paths_and_file_urls_are_the_same_place(tmp_path: Path, name: str) -> None:
+    for url in (f"file://{tmp_path}/{name}", f"{tmp_path}/{name}/", tmp_path / name, PurePosixPath(tmp_path, name)):
+        store, prefix = open_store(url)
+        assert isinstance(store, LocalStore)
+        assert (store.root, prefix) == (f"{tmp_path}/{name}", "")
+    store.put("k", [memoryview(b"x")])
+    assert (tmp_path / name / "k").read_bytes() == b"x"
+
+
+def test_a_relative_path_is_fixed_when_it_is_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    store, _ = open_store("run/step-1")
+    monkeypatch.chdir("/")
+    store.put("k", [memoryview(b"x")])
+    assert (tmp_path / "run/step-1/k").exists()
+
+
+def test_other_schemes_go_through_fsspec_with_their_options(tmp_path: Path) -> None:
+    store, prefix = open_store("memory://some/place")
+    assert isinstance(store, FsspecStore)
+    assert (store.root, prefix) == ("/some/place", "")
+    store, _ = open_store(f"dir://{'x'}", storage_options={"path": str(tmp_path), "target_protocol": "file"})
+    store.put("a/b", [memoryview(b"x")])
+    assert (tmp_path / "x/a/b").read_bytes() == b"x"
+    for url in ("nosuchscheme://x", "hdfsx://y"):
+        with pytest.raises(InvalidURLError):
+            open_store(url)
+
+
+def test_a_filesystem_of_the_callers_own_serves_whatever_the_url_says(tmp_path: Path) -> None:
+    memory = fsspec.filesystem("memory")
+    store, prefix = open_store("memory://own/place", fs=memory)
+    assert isinstance(store, FsspecStore)
+    assert store.fs is memory
+    assert prefix == ""
+    local, _ = open_store(f"file://{tmp_path}", fs=fsspec.filesystem("file"))
+    assert isinstance(local, LocalStore)
+    folder = fsspec.filesystem("dir", path=str(tmp_path), fs=fsspec.filesystem("file"))
+    inner, _ = open_store("inside", fs=folder)
+    inner.put("k", [memoryview(b"x")])
+    assert (tmp_path / "inside/k").read_bytes() == b"x"
+
+
+def test_opening_a_store_makes_no_request_and_no_client(monkeypatch: pytest.MonkeyPatch) -> None:
+    from bucketpoint.stores import s3_client
+
+    def refuse(_: object) -> object:
+        raise AssertionError("a client was made")
+
+    monkeypatch.setattr(s3_client, "build_client", refuse)
+    open_store("s3://never-there/x", storage_options={"endpoint_url": "http://127.0.0.1:1"})

@@ -1,0 +1,460 @@
+"""How `S3Store` moves bodies and takes failures: memory, retries, connections, broken replies, processes."""
+
+from __future__ import annotations
+
+import hashlib
+import multiprocessing
+import os
+import pickle
+import threading
+import tracemalloc
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+from awscrt import checksums
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bucketpoint import errors
+from bucketpoint.errors import (
+    AccessDeniedError,
+    BucketNotFoundError,
+    CorruptDataError,
+    CredentialsError,
+    EndpointError,
+    ObjectNotFoundError,
+    PreconditionFailedError,
+    StoreError,
+    ThrottledError,
+    TransientStoreError,
+    UploadNotFoundError,
+    WrongRegionError,
+)
+from bucketpoint.stores import S3Options, S3Store, s3_body, s3_client
+from servers import S3Server
+from stores.scripted import Answer, ScriptedServer, Seen, error, scripted
+
+MIB = 1 << 20
+
+
+def views(*chunks: bytes | bytearray) -> list[memoryview]:
+    return [memoryview(chunk) for chunk in chunks]
+
+
+def store_at(server: ScriptedServer, **options: Any) -> S3Store:
+    chosen = {"max_attempts": 3, **options}
+    return S3Store("bucket", S3Options(endpoint_url=server.endpoint, access_key="a", secret_key="hush", **chosen))
+
+
+def etag(request: Seen, number: int) -> Answer:
+    return Answer(headers={"ETag": '"etag"'})
+
+
+# Bodies that are sent
+
+
+@given(st.lists(st.integers(0, 400_000).map(lambda size: os.urandom(1) * size), max_size=12), st.data())
+def test_an_outgoing_body_reads_seeks_and_tells_like_a_file(chunks: list[bytes], data: st.DataObject) -> None:
+    whole = b"".join(chunks)
+    body = s3_body.OutgoingBody(views(*chunks))
+    assert len(body) == len(whole)
+    assert b"".join(s3_body.pieces(views(*chunks))) == whole
+    at = data.draw(st.integers(0, len(whole)))
+    size = data.draw(st.integers(0, len(whole)))
+    assert body.seek(at) == body.tell() == at
+    assert body.read(size) == whole[at : at + size]
+    assert body.read() == whole[at + size :]
+    assert body.read() == b""
+    body.seek(0)
+    assert body.read(-1) == whole
+    assert body.seek(-size, os.SEEK_END) == len(whole) - size
+
+
+def test_ten_thousand_small_buffers_are_sent_in_few_pieces_and_large_ones_are_not_copied() -> None:
+    small = [memoryview(b"x" * 100)] * 10_000
+    assert len(list(s3_body.pieces(small))) == 4
+    large = bytearray(MIB)
+    for piece in s3_body.pieces(views(large)):
+        assert isinstance(piece, memoryview)
+        assert piece.obj is large
+        assert piece.nbytes <= s3_body.PIECE_BYTES
+
+
+@pytest.mark.parametrize("secure", [False, True], ids=["http", "https"])
+def test_a_part_leaves_and_arrives_without_a_copy(secure: bool, minio: S3Server, minio_tls: S3Server) -> None:
+    server = minio_tls if secure else minio
+    bucket = server.make_bucket()
+    store = S3Store(bucket, S3Options.from_storage_options(server.options))
+    content = bytearray(os.urandom(MIB)) * 24
+    crc = checksums.crc32c(content)
+    store.put("warm", views(content[:MIB]))
+    store.read_into("warm", 0, views(bytearray(MIB)))
+    received = bytearray(len(content))
+    tracemalloc.start()
+    try:
+        upload = store.create_multipart("big")
+        part = store.put_part("big", upload, 1, views(content), crc32c=crc)
+        sent_peak = tracemalloc.get_traced_memory()[1]
+        store.complete_multipart("big", upload, [part])
+        tracemalloc.reset_peak()
+        store.read_into("big", 0, views(received))
+        received_peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert received == content
+    assert sent_peak < 4 * MIB
+    assert received_peak < 4 * MIB
+
+
+def test_no_request_waits_for_a_100_continue() -> None:
+    with scripted(etag) as server:
+        store_at(server).put("k", views(b"x" * (2 * MIB)))
+    assert "expect" not in server.seen[0].headers
+
+
+@pytest.mark.parametrize("failure", [error(500, "InternalError"), error(503, "SlowDown"), Answer(drop=True)])
+def test_a_retry_sends_the_whole_body_again(failure: Answer) -> None:
+    content = os.urandom(700_000)
+    with scripted(lambda request, number: failure if number < 2 else etag(request, number)) as server:
+        buffers = views(content[:1], content[1:100_000], *[content[at : at + 10] for at in range(100_000, 100_100, 10)])
+        info = store_at(server).put("k", [*buffers, memoryview(content)[100_100:]])
+    assert info.size == len(content)
+    assert [len(request.body) for request in server.seen] == [len(content)] * 3
+    assert all(request.body == content for request in server.seen)
+
+
+def test_payloads_are_signed_on_an_open_network_and_not_on_the_loopback_or_over_tls(
+    monkeypatch: pytest.MonkeyPatch, s3_tls: S3Server
+) -> None:
+    content = os.urandom(300_000)
+
+    def sent_with(options: S3Options) -> tuple[str, bytes]:
+        client = s3_client.build_client(options)
+        seen: list[Any] = []
+
+        def capture(request: Any, **_: Any) -> Any:
+            seen.append((request.headers["X-Amz-Content-SHA256"], b"".join(request.body)))
+            raise InterruptedError
+
+        client.api.meta.events.register_last("before-send.s3", capture)
+        with pytest.raises(InterruptedError):
+            client.call("PutObject", Bucket="b", Key="k", Body=s3_body.OutgoingBody(views(content)))
+        digest, body = seen[0]
+        return digest.decode() if isinstance(digest, bytes) else digest, body
+
+    keys: dict[str, Any] = {"access_key": "a", "secret_key": "b"}
+    signed = hashlib.sha256(content).hexdigest()
+    assert sent_with(S3Options(endpoint_url="http://10.0.0.1:9000", **keys)) == (signed, content)
+    assert sent_with(S3Options(endpoint_url="http://store.internal", **keys)) == (signed, content)
+    assert sent_with(S3Options(endpoint_url="http://127.0.0.1:1", **keys)) == ("UNSIGNED-PAYLOAD", content)
+    assert sent_with(S3Options(**keys)) == ("UNSIGNED-PAYLOAD", content)
+    forced = S3Options(config_kwargs={"s3": {"payload_signing_enabled": True}}, **keys)
+    assert sent_with(forced) == (signed, content)
+
+
+def test_signed_payloads_are_accepted_by_real_servers(s3: S3Server, bucket: str) -> None:
+    options = S3Options.from_storage_options(s3.options)
+    store = S3Store(bucket, options.replace(config_kwargs={"s3": {"payload_signing_enabled": True}}))
+    content = os.urandom(100_000)
+    store.put("k", views(content[:70_000], content[70_000:]))
+    assert store.get("k")[0] == content
+
+
+# Bodies that are received
+
+
+def serving(content: bytes, **reply: Any) -> Any:
+    def script(request: Seen, number: int) -> Answer:
+        start, _, end = request.headers["range"].removeprefix("bytes=").partition("-")
+        body = content[int(start) : int(end) + 1]
+        headers = {"Content-Range": f"bytes {start}-{end}/{len(content)}", "ETag": '"e"'}
+        return Answer(206, headers, body, **reply)
+
+    return script
+
+
+def test_connections_are_reused_after_each_received_body() -> None:
+    content = os.urandom(500_000)
+    with scripted(serving(content)) as server:
+        store = store_at(server)
+        for _ in range(20):
+            data = bytearray(len(content))
+            store.read_into("k", 0, views(data))
+            assert data == content
+    assert len(server.seen) == 20
+    assert server.connections == 1
+
+
+def test_threads_use_as_many_connections_as_there_are_threads(minio: S3Server) -> None:
+    bucket = minio.make_bucket()
+    store = S3Store(bucket, S3Options.from_storage_options({**minio.options, "connections": 5}))
+    content = os.urandom(MIB)
+    store.put("k", views(content))
+    sockets: set[int] = set()
+    api = s3_client.client_for(store.options).api
+
+    def note(request: Any, **_: Any) -> None:
+        pool = api._endpoint.http_session._manager
+        sockets.add(sum(pool.pools.get(key).num_connections for key in pool.pools.keys()))  # noqa: SIM118
+
+    api.meta.events.register("before-send.s3", note)
+
+    def read(_: int) -> None:
+        data = bytearray(MIB)
+        store.read_into("k", 0, views(data))
+        assert data == content
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(read, range(40)))
+    assert max(sockets) <= 5
+
+
+@pytest.mark.parametrize("cut", [0, 1, 100, 250_000, 499_999])
+def test_a_body_that_breaks_off_is_transient_and_its_connection_is_not_used_again(cut: int) -> None:
+    content = os.urandom(500_000)
+    whole = serving(content)
+
+    def script(request: Seen, number: int) -> Answer:
+        answer: Answer = whole(request, number)
+        answer.cut = cut if number == 0 else None
+        return answer
+
+    with scripted(script) as server:
+        store = store_at(server)
+        data = bytearray(len(content))
+        with pytest.raises(TransientStoreError, match="s3://bucket/k"):
+            store.read_into("k", 0, views(data))
+        store.read_into("k", 0, views(data))
+        assert data == content
+    assert server.connections == 2
+
+
+def test_a_body_without_a_length_is_received_by_the_public_way() -> None:
+    content = os.urandom(300_000)
+    with scripted(serving(content, chunked=True)) as server:
+        store = store_at(server)
+        for _ in range(3):
+            data = bytearray(200_000)
+            store.read_into("k", 50_000, views(data))
+            assert data == content[50_000:250_000]
+    assert server.connections == 1
+
+
+def test_the_public_way_serves_when_the_private_one_is_not_there(
+    monkeypatch: pytest.MonkeyPatch, minio_tls: S3Server
+) -> None:
+    monkeypatch.setattr(s3_body._Wire, "of", classmethod(lambda cls, body, size: None))
+    store = S3Store(minio_tls.make_bucket(), S3Options.from_storage_options(minio_tls.options))
+    content = os.urandom(300_000)
+    store.put("k", views(content))
+    first, second = bytearray(100_000), bytearray(99_999)
+    store.read_into("k", 7, views(first, second))
+    assert first + second == content[7:200_006]
+
+
+def test_a_store_that_ignores_ranges_is_found_out() -> None:
+    with scripted(lambda request, number: Answer(200, {"ETag": '"e"'}, b"x" * 100)) as server:
+        store = store_at(server)
+        with pytest.raises(StoreError, match="ignored the range"):
+            store.read_into("k", 10, views(bytearray(20)))
+        with pytest.raises(StoreError, match="ignored the range"):
+            store.read_into("k", 0, views(bytearray(20)))
+        data = bytearray(100)
+        store.read_into("k", 0, views(data))
+        assert data == b"x" * 100
+
+
+def test_a_short_content_range_is_an_object_that_ends_too_early() -> None:
+    short = Answer(206, {"Content-Range": "bytes 0-4/5"}, b"12345")
+    with scripted(lambda request, number: short) as server, pytest.raises(CorruptDataError):
+        store_at(server).read_into("k", 0, views(bytearray(10)))
+
+
+# Failures
+
+
+@pytest.mark.parametrize(
+    ("status", "code", "kind"),
+    [
+        (404, "NoSuchBucket", BucketNotFoundError),
+        (404, "NoSuchKey", ObjectNotFoundError),
+        (404, "NoSuchUpload", UploadNotFoundError),
+        (403, "AccessDenied", AccessDeniedError),
+        (403, "SomethingNew", AccessDeniedError),
+        (400, "ExpiredToken", CredentialsError),
+        (403, "InvalidAccessKeyId", CredentialsError),
+        (403, "SignatureDoesNotMatch", CredentialsError),
+        (403, "RequestTimeTooSkewed", CredentialsError),
+        (400, "IllegalLocationConstraintException", WrongRegionError),
+        (412, "PreconditionFailed", PreconditionFailedError),
+        (409, "ConditionalRequestConflict", PreconditionFailedError),
+        (503, "SlowDown", ThrottledError),
+        (429, "TooManyRequests", ThrottledError),
+        (500, "InternalError", TransientStoreError),
+        (502, "", TransientStoreError),
+        (400, "RequestTimeout", TransientStoreError),
+        (400, "BadDigest", CorruptDataError),
+        (400, "XAmzContentChecksumMismatch", CorruptDataError),
+        (416, "InvalidRange", CorruptDataError),
+        (400, "InvalidArgument", StoreError),
+    ],
+)
+def test_each_reply_becomes_the_kind_of_error_that_says_the_same(
+    status: int, code: str, kind: type[StoreError]
+) -> None:
+    with scripted(lambda request, number: error(status, code)) as server, pytest.raises(kind) as caught:
+        store_at(server, max_attempts=1).get("folder/the key")
+    found = caught.value
+    assert type(found) is kind
+    assert "GetObject" in found.message
+    assert code in found.message
+    assert found.url == "s3://bucket/folder/the key"
+    assert "hush" not in str(found)
+    again = pickle.loads(pickle.dumps(found))
+    assert (type(again), str(again)) == (kind, str(found))
+    assert found.__cause__ is None
+    assert found.__context__ is None
+
+
+def test_a_wrong_region_error_names_the_right_one() -> None:
+    moved = error(400, "AuthorizationHeaderMalformed", extra="<Region>eu-north-1</Region>")
+    with scripted(lambda request, number: moved) as server:
+        store = store_at(server, max_attempts=1)
+        with pytest.raises(WrongRegionError, match="AWS_REGION=eu-north-1"):
+            store.put("k", views(b"x"))
+
+
+def test_a_complete_that_answers_200_with_an_error_in_its_body_fails() -> None:
+    broken = b"<?xml version='1.0'?>\n<Error><Code>InternalError</Code><Message>scripted</Message></Error>"
+    with scripted(lambda request, number: Answer(200, {"Content-Type": "application/xml"}, broken)) as server:
+        store = store_at(server, max_attempts=2)
+        with pytest.raises(TransientStoreError, match="InternalError"):
+            store.complete_multipart("k", "upload", [])
+        completes = len(server.seen)
+        with pytest.raises(TransientStoreError, match="InternalError"):
+            store._call("CopyObject", "k", Key="k", CopySource={"Bucket": "b", "Key": "s"})
+    assert completes == 2
+
+
+def test_a_delete_that_answers_200_reports_the_keys_that_failed() -> None:
+    body = (
+        b"<?xml version='1.0'?><DeleteResult><Error><Key>a</Key><Code>AccessDenied</Code><Message>no</Message></Error>"
+        b"<Error><Key>b</Key><Code>NoSuchKey</Code><Message>gone</Message></Error></DeleteResult>"
+    )
+    with scripted(lambda request, number: Answer(200, {"Content-Type": "application/xml"}, body)) as server:
+        failures = store_at(server).delete(["a", "b", "c"])
+    assert [(failure.key, failure.code, failure.message) for failure in failures] == [("a", "AccessDenied", "no")]
+
+
+def test_a_silent_server_is_a_transient_error_after_the_read_timeout() -> None:
+    release = threading.Event()
+
+    def silent(request: Seen, number: int) -> Answer:
+        release.wait(20)
+        return Answer(drop=True)
+
+    with scripted(silent) as server:
+        store = store_at(server, max_attempts=1, config_kwargs={"read_timeout": 0.2})
+        with pytest.raises(TransientStoreError, match="ReadTimeout"):
+            store.get("k")
+        release.set()
+
+
+def test_an_untrusted_certificate_is_an_endpoint_error(minio_tls: S3Server) -> None:
+    options = S3Options(endpoint_url=minio_tls.endpoint, access_key="a", secret_key="b", max_attempts=1)
+    with pytest.raises(EndpointError, match="AWS_CA_BUNDLE"):
+        S3Store("bucket", options).get("k")
+
+
+def test_an_endpoint_that_is_no_url_is_an_endpoint_error() -> None:
+    with pytest.raises(EndpointError):
+        S3Store("bucket", S3Options(endpoint_url="localhost:9000", access_key="a", secret_key="b")).get("k")
+
+
+def test_every_kind_of_store_error_pickles_with_its_fields() -> None:
+    kinds = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, StoreError)]
+    for kind in kinds:
+        found = kind("m", url="u", key="k", rank=3)
+        again = pickle.loads(pickle.dumps(found))
+        assert (type(again), again.fields(), str(again)) == (kind, found.fields(), str(found))
+
+
+# Clients and processes
+
+
+def test_stores_with_equal_options_share_one_client(s3: S3Server) -> None:
+    one = S3Options.from_storage_options(s3.options)
+    other = S3Options.from_storage_options(s3.options)
+    assert one is not other
+    assert s3_client.client_for(one) is s3_client.client_for(other)
+    assert s3_client.client_for(one) is not s3_client.client_for(one.replace(requester_pays=True))
+
+
+def test_threads_that_arrive_together_make_one_client(s3: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[S3Options] = []
+    build = s3_client.build_client
+
+    def counting(options: S3Options) -> Any:
+        made.append(options)
+        return build(options)
+
+    monkeypatch.setattr(s3_client, "build_client", counting)
+    options = S3Options.from_storage_options({**s3.options, "user_agent": os.urandom(4).hex()})
+    start = threading.Barrier(6)
+
+    def arrive(_: int) -> Any:
+        start.wait()
+        return s3_client.client_for(options)
+
+    with ThreadPoolExecutor(6) as pool:
+        clients = list(pool.map(arrive, range(6)))
+    assert len(made) == 1
+    assert len({id(client) for client in clients}) == 1
+
+
+def _read_in_child(store: S3Store, parent_client: int, results: Any) -> None:
+    results.put((store.get("k")[0], id(s3_client.client_for(store.options)) != parent_client))
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_a_child_process_makes_connections_of_its_own(moto: S3Server, method: Any) -> None:
+    store = S3Store(moto.make_bucket(), S3Options.from_storage_options(moto.options))
+    store.put("k", views(b"content"))
+    context = multiprocessing.get_context(method)
+    results = context.Queue()
+    parent_client = id(s3_client.client_for(store.options)) if method == "fork" else 0
+    child = context.Process(target=_read_in_child, args=(store, parent_client, results))
+    child.start()
+    try:
+        content, own_client = results.get(timeout=60)
+    finally:
+        child.join(30)
+    assert content == b"content"
+    assert own_client
+    assert store.get("k")[0] == b"content"
+
+
+def test_a_bundle_of_certificates_is_read_once_for_all_connections(
+    minio_tls: S3Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import ssl
+
+    loads: list[Any] = []
+    plain = ssl.SSLContext.load_verify_locations
+
+    def counting(self: ssl.SSLContext, *arguments: Any, **named: Any) -> None:
+        loads.append(arguments)
+        plain(self, *arguments, **named)
+
+    monkeypatch.setattr(ssl.SSLContext, "load_verify_locations", counting)
+    store = S3Store(
+        minio_tls.make_bucket(),
+        S3Options.from_storage_options({**minio_tls.options, "user_agent": os.urandom(4).hex()}),
+    )
+    loads.clear()
+    store.put("k", views(b"x"))
+    for _ in range(3):
+        store.close()
+        assert store.get("k")[0] == b"x"
+    assert len(loads) == 1

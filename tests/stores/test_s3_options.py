@@ -1,0 +1,387 @@
+"""Options: s3fs's names mean what they mean there, and each one really shows in the requests that are sent."""
+
+from __future__ import annotations
+
+import base64
+import dataclasses
+import os
+import pickle
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qsl
+
+import pytest
+from botocore.config import Config
+
+from bucketpoint.errors import AccessDeniedError, BucketpointError, CredentialsError, EndpointError, StoreError
+from bucketpoint.stores import S3Options, S3Store, s3_client
+from servers import KMS_KEY, S3Server
+from stores.scripted import Answer, Seen, scripted
+
+CREATED = b"<?xml version='1.0'?><InitiateMultipartUploadResult><UploadId>up</UploadId></InitiateMultipartUploadResult>"
+COPIED = b"<?xml version='1.0'?><CopyObjectResult><ETag>e</ETag></CopyObjectResult>"
+
+
+def views(*chunks: bytes | bytearray) -> list[memoryview]:
+    return [memoryview(chunk) for chunk in chunks]
+
+
+def answer(request: Seen, number: int) -> Answer:
+    headers = {"ETag": '"e"', "Content-Type": "application/xml"}
+    if request.method == "POST" and "uploads" in request.target:
+        return Answer(200, headers, CREATED)
+    if "x-amz-copy-source" in request.headers:
+        return Answer(200, headers, COPIED)
+    if request.method == "HEAD":
+        return Answer(200, {**headers, "Content-Length": "5"})
+    if request.method == "GET" and "range" in request.headers:
+        return Answer(206, headers, b"12345")
+    return Answer(200, headers)
+
+
+def sent_by_each_operation(**storage_options: Any) -> dict[str, Seen]:
+    """What each operation puts on the wire under these options."""
+    with scripted(answer) as server:
+        options = {"endpoint_url": server.endpoint, "key": "a", "secret": "hush", **storage_options}
+        store = S3Store("bucket", S3Options.from_storage_options(options))
+        sent = {}
+        for name, call in {
+            "put": lambda: store.put("k", views(b"x")),
+            "create": lambda: store.create_multipart("k"),
+            "part": lambda: store.put_part("k", "up", 1, views(b"x")),
+            "read": lambda: store.read_into("k", 0, views(bytearray(5))),
+            "head": lambda: store.head("k"),
+            "copy": lambda: store.copy("k", "c"),
+            "list": lambda: list(store.list("")),
+        }.items():
+            call()
+            sent[name] = server.seen[-1]
+        return sent
+
+
+@pytest.fixture
+def aws_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "credentials"))
+    return tmp_path
+
+
+def config_of(**options: Any) -> Any:
+    return s3_client.build_client(S3Options.from_storage_options(options)).api.meta.config
+
+
+# Names
+
+
+def test_the_names_of_s3fs_and_ours_reach_the_same_options() -> None:
+    theirs = S3Options.from_storage_options(
+        {
+            "anon": True,
+            "key": "k",
+            "secret": "s",
+            "token": "t",
+            "endpoint_url": "http://e",
+            "profile": "p",
+            "use_ssl": False,
+            "requester_pays": True,
+            "client_kwargs": {"region_name": "r"},
+            "config_kwargs": {"connect_timeout": 1},
+            "s3_additional_kwargs": {"ACL": "private"},
+        }
+    )
+    ours = S3Options(
+        anon=True,
+        access_key="k",
+        secret_key="s",
+        session_token="t",
+        endpoint_url="http://e",
+        profile="p",
+        use_ssl=False,
+        requester_pays=True,
+        client_kwargs={"region_name": "r"},
+        config_kwargs={"connect_timeout": 1},
+        request_kwargs={"ACL": "private"},
+    )
+    assert theirs == ours
+    assert S3Options.from_storage_options({"username": "k", "password": "s"}).access_key == "k"
+    assert S3Options.from_storage_options(None) == S3Options()
+    assert S3Options.from_storage_options({"region": "r", "tags": {"a": "b"}}).tags == {"a": "b"}
+
+
+def test_options_that_only_tune_s3fs_are_accepted_and_ignored() -> None:
+    tuning = {
+        "default_block_size": 1 << 20,
+        "default_fill_cache": False,
+        "default_cache_type": "none",
+        "version_aware": False,
+        "cache_regions": True,
+        "asynchronous": False,
+        "loop": None,
+        "max_concurrency": 4,
+        "fixed_upload_size": True,
+        "skip_instance_cache": True,
+        "use_listings_cache": False,
+        "listings_expiry_time": 1,
+    }
+    assert S3Options.from_storage_options(tuning) == S3Options()
+
+
+def test_unknown_options_are_all_named() -> None:
+    with pytest.raises(BucketpointError, match="acces_key, regoin"):
+        S3Options.from_storage_options({"regoin": "x", "acces_key": "y"})
+    with pytest.raises(BucketpointError, match="twice"):
+        S3Options.from_storage_options({"key": "a", "username": "b"})
+    with pytest.raises(BucketpointError, match="client_kwargs"):
+        S3Options.from_storage_options({"client_kwargs": "region"})
+
+
+def test_unknown_request_parameters_and_config_settings_are_named() -> None:
+    with pytest.raises(BucketpointError, match="ServerSideEncrypton"):
+        s3_client.build_client(S3Options(request_kwargs={"ServerSideEncrypton": "AES256"}))
+    with pytest.raises(BucketpointError, match="conect_timeout"):
+        s3_client.build_client(S3Options(config_kwargs={"conect_timeout": 1}))
+
+
+def test_options_pickle_compare_and_hide_what_is_secret() -> None:
+    secrets = {
+        "key": "AKIAHUSH1",
+        "secret": "hush2",
+        "token": "hush3",
+        "sse_customer_key": "hush4",
+        "client_kwargs": {"aws_secret_access_key": "hush5"},
+        "config_kwargs": {"proxies": {"https": "http://me:hush6@proxy"}},
+        "s3_additional_kwargs": {"SSECustomerKey": "hush7"},
+    }
+    options = S3Options.from_storage_options({**secrets, "region": "eu-west-1"})
+    again = pickle.loads(pickle.dumps(options))
+    assert again == options
+    assert again.cache_key() == options.cache_key()
+    assert hash(options.cache_key()) != hash(options.replace(secret_key="other").cache_key())
+    for text in (repr(options), str(options), repr(S3Store("bucket", options))):
+        assert "hush" not in text.lower()
+        assert "eu-west-1" in text
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        options.region = "x"  # type: ignore[misc]
+
+
+# Where settings come from
+
+
+def test_the_region_comes_from_the_first_source_that_has_one(monkeypatch: pytest.MonkeyPatch, aws_files: Path) -> None:
+    def region(**options: Any) -> str:
+        return s3_client.build_client(S3Options.from_storage_options(options)).region
+
+    assert region() == "us-east-1"
+    (aws_files / "config").write_text("[default]\nregion = sa-east-1\n[profile p]\nregion = ca-central-1\n")
+    assert region() == "sa-east-1"
+    assert region(profile="p") == "ca-central-1"
+    monkeypatch.setenv("AWS_DEFAULT_REGION", "eu-west-2")
+    assert region() == "eu-west-2"
+    monkeypatch.setenv("AWS_REGION", "eu-west-3")
+    assert region() == "eu-west-3"
+    assert region(client_kwargs={"region_name": "us-west-2"}) == "us-west-2"
+    assert region(region="us-west-1", client_kwargs={"region_name": "us-west-2"}) == "us-west-1"
+
+
+def test_the_endpoint_comes_from_options_or_the_standard_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    def endpoint(**options: Any) -> str:
+        return str(s3_client.build_client(S3Options.from_storage_options(options)).api.meta.endpoint_url)
+
+    assert endpoint().startswith("https://s3")
+    assert endpoint(use_ssl=False).startswith("http://s3")
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:1")
+    assert endpoint() == "http://127.0.0.1:1"
+    monkeypatch.setenv("AWS_ENDPOINT_URL_S3", "http://127.0.0.1:2")
+    assert endpoint() == "http://127.0.0.1:2"
+    assert endpoint(client_kwargs={"endpoint_url": "http://127.0.0.1:3"}) == "http://127.0.0.1:3"
+    both = endpoint(endpoint_url="http://127.0.0.1:4", client_kwargs={"endpoint_url": "http://127.0.0.1:3"})
+    assert both == "http://127.0.0.1:4"
+
+
+def test_the_environment_alone_is_enough(s3_tls: S3Server, bucket_tls: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in s3_tls.env.items():
+        monkeypatch.setenv(name, value)
+    store = S3Store(bucket_tls, S3Options(user_agent="env"))
+    store.put("k", views(b"x"))
+    assert store.get("k")[0] == b"x"
+
+
+def test_credentials_come_from_a_profile_or_from_client_kwargs(s3: S3Server, bucket: str, aws_files: Path) -> None:
+    (aws_files / "credentials").write_text(
+        f"[trainer]\naws_access_key_id = {s3.key}\naws_secret_access_key = {s3.secret}\n"
+    )
+    store = S3Store(bucket, S3Options(endpoint_url=s3.endpoint, profile="trainer"))
+    store.put("k", views(b"x"))
+    given = {"aws_access_key_id": s3.key, "aws_secret_access_key": s3.secret, "endpoint_url": s3.endpoint}
+    assert S3Store(bucket, S3Options(client_kwargs=given)).get("k")[0] == b"x"
+    with pytest.raises(CredentialsError):
+        S3Store(bucket, S3Options(endpoint_url=s3.endpoint, access_key="only")).get("k")
+
+
+def test_a_ca_bundle_may_be_an_option(s3_tls: S3Server, bucket_tls: str) -> None:
+    options = S3Options(endpoint_url=s3_tls.endpoint, access_key=s3_tls.key, secret_key=s3_tls.secret)
+    S3Store(bucket_tls, options.replace(ca_bundle=str(s3_tls.ca))).put("k", views(b"x"))
+    assert S3Store(bucket_tls, options.replace(client_kwargs={"verify": False})).get("k")[0] == b"x"
+    with pytest.raises(EndpointError):
+        S3Store(bucket_tls, options.replace(ca_bundle="/no/such/bundle.pem")).get("k")
+
+
+def test_the_client_keeps_our_defaults_and_the_users_settings_win(
+    monkeypatch: pytest.MonkeyPatch, aws_files: Path
+) -> None:
+    config = config_of()
+    assert (config.connect_timeout, config.read_timeout, config.max_pool_connections) == (10, 60, 32)
+    assert config.retries == {"mode": "standard", "total_max_attempts": 6}
+    assert config.tcp_keepalive is True
+    assert config.request_checksum_calculation == "when_required"
+    assert config.s3["payload_signing_enabled"] is False
+
+    chosen = config_of(
+        connections=7,
+        max_attempts=2,
+        config_kwargs={"connect_timeout": 3, "s3": {"addressing_style": "path"}, "proxies": {"https": "http://p"}},
+    )
+    assert (chosen.connect_timeout, chosen.max_pool_connections) == (3, 7)
+    assert chosen.retries["total_max_attempts"] == 2
+    assert chosen.s3 == {"addressing_style": "path", "payload_signing_enabled": False}
+    assert chosen.proxies == {"https": "http://p"}
+    assert config_of(config_kwargs={"retries": {"mode": "adaptive"}}).retries["mode"] == "adaptive"
+    assert config_of(client_kwargs={"config": Config(read_timeout=5)}).read_timeout == 5
+    assert config_of(addressing_style="virtual").s3["addressing_style"] == "virtual"
+
+    (aws_files / "config").write_text("[default]\nmax_attempts = 9\nretry_mode = adaptive\n")
+    assert config_of().retries == {"mode": "adaptive", "total_max_attempts": 9}
+    monkeypatch.setenv("AWS_MAX_ATTEMPTS", "4")
+    assert config_of().retries["total_max_attempts"] == 4
+    assert config_of(max_attempts=2).retries["total_max_attempts"] == 2
+
+
+def test_requests_go_to_the_path_or_to_the_host_as_the_style_says() -> None:
+    def url(**options: Any) -> str:
+        client = s3_client.build_client(S3Options(access_key="a", secret_key="b", region="eu-west-1", **options))
+        return str(client.api.generate_presigned_url("get_object", {"Bucket": "bucket", "Key": "k"})).partition("?")[0]
+
+    assert url() == "https://bucket.s3.eu-west-1.amazonaws.com/k"
+    assert url(addressing_style="path") == "https://s3.eu-west-1.amazonaws.com/bucket/k"
+    assert url(endpoint_url="http://127.0.0.1:9000") == "http://127.0.0.1:9000/bucket/k"
+    assert url(endpoint_url="https://store.example", addressing_style="virtual") == "https://bucket.store.example/k"
+    assert url(endpoint_url="https://store.example", addressing_style="path") == "https://store.example/bucket/k"
+
+
+# What is sent
+
+
+def test_a_checksum_goes_with_every_body_unless_it_is_switched_off() -> None:
+    sent = sent_by_each_operation()
+    assert sent["put"].headers["x-amz-checksum-crc32c"] == sent["part"].headers["x-amz-checksum-crc32c"]
+    assert sent["create"].headers["x-amz-checksum-algorithm"] == "CRC32C"
+    without = sent_by_each_operation(checksums=False)
+    for request in without.values():
+        assert not [name for name in request.headers if "checksum" in name]
+
+
+def test_the_user_agent_names_us_and_the_user() -> None:
+    for request in sent_by_each_operation(
+        user_agent="my-trainer/7", config_kwargs={"user_agent_extra": "x/1"}
+    ).values():
+        assert "bucketpoint/" in request.headers["user-agent"]
+        assert "my-trainer/7" in request.headers["user-agent"]
+        assert "x/1" in request.headers["user-agent"]
+
+
+def test_requester_pays_is_said_with_every_request() -> None:
+    for request in sent_by_each_operation(requester_pays=True).values():
+        assert request.headers["x-amz-request-payer"] == "requester"
+    for request in sent_by_each_operation().values():
+        assert "x-amz-request-payer" not in request.headers
+
+
+def test_anonymous_requests_are_not_signed() -> None:
+    for request in sent_by_each_operation(anon=True).values():
+        assert "authorization" not in request.headers
+    assert "authorization" in sent_by_each_operation()["put"].headers
+
+
+def test_storage_class_tags_and_acl_go_with_what_writes_and_with_nothing_else() -> None:
+    sent = sent_by_each_operation(
+        storage_class="STANDARD_IA", tags={"team": "a&b", "run": "7 x"}, s3_additional_kwargs={"ACL": "private"}
+    )
+    for name in ("put", "create"):
+        assert sent[name].headers["x-amz-storage-class"] == "STANDARD_IA"
+        assert dict(parse_qsl(sent[name].headers["x-amz-tagging"])) == {"team": "a&b", "run": "7 x"}
+        assert sent[name].headers["x-amz-acl"] == "private"
+    assert sent["copy"].headers["x-amz-storage-class"] == "STANDARD_IA"
+    # A copy brings its tags along; to send others needs a directive.
+    assert "x-amz-tagging" not in sent["copy"].headers
+    for name in ("part", "read", "head", "list"):
+        assert not {"x-amz-storage-class", "x-amz-tagging", "x-amz-acl"} & set(sent[name].headers)
+
+
+def test_kms_encryption_goes_with_what_writes() -> None:
+    for options in (
+        {"sse_kms_key_id": "the-key"},
+        {"sse": "aws:kms", "sse_kms_key_id": "the-key"},
+        {"s3_additional_kwargs": {"ServerSideEncryption": "aws:kms", "SSEKMSKeyId": "the-key"}},
+    ):
+        sent = sent_by_each_operation(**options)
+        for name in ("put", "create", "copy"):
+            assert sent[name].headers["x-amz-server-side-encryption"] == "aws:kms"
+            assert sent[name].headers["x-amz-server-side-encryption-aws-kms-key-id"] == "the-key"
+        for name in ("part", "read", "head", "list"):
+            assert not [header for header in sent[name].headers if "encryption" in header]
+
+
+def test_a_customer_key_goes_with_reads_writes_parts_and_both_sides_of_a_copy() -> None:
+    key = b"0123456789abcdef0123456789abcdef"
+    encoded = base64.b64encode(key).decode()
+    for options in ({"sse_customer_key": key}, {"s3_additional_kwargs": {"SSECustomerKey": key.decode()}}):
+        sent = sent_by_each_operation(**options)
+        for name in ("put", "create", "part", "read", "head", "copy"):
+            assert sent[name].headers["x-amz-server-side-encryption-customer-key"] == encoded
+            assert sent[name].headers["x-amz-server-side-encryption-customer-algorithm"] == "AES256"
+        assert sent["copy"].headers["x-amz-copy-source-server-side-encryption-customer-key"] == encoded
+        assert not [header for header in sent["list"].headers if "encryption" in header]
+
+
+def test_the_expected_bucket_owner_is_said_with_every_request() -> None:
+    for request in sent_by_each_operation(s3_additional_kwargs={"ExpectedBucketOwner": "123456789012"}).values():
+        assert request.headers["x-amz-expected-bucket-owner"] == "123456789012"
+
+
+# What real servers make of it
+
+
+def test_a_customer_key_is_never_sent_in_clear_over_a_network() -> None:
+    with pytest.raises(EndpointError, match="SSE-C"):
+        S3Store("b", S3Options(endpoint_url="http://10.0.0.1", sse_customer_key=b"x" * 32)).get("k")
+
+
+def test_an_object_under_a_customer_key_is_read_and_copied_with_it_and_with_no_other(
+    s3_tls: S3Server, bucket_tls: str
+) -> None:
+    options = S3Options.from_storage_options(s3_tls.options)
+    keyed = S3Store(bucket_tls, options.replace(sse_customer_key=os.urandom(32)))
+    upload = keyed.create_multipart("k")
+    part = keyed.put_part("k", upload, 1, views(b"content"))
+    keyed.complete_multipart("k", upload, [part])
+    keyed.copy("k", "copy")
+    data = bytearray(3)
+    keyed.read_into("copy", 1, views(data))
+    assert data == b"ont"
+    for other in (options, options.replace(sse_customer_key=os.urandom(32))):
+        with pytest.raises((StoreError, AccessDeniedError)):
+            S3Store(bucket_tls, other).get("k")
+
+
+def test_sse_s3_and_sse_kms_are_applied_by_the_server(minio: S3Server) -> None:
+    bucket = minio.make_bucket()
+    options = S3Options.from_storage_options(minio.options)
+    S3Store(bucket, options.replace(sse="AES256")).put("s3", views(b"x"))
+    S3Store(bucket, options.replace(sse_kms_key_id=KMS_KEY)).put("kms", views(b"x"))
+    assert minio.client().head_object(Bucket=bucket, Key="s3")["ServerSideEncryption"] == "AES256"
+    assert minio.client().head_object(Bucket=bucket, Key="kms")["ServerSideEncryption"] == "aws:kms"
+
+
+def test_tags_are_on_the_object(s3: S3Server, bucket: str) -> None:
+    S3Store(bucket, S3Options.from_storage_options({**s3.options, "tags": {"team": "ml"}})).put("k", views(b"x"))
+    assert s3.client().get_object_tagging(Bucket=bucket, Key="k")["TagSet"] == [{"Key": "team", "Value": "ml"}]
