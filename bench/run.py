@@ -93,6 +93,7 @@ class Bench:
 
     options: argparse.Namespace
     scratch: Path
+    fast: Path
     s5cmd: str | None
     workers: dict[str, Worker] = field(default_factory=dict)
     measurements: list[dict[str, Any]] = field(default_factory=list)
@@ -102,7 +103,7 @@ class Bench:
         contender = CONTENDERS[name]
         if contender.env not in self.workers:
             self.workers[contender.env] = Worker.start(contender.env)
-        setting = Setting(url, self.layout, str(self.scratch / "files"), self.s5cmd or "")
+        setting = Setting(url, self.layout, str(self.fast / "files"), self.s5cmd or "")
         command = {
             "contender": name,
             "op": op,
@@ -129,6 +130,9 @@ class Bench:
         client = server.client()
         for key in server.keys(bucket, prefix + "/"):
             client.delete_object(Bucket=bucket, Key=key)
+        # MinIO only moves what is deleted, and frees it minutes later: too late for a folder in memory.
+        for trash in self.fast.glob("*/.minio.sys/tmp/.trash/*"):
+            shutil.rmtree(trash, ignore_errors=True)
 
     def learn_layout(self, server: S3Server, url: str) -> None:
         """The raw transfers move objects of the sizes that bucketpoint makes of the state."""
@@ -196,7 +200,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="bench-", dir=_disk_folder()) as scratch, _fast_folder() as fast:
         s5cmd = environments.s5cmd_binary()
-        bench = Bench(options, Path(scratch), s5cmd)
+        bench = Bench(options, Path(scratch), fast, s5cmd)
         names = [name for name in options.contenders if name != "s5cmd" or s5cmd]
         try:
             if "loopback" in options.passes:

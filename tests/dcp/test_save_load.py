@@ -116,8 +116,6 @@ def test_a_prefix_with_an_empty_segment_is_kept_as_it_is(moto: S3Server) -> None
     url = f"s3://{bucket}/dou//ble"
     writer = S3Writer(storage_options=moto.options)
     dcp.save({"w": torch.ones(3)}, checkpoint_id=url, storage_writer=writer, no_dist=True)
-        {"w": torch.ones(3)}, checkpoint_id=url, storage_writer=S3Writer(storage_options=moto.options), no_dist=True
-    )
     assert all(key.startswith("dou//ble/") for key in keys_of(moto, bucket))
     target = {"w": torch.zeros(3)}
     dcp.load(target, checkpoint_id=url, storage_reader=S3Reader(storage_options=moto.options), no_dist=True)

@@ -195,7 +195,7 @@ class ReadPlan:
         row = chunk.strides[axis] * chunk.dtype.itemsize
         step = min(max(self._options.lease_bytes // max(row, 1), 1), lengths[axis] - 1)
         block = item.info.block_nbytes or 0
-        rows = block // row if row and block % row == 0 else 1
+        rows = block // row if block and row and block % row == 0 else 1
         return step - step % rows if step >= rows else step
 
     def _affordable(self, item: PlannedItem, runs: Runs) -> bool:

@@ -1,0 +1,181 @@
+"""Checkpoints of others and readers of others: what torch and s3torchconnector wrote is read, slices included, and back."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, FsspecWriter
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+from torch.distributed.checkpoint.planner import LoadPlan
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+
+import bucketpoint.dcp.session as session
+from bucketpoint import BucketReader, BucketWriter, S3Reader, S3Writer
+from dcp.states import assert_same, blank, filled, varied
+from servers import S3Server
+from transfer.wrappers import CountingStore
+
+pytestmark = pytest.mark.contract
+
+GOLDEN = Path(__file__).parent / "golden"
+
+
+class SlicePlanner(dcp.DefaultLoadPlanner):
+    """Loads one box of a saved tensor into a plain tensor of that box's size."""
+
+    def __init__(self, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> None:
+        super().__init__()
+        self.chunk = ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
+
+    def create_local_plan(self) -> LoadPlan:
+        items = []
+        for fqn in self.state_dict:
+            items += create_read_items_for_chunk_list(fqn, self.metadata.state_dict_metadata[fqn], [self.chunk])
+        return LoadPlan(items)
+
+    def resolve_tensor(self, read_item: Any) -> torch.Tensor:
+        target = self.state_dict[read_item.dest_index.fqn]
+        for axis, (offset, size) in enumerate(zip(read_item.dest_offsets, read_item.lengths, strict=True)):
+            target = target.narrow(axis, offset, size)
+        return target
+
+
+def counted(monkeypatch: pytest.MonkeyPatch) -> list[CountingStore]:
+    made: list[CountingStore] = []
+    original = session.open_store
+
+    def opened(*args: Any, **kwargs: Any) -> Any:
+        store, prefix = original(*args, **kwargs)
+        made.append(CountingStore(store))
+        return made[-1], prefix
+
+    monkeypatch.setattr(session, "open_store", opened)
+    return made
+
+
+def test_fsspec_reader_loads_ours_over_fsspec() -> None:
+    url, state = "memory://compat/ours", varied()
+    dcp.save(state, checkpoint_id=url, storage_writer=BucketWriter(), no_dist=True)
+    target = blank(state)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.load(target, storage_reader=FsspecReader(url), no_dist=True)
+    assert_same(target, state)
+
+
+def test_we_load_what_fsspec_writer_wrote() -> None:
+    url, state = "memory://compat/theirs", varied()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.save(state, storage_writer=FsspecWriter(url), no_dist=True)
+    target = blank(state)
+    dcp.load(target, checkpoint_id=url, storage_reader=BucketReader(), no_dist=True)
+    assert_same(target, state)
+
+
+def test_we_load_what_s3torchconnector_wrote(s3: S3Server, bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    connector = pytest.importorskip("s3torchconnector.dcp", reason="the crt extra is not installed")
+    from s3torchconnector import S3ClientConfig
+
+    for name, value in s3.env.items():
+        monkeypatch.setenv(name, value)
+    url, state = f"s3://{bucket}/theirs", varied()
+    config = S3ClientConfig(force_path_style=True)
+    writer = connector.S3StorageWriter(region=s3.region, path=url, s3client_config=config)
+    dcp.save(state, storage_writer=writer, no_dist=True)
+    target = blank(state)
+    dcp.load(target, checkpoint_id=url, storage_reader=S3Reader(storage_options=s3.options), no_dist=True)
+    assert_same(target, state)
+
+
+@pytest.mark.parametrize(
+    ("offsets", "sizes"),
+    [((512, 0), (512, 3000)), ((100, 7), (1, 1)), ((0, 750), (2048, 750)), ((2047, 0), (1, 3000))],
+    ids=["rows", "one element", "columns", "last row"],
+)
+@pytest.mark.parametrize("ours", [True, False], ids=["ours", "stock"])
+def test_a_slice_is_read_without_the_rest(
+    s3: S3Server,
+    bucket: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    offsets: tuple[int, int],
+    sizes: tuple[int, int],
+    ours: bool,
+) -> None:
+    whole = filled((2048, 3000), torch.float32)
+    url = f"s3://{bucket}/x"
+    if ours:
+        dcp.save({"w": whole}, checkpoint_id=url, storage_writer=S3Writer(storage_options=s3.options), no_dist=True)
+    else:
+        dcp.save({"w": whole}, storage_writer=FileSystemWriter(tmp_path), no_dist=True)
+        for path in tmp_path.iterdir():
+            s3.client().put_object(Bucket=bucket, Key=f"x/{path.name}", Body=path.read_bytes())
+    stores = counted(monkeypatch)
+    target = {"w": torch.zeros(sizes)}
+    reader, planner = S3Reader(storage_options=s3.options), SlicePlanner(offsets, sizes)
+    dcp.load(target, checkpoint_id=url, storage_reader=reader, planner=planner, no_dist=True)
+    box = whole[offsets[0] : offsets[0] + sizes[0], offsets[1] : offsets[1] + sizes[1]]
+    assert torch.equal(target["w"].view(torch.int32), box.view(torch.int32))
+    received = sum(store.received for store in stores)
+    rows = sizes[0] * 3000 * 4
+    # Whole rows of a column slice, whole blocks of ours, one probe of theirs.
+    assert received <= rows + (2 << 20)
+    if sizes[1] == 3000 and sizes[0] > 1:
+        assert received <= 1.01 * rows
+
+
+@pytest.mark.parametrize("save", ["save", "save_state_dict"])
+def test_the_older_entry_points_work(save: str) -> None:
+    from torch.distributed.checkpoint import load_state_dict, save_state_dict
+
+    url = f"memory://compat/{save}"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        if save == "save":
+            dcp.save({"w": torch.ones(3)}, checkpoint_id=url, storage_writer=BucketWriter(), no_dist=True)
+        else:
+            save_state_dict({"w": torch.ones(3)}, BucketWriter(url), no_dist=True)
+        target = {"w": torch.zeros(3)}
+        load_state_dict(target, BucketReader(url), no_dist=True)
+    assert target["w"].tolist() == [1.0] * 3
+
+
+def golden_state() -> dict[str, Any]:
+    return {
+        "model": {"w": torch.arange(12, dtype=torch.float32).reshape(3, 4), "b": torch.ones(3, dtype=torch.bfloat16)},
+        "optim": {"state": {"w": {"exp_avg": torch.arange(12.0).reshape(3, 4), "step": torch.tensor(5)}}},
+        "epoch": 3,
+    }
+
+
+@pytest.mark.parametrize("version", ["2.15"])
+@pytest.mark.parametrize("reader", [BucketReader, FileSystemReader], ids=["our reader", "this torch's own reader"])
+def test_a_checkpoint_saved_under_another_torch_is_read(version: str, reader: Callable[[str], Any]) -> None:
+    saved = golden_state()
+    target = blank(saved)
+    dcp.load(target, storage_reader=reader(str(GOLDEN / f"torch-{version}")), no_dist=True)
+    assert_same(target, saved)
+
+
+def test_a_users_own_filesystem_serves_every_url() -> None:
+    fs = fsspec.filesystem("memory")
+    dcp.save({"w": torch.ones(3)}, checkpoint_id="memory://own/x", storage_writer=BucketWriter(fs=fs), no_dist=True)
+    target = {"w": torch.zeros(3)}
+    dcp.load(target, checkpoint_id="memory://own/x", storage_reader=BucketReader(fs=fs), no_dist=True)
+    assert target["w"].tolist() == [1.0] * 3
+
+
+def test_validate_checkpoint_id_takes_the_schemes_of_the_class() -> None:
+    assert S3Writer.validate_checkpoint_id("s3://bucket/x")
+    assert not S3Writer.validate_checkpoint_id("gs://bucket/x")
+    assert not S3Reader.validate_checkpoint_id("bucket/x")
+    assert BucketReader.validate_checkpoint_id("memory://x")
