@@ -57,7 +57,7 @@ def main() -> int:
         with Training(logs / "reference", ranks=4) as reference:
             reference.follow()
 
-        title(f"2  The same, saving every {SAVE_EVERY} steps, killed while it uploads step {KILL_AT}")
+        title(f"2  The same, saving every {SAVE_EVERY} steps, killed in the middle of an upload")
         with Training(logs / "killed", ranks=4, root=at.root) as killed, at.measured():
             caught = killed.follow(until=lambda step: step >= KILL_AT and at.uploading(step))
             killed.kill()

@@ -40,9 +40,8 @@ def filled(shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> torch.T
 def same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
     if left.dtype != right.dtype or left.shape != right.shape:
         return False
-    return torch.equal(
-        left.contiguous().reshape(-1).view(torch.uint8), right.contiguous().reshape(-1).view(torch.uint8)
-    )
+    bits = [side.clone(memory_format=torch.contiguous_format).reshape(-1).view(torch.uint8) for side in (left, right)]
+    return torch.equal(*bits)
 
 
 def varied() -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Checkpoints of others and readers of others: what torch and s3torchconnector wrote is read, slices included, and back."""
+"""Checkpoints of others and readers of others: what torch and s3torchconnector wrote is read, slices too, and back."""
 
 from __future__ import annotations
 

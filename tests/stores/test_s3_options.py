@@ -218,6 +218,7 @@ def test_credentials_come_from_a_profile_or_from_client_kwargs(s3: S3Server, buc
         S3Store(bucket, S3Options(endpoint_url=s3.endpoint, access_key="only")).get("k")
 
 
+@pytest.mark.filterwarnings("ignore::urllib3.exceptions.InsecureRequestWarning")
 def test_a_ca_bundle_may_be_an_option(s3_tls: S3Server, bucket_tls: str) -> None:
     options = S3Options(endpoint_url=s3_tls.endpoint, access_key=s3_tls.key, secret_key=s3_tls.secret)
     S3Store(bucket_tls, options.replace(ca_bundle=str(s3_tls.ca))).put("k", views(b"x"))
@@ -246,7 +247,9 @@ def test_the_client_keeps_our_defaults_and_the_users_settings_win(
     assert chosen.s3 == {"addressing_style": "path", "payload_signing_enabled": False}
     assert chosen.proxies == {"https": "http://p"}
     assert config_of(config_kwargs={"retries": {"mode": "adaptive"}}).retries["mode"] == "adaptive"
-    assert config_of(client_kwargs={"config": Config(read_timeout=5)}).read_timeout == 5
+    given = config_of(client_kwargs={"config": Config(read_timeout=5, s3={"addressing_style": "path"})})
+    assert (given.read_timeout, given.connect_timeout) == (5, 10)
+    assert given.s3 == {"addressing_style": "path", "payload_signing_enabled": False}
     assert config_of(addressing_style="virtual").s3["addressing_style"] == "virtual"
 
     (aws_files / "config").write_text("[default]\nmax_attempts = 9\nretry_mode = adaptive\n")
@@ -259,7 +262,16 @@ def test_the_client_keeps_our_defaults_and_the_users_settings_win(
 def test_requests_go_to_the_path_or_to_the_host_as_the_style_says() -> None:
     def url(**options: Any) -> str:
         client = s3_client.build_client(S3Options(access_key="a", secret_key="b", region="eu-west-1", **options))
-        return str(client.api.generate_presigned_url("get_object", {"Bucket": "bucket", "Key": "k"})).partition("?")[0]
+        seen: list[str] = []
+
+        def capture(request: Any, **_: Any) -> None:
+            seen.append(request.url)
+            raise InterruptedError
+
+        client.api.meta.events.register("before-send.s3", capture)
+        with pytest.raises(InterruptedError):
+            client.call("GetObject", Bucket="bucket", Key="k")
+        return seen[0]
 
     assert url() == "https://bucket.s3.eu-west-1.amazonaws.com/k"
     assert url(addressing_style="path") == "https://s3.eu-west-1.amazonaws.com/bucket/k"

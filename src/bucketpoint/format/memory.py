@@ -45,9 +45,10 @@ def copy_stretch(tensor: torch.Tensor, start: int, out: memoryview) -> None:
         return
     row = source[0].numel() * source.element_size()
     first, last = start // row, -(-(start + len(out)) // row)
-    rows = source[first:last].resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+    # A clone and not `contiguous()`, which leaves a single element with the strides that it has.
+    rows = source[first:last].resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
     offset = start - first * row
-    target.copy_(rows[offset : offset + len(out)])
+    target.copy_(rows.reshape(-1).view(torch.uint8)[offset : offset + len(out)])
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:

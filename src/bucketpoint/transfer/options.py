@@ -24,7 +24,8 @@ class TransferOptions:
         single_put_bytes: objects up to this size go up in one request instead of as parts.
         coalesce_gap_bytes: two ranges of an object this close are read in one request: a request costs about as much
             time as these bytes do.
-        max_overread: bytes fetched over bytes needed that coalescing may reach, once gaps exceed `free_gap_bytes`.
+        max_overread: bytes fetched over bytes needed that coalescing may reach, once gaps exceed `free_gap_bytes`. Low,
+            since every rank of a large job pays for it, and a store's bandwidth is what they share.
         free_gap_bytes: gaps so small that they are always read over.
         read_attempts: how often a range whose body broke off is asked for in all.
     """
@@ -34,7 +35,7 @@ class TransferOptions:
     max_inflight_bytes: int = 64 * MIB
     single_put_bytes: int = 16 * MIB
     coalesce_gap_bytes: int = 1 * MIB
-    max_overread: float = 4.0
+    max_overread: float = 1.02
     free_gap_bytes: int = 64 << 10
     read_attempts: int = 5
 
