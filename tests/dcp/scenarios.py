@@ -36,8 +36,10 @@ def sharded_state(world: int, *, fill: bool) -> dict[str, Any]:
         if world % 2 == 0:
             grid = init_device_mesh("cpu", (2, world // 2))
             state["model"][f"{name}_grid"] = distribute_tensor(source, grid, [Shard(0), Shard(1)])
+            state["model"][f"{name}_hybrid"] = distribute_tensor(source, grid, [Replicate(), Shard(0)])
         else:
             state["model"][f"{name}_grid"] = source.clone()
+            state["model"][f"{name}_hybrid"] = source.clone()
         state["model"][f"{name}_plain"] = source.clone()
     return state
 
@@ -63,7 +65,7 @@ def load(rank: int, world: int, url: str, options: dict[str, Any]) -> None:
 def load_one_process(url: str, options: dict[str, Any]) -> None:
     state: dict[str, Any] = {"model": {}, "step": torch.tensor(0)}
     for name in SHAPES:
-        for kind in ("rows", "columns", "replicated", "grid", "plain"):
+        for kind in ("rows", "columns", "replicated", "grid", "hybrid", "plain"):
             state["model"][f"{name}_{kind}"] = torch.zeros(SHAPES[name])
     dcp.load(state, checkpoint_id=url, storage_reader=S3Reader(storage_options=options), no_dist=True)
     assert_state(state)

@@ -174,3 +174,38 @@ def test_a_failed_save_harms_nothing_that_is_committed(s3: S3Server, bucket: str
     target = {"w": torch.zeros(2), "v": torch.zeros(50_000)}
     dcp.load(target, checkpoint_id=whole, storage_reader=S3Reader(storage_options=s3.options), no_dist=True)
     assert target["w"].tolist() == [1.0, 1.0]
+
+
+def test_a_role_that_may_only_read_is_refused_by_name_and_harms_nothing(minio: S3Server) -> None:
+    bucket = minio.make_bucket()
+    url = f"s3://{bucket}/run/step-1"
+    writer = S3Writer(storage_options=minio.options)
+    dcp.save({"w": torch.ones(2)}, checkpoint_id=url, storage_writer=writer, no_dist=True)
+    only_read = minio.limited_options(
+        {"Effect": "Allow", "Action": ["s3:GetObject"], "Resource": [f"arn:aws:s3:::{bucket}/*"]}
+    )
+    error = failing_save(url, only_read)
+    assert isinstance(error, bp.AccessDeniedError)
+    assert "PutObject" in str(error)
+    target = {"w": torch.zeros(2)}
+    dcp.load(target, checkpoint_id=url, storage_reader=S3Reader(storage_options=only_read), no_dist=True)
+    assert target["w"].tolist() == [1.0, 1.0]
+
+
+def test_a_trainer_needs_to_put_get_and_abort_and_nothing_else(minio: S3Server) -> None:
+    bucket = minio.make_bucket()
+    url = f"s3://{bucket}/run/step-1"
+    trainer = minio.limited_options(
+        {
+            "Effect": "Allow",
+            "Action": ["s3:GetObject", "s3:PutObject", "s3:AbortMultipartUpload"],
+            "Resource": [f"arn:aws:s3:::{bucket}/run/*"],
+        }
+    )
+    for value in (1.0, 2.0):
+        writer = S3Writer(storage_options=trainer)
+        state = {"w": torch.full((6_000_000,), value)}
+        dcp.save(state, checkpoint_id=url, storage_writer=writer, no_dist=True)
+    target = {"w": torch.zeros(6_000_000)}
+    dcp.load(target, checkpoint_id=url, storage_reader=S3Reader(storage_options=trainer), no_dist=True)
+    assert target["w"].unique().tolist() == [2.0]

@@ -1,0 +1,83 @@
+"""The task group: bounded, first error wins, the rest is dropped, and leaving means that nothing runs any more."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+
+import pytest
+
+from bucketpoint.transfer import TaskGroup
+
+
+def test_every_task_has_run_when_the_block_is_left_and_tasks_may_start_tasks() -> None:
+    seen: list[int] = []
+    with TaskGroup(3) as group:
+        for number in range(10):
+            group.start(lambda number=number: (seen.append(number), group.start(lambda: seen.append(number + 100)))[0])
+    assert sorted(seen) == [*range(10), *range(100, 110)]
+
+
+def test_no_more_tasks_run_at_once_than_there_are_workers() -> None:
+    running = 0
+    most = 0
+    lock = threading.Lock()
+    gate = threading.Barrier(3, timeout=10)
+
+    def task() -> None:
+        nonlocal running, most
+        with lock:
+            running += 1
+            most = max(most, running)
+        gate.wait()
+        with lock:
+            running -= 1
+
+    with TaskGroup(3) as group:
+        for _ in range(9):
+            group.start(task)
+    assert most == 3
+
+
+def test_the_first_error_is_raised_and_what_has_not_begun_is_dropped() -> None:
+    ran = threading.Event()
+
+    def fail() -> None:
+        raise KeyError("first")
+
+    with pytest.raises(KeyError, match="first"), TaskGroup(1) as group:
+        group.start(fail)
+        group.start(ran.set)
+    assert not ran.is_set()
+
+
+def test_an_error_in_the_block_waits_for_what_runs() -> None:
+    begun, release, ended = threading.Event(), threading.Event(), threading.Event()
+
+    def task() -> None:
+        begun.set()
+        release.wait(10)
+        ended.set()
+
+    with pytest.raises(ValueError, match="block"), TaskGroup(2) as group:
+        group.start(task)
+        assert begun.wait(10)
+        threading.Timer(0.05, release.set).start()
+        raise ValueError("block")
+    assert ended.is_set()
+
+
+def test_work_begun_while_the_interpreter_exits_is_finished() -> None:
+    program = """
+import threading, time
+from bucketpoint.transfer.tasks import TaskGroup
+def late():
+    time.sleep(0.5)
+    with TaskGroup(2) as group:
+        for number in range(4):
+            group.start(lambda number=number: print("ran", number, flush=True))
+threading.Thread(target=late).start()
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True)
+    assert sorted(done.stdout.split()) == sorted("ran 0 ran 1 ran 2 ran 3".split()), done.stderr
