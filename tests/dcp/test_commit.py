@@ -20,7 +20,7 @@ from bucketpoint import (
     S3Writer,
     TransferOptions,
 )
-from bucketpoint.errors import AccessDeniedError, PreconditionFailedError, TransientStoreError
+from bucketpoint.errors import AccessDeniedError, ObjectNotFoundError, PreconditionFailedError, TransientStoreError
 from servers import S3Server
 from transfer.wrappers import CountingStore, FailingStore
 
@@ -195,6 +195,31 @@ def test_overwrite_false_leaves_the_committed_checkpoint_alone(s3: S3Server, buc
         save(s3, url, 2.0, overwrite=False)
     assert isinstance(error_of(caught), CheckpointExistsError)
     assert loaded(s3, url) == 1.0
+
+
+def test_overwrite_false_is_told_before_anything_is_uploaded(
+    s3: S3Server, bucket: str, wrap: Callable[[Wrap], list[Any]]
+) -> None:
+    save(s3, f"s3://{bucket}/a")
+    stores = wrap(CountingStore)
+    with pytest.raises(dcp.CheckpointException):
+        save(s3, f"s3://{bucket}/a", 2.0, overwrite=False)
+    assert dict(stores[0].calls) == {"read_into": 1}
+
+
+def test_overwrite_false_is_refused_by_the_commit_itself_too(
+    s3: S3Server, bucket: str, wrap: Callable[[Wrap], list[Any]]
+) -> None:
+    url = f"s3://{bucket}/a"
+    save(s3, url, 1.0)
+
+    def not_there_yet() -> BaseException:
+        return ObjectNotFoundError("the other job has not committed yet")
+
+    wrap(lambda inner: FailingStore(inner, lambda name, n: name == "read_into", not_there_yet))
+    with pytest.raises(dcp.CheckpointException) as caught:
+        save(s3, url, 2.0, overwrite=False)
+    assert isinstance(error_of(caught), CheckpointExistsError)
 
 
 @pytest.mark.parametrize("operation", ["create_multipart", "put_part", "complete_multipart", "put"])

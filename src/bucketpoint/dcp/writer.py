@@ -25,7 +25,7 @@ from bucketpoint.dcp.console import describe, progress_callback
 from bucketpoint.dcp.session import Location, SaveSession, SaveState, as_url
 from bucketpoint.dcp.transformed import write_transformed
 from bucketpoint.dcp.upload_plan import Place, plan_objects, results_of
-from bucketpoint.errors import BucketpointError, CheckpointExistsError, ObjectNotFoundError
+from bucketpoint.errors import AccessDeniedError, BucketpointError, CheckpointExistsError, ObjectNotFoundError
 from bucketpoint.format import keys
 from bucketpoint.format.groups import DEFAULT_RULES, GroupRule
 from bucketpoint.staging import copy_to_host
@@ -36,6 +36,9 @@ logger = logging.getLogger(__name__)
 
 DEFAULT_OBJECT_BYTES = 4 << 30
 """Objects stay below 5 GiB, the most that one server-side CopyObject moves (Amazon S3 service limit)."""
+
+WHOLE_OBJECT_BYTES = 64 << 20
+"""The same for stores that take an object in one piece only, which must then be held in memory as one."""
 
 
 class BucketWriter(StorageWriter):
@@ -52,7 +55,8 @@ class BucketWriter(StorageWriter):
             until the new one commits.
         thread_count: a hint, as in `FileSystemWriter`: at least this many requests are in flight.
         transfer: sizes and limits of the transfer.
-        target_object_bytes: how much of a group one object holds before another is begun.
+        target_object_bytes: how much of a group one object holds before another is begun: 4 GiB by default, 64 MiB
+            where the store takes an object in one piece only.
         groups: which name segments put an item into which group of objects.
         progress: True for a bar on the terminal (needs `rich`), a callable that gets `Progress` events, or None: no
             bar unless the standard error stream is an interactive terminal and this is rank 0.
@@ -78,7 +82,7 @@ class BucketWriter(StorageWriter):
         storage_options: Mapping[str, Any] | None = None,
         fs: Any = None,
         transfer: TransferOptions | None = None,
-        target_object_bytes: int = DEFAULT_OBJECT_BYTES,
+        target_object_bytes: int | None = None,
         groups: Sequence[GroupRule] = DEFAULT_RULES,
         progress: ProgressCallback | bool | None = None,
     ) -> None:
@@ -119,9 +123,10 @@ class BucketWriter(StorageWriter):
         session.is_coordinator = is_coordinator
         session.rank = int(kwargs.get("rank") or 0)
         session.use_collectives = bool(kwargs.get("use_collectives", True))
-        store, prefix = self._location.open(session.url)
         if not session.use_collectives:
-            self._refuse_to_hide(store, keys.join(prefix, keys.METADATA), session)
+            self._refuse_to_hide(session)
+        elif is_coordinator and not self.overwrite:
+            self._refuse_to_replace(session)
 
     @dcp_call
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
@@ -176,8 +181,10 @@ class BucketWriter(StorageWriter):
         )
         session.move(SaveState.COMMITTED)
         logger.info(
-            "saved %s: %d items of %d ranks in %d objects",
+            "saved %s: %.1f MB in %.2f s, %d items of %d ranks in %d objects",
             session.url,
+            sum(facts["size"] for facts in objects.values()) / 1e6,
+            time.monotonic() - session.started,
             len(whole.storage_data),
             len(results),
             len(objects),
@@ -256,7 +263,9 @@ class BucketWriter(StorageWriter):
                     plan.items, planner, self._extensions, place, store=store, options=self.transfer, meter=meter
                 )
             else:
-                planned = plan_objects(plan.items, planner, place, target_object_bytes=self.target_object_bytes)
+                limit = DEFAULT_OBJECT_BYTES if store.capabilities.multipart else WHOLE_OBJECT_BYTES
+                size = self.target_object_bytes or limit
+                planned = plan_objects(plan.items, planner, place, target_object_bytes=size)
                 meter.total_bytes = sum(entry.source.nbytes for entry in planned)
                 pool = BufferPool(self.transfer.max_inflight_bytes)
                 sources = [entry.source for entry in planned]
@@ -268,17 +277,30 @@ class BucketWriter(StorageWriter):
         describe(logger, logging.DEBUG, f"rank {session.rank} uploaded", session.url, meter, session.started)
         return results
 
-    def _refuse_to_hide(self, store: Any, key: str, session: SaveSession) -> None:
+    def _refuse_to_hide(self, session: SaveSession) -> None:
         """Readers take `.metadata` before `__{rank}.metadata`: beside one, a save without collectives is never read."""
+        if self._is_committed(session):
+            raise CheckpointExistsError(
+                "A checkpoint saved with collectives is committed here, and would hide one saved without",
+                url=session.url,
+                remedy="Choose another checkpoint_id",
+            )
+
+    def _refuse_to_replace(self, session: SaveSession) -> None:
+        """Before terabytes are sent for nothing. What is committed from now on is found by the commit's condition."""
+        if self._is_committed(session):
+            raise CheckpointExistsError("A checkpoint is already committed here", url=session.url)
+
+    def _is_committed(self, session: SaveSession) -> bool:
+        store, prefix = self._location.open(session.url)
         try:
-            store.head(key)
+            store.read_into(keys.join(prefix, keys.METADATA), 0, [memoryview(bytearray(1))])
         except ObjectNotFoundError:
-            return
-        raise CheckpointExistsError(
-            "A checkpoint saved with collectives is committed here, and would hide one saved without",
-            url=session.url,
-            remedy="Choose another checkpoint_id",
-        )
+            return False
+        except AccessDeniedError:
+            # S3's answer for a key that is not there, to those who may not list.
+            return False
+        return True
 
 
 class S3Writer(BucketWriter):
