@@ -121,6 +121,11 @@ class Bench:
     def url(self, name: str, leaf: str) -> str:
         return str(self.scratch / "disk" / leaf) if name == "disk" else f"s3://{BUCKET}/{name}/{leaf}"
 
+    def holder(self, name: str) -> str:
+        """The contender whose checkpoint this one loads: itself, or one that writes the same."""
+        other = CONTENDERS[name].loads_of
+        return other if other in self.options.contenders and other is not None else name
+
     def forget(self, server: S3Server, url: str) -> None:
         """Free the memory that a checkpoint takes up in the server or on the disk."""
         if "://" not in url:
@@ -156,9 +161,16 @@ def timed_pass(bench: Bench, server: S3Server, where: str, names: Sequence[str],
                 continue
             for name in order:
                 if op in CONTENDERS[name].ops:
-                    bench.measure(name, op, where, round_, server, bench.url(name, f"round-{round_}"))
+                    holder = bench.holder(name) if op != "save" else name
+                    bench.measure(name, op, where, round_, server, bench.url(holder, f"round-{round_}"))
                 if op == "save" and name == "bucketpoint" and round_ == 0:
                     bench.learn_layout(server, bench.url(name, "round-0"))
+                if op == "save" and bench.holder(name) != name:
+                    bench.forget(server, bench.url(name, f"round-{round_}"))
+            if op == "load":
+                for name in order:
+                    if not CONTENDERS[name].knows_state:
+                        bench.forget(server, bench.url(name, f"round-{round_}"))
         for name in order:
             bench.forget(server, bench.url(name, f"round-{round_}"))
 
