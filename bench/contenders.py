@@ -166,21 +166,23 @@ class RawEngine:
 
     def save(self, state: State, setting: Setting) -> None:
         store, prefix = _open(setting.url)
-        jobs = []
-        for index, parts in enumerate(_cut_as_save(self._buffers, store)):
-            key = f"{prefix}/{index}.distcp"
-            jobs.append((key, store.create_multipart(key), parts))
+        jobs = [(f"{prefix}/{index}.distcp", parts) for index, parts in enumerate(_cut_as_save(self._buffers, store))]
 
         def put(key: str, upload_id: str, number: int, body: memoryview) -> Any:
             return store.put_part(key, upload_id, number, [body], crc32c=self._crc(body))
 
         with ThreadPoolExecutor(_options().connections) as pool:
-            futures = [
-                [pool.submit(put, key, upload_id, number, body) for number, body in enumerate(parts, 1)]
-                for key, upload_id, parts in jobs
+            ids = pool.map(store.create_multipart, [key for key, _ in jobs])
+            sent = [
+                (
+                    key,
+                    upload_id,
+                    [pool.submit(put, key, upload_id, number, part) for number, part in enumerate(parts, 1)],
+                )
+                for (key, parts), upload_id in zip(jobs, ids, strict=True)
             ]
-            for (key, upload_id, _), sent in zip(jobs, futures, strict=True):
-                store.complete_multipart(key, upload_id, [future.result() for future in sent])
+            for key, upload_id, futures in sent:
+                store.complete_multipart(key, upload_id, [future.result() for future in futures])
 
     def load(self, state: State, setting: Setting) -> None:
         store, prefix = _open(setting.url)

@@ -66,7 +66,7 @@ def describe(minio: Path, s5cmd: str | None) -> dict[str, Any]:
     ).stdout.split()
     if len(listed) == 2:
         versions["s3fs"], versions["aiobotocore"] = listed
-    versions["minio"] = _first_line([str(minio), "--version"])
+    versions["minio"] = _first_line([str(minio), "--version"]).removeprefix("minio version ")
     if s5cmd:
         versions["s5cmd"] = _first_line([s5cmd, "version"])
     return {

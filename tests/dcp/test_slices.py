@@ -1,4 +1,4 @@
-"""Any box of any tensor, of ours and of stock frames, into any target, under any budget: the same as slicing the tensor."""
+"""Any box of any tensor, ours or in stock frames, into any target, under any budget: the same as slicing the tensor."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from unittest import mock
 
 import torch
 import torch.distributed.checkpoint as dcp
-from dcp.states import filled, same_bits
-from dcp.test_compat import SlicePlanner
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.checkpoint._fsspec_filesystem import FsspecWriter
 
 from bucketpoint import BucketReader, BucketWriter, TransferOptions
+from dcp.states import filled, same_bits
+from dcp.test_compat import SlicePlanner
 
 DTYPES = [torch.uint8, torch.bfloat16, torch.float32, torch.complex64]
 
