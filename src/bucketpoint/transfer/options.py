@@ -17,8 +17,8 @@ class TransferOptions:
         part_bytes: the size aimed at for one upload part and one ranged read. 32 MiB: at a first-byte latency of 60 ms
             and 90 MB/s a connection, a part spends 85 % of its time moving bytes, and a 10 TB save costs 0.3 million
             requests and not 1.2 million (at 8 MiB).
-        connections: requests in flight at once, a save or a load. 16: with eight ranks a host, 128 connections at
-            50 to 90 MB/s each fill a 50 to 90 Gbit/s link; on two cores more of them cost CPU and bring nothing.
+        connections: requests in flight at once, a save or a load. 24: a store that gives each connection 25 to 90 MB/s
+            then gives a rank 600 MB/s to 2 GB/s. More of them cost CPU where there are few cores.
         max_inflight_bytes: memory of our own for bytes that cannot be sent from, or received into, the caller's
             tensors (other devices, other dtypes, strided memory, transforms). The caller's memory is not counted.
         single_put_bytes: objects up to this size go up in one request instead of as parts.
@@ -31,7 +31,7 @@ class TransferOptions:
     """
 
     part_bytes: int = 32 * MIB
-    connections: int = 16
+    connections: int = 24
     max_inflight_bytes: int = 64 * MIB
     single_put_bytes: int = 16 * MIB
     coalesce_gap_bytes: int = 1 * MIB
