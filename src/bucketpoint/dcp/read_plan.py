@@ -169,10 +169,9 @@ class ReadPlan:
         """Cut a slice into boxes that are each fetched as one stretch: single runs that can be received in place,
         bands of short runs that fit a leased buffer."""
         runs = self._runs(chunk, offsets, lengths)
-        if runs.count == 1 and (self._direct_ok(item, chunk) or runs.nbytes <= self._options.lease_bytes):
-            yield offsets, lengths
-            return
-        if runs.count > 1 and runs.span <= self._options.lease_bytes and self._affordable(item, runs):
+        # Never less than a block: all of it is fetched to check any of it, and again for each band that it is cut into.
+        small = runs.span <= max(self._options.lease_bytes, item.info.block_nbytes or 0)
+        if (runs.count == 1 and self._direct_ok(item, chunk)) or (small and self._affordable(item, runs)):
             yield offsets, lengths
             return
         axis = self._outermost(chunk, lengths)
@@ -193,10 +192,10 @@ class ReadPlan:
         if not self._affordable(item, runs):
             return 1
         row = chunk.strides[axis] * chunk.dtype.itemsize
-        step = min(max(self._options.lease_bytes // max(row, 1), 1), lengths[axis] - 1)
+        step = max(self._options.lease_bytes // max(row, 1), 1)
         block = item.info.block_nbytes or 0
         rows = block // row if block and row and block % row == 0 else 1
-        return step - step % rows if step >= rows else step
+        return min(max(step - step % rows, rows), lengths[axis] - 1)
 
     def _affordable(self, item: PlannedItem, runs: Runs) -> bool:
         """Whether reading across the gaps of a strided slice beats asking for its runs one by one."""

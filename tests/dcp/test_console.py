@@ -1,0 +1,67 @@
+"""What a person sees: a bar when wanted or on a terminal, one log line a save and a load, no logging level touched."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from bucketpoint import BucketReader, BucketWriter, Progress
+
+URL = "memory://console/run"
+
+
+def round_trip(progress: Any) -> None:
+    dcp.save({"w": torch.ones(10)}, checkpoint_id=URL, storage_writer=BucketWriter(progress=progress), no_dist=True)
+    target = {"w": torch.zeros(10)}
+    dcp.load(target, checkpoint_id=URL, storage_reader=BucketReader(progress=progress), no_dist=True)
+
+
+def test_a_callable_sees_the_bytes_grow_to_the_total() -> None:
+    events: list[Progress] = []
+    round_trip(events.append)
+    for phase in ("save", "load"):
+        seen = [event for event in events if event.phase == phase]
+        assert [event.done_bytes for event in seen] == sorted(event.done_bytes for event in seen)
+        assert seen[-1].finished
+        assert seen[-1].done_bytes == seen[-1].total_bytes > 0
+        assert {event.url for event in seen} == {URL}
+
+
+def test_nothing_is_shown_where_nobody_looks(capfd: pytest.CaptureFixture[str]) -> None:
+    round_trip(None)
+    assert capfd.readouterr() == ("", "")
+
+
+def test_a_bar_is_shown_when_it_is_asked_for(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", "120")
+    round_trip(True)
+    out, err = capfd.readouterr()
+    assert out == ""
+    assert "save memory://" in err
+    assert "load memory://" in err
+
+
+def test_a_terminal_gets_a_bar_on_rank_0_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    from bucketpoint.dcp.console import progress_callback
+
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    with progress_callback(None, 0) as shown, progress_callback(None, 1) as hidden:
+        assert shown is not None
+        assert hidden is None
+
+
+def test_a_save_and_a_load_log_one_line_each_and_set_no_level(caplog: pytest.LogCaptureFixture) -> None:
+    levels = {name: logging.getLogger(name).level for name in ("", "bucketpoint", "boto3", "botocore", "urllib3")}
+    with caplog.at_level(logging.INFO, logger="bucketpoint"):
+        round_trip(None)
+    lines = [record.getMessage() for record in caplog.records if record.name.startswith("bucketpoint")]
+    assert [line.split()[0] for line in lines] == ["saved", "loaded"]
+    assert {name: logging.getLogger(name).level for name in levels} == levels
