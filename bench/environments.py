@@ -12,6 +12,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from make_env import uv_settings
+
 ROOT = Path(__file__).resolve().parent.parent
 CACHE = ROOT / ".cache"
 S3FS_ENV = CACHE / "bench-s3fs"
@@ -48,9 +50,11 @@ def _built(folder: Path, python: str, packages: list[str]) -> Path:
     done = folder / "bench-packages.json"
     if not done.exists() or json.loads(done.read_text()) != packages:
         uv = shutil.which("uv") or "uv"
-        subprocess.run([uv, "venv", "--quiet", "--clear", "--python", python, str(folder)], check=True)
+        settings = uv_settings()
+        subprocess.run([uv, "venv", "--quiet", "--clear", "--python", python, str(folder)], env=settings, check=True)
         interpreter = str(folder / "bin" / "python")
-        subprocess.run([uv, "pip", "install", "--quiet", "--python", interpreter, *packages], check=True)
+        command = [uv, "pip", "install", "--quiet", "--python", interpreter, *packages]
+        subprocess.run(command, env=settings, check=True)
         done.write_text(json.dumps(packages))
     return folder / "bin"
 

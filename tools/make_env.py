@@ -62,13 +62,18 @@ def _runs(interpreter: Path) -> bool:
         return False
 
 
-def _call(uv: Path, *command: str) -> int:
+def uv_settings() -> dict[str, str]:
+    """The environment to run uv in."""
     # An active environment of the user's must not decide what goes into this one.
     settings = {name: value for name, value in os.environ.items() if name not in ("VIRTUAL_ENV", "PYTHONPATH")}
     # uv's built-in authorities miss those that an administrator added to the machine's; pip and Go read the machine's.
     if any(Path(bundle).exists() for bundle in SYSTEM_BUNDLES):
         settings.setdefault("UV_SYSTEM_CERTS", "1")
-    return subprocess.run([uv, *command], env=settings, cwd=ROOT, stdout=sys.stderr).returncode
+    return settings
+
+
+def _call(uv: Path, *command: str) -> int:
+    return subprocess.run([uv, *command], env=uv_settings(), cwd=ROOT, stdout=sys.stderr).returncode
 
 
 def main() -> int:
