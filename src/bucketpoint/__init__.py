@@ -1,6 +1,6 @@
 """PyTorch Distributed Checkpoint on object stores: whole or not at all, checksummed, and fast."""
 
-from bucketpoint.dcp import BucketReader, BucketWriter, S3Reader, S3Writer
+from bucketpoint.dcp import BucketReader, BucketWriter, LoadPlanner, S3Reader, S3Writer
 from bucketpoint.errors import (
     AccessDeniedError,
     BucketNotFoundError,
@@ -42,6 +42,7 @@ __all__ = [
     "IncompleteCheckpointError",
     "IncompleteSaveError",
     "InvalidURLError",
+    "LoadPlanner",
     "MetadataError",
     "MismatchError",
     "ObjectNotFoundError",

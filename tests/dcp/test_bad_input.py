@@ -209,3 +209,28 @@ def test_a_trainer_needs_to_put_get_and_abort_and_nothing_else(minio: S3Server) 
     target = {"w": torch.zeros(6_000_000)}
     dcp.load(target, checkpoint_id=url, storage_reader=S3Reader(storage_options=trainer), no_dist=True)
     assert target["w"].unique().tolist() == [2.0]
+
+
+def test_our_planner_lists_every_misfit_before_anything_is_read(s3: S3Server, whole: str) -> None:
+    state = {"absent": torch.zeros(2), "w": torch.zeros(3), "v": torch.zeros(2, 2), "gone": {"deep": 1}}
+    with pytest.raises(dcp.CheckpointException) as caught:
+        reader = S3Reader(storage_options=s3.options)
+        dcp.load(state, checkpoint_id=whole, storage_reader=reader, planner=bp.LoadPlanner(), no_dist=True)
+    error = checked(caught.value.failures[0][0])
+    assert isinstance(error, bp.MismatchError)
+    for text in (
+        "absent is not in it",
+        "gone.deep is not in it",
+        "w is [2] there and [3] here",
+        "[50000] there",
+        whole,
+    ):
+        assert text in str(error)
+
+
+def test_our_planner_loads_what_fits_and_skips_what_is_missing_if_told(s3: S3Server, whole: str) -> None:
+    target = {"w": torch.zeros(2), "absent": torch.full((2,), 7.0)}
+    reader, planner = S3Reader(storage_options=s3.options), bp.LoadPlanner(allow_partial_load=True)
+    dcp.load(target, checkpoint_id=whole, storage_reader=reader, planner=planner, no_dist=True)
+    assert target["w"].tolist() == [1.0, 1.0]
+    assert target["absent"].tolist() == [7.0, 7.0]
