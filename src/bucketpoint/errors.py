@@ -156,7 +156,3 @@ class UnsafeDataError(BucketpointError):
 
 class MismatchError(BucketpointError):
     """The checkpoint and the state to load into do not fit: missing keys or different shapes."""
-
-
-class SaveInProgressError(BucketpointError):
-    """The writer is already busy with another save."""

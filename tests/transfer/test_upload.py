@@ -92,6 +92,21 @@ def test_an_answer_lost_on_complete_is_no_failure(s3: S3Server, bucket: str) -> 
     assert done.info.size == len(data)
 
 
+def test_an_answer_lost_on_complete_is_no_failure_of_a_stream_either(s3: S3Server, bucket: str) -> None:
+    data = os.urandom(12 * MIB)
+
+    class Lossy(CountingStore):
+        def complete_multipart(self, *args: object) -> object:
+            self.inner.complete_multipart(*args)
+            raise UploadNotFoundError("no such upload")
+
+    meter = Meter("save", "", 0, None)
+    lossy = Lossy(store_of(s3, bucket))
+    with StreamUpload(lossy, "k", OPTIONS, largest_nbytes=len(data), meter=meter) as stream:  # type: ignore[arg-type]
+        stream.write(data)
+        assert stream.commit().size == len(data)
+
+
 def test_a_source_that_raises_fails_the_upload_and_leaves_nothing(s3: S3Server, bucket: str) -> None:
     def fill(start: int, out: memoryview) -> None:
         raise OSError("the device is gone")

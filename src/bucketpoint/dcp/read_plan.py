@@ -298,15 +298,7 @@ class ReadPlan:
 
     def _direct_ok(self, item: PlannedItem, chunk: SavedChunk) -> bool:
         target = item.target
-        return (
-            target is not None
-            and target.device.type == "cpu"
-            and target.dtype == chunk.dtype
-            and chunk.in_c_order
-            and not target.is_conj()
-            and not target.is_neg()
-            and target.is_contiguous()
-        )
+        return target is not None and target.dtype == chunk.dtype and chunk.in_c_order and is_viewable(target)
 
     @staticmethod
     def _runs(chunk: SavedChunk, offsets: Sequence[int], lengths: Sequence[int]) -> Runs:

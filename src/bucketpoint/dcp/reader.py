@@ -11,7 +11,6 @@ import time
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
-import torch.distributed as dist
 from torch.distributed.checkpoint import LoadPlan, LoadPlanner, Metadata, StorageReader
 from torch.distributed.checkpoint.metadata import StorageMeta
 from torch.distributed.checkpoint.planner import LoadItemType
@@ -20,7 +19,7 @@ from torch.futures import Future
 from bucketpoint.dcp.boundary import dcp_call
 from bucketpoint.dcp.console import describe, progress_callback
 from bucketpoint.dcp.read_plan import PlannedItem, ReadPlan, SavedChunk, chunk_of_probe
-from bucketpoint.dcp.session import Location, as_url
+from bucketpoint.dcp.session import Location, as_url, world_size
 from bucketpoint.errors import (
     CheckpointNotFoundError,
     CorruptDataError,
@@ -227,7 +226,7 @@ class BucketReader(StorageReader):
 
     def _read_of_rank(self, rank: int) -> Metadata:
         metadata = self._read(keys.rank_metadata(rank))
-        saved, here = extra(metadata).get("world_size"), _world_size()
+        saved, here = extra(metadata).get("world_size"), world_size()
         if saved is not None and saved != here:
             raise MismatchError(
                 f"This checkpoint was saved by {saved} ranks without collectives, and {here} are loading it",
@@ -323,7 +322,3 @@ class _Unread(Metadata):
         if name in ("state_dict_metadata", "planner_data", "storage_data", "storage_meta"):
             raise object.__getattribute__(self, "__dict__")["_reason"]
         return object.__getattribute__(self, name)
-
-
-def _world_size() -> int:
-    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1

@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch.distributed as dist
+
 from bucketpoint.errors import BucketpointError, InvalidURLError
 from bucketpoint.format.keys import new_token
 from bucketpoint.stores import Store, open_store
@@ -44,6 +46,11 @@ def as_url(path: str | os.PathLike[str] | None) -> str | None:
     return text.rstrip("/") if len(text) > 1 else text
 
 
+def world_size() -> int:
+    """Ranks of this job, for saves and loads in which they do not talk to each other."""
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+
 class SaveState(enum.Enum):
     """`OPEN -> UPLOADING -> UPLOADED -> COMMITTED`, or `ABORTED` from any but the last."""
 
@@ -71,7 +78,6 @@ class SaveSession:
     token: str = field(default_factory=new_token)
     state: SaveState = SaveState.OPEN
     rank: int = 0
-    is_coordinator: bool = True
     use_collectives: bool = True
     started: float = field(default_factory=time.monotonic)
 

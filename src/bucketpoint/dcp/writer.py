@@ -13,7 +13,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-import torch.distributed as dist
 from torch.distributed.checkpoint import Metadata, SavePlan, SavePlanner, StorageWriter
 from torch.distributed.checkpoint.metadata import StorageMeta
 from torch.distributed.checkpoint.storage import WriteResult
@@ -22,7 +21,7 @@ from torch.futures import Future
 from bucketpoint.dcp.boundary import dcp_call
 from bucketpoint.dcp.commit import Commit, commit, complete_metadata
 from bucketpoint.dcp.console import describe, progress_callback
-from bucketpoint.dcp.session import Location, SaveSession, SaveState, as_url
+from bucketpoint.dcp.session import Location, SaveSession, SaveState, as_url, world_size
 from bucketpoint.dcp.transformed import write_transformed
 from bucketpoint.dcp.upload_plan import Place, plan_objects, results_of
 from bucketpoint.errors import AccessDeniedError, BucketpointError, CheckpointExistsError, ObjectNotFoundError
@@ -120,7 +119,6 @@ class BucketWriter(StorageWriter):
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """All ranks. `rank` and `use_collectives` come as keywords from torch 2.9 on."""
         session = self._session_to_plan()
-        session.is_coordinator = is_coordinator
         session.rank = int(kwargs.get("rank") or 0)
         session.use_collectives = bool(kwargs.get("use_collectives", True))
         if not session.use_collectives:
@@ -175,7 +173,7 @@ class BucketWriter(StorageWriter):
             request,
             whole,
             objects,
-            world_size=len(results) if session.use_collectives else _world_size(),
+            world_size=len(results) if session.use_collectives else world_size(),
             created=time.time(),
             endpoint=store.identity,
         )
@@ -313,7 +311,3 @@ def _with_connections(options: TransferOptions, thread_count: int | None) -> Tra
     if thread_count is None or thread_count <= options.connections:
         return options
     return replace(options, connections=thread_count)
-
-
-def _world_size() -> int:
-    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import logging
 import queue
 import threading
 from types import TracebackType
@@ -11,11 +10,10 @@ from types import TracebackType
 from bucketpoint.errors import BucketpointError
 from bucketpoint.stores import ObjectInfo, Part, Store
 from bucketpoint.transfer.checksum import crc32c
+from bucketpoint.transfer.multipart import abort, complete
 from bucketpoint.transfer.options import TransferOptions
 from bucketpoint.transfer.progress import Meter
 from bucketpoint.transfer.tasks import TaskGroup
-
-logger = logging.getLogger(__name__)
 
 
 class StreamUpload(io.RawIOBase):
@@ -85,8 +83,7 @@ class StreamUpload(io.RawIOBase):
         if self._buffer:
             self._flush_part()
         self._group.__exit__(None, None, None)
-        parts = sorted(self._parts, key=lambda part: part.number)
-        self._info = self._store.complete_multipart(self._key, self._upload_id, parts)
+        self._info = complete(self._store, self._key, self._upload_id, self._parts, nbytes=self._position)
         return self._info
 
     def __enter__(self) -> StreamUpload:  # noqa: PYI034 (Self needs Python 3.11)
@@ -126,8 +123,4 @@ class StreamUpload(io.RawIOBase):
     def _abort(self, error: BaseException) -> None:
         self._group.cancel(error)
         self._group.__exit__(type(error), error, None)
-        if self._upload_id is not None:
-            try:
-                self._store.abort_multipart(self._key, self._upload_id)
-            except BucketpointError as failure:
-                logger.warning("could not abort the multipart upload of %s: %s", self._key, failure)
+        abort(self._store, self._key, self._upload_id)

@@ -6,23 +6,21 @@ Knows segments of bytes and stores; what the bytes mean is the business of `form
 from __future__ import annotations
 
 import contextlib
-import logging
 import threading
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 
-from bucketpoint.errors import BucketpointError, UploadNotFoundError
+from bucketpoint.errors import BucketpointError
 from bucketpoint.stores import ObjectInfo, Part, Store
 from bucketpoint.transfer.budget import BufferPool
 from bucketpoint.transfer.checksum import combine, crc32c
+from bucketpoint.transfer.multipart import abort, complete
 from bucketpoint.transfer.options import TransferOptions
 from bucketpoint.transfer.parts import PartPlan, common_part_bytes, plan_parts
 from bucketpoint.transfer.progress import Meter
 from bucketpoint.transfer.tasks import TaskGroup
-
-logger = logging.getLogger(__name__)
 
 Fill = Callable[[int, memoryview], None]
 """`fill(start, out)` writes bytes `[start, start + len(out))` of a segment into `out`. Called from several threads."""
@@ -120,13 +118,9 @@ class _ObjectUpload:
         return Uploaded(self._info, [self._fold_blocks(index) for index in range(len(self.source.segments))])
 
     def abort(self) -> None:
-        """Drop the open upload, if there is one. Its own failure must not hide the error that led here."""
-        if self._upload_id is None or self._info is not None:
-            return
-        try:
-            self.store.abort_multipart(self.source.key, self._upload_id)
-        except BucketpointError as error:
-            logger.warning("could not abort the multipart upload of %s: %s", self.source.key, error)
+        """Drop the upload if it is still open."""
+        if self._info is None:
+            abort(self.store, self.source.key, self._upload_id)
 
     def _put(self) -> None:
         with self._body(0, self._nbytes) as (body, crc):
@@ -152,16 +146,7 @@ class _ObjectUpload:
             self._complete(self._upload_id)
 
     def _complete(self, upload_id: str) -> None:
-        parts = [self._parts[number] for number in sorted(self._parts)]
-        try:
-            self._info = self.store.complete_multipart(self.source.key, upload_id, parts)
-        except UploadNotFoundError:
-            # The answer to an earlier attempt may have been lost after the store acted. The key belongs to this
-            # attempt alone, so an object of the right size under it can only be ours.
-            info = self.store.head(self.source.key)
-            if info.size != self._nbytes:
-                raise
-            self._info = info
+        self._info = complete(self.store, self.source.key, upload_id, self._parts.values(), nbytes=self._nbytes)
         self.meter.add(0)
 
     @contextlib.contextmanager
