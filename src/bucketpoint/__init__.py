@@ -1,12 +1,13 @@
 """PyTorch Distributed Checkpoint on object stores: whole or not at all, checksummed, and fast."""
 
-from bucketpoint.dcp import BucketReader, BucketWriter, LoadPlanner, S3Reader, S3Writer
+from bucketpoint.dcp import BucketReader, BucketWriter, LoadPlanner, S3Reader, S3Writer, SaveHandle, async_save
 from bucketpoint.errors import (
     AccessDeniedError,
     BucketNotFoundError,
     BucketpointError,
     CheckpointExistsError,
     CheckpointNotFoundError,
+    CheckpointProcessError,
     CommitConflictError,
     CorruptDataError,
     CredentialsError,
@@ -17,6 +18,8 @@ from bucketpoint.errors import (
     MetadataError,
     MismatchError,
     ObjectNotFoundError,
+    StagingError,
+    StagingOverlapError,
     StoreError,
     ThrottledError,
     TransientStoreError,
@@ -24,6 +27,7 @@ from bucketpoint.errors import (
     WrongRegionError,
 )
 from bucketpoint.manager import latest_checkpoint
+from bucketpoint.staging import Stager, StagingOptions
 from bucketpoint.transfer import Progress, TransferOptions
 from bucketpoint.version import __version__
 
@@ -35,6 +39,7 @@ __all__ = [
     "BucketpointError",
     "CheckpointExistsError",
     "CheckpointNotFoundError",
+    "CheckpointProcessError",
     "CommitConflictError",
     "CorruptDataError",
     "CredentialsError",
@@ -49,6 +54,11 @@ __all__ = [
     "Progress",
     "S3Reader",
     "S3Writer",
+    "SaveHandle",
+    "Stager",
+    "StagingError",
+    "StagingOptions",
+    "StagingOverlapError",
     "StoreError",
     "ThrottledError",
     "TransferOptions",
@@ -56,5 +66,6 @@ __all__ = [
     "UnsafeDataError",
     "WrongRegionError",
     "__version__",
+    "async_save",
     "latest_checkpoint",
 ]

@@ -156,3 +156,17 @@ class UnsafeDataError(BucketpointError):
 
 class MismatchError(BucketpointError):
     """The checkpoint and the state to load into do not fit: missing keys or different shapes."""
+
+
+class StagingError(BucketpointError):
+    """The state could not be copied to host memory: nothing of it has been saved."""
+
+
+class StagingOverlapError(StagingError):
+    """An earlier save still reads the staging memory, and `when_busy="error"`."""
+
+    remedy_default = 'Wait for its future first, or choose when_busy="wait" or "double_buffer"'
+
+
+class CheckpointProcessError(BucketpointError):
+    """DCP's checkpoint process has died, or could not be given the state."""

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from bucketpoint.errors import BucketpointError
-from bucketpoint.staging import copy_to_host
+from bucketpoint.staging import Stager
 
 
 @pytest.fixture

@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 
 from bucketpoint.errors import BucketpointError
+from bucketpoint.staging import current_lease
 from bucketpoint.transfer import Meter, Progress, ProgressCallback
 
 
@@ -25,6 +26,20 @@ def progress_callback(wanted: ProgressCallback | bool | None, rank: int) -> Iter
     else:
         with _bar(required=wanted is True) as bar:
             yield bar
+
+
+def noted(callback: ProgressCallback | None) -> ProgressCallback | None:
+    """The same callback, and the handle of the asynchronous save that this thread runs is told as well."""
+    lease = current_lease()
+    if lease is None:
+        return callback
+
+    def note(event: Progress) -> None:
+        lease.progress = event
+        if callback is not None:
+            callback(event)
+
+    return note
 
 
 @contextlib.contextmanager

@@ -5,6 +5,7 @@ No details of any cloud, and no thread of its own.
 
 from __future__ import annotations
 
+import concurrent.futures
 import logging
 import os
 import threading
@@ -20,14 +21,14 @@ from torch.futures import Future
 
 from bucketpoint.dcp.boundary import dcp_call
 from bucketpoint.dcp.commit import Commit, commit, complete_metadata
-from bucketpoint.dcp.console import describe, progress_callback
+from bucketpoint.dcp.console import describe, noted, progress_callback
 from bucketpoint.dcp.session import Location, SaveSession, SaveState, as_url, world_size
 from bucketpoint.dcp.transformed import write_transformed
 from bucketpoint.dcp.upload_plan import Place, plan_objects, results_of
 from bucketpoint.errors import AccessDeniedError, BucketpointError, CheckpointExistsError, ObjectNotFoundError
 from bucketpoint.format import keys
 from bucketpoint.format.groups import DEFAULT_RULES, GroupRule
-from bucketpoint.staging import copy_to_host
+from bucketpoint.staging import StagedState, Stager, StagingOptions, as_staging_options, current_lease, take_turn
 from bucketpoint.stores import accepts_url
 from bucketpoint.transfer import BufferPool, Meter, ProgressCallback, TransferOptions, upload_objects
 
@@ -44,7 +45,8 @@ class BucketWriter(StorageWriter):
     """Saves DCP checkpoints into an object store, whole or not at all.
 
     Usable with `dcp.save` and `dcp.async_save`, for any number of saves, with or without `checkpoint_id`. It is its own
-    `AsyncStager`: `async_save` returns once the state has been copied to host memory.
+    `AsyncStager`: `async_save` returns once the state has been copied to host memory, which is kept for the next save
+    until `close()`. Saves that overlap are put in order.
 
     Args:
         path: URL of the checkpoint, such as `"s3://bucket/run/step-500"`; or none, with `checkpoint_id=` on each save.
@@ -61,7 +63,8 @@ class BucketWriter(StorageWriter):
             bar unless the standard error stream is an interactive terminal and this is rank 0.
         single_file_per_rank, sync_files, per_thread_copy_ahead: accepted for `FileSystemWriter`'s sake; they have no
             meaning for objects.
-        cache_staged_state_dict: accepted for `FileSystemWriter`'s sake.
+        cache_staged_state_dict: accepted for `FileSystemWriter`'s sake: staging memory is kept between saves anyway.
+        staging: how `async_save` copies the state to host memory; torch's own `StagingOptions` will do.
         _extensions: torch's stream transforms (compression, encryption), applied to each item.
     """
 
@@ -84,6 +87,7 @@ class BucketWriter(StorageWriter):
         target_object_bytes: int | None = None,
         groups: Sequence[GroupRule] = DEFAULT_RULES,
         progress: ProgressCallback | bool | None = None,
+        staging: StagingOptions | Any = None,
     ) -> None:
         super().__init__()
         self.transfer = _with_connections(transfer or TransferOptions(), thread_count)
@@ -92,11 +96,13 @@ class BucketWriter(StorageWriter):
         self.groups = tuple(groups)
         self.progress = progress
         self.cache_staged_state_dict = cache_staged_state_dict
+        self.staging = as_staging_options(staging)
         self._location = Location(self.schemes, dict(storage_options or {}), fs)
         self._extensions = tuple(_extensions or ())
         self._synchronize_after_execute = True
         self._url = as_url(path)
         self._saves = threading.local()
+        self._stager: Stager | None = None
         if self._url is not None:
             self._location.open(self._url)
 
@@ -113,6 +119,8 @@ class BucketWriter(StorageWriter):
     def storage_meta(self) -> StorageMeta | None:
         """The URL and the token of this attempt. All ranks, first of all."""
         session = self._session_to_plan()
+        # Two saves whose collectives interleave on one process group wait for each other until it times out.
+        take_turn(f"the save of {session.url}")
         return StorageMeta(checkpoint_id=session.url, save_id=session.token)
 
     @dcp_call
@@ -143,8 +151,11 @@ class BucketWriter(StorageWriter):
         session.move(SaveState.UPLOADING)
         try:
             results = self._upload(session, plan, planner)
-        except BaseException:
+        except BaseException as error:
             session.move(SaveState.ABORTED)
+            if current_lease() is not None:
+                # The future that holds this error is dropped in many a training loop.
+                logger.error("rank %s: the asynchronous save of %s failed: %s", session.rank, session.url, error)
             raise
         session.move(SaveState.UPLOADED)
         if len(results) != len(plan.items):
@@ -194,16 +205,32 @@ class BucketWriter(StorageWriter):
     def should_synchronize_after_execute(self) -> bool:
         return self._synchronize_after_execute
 
-    def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """Copy the state to host memory and return the copy: from then on training may change the original."""
-        staged: dict[str, Any] = copy_to_host(state_dict)
-        return staged
+    @dcp_call
+    def stage(self, state_dict: dict[str, Any], **kwargs: Any) -> StagedState | concurrent.futures.Future[StagedState]:
+        """Copy the state to host memory: see `Stager.stage`."""
+        return self._own_stager().stage(state_dict, **kwargs)
+
+    @dcp_call
+    def prefault(self, state_dict: dict[str, Any]) -> None:
+        """Make ready the memory that an asynchronous save of this state will need: see `Stager.prefault`."""
+        self._own_stager().prefault(state_dict)
 
     def synchronize_staging(self) -> None:
-        """Staging has ended when `stage` returns."""
+        """Wait until the last copy is complete."""
+        if self._stager is not None:
+            self._stager.synchronize_staging()
 
     def close(self) -> None:
-        """Nothing is kept between saves but the process's shared connections."""
+        """Wait for the saves under way, and return the staging memory. The writer stays usable, and makes it anew."""
+        stager, self._stager = self._stager, None
+        if stager is not None:
+            stager.close()
+
+    def _own_stager(self) -> Stager:
+        stager = self._stager
+        if stager is None:
+            stager = self._stager = Stager(self.staging)
+        return stager
 
     # -- what DCP looks at --------------------------------------------------------------------------------------------
 
@@ -228,11 +255,12 @@ class BucketWriter(StorageWriter):
 
     def __getstate__(self) -> dict[str, Any]:
         # A writer crosses to the checkpoint process as configuration; saves under way stay where they are.
-        return {name: value for name, value in self.__dict__.items() if name != "_saves"}
+        return {name: value for name, value in self.__dict__.items() if name not in ("_saves", "_stager")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._saves = threading.local()
+        self._stager = None
 
     # -- one save -----------------------------------------------------------------------------------------------------
 
@@ -254,7 +282,7 @@ class BucketWriter(StorageWriter):
     def _upload(self, session: SaveSession, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
         store, prefix = self._location.open(session.url)
         with progress_callback(self.progress, session.rank) as callback:
-            meter = Meter("save", str(session.url), 0, callback)
+            meter = Meter("save", str(session.url), 0, noted(callback))
             place = Place(prefix, session.token, session.rank, self.groups)
             if self._extensions:
                 results = write_transformed(

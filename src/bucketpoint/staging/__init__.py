@@ -1,5 +1,18 @@
 """Device to host: copies of the state that training cannot change any more. No networks."""
 
-from bucketpoint.staging.blocking import copy_to_host
+from bucketpoint.staging.lease import Lease, current_lease, take_turn
+from bucketpoint.staging.options import StagingOptions, as_staging_options
+from bucketpoint.staging.process import dead_checkpoint_process
+from bucketpoint.staging.staged import StagedState
+from bucketpoint.staging.stager import Stager
 
-__all__ = ["copy_to_host"]
+__all__ = [
+    "Lease",
+    "StagedState",
+    "Stager",
+    "StagingOptions",
+    "as_staging_options",
+    "current_lease",
+    "dead_checkpoint_process",
+    "take_turn",
+]

@@ -1,0 +1,178 @@
+"""`async_save` with one return type: a handle on a save under way. Adds nothing to what DCP does but what it lacks.
+
+DCP answers with a future or with a pair of futures, by how the stager works; takes a staging that fails early for one
+that succeeded; and keeps a failed save's memory for as long as someone keeps its error.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import os
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any
+
+import torch.distributed.checkpoint as dcp
+from torch.distributed import ProcessGroup
+from torch.distributed.checkpoint import CheckpointException, Metadata, SavePlanner, StorageWriter
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
+
+from bucketpoint.dcp.writer import BucketWriter
+from bucketpoint.errors import BucketpointError
+from bucketpoint.staging import Lease, StagedState, Stager, dead_checkpoint_process
+from bucketpoint.transfer import Progress
+
+
+class SaveHandle(Future[Metadata]):
+    """One asynchronous save: a future of the committed checkpoint's metadata.
+
+    Attributes:
+        staged: done when the state may change again; fails if it could not be copied.
+    """
+
+    def __init__(self, url: str | None) -> None:
+        super().__init__()
+        self.url = url
+        self.staged: Future[None] = Future()
+        self._lease: Lease | None = None
+        # What has begun cannot be taken back: cancel() says so.
+        self.set_running_or_notify_cancel()
+        self.staged.set_running_or_notify_cancel()
+
+    def __repr__(self) -> str:
+        state = "running" if not self.done() else "failed" if self.exception() else "committed"
+        return f"SaveHandle({self.url}, {state})"
+
+    @property
+    def committed(self) -> Future[Metadata]:
+        """Done when the checkpoint can be loaded: the handle itself, under the name that goes with `staged`."""
+        return self
+
+    @property
+    def progress(self) -> Progress | None:
+        """How far this rank's upload is; None before it begins, and always with a checkpoint process."""
+        progress = self._lease.progress if self._lease is not None else None
+        return progress if isinstance(progress, Progress) else None
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait for the end of the save, at most `timeout` seconds. Whether it has ended, well or not."""
+        return bool(concurrent.futures.wait([self], timeout).done)
+
+
+def async_save(
+    state_dict: dict[str, Any],
+    *,
+    checkpoint_id: str | os.PathLike[str] | None = None,
+    storage_writer: StorageWriter | None = None,
+    planner: SavePlanner | None = None,
+    process_group: ProcessGroup | None = None,
+    async_checkpointer_type: AsyncCheckpointerType = AsyncCheckpointerType.THREAD,
+    async_stager: Any = None,
+    no_dist: bool = False,
+    use_collectives: bool = True,
+) -> SaveHandle:
+    """`dcp.async_save` with its arguments, and one return type whatever the stager and the executor.
+
+    Args:
+        storage_writer: any writer; without one, a `BucketWriter` for this save alone. One writer, or one `Stager`, kept
+            over all saves keeps its staging memory too.
+
+    Returns:
+        A handle whose `result()` is the checkpoint's `Metadata`. Its errors are `BucketpointError`s, which
+        `except Exception` catches; DCP's `CheckpointException` is their cause.
+
+    Raises:
+        StagingError: the state cannot be copied; nothing was begun.
+    """
+    writer = storage_writer if storage_writer is not None else BucketWriter(checkpoint_id)
+    stager = async_stager if async_stager is not None else writer
+    if not hasattr(stager, "stage"):
+        stager = Stager()
+    handle = SaveHandle(str(checkpoint_id) if checkpoint_id is not None else getattr(writer, "checkpoint_id", None))
+    watched = _Watched(stager, handle)
+    begun = dcp.async_save(
+        state_dict,
+        checkpoint_id=checkpoint_id,
+        storage_writer=writer,
+        planner=planner,
+        process_group=process_group,
+        async_checkpointer_type=async_checkpointer_type,
+        async_stager=watched,
+        no_dist=no_dist,
+        use_collectives=use_collectives,
+    )
+    upload = begun if isinstance(begun, Future) else begun.upload_completion
+    upload.add_done_callback(_ending(handle))
+    return handle
+
+
+class _Watched:
+    """The stager of one save, which tells the handle what becomes of the copy."""
+
+    def __init__(self, stager: Any, handle: SaveHandle) -> None:
+        self._stager = stager
+        self._handle = handle
+        self._synchronize_after_execute = True
+
+    @property
+    def should_synchronize_after_execute(self) -> bool:
+        return bool(self._stager.should_synchronize_after_execute)
+
+    def stage(self, state_dict: dict[str, Any]) -> Any:
+        staged = self._stager.stage(state_dict)
+        if isinstance(staged, Future):
+            staged.add_done_callback(self._staged)
+        else:
+            self._note(staged)
+        return staged
+
+    def synchronize_staging(self) -> None:
+        self._stager.synchronize_staging()
+
+    def close(self) -> None:
+        """The stager is its owner's to close."""
+
+    def _staged(self, staging: Future[Any]) -> None:
+        error = staging.exception()
+        if error is not None:
+            self._handle.staged.set_exception(error)
+        else:
+            self._note(staging.result())
+
+    def _note(self, staged: Any) -> None:
+        # The lease and not the state, which would keep the memory.
+        self._handle._lease = staged.lease if isinstance(staged, StagedState) else None
+        self._handle.staged.set_result(None)
+
+
+def _ending(handle: SaveHandle) -> Callable[[Future[Any]], None]:
+    def end(upload: Future[Any]) -> None:
+        error = upload.exception()
+        if handle._lease is not None:
+            handle._lease.end()
+        if error is None:
+            handle.set_result(upload.result())
+        else:
+            handle.set_exception(_as_ours(error, handle.url))
+
+    return end
+
+
+def _as_ours(error: BaseException, url: str | None) -> BaseException:
+    """The first error of ours among the ranks', or one that says what DCP said."""
+    if isinstance(error, BucketpointError):
+        return error
+    if isinstance(error, CheckpointException):
+        by_rank = {rank: failure[0] for rank, failure in sorted(error.failures.items())}
+        ours = next((failure for failure in by_rank.values() if isinstance(failure, BucketpointError)), None)
+        if ours is None:
+            said = "; ".join(f"rank {rank}: {type(failure).__name__}: {failure}" for rank, failure in by_rank.items())
+            ours = BucketpointError(f"The save failed: {said}", url=url)
+        ours.__cause__ = error
+        return ours
+    dead = dead_checkpoint_process()
+    if dead is not None:
+        dead.url = url
+        dead.__cause__ = error
+        return dead
+    return error

@@ -1,0 +1,255 @@
+"""A state taken apart into its tensors and a skeleton of everything else, and put together again around their copies.
+
+What is no tensor is copied here, at once. No memory is allocated for tensors, except for those that cannot be described
+as strides over a storage (sparse, quantised, of exotic devices): they are copied here too.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor
+
+from bucketpoint.errors import BucketpointError, StagingError
+
+ADDRESSED_DEVICES = frozenset({"cpu", "cuda", "xpu"})
+"""Device types whose `data_ptr()` is an address, so that overlapping tensors are known by it."""
+
+_IMMUTABLE = (int, float, bool, str, bytes, complex, type(None), torch.dtype, torch.device, torch.Size, range)
+_CONSTANT_TYPES = frozenset(_IMMUTABLE)
+
+
+class FlatState:
+    """A state dict without its tensors.
+
+    Attributes:
+        sources: the tensors to copy: strided, without subclass, in the order in which they were met, each once per
+            Python object. They still share memory with the caller's state.
+    """
+
+    def __init__(self, state_dict: dict[Any, Any]) -> None:
+        self.sources: list[torch.Tensor] = []
+        self._memo: dict[int, Any] = {}
+        self._alive: list[Any] = []
+        self._fills: list[tuple[Any, Any, _Node]] = []
+        self._path: list[Any] = []
+        # The last device that was found fit: asking a device for its type costs more than all else here.
+        self._device: torch.device | None = None
+        try:
+            with torch.no_grad():
+                self._root = self._mapping(state_dict)
+        except BucketpointError as error:
+            error.key = error.key or ".".join(map(str, self._path))
+            raise
+        finally:
+            self._memo, self._alive = {}, []
+
+    def assemble(self, copies: Sequence[torch.Tensor]) -> dict[Any, Any]:
+        """The state again, with `copies[i]` for `sources[i]`. Once only: the skeleton itself becomes the result."""
+        for container, key, node in self._fills:
+            container[key] = node.build(copies)
+        return self._root  # type: ignore[no-any-return]
+
+    # -- one visit per kind of value ----------------------------------------------------------------------------------
+
+    def _visit(self, value: Any) -> Any:
+        kind = type(value)
+        if kind in _CONSTANT_TYPES:
+            return value
+        known = self._memo.get(id(value))
+        if known is not None:
+            return known
+        if kind is torch.Tensor or kind is torch.nn.Parameter:
+            made = self._tensor(value)
+        elif isinstance(value, dict):
+            made = self._mapping(value)
+        elif kind is list:
+            made = self._list(value)
+        elif isinstance(value, tuple) and (kind is tuple or hasattr(value, "_fields")):
+            made = self._tuple(value)
+        elif isinstance(value, ShardedTensor):
+            # Before the tensors: it is one by name.
+            made = self._sharded(value)
+        elif isinstance(value, torch.Tensor):
+            made = self._subclass(value)
+        else:
+            made = self._object(value)
+        self._memo[id(value)] = made
+        # A temporary that is freed would leave its id, and its place in the memo, to another.
+        self._alive.append(value)
+        return made
+
+    def _mapping(self, value: dict[Any, Any]) -> Any:
+        out: dict[Any, Any] = OrderedDict() if isinstance(value, OrderedDict) else {}
+        path, visit, fills = self._path, self._visit, self._fills
+        for key, item in value.items():
+            path.append(key)
+            made = visit(item)
+            out[key] = made
+            if isinstance(made, _Node):
+                fills.append((out, key, made))
+            path.pop()
+        return out
+
+    def _list(self, value: list[Any]) -> list[Any]:
+        out: list[Any] = []
+        for index, item in enumerate(value):
+            self._path.append(index)
+            made = self._visit(item)
+            out.append(made)
+            if isinstance(made, _Node):
+                self._fills.append((out, index, made))
+            self._path.pop()
+        return out
+
+    def _tuple(self, value: tuple[Any, ...]) -> Any:
+        parts = self._list(list(value))
+        make = getattr(type(value), "_make", tuple)
+        if not any(isinstance(part, _Node) for part in parts):
+            return make(parts)
+        return _Composite(lambda _: make(parts))
+
+    def _tensor(self, value: torch.Tensor) -> Any:
+        if value.device != self._device:
+            if value.device.type not in ADDRESSED_DEVICES:
+                return self._foreign(value)
+            self._device = value.device
+        if value.layout is not torch.strided or value.is_quantized:
+            return self._foreign(value)
+        leaf = _Leaf(len(self.sources))
+        self.sources.append(value)
+        if type(value) is torch.nn.Parameter:
+            leaf.finish = functools.partial(torch.nn.Parameter, requires_grad=value.requires_grad)
+        elif value.requires_grad:
+            leaf.finish = torch.Tensor.requires_grad_
+        return leaf
+
+    def _foreign(self, value: torch.Tensor) -> torch.Tensor:
+        if value.device.type == "meta":
+            raise StagingError(
+                "A tensor on the meta device has no data to save",
+                remedy="Materialise it (module.to_empty, then initialise) or leave it out of the state",
+            )
+        try:
+            return value.detach().to("cpu", copy=True).requires_grad_(value.requires_grad)
+        except Exception as error:
+            raise StagingError(
+                f"A {value.dtype} tensor on {value.device} cannot be copied to host memory: {error}"
+            ) from error
+
+    def _subclass(self, value: torch.Tensor) -> Any:
+        if isinstance(value, AsyncCollectiveTensor):
+            # What a collective is still writing is waited for, on the caller's stream.
+            return self._visit(value.wait())
+        flatten = getattr(value, "__tensor_flatten__", None)
+        if flatten is None:
+            return self._relabelled(value)
+        names, context = flatten()
+        # Newer versions of torch name a DTensor's device mesh beside its local tensor.
+        inner = {name: getattr(value, name) for name in names}
+        parts: dict[str, Any] = {}
+        for name, part in inner.items():
+            parts[name] = self._visit(part) if isinstance(part, torch.Tensor) else part
+            if isinstance(parts[name], _Node):
+                self._fills.append((parts, name, parts[name]))
+        unflatten = getattr(type(value), "__tensor_unflatten__")  # noqa: B009 (not on torch.Tensor itself)
+        size, stride = value.size(), value.stride()
+        return _Composite(lambda _: unflatten(parts, context, size, stride))
+
+    def _relabelled(self, value: torch.Tensor) -> Any:
+        kind, attributes = type(value), self._object(dict(value.__dict__))
+        try:
+            plain = value.as_subclass(torch.Tensor)
+            node = self._tensor(plain)
+        except BucketpointError:
+            raise
+        except Exception as error:
+            raise StagingError(f"A {kind.__qualname__} cannot be copied to host memory: {error}") from error
+        self._alive.append(plain)
+
+        def finish(copied: torch.Tensor) -> torch.Tensor:
+            labelled: torch.Tensor = copied.as_subclass(kind)
+            labelled.__dict__.update(attributes)
+            return labelled
+
+        if isinstance(node, _Leaf):
+            inner = node.finish
+            node.finish = finish if inner is None else lambda copied: finish(inner(copied))
+            return node
+        return finish(node)
+
+    def _sharded(self, value: ShardedTensor) -> Any:
+        parts = self._list([shard.tensor for shard in value.local_shards()])
+        metadata = [shard.metadata for shard in value.local_shards()]
+        whole, group = value.metadata(), value._process_group
+
+        def build(_: Sequence[torch.Tensor]) -> ShardedTensor:
+            shards = [Shard(tensor, meta) for tensor, meta in zip(parts, metadata, strict=True)]
+            rebuilt: ShardedTensor = ShardedTensor._init_from_local_shards_and_global_metadata(
+                shards, whole, process_group=group, init_rrefs=False
+            )
+            return rebuilt
+
+        return _Composite(build)
+
+    def _object(self, value: Any) -> Any:
+        try:
+            return copy.deepcopy(value)
+        except Exception as error:
+            raise StagingError(
+                f"An object of type {type(value).__qualname__} cannot be copied for an asynchronous save: {error}",
+                remedy="Save it with dcp.save, or leave it out of the state",
+            ) from error
+
+
+class _Node:
+    """A place in the skeleton that waits for tensors."""
+
+    __slots__ = ("_built",)
+
+    _built: Any
+
+    def build(self, copies: Sequence[torch.Tensor]) -> Any:
+        raise NotImplementedError
+
+
+class _Leaf(_Node):
+    """One tensor. The same Python object in two places stays one object."""
+
+    __slots__ = ("finish", "index")
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+        self.finish: Callable[[torch.Tensor], torch.Tensor] | None = None
+
+    def build(self, copies: Sequence[torch.Tensor]) -> Any:
+        copied = copies[self.index]
+        if self.finish is None:
+            return copied
+        try:
+            return self._built
+        except AttributeError:
+            self._built = self.finish(copied)
+            return self._built
+
+
+class _Composite(_Node):
+    """Something made of parts that are filled in before it: fills run in the order of the visits, inner ones first."""
+
+    __slots__ = ("_make",)
+
+    def __init__(self, make: Callable[[Sequence[torch.Tensor]], Any]) -> None:
+        self._make = make
+
+    def build(self, copies: Sequence[torch.Tensor]) -> Any:
+        try:
+            return self._built
+        except AttributeError:
+            self._built = self._make(copies)
+            return self._built

@@ -1,0 +1,213 @@
+"""Where each tensor lies in the arena: views share what they share at the source, and nothing unneeded is copied.
+
+Pure arithmetic over addresses and strides. A layout is made anew for each save: it costs about a microsecond a tensor,
+and one that is kept could not be told from one that has gone stale.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+import torch
+
+from bucketpoint.staging.arena import ALIGNMENT
+
+Place: TypeAlias = tuple[torch.dtype, "tuple[int, ...]", "tuple[int, ...]", int]
+"""A strided view of the arena: dtype, shape, strides in elements, offset in bytes."""
+
+Copy: TypeAlias = tuple[torch.Tensor, int]
+"""What to read, and the index of the place that it goes to: both of the same shape."""
+
+_Region: TypeAlias = tuple[int, int, int]
+"""Start and end of bytes of a device's memory that go to the arena as they are, and the offset that they go to."""
+
+# Plain tuples, since there are several for each of thousands of tensors, made while training waits.
+
+
+@dataclass
+class Layout:
+    """What to copy where, and what each source becomes.
+
+    Attributes:
+        nbytes: size of the arena: the bytes of the sources, and less than a cache line for each.
+        places: for each source, where its copy is found; after those, places that are only copied to.
+        copies: fewer than sources where sources share memory.
+        devices: where the sources lie.
+    """
+
+    nbytes: int = 0
+    places: list[Place] = field(default_factory=list)
+    copies: list[Copy] = field(default_factory=list)
+    devices: list[torch.device] = field(default_factory=list)
+
+
+def lay_out(sources: Sequence[torch.Tensor]) -> Layout:
+    """Plan the copies of strided tensors on devices whose `data_ptr()` is an address.
+
+    Tensors that overlap at the source (tied weights, views of one buffer) overlap in the arena in the same way, and
+    their bytes are copied once. A view with gaps gets the gaps only where something else needs them.
+    """
+    layout = Layout(places=[_NOWHERE] * len(sources))
+    dense: dict[torch.device, list[_Span]] = {}
+    gappy: list[int] = []
+    device: torch.device | None = None
+    spans: list[_Span] = []
+    for index, source in enumerate(sources):
+        size, address = source.nbytes, source.data_ptr()
+        if size == 0:
+            layout.places[index] = (source.dtype, source.shape, source.stride(), 0)
+            continue
+        if not (source.is_contiguous() or _is_dense(source)) or not _is_plain(source):
+            gappy.append(index)
+            dense.setdefault(source.device, [])
+            continue
+        if source.device != device:
+            device = source.device
+            spans = dense.setdefault(device, [])
+        spans.append((address, -size, index))
+    regions = {device: _place_dense(sources, spans, layout) for device, spans in dense.items()}
+    if gappy:
+        _place_gappy(sources, gappy, regions, layout)
+    layout.devices = list(dense)
+    return layout
+
+
+_Span: TypeAlias = tuple[int, int, int]
+"""Address, minus the size in bytes, and index of a source: sorted, the widest of an address comes first."""
+
+_NOWHERE: Place = (torch.uint8, (), (), 0)
+
+
+def _place_dense(sources: Sequence[torch.Tensor], spans: list[_Span], layout: Layout) -> list[_Region]:
+    """One region for each run of overlapping spans, by address."""
+    regions: list[_Region] = []
+    places, copies = layout.places, layout.copies
+    members: list[int] = []
+    start = end = offset = 0
+    cursor = layout.nbytes
+    spans.sort()
+    for address, minus_size, index in spans:
+        source = sources[index]
+        dtype = source.dtype
+        if address >= end:
+            if members:
+                _copy_whole(sources[members.pop()], start, end, layout)
+                members.clear()
+            start, end = address, address - minus_size
+            # At the same distance from a cache line as the source, so that every view in the region stays aligned.
+            offset = cursor + (address - cursor) % ALIGNMENT
+            cursor = offset - minus_size
+            place = (dtype, source.shape, source.stride(), offset)
+            copies.append((source, index))
+            if dtype in _OPAQUE:
+                _copy_as_bytes(source, place, layout)
+            regions.append((start, end, offset))
+        else:
+            if address - minus_size > end:
+                members.append(index)
+                end = address - minus_size
+                cursor = offset + end - start
+                regions[-1] = (start, end, offset)
+            place = (dtype, source.shape, source.stride(), offset + address - start)
+        places[index] = place
+    if members:
+        _copy_whole(sources[members.pop()], start, end, layout)
+    layout.nbytes = cursor
+    return regions
+
+
+def _copy_whole(member: torch.Tensor, start: int, end: int, layout: Layout) -> None:
+    """The last region reaches beyond its first tensor: copy the storage's bytes instead of that tensor."""
+    storage, size = member.untyped_storage(), end - start
+    whole = torch.empty(0, dtype=torch.uint8, device=storage.device)
+    whole.set_(storage, start - storage.data_ptr(), (size,), (1,))
+    offset = layout.places[layout.copies[-1][1]][3]
+    layout.copies[-1] = (whole, len(layout.places))
+    layout.places.append((torch.uint8, (size,), (1,), offset))
+
+
+def _place_gappy(
+    sources: Sequence[torch.Tensor], indices: Iterable[int], regions: dict[torch.device, list[_Region]], layout: Layout
+) -> None:
+    known: dict[tuple[object, ...], Place] = {}
+    for index in indices:
+        source = sources[index]
+        plain = _is_plain(source)
+        identity = (source.device, source.data_ptr(), source.dtype, source.shape, source.stride(), plain)
+        place = known.get(identity)
+        if place is None:
+            place = _inside(source, regions.get(source.device, [])) if plain else None
+            if place is None:
+                place = _compact(source, layout)
+            if plain:
+                known[identity] = place
+        layout.places[index] = place
+
+
+def _inside(source: torch.Tensor, regions: list[_Region]) -> Place | None:
+    """Where a view with gaps lies in a region that is copied anyway."""
+    address = source.data_ptr()
+    reach = sum((size - 1) * step for size, step in zip(source.shape, source.stride(), strict=True)) + 1
+    at = bisect_right(regions, address, key=lambda region: region[0]) - 1
+    if at < 0 or address + reach * source.element_size() > regions[at][1]:
+        return None
+    start, _, offset = regions[at]
+    return (source.dtype, source.shape, source.stride(), offset + address - start)
+
+
+def _compact(source: torch.Tensor, layout: Layout) -> Place:
+    """Bytes of its own, without gaps. A dimension that repeats one element (`expand`) is copied once and repeats on."""
+    unique = source
+    for dim, (size, step) in enumerate(zip(source.shape, source.stride(), strict=True)):
+        if step == 0 and size > 1:
+            unique = unique.narrow(dim, 0, 1)
+    steps: list[int] = []
+    count = 1
+    for size in reversed(unique.shape):
+        steps.insert(0, count)
+        count *= size
+    offset = -(-layout.nbytes // ALIGNMENT) * ALIGNMENT
+    layout.nbytes = offset + unique.nbytes
+    copied: Place = (source.dtype, unique.shape, tuple(steps), offset)
+    layout.copies.append((unique, len(layout.places)))
+    layout.places.append(copied)
+    if source.dtype in _OPAQUE:
+        _copy_as_bytes(unique, copied, layout)
+    stride = (
+        0 if full > 1 and one == 1 else step for full, one, step in zip(source.shape, unique.shape, steps, strict=True)
+    )
+    return (source.dtype, source.shape, tuple(stride), offset)
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    """Whether its bytes are its values: neither conjugated nor negated lazily, and aligned to its elements."""
+    return not (tensor.is_neg() or tensor.is_conj() or tensor.data_ptr() % tensor.element_size())
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    """Whether the elements, in some order of the dimensions, lie one after another (channels_last, transposed)."""
+    expected = 1
+    for step, size in sorted(
+        (step, size) for size, step in zip(tensor.shape, tensor.stride(), strict=True) if size > 1
+    ):
+        if step != expected:
+            return False
+        expected *= size
+    return True
+
+
+def _copy_as_bytes(source: torch.Tensor, place: Place, layout: Layout) -> None:
+    """The last copy, of a dtype that torch does not copy, as one of bytes."""
+    layout.copies[-1] = (source.view(torch.uint8), len(layout.places))
+    layout.places.append((torch.uint8, *place[1:]))
+
+
+_OPAQUE = frozenset(
+    getattr(torch, name)
+    for name in (*(f"{sign}int{bits}" for sign in ("", "u") for bits in range(1, 8)), "bit")
+    if hasattr(torch, name)
+)
+"""Dtypes of one byte that torch stores and does not copy."""

@@ -1,0 +1,70 @@
+"""How staging is done: one frozen dataclass, and torch's own taken for it. No tensors, no networks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+from bucketpoint.errors import BucketpointError
+
+WhenBusy = Literal["wait", "double_buffer", "error"]
+
+TORCH_FIELDS = ("use_pinned_memory", "use_shared_memory", "use_async_staging", "use_non_blocking_copy")
+
+
+@dataclass(frozen=True)
+class StagingOptions:
+    """Each switch works alone; those that need an accelerator do nothing where there is none.
+
+    The first four have the names, the meaning and the order of `torch.distributed.checkpoint.staging.StagingOptions`.
+
+    Attributes:
+        use_pinned_memory: register the memory with the driver, once, so that device copies run at full speed.
+        use_shared_memory: memory that a checkpoint process reads without a second copy.
+        use_async_staging: `stage()` returns a future, and the copy runs beside training, which must not change the
+            state until that future is done. Off here and on in torch, so that `async_save` returns a plain future.
+        use_non_blocking_copy: issue all device copies before waiting for any.
+        when_busy: what a new save does while an earlier one still reads its memory: `"wait"` until it has ended,
+            `"double_buffer"` copies at once into memory of its own (twice the bytes), `"error"` raises
+            `StagingOverlapError`.
+        max_bytes: most bytes of host memory held for staging; None for as much as the state needs.
+        unread_timeout_s: seconds after which a staged state that no save has begun to read stops holding others back.
+            It is never overwritten: what comes next gets memory of its own.
+    """
+
+    use_pinned_memory: bool = True
+    use_shared_memory: bool = True
+    use_async_staging: bool = False
+    use_non_blocking_copy: bool = True
+    when_busy: WhenBusy = "wait"
+    max_bytes: int | None = None
+    unread_timeout_s: float = 60.0
+
+    def __post_init__(self) -> None:
+        if self.when_busy not in get_args(WhenBusy):
+            raise BucketpointError(
+                f"when_busy={self.when_busy!r} is not known", remedy=f"Choose one of {', '.join(get_args(WhenBusy))}"
+            )
+        if self.max_bytes is not None and self.max_bytes <= 0:
+            raise BucketpointError(f"max_bytes={self.max_bytes} leaves nothing to stage in")
+        if self.unread_timeout_s <= 0:
+            raise BucketpointError(f"unread_timeout_s={self.unread_timeout_s} must be above 0")
+
+
+def as_staging_options(config: Any) -> StagingOptions:
+    """Ours as it is, torch's translated, None for the defaults.
+
+    Raises:
+        BucketpointError: `config` is something else.
+    """
+    if config is None:
+        return StagingOptions()
+    if isinstance(config, StagingOptions):
+        return config
+    if all(hasattr(config, name) for name in TORCH_FIELDS):
+        pinned, shared, beside, non_blocking = (bool(getattr(config, name)) for name in TORCH_FIELDS)
+        return StagingOptions(pinned, shared, beside, non_blocking)
+    raise BucketpointError(
+        f"{type(config).__qualname__} is no description of staging",
+        remedy="Pass bucketpoint.StagingOptions, or torch.distributed.checkpoint.staging.StagingOptions",
+    )

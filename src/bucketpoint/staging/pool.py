@@ -1,0 +1,141 @@
+"""Which arena a staged state gets: kept between saves, leased to one state at a time, under a cap. Copies nothing."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+
+from bucketpoint.errors import StagingError, StagingOverlapError
+from bucketpoint.staging.arena import Arena
+from bucketpoint.staging.lease import Lease
+from bucketpoint.staging.options import StagingOptions
+
+GRACE_S = 1.0
+"""A save's future is done a moment before DCP lets go of the staged state."""
+
+_REMEMBERED_SIZES = 4
+
+
+def overlap(lease: Lease) -> StagingOverlapError:
+    """The error that says which save is still in flight."""
+    return StagingOverlapError(f"{lease.label}, staged {time.monotonic() - lease.started:.1f} s ago, has not ended")
+
+
+class ArenaPool:
+    """The arenas of one stager.
+
+    An arena serves every state that needs exactly its size, so that the dicts that training makes afresh for each save
+    find it again, and nothing is planned that could go stale.
+    """
+
+    def __init__(self, options: StagingOptions) -> None:
+        self._options = options
+        self._most = 2 if options.when_busy == "double_buffer" else 1
+        self._lock = threading.Lock()
+        self._arenas: list[tuple[Arena, Lease | None]] = []
+        self._sizes: deque[int] = deque(maxlen=_REMEMBERED_SIZES)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of host memory held, leased or idle."""
+        with self._lock:
+            return sum(arena.nbytes for arena, _ in self._arenas)
+
+    def lease(self, nbytes: int) -> tuple[Arena, Lease]:
+        """An arena of `nbytes`, rounded up to a cache line, that nobody reads; waits or raises while there is none.
+
+        Raises:
+            StagingOverlapError: an earlier save has not ended, and `when_busy="error"`.
+            StagingError: the cap is too small, or the memory is not to be had.
+        """
+        needed = Arena.size_of(nbytes)
+        cap = self._options.max_bytes
+        if cap is not None and needed > cap:
+            raise StagingError(
+                f"Staging this state needs {needed} bytes of host memory, and max_bytes is {cap}",
+                remedy=f"Set StagingOptions(max_bytes=...) to {needed} or more, or save synchronously with dcp.save",
+            )
+        while True:
+            with self._lock:
+                granted = self._grant(needed)
+                if granted is not None:
+                    return granted
+                arena, oldest = next((arena, lease) for arena, lease in self._arenas if lease is not None)
+            self._wait(arena, oldest)
+
+    def prepare(self, nbytes: int) -> list[Arena]:
+        """The idle arenas that the next saves of this size will get, made now: two when double buffering."""
+        needed = Arena.size_of(nbytes)
+        with self._lock:
+            self._settle()
+            while sum(lease is not None or arena.nbytes == needed for arena, lease in self._arenas) < self._most:
+                made = self._make(needed)
+                if made is None:
+                    break
+                self._arenas.append((made, None))
+            return [arena for arena, lease in self._arenas if lease is None and arena.nbytes == needed]
+
+    def surrender(self, arena: Arena) -> None:
+        """Forget an arena: whoever holds tensors over it keeps the memory, and nobody else will be given it."""
+        with self._lock:
+            self._arenas = [entry for entry in self._arenas if entry[0] is not arena]
+        arena.unpin()
+
+    def close(self) -> None:
+        """Wait for every lease and let the memory go."""
+        while True:
+            with self._lock:
+                self._settle()
+                held = [(arena, lease) for arena, lease in self._arenas if lease is not None]
+                if not held:
+                    self._drop_idle(keep=frozenset())
+                    return
+            arena, lease = held[0]
+            if not lease.wait("close()"):
+                self.surrender(arena)
+
+    def _grant(self, needed: int) -> tuple[Arena, Lease] | None:
+        self._settle()
+        if sum(lease is not None for _, lease in self._arenas) >= self._most:
+            return None
+        idle = next((arena for arena, lease in self._arenas if lease is None and arena.nbytes == needed), None)
+        if idle is None:
+            idle = self._make(needed)
+            if idle is None:
+                return None
+        self._sizes.append(needed)
+        lease = Lease(self._options.unread_timeout_s)
+        # Last in the list is the newest lease, so that whoever must wait waits for the oldest.
+        self._arenas = [*(entry for entry in self._arenas if entry[0] is not idle), (idle, lease)]
+        return idle, lease
+
+    def _make(self, needed: int) -> Arena | None:
+        """A new arena, or None where the cap leaves no room until a lease has ended."""
+        # Sizes that come back (a model and an optimizer saved in turn) keep their memory; one that has gone does not.
+        self._drop_idle(keep=frozenset({needed, *self._sizes}) if needed in self._sizes else frozenset({needed}))
+        if not self._fits(needed):
+            self._drop_idle(keep=frozenset({needed}))
+        return Arena(needed, shared=self._options.use_shared_memory) if self._fits(needed) else None
+
+    def _settle(self) -> None:
+        self._arenas = [
+            (arena, lease if lease is not None and not lease.ended else None) for arena, lease in self._arenas
+        ]
+
+    def _fits(self, needed: int) -> bool:
+        cap = self._options.max_bytes
+        return cap is None or sum(arena.nbytes for arena, _ in self._arenas) + needed <= cap
+
+    def _drop_idle(self, keep: frozenset[int]) -> None:
+        for arena, lease in self._arenas:
+            if lease is None and arena.nbytes not in keep:
+                arena.unpin()
+        self._arenas = [(arena, lease) for arena, lease in self._arenas if lease is not None or arena.nbytes in keep]
+
+    def _wait(self, arena: Arena, lease: Lease) -> None:
+        if self._options.when_busy == "error":
+            if not lease.ended_within(GRACE_S):
+                raise overlap(lease)
+        elif not lease.wait("The next save"):
+            self.surrender(arena)

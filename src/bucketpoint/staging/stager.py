@@ -1,0 +1,222 @@
+"""`Stager`: what DCP asks for a copy of the state. Ties layout, memory, copies and leases together.
+
+Whatever a user's state can get wrong is raised by `stage()` on the caller's thread, with asynchronous staging too.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+import warnings
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+import torch
+from typing_extensions import Self
+
+from bucketpoint.errors import BucketpointError, StagingError
+from bucketpoint.staging import lease as leases
+from bucketpoint.staging.arena import Arena
+from bucketpoint.staging.copying import Ordering, SideStreams, run_copies
+from bucketpoint.staging.flatten import FlatState
+from bucketpoint.staging.layout import Layout, lay_out
+from bucketpoint.staging.lease import Lease
+from bucketpoint.staging.options import StagingOptions, as_staging_options
+from bucketpoint.staging.pool import GRACE_S, ArenaPool, overlap
+from bucketpoint.staging.staged import StagedState
+
+logger = logging.getLogger(__name__)
+
+_LET_GO_S = 0.002
+"""The caller has calls of DCP's to finish before training goes on, and needs the interpreter for them."""
+
+_TOLD_LATE_S = 0.05
+"""DCP, in every version to 2.15, reports a staging that failed before it looked as completed: fail a little later."""
+
+
+class Stager:
+    """Copies states to host memory that is allocated once, kept between saves and never overwritten while it is read.
+
+    An `AsyncStager`: pass it as `async_stager=` to `dcp.async_save`, to any number of saves through any writers. A
+    `BucketWriter` has one of its own. Buffers live until `close()`.
+
+    Args:
+        config: `bucketpoint.StagingOptions`, or torch's own of the same name.
+
+    Raises:
+        BucketpointError: `config` is no description of staging.
+    """
+
+    def __init__(self, config: StagingOptions | Any = None) -> None:
+        self.options = as_staging_options(config)
+        self._synchronize_after_execute = True
+        self._pool = ArenaPool(self.options)
+        self._streams = SideStreams()
+        self._worker: ThreadPoolExecutor | None = None
+        self._latest: Future[StagedState] | None = None
+        self._closed = False
+        self._lock = threading.Lock()
+        if not torch.accelerator.is_available():
+            logger.debug("no accelerator: staging memory is not pinned, and copies are plain ones")
+
+    @property
+    def should_synchronize_after_execute(self) -> bool:
+        return self._synchronize_after_execute
+
+    @property
+    def staged_bytes(self) -> int:
+        """Host memory held for staging, in bytes, whether a save reads it or not."""
+        return self._pool.nbytes
+
+    def stage(self, state_dict: dict[str, Any], **kwargs: Any) -> StagedState | Future[StagedState]:
+        """Copy a state dict of tensors (any shape, dtype and device) and Python objects to host memory.
+
+        Returns:
+            The copy; or, with `use_async_staging`, a future of it: until that is done the state must not change.
+
+        Raises:
+            StagingOverlapError: an earlier save still reads the memory, and `when_busy="error"`.
+            StagingError: the stager is closed, the cap is too small, or something cannot be copied (named by key).
+        """
+        if self._closed:
+            raise StagingError("This stager is closed", remedy="Make another one")
+        leases.end_own_save()
+        if self.options.when_busy == "error":
+            _refuse_to_overlap()
+        flat = FlatState(state_dict)
+        layout = lay_out(flat.sources)
+        arena, lease = self._pool.lease(layout.nbytes)
+        try:
+            job = _Staging(
+                flat, layout, arena, lease, self._streams, Ordering.of(layout.devices), self.options, self._pool
+            )
+            if not self.options.use_async_staging:
+                return job.run()
+            self._latest = self._submit(job)
+        except BaseException:
+            lease.end()
+            raise
+        return self._latest
+
+    def synchronize_staging(self) -> None:
+        """Wait until the copy that was begun last is complete: from then on the state may change.
+
+        Raises:
+            StagingError: it failed.
+        """
+        if self._latest is not None:
+            self._latest.result()
+
+    def prefault(self, state_dict: dict[str, Any]) -> None:
+        """Allocate, register and touch the memory that saves of this state will need, so that the first is not slow.
+
+        Nothing is copied; a state of the same shapes and dtypes will do.
+
+        Raises:
+            StagingError: as `stage`.
+        """
+        if self._closed:
+            raise StagingError("This stager is closed", remedy="Make another one")
+        layout = lay_out(FlatState(state_dict).sources)
+        for arena in self._pool.prepare(layout.nbytes):
+            _pin_if_useful(arena, layout, self.options)
+            arena.populate()
+
+    def close(self) -> None:
+        """Wait for the copies and the saves under way, and return all memory. Closing twice is no mistake."""
+        with self._lock:
+            self._closed = True
+            worker, self._worker = self._worker, None
+        leases.end_own_save()
+        if worker is not None:
+            worker.shutdown(wait=True)
+        self._latest = None
+        self._pool.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _submit(self, job: _Staging) -> Future[StagedState]:
+        with self._lock:
+            if self._worker is None:
+                # One thread: copies are made in the order in which they were asked for.
+                self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="bucketpoint-staging")
+            return self._worker.submit(job.run_beside_training)
+
+
+@dataclass
+class _Staging:
+    """One copy, from its layout to the staged dict."""
+
+    flat: FlatState
+    layout: Layout
+    arena: Arena
+    lease: Lease
+    streams: SideStreams
+    ordering: Ordering
+    options: StagingOptions
+    pool: ArenaPool
+
+    def run(self) -> StagedState:
+        try:
+            _pin_if_useful(self.arena, self.layout, self.options)
+            # The caller may be in inference mode, and the worker is never: staged tensors are plain ones.
+            with torch.inference_mode(False), torch.no_grad():
+                views = [self.arena.view(*place) for place in self.layout.places]
+                run_copies(
+                    self.layout.copies,
+                    views,
+                    self.streams,
+                    self.ordering,
+                    non_blocking=self.options.use_non_blocking_copy and self.arena.pinned,
+                )
+                state = self.flat.assemble(views)
+        except BucketpointError:
+            self.lease.end()
+            raise
+        except Exception as error:
+            self.lease.end()
+            raise StagingError(f"Copying the state to host memory failed: {error}") from error
+        self.lease.copied()
+        return StagedState(state, self.lease, None if self.arena.shared else self._surrender)
+
+    def run_beside_training(self) -> StagedState:
+        started = time.monotonic()
+        time.sleep(_LET_GO_S)
+        try:
+            return self.run()
+        except BaseException:
+            time.sleep(max(0.0, _TOLD_LATE_S - (time.monotonic() - started)))
+            raise
+
+    def _surrender(self) -> None:
+        """Torch moves private memory that crosses to another process: what was registered is no longer there."""
+        self.pool.surrender(self.arena)
+
+
+def _pin_if_useful(arena: Arena, layout: Layout, options: StagingOptions) -> None:
+    """Pinning serves the copies from CUDA devices, and those only."""
+    if arena.pinned or not options.use_pinned_memory:
+        return
+    if any(device.type == "cuda" for device in layout.devices) and not arena.pin():
+        warnings.warn(
+            f"The driver does not pin {arena.nbytes} bytes of host memory (see ulimit -l); copies from the device will "
+            "be slower",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+
+
+def _refuse_to_overlap() -> None:
+    """Saves of other stagers on this thread count too, once they have begun: collectives are shared, memory is not."""
+    earlier = leases.last_staged()
+    if earlier is not None and earlier.begun and not earlier.ended_within(GRACE_S):
+        raise overlap(earlier)
