@@ -39,3 +39,14 @@ def test_the_async_save_recipe_saves_and_loads_on_two_ranks(s3: S3Server, bucket
     assert f"{root}/second/step4 holds what was saved" in output
     commits = [key for key in s3.keys(bucket) if key.endswith("/.metadata")]
     assert commits == sorted(f"recipe/{half}/step{step}/.metadata" for half in ("first", "second") for step in range(5))
+
+
+def test_the_zero_overhead_recipe_saves_the_state_of_the_moment_it_was_asked_to(s3: S3Server, bucket: str) -> None:
+    root = s3.url(bucket, "zero")
+
+    output = run(s3, str(EXAMPLES / "zero_overhead.py"), root, "--width", "256")
+
+    assert f"{root}/step-12 holds what was saved" in output
+    assert output.count("before optimizer.step()") == 2
+    commits = [key for key in s3.keys(bucket) if key.endswith("/.metadata")]
+    assert commits == sorted(f"zero/step-{step}/.metadata" for step in (4, 8, 12))

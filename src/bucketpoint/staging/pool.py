@@ -77,7 +77,10 @@ class ArenaPool:
             return [arena for arena, lease in self._arenas if lease is None and arena.nbytes == needed]
 
     def surrender(self, arena: Arena) -> None:
-        """Forget an arena: whoever holds tensors over it keeps the memory, and nobody else will be given it."""
+        """Forget an arena: whoever holds tensors over it keeps the memory, and nobody else will be given it.
+
+        Also for private memory on its way to another process: torch moves it to shared memory under the tensors.
+        """
         with self._lock:
             self._arenas = [entry for entry in self._arenas if entry[0] is not arena]
         arena.unpin()

@@ -5,10 +5,12 @@ Whatever a user's state can get wrong is raised by `stage()` on the caller's thr
 
 from __future__ import annotations
 
+import functools
 import logging
 import threading
 import time
 import warnings
+import weakref
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from types import TracebackType
@@ -56,7 +58,8 @@ class Stager:
         self._pool = ArenaPool(self.options)
         self._streams = SideStreams()
         self._worker: ThreadPoolExecutor | None = None
-        self._latest: Future[StagedState] | None = None
+        # Weak: a future holds the staged state, and the state its lease.
+        self._latest: weakref.ref[Future[StagedState]] | None = None
         self._closed = False
         self._lock = threading.Lock()
         if not torch.accelerator.is_available():
@@ -95,11 +98,12 @@ class Stager:
             )
             if not self.options.use_async_staging:
                 return job.run()
-            self._latest = self._submit(job)
+            future = self._submit(job)
         except BaseException:
             lease.end()
             raise
-        return self._latest
+        self._latest = weakref.ref(future)
+        return future
 
     def synchronize_staging(self) -> None:
         """Wait until the copy that was begun last is complete: from then on the state may change.
@@ -107,8 +111,9 @@ class Stager:
         Raises:
             StagingError: it failed.
         """
-        if self._latest is not None:
-            self._latest.result()
+        future = self._latest() if self._latest is not None else None
+        if future is not None:
+            future.result()
 
     def prefault(self, state_dict: dict[str, Any]) -> None:
         """Allocate, register and touch the memory that saves of this state will need, so that the first is not slow.
@@ -133,7 +138,6 @@ class Stager:
         leases.end_own_save()
         if worker is not None:
             worker.shutdown(wait=True)
-        self._latest = None
         self._pool.close()
 
     def __enter__(self) -> Self:
@@ -186,7 +190,9 @@ class _Staging:
             self.lease.end()
             raise StagingError(f"Copying the state to host memory failed: {error}") from error
         self.lease.copied()
-        return StagedState(state, self.lease, None if self.arena.shared else self._surrender)
+        # Nothing of the caller's state may live as long as the copy does.
+        on_pickle = None if self.arena.shared else functools.partial(self.pool.surrender, self.arena)
+        return StagedState(state, self.lease, on_pickle)
 
     def run_beside_training(self) -> StagedState:
         started = time.monotonic()
@@ -196,10 +202,6 @@ class _Staging:
         except BaseException:
             time.sleep(max(0.0, _TOLD_LATE_S - (time.monotonic() - started)))
             raise
-
-    def _surrender(self) -> None:
-        """Torch moves private memory that crosses to another process: what was registered is no longer there."""
-        self.pool.surrender(self.arena)
 
 
 def _pin_if_useful(arena: Arena, layout: Layout, options: StagingOptions) -> None:
