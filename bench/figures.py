@@ -51,7 +51,9 @@ class Results:
         return [
             found
             for found in self.measurements
-            if (found["contender"], found["op"], found["where"]) == (contender, op, where) and "error" not in found
+            if (found["contender"], found["op"], found["where"]) == (contender, op, where)
+            and "error" not in found
+            and "not_run" not in found
         ]
 
     def spread(self, contender: str, op: str, where: str, metric: Metric) -> Spread | None:

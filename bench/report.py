@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from bench import staging_report
 from bench.contenders import CONTENDERS
-from bench.figures import Results, Spread, cpu_per_gb, peak_mb, wall
-from bench.thresholds import OURS, Verdict, verdicts
+from bench.figures import Results, cpu_per_gb, peak_mb, wall
+from bench.tables import shown, table, verdict_table
+from bench.thresholds import OURS, verdicts
 
 OP_TITLES = {
     "save": "save",
@@ -30,43 +32,59 @@ def print_measurement(found: dict[str, Any]) -> None:
     print(line, flush=True)
 
 
+def merged(result: dict[str, Any], out: Path) -> dict[str, Any]:
+    """The result with what this run did not measure, staging or transfers, taken over from the report that is there."""
+    path = out.with_suffix(".json")
+    earlier: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+    return {**earlier, **result}
+
+
 def write(result: dict[str, Any], out: Path) -> None:
     out.parent.mkdir(parents=True, exist_ok=True)
     out.with_suffix(".json").write_text(json.dumps(result, indent=1) + "\n")
-    out.with_suffix(".svg").write_text(plot(Results(result["measurements"])))
+    if "measurements" in result:
+        out.with_suffix(".svg").write_text(plot(Results(result["measurements"])))
     out.write_text(markdown(result, out.with_suffix(".svg").name))
 
 
 def markdown(result: dict[str, Any], plot_name: str) -> str:
+    sections = ["# Benchmark"]
+    if "measurements" in result:
+        sections += _transfer_sections(result, plot_name)
+    if "staging" in result:
+        sections += staging_report.sections(result["staging"])
+    return "\n\n".join(sections) + "\n"
+
+
+def _transfer_sections(result: dict[str, Any], plot_name: str) -> Iterator[str]:
     results = Results(result["measurements"])
     wire = f"{result['wire']['delay_s'] * 1e3:.0f} ms added to every request, {result['wire']['bytes_per_s'] / 1e6:.0f}"
-    sections = [
-        "# Benchmark",
-        *_how(result),
-        "## Must hold",
-        _verdict_table(verdicts(results)),
-        f"![CPU and wall time of each contender]({plot_name})",
-        "## On loopback, MinIO over TLS",
+    yield from _how(result)
+    yield "## Must hold"
+    yield verdict_table(verdicts(results))
+    yield f"![CPU and wall time of each contender]({plot_name})"
+    yield "## On loopback, MinIO over TLS"
+    yield (
         "Medians; `[smallest, largest]`. CPU is the client's, user and system. Memory is the peak of anonymous and\n"
         "shared pages over what the process held before it began. Requests and bytes come from one pass of their own\n"
-        "through a counting proxy.",
-        *_op_tables(results),
-        "## Ratios of neighbouring runs",
-        "Each ratio is of two runs of the same round. The range of 7 holds the true median with probability 98.4 %.",
-        _ratio_table(results),
-        "## Through an emulated wire",
-        f"{wire} MB/s a connection.",
-        _wire_table(results),
-        "## Requests by kind",
-        _kinds_table(results),
-        *_error_section(results),
-    ]
-    return "\n\n".join(sections) + "\n"
+        "through a counting proxy."
+    )
+    yield from _op_tables(results)
+    yield "## Ratios of neighbouring runs"
+    yield "Each ratio is of two runs of the same round. The range of 7 holds the true median with probability 98.4 %."
+    yield _ratio_table(results)
+    yield "## Through an emulated wire"
+    yield f"{wire} MB/s a connection."
+    yield _wire_table(results)
+    yield "## Requests by kind"
+    yield _kinds_table(results)
+    yield from _error_section(results)
 
 
 def thresholds_text(result: dict[str, Any]) -> str:
     marks = {True: "holds", False: "MISSED", None: "-"}
-    rows = verdicts(Results(result["measurements"]))
+    rows = list(verdicts(Results(result["measurements"]))) if "measurements" in result else []
+    rows += staging_report.verdicts(result["staging"]) if "staging" in result else []
     return "\n".join(f"{marks[row.holds]:7} {row.what}: {row.measured} (demanded {row.demanded})" for row in rows)
 
 
@@ -94,14 +112,6 @@ def _how(result: dict[str, Any]) -> Iterator[str]:
     )
 
 
-def _verdict_table(rows: Iterable[Verdict]) -> str:
-    marks = {True: "yes", False: "**no**", None: "-"}
-    return _table(
-        ["", "demanded", "measured", "holds"],
-        ([row.what, row.demanded, row.measured, marks[row.holds]] for row in rows),
-    )
-
-
 def _op_tables(results: Results) -> Iterator[str]:
     for op, title in OP_TITLES.items():
         rows = []
@@ -113,9 +123,9 @@ def _op_tables(results: Results) -> Iterator[str]:
             rows.append(
                 [
                     contender.title,
-                    _shown(spreads[0], "{:.2f}"),
-                    _shown(spreads[1], "{:.2f}"),
-                    _shown(spreads[2], "{:+.0f}", brief=True),
+                    shown(spreads[0], "{:.2f}"),
+                    shown(spreads[1], "{:.2f}"),
+                    shown(spreads[2], "{:+.0f}", brief=True),
                     str(sum(counted["requests"]["kinds"].values())) if counted else "",
                     str(counted["requests"]["connections"]) if counted else "",
                     f"{moved:.3f}" if moved is not None else "",
@@ -131,7 +141,7 @@ def _op_tables(results: Results) -> Iterator[str]:
                 "connections",
                 "bytes moved per byte needed",
             ]
-            yield _table(heads, rows)
+            yield table(heads, rows)
 
 
 def _ratio_table(results: Results) -> str:
@@ -142,24 +152,24 @@ def _ratio_table(results: Results) -> str:
             cpus = results.ratio(OURS, other, op, "loopback", cpu_per_gb)
             if walls:
                 rows.append(
-                    [CONTENDERS[other].title, title, _shown(walls, "{:.2f}"), _shown(cpus, "{:.2f}"), str(walls.count)]
+                    [CONTENDERS[other].title, title, shown(walls, "{:.2f}"), shown(cpus, "{:.2f}"), str(walls.count)]
                 )
-    return _table(["bucketpoint over", "", "wall", "CPU", "pairs"], rows)
+    return table(["bucketpoint over", "", "wall", "CPU", "pairs"], rows)
 
 
 def _wire_table(results: Results) -> str:
     rows = []
     for name, contender in CONTENDERS.items():
-        shown = [
-            _shown(results.spread(name, op, "wire", metric), "{:.2f}")
+        cells = [
+            shown(results.spread(name, op, "wire", metric), "{:.2f}")
             for op in ("save", "load")
             for metric in (wall, cpu_per_gb)
         ]
-        if any(shown):
-            over = [_shown(results.ratio(OURS, name, op, "wire", wall), "{:.2f}") for op in ("save", "load")]
-            rows.append([contender.title, *shown, *(over if name != OURS else ["", ""])])
+        if any(cells):
+            over = [shown(results.ratio(OURS, name, op, "wire", wall), "{:.2f}") for op in ("save", "load")]
+            rows.append([contender.title, *cells, *(over if name != OURS else ["", ""])])
     heads = ["", "save, s", "CPU s per GB", "load, s", "CPU s per GB", "ours / this, save", "ours / this, load"]
-    return _table(heads, rows)
+    return table(heads, rows)
 
 
 def _kinds_table(results: Results) -> str:
@@ -172,25 +182,12 @@ def _kinds_table(results: Results) -> str:
                 kinds = ", ".join(f"{count} {kind}" for kind, count in sorted(seen["kinds"].items()))
                 trips = seen["visible_after"]
                 rows.append([contender.title, title, kinds, "" if trips is None else str(trips)])
-    return _table(["", "", "requests", "round trips from last data to visible"], rows)
+    return table(["", "", "requests", "round trips from last data to visible"], rows)
 
 
 def _error_section(results: Results) -> list[str]:
     rows = [[found["contender"], found["op"], found["where"], str(found["error"])] for found in results.errors()]
-    return ["## Failed", _table(["", "", "", "error"], rows)] if rows else []
-
-
-def _shown(spread: Spread | None, shape: str, *, brief: bool = False) -> str:
-    if spread is None:
-        return ""
-    text = shape.format(spread.middle)
-    return text if brief or spread.count == 1 else f"{text} [{shape.format(spread.low)}, {shape.format(spread.high)}]"
-
-
-def _table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    lines = [f"| {' | '.join(heads)} |", f"|{'---|' * len(heads)}"]
-    lines += [f"| {' | '.join(cell.replace('|', '/') for cell in row)} |" for row in rows]
-    return "\n".join(lines)
+    return ["## Failed", table(["", "", "", "error"], rows)] if rows else []
 
 
 def plot(results: Results) -> str:

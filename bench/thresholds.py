@@ -34,11 +34,11 @@ def verdicts(results: Results) -> Iterator[Verdict]:
             yield _ratio(results, f"{op}, wall, {where}", PEER, op, where, wall, MAX_WALL)
     for op in ("save", "load", "quarter0", "quarter1"):
         peak = results.spread(OURS, op, "loopback", peak_mb)
-        yield _row(f"{op}, peak memory over the state", f"<= {MAX_EXTRA_MB} MB", peak, MAX_EXTRA_MB, "{:+.0f} MB")
+        yield bounded(f"{op}, peak memory over the state", f"<= {MAX_EXTRA_MB} MB", peak, MAX_EXTRA_MB, "{:+.0f} MB")
     for op in ("save", "load", "quarter1"):
         lean, full = (results.spread(name, op, "loopback", peak_mb) for name in (LEAN, OURS))
         limit = full.high + NOISE_MB if full else 0.0
-        yield _row(f"{op}, memory with a quarter of the budget", f"<= {limit:.0f} MB", lean, limit, "{:+.0f} MB")
+        yield bounded(f"{op}, memory with a quarter of the budget", f"<= {limit:.0f} MB", lean, limit, "{:+.0f} MB")
     moved = results.moved_per_needed(OURS, "quarter0")
     yield _count("dim-0 quarter, bytes moved per byte needed", moved, MAX_QUARTER_BYTES, "{:.3f}")
     save, load, again = (results.counted(OURS, op) for op in ("save", "load", "overwrite"))
@@ -68,10 +68,10 @@ def verdicts(results: Results) -> Iterator[Verdict]:
 
 
 def _ratio(results: Results, what: str, other: str, op: str, where: str, metric: Metric, limit: float) -> Verdict:
-    return _row(what, f"<= {limit:.2f} x {other}", results.ratio(OURS, other, op, where, metric), limit, "{:.2f} x")
+    return bounded(what, f"<= {limit:.2f} x {other}", results.ratio(OURS, other, op, where, metric), limit, "{:.2f} x")
 
 
-def _row(what: str, demanded: str, spread: Spread | None, limit: float, shape: str) -> Verdict:
+def bounded(what: str, demanded: str, spread: Spread | None, limit: float, shape: str) -> Verdict:
     if spread is None:
         return Verdict(what, demanded, "not measured", None)
     around = f" [{shape.format(spread.low)}, {shape.format(spread.high)}]" if spread.count > 1 else ""

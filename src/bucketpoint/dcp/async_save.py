@@ -22,6 +22,9 @@ from bucketpoint.errors import BucketpointError
 from bucketpoint.staging import Lease, StagedState, Stager, dead_checkpoint_process
 from bucketpoint.transfer import Progress
 
+_DYING_S = 1.0
+"""A checkpoint process that dies closes its pipe, which ends the save, a moment before it counts as dead."""
+
 
 class SaveHandle(Future[Metadata]):
     """One asynchronous save: a future of the committed checkpoint's metadata.
@@ -141,7 +144,11 @@ class _Watched:
 
     def _note(self, staged: Any) -> None:
         # The lease and not the state, which would keep the memory.
-        self._handle._lease = staged.lease if isinstance(staged, StagedState) else None
+        if isinstance(staged, StagedState):
+            self._handle._lease = staged.lease
+            if self._handle.url:
+                # In a checkpoint process no writer of ours could say so.
+                staged.lease.label = f"the save of {self._handle.url}"
         self._handle.staged.set_result(None)
 
 
@@ -161,6 +168,7 @@ def _ending(handle: SaveHandle) -> Callable[[Future[Any]], None]:
 def _as_ours(error: BaseException, url: str | None) -> BaseException:
     """The first error of ours among the ranks', or one that says what DCP said."""
     if isinstance(error, BucketpointError):
+        error.url = error.url or url
         return error
     if isinstance(error, CheckpointException):
         by_rank = {rank: failure[0] for rank, failure in sorted(error.failures.items())}
@@ -170,7 +178,7 @@ def _as_ours(error: BaseException, url: str | None) -> BaseException:
             ours = BucketpointError(f"The save failed: {said}", url=url)
         ours.__cause__ = error
         return ours
-    dead = dead_checkpoint_process()
+    dead = dead_checkpoint_process(_DYING_S)
     if dead is not None:
         dead.url = url
         dead.__cause__ = error

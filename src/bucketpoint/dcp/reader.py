@@ -33,6 +33,7 @@ from bucketpoint.format import keys
 from bucketpoint.format.frames import PROBE_BYTES, ProbedFrame, probe_frame
 from bucketpoint.format.keys import new_token
 from bucketpoint.format.metadata import decode_metadata, extra
+from bucketpoint.staging import take_turn
 from bucketpoint.stores import Store, accepts_url
 from bucketpoint.transfer import (
     BufferPool,
@@ -101,6 +102,7 @@ class BucketReader(StorageReader):
             self._url = as_url(checkpoint_id)
         self._metadata = None
         self._failure = None
+        self._wait_for_saves()
 
     @dcp_call
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
@@ -113,6 +115,7 @@ class BucketReader(StorageReader):
         """
         rank = kwargs.get("rank")
         if rank is None:
+            self._wait_for_saves()
             self._failure = None
             try:
                 return self._read(keys.METADATA)
@@ -132,6 +135,11 @@ class BucketReader(StorageReader):
             except Exception as error:  # noqa: BLE001 (kept, and raised once DCP touches the metadata)
                 failure = error
         return _Unread(failure)
+
+    def _wait_for_saves(self) -> None:
+        """A load's collectives must not meet those of a save that this thread has begun beside training."""
+        if world_size() > 1:
+            take_turn(f"the load of {self._url}")
 
     @dcp_call
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:

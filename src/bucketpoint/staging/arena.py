@@ -38,6 +38,7 @@ class Arena:
         self.nbytes = self.size_of(nbytes)
         self.shared = shared
         self.pinned = False
+        self._refused = False
         try:
             # An inference tensor could not be written to later, outside of inference mode.
             with torch.inference_mode(False):
@@ -64,10 +65,13 @@ class Arena:
         return typed.as_strided(shape, stride, offset // size)
 
     def pin(self) -> bool:
-        """Register the memory with the CUDA driver, if that has not been done. False if the driver refuses."""
+        """Register the memory with the CUDA driver, if that has not been done. False if the driver refuses, or has."""
+        if self._refused:
+            return False
         if not self.pinned:
             pointer = self.memory.data_ptr()
             if not _register(pointer, self.nbytes):
+                self._refused = True
                 return False
             self.pinned = True
             # Unmapping registered memory leaves a registration that points at nothing.
@@ -103,6 +107,8 @@ def _shared_bytes(nbytes: int) -> torch.Tensor:
         descriptor = os.memfd_create("bucketpoint-staging")
         try:
             os.ftruncate(descriptor, nbytes)
+            # Where it cannot be mapped, torch would raise too, and leave a descriptor open.
+            mmap.mmap(descriptor, nbytes).close()
             storage = torch.UntypedStorage._new_shared_fd_cpu(descriptor, nbytes)  # type: ignore[attr-defined]
         finally:
             os.close(descriptor)

@@ -54,6 +54,11 @@ class Ordering:
                 events[device] = event
         return cls(events, torch.accelerator.current_device_index() if events else None)
 
+    def use_callers_device(self) -> None:
+        """On the thread that copies, before anything else is asked of the driver."""
+        if self.caller is not None:
+            torch.accelerator.set_device_index(self.caller)
+
 
 def run_copies(
     copies: Sequence[Copy],
@@ -79,8 +84,6 @@ def run_copies(
             targets, sources = by_device.setdefault(latest, ([], []))
         targets.append(views[index])
         sources.append(source)
-    if ordering.caller is not None:
-        torch.accelerator.set_device_index(ordering.caller)
     begun: list[torch.Stream] = []
     # Devices first: they work on while the processor copies its own.
     for device, (targets, sources) in sorted(by_device.items(), key=lambda item: item[0].type == "cpu"):

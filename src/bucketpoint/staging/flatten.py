@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
-from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor
+from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor, ShardedTensorBase
 
 from bucketpoint.errors import BucketpointError, StagingError
 
@@ -23,6 +23,9 @@ ADDRESSED_DEVICES = frozenset({"cpu", "cuda", "xpu"})
 
 _IMMUTABLE = (int, float, bool, str, bytes, complex, type(None), torch.dtype, torch.device, torch.Size, range)
 _CONSTANT_TYPES = frozenset(_IMMUTABLE)
+
+_SHARD_OF_A_WHOLE = ("global_shape", "global_offsets", "local_offsets", "local_sizes")
+"""What makes a plain tensor a shard to DCP (`CheckpointableTensor`, torch 2.15). No other attribute is for saving."""
 
 
 class FlatState:
@@ -47,6 +50,8 @@ class FlatState:
         except BucketpointError as error:
             error.key = error.key or ".".join(map(str, self._path))
             raise
+        except RecursionError as error:
+            raise StagingError("The state contains itself, or is nested too deeply") from error
         finally:
             self._memo, self._alive = {}, []
 
@@ -87,25 +92,37 @@ class FlatState:
 
     def _mapping(self, value: dict[Any, Any]) -> Any:
         out: dict[Any, Any] = OrderedDict() if isinstance(value, OrderedDict) else {}
-        path, visit, fills = self._path, self._visit, self._fills
-        for key, item in value.items():
-            path.append(key)
-            made = visit(item)
-            out[key] = made
-            if isinstance(made, _Node):
-                fills.append((out, key, made))
-            path.pop()
+        visit, fills, memo = self._visit, self._fills, self._memo
+        key = None
+        try:
+            for key, item in value.items():
+                if type(item) is torch.Tensor:
+                    # Nearly all there is in a large state: no more calls than it takes.
+                    made = memo.get(id(item))
+                    if made is None:
+                        made = memo[id(item)] = self._tensor(item)
+                else:
+                    made = visit(item)
+                out[key] = made
+                if isinstance(made, _Node):
+                    fills.append((out, key, made))
+        except BaseException:
+            self._path.insert(0, key)
+            raise
         return out
 
     def _list(self, value: list[Any]) -> list[Any]:
         out: list[Any] = []
-        for index, item in enumerate(value):
-            self._path.append(index)
-            made = self._visit(item)
-            out.append(made)
-            if isinstance(made, _Node):
-                self._fills.append((out, index, made))
-            self._path.pop()
+        index = 0
+        try:
+            for index, item in enumerate(value):
+                made = self._visit(item)
+                out.append(made)
+                if isinstance(made, _Node):
+                    self._fills.append((out, index, made))
+        except BaseException:
+            self._path.insert(0, index)
+            raise
         return out
 
     def _tuple(self, value: tuple[Any, ...]) -> Any:
@@ -128,6 +145,9 @@ class FlatState:
             leaf.finish = functools.partial(torch.nn.Parameter, requires_grad=value.requires_grad)
         elif value.requires_grad:
             leaf.finish = torch.Tensor.requires_grad_
+        if "global_shape" in value.__dict__:
+            described = {name: value.__dict__[name] for name in _SHARD_OF_A_WHOLE if name in value.__dict__}
+            leaf.finish = _with_attributes(leaf.finish, described)
         return leaf
 
     def _foreign(self, value: torch.Tensor) -> torch.Tensor:
@@ -136,6 +156,8 @@ class FlatState:
                 "A tensor on the meta device has no data to save",
                 remedy="Materialise it (module.to_empty, then initialise) or leave it out of the state",
             )
+        # Other tensors are kept by `sources`. An id must not come back while the memo knows it.
+        self._alive.append(value)
         try:
             return value.detach().to("cpu", copy=True).requires_grad_(value.requires_grad)
         except Exception as error:
@@ -163,9 +185,15 @@ class FlatState:
         return _Composite(lambda _: unflatten(parts, context, size, stride))
 
     def _relabelled(self, value: torch.Tensor) -> Any:
-        kind, attributes = type(value), self._object(dict(value.__dict__))
+        kind, attributes, requires_grad = type(value), self._object(dict(value.__dict__)), value.requires_grad
         try:
             plain = value.as_subclass(torch.Tensor)
+            addressed = plain.device.type in ADDRESSED_DEVICES and plain.layout is torch.strided
+            if addressed and plain.nbytes and not plain.data_ptr():
+                raise StagingError(
+                    f"A {kind.__qualname__} holds no memory of its own, and does not say what it wraps",
+                    remedy="Give the class __tensor_flatten__ and __tensor_unflatten__",
+                )
             node = self._tensor(plain)
         except BucketpointError:
             raise
@@ -174,13 +202,12 @@ class FlatState:
         self._alive.append(plain)
 
         def finish(copied: torch.Tensor) -> torch.Tensor:
-            labelled: torch.Tensor = copied.as_subclass(kind)
+            labelled: torch.Tensor = copied.as_subclass(kind).requires_grad_(requires_grad)
             labelled.__dict__.update(attributes)
             return labelled
 
         if isinstance(node, _Leaf):
-            inner = node.finish
-            node.finish = finish if inner is None else lambda copied: finish(inner(copied))
+            node.finish = finish
             return node
         return finish(node)
 
@@ -189,11 +216,11 @@ class FlatState:
         metadata = [shard.metadata for shard in value.local_shards()]
         whole, group = value.metadata(), value._process_group
 
-        def build(_: Sequence[torch.Tensor]) -> ShardedTensor:
+        def build(_: Sequence[torch.Tensor]) -> Any:
             shards = [Shard(tensor, meta) for tensor, meta in zip(parts, metadata, strict=True)]
-            rebuilt: ShardedTensor = ShardedTensor._init_from_local_shards_and_global_metadata(
-                shards, whole, process_group=group, init_rrefs=False
-            )
+            # The base class's, since ShardedTensor's own refuses shards that are not on the device that they came from.
+            rebuilt: Any = ShardedTensorBase._init_from_local_shards_and_global_metadata(shards, whole)
+            rebuilt._prepare_init(process_group=group, init_rrefs=False)
             return rebuilt
 
         return _Composite(build)
@@ -206,6 +233,17 @@ class FlatState:
                 f"An object of type {type(value).__qualname__} cannot be copied for an asynchronous save: {error}",
                 remedy="Save it with dcp.save, or leave it out of the state",
             ) from error
+
+
+def _with_attributes(
+    inner: Callable[[torch.Tensor], torch.Tensor] | None, attributes: dict[str, Any]
+) -> Callable[[torch.Tensor], torch.Tensor]:
+    def finish(copied: torch.Tensor) -> torch.Tensor:
+        made = copied if inner is None else inner(copied)
+        made.__dict__.update(attributes)
+        return made
+
+    return finish
 
 
 class _Node:

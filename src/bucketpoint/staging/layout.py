@@ -1,7 +1,7 @@
 """Where each tensor lies in the arena: views share what they share at the source, and nothing unneeded is copied.
 
-Pure arithmetic over addresses and strides. A layout is made anew for each save: it costs about a microsecond a tensor,
-and one that is kept could not be told from one that has gone stale.
+Pure arithmetic over addresses and strides. The last layout serves again where every address, shape, stride and dtype is
+what it was; nothing is ever known by the identity of a tensor.
 """
 
 from __future__ import annotations
@@ -9,10 +9,11 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import torch
 
+from bucketpoint.errors import StagingError
 from bucketpoint.staging.arena import ALIGNMENT
 
 Place: TypeAlias = tuple[torch.dtype, "tuple[int, ...]", "tuple[int, ...]", int]
@@ -44,6 +45,43 @@ class Layout:
     devices: list[torch.device] = field(default_factory=list)
 
 
+class LayoutMemory:
+    """The last layout, for as long as the tensors lie where they lay: most training never moves them."""
+
+    def __init__(self) -> None:
+        self._last: _Remembered | None = None
+
+    def lay_out(self, sources: Sequence[torch.Tensor]) -> Layout:
+        """As `lay_out`. Keeps no tensor."""
+        facts: list[_Facts] = [(source.data_ptr(), source.shape, source.stride(), source.dtype) for source in sources]
+        # One reference, since threads may share a stager.
+        last = self._last
+        if last is not None and facts == last.facts and (not last.shared or all(map(_is_plain, sources))):
+            copies = [(sources[index], index) for index in last.read]
+            return Layout(last.layout.nbytes, last.layout.places, copies, last.layout.devices)
+        layout = lay_out(sources)
+        read = [index for source, index in layout.copies if index < len(sources) and source is sources[index]]
+        self._last = None
+        # Bytes and narrowed views that stand for sources would have to be made again.
+        if len(read) == len(layout.copies):
+            shared = len(read) < sum(source.nbytes > 0 for source in sources)
+            self._last = _Remembered(facts, Layout(layout.nbytes, layout.places, [], layout.devices), read, shared)
+        return layout
+
+
+_Facts: TypeAlias = tuple[int, "tuple[int, ...]", "tuple[int, ...]", torch.dtype]
+"""Address, shape, strides and dtype of a source."""
+
+
+class _Remembered(NamedTuple):
+    """A layout without its tensors, which of them are read, and whether some lie in the memory of others."""
+
+    facts: list[_Facts]
+    layout: Layout
+    read: list[int]
+    shared: bool
+
+
 def lay_out(sources: Sequence[torch.Tensor]) -> Layout:
     """Plan the copies of strided tensors on devices whose `data_ptr()` is an address.
 
@@ -60,6 +98,9 @@ def lay_out(sources: Sequence[torch.Tensor]) -> Layout:
         if size == 0:
             layout.places[index] = (source.dtype, source.shape, source.stride(), 0)
             continue
+        if address == 0:
+            # Its storage has been freed (`resize_(0)`): reading it would end the process.
+            raise StagingError(f"A {source.dtype} tensor of shape {tuple(source.shape)} has no memory to copy from")
         if not (source.is_contiguous() or _is_dense(source)) or not _is_plain(source):
             gappy.append(index)
             dense.setdefault(source.device, [])
@@ -94,7 +135,7 @@ def _place_dense(sources: Sequence[torch.Tensor], spans: list[_Span], layout: La
         dtype = source.dtype
         if address >= end:
             if members:
-                _copy_whole(sources[members.pop()], start, end, layout)
+                _copy_whole(sources, members, start, end, layout)
                 members.clear()
             start, end = address, address - minus_size
             # At the same distance from a cache line as the source, so that every view in the region stays aligned.
@@ -114,14 +155,22 @@ def _place_dense(sources: Sequence[torch.Tensor], spans: list[_Span], layout: La
             place = (dtype, source.shape, source.stride(), offset + address - start)
         places[index] = place
     if members:
-        _copy_whole(sources[members.pop()], start, end, layout)
+        _copy_whole(sources, members, start, end, layout)
     layout.nbytes = cursor
     return regions
 
 
-def _copy_whole(member: torch.Tensor, start: int, end: int, layout: Layout) -> None:
+def _copy_whole(sources: Sequence[torch.Tensor], members: Sequence[int], start: int, end: int, layout: Layout) -> None:
     """The last region reaches beyond its first tensor: copy the storage's bytes instead of that tensor."""
-    storage, size = member.untyped_storage(), end - start
+    storage, size = sources[members[-1]].untyped_storage(), end - start
+    if start < storage.data_ptr() or end > storage.data_ptr() + storage.nbytes():
+        # No storage has it all (two NumPy slices of one array): copy each tensor that reaches further.
+        for index in members:
+            place = layout.places[index]
+            layout.copies.append((sources[index], index))
+            if place[0] in _OPAQUE:
+                _copy_as_bytes(sources[index], place, layout)
+        return
     whole = torch.empty(0, dtype=torch.uint8, device=storage.device)
     whole.set_(storage, start - storage.data_ptr(), (size,), (1,))
     offset = layout.places[layout.copies[-1][1]][3]

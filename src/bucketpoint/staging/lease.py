@@ -41,6 +41,7 @@ class Lease:
         self._unread_timeout_s = unread_timeout_s
         self._end = _Latch()
         self._reader = 0
+        self._stager_thread = threading.get_ident()
         self._copied_at: float | None = None
         self._before = _unfinished(_here.staged)
         _here.staged = self
@@ -57,6 +58,15 @@ class Lease:
         """Whether a save has begun to read."""
         return self._reader != 0
 
+    @property
+    def abandoned(self) -> bool:
+        """Whether no save has begun to read in time. Whoever holds the staged state keeps its memory."""
+        return self._unread_for_s() > self._unread_timeout_s
+
+    def _unread_for_s(self) -> float:
+        """Seconds since the copy was complete, if no save has begun to read it."""
+        return 0.0 if self.begun or self._copied_at is None else time.monotonic() - self._copied_at
+
     def end(self) -> None:
         """Nobody reads the memory any more."""
         self._end.open()
@@ -72,6 +82,8 @@ class Lease:
     def enter(self) -> None:
         """The current thread saves the staged state: the lease ends with the thread, or with its next save.
 
+        On another thread than the one that staged it waits for its turn too.
+
         Raises:
             StagingError: the lease has ended, so that the memory may hold another state by now.
         """
@@ -80,10 +92,13 @@ class Lease:
                 "This staged state has been saved, and its memory may hold a newer one",
                 remedy="Stage the state again for another save",
             )
-        current = _here.saving
-        if current is None or current.lease is not self:
+        if current_lease() is not self:
+            # Nothing here may keep the last hold: that save ends now, and this one may have to wait for it.
             _here.saving = _ThreadHold(self)
         _here.entered = True
+        if threading.get_ident() != self._stager_thread:
+            # A thread of DCP's. Writers that are not ours never call `take_turn`.
+            self.wait_for_turn()
 
     def wait_for_turn(self) -> None:
         """Until every save that the same thread staged earlier has ended, so that this one's collectives are alone."""
@@ -100,7 +115,7 @@ class Lease:
         told = False
         while not self._end.wait(_POLL_S):
             now = time.monotonic()
-            if not self.begun and self._copied_at is not None and now - self._copied_at > self._unread_timeout_s:
+            if self.abandoned:
                 logger.warning(
                     "a state staged %.0f s ago has not been saved; it keeps its memory, and what comes next gets other",
                     now - self.started,
@@ -109,6 +124,13 @@ class Lease:
             if not told and now - waiting_since > _PATIENCE_S:
                 told = True
                 logger.warning("%s waits for %s, begun %.0f s ago", who, self.label, now - self.started)
+        return True
+
+    def wait_if_read(self, grace_s: float) -> bool:
+        """Until the lease has ended: True. False: no save has begun to read for `grace_s` since the copy."""
+        while not self._end.wait(min(_POLL_S, grace_s)):
+            if self._unread_for_s() > grace_s:
+                return False
         return True
 
 

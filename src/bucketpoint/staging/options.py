@@ -47,7 +47,7 @@ class StagingOptions:
             )
         if self.max_bytes is not None and self.max_bytes <= 0:
             raise BucketpointError(f"max_bytes={self.max_bytes} leaves nothing to stage in")
-        if self.unread_timeout_s <= 0:
+        if not self.unread_timeout_s > 0:
             raise BucketpointError(f"unread_timeout_s={self.unread_timeout_s} must be above 0")
 
 

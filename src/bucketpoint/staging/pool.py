@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 
 from bucketpoint.errors import StagingError, StagingOverlapError
 from bucketpoint.staging.arena import Arena
@@ -49,13 +50,7 @@ class ArenaPool:
             StagingOverlapError: an earlier save has not ended, and `when_busy="error"`.
             StagingError: the cap is too small, or the memory is not to be had.
         """
-        needed = Arena.size_of(nbytes)
-        cap = self._options.max_bytes
-        if cap is not None and needed > cap:
-            raise StagingError(
-                f"Staging this state needs {needed} bytes of host memory, and max_bytes is {cap}",
-                remedy=f"Set StagingOptions(max_bytes=...) to {needed} or more, or save synchronously with dcp.save",
-            )
+        needed = self._size_under_cap(nbytes)
         while True:
             with self._lock:
                 granted = self._grant(needed)
@@ -64,9 +59,14 @@ class ArenaPool:
                 arena, oldest = next((arena, lease) for arena, lease in self._arenas if lease is not None)
             self._wait(arena, oldest)
 
-    def prepare(self, nbytes: int) -> list[Arena]:
-        """The idle arenas that the next saves of this size will get, made now: two when double buffering."""
-        needed = Arena.size_of(nbytes)
+    def prepare(self, nbytes: int, make_ready: Callable[[Arena], None]) -> None:
+        """Make the arenas that the next saves of this size will get, and let the caller write to those that are idle.
+
+        Raises:
+            StagingError: the cap is too small, or the memory is not to be had.
+        """
+        needed = self._size_under_cap(nbytes)
+        # Nobody is given an arena meanwhile: what is written to must stay idle.
         with self._lock:
             self._settle()
             while sum(lease is not None or arena.nbytes == needed for arena, lease in self._arenas) < self._most:
@@ -74,7 +74,9 @@ class ArenaPool:
                 if made is None:
                     break
                 self._arenas.append((made, None))
-            return [arena for arena, lease in self._arenas if lease is None and arena.nbytes == needed]
+            for arena, lease in self._arenas:
+                if lease is None and arena.nbytes == needed:
+                    make_ready(arena)
 
     def surrender(self, arena: Arena) -> None:
         """Forget an arena: whoever holds tensors over it keeps the memory, and nobody else will be given it.
@@ -86,7 +88,7 @@ class ArenaPool:
         arena.unpin()
 
     def close(self) -> None:
-        """Wait for every lease and let the memory go."""
+        """Wait for the saves under way and let the memory go. A state that no save reads keeps its memory."""
         while True:
             with self._lock:
                 self._settle()
@@ -95,8 +97,18 @@ class ArenaPool:
                     self._drop_idle(keep=frozenset())
                     return
             arena, lease = held[0]
-            if not lease.wait("close()"):
+            if not lease.wait_if_read(GRACE_S):
                 self.surrender(arena)
+
+    def _size_under_cap(self, nbytes: int) -> int:
+        needed = Arena.size_of(nbytes)
+        cap = self._options.max_bytes
+        if cap is not None and needed > cap:
+            raise StagingError(
+                f"Staging this state needs {needed} bytes of host memory, and max_bytes is {cap}",
+                remedy=f"Set StagingOptions(max_bytes=...) to {needed} or more, or save synchronously with dcp.save",
+            )
+        return needed
 
     def _grant(self, needed: int) -> tuple[Arena, Lease] | None:
         self._settle()
@@ -139,6 +151,8 @@ class ArenaPool:
     def _wait(self, arena: Arena, lease: Lease) -> None:
         if self._options.when_busy == "error":
             if not lease.ended_within(GRACE_S):
-                raise overlap(lease)
+                if not lease.abandoned:
+                    raise overlap(lease)
+                self.surrender(arena)
         elif not lease.wait("The next save"):
             self.surrender(arena)

@@ -14,14 +14,20 @@ _EXECUTOR = "torch.distributed.checkpoint._async_process_executor"
 _PLAIN = (int, float, str, bool, bytes, type(None))
 
 
-def dead_checkpoint_process() -> CheckpointProcessError | None:
+def dead_checkpoint_process(grace_s: float = 0.0) -> CheckpointProcessError | None:
     """The error that names DCP's checkpoint process, if that has been started and has died.
 
     DCP starts one for each rank, keeps it for good and never replaces it.
+
+    Args:
+        grace_s: how long to wait for its end, in seconds: a dying process closes its pipe before it can be waited for.
     """
     daemon = getattr(sys.modules.get(_EXECUTOR), "_CHECKPOINT_PROCESS", None)
     process = getattr(daemon, "_save_process", None)
-    if process is None or process.is_alive():
+    if process is None:
+        return None
+    process.join(grace_s)
+    if process.is_alive():
         return None
     return CheckpointProcessError(
         f"DCP's checkpoint process (pid {process.pid}) of this rank has died with exit code {process.exitcode}",

@@ -24,7 +24,7 @@ from bucketpoint.staging import lease as leases
 from bucketpoint.staging.arena import Arena
 from bucketpoint.staging.copying import Ordering, SideStreams, run_copies
 from bucketpoint.staging.flatten import FlatState
-from bucketpoint.staging.layout import Layout, lay_out
+from bucketpoint.staging.layout import Layout, LayoutMemory
 from bucketpoint.staging.lease import Lease
 from bucketpoint.staging.options import StagingOptions, as_staging_options
 from bucketpoint.staging.pool import GRACE_S, ArenaPool, overlap
@@ -32,7 +32,7 @@ from bucketpoint.staging.staged import StagedState
 
 logger = logging.getLogger(__name__)
 
-_LET_GO_S = 0.002
+_LET_GO_S = 0.005
 """The caller has calls of DCP's to finish before training goes on, and needs the interpreter for them."""
 
 _TOLD_LATE_S = 0.05
@@ -56,7 +56,9 @@ class Stager:
         self.options = as_staging_options(config)
         self._synchronize_after_execute = True
         self._pool = ArenaPool(self.options)
+        self._pinning = _Pinning(self.options)
         self._streams = SideStreams()
+        self._layouts = LayoutMemory()
         self._worker: ThreadPoolExecutor | None = None
         # Weak: a future holds the staged state, and the state its lease.
         self._latest: weakref.ref[Future[StagedState]] | None = None
@@ -89,12 +91,19 @@ class Stager:
         leases.end_own_save()
         if self.options.when_busy == "error":
             _refuse_to_overlap()
-        flat = FlatState(state_dict)
-        layout = lay_out(flat.sources)
+        flat, layout = self._plan(state_dict)
         arena, lease = self._pool.lease(layout.nbytes)
         try:
             job = _Staging(
-                flat, layout, arena, lease, self._streams, Ordering.of(layout.devices), self.options, self._pool
+                flat,
+                layout,
+                arena,
+                lease,
+                self._streams,
+                Ordering.of(layout.devices),
+                self._pinning,
+                self.options,
+                self._pool,
             )
             if not self.options.use_async_staging:
                 return job.run()
@@ -125,10 +134,13 @@ class Stager:
         """
         if self._closed:
             raise StagingError("This stager is closed", remedy="Make another one")
-        layout = lay_out(FlatState(state_dict).sources)
-        for arena in self._pool.prepare(layout.nbytes):
-            _pin_if_useful(arena, layout, self.options)
+        _, layout = self._plan(state_dict)
+
+        def make_ready(arena: Arena) -> None:
+            self._pinning.pin_if_useful(arena, layout)
             arena.populate()
+
+        self._pool.prepare(layout.nbytes, make_ready)
 
     def close(self) -> None:
         """Wait for the copies and the saves under way, and return all memory. Closing twice is no mistake."""
@@ -148,12 +160,22 @@ class Stager:
     ) -> None:
         self.close()
 
+    def _plan(self, state_dict: dict[str, Any]) -> tuple[FlatState, Layout]:
+        flat = FlatState(state_dict)
+        try:
+            return flat, self._layouts.lay_out(flat.sources)
+        except RuntimeError as error:
+            # Tensors that look strided and have no strides: nested ones, and wrappers.
+            raise StagingError(f"The state has a tensor that cannot be copied to host memory: {error}") from error
+
     def _submit(self, job: _Staging) -> Future[StagedState]:
         with self._lock:
             if self._worker is None:
                 # One thread: copies are made in the order in which they were asked for.
                 self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="bucketpoint-staging")
-            return self._worker.submit(job.run_beside_training)
+            future = self._worker.submit(job.run_beside_training)
+        future.add_done_callback(functools.partial(_end_if_cancelled, job.lease))
+        return future
 
 
 @dataclass
@@ -166,12 +188,14 @@ class _Staging:
     lease: Lease
     streams: SideStreams
     ordering: Ordering
+    pinning: _Pinning
     options: StagingOptions
     pool: ArenaPool
 
     def run(self) -> StagedState:
         try:
-            _pin_if_useful(self.arena, self.layout, self.options)
+            self.ordering.use_callers_device()
+            self.pinning.pin_if_useful(self.arena, self.layout)
             # The caller may be in inference mode, and the worker is never: staged tensors are plain ones.
             with torch.inference_mode(False), torch.no_grad():
                 views = [self.arena.view(*place) for place in self.layout.places]
@@ -183,11 +207,10 @@ class _Staging:
                     non_blocking=self.options.use_non_blocking_copy and self.arena.pinned,
                 )
                 state = self.flat.assemble(views)
-        except BucketpointError:
+        except BaseException as error:
             self.lease.end()
-            raise
-        except Exception as error:
-            self.lease.end()
+            if isinstance(error, BucketpointError) or not isinstance(error, Exception):
+                raise
             raise StagingError(f"Copying the state to host memory failed: {error}") from error
         self.lease.copied()
         # Nothing of the caller's state may live as long as the copy does.
@@ -204,17 +227,31 @@ class _Staging:
             raise
 
 
-def _pin_if_useful(arena: Arena, layout: Layout, options: StagingOptions) -> None:
-    """Pinning serves the copies from CUDA devices, and those only."""
-    if arena.pinned or not options.use_pinned_memory:
-        return
-    if any(device.type == "cuda" for device in layout.devices) and not arena.pin():
-        warnings.warn(
-            f"The driver does not pin {arena.nbytes} bytes of host memory (see ulimit -l); copies from the device will "
-            "be slower",
-            RuntimeWarning,
-            stacklevel=2,
-        )
+def _end_if_cancelled(lease: Lease, future: Future[StagedState]) -> None:
+    """A copy that was taken back before it began has nobody else to end its lease."""
+    if future.cancelled():
+        lease.end()
+
+
+class _Pinning:
+    """Whether to register memory with the driver, and what to say when it refuses: once for each stager."""
+
+    def __init__(self, options: StagingOptions) -> None:
+        self._wanted = options.use_pinned_memory
+        self._warned = False
+
+    def pin_if_useful(self, arena: Arena, layout: Layout) -> None:
+        """Pinning serves the copies from CUDA devices, and those only."""
+        if arena.pinned or not self._wanted or not any(device.type == "cuda" for device in layout.devices):
+            return
+        if not arena.pin() and not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"The driver does not pin {arena.nbytes} bytes of host memory (see ulimit -l); copies from the device "
+                "will be slower",
+                RuntimeWarning,
+                stacklevel=2,
+            )
 
 
 def _refuse_to_overlap() -> None:

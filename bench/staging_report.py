@@ -1,0 +1,230 @@
+"""What the staging part found: its verdicts and its section of the report. No measuring."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from bench.figures import Measurement, Metric, Results, Spread
+from bench.tables import shown, table, verdict_table
+from bench.thresholds import Verdict, bounded
+
+OURS = "bucketpoint"
+MANY, FEW = "2000", "32"
+MAX_OVER_MEMCPY, MAX_OVER_REUSED, MAX_FIRST = 1.15, 0.80, 1.30
+MAX_BESIDE_S = 5e-3 + 2e-6 * int(MANY)
+MAX_CAPPED_STEP = 1.05
+SPARE_BYTES_A_TENSOR, PAGE = 64, 4096
+MAX_RESIDENT_MOVE = 0.01
+MIN_OF_PINNED, MAX_CUDA_BLOCKED_S = 0.90, 10e-3
+
+TITLES = {
+    "memcpy": "memcpy: `torch.Tensor.copy_`, its threads",
+    "memcpy-threads": "memcpy: `memmove`, as many threads",
+    "bucketpoint": "bucketpoint",
+    "bucketpoint-prefault": "bucketpoint after `prefault()`",
+    "stager-reused": "one reused torch `DefaultStager`",
+    "torch": "torch FileSystemWriter, FsspecWriter",
+    "s3torchconnector": "s3torchconnector",
+    "s3fs": "torch FsspecWriter + s3fs",
+}
+
+
+def seconds(found: Measurement) -> float:
+    return float(found["seconds"])
+
+
+def median_ratio(found: Measurement) -> float:
+    """How much longer the median step takes during an upload than just before and after."""
+    return float(found["busy"]["median_s"] / found["idle"]["median_s"])
+
+
+def p95_ratio(found: Measurement) -> float:
+    return float(found["busy"]["p95_s"] / found["idle"]["p95_s"])
+
+
+def p95_over_median(found: Measurement) -> float:
+    return float(found["busy"]["p95_s"] / found["idle"]["median_s"])
+
+
+def print_measurement(found: dict[str, Any]) -> None:
+    """One line of progress."""
+    line = f"{'staging':8} {found['round']:2} {found['op']:9} {found['contender']:20} {found['where']:>6}"
+    if "seconds" in found:
+        line += f" {found['seconds'] * 1e3:8.1f} ms"
+    if "memcpy_s" in found:
+        line += f" (memcpy {found['memcpy_s'] * 1e3:.1f} ms)"
+    if "busy" in found:
+        line += f" step x {median_ratio(found):.2f}, p95 x {p95_ratio(found):.2f}, {found['busy']['count']} steps"
+        line += f" of an upload of {found['upload_s']:.1f} s"
+    if found.get("held") is not None:
+        line += f" lock held {found['held']:.1%} of {found['upload_s']:.2f} s"
+    if "staged_bytes" in found:
+        line += f" {found['staged_bytes']} B staged for {found['state_bytes']}"
+    line += f"  ERROR {found['error']}" if "error" in found else ""
+    line += f"  not run: {found['not_run']}" if "not_run" in found else ""
+    print(line, flush=True)
+
+
+def verdicts(staging: dict[str, Any]) -> Iterator[Verdict]:
+    results = Results(staging["measurements"])
+    for other, limit in (
+        ("memcpy", MAX_OVER_MEMCPY),
+        ("memcpy-threads", MAX_OVER_MEMCPY),
+        ("stager-reused", MAX_OVER_REUSED),
+    ):
+        for where in (MANY, FEW):
+            ratio = results.ratio(OURS, other, "blocked", where, seconds)
+            yield bounded(f"blocked, {where} tensors", f"<= {limit:.2f} x {other}", ratio, limit, "{:.2f} x")
+    kept = _scaled(results.spread(OURS, "beside", MANY, seconds), 1e3)
+    limit = MAX_BESIDE_S * 1e3
+    yield bounded(f"blocked, asynchronous staging, {MANY} tensors", f"<= {limit:.0f} ms", kept, limit, "{:.1f} ms")
+    for name, what in (("bucketpoint-prefault", "first save after prefault()"),):
+        ratio = _first(results, name)
+        yield bounded(what, f"<= {MAX_FIRST:.2f} x memcpy", ratio, MAX_FIRST, "{:.2f} x")
+    step = results.spread(OURS, "capped", "sink", median_ratio)
+    rate = staging["cap_bytes_per_s"] / 1e6
+    yield bounded(
+        f"step during an upload at {rate:.0f} MB/s", f"<= {MAX_CAPPED_STEP} x idle", step, MAX_CAPPED_STEP, "{:.3f} x"
+    )
+    ours = results.spread(OURS, "full", "minio", median_ratio)
+    for peer in ("s3torchconnector", "s3fs"):
+        theirs = results.spread(peer, "full", "minio", median_ratio)
+        what = "step during an upload at full speed"
+        if ours is None or theirs is None:
+            yield Verdict(what, f"< {peer}'s", "not measured", None)
+        else:
+            measured = f"{ours.middle:.2f} x idle, theirs {theirs.middle:.2f} x"
+            yield Verdict(what, f"< {peer}'s", measured, ours.middle < theirs.middle)
+    yield from _memory_verdicts(results.of(OURS, "memory", "400"))
+    yield from _cuda_verdicts(results)
+
+
+def _memory_verdicts(found: Sequence[Measurement]) -> Iterator[Verdict]:
+    for one in found:
+        over = one["staged_bytes"] - one["state_bytes"]
+        spare = SPARE_BYTES_A_TENSOR * one["tensors"] + PAGE
+        demanded = f"<= {spare} B ({SPARE_BYTES_A_TENSOR} B a tensor and a page)"
+        yield Verdict("staged bytes over the state's", demanded, f"{over} B", over <= spare)
+        low, high = min(one["resident"]), max(one["resident"])
+        move = (high - low) / one["resident"][0]
+        what = f"resident memory over {one['saves']} saves"
+        yield Verdict(what, "moves by < 1 %", f"{move:.2%}", move < MAX_RESIDENT_MOVE)
+        # Of the staging memory, what stays resident; the rest of the process moves by as much as is allowed above.
+        kept = one["staged_bytes"] - (one["resident"][-1] - one["resident_after_close"])
+        returned = kept <= MAX_RESIDENT_MOVE * one["staged_bytes"]
+        yield Verdict(
+            "staging memory after close()",
+            "returned",
+            f"{kept / 1e6:+.1f} of {one['staged_bytes'] / 1e6:.0f} MB kept",
+            returned,
+        )
+        fewest, most = min(one["descriptors"]), max(one["descriptors"])
+        steady = fewest == most and one["descriptors_after_close"] <= most
+        measured = f"{fewest} to {most}, {one['descriptors_after_close']} after close()"
+        yield Verdict(f"open descriptors over {one['saves']} saves", "constant", measured, steady)
+
+
+def _cuda_verdicts(results: Results) -> Iterator[Verdict]:
+    not_run = next((found["not_run"] for found in results.measurements if "not_run" in found), None)
+    speed = results.ratio("memcpy", OURS, "cuda", MANY, seconds)
+    kept = _scaled(results.spread("bucketpoint-async", "cuda", MANY, seconds), 1e3)
+    rows = (
+        ("CUDA: staging, of one pinned copy's speed", f">= {MIN_OF_PINNED:.0%}", speed, "{:.0%}", MIN_OF_PINNED, False),
+        ("CUDA: blocked, asynchronous staging of 10 GB", "< 10 ms", kept, "{:.1f} ms", MAX_CUDA_BLOCKED_S * 1e3, True),
+    )
+    for what, demanded, spread, shape, limit, at_most in rows:
+        if spread is None:
+            yield Verdict(what, demanded, f"not run: {not_run}" if not_run else "not measured", None)
+        else:
+            holds = spread.middle < limit if at_most else spread.middle >= limit
+            yield Verdict(what, demanded, f"{shown(spread, shape)} n={spread.count}", holds)
+
+
+def sections(staging: dict[str, Any]) -> Iterator[str]:
+    results = Results(staging["measurements"])
+    yield "## Staging: what an asynchronous save costs training"
+    if staging["quick"]:
+        yield "**A quick run: too few rounds to decide anything.**"
+    machine = staging["machine"]
+    yield (
+        f"`make bench`, or `bench/run.py --only staging`; {staging['seconds']} s on {machine['cores']} cores,\n"
+        f"torch {machine['versions']['torch']}. Ratios are of neighbours in one round of one process, in an order\n"
+        "that shifts each round; every upload has ended before the next turn. Medians; `[smallest, largest]`."
+    )
+    yield verdict_table(verdicts(staging))
+    yield "### Blocked time of `async_save`"
+    yield (
+        "1 GB on the CPU, after the first save. bucketpoint and the reused stager upload into a store within the\n"
+        "process that throws bytes away; the other writers stage as they do and upload nothing. `memcpy` copies one\n"
+        "stretch of the same size into memory that has been written before."
+    )
+    yield table(["", "2,000 tensors, ms", "x memcpy", "32 tensors, ms", "x memcpy"], _blocked_rows(results))
+    yield "With asynchronous staging the caller goes on at once; and the first save of a process, each in a fork:"
+    yield table(["", "blocked, ms", "x memcpy", "copied after, ms"], _other_rows(results))
+    yield "### A training step beside an upload"
+    yield (
+        "A step is 200 small operations, some plain Python and a 1024 x 1024 matrix product on all cores: steps\n"
+        "during an upload, over steps just before and after. At a capped rate the upload goes to a TLS endpoint that\n"
+        f"throws bytes away ({_sink_cpu(results)}); at full speed to MinIO over TLS, on the same cores. The lock is\n"
+        "the interpreter's, looked at about 1,000 times a second from another process during uploads with nothing\n"
+        "beside them: how often any thread but the waiting main one held it, planning and commit included."
+    )
+    heads = ["", "", "median", "95th percentile", "95th percentile over the idle median", "upload, s", "lock held"]
+    yield table(heads, _step_rows(results))
+    errors = [[found["contender"], found["op"], str(found["error"])] for found in results.errors()]
+    if errors:
+        yield table(["failed", "", "error"], errors)
+
+
+def _blocked_rows(results: Results) -> Iterator[list[str]]:
+    for name, title in TITLES.items():
+        cells = []
+        for where in (MANY, FEW):
+            cells.append(shown(_scaled(results.spread(name, "blocked", where, seconds), 1e3), "{:.0f}"))
+            cells.append(shown(results.ratio(name, "memcpy", "blocked", where, seconds), "{:.2f}"))
+        if any(cells):
+            yield [title, *cells]
+
+
+def _other_rows(results: Results) -> Iterator[list[str]]:
+    beside = results.spread(OURS, "beside", MANY, seconds)
+    if beside:
+        staged = results.spread(OURS, "beside", MANY, lambda found: float(found["staged_s"]))
+        ratio = results.ratio(OURS, "memcpy", "beside", MANY, seconds)
+        cells = [shown(_scaled(beside, 1e3), "{:.1f}"), shown(ratio, "{:.2f}"), shown(_scaled(staged, 1e3), "{:.0f}")]
+        yield ["bucketpoint, asynchronous staging", *cells]
+    for name in ("bucketpoint-prefault", "bucketpoint", "stager-reused"):
+        taken = _scaled(results.spread(name, "first", MANY, seconds), 1e3)
+        if taken:
+            title = "torch `DefaultStager`" if name == "stager-reused" else TITLES[name]
+            yield [f"first save, {title}", shown(taken, "{:.0f}"), shown(_first(results, name), "{:.2f}"), ""]
+
+
+def _step_rows(results: Results) -> Iterator[list[str]]:
+    for op, where, title in (("capped", "sink", "capped"), ("full", "minio", "full speed")):
+        for name in ("bucketpoint", "s3torchconnector", "s3fs"):
+            spreads = [results.spread(name, op, where, metric) for metric in (median_ratio, p95_ratio, p95_over_median)]
+            if not any(spreads):
+                continue
+            upload = results.spread(name, "lock", "minio", lambda found: float(found["upload_s"]))
+            held = results.spread(name, "lock", "minio", lambda found: float(found["held"]))
+            cells = [shown(spread, "{:.2f} x") for spread in spreads]
+            last = [shown(upload, "{:.2f}"), shown(held, "{:.1%}")] if op == "full" else ["", ""]
+            yield [TITLES[name], title, *cells, *last]
+
+
+def _first(results: Results, name: str) -> Spread | None:
+    over: Metric = lambda found: float(found["seconds"] / found["memcpy_s"])  # noqa: E731
+    return results.spread(name, "first", MANY, over)
+
+
+def _sink_cpu(results: Results) -> str:
+    used = results.spread(OURS, "capped", "sink", lambda found: float(found["sink_cpu"]))
+    return f"which took {used.middle:.0%} of a core" if used else "not measured"
+
+
+def _scaled(spread: Spread | None, factor: float) -> Spread | None:
+    if spread is None:
+        return None
+    return Spread(spread.middle * factor, spread.low * factor, spread.high * factor, spread.count)

@@ -1,0 +1,610 @@
+"""What a test of asynchronous saves does on its ranks, with the slow stores and the failing planners for it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from fsspec.implementations.local import LocalFileSystem
+from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter, Metadata
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse
+
+import bucketpoint
+from bucketpoint import (
+    BucketpointError,
+    BucketReader,
+    BucketWriter,
+    CheckpointProcessError,
+    SaveHandle,
+    Stager,
+    StagingOptions,
+)
+
+WAIT_S = 60
+"""Against hangs only: nothing here is expected to take long."""
+
+BESIDE = StagingOptions(use_async_staging=True)
+PROCESS = AsyncCheckpointerType.PROCESS
+
+
+# -- states -----------------------------------------------------------------------------------------------------------
+
+
+class Training:
+    """A state that each step changes in place, and the marks by which a checkpoint of it is known."""
+
+    def __init__(self, rank: int = 0, world: int = 1) -> None:
+        self.rank, self.world = rank, world
+        own = f"only_{rank}"
+        self.state: dict[str, Any] = {"model": {"w": torch.zeros(50_000), own: torch.zeros(1000)}, "step": 0}
+        self.run(0)
+
+    def run(self, step: int) -> dict[str, Any]:
+        self.state["model"]["w"].fill_(step)
+        self.state["model"][f"only_{self.rank}"].fill_(10 * step + self.rank)
+        self.state["step"] = step
+        return self.state
+
+    def spoil(self) -> None:
+        self.run(-1)
+
+
+def assert_holds(url: str, step: int, world: int = 1, **options: Any) -> None:
+    """A checkpoint of `Training` has all of one step, of every rank, and nothing of another one."""
+    target: dict[str, Any] = {
+        "model": {"w": torch.zeros(50_000), **{f"only_{rank}": torch.zeros(1000) for rank in range(world)}},
+        "step": None,
+    }
+    dcp.load(target, checkpoint_id=url, storage_reader=BucketReader(**options), no_dist=True)
+    assert target["step"] == step
+    assert target["model"]["w"].unique().tolist() == [step]
+    for rank in range(world):
+        assert target["model"][f"only_{rank}"].unique().tolist() == [10 * step + rank]
+
+
+def wait(begun: Any) -> Any:
+    """The result of what `async_save` of either library returned."""
+    return (begun.upload_completion if isinstance(begun, AsyncSaveResponse) else begun).result(WAIT_S)
+
+
+def error_of(begun: Any) -> BaseException | None:
+    return (begun.upload_completion if isinstance(begun, AsyncSaveResponse) else begun).exception(WAIT_S)
+
+
+# -- stores -----------------------------------------------------------------------------------------------------------
+
+
+class SlowFileSystem(LocalFileSystem):
+    """Takes `delay_s` for every object."""
+
+    def __init__(self, delay_s: float = 0.0, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.delay_s = delay_s
+
+    def pipe_file(self, path: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
+        time.sleep(self.delay_s)
+        return super().pipe_file(path, value, *args, **kwargs)
+
+
+class GatedFileSystem(LocalFileSystem):
+    """Writes nothing until its gate is open. Only for threads of one process."""
+
+    cachable = False
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.gate = threading.Event()
+        self.arrived = threading.Event()
+
+    def pipe_file(self, path: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
+        self.arrived.set()
+        if not self.gate.wait(WAIT_S):
+            raise TimeoutError("nobody opened the gate")
+        return super().pipe_file(path, value, *args, **kwargs)
+
+
+class StuckFileSystem(LocalFileSystem):
+    """Leaves a mark and never comes back."""
+
+    def __init__(self, mark: str = "", **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.mark = mark
+
+    def pipe_file(self, path: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
+        Path(self.mark).touch()
+        time.sleep(10 * WAIT_S)
+
+
+class OneRankFileSystem(LocalFileSystem):
+    """Refuses what one rank writes."""
+
+    def __init__(self, rank: int = 0, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.rank = rank
+
+    def pipe_file(self, path: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
+        if dist.get_rank() == self.rank:
+            raise OSError("no space left on this shelf")
+        return super().pipe_file(path, value, *args, **kwargs)
+
+
+# -- planners ---------------------------------------------------------------------------------------------------------
+
+
+class FailingPlanner(DefaultSavePlanner):
+    """Raises on one rank: `"plan"` before `write_data` is called, `"upload"` during it, `"never"` not at all."""
+
+    def __init__(self, where: str, rank: int = 0) -> None:
+        super().__init__()
+        self.where, self.rank = where, rank
+
+    def create_local_plan(self) -> Any:
+        self._fail("plan")
+        return super().create_local_plan()
+
+    def resolve_data(self, write_item: Any) -> Any:
+        self._fail("upload")
+        return super().resolve_data(write_item)
+
+    def _fail(self, where: str) -> None:
+        if self.where == where and (not dist.is_initialized() or dist.get_rank() == self.rank):
+            raise OSError("this disk is on fire")
+
+
+class LatePlanner(DefaultSavePlanner):
+    """Comes late to the first collective on one rank: without an order of saves, that rank runs another one first."""
+
+    def __init__(self, rank: int, delay_s: float = 0.3) -> None:
+        super().__init__()
+        self.rank, self.delay_s = rank, delay_s
+
+    def create_local_plan(self) -> Any:
+        if dist.get_rank() == self.rank:
+            time.sleep(self.delay_s)
+        return super().create_local_plan()
+
+
+class MappingPlanner(DefaultSavePlanner):
+    """Notes which mappings the tensors lie in, in whatever process the save runs."""
+
+    def __init__(self, path: str) -> None:
+        super().__init__()
+        self.path = path
+
+    def set_up_planner(self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False) -> None:
+        found = {name: mapping_of(tensor) for name, tensor in state_dict["model"].items()}
+        Path(self.path).write_text(json.dumps({"pid": os.getpid(), "mappings": found}))
+        super().set_up_planner(state_dict, storage_meta, is_coordinator)
+
+
+def mapping_of(tensor: torch.Tensor) -> list[Any]:
+    """The file that a tensor's memory is mapped from, by device and inode, and its place in that file."""
+    address = tensor.data_ptr()
+    with open("/proc/self/maps") as maps:
+        for line in maps:
+            span, _, offset, device, inode, *_ = line.split()
+            start, end = (int(part, 16) for part in span.split("-"))
+            if start <= address < end:
+                return [device, int(inode), int(offset, 16) + address - start]
+    raise AssertionError("the tensor has no memory")
+
+
+# -- ways to save -----------------------------------------------------------------------------------------------------
+
+WAYS = (
+    "our writer",
+    "our writer, staging beside training",
+    "foreign writer",
+    "our stager",
+    "our stager, staging beside training",
+    "our stager and foreign writer",
+    "no writer",
+)
+
+
+def way_to_save(way: str, url: str) -> dict[str, Any]:
+    """The arguments of `async_save`."""
+    given: dict[str, Any] = {"checkpoint_id": url}
+    if "foreign writer" in way:
+        given["storage_writer"] = FileSystemWriter(url)
+    elif way != "no writer":
+        given["storage_writer"] = BucketWriter(staging=BESIDE if way.startswith("our writer, ") else None)
+    if "our stager" in way:
+        given["async_stager"] = Stager(BESIDE if "beside" in way else None)
+    return given
+
+
+def assert_one_shape(way: str, url: str, executor: AsyncCheckpointerType, **arguments: Any) -> None:
+    """A save that goes well, by any way: the handle answers to all that it promises."""
+    training = Training()
+    handle = bucketpoint.async_save(
+        training.run(1), **way_to_save(way, url), async_checkpointer_type=executor, **arguments
+    )
+    assert type(handle) is SaveHandle
+    assert handle.staged.result(WAIT_S) is None
+    training.spoil()
+    assert not handle.cancel()
+    assert not handle.staged.cancel()
+    assert handle.committed is handle
+    assert handle.wait(WAIT_S)
+    assert handle.done()
+    assert handle.url == url
+    assert isinstance(handle.result(), Metadata)
+    assert handle.exception() is None
+    if executor is PROCESS or "foreign" in way:
+        assert handle.progress is None
+    else:
+        assert handle.progress is not None
+        assert handle.progress.finished
+        assert handle.progress.done_bytes == handle.progress.total_bytes > 200_000
+    assert_holds(url, 1)
+
+
+def assert_errors_of_ours(way: str, url: str, executor: AsyncCheckpointerType, where: str, **arguments: Any) -> None:
+    """A save that fails, by any way: the error is one of ours, and what DCP raised is its cause."""
+    arguments = {**way_to_save(way, url), **arguments}
+    handle = bucketpoint.async_save(
+        Training().run(1), **arguments, async_checkpointer_type=executor, planner=FailingPlanner(where)
+    )
+    error = handle.exception(WAIT_S)
+    assert isinstance(error, BucketpointError), repr(error)
+    assert isinstance(error.__cause__, dcp.CheckpointException)
+    assert "this disk is on fire" in str(error)
+    assert error.url == url
+    assert handle.staged.result(WAIT_S) is None
+    assert not Path(url, ".metadata").exists()
+
+
+# -- one rank with a checkpoint process -------------------------------------------------------------------------------
+
+
+def handles_of_a_checkpoint_process(rank: int, world: int, root: str) -> None:
+    for number, way in enumerate(WAYS):
+        assert_one_shape(way, f"{root}/way-{number}", PROCESS)
+    for where in ("plan", "upload"):
+        assert_errors_of_ours("our writer", f"{root}/{where}", PROCESS, where)
+
+
+def shared_memory_crosses_without_a_copy(rank: int, world: int, root: str) -> list[Any]:
+    """What three saves in a row found in the checkpoint process, and what was staged for them here."""
+    found = []
+    with Stager() as stager:
+        staged = _watch(stager)
+        for step in range(3):
+            note = f"{root}/mapped-{step}.json"
+            begun = dcp.async_save(
+                Training().run(step),
+                checkpoint_id=f"{root}/mapped-{step}",
+                storage_writer=BucketWriter(),
+                async_stager=stager,
+                planner=MappingPlanner(note),
+                async_checkpointer_type=PROCESS,
+            )
+            here = {name: mapping_of(tensor) for name, tensor in staged.pop()["model"].items()}
+            wait(begun)
+            there = json.loads(Path(note).read_text())
+            assert there["pid"] != os.getpid()
+            assert there["mappings"].keys() == here.keys()
+            found.append((here, there["mappings"]))
+            assert_holds(f"{root}/mapped-{step}", step)
+    return found
+
+
+def private_memory_crosses_too(rank: int, world: int, root: str) -> None:
+    """Torch moves private memory for it, so that it is never staged into again."""
+    training = Training()
+    with Stager(StagingOptions(use_shared_memory=False)) as stager:
+        staged = _watch(stager)
+        kept = []
+        for step in range(3):
+            begun = dcp.async_save(
+                training.run(step),
+                checkpoint_id=f"{root}/private-{step}",
+                storage_writer=BucketWriter(),
+                async_stager=stager,
+                async_checkpointer_type=PROCESS,
+            )
+            kept.append(staged.pop()["model"]["w"])
+            training.spoil()
+            wait(begun)
+            assert stager.staged_bytes == 0
+        for step in range(3):
+            assert kept[step].unique().tolist() == [step]
+            assert_holds(f"{root}/private-{step}", step)
+
+
+def what_cannot_be_pickled_is_named(rank: int, world: int, root: str) -> None:
+    writer = BucketWriter()
+    training = Training()
+    state = {**training.run(1), "app": {"hooks": [1, lambda: None]}}
+    plain = dcp.async_save(state, checkpoint_id=f"{root}/no", storage_writer=writer, async_checkpointer_type=PROCESS)
+    handle = bucketpoint.async_save(
+        state, checkpoint_id=f"{root}/no", storage_writer=writer, async_checkpointer_type=PROCESS
+    )
+    for error in (error_of(plain), error_of(handle)):
+        assert isinstance(error, CheckpointProcessError), repr(error)
+        assert error.key == "app.hooks.1"
+        assert "function" in str(error)
+    url = f"{root}/yes"
+    wait(dcp.async_save(training.state, checkpoint_id=url, storage_writer=writer, async_checkpointer_type=PROCESS))
+    assert_holds(url, 1)
+    writer.close()
+
+
+def a_killed_checkpoint_process_is_named(rank: int, world: int, root: str) -> None:
+    from torch.distributed.checkpoint import _async_process_executor as executor
+
+    training = Training()
+    wait(
+        dcp.async_save(
+            training.run(1),
+            checkpoint_id=f"{root}/before",
+            storage_writer=BucketWriter(),
+            async_checkpointer_type=PROCESS,
+        )
+    )
+    assert_holds(f"{root}/before", 1)
+    process = executor._CHECKPOINT_PROCESS._save_process
+    mark = Path(root, "stuck")
+    handle = bucketpoint.async_save(
+        training.run(2),
+        checkpoint_id=f"{root}/killed",
+        storage_writer=BucketWriter(fs=StuckFileSystem(str(mark))),
+        async_checkpointer_type=PROCESS,
+    )
+    _until(mark.exists)
+    assert not handle.done()
+    os.kill(process.pid, signal.SIGKILL)
+    _assert_names(handle.exception(WAIT_S), process.pid, f"{root}/killed")
+    writer = BucketWriter()
+    later = [
+        save(training.run(3), checkpoint_id=f"{root}/after", storage_writer=writer, async_checkpointer_type=PROCESS)
+        for save in (dcp.async_save, bucketpoint.async_save, dcp.async_save)
+    ]
+    for begun in later:
+        _assert_names(error_of(begun), process.pid, None if begun is not later[1] else f"{root}/after")
+    assert not Path(root, "after", ".metadata").exists()
+    wait(dcp.async_save(training.run(4), checkpoint_id=f"{root}/thread", storage_writer=writer))
+    assert_holds(f"{root}/thread", 4)
+
+
+def _assert_names(error: BaseException | None, pid: int, url: str | None) -> None:
+    assert isinstance(error, CheckpointProcessError), repr(error)
+    assert f"pid {pid}" in str(error)
+    assert "exit code -9" in str(error)
+    assert url is None or error.url == url
+
+
+def _until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + WAIT_S
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def _watch(stager: Stager) -> list[Any]:
+    """The list to which every staged state is added."""
+    staged: list[Any] = []
+    stage = stager.stage
+
+    def noted(state_dict: Any) -> Any:
+        staged.append(stage(state_dict))
+        return staged[-1]
+
+    stager.stage = noted  # type: ignore[method-assign]
+    return staged
+
+
+# -- several ranks ----------------------------------------------------------------------------------------------------
+
+
+def three_saves_before_and_after_failures(rank: int, world: int, root: str, executor: str, where: str) -> None:
+    """Failures on rank 1 fail both ranks, commit nothing, and leave everything usable."""
+    writer = BucketWriter()
+    training = Training(rank, world)
+    for step in range(8):
+        fails = step in (3, 4)
+        url = f"{root}/{executor}-{where}-{step}"
+        begun = dcp.async_save(
+            training.run(step),
+            checkpoint_id=url,
+            storage_writer=writer,
+            planner=FailingPlanner(where if fails else "never", rank=1),
+            async_checkpointer_type=AsyncCheckpointerType[executor],
+        )
+        training.spoil()
+        if not fails:
+            wait(begun)
+            assert_holds(url, step, world)
+            continue
+        error = error_of(begun)
+        assert isinstance(error, dcp.CheckpointException), repr(error)
+        assert list(error.failures) == [1]
+        assert "this disk is on fire" in str(error)
+        assert not Path(url, ".metadata").exists()
+    writer.close()
+
+
+def an_upload_fails_on_one_rank(rank: int, world: int, root: str) -> None:
+    training = Training(rank, world)
+    writer = BucketWriter(fs=OneRankFileSystem(rank=1))
+    for save in (dcp.async_save, bucketpoint.async_save):
+        error = error_of(save(training.run(1), checkpoint_id=f"{root}/failed", storage_writer=writer))
+        if save is bucketpoint.async_save:
+            assert isinstance(error, BucketpointError), repr(error)
+            assert error.rank == 1
+            error = error.__cause__
+        assert isinstance(error, dcp.CheckpointException), repr(error)
+        assert list(error.failures) == [1]
+        assert "no space left on this shelf" in str(error)
+        assert not Path(root, "failed", ".metadata").exists()
+    wait(dcp.async_save(training.run(2), checkpoint_id=f"{root}/next", storage_writer=BucketWriter()))
+    assert_holds(f"{root}/next", 2, world)
+
+
+SLOW_S = 0.1
+
+
+def _slow(**kwargs: Any) -> BucketWriter:
+    return BucketWriter(fs=SlowFileSystem(SLOW_S), **kwargs)
+
+
+def one_writer_overlaps(rank: int, world: int, root: str, staging: StagingOptions | None) -> None:
+    """Saves begun without waiting for the futures, each rank late for another one."""
+    writer = _slow(staging=staging)
+    training = Training(rank, world)
+    begun = []
+    overlapped = 0
+    for step in range(3):
+        begun.append(
+            dcp.async_save(
+                training.run(step),
+                checkpoint_id=f"{root}/{step}",
+                storage_writer=writer,
+                planner=LatePlanner(rank=(step + 1) % world),
+            )
+        )
+        if isinstance(begun[-1], AsyncSaveResponse):
+            begun[-1].staging_completion.result(WAIT_S)
+        training.spoil()
+        overlapped += step > 0 and not _upload(begun[step - 1]).done()
+    for step, one in enumerate(begun):
+        wait(one)
+        assert_holds(f"{root}/{step}", step, world)
+    if staging is not None and staging.when_busy == "double_buffer":
+        assert overlapped == 2
+    writer.close()
+
+
+def two_writers_overlap(rank: int, world: int, root: str, staging: StagingOptions | None) -> None:
+    """A model and an optimizer, each with a writer of its own and saved at once, for two steps."""
+    writers = {name: _slow(staging=staging) for name in ("model", "optim")}
+    training = {name: Training(rank, world) for name in writers}
+    begun = {}
+    for step in range(2):
+        for number, (name, writer) in enumerate(writers.items()):
+            url = f"{root}/{step}/{name}"
+            begun[url] = dcp.async_save(
+                training[name].run(2 * step + number),
+                checkpoint_id=url,
+                storage_writer=writer,
+                planner=LatePlanner(rank=(number + 1) % world),
+            )
+            if isinstance(begun[url], AsyncSaveResponse):
+                begun[url].staging_completion.result(WAIT_S)
+            training[name].spoil()
+        assert not _upload(begun[f"{root}/{step}/model"]).done()
+    for step in range(2):
+        for number, name in enumerate(writers):
+            wait(begun[f"{root}/{step}/{name}"])
+            assert_holds(f"{root}/{step}/{name}", 2 * step + number, world)
+
+
+def a_writer_for_each_step(rank: int, world: int, root: str) -> None:
+    """The recipe that keeps nothing: neither writers nor futures."""
+    training = Training(rank, world)
+    for step in range(3):
+        dcp.async_save(
+            training.run(step),
+            checkpoint_id=f"{root}/{step}",
+            storage_writer=_slow(),
+            planner=LatePlanner(rank=(step + 1) % world),
+        )
+        training.spoil()
+    assert not Path(root, "2", ".metadata").exists()
+    # What comes last is known to end last.
+    wait(dcp.async_save(training.run(3), checkpoint_id=f"{root}/3", storage_writer=_slow()))
+    for step in range(4):
+        assert_holds(f"{root}/{step}", step, world)
+
+
+def a_save_waits_for_the_asynchronous_one(rank: int, world: int, root: str) -> None:
+    training = Training(rank, world)
+    writer = _slow()
+    begun = dcp.async_save(
+        training.run(1), checkpoint_id=f"{root}/1", storage_writer=writer, planner=LatePlanner(rank=1)
+    )
+    assert not begun.done()
+    dcp.save(training.run(2), checkpoint_id=f"{root}/2", storage_writer=writer, planner=LatePlanner(rank=0))
+    dcp.save(training.run(3), checkpoint_id=f"{root}/3", storage_writer=BucketWriter())
+    wait(begun)
+    wait(dcp.async_save(training.run(4), checkpoint_id=f"{root}/4", storage_writer=writer))
+    for step in range(1, 5):
+        assert_holds(f"{root}/{step}", step, world)
+
+
+def a_load_waits_for_the_asynchronous_save(rank: int, world: int, root: str) -> None:
+    training = Training(rank, world)
+    dcp.save(training.run(5), checkpoint_id=f"{root}/5", storage_writer=BucketWriter())
+    begun = dcp.async_save(
+        training.run(6), checkpoint_id=f"{root}/6", storage_writer=_slow(), planner=LatePlanner(rank=1)
+    )
+    assert not begun.done()
+    dcp.load(training.state, checkpoint_id=f"{root}/5", storage_reader=BucketReader())
+    assert training.state["step"] == 5
+    wait(begun)
+    assert_holds(f"{root}/6", 6, world)
+
+
+def a_foreign_writer_is_put_in_order(rank: int, world: int, root: str, staging: StagingOptions | None) -> None:
+    training = Training(rank, world)
+    begun = []
+    with Stager(staging) as stager:
+        for step in range(3):
+            begun.append(
+                bucketpoint.async_save(
+                    training.run(step),
+                    checkpoint_id=f"{root}/{step}",
+                    storage_writer=FileSystemWriter(f"{root}/{step}"),
+                    async_stager=stager,
+                    planner=LatePlanner(rank=(step + 1) % world),
+                )
+            )
+            training.spoil()
+        for step, one in enumerate(begun):
+            wait(one)
+            assert_holds(f"{root}/{step}", step, world)
+
+
+def the_recipes(rank: int, world: int, root: str, options: dict[str, Any]) -> None:
+    """PyTorch's recipes for `async_save`, with the writer's name changed and nothing else, on a real server."""
+    training = Training(rank, world)
+    # Wait for the last checkpoint before the next one.
+    checkpoint_future = None
+    for step in range(3):
+        training.run(step)
+        if checkpoint_future is not None:
+            checkpoint_future.result()
+        writer = BucketWriter(storage_options=options)
+        state_dict = training.state
+        checkpoint_future = dcp.async_save(state_dict, storage_writer=writer, checkpoint_id=f"{root}/waits-{step}")
+        assert type(checkpoint_future) is Future
+        training.spoil()
+    checkpoint_future.result()
+    # One writer with a cached state dict.
+    writer = BucketWriter(cache_staged_state_dict=True, storage_options=options)
+    checkpoint_future = None
+    for step in range(3):
+        training.run(step)
+        if checkpoint_future is not None:
+            checkpoint_future.result()
+        checkpoint_future = dcp.async_save(training.state, storage_writer=writer, checkpoint_id=f"{root}/caches-{step}")
+        training.spoil()
+    checkpoint_future.result()
+    for kind in ("waits", "caches"):
+        for step in range(3):
+            assert_holds(f"{root}/{kind}-{step}", step, world, storage_options=options)
+
+
+def _upload(begun: Any) -> Future[Any]:
+    return begun.upload_completion if isinstance(begun, AsyncSaveResponse) else begun

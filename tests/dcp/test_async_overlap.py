@@ -1,0 +1,57 @@
+"""Asynchronous saves that overlap on several ranks: put in order, whatever writer or stager begins them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from bucketpoint import StagingOptions
+from dcp import async_scenarios as scenarios
+from dcp.ranks import Ranks
+from servers import S3Server
+
+pytestmark = pytest.mark.contract
+
+POLICIES = {
+    "wait": None,
+    "double_buffer": StagingOptions(when_busy="double_buffer"),
+    "beside training": StagingOptions(use_async_staging=True),
+    "double_buffer beside training": StagingOptions(use_async_staging=True, when_busy="double_buffer"),
+}
+policies = pytest.mark.parametrize("policy", list(POLICIES))
+
+
+@policies
+def test_saves_of_one_writer_hold_what_each_was_given(two_ranks: Ranks, tmp_path: Any, policy: str) -> None:
+    two_ranks.run(scenarios.one_writer_overlaps, str(tmp_path), POLICIES[policy])
+
+
+@pytest.mark.parametrize("policy", ["wait", "beside training"])
+def test_a_model_and_an_optimizer_saved_at_once_by_two_writers(two_ranks: Ranks, tmp_path: Any, policy: str) -> None:
+    two_ranks.run(scenarios.two_writers_overlap, str(tmp_path), POLICIES[policy])
+
+
+def test_a_new_writer_for_each_step_and_its_future_dropped(two_ranks: Ranks, tmp_path: Any) -> None:
+    two_ranks.run(scenarios.a_writer_for_each_step, str(tmp_path))
+
+
+def test_a_synchronous_save_waits_for_the_asynchronous_one_before_it(two_ranks: Ranks, tmp_path: Any) -> None:
+    two_ranks.run(scenarios.a_save_waits_for_the_asynchronous_one, str(tmp_path))
+
+
+def test_a_load_waits_for_the_asynchronous_save_before_it(two_ranks: Ranks, tmp_path: Any) -> None:
+    two_ranks.run(scenarios.a_load_waits_for_the_asynchronous_save, str(tmp_path))
+
+
+@pytest.mark.parametrize("policy", ["wait", "double_buffer"])
+def test_a_foreign_writer_with_our_stager_is_put_in_order(two_ranks: Ranks, tmp_path: Any, policy: str) -> None:
+    two_ranks.run(scenarios.a_foreign_writer_is_put_in_order, str(tmp_path), POLICIES[policy])
+
+
+def test_an_upload_that_fails_on_one_rank_fails_both_and_commits_nothing(two_ranks: Ranks, tmp_path: Any) -> None:
+    two_ranks.run(scenarios.an_upload_fails_on_one_rank, str(tmp_path))
+
+
+def test_pytorchs_recipes_run_with_our_writer(two_ranks: Ranks, s3: S3Server, bucket: str) -> None:
+    two_ranks.run(scenarios.the_recipes, f"s3://{bucket}/run", s3.options)

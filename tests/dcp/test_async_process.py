@@ -1,0 +1,79 @@
+"""Asynchronous saves through DCP's checkpoint process: shared memory, failures, and a process that has died."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from multiprocessing.reduction import ForkingPickler
+from typing import Any
+
+import pytest
+import torch
+
+from bucketpoint import Stager
+from dcp import async_scenarios as scenarios
+from dcp.ranks import Ranks
+
+pytestmark = pytest.mark.contract
+
+
+@pytest.fixture(scope="module")
+def one_rank() -> Iterator[Ranks]:
+    """DCP starts a checkpoint process once in a process: these tests share theirs."""
+    ranks = Ranks(1)
+    yield ranks
+    ranks.close()
+
+
+@pytest.fixture
+def rank_to_break() -> Iterator[Ranks]:
+    ranks = Ranks(1)
+    yield ranks
+    ranks.close()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self/maps")
+def test_staged_memory_is_the_checkpoint_processs_own_and_kept_between_saves(one_rank: Ranks, tmp_path: Any) -> None:
+    saves = one_rank.run(scenarios.shared_memory_crosses_without_a_copy, str(tmp_path))[0]
+    for here, there in saves:
+        assert here == there
+    files = {(device, inode) for here, _ in saves for device, inode, _ in here.values()}
+    assert len(files) == 1
+    assert all(inode for _, inode in files)
+
+
+def test_a_staged_state_stays_where_it_is_when_it_is_pickled() -> None:
+    with Stager() as stager:
+        staged: Any = stager.stage({"a": torch.ones(1000), "b": {"c": torch.ones(10)}})
+        before = staged["a"].data_ptr(), staged["b"]["c"].data_ptr()
+        sent = ForkingPickler.dumps(staged)
+        assert (staged["a"].data_ptr(), staged["b"]["c"].data_ptr()) == before
+        assert staged["a"].is_shared()
+        assert len(sent) < 4000
+        del staged
+
+
+def test_private_memory_is_saved_too_and_never_staged_into_again(one_rank: Ranks, tmp_path: Any) -> None:
+    one_rank.run(scenarios.private_memory_crosses_too, str(tmp_path))
+
+
+def test_a_handle_looks_the_same_by_every_way_through_a_checkpoint_process(one_rank: Ranks, tmp_path: Any) -> None:
+    one_rank.run(scenarios.handles_of_a_checkpoint_process, str(tmp_path))
+
+
+def test_an_object_that_cannot_be_pickled_is_named_by_its_key(one_rank: Ranks, tmp_path: Any) -> None:
+    one_rank.run(scenarios.what_cannot_be_pickled_is_named, str(tmp_path))
+
+
+@pytest.mark.parametrize("where", ["plan", "upload"])
+@pytest.mark.parametrize("executor", ["THREAD", "PROCESS"])
+def test_three_saves_go_well_before_and_after_two_that_fail(
+    two_ranks: Ranks, tmp_path: Any, executor: str, where: str
+) -> None:
+    two_ranks.run(scenarios.three_saves_before_and_after_failures, str(tmp_path), executor, where)
+
+
+def test_a_checkpoint_process_that_was_killed_is_named_by_its_save_and_by_the_next(
+    rank_to_break: Ranks, tmp_path: Any
+) -> None:
+    rank_to_break.run(scenarios.a_killed_checkpoint_process_is_named, str(tmp_path))

@@ -1,0 +1,541 @@
+"""What asynchronous saves return, when that is done, and what a failed one leaves behind: one process, THREAD."""
+
+from __future__ import annotations
+
+import logging
+import pickle
+import threading
+from collections.abc import Iterator
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import FileSystemWriter
+from torch.distributed.checkpoint import staging as torch_staging
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse
+
+import bucketpoint
+from bucketpoint import BucketpointError, BucketWriter, Stager, StagingError, StagingOptions, StagingOverlapError
+from bucketpoint.staging import stager as stager_module
+from dcp.async_scenarios import (
+    BESIDE,
+    WAIT_S,
+    WAYS,
+    FailingPlanner,
+    GatedFileSystem,
+    SlowFileSystem,
+    Training,
+    assert_errors_of_ours,
+    assert_holds,
+    assert_one_shape,
+    error_of,
+    wait,
+)
+
+pytestmark = pytest.mark.contract
+
+THREAD = AsyncCheckpointerType.THREAD
+
+either_save = pytest.mark.parametrize("save", [dcp.async_save, bucketpoint.async_save], ids=["dcp", "bucketpoint"])
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> str:
+    return str(tmp_path)
+
+
+@pytest.fixture
+def gated() -> Iterator[GatedFileSystem]:
+    fs = GatedFileSystem()
+    yield fs
+    fs.gate.set()
+
+
+@pytest.fixture
+def copies(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """Copies wait until it is set."""
+    gate = threading.Event()
+    run_copies = stager_module.run_copies
+
+    def run_later(*args: Any, **kwargs: Any) -> None:
+        assert gate.wait(WAIT_S)
+        run_copies(*args, **kwargs)
+
+    monkeypatch.setattr(stager_module, "run_copies", run_later)
+    yield gate
+    gate.set()
+
+
+def fail_to_copy(*args: Any, **kwargs: Any) -> None:
+    raise RuntimeError("an illegal memory access was encountered")
+
+
+# -- dcp.async_save ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("own_stager", [False, True])
+def test_synchronous_staging_returns_a_future(root: str, own_stager: bool) -> None:
+    training = Training()
+    given = {"async_stager": Stager()} if own_stager else {}
+    begun = dcp.async_save(training.run(1), checkpoint_id=root, storage_writer=BucketWriter(), no_dist=True, **given)
+    training.spoil()
+    assert type(begun) is Future
+    begun.result(WAIT_S)
+    assert_holds(root, 1)
+
+
+@pytest.mark.parametrize("options", [BESIDE, torch_staging.StagingOptions(use_async_staging=True)])
+@pytest.mark.parametrize("own_stager", [False, True])
+def test_asynchronous_staging_returns_two_futures(
+    root: str, gated: GatedFileSystem, copies: threading.Event, own_stager: bool, options: Any
+) -> None:
+    training = Training()
+    if own_stager:
+        given = {"storage_writer": BucketWriter(fs=gated), "async_stager": Stager(options)}
+    else:
+        given = {"storage_writer": BucketWriter(fs=gated, staging=options)}
+    begun = dcp.async_save(training.run(1), checkpoint_id=root, no_dist=True, **given)
+    assert isinstance(begun, AsyncSaveResponse)
+    assert not begun.staging_completion.done()
+    copies.set()
+    assert begun.staging_completion.result(WAIT_S) is None
+    training.spoil()
+    assert gated.arrived.wait(WAIT_S)
+    assert not begun.upload_completion.done()
+    gated.gate.set()
+    begun.upload_completion.result(WAIT_S)
+    assert_holds(root, 1)
+
+
+@pytest.mark.parametrize("own_stager", [False, True])
+def test_a_copy_that_fails_beside_training_fails_both_futures(
+    root: str, monkeypatch: pytest.MonkeyPatch, own_stager: bool
+) -> None:
+    stager = Stager(BESIDE) if own_stager else None
+    writer = BucketWriter(staging=BESIDE)
+    training = Training()
+    with monkeypatch.context() as patch:
+        patch.setattr(stager_module, "run_copies", fail_to_copy)
+        begun = dcp.async_save(
+            training.run(1), checkpoint_id=root, storage_writer=writer, async_stager=stager, no_dist=True
+        )
+        for future in (begun.staging_completion, begun.upload_completion):
+            with pytest.raises(StagingError, match="illegal memory access"):
+                future.result(WAIT_S)
+    assert not Path(root, ".metadata").exists()
+    wait(dcp.async_save(training.run(2), checkpoint_id=root, storage_writer=writer, async_stager=stager, no_dist=True))
+    assert_holds(root, 2)
+
+
+def test_a_copy_that_fails_before_async_save_returns_is_raised_by_it(
+    root: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stager_module, "run_copies", fail_to_copy)
+    for save in (dcp.async_save, bucketpoint.async_save):
+        with pytest.raises(StagingError, match="illegal memory access"):
+            save(Training().state, checkpoint_id=root, storage_writer=BucketWriter(), no_dist=True)
+
+
+# -- bucketpoint.async_save -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_handle_looks_the_same_by_every_way(root: str, way: str) -> None:
+    assert_one_shape(way, root, THREAD, no_dist=True)
+
+
+@pytest.mark.parametrize("where", ["plan", "upload"])
+@pytest.mark.parametrize("way", WAYS)
+def test_errors_are_ours_by_every_way(root: str, way: str, where: str) -> None:
+    assert_errors_of_ours(way, root, THREAD, where, no_dist=True)
+
+
+@pytest.mark.parametrize("staging", [None, BESIDE])
+def test_a_handle_tells_staged_from_committed(
+    root: str, gated: GatedFileSystem, copies: threading.Event, staging: StagingOptions | None
+) -> None:
+    writer = BucketWriter(fs=gated, staging=staging)
+    if staging is None:
+        copies.set()
+    handle = bucketpoint.async_save(Training().run(1), checkpoint_id=root, storage_writer=writer, no_dist=True)
+    assert handle.staged.done() == (staging is None)
+    assert "running" in repr(handle)
+    copies.set()
+    handle.staged.result(WAIT_S)
+    assert gated.arrived.wait(WAIT_S)
+    assert not handle.done()
+    assert not handle.committed.done()
+    assert not handle.wait(0)
+    with pytest.raises(TimeoutError):
+        handle.result(0)
+    with pytest.raises(TimeoutError):
+        handle.exception(0)
+    gated.gate.set()
+    assert handle.wait(WAIT_S)
+    assert "committed" in repr(handle)
+
+
+def test_progress_is_the_uploads(root: str) -> None:
+    seen = []
+
+    def note(event: Any) -> None:
+        seen.append((event, begun[0].progress if begun else None))
+
+    begun: list[Any] = []
+    ready = threading.Event()
+
+    class Held(SlowFileSystem):
+        def pipe_file(self, *args: Any, **kwargs: Any) -> Any:
+            assert ready.wait(WAIT_S)
+            return super().pipe_file(*args, **kwargs)
+
+    writer = BucketWriter(fs=Held(), progress=note)
+    begun.append(bucketpoint.async_save(Training().run(1), checkpoint_id=root, storage_writer=writer, no_dist=True))
+    assert begun[0].progress is None
+    ready.set()
+    begun[0].result(WAIT_S)
+    assert seen
+    assert all(progress is event for event, progress in seen)
+    assert begun[0].progress.finished
+    assert begun[0].progress.url == root
+
+
+def test_a_copy_that_fails_beside_training_fails_the_handle(root: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stager_module, "run_copies", fail_to_copy)
+    writer = BucketWriter(staging=BESIDE)
+    handle = bucketpoint.async_save(Training().state, checkpoint_id=root, storage_writer=writer, no_dist=True)
+    for future in (handle.staged, handle):
+        with pytest.raises(StagingError, match="illegal memory access"):
+            future.result(WAIT_S)
+
+
+def test_what_dcp_refuses_is_raised_at_once(root: str) -> None:
+    writer = BucketWriter()
+    writer.close()
+    stager = Stager()
+    stager.close()
+    with pytest.raises(StagingError, match="closed"):
+        bucketpoint.async_save(Training().state, checkpoint_id=root, async_stager=stager, no_dist=True)
+
+
+# -- what a failed save leaves behind ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("where", ["plan", "upload"])
+@either_save
+def test_a_failed_save_returns_its_memory_although_its_error_is_kept(root: str, save: Any, where: str) -> None:
+    """`when_busy="error"` would refuse the next state if the memory were still leased."""
+    writer = BucketWriter(staging=StagingOptions(when_busy="error"))
+    kept = []
+    for step in range(3):
+        begun = save(
+            Training().run(step),
+            checkpoint_id=root,
+            storage_writer=writer,
+            planner=FailingPlanner(where),
+            no_dist=True,
+        )
+        kept.append((begun, error_of(begun)))
+        assert kept[-1][1] is not None
+    held = writer._own_stager().staged_bytes
+    wait(save(Training().run(3), checkpoint_id=root, storage_writer=writer, no_dist=True))
+    assert_holds(root, 3)
+    assert writer._own_stager().staged_bytes == held
+    del kept
+
+
+class UnreachableWriter(FileSystemWriter):
+    def reset(self, checkpoint_id: Any = None) -> None:
+        raise OSError("the file server is down")
+
+
+@either_save
+def test_a_save_that_fails_before_the_state_is_read_returns_its_memory(root: str, save: Any) -> None:
+    """Nothing tells of such a save, so plain DCP's is given up after `unread_timeout_s`."""
+    kept = []
+    with Stager(StagingOptions(unread_timeout_s=0.5)) as stager:
+        for step in range(2):
+            begun = save(
+                Training().run(step),
+                checkpoint_id=root,
+                storage_writer=UnreachableWriter(root),
+                async_stager=stager,
+                no_dist=True,
+            )
+            kept.append((begun, error_of(begun)))
+            assert "the file server is down" in str(kept[-1][1])
+        wait(
+            save(
+                Training().run(2), checkpoint_id=root, storage_writer=BucketWriter(), async_stager=stager, no_dist=True
+            )
+        )
+        assert_holds(root, 2)
+    assert stager.staged_bytes == 0
+
+
+@either_save
+def test_a_failed_upload_is_logged_although_its_future_is_dropped(
+    root: str, save: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    writer = BucketWriter()
+    planner = FailingPlanner("upload")
+    with caplog.at_level(logging.ERROR, "bucketpoint"):
+        save(Training().run(1), checkpoint_id=root, storage_writer=writer, planner=planner, no_dist=True)
+        writer.close()
+    told = [record for record in caplog.records if record.name.startswith("bucketpoint")]
+    assert [record.levelno for record in told] == [logging.ERROR]
+    assert root in told[0].getMessage()
+    assert "this disk is on fire" in told[0].getMessage()
+
+
+# -- overlap ----------------------------------------------------------------------------------------------------------
+
+
+@either_save
+def test_a_save_that_would_overlap_is_refused_by_policy(root: str, gated: GatedFileSystem, save: Any) -> None:
+    writer = BucketWriter(fs=gated, staging=StagingOptions(when_busy="error"))
+    first = save(Training().run(1), checkpoint_id=f"{root}/first", storage_writer=writer, no_dist=True)
+    assert gated.arrived.wait(WAIT_S)
+    for other in (writer, BucketWriter(fs=gated, staging=StagingOptions(when_busy="error"))):
+        with pytest.raises(StagingOverlapError, match=f"{root}/first") as caught:
+            save(Training().run(2), checkpoint_id=f"{root}/second", storage_writer=other, no_dist=True)
+        assert not caught.value.remedy.startswith("None")
+    gated.gate.set()
+    wait(first)
+    wait(save(Training().run(3), checkpoint_id=f"{root}/third", storage_writer=writer, no_dist=True))
+    assert_holds(f"{root}/first", 1)
+    assert_holds(f"{root}/third", 3)
+    assert not Path(root, "second").exists()
+
+
+def test_double_buffering_copies_at_once_and_saves_in_turn(root: str, gated: GatedFileSystem) -> None:
+    training = Training()
+    committed = []
+    with Stager(StagingOptions(when_busy="double_buffer")) as stager:
+        handles = []
+        for step in range(2):
+            handles.append(
+                bucketpoint.async_save(
+                    training.run(step),
+                    checkpoint_id=f"{root}/{step}",
+                    storage_writer=BucketWriter(fs=gated),
+                    async_stager=stager,
+                    no_dist=True,
+                )
+            )
+            handles[-1].add_done_callback(lambda _, step=step: committed.append(step))
+            training.spoil()
+        assert gated.arrived.wait(WAIT_S)
+        assert not any(handle.done() for handle in handles)
+        assert handles[1].progress is None
+        gated.gate.set()
+        for step, handle in enumerate(handles):
+            handle.result(WAIT_S)
+            assert_holds(f"{root}/{step}", step)
+    assert committed == [0, 1]
+
+
+def test_a_third_state_waits_while_two_are_being_saved(root: str, gated: GatedFileSystem) -> None:
+    training = Training()
+    writer = BucketWriter(fs=gated, staging=StagingOptions(when_busy="double_buffer"))
+    begun = [
+        bucketpoint.async_save(training.run(step), checkpoint_id=f"{root}/{step}", storage_writer=writer, no_dist=True)
+        for step in range(2)
+    ]
+    opener = threading.Timer(0.2, gated.gate.set)
+    opener.start()
+    begun.append(
+        bucketpoint.async_save(training.run(2), checkpoint_id=f"{root}/2", storage_writer=writer, no_dist=True)
+    )
+    assert begun[0].done()
+    training.spoil()
+    for step, handle in enumerate(begun):
+        handle.result(WAIT_S)
+        assert_holds(f"{root}/{step}", step)
+    opener.join()
+    writer.close()
+
+
+# -- writers and stagers ----------------------------------------------------------------------------------------------
+
+
+def test_a_writer_crosses_without_its_staging_memory(root: str, gated: GatedFileSystem) -> None:
+    writer = BucketWriter(staging=BESIDE)
+    wait(dcp.async_save(Training().run(1), checkpoint_id=root, storage_writer=writer, no_dist=True))
+    assert writer._own_stager().staged_bytes > 0
+    sent = pickle.dumps(writer)
+    assert len(sent) < 4000
+    arrived = pickle.loads(sent)
+    assert arrived._stager is None
+    assert arrived.staging == BESIDE
+    begun = dcp.async_save(Training().run(2), checkpoint_id=root, storage_writer=arrived, no_dist=True)
+    assert isinstance(begun, AsyncSaveResponse)
+    wait(begun)
+    assert_holds(root, 2)
+
+
+def test_a_closed_writer_has_no_memory_and_saves_on(root: str, gated: GatedFileSystem) -> None:
+    writer = BucketWriter(fs=gated)
+    handle = bucketpoint.async_save(Training().run(1), checkpoint_id=f"{root}/1", storage_writer=writer, no_dist=True)
+    stager = writer._own_stager()
+    assert gated.arrived.wait(WAIT_S)
+    closing = threading.Thread(target=writer.close)
+    closing.start()
+    closing.join(0.2)
+    assert closing.is_alive()
+    assert stager.staged_bytes > 0
+    gated.gate.set()
+    closing.join(WAIT_S)
+    assert not closing.is_alive()
+    assert handle.done()
+    assert stager.staged_bytes == 0
+    wait(dcp.async_save(Training().run(2), checkpoint_id=f"{root}/2", storage_writer=writer, no_dist=True))
+    for step in (1, 2):
+        assert_holds(f"{root}/{step}", step)
+    writer.close()
+    writer.close()
+
+
+def test_synchronous_and_asynchronous_saves_take_turns_on_one_writer(root: str) -> None:
+    training = Training()
+    writer = BucketWriter(fs=SlowFileSystem(0.02))
+    begun = []
+    for step in range(6):
+        save = dcp.save if step % 2 else dcp.async_save
+        begun.append(save(training.run(step), checkpoint_id=f"{root}/{step}", storage_writer=writer, no_dist=True))
+        training.spoil()
+        assert all(future.done() for future in begun[:-1] if step % 2 and isinstance(future, Future))
+    for future in begun[::2]:
+        wait(future)
+    for step in range(6):
+        assert_holds(f"{root}/{step}", step)
+
+
+@pytest.mark.parametrize("staging", [None, BESIDE])
+def test_two_writers_share_a_stager(root: str, staging: StagingOptions | None) -> None:
+    training = Training()
+    with Stager(staging) as stager:
+        writers = [BucketWriter(fs=SlowFileSystem(0.02)), FileSystemWriter(root), BucketWriter()]
+        handles = []
+        for step in range(6):
+            handles.append(
+                bucketpoint.async_save(
+                    training.run(step),
+                    checkpoint_id=f"{root}/{step}",
+                    storage_writer=writers[step % 3],
+                    async_stager=stager,
+                    no_dist=True,
+                )
+            )
+            handles[-1].staged.result(WAIT_S)
+            training.spoil()
+        for step, handle in enumerate(handles):
+            handle.result(WAIT_S)
+            assert_holds(f"{root}/{step}", step)
+        assert stager.staged_bytes < 300_000
+    assert stager.staged_bytes == 0
+
+
+def test_a_writer_that_is_dropped_with_its_future_still_commits(root: str) -> None:
+    training = Training()
+    for step in range(3):
+        dcp.async_save(
+            training.run(step),
+            checkpoint_id=f"{root}/{step}",
+            storage_writer=BucketWriter(fs=SlowFileSystem(0.05)),
+            no_dist=True,
+        )
+        training.spoil()
+    # The order of saves makes the last one the last to end.
+    dcp.save(training.run(3), checkpoint_id=f"{root}/3", storage_writer=BucketWriter(), no_dist=True)
+    for step in range(4):
+        assert_holds(f"{root}/{step}", step)
+
+
+# -- code written against DefaultStager -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("beside", [False, True])
+@pytest.mark.parametrize("kind", [torch_staging.DefaultStager, Stager])
+def test_code_written_for_torchs_stager_works_with_ours(root: str, kind: Any, beside: bool) -> None:
+    options = torch_staging.StagingOptions(
+        use_pinned_memory=False, use_shared_memory=False, use_async_staging=beside, use_non_blocking_copy=False
+    )
+    stager = kind(options)
+    training = Training()
+    for step in range(3):
+        begun = dcp.async_save(
+            training.run(step),
+            checkpoint_id=f"{root}/{step}",
+            storage_writer=BucketWriter(),
+            async_stager=stager,
+            no_dist=True,
+        )
+        if beside:
+            stager.synchronize_staging()
+        training.spoil()
+        assert isinstance(begun, AsyncSaveResponse if beside else Future)
+        wait(begun)
+    state = stager.stage(training.run(3))
+    staged = state.result(WAIT_S) if beside else state
+    training.spoil()
+    assert isinstance(staged, dict)
+    assert staged["model"]["w"].unique().tolist() == [3]
+    assert isinstance(stager, torch_staging.AsyncStager)
+    assert stager.should_synchronize_after_execute
+    del state, staged
+    stager.close()
+    for step in range(3):
+        assert_holds(f"{root}/{step}", step)
+
+
+def test_torchs_stager_without_arguments_is_ours_without_arguments() -> None:
+    with Stager() as ours:
+        staged = ours.stage({"w": torch.ones(3)})
+        assert staged["w"].tolist() == [1, 1, 1]
+        ours.synchronize_staging()
+        del staged
+
+
+# -- PyTorch's recipes ------------------------------------------------------------------------------------------------
+
+
+def test_the_zero_overhead_recipe_runs_with_our_writer(root: str) -> None:
+    """Staging overlaps the forward and backward pass, and is waited for before the optimizer changes the weights."""
+    model = torch.nn.Linear(64, 64)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    stager = Stager(torch_staging.StagingOptions(use_async_staging=True))
+    saved, response = {}, None
+    for step in range(4):
+        optimizer.zero_grad()
+        model(torch.randn(8, 64)).square().mean().backward()
+        if response is not None:
+            response.staging_completion.result()
+        optimizer.step()
+        state = {"model": model.state_dict(), "optim": optimizer.state_dict()}
+        saved[step] = model.weight.detach().clone()
+        response = dcp.async_save(
+            state,
+            checkpoint_id=f"{root}/{step}",
+            storage_writer=BucketWriter(),
+            async_stager=stager,
+            no_dist=True,
+        )
+    response.upload_completion.result(WAIT_S)
+    stager.close()
+    for step, weight in saved.items():
+        target = {"model": {"weight": torch.zeros(64, 64)}}
+        dcp.load(target, checkpoint_id=f"{root}/{step}", storage_reader=bucketpoint.BucketReader(), no_dist=True)
+        assert torch.equal(target["model"]["weight"], weight)
+
+
+def test_errors_of_ours_are_exceptions_and_dcps_are_not(root: str) -> None:
+    """What a training loop's `except Exception` catches."""
+    arguments = {"checkpoint_id": root, "storage_writer": BucketWriter(), "no_dist": True}
+    with pytest.raises(BucketpointError):
+        bucketpoint.async_save(Training().state, planner=FailingPlanner("plan"), **arguments).result(WAIT_S)
+    begun = dcp.async_save(Training().state, planner=FailingPlanner("plan"), **arguments)
+    assert not isinstance(begun.exception(WAIT_S), Exception)

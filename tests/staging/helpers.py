@@ -1,0 +1,87 @@
+"""What the staging tests share: one staged copy of a state, and uploads that read one the way DCP does."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any
+
+from bucketpoint.staging import StagedState, Stager, StagingOptions
+
+
+def finished(staged: StagedState | Future[StagedState]) -> StagedState:
+    """The staged state, whichever of the two `stage()` returned."""
+    return staged.result(timeout=60) if isinstance(staged, Future) else staged
+
+
+def staged_copy(state: dict[str, Any], **options: Any) -> StagedState:
+    """A copy by a stager that is used for nothing else."""
+    return finished(Stager(StagingOptions(**options)).stage(state))
+
+
+def memory_of(staged: StagedState, key: str = "w") -> int:
+    """Address of the storage that a staged tensor lies in: its arena's."""
+    address: int = staged[key].untyped_storage().data_ptr()
+    return address
+
+
+class Upload(threading.Thread):
+    """A thread that reads a staged state, as DCP's does, and holds it until it is told to go on.
+
+    It ends with `error` raised and kept, if one is given: a failed save's traceback keeps the staged state alive.
+    """
+
+    def __init__(self, staged: StagedState, *, error: Exception | None = None) -> None:
+        super().__init__(daemon=True)
+        self.reads = threading.Event()
+        self.go_on = threading.Event()
+        self.failure: Exception | None = None
+        self._staged: StagedState | None = staged
+        self._error = error
+        self.start()
+
+    def run(self) -> None:
+        try:
+            self._save()
+        except Exception as error:  # noqa: BLE001 (kept, traceback and all)
+            self.failure = error
+
+    def finish(self) -> None:
+        self.go_on.set()
+        self.join(60)
+        assert not self.is_alive()
+
+    def _save(self) -> None:
+        staged, self._staged = self._staged, None
+        assert staged is not None
+        staged.items()
+        self.reads.set()
+        self.go_on.wait(60)
+        if self._error is not None:
+            raise self._error
+
+
+class Beside(threading.Thread):
+    """Runs something that is expected to block, and keeps what became of it."""
+
+    def __init__(self, action: Callable[[], Any]) -> None:
+        super().__init__(daemon=True)
+        self.outcome: Future[Any] = Future()
+        self._action = action
+        self.start()
+
+    def run(self) -> None:
+        try:
+            self.outcome.set_result(self._action())
+        except BaseException as error:  # noqa: BLE001 (handed to whoever asks for the outcome)
+            self.outcome.set_exception(error)
+
+    def is_blocked(self, for_s: float = 0.1) -> bool:
+        self.join(for_s)
+        return not self.outcome.done()
+
+
+def is_gone(what: weakref.ref[Any]) -> bool:
+    return what() is None

@@ -1,0 +1,211 @@
+"""Memory is made in the needed size, registered with the driver once, and given back whole."""
+
+from __future__ import annotations
+
+import gc
+import os
+import weakref
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from bucketpoint.errors import StagingError
+from bucketpoint.staging import Stager, StagingOptions
+from bucketpoint.staging.arena import Arena
+from bucketpoint.staging.copying import Ordering
+from staging.helpers import finished, memory_of
+
+MIB = 1 << 20
+both_kinds = pytest.mark.parametrize("shared", [False, True], ids=["private", "shared"])
+
+
+@dataclass
+class Driver:
+    """What of the CUDA runtime is called: registrations, and whether it takes them."""
+
+    refuses: bool = False
+    registered: dict[int, int] = field(default_factory=dict)
+    calls: list[tuple[Any, ...]] = field(default_factory=list)
+
+    def cudaHostRegister(self, pointer: int, nbytes: int, flags: int) -> int:
+        self.calls.append(("register", pointer, nbytes, flags))
+        if self.refuses or pointer in self.registered:
+            return 2
+        self.registered[pointer] = nbytes
+        return 0
+
+    def cudaHostUnregister(self, pointer: int) -> int:
+        self.calls.append(("unregister", pointer))
+        return 0 if self.registered.pop(pointer, None) else 1
+
+    def named(self, name: str) -> list[tuple[Any, ...]]:
+        return [call for call in self.calls if call[0] == name]
+
+
+@pytest.fixture
+def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
+    driver = Driver()
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: driver)
+    return driver
+
+
+@pytest.fixture
+def from_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    """States are taken to come from a CUDA device, though this machine may have none: they are copied all the same."""
+
+    plan = Stager._plan
+
+    def plan_from_cuda(stager: Stager, state_dict: dict[str, Any]) -> Any:
+        flat, layout = plan(stager, state_dict)
+        layout.devices = [torch.device("cuda", 0)]
+        return flat, layout
+
+    monkeypatch.setattr(Stager, "_plan", plan_from_cuda)
+    monkeypatch.setattr(Ordering, "of", classmethod(lambda cls, devices: cls({}, None)))
+
+
+# -- size -------------------------------------------------------------------------------------------------------------
+
+
+@both_kinds
+@pytest.mark.parametrize("nbytes", [1, 63, 64, 65, 4097, 3 * MIB + 1])
+def test_an_arena_is_rounded_up_to_a_cache_line_and_no_further(nbytes: int, shared: bool) -> None:
+    arena = Arena(nbytes, shared=shared)
+    assert nbytes <= arena.nbytes < nbytes + 64
+    assert arena.memory.untyped_storage().nbytes() == arena.nbytes
+    assert arena.memory.is_shared() == shared
+    assert arena.memory.data_ptr() % 64 == 0
+
+
+@pytest.mark.parametrize("sizes", [[1], [64], [1, 2, 3], [1000] * 100, [(1 << 20) + 1, 5, 77]])
+def test_staged_bytes_are_the_states_and_at_most_a_cache_line_a_tensor(sizes: list[int]) -> None:
+    state = {str(index): torch.zeros(size, dtype=torch.uint8) for index, size in enumerate(sizes)}
+    stager = Stager()
+    copied = stager.stage(state)
+    assert sum(sizes) <= stager.staged_bytes <= sum(sizes) + 64 * len(sizes)
+    del copied
+
+
+@both_kinds
+def test_memory_that_is_not_to_be_had_says_how_much_was_wanted(shared: bool) -> None:
+    descriptors = len(os.listdir("/proc/self/fd")) if Path("/proc/self/fd").exists() else 0
+    with pytest.raises(StagingError, match=f"{1 << 60} bytes of host memory"):
+        Arena(1 << 60, shared=shared)
+    assert not descriptors or len(os.listdir("/proc/self/fd")) == descriptors
+
+
+@both_kinds
+def test_a_tensor_outlives_the_arena_that_it_lies_in(shared: bool) -> None:
+    arena = Arena(1 << 20, shared=shared)
+    gone = weakref.ref(arena)
+    view = arena.view(torch.float32, (1 << 18,), (1,), 0)
+    view.fill_(3)
+    del arena
+    assert gone() is None
+    assert bool((view == 3).all())
+
+
+# -- registration -----------------------------------------------------------------------------------------------------
+
+
+@both_kinds
+def test_an_arena_is_registered_once_over_any_number_of_saves(driver: Driver, from_cuda: None, shared: bool) -> None:
+    stager = Stager(StagingOptions(use_shared_memory=shared))
+    for step in range(5):
+        copied = finished(stager.stage({"w": torch.full((1000,), float(step))}))
+        address = memory_of(copied)
+        assert copied["w"].tolist() == [step] * 1000
+        del copied
+    assert driver.calls == [("register", address, 4032, 1)]
+    stager.close()
+    assert driver.calls[1:] == [("unregister", address)]
+    stager.close()
+    del stager
+    gc.collect()
+    assert len(driver.calls) == 2
+
+
+def test_memory_of_a_layout_that_has_gone_is_unregistered(driver: Driver, from_cuda: None) -> None:
+    stager = Stager()
+    for size in (100, 200, 300):
+        finished(stager.stage({"w": torch.ones(size)}))
+        assert len(driver.registered) == 1
+    stager.close()
+    assert not driver.registered
+    assert len(driver.named("unregister")) == 3
+
+
+def test_each_of_two_buffers_is_registered_once(driver: Driver, from_cuda: None) -> None:
+    stager = Stager(StagingOptions(when_busy="double_buffer"))
+    for _ in range(3):
+        one, two = (finished(stager.stage({"w": torch.ones(100)})) for _ in range(2))
+        del one, two
+    assert len(driver.named("register")) == len(driver.registered) == 2
+    stager.close()
+    assert not driver.registered
+
+
+def test_a_stager_that_nobody_closed_leaves_no_registration_behind(driver: Driver, from_cuda: None) -> None:
+    stager = Stager()
+    finished(stager.stage({"w": torch.ones(100)}))
+    assert len(driver.registered) == 1
+    del stager
+    gc.collect()
+    assert not driver.registered
+
+
+@pytest.mark.filterwarnings("always")
+@pytest.mark.parametrize("beside", [False, True], ids=["sync", "async"])
+def test_a_driver_that_refuses_is_warned_of_once_and_not_asked_again(
+    driver: Driver, from_cuda: None, beside: bool, recwarn: pytest.WarningsRecorder
+) -> None:
+    driver.refuses = True
+    stager = Stager(StagingOptions(use_async_staging=beside))
+    for step in range(4):
+        assert finished(stager.stage({"w": torch.full((100,), float(step))}))["w"].tolist() == [step] * 100
+    assert len(driver.calls) == 1
+    assert finished(stager.stage({"w": torch.full((200,), 5.0)}))["w"].tolist() == [5] * 200
+    told = [str(warning.message) for warning in recwarn if warning.category is RuntimeWarning]
+    assert len(told) == 1
+    assert told[0].startswith("The driver does not pin 448 bytes of host memory (see ulimit -l)")
+    stager.close()
+    assert not driver.named("unregister")
+
+
+def test_prefault_registers_and_the_save_does_not_again(driver: Driver, from_cuda: None) -> None:
+    stager = Stager()
+    stager.prefault({"w": torch.ones(100)})
+    assert len(driver.registered) == 1
+    finished(stager.stage({"w": torch.ones(100)}))
+    assert len(driver.named("register")) == 1
+
+
+def test_without_pinning_the_driver_is_not_asked(driver: Driver, from_cuda: None) -> None:
+    stager = Stager(StagingOptions(use_pinned_memory=False))
+    stager.prefault({"w": torch.ones(100)})
+    finished(stager.stage({"w": torch.ones(100)}))
+    stager.close()
+    assert not driver.calls
+
+
+def test_a_state_of_the_processors_is_not_pinned(driver: Driver) -> None:
+    with Stager() as stager:
+        finished(stager.stage({"w": torch.ones(100)}))
+    assert not driver.calls
+
+
+@pytest.mark.parametrize("beside", [False, True], ids=["sync", "async"])
+def test_the_callers_device_is_set_before_the_driver_is_asked(
+    driver: Driver, from_cuda: None, monkeypatch: pytest.MonkeyPatch, beside: bool
+) -> None:
+    """The first call on a new thread makes a context, of half a GiB, on whatever device is current."""
+    monkeypatch.setattr(Ordering, "of", classmethod(lambda cls, devices: cls({}, 3)))
+    monkeypatch.setattr(
+        torch.accelerator, "set_device_index", lambda index: driver.calls.append(("device", index)), raising=True
+    )
+    finished(Stager(StagingOptions(use_async_staging=beside)).stage({"w": torch.ones(100)}))
+    assert [call[0] for call in driver.calls[:2]] == ["device", "register"]
+    assert driver.calls[0] == ("device", 3)

@@ -1,0 +1,676 @@
+"""A staged copy looks the same, shares nothing with the state, and keeps what is one object, or one memory, one."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections import OrderedDict, namedtuple
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed._shard.sharded_tensor import Shard as LocalShard
+from torch.distributed._shard.sharded_tensor import ShardedTensor, ShardedTensorBase, init_from_local_shards
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from typing_extensions import Self
+
+from bucketpoint.errors import StagingError
+from bucketpoint.staging import Stager, StagingOptions
+from staging.helpers import finished, staged_copy
+
+pytestmark = pytest.mark.contract
+
+
+def staged_bytes(state: dict[str, Any]) -> int:
+    """What a stager holds for a state, less the cache line that the smallest one takes."""
+    stager = Stager()
+    copied = stager.stage(state)
+    held = stager.staged_bytes
+    del copied
+    return held
+
+
+@pytest.fixture
+def one_rank(tmp_path: Path) -> Iterator[None]:
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+# -- a snapshot -------------------------------------------------------------------------------------------------------
+
+
+def test_a_change_to_the_original_does_not_reach_the_copy() -> None:
+    state: dict[str, Any] = {"w": torch.zeros(3), "nested": {"list": [torch.zeros(2), 5]}, "tuple": (torch.zeros(1),)}
+    copied = staged_copy(state)
+    state["w"].fill_(1)
+    state["nested"]["list"][0].fill_(1)
+    state["nested"]["list"].append("more")
+    state["tuple"][0].fill_(1)
+    state["nested"]["new"] = 1
+    assert copied["w"].tolist() == [0, 0, 0]
+    assert [copied["nested"]["list"][0].tolist(), copied["nested"]["list"][1:]] == [[0, 0], [5]]
+    assert copied["tuple"][0].tolist() == [0]
+    assert list(copied["nested"]) == ["list"]
+
+
+def test_an_empty_state_is_staged() -> None:
+    assert dict(staged_copy({})) == {}
+
+
+# -- dtypes -----------------------------------------------------------------------------------------------------------
+
+DTYPES = sorted(
+    {value for value in vars(torch).values() if isinstance(value, torch.dtype)}
+    - {torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4},
+    key=str,
+)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_the_bits_of_every_dtype_are_kept(dtype: torch.dtype) -> None:
+    bits = torch.randint(0, 2 if dtype is torch.bool else 256, (6 * dtype.itemsize,), dtype=torch.uint8)
+    source = bits.clone().view(dtype)
+    copied = staged_copy({"w": source, "column": source.view(2, 3)[:, 1], "none": source[:0]})
+    source.view(torch.uint8).zero_()
+    assert copied["w"].dtype is dtype
+    assert torch.equal(copied["w"].view(torch.uint8), bits)
+    assert copied["none"].shape == (0,)
+    assert (copied["column"].shape, copied["column"].stride()) == ((2,), (3,))
+    assert copied["column"].data_ptr() - copied["w"].data_ptr() == dtype.itemsize
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_column_alone_keeps_the_bits_of_every_dtype(dtype: torch.dtype) -> None:
+    bits = torch.randint(0, 2 if dtype is torch.bool else 256, (4, 3 * dtype.itemsize), dtype=torch.uint8)
+    copied = staged_copy({"column": bits.view(dtype)[:, 1:2]})["column"]
+    assert copied.dtype is dtype
+    assert torch.equal(copied.view(torch.uint8), bits[:, dtype.itemsize : 2 * dtype.itemsize])
+
+
+# -- shapes and strides -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        pytest.param(torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last), id="channels_last"),
+        pytest.param(torch.randn(2, 3, 4, 5, 6).to(memory_format=torch.channels_last_3d), id="channels_last_3d"),
+        pytest.param(torch.randn(4, 5).t(), id="transposed"),
+        pytest.param(torch.randn(2, 3, 4).permute(2, 0, 1), id="permuted"),
+        pytest.param(torch.tensor(3.5), id="0-dim"),
+        pytest.param(torch.empty(0), id="empty"),
+        pytest.param(torch.empty(3, 0, 2), id="empty of a shape"),
+        pytest.param(torch.randn(1, 5)[:, :1], id="one element"),
+        pytest.param(torch.randn(5)[2:2], id="empty slice"),
+    ],
+)
+def test_shape_and_strides_are_kept(source: torch.Tensor) -> None:
+    copied = staged_copy({"w": source})["w"]
+    assert copied.shape == source.shape
+    assert copied.stride() == source.stride()
+    assert torch.equal(copied, source)
+    assert source.numel() == 0 or copied.data_ptr() != source.data_ptr()
+
+
+def test_a_view_of_a_large_tensor_copies_only_what_it_shows() -> None:
+    large = torch.randn(1 << 20)
+    assert staged_bytes({"w": large[1000:1256]}) <= 256 * 4 + 64
+
+
+def test_a_column_slice_takes_its_own_bytes_and_not_the_gaps() -> None:
+    large = torch.randn(1024, 1024)
+    column = large[:, 16:32]
+    assert staged_bytes({"w": column}) <= 1024 * 16 * 4 + 64
+    assert torch.equal(staged_copy({"w": column})["w"], column)
+
+
+def test_a_column_of_a_tensor_that_is_saved_too_costs_nothing_and_shows_the_same_memory() -> None:
+    large = torch.randn(256, 256)
+    state = {"whole": large, "column": large[:, 3:7], "every other": large[::2]}
+    assert staged_bytes(state) <= large.nbytes + 64
+    copied = staged_copy(state)
+    copied["whole"].zero_()
+    assert not copied["column"].any()
+    assert not copied["every other"].any()
+
+
+def test_an_expanded_tensor_is_copied_once_and_repeats_on() -> None:
+    source = torch.randn(5, 1, 3).expand(5, 1000, 3)
+    assert staged_bytes({"w": source}) <= 5 * 3 * 4 + 64
+    copied = staged_copy({"w": source})["w"]
+    assert copied.stride()[1] == 0
+    assert torch.equal(copied, source)
+
+
+def test_a_constant_expanded_everywhere_is_one_element() -> None:
+    source = torch.ones(()).expand(100, 100)
+    assert staged_bytes({"w": source}) <= 64
+    assert torch.equal(staged_copy({"w": source})["w"], source)
+
+
+def test_windows_that_overlap_themselves_keep_their_values() -> None:
+    source = torch.arange(10.0).unfold(0, 4, 1)
+    assert torch.equal(staged_copy({"w": source})["w"], source)
+
+
+# -- memory that is shared --------------------------------------------------------------------------------------------
+
+
+def test_tied_weights_are_copied_once_and_stay_one_object() -> None:
+    tied = torch.ones(1024)
+    state = {"a": tied, "b": {"c": tied}, "d": [tied]}
+    copied = staged_copy(state)
+    assert copied["a"] is copied["b"]["c"] is copied["d"][0]
+    assert copied["a"] is not tied
+    assert staged_bytes(state) <= tied.nbytes + 64
+
+
+def test_one_storage_under_two_tensor_objects_is_copied_once_and_stays_shared() -> None:
+    weight = torch.randn(1024)
+    state = {"a": weight, "b": weight.detach(), "as a matrix": weight.view(32, 32), "t": weight.view(32, 32).t()}
+    assert staged_bytes(state) <= weight.nbytes + 64
+    copied = staged_copy(state)
+    copied["a"].fill_(7)
+    assert copied["a"] is not copied["b"]
+    assert all(bool((tensor == 7).all()) for tensor in copied.values())
+    assert not (weight == 7).any()
+
+
+def test_a_tied_parameter_is_still_one_parameter() -> None:
+    embedding, head = torch.nn.Embedding(5, 3), torch.nn.Linear(3, 5, bias=False)
+    head.weight = embedding.weight
+    copied = staged_copy(
+        dict(torch.nn.ModuleDict({"e": embedding, "h": head}).named_parameters(remove_duplicate=False))
+    )
+    assert copied["e.weight"] is copied["h.weight"]
+
+
+def test_views_that_overlap_in_part_overlap_as_much_in_the_copy() -> None:
+    buffer = torch.arange(100.0)
+    state = {"a": buffer[10:40], "b": buffer[30:60], "c": buffer[59:70], "apart": buffer[80:90]}
+    assert staged_bytes(state) <= (60 + 10) * 4 + 2 * 64
+    copied = staged_copy(state)
+    buffer.fill_(-1)
+    assert copied["a"].tolist() == list(range(10, 40))
+    assert copied["b"].tolist() == list(range(30, 60))
+    assert copied["c"].tolist() == list(range(59, 70))
+    copied["b"].fill_(-2)
+    assert copied["a"].tolist() == [*range(10, 30), *[-2] * 10]
+    assert copied["c"].tolist() == [-2, *range(60, 70)]
+    assert copied["apart"].tolist() == list(range(80, 90))
+
+
+def test_one_memory_under_two_dtypes_is_copied_once() -> None:
+    floats = torch.randn(64)
+    state = {"f": floats, "i": floats.view(torch.int32), "bytes": floats.view(torch.uint8)[3:]}
+    assert staged_bytes(state) <= floats.nbytes + 64
+    copied = staged_copy(state)
+    assert torch.equal(copied["f"].view(torch.int32), copied["i"])
+    copied["bytes"].zero_()
+    assert not copied["i"][1:].any()
+
+
+def test_parts_of_one_numpy_array_overlap_in_the_copy_though_each_has_a_storage() -> None:
+    array = np.arange(100.0)
+    state = {"a": torch.from_numpy(array[:60]), "b": torch.from_numpy(array[40:80]), "c": torch.from_numpy(array[75:])}
+    copied = staged_copy(state)
+    array[:] = -1
+    assert copied["a"].tolist() == list(range(60))
+    assert copied["b"].tolist() == list(range(40, 80))
+    assert copied["c"].tolist() == list(range(75, 100))
+    copied["b"].fill_(-2)
+    assert copied["a"][40:].tolist() == [-2] * 20
+    assert copied["c"][:5].tolist() == [-2] * 5
+
+
+def test_memory_that_is_not_aligned_to_its_elements_is_copied() -> None:
+    raw = bytearray(range(65))
+    source = torch.frombuffer(raw, dtype=torch.float64, offset=1, count=8)
+    assert source.data_ptr() % 8
+    expected = source.clone()
+    copied = staged_copy({"w": source, "rows": source.view(2, 4)[:, 1]})
+    raw[:] = bytes(65)
+    assert copied["w"].data_ptr() % 8 == 0
+    assert torch.equal(copied["w"], expected)
+    assert torch.equal(copied["rows"], expected.view(2, 4)[:, 1])
+
+
+@pytest.mark.parametrize(
+    "lazy",
+    [
+        pytest.param(lambda z: z.conj(), id="conj"),
+        pytest.param(lambda z: torch._neg_view(z), id="neg"),
+        pytest.param(lambda z: z.conj().imag, id="imaginary part of conj"),
+        pytest.param(lambda z: z.conj().t(), id="adjoint"),
+    ],
+)
+def test_lazily_conjugated_and_negated_tensors_have_their_values(lazy: Any) -> None:
+    z = torch.randn(3, 4, dtype=torch.complex64)
+    source = lazy(z)
+    assert source.is_conj() or source.is_neg()
+    expected = source.clone()
+    copied = staged_copy({"z": z, "lazy": source})
+    z.zero_()
+    assert torch.equal(copied["lazy"].resolve_conj().resolve_neg(), expected)
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["alone", "tied"])
+def test_the_same_memory_seen_otherwise_at_the_next_save_has_its_new_values(tied: bool) -> None:
+    """Address, shape, strides and dtype are the same each time."""
+    z = torch.randn(3, 4, dtype=torch.complex64)
+    stager = Stager()
+    for seen in (z, z.conj(), z, torch._neg_view(z), z.conj(), z):
+        copied = finished(stager.stage({"a": seen, "b": z} if tied else {"a": seen}))
+        assert torch.equal(copied["a"].resolve_conj().resolve_neg(), seen.clone().resolve_conj())
+        assert not tied or torch.equal(copied["b"], z)
+        del copied
+
+
+def test_one_dict_that_is_changed_between_saves_is_staged_as_it_is_then() -> None:
+    stager = Stager()
+    weight, other = torch.ones(4), torch.zeros(4)
+    state: dict[str, Any] = {"a": weight, "b": other}
+    for change in (
+        {},
+        {"b": weight},
+        {"a": other},
+        {"c": [weight, other]},
+        {"a": 5},
+        {"b": None},
+        {"a": weight.double()},
+    ):
+        state.update(change)
+        weight.add_(1)
+        copied = finished(stager.stage(state))
+        assert list(copied) == list(state)
+        flat, expected = (torch.utils._pytree.tree_leaves(dict.copy(each)) for each in (copied, state))
+        assert all(
+            torch.equal(one, two) if isinstance(one, torch.Tensor) else one == two
+            for one, two in zip(flat, expected, strict=True)
+        )
+        del copied, flat
+
+
+# -- kinds of tensor --------------------------------------------------------------------------------------------------
+
+
+def test_parameters_stay_parameters_and_leaves() -> None:
+    frozen = torch.nn.Parameter(torch.ones(2), requires_grad=False)
+    computed = torch.nn.Parameter(torch.ones(2)) * 2
+    copied = staged_copy({"p": torch.nn.Parameter(torch.ones(2)), "frozen": frozen, "computed": computed})
+    assert type(copied["p"]) is torch.nn.Parameter
+    assert type(copied["frozen"]) is torch.nn.Parameter
+    assert type(copied["computed"]) is torch.Tensor
+    assert [copied[name].requires_grad for name in ("p", "frozen", "computed")] == [True, False, True]
+    assert all(copied[name].is_leaf for name in copied)
+
+
+def test_a_tensor_that_requires_grad_still_does_without_the_graph() -> None:
+    source = torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last).requires_grad_()
+    copied = staged_copy({"c": source, "view": source[0]})
+    assert copied["c"].requires_grad
+    assert copied["view"].requires_grad
+    assert copied["view"].grad_fn is None
+
+
+class Labelled(torch.Tensor):
+    """No `__tensor_flatten__`: an ordinary tensor under another name."""
+
+    label: Any
+
+
+class Loaded(torch.nn.Parameter):
+    pass
+
+
+def test_a_subclass_keeps_its_class_its_attributes_and_its_memory() -> None:
+    source = torch.arange(6.0).reshape(2, 3).as_subclass(Labelled)
+    source.label = ["a"]
+    copied = staged_copy({"w": source, "view": source.as_subclass(torch.Tensor)[1]})
+    source.label.append("b")
+    source.fill_(-1)
+    assert type(copied["w"]) is Labelled
+    assert copied["w"].label == ["a"]
+    assert copied["w"].as_subclass(torch.Tensor).tolist() == [[0, 1, 2], [3, 4, 5]]
+    copied["view"].fill_(7)
+    assert copied["w"].as_subclass(torch.Tensor)[1].tolist() == [7, 7, 7]
+
+
+@pytest.mark.parametrize("requires_grad", [True, False])
+def test_a_subclass_of_parameter_requires_grad_as_before(requires_grad: bool) -> None:
+    copied = staged_copy({"p": Loaded(torch.ones(2), requires_grad=requires_grad)})["p"]
+    assert type(copied) is Loaded
+    assert isinstance(copied, torch.nn.Parameter)
+    assert copied.requires_grad is requires_grad
+
+
+class Scaled(torch.Tensor):
+    """A tensor made of two, as quantisation libraries make them."""
+
+    def __new__(cls, values: torch.Tensor, scale: torch.Tensor, note: str) -> Self:
+        made: Self = torch.Tensor._make_wrapper_subclass(cls, values.shape, dtype=scale.dtype)  # type: ignore[attr-defined]
+        return made
+
+    def __init__(self, values: torch.Tensor, scale: torch.Tensor, note: str) -> None:
+        self.values_, self.scale, self.note = values, scale, note
+
+    def __tensor_flatten__(self) -> tuple[list[str], str]:
+        return ["values_", "scale"], self.note
+
+    @classmethod
+    def __tensor_unflatten__(cls, inner: dict[str, torch.Tensor], note: str, size: Any, stride: Any) -> Scaled:
+        return cls(inner["values_"], inner["scale"], note)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise NotImplementedError(f"{func} is not for this class")
+
+
+class Opaque(Scaled):
+    """The same, but it does not say what it is made of."""
+
+    __tensor_flatten__ = None  # type: ignore[assignment]
+
+
+def test_a_subclass_made_of_tensors_is_taken_apart_and_made_again() -> None:
+    scale = torch.tensor([0.5])
+    source = Scaled(torch.arange(4, dtype=torch.int8), scale, "per tensor")
+    copied = staged_copy({"w": source, "scale": scale})
+    source.values_.zero_()
+    assert type(copied["w"]) is Scaled
+    assert copied["w"].note == "per tensor"
+    assert copied["w"].values_.tolist() == [0, 1, 2, 3]
+    assert copied["w"].scale is copied["scale"]
+
+
+def test_a_wrapper_that_does_not_say_what_it_wraps_is_named_by_its_key() -> None:
+    with pytest.raises(StagingError) as caught:
+        staged_copy({"model": {"w": Opaque(torch.ones(2), torch.ones(1), "")}})
+    assert caught.value.key == "model.w"
+
+
+def test_a_tensor_that_describes_itself_as_a_shard_stays_one() -> None:
+    source = torch.arange(4.0)
+    described = {
+        "global_shape": (8,),
+        "global_offsets": ((4,),),
+        "local_offsets": ((0,),),
+        "local_sizes": ((4,),),
+    }
+    for name, value in described.items():
+        setattr(source, name, value)
+    tied = {"a": source, "b": torch.nn.Parameter(source)}
+    tied["b"].__dict__.update(described)
+    tied["b"].main_grad = torch.ones(4)
+    copied = staged_copy(tied)
+    assert all(copied[key].__dict__ == described for key in tied)
+    assert type(copied["b"]) is torch.nn.Parameter
+
+
+def test_quantised_tensors_keep_scale_and_zero_point() -> None:
+    per_tensor = torch.quantize_per_tensor(torch.randn(4), 0.1, 3, torch.qint8)
+    per_channel = torch.quantize_per_channel(
+        torch.randn(2, 3), torch.tensor([0.1, 0.2]), torch.zeros(2), 0, torch.qint8
+    )
+    copied = staged_copy({"t": per_tensor, "c": per_channel})
+    assert torch.equal(copied["t"].dequantize(), per_tensor.dequantize())
+    assert (copied["t"].q_scale(), copied["t"].q_zero_point()) == (per_tensor.q_scale(), 3)
+    assert torch.equal(copied["c"].dequantize(), per_channel.dequantize())
+    assert copied["t"].int_repr().data_ptr() != per_tensor.int_repr().data_ptr()
+
+
+def test_sparse_tensors_are_snapshots_too() -> None:
+    dense = torch.tensor([[0.0, 2.0], [3.0, 0.0]])
+    coo, csr = dense.to_sparse().coalesce(), dense.to_sparse_csr()
+    copied = staged_copy({"coo": coo, "csr": csr})
+    coo.values().zero_()
+    csr.values().zero_()
+    assert copied["coo"].layout is torch.sparse_coo
+    assert copied["csr"].layout is torch.sparse_csr
+    assert torch.equal(copied["coo"].to_dense(), dense)
+    assert torch.equal(copied["csr"].to_dense(), dense)
+
+
+def test_a_jagged_tensor_keeps_its_rows() -> None:
+    source = torch.nested.nested_tensor([torch.ones(2), torch.zeros(3)], layout=torch.jagged)
+    copied = staged_copy({"n": source})["n"]
+    assert copied.values().data_ptr() != source.values().data_ptr()
+    assert [row.tolist() for row in copied.unbind()] == [[1, 1], [0, 0, 0]]
+
+
+def test_a_collectives_result_is_waited_for() -> None:
+    copied = staged_copy({"w": AsyncCollectiveTensor(torch.arange(3.0))})["w"]
+    assert type(copied) is torch.Tensor
+    assert copied.tolist() == [0, 1, 2]
+
+
+@pytest.mark.parametrize("placement", [Shard(0), Shard(1), Replicate(), Partial()])
+def test_a_distributed_tensor_keeps_its_mesh_and_placements(one_rank: None, placement: Any) -> None:
+    mesh = init_device_mesh("cpu", (1,))
+    values = torch.arange(6.0).reshape(2, 3)
+    tensor = DTensor.from_local(values.clone(), mesh, [placement], run_check=False)
+    copied = staged_copy({"w": tensor, "local": tensor.to_local()})
+    tensor.to_local().fill_(-1)
+    assert isinstance(copied["w"], DTensor)
+    assert copied["w"].placements == tensor.placements
+    assert copied["w"].device_mesh == mesh
+    assert copied["w"].shape == tensor.shape
+    assert torch.equal(copied["w"].to_local(), values)
+    copied["local"].fill_(7)
+    assert bool((copied["w"].to_local() == 7).all())
+
+
+def test_a_distributed_parameter_is_staged_with_its_gradient_flag(one_rank: None) -> None:
+    mesh = init_device_mesh("cpu", (1,))
+    parameter = torch.nn.Parameter(distribute_tensor(torch.ones(4, 2), mesh, [Shard(0)]))
+    copied = staged_copy({"w": parameter, "tied": parameter})
+    assert isinstance(copied["w"], DTensor)
+    assert copied["w"] is copied["tied"]
+    assert copied["w"].requires_grad
+
+
+def _sharded(values: torch.Tensor) -> ShardedTensor:
+    return init_from_local_shards([LocalShard.from_tensor_and_offsets(values, [0, 0], 0)], *values.shape)
+
+
+def test_a_sharded_tensors_local_shards_are_copied(one_rank: None) -> None:
+    values = torch.arange(6.0).reshape(2, 3)
+    source = _sharded(values.clone())
+    copied = staged_copy({"s": source})["s"]
+    source.local_shards()[0].tensor.fill_(-1)
+    assert isinstance(copied, ShardedTensor)
+    assert torch.equal(copied.local_shards()[0].tensor, values)
+    assert copied.local_shards()[0].metadata == source.local_shards()[0].metadata
+    assert copied.metadata() == source.metadata()
+    assert copied._process_group is source._process_group
+
+
+def test_a_sharded_tensor_is_staged_away_from_the_device_of_its_placement(one_rank: None) -> None:
+    """As one on a CUDA device is: ShardedTensor's own constructor compares placements with where the shards are."""
+    on_cpu = _sharded(torch.ones(2, 3))
+    elsewhere = on_cpu.metadata()
+    elsewhere.shards_metadata[0].placement._device = torch.device("cuda", 0)
+    source: Any = ShardedTensorBase._init_from_local_shards_and_global_metadata(on_cpu.local_shards(), elsewhere)
+    source._prepare_init()
+    copied = staged_copy({"s": source})["s"]
+    assert copied.local_shards()[0].tensor.tolist() == [[1, 1, 1], [1, 1, 1]]
+    assert copied.metadata().size == source.metadata().size
+
+
+# -- containers and objects -------------------------------------------------------------------------------------------
+
+Pair = namedtuple("Pair", ["left", "right"])  # noqa: PYI024 (both kinds are in use)
+
+
+class Typed(NamedTuple):
+    weight: torch.Tensor
+    step: int
+
+
+def test_containers_keep_their_kinds_and_their_order() -> None:
+    state = OrderedDict(
+        z=[1, (2, torch.ones(1)), [torch.zeros(1)]],
+        a={"pair": Pair(torch.ones(1), "r"), "typed": Typed(torch.ones(2), 3)},
+        size=torch.Size([1, 2]),
+    )
+    copied = staged_copy(state)
+    assert list(copied) == ["z", "a", "size"]
+    assert copied["z"][0] == 1
+    assert type(copied["z"][1]) is tuple
+    assert copied["z"][1][1].tolist() == [1]
+    assert copied["z"][2][0].tolist() == [0]
+    assert type(copied["a"]["pair"]) is Pair
+    assert type(copied["a"]["typed"]) is Typed
+    assert copied["a"]["typed"].step == 3
+    assert copied["a"]["pair"].left.data_ptr() != state["a"]["pair"].left.data_ptr()
+    assert copied["size"] == (1, 2)
+    assert type(copied["size"]) is torch.Size
+
+
+def test_a_nested_ordered_dict_stays_ordered() -> None:
+    copied = staged_copy({"model": OrderedDict(b=torch.ones(1), a=torch.ones(1))})["model"]
+    assert type(copied) is OrderedDict
+    assert list(copied) == ["b", "a"]
+
+
+def test_a_tuple_in_two_places_stays_one() -> None:
+    pair = (torch.ones(1), torch.zeros(1))
+    copied = staged_copy({"a": pair, "b": pair, "first": pair[0]})
+    assert copied["a"] is copied["b"]
+    assert copied["a"][0] is copied["first"]
+
+
+class Lazy(dict[str, Any]):
+    """Makes its tensors as it is read, and keeps none of them."""
+
+    def items(self) -> Any:
+        return ((key, make()) for key, make in super().items())
+
+
+def test_tensors_that_live_only_while_they_are_read_are_not_taken_for_each_other() -> None:
+    values = [torch.tensor([float(number)]) for number in range(100)]
+    place = torch.zeros((1, 1), dtype=torch.long)
+    dense = {str(number): value.clone for number, value in enumerate(values)}
+    sparse = {
+        str(number): functools.partial(torch.sparse_coo_tensor, place, value, (1,), check_invariants=False)
+        for number, value in enumerate(values)
+    }
+    copied = staged_copy({"dense": Lazy(dense), "sparse": Lazy(sparse)})
+    assert [copied["dense"][key].item() for key in dense] == list(range(100))
+    assert [copied["sparse"][key].to_dense().item() for key in sparse] == list(range(100))
+
+
+@dataclass
+class Progress:
+    step: int
+    history: list[int] = field(default_factory=list)
+    weight: torch.Tensor = field(default_factory=lambda: torch.zeros(2))
+
+
+def test_objects_are_copied_deeply() -> None:
+    state = {"progress": Progress(1, [1, 2]), "names": {"a"}, "raw": bytearray(b"ab"), "array": np.zeros(2)}
+    copied = staged_copy(state)
+    state["progress"].history.append(3)
+    state["progress"].weight.fill_(9)
+    state["names"].add("b")
+    state["raw"][0] = 0
+    state["array"][:] = 5
+    assert copied["progress"].history == [1, 2]
+    assert copied["progress"].weight.tolist() == [0, 0]
+    assert copied["names"] == {"a"}
+    assert copied["raw"] == b"ab"
+    assert copied["array"].tolist() == [0, 0]
+
+
+def test_an_optimizers_state_is_staged_as_it_is() -> None:
+    model = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    state = {"optimizer": optimizer.state_dict()}
+    copied = staged_copy(state)
+    before = {index: {k: v.clone() for k, v in s.items()} for index, s in state["optimizer"]["state"].items()}
+    optimizer.step()
+    assert copied["optimizer"]["param_groups"] == state["optimizer"]["param_groups"]
+    for index, values in before.items():
+        assert all(torch.equal(copied["optimizer"]["state"][index][name], value) for name, value in values.items())
+
+
+class Stubborn:
+    def __deepcopy__(self, memo: Any) -> Any:
+        raise TypeError("never")
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        (Stubborn(), "never"),
+        (threading.Lock(), "lock"),
+        (torch.empty(2, device="meta"), "meta device has no data"),
+        (torch.nested.nested_tensor([torch.ones(2)], layout=torch.strided), ""),
+    ],
+    ids=["object", "lock", "meta", "nested"],
+)
+@pytest.mark.parametrize("beside", [False, True], ids=["sync", "async"])
+def test_what_cannot_be_copied_is_refused_at_once(value: Any, said: str, beside: bool) -> None:
+    stager = Stager(StagingOptions(use_async_staging=beside))
+    with pytest.raises(StagingError, match=said):
+        stager.stage({"app": {"things": [1, value]}})
+    assert stager.staged_bytes == 0
+    finished(stager.stage({"w": torch.ones(1)}))
+
+
+@pytest.mark.parametrize("value", [Stubborn(), threading.Lock(), torch.empty(2, device="meta")])
+def test_what_cannot_be_copied_is_named_by_its_key(value: Any) -> None:
+    with pytest.raises(StagingError) as caught:
+        staged_copy({"fine": torch.ones(1), "app": {"things": [1, value]}})
+    assert caught.value.key == "app.things.1"
+
+
+def test_a_tensor_whose_memory_was_freed_is_refused() -> None:
+    freed = torch.ones(3)
+    freed.untyped_storage().resize_(0)
+    with pytest.raises(StagingError, match=r"shape \(3,\) has no memory"):
+        staged_copy({"w": freed})
+
+
+def test_a_state_that_contains_itself_is_refused() -> None:
+    state: dict[str, Any] = {}
+    state["self"] = state
+    with pytest.raises(StagingError, match="contains itself"):
+        staged_copy(state)
+
+
+# -- the caller's modes -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("beside", [False, True], ids=["sync", "async"])
+@pytest.mark.parametrize("shared", [False, True], ids=["private", "shared"])
+def test_what_is_staged_in_inference_mode_can_be_written_to_later(shared: bool, beside: bool) -> None:
+    with torch.inference_mode():
+        source = torch.ones(3) + 1
+        copied = staged_copy({"w": source, "s": source.to_sparse()}, use_shared_memory=shared, use_async_staging=beside)
+    copied["w"].add_(1)
+    assert not copied["w"].is_inference()
+    assert copied["w"].tolist() == [3, 3, 3]
+    assert copied["s"].to_dense().tolist() == [2, 2, 2]
+
+
+@pytest.mark.parametrize("shared", [False, True], ids=["private", "shared"])
+@pytest.mark.parametrize("mode", [functools.partial(torch.device, "meta"), torch.enable_grad], ids=["device", "grad"])
+def test_the_callers_default_device_and_grad_mode_do_not_matter(shared: bool, mode: Any) -> None:
+    source = torch.arange(20.0).reshape(4, 5).requires_grad_()
+    state = {"w": source, "column": source[:, 1:3], "head": source.view(-1)[:7], "tail": source.view(-1)[5:9]}
+    with mode():
+        copied = staged_copy(state, use_shared_memory=shared)
+    assert {key: value.device.type for key, value in copied.items()} == dict.fromkeys(state, "cpu")
+    assert all(torch.equal(copied[key], source_value) for key, source_value in state.items())
+    assert copied["column"].grad_fn is None

@@ -1,0 +1,548 @@
+"""A staged state's memory is its own until its save has ended, failed or been dropped; saves go in order."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import logging
+import math
+import threading
+import weakref
+from concurrent.futures import Future
+from multiprocessing.reduction import ForkingPickler
+from typing import Any
+
+import pytest
+import torch
+
+from bucketpoint.errors import StagingError, StagingOverlapError
+from bucketpoint.staging import Lease, StagedState, Stager, StagingOptions, current_lease, take_turn
+from bucketpoint.staging import pool as pool_module
+from bucketpoint.staging import stager as stager_module
+from staging.helpers import Beside, Upload, finished, memory_of
+
+sync_and_async = pytest.mark.parametrize("beside", [False, True], ids=["sync", "async"])
+waiting = pytest.mark.parametrize("when_busy", ["wait", "double_buffer", "error"])
+
+
+@pytest.fixture(autouse=True)
+def short_grace(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error policy forgives a save that ends within a second. Here it is quicker to lose patience."""
+    monkeypatch.setattr(pool_module, "GRACE_S", 0.1)
+    monkeypatch.setattr(stager_module, "GRACE_S", 0.1)
+
+
+def state(step: float = 0, size: int = 64) -> dict[str, Any]:
+    return {"w": torch.full((size,), float(step))}
+
+
+def values(staged: StagedState) -> set[float]:
+    # By key: items() would make this thread its reader.
+    return set(staged["w"].tolist())
+
+
+def uploading(staged: StagedState, *, error: Exception | None = None) -> Upload:
+    upload = Upload(staged, error=error)
+    assert upload.reads.wait(60)
+    return upload
+
+
+# -- while a save reads -----------------------------------------------------------------------------------------------
+
+
+@sync_and_async
+def test_by_default_the_next_save_waits_for_the_one_that_reads(beside: bool) -> None:
+    stager = Stager(StagingOptions(use_async_staging=beside))
+    first = finished(stager.stage(state(1)))
+    address = memory_of(first)
+    upload = uploading(first)
+    del first
+    second = Beside(lambda: finished(stager.stage(state(2))))
+    assert second.is_blocked()
+    upload.finish()
+    staged = second.outcome.result(60)
+    assert memory_of(staged) == address
+    assert values(staged) == {2}
+
+
+@sync_and_async
+def test_double_buffering_copies_at_once_and_the_third_save_waits(beside: bool) -> None:
+    stager = Stager(StagingOptions(when_busy="double_buffer", use_async_staging=beside))
+    first = finished(stager.stage(state(1)))
+    uploads = [uploading(first)]
+    second = finished(stager.stage(state(2)))
+    assert memory_of(first) != memory_of(second)
+    uploads.append(Upload(second))
+    third = Beside(lambda: finished(stager.stage(state(3))))
+    assert third.is_blocked()
+    assert (values(first), values(second)) == ({1}, {2})
+    address = memory_of(first)
+    del first
+    uploads[0].finish()
+    staged = third.outcome.result(60)
+    assert memory_of(staged) == address
+    assert (values(second), values(staged)) == ({2}, {3})
+    uploads[1].finish()
+
+
+@sync_and_async
+def test_the_error_says_which_save_is_in_flight(beside: bool) -> None:
+    stager = Stager(StagingOptions(when_busy="error", use_async_staging=beside))
+    go_on, begun = threading.Event(), threading.Event()
+
+    def save(staged: StagedState) -> None:
+        staged.items()
+        take_turn("the save of s3://bucket/step-1")
+        begun.set()
+        go_on.wait(60)
+
+    first = finished(stager.stage(state(1)))
+    thread = threading.Thread(target=save, args=(first,), daemon=True)
+    thread.start()
+    assert begun.wait(60)
+    with pytest.raises(StagingOverlapError, match=r"the save of s3://bucket/step-1, staged \d+\.\d s ago, has not"):
+        stager.stage(state(2))
+    assert values(first) == {1}
+    go_on.set()
+    thread.join(60)
+    assert values(finished(stager.stage(state(3)))) == {3}
+
+
+def test_the_error_policy_forgives_a_save_that_is_about_to_end() -> None:
+    stager = Stager(StagingOptions(when_busy="error"))
+    upload = uploading(finished(stager.stage(state(1))))
+    threading.Timer(0.02, upload.go_on.set).start()
+    assert values(finished(stager.stage(state(2)))) == {2}
+
+
+def test_the_error_policy_counts_saves_of_other_stagers_on_the_same_thread() -> None:
+    """Their memory is not in the way, but their collectives are."""
+    upload = uploading(finished(Stager().stage(state(1))))
+    strict = Stager(StagingOptions(when_busy="error"))
+    with pytest.raises(StagingOverlapError):
+        strict.stage(state(2))
+    assert strict.staged_bytes == 0
+    upload.finish()
+    assert values(finished(strict.stage(state(2)))) == {2}
+
+
+def test_several_stagers_do_not_wait_for_each_others_memory() -> None:
+    upload = uploading(finished(Stager().stage(state(1))))
+    assert values(finished(Stager().stage(state(2)))) == {2}
+    upload.finish()
+
+
+# -- the ends of a lease ----------------------------------------------------------------------------------------------
+
+
+@waiting
+@sync_and_async
+def test_a_staged_state_that_is_dropped_lets_the_next_have_its_memory(when_busy: Any, beside: bool) -> None:
+    stager = Stager(StagingOptions(when_busy=when_busy, use_async_staging=beside, unread_timeout_s=math.inf))
+    addresses = {memory_of(finished(stager.stage(state(step)))) for step in range(3)}
+    assert len(addresses) == 1
+
+
+def test_a_future_that_is_dropped_unread_lets_the_next_have_its_memory() -> None:
+    stager = Stager(StagingOptions(use_async_staging=True, unread_timeout_s=math.inf))
+    for step in range(3):
+        stager.stage(state(step))
+    assert values(finished(stager.stage(state(9)))) == {9}
+
+
+def test_a_future_that_is_cancelled_before_the_copy_lets_the_next_have_its_memory() -> None:
+    stager = Stager(StagingOptions(use_async_staging=True, when_busy="double_buffer", unread_timeout_s=math.inf))
+    # The first copy holds the only worker for some milliseconds.
+    futures = [stager.stage(state(step, 1 << 20)) for step in range(2)]
+    assert isinstance(futures[1], Future)
+    assert futures[1].cancel()
+    first = finished(futures[0])
+    assert values(finished(stager.stage(state(9, 1 << 20)))) == {9}
+    assert values(first) == {0}
+
+
+@pytest.mark.parametrize("when_busy", ["wait", "error"])
+def test_a_thread_that_failed_lets_go_though_its_traceback_is_kept(when_busy: Any) -> None:
+    stager = Stager(StagingOptions(when_busy=when_busy, unread_timeout_s=math.inf))
+    first = finished(stager.stage(state(1)))
+    address, alive = memory_of(first), weakref.ref(first)
+    upload = uploading(first, error=RuntimeError("the upload failed"))
+    del first
+    upload.finish()
+    assert upload.failure is not None
+    assert alive() is not None
+    assert alive().lease.ended  # type: ignore[union-attr]
+    assert memory_of(finished(stager.stage(state(2)))) == address
+
+
+def test_a_state_whose_save_has_ended_cannot_be_saved_again() -> None:
+    stager = Stager()
+    first = finished(stager.stage(state(1)))
+    uploading(first).finish()
+    with pytest.raises(StagingError, match="has been saved"):
+        first.items()
+
+
+def test_the_thread_that_staged_may_save_and_stage_again() -> None:
+    """As a plain loop of `dcp.save(stager.stage(state))` does."""
+    stager = Stager(StagingOptions(unread_timeout_s=math.inf))
+    addresses = set()
+    for step in range(3):
+        staged = finished(stager.stage(state(step)))
+        assert dict(staged.items()).keys() == {"w"}
+        take_turn("own save")
+        assert values(staged) == {step}
+        addresses.add(memory_of(staged))
+    assert len(addresses) == 1
+
+
+def test_a_thread_that_goes_on_to_another_save_lets_go_of_the_last() -> None:
+    stager = Stager(StagingOptions(when_busy="double_buffer"))
+    first, second = finished(stager.stage(state(1))), finished(stager.stage(state(2)))
+
+    def saves_both() -> bool:
+        first.items()
+        assert current_lease() is first.lease
+        second.items()
+        assert current_lease() is second.lease
+        return first.lease.ended and not second.lease.ended
+
+    assert Beside(saves_both).outcome.result(60)
+    assert second.lease.ended
+
+
+def test_reading_the_copy_by_key_begins_no_save() -> None:
+    staged = finished(Stager().stage(state(1)))
+    assert values(staged) == {1}
+    assert not staged.lease.begun
+    staged.items()
+    assert staged.lease.begun
+
+
+@sync_and_async
+@pytest.mark.parametrize("shared", [False, True], ids=["private", "shared"])
+def test_nothing_of_the_source_is_kept_alive_by_the_copy(shared: bool, beside: bool) -> None:
+    source = torch.ones(64)
+    gone = weakref.ref(source)
+    staged = finished(Stager(StagingOptions(use_shared_memory=shared, use_async_staging=beside)).stage({"w": source}))
+    del source
+    # The worker lets go of its job a moment after the future is done.
+    assert _in_time(lambda: gone() is None)
+    assert values(staged) == {1}
+
+
+def _in_time(condition: Any, patience_s: float = 10.0) -> bool:
+    waited = threading.Event()
+    for _ in range(int(patience_s / 0.01)):
+        gc.collect()
+        if condition():
+            return True
+        waited.wait(0.01)
+    return False
+
+
+# -- states that nobody saves -----------------------------------------------------------------------------------------
+
+
+@waiting
+@sync_and_async
+def test_a_held_state_that_is_never_saved_stops_blocking_and_keeps_its_values(
+    when_busy: Any, beside: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    stager = Stager(StagingOptions(when_busy=when_busy, use_async_staging=beside, unread_timeout_s=0.2))
+    held = [finished(stager.stage(state(step))) for step in range(2 if when_busy == "double_buffer" else 1)]
+    held_at = {memory_of(staged) for staged in held}
+    threading.Event().wait(0.2)
+    for step in range(10, 13):
+        staged = finished(stager.stage(state(step)))
+        assert memory_of(staged) not in held_at
+        assert values(staged) == {step}
+        del staged
+    assert [values(staged) for staged in held] == [{step} for step in range(len(held))]
+    stager.close()
+    assert [values(staged) for staged in held] == [{step} for step in range(len(held))]
+
+
+def test_a_held_state_is_told_of_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    stager = Stager(StagingOptions(unread_timeout_s=0.1))
+    held = stager.stage(state(1))
+    with caplog.at_level(logging.WARNING):
+        finished(stager.stage(state(2)))
+    assert [record.message for record in caplog.records if "has not been saved" in record.message]
+    assert values(finished(held)) == {1}
+
+
+def test_a_held_state_can_still_be_saved_after_its_deadline() -> None:
+    stager = Stager(StagingOptions(unread_timeout_s=0.1))
+    held = finished(stager.stage(state(1)))
+    newer = finished(stager.stage(state(2)))
+    upload = uploading(held)
+    assert values(held) == {1}
+    upload.finish()
+    assert values(newer) == {2}
+
+
+def test_a_save_that_has_begun_is_waited_for_beyond_the_deadline() -> None:
+    stager = Stager(StagingOptions(unread_timeout_s=0.1))
+    upload = uploading(finished(stager.stage(state(1))))
+    second = Beside(lambda: finished(stager.stage(state(2))))
+    assert second.is_blocked(0.7)
+    upload.finish()
+    assert values(second.outcome.result(60)) == {2}
+
+
+# -- closing ----------------------------------------------------------------------------------------------------------
+
+
+def test_close_waits_for_the_saves_under_way() -> None:
+    stager = Stager(StagingOptions(when_busy="double_buffer"))
+    first, second = (Upload(finished(stager.stage(state(step)))) for step in range(2))
+    assert first.reads.wait(60)
+    closing = Beside(stager.close)
+    assert closing.is_blocked()
+    first.finish()
+    assert second.reads.wait(60)
+    assert closing.is_blocked()
+    second.finish()
+    closing.outcome.result(60)
+    assert stager.staged_bytes == 0
+
+
+def test_close_waits_for_the_copies_under_way() -> None:
+    stager = Stager(StagingOptions(use_async_staging=True))
+    future = stager.stage(state(1, 1 << 20))
+    assert isinstance(future, Future)
+    held: list[StagedState] = []
+    future.add_done_callback(lambda done: held.append(done.result()))
+    del future
+    closing = Beside(stager.close)
+    assert _in_time(lambda: held)
+    assert values(held[0]) == {1}
+    held.clear()
+    closing.outcome.result(60)
+
+
+@pytest.mark.parametrize("call", ["stage", "prefault"])
+def test_a_closed_stager_refuses(call: str) -> None:
+    with Stager() as stager:
+        finished(stager.stage(state(1)))
+    with pytest.raises(StagingError, match="closed"):
+        getattr(stager, call)(state(2))
+
+
+def test_closing_twice_or_unused_is_no_mistake() -> None:
+    stager = Stager()
+    stager.close()
+    stager.close()
+    assert stager.staged_bytes == 0
+
+
+def test_synchronize_staging_waits_for_the_copy_and_raises_its_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    stager = Stager(StagingOptions(use_async_staging=True))
+    stager.synchronize_staging()
+    future = stager.stage(state(1, 1 << 20))
+    stager.synchronize_staging()
+    assert isinstance(future, Future)
+    assert future.done()
+    del future
+
+    def fails(*args: Any, **kwargs: Any) -> None:
+        raise RuntimeError("an ECC error")
+
+    monkeypatch.setattr(stager_module, "run_copies", fails)
+    failing = stager.stage(state(2, 1 << 20))
+    with pytest.raises(StagingError, match="an ECC error"):
+        stager.synchronize_staging()
+    monkeypatch.undo()
+    assert values(finished(stager.stage(state(3, 1 << 20)))) == {3}
+    assert failing is not None
+
+
+@sync_and_async
+@pytest.mark.parametrize("failure", [RuntimeError("device lost"), KeyboardInterrupt()])
+def test_a_copy_that_fails_gives_its_memory_back(
+    monkeypatch: pytest.MonkeyPatch, beside: bool, failure: BaseException
+) -> None:
+    stager = Stager(StagingOptions(use_async_staging=beside, unread_timeout_s=math.inf))
+
+    def fails(*args: Any, **kwargs: Any) -> None:
+        raise failure
+
+    with monkeypatch.context() as patch:
+        patch.setattr(stager_module, "run_copies", fails)
+        with pytest.raises((StagingError, KeyboardInterrupt)) as caught:
+            finished(stager.stage(state(1)))
+    assert caught.value is failure or caught.value.__cause__ is failure
+    assert values(finished(stager.stage(state(2)))) == {2}
+
+
+# -- the order of saves -----------------------------------------------------------------------------------------------
+
+
+def test_a_second_staged_save_waits_for_its_turn_on_a_thread_of_its_own() -> None:
+    stager = Stager(StagingOptions(when_busy="double_buffer"))
+    first, second = finished(stager.stage(state(1))), finished(stager.stage(state(2)))
+    late = Upload(second)
+    assert not late.reads.wait(0.1)
+    early = uploading(first)
+    assert not late.reads.wait(0.1)
+    early.finish()
+    assert late.reads.wait(60)
+    late.finish()
+
+
+def test_the_thread_that_staged_both_waits_when_it_takes_its_turn() -> None:
+    stager = Stager(StagingOptions(when_busy="double_buffer"))
+    order: list[str] = []
+    uploads: list[Upload] = []
+    begun = threading.Event()
+
+    def trains() -> None:
+        uploads.append(uploading(finished(stager.stage(state(1)))))
+        second = finished(stager.stage(state(2)))
+        second.items()
+        begun.set()
+        take_turn("second")
+        order.append("second")
+
+    training = Beside(trains)
+    assert begun.wait(60)
+    assert training.is_blocked()
+    order.append("first ended")
+    uploads[0].finish()
+    training.outcome.result(60)
+    assert order == ["first ended", "second"]
+
+
+def test_saves_of_different_stagers_are_in_the_order_of_staging() -> None:
+    staged = [finished(Stager().stage(state(step))) for step in range(3)]
+    uploads = [Upload(one) for one in reversed(staged)][::-1]
+    del staged
+    for place, upload in enumerate(uploads):
+        assert upload.reads.wait(60)
+        assert not any(later.reads.is_set() for later in uploads[place + 1 :])
+        upload.finish()
+
+
+def test_a_plain_save_waits_for_what_the_same_thread_has_staged() -> None:
+    go_on = threading.Event()
+    uploads: list[Upload] = []
+
+    def trains() -> None:
+        uploads.append(uploading(finished(Stager().stage(state(1)))))
+        go_on.set()
+        take_turn("a plain save")
+
+    training = Beside(trains)
+    assert go_on.wait(60)
+    assert training.is_blocked()
+    uploads[0].finish()
+    training.outcome.result(60)
+
+
+def test_a_plain_save_does_not_wait_for_what_other_threads_have_staged() -> None:
+    upload = uploading(finished(Stager().stage(state(1))))
+    Beside(lambda: take_turn("a plain save")).outcome.result(60)
+    upload.finish()
+
+
+def test_the_order_holds_when_the_save_between_two_is_dropped() -> None:
+    staged = [finished(Stager().stage(state(step))) for step in range(3)]
+    first = uploading(staged[0])
+    del staged[1]
+    last = Upload(staged[1])
+    assert not last.reads.wait(0.1)
+    first.finish()
+    assert last.reads.wait(60)
+    last.finish()
+
+
+def test_the_order_holds_for_what_is_staged_after_one_was_dropped() -> None:
+    first = uploading(finished(Stager().stage(state(1))))
+    finished(Stager().stage(state(2)))
+    last = Upload(finished(Stager().stage(state(3))))
+    assert not last.reads.wait(0.1)
+    first.finish()
+    assert last.reads.wait(60)
+    last.finish()
+
+
+def test_a_save_that_is_never_begun_does_not_hold_up_the_order_for_ever() -> None:
+    stager = Stager(StagingOptions(when_busy="double_buffer", unread_timeout_s=0.2))
+    held, second = finished(stager.stage(state(1))), finished(stager.stage(state(2)))
+    uploading(second).finish()
+    assert values(held) == {1}
+
+
+def test_two_threads_that_stage_do_not_wait_for_each_others_turn() -> None:
+    mine = uploading(finished(Stager().stage(state(1))))
+
+    def theirs() -> set[float]:
+        staged = finished(Stager().stage(state(2)))
+        staged.items()
+        take_turn("theirs")
+        return values(staged)
+
+    assert Beside(theirs).outcome.result(60) == {2}
+    mine.finish()
+
+
+# -- what is left behind ----------------------------------------------------------------------------------------------
+
+
+@sync_and_async
+def test_leases_do_not_pile_up(beside: bool) -> None:
+    stager = Stager(StagingOptions(when_busy="double_buffer", use_async_staging=beside))
+    held = finished(stager.stage(state(0)))
+    leases: list[weakref.ref[Lease]] = []
+    for step in range(300 if beside else 1000):
+        staged = finished(stager.stage(state(step)))
+        leases.append(weakref.ref(staged.lease))
+        del staged
+    gc.collect()
+    assert sum(lease() is not None for lease in leases) <= 2
+    assert values(held) == {0}
+
+
+def test_saved_leases_do_not_pile_up_either() -> None:
+    stager = Stager()
+    leases: list[weakref.ref[Lease]] = []
+    for step in range(200):
+        staged = finished(stager.stage(state(step)))
+        leases.append(weakref.ref(staged.lease))
+        upload = Upload(staged)
+        del staged
+        upload.finish()
+    del upload
+    gc.collect()
+    assert sum(lease() is not None for lease in leases) <= 2
+
+
+# -- copies and other processes ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("make", [copy.copy, copy.deepcopy, dict])
+def test_copies_of_a_staged_state_are_plain_dicts(make: Any) -> None:
+    copied = make(finished(Stager().stage({"w": torch.ones(2), "n": {"step": 1}})))
+    assert type(copied) is dict
+    assert copied["n"] == {"step": 1}
+
+
+def test_a_staged_state_crosses_to_another_process_as_a_plain_dict_over_the_same_memory() -> None:
+    stager = Stager()
+    staged = finished(stager.stage(state(1)))
+    received = ForkingPickler.loads(ForkingPickler.dumps(staged))
+    assert type(received) is dict
+    received["w"].fill_(7)
+    assert values(staged) == {7}
+    assert staged.lease.begun
+
+
+def test_private_memory_that_crosses_is_not_used_for_another_state() -> None:
+    """Torch moves it to shared memory under the tensors."""
+    stager = Stager(StagingOptions(use_shared_memory=False))
+    staged = finished(stager.stage(state(1)))
+    received = ForkingPickler.loads(ForkingPickler.dumps(staged))
+    assert stager.staged_bytes == 0
+    finished(stager.stage(state(2)))
+    assert set(received["w"].tolist()) == {1}

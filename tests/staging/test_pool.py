@@ -1,0 +1,190 @@
+"""Memory is kept from save to save, found again by states made afresh, and held below the cap."""
+
+from __future__ import annotations
+
+import collections
+from typing import Any
+
+import pytest
+import torch
+
+from bucketpoint.errors import StagingError
+from bucketpoint.staging import Stager, StagingOptions
+from bucketpoint.staging import pool as pool_module
+from bucketpoint.staging.arena import Arena
+from staging.helpers import Beside, Upload, finished, memory_of
+
+KIB = 1 << 10
+
+
+def state_of(kib: int, step: float = 0) -> dict[str, Any]:
+    return {"w": torch.full((kib * KIB // 4,), float(step)), "step": step}
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Sizes of the arenas that are allocated, in order."""
+    sizes: list[int] = []
+
+    class CountedArena(Arena):
+        def __init__(self, nbytes: int, *, shared: bool) -> None:
+            super().__init__(nbytes, shared=shared)
+            sizes.append(self.nbytes)
+
+    monkeypatch.setattr(pool_module, "Arena", CountedArena)
+    return sizes
+
+
+# -- reuse ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("beside", [False, True], ids=["sync", "async"])
+@pytest.mark.parametrize("shared", [False, True], ids=["private", "shared"])
+def test_states_made_afresh_for_each_save_find_the_memory_of_the_last(
+    shared: bool, beside: bool, made: list[int]
+) -> None:
+    stager = Stager(StagingOptions(use_shared_memory=shared, use_async_staging=beside))
+    kept: list[Any] = []
+    addresses = set()
+    for step in range(6):
+        # Kept, so that no object's id comes back.
+        kept.append({"model": {"w": torch.full((500,), float(step))}, "ema": torch.ones(20, dtype=torch.bfloat16)})
+        copied = finished(stager.stage(kept[-1]))
+        assert copied["model"]["w"].tolist() == [step] * 500
+        addresses.add(memory_of(copied, "ema"))
+        del copied
+    assert len(made) == len(addresses) == 1
+    assert stager.staged_bytes == made[0]
+    stager.close()
+    assert stager.staged_bytes == 0
+
+
+def test_other_tensors_of_the_same_size_use_the_same_memory(made: list[int]) -> None:
+    stager = Stager()
+    addresses = set()
+    for state in ({"w": torch.ones(16, 16)}, {"x": torch.ones(256)}, {"a": torch.ones(128), "b": torch.zeros(128)}):
+        copied = finished(stager.stage(state))
+        assert all(torch.equal(copied[key], tensor) for key, tensor in state.items())
+        addresses.add(memory_of(copied, next(iter(state))))
+        del copied
+    assert len(addresses) == 1
+
+
+def test_a_changed_layout_gives_the_old_memory_back(made: list[int]) -> None:
+    stager = Stager()
+    for kib in (64, 128, 32, 96):
+        finished(stager.stage(state_of(kib)))
+        assert stager.staged_bytes == kib * KIB
+    assert made == [kib * KIB for kib in (64, 128, 32, 96)]
+
+
+def test_sizes_that_come_back_in_turn_are_both_kept_from_the_second_round_on(made: list[int]) -> None:
+    stager = Stager()
+    for _ in range(4):
+        for kib in (64, 32):
+            finished(stager.stage(state_of(kib)))
+    assert made == [kib * KIB for kib in (64, 32, 64)]
+    assert stager.staged_bytes == (64 + 32) * KIB
+
+
+def test_a_size_that_no_longer_comes_is_given_back_when_another_does(made: list[int]) -> None:
+    stager = Stager()
+    for kib in (64, 32, 64, 32, 16, 16, 16, 16, 8):
+        finished(stager.stage(state_of(kib)))
+    assert stager.staged_bytes == 8 * KIB
+
+
+def test_one_stager_serves_plain_and_double_buffered_use_with_no_more_memory_than_needed(made: list[int]) -> None:
+    stager = Stager(StagingOptions(when_busy="double_buffer"))
+    for _ in range(5):
+        finished(stager.stage(state_of(64)))
+    assert made == [64 * KIB]
+    for _ in range(5):
+        upload = Upload(finished(stager.stage(state_of(64))))
+        upload.reads.wait(60)
+        finished(stager.stage(state_of(64)))
+        upload.finish()
+    assert made == [64 * KIB] * 2
+    stager.close()
+    assert stager.staged_bytes == 0
+
+
+# -- cap --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("call", ["stage", "prefault"])
+def test_a_cap_below_the_state_says_how_much_is_needed(call: str, made: list[int]) -> None:
+    stager = Stager(StagingOptions(max_bytes=64 * KIB))
+    with pytest.raises(StagingError, match=rf"needs {128 * KIB} bytes.*max_bytes is {64 * KIB}.*{128 * KIB} or more"):
+        getattr(stager, call)(state_of(128))
+    assert not made
+    assert finished(stager.stage(state_of(64, 5)))["w"].unique().tolist() == [5]
+
+
+def test_a_cap_of_exactly_the_need_is_enough() -> None:
+    stager = Stager(StagingOptions(max_bytes=64 * KIB))
+    finished(stager.stage(state_of(64)))
+    finished(stager.stage(state_of(64)))
+    assert stager.staged_bytes == 64 * KIB
+
+
+def test_a_cap_without_room_for_two_makes_double_buffering_wait(made: list[int]) -> None:
+    stager = Stager(StagingOptions(when_busy="double_buffer", max_bytes=100 * KIB))
+    upload = Upload(finished(stager.stage(state_of(64))))
+    assert upload.reads.wait(60)
+    second = Beside(lambda: memory_of(finished(stager.stage(state_of(64)))))
+    assert second.is_blocked()
+    assert stager.staged_bytes == 64 * KIB
+    upload.finish()
+    second.outcome.result(60)
+    assert made == [64 * KIB]
+
+
+def test_idle_memory_of_other_sizes_makes_room_under_the_cap() -> None:
+    stager = Stager(StagingOptions(max_bytes=100 * KIB))
+    for kib in (64, 32, 64, 32, 80, 64):
+        finished(stager.stage(state_of(kib)))
+        assert stager.staged_bytes <= 100 * KIB
+
+
+# -- prefault ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("when_busy", "count"), [("wait", 1), ("double_buffer", 2), ("error", 1)])
+def test_prefault_makes_what_the_next_saves_use(when_busy: Any, count: int, made: list[int]) -> None:
+    stager = Stager(StagingOptions(when_busy=when_busy))
+    stager.prefault(state_of(64))
+    assert made == [64 * KIB] * count
+    copies = [finished(stager.stage(state_of(64, step))) for step in range(count)]
+    assert [copied["w"].unique().tolist() for copied in copies] == [[step] for step in range(count)]
+    assert len(made) == count
+
+
+def test_prefaulting_again_makes_nothing_new(made: list[int]) -> None:
+    stager = Stager()
+    for _ in range(3):
+        stager.prefault(state_of(64))
+    assert made == [64 * KIB]
+
+
+def test_prefault_does_not_touch_memory_that_a_save_reads() -> None:
+    stager = Stager()
+    copied = finished(stager.stage(state_of(64, 5)))
+    stager.prefault(state_of(64))
+    assert copied["w"].unique().tolist() == [5]
+
+
+def test_nobody_is_given_memory_that_prefault_still_writes_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A save on another thread, while the pages are being made."""
+    stager = Stager()
+    saves = collections.deque[Beside]()
+    populate = Arena.populate
+
+    def save_meanwhile(arena: Arena) -> None:
+        saves.append(Beside(lambda: finished(stager.stage(state_of(64, 5)))))
+        saves[-1].join(0.2)
+        populate(arena)
+
+    monkeypatch.setattr(Arena, "populate", save_meanwhile)
+    stager.prefault(state_of(64))
+    assert saves.pop().outcome.result(60)["w"].unique().tolist() == [5]

@@ -1,0 +1,211 @@
+"""Whatever tensors a state has over whatever memory, its copy has the same values and sharing, in few bytes."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import event, given, settings
+from hypothesis import strategies as st
+
+from bucketpoint.staging import StagedState, Stager, StagingOptions
+from bucketpoint.staging.layout import lay_out
+from staging.helpers import finished
+
+pytestmark = pytest.mark.contract
+
+BUFFER_BYTES = 192
+DTYPES = (torch.uint8, torch.int16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.float8_e4m3fn)
+if hasattr(torch, "uint4"):
+    DTYPES += (torch.uint4,)
+
+
+@dataclass(frozen=True)
+class View:
+    """A tensor over one of the buffers, in elements of its dtype."""
+
+    buffer: int
+    dtype: torch.dtype
+    offset: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+
+    def of(self, buffers: list[torch.Tensor]) -> torch.Tensor:
+        return buffers[self.buffer].view(self.dtype).as_strided(self.shape, self.stride, self.offset)
+
+    def elements(self) -> list[int]:
+        return [
+            self.offset + sum(at * step for at, step in zip(index, self.stride, strict=True))
+            for index in itertools.product(*map(range, self.shape))
+        ]
+
+    def is_dense(self) -> bool:
+        """By looking at each element, so that it shares no reasoning with what it is compared with."""
+        elements = self.elements()
+        return len(set(elements)) == len(elements) == max(elements) - min(elements) + 1
+
+    def span(self) -> range:
+        size = self.dtype.itemsize
+        elements = self.elements()
+        return range(min(elements) * size, (max(elements) + 1) * size)
+
+    def unrepeated_nbytes(self) -> int:
+        count = self.dtype.itemsize
+        for size, step in zip(self.shape, self.stride, strict=True):
+            count *= size if step else 1
+        return count
+
+
+@st.composite
+def views(draw: st.DrawFn, buffers: int) -> View:
+    dtype = draw(st.sampled_from(DTYPES))
+    room = BUFFER_BYTES // dtype.itemsize
+    offset = draw(st.integers(0, room - 1))
+    shape: list[int] = []
+    stride: list[int] = []
+    reach = offset
+    for _ in range(draw(st.integers(0, 3))):
+        step = draw(st.integers(0, 6))
+        size = draw(st.integers(0, 6))
+        while size > 1 and reach + (size - 1) * step >= room:
+            size -= 1
+        reach += max(0, size - 1) * step
+        shape.append(size)
+        stride.append(step)
+    if draw(st.booleans()):
+        # Most tensors of a state are of this kind: a run of elements, in one order of the dimensions or another.
+        shape = [size for size in shape if size][:2]
+        while shape and offset + _product(shape) > room:
+            shape.pop()
+        stride = [_product(shape[place + 1 :]) for place in range(len(shape))]
+        if draw(st.booleans()):
+            shape.reverse()
+            stride.reverse()
+    return View(draw(st.integers(0, buffers - 1)), dtype, offset, tuple(shape), tuple(stride))
+
+
+def _product(sizes: list[int]) -> int:
+    total = 1
+    for size in sizes:
+        total *= size
+    return total
+
+
+@dataclass(frozen=True)
+class State:
+    buffers: int
+    views: list[View]
+    shape: list[int]
+
+    def tree(self, tensors: list[torch.Tensor]) -> dict[str, Any]:
+        """Each tensor in a place of its own kind, some in two."""
+        root: dict[str, Any] = {"nested": {"deeper": {}}, "list": [0, []], "tied": {}}
+        for number, (tensor, place) in enumerate(zip(tensors, self.shape, strict=True)):
+            if place == 0:
+                root[str(number)] = tensor
+            elif place == 1:
+                root["nested"]["deeper"][number] = tensor
+            elif place == 2:
+                root["list"][1].append((number, [tensor]))
+            else:
+                root[str(number)] = root["tied"][number] = tensor
+        return root
+
+    def tensors_of(self, root: StagedState) -> list[torch.Tensor]:
+        listed = {number: held[0] for number, held in root["list"][1]}
+        found: list[torch.Tensor] = []
+        for number, place in enumerate(self.shape):
+            if place == 1:
+                found.append(root["nested"]["deeper"][number])
+            elif place == 2:
+                found.append(listed[number])
+            else:
+                found.append(root[str(number)])
+        return found
+
+
+@st.composite
+def states(draw: st.DrawFn) -> State:
+    buffers = draw(st.integers(1, 3))
+    chosen = draw(st.lists(views(buffers), max_size=8))
+    return State(buffers, chosen, draw(st.lists(st.integers(0, 3), min_size=len(chosen), max_size=len(chosen))))
+
+
+def bits(tensor: torch.Tensor) -> list[int]:
+    """The bytes of each element, without any arithmetic: NaNs too, and dtypes that compute nothing."""
+    size = tensor.dtype.itemsize
+    storage = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
+    first = tensor.storage_offset() * size
+    shape, stride = (*tensor.shape, size), (*(step * size for step in tensor.stride()), 1)
+    return storage.as_strided(shape, stride, first).reshape(-1).tolist()  # type: ignore[no-any-return]
+
+
+def random_bytes(count: int) -> list[torch.Tensor]:
+    return [torch.randint(0, 256, (BUFFER_BYTES,), dtype=torch.uint8) for _ in range(count)]
+
+
+@settings(max_examples=250)
+@given(state=states(), shared=st.booleans(), beside=st.sampled_from([False, False, False, True]))
+def test_values_and_sharing_of_any_state_are_kept(state: State, shared: bool, beside: bool) -> None:
+    stager = Stager(StagingOptions(use_shared_memory=shared, use_async_staging=beside))
+    buffers = random_bytes(state.buffers)
+    check_a_copy(stager, state, buffers)
+    assert lay_out([view.of(buffers) for view in state.views]).nbytes <= _needed(state.views) + 64 * len(state.views)
+
+
+@settings(max_examples=100)
+@given(chosen=st.lists(states(), min_size=1, max_size=3), order=st.lists(st.integers(0, 2), min_size=3, max_size=6))
+def test_one_stager_serves_any_states_over_the_same_memory_in_any_order(chosen: list[State], order: list[int]) -> None:
+    """What it has learnt from one save must not be taken for true of the next."""
+    stager = Stager()
+    buffers = random_bytes(3)
+    for choice in order:
+        check_a_copy(stager, chosen[choice % len(chosen)], buffers)
+
+
+def check_a_copy(stager: Stager, state: State, buffers: list[torch.Tensor]) -> None:
+    sources = [view.of(buffers) for view in state.views]
+    expected = [bits(source) for source in sources]
+
+    root = finished(stager.stage(state.tree(sources)))
+
+    for buffer in buffers:
+        buffer.bitwise_not_()
+    copies = state.tensors_of(root)
+    for view, copied, values in zip(state.views, copies, expected, strict=True):
+        assert (copied.dtype, copied.shape) == (view.dtype, view.shape)
+        assert bits(copied) == values
+    assert all(root["tied"][number] is copies[number] for number in root["tied"])
+
+    dense = [
+        (view, copied) for view, copied in zip(state.views, copies, strict=True) if copied.numel() and view.is_dense()
+    ]
+    for (one, one_copy), (other, other_copy) in itertools.combinations(dense, 2):
+        assert one_copy.stride() == one.stride
+        between = other_copy.data_ptr() - one_copy.data_ptr()
+        if one.buffer == other.buffer and _overlap(one.span(), other.span()):
+            event("overlapping")
+            assert between == other.span().start - one.span().start
+        else:
+            assert between >= one_copy.nbytes or -between >= other_copy.nbytes
+
+
+def _overlap(one: range, other: range) -> bool:
+    return one.start < other.stop and other.start < one.stop
+
+
+def _needed(views: list[View]) -> int:
+    """Bytes: what dense tensors cover together, and what each of the others shows."""
+    covered: set[tuple[int, int]] = set()
+    scattered: dict[View, int] = {}
+    for view in views:
+        if 0 in view.shape:
+            continue
+        if view.is_dense():
+            covered.update((view.buffer, byte) for byte in view.span())
+        else:
+            scattered[view] = view.unrepeated_nbytes()
+    return len(covered) + sum(scattered.values())
