@@ -18,6 +18,7 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed._shard.sharded_tensor import Shard as LocalShard
 from torch.distributed._shard.sharded_tensor import ShardedTensor, ShardedTensorBase, init_from_local_shards
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.remote_device import _remote_device
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from typing_extensions import Self
 
@@ -142,6 +143,15 @@ def test_a_column_of_a_tensor_that_is_saved_too_costs_nothing_and_shows_the_same
     assert not copied["every other"].any()
 
 
+def test_one_column_in_two_places_is_copied_once_and_stays_shared() -> None:
+    large = torch.randn(256, 256)
+    state = {"a": large[:, 3:7], "b": large[:, 3:7]}
+    assert staged_bytes(state) <= 256 * 4 * 4 + 64
+    copied = staged_copy(state)
+    copied["a"].zero_()
+    assert not copied["b"].any()
+
+
 def test_an_expanded_tensor_is_copied_once_and_repeats_on() -> None:
     source = torch.randn(5, 1, 3).expand(5, 1000, 3)
     assert staged_bytes({"w": source}) <= 5 * 3 * 4 + 64
@@ -236,8 +246,10 @@ def test_memory_that_is_not_aligned_to_its_elements_is_copied() -> None:
     source = torch.frombuffer(raw, dtype=torch.float64, offset=1, count=8)
     assert source.data_ptr() % 8
     expected = source.clone()
-    copied = staged_copy({"w": source, "rows": source.view(2, 4)[:, 1]})
+    as_bytes = torch.frombuffer(raw, dtype=torch.uint8)
+    copied = staged_copy({"w": source, "rows": source.view(2, 4)[:, 1], "bytes": as_bytes})
     raw[:] = bytes(65)
+    assert copied["bytes"].tolist() == list(range(65))
     assert copied["w"].data_ptr() % 8 == 0
     assert torch.equal(copied["w"], expected)
     assert torch.equal(copied["rows"], expected.view(2, 4)[:, 1])
@@ -494,15 +506,19 @@ def test_a_sharded_tensors_local_shards_are_copied(one_rank: None) -> None:
 
 
 def test_a_sharded_tensor_is_staged_away_from_the_device_of_its_placement(one_rank: None) -> None:
-    """As one on a CUDA device is: ShardedTensor's own constructor compares placements with where the shards are."""
+    """As one on a CUDA device is: ShardedTensor's own constructor compares what it is told with what it finds."""
     on_cpu = _sharded(torch.ones(2, 3))
     elsewhere = on_cpu.metadata()
-    elsewhere.shards_metadata[0].placement._device = torch.device("cuda", 0)
+    # Here the source is pinned and the copy is not; on a CUDA device it is the other way round.
+    elsewhere.tensor_properties.pin_memory = True
+    for metadata in (elsewhere.shards_metadata[0], on_cpu.local_shards()[0].metadata):
+        metadata.placement = _remote_device("rank:0/cuda:0")
     source: Any = ShardedTensorBase._init_from_local_shards_and_global_metadata(on_cpu.local_shards(), elsewhere)
     source._prepare_init()
     copied = staged_copy({"s": source})["s"]
     assert copied.local_shards()[0].tensor.tolist() == [[1, 1, 1], [1, 1, 1]]
     assert copied.metadata().size == source.metadata().size
+    assert str(copied.local_shards()[0].metadata.placement) == "rank:0/cpu"
 
 
 # -- containers and objects -------------------------------------------------------------------------------------------
@@ -555,7 +571,7 @@ class Lazy(dict[str, Any]):
         return ((key, make()) for key, make in super().items())
 
 
-def test_tensors_that_live_only_while_they_are_read_are_not_taken_for_each_other() -> None:
+def test_values_that_live_only_while_they_are_read_are_not_taken_for_each_other() -> None:
     values = [torch.tensor([float(number)]) for number in range(100)]
     place = torch.zeros((1, 1), dtype=torch.long)
     dense = {str(number): value.clone for number, value in enumerate(values)}
@@ -563,7 +579,9 @@ def test_tensors_that_live_only_while_they_are_read_are_not_taken_for_each_other
         str(number): functools.partial(torch.sparse_coo_tensor, place, value, (1,), check_invariants=False)
         for number, value in enumerate(values)
     }
-    copied = staged_copy({"dense": Lazy(dense), "sparse": Lazy(sparse)})
+    waited = {str(number): functools.partial(AsyncCollectiveTensor, value) for number, value in enumerate(values)}
+    copied = staged_copy({"dense": Lazy(dense), "sparse": Lazy(sparse), "waited": Lazy(waited)})
+    assert [copied["waited"][key].item() for key in waited] == list(range(100))
     assert [copied["dense"][key].item() for key in dense] == list(range(100))
     assert [copied["sparse"][key].to_dense().item() for key in sparse] == list(range(100))
 
@@ -662,6 +680,15 @@ def test_what_is_staged_in_inference_mode_can_be_written_to_later(shared: bool, 
     assert not copied["w"].is_inference()
     assert copied["w"].tolist() == [3, 3, 3]
     assert copied["s"].to_dense().tolist() == [2, 2, 2]
+
+
+@pytest.mark.parametrize("shared", [False, True], ids=["private", "shared"])
+def test_memory_that_was_made_in_inference_mode_serves_outside_of_it(shared: bool) -> None:
+    stager = Stager(StagingOptions(use_shared_memory=shared))
+    with torch.inference_mode():
+        stager.prefault({"w": torch.ones(3)})
+    stager.prefault({"w": torch.ones(3)})
+    assert finished(stager.stage({"w": torch.ones(3)}))["w"].tolist() == [1, 1, 1]
 
 
 @pytest.mark.parametrize("shared", [False, True], ids=["private", "shared"])

@@ -14,7 +14,9 @@ from typing import Any
 
 import torch
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed._shard.metadata import ShardMetadata
 from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor, ShardedTensorBase
+from torch.distributed.remote_device import _remote_device
 
 from bucketpoint.errors import BucketpointError, StagingError
 
@@ -213,7 +215,7 @@ class FlatState:
 
     def _sharded(self, value: ShardedTensor) -> Any:
         parts = self._list([shard.tensor for shard in value.local_shards()])
-        metadata = [shard.metadata for shard in value.local_shards()]
+        metadata = [_on_cpu(shard.metadata) for shard in value.local_shards()]
         whole, group = value.metadata(), value._process_group
 
         def build(_: Sequence[torch.Tensor]) -> Any:
@@ -233,6 +235,14 @@ class FlatState:
                 f"An object of type {type(value).__qualname__} cannot be copied for an asynchronous save: {error}",
                 remedy="Save it with dcp.save, or leave it out of the state",
             ) from error
+
+
+def _on_cpu(shard: ShardMetadata) -> ShardMetadata:
+    """A shard is refused where its placement names another device than its tensor's."""
+    placement = shard.placement
+    if not isinstance(placement, _remote_device) or placement.device() == torch.device("cpu"):
+        return shard
+    return ShardMetadata(shard.shard_offsets, shard.shard_sizes, _remote_device(f"rank:{placement.rank()}/cpu"))
 
 
 def _with_attributes(
