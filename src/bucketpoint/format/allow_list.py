@@ -108,6 +108,7 @@ METADATA_REASONS: Mapping[str, tuple[str, ...]] = MappingProxyType({
     ),
     "Python 3.11.0 to 3.11.3 pickle an enum member as a getattr; only that of _MEM_FORMAT_ENCODING is ever done": (
         "builtins.getattr",
+        "__builtin__.getattr",
     ),
     "a flatten mapping may be ordered": ("collections.OrderedDict",),
     "a checkpoint_id may be a path": (

@@ -275,6 +275,8 @@ def _stand_ins() -> dict[tuple[str, str], Any]:
         (dcp, "TensorProperties"): type("TensorProperties", (_Properties,), {}),
         (dcp, "_MEM_FORMAT_ENCODING"): encoding,
         ("builtins", "getattr"): enum_member,
+        # The same in pickles of protocol 2.
+        ("__builtin__", "getattr"): enum_member,
         ("torch", "Size"): torch.Size,
         ("torch.serialization", "_get_layout"): {"torch.strided": torch.strided, **_layouts()}.__getitem__,
         ("collections", "OrderedDict"): OrderedDict,
