@@ -249,7 +249,9 @@ def test_a_failed_save_returns_its_memory_although_its_error_is_kept(root: str, 
 
 class UnreachableWriter(FileSystemWriter):
     def reset(self, checkpoint_id: Any = None) -> None:
-        raise OSError("the file server is down")
+        # Torch 2.9 calls it on the caller's thread too, where the error would need no future.
+        if threading.current_thread() is not threading.main_thread():
+            raise OSError("the file server is down")
 
 
 @either_save

@@ -256,7 +256,7 @@ def _copy_as_bytes(source: torch.Tensor, place: Place, layout: Layout) -> None:
 
 _OPAQUE = frozenset(
     getattr(torch, name)
-    for name in (*(f"{sign}int{bits}" for sign in ("", "u") for bits in range(1, 8)), "bit")
+    for name in (*(f"{sign}int{bits}" for sign in ("", "u") for bits in range(1, 8)), "bit", "float4_e2m1fn_x2")
     if hasattr(torch, name)
 )
-"""Dtypes of one byte that torch stores and does not copy."""
+"""Dtypes of one byte that torch, or an older one, stores and does not copy."""
