@@ -460,8 +460,12 @@ def test_a_writer_that_is_dropped_with_its_future_still_commits(root: str) -> No
 # -- code written against DefaultStager -------------------------------------------------------------------------------
 
 
+# Torch 2.11 and 2.12 cannot use theirs a second time (KeyError: <class 'type'>, pytorch #183413).
+STAGERS = [Stager] if torch.__version__.startswith(("2.11.", "2.12.")) else [torch_staging.DefaultStager, Stager]
+
+
 @pytest.mark.parametrize("beside", [False, True])
-@pytest.mark.parametrize("kind", [torch_staging.DefaultStager, Stager])
+@pytest.mark.parametrize("kind", STAGERS)
 def test_code_written_for_torchs_stager_works_with_ours(root: str, kind: Any, beside: bool) -> None:
     options = torch_staging.StagingOptions(
         use_pinned_memory=False, use_shared_memory=False, use_async_staging=beside, use_non_blocking_copy=False
