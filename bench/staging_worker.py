@@ -156,19 +156,24 @@ def beside(tensors: int, nbytes: int, rounds: int) -> Found:
     writer = sink_writer(staging=StagingOptions(use_async_staging=True))
 
     def ours() -> dict[str, float]:
-        begun = time.perf_counter()
-        response: Any = dcp.async_save(state, storage_writer=writer, no_dist=True)
-        kept = time.perf_counter() - begun
-        response.staging_completion.result()
-        staged = time.perf_counter() - begun
-        response.upload_completion.result()
-        del response
-        time.sleep(SETTLE_S)
-        return {"seconds": kept, "staged_s": staged}
+        return _asynchronous_save(state, writer)
 
     contenders = {"memcpy": lambda: {"seconds": memcpy.torch()}, "bucketpoint": ours}
     yield from _turns(contenders, rounds, "beside", f"{tensors}")
     writer.close()
+
+
+def _asynchronous_save(state: dict[str, Any], writer: Any) -> dict[str, float]:
+    """How long the caller is kept, and when the copy is complete, in seconds; the upload has ended on return."""
+    begun = time.perf_counter()
+    response: Any = dcp.async_save(state, storage_writer=writer, no_dist=True)
+    kept = time.perf_counter() - begun
+    response.staging_completion.result()
+    staged = time.perf_counter() - begun
+    response.upload_completion.result()
+    del response
+    time.sleep(SETTLE_S)
+    return {"seconds": kept, "staged_s": staged}
 
 
 def first(tensors: int, nbytes: int, rounds: int) -> Found:
@@ -300,15 +305,7 @@ def cuda(tensors: int, nbytes: int, rounds: int) -> Found:
 
     def asynchronous() -> dict[str, float]:
         torch.cuda.synchronize()
-        begun = time.perf_counter()
-        response: Any = dcp.async_save(state, storage_writer=writer, no_dist=True)
-        kept = time.perf_counter() - begun
-        response.staging_completion.result()
-        staged_s = time.perf_counter() - begun
-        response.upload_completion.result()
-        del response
-        time.sleep(SETTLE_S)
-        return {"seconds": kept, "staged_s": staged_s}
+        return _asynchronous_save(state, writer)
 
     turns = {"memcpy": plain, "bucketpoint": staging, "bucketpoint-async": asynchronous}
     for found in _turns(turns, rounds, "cuda", f"{tensors}"):

@@ -5,15 +5,12 @@ What is copied where has been decided (`layout.py`); when the memory may be used
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
 
 from bucketpoint.staging.layout import Copy
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass

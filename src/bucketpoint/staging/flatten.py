@@ -23,8 +23,9 @@ from bucketpoint.errors import BucketpointError, StagingError
 ADDRESSED_DEVICES = frozenset({"cpu", "cuda", "xpu"})
 """Device types whose `data_ptr()` is an address, so that overlapping tensors are known by it."""
 
-_IMMUTABLE = (int, float, bool, str, bytes, complex, type(None), torch.dtype, torch.device, torch.Size, range)
-_CONSTANT_TYPES = frozenset(_IMMUTABLE)
+_IMMUTABLE = frozenset(
+    {int, float, bool, str, bytes, complex, type(None), torch.dtype, torch.device, torch.Size, range}
+)
 
 _SHARD_OF_A_WHOLE = ("global_shape", "global_offsets", "local_offsets", "local_sizes")
 """What makes a plain tensor a shard to DCP (`CheckpointableTensor`, torch 2.15). No other attribute is for saving."""
@@ -67,7 +68,7 @@ class FlatState:
 
     def _visit(self, value: Any) -> Any:
         kind = type(value)
-        if kind in _CONSTANT_TYPES:
+        if kind in _IMMUTABLE:
             return value
         known = self._memo.get(id(value))
         if known is not None:
@@ -132,7 +133,7 @@ class FlatState:
         make = getattr(type(value), "_make", tuple)
         if not any(isinstance(part, _Node) for part in parts):
             return make(parts)
-        return _Composite(lambda _: make(parts))
+        return _Composite(lambda: make(parts))
 
     def _tensor(self, value: torch.Tensor) -> Any:
         if value.device != self._device:
@@ -184,7 +185,7 @@ class FlatState:
                 self._fills.append((parts, name, parts[name]))
         unflatten = getattr(type(value), "__tensor_unflatten__")  # noqa: B009 (not on torch.Tensor itself)
         size, stride = value.size(), value.stride()
-        return _Composite(lambda _: unflatten(parts, context, size, stride))
+        return _Composite(lambda: unflatten(parts, context, size, stride))
 
     def _relabelled(self, value: torch.Tensor) -> Any:
         kind, attributes, requires_grad = type(value), self._object(dict(value.__dict__)), value.requires_grad
@@ -218,7 +219,7 @@ class FlatState:
         metadata = [_on_cpu(shard.metadata) for shard in value.local_shards()]
         whole, group = value.metadata(), value._process_group
 
-        def build(_: Sequence[torch.Tensor]) -> Any:
+        def build() -> Any:
             shards = [Shard(tensor, meta) for tensor, meta in zip(parts, metadata, strict=True)]
             # The base class's, since ShardedTensor's own refuses shards that are not on the device that they came from.
             rebuilt: Any = ShardedTensorBase._init_from_local_shards_and_global_metadata(shards, whole)
@@ -292,12 +293,12 @@ class _Composite(_Node):
 
     __slots__ = ("_make",)
 
-    def __init__(self, make: Callable[[Sequence[torch.Tensor]], Any]) -> None:
+    def __init__(self, make: Callable[[], Any]) -> None:
         self._make = make
 
     def build(self, copies: Sequence[torch.Tensor]) -> Any:
         try:
             return self._built
         except AttributeError:
-            self._built = self._make(copies)
+            self._built = self._make()
             return self._built

@@ -11,7 +11,6 @@ import itertools
 import logging
 import threading
 import time
-from collections.abc import Iterator
 
 from bucketpoint.errors import StagingError
 
@@ -102,8 +101,7 @@ class Lease:
 
     def wait_for_turn(self) -> None:
         """Until every save that the same thread staged earlier has ended, so that this one's collectives are alone."""
-        for earlier in _chain(self._before):
-            earlier.wait(self.label)
+        _let_pass(self._before, self.label)
         self._before = None
 
     def ended_within(self, timeout_s: float) -> bool:
@@ -158,8 +156,7 @@ def take_turn(label: str) -> None:
     else:
         # A state that was never staged: this thread saves it itself, so all that it staged before comes first.
         end_own_save()
-        for earlier in _chain(last_staged()):
-            earlier.wait(label)
+        _let_pass(last_staged(), label)
     _here.entered = False
 
 
@@ -237,7 +234,8 @@ def _unfinished(lease: Lease | None) -> Lease | None:
     return lease
 
 
-def _chain(lease: Lease | None) -> Iterator[Lease]:
+def _let_pass(lease: Lease | None, who: str) -> None:
+    """Wait for a lease and for all before it: one that was dropped may have ended before its elders."""
     while lease is not None:
-        yield lease
+        lease.wait(who)
         lease = lease._before
