@@ -60,9 +60,9 @@ def copies(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     gate = threading.Event()
     run_copies = stager_module.run_copies
 
-    def run_later(*args: Any, **kwargs: Any) -> None:
+    def run_later(*args: Any, **kwargs: Any) -> Any:
         assert gate.wait(WAIT_S)
-        run_copies(*args, **kwargs)
+        return run_copies(*args, **kwargs)
 
     monkeypatch.setattr(stager_module, "run_copies", run_later)
     yield gate

@@ -101,7 +101,7 @@ def test_memory_that_is_not_to_be_had_says_how_much_was_wanted(shared: bool) -> 
 def test_a_tensor_outlives_the_arena_that_it_lies_in(shared: bool) -> None:
     arena = Arena(1 << 20, shared=shared)
     gone = weakref.ref(arena)
-    view = arena.view(torch.float32, (1 << 18,), (1,), 0)
+    view = arena.view((torch.float32, (1 << 18,), (1,), 0))
     view.fill_(3)
     del arena
     assert gone() is None

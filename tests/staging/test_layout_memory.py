@@ -22,9 +22,9 @@ def planned(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     made: list[int] = []
     lay_out = layout_module.lay_out
 
-    def counted(sources: Any) -> Any:
+    def counted(sources: Any, **options: Any) -> Any:
         made.append(len(sources))
-        return lay_out(sources)
+        return lay_out(sources, **options)
 
     monkeypatch.setattr(layout_module, "lay_out", counted)
     return made

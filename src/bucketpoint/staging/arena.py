@@ -9,6 +9,7 @@ import logging
 import mmap
 import os
 import weakref
+from typing import TypeAlias
 
 import torch
 
@@ -18,6 +19,9 @@ logger = logging.getLogger(__name__)
 
 ALIGNMENT = 64
 """Bytes. Tensors lie as their sources do modulo a cache line, which keeps every dtype aligned."""
+
+Place: TypeAlias = tuple[torch.dtype, "tuple[int, ...]", "tuple[int, ...]", int]
+"""A strided view of an arena: dtype, shape, strides in elements, offset in bytes."""
 
 _REGISTER_PORTABLE = 1
 """`cudaHostRegisterPortable` (CUDA Runtime API): pinned for every device of the process."""
@@ -56,8 +60,9 @@ class Arena:
         """Bytes of an arena for `nbytes`: whole cache lines, so that a view of any dtype divides it."""
         return max(ALIGNMENT, -(-nbytes // ALIGNMENT) * ALIGNMENT)
 
-    def view(self, dtype: torch.dtype, shape: tuple[int, ...], stride: tuple[int, ...], offset: int) -> torch.Tensor:
-        """A tensor over the arena; `offset` in bytes, a multiple of the dtype's size; strides in elements."""
+    def view(self, place: Place) -> torch.Tensor:
+        """A tensor over the arena; the place's offset is a multiple of the dtype's size."""
+        dtype, shape, stride, offset = place
         known = self._typed.get(dtype)
         if known is None:
             known = self._typed[dtype] = (self.memory.view(dtype), dtype.itemsize)

@@ -8,21 +8,18 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple, TypeAlias
 
 import torch
 
 from bucketpoint.errors import StagingError
-from bucketpoint.staging.arena import ALIGNMENT
-
-Place: TypeAlias = tuple[torch.dtype, "tuple[int, ...]", "tuple[int, ...]", int]
-"""A strided view of the arena: dtype, shape, strides in elements, offset in bytes."""
+from bucketpoint.staging.arena import ALIGNMENT, Place
 
 Copy: TypeAlias = tuple[torch.Tensor, int]
 """What to read, and the index of the place that it goes to: both of the same shape."""
 
-_Region: TypeAlias = tuple[int, int, int]
+Region: TypeAlias = tuple[int, int, int]
 """Start and end of bytes of a device's memory that go to the arena as they are, and the offset that they go to."""
 
 # Plain tuples, since there are several for each of thousands of tensors, made while training waits.
@@ -36,12 +33,14 @@ class Layout:
         nbytes: size of the arena: the bytes of the sources, and less than a cache line for each.
         places: for each source, where its copy is found; after those, places that are only copied to.
         copies: fewer than sources where sources share memory.
+        moves: memory of this process to be copied byte by byte, beside `copies`.
         devices: where the sources lie.
     """
 
     nbytes: int = 0
     places: list[Place] = field(default_factory=list)
     copies: list[Copy] = field(default_factory=list)
+    moves: list[Region] = field(default_factory=list)
     devices: list[torch.device] = field(default_factory=list)
 
 
@@ -51,42 +50,45 @@ class LayoutMemory:
     def __init__(self) -> None:
         self._last: _Remembered | None = None
 
-    def lay_out(self, sources: Sequence[torch.Tensor]) -> Layout:
+    def lay_out(self, sources: Sequence[torch.Tensor], *, by_bytes: bool = False) -> Layout:
         """As `lay_out`. Keeps no tensor."""
-        facts: list[_Facts] = [(source.data_ptr(), source.shape, source.stride(), source.dtype) for source in sources]
+        facts: list[_Facts] = [
+            (source.data_ptr(), source.shape, source.stride(), source.dtype, source.is_neg(), source.is_conj())
+            for source in sources
+        ]
         # One reference, since threads may share a stager.
         last = self._last
-        if last is not None and facts == last.facts and (not last.shared or all(map(_is_plain, sources))):
+        if last is not None and facts == last.facts:
             copies = [(sources[index], index) for index in last.read]
-            return Layout(last.layout.nbytes, last.layout.places, copies, last.layout.devices)
-        layout = lay_out(sources)
+            return replace(last.layout, copies=copies)
+        layout = lay_out(sources, by_bytes=by_bytes)
         read = [index for source, index in layout.copies if index < len(sources) and source is sources[index]]
-        self._last = None
         # Bytes and narrowed views that stand for sources would have to be made again.
-        if len(read) == len(layout.copies):
-            shared = len(read) < sum(source.nbytes > 0 for source in sources)
-            self._last = _Remembered(facts, Layout(layout.nbytes, layout.places, [], layout.devices), read, shared)
+        same = len(read) == len(layout.copies)
+        self._last = _Remembered(facts, replace(layout, copies=[]), read) if same else None
         return layout
 
 
-_Facts: TypeAlias = tuple[int, "tuple[int, ...]", "tuple[int, ...]", torch.dtype]
-"""Address, shape, strides and dtype of a source."""
+_Facts: TypeAlias = tuple[int, "tuple[int, ...]", "tuple[int, ...]", torch.dtype, bool, bool]
+"""Address, shape, strides and dtype of a source, and whether its values are its bytes negated or conjugated."""
 
 
 class _Remembered(NamedTuple):
-    """A layout without its tensors, which of them are read, and whether some lie in the memory of others."""
+    """A layout without its tensors, and which of them are read."""
 
     facts: list[_Facts]
     layout: Layout
     read: list[int]
-    shared: bool
 
 
-def lay_out(sources: Sequence[torch.Tensor]) -> Layout:
+def lay_out(sources: Sequence[torch.Tensor], *, by_bytes: bool = False) -> Layout:
     """Plan the copies of strided tensors on devices whose `data_ptr()` is an address.
 
     Tensors that overlap at the source (tied weights, views of one buffer) overlap in the arena in the same way, and
     their bytes are copied once. A view with gaps gets the gaps only where something else needs them.
+
+    Args:
+        by_bytes: what lies in this process's memory without gaps becomes `moves`, and not `copies`.
     """
     layout = Layout(places=[_NOWHERE] * len(sources))
     dense: dict[torch.device, list[_Span]] = {}
@@ -109,7 +111,13 @@ def lay_out(sources: Sequence[torch.Tensor]) -> Layout:
             device = source.device
             spans = dense.setdefault(device, [])
         spans.append((address, -size, index))
-    regions = {device: _place_dense(sources, spans, layout) for device, spans in dense.items()}
+    regions: dict[torch.device, list[Region]] = {}
+    for device, spans in dense.items():
+        moved = by_bytes and device.type == "cpu"
+        regions[device] = _place_dense(sources, spans, layout, moved)
+        if moved:
+            # The largest first, so that threads which share them end together.
+            layout.moves = sorted(regions[device], key=lambda region: region[0] - region[1])
     if gappy:
         _place_gappy(sources, gappy, regions, layout)
     layout.devices = list(dense)
@@ -122,9 +130,9 @@ _Span: TypeAlias = tuple[int, int, int]
 _NOWHERE: Place = (torch.uint8, (), (), 0)
 
 
-def _place_dense(sources: Sequence[torch.Tensor], spans: list[_Span], layout: Layout) -> list[_Region]:
+def _place_dense(sources: Sequence[torch.Tensor], spans: list[_Span], layout: Layout, moved: bool) -> list[Region]:
     """One region for each run of overlapping spans, by address."""
-    regions: list[_Region] = []
+    regions: list[Region] = []
     places, copies = layout.places, layout.copies
     members: list[int] = []
     start = end = offset = 0
@@ -133,7 +141,8 @@ def _place_dense(sources: Sequence[torch.Tensor], spans: list[_Span], layout: La
     for address, minus_size, index in spans:
         source = sources[index]
         dtype = source.dtype
-        if address >= end:
+        # Bytes may be copied across tensors that touch, and storages may not.
+        if address > end or (address == end and not moved):
             if members:
                 _copy_whole(sources, members, start, end, layout)
                 members.clear()
@@ -142,13 +151,15 @@ def _place_dense(sources: Sequence[torch.Tensor], spans: list[_Span], layout: La
             offset = cursor + (address - cursor) % ALIGNMENT
             cursor = offset - minus_size
             place = (dtype, source.shape, source.stride(), offset)
-            copies.append((source, index))
-            if dtype in _OPAQUE:
-                _copy_as_bytes(source, place, layout)
+            if not moved:
+                copies.append((source, index))
+                if dtype in _OPAQUE:
+                    _copy_as_bytes(source, place, layout)
             regions.append((start, end, offset))
         else:
             if address - minus_size > end:
-                members.append(index)
+                if not moved:
+                    members.append(index)
                 end = address - minus_size
                 cursor = offset + end - start
                 regions[-1] = (start, end, offset)
@@ -179,7 +190,7 @@ def _copy_whole(sources: Sequence[torch.Tensor], members: Sequence[int], start: 
 
 
 def _place_gappy(
-    sources: Sequence[torch.Tensor], indices: Iterable[int], regions: dict[torch.device, list[_Region]], layout: Layout
+    sources: Sequence[torch.Tensor], indices: Iterable[int], regions: dict[torch.device, list[Region]], layout: Layout
 ) -> None:
     known: dict[tuple[object, ...], Place] = {}
     for index in indices:
@@ -196,7 +207,7 @@ def _place_gappy(
         layout.places[index] = place
 
 
-def _inside(source: torch.Tensor, regions: list[_Region]) -> Place | None:
+def _inside(source: torch.Tensor, regions: list[Region]) -> Place | None:
     """Where a view with gaps lies in a region that is copied anyway."""
     address = source.data_ptr()
     reach = sum((size - 1) * step for size, step in zip(source.shape, source.stride(), strict=True)) + 1

@@ -18,6 +18,7 @@ logger = logging.getLogger(__name__)
 
 _POLL_S = 0.25
 _PATIENCE_S = 10.0
+_LET_GO_S = 0.005
 _tokens = itertools.count(1)
 
 
@@ -94,6 +95,8 @@ class Lease:
         if current_lease() is not self:
             # Nothing here may keep the last hold: that save ends now, and this one may have to wait for it.
             _here.saving = _ThreadHold(self)
+            if threading.get_ident() != self._stager_thread:
+                let_caller_go()
         _here.entered = True
         if threading.get_ident() != self._stager_thread:
             # A thread of DCP's. Writers that are not ours never call `take_turn`.
@@ -130,6 +133,14 @@ class Lease:
             if self._unread_for_s() > grace_s:
                 return False
         return True
+
+
+def let_caller_go() -> None:
+    """On a thread that begins to work for a caller: leave the interpreter to it, until training goes on.
+
+    The caller has calls of DCP's to finish. Beside a thread that plans in Python each would take milliseconds.
+    """
+    time.sleep(_LET_GO_S)
 
 
 def current_lease() -> Lease | None:

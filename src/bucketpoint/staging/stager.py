@@ -22,7 +22,7 @@ from typing_extensions import Self
 from bucketpoint.errors import BucketpointError, StagingError
 from bucketpoint.staging import lease as leases
 from bucketpoint.staging.arena import Arena
-from bucketpoint.staging.copying import Ordering, SideStreams, run_copies
+from bucketpoint.staging.copying import Movers, Ordering, SideStreams, run_copies
 from bucketpoint.staging.flatten import FlatState
 from bucketpoint.staging.layout import Layout, LayoutMemory
 from bucketpoint.staging.lease import Lease
@@ -31,9 +31,6 @@ from bucketpoint.staging.pool import GRACE_S, ArenaPool, overlap
 from bucketpoint.staging.staged import StagedState
 
 logger = logging.getLogger(__name__)
-
-_LET_GO_S = 0.005
-"""The caller has calls of DCP's to finish before training goes on, and needs the interpreter for them."""
 
 _TOLD_LATE_S = 0.05
 """DCP, in every version to 2.15, reports a staging that failed before it looked as completed: fail a little later."""
@@ -58,6 +55,7 @@ class Stager:
         self._pool = ArenaPool(self.options)
         self._pinning = _Pinning(self.options)
         self._streams = SideStreams()
+        self._movers = Movers()
         self._layouts = LayoutMemory()
         self._worker: ThreadPoolExecutor | None = None
         # Weak: a future holds the staged state, and the state its lease.
@@ -100,6 +98,7 @@ class Stager:
                 arena,
                 lease,
                 self._streams,
+                self._movers,
                 Ordering.of(layout.devices),
                 self._pinning,
                 self.options,
@@ -151,6 +150,7 @@ class Stager:
         if worker is not None:
             worker.shutdown(wait=True)
         self._pool.close()
+        self._movers.close()
 
     def __enter__(self) -> Self:
         return self
@@ -163,7 +163,8 @@ class Stager:
     def _plan(self, state_dict: dict[str, Any]) -> tuple[FlatState, Layout]:
         flat = FlatState(state_dict)
         try:
-            return flat, self._layouts.lay_out(flat.sources)
+            # Beside training, one call of torch's that leaves the interpreter alone is better than the faster copy.
+            return flat, self._layouts.lay_out(flat.sources, by_bytes=not self.options.use_async_staging)
         except RuntimeError as error:
             # Tensors that look strided and have no strides: nested ones, and wrappers.
             raise StagingError(f"The state has a tensor that cannot be copied to host memory: {error}") from error
@@ -187,6 +188,7 @@ class _Staging:
     arena: Arena
     lease: Lease
     streams: SideStreams
+    movers: Movers
     ordering: Ordering
     pinning: _Pinning
     options: StagingOptions
@@ -198,11 +200,11 @@ class _Staging:
             self.pinning.pin_if_useful(self.arena, self.layout)
             # The caller may be in inference mode, and the worker is never: staged tensors are plain ones.
             with torch.inference_mode(False), torch.no_grad():
-                views = [self.arena.view(*place) for place in self.layout.places]
-                run_copies(
-                    self.layout.copies,
-                    views,
+                views = run_copies(
+                    self.layout,
+                    self.arena,
                     self.streams,
+                    self.movers,
                     self.ordering,
                     non_blocking=self.options.use_non_blocking_copy and self.arena.pinned,
                 )
@@ -219,7 +221,7 @@ class _Staging:
 
     def run_beside_training(self) -> StagedState:
         started = time.monotonic()
-        time.sleep(_LET_GO_S)
+        leases.let_caller_go()
         try:
             return self.run()
         except BaseException:

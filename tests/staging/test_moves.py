@@ -1,0 +1,135 @@
+"""Memory of this process is copied by bytes from several threads: all of it, once, and by nobody afterwards."""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import threading
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bucketpoint.staging import Stager, copying
+from bucketpoint.staging.copying import Movers
+from staging.helpers import finished
+
+pytestmark = pytest.mark.contract
+
+
+@pytest.fixture(autouse=True)
+def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that a few kilobytes are many pieces, and each thread has some."""
+    monkeypatch.setattr(copying, "_PIECE", 64)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    cuts=st.lists(st.integers(0, 5000), min_size=2, max_size=20, unique=True),
+    skipped=st.sets(st.integers(0, 19)),
+    threads=st.integers(1, 5),
+)
+def test_every_byte_of_every_region_arrives_and_no_other_is_touched(
+    cuts: list[int], skipped: set[int], threads: int
+) -> None:
+    source = torch.randint(1, 255, (5000,), dtype=torch.uint8)
+    target = torch.zeros(5000 + 64, dtype=torch.uint8)
+    edges = sorted(cuts)
+    spans = [span for number, span in enumerate(itertools.pairwise(edges)) if number not in skipped]
+    expected = target.clone()
+    for low, high in spans:
+        expected[low + 64 : high + 64] = source[low:high]
+    movers = Movers()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "get_num_threads", lambda: threads)
+        at = source.data_ptr()
+        movers.move([(at + low, at + high, low + 64) for low, high in spans], target.data_ptr(), iter(()))
+    movers.close()
+    assert torch.equal(target, expected)
+
+
+def test_tensors_that_touch_are_one_region_and_stay_where_they_are_to_one_another() -> None:
+    buffer = torch.arange(1000.0)
+    state = {"a": buffer[:300], "b": buffer[300:700], "c": buffer[700:]}
+    with Stager() as stager:
+        staged = finished(stager.stage(state))
+        assert all(torch.equal(staged[name], state[name]) for name in state)
+        assert staged["b"].data_ptr() - staged["a"].data_ptr() == 1200
+        assert stager.staged_bytes <= 4000 + 64
+
+
+def test_an_interrupt_leaves_no_thread_that_writes(monkeypatch: pytest.MonkeyPatch) -> None:
+    slow = threading.Event()
+    writing: list[int] = []
+    memmove = ctypes.memmove
+
+    def interrupted(target: int, source: int, size: int) -> Any:
+        if threading.current_thread() is threading.main_thread():
+            raise KeyboardInterrupt
+        writing.append(size)
+        slow.wait(0.2)
+        memmove(target, source, size)
+        writing.pop()
+
+    monkeypatch.setattr(ctypes, "memmove", interrupted)
+    stager = Stager()
+    with pytest.raises(KeyboardInterrupt):
+        stager.stage({"w": torch.ones(5000)})
+    assert not writing
+    monkeypatch.undo()
+    assert finished(stager.stage({"w": torch.ones(5000)}))["w"].sum() == 5000
+    stager.close()
+
+
+def test_a_failure_on_a_helping_thread_fails_the_save(monkeypatch: pytest.MonkeyPatch) -> None:
+    memmove = ctypes.memmove
+
+    def fails(target: int, source: int, size: int) -> Any:
+        if threading.current_thread() is not threading.main_thread():
+            raise MemoryError("no room")
+        threading.Event().wait(0.01)
+        return memmove(target, source, size)
+
+    monkeypatch.setattr(ctypes, "memmove", fails)
+    with Stager() as stager, pytest.raises(Exception, match="no room"):
+        stager.stage({"w": torch.ones(5000)})
+
+
+def test_close_ends_the_threads_that_copied() -> None:
+    def copying_threads() -> int:
+        return sum(thread.name.startswith("bucketpoint-copy") for thread in threading.enumerate())
+
+    before = copying_threads()
+    with Stager() as stager:
+        finished(stager.stage({"w": torch.ones(5000)}))
+        assert copying_threads() > before
+    assert copying_threads() == before
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda staged: staged["w"].requires_grad_(),
+        lambda staged: setattr(staged["w"], "note", 1),
+    ],
+    ids=["gradient", "attribute"],
+)
+def test_what_is_done_to_a_staged_tensor_is_not_seen_in_the_next_save(change: Any) -> None:
+    w = torch.ones(100)
+    with Stager() as stager:
+        staged = finished(stager.stage({"w": w}))
+        change(staged)
+        del staged
+        again = finished(stager.stage({"w": w}))["w"]
+        assert not again.requires_grad
+        assert not hasattr(again, "note")
+
+
+def test_a_tensor_that_no_longer_requires_a_gradient_is_staged_as_it_is() -> None:
+    w = torch.ones(100, requires_grad=True)
+    with Stager() as stager:
+        assert finished(stager.stage({"w": w}))["w"].requires_grad
+        assert not finished(stager.stage({"w": w.detach()}))["w"].requires_grad
