@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import os
 import pickle
+import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import Future
@@ -20,6 +22,7 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType,
 import bucketpoint
 from bucketpoint import BucketpointError, BucketWriter, Stager, StagingError, StagingOptions, StagingOverlapError
 from bucketpoint.staging import stager as stager_module
+from bucketpoint.stores.local import LocalStore
 from dcp.async_scenarios import (
     BESIDE,
     WAIT_S,
@@ -545,3 +548,24 @@ def test_errors_of_ours_are_exceptions_and_dcps_are_not(root: str) -> None:
         bucketpoint.async_save(Training().state, planner=FailingPlanner("plan"), **arguments).result(WAIT_S)
     begun = dcp.async_save(Training().state, planner=FailingPlanner("plan"), **arguments)
     assert not isinstance(begun.exception(WAIT_S), Exception)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere niceness is the process's")
+def test_uploads_beside_training_stand_back_and_blocking_ones_do_not(root: str) -> None:
+    niceness: list[int] = []
+    real = LocalStore.put
+
+    def put(self: LocalStore, *args: Any, **kwargs: Any) -> Any:
+        if "upload" in threading.current_thread().name:
+            niceness.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
+        return real(self, *args, **kwargs)
+
+    writer = BucketWriter()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(LocalStore, "put", put)
+        dcp.async_save(Training().state, checkpoint_id=f"{root}/a", storage_writer=writer, no_dist=True).result(WAIT_S)
+        assert set(niceness) == {19}
+        niceness.clear()
+        dcp.save(Training().state, checkpoint_id=f"{root}/b", storage_writer=writer, no_dist=True)
+        assert set(niceness) == {os.getpriority(os.PRIO_PROCESS, 0)}
+    writer.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import threading
@@ -81,3 +82,14 @@ threading.Thread(target=late).start()
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True)
     assert sorted(done.stdout.split()) == ["ran-0", "ran-1", "ran-2", "ran-3"], done.stderr
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere niceness is the process's")
+def test_threads_stand_back_and_the_one_that_waits_for_them_does_not() -> None:
+    found: list[int] = []
+    mine = os.getpriority(os.PRIO_PROCESS, 0)
+    with TaskGroup(2, nice=19) as group:
+        for _ in range(4):
+            group.start(lambda: found.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id())))
+    assert found == [19] * 4
+    assert os.getpriority(os.PRIO_PROCESS, 0) == mine

@@ -281,21 +281,22 @@ class BucketWriter(StorageWriter):
 
     def _upload(self, session: SaveSession, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
         store, prefix = self._location.open(session.url)
+        options = self.transfer if current_lease() is None else self.transfer.in_background()
         with progress_callback(self.progress, session.rank) as callback:
             meter = Meter("save", str(session.url), 0, noted(callback))
             place = Place(prefix, session.token, session.rank, self.groups)
             if self._extensions:
                 results = write_transformed(
-                    plan.items, planner, self._extensions, place, store=store, options=self.transfer, meter=meter
+                    plan.items, planner, self._extensions, place, store=store, options=options, meter=meter
                 )
             else:
                 limit = DEFAULT_OBJECT_BYTES if store.capabilities.multipart else WHOLE_OBJECT_BYTES
                 size = self.target_object_bytes or limit
                 planned = plan_objects(plan.items, planner, place, target_object_bytes=size)
                 meter.total_bytes = sum(entry.source.nbytes for entry in planned)
-                pool = BufferPool(self.transfer.max_inflight_bytes)
+                pool = BufferPool(options.max_inflight_bytes)
                 sources = [entry.source for entry in planned]
-                uploaded = upload_objects(store, sources, self.transfer, pool=pool, meter=meter)
+                uploaded = upload_objects(store, sources, options, pool=pool, meter=meter)
                 results = [
                     result for entry, done in zip(planned, uploaded, strict=True) for result in results_of(entry, done)
                 ]

@@ -122,7 +122,7 @@ def fetch(
     store: Store, requests: Sequence[Request], options: TransferOptions, *, pool: BufferPool, meter: Meter
 ) -> None:
     """Run all requests in parallel; every extent is verified and delivered, or the first error is raised."""
-    with TaskGroup(options.connections, name="bucketpoint-download") as group:
+    with TaskGroup(options.connections, name="bucketpoint-download", nice=options.nice) as group:
         for request in requests:
             group.start(lambda request=request: _run(store, request, options, pool, meter))  # type: ignore[misc]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from bucketpoint.errors import BucketpointError
 
@@ -28,6 +28,9 @@ class TransferOptions:
             since every rank of a large job pays for it, and a store's bandwidth is what they share.
         free_gap_bytes: gaps so small that they are always read over.
         read_attempts: how often a range whose body broke off is asked for in all.
+        nice: niceness (Linux) of the threads that move bytes.
+        background_nice: the same for those that upload while training goes on. 19, the highest: where every core is
+            busy the upload takes longer, and training steps do not. 0 where uploads must keep their share.
     """
 
     part_bytes: int = 32 * MIB
@@ -38,13 +41,22 @@ class TransferOptions:
     max_overread: float = 1.02
     free_gap_bytes: int = 64 << 10
     read_attempts: int = 5
+    nice: int = 0
+    background_nice: int = 19
 
     def __post_init__(self) -> None:
         for name in ("part_bytes", "connections", "max_inflight_bytes", "single_put_bytes", "read_attempts"):
             if getattr(self, name) < 1:
                 raise BucketpointError(f"TransferOptions.{name} must be at least 1, not {getattr(self, name)}")
+        for name in ("nice", "background_nice"):
+            if not 0 <= getattr(self, name) <= 19:
+                raise BucketpointError(f"TransferOptions.{name} must be 0 to 19, not {getattr(self, name)}")
         if self.max_overread < 1:
             raise BucketpointError(f"TransferOptions.max_overread must be at least 1, not {self.max_overread}")
+
+    def in_background(self) -> TransferOptions:
+        """The options of an upload beside training."""
+        return replace(self, nice=max(self.nice, self.background_nice))
 
     @property
     def lease_bytes(self) -> int:

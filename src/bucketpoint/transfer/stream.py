@@ -38,7 +38,7 @@ class StreamUpload(io.RawIOBase):
         self._slots: queue.Queue[None] = queue.Queue()
         for _ in range(min(slots, options.connections + 1)):
             self._slots.put(None)
-        self._group = TaskGroup(options.connections, name="bucketpoint-stream")
+        self._group = TaskGroup(options.connections, name="bucketpoint-stream", nice=options.nice)
         self._buffer = bytearray()
         self._position = 0
         self._sent = 0

@@ -70,7 +70,7 @@ def upload_objects(
     part_bytes = common_part_bytes([source.nbytes for source in sources], options)
     jobs = [_ObjectUpload(store, source, options, part_bytes, pool, meter) for source in sources]
     try:
-        with TaskGroup(options.connections, name="bucketpoint-upload") as group:
+        with TaskGroup(options.connections, name="bucketpoint-upload", nice=options.nice) as group:
             for job in jobs:
                 job.start(group)
     except BaseException:
