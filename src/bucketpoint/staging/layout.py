@@ -52,25 +52,24 @@ class LayoutMemory:
 
     def lay_out(self, sources: Sequence[torch.Tensor], *, by_bytes: bool = False) -> Layout:
         """As `lay_out`. Keeps no tensor."""
-        facts: list[_Facts] = [
-            (source.data_ptr(), source.shape, source.stride(), source.dtype, source.is_neg(), source.is_conj())
-            for source in sources
-        ]
+        facts: list[_Facts] = [(source.data_ptr(), source.shape, source.stride(), source.dtype) for source in sources]
+        # Bits beside the facts that make other values of the same bytes: such states are laid out anew each time.
+        lazy = any(map(torch.Tensor.is_neg, sources)) or any(map(torch.Tensor.is_conj, sources))
         # One reference, since threads may share a stager.
         last = self._last
-        if last is not None and facts == last.facts:
+        if last is not None and not lazy and facts == last.facts:
             copies = [(sources[index], index) for index in last.read]
             return replace(last.layout, copies=copies)
         layout = lay_out(sources, by_bytes=by_bytes)
         read = [index for source, index in layout.copies if index < len(sources) and source is sources[index]]
         # Bytes and narrowed views that stand for sources would have to be made again.
-        same = len(read) == len(layout.copies)
-        self._last = _Remembered(facts, replace(layout, copies=[]), read) if same else None
+        again = not lazy and len(read) == len(layout.copies)
+        self._last = _Remembered(facts, replace(layout, copies=[]), read) if again else None
         return layout
 
 
-_Facts: TypeAlias = tuple[int, "tuple[int, ...]", "tuple[int, ...]", torch.dtype, bool, bool]
-"""Address, shape, strides and dtype of a source, and whether its values are its bytes negated or conjugated."""
+_Facts: TypeAlias = tuple[int, "tuple[int, ...]", "tuple[int, ...]", torch.dtype]
+"""Address, shape, strides and dtype of a source."""
 
 
 class _Remembered(NamedTuple):
