@@ -36,26 +36,34 @@ Socket = socket.socket | ssl.SSLSocket
 
 @dataclass(frozen=True)
 class Wire:
-    """What the emulated wire does: seconds added to each request, bytes a second of each connection (0: no cap)."""
+    """What the emulated wire does: seconds added to each request; bytes a second of each connection, and of all
+    connections of one process together (0: no cap)."""
 
     delay_s: float = 0.0
     bytes_per_s: float = 0.0
+    total_bytes_per_s: float = 0.0
 
 
 @dataclass
 class Pace:
-    """The cap of one direction of one connection: a clock that may not fall behind the bytes sent."""
+    """The cap of one direction of a connection, or of all: a clock that may not fall behind the bytes sent."""
 
     bytes_per_s: float
+    shared: Pace | None = None
     _free_at: float = 0.0
+    _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def spend(self, nbytes: int) -> None:
+        if self.shared is not None:
+            self.shared.spend(nbytes)
         if not self.bytes_per_s:
             return
         now = time.monotonic()
-        self._free_at = max(self._free_at, now) + nbytes / self.bytes_per_s
-        if self._free_at - now > SMALLEST_SLEEP_S:
-            time.sleep(self._free_at - now)
+        with self._lock:
+            self._free_at = max(self._free_at, now) + nbytes / self.bytes_per_s
+            wait = self._free_at - now
+        if wait > SMALLEST_SLEEP_S:
+            time.sleep(wait)
 
 
 class Closed(Exception):
@@ -170,15 +178,15 @@ def _body(head: Head, source: Stream, target: Stream, pace: Pace) -> int:
 class Connection:
     """One client connection and its twin to the server, served in turn: request, response, request, …"""
 
-    def __init__(self, client: Stream, upstream: tuple[str, int], wire: Wire, log: Log) -> None:
+    def __init__(self, client: Stream, upstream: tuple[str, int], wire: Wire, total: Pace, log: Log) -> None:
         self._client = client
         self._wire = wire
         self._log = log
         self._name = f"{os.getpid()}-{next(_numbers)}"
         self._server = Stream(socket.create_connection(upstream))
         self._server.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self._up = Pace(wire.bytes_per_s)
-        self._down = Pace(wire.bytes_per_s)
+        self._up = Pace(wire.bytes_per_s, total)
+        self._down = Pace(wire.bytes_per_s, total)
 
     def serve(self) -> None:
         try:
@@ -273,6 +281,7 @@ def running_proxy(
     command = [sys.executable, str(Path(__file__).resolve()), "--upstream", f"{upstream[0]}:{upstream[1]}"]
     command += ["--port", str(port), "--cert", str(cert), "--key", str(key), "--log-dir", str(log_dir)]
     command += ["--delay", str(wire.delay_s), "--rate", str(wire.bytes_per_s)]
+    command += ["--total-rate", str(wire.total_bytes_per_s)]
     processes = [subprocess.Popen(command) for _ in range(workers)]
     try:
         _wait_for_port(port)
@@ -297,6 +306,7 @@ def _accept(options: argparse.Namespace) -> None:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(options.cert, options.key)
     wire = Wire(options.delay, options.rate)
+    total = Pace(options.total_rate)
     listener = socket.socket()
     # Each worker has a listener of its own, and the kernel deals the connections out.
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
@@ -305,14 +315,18 @@ def _accept(options: argparse.Namespace) -> None:
     log = Log((Path(options.log_dir) / f"{os.getpid()}.jsonl").open("w"))
     while True:
         accepted, _ = listener.accept()
-        threading.Thread(target=_serve, args=(accepted, context, (host, int(port)), wire, log), daemon=True).start()
+        threading.Thread(
+            target=_serve, args=(accepted, context, (host, int(port)), wire, total, log), daemon=True
+        ).start()
 
 
-def _serve(accepted: socket.socket, context: ssl.SSLContext, upstream: tuple[str, int], wire: Wire, log: Log) -> None:
+def _serve(
+    accepted: socket.socket, context: ssl.SSLContext, upstream: tuple[str, int], wire: Wire, total: Pace, log: Log
+) -> None:
     with contextlib.suppress(OSError), accepted:
         accepted.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         with context.wrap_socket(accepted, server_side=True) as client:
-            Connection(Stream(client), upstream, wire, log).serve()
+            Connection(Stream(client), upstream, wire, total, log).serve()
 
 
 def main() -> None:
@@ -324,6 +338,7 @@ def main() -> None:
     parser.add_argument("--log-dir", required=True)
     parser.add_argument("--delay", type=float, default=0.0, help="seconds added to every request")
     parser.add_argument("--rate", type=float, default=0.0, help="bytes a second of each connection, 0 for no cap")
+    parser.add_argument("--total-rate", type=float, default=0.0, help="bytes a second of all of one process's")
     signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
     _accept(parser.parse_args())
 

@@ -7,11 +7,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from bench import staging_report
+from bench import ranks_report, staging_report
 from bench.contenders import CONTENDERS
 from bench.figures import Results, cpu_per_gb, peak_mb, wall
 from bench.tables import shown, table, verdict_table
 from bench.thresholds import OURS, verdicts
+
+PARTS: dict[str, Any] = {"ranks": ranks_report, "staging": staging_report}
+"""Sections of parts that are measured by themselves, in the order in which they are shown."""
 
 OP_TITLES = {
     "save": "save",
@@ -33,7 +36,7 @@ def print_measurement(found: dict[str, Any]) -> None:
 
 
 def merged(result: dict[str, Any], out: Path) -> dict[str, Any]:
-    """The result with what this run did not measure, staging or transfers, taken over from the report that is there."""
+    """The result with what this run did not measure, parts or transfers, taken over from the report that is there."""
     path = out.with_suffix(".json")
     earlier: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
     return {**earlier, **result}
@@ -51,8 +54,9 @@ def markdown(result: dict[str, Any], plot_name: str) -> str:
     sections = ["# Benchmark"]
     if "measurements" in result:
         sections += _transfer_sections(result, plot_name)
-    if "staging" in result:
-        sections += staging_report.sections(result["staging"])
+    for name, part in PARTS.items():
+        if name in result:
+            sections += part.sections(result[name])
     return "\n\n".join(sections) + "\n"
 
 
@@ -84,7 +88,7 @@ def _transfer_sections(result: dict[str, Any], plot_name: str) -> Iterator[str]:
 def thresholds_text(result: dict[str, Any]) -> str:
     marks = {True: "holds", False: "MISSED", None: "-"}
     rows = list(verdicts(Results(result["measurements"]))) if "measurements" in result else []
-    rows += staging_report.verdicts(result["staging"]) if "staging" in result else []
+    rows += [row for name, part in PARTS.items() if name in result for row in part.verdicts(result[name])]
     return "\n".join(f"{marks[row.holds]:7} {row.what}: {row.measured} (demanded {row.demanded})" for row in rows)
 
 

@@ -4,12 +4,13 @@
     python bench/run.py --quick             one or two rounds, under 5 minutes
     python bench/run.py --only save,load --contenders bucketpoint,raw --pairs 3
     python bench/run.py --only staging      what asynchronous saves cost training; the rest of the report stays
+    python bench/run.py --only ranks        what many ranks write and read together
 
 Transfers, in three passes. "loopback": a MinIO over TLS, timed. "count": the same operations through a proxy that only
 writes down every request. "wire": through the proxy with 20 ms added to every request and 25 MB/s a connection, timed.
 Each measurement is a forked child; a round runs every contender once, in an order that shifts by one each round, so a
 ratio is taken between neighbours in time. The server's data lies on tmpfs, and only the client's CPU time counts.
-Staging is described in `staging.py`.
+Staging is described in `staging.py`, many ranks in `ranks.py`.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "tools"), str(ROOT / "src")]
 
 import get_minio  # noqa: E402
-from bench import environments, report, staging  # noqa: E402
+from bench import environments, ranks, report, staging  # noqa: E402
 from bench.contenders import CONTENDERS, Setting, bucket_and_prefix  # noqa: E402
 from bench.proxy import RunningProxy, Wire, running_proxy  # noqa: E402
 from bench.requests_seen import summary  # noqa: E402
@@ -48,10 +49,10 @@ FALLBACK_LAYOUT = (199_904_256, 799_617_024)
 SELDOM = ("s3fs", "bucketpoint-lean")
 """Contenders whose ratios no threshold needs: they run in few rounds, and s3fs would take most of the time."""
 
-STAGING = "staging"
-"""Among the operations of `--only`: the part of the benchmark in `staging.py`."""
+PARTS = {"staging": staging.measure, "ranks": ranks.measure}
+"""Among the operations of `--only`: the parts of the benchmark in modules of their own."""
 
-ALL_OPS = f"save,load,quarter0,quarter1,{STAGING}"
+ALL_OPS = ",".join(["save", "load", "quarter0", "quarter1", *PARTS])
 
 TMPFS_NEEDED = 12 << 30
 
@@ -213,15 +214,16 @@ def proxied(scratch: Path, plain: S3Server, wire: Wire) -> Iterator[tuple[S3Serv
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
-    """What this run measures: the transfers, staging, or both."""
+    """What this run measures: the transfers, and the parts of their own."""
     binary = get_minio.obtain()
     if binary is None:
         raise SystemExit("the benchmark needs a MinIO server")
     result: dict[str, Any] = {}
-    if STAGING in options.only:
-        with tempfile.TemporaryDirectory(prefix="bench-", dir=_disk_folder()) as scratch, _fast_folder() as fast:
-            result["staging"] = staging.measure(Path(scratch), fast, binary, quick=options.quick)
-    options.only = [op for op in options.only if op != STAGING]
+    for name, measure in PARTS.items():
+        if name in options.only:
+            with tempfile.TemporaryDirectory(prefix="bench-", dir=_disk_folder()) as scratch, _fast_folder() as fast:
+                result[name] = measure(Path(scratch), fast, binary, quick=options.quick)
+    options.only = [op for op in options.only if op not in PARTS]
     return {**run_transfers(options, binary), **result} if options.only else result
 
 

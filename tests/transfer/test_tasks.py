@@ -93,3 +93,15 @@ def test_threads_stand_back_and_the_one_that_waits_for_them_does_not() -> None:
             group.start(lambda: found.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id())))
     assert found == [19] * 4
     assert os.getpriority(os.PRIO_PROCESS, 0) == mine
+
+
+def test_a_sandbox_that_forbids_niceness_stops_no_task(monkeypatch: pytest.MonkeyPatch) -> None:
+    def forbidden(*args: int) -> None:
+        raise PermissionError("not in here")
+
+    monkeypatch.setattr(os, "setpriority", forbidden)
+    ran: list[int] = []
+    with TaskGroup(2, nice=19) as group:
+        for number in range(4):
+            group.start(lambda number=number: ran.append(number))
+    assert sorted(ran) == [0, 1, 2, 3]

@@ -6,12 +6,15 @@ training script that ends while its last asynchronous save is still uploading mu
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 import threading
 from collections import deque
 from collections.abc import Callable
 from types import TracebackType
+
+logger = logging.getLogger(__name__)
 
 
 class TaskGroup:
@@ -114,7 +117,12 @@ class TaskGroup:
 
 def _stand_back(nice: int) -> None:
     """Raise the calling thread's niceness. On Linux it is a thread's own (sched(7)), elsewhere the whole process's."""
-    if sys.platform == "linux":
-        thread = threading.get_native_id()
+    if sys.platform != "linux" or not nice:
+        return
+    thread = threading.get_native_id()
+    try:
         if nice > os.getpriority(os.PRIO_PROCESS, thread):
             os.setpriority(os.PRIO_PROCESS, thread, nice)
+    except OSError as error:
+        # A sandbox may forbid it, and a thread that died of that would leave its tasks waiting for ever.
+        logger.debug("the niceness of a thread was not raised to %d: %s", nice, error)
