@@ -10,7 +10,7 @@ PYTHON ?=#                       the Python of the environments; default: a fitt
 TORCH ?=#                        an exact torch version, in an environment of its own; default: the newest, in .venv
 MATRIX ?= 2.9.1 2.11.0 2.13.0
 WORKERS ?= 2#                    processes that share the suite; each has servers of its own
-ARGS ?=#                         further arguments for pytest, the demo or the benchmark
+ARGS ?=#                         further arguments for pytest, the demo, the benchmark or the simulation
 
 # Torch from the default index brings the CUDA libraries on Linux; TORCH_BACKEND=cpu takes the small build from PyTorch's.
 ifdef TORCH_BACKEND
@@ -57,6 +57,14 @@ test-torch-%: .venv-torch-%/$(STAMP) minio
 	@echo "== torch $*"
 	@.venv-torch-$*/bin/python -m pytest -n $(WORKERS) --dist worksteal -m "contract and not slow" $(ARGS)
 
+.PHONY: test-xla
+test-xla: .venv-xla/$(STAMP) minio ## torch_xla's planners on virtual devices, where the index has torch_xla
+	@if [ -e $< ]; then \
+		.venv-xla/bin/python -m pytest tests/xla $(ARGS); \
+	else \
+		echo "== test-xla: nothing was tested, as torch_xla is not to be had here (see above)"; \
+	fi
+
 .PHONY: lint
 lint: $(VENV)/$(STAMP) ## ruff, mypy, import directions, links of the documents
 	$(BIN)/ruff check
@@ -75,6 +83,10 @@ bench: $(VENV)/$(STAMP) minio ## the benchmark beside other writers and readers;
 	@uv="$$($(PYTHON3) tools/get_uv.py)"; \
 	PATH="$(CURDIR)/$(BIN):$$(dirname "$$uv"):$$PATH" $(BIN)/python bench/run.py $(ARGS)
 
+.PHONY: simulate
+simulate: $(VENV)/$(STAMP) ## thousands of ranks and a million items, simulated; ARGS=--quick for a few of them
+	@$(BIN)/python -W ignore sim/run.py $(ARGS)
+
 .PHONY: docs
 docs: $(VENV)/$(STAMP) ## check the documents' links and Python examples
 	$(BIN)/python tools/check_docs.py
@@ -88,11 +100,18 @@ env: $(VENV)/$(STAMP) ## build the environment
 
 .PHONY: clean
 clean: ## delete environments, caches and builds, MinIO and uv too
-	rm -rf .venv .venv-torch-* .cache .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache build dist
-	find src tests tools examples bench -name __pycache__ -type d -prune -exec rm -rf {} +
+	rm -rf .venv .venv-torch-* .venv-xla .cache
+	rm -rf .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache build dist
+	find src tests tools examples bench sim -name __pycache__ -type d -prune -exec rm -rf {} +
 
 .venv/$(STAMP): pyproject.toml tools/make_env.py
 	@$(PYTHON3) tools/make_env.py .venv --python "$(PYTHON)"
+
+# What torch_xla has wheels for. Where the index does not have it this succeeds, and leaves no stamp.
+XLA_PYTHON := >=3.10,<3.14
+.venv-xla/$(STAMP): pyproject.toml tools/make_env.py
+	@$(PYTHON3) tools/make_env.py .venv-xla --torch "2.9.*" --beside "torch_xla==2.9.*" \
+		--python "$(or $(PYTHON),$(XLA_PYTHON))"
 
 .venv-torch-%/$(STAMP): pyproject.toml tools/make_env.py
 	@$(PYTHON3) tools/make_env.py .venv-torch-$* --torch "$*" --python "$(PYTHON)"

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +16,9 @@ import get_uv
 
 ROOT = Path(__file__).resolve().parent.parent
 STAMP = ".bucketpoint-stamp"
+
+NOT_RESOLVED = 1
+"""uv's exit status when an index has no versions that fit; 2 when, for one, the index cannot be reached."""
 
 # An interpreter that is here before one that is downloaded; the newest torch has left Python 3.10 behind, so 3.10 last.
 CHOICES = (
@@ -32,19 +36,37 @@ SYSTEM_BUNDLES = (
 )
 
 
-def build(env: Path, *, torch: str, python: str, extra: str) -> None:
-    """Creates or refreshes the environment; an empty `torch` means the newest that the interpreter has."""
+def build(env: Path, *, torch: str, python: str, extra: str, beside: str = "") -> None:
+    """Creates or refreshes the environment; an empty `torch` means the newest that the interpreter has.
+
+    `beside` is one more requirement, of a package that not every index and platform has: where it cannot be had there
+    is no environment, and this says so and returns.
+    """
     uv = get_uv.obtain()
     if uv is None:
         raise SystemExit("make_env: there is no uv, and none could be installed (see above)")
     interpreter = env / "bin" / "python"
     if python or not _runs(interpreter):
         _make_venv(uv, env, python)
-    requirement = f"torch=={torch}" if torch else "torch"
+    requirements = [f"torch=={torch}" if torch else "torch", *([beside] if beside else [])]
+    if beside and not _to_be_had(uv, interpreter, requirements):
+        print(f"make_env: no {env.name}: {beside} is not to be had here (see above)", file=sys.stderr)
+        shutil.rmtree(env)
+        return
     # Not `uv sync`: its lock file would fix the torch that is meant to be the newest.
-    if _call(uv, "pip", "install", "--python", str(interpreter), "--editable", f".[{extra}]", requirement):
+    if _call(uv, "pip", "install", "--python", str(interpreter), "--editable", f".[{extra}]", *requirements):
         raise SystemExit(f"make_env: {env.name} could not be filled (see above)")
-    (env / STAMP).write_text(f"{requirement} [{extra}]\n")
+    (env / STAMP).write_text(f"{' '.join(requirements)} [{extra}]\n")
+
+
+def _to_be_had(uv: Path, interpreter: Path, requirements: list[str]) -> bool:
+    """Whether the index has these for the interpreter. That it does not answer is a failure, not a no."""
+    command = (uv, "pip", "compile", "--quiet", "--python", str(interpreter), "-")
+    given = "\n".join(requirements).encode()
+    answer = subprocess.run(command, input=given, env=uv_settings(), cwd=ROOT, stdout=subprocess.DEVNULL).returncode
+    if answer not in (0, NOT_RESOLVED):
+        raise SystemExit(f"make_env: could not look {' '.join(requirements)} up (see above)")
+    return answer == 0
 
 
 def _make_venv(uv: Path, env: Path, python: str) -> None:
@@ -82,8 +104,10 @@ def main() -> int:
     parser.add_argument("--torch", default="", help="exact torch version; default: the newest")
     parser.add_argument("--python", default="", help="interpreter or version; default: one that is here")
     parser.add_argument("--extra", default="dev")
+    parser.add_argument("--beside", default="", help="one more requirement; without it there is no environment")
     args = parser.parse_args()
-    build((ROOT / args.env).resolve(), torch=args.torch, python=args.python, extra=args.extra)
+    env = (ROOT / args.env).resolve()
+    build(env, torch=args.torch, python=args.python, extra=args.extra, beside=args.beside)
     return 0
 
 

@@ -1,6 +1,18 @@
 """PyTorch Distributed Checkpoint on object stores: whole or not at all, checksummed, and fast."""
 
-from bucketpoint.dcp import BucketReader, BucketWriter, LoadPlanner, S3Reader, S3Writer, SaveHandle, async_save
+from bucketpoint.dcp import (
+    Bandwidths,
+    BucketReader,
+    BucketWriter,
+    LoadPlanner,
+    S3Reader,
+    S3Writer,
+    SaveHandle,
+    SavePlanner,
+    async_save,
+    rank_state,
+    saved_ranks,
+)
 from bucketpoint.errors import (
     AccessDeniedError,
     BucketNotFoundError,
@@ -33,6 +45,7 @@ from bucketpoint.version import __version__
 
 __all__ = [
     "AccessDeniedError",
+    "Bandwidths",
     "BucketNotFoundError",
     "BucketReader",
     "BucketWriter",
@@ -55,6 +68,7 @@ __all__ = [
     "S3Reader",
     "S3Writer",
     "SaveHandle",
+    "SavePlanner",
     "Stager",
     "StagingError",
     "StagingOptions",
@@ -68,4 +82,6 @@ __all__ = [
     "__version__",
     "async_save",
     "latest_checkpoint",
+    "rank_state",
+    "saved_ranks",
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -18,6 +19,8 @@ import torch.distributed.checkpoint as dcp
 from fsspec.implementations.local import LocalFileSystem
 from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter, Metadata
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 import bucketpoint
 from bucketpoint import (
@@ -321,6 +324,26 @@ def private_memory_crosses_too(rank: int, world: int, root: str) -> None:
         for step in range(3):
             assert kept[step].unique().tolist() == [step]
             assert_holds(f"{root}/private-{step}", step)
+
+
+def dtensors_cross_too(rank: int, world: int, root: str) -> None:
+    """Of several in one arena all but the first begin within it, where torch's pickler takes a wrapper for a tensor."""
+    mesh = init_device_mesh("cpu", (world,))
+    whole = {name: torch.arange(rows * 4.0).reshape(rows, 4) for name, rows in (("a", 8), ("b", 7), ("c", 1))}
+
+    def state(fill: bool) -> dict[str, Any]:
+        made = {name: value.clone() if fill else torch.zeros_like(value) for name, value in whole.items()}
+        return {"layers": [{name: distribute_tensor(value, mesh, [Shard(0)])} for name, value in made.items()]}
+
+    with contextlib.closing(BucketWriter()) as writer:
+        for step in range(2):
+            url = f"{root}/dtensors-{step}"
+            wait(dcp.async_save(state(True), checkpoint_id=url, storage_writer=writer, async_checkpointer_type=PROCESS))
+            loaded = state(False)
+            dcp.load(loaded, checkpoint_id=url, storage_reader=BucketReader())
+            for layer in loaded["layers"]:
+                for name, value in layer.items():
+                    assert torch.equal(value.full_tensor(), whole[name])
 
 
 def what_cannot_be_pickled_is_named(rank: int, world: int, root: str) -> None:

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import pickle
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint import FileSystemReader, SavePlan
+from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemReader, FileSystemWriter, SavePlan
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from bucketpoint import BucketReader, BucketWriter
+from bucketpoint import BucketpointError, BucketReader, BucketWriter, async_save
 from bucketpoint.dcp.balance import item_bytes
+from bucketpoint.dcp.rank_state import rank_state
 from bucketpoint.dcp.save_planner import SavePlanner
 
 
@@ -52,6 +59,121 @@ def balanced_saves(rank: int, world: int, root: str) -> list[int]:
                 assert torch.equal(loaded["replicated"][name], value)
                 assert torch.equal(loaded["hybrid"][name].full_tensor(), value)
     return planner.sizes
+
+
+@contextmanager
+def counted() -> Iterator[Counter[int]]:
+    """Bytes of all objects that cross ranks, by the rank that sends or gets them, as far as this rank hands them over:
+    what is gathered from it, and, on rank 0, what is dealt to each and sent to all."""
+    sent: Counter[int] = Counter()
+    rank, world = dist.get_rank(), dist.get_world_size()
+    gather, scatter, broadcast = dist.gather_object, dist.scatter_object_list, dist.broadcast_object_list
+
+    def gathered(obj: Any, *args: Any, **kwargs: Any) -> Any:
+        sent[rank] += len(pickle.dumps(obj))
+        return gather(obj, *args, **kwargs)
+
+    def scattered(*args: Any, scatter_object_input_list: Any, **kwargs: Any) -> Any:
+        for to, obj in enumerate(scatter_object_input_list or ()):
+            sent[to] += len(pickle.dumps(obj))
+        return scatter(*args, scatter_object_input_list=scatter_object_input_list, **kwargs)
+
+    def broadcasted(object_list: Any, *args: Any, **kwargs: Any) -> Any:
+        if rank == 0:
+            for to in range(world):
+                sent[to] += len(pickle.dumps(object_list[0]))
+        return broadcast(object_list, *args, **kwargs)
+
+    dist.gather_object, dist.scatter_object_list, dist.broadcast_object_list = gathered, scattered, broadcasted
+    try:
+        yield sent
+    finally:
+        dist.gather_object, dist.scatter_object_list, dist.broadcast_object_list = gather, scatter, broadcast
+
+
+def sharded(items: int, fill: float) -> dict[str, Any]:
+    """Each rank holds a shard of every tensor."""
+    grid = init_device_mesh("cpu", (dist.get_world_size(),))
+    return {
+        f"model.layers.{number}.weight": DTensor.from_local(
+            torch.full((16, 3), fill + number), grid, [Shard(0)], run_check=False
+        )
+        for number in range(items)
+    }
+
+
+def bytes_that_cross(rank: int, world: int, root: str, kind: str, items: int) -> list[dict[int, int]]:
+    """The bytes of each of two saves of an unchanged structure, the last of which is loaded by either reader."""
+    kinds: dict[str, tuple[Callable[[str], Any], Any]] = {
+        "ours": (lambda url: BucketWriter(url, progress=False), SavePlanner()),
+        "ours, stock planner": (lambda url: BucketWriter(url, progress=False), DefaultSavePlanner()),
+        "ours, stock writer": (lambda url: FileSystemWriter(url.removeprefix("file://")), SavePlanner()),
+        "stock": (lambda url: FileSystemWriter(url.removeprefix("file://")), DefaultSavePlanner()),
+    }
+    make, planner = kinds[kind]
+    found = []
+    for save in range(2):
+        path = f"{root}/{save}"
+        state = sharded(items, fill=float(save))
+        with counted() as sent:
+            returned = dcp.save(state, storage_writer=make(f"file://{path}"), planner=planner)
+        assert isinstance(returned, dcp.Metadata)
+        found.append(dict(sent))
+    for reader in (FileSystemReader(path), BucketReader(f"file://{path}")):
+        loaded = sharded(items, fill=-1.0)
+        dcp.load(loaded, storage_reader=reader)
+        assert all(torch.equal(loaded[name].to_local(), value.to_local()) for name, value in state.items())
+    return found
+
+
+def metadata_by_rank(rank: int, world: int, root: str) -> tuple[str, str]:
+    """The kind of what a save returned, and what is said when it is looked into."""
+    returned = dcp.save(
+        sharded(3, fill=1.0), storage_writer=BucketWriter(f"file://{root}", progress=False), planner=SavePlanner()
+    )
+    try:
+        return type(returned).__name__, ",".join(returned.state_dict_metadata)
+    except BucketpointError as error:
+        return type(returned).__name__, str(error)
+
+
+def asynchronous_saves(rank: int, world: int, root: str, executor: str) -> list[str]:
+    """What each of four saves returned but the third, which fails. What is saved is loaded and compared."""
+    planner, writer = SavePlanner(), BucketWriter(progress=False)
+    found = []
+
+    def held(fill: float) -> dict[str, torch.Tensor]:
+        return {name: torch.full((3000, 30), fill) for name in ("both", f"only{rank}", f"other{rank}")}
+
+    for save in range(4):
+        state = held(float(save))
+        url = f"file://{root}/{executor}/{save}" if save != 2 else "file:///dev/null/nowhere"
+        handle = async_save(
+            state,
+            checkpoint_id=url,
+            storage_writer=writer,
+            planner=planner,
+            async_checkpointer_type=AsyncCheckpointerType[executor],
+        )
+        failure = handle.exception(100)
+        assert (failure is not None) == (save == 2), failure
+        if failure is not None:
+            continue
+        found.append(type(handle.result()).__name__)
+        loaded = held(-1.0)
+        dcp.load(loaded, checkpoint_id=url, storage_reader=BucketReader(progress=False))
+        assert all(torch.equal(loaded[name], value) for name, value in state.items())
+    writer.close()
+    return found
+
+
+def own_state_comes_back(rank: int, world: int, root: str) -> int:
+    state: dict[str, Any] = {"w": torch.ones(10), "loader": rank_state({"position": 10 * rank})}
+    dcp.save(state, storage_writer=BucketWriter(f"file://{root}", progress=False), planner=SavePlanner())
+    loaded: dict[str, Any] = {"w": torch.zeros(10), "loader": rank_state({"position": None})}
+    dcp.load(loaded, storage_reader=BucketReader(f"file://{root}", progress=False))
+    position: int = loaded["loader"][f"rank-{rank}"]["position"]
+    return position
 
 
 def _seeded(number: int) -> torch.Generator:

@@ -57,6 +57,10 @@ def test_private_memory_is_saved_too_and_never_staged_into_again(one_rank: Ranks
     one_rank.run(scenarios.private_memory_crosses_too, str(tmp_path))
 
 
+def test_dtensors_are_saved_too(one_rank: Ranks, tmp_path: Any) -> None:
+    one_rank.run(scenarios.dtensors_cross_too, str(tmp_path))
+
+
 def test_a_handle_looks_the_same_by_every_way_through_a_checkpoint_process(one_rank: Ranks, tmp_path: Any) -> None:
     one_rank.run(scenarios.handles_of_a_checkpoint_process, str(tmp_path))
 

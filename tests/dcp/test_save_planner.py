@@ -7,8 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.distributed.checkpoint import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, WriteItemType
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from bucketpoint.dcp.balance import item_bytes
 from bucketpoint.dcp.save_planner import KEPT_PLANS, SavePlanner
@@ -207,3 +211,15 @@ def test_replicas_and_hybrid_shards_are_balanced_and_load_with_any_reader(four_r
     for save in range(3):
         sizes = [answer[save] for answer in answers]
         assert max(sizes) <= 1.05 * sum(sizes) / 4
+
+
+def test_partial_sums_are_refused_by_name() -> None:
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    try:
+        partial = DTensor.from_local(torch.ones(4), init_device_mesh("cpu", (2,)), [Partial()], run_check=False)
+        planner = SavePlanner()
+        planner.set_up_planner({"model": {"w": partial, "b": torch.ones(2)}}, None, True)
+        with pytest.raises(BucketpointError, match=r"model\.w has the placements \[Partial"):
+            planner.create_local_plan()
+    finally:
+        dist.destroy_process_group()

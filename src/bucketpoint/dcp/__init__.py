@@ -1,8 +1,23 @@
 """What DCP calls: writer and reader. Knows no details of any cloud."""
 
 from bucketpoint.dcp.async_save import SaveHandle, async_save
+from bucketpoint.dcp.cooperative import Bandwidths
 from bucketpoint.dcp.planner import LoadPlanner
+from bucketpoint.dcp.rank_state import rank_state, saved_ranks
 from bucketpoint.dcp.reader import BucketReader, S3Reader
+from bucketpoint.dcp.save_planner import SavePlanner
 from bucketpoint.dcp.writer import BucketWriter, S3Writer
 
-__all__ = ["BucketReader", "BucketWriter", "LoadPlanner", "S3Reader", "S3Writer", "SaveHandle", "async_save"]
+__all__ = [
+    "Bandwidths",
+    "BucketReader",
+    "BucketWriter",
+    "LoadPlanner",
+    "S3Reader",
+    "S3Writer",
+    "SaveHandle",
+    "SavePlanner",
+    "async_save",
+    "rank_state",
+    "saved_ranks",
+]

@@ -17,6 +17,7 @@ from torch.distributed.checkpoint import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.metadata import MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.storage import WriteResult
 
+from bucketpoint.dcp.planned import Reported, stock
 from bucketpoint.errors import (
     BucketpointError,
     CheckpointExistsError,
@@ -26,7 +27,7 @@ from bucketpoint.errors import (
     PreconditionFailedError,
 )
 from bucketpoint.format import keys
-from bucketpoint.format.metadata import decode_metadata, encode_metadata, record_of
+from bucketpoint.format.metadata import decode_metadata, encode_metadata, extension, make_record
 from bucketpoint.format.record import CommitRecord
 from bucketpoint.format.storage_info import pop_object_facts, read_storage_info
 from bucketpoint.stores import ObjectInfo, Store
@@ -38,6 +39,9 @@ logger = logging.getLogger(__name__)
 
 _NAMED_AT_MOST = 5
 COMMIT_ATTEMPTS = 3
+
+VERSION = "1.0.0"
+"""Of DCP's metadata, as its own writer says."""
 
 
 @dataclass(frozen=True)
@@ -54,11 +58,14 @@ class Commit:
 
 
 def complete_metadata(
-    metadata: Metadata, results: Sequence[Sequence[WriteResult]], *, storage_meta: StorageMeta
+    metadata: Metadata, results: Sequence[Sequence[WriteResult]], *, storage_meta: StorageMeta, checked: bool = False
 ) -> tuple[Metadata, dict[str, Any]]:
     """The metadata to commit, with where each item lies, and the table of objects.
 
     Works on a copy: DCP broadcasts the metadata it passed in to every rank, and must not send the whole index along.
+
+    Args:
+        checked: the same items with the same sizes are known to be complete.
 
     Raises:
         IncompleteSaveError: an item of the plan has no result, or a size that its shape does not explain.
@@ -71,19 +78,30 @@ def complete_metadata(
             if facts is not None:
                 objects[result.storage_data.relative_path] = facts
             storage_data[result.index] = result.storage_data
-    _check_complete(metadata, storage_data)
+    if not checked:
+        _check_complete(metadata, storage_data)
     fields: dict[str, Any] = {"storage_data": storage_data, "storage_meta": storage_meta}
     if hasattr(metadata, "version"):
-        fields["version"] = "1.0.0"
-    return dataclasses.replace(metadata, **fields), objects
+        fields["version"] = VERSION
+    return dataclasses.replace(stock(metadata), **fields), objects
+
+
+@dataclass(frozen=True)
+class Committed:
+    """How much a checkpoint holds."""
+
+    items: int
+    objects: int
+    nbytes: int
 
 
 def commit(
-    request: Commit, metadata: Metadata, objects: dict[str, Any], *, world_size: int, created: float, endpoint: str
-) -> None:
+    request: Commit, metadata: Metadata, told: Reported, *, world_size: int, created: float, endpoint: str
+) -> Committed:
     """Make the checkpoint exist, all of it at once.
 
     Raises:
+        IncompleteSaveError: as `complete_metadata`.
         CheckpointExistsError: something is committed there and `overwrite` is False.
         CommitConflictError: another job committed to the same URL meanwhile; this save has not happened.
     """
@@ -93,15 +111,34 @@ def commit(
         "endpoint": endpoint,
         "world_size": world_size,
         "created": created,
-        "objects": objects,
         "torch": str(torch.__version__),
     }
-    data = encode_metadata(metadata, bucketpoint=facts)
+    objects = told.objects()
+    data, items = _filled(request, metadata, told, {**facts, "objects": objects}), told.count
+    if data is None:
+        storage_meta = StorageMeta(checkpoint_id=request.url, save_id=request.token)
+        whole, objects = complete_metadata(metadata, told.results(), storage_meta=storage_meta)
+        told.note_complete()
+        items = len(whole.storage_data or ())
+        data = _filled(request, metadata, told, {**facts, "objects": objects})
+        if data is None:
+            data = encode_metadata(whole, bucketpoint={**facts, "objects": objects})
     info, replaced = _put_commit(request, data)
+    sizes = {path: fact["size"] for path, fact in objects.items()}
     if request.name == keys.METADATA:
-        _write_record(request, record_of(metadata, {**facts, "writer": __version__}, data, metadata_etag=info.etag))
+        tensors = sum(isinstance(entry, TensorStorageMetadata) for entry in metadata.state_dict_metadata.values())
+        known = {**facts, "writer": __version__}
+        _write_record(request, make_record(known, data, sizes, items=items, tensors=tensors, metadata_etag=info.etag))
     if replaced is not None:
         _delete_replaced(request, replaced, kept=set(objects))
+    return Committed(items, len(objects), sum(sizes.values()))
+
+
+def _filled(request: Commit, metadata: Metadata, told: Reported, facts: dict[str, Any]) -> bytes | None:
+    end: dict[str, Any] = {"storage_meta": StorageMeta(checkpoint_id=request.url, save_id=request.token)}
+    if hasattr(metadata, "version"):
+        end["version"] = VERSION
+    return told.filled({**end, **extension(facts)})
 
 
 def _put_commit(request: Commit, data: bytes) -> tuple[ObjectInfo, Metadata | None]:

@@ -1,35 +1,159 @@
-"""Planners of our own, which DCP takes in place of its default ones. No I/O."""
+"""`LoadPlanner`: DCP's default planner that tells what does not fit, and what has arrived. No I/O."""
 
 from __future__ import annotations
 
+import io
+import math
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NoReturn
+
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint import DefaultLoadPlanner, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import LoadPlan
+from torch.distributed.checkpoint import DefaultLoadPlanner, Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
+from torch.distributed.checkpoint.planner_helpers import _create_chunk_list, _create_read_items
+from torch.distributed.tensor import DTensor, Partial
 
-from bucketpoint.errors import MismatchError
+from bucketpoint.dcp.local_chunks import LocalChunks, chunks_in
+from bucketpoint.errors import BucketpointError, MismatchError
 
 _NAMED_AT_MOST = 20
 
 
 class LoadPlanner(DefaultLoadPlanner):
-    """DCP's own load planner, which says all that does not fit before anything is read.
+    """DCP's own load planner, which says all that does not fit before anything is read, and notes what has arrived.
 
-    The default one stops at the first key or shape, and names neither the checkpoint nor the remedy.
+    The default one stops at the first key or shape, and names neither the checkpoint nor the remedy; leaves as it was
+    what no saved chunk covers; and makes None of every object but tensors, numbers, strings and bytes in the state, for
+    good where the checkpoint lacks it.
+
+    A plain tensor may hold several chunks of a larger one, given by the attributes of torch 2.15's
+    `CheckpointableTensor` (`global_shape`, `global_offsets`, `local_offsets`, `local_sizes`), on every torch.
+
+    Attributes:
+        pending: what was planned and has yet to arrive, by key: elements of a tensor, items of anything else. Empty
+            once the load is complete.
+        skipped: keys of the state that the checkpoint lacks, with `allow_partial_load`.
     """
+
+    def __init__(
+        self,
+        flatten_state_dict: bool = True,
+        flatten_sharded_tensors: bool = True,
+        allow_partial_load: bool = False,
+    ) -> None:
+        super().__init__(flatten_state_dict, flatten_sharded_tensors, allow_partial_load)
+        self.pending: Counter[str] = Counter()
+        self.skipped: tuple[str, ...] = ()
+
+    def set_up_planner(
+        self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
+    ) -> None:
+        """All ranks: take the state to load into, whose tensors on the meta device are given memory."""
+        self.pending = Counter()
+        self.skipped = ()
+        before = _containers(state_dict)
+        super().set_up_planner(state_dict, metadata, is_coordinator)
+        _put_back(state_dict, before)
 
     def create_local_plan(self) -> LoadPlan:
         """Plan this rank's reads.
 
         Raises:
-            MismatchError: keys that the checkpoint lacks, and tensors whose shape is another there; all of them.
+            MismatchError: keys that the checkpoint lacks, tensors whose shape is another there, of which it has a part
+                only, or whose placement or chunks cannot be loaded into; all of them.
         """
+        assert self.metadata is not None
+        plan, refusal = None, None
+        with self._chunks_told():
+            try:
+                plan = super().create_local_plan()
+            except (RuntimeError, ValueError) as error:
+                refusal = error
+            misfits = list(self._misfits(plan))
+        if misfits:
+            self._refuse(misfits)
+        if plan is None:
+            assert refusal is not None
+            raise refusal
+        self.skipped = tuple(fqn for fqn in self.state_dict if fqn not in self.metadata.state_dict_metadata)
+        return plan
+
+    def finish_plan(self, new_plan: LoadPlan) -> LoadPlan:
+        """All ranks: what is read now is what `pending` counts."""
+        plan = super().finish_plan(new_plan)
+        self.pending = Counter()
+        for item in plan.items:
+            self.pending[item.dest_index.fqn] += _amount(item)
+        return plan
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        """Replace an object of the state by the one that was saved."""
+        super().load_bytes(read_item, value)
+        self._note(read_item)
+
+    def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
+        """Note that all elements of an item are in the tensor that `resolve_tensor` gave for it.
+
+        Raises:
+            BucketpointError: more has arrived than was planned.
+        """
+        super().commit_tensor(read_item, tensor)
+        self._note(read_item)
+
+    def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
+        """The local tensor, or the chunk in it, that an item of this rank's plan is for."""
+        chunks = chunks_in(self.state_dict.get(index.fqn))
+        if chunks is not None:
+            return chunks.find(index)
+        found: torch.Tensor = super().lookup_tensor(index)
+        return found
+
+    def _note(self, item: ReadItem) -> None:
+        fqn = item.dest_index.fqn
+        left = self.pending[fqn] - _amount(item)
+        if left < 0:
+            raise BucketpointError("More has arrived than was planned: an item was handed over twice", key=fqn)
+        if left:
+            self.pending[fqn] = left
+        else:
+            del self.pending[fqn]
+
+    @contextmanager
+    def _chunks_told(self) -> Iterator[None]:
+        """Put what describes its chunks to any DCP in the place of tensors that only the newest would understand."""
+        state = self.state_dict
+        tensors = {fqn: value for fqn, value in state.items() if chunks_in(value) is not None}
+        state.update({fqn: chunks_in(value) for fqn, value in tensors.items()})
         try:
-            return super().create_local_plan()
-        except (RuntimeError, ValueError):
-            misfits = [*self._missing(), *self._reshaped()]
-            if not misfits:
-                raise
+            yield
+        finally:
+            state.update(tensors)
+
+    # -- what does not fit --------------------------------------------------------------------------------------------
+
+    def _misfits(self, plan: LoadPlan | None) -> Iterator[str]:
+        """`plan` is None if DCP has refused to make one."""
+        assert self.metadata is not None
+        planned: dict[str, list[ReadItem]] = {}
+        for item in plan.items if plan is not None else ():
+            planned.setdefault(item.dest_index.fqn, []).append(item)
+        for fqn, value in self.state_dict.items():
+            entry = self.metadata.state_dict_metadata.get(fqn)
+            if entry is None and not self.allow_partial_load:
+                yield f"{fqn} is not in it"
+            if not isinstance(entry, TensorStorageMetadata):
+                continue
+            said = _unfit(entry, value)
+            if said is None:
+                said = _gap(value, planned.get(fqn, []) if plan is not None else _items(fqn, entry, value))
+            if said is not None:
+                yield f"{fqn} {said}"
+
+    def _refuse(self, misfits: list[str]) -> NoReturn:
         named = "; ".join(misfits[:_NAMED_AT_MOST])
         more = f"; and {len(misfits) - _NAMED_AT_MOST} more" if len(misfits) > _NAMED_AT_MOST else ""
         meta = getattr(self.metadata, "storage_meta", None)
@@ -40,19 +164,69 @@ class LoadPlanner(DefaultLoadPlanner):
             remedy="Load into the model that was saved; LoadPlanner(allow_partial_load=True) skips missing keys",
         )
 
-    def _missing(self) -> list[str]:
-        assert self.metadata is not None
-        if self.allow_partial_load:
-            return []
-        return [f"{fqn} is not in it" for fqn in self.state_dict if fqn not in self.metadata.state_dict_metadata]
 
-    def _reshaped(self) -> list[str]:
-        assert self.metadata is not None
-        found = []
-        for fqn, value in self.state_dict.items():
-            entry = self.metadata.state_dict_metadata.get(fqn)
-            if not isinstance(entry, TensorStorageMetadata) or not isinstance(value, torch.Tensor):
-                continue
-            if entry.size != value.size():
-                found.append(f"{fqn} is {list(entry.size)} there and {list(value.size())} here")
-        return found
+def _amount(item: ReadItem) -> int:
+    return 1 if item.type == LoadItemType.BYTE_IO else math.prod(item.lengths)
+
+
+def _items(fqn: str, entry: TensorStorageMetadata, value: Any) -> list[ReadItem]:
+    """The read items of one tensor, as DCP plans them."""
+    if isinstance(value, DTensor) and value.device_mesh.get_coordinate() is None:
+        return []
+    items: list[ReadItem] = _create_read_items(fqn, entry, value)
+    return items
+
+
+def _unfit(entry: TensorStorageMetadata, value: Any) -> str | None:
+    if not isinstance(value, (torch.Tensor, LocalChunks)):
+        return "is a tensor there and none here"
+    if entry.size != value.size():
+        return f"is {list(entry.size)} there and {list(value.size())} here"
+    if isinstance(value, LocalChunks):
+        return value.fault()
+    if isinstance(value, DTensor) and any(isinstance(placement, Partial) for placement in value.placements):
+        return f"has the placements {list(value.placements)} here: no rank of a partial sum holds what was saved"
+    return None
+
+
+def _gap(value: Any, items: list[ReadItem]) -> str | None:
+    """What no saved chunk covers of a tensor to load into."""
+    arriving: Counter[int | None] = Counter()
+    for item in items:
+        arriving[item.dest_index.index] += math.prod(item.lengths)
+    for number, wanted in enumerate(_elements(value)):
+        if arriving[number] < wanted:
+            return f"has {arriving[number]} of the {wanted} elements there that are wanted here"
+    return None
+
+
+def _elements(value: Any) -> list[int]:
+    """How many elements each local chunk has, in the order in which DCP numbers them."""
+    if isinstance(value, DTensor):
+        if value.device_mesh.get_coordinate() is None:
+            return []
+        local = value._local_tensor
+        # DCP computes shapes and offsets anew each time, which is slow for a DTensor.
+        if not hasattr(local, "__create_chunk_list__"):
+            return [local.numel()]
+    return [math.prod(chunk.sizes) for chunk in _create_chunk_list(value)]
+
+
+def _containers(value: Any) -> Any:
+    """The same dicts, lists and tuples anew, around the same leaves."""
+    if isinstance(value, dict):
+        return {key: _containers(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_containers(item) for item in value]
+    return value
+
+
+def _put_back(after: Any, before: Any) -> Any:
+    """`after` with the leaves of `before` where it has None: what DCP makes of all that it does not know."""
+    if isinstance(after, (dict, list)):
+        for key in list(after) if isinstance(after, dict) else range(len(after)):
+            after[key] = _put_back(after[key], before[key])
+        return after
+    if isinstance(after, tuple):
+        return tuple(_put_back(*pair) for pair in zip(after, before, strict=True))
+    return before if after is None else after

@@ -18,6 +18,8 @@ from torch.futures import Future
 
 from bucketpoint.dcp.boundary import dcp_call
 from bucketpoint.dcp.console import describe, progress_callback
+from bucketpoint.dcp.cooperative import Bandwidths
+from bucketpoint.dcp.cooperative_load import Cooperation
 from bucketpoint.dcp.read_plan import PlannedItem, ReadPlan, SavedChunk, chunk_of_probe
 from bucketpoint.dcp.session import Location, as_url, world_size
 from bucketpoint.errors import (
@@ -40,6 +42,7 @@ from bucketpoint.transfer import (
     Extent,
     Meter,
     ProgressCallback,
+    Request,
     TransferOptions,
     fetch,
     plan_requests,
@@ -64,6 +67,11 @@ class BucketReader(StorageReader):
         storage_options, fs, transfer, progress: as for `BucketWriter`.
         trusted: read byte items that name things outside the allow-list. They can run any code: only for
             checkpoints from a source that you would run programs from.
+        cooperative: whether ranks that want the same bytes read them once and hand them on: `"off"`, those of one
+            `"node"`, all of the `"group"`, or `"auto"`: the group if a model says that it pays. All ranks of the group
+            must then load at the same time.
+        process_group: torch's group of the ranks that read together; None for all ranks of the job.
+        bandwidths: what `"auto"` reckons with.
         _extension_registry: torch's registry of stream transforms; by default the one with zstd.
     """
 
@@ -79,6 +87,9 @@ class BucketReader(StorageReader):
         transfer: TransferOptions | None = None,
         trusted: bool = False,
         progress: ProgressCallback | bool | None = None,
+        cooperative: str = "off",
+        process_group: Any = None,
+        bandwidths: Bandwidths | None = None,
     ) -> None:
         super().__init__()
         self.transfer = transfer or TransferOptions()
@@ -86,6 +97,7 @@ class BucketReader(StorageReader):
         self.progress = progress
         self.rank: int | None = None
         self._location = Location(self.schemes, dict(storage_options or {}), fs)
+        self._cooperation = Cooperation(cooperative, process_group, bandwidths)
         self._registry = _extension_registry
         self._url = as_url(path)
         self._metadata: Metadata | None = None
@@ -102,6 +114,7 @@ class BucketReader(StorageReader):
             self._url = as_url(checkpoint_id)
         self._metadata = None
         self._failure = None
+        self._cooperation.close()
         self._wait_for_saves()
 
     @dcp_call
@@ -112,15 +125,18 @@ class BucketReader(StorageReader):
             CheckpointNotFoundError: nothing is committed here.
             IncompleteCheckpointError: data is here without a commit.
             MetadataError, UnsafeDataError: it cannot or must not be read.
+            BucketpointError: the ranks that are to load together are not there, or load something else.
         """
         rank = kwargs.get("rank")
         if rank is None:
             self._wait_for_saves()
             self._failure = None
             try:
-                return self._read(keys.METADATA)
+                self._cooperation.connect(self._url)
+                return self._decode(self._cooperation.read_once(lambda: self._get(keys.METADATA)))
             except Exception as error:
                 self._failure = error
+                self._cooperation.close()
                 raise
         failure = self._failure
         if failure is None:
@@ -160,32 +176,19 @@ class BucketReader(StorageReader):
     @dcp_call
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """All ranks: read this rank's items into the planner's tensors. Returns when all of them are there."""
-        assert self._metadata is not None
         started = time.monotonic()
-        store, prefix = self._location.open(self._url)
-        reads = ReadPlan(
-            self._metadata,
-            planner,
-            prefix=prefix,
-            etags=self._pins(store),
-            options=self.transfer,
-            transforms=self._transforms(),
-            trusted=self.trusted,
-        )
-        items = reads.resolve(plan.items)
         pool = BufferPool(self.transfer.max_inflight_bytes)
-        with progress_callback(self.progress, self.rank or 0) as callback:
+        with self._cooperation.taking_part(), progress_callback(self.progress, self.rank or 0) as callback:
+            store, prefix = self._location.open(self._url)
             meter = Meter("load", str(self._url), 0, callback)
             try:
-                probes = self._probe(store, reads, items, pool, meter)
-                extents = [
-                    extent
-                    for item, probe in zip(items, probes, strict=True)
-                    for extent in reads.extents(item, probe or reads.chunk_of(item))
-                ]
-                requests = plan_requests(extents, self.transfer)
-                meter.total_bytes = meter.done_bytes + sum(request.stop - request.start for request in requests)
-                fetch(store, requests, self.transfer, pool=pool, meter=meter)
+                self._cooperation.fetch(
+                    store,
+                    lambda: self._requests(plan, planner, store, prefix, pool, meter),
+                    self.transfer,
+                    pool=pool,
+                    meter=meter,
+                )
             except (ObjectNotFoundError, PreconditionFailedError) as error:
                 raise CorruptDataError(
                     f"The checkpoint is damaged, a data object is missing or was replaced: {error.message}",
@@ -198,6 +201,10 @@ class BucketReader(StorageReader):
         future: Future[None] = Future()
         future.set_result(None)
         return future
+
+    def explain(self) -> str:
+        """Whether the last load was cooperative, and why, with figures."""
+        return self._cooperation.explanation
 
     # -- what DCP looks at --------------------------------------------------------------------------------------------
 
@@ -216,7 +223,7 @@ class BucketReader(StorageReader):
 
     # -- one load -----------------------------------------------------------------------------------------------------
 
-    def _read(self, name: str) -> Metadata:
+    def _get(self, name: str) -> bytes:
         store, prefix = self._location.open(self._url)
         key = keys.join(prefix, name)
         try:
@@ -225,6 +232,9 @@ class BucketReader(StorageReader):
             )
         except ObjectNotFoundError:
             raise CheckpointNotFoundError(f"There is no {name} here", url=self._url) from None
+        return data
+
+    def _decode(self, data: bytes) -> Metadata:
         metadata = decode_metadata(data, trusted=self.trusted, url=self._url)
         if getattr(metadata, "storage_meta", None) is None:
             metadata.storage_meta = StorageMeta()
@@ -233,7 +243,7 @@ class BucketReader(StorageReader):
         return metadata
 
     def _read_of_rank(self, rank: int) -> Metadata:
-        metadata = self._read(keys.rank_metadata(rank))
+        metadata = self._decode(self._get(keys.rank_metadata(rank)))
         saved, here = extra(metadata).get("world_size"), world_size()
         if saved is not None and saved != here:
             raise MismatchError(
@@ -277,6 +287,28 @@ class BucketReader(StorageReader):
         if facts.get("url") != self._url or facts.get("endpoint") != store.identity:
             return {}
         return {path: entry["etag"] for path, entry in facts["objects"].items() if entry.get("etag")}
+
+    def _requests(
+        self, plan: LoadPlan, planner: LoadPlanner, store: Store, prefix: str, pool: BufferPool, meter: Meter
+    ) -> list[Request]:
+        assert self._metadata is not None
+        reads = ReadPlan(
+            self._metadata,
+            planner,
+            prefix=prefix,
+            etags=self._pins(store),
+            options=self.transfer,
+            transforms=self._transforms(),
+            trusted=self.trusted,
+        )
+        items = reads.resolve(plan.items)
+        probes = self._probe(store, reads, items, pool, meter)
+        extents = [
+            extent
+            for item, probe in zip(items, probes, strict=True)
+            for extent in reads.extents(item, probe or reads.chunk_of(item))
+        ]
+        return plan_requests(extents, self.transfer)
 
     def _probe(
         self, store: Store, reads: ReadPlan, items: list[PlannedItem], pool: BufferPool, meter: Meter

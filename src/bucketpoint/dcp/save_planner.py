@@ -5,28 +5,37 @@ What is written where is `balance.py`'s; here is what crosses ranks, and when it
 
 from __future__ import annotations
 
-import dataclasses
 import io
 import itertools
+import logging
 import os
 import socket
 import uuid
 from collections import ChainMap
 from collections.abc import Hashable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.checkpoint import DefaultSavePlanner, Metadata, SavePlan
 from torch.distributed.checkpoint.default_planner import _validate_global_plan, create_default_global_save_plan
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 from torch.distributed.checkpoint.planner_helpers import _create_write_items
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Partial
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from bucketpoint.dcp.balance import balanced
+from bucketpoint.dcp.planned import Agreed, PlannedMetadata, WriterMeta, stock
+from bucketpoint.dcp.rank_state import differing, value_digests
+from bucketpoint.dcp.results import Dealt, items_digest
 from bucketpoint.errors import BucketpointError
+
+logger = logging.getLogger(__name__)
+
+_NAMED_AT_MOST = 5
 
 KEPT_PLANS = 4
 """States of different structure whose plans one planner keeps: a model and an optimizer saved apart, twice over."""
@@ -40,13 +49,17 @@ class _Local:
 
     Attributes:
         entry: number of the kept plan that this rank's state still fits; None when the items are sent.
+        sender: the rank in the whole job, whatever the process group.
         node: which machine the rank is on.
         mappings: DCP's, from flattened names to paths.
+        digests: of the values that may differ between ranks.
     """
 
     entry: int | None
+    sender: int
     node: str
     mappings: Any = None
+    digests: bytes = b""
 
 
 @dataclass
@@ -60,19 +73,12 @@ class _Kept:
 
 
 @dataclass
-class _Agreed:
-    """The coordinator's side of a kept plan: what each rank had asked for, and what came of it."""
-
-    local_plans: list[SavePlan]
-    metadata: Metadata
-
-
-@dataclass
 class _Cache:
     """Everything kept between the saves of one planner. Oldest first; the coordinator forgets later than the ranks."""
 
     kept: list[_Kept] = field(default_factory=list)
-    agreed: dict[int, _Agreed] = field(default_factory=dict)
+    agreed: dict[int, Agreed] = field(default_factory=dict)
+    warned: set[str] = field(default_factory=set)
     numbers: Any = field(default_factory=lambda: itertools.count(1))
 
 
@@ -100,20 +106,35 @@ class SavePlanner(DefaultSavePlanner):
         self._keep_plans = enable_plan_caching
         self._identity = uuid.uuid4().hex
         self._cache = _Cache()
+        self._writer_is_ours = False
         self._signature: Hashable = None
         self._hit: _Kept | None = None
 
+    def set_up_planner(
+        self, state_dict: dict[str, Any], storage_meta: StorageMeta | None = None, is_coordinator: bool = False
+    ) -> None:
+        """All ranks: the state to save, and what the writer says of itself."""
+        super().set_up_planner(state_dict, storage_meta, is_coordinator)
+        self._writer_is_ours = isinstance(storage_meta, WriterMeta)
+
     def create_local_plan(self) -> SavePlan:
-        """All ranks: the items of this rank's state, or the number of a plan that fits it still."""
+        """All ranks: the items of this rank's state, or the number of a plan that fits it still.
+
+        Raises:
+            BucketpointError: a DTensor is a partial sum.
+        """
+        _refuse_partial(self.state_dict)
         self._signature = (_signature(self.state_dict), tuple(self.mappings.values()))
         node = os.environ.get("GROUP_RANK") or socket.gethostname()
+        sender = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
         self._hit = self._find(self._signature) if self._keep_plans else None
         if self._hit is not None:
             # Until finish_plan says that the coordinator knew it: a save that fails in between is planned anew.
             self._hit.confirmed = False
-            return SavePlan([], planner_data=_Local(self._hit.entry, node), usable=False)
+            return SavePlan([], planner_data=_Local(self._hit.entry, sender, node), usable=False)
         plan = super().create_local_plan()
-        self.plan = dataclasses.replace(plan, planner_data=_Local(None, node, plan.planner_data))
+        digests = value_digests(plan.items, self.state_dict)
+        self.plan = replace(plan, planner_data=_Local(None, sender, node, plan.planner_data, digests))
         return self.plan
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
@@ -123,37 +144,31 @@ class SavePlanner(DefaultSavePlanner):
             BucketpointError: a rank refers to a plan that the coordinator does not have, or the items of the ranks do
                 not make up the tensors.
         """
+        senders = [plan.planner_data.sender for plan in all_plans]
         entries = {plan.planner_data.entry for plan in all_plans}
         agreed = self._cache.agreed.get(entries.pop()) if len(entries) == 1 else None
-        if agreed is not None:
-            # A copy: some writers note on it what was stored where.
-            self.metadata = dataclasses.replace(agreed.metadata)
-            return [SavePlan([], usable=False)] * len(all_plans), self.metadata
-        asked = [plan if plan.usable else self._recall(rank, plan) for rank, plan in enumerate(all_plans)]
-        nodes = [plan.planner_data.node for plan in all_plans]
-        plans, metadata = create_default_global_save_plan(balanced(asked, nodes))
-        if self.flatten_state_dict:
-            mappings = (plan.planner_data.mappings for plan in asked)
-            metadata = dataclasses.replace(metadata, planner_data=dict(ChainMap(*mappings)))
-        _validate(plans, metadata)
-        entry = next(self._cache.numbers)
-        if self._keep_plans:
-            self._cache.agreed[entry] = _Agreed(asked, metadata)
-            for old in list(self._cache.agreed)[: -2 * KEPT_PLANS]:
-                del self._cache.agreed[old]
-        self.metadata = dataclasses.replace(metadata)
-        return [dataclasses.replace(plan, planner_data=entry) for plan in plans], self.metadata
+        if agreed is None or agreed.senders != senders:
+            agreed = self._agree(all_plans, senders)
+            dealt = [replace(plan, planner_data=self._said(agreed, rank)) for rank, plan in enumerate(agreed.plans)]
+        else:
+            dealt = [SavePlan([], usable=False, planner_data=self._said(agreed, rank)) for rank in range(len(senders))]
+        # A copy: some writers note on it what was stored where.
+        self.metadata = stock(agreed.metadata)
+        if self._writer_is_ours:
+            self.metadata = PlannedMetadata(**vars(self.metadata), agreed=agreed, known=tuple(agreed.layouts))
+        return dealt, self.metadata
 
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
         """All ranks: what to write. Reached only when the coordinator has planned, so what it knows may be kept."""
         if new_plan.usable:
             if self._keep_plans:
                 others = [kept for kept in self._cache.kept if kept.signature != self._signature]
-                self._cache.kept = [*others, _Kept(new_plan.planner_data, self._signature, new_plan)][-KEPT_PLANS:]
+                self._cache.kept = [*others, _Kept(_dealt(new_plan).entry, self._signature, new_plan)][-KEPT_PLANS:]
             self.plan = new_plan
         elif self._hit is not None:
             self._hit.confirmed = True
-            self.plan = self._hit.plan
+            # Its items are the same; what the coordinator knows of them may not be.
+            self.plan = replace(self._hit.plan, planner_data=new_plan.planner_data)
         else:
             raise BucketpointError("The coordinator planned nothing for a rank that sent it a plan")
         return self.plan
@@ -167,11 +182,13 @@ class SavePlanner(DefaultSavePlanner):
         return super().resolve_data(write_item)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name != "_cache"}
+        # Configuration alone: what belongs to one save may be the whole state.
+        return {name: value for name, value in self.__dict__.items() if name not in _OF_ONE_SAVE}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         # A checkpoint process is sent the planner again for each save, and keeps what it has planned itself.
         self.__dict__.update(state)
+        self.mappings, self._signature, self._hit = {}, None, None
         self._cache = _caches.setdefault(self._identity, _Cache())
         for old in list(_caches)[:-KEPT_PLANNERS]:
             del _caches[old]
@@ -179,15 +196,73 @@ class SavePlanner(DefaultSavePlanner):
     def _find(self, signature: Hashable) -> _Kept | None:
         return next((kept for kept in self._cache.kept if kept.confirmed and kept.signature == signature), None)
 
-    def _recall(self, rank: int, plan: SavePlan) -> SavePlan:
+    def _agree(self, all_plans: list[SavePlan], senders: list[int]) -> Agreed:
+        """Deal out what the ranks hold, and keep who was dealt what."""
+        asked = [plan if plan.usable else self._recall(rank, plan, senders) for rank, plan in enumerate(all_plans)]
+        self._warn_of_lost_values(all_plans)
+        nodes = [plan.planner_data.node for plan in all_plans]
+        plans, metadata = create_default_global_save_plan(balanced(asked, nodes))
+        if self.flatten_state_dict:
+            mappings = (plan.planner_data.mappings for plan in asked)
+            metadata = replace(metadata, planner_data=dict(ChainMap(*mappings)))
+        _validate(plans, metadata)
+        digests = [items_digest(plan.items) for plan in plans]
+        agreed = Agreed(next(self._cache.numbers), senders, asked, plans, digests, metadata, [None] * len(plans))
+        if self._keep_plans:
+            self._cache.agreed[agreed.entry] = agreed
+            for old in list(self._cache.agreed)[: -2 * KEPT_PLANS]:
+                del self._cache.agreed[old]
+        return agreed
+
+    def _warn_of_lost_values(self, all_plans: list[SavePlan]) -> None:
+        sent = [plan for plan in all_plans if plan.usable]
+        lost = differing(sent, [plan.planner_data.digests for plan in sent])
+        news = [name for name in lost if name not in self._cache.warned]
+        if news:
+            self._cache.warned.update(news)
+            logger.warning(
+                "%d keys have different values on different ranks, and one rank's is saved for all: %s%s. "
+                "Wrap what belongs to a rank: state[key] = rank_state(value)",
+                len(news),
+                ", ".join(news[:_NAMED_AT_MOST]),
+                ", …" if len(news) > _NAMED_AT_MOST else "",
+            )
+
+    def _said(self, agreed: Agreed, rank: int) -> Dealt:
+        """What a rank is told that the coordinator knows, and need not be reported."""
+        layout = agreed.layouts[rank]
+        if not self._writer_is_ours:
+            return Dealt(agreed.entry)
+        return Dealt(agreed.entry, agreed.digests[rank], layout.digest if layout is not None else None)
+
+    def _recall(self, rank: int, plan: SavePlan, senders: list[int]) -> SavePlan:
         agreed = self._cache.agreed.get(plan.planner_data.entry)
-        if agreed is None or rank >= len(agreed.local_plans):
+        if agreed is None or agreed.senders != senders:
             raise BucketpointError(
                 f"Rank {rank} refers to a plan that the coordinator does not have",
                 remedy="Make one SavePlanner on every rank and use it for the same saves, in the same order",
             )
-        return agreed.local_plans[rank]
+        return agreed.asked[rank]
 
+
+def _dealt(plan: SavePlan) -> Dealt:
+    dealt = plan.planner_data
+    if not isinstance(dealt, Dealt):
+        raise BucketpointError("A plan of SavePlanner came back without its planner_data", remedy="Leave that as it is")
+    return dealt
+
+
+_OF_ONE_SAVE = {
+    "_cache",
+    "_hit",
+    "_signature",
+    "mappings",
+    "metadata",
+    "plan",
+    "global_plan",
+    "is_coordinator",
+    "state_dict",
+}
 
 _caches: dict[str, _Cache] = {}
 """Of planners that were sent to this process, by their identity."""
@@ -214,21 +289,55 @@ def _facts(value: Any) -> tuple[Any, ...]:
     return (value.shape, value.dtype)
 
 
+def _refuse_partial(state: dict[str, Any]) -> None:
+    """Torch 2.9 saves one rank's addend as if it were the tensor; newer ones do not say which tensor they refuse."""
+    partial = [
+        f"{name} has the placements {list(value.placements)}"
+        for name, value in state.items()
+        if isinstance(value, DTensor) and any(isinstance(placement, Partial) for placement in value.placements)
+    ]
+    if partial:
+        raise BucketpointError(
+            f"No rank holds a partial sum's values: {'; '.join(partial[:_NAMED_AT_MOST])}",
+            remedy="Redistribute such tensors to Replicate() or Shard() before the save",
+        )
+
+
 def _rows(value: Any, item: WriteItem) -> torch.Tensor | None:
     """The part of this rank's tensor that a slice names; None for an item that is no slice."""
     if item.type != WriteItemType.SHARD or item.tensor_data is None or isinstance(value, ShardedTensor):
         return None
     if not isinstance(value, torch.Tensor) or hasattr(value, "global_shape"):
         return None
+    chunk = item.tensor_data.chunk
+    local = value.to_local() if isinstance(value, DTensor) else value
+    if hasattr(local, "__get_tensor_shard__"):
+        return _rows_of_piece(value, item.index.fqn, chunk)
     if isinstance(value, DTensor):
-        local: torch.Tensor = value.to_local()
         _, offsets = compute_local_shape_and_global_offset(value.shape, value.device_mesh, value.placements)
     else:
-        local, offsets = value, (0,) * value.dim()
-    chunk = item.tensor_data.chunk
+        offsets = (0,) * value.dim()
     if tuple(local.shape) == tuple(chunk.sizes):
         return None
-    return local.detach().narrow(0, chunk.offsets[0] - offsets[0], chunk.sizes[0])
+    rows: torch.Tensor = local.detach().narrow(0, chunk.offsets[0] - offsets[0], chunk.sizes[0])
+    return rows
+
+
+def _rows_of_piece(value: Any, fqn: str, chunk: ChunkStorageMetadata) -> torch.Tensor | None:
+    """The same of a tensor that is made of several pieces, and says itself where they lie (torchrec's wrapper)."""
+    for piece in value.__create_chunk_list__():
+        first = chunk.offsets[0] - piece.offsets[0] if chunk.offsets else 0
+        beside = (tuple(piece.offsets[1:]), tuple(piece.sizes[1:])) != (
+            tuple(chunk.offsets[1:]),
+            tuple(chunk.sizes[1:]),
+        )
+        if beside or first < 0 or (chunk.sizes and first + chunk.sizes[0] > piece.sizes[0]):
+            continue
+        if tuple(piece.sizes) == tuple(chunk.sizes):
+            return None
+        whole: torch.Tensor = value.__get_tensor_shard__(MetadataIndex(fqn, piece.offsets))
+        return whole.detach().narrow(0, first, chunk.sizes[0])
+    return None
 
 
 def _validate(plans: list[SavePlan], metadata: Metadata) -> None:

@@ -20,8 +20,10 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from bucketpoint.dcp.boundary import dcp_call
-from bucketpoint.dcp.commit import Commit, commit, complete_metadata
+from bucketpoint.dcp.commit import Commit, commit
 from bucketpoint.dcp.console import describe, noted, progress_callback
+from bucketpoint.dcp.planned import PlannedMetadata, WriterMeta, reported
+from bucketpoint.dcp.results import Results
 from bucketpoint.dcp.session import Location, SaveSession, SaveState, as_url, world_size
 from bucketpoint.dcp.transformed import write_transformed
 from bucketpoint.dcp.upload_plan import Place, plan_objects, results_of
@@ -121,7 +123,7 @@ class BucketWriter(StorageWriter):
         session = self._session_to_plan()
         # Two saves whose collectives interleave on one process group wait for each other until it times out.
         take_turn(f"the save of {session.url}")
-        return StorageMeta(checkpoint_id=session.url, save_id=session.token)
+        return WriterMeta(checkpoint_id=session.url, save_id=session.token)
 
     @dcp_call
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
@@ -161,7 +163,7 @@ class BucketWriter(StorageWriter):
         if len(results) != len(plan.items):
             raise BucketpointError(f"{len(plan.items)} items were planned and {len(results)} written")
         future: Future[list[WriteResult]] = Future()
-        future.set_result(results)
+        future.set_result(Results(results, plan))
         return future
 
     @dcp_call
@@ -169,9 +171,6 @@ class BucketWriter(StorageWriter):
         """Coordinator (every rank without collectives): commit."""
         session = self._session()
         store, prefix = self._location.open(session.url)
-        whole, objects = complete_metadata(
-            metadata, results, storage_meta=StorageMeta(checkpoint_id=session.url, save_id=session.token)
-        )
         request = Commit(
             store=store,
             prefix=prefix,
@@ -180,23 +179,25 @@ class BucketWriter(StorageWriter):
             name=keys.METADATA if session.use_collectives else keys.rank_metadata(session.rank),
             overwrite=self.overwrite,
         )
-        commit(
+        committed = commit(
             request,
-            whole,
-            objects,
+            metadata,
+            reported(results, metadata),
             world_size=len(results) if session.use_collectives else world_size(),
             created=time.time(),
             endpoint=store.identity,
         )
+        if isinstance(metadata, PlannedMetadata) and session.use_collectives and len(results) > 1:
+            metadata.committed_at = session.url
         session.move(SaveState.COMMITTED)
         logger.info(
             "saved %s: %.1f MB in %.2f s, %d items of %d ranks in %d objects",
             session.url,
-            sum(facts["size"] for facts in objects.values()) / 1e6,
+            committed.nbytes / 1e6,
             time.monotonic() - session.started,
-            len(whole.storage_data),
+            committed.items,
             len(results),
-            len(objects),
+            committed.objects,
         )
 
     # -- AsyncStager --------------------------------------------------------------------------------------------------

@@ -57,17 +57,27 @@ def encode_metadata(metadata: Metadata, *, bucketpoint: dict[str, Any]) -> bytes
             `writer` are added.
     """
     whole = object.__new__(Metadata)
-    vars(whole).update(vars(metadata))
+    vars(whole).update({**vars(metadata), **extension(bucketpoint)})
+    return pickled(whole)
+
+
+def extension(bucketpoint: dict[str, Any]) -> dict[str, Any]:
+    """The attribute that `encode_metadata` adds."""
     facts = {"format": FORMAT_VERSION, "writer": __version__, **bucketpoint}
     _require_plain(facts, "the bucketpoint facts", None)
-    setattr(whole, _EXTRA, facts)
+    return {_EXTRA: facts}
+
+
+def pickled(whole: Metadata) -> bytes:
+    """The pickle of metadata, which takes its attributes as they are but for what other versions would not read."""
     stream = io.BytesIO()
     pickler = pickle.Pickler(stream, protocol=PICKLE_PROTOCOL)
-    sharing = _Sharing(metadata.state_dict_metadata)
-    if type(metadata.planner_data) is dict:
-        whole.planner_data = {sharing.share(name): value for name, value in metadata.planner_data.items()}
+    sharing = _Sharing(whole.state_dict_metadata)
+    if type(whole.planner_data) is dict:
+        whole.planner_data = {sharing.share(name): value for name, value in whole.planner_data.items()}
     pickler.dispatch_table = {**copyreg.dispatch_table, **sharing.reducers()}
-    pickler.dump(whole)
+    with without_gc():
+        pickler.dump(whole)
     return stream.getvalue()
 
 
@@ -125,7 +135,7 @@ def decode_metadata(data: bytes, *, trusted: bool = False, url: str | None = Non
         UnsafeDataError: the pickle names something that DCP metadata never has. Nothing of it was run.
         MetadataError: it is not DCP metadata.
     """
-    with _without_gc():
+    with without_gc():
         metadata = _unpickle_trusted(data, url) if trusted else _unpickle_safely(bytes(data), url)
     if not isinstance(metadata, Metadata):
         raise _not_metadata(f"it holds a {type(metadata).__name__}", url)
@@ -179,6 +189,14 @@ def record_of(
         # Of another writer: all that is known of an object is what its items cover.
         for info in items.values():
             sizes[info.relative_path] = sizes.get(info.relative_path, 0) + info.length
+    tensors = sum(isinstance(entry, TensorStorageMetadata) for entry in metadata.state_dict_metadata.values())
+    return make_record(facts, data, sizes, items=len(items), tensors=tensors, metadata_etag=metadata_etag)
+
+
+def make_record(
+    facts: dict[str, Any], data: bytes, sizes: dict[str, int], *, items: int, tensors: int, metadata_etag: str | None
+) -> CommitRecord:
+    """The same record, where what it counts is known: the sizes of all objects, the items and the tensors."""
     groups: dict[str, int] = {}
     for path, size in sizes.items():
         named = parse_data_path(path)
@@ -189,8 +207,8 @@ def record_of(
         created=_typed(facts, "created", float, int),
         bytes=sum(sizes.values()),
         objects=len(sizes),
-        items=len(items),
-        tensors=sum(isinstance(entry, TensorStorageMetadata) for entry in metadata.state_dict_metadata.values()),
+        items=items,
+        tensors=tensors,
         world_size=_typed(facts, "world_size", int),
         torch=_typed(facts, "torch", str),
         bucketpoint=_typed(facts, "writer", str),
@@ -201,8 +219,8 @@ def record_of(
 
 
 @contextlib.contextmanager
-def _without_gc() -> Iterator[None]:
-    """Unpickling makes a million objects and no garbage; the collections it would set off take ten times as long."""
+def without_gc() -> Iterator[None]:
+    """A million objects are made and none is garbage: the collections that it would set off take ten times as long."""
     if not gc.isenabled():
         yield
         return

@@ -106,7 +106,7 @@ _NO_ARGUMENT = rb"()N}\]tRbaesu012\x81\x85\x86\x87\x88\x89\x8f\x90\x91\x93\x94"
 _RUN = re.compile(
     rb"(?:["
     + _NO_ARGUMENT
-    + rb"]+|[Khq\x80].|M..|[Jj].{4}|[G\x95].{8}|\x8c(?:"
+    + rb"]+|[Khq\x80].|M..|[Jj].{4}|\x8a\x05.{5}|[G\x95].{8}|\x8c(?:"
     # Attribute names of the dataclasses are short; longer strings leave the pattern, as a branch costs time for all.
     + b"|".join(re.escape(bytes([size])) + b".{%d}" % size for size in range(24))
     + rb")){1,512}",

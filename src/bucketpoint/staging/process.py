@@ -1,4 +1,4 @@
-"""What may be sent to DCP's checkpoint process, and whether there is one to send to. Sends nothing itself."""
+"""What may be sent to DCP's checkpoint process, in which form, and whether there is one. Sends nothing itself."""
 
 from __future__ import annotations
 
@@ -51,3 +51,38 @@ def check_picklable(value: Any, path: tuple[Any, ...] = ()) -> None:
             key=".".join(map(str, path)),
             remedy="Use AsyncCheckpointerType.THREAD, or leave it out of the state",
         ) from error
+
+
+def crossing(value: Any) -> Any:
+    """A staged value in a form that the pickler takes, which comes out on the other side as the value itself.
+
+    Torch tells a wrapper (a DTensor) from a tensor by a null `data_ptr()`, and a wrapper around a view into a larger
+    storage has its offset there: the pickler then takes the wrapper's storage, which there is none of, for shared
+    memory, and the process ends.
+    """
+    if isinstance(value, torch.Tensor):
+        return _Wrapper(value) if hasattr(value, "__tensor_flatten__") else value
+    if isinstance(value, dict):
+        return type(value)((key, crossing(item)) for key, item in value.items())
+    if isinstance(value, list):
+        return [crossing(item) for item in value]
+    if isinstance(value, tuple) and (type(value) is tuple or hasattr(value, "_make")):
+        return getattr(type(value), "_make", tuple)([crossing(item) for item in value])
+    return value
+
+
+class _Wrapper:
+    """Pickles a wrapper as the tensors that it wraps, which lie in shared memory."""
+
+    def __init__(self, tensor: Any) -> None:
+        self._tensor = tensor
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        tensor = self._tensor
+        names, context = tensor.__tensor_flatten__()
+        inner = {name: crossing(getattr(tensor, name)) for name in names}
+        return _wrapped_again, (type(tensor), inner, context, tensor.size(), tensor.stride())
+
+
+def _wrapped_again(kind: Any, inner: dict[str, Any], context: Any, size: torch.Size, stride: tuple[int, ...]) -> Any:
+    return kind.__tensor_unflatten__(inner, context, size, stride)

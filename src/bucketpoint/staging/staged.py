@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from bucketpoint.staging.lease import Lease
-from bucketpoint.staging.process import check_picklable, dead_checkpoint_process
+from bucketpoint.staging.process import check_picklable, crossing, dead_checkpoint_process
 
 
 class StagedState(dict[Any, Any]):
@@ -48,4 +48,4 @@ class StagedState(dict[Any, Any]):
         check_picklable(plain)
         if self._on_pickle is not None:
             self._on_pickle()
-        return dict, (plain,)
+        return dict, (crossing(plain),)

@@ -5,6 +5,8 @@ Knows byte ranges, checksums and stores; what the bytes mean is the business of 
 
 from __future__ import annotations
 
+import bisect
+import mmap
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -124,29 +126,110 @@ def fetch(
     """Run all requests in parallel; every extent is verified and delivered, or the first error is raised."""
     with TaskGroup(options.connections, name="bucketpoint-download", nice=options.nice) as group:
         for request in requests:
-            group.start(lambda request=request: _run(store, request, options, pool, meter))  # type: ignore[misc]
+            group.start(lambda request=request: fetch_one(store, request, options, pool, meter))  # type: ignore[misc]
 
 
-def _run(store: Store, request: Request, options: TransferOptions, pool: BufferPool, meter: Meter) -> None:
+def fetch_one(store: Store, request: Request, options: TransferOptions, pool: BufferPool, meter: Meter) -> None:
+    """Run one request on the current thread, as `fetch` does."""
     with pool.lease(request.leased) as lease:
         buffers, pieces = _lay_out(request, lease)
 
         def attempt() -> None:
             store.read_into(request.key, request.start, buffers, if_match=request.etag)
             for extent, views in zip(request.extents, pieces, strict=True):
-                _verify(store, extent, views)
+                _verify(store.url, extent, views)
 
         retry_transient(attempt, attempts=options.read_attempts)
-        for extent, views in zip(request.extents, pieces, strict=True):
-            if _is_direct(extent):
-                extent.deliver(None)
-            elif extent.direct is not None:
-                offset = extent.direct_start - extent.start
-                extent.direct[:] = views[0][offset : offset + len(extent.direct)]
-                extent.deliver(None)
-            else:
-                extent.deliver(views[0])
+        _hand_over(request, pieces)
     meter.add(request.stop - request.start)
+
+
+class Assembly:
+    """A request whose bytes come in any order, and not all of them from the store.
+
+    Bytes are either received into the memory that `direct` or `place` names, or copied by `put`; `arrived` counts all.
+    One thread fills an assembly, and any thread may finish it once it is whole.
+
+    Args:
+        url: of the store, for messages.
+    """
+
+    def __init__(self, url: str, request: Request) -> None:
+        self.request = request
+        self._url = url
+        self._missing = request.stop - request.start
+        self._buffers: list[tuple[int, memoryview]] = []
+        self._pieces: list[list[memoryview]] = []
+        direct = [extent for extent in request.extents if _is_direct(extent)]
+        self._direct = [(extent.direct_start, extent.direct) for extent in direct if extent.direct is not None]
+        self._direct_starts = [start for start, _ in self._direct]
+
+    @property
+    def leased(self) -> int:
+        """Bytes of memory of our own that the assembly holds now."""
+        return self.request.leased if self._buffers else 0
+
+    def direct(self, start: int, stop: int) -> memoryview | None:
+        """The caller's memory that bytes `[start, stop)` of the object belong into, if all of them do."""
+        index = bisect.bisect_right(self._direct_starts, start) - 1
+        if index < 0:
+            return None
+        origin, view = self._direct[index]
+        return view[start - origin : stop - origin] if stop - origin <= len(view) else None
+
+    def place(self, start: int, stop: int) -> memoryview | None:
+        """Where bytes `[start, stop)` of the object belong, if that is one stretch: the caller's memory or our own."""
+        origin, buffer = self._buffers[self._buffer_of(start)]
+        return buffer[start - origin : stop - origin] if stop - origin <= len(buffer) else None
+
+    def put(self, start: int, data: memoryview) -> None:
+        """Copy the object's bytes from `start` on to where they belong."""
+        index = self._buffer_of(start)
+        while len(data):
+            origin, buffer = self._buffers[index]
+            room = buffer[start - origin : start - origin + len(data)]
+            room[:] = data[: len(room)]
+            start, data, index = start + len(room), data[len(room) :], index + 1
+
+    def arrived(self, nbytes: int) -> bool:
+        """Count bytes that are where they belong. True once none is missing."""
+        self._missing -= nbytes
+        assert self._missing >= 0
+        return self._missing == 0
+
+    def finish(self) -> None:
+        """Verify and deliver every extent, and let go of the memory. Raises CorruptDataError."""
+        if not self._buffers:
+            self._open()
+        for extent, views in zip(self.request.extents, self._pieces, strict=True):
+            _verify(self._url, extent, views)
+        _hand_over(self.request, self._pieces)
+        self._buffers, self._pieces = [], []
+
+    def _buffer_of(self, start: int) -> int:
+        if not self._buffers:
+            self._open()
+        return bisect.bisect_right(self._buffers, start, key=lambda entry: entry[0]) - 1
+
+    def _open(self) -> None:
+        lease = memoryview(mmap.mmap(-1, self.request.leased) if self.request.leased else b"")
+        views, self._pieces = _lay_out(self.request, lease)
+        position = self.request.start
+        for view in views:
+            self._buffers.append((position, view))
+            position += len(view)
+
+
+def _hand_over(request: Request, pieces: Sequence[Sequence[memoryview]]) -> None:
+    for extent, views in zip(request.extents, pieces, strict=True):
+        if _is_direct(extent):
+            extent.deliver(None)
+        elif extent.direct is not None:
+            offset = extent.direct_start - extent.start
+            extent.direct[:] = views[0][offset : offset + len(extent.direct)]
+            extent.deliver(None)
+        else:
+            extent.deliver(views[0])
 
 
 def _lay_out(request: Request, lease: memoryview) -> tuple[list[memoryview], list[list[memoryview]]]:
@@ -184,7 +267,7 @@ def _lay_out(request: Request, lease: memoryview) -> tuple[list[memoryview], lis
     return buffers, pieces
 
 
-def _verify(store: Store, extent: Extent, views: Sequence[memoryview]) -> None:
+def _verify(url: str, extent: Extent, views: Sequence[memoryview]) -> None:
     stretches = _cut(views, [block.nbytes for block in extent.blocks])
     position = extent.start
     for block, stretch in zip(extent.blocks, stretches, strict=True):
@@ -195,7 +278,7 @@ def _verify(store: Store, extent: Extent, views: Sequence[memoryview]) -> None:
             raise CorruptDataError(
                 f"Checksum mismatch in {extent.label or 'data'}: bytes {position}-{position + block.nbytes - 1} have "
                 f"CRC32C {crc:08x}, and {block.crc32c:08x} was written",
-                url=store.url,
+                url=url,
                 key=extent.key,
             )
         position += block.nbytes

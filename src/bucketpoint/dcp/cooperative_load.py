@@ -1,0 +1,184 @@
+"""A load in which ranks read for each other: meets them, agrees on a schedule, and runs it round by round.
+
+All collectives are made here, on the caller's thread; store reads and checks run on threads beside it. What a schedule
+is, and whether one is worth it, is decided elsewhere.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import pickle
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from bucketpoint.dcp.cooperative import Bandwidths, Decision, Demand, check_mode, decide
+from bucketpoint.dcp.cooperative_rounds import SharedLoad, reason_of, round_bytes
+from bucketpoint.dcp.cooperative_schedule import Overlaps
+from bucketpoint.dcp.exchange import Exchange, Note, PeerFailedError, meet
+from bucketpoint.errors import BucketpointError
+from bucketpoint.stores import Store
+from bucketpoint.transfer import BufferPool, Meter, Request, TransferOptions, fetch
+
+_PLANNED, _REFUSED = 0, 1
+
+
+class Cooperation:
+    """The ranks that a reader loads with, from one load to the next.
+
+    Args:
+        mode: `"off"`, `"node"`, `"group"` or `"auto"`.
+        group: torch's process group; None for all ranks of the job.
+    """
+
+    def __init__(self, mode: str, group: Any, bandwidths: Bandwidths | None) -> None:
+        self._mode = check_mode(mode)
+        self._group = group
+        self._bandwidths = bandwidths or Bandwidths()
+        self._exchange: Exchange | None = None
+        self.explanation = "Nothing has been loaded yet"
+        self.peak_bytes = 0
+        """The most memory of its own that the last load together held at once on this rank."""
+
+    def connect(self, url: str | None) -> None:
+        """Begin a load: with whom. A collective on the group, unless the mode is `"off"` or there is one rank."""
+        self.close()
+        self.peak_bytes = 0
+        if self._mode == "off":
+            self.explanation = 'Plain: cooperative="off"'
+        elif not (dist.is_available() and dist.is_initialized()) or dist.get_world_size(self._group) == 1:
+            self.explanation = "Plain: there is one rank"
+        else:
+            members = meet(self._mode, url, self._group)
+            self.explanation = "Plain: this rank is alone on its node"
+            if len(members) > 1:
+                self._exchange = Exchange(members, self._group)
+
+    def close(self) -> None:
+        """End the load. What comes until the next `connect` is read plainly."""
+        if self._exchange is not None:
+            self._exchange.close()
+            self._exchange = None
+
+    def read_once(self, get: Callable[[], bytes]) -> bytes:
+        """What `get` returns or raises on the first member, on all members."""
+        exchange = self._exchange
+        if exchange is None:
+            return get()
+        data, outcome = b"", _PLANNED
+        with self.taking_part():
+            if exchange.rank == 0:
+                try:
+                    data = get()
+                except Exception as error:  # noqa: BLE001 (raised on every member)
+                    known = isinstance(error, BucketpointError)
+                    data, outcome = pickle.dumps(error if known else BucketpointError(reason_of(error))), _REFUSED
+            nbytes, outcome = exchange.agree(Note((len(data), outcome)))[0].numbers
+            received = exchange.broadcast(data, nbytes)
+        if outcome == _REFUSED:
+            self.close()
+            self.explanation = "Plain: there is no common metadata"
+            raise pickle.loads(received)
+        return data if exchange.rank == 0 else bytes(received)
+
+    def fetch(
+        self,
+        store: Store,
+        plan: Callable[[], list[Request]],
+        options: TransferOptions,
+        *,
+        pool: BufferPool,
+        meter: Meter,
+    ) -> None:
+        """Plan this rank's requests and run them, those of common bytes together with the other members.
+
+        Raises:
+            PeerFailedError: another rank failed; it is named.
+            BucketpointError: another rank is lost.
+        """
+        exchange = self._exchange
+        if exchange is None:
+            _fetch_alone(store, plan(), options, pool, meter)
+            return
+        with self.taking_part():
+            self._fetch(exchange, store, plan, options, pool, meter)
+        self.close()
+
+    def _fetch(
+        self,
+        exchange: Exchange,
+        store: Store,
+        plan: Callable[[], list[Request]],
+        options: TransferOptions,
+        pool: BufferPool,
+        meter: Meter,
+    ) -> None:
+        requests: list[Request] = []
+        failure: Exception | None = None
+        try:
+            requests = plan()
+        except Exception as error:  # noqa: BLE001 (raised once the other ranks know of it)
+            failure = error
+        if failure is not None:
+            with contextlib.suppress(BucketpointError):
+                exchange.swap(Note(failure=reason_of(failure)))
+            raise failure
+        notes = exchange.agree(Note((len(requests), options.max_inflight_bytes)))
+        numbers = {key: _number_of(key) for key in {request.key for request in requests}}
+        # A model may be built, and so loaded, under another default device.
+        with torch.device("cpu"):
+            rows = torch.tensor(
+                [(numbers[request.key], request.start, request.stop) for request in requests], dtype=torch.int64
+            ).reshape(-1, 3)
+            overlaps = Overlaps(exchange.gather(rows, [note.numbers[0] for note in notes]), exchange.nodes)
+            decision = decide(self._mode, overlaps.demand, self._bandwidths)
+            self.explanation = _explain(decision, overlaps.demand)
+            size = round_bytes(min(note.numbers[1] for note in notes))
+            schedule = overlaps.schedule(exchange.rank, size) if decision.together else None
+        if schedule is None:
+            self.close()
+            _fetch_alone(store, requests, options, pool, meter)
+            return
+        load = SharedLoad(exchange, schedule, requests, numbers, store=store, options=options, meter=meter)
+        load.run(self.taking_part)
+        self.peak_bytes = load.peak_bytes
+        self.explanation += f". This rank read {meter.done_bytes / 1e9:.3f} GB"
+
+    @contextlib.contextmanager
+    def taking_part(self) -> Iterator[None]:
+        """Whatever is raised within, no other rank is left waiting."""
+        try:
+            yield
+        except PeerFailedError:
+            self.close()
+            raise
+        except BaseException as error:
+            exchange, self._exchange = self._exchange, None
+            if exchange is not None:
+                exchange.leave(reason_of(error))
+            raise
+
+
+def _fetch_alone(
+    store: Store, requests: list[Request], options: TransferOptions, pool: BufferPool, meter: Meter
+) -> None:
+    meter.total_bytes = meter.done_bytes + sum(request.stop - request.start for request in requests)
+    fetch(store, requests, options, pool=pool, meter=meter)
+
+
+def _number_of(key: str) -> int:
+    """A number for an object that needs no table: 63 bits of a hash, as two that met would fail the checksums."""
+    return int.from_bytes(hashlib.sha256(key.encode("utf-8", "surrogatepass")).digest()[:8], "big") >> 1
+
+
+def _explain(decision: Decision, demand: Demand) -> str:
+    taken = "Cooperative" if decision.together else "Plain"
+    holders = demand.total / demand.distinct if demand.distinct else 1.0
+    nodes = f"{demand.nodes} node{'s' if demand.nodes > 1 else ''}"
+    return (
+        f"{taken}: {decision.reason}. {demand.ranks} ranks on {nodes} want {demand.total / 1e9:.3f} GB in all, "
+        f"of which {demand.distinct / 1e9:.3f} GB are distinct ({holders:.2f} ranks a byte)"
+    )

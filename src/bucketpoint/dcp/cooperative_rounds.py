@@ -1,0 +1,328 @@
+"""One rank's part in a schedule: reads its cells ahead, hands them out round by round, puts together what arrives.
+
+The caller's thread talks to the other ranks and copies; store reads, checks and deliveries run on threads beside it.
+"""
+
+from __future__ import annotations
+
+import bisect
+import contextlib
+import mmap
+import threading
+from collections import Counter, deque
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+
+from bucketpoint.dcp.cooperative_schedule import Cell, Schedule
+from bucketpoint.dcp.exchange import Exchange, Message, Note
+from bucketpoint.errors import BucketpointError
+from bucketpoint.stores import Store
+from bucketpoint.transfer import BufferPool, Meter, Request, TaskGroup, TransferOptions, retry_transient
+from bucketpoint.transfer.download import Assembly, fetch_one
+
+_FINISHERS = 2
+"""Threads that check and deliver: a checksum takes a tenth of the time in which its bytes arrived."""
+
+# Shares of `max_inflight_bytes`. Three rounds' worth are held at most: one on its way in, one in requests that wait for
+# more, one in requests that are being checked. An eighth is left for a request that begins in one round of many.
+_ROUND, _AHEAD, _ALONE = 1 / 8, 1 / 4, 1 / 4
+
+
+def round_bytes(max_inflight_bytes: int) -> int:
+    """How much a round hands out at most, with this much memory on the rank that has the least."""
+    return max(int(max_inflight_bytes * _ROUND), 1)
+
+
+def reason_of(error: BaseException) -> str:
+    """An error as the other ranks are told it."""
+    return f"{type(error).__name__}: {error}"
+
+
+class SharedLoad:
+    """Runs a schedule on one rank.
+
+    Args:
+        requests: of this rank, in the order of its rows in the schedule.
+        numbers: the number of each object in the schedule, by key.
+    """
+
+    def __init__(
+        self,
+        exchange: Exchange,
+        schedule: Schedule,
+        requests: Sequence[Request],
+        numbers: Mapping[str, int],
+        *,
+        store: Store,
+        options: TransferOptions,
+        meter: Meter,
+    ) -> None:
+        self._exchange = exchange
+        self._schedule = schedule
+        self._store = store
+        self._options = options
+        self._meter = meter
+        self._pool = BufferPool(max(int(options.max_inflight_bytes * _ALONE), 1))
+        self._targets = _Targets(
+            [(numbers[own.key], own) for own, shared in zip(requests, schedule.shared, strict=True) if shared],
+            store.url,
+            everything=requests,
+        )
+        self._alone = deque(own for own, shared in zip(requests, schedule.shared, strict=True) if not shared)
+        mine = [cell for cells in schedule.rounds for cell in cells if cell.reader == exchange.rank]
+        meter.total_bytes = meter.done_bytes + sum(cell.nbytes for cell in mine)
+        meter.total_bytes += sum(request.stop - request.start for request in self._alone)
+
+        # What follows is shared with the threads, and changed under the condition alone.
+        self._state = threading.Condition()
+        self._error: BaseException | None = None
+        self._alone_left = len(self._alone)
+        self._cells = deque(mine)
+        self._read: dict[tuple[int, int], memoryview] = {}
+        self._ahead = 0
+        self._ahead_bytes = 0
+        self._finishing = 0
+        self._finishing_bytes = 0
+        self._held = 0
+        self.peak_bytes = 0
+
+    def run(self, taking_part: Callable[[], contextlib.AbstractContextManager[None]]) -> None:
+        """Load all of this rank's bytes.
+
+        Args:
+            taking_part: entered around all that talks to other ranks: it tells them if this rank cannot go on.
+        """
+        options = self._options
+        with (
+            TaskGroup(options.connections, name="bucketpoint-download", nice=options.nice) as reading,
+            TaskGroup(_FINISHERS, name="bucketpoint-verify", nice=options.nice) as finishing,
+            # Innermost: the others are told before this rank waits for what its threads still do.
+            taking_part(),
+        ):
+            self._read_ahead(reading, self._schedule.rounds[0] if self._schedule.rounds else ())
+            for _ in range(min(options.connections, len(self._alone))):
+                reading.start(self._watched(lambda: self._fetch_alone(reading)))
+            for cells in self._schedule.rounds:
+                self._read_ahead(reading, cells)
+                self._wait_for(lambda cells=cells: self._is_ready(cells))  # type: ignore[misc]
+                self._agree()
+                self._hand_out(cells, finishing)
+            self._wait_for(lambda: not self._alone_left and not self._finishing)
+            self._agree()
+
+    # -- reading ------------------------------------------------------------------------------------------------------
+
+    def _read_ahead(self, reading: TaskGroup, cells: Sequence[Cell]) -> None:
+        """Begin reading this rank's cells: those of the round in any case, later ones as long as there is room."""
+        limit = int(self._options.max_inflight_bytes * _AHEAD)
+        due = {(cell.obj, cell.start) for cell in cells}
+        while self._cells:
+            cell = self._cells[0]
+            direct = self._targets.direct(cell.obj, cell.start, cell.stop)
+            staged = 0 if direct is not None else cell.nbytes
+            room = self._ahead_bytes + staged <= limit and self._ahead < 2 * self._options.connections
+            if not room and (cell.obj, cell.start) not in due:
+                return
+            self._cells.popleft()
+            self._ahead += 1
+            self._ahead_bytes += staged
+            view = direct if direct is not None else self._take(cell.nbytes)
+            reading.start(self._watched(lambda cell=cell, view=view: self._read_cell(cell, view)))  # type: ignore[misc]
+
+    def _read_cell(self, cell: Cell, view: memoryview) -> None:
+        key, etag = self._targets.source(cell.obj)
+        retry_transient(
+            lambda: self._store.read_into(key, cell.start, [view], if_match=etag), attempts=self._options.read_attempts
+        )
+        self._meter.add(cell.nbytes)
+        with self._state:
+            self._read[cell.obj, cell.start] = view
+
+    def _fetch_alone(self, reading: TaskGroup) -> None:
+        """One request of this rank's own, then the next: behind the cells that have been queued since."""
+        try:
+            request = self._alone.popleft()
+        except IndexError:
+            return
+        fetch_one(self._store, request, self._options, self._pool, self._meter)
+        with self._state:
+            self._alone_left -= 1
+        reading.start(self._watched(lambda: self._fetch_alone(reading)))
+
+    # -- rounds -------------------------------------------------------------------------------------------------------
+
+    def _is_ready(self, cells: Sequence[Cell]) -> bool:
+        """This rank has read its cells of a round, and is not behind with checking what came before."""
+        if self._finishing_bytes > self._options.max_inflight_bytes * _ROUND:
+            return False
+        return all((cell.obj, cell.start) in self._read for cell in cells if cell.reader == self._exchange.rank)
+
+    def _agree(self) -> None:
+        """No rank hands out anything of a round before all have said that they can."""
+        with self._state:
+            error = self._error
+        if error is None:
+            self._exchange.agree(Note(), self._schedule.peers)
+            return
+        with contextlib.suppress(BucketpointError):
+            self._exchange.swap(Note(failure=reason_of(error)), self._schedule.peers)
+        raise error
+
+    def _hand_out(self, cells: Sequence[Cell], finishing: TaskGroup) -> None:
+        here = self._exchange.rank
+        sends: list[Message] = []
+        receives: list[Message] = []
+        arrived: list[tuple[Cell, int, int, memoryview | None]] = []
+        sent_to: Counter[int] = Counter()
+        got_from: Counter[int] = Counter()
+        staged = ahead = 0
+        for cell in cells:
+            if cell.reader == here:
+                with self._state:
+                    view = self._read.pop((cell.obj, cell.start))
+                staying = self._targets.direct(cell.obj, cell.start, cell.stop) is not None
+                self._ahead -= 1
+                ahead += 0 if staying else cell.nbytes
+                for peer, spans in cell.needs.items():
+                    for start, stop in spans:
+                        data = view[start - cell.start : stop - cell.start]
+                        if peer == here:
+                            arrived.append((cell, start, stop, None if staying else data))
+                        else:
+                            sends.append(Message(peer, sent_to[peer], data))
+                            sent_to[peer] += 1
+            else:
+                for start, stop in cell.needs.get(here, ()):
+                    in_place = self._place(cell.obj, start, stop)
+                    data = in_place if in_place is not None else self._take(stop - start)
+                    staged += 0 if in_place is not None else stop - start
+                    receives.append(Message(cell.reader, got_from[cell.reader], data))
+                    got_from[cell.reader] += 1
+                    arrived.append((cell, start, stop, None if in_place is not None else data))
+        self._exchange.move(receives, sends)
+        for cell, start, stop, copied in arrived:
+            self._settle(cell.obj, start, stop, copied, finishing)
+        self._ahead_bytes -= ahead
+        self._hold(-staged - ahead)
+
+    def _place(self, obj: int, start: int, stop: int) -> memoryview | None:
+        assembly = self._targets.only(obj, start, stop)
+        if assembly is None:
+            return None
+        direct = assembly.direct(start, stop)
+        if direct is not None:
+            return direct
+        before = assembly.leased
+        found = assembly.place(start, stop)
+        self._hold(assembly.leased - before)
+        return found
+
+    def _settle(self, obj: int, start: int, stop: int, copied: memoryview | None, finishing: TaskGroup) -> None:
+        for assembly in self._targets.overlapping(obj, start, stop):
+            low, high = max(assembly.request.start, start), min(assembly.request.stop, stop)
+            if copied is not None:
+                before = assembly.leased
+                assembly.put(low, copied[low - start : high - start])
+                self._hold(assembly.leased - before)
+            if assembly.arrived(high - low):
+                with self._state:
+                    self._finishing += 1
+                    self._finishing_bytes += assembly.leased
+                finishing.start(self._watched(lambda assembly=assembly: self._finish(assembly)))  # type: ignore[misc]
+
+    def _finish(self, assembly: Assembly) -> None:
+        leased = assembly.leased
+        assembly.finish()
+        self._hold(-leased)
+        with self._state:
+            self._finishing -= 1
+            self._finishing_bytes -= leased
+
+    # -- bookkeeping --------------------------------------------------------------------------------------------------
+
+    def _take(self, nbytes: int) -> memoryview:
+        self._hold(nbytes)
+        return memoryview(mmap.mmap(-1, nbytes))
+
+    def _hold(self, nbytes: int) -> None:
+        with self._state:
+            self._held += nbytes
+            self.peak_bytes = max(self.peak_bytes, self._held)
+
+    def _wait_for(self, condition: Callable[[], bool]) -> None:
+        with self._state:
+            self._state.wait_for(lambda: self._error is not None or condition())
+
+    def _watched(self, task: Callable[[], None]) -> Callable[[], None]:
+        def run() -> None:
+            try:
+                task()
+            except BaseException as error:
+                with self._state:
+                    self._error = self._error or error
+                    self._state.notify_all()
+                raise
+            with self._state:
+                self._state.notify_all()
+
+        return run
+
+
+class _Targets:
+    """Where the bytes of the shared requests go: found by object and range."""
+
+    def __init__(self, shared: Sequence[tuple[int, Request]], url: str, *, everything: Sequence[Request]) -> None:
+        self._by_object: dict[int, list[Assembly]] = {}
+        self._longest: dict[int, int] = {}
+        for number, request in sorted(shared, key=lambda entry: entry[1].start):
+            self._by_object.setdefault(number, []).append(Assembly(url, request))
+            self._longest[number] = max(self._longest.get(number, 0), request.stop - request.start)
+        self._common = _common_memory(everything)
+
+    def source(self, obj: int) -> tuple[str, str | None]:
+        request = self._by_object[obj][0].request
+        return request.key, request.etag
+
+    def overlapping(self, obj: int, start: int, stop: int) -> list[Assembly]:
+        entries = self._by_object[obj]
+        index = bisect.bisect_right(entries, start - self._longest[obj], key=lambda entry: entry.request.start)
+        found = []
+        while index < len(entries) and entries[index].request.start < stop:
+            if entries[index].request.stop > start:
+                found.append(entries[index])
+            index += 1
+        return found
+
+    def direct(self, obj: int, start: int, stop: int) -> memoryview | None:
+        """The caller's memory that these bytes can be received into, and sent from."""
+        assembly = self.only(obj, start, stop)
+        return None if assembly is None else assembly.direct(start, stop)
+
+    def only(self, obj: int, start: int, stop: int) -> Assembly | None:
+        """The assembly that all of these bytes go to, if they go to no other."""
+        found = self.overlapping(obj, start, stop)
+        if len(found) != 1 or found[0].request.start > start or found[0].request.stop < stop:
+            return None
+        return None if id(found[0].request) in self._common else found[0]
+
+
+def _common_memory(requests: Sequence[Request]) -> set[int]:
+    """The ids of requests with memory that another extent also fills, as tied tensors have.
+
+    What was received there may have been overwritten before it is sent on.
+    """
+    places = sorted(
+        (torch.frombuffer(extent.direct, dtype=torch.uint8).data_ptr(), len(extent.direct), id(request))
+        for request in requests
+        for extent in request.extents
+        if extent.direct
+    )
+    common: set[int] = set()
+    end, last = 0, 0
+    for start, nbytes, request in places:
+        if start < end:
+            common |= {request, last}
+        if start + nbytes > end:
+            end, last = start + nbytes, request
+    return common

@@ -1,0 +1,95 @@
+"""Plain tensors that hold several chunks of a larger one, as torch 2.15's `CheckpointableTensor` describes them.
+
+Described here in the way that every DCP understands. No I/O, and no planning.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
+
+from bucketpoint.errors import BucketpointError
+
+_TOLD_BY = ("global_shape", "global_offsets", "local_offsets", "local_sizes")
+
+
+@dataclass(frozen=True)
+class LocalChunks:
+    """The chunks in one local tensor: each a box of `sizes`, at `local_offsets` in it and at `global_offsets` of the
+    tensor of `shape` that they are parts of."""
+
+    tensor: torch.Tensor
+    shape: tuple[int, ...]
+    global_offsets: Sequence[Sequence[int]]
+    local_offsets: Sequence[Sequence[int]]
+    sizes: Sequence[Sequence[int]]
+
+    def size(self) -> torch.Size:
+        """The shape of the whole tensor, as DCP compares it with the saved one."""
+        return torch.Size(self.shape)
+
+    def fault(self) -> str | None:
+        """What is wrong with the description; None if nothing is."""
+        counts = {len(self.global_offsets), len(self.local_offsets), len(self.sizes)}
+        if len(counts) != 1:
+            return "has global_offsets, local_offsets and local_sizes of different lengths"
+        for number, (there, here, size) in enumerate(
+            zip(self.global_offsets, self.local_offsets, self.sizes, strict=True)
+        ):
+            for name, offsets, bounds in (
+                ("global_shape", there, self.shape),
+                ("its tensor's", here, tuple(self.tensor.shape)),
+            ):
+                if not len(offsets) == len(size) == len(bounds) or any(
+                    at < 0 or extent < 0 or at + extent > bound
+                    for at, extent, bound in zip(offsets, size, bounds, strict=True)
+                ):
+                    box = f"{list(size)} at {list(offsets)}"
+                    return f"has a chunk {number} of {box}, which does not lie within {name} {list(bounds)}"
+        return None
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        """DCP's protocol: the chunks, in order.
+
+        Raises:
+            ValueError: the description is at fault, which is what DCP's own planner expects to be told so.
+        """
+        fault = self.fault()
+        if fault is not None:
+            raise ValueError(fault)
+        return [
+            ChunkStorageMetadata(torch.Size(offsets), torch.Size(size))
+            for offsets, size in zip(self.global_offsets, self.sizes, strict=True)
+        ]
+
+    def find(self, index: MetadataIndex) -> torch.Tensor:
+        """The part of the local tensor that is the chunk at `index.offset`: a view.
+
+        Raises:
+            BucketpointError: there is no such chunk.
+        """
+        offset = tuple(index.offset) if index.offset is not None else (0,) * len(self.shape)
+        # The hint first: replicas of a chunk within one tensor have the same offset.
+        hinted = [index.index] if index.index is not None and index.index < len(self.sizes) else []
+        for number in (*hinted, *range(len(self.sizes))):
+            if tuple(self.global_offsets[number]) == offset:
+                view = self.tensor
+                for axis, (at, size) in enumerate(zip(self.local_offsets[number], self.sizes[number], strict=True)):
+                    view = view.narrow(axis, at, size)
+                return view
+        raise BucketpointError(f"There is no chunk at {list(offset)} in the tensor to load into", key=index.fqn)
+
+
+def chunks_in(value: Any) -> LocalChunks | None:
+    """The chunks of a tensor that says which it holds; None for any other value."""
+    if not isinstance(value, torch.Tensor):
+        return None
+    told: list[Any] = [getattr(value, name, None) for name in _TOLD_BY]
+    if any(one is None for one in told):
+        return None
+    shape, global_offsets, local_offsets, sizes = told
+    return LocalChunks(value, tuple(shape), global_offsets, local_offsets, sizes)

@@ -1,0 +1,145 @@
+"""What each rank reports after its upload, as it crosses to the coordinator: columns in the order of the plan.
+
+A result says nothing that the coordinator knows: not the items, if it dealt them out, nor where they lie, if that is as
+at the save before. Nothing is uploaded and nothing is committed here.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import operator
+import pickle
+import zlib
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem
+from torch.distributed.checkpoint.storage import WriteResult
+
+from bucketpoint.errors import BucketpointError, IncompleteSaveError
+from bucketpoint.format.columns import Columns, Layout, ObjectFacts, pack, unpack
+
+
+@dataclass(frozen=True)
+class Dealt:
+    """What a rank's plan says about what the coordinator knows: the `planner_data` of plans that our planner deals.
+
+    Attributes:
+        entry: number of the kept plan.
+        items: digest of the items that the coordinator takes results for; empty if each result is to name its own.
+        layout: digest of where it takes them to lie, if it knows; it keeps that for as long as this save lasts.
+    """
+
+    entry: int
+    items: bytes = b""
+    layout: bytes | None = None
+
+
+def items_digest(items: Iterable[WriteItem]) -> bytes:
+    """16 bytes that tell which items these are, and their order."""
+    said = hashlib.blake2b(digest_size=16)
+    for item in items:
+        index = item.index
+        said.update(f"{len(index.fqn)}:{index.fqn}{tuple(index.offset) if index.offset is not None else ''}".encode())
+    return said.digest()
+
+
+class Results(list[WriteResult]):
+    """A rank's results: a list like any other, which pickles small.
+
+    On the coordinator it arrives as a list again if it tells the items itself, and else as `PackedResults`.
+    """
+
+    def __init__(self, results: Sequence[WriteResult], plan: SavePlan) -> None:
+        super().__init__(results)
+        # Now and not while it is pickled, when DCP no longer tells the other ranks about errors.
+        self._packed = _packed(results, plan)
+        self._packed_from = tuple(results)
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        if self._packed is None or not self._unchanged():
+            return list, (list(self),)
+        return _arrived, self._packed
+
+    def packed(self) -> PackedResults | None:
+        """What arrives if it does not cross at all, in a save of one process; None if that is a list."""
+        if self._packed is None or self._packed[-1] is not None or not self._unchanged():
+            return None
+        return PackedResults(*self._packed[:-1])
+
+    def _unchanged(self) -> bool:
+        return len(self) == len(self._packed_from) and all(map(operator.is_, self, self._packed_from))
+
+
+class PackedResults:
+    """Results of a rank as they have crossed, to be put together with the plan that the rank was dealt.
+
+    Looks like no list, so that nobody takes it for an empty one.
+    """
+
+    def __init__(self, objects: tuple[ObjectFacts, ...], layout: Layout | bytes, checksums: bytes) -> None:
+        self.objects = objects
+        self.layout = layout
+        self.checksums = checksums
+
+    def columns(self, count: int, known: Layout | None) -> Columns:
+        """What was reported of `count` items.
+
+        Raises:
+            IncompleteSaveError: they belong to another plan, or to a layout that is not at hand.
+        """
+        layout = self.layout
+        if isinstance(layout, bytes):
+            if known is None or known.digest != layout:
+                raise IncompleteSaveError("A rank refers to an earlier save that the coordinator does not know")
+            layout = known
+        if layout.count != count:
+            raise IncompleteSaveError(f"{layout.count} results were reported for {count} items")
+        return Columns(layout, self.objects, self.checksums)
+
+    def __iter__(self) -> Iterator[WriteResult]:
+        raise BucketpointError("Results that were sent to the coordinator are only for the writer that made them")
+
+
+def _packed(results: Sequence[WriteResult], plan: SavePlan) -> tuple[Any, ...] | None:
+    order = {item.index: at for at, item in enumerate(plan.items)}
+    dealt = plan.planner_data
+    known = isinstance(dealt, Dealt) and dealt.items == items_digest(plan.items)
+    known = known and len(order) == len(results) and all(result.index in order for result in results)
+    if known:
+        results = sorted(results, key=lambda result: order[result.index])
+    columns = pack([result.storage_data for result in results])
+    if columns is None or any(result.size_in_bytes != result.storage_data.length for result in results):
+        return None
+    if known:
+        as_before = columns.layout.digest == dealt.layout
+        return columns.objects, dealt.layout if as_before else columns.layout, columns.checksums, None
+    indices = [(result.index.fqn, _plain(result.index.offset), result.index.index) for result in results]
+    return columns.objects, columns.layout, columns.checksums, zlib.compress(pickle.dumps(indices))
+
+
+def _plain(offset: Any) -> tuple[int, ...] | None:
+    return None if offset is None else tuple(offset)
+
+
+def _arrived(
+    objects: tuple[ObjectFacts, ...], layout: Layout | bytes, checksums: bytes, indices: bytes | None
+) -> list[WriteResult] | PackedResults:
+    if indices is None or isinstance(layout, bytes):
+        return PackedResults(objects, layout, checksums)
+    named = [MetadataIndex(*index) for index in pickle.loads(zlib.decompress(indices))]
+    return _results(named, Columns(layout, objects, checksums))
+
+
+def results_of(items: Sequence[WriteItem], columns: Columns) -> list[WriteResult]:
+    """The results that the columns of these items stand for."""
+    return _results([item.index for item in items], columns)
+
+
+def _results(indices: Sequence[MetadataIndex], columns: Columns) -> list[WriteResult]:
+    return [
+        WriteResult(index=index, size_in_bytes=info.length, storage_data=info)
+        for index, info in zip(indices, unpack(columns), strict=True)
+    ]

@@ -1,0 +1,154 @@
+"""The storage data of many items as columns: what ranks send of them, at a few bytes an item. No I/O.
+
+What is the same at every save of one structure (where each item lies in which object) is apart from what is not (names,
+sizes and ETags of the objects, checksums), so that it need not be sent again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+import zlib
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+
+from bucketpoint.errors import MetadataError
+from bucketpoint.format import storage_info as names
+from bucketpoint.format.storage_info import set_object_facts
+
+_NONE = -1
+_KNOWN = {
+    "relative_path", "offset", "length", "transform_descriptors", names._PAYLOAD_OFFSET, names._PAYLOAD_NBYTES,
+    names._CRC32C, names._BLOCK_NBYTES, names._BLOCK_CRCS, names._OBJECT,
+}  # fmt: skip
+_COLUMNS = 7
+
+ObjectFacts = tuple[str, int | None, str | None]
+"""Path, size and ETag of a data object; size and ETag are None where no item carried them."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where some items lie.
+
+    Attributes:
+        columns: int64, one column after the other and one entry for each item: number of its object, offset, length,
+            offset and size of its payload, size of its blocks, number of its blocks. -1 stands for None.
+        transforms: descriptors of the transforms that all of the items went through.
+    """
+
+    columns: bytes
+    transforms: tuple[str, ...] | None = None
+
+    @cached_property
+    def digest(self) -> bytes:
+        """16 bytes that tell this layout from any other."""
+        said = hashlib.blake2b(self.columns, digest_size=16)
+        said.update(repr(self.transforms).encode())
+        return said.digest()
+
+    @cached_property
+    def count(self) -> int:
+        return len(self.columns) // (8 * _COLUMNS)
+
+    def column(self, number: int) -> array[int]:
+        values = array("q")
+        values.frombytes(self.columns[number * 8 * self.count : (number + 1) * 8 * self.count])
+        return values
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _inflated, (zlib.compress(self.columns), self.transforms)
+
+
+def _inflated(columns: bytes, transforms: tuple[str, ...] | None) -> Layout:
+    return Layout(zlib.decompress(columns), transforms)
+
+
+@dataclass(frozen=True)
+class Columns:
+    """The storage data of some items.
+
+    Attributes:
+        checksums: 4 bytes little-endian each: the CRC32C of every item, then those of all blocks of every item that has
+            more than one.
+    """
+
+    layout: Layout
+    objects: tuple[ObjectFacts, ...]
+    checksums: bytes
+
+
+def pack(infos: Sequence[Any]) -> Columns | None:
+    """The columns of what `make_storage_info` made; None if something in it would be lost."""
+    paths: dict[str, int] = {}
+    facts: dict[str, tuple[int, str | None]] = {}
+    columns = [array("q") for _ in range(_COLUMNS)]
+    objects, offsets, lengths, payload_offsets, payload_sizes, block_sizes, block_counts = columns
+    crcs = array("I")
+    blocks: list[bytes] = []
+    transforms = {tuple(info.transform_descriptors or ()) for info in infos}
+    if len(transforms) > 1 or any(vars(info).keys() - _KNOWN for info in infos):
+        return None
+    for info in infos:
+        values = vars(info)
+        crc, path = values.get(names._CRC32C), values["relative_path"]
+        if crc is None:
+            return None
+        if names._OBJECT in values:
+            facts[path] = values[names._OBJECT]
+        crcs.append(crc)
+        objects.append(paths.setdefault(path, len(paths)))
+        offsets.append(values["offset"])
+        lengths.append(values["length"])
+        payload_offsets.append(values.get(names._PAYLOAD_OFFSET, _NONE))
+        payload_sizes.append(values.get(names._PAYLOAD_NBYTES, _NONE))
+        own = values.get(names._BLOCK_CRCS, b"")
+        blocks.append(own)
+        block_sizes.append(values.get(names._BLOCK_NBYTES, _NONE))
+        block_counts.append(len(own) // 4)
+    layout = Layout(b"".join(column.tobytes() for column in columns), next(iter(transforms), ()) or None)
+    checksums = struct.pack(f"<{len(crcs)}I", *crcs) + b"".join(blocks)
+    return Columns(layout, tuple([(path, *facts.get(path, (None, None))) for path in paths]), checksums)
+
+
+def unpack(columns: Columns) -> list[_StorageInfo]:
+    """What `pack` was given.
+
+    Raises:
+        MetadataError: the parts do not fit each other.
+    """
+    layout, count = columns.layout, columns.layout.count
+    block_counts = layout.column(6)
+    if len(columns.checksums) != 4 * (count + sum(block_counts)):
+        raise MetadataError(f"{len(columns.checksums)} bytes of checksums were sent for {count} items")
+    crcs = struct.unpack_from(f"<{count}I", columns.checksums)
+    transforms = list(layout.transforms) if layout.transforms else None
+    at = 4 * count
+    infos = []
+    told = [False] * len(columns.objects)
+    for number, offset, length, payload_offset, payload_nbytes, block_nbytes, blocks, crc in zip(
+        *map(layout.column, range(6)), block_counts, crcs, strict=True
+    ):
+        path, size, etag = columns.objects[number]
+        info = object.__new__(_StorageInfo)
+        values = vars(info)
+        values["relative_path"], values["offset"], values["length"] = path, offset, length
+        values["transform_descriptors"] = transforms
+        if payload_offset != _NONE:
+            values[names._PAYLOAD_OFFSET], values[names._PAYLOAD_NBYTES] = payload_offset, payload_nbytes
+        values[names._CRC32C] = crc
+        if blocks:
+            values[names._BLOCK_NBYTES] = block_nbytes
+            values[names._BLOCK_CRCS] = columns.checksums[at : at + 4 * blocks]
+            at += 4 * blocks
+        if not told[number]:
+            told[number] = True
+            if size is not None:
+                set_object_facts(info, size=size, etag=etag)
+        infos.append(info)
+    return infos

@@ -1,0 +1,344 @@
+"""What ranks do that load together. Each function runs on every rank at once, and returns what the test compares."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from datetime import timedelta
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import DefaultLoadPlanner
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+from bucketpoint import BucketReader, BucketWriter, LoadPlanner, S3Reader, TransferOptions
+from bucketpoint.dcp.cooperative import Bandwidths
+from bucketpoint.dcp.exchange import Exchange, Message, Note, meet
+from bucketpoint.errors import AccessDeniedError, BucketpointError
+from bucketpoint.stores.local import LocalStore
+from dcp import scenarios
+from dcp.test_compat import SlicePlanner
+
+SMALL = TransferOptions(part_bytes=64 << 10, connections=4, max_inflight_bytes=256 << 10)
+PLANNERS = {"stock": DefaultLoadPlanner, "ours": LoadPlanner}
+
+
+class Counted:
+    """Bytes of data and GETs of whole objects that this process asked the store for."""
+
+    def __init__(self) -> None:
+        self.read = 0
+        self.gets = 0
+        self.lock = threading.Lock()
+
+
+@contextlib.contextmanager
+def counted() -> Iterator[Counted]:
+    """Every read of a local store by this process is counted."""
+    count = Counted()
+    read_into, get = LocalStore.read_into, LocalStore.get
+
+    def counting_read(self: Any, key: str, offset: int, buffers: Any, **kwargs: Any) -> None:
+        with count.lock:
+            count.read += sum(len(view) for view in buffers)
+        read_into(self, key, offset, buffers, **kwargs)
+
+    def counting_get(self: Any, key: str, **kwargs: Any) -> Any:
+        with count.lock:
+            count.gets += 1
+        return get(self, key, **kwargs)
+
+    with mock.patch.object(LocalStore, "read_into", counting_read), mock.patch.object(LocalStore, "get", counting_get):
+        yield count
+
+
+@contextlib.contextmanager
+def reads_go_through(action: Any) -> Iterator[None]:
+    """`action(number)` is called before each read of data by this process."""
+    read_into, lock, numbers = LocalStore.read_into, threading.Lock(), iter(range(1 << 30))
+
+    def read(self: Any, *args: Any, **kwargs: Any) -> None:
+        with lock:
+            number = next(numbers)
+        action(number)
+        read_into(self, *args, **kwargs)
+
+    with mock.patch.object(LocalStore, "read_into", read):
+        yield
+
+
+def failure_of(error: Any) -> dict[int, tuple[str, str]]:
+    return {rank: (type(each).__name__, str(each)) for rank, (each, _) in error.failures.items()}
+
+
+def save(rank: int, world: int, url: str) -> None:
+    dcp.save(scenarios.sharded_state(world, fill=True), checkpoint_id=url, storage_writer=BucketWriter())
+
+
+def load(rank: int, world: int, url: str, planner: str, options: TransferOptions | None, mode: str) -> dict[str, Any]:
+    state = scenarios.sharded_state(world, fill=False)
+    reader = BucketReader(transfer=options, cooperative=mode)
+    with counted() as count:
+        dcp.load(state, checkpoint_id=url, storage_reader=reader, planner=PLANNERS[planner]())
+    scenarios.assert_state(state)
+    return {
+        "read": count.read,
+        "gets": count.gets,
+        "explain": reader.explain(),
+        "peak": reader._cooperation.peak_bytes,
+    }
+
+
+def expected_tensor(shape: Sequence[int], dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return (torch.arange(int(torch.tensor(shape).prod())) % 251).reshape(*shape).to(dtype)
+
+
+def load_replicas(
+    rank: int, world: int, url: str, shapes: dict[str, Sequence[int]], dtype: str, options: TransferOptions | None
+) -> dict[str, Any]:
+    """Plain tensors on every rank, as DDP has them, of the saved dtype or another."""
+    state = {name: torch.zeros(*shape, dtype=getattr(torch, dtype)) for name, shape in shapes.items()}
+    reader = BucketReader(transfer=options, cooperative="group")
+    with counted() as count:
+        dcp.load(state, checkpoint_id=url, storage_reader=reader)
+    for name, shape in shapes.items():
+        assert torch.equal(state[name], expected_tensor(shape).to(getattr(torch, dtype))), name
+    return {"read": count.read, "gets": count.gets, "peak": reader._cooperation.peak_bytes, "text": reader.explain()}
+
+
+def load_placed(rank: int, world: int, url: str, shape: Sequence[int], layout: str) -> dict[str, Any]:
+    """One tensor, cut as `layout` says."""
+    if layout == "hsdp":
+        mesh, placements = init_device_mesh("cpu", (2, world // 2)), [Replicate(), Shard(0)]
+    else:
+        mesh, placements = init_device_mesh("cpu", (world,)), [Shard(int(layout))]
+    state: dict[str, Any] = {"w": distribute_tensor(torch.zeros(*shape), mesh, placements)}
+    reader = BucketReader(cooperative="group")
+    with counted() as count:
+        dcp.load(state, checkpoint_id=url, storage_reader=reader)
+    assert isinstance(state["w"], DTensor)
+    assert torch.equal(state["w"].full_tensor(), expected_tensor(shape))
+    return {"read": count.read, "explain": reader.explain()}
+
+
+def save_rows(rank: int, world: int, url: str, shape: Sequence[int]) -> None:
+    state = {"w": distribute_tensor(expected_tensor(shape), init_device_mesh("cpu", (world,)), [Shard(0)])}
+    dcp.save(state, checkpoint_id=url, storage_writer=BucketWriter())
+
+
+def load_boxes(rank: int, world: int, url: str, shape: Sequence[int], boxes: Any, options: TransferOptions) -> int:
+    """Any box of one tensor on each rank; None: this rank wants nothing."""
+    box = boxes[rank]
+    state = {"w": torch.full(box[1], -1.0)} if box is not None else {}
+    planner = SlicePlanner(*box) if box is not None else DefaultLoadPlanner()
+    with counted() as count:
+        reader = BucketReader(transfer=options, cooperative="group")
+        dcp.load(state, checkpoint_id=url, storage_reader=reader, planner=planner)
+    if box is not None:
+        index = tuple(slice(at, at + size) for at, size in zip(*box, strict=True))
+        assert torch.equal(state["w"], expected_tensor(shape)[index])
+    return count.read
+
+
+def load_mixed(rank: int, world: int, url: str) -> Any:
+    """Things that are no tensors, tied tensors, and strided targets."""
+    tied = torch.zeros(300, 300)
+    state = {
+        "step": 0,
+        "config": {"name": ""},
+        "one": tied,
+        "two": tied,
+        "strided": torch.zeros(200, 400)[:, ::2],
+        "none": torch.zeros(0, 5),
+    }
+    dcp.load(state, checkpoint_id=url, storage_reader=BucketReader(transfer=SMALL, cooperative="group"))
+    assert torch.equal(tied, expected_tensor((300, 300)))
+    assert torch.equal(state["strided"], expected_tensor((200, 200)))
+    return state["step"], state["config"]["name"]
+
+
+def save_mixed(url: str) -> None:
+    state = {
+        "step": 41,
+        "config": {"name": "llama"},
+        "one": expected_tensor((300, 300)),
+        "two": expected_tensor((300, 300)),
+        "strided": expected_tensor((200, 200)),
+        "none": torch.zeros(0, 5),
+    }
+    dcp.save(state, checkpoint_id=url, storage_writer=BucketWriter(), no_dist=True)
+
+
+def load_on_nodes(rank: int, world: int, url: str, shape: Sequence[int], mode: str, per_node: int) -> dict[str, Any]:
+    """As if every `per_node` ranks were on a machine of their own."""
+    state = {"w": torch.zeros(*shape)}
+    reader = BucketReader(cooperative=mode, bandwidths=Bandwidths(store=1e12, nic=1e9, exchange=None))
+    with mock.patch.dict(os.environ, GROUP_RANK=str(rank // per_node)), counted() as count:
+        dcp.load(state, checkpoint_id=url, storage_reader=reader)
+    assert torch.equal(state["w"], expected_tensor(shape))
+    return {"read": count.read, "gets": count.gets, "explain": reader.explain()}
+
+
+def load_in_groups(rank: int, world: int, url: str, shape: Sequence[int]) -> int:
+    """Two groups whose ranks are not counted as the job's are: 0 and 2, 1 and 3."""
+    groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    state = {"w": torch.zeros(*shape)}
+    reader = BucketReader(cooperative="group", process_group=groups[rank % 2])
+    with counted() as count:
+        dcp.load(state, checkpoint_id=url, storage_reader=reader)
+    assert torch.equal(state["w"], expected_tensor(shape))
+    return count.read
+
+
+def load_with_a_group_that_lacks_a_rank(rank: int, world: int, url: str, shape: Sequence[int]) -> Any:
+    group = dist.new_group([0, 1])
+    try:
+        reader = BucketReader(cooperative="group", process_group=group)
+        dcp.load({"w": torch.zeros(*shape)}, checkpoint_id=url, storage_reader=reader)
+    except dcp.CheckpointException as error:
+        return failure_of(error)
+    raise AssertionError("a rank outside the group loaded")
+
+
+def load_from(rank: int, world: int, urls: Sequence[str], shape: Sequence[int], modes: Sequence[str]) -> Any:
+    """Each rank a checkpoint and a mode of its own."""
+    try:
+        reader = BucketReader(urls[rank], cooperative=modes[rank])
+        dcp.load({"w": torch.zeros(*shape)}, storage_reader=reader)
+    except dcp.CheckpointException as error:
+        return failure_of(error)
+    raise AssertionError("ranks loaded different checkpoints together")
+
+
+def load_nothing(rank: int, world: int, url: str) -> list[tuple[str, int]]:
+    with counted() as count:
+        try:
+            reader = BucketReader(cooperative="group")
+            dcp.load({"w": torch.zeros(3)}, checkpoint_id=url, storage_reader=reader)
+        except dcp.CheckpointException as error:
+            return [(kind, count.gets) for kind, _ in failure_of(error).values()]
+    raise AssertionError("nothing was loaded")
+
+
+def one_store_fails(rank: int, world: int, url: str, shape: Sequence[int], failing: int, at: int) -> Any:
+    def deny(number: int) -> None:
+        if rank == failing and number == at:
+            raise AccessDeniedError("the door is closed", url=url)
+
+    started = time.monotonic()
+    try:
+        with reads_go_through(deny):
+            reader = BucketReader(transfer=SMALL, cooperative="group")
+            dcp.load({"w": torch.zeros(*shape)}, checkpoint_id=url, storage_reader=reader)
+    except dcp.CheckpointException as error:
+        found = failure_of(error)
+    else:
+        raise AssertionError("a failed load reported success")
+    took = time.monotonic() - started
+    # The same ranks and the same reader load well afterwards.
+    state = {"w": torch.zeros(*shape)}
+    dcp.load(state, checkpoint_id=url, storage_reader=reader)
+    assert torch.equal(state["w"], expected_tensor(shape))
+    return found, took
+
+
+def one_planner_fails(rank: int, world: int, url: str, shape: Sequence[int]) -> Any:
+    class Failing(DefaultLoadPlanner):
+        def resolve_tensor(self, read_item: Any) -> Any:
+            if rank == 1:
+                raise ValueError("no such memory")
+            return super().resolve_tensor(read_item)
+
+    try:
+        reader = BucketReader(cooperative="group")
+        dcp.load({"w": torch.zeros(*shape)}, checkpoint_id=url, storage_reader=reader, planner=Failing())
+    except dcp.CheckpointException as error:
+        return failure_of(error)
+    raise AssertionError("a failed load reported success")
+
+
+def load_damaged(rank: int, world: int, url: str, shape: Sequence[int]) -> Any:
+    try:
+        reader = BucketReader(transfer=SMALL, cooperative="group")
+        dcp.load({"w": torch.zeros(*shape)}, checkpoint_id=url, storage_reader=reader)
+    except dcp.CheckpointException as error:
+        return failure_of(error)
+    raise AssertionError("damaged bytes were loaded")
+
+
+def read_without_dcp(reader: BucketReader, rank: int, shape: Sequence[int]) -> None:
+    """A load of one tensor without DCP, whose own collective after a failure waits for its group's timeout."""
+    reader.reset()
+    planner = DefaultLoadPlanner()
+    metadata = reader.read_metadata()
+    planner.set_up_planner({"w": torch.zeros(*shape)}, metadata, rank == 0)
+    reader.set_up_storage_reader(metadata, rank == 0, rank=rank)
+    reader.read_data(planner.finish_plan(planner.create_local_plan()), planner)
+
+
+def one_rank_is_killed(rank: int, world: int, url: str, shape: Sequence[int], victim: int, at: int) -> Any:
+    """The victim is killed before its read number `at`; the others say what they raised."""
+
+    def die(number: int) -> None:
+        if rank == victim and number == at:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    reader = BucketReader(url, transfer=SMALL, cooperative="group")
+    try:
+        with reads_go_through(die):
+            read_without_dcp(reader, rank, shape)
+    except BucketpointError as error:
+        return type(error).__name__, str(error)
+    raise AssertionError("a load without one of its ranks reported success")
+
+
+def one_rank_stands_still(rank: int, world: int, url: str, shape: Sequence[int], timeout_s: float, when: str) -> Any:
+    """The last rank does not come, or sleeps in a read; how long the others wait for it, and what they raise."""
+
+    def sleep(number: int) -> None:
+        if rank == world - 1 and number == 0:
+            time.sleep(3 * timeout_s)
+
+    group = dist.new_group(timeout=timedelta(seconds=timeout_s))
+    if rank == world - 1 and when == "at the start":
+        return None
+    started = time.monotonic()
+    reader = BucketReader(url, transfer=SMALL, cooperative="group", process_group=group)
+    try:
+        with reads_go_through(sleep):
+            read_without_dcp(reader, rank, shape)
+    except BucketpointError as error:
+        return str(error), time.monotonic() - started
+    raise AssertionError("a load without one of its ranks reported success")
+
+
+def load_from_s3(rank: int, world: int, url: str, options: dict[str, Any]) -> None:
+    state = scenarios.sharded_state(world, fill=False)
+    reader = S3Reader(storage_options=options, cooperative="group")
+    dcp.load(state, checkpoint_id=url, storage_reader=reader)
+    scenarios.assert_state(state)
+    assert reader.explain().startswith("Cooperative")
+
+
+def one_rank_leaves(rank: int, world: int, url: str) -> tuple[str, str, float]:
+    """Rank 1 goes while rank 2 waits for its bytes and all others for its word."""
+    exchange = Exchange(meet("group", url, None), None)
+    started = time.monotonic()
+    try:
+        if rank == 1:
+            raise BucketpointError("I have had enough")
+        if rank == 2:
+            exchange.move([Message(1, 0, memoryview(bytearray(100)))], [])
+        exchange.agree(Note())
+    except BucketpointError as error:
+        exchange.leave(str(error))
+        return type(error).__name__, str(error), time.monotonic() - started
+    raise AssertionError("went on without a rank")

@@ -1,0 +1,192 @@
+"""What the ranks of the resharding tests do. Each function runs on every rank at once, and asserts on its own rank."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed._shard import sharded_tensor
+from torch.distributed._shard.sharding_spec import ChunkShardingSpec, EnumerableShardingSpec, ShardMetadata
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+from bucketpoint import BucketReader, BucketWriter
+from bucketpoint.dcp.save_planner import SavePlanner
+from dcp.reshard_job import OnMesh, part
+
+HIDDEN = 24
+ROWS, COLUMNS = 13, 10
+
+
+def whole_model(seed: int) -> nn.Module:
+    torch.manual_seed(seed)
+    # 7 and 5: what FSDP alone cuts need not divide; what TP cuts too must, for torch.
+    return nn.Sequential(nn.Linear(7, HIDDEN), nn.Linear(HIDDEN, 5), nn.Embedding(ROWS, COLUMNS))
+
+
+def sharded_model(rank: int, kind: str, ranks: int, seed: int) -> nn.Module | None:
+    """The whole model under one kind of parallelism over the first `ranks` ranks; None on the others."""
+    shape, names = {
+        "fsdp": ((ranks,), ("dp",)),
+        "hsdp": ((2, ranks // 2), ("replicas", "dp")),
+        "tp and fsdp": ((2, ranks // 2), ("dp", "tp")),
+        "plain": ((ranks,), ("dp",)),
+    }[kind]
+    # By every rank of the job: groups are made in it.
+    mesh = DeviceMesh("cpu", torch.arange(ranks).reshape(shape), mesh_dim_names=names)
+    if rank >= ranks:
+        return None
+    model = whole_model(seed)
+    if kind == "plain":
+        return model
+    if kind == "tp and fsdp":
+        parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "1": RowwiseParallel()})
+        mesh = mesh["dp"]
+    return fully_shard(model, mesh=mesh)
+
+
+def state_of(model: nn.Module) -> dict[str, Any]:
+    """Parameters, and moments that lie as they do."""
+    parameters = {name: value.detach() for name, value in model.state_dict().items()}
+    return {"model": parameters, "optim": {name: {"exp_avg": doubled(value)} for name, value in parameters.items()}}
+
+
+def doubled(value: torch.Tensor) -> torch.Tensor:
+    if not isinstance(value, DTensor):
+        return value * 2
+    # Of the local tensors: torch 2.9 takes a strided shard for an ordinary one in arithmetic.
+    return DTensor.from_local(
+        value.to_local() * 2,
+        value.device_mesh,
+        value.placements,
+        run_check=False,
+        shape=value.shape,
+        stride=value.stride(),
+    )
+
+
+def assert_is_whole(state: dict[str, Any], seed: int) -> None:
+    for name, expected in whole_model(seed).state_dict().items():
+        for value, times in ((state["model"][name], 1), (state["optim"][name]["exp_avg"], 2)):
+            mine = expected * times
+            if isinstance(value, DTensor):
+                # Not `full_tensor`: how it gathers strided shards differs from torch to torch.
+                mesh, rank = value.device_mesh, dist.get_rank()
+                layout = OnMesh(tuple(mesh.mesh.shape), tuple(mesh.mesh.flatten().tolist()), tuple(value.placements))
+                box = layout.box(expected.shape, rank)
+                assert box is not None
+                value, mine = value.to_local(), part(mine, box)
+            assert torch.equal(value, mine), name
+
+
+def full(value: torch.Tensor) -> torch.Tensor:
+    return value.full_tensor() if isinstance(value, DTensor) else value
+
+
+def save_model(rank: int, world: int, url: str, kind: str, ranks: int) -> list[str]:
+    """Save on the first `ranks` ranks. Returns the placements."""
+    group = dist.new_group(list(range(ranks)), backend="gloo")
+    model = sharded_model(rank, kind, ranks, seed=1)
+    if model is None:
+        return []
+    state = state_of(model)
+    dcp.save(state, checkpoint_id=url, storage_writer=BucketWriter(), planner=SavePlanner(), process_group=group)
+    return [str(getattr(value, "placements", None)) for value in state["model"].values()]
+
+
+def load_model(rank: int, world: int, url: str, kind: str, ranks: int) -> None:
+    group = dist.new_group(list(range(ranks)), backend="gloo")
+    model = sharded_model(rank, kind, ranks, seed=2)
+    if model is None:
+        return
+    state = state_of(model)
+    dcp.load(state, checkpoint_id=url, storage_reader=BucketReader(), process_group=group)
+    assert_is_whole(state, seed=1)
+
+
+def table() -> torch.Tensor:
+    return torch.arange(ROWS * COLUMNS, dtype=torch.float32).reshape(ROWS, COLUMNS)
+
+
+def sharded_tensors(rank: int, world: int, *, fill: bool) -> dict[str, Any]:
+    """The same table as ShardedTensors: by rows, where the last ranks may get none, and in boxes of any size."""
+    specs = {
+        "rows": ChunkShardingSpec(dim=0, placements=[f"rank:{number}/cpu" for number in range(world)]),
+        "columns": ChunkShardingSpec(dim=1, placements=[f"rank:{number}/cpu" for number in reversed(range(world))]),
+        "boxes": EnumerableShardingSpec(
+            [
+                ShardMetadata(shard_offsets=[0, 0], shard_sizes=[5, 3], placement="rank:0/cpu"),
+                ShardMetadata(shard_offsets=[5, 0], shard_sizes=[8, 3], placement=f"rank:{world - 1}/cpu"),
+                ShardMetadata(shard_offsets=[0, 3], shard_sizes=[1, 7], placement="rank:0/cpu"),
+                ShardMetadata(shard_offsets=[1, 3], shard_sizes=[12, 7], placement="rank:1/cpu"),
+            ]
+        ),
+    }
+    made = {name: sharded_tensor.zeros(spec, ROWS, COLUMNS) for name, spec in specs.items()}
+    for value in made.values() if fill else ():
+        for shard in value.local_shards():
+            shard.tensor.copy_(shard_of(shard.metadata))
+    return made
+
+
+def shard_of(metadata: Any) -> torch.Tensor:
+    (row, column), (rows, columns) = metadata.shard_offsets, metadata.shard_sizes
+    return table()[row : row + rows, column : column + columns]
+
+
+def distributed(world: int, *, fill: bool) -> dict[str, Any]:
+    source = table() if fill else torch.zeros(ROWS, COLUMNS)
+    return {
+        "rows": distribute_tensor(source, init_device_mesh("cpu", (world,)), [Shard(1)]),
+        "columns": distribute_tensor(source, init_device_mesh("cpu", (2, world // 2)), [Shard(0), Replicate()]),
+        "boxes": source.clone(),
+    }
+
+
+def sharded_tensors_become_distributed(rank: int, world: int, root: str) -> None:
+    dcp.save(sharded_tensors(rank, world, fill=True), checkpoint_id=f"{root}/sharded", storage_writer=BucketWriter())
+    state = distributed(world, fill=False)
+    dcp.load(state, checkpoint_id=f"{root}/sharded", storage_reader=BucketReader())
+    for value in state.values():
+        assert torch.equal(full(value), table())
+
+
+def distributed_become_sharded_tensors(rank: int, world: int, root: str) -> int:
+    """Returns how many shards this rank holds."""
+    state, planner = distributed(world, fill=True), SavePlanner()
+    dcp.save(state, checkpoint_id=f"{root}/distributed", storage_writer=BucketWriter(), planner=planner)
+    loaded = sharded_tensors(rank, world, fill=False)
+    dcp.load(loaded, checkpoint_id=f"{root}/distributed", storage_reader=BucketReader())
+    shards = [shard for value in loaded.values() for shard in value.local_shards()]
+    for shard in shards:
+        assert torch.equal(shard.tensor, shard_of(shard.metadata))
+    return len(shards)
+
+
+def on_some_ranks(ranks: list[int], *, fill: bool, dtype: torch.dtype = torch.float32) -> DTensor:
+    source = table().to(dtype) if fill else torch.zeros(ROWS, COLUMNS, dtype=dtype)
+    return distribute_tensor(source, DeviceMesh("cpu", ranks), [Shard(0)])
+
+
+def tensors_of_some_ranks(rank: int, world: int, root: str) -> None:
+    """Saved by two ranks, loaded by two others, by three, and by all in another dtype, beside a tensor of all."""
+    state = {"few": on_some_ranks([0, 2], fill=True), "own": {str(rank): torch.full((3,), float(rank))}}
+    dcp.save(state, checkpoint_id=f"{root}/few", storage_writer=BucketWriter(), planner=SavePlanner())
+    dtypes = {(3, 1): torch.float32, (0, 1, 2): torch.float64, tuple(range(world)): torch.bfloat16}
+    for ranks, dtype in dtypes.items():
+        few = on_some_ranks(list(ranks), fill=False, dtype=dtype)
+        # Of the tensors that each rank alone saved, those of its neighbour.
+        neighbour = str((rank + 1) % world)
+        loaded = {"few": few, "own": {neighbour: torch.zeros(3)}}
+        dcp.load(loaded, checkpoint_id=f"{root}/few", storage_reader=BucketReader())
+        assert loaded["own"][neighbour].tolist() == [float(neighbour)] * 3
+        # Not `full_tensor`, which gathers by rank and not by place in the mesh.
+        place = few.device_mesh.get_coordinate()
+        mine = table().chunk(len(ranks))[place[0]].to(dtype) if place is not None else torch.empty(0, dtype=dtype)
+        assert torch.equal(few.to_local(), mine)
+        assert (place is not None) == (rank in ranks)

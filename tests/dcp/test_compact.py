@@ -1,0 +1,455 @@
+"""What crosses ranks when an unchanged state is saved again: that it is little, and whole, whatever failed before."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.distributed.checkpoint import (
+    DefaultSavePlanner,
+    FileSystemReader,
+    FileSystemWriter,
+    Metadata,
+    SavePlan,
+    StorageWriter,
+)
+from torch.distributed.checkpoint.storage import WriteResult
+
+import bucketpoint.dcp.commit as commit_module
+import bucketpoint.dcp.writer as writer_module
+from bucketpoint import BucketReader, BucketWriter
+from bucketpoint.dcp.planned import PlannedMetadata, RemoteMetadata
+from bucketpoint.dcp.results import PackedResults, Results, results_of
+from bucketpoint.dcp.save_planner import SavePlanner
+from bucketpoint.errors import BucketpointError, IncompleteSaveError
+from bucketpoint.format.columns import pack, unpack
+from bucketpoint.format.keys import parse_data_path
+from bucketpoint.format.metadata import decode_metadata, extra
+from bucketpoint.format.storage_info import make_storage_info, set_object_facts
+from dcp import planner_scenarios as scenarios
+from dcp.ranks import Ranks
+
+pytestmark = pytest.mark.contract
+
+CHECKSUM_BYTES = 24
+"""Allowed for each item, beside what a rank may send in all."""
+
+RANK_BYTES = 1000
+
+OF_ONE_SAVE = {"objects", "url", "endpoint", "token", "created"}
+
+
+class StoppedError(Exception):
+    pass
+
+
+class Job:
+    """Some ranks in one process: DCP's calls in DCP's order, and all that crosses ranks pickled."""
+
+    def __init__(self, world: int, make: Callable[[], Any] = SavePlanner) -> None:
+        self.planners = [make() for _ in range(world)]
+        self.writers: list[StorageWriter] = [BucketWriter(progress=False) for _ in range(world)]
+        self.reported: list[Any] = []
+
+    def save(self, states: list[dict[str, Any]], url: str, *, stop: str = "") -> Metadata:
+        """`stop` names what fails: "write" (on the last rank) or "finish"."""
+        asked = []
+        for rank, (planner, writer, state) in enumerate(zip(self.planners, self.writers, states, strict=True)):
+            writer.reset(url)
+            planner.set_up_planner(state, writer.storage_meta(), rank == 0)
+            writer.set_up_storage_writer(rank == 0, rank=rank, use_collectives=True)
+            asked.append(writer.prepare_local_plan(planner.create_local_plan()))
+        dealt, metadata = self.planners[0].create_global_plan(crossed(asked))
+        dealt = crossed(self.writers[0].prepare_global_plan(dealt))
+        written = []
+        for rank, (planner, writer, plan) in enumerate(zip(self.planners, self.writers, dealt, strict=True)):
+            final = planner.finish_plan(plan)
+            if stop == "write" and rank == len(states) - 1:
+                raise StoppedError
+            written.append(writer.write_data(final, planner).value())
+            assert len(written[-1]) == len(final.items)
+        self.reported = crossed(written)
+        if stop == "finish":
+            self.writers[0]._location = None  # type: ignore[attr-defined]
+        self.writers[0].finish(metadata, self.reported)
+        return metadata
+
+    def said_again(self) -> list[bool]:
+        """For each rank whether the last save's results said where the items lie."""
+        return [not isinstance(results.layout, bytes) for results in self.reported]
+
+
+def crossed(values: list[Any]) -> list[Any]:
+    return [pickle.loads(pickle.dumps(value)) for value in values]
+
+
+def states(world: int, fill: float, *, note: str = "") -> list[dict[str, Any]]:
+    """Replicated tensors, large enough to have blocks, tensors and notes of one rank alone, and an empty one."""
+    return [
+        {
+            "model": {"w": torch.full((700, 1000), fill), "b": torch.full((300,), fill)},
+            "optim": {"w": torch.full((300, 1000), fill + 1)},
+            f"only{rank}": torch.full((5,), fill + rank),
+            f"empty{rank}": torch.empty(0),
+            f"note{rank}": note,
+        }
+        for rank in range(world)
+    ]
+
+
+def assert_holds(url: str, expected: list[dict[str, Any]]) -> None:
+    for reader in (FileSystemReader(url.removeprefix("file://")), BucketReader(url, progress=False)):
+        for state in expected:
+            loaded = {
+                name: {inner: torch.zeros_like(tensor) for inner, tensor in value.items()}
+                if isinstance(value, dict)
+                else torch.zeros_like(value)
+                if isinstance(value, torch.Tensor)
+                else None
+                for name, value in state.items()
+            }
+            dcp.load(loaded, storage_reader=reader, no_dist=True)
+            for name, value in state.items():
+                if isinstance(value, dict):
+                    assert all(torch.equal(loaded[name][inner], tensor) for inner, tensor in value.items()), name
+                elif isinstance(value, torch.Tensor):
+                    assert torch.equal(loaded[name], value), name
+                else:
+                    assert loaded[name] == value
+
+
+# -- what crosses -----------------------------------------------------------------------------------------------------
+
+
+def test_saving_an_unchanged_state_again_sends_under_a_kilobyte_a_rank_beside_checksums(
+    four_ranks: Ranks, tmp_path: Path
+) -> None:
+    items = 500
+    first, again = crossing(four_ranks, tmp_path, "ours", items)
+    assert again < RANK_BYTES + CHECKSUM_BYTES * items
+    # Of the 24 bytes these items, which are one block each, take 4.
+    assert again < RANK_BYTES + 4 * items
+    assert first > 10 * again
+
+
+@pytest.mark.parametrize("kind", ["ours, stock planner", "ours, stock writer"])
+def test_either_half_of_ours_sends_less_than_both_halves_of_stock(four_ranks: Ranks, tmp_path: Path, kind: str) -> None:
+    ours, stock = (crossing(four_ranks, tmp_path / which, which, 50) for which in (kind, "stock"))
+    assert ours[1] < stock[1]
+
+
+def crossing(ranks: Ranks, root: Path, kind: str, items: int) -> list[int]:
+    """Of each of two saves, the bytes of the rank that most of them cross to or from."""
+    answers = ranks.run(scenarios.bytes_that_cross, str(root), kind, items)
+    return [max(sum(answer[save].get(rank, 0) for answer in answers) for rank in range(4)) for save in range(2)]
+
+
+def test_the_coordinator_alone_gets_the_metadata_and_the_others_are_told_where_it_is(
+    four_ranks: Ranks, tmp_path: Path
+) -> None:
+    first, *others = four_ranks.run(scenarios.metadata_by_rank, str(tmp_path))
+    assert first == ("PlannedMetadata", ",".join(f"model.layers.{number}.weight" for number in range(3)))
+    for kind, said in others:
+        assert kind == "RemoteMetadata"
+        assert str(tmp_path) in said
+        assert "read_metadata()" in said
+
+
+@pytest.mark.parametrize(
+    ("executor", "returned"), [("THREAD", ["PlannedMetadata", "RemoteMetadata"]), ("PROCESS", ["RemoteMetadata"] * 2)]
+)
+def test_asynchronous_saves_are_as_small_and_as_whole(
+    two_ranks: Ranks, tmp_path: Path, executor: str, returned: list[str]
+) -> None:
+    answers = two_ranks.run(scenarios.asynchronous_saves, str(tmp_path), executor)
+    assert answers == [[kind] * 3 for kind in returned]
+
+
+# -- that all of it arrives -------------------------------------------------------------------------------------------
+
+
+def test_every_save_is_whole_whether_or_not_it_says_again_where_items_lie(tmp_path: Path) -> None:
+    job = Job(3)
+    said = []
+    notes = ["a", "b", "longer" * 50, "LONGER" * 50, "a"]
+    for save, note in enumerate(notes):
+        job.save(states(3, float(save), note=note), f"file://{tmp_path}/{save}")
+        said.append(job.said_again())
+    for save, note in enumerate(notes):
+        assert_holds(f"file://{tmp_path}/{save}", states(3, float(save), note=note))
+    assert said == [[True] * 3, [False] * 3, [True] * 3, [False] * 3, [True] * 3]
+
+
+def test_the_committed_metadata_says_what_plain_lists_of_results_would(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compact, plain = Job(3), Job(3)
+    compact.save(states(3, 0.0, note="before"), f"file://{tmp_path}/first")
+    with monkeypatch.context() as patched:
+        # What is not known from the save before would be pickled by this.
+        patched.setattr(commit_module, "encode_metadata", None)
+        patched.setattr(commit_module, "complete_metadata", None)
+        compact.save(states(3, 1.0, note="behind"), f"file://{tmp_path}/compact")
+    monkeypatch.setattr(writer_module, "Results", lambda results, plan: results)
+    plain.save(states(3, 1.0, note="behind"), f"file://{tmp_path}/plain")
+    assert [type(job.reported[0]) for job in (compact, plain)] == [PackedResults, list]
+    described = [described_without_tokens(tmp_path / name) for name in ("first", "compact", "plain")]
+    assert described[1] == described[2]
+    assert described[0] != described[1]
+    assert (tmp_path / "compact" / ".metadata").stat().st_size < 1.1 * (tmp_path / "plain" / ".metadata").stat().st_size
+
+
+def described_without_tokens(folder: Path) -> dict[str, Any]:
+    """All that the metadata says, by any unpickler, but for what no two saves share."""
+    data = (folder / ".metadata").read_bytes()
+    metadata, foreign = decode_metadata(data), pickle.loads(data)
+    assert foreign.state_dict_metadata == metadata.state_dict_metadata
+    assert {index: vars(info) for index, info in foreign.storage_data.items()} == {
+        index: vars(info) for index, info in (metadata.storage_data or {}).items()
+    }
+    facts = extra(metadata)
+    assert {parse_data_path(path) is not None for path in facts["objects"]} == {True}
+    assert metadata.storage_meta is not None
+    assert metadata.storage_meta.checkpoint_id == facts["url"] == f"file://{folder}"
+    assert metadata.storage_meta.save_id == facts["token"]
+    return {
+        "planned": (metadata.state_dict_metadata, metadata.planner_data),
+        "version": getattr(metadata, "version", None),
+        "stored": sorted(
+            (str(index), index.index, placed(info.relative_path), sorted({**vars(info), "relative_path": ""}.items()))
+            for index, info in (metadata.storage_data or {}).items()
+        ),
+        "objects": {placed(path): fact["size"] for path, fact in facts["objects"].items()},
+        "facts": {name: fact for name, fact in facts.items() if name not in OF_ONE_SAVE},
+        "type": type(foreign),
+    }
+
+
+def placed(path: str) -> tuple[int, str, int]:
+    parsed = parse_data_path(path)
+    assert parsed is not None
+    return parsed[1:]
+
+
+class Annotating(SavePlanner):
+    """Puts something into the metadata that is another thing at each save."""
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        plans, metadata = super().create_global_plan(all_plans)
+        return plans, dataclasses.replace(metadata, planner_data={**metadata.planner_data, "saves": self.saves()})
+
+    def saves(self) -> int:
+        self.made = getattr(self, "made", 0) + 1
+        return self.made
+
+
+def test_metadata_that_a_planner_altered_is_committed_as_it_is(tmp_path: Path) -> None:
+    job = Job(2, Annotating)
+    for save in range(1, 4):
+        job.save(states(2, float(save)), f"file://{tmp_path}/{save}")
+        assert isinstance(job.reported[0], PackedResults)
+        metadata = decode_metadata((tmp_path / str(save) / ".metadata").read_bytes())
+        assert metadata.planner_data is not None
+        assert metadata.planner_data["saves"] == save
+
+
+def test_results_of_a_stock_planner_arrive_as_lists(tmp_path: Path) -> None:
+    job = Job(2, DefaultSavePlanner)
+    job.save(states(2, 3.0), f"file://{tmp_path}")
+    assert all(type(results) is list for results in job.reported)
+    assert_holds(f"file://{tmp_path}", states(2, 3.0))
+
+
+class Trimming(SavePlanner):
+    """Leaves items out after the coordinator has dealt them."""
+
+    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
+        plan = super().finish_plan(new_plan)
+        return SavePlan(list(reversed(plan.items)), planner_data=plan.planner_data)
+
+
+def test_a_plan_that_was_altered_on_its_rank_names_its_items_itself(tmp_path: Path) -> None:
+    job = Job(2, Trimming)
+    for save in range(2):
+        job.save(states(2, float(save)), f"file://{tmp_path}/{save}")
+        assert all(type(results) is list for results in job.reported)
+        assert_holds(f"file://{tmp_path}/{save}", states(2, float(save)))
+
+
+def test_a_list_of_results_that_was_altered_crosses_as_it_is(tmp_path: Path) -> None:
+    job = Job(1)
+    job.save(states(1, 1.0), f"file://{tmp_path}")
+    plan = job.planners[0].plan
+    results = results_of(plan.items, job.reported[0].columns(len(plan.items), None))
+    ours = Results(results, plan)
+    assert isinstance(crossed([ours])[0], PackedResults)
+    ours.pop()
+    arrived = crossed([ours])[0]
+    assert type(arrived) is list
+    assert len(arrived) == len(results) - 1
+
+
+# -- failures between plan and commit ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stop", ["write", "finish"])
+@pytest.mark.parametrize("before", [0, 1, 2])
+def test_a_save_that_fails_confuses_none_after_it(tmp_path: Path, before: int, stop: str) -> None:
+    job = Job(2)
+    for save in range(before):
+        job.save(states(2, float(save)), f"file://{tmp_path}/{save}")
+    location = job.writers[0]._location  # type: ignore[attr-defined]
+    with pytest.raises((StoppedError, BucketpointError)):
+        job.save(states(2, 9.0, note="longer" * 50), f"file://{tmp_path}/failed", stop=stop)
+    job.writers[0]._location = location  # type: ignore[attr-defined]
+    for save in (10, 11):
+        job.save(states(2, float(save)), f"file://{tmp_path}/{save}")
+        assert_holds(f"file://{tmp_path}/{save}", states(2, float(save)))
+
+
+def test_a_layout_that_the_coordinator_lost_fails_the_save_and_the_next_one_goes_well(tmp_path: Path) -> None:
+    job = Job(2)
+    job.save(states(2, 1.0), f"file://{tmp_path}/1")
+
+    class Forgetful(BucketWriter):
+        def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+            assert isinstance(metadata, PlannedMetadata)
+            metadata.known = (None,) * len(metadata.known)
+            super().finish(metadata, results)
+
+    job.writers[0] = Forgetful(progress=False)
+    with pytest.raises(IncompleteSaveError, match="does not know"):
+        job.save(states(2, 2.0), f"file://{tmp_path}/2")
+    assert not (tmp_path / "2" / ".metadata").exists()
+    job.writers[0] = BucketWriter(progress=False)
+    job.save(states(2, 3.0), f"file://{tmp_path}/3")
+    assert_holds(f"file://{tmp_path}/3", states(2, 3.0))
+
+
+def test_metadata_that_lost_its_plan_fails_the_save_by_name(tmp_path: Path) -> None:
+    class Plain(SavePlanner):
+        def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+            plans, metadata = super().create_global_plan(all_plans)
+            return plans, Metadata(metadata.state_dict_metadata, metadata.planner_data)
+
+    with pytest.raises(IncompleteSaveError, match=r"dataclasses\.replace"):
+        Job(2, Plain).save(states(2, 1.0), f"file://{tmp_path}")
+
+
+# -- metadata ---------------------------------------------------------------------------------------------------------
+
+
+def test_metadata_is_whole_until_it_is_committed_and_small_from_then_on(tmp_path: Path) -> None:
+    job = Job(2)
+    metadata = job.save(states(2, 1.0), f"file://{tmp_path}")
+    assert set(metadata.state_dict_metadata) > {"model.w", "model.b"}
+    assert isinstance(crossed([metadata])[0], RemoteMetadata)
+    assert len(pickle.dumps(metadata)) < 200
+    for duplicate in (copy.copy(metadata), copy.deepcopy(metadata)):
+        assert duplicate.state_dict_metadata == metadata.state_dict_metadata
+    fresh = job.planners[0].create_global_plan(crossed([planner.create_local_plan() for planner in job.planners]))[1]
+    arrived = crossed([fresh])[0]
+    assert type(arrived) is Metadata
+    assert arrived.state_dict_metadata == metadata.state_dict_metadata
+
+
+def test_metadata_from_afar_says_where_it_is_and_survives_what_does_not_look_into_it() -> None:
+    remote = crossed([crossed([RemoteMetadata("s3://bucket/run")])[0]])[0]
+    assert isinstance(remote, Metadata)
+    assert repr(remote) == "RemoteMetadata('s3://bucket/run')"
+    assert remote == RemoteMetadata("s3://bucket/run")
+    assert remote != RemoteMetadata("s3://bucket/other")
+    for name in ("state_dict_metadata", "planner_data", "storage_data", "storage_meta"):
+        with pytest.raises(BucketpointError, match="s3://bucket/run"):
+            getattr(remote, name)
+
+
+def test_a_save_of_one_process_returns_whole_metadata(tmp_path: Path) -> None:
+    metadata = dcp.save(
+        states(1, 1.0)[0], storage_writer=BucketWriter(f"file://{tmp_path}"), planner=SavePlanner(), no_dist=True
+    )
+    assert "model.w" in crossed([metadata])[0].state_dict_metadata
+
+
+def test_a_process_alone_pickles_no_index_twice_either(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    planner, writer = SavePlanner(), BucketWriter(progress=False)
+    for save in range(3):
+        state, url = states(1, float(save))[0], f"file://{tmp_path}/{save}"
+        dcp.save(state, checkpoint_id=url, storage_writer=writer, planner=planner, no_dist=True)
+        assert_holds(url, [state])
+        monkeypatch.setattr(commit_module, "encode_metadata", None)
+        monkeypatch.setattr(commit_module, "complete_metadata", None)
+
+
+def test_a_stock_writer_commits_stock_metadata(tmp_path: Path) -> None:
+    planner = SavePlanner()
+    for save in range(2):
+        writer = FileSystemWriter(tmp_path / str(save))
+        dcp.save(states(1, float(save))[0], storage_writer=writer, planner=planner, no_dist=True)
+        assert b"bucketpoint" not in (tmp_path / str(save) / ".metadata").read_bytes()
+        assert_holds(f"file://{tmp_path}/{save}", states(1, float(save)))
+
+
+def test_a_planner_is_sent_as_configuration_and_without_the_state(tmp_path: Path) -> None:
+    job = Job(1)
+    empty = len(pickle.dumps(SavePlanner()))
+    job.save(states(1, 1.0), f"file://{tmp_path}")
+    assert len(pickle.dumps(job.planners[0])) == empty
+
+
+# -- columns ----------------------------------------------------------------------------------------------------------
+
+infos = st.builds(
+    lambda path, offset, length, payload, blocks, crc, facts: (path, offset, length, payload, blocks, crc, facts),
+    st.sampled_from(["data/a", "data/b", "data/c"]),
+    st.integers(0, 1 << 50),
+    st.integers(0, 1 << 50),
+    st.none() | st.tuples(st.integers(0, 1 << 16), st.integers(0, 1 << 50)),
+    st.none() | st.tuples(st.integers(1, 1 << 30), st.lists(st.integers(0, (1 << 32) - 1), max_size=5)),
+    st.integers(0, (1 << 32) - 1),
+    st.none() | st.tuples(st.integers(0, 1 << 40), st.none() | st.text(max_size=5)),
+)
+
+
+@given(st.lists(infos, max_size=8), st.none() | st.lists(st.text(min_size=1, max_size=3), min_size=1, max_size=2))
+@settings(max_examples=60, deadline=None)
+def test_columns_give_back_what_was_packed(drawn: list[Any], transforms: list[str] | None) -> None:
+    given, told = [], set()
+    for path, offset, length, payload, blocks, crc, facts in drawn:
+        info = make_storage_info(
+            path,
+            offset,
+            length,
+            payload_offset=payload[0] if payload else None,
+            payload_nbytes=payload[1] if payload else None,
+            crc32c=crc,
+            block_nbytes=blocks[0] if blocks else None,
+            block_crcs=blocks[1] if blocks else None,
+            transform_descriptors=transforms,
+        )
+        if facts is not None and path not in told and path not in {one.relative_path for one in given}:
+            told.add(path)
+            set_object_facts(info, size=facts[0], etag=facts[1])
+        given.append(info)
+    packed = pack(given)
+    assert packed is not None
+    assert [vars(info) for info in unpack(crossed([packed])[0])] == [vars(info) for info in given]
+    assert crossed([packed.layout])[0].digest == packed.layout.digest
+
+
+def test_what_columns_cannot_hold_is_not_packed() -> None:
+    strange = make_storage_info("data/a", 0, 5, crc32c=1)
+    strange.bp_new = 1
+    assert pack([strange]) is None
+    assert pack([make_storage_info("data/a", 0, 5)]) is None
+    transformed = make_storage_info("data/a", 0, 5, crc32c=1, transform_descriptors=["zstd"])
+    assert pack([transformed, make_storage_info("data/a", 0, 5, crc32c=1)]) is None

@@ -1,0 +1,301 @@
+"""Ranks that load together, real processes over gloo: what they read, what they get, and how they fail."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from bucketpoint import BucketpointError, BucketReader, BucketWriter, TransferOptions
+from bucketpoint.dcp.cooperative import Bandwidths
+from dcp import cooperative_scenarios as scenarios
+from dcp import scenarios as dcp_scenarios
+from dcp.cooperative_scenarios import SMALL, expected_tensor
+from dcp.ranks import Ranks
+from servers import S3Server
+
+SHAPE = (1024, 1500)
+NBYTES = 1024 * 1500 * 4
+
+DIES_WITHIN_S = 60
+"""Far below the timeout of the ranks' group, which is what a rank that waits in vain would take."""
+
+
+@pytest.fixture
+def url(tmp_path: Path) -> str:
+    return f"file://{tmp_path}/step-1"
+
+
+def save_alone(url: str, state: dict[str, Any], **options: Any) -> None:
+    dcp.save(state, checkpoint_id=url, storage_writer=BucketWriter(**options), no_dist=True)
+
+
+def data_files(url: str) -> list[Path]:
+    return sorted(Path(url[len("file://") :]).rglob("*.distcp"))
+
+
+@pytest.mark.contract
+@pytest.mark.parametrize("planner", ["stock", "ours"])
+@pytest.mark.parametrize("options", [None, SMALL], ids=["default", "small"])
+def test_every_placement_is_loaded_as_plainly_and_read_less(
+    four_ranks: Ranks, two_ranks: Ranks, url: str, planner: str, options: TransferOptions | None
+) -> None:
+    four_ranks.run(scenarios.save, url)
+    for ranks in (four_ranks, two_ranks):
+        plain = ranks.run(scenarios.load, url, planner, options, "off")
+        together = ranks.run(scenarios.load, url, planner, options, "group")
+        assert sum(each["read"] for each in together) < 0.7 * sum(each["read"] for each in plain)
+        assert [each["gets"] for each in plain] == [1] * ranks.world
+        assert [each["gets"] for each in together] == [1] + [0] * (ranks.world - 1)
+        assert all(each["explain"].startswith("Cooperative") for each in together)
+
+
+@pytest.mark.contract
+def test_ranks_load_together_from_s3(four_ranks: Ranks, two_ranks: Ranks, s3: S3Server, bucket: str) -> None:
+    four_ranks.run(dcp_scenarios.save, f"s3://{bucket}/step", s3.options)
+    four_ranks.run(scenarios.load_from_s3, f"s3://{bucket}/step", s3.options)
+    two_ranks.run(scenarios.load_from_s3, f"s3://{bucket}/step", s3.options)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_replicas_read_each_byte_once_and_share_the_work(four_ranks: Ranks, url: str, dtype: str) -> None:
+    shapes = {"big": SHAPE, "other": (3000, 400), **{f"small.{index}": (index + 1, 7) for index in range(200)}}
+    save_alone(url, {name: expected_tensor(shape) for name, shape in shapes.items()})
+    distinct = 4 * sum(expected_tensor(shape).numel() for shape in shapes.values())
+    answers = four_ranks.run(scenarios.load_replicas, url, shapes, dtype, SMALL)
+    read = [each["read"] for each in answers]
+    assert sum(read) <= 1.02 * distinct
+    assert max(read) <= 1.05 * sum(read) / 4
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_memory_of_our_own_stays_within_the_budget(four_ranks: Ranks, url: str, dtype: str) -> None:
+    shape = (4096, 1500)
+    save_alone(url, {"w": expected_tensor(shape)})
+    options = TransferOptions(part_bytes=1 << 20, connections=8, max_inflight_bytes=4 << 20)
+    for each in four_ranks.run(scenarios.load_replicas, url, {"w": shape}, dtype, options):
+        assert each["peak"] <= options.max_inflight_bytes
+        assert dtype == "float32" or each["peak"] > 0
+
+
+def test_what_a_replica_receives_in_place_takes_no_memory_of_our_own(four_ranks: Ranks, url: str) -> None:
+    save_alone(url, {"w": expected_tensor((2048, 2048))})
+    for each in four_ranks.run(scenarios.load_replicas, url, {"w": (2048, 2048)}, "float32", None):
+        assert each["peak"] == 0
+
+
+@pytest.mark.parametrize(("layout", "most"), [("1", 1.02), ("0", 1.02), ("hsdp", 1.02)])
+def test_columns_rows_and_hybrid_shards_of_saved_rows_read_each_byte_once(
+    four_ranks: Ranks, url: str, layout: str, most: float
+) -> None:
+    four_ranks.run(scenarios.save_rows, url, SHAPE)
+    answers = four_ranks.run(scenarios.load_placed, url, SHAPE, layout)
+    assert sum(each["read"] for each in answers) <= most * NBYTES
+
+
+def test_ranks_that_want_nothing_in_common_read_plainly(four_ranks: Ranks, url: str) -> None:
+    four_ranks.run(scenarios.save_rows, url, SHAPE)
+    answers = four_ranks.run(scenarios.load_placed, url, SHAPE, "0")
+    assert all("no two ranks want the same bytes" in each["explain"] for each in answers)
+
+
+def test_items_that_are_no_tensors_tied_memory_and_strided_targets_are_loaded(four_ranks: Ranks, url: str) -> None:
+    scenarios.save_mixed(url)
+    assert four_ranks.run(scenarios.load_mixed, url) == [(41, "llama")] * 4
+
+
+@st.composite
+def boxes(draw: st.DrawFn) -> Any:
+    shape = (draw(st.integers(1, 60)), draw(st.integers(1, 60)))
+    found = []
+    for _ in range(4):
+        at = [draw(st.integers(0, size - 1)) for size in shape]
+        size = [draw(st.integers(1, size - start)) for size, start in zip(shape, at, strict=True)]
+        found.append(draw(st.sampled_from([(at, size), (at, size), ([0, 0], list(shape)), None])))
+    options = TransferOptions(
+        part_bytes=draw(st.integers(64, 4096)),
+        connections=draw(st.integers(1, 4)),
+        max_inflight_bytes=draw(st.integers(64, 8192)),
+        coalesce_gap_bytes=draw(st.integers(0, 512)),
+        free_gap_bytes=draw(st.integers(0, 128)),
+    )
+    return shape, found, options
+
+
+@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(case=boxes())
+def test_any_boxes_on_any_ranks_are_loaded(
+    four_ranks: Ranks, tmp_path_factory: pytest.TempPathFactory, case: Any
+) -> None:
+    shape, found, options = case
+    url = f"file://{tmp_path_factory.mktemp('boxes')}/step"
+    save_alone(url, {"w": expected_tensor(shape)}, transfer=TransferOptions())
+    four_ranks.run(scenarios.load_boxes, url, shape, found, options)
+
+
+def test_a_node_reads_once_and_another_node_reads_again(four_ranks: Ranks, url: str) -> None:
+    save_alone(url, {"w": expected_tensor(SHAPE)})
+    answers = four_ranks.run(scenarios.load_on_nodes, url, SHAPE, "node", 2)
+    assert sum(each["read"] for each in answers[:2]) == sum(each["read"] for each in answers[2:])
+    assert NBYTES <= sum(each["read"] for each in answers[:2]) <= 1.02 * NBYTES
+    assert [each["gets"] for each in answers] == [1, 0, 1, 0]
+    alone = four_ranks.run(scenarios.load_on_nodes, url, SHAPE, "node", 1)
+    assert all("alone on its node" in each["explain"] for each in alone)
+
+
+def test_auto_decides_the_same_on_every_rank_and_says_why(four_ranks: Ranks, url: str) -> None:
+    save_alone(url, {"w": expected_tensor(SHAPE)})
+    little = four_ranks.run(scenarios.load_on_nodes, url, SHAPE, "auto", 4)
+    assert {each["explain"] for each in little} == {
+        "Plain: a rank wants less than 64 MiB. 4 ranks on 1 node want 0.025 GB in all, of which 0.006 GB are distinct "
+        "(4.00 ranks a byte)"
+    }
+    assert [each["read"] for each in little] == [little[0]["read"]] * 4
+    save_alone(f"{url}-big", {"w": expected_tensor((4096, 4200))})
+    much = four_ranks.run(scenarios.load_on_nodes, f"{url}-big", (4096, 4200), "auto", 4)
+    assert all("one node" in each["explain"] for each in much)
+    assert sum(each["read"] for each in much) <= 1.02 * 4096 * 4200 * 4
+
+
+def test_groups_of_other_ranks_than_the_jobs_first_load_apart(four_ranks: Ranks, url: str) -> None:
+    save_alone(url, {"w": expected_tensor(SHAPE)})
+    read = four_ranks.run(scenarios.load_in_groups, url, SHAPE)
+    assert NBYTES <= read[0] + read[2] <= 1.02 * NBYTES
+    assert NBYTES <= read[1] + read[3] <= 1.02 * NBYTES
+
+
+def test_a_rank_outside_the_group_is_named_on_every_rank(four_ranks: Ranks, url: str) -> None:
+    save_alone(url, {"w": expected_tensor((8, 8))})
+    for found in four_ranks.run(scenarios.load_with_a_group_that_lacks_a_rank, url, (8, 8)):
+        assert set(found) == {2, 3}
+        assert all("not in the process group" in text for _, text in found.values())
+
+
+@pytest.mark.parametrize("difference", ["checkpoint", "mode"])
+def test_ranks_that_do_not_load_the_same_are_refused_on_every_rank(two_ranks: Ranks, url: str, difference: str) -> None:
+    urls, modes = [url, url], ["group", "group"]
+    if difference == "checkpoint":
+        urls[1] = f"{url}-other"
+    else:
+        modes[1] = "node"
+    for each in set(urls):
+        save_alone(each, {"w": expected_tensor((8, 8))})
+    for found in two_ranks.run(scenarios.load_from, urls, (8, 8), modes):
+        assert set(found) == {0, 1}
+        assert all("cannot load together" in text for _, text in found.values())
+
+
+def test_a_checkpoint_that_is_not_there_is_looked_for_once_and_missed_on_every_rank(two_ranks: Ranks, url: str) -> None:
+    for rank, found in enumerate(two_ranks.run(scenarios.load_nothing, url)):
+        # Each rank then looks for a part of its own, as a save without collectives leaves it.
+        assert found == [("CheckpointNotFoundError", 2 - rank)] * 2
+
+
+@pytest.mark.parametrize(("failing", "at"), [(0, 0), (2, 3)])
+def test_a_rank_whose_store_fails_fails_every_rank_at_once(four_ranks: Ranks, url: str, failing: int, at: int) -> None:
+    save_alone(url, {"w": expected_tensor(SHAPE)})
+    for found, took in four_ranks.run(scenarios.one_store_fails, url, SHAPE, failing, at):
+        assert set(found) == {0, 1, 2, 3}
+        assert found.pop(failing)[0] == "AccessDeniedError"
+        for kind, text in found.values():
+            assert kind == "PeerFailedError"
+            assert f"Rank {failing} failed" in text
+            assert "the door is closed" in text
+        assert took < DIES_WITHIN_S
+
+
+def test_a_rank_whose_planner_fails_fails_every_rank(two_ranks: Ranks, url: str) -> None:
+    save_alone(url, {"w": expected_tensor((8, 8))})
+    for found in two_ranks.run(scenarios.one_planner_fails, url, (8, 8)):
+        assert "Rank 1 failed" in found[0][1]
+        assert "no such memory" in found[0][1]
+        assert "no such memory" in found[1][1]
+
+
+def test_bytes_that_were_altered_are_found_on_every_rank(two_ranks: Ranks, url: str) -> None:
+    save_alone(url, {"w": expected_tensor(SHAPE)})
+    (file,) = data_files(url)
+    data = bytearray(file.read_bytes())
+    data[NBYTES // 2] ^= 1
+    file.write_bytes(data)
+    times = (file.stat().st_atime, file.stat().st_mtime)
+    os.utime(file, times)
+    for found in two_ranks.run(scenarios.load_damaged, url, SHAPE):
+        assert set(found) == {0, 1}
+        assert any(kind == "CorruptDataError" for kind, _ in found.values())
+
+
+@pytest.mark.parametrize("at", [0, 5])
+def test_a_rank_that_is_killed_makes_all_others_raise(url: str, at: int) -> None:
+    save_alone(url, {"w": expected_tensor(SHAPE)})
+    ranks = Ranks(3)
+    try:
+        for pipe in ranks._pipes:
+            pipe.send((scenarios.one_rank_is_killed, (url, SHAPE, 1, at)))
+        started = time.monotonic()
+        texts = []
+        for rank in (0, 2):
+            assert ranks._pipes[rank].poll(DIES_WITHIN_S), f"rank {rank} still waits"
+            failed, answer = ranks._pipes[rank].recv()
+            assert not failed, answer
+            kind, text = answer
+            assert kind in ("BucketpointError", "PeerFailedError")
+            assert "load together" in text
+            texts.append(text)
+        assert time.monotonic() - started < DIES_WITHIN_S
+        assert any("rank 1, or a rank that it waited for" in text for text in texts)
+    finally:
+        ranks.close()
+
+
+def test_a_rank_that_leaves_tells_those_who_listen_and_cuts_off_those_who_wait_for_bytes(
+    four_ranks: Ranks, url: str
+) -> None:
+    answers = four_ranks.run(scenarios.one_rank_leaves, url)
+    for rank in (0, 3):
+        assert answers[rank][0] == "PeerFailedError"
+        assert "I have had enough" in answers[rank][1]
+    assert "rank 1, or a rank that it waited for" in answers[2][1]
+    assert max(took for _, _, took in answers) < DIES_WITHIN_S
+
+
+@pytest.mark.parametrize("when", ["at the start", "in a read"])
+def test_a_rank_that_stands_still_is_waited_for_as_long_as_the_group_waits(
+    four_ranks: Ranks, url: str, when: str
+) -> None:
+    save_alone(url, {"w": expected_tensor(SHAPE)})
+    answers = four_ranks.run(scenarios.one_rank_stands_still, url, SHAPE, 4.0, when)
+    for text, took in answers[:3]:
+        assert "load together" in text
+        assert took < DIES_WITHIN_S
+
+
+@pytest.mark.parametrize("mode", ["xyz", "", "Group", True])
+def test_a_mode_that_is_not_known_is_refused(mode: Any) -> None:
+    with pytest.raises(BucketpointError, match="is not known") as caught:
+        BucketReader("file:///tmp/x", cooperative=mode)
+    assert "'auto'" in str(caught.value)
+
+
+@pytest.mark.parametrize("mode", ["node", "group", "auto"])
+def test_without_other_ranks_a_load_is_plain(url: str, mode: str) -> None:
+    save_alone(url, {"w": expected_tensor((8, 8))})
+    reader = BucketReader(url, cooperative=mode)
+    assert reader.explain() == "Nothing has been loaded yet"
+    state = {"w": torch.zeros(8, 8)}
+    dcp.load(state, storage_reader=reader, no_dist=True)
+    assert torch.equal(state["w"], expected_tensor((8, 8)))
+    assert reader.explain() == "Plain: there is one rank"
+
+
+def test_a_cooperative_reader_pickles_as_configuration() -> None:
+    reader = pickle.loads(pickle.dumps(BucketReader("file:///tmp/x", cooperative="auto", bandwidths=Bandwidths())))
+    assert reader.explain() == "Nothing has been loaded yet"

@@ -1,0 +1,163 @@
+"""State of each rank's own: noticed where ranks would overwrite each other's, saved and loaded where it is keyed."""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from bucketpoint import BucketReader, BucketWriter
+from bucketpoint.dcp.rank_state import DIGEST_BYTES, rank_state, saved_ranks, value_digests
+from bucketpoint.dcp.save_planner import SavePlanner
+from bucketpoint.errors import BucketpointError
+from dcp import planner_scenarios as scenarios
+from dcp.ranks import Ranks
+
+pytestmark = pytest.mark.contract
+
+
+def planned(states: list[dict[str, Any]], planners: list[SavePlanner] | None = None) -> list[SavePlanner]:
+    planners = planners or [SavePlanner() for _ in states]
+    plans = []
+    for rank, (planner, state) in enumerate(zip(planners, states, strict=True)):
+        planner.set_up_planner(state, None, rank == 0)
+        plans.append(planner.create_local_plan())
+    planners[0].create_global_plan(plans)
+    return planners
+
+
+def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+
+
+def test_values_that_differ_between_ranks_are_named_once(caplog: pytest.LogCaptureFixture) -> None:
+    states = [{"loader": {"position": rank, "epoch": 3}, "lr": 0.1, "w": torch.ones(3)} for rank in range(3)]
+    planners = planned(states)
+    (said,) = warnings(caplog)
+    assert said.startswith("1 keys have different values on different ranks")
+    assert "loader.position" in said
+    assert "rank_state(value)" in said
+    planned([{**state, "new": 1} for state in states], planners)
+    assert len(warnings(caplog)) == 1
+    planned([{**state, "newer": rank} for rank, state in enumerate(states)], planners)
+    assert "newer" in warnings(caplog)[1]
+    assert "loader" not in warnings(caplog)[1]
+
+
+def test_five_of_many_keys_are_named(caplog: pytest.LogCaptureFixture) -> None:
+    planned([{f"key{number}": rank for number in range(9)} for rank in range(2)])
+    (said,) = warnings(caplog)
+    assert said.startswith("9 keys")
+    assert [f"key{number}" in said for number in range(9)] == [True] * 5 + [False] * 4
+
+
+def generator_state(seed: int) -> torch.Tensor:
+    return torch.Generator().manual_seed(seed).get_state()
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        generator_state,
+        lambda seed: random.Random(seed).getstate(),
+        lambda seed: np.random.RandomState(seed).get_state(),
+        lambda seed: np.random.default_rng(seed).bit_generator.state,
+        lambda seed: [{"shard": seed}, None],
+        lambda seed: b"%d" % seed,
+        lambda seed: 10**5000 + seed,
+    ],
+    ids=["torch generator", "random", "numpy", "numpy generator", "nested", "bytes", "huge"],
+)
+def test_states_of_random_generators_and_loaders_are_compared(make: Any, caplog: pytest.LogCaptureFixture) -> None:
+    planned([{"state": make(1)} for _ in range(3)])
+    assert warnings(caplog) == []
+    planned([{"state": make(rank // 2)} for rank in range(3)])
+    assert len(warnings(caplog)) == 1
+
+
+def test_equal_values_that_pickle_differently_are_equal(caplog: pytest.LogCaptureFixture) -> None:
+    one, other = "same", "".join(["sa", "me"])
+    values: list[tuple[Any, Any]] = [
+        ([one, one], [one, other]),
+        ({"a", "b", "c"}, {"c", "b", "a"}),
+        (OrderedDict(a=1, b=2), OrderedDict(b=2, a=1)),
+        (float("nan"), float("nan")),
+    ]
+    for left, right in values:
+        planned([{"value": (left,)}, {"value": (right,)}])
+    assert warnings(caplog) == []
+
+
+def test_what_cannot_be_compared_is_not_reported_and_does_not_fail(caplog: pytest.LogCaptureFixture) -> None:
+    class Own:
+        def __init__(self, number: int) -> None:
+            self.number = number
+
+    deep: Any = ()
+    for _ in range(5000):
+        deep = (deep,)
+    for make in (Own, lambda rank: (deep, rank), lambda rank: list(range(rank, 50_000))):
+        planned([{"value": make(rank)} for rank in range(2)])
+    planned([{"buffer": torch.full((10,), float(rank))} for rank in range(2)])
+    assert warnings(caplog) == []
+
+
+def test_values_of_one_rank_alone_are_not_compared(caplog: pytest.LogCaptureFixture) -> None:
+    planned([rank_state({"position": rank}, rank) for rank in range(3)])
+    assert warnings(caplog) == []
+
+
+def test_digests_take_four_bytes_an_item_and_nothing_when_the_state_is_unchanged() -> None:
+    states = [{f"key{number}": "x" * 1000 for number in range(50)} for _ in range(2)]
+    planners = planned(states)
+    assert len(value_digests(planners[0].plan.items, planners[0].state_dict)) == 50 * DIGEST_BYTES
+    for planner in planners:
+        planner.finish_plan(planner.plan.__class__(planner.plan.items, planner_data=_dealt()))
+        planner.set_up_planner(states[0], None, True)
+        assert planner.create_local_plan().planner_data.digests == b""
+
+
+def _dealt() -> Any:
+    from bucketpoint.dcp.results import Dealt
+
+    return Dealt(1)
+
+
+def test_a_value_is_keyed_by_its_rank() -> None:
+    assert rank_state({"position": 3}, 2) == {"rank-2": {"position": 3}}
+    assert rank_state(7) == {"rank-0": 7}
+    with pytest.raises(BucketpointError, match="-1"):
+        rank_state(7, -1)
+
+
+def test_the_ranks_that_saved_are_found_by_name(tmp_path: Path) -> None:
+    state = {
+        "train": {"loader": {**rank_state({"a": 1}, 10), **rank_state({"a": 1}, 2)}},
+        "rng": rank_state(1, 3),
+        "loader": {"rank-x": 1, "rank-07": 1},
+    }
+    dcp.save(state, storage_writer=BucketWriter(f"file://{tmp_path}", progress=False), no_dist=True)
+    metadata = BucketReader(f"file://{tmp_path}", progress=False).read_metadata()
+    assert saved_ranks(metadata, "train.loader") == [2, 10]
+    assert saved_ranks(metadata, "rng") == [3]
+    assert saved_ranks(metadata, "loader") == []
+    assert saved_ranks(metadata, "train") == []
+
+
+def test_each_rank_gets_its_own_value_back_and_other_worlds_get_all(four_ranks: Ranks, tmp_path: Path) -> None:
+    assert four_ranks.run(scenarios.own_state_comes_back, str(tmp_path)) == [0, 10, 20, 30]
+    reader = BucketReader(f"file://{tmp_path}", progress=False)
+    saved = saved_ranks(reader.read_metadata(), "loader")
+    assert saved == [0, 1, 2, 3]
+    state: dict[str, Any] = {"loader": {}}
+    for rank in saved:
+        state["loader"] |= rank_state({"position": None}, rank)
+    dcp.load(state, storage_reader=reader, no_dist=True)
+    assert [state["loader"][f"rank-{rank}"]["position"] for rank in saved] == [0, 10, 20, 30]

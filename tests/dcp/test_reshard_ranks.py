@@ -1,0 +1,51 @@
+"""Resharding on real ranks: FSDP2, TP with FSDP2 and HSDP models, ShardedTensors, and tensors of a few ranks only."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from bucketpoint import BucketReader
+from dcp import reshard_scenarios as scenarios
+from dcp.ranks import Ranks
+
+pytestmark = pytest.mark.contract
+
+
+@pytest.mark.parametrize("saved", ["tp and fsdp", "hsdp"])
+def test_a_model_is_loaded_under_any_other_parallelism(four_ranks: Ranks, tmp_path: Path, saved: str) -> None:
+    url = f"file://{tmp_path}/model"
+    placements = four_ranks.run(scenarios.save_model, url, saved, 4)[0]
+    assert any("Replicate" in text if saved == "hsdp" else "_S" in text for text in placements), placements
+    for kind, ranks in (("fsdp", 4), ("fsdp", 3), ("tp and fsdp", 4), ("hsdp", 4), ("plain", 1)):
+        four_ranks.run(scenarios.load_model, url, kind, ranks)
+
+
+def test_a_model_saved_by_three_ranks_is_loaded_under_two_kinds_of_parallelism(
+    four_ranks: Ranks, tmp_path: Path
+) -> None:
+    url = f"file://{tmp_path}/model"
+    four_ranks.run(scenarios.save_model, url, "fsdp", 3)
+    four_ranks.run(scenarios.load_model, url, "tp and fsdp", 4)
+    state = scenarios.state_of(scenarios.whole_model(seed=2))
+    dcp.load(state, checkpoint_id=url, storage_reader=BucketReader(), no_dist=True)
+    scenarios.assert_is_whole(state, seed=1)
+
+
+def test_sharded_tensors_are_loaded_as_distributed_and_plain_ones(four_ranks: Ranks, tmp_path: Path) -> None:
+    four_ranks.run(scenarios.sharded_tensors_become_distributed, f"file://{tmp_path}")
+    target = {name: torch.zeros(scenarios.ROWS, scenarios.COLUMNS) for name in ("rows", "columns", "boxes")}
+    dcp.load(target, checkpoint_id=f"file://{tmp_path}/sharded", storage_reader=BucketReader(), no_dist=True)
+    assert all(torch.equal(value, scenarios.table()) for value in target.values())
+
+
+def test_distributed_and_plain_tensors_are_loaded_as_sharded_ones(four_ranks: Ranks, tmp_path: Path) -> None:
+    shards = four_ranks.run(scenarios.distributed_become_sharded_tensors, f"file://{tmp_path}")
+    assert shards == [4, 3, 2, 3]
+
+
+def test_tensors_of_some_ranks_are_loaded_by_others(four_ranks: Ranks, tmp_path: Path) -> None:
+    four_ranks.run(scenarios.tensors_of_some_ranks, f"file://{tmp_path}")

@@ -1,0 +1,171 @@
+"""The simulation's model: nothing is lost, no limit is passed, no bound is beaten, and a seed decides all of it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from sim.calibrate import CASES, predicted
+from sim.coordinator import OURS, STOCK, measure
+from sim.layouts import Layout, Model
+from sim.loading import CASES as REPLICA_CASES
+from sim.loading import metadata_s
+from sim.services import Cluster, Service, ideal_s
+from sim.store import ObjectWork, Outcome, Work, simulate
+from sim.transfers import load_work, object_sizes, partitions, save_work
+
+from bucketpoint.transfer import TransferOptions
+from sim import report
+
+MIB = 1 << 20
+BUSY = Service(partitions=4, writes_per_s=200.0, reads_per_s=300.0, ceiling_bytes_per_s=5e9)
+CLUSTER = Cluster(ranks=32, connections=6)
+
+
+def run(
+    work: Work, service: Service = BUSY, cluster: Cluster = CLUSTER, *, seed: int = 7, refuse: bool = False
+) -> Outcome:
+    where = np.arange(cluster.ranks * len(work.objects)).reshape(cluster.ranks, -1) % service.partitions
+    return simulate(work, where, cluster, service, seed=seed, refuse=refuse)
+
+
+works = st.builds(
+    Work,
+    st.lists(
+        st.builds(
+            ObjectWork,
+            st.lists(st.integers(1, 40 * MIB), min_size=1, max_size=9).map(tuple),
+            st.just(True),
+        )
+        | st.builds(ObjectWork, st.integers(1, 16 * MIB).map(lambda size: (size,)), st.just(False)),
+        min_size=1,
+        max_size=4,
+    ).map(tuple),
+    st.just(True),
+)
+reads = st.builds(
+    lambda sizes: Work(tuple(ObjectWork(tuple(each), False) for each in sizes), False),
+    st.lists(st.lists(st.integers(1, 40 * MIB), min_size=1, max_size=9), min_size=1, max_size=4),
+)
+
+
+@given(work=works | reads, refuse=st.booleans(), connections=st.integers(1, 8), seed=st.integers(0, 1000))
+@settings(max_examples=12)
+def test_every_byte_is_moved_and_every_request_made_once(work: Work, refuse: bool, connections: int, seed: int) -> None:
+    cluster = replace(CLUSTER, connections=connections)
+    outcome = run(work, cluster=cluster, seed=seed, refuse=refuse)
+    if outcome.failed:
+        assert refuse
+        return
+    assert outcome.nbytes == work.nbytes * cluster.ranks
+    assert outcome.requests == work.requests * cluster.ranks
+    assert outcome.requests == outcome.admitted.sum()
+    assert outcome.wall_s >= outcome.ideal_s
+
+
+@pytest.mark.parametrize("refuse", [False, True])
+@pytest.mark.parametrize("write", [False, True])
+def test_no_partition_accepts_more_than_its_rate_over_any_window(write: bool, refuse: bool) -> None:
+    work = save_work(200 * MIB, TransferOptions()) if write else load_work(200 * MIB, TransferOptions())
+    # Two waves of requests that no partition can take at once.
+    service = replace(BUSY, writes_per_s=100.0, reads_per_s=100.0)
+    outcome = run(work, service, refuse=refuse)
+    accepted = np.pad(np.cumsum(outcome.admitted, axis=1), ((0, 0), (1, 0)))
+    steps = outcome.admitted.shape[1]
+    for window in {1, 2, 10, 100, steps}:
+        if window <= steps:
+            most = (accepted[:, window:] - accepted[:, :-window]).max()
+            assert most <= 100.0 * (window * outcome.step_s + service.burst_s) + 1
+
+
+def test_the_rate_of_a_partition_decides_when_it_is_the_narrowest() -> None:
+    work = save_work(200 * MIB, TransferOptions())
+    outcome = run(work, replace(BUSY, partitions=1, writes_per_s=50.0))
+    assert outcome.wall_s == pytest.approx(outcome.requests / 50, rel=0.1)
+
+
+def test_the_ceiling_decides_when_it_is_the_narrowest() -> None:
+    work = save_work(400 * MIB, TransferOptions())
+    outcome = run(work, Service(partitions=64, ceiling_bytes_per_s=1e9))
+    assert outcome.wall_s == pytest.approx(work.nbytes * CLUSTER.ranks / 1e9, rel=0.1)
+
+
+def test_the_card_of_a_node_is_shared_by_its_ranks() -> None:
+    work = save_work(400 * MIB, TransferOptions())
+    cluster = replace(CLUSTER, nic_bytes_per_s=0.2e9)
+    outcome = run(work, Service(partitions=64), cluster)
+    assert outcome.wall_s == pytest.approx(work.nbytes * 8 / 0.2e9, rel=0.1)
+
+
+def test_the_same_seed_gives_the_same_outcome_and_another_seed_another() -> None:
+    work = save_work(100 * MIB, TransferOptions())
+    one, same, other = run(work, seed=1), run(work, seed=1), run(work, seed=2)
+    assert one.wall_s == same.wall_s
+    assert np.array_equal(one.admitted, same.admitted)
+    assert one.wall_s != other.wall_s
+
+
+def test_a_client_that_is_refused_too_often_fails_the_save() -> None:
+    work = save_work(100 * MIB, TransferOptions())
+    assert run(work, replace(BUSY, partitions=1, writes_per_s=5.0), refuse=True).failed
+    assert not run(work, replace(BUSY, partitions=1, writes_per_s=5000.0), refuse=True).failed
+
+
+@pytest.mark.parametrize("device", [False, True])
+@pytest.mark.parametrize("nbytes", [10 * MIB, 977_000_000, 30_000_000_000])
+def test_planned_requests_carry_the_bytes_of_the_rank(nbytes: int, device: bool) -> None:
+    for plan in (save_work, load_work):
+        work = plan(nbytes, TransferOptions(), device=device)
+        assert work.nbytes == nbytes
+        assert all(min(each.parts) > 0 for each in work.objects)
+    assert sum(size for _, _, size in object_sizes(nbytes)) == nbytes
+
+
+def test_keys_spread_over_the_partitions_about_evenly() -> None:
+    counts = np.bincount(partitions(2048, 10**9, 64).reshape(-1), minlength=64)
+    assert counts.sum() == 2 * 2048
+    assert counts.max() <= 2 * counts.mean()
+
+
+def test_the_defaults_stay_near_the_ideal_at_a_thousand_ranks() -> None:
+    nbytes = 10**13 // 1024
+    outcome = simulate(
+        save_work(nbytes, TransferOptions()), partitions(1024, nbytes, 64), Cluster(1024), Service(), seed=1
+    )
+    assert outcome.over_ideal <= 1.25
+
+
+def test_coordinator_costs_are_counted_for_ours_and_for_stock_dcp() -> None:
+    layout = Layout(Model("small", 2, 0.1), ranks=4, replicas=2)
+    for who in (OURS, STOCK):
+        found = measure(layout, who)
+        assert found["gathered"] == layout.gathered
+        assert found["kept"] == layout.kept
+        assert all(np.isfinite(cost) and cost >= 0 for cost in found["first"]["cpu_s"].values())
+        assert found["metadata_bytes"] > 0
+    assert found["second"]["sent"]["plans_up"] == found["first"]["sent"]["plans_up"]
+
+
+def test_a_prediction_is_no_less_than_the_bound() -> None:
+    for case in CASES:
+        cluster = Cluster(case.processes, ranks_per_node=1, nic_bytes_per_s=1e12, connections=4)
+        assert min(predicted(case)) >= ideal_s(40 * MIB * case.processes, cluster, case.service)
+
+
+def test_reading_each_byte_once_never_takes_longer_than_broadcasting() -> None:
+    for case in REPLICA_CASES:
+        assert case.shared_reads_s <= case.one_broadcasts_s
+    assert metadata_s(1e9, 1.0, 10240, nic=12.5e9, store=125e9, once=True) < metadata_s(
+        1e9, 1.0, 10240, nic=12.5e9, store=125e9, once=False
+    )
+
+
+def test_rows_of_an_earlier_run_stay_unless_they_were_measured_again() -> None:
+    row = {"who": OURS, "model": "8B", "ranks": 8, "replicas": 1}
+    earlier = {"coordinator": [{**row, "kept": 1}, {**row, "ranks": 16, "kept": 2}]}
+    now = {"coordinator": [{**row, "kept": 3}]}
+    kept = {each["ranks"]: each["kept"] for each in report.merged(earlier, now)["coordinator"]}
+    assert kept == {8: 3, 16: 2}

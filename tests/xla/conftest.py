@@ -1,0 +1,36 @@
+"""Hosts that stay up for the whole session. Without torch_xla nothing here is collected: `make test-xla` has it."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator
+
+import pytest
+
+from xla.hosts import Host
+
+collect_ignore_glob = [] if importlib.util.find_spec("torch_xla") else ["test_*.py"]
+
+
+@pytest.fixture(scope="session")
+def four() -> Iterator[Host]:
+    """Four devices."""
+    yield from _host(4)
+
+
+@pytest.fixture(scope="session")
+def other_four() -> Iterator[Host]:
+    """Four more, of which the first four know nothing."""
+    yield from _host(4)
+
+
+@pytest.fixture(scope="session")
+def sixteen() -> Iterator[Host]:
+    """Sixteen devices."""
+    yield from _host(16)
+
+
+def _host(devices: int) -> Iterator[Host]:
+    host = Host(devices)
+    yield host
+    host.close()

@@ -1,0 +1,105 @@
+"""torch_xla's SPMD planners through our writer and reader: one process holds many shards of each tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from servers import S3Server
+from xla import scenarios
+from xla.hosts import Host
+from xla.scenarios import Group
+
+# The first use of a host waits until it has imported torch_xla.
+pytestmark = pytest.mark.timeout(600)
+
+GRID_OF_4 = ((2, 2), (0, 1))
+ROWS_OF_4 = ((4, 1), (0, 1))
+COLUMNS_OF_4 = ((1, 4), (0, 1))
+TWO_REPLICAS_OF_2 = ((2, 2), (0, None))
+GRID_OF_16 = ((4, 4), (0, 1))
+
+
+@pytest.fixture
+def url(tmp_path: Path) -> str:
+    return f"file://{tmp_path}/run/step-1"
+
+
+@pytest.fixture(params=["no_dist", "gloo"])
+def group(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[], Group | None]:
+    """Makes no process group, or each time a new one of a single rank."""
+    stores = iter("ab")
+    return lambda: None if request.param == "no_dist" else (f"{tmp_path}/{next(stores)}", 0, 1)
+
+
+def test_unsharded_to_sharded(four: Host, url: str, group: Callable[[], Group | None]) -> None:
+    four.run(scenarios.save, url, None, group())
+    items = four.run(scenarios.load, url, GRID_OF_4, group())
+    assert items["even"] == 4
+
+
+def test_sharded_to_unsharded(four: Host, url: str, group: Callable[[], Group | None]) -> None:
+    four.run(scenarios.save, url, GRID_OF_4, group())
+    items = four.run(scenarios.load, url, None, group())
+    assert items["even"] == 4
+
+
+def test_rows_to_a_grid_is_eight_read_items(four: Host, url: str, group: Callable[[], Group | None]) -> None:
+    four.run(scenarios.save, url, ROWS_OF_4, group())
+    items = four.run(scenarios.load, url, GRID_OF_4, group())
+    assert items["even"] == 8
+
+
+def test_a_grid_of_sixteen_to_one_of_four_reads_four_items_for_each_shard(
+    sixteen: Host, four: Host, url: str, group: Callable[[], Group | None]
+) -> None:
+    sixteen.run(scenarios.save, url, GRID_OF_16, group())
+    items = four.run(scenarios.load, url, GRID_OF_4, group())
+    assert items["even"] == 4 * 4
+
+
+def test_a_grid_of_four_to_one_of_sixteen(sixteen: Host, four: Host, url: str) -> None:
+    four.run(scenarios.save, url, GRID_OF_4)
+    items = sixteen.run(scenarios.load, url, GRID_OF_16)
+    assert items["even"] == 16
+
+
+def test_shards_that_were_copied_to_the_host_first(four: Host, url: str) -> None:
+    four.run(scenarios.save_from_host, url, ROWS_OF_4)
+    four.run(scenarios.load, url, COLUMNS_OF_4)
+
+
+def test_shards_of_which_several_devices_have_the_same(four: Host, url: str) -> None:
+    four.run(scenarios.save_each_once, url, TWO_REPLICAS_OF_2)
+    items = four.run(scenarios.load, url, TWO_REPLICAS_OF_2)
+    # Each replica is read for itself.
+    assert items["even"] == 4
+    four.run(scenarios.load, url, GRID_OF_4)
+    four.run(scenarios.load_plain, url)
+
+
+def test_plain_tensors_to_shards_and_shards_to_plain_tensors(four: Host, tmp_path: Path) -> None:
+    four.run(scenarios.save_plain, f"file://{tmp_path}/plain")
+    four.run(scenarios.load, f"file://{tmp_path}/plain", GRID_OF_4)
+    four.run(scenarios.save, f"file://{tmp_path}/sharded", ROWS_OF_4)
+    four.run(scenarios.load_plain, f"file://{tmp_path}/sharded")
+
+
+def test_two_hosts_that_hold_the_same_shards(four: Host, other_four: Host, url: str, tmp_path: Path) -> None:
+    hosts = (four, other_four)
+    for rank, host in enumerate(hosts):
+        host.start(scenarios.save, url, ROWS_OF_4, (f"{tmp_path}/a", rank, 2))
+    for host in hosts:
+        host.result()
+    for rank, host in enumerate(hosts):
+        host.start(scenarios.load, url, GRID_OF_4, (f"{tmp_path}/b", rank, 2))
+    assert [host.result()["even"] for host in hosts] == [8, 8]
+
+
+def test_to_s3_and_back(four: Host, moto: S3Server) -> None:
+    url = f"s3://{moto.make_bucket()}/run/step-1"
+    four.run(scenarios.save, url, ROWS_OF_4, None, moto.options)
+    items = four.run(scenarios.load, url, GRID_OF_4, None, moto.options)
+    assert items["even"] == 8
