@@ -44,7 +44,7 @@ def data_path(token: str, rank: int, group: str, n: int) -> str:
     """The path of data object `n` of a rank and an object group.
 
     The folder spreads the objects of one checkpoint over the store's partitions. It depends on all but the token, so
-    that the partitions which the store has split under the load of one save also serve the next.
+    that the partitions which the store has split under the load of one save also serve the next at the same URL.
     """
     if not _GROUP.fullmatch(group):
         raise ValueError(f"object group {group!r} must consist of letters, digits, underscores and dots")
