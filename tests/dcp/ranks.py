@@ -26,6 +26,7 @@ class Ranks:
         context = multiprocessing.get_context("spawn")
         self._folder = tempfile.TemporaryDirectory()
         self._pipes: list[Connection] = []
+        self._asked = 0
         self._processes = []
         for rank in range(world):
             ours, theirs = context.Pipe()
@@ -36,17 +37,23 @@ class Ranks:
             self._processes.append(process)
 
     def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
+        self._asked += 1
         for pipe in self._pipes:
-            pipe.send((function, args))
-        answers = []
-        for rank, pipe in enumerate(self._pipes):
-            if not pipe.poll(TIMEOUT_S):
-                raise RankFailedError(f"rank {rank} did not answer within {TIMEOUT_S} s")
-            answers.append(pipe.recv())
+            pipe.send((self._asked, function, args))
+        answers = [self._answer_of(rank) for rank in range(self.world)]
         for rank, (failed, value) in enumerate(answers):
             if failed:
                 raise RankFailedError(f"rank {rank}:\n{value}")
         return [value for _, value in answers]
+
+    def _answer_of(self, rank: int) -> tuple[bool, Any]:
+        while True:
+            if not self._pipes[rank].poll(TIMEOUT_S):
+                raise RankFailedError(f"rank {rank} did not answer within {TIMEOUT_S} s")
+            number, *answer = self._pipes[rank].recv()
+            # An earlier answer is that of a test which was ended while it waited.
+            if number == self._asked:
+                return answer[0], answer[1]
 
     def close(self) -> None:
         for pipe in self._pipes:
@@ -70,11 +77,11 @@ def _serve(rank: int, world: int, store: str, pipe: Connection) -> None:
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=world, timeout=timeout)
     try:
         while True:
-            function, args = pipe.recv()
+            number, function, args = pipe.recv()
             try:
-                answer = (False, function(rank, world, *args))
+                answer = (number, False, function(rank, world, *args))
             except BaseException:  # noqa: BLE001 (told to the test)
-                answer = (True, traceback.format_exc())
+                answer = (number, True, traceback.format_exc())
             pipe.send(answer)
     except EOFError:
         pass

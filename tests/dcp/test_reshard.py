@@ -251,7 +251,7 @@ def any_layout_is_loaded(which: tuple[list[Case], int, int], pair: dict[str, Any
 
 
 @pytest.mark.timeout(600)
-@settings(max_examples=200, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=100, suppress_health_check=[HealthCheck.too_slow])
 @given(which=jobs(), pair=pairs())
 def test_any_saved_layout_is_loaded_into_any_other(which: tuple[list[Case], int, int], pair: dict[str, Any]) -> None:
     any_layout_is_loaded(which, pair)
