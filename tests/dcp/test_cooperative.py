@@ -240,12 +240,12 @@ def test_a_rank_that_is_killed_makes_all_others_raise(url: str, at: int) -> None
     ranks = Ranks(3)
     try:
         for pipe in ranks._pipes:
-            pipe.send((scenarios.one_rank_is_killed, (url, SHAPE, 1, at)))
+            pipe.send((0, scenarios.one_rank_is_killed, (url, SHAPE, 1, at)))
         started = time.monotonic()
         texts = []
         for rank in (0, 2):
             assert ranks._pipes[rank].poll(DIES_WITHIN_S), f"rank {rank} still waits"
-            failed, answer = ranks._pipes[rank].recv()
+            _, failed, answer = ranks._pipes[rank].recv()
             assert not failed, answer
             kind, text = answer
             assert kind in ("BucketpointError", "PeerFailedError")
