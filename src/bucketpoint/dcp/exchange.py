@@ -26,6 +26,7 @@ from bucketpoint.format.keys import new_token
 _NOTE = struct.Struct("<BH2q")
 _NOTE_BYTES = 512
 _NOTE_TAG = 0
+_UNUSED_TAG = 1 << 30
 _FAREWELL = timedelta(seconds=1)
 _AT_ONCE = timedelta(milliseconds=1)
 
@@ -219,9 +220,11 @@ class Exchange:
             works = [backend.send([packed], peer, _NOTE_TAG) for peer in others]
             for work in works:
                 work.wait(_FAREWELL)
-        # Connections stay open while anything refers to them, a traceback for one. A wait that ends in vain closes all.
-        with contextlib.suppress(RuntimeError):
-            backend.recv([packed], others[0], _NOTE_TAG).wait(_AT_ONCE)
+        # Connections stay open while anything refers to them, a traceback for one. A wait that ends in vain closes all;
+        # one for a member that is lost already ends before that, and closes nothing.
+        for peer in others:
+            with contextlib.suppress(RuntimeError):
+                backend.recv([packed], peer, _UNUSED_TAG).wait(_AT_ONCE)
 
     def _refusal(self, notes: Mapping[int, Note]) -> PeerFailedError | None:
         failed = [(self.members[peer].rank, note.failure) for peer, note in notes.items() if note.failure is not None]
