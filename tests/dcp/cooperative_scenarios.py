@@ -328,6 +328,33 @@ def load_from_s3(rank: int, world: int, url: str, options: dict[str, Any]) -> No
     assert reader.explain().startswith("Cooperative")
 
 
+def one_rank_leaves_after_another_was_lost(rank: int, world: int, url: str) -> float:
+    """Rank 0 is gone. Rank 1 leaves then, and keeps what refers to its connections; rank 2 waits for its bytes."""
+    exchange = Exchange(meet("group", url, None), None)
+    kept = exchange._backend
+    dist.barrier()
+    if rank == 0:
+        exchange.leave("gone first")
+        dist.barrier()
+        dist.barrier()
+        return 0.0
+    if rank == 1:
+        dist.barrier()
+        exchange.leave("I have had enough")
+        dist.barrier()
+        del kept
+        return 0.0
+    # Not yet aware of rank 0: this rank has waited for nothing from it.
+    dist.barrier()
+    started = time.monotonic()
+    with contextlib.suppress(BucketpointError):
+        exchange.move([Message(1, 0, memoryview(bytearray(100)))], [])
+        raise AssertionError("received what nobody sent")
+    took = time.monotonic() - started
+    dist.barrier()
+    return took
+
+
 def one_rank_leaves(rank: int, world: int, url: str) -> tuple[str, str, float]:
     """Rank 1 goes while rank 2 waits for its bytes and all others for its word."""
     exchange = Exchange(meet("group", url, None), None)

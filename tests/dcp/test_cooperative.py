@@ -268,6 +268,14 @@ def test_a_rank_that_leaves_tells_those_who_listen_and_cuts_off_those_who_wait_f
     assert max(took for _, _, took in answers) < DIES_WITHIN_S
 
 
+def test_a_rank_that_leaves_after_another_was_lost_cuts_off_the_third(url: str) -> None:
+    ranks = Ranks(3)
+    try:
+        assert max(ranks.run(scenarios.one_rank_leaves_after_another_was_lost, url)) < DIES_WITHIN_S
+    finally:
+        ranks.close()
+
+
 @pytest.mark.parametrize("when", ["at the start", "in a read"])
 def test_a_rank_that_stands_still_is_waited_for_as_long_as_the_group_waits(
     four_ranks: Ranks, url: str, when: str
