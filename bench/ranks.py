@@ -110,7 +110,7 @@ class RanksPart:
 def measure(scratch: Path, fast: Path, binary: Path, *, quick: bool) -> dict[str, Any]:
     """The `ranks` part of the result."""
     began = time.monotonic()
-    part = RanksPart(1 if quick else 5, scratch, fast, binary)
+    part = RanksPart(1 if quick else 3, scratch, fast, binary)
     part.run()
     return {
         "machine": environments.describe(binary, None),
