@@ -7,22 +7,21 @@ from __future__ import annotations
 
 import contextlib
 import shutil
-import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 from bench import environments, ranks_worker
-from bench.proxy import RunningProxy, Wire, running_proxy
+from bench.endpoints import client_env, proxied
+from bench.proxy import RunningProxy, Wire
 from bench.ranks_report import print_measurement
 from bench.requests_seen import kind_of
 from bucketpoint.format.keys import parse_data_path
 from dcp.ranks import Ranks
-from servers import S3Server, free_port, make_certificates, minio
+from servers import S3Server, minio
 
 BUCKET = "bench-ranks"
 STORE_BYTES_PER_S = 200e6
@@ -59,7 +58,11 @@ class RanksPart:
                     saved: ranks.run(ranks_worker.save_for_loads, saved, f"s3://{BUCKET}/{saved}")[0]
                     for saved, _ in KINDS
                 }
-            with _proxied(self.scratch, server) as (capped, proxy), _ranks(LOADING, capped) as ranks:
+            wire = Wire(total_bytes_per_s=STORE_BYTES_PER_S)
+            with (
+                proxied(self.scratch, server, wire, workers=1) as (capped, proxy),
+                _ranks(LOADING, capped) as ranks,
+            ):
                 for round_ in range(self.rounds):
                     for saved, loaded in KINDS:
                         for mode in MODES if round_ % 2 else MODES[::-1]:
@@ -138,27 +141,7 @@ def _bytes_of_ranks(server: S3Server, prefix: str, world: int) -> list[int]:
 def _ranks(world: int, server: S3Server) -> Iterator[Ranks]:
     ranks = Ranks(world)
     try:
-        env = {**server.env, "NO_PROXY": "127.0.0.1"}
-        ranks.run(ranks_worker.use, env if server.ca is None else {**env, "SSL_CERT_FILE": str(server.ca)})
+        ranks.run(ranks_worker.use, client_env(server))
         yield ranks
     finally:
         ranks.close()
-
-
-@contextlib.contextmanager
-def _proxied(scratch: Path, plain: S3Server) -> Iterator[tuple[S3Server, RunningProxy]]:
-    """A store whose connections share one rate."""
-    folder = Path(tempfile.mkdtemp(dir=scratch))
-    ca = make_certificates(folder)
-    parts = urlsplit(plain.endpoint)
-    with running_proxy(
-        (str(parts.hostname), int(parts.port or 80)),
-        cert=folder / "public.crt",
-        key=folder / "private.key",
-        port=free_port(),
-        log_dir=folder / "log",
-        wire=Wire(total_bytes_per_s=STORE_BYTES_PER_S),
-        # The rate is shared within a process.
-        workers=1,
-    ) as proxy:
-        yield S3Server("minio", proxy.url, plain.key, plain.secret, ca=ca), proxy

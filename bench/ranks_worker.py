@@ -10,7 +10,6 @@ import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,6 +21,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from bench import state as states
+from bench.resident import forget_peak, memory
 
 SMALL = states.Shape(hidden=256, ffn=768, layers=4, vocab=32000)
 """116 MB with both moments, and half of it in two tensors, as in a small Llama."""
@@ -80,15 +80,15 @@ def load(rank: int, world: int, kind: str, cooperative: str, url: str) -> dict[s
     del blank
     gc.collect()
     reader = S3Reader(progress=False, cooperative=cooperative)
-    Path("/proc/self/clear_refs").write_text("5")
-    before = _memory()
+    forget_peak()
+    before = memory()
     dist.barrier()
     begun = time.monotonic()
     dcp.load(target, checkpoint_id=url, storage_reader=reader, planner=DefaultLoadPlanner())
     own_s = time.monotonic() - begun
     dist.barrier()
     ended = time.monotonic()
-    after = _memory()
+    after = memory()
     whole = dict(states.leaves(states.training_state(LARGE)))
     wrong = [name for name, value in target.items() if not torch.equal(_full(value), whole[name])]
     return {
@@ -96,7 +96,7 @@ def load(rank: int, world: int, kind: str, cooperative: str, url: str) -> dict[s
         "end": ended,
         "seconds": ended - begun,
         "own_s": own_s,
-        "peak_bytes": after["VmHWM"] - after["RssFile"] - before["RssAnon"] - before["RssShmem"],
+        "peak_bytes": after["VmHWM"] - after["RssFile"] - before["anonymous"],
         "explained": reader.explain(),
         "wrong": wrong,
     }
@@ -148,8 +148,3 @@ def _object_bytes() -> Iterator[dict[str, int]]:
     finally:
         distributed_c10d._object_to_tensor = pack
         distributed_c10d._tensor_to_object = unpack
-
-
-def _memory() -> dict[str, int]:
-    fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
-    return {name: int(fields[name].split()[0]) << 10 for name in ("VmHWM", "RssAnon", "RssFile", "RssShmem")}

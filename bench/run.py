@@ -29,7 +29,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "tools"), str(ROOT / "src")]
@@ -37,9 +36,10 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "tools"), str(ROOT / 
 import get_minio  # noqa: E402
 from bench import environments, ranks, report, staging  # noqa: E402
 from bench.contenders import CONTENDERS, Setting, bucket_and_prefix  # noqa: E402
-from bench.proxy import RunningProxy, Wire, running_proxy  # noqa: E402
+from bench.endpoints import client_env, proxied  # noqa: E402
+from bench.proxy import RunningProxy, Wire  # noqa: E402
 from bench.requests_seen import summary  # noqa: E402
-from servers import S3Server, free_port, make_certificates, minio  # noqa: E402
+from servers import S3Server, minio  # noqa: E402
 
 WIRE = Wire(delay_s=0.020, bytes_per_s=25e6)
 BUCKET = "bench-checkpoints"
@@ -155,11 +155,6 @@ class Bench:
         self.layout = sorted(size for size in sizes if size > 1 << 20) or FALLBACK_LAYOUT
 
 
-def client_env(server: S3Server) -> dict[str, str]:
-    """What points every contender at the server: the standard names, and OpenSSL's own for the CRT and for Go."""
-    return {**server.env, "SSL_CERT_FILE": str(server.ca), "NO_PROXY": "127.0.0.1"}
-
-
 def timed_pass(bench: Bench, server: S3Server, where: str, names: Sequence[str], rounds: int, slow_rounds: int) -> None:
     for round_ in range(rounds):
         shift = round_ % len(names)
@@ -194,23 +189,6 @@ def count_pass(bench: Bench, server: S3Server, proxy: RunningProxy, names: Seque
             if "error" not in answer:
                 answer["requests"] = summary(proxy.requests(answer["start"], answer["end"]))
         bench.forget(server, bench.url(name, "count"))
-
-
-@contextlib.contextmanager
-def proxied(scratch: Path, plain: S3Server, wire: Wire) -> Iterator[tuple[S3Server, RunningProxy]]:
-    """A TLS endpoint in front of a plain server, so that the proxy's own work is one encryption and not two."""
-    folder = Path(tempfile.mkdtemp(dir=scratch))
-    ca = make_certificates(folder)
-    parts = urlsplit(plain.endpoint)
-    with running_proxy(
-        (str(parts.hostname), int(parts.port or 80)),
-        cert=folder / "public.crt",
-        key=folder / "private.key",
-        port=free_port(),
-        log_dir=folder / "log",
-        wire=wire,
-    ) as proxy:
-        yield S3Server("minio", proxy.url, plain.key, plain.secret, ca=ca), proxy
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from bench import environments, gil
+from bench.endpoints import client_env
 from bench.sink import running_sink
 from bench.staging_report import print_measurement
 from servers import S3Server, free_port, make_certificates, minio
@@ -178,7 +179,7 @@ class Staging:
         server = S3Server("sink", f"https://127.0.0.1:{port}", "sink", "sink-secret", ca=ca)
         keys = {"cert": certificates / "public.crt", "key": certificates / "private.key"}
         with running_sink(port=port, bytes_per_s=CAP_BYTES_PER_S, **keys) as sink:
-            steps = Steps.start("bucketpoint", 2000, GB, _client_env(server))
+            steps = Steps.start("bucketpoint", 2000, GB, client_env(server))
             try:
                 timing = {"idle_s": self.extent.idle_s, "busy_s": self.extent.capped_s, "sink": sink}
                 for round_ in range(self.extent.capped_cycles):
@@ -197,7 +198,7 @@ class Staging:
         running: list[Steps] = []
         with minio(self.minio, tls=True, data=self.fast / "staging") as server:
             server.client().create_bucket(Bucket=BUCKET)
-            env = _client_env(server)
+            env = client_env(server)
             try:
                 for name in rounds:
                     try:
@@ -245,7 +246,3 @@ def measure(scratch: Path, fast: Path, binary: Path, *, quick: bool) -> dict[str
 
 def _environment(extra: dict[str, str]) -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "src")]), **extra}
-
-
-def _client_env(server: S3Server) -> dict[str, str]:
-    return {**server.env, "SSL_CERT_FILE": str(server.ca), "NO_PROXY": "127.0.0.1"}

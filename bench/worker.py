@@ -16,7 +16,6 @@ import sys
 import time
 import traceback
 import warnings
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,6 +24,7 @@ import torch.distributed.tensor
 
 from bench import state as states
 from bench.contenders import CHILD_PEAK_BYTES, CONTENDERS, Contender, Setting
+from bench.resident import forget_peak, memory
 
 QUARTER_DIM = {"quarter0": 0, "quarter1": 1}
 
@@ -80,15 +80,15 @@ def _measure(command: dict[str, Any], full: Any, tiny: Any) -> dict[str, Any]:
     target = _target(contender, op, full)
     contender.prepare(op, setting)
     gc.collect()
-    before = _memory()
+    before = memory()
     if command.get("warm_url"):
         _warm_up(contender, command["warm_url"], tiny)
-    Path("/proc/self/clear_refs").write_text("5")
+    forget_peak()
     action = contender.save if op in ("save", "overwrite") else contender.load
     cpu, start = _cpu(), time.monotonic()
     action(target, setting)
     end, used = time.monotonic(), _cpu()
-    after = _memory()
+    after = memory()
     needed = states.nbytes(target) if contender.knows_state else sum(setting.layout)
     children = max(CHILD_PEAK_BYTES, default=0)
     answer = {
@@ -131,12 +131,6 @@ def _warm_up(contender: Contender, url: str, tiny: Any) -> None:
 def _cpu() -> tuple[float, float]:
     both = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
     return sum(usage.ru_utime for usage in both), sum(usage.ru_stime for usage in both)
-
-
-def _memory() -> dict[str, int]:
-    fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
-    found = {name: int(fields[name].split()[0]) << 10 for name in ("VmHWM", "RssAnon", "RssFile", "RssShmem")}
-    return {**found, "anonymous": found["RssAnon"] + found["RssShmem"]}
 
 
 if __name__ == "__main__":

@@ -4,20 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from bucketpoint.stores import Capabilities
-from bucketpoint.stores.s3 import MAX_PART_BYTES, MAX_PARTS, MAX_PUT_BYTES, MIN_PART_BYTES
-
-S3_LIMITS = Capabilities(
-    conditional_put=True,
-    checksums=True,
-    multipart=True,
-    pinned_reads=True,
-    min_part_bytes=MIN_PART_BYTES,
-    max_part_bytes=MAX_PART_BYTES,
-    max_parts=MAX_PARTS,
-    max_put_bytes=MAX_PUT_BYTES,
-)
-
 CLIENT_ATTEMPTS = 6
 """Attempts of one request: `S3Options.max_attempts`, where nothing else is set."""
 

@@ -11,10 +11,10 @@ import numpy as np
 
 from bucketpoint.dcp.writer import DEFAULT_OBJECT_BYTES
 from bucketpoint.format import keys
+from bucketpoint.stores.s3 import CAPABILITIES
 from bucketpoint.transfer import TransferOptions
 from bucketpoint.transfer.download import Extent, plan_requests
 from bucketpoint.transfer.parts import common_part_bytes, plan_parts
-from sim.services import S3_LIMITS
 from sim.store import Ints, ObjectWork, Work
 
 WEIGHTS_SHARE = 0.2
@@ -58,7 +58,7 @@ def save_work(nbytes: int, options: TransferOptions, *, device: bool = False) ->
         if size <= options.single_put_bytes:
             objects.append(ObjectWork((size,), multipart=False))
             continue
-        plan = plan_parts(size, part_bytes, S3_LIMITS)
+        plan = plan_parts(size, part_bytes, CAPABILITIES)
         bounds = [plan.bounds(number) for number in range(1, plan.count + 1)]
         objects.append(ObjectWork(tuple(stop - start for start, stop in bounds), multipart=True))
     return Work(tuple(objects), write=True)

@@ -58,14 +58,11 @@ class Commit:
 
 
 def complete_metadata(
-    metadata: Metadata, results: Sequence[Sequence[WriteResult]], *, storage_meta: StorageMeta, checked: bool = False
+    metadata: Metadata, results: Sequence[Sequence[WriteResult]], *, storage_meta: StorageMeta
 ) -> tuple[Metadata, dict[str, Any]]:
     """The metadata to commit, with where each item lies, and the table of objects.
 
     Works on a copy: DCP broadcasts the metadata it passed in to every rank, and must not send the whole index along.
-
-    Args:
-        checked: the same items with the same sizes are known to be complete.
 
     Raises:
         IncompleteSaveError: an item of the plan has no result, or a size that its shape does not explain.
@@ -78,8 +75,7 @@ def complete_metadata(
             if facts is not None:
                 objects[result.storage_data.relative_path] = facts
             storage_data[result.index] = result.storage_data
-    if not checked:
-        _check_complete(metadata, storage_data)
+    _check_complete(metadata, storage_data)
     fields: dict[str, Any] = {"storage_data": storage_data, "storage_meta": storage_meta}
     if hasattr(metadata, "version"):
         fields["version"] = VERSION
@@ -126,9 +122,8 @@ def commit(
     info, replaced = _put_commit(request, data)
     sizes = {path: fact["size"] for path, fact in objects.items()}
     if request.name == keys.METADATA:
-        tensors = sum(isinstance(entry, TensorStorageMetadata) for entry in metadata.state_dict_metadata.values())
         known = {**facts, "writer": __version__}
-        _write_record(request, make_record(known, data, sizes, items=items, tensors=tensors, metadata_etag=info.etag))
+        _write_record(request, make_record(metadata, known, data, sizes, items=items, metadata_etag=info.etag))
     if replaced is not None:
         _delete_replaced(request, replaced, kept=set(objects))
     return Committed(items, len(objects), sum(sizes.values()))

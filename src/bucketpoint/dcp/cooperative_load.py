@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from bucketpoint.dcp.cooperative import Bandwidths, Decision, Demand, check_mode, decide
 from bucketpoint.dcp.cooperative_rounds import SharedLoad, reason_of, round_bytes
-from bucketpoint.dcp.cooperative_schedule import Overlaps
+from bucketpoint.dcp.cooperative_schedule import Overlaps, Schedule
 from bucketpoint.dcp.exchange import Exchange, Note, PeerFailedError, meet
 from bucketpoint.errors import BucketpointError
 from bucketpoint.stores import Store
@@ -104,30 +104,24 @@ class Cooperation:
             _fetch_alone(store, plan(), options, pool, meter)
             return
         with self.taking_part():
-            self._fetch(exchange, store, plan, options, pool, meter)
+            requests = _plan_or_tell(exchange, plan)
+            numbers = {key: _number_of(key) for key in {request.key for request in requests}}
+            schedule = self._agree(exchange, requests, numbers, options)
+            if schedule is None:
+                self.close()
+                _fetch_alone(store, requests, options, pool, meter)
+                return
+            load = SharedLoad(exchange, schedule, requests, numbers, store=store, options=options, meter=meter)
+            load.run(self.taking_part)
+            self.peak_bytes = load.peak_bytes
+            self.explanation += f". This rank read {meter.done_bytes / 1e9:.3f} GB"
         self.close()
 
-    def _fetch(
-        self,
-        exchange: Exchange,
-        store: Store,
-        plan: Callable[[], list[Request]],
-        options: TransferOptions,
-        pool: BufferPool,
-        meter: Meter,
-    ) -> None:
-        requests: list[Request] = []
-        failure: Exception | None = None
-        try:
-            requests = plan()
-        except Exception as error:  # noqa: BLE001 (raised once the other ranks know of it)
-            failure = error
-        if failure is not None:
-            with contextlib.suppress(BucketpointError):
-                exchange.swap(Note(failure=reason_of(failure)))
-            raise failure
+    def _agree(
+        self, exchange: Exchange, requests: list[Request], numbers: dict[str, int], options: TransferOptions
+    ) -> Schedule | None:
+        """Who reads what for whom; None if each rank reads for itself. The same decision on every member."""
         notes = exchange.agree(Note((len(requests), options.max_inflight_bytes)))
-        numbers = {key: _number_of(key) for key in {request.key for request in requests}}
         # A model may be built, and so loaded, under another default device.
         with torch.device("cpu"):
             rows = torch.tensor(
@@ -137,15 +131,7 @@ class Cooperation:
             decision = decide(self._mode, overlaps.demand, self._bandwidths)
             self.explanation = _explain(decision, overlaps.demand)
             size = round_bytes(min(note.numbers[1] for note in notes))
-            schedule = overlaps.schedule(exchange.rank, size) if decision.together else None
-        if schedule is None:
-            self.close()
-            _fetch_alone(store, requests, options, pool, meter)
-            return
-        load = SharedLoad(exchange, schedule, requests, numbers, store=store, options=options, meter=meter)
-        load.run(self.taking_part)
-        self.peak_bytes = load.peak_bytes
-        self.explanation += f". This rank read {meter.done_bytes / 1e9:.3f} GB"
+            return overlaps.schedule(exchange.rank, size) if decision.together else None
 
     @contextlib.contextmanager
     def taking_part(self) -> Iterator[None]:
@@ -160,6 +146,16 @@ class Cooperation:
             if exchange is not None:
                 exchange.leave(reason_of(error))
             raise
+
+
+def _plan_or_tell(exchange: Exchange, plan: Callable[[], list[Request]]) -> list[Request]:
+    """This rank's requests. The others are told if it cannot plan them, before that is raised."""
+    try:
+        return plan()
+    except Exception as error:
+        with contextlib.suppress(BucketpointError):
+            exchange.swap(Note(failure=reason_of(error)))
+        raise
 
 
 def _fetch_alone(

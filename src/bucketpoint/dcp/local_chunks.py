@@ -1,4 +1,4 @@
-"""Plain tensors that hold several chunks of a larger one, as torch 2.15's `CheckpointableTensor` describes them.
+"""Which chunks of a larger tensor a local one holds: several, as torch 2.15's `CheckpointableTensor` says; or none.
 
 Described here in the way that every DCP understands. No I/O, and no planning.
 """
@@ -7,14 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
+from torch.distributed.tensor import DTensor, Partial
 
 from bucketpoint.errors import BucketpointError
-
-_TOLD_BY = ("global_shape", "global_offsets", "local_offsets", "local_sizes")
+from bucketpoint.staging.flatten import SHARD_OF_A_WHOLE
 
 
 @dataclass(frozen=True)
@@ -88,8 +88,13 @@ def chunks_in(value: Any) -> LocalChunks | None:
     """The chunks of a tensor that says which it holds; None for any other value."""
     if not isinstance(value, torch.Tensor):
         return None
-    told: list[Any] = [getattr(value, name, None) for name in _TOLD_BY]
+    told: list[Any] = [getattr(value, name, None) for name in SHARD_OF_A_WHOLE]
     if any(one is None for one in told):
         return None
     shape, global_offsets, local_offsets, sizes = told
     return LocalChunks(value, tuple(shape), global_offsets, local_offsets, sizes)
+
+
+def is_partial(value: Any) -> TypeGuard[DTensor]:
+    """Whether it is a DTensor of which each rank holds an addend, and none a chunk."""
+    return isinstance(value, DTensor) and any(isinstance(placement, Partial) for placement in value.placements)

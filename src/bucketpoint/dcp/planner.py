@@ -15,9 +15,9 @@ from torch.distributed.checkpoint import DefaultLoadPlanner, Metadata, TensorSto
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
 from torch.distributed.checkpoint.planner_helpers import _create_chunk_list, _create_read_items
-from torch.distributed.tensor import DTensor, Partial
+from torch.distributed.tensor import DTensor
 
-from bucketpoint.dcp.local_chunks import LocalChunks, chunks_in
+from bucketpoint.dcp.local_chunks import LocalChunks, chunks_in, is_partial
 from bucketpoint.errors import BucketpointError, MismatchError
 
 _NAMED_AT_MOST = 20
@@ -184,7 +184,7 @@ def _unfit(entry: TensorStorageMetadata, value: Any) -> str | None:
         return f"is {list(entry.size)} there and {list(value.size())} here"
     if isinstance(value, LocalChunks):
         return value.fault()
-    if isinstance(value, DTensor) and any(isinstance(placement, Partial) for placement in value.placements):
+    if is_partial(value):
         return f"has the placements {list(value.placements)} here: no rank of a partial sum holds what was saved"
     return None
 

@@ -24,10 +24,11 @@ from torch.distributed.checkpoint.default_planner import _validate_global_plan, 
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 from torch.distributed.checkpoint.planner_helpers import _create_write_items
-from torch.distributed.tensor import DTensor, Partial
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from bucketpoint.dcp.balance import balanced
+from bucketpoint.dcp.local_chunks import is_partial
 from bucketpoint.dcp.planned import Agreed, PlannedMetadata, WriterMeta, stock
 from bucketpoint.dcp.rank_state import differing, value_digests
 from bucketpoint.dcp.results import Dealt, items_digest
@@ -292,9 +293,7 @@ def _facts(value: Any) -> tuple[Any, ...]:
 def _refuse_partial(state: dict[str, Any]) -> None:
     """Torch 2.9 saves one rank's addend as if it were the tensor; newer ones do not say which tensor they refuse."""
     partial = [
-        f"{name} has the placements {list(value.placements)}"
-        for name, value in state.items()
-        if isinstance(value, DTensor) and any(isinstance(placement, Partial) for placement in value.placements)
+        f"{name} has the placements {list(value.placements)}" for name, value in state.items() if is_partial(value)
     ]
     if partial:
         raise BucketpointError(

@@ -176,27 +176,33 @@ def record_from_metadata(data: bytes, *, metadata_etag: str | None = None) -> Co
         UnsafeDataError, MetadataError: as `decode_metadata`.
     """
     metadata = decode_metadata(data)
-    return record_of(metadata, extra(metadata), data, metadata_etag=metadata_etag)
-
-
-def record_of(
-    metadata: Metadata, facts: dict[str, Any], data: bytes, *, metadata_etag: str | None = None
-) -> CommitRecord:
-    """The same record, where what `data` decodes to is at hand already."""
+    facts = extra(metadata)
     items = metadata.storage_data or {}
     sizes = {path: fact["size"] for path, fact in facts.get("objects", {}).items()}
     if not sizes:
         # Of another writer: all that is known of an object is what its items cover.
         for info in items.values():
             sizes[info.relative_path] = sizes.get(info.relative_path, 0) + info.length
-    tensors = sum(isinstance(entry, TensorStorageMetadata) for entry in metadata.state_dict_metadata.values())
-    return make_record(facts, data, sizes, items=len(items), tensors=tensors, metadata_etag=metadata_etag)
+    return make_record(metadata, facts, data, sizes, items=len(items), metadata_etag=metadata_etag)
 
 
 def make_record(
-    facts: dict[str, Any], data: bytes, sizes: dict[str, int], *, items: int, tensors: int, metadata_etag: str | None
+    metadata: Metadata,
+    facts: dict[str, Any],
+    data: bytes,
+    sizes: dict[str, int],
+    *,
+    items: int,
+    metadata_etag: str | None,
 ) -> CommitRecord:
-    """The same record, where what it counts is known: the sizes of all objects, the items and the tensors."""
+    """The same record, where what it counts is known.
+
+    Args:
+        metadata: with or without storage data.
+        data: its bytes as they are committed.
+        sizes: of all objects, in bytes.
+        items: how many of them lie in the objects.
+    """
     groups: dict[str, int] = {}
     for path, size in sizes.items():
         named = parse_data_path(path)
@@ -208,7 +214,7 @@ def make_record(
         bytes=sum(sizes.values()),
         objects=len(sizes),
         items=items,
-        tensors=tensors,
+        tensors=sum(isinstance(entry, TensorStorageMetadata) for entry in metadata.state_dict_metadata.values()),
         world_size=_typed(facts, "world_size", int),
         torch=_typed(facts, "torch", str),
         bucketpoint=_typed(facts, "writer", str),

@@ -27,7 +27,7 @@ _IMMUTABLE = frozenset(
     {int, float, bool, str, bytes, complex, type(None), torch.dtype, torch.device, torch.Size, range}
 )
 
-_SHARD_OF_A_WHOLE = ("global_shape", "global_offsets", "local_offsets", "local_sizes")
+SHARD_OF_A_WHOLE = ("global_shape", "global_offsets", "local_offsets", "local_sizes")
 """What makes a plain tensor a shard to DCP (`CheckpointableTensor`, torch 2.15). No other attribute is for saving."""
 
 
@@ -149,7 +149,7 @@ class FlatState:
         elif value.requires_grad:
             leaf.finish = torch.Tensor.requires_grad_
         if "global_shape" in value.__dict__:
-            described = {name: value.__dict__[name] for name in _SHARD_OF_A_WHOLE if name in value.__dict__}
+            described = {name: value.__dict__[name] for name in SHARD_OF_A_WHOLE if name in value.__dict__}
             leaf.finish = _with_attributes(leaf.finish, described)
         return leaf
 

@@ -6,7 +6,7 @@ import base64
 import builtins
 import http.client
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -38,6 +38,18 @@ MAX_PUT_BYTES = 5 << 30
 MAX_COPY_BYTES = 5 << 30
 # https://docs.aws.amazon.com/AmazonS3/latest/API/API_DeleteObjects.html
 MAX_DELETE_KEYS = 1_000
+
+CAPABILITIES = Capabilities(
+    conditional_put=True,
+    checksums=True,
+    multipart=True,
+    pinned_reads=True,
+    min_part_bytes=MIN_PART_BYTES,
+    max_part_bytes=MAX_PART_BYTES,
+    max_parts=MAX_PARTS,
+    max_put_bytes=MAX_PUT_BYTES,
+)
+"""Of Amazon S3; a store whose `checksums` option is off claims none."""
 
 _COPY_PART_BYTES = 1 << 30
 
@@ -82,16 +94,7 @@ class S3Store:
 
     @property
     def capabilities(self) -> Capabilities:
-        return Capabilities(
-            conditional_put=True,
-            checksums=self.options.checksums,
-            multipart=True,
-            pinned_reads=True,
-            min_part_bytes=MIN_PART_BYTES,
-            max_part_bytes=MAX_PART_BYTES,
-            max_parts=MAX_PARTS,
-            max_put_bytes=MAX_PUT_BYTES,
-        )
+        return replace(CAPABILITIES, checksums=self.options.checksums)
 
     def put(
         self,
