@@ -33,7 +33,7 @@ from bucketpoint import (
     StagingOptions,
 )
 
-WAIT_S = 60
+WAIT_S = 240
 """Against hangs only: nothing here is expected to take long."""
 
 BESIDE = StagingOptions(use_async_staging=True)

@@ -429,7 +429,7 @@ def test_a_child_process_makes_connections_of_its_own(moto: S3Server, method: An
     try:
         content, own_client = results.get(timeout=60)
     finally:
-        child.join(30)
+        child.join(60)
     assert content == b"content"
     assert own_client
     assert store.get("k")[0] == b"content"

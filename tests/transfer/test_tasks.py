@@ -24,7 +24,7 @@ def test_no_more_tasks_run_at_once_than_there_are_workers() -> None:
     running = 0
     most = 0
     lock = threading.Lock()
-    gate = threading.Barrier(3, timeout=10)
+    gate = threading.Barrier(3, timeout=60)
 
     def task() -> None:
         nonlocal running, most
@@ -58,12 +58,12 @@ def test_an_error_in_the_block_waits_for_what_runs() -> None:
 
     def task() -> None:
         begun.set()
-        release.wait(10)
+        release.wait(60)
         ended.set()
 
     with pytest.raises(ValueError, match="block"), TaskGroup(2) as group:
         group.start(task)
-        assert begun.wait(10)
+        assert begun.wait(60)
         threading.Timer(0.05, release.set).start()
         raise ValueError("block")
     assert ended.is_set()
