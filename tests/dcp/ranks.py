@@ -23,7 +23,9 @@ class Ranks:
 
     def __init__(self, world: int) -> None:
         self.world = world
-        context = multiprocessing.get_context("spawn")
+        # Forked from a process that has imported torch and has no threads: ranks need not import it again.
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["torch.distributed.checkpoint", "torch.distributed.tensor", "bucketpoint"])
         self._folder = tempfile.TemporaryDirectory()
         self._pipes: list[Connection] = []
         self._asked = 0
