@@ -1,0 +1,45 @@
+"""What the rules know of one committed checkpoint. No I/O."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+FULL = "full"
+"""What a job can resume from. `weights`, `export` and `emergency` are the other kinds; only full ones count as latest."""
+
+KINDS = (FULL, "weights", "export", "emergency")
+
+
+@dataclass(frozen=True)
+class Row:
+    """One committed checkpoint of one run.
+
+    Attributes:
+        step: the training step.
+        created: seconds since the epoch at the coordinator's commit.
+        id: the attempt's token, or whatever else tells two commits of one step apart. Rows are ordered by
+            (step, created, id), which is total.
+        kind: one of `KINDS`.
+        bytes: of the data.
+        groups: bytes by object group, of which `model` stays when a checkpoint is thinned.
+        metrics: what was reported for the step, as it was reported: NaN and the infinities are there too.
+        pinned: somebody wants it kept until they say otherwise.
+        leased: somebody reads it now, and their lease has not run out.
+        restored_from: the run goes on from it, and has committed no full checkpoint since.
+    """
+
+    step: int
+    created: float
+    id: str
+    kind: str = FULL
+    bytes: int = 0
+    groups: Mapping[str, int] = field(default_factory=dict)
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    pinned: bool = False
+    leased: bool = False
+    restored_from: bool = False
+
+    @property
+    def order(self) -> tuple[int, float, str]:
+        return self.step, self.created, self.id
