@@ -128,6 +128,19 @@ class StuckFileSystem(LocalFileSystem):
         time.sleep(10 * WAIT_S)
 
 
+class NiceFileSystem(LocalFileSystem):
+    """Leaves behind the niceness of the thread that writes first, which writes data."""
+
+    def __init__(self, mark: str = "", **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.mark = mark
+
+    def pipe_file(self, path: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
+        if not Path(self.mark).exists():
+            Path(self.mark).write_text(str(os.getpriority(os.PRIO_PROCESS, threading.get_native_id())))
+        return super().pipe_file(path, value, *args, **kwargs)
+
+
 class OneRankFileSystem(LocalFileSystem):
     """Refuses what one rank writes."""
 
@@ -399,6 +412,17 @@ def a_killed_checkpoint_process_is_named(rank: int, world: int, root: str) -> No
     assert not Path(root, "after", ".metadata").exists()
     wait(dcp.async_save(training.run(4), checkpoint_id=f"{root}/thread", storage_writer=writer))
     assert_holds(f"{root}/thread", 4)
+
+
+def uploads_stand_back(rank: int, world: int, root: str) -> list[int]:
+    """The niceness of uploading threads: of a save that is waited for, on a thread, in a checkpoint process."""
+    marks = [Path(root, name) for name in ("here", "thread", "process")]
+    writers = [BucketWriter(fs=NiceFileSystem(str(mark))) for mark in marks]
+    dcp.save(Training().run(1), checkpoint_id=f"{root}/1", storage_writer=writers[0])
+    for writer, kind in zip(writers[1:], (AsyncCheckpointerType.THREAD, PROCESS), strict=True):
+        url = f"{root}/{kind.name}"
+        wait(dcp.async_save(Training().run(1), checkpoint_id=url, storage_writer=writer, async_checkpointer_type=kind))
+    return [int(mark.read_text()) for mark in marks]
 
 
 def _assert_names(error: BaseException | None, pid: int, url: str | None) -> None:

@@ -57,6 +57,12 @@ def test_private_memory_is_saved_too_and_never_staged_into_again(one_rank: Ranks
     one_rank.run(scenarios.private_memory_crosses_too, str(tmp_path))
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="niceness is a thread's own on Linux only")
+def test_uploads_beside_training_stand_back_in_the_checkpoint_process_too(one_rank: Ranks, tmp_path: Any) -> None:
+    here, thread, process = one_rank.run(scenarios.uploads_stand_back, str(tmp_path))[0]
+    assert here < thread == process == 19
+
+
 def test_dtensors_are_saved_too(one_rank: Ranks, tmp_path: Any) -> None:
     one_rank.run(scenarios.dtensors_cross_too, str(tmp_path))
 

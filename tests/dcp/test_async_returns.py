@@ -296,6 +296,20 @@ def test_a_failed_upload_is_logged_although_its_future_is_dropped(
     assert "this disk is on fire" in told[0].getMessage()
 
 
+@either_save
+def test_a_failed_commit_is_logged_although_its_future_is_dropped(
+    root: str, save: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    dcp.save(Training().run(1), checkpoint_id=root, storage_writer=BucketWriter(), no_dist=True)
+    writer = BucketWriter(overwrite=False)
+    with caplog.at_level(logging.ERROR, "bucketpoint"):
+        save(Training().run(2), checkpoint_id=root, storage_writer=writer, no_dist=True)
+        writer.close()
+    told = [record.getMessage() for record in caplog.records if record.name.startswith("bucketpoint")]
+    assert len(told) == 1
+    assert f"the asynchronous save of {root} failed: A checkpoint is already committed here" in told[0]
+
+
 # -- overlap ----------------------------------------------------------------------------------------------------------
 
 

@@ -528,11 +528,12 @@ def test_copies_of_a_staged_state_are_plain_dicts(make: Any) -> None:
     assert copied["n"] == {"step": 1}
 
 
-def test_a_staged_state_crosses_to_another_process_as_a_plain_dict_over_the_same_memory() -> None:
+def test_a_staged_state_crosses_to_another_process_over_the_same_memory_with_a_lease_of_that_process() -> None:
     stager = Stager()
     staged = finished(stager.stage(state(1)))
     received = ForkingPickler.loads(ForkingPickler.dumps(staged))
-    assert type(received) is dict
+    assert received.lease is not staged.lease
+    assert not received.lease.abandoned
     received["w"].fill_(7)
     assert values(staged) == {7}
     assert staged.lease.begun

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 import pytest
@@ -145,6 +146,27 @@ def test_idle_memory_of_other_sizes_makes_room_under_the_cap() -> None:
     for kib in (64, 32, 64, 32, 80, 64):
         finished(stager.stage(state_of(kib)))
         assert stager.staged_bytes <= 100 * KIB
+
+
+def test_the_cap_counts_states_that_were_never_saved_for_as_long_as_they_are_kept() -> None:
+    stager = Stager(StagingOptions(max_bytes=100 * KIB, unread_timeout_s=0.01))
+    unsaved = finished(stager.stage(state_of(64, 5)))
+    with pytest.raises(StagingError, match=rf"needs {64 * KIB} bytes.*never saved hold {64 * KIB} of the {100 * KIB}"):
+        stager.stage(state_of(64))
+    assert unsaved["w"].unique().tolist() == [5]
+    del unsaved
+    assert finished(stager.stage(state_of(64, 6)))["w"].unique().tolist() == [6]
+
+
+def test_the_cap_counts_private_memory_that_another_process_saves() -> None:
+    stager = Stager(StagingOptions(use_shared_memory=False, max_bytes=100 * KIB))
+    staged: Any = finished(stager.stage(state_of(64)))
+    sent = ForkingPickler.dumps(staged)
+    second = Beside(lambda: finished(stager.stage(state_of(64, 6)))["w"].unique().tolist())
+    assert second.is_blocked()
+    staged.lease.end()
+    assert second.outcome.result(60) == [6]
+    assert sent
 
 
 # -- prefault ---------------------------------------------------------------------------------------------------------

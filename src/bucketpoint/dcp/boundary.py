@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 from bucketpoint.errors import BucketpointError
+
+logger = logging.getLogger(__name__)
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -15,7 +18,8 @@ def dcp_call(method: F) -> F:
     """Wrap a method that DCP calls on an object with `rank` and `url` attributes.
 
     An exception that cannot be unpickled on the other ranks hangs the job instead of failing it, so anything foreign is
-    turned into a BucketpointError that carries its text; ours are told the rank on their way out.
+    turned into a BucketpointError that carries its text; ours are told the rank on their way out. Where the object says
+    that it is `unwatched`, the error is logged too.
     """
 
     @functools.wraps(method)
@@ -27,10 +31,18 @@ def dcp_call(method: F) -> F:
                 error.rank = self.rank
             if error.url is None:
                 error.url = self.url
+            _tell(self, error)
             raise
         except Exception as error:
-            raise BucketpointError(
+            ours = BucketpointError(
                 f"{method.__name__} failed with {type(error).__name__}: {error}", url=self.url, rank=self.rank
-            ) from error
+            )
+            _tell(self, ours)
+            raise ours from error
 
     return call  # type: ignore[return-value]
+
+
+def _tell(self: Any, error: BucketpointError) -> None:
+    if getattr(self, "unwatched", False):
+        logger.error("rank %s: the asynchronous save of %s failed: %s", self.rank, self.url, error)

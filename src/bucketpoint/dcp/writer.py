@@ -153,11 +153,8 @@ class BucketWriter(StorageWriter):
         session.move(SaveState.UPLOADING)
         try:
             results = self._upload(session, plan, planner)
-        except BaseException as error:
+        except BaseException:
             session.move(SaveState.ABORTED)
-            if current_lease() is not None:
-                # The future that holds this error is dropped in many a training loop.
-                logger.error("rank %s: the asynchronous save of %s failed: %s", session.rank, session.url, error)
             raise
         session.move(SaveState.UPLOADED)
         if len(results) != len(plan.items):
@@ -248,6 +245,11 @@ class BucketWriter(StorageWriter):
     def url(self) -> str | None:
         session: SaveSession | None = getattr(self._saves, "session", None)
         return session.url if session is not None else self._url
+
+    @property
+    def unwatched(self) -> bool:
+        """Whether this thread saves beside training, where the future that holds an error is often dropped."""
+        return current_lease() is not None
 
     @property
     def rank(self) -> int | None:

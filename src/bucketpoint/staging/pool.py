@@ -35,6 +35,8 @@ class ArenaPool:
         self._most = 2 if options.when_busy == "double_buffer" else 1
         self._lock = threading.Lock()
         self._arenas: list[tuple[Arena, Lease | None]] = []
+        # Memory that is not ours to give any more, for as long as a state lies in it: the cap counts it too.
+        self._given_up: list[tuple[int, Lease]] = []
         self._sizes: deque[int] = deque(maxlen=_REMEMBERED_SIZES)
 
     @property
@@ -48,7 +50,7 @@ class ArenaPool:
 
         Raises:
             StagingOverlapError: an earlier save has not ended, and `when_busy="error"`.
-            StagingError: the cap is too small, or the memory is not to be had.
+            StagingError: the cap is too small, states that nobody saves fill it, or the memory is not to be had.
         """
         needed = self._size_under_cap(nbytes)
         while True:
@@ -56,8 +58,13 @@ class ArenaPool:
                 granted = self._grant(needed)
                 if granted is not None:
                     return granted
-                arena, oldest = next((arena, lease) for arena, lease in self._arenas if lease is not None)
-            self._wait(arena, oldest)
+                leased: list[tuple[Arena | None, Lease]] = [
+                    (arena, lease) for arena, lease in self._arenas if lease is not None
+                ]
+                leased += [(None, lease) for _, lease in self._given_up if lease.begun]
+                if not leased:
+                    raise self._full(needed)
+            self._wait(*leased[0])
 
     def prepare(self, nbytes: int, make_ready: Callable[[Arena], None]) -> None:
         """Make the arenas that the next saves of this size will get, and let the caller write to those that are idle.
@@ -84,6 +91,9 @@ class ArenaPool:
         Also for private memory on its way to another process: torch moves it to shared memory under the tensors.
         """
         with self._lock:
+            self._given_up += [
+                (arena.nbytes, lease) for one, lease in self._arenas if one is arena and lease is not None
+            ]
             self._arenas = [entry for entry in self._arenas if entry[0] is not arena]
         arena.unpin()
 
@@ -137,10 +147,21 @@ class ArenaPool:
         self._arenas = [
             (arena, lease if lease is not None and not lease.ended else None) for arena, lease in self._arenas
         ]
+        self._given_up = [(nbytes, lease) for nbytes, lease in self._given_up if not lease.ended]
 
     def _fits(self, needed: int) -> bool:
         cap = self._options.max_bytes
-        return cap is None or sum(arena.nbytes for arena, _ in self._arenas) + needed <= cap
+        held = sum(arena.nbytes for arena, _ in self._arenas) + sum(nbytes for nbytes, _ in self._given_up)
+        return cap is None or held + needed <= cap
+
+    def _full(self, needed: int) -> StagingError:
+        """Nothing that may be waited for would make room."""
+        unsaved = sum(nbytes for nbytes, _ in self._given_up)
+        return StagingError(
+            f"Staging this state needs {needed} bytes, and states that were staged and never saved hold {unsaved} of "
+            f"the {self._options.max_bytes} of max_bytes",
+            remedy="Drop what stage() returned if no save will read it, or raise StagingOptions(max_bytes=...)",
+        )
 
     def _drop_idle(self, keep: frozenset[int]) -> None:
         for arena, lease in self._arenas:
@@ -148,11 +169,14 @@ class ArenaPool:
                 arena.unpin()
         self._arenas = [(arena, lease) for arena, lease in self._arenas if lease is not None or arena.nbytes in keep]
 
-    def _wait(self, arena: Arena, lease: Lease) -> None:
+    def _wait(self, arena: Arena | None, lease: Lease) -> None:
+        """`arena` is None where the memory has been given up already."""
         if self._options.when_busy == "error":
-            if not lease.ended_within(GRACE_S):
-                if not lease.abandoned:
-                    raise overlap(lease)
-                self.surrender(arena)
-        elif not lease.wait("The next save"):
+            if lease.ended_within(GRACE_S):
+                return
+            if not lease.abandoned:
+                raise overlap(lease)
+        elif lease.wait("The next save"):
+            return
+        if arena is not None:
             self.surrender(arena)

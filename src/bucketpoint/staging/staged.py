@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +15,7 @@ class StagedState(dict[Any, Any]):
     """A state dict in staging memory, which stays its own until it is dropped or its save has ended.
 
     DCP reads the top level once, on the thread that saves, before that save's first collective: that is where a save
-    learns which lease is its own. In a checkpoint process it arrives as a plain dict, its tensors over the same memory.
+    learns which lease is its own. In a checkpoint process it arrives over the same memory, with a lease of its own.
     """
 
     def __init__(self, state: dict[Any, Any], lease: Lease, on_pickle: Callable[[], None] | None = None) -> None:
@@ -48,4 +49,11 @@ class StagedState(dict[Any, Any]):
         check_picklable(plain)
         if self._on_pickle is not None:
             self._on_pickle()
-        return dict, (crossing(plain),)
+        return _arrived, (crossing(plain), self._lease.label)
+
+
+def _arrived(state: dict[Any, Any], label: str) -> StagedState:
+    """In the checkpoint process: what the thread that unpickles it saves next, beside training as a thread would."""
+    lease = Lease(unread_timeout_s=math.inf)
+    lease.label = label
+    return StagedState(state, lease)
