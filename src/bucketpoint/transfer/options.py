@@ -14,9 +14,9 @@ class TransferOptions:
     """Sizes in bytes.
 
     Attributes:
-        part_bytes: the size aimed at for one upload part and one ranged read. 32 MiB: at a first-byte latency of 60 ms
-            and 90 MB/s a connection, a part spends 85 % of its time moving bytes, and a 10 TB save costs 0.3 million
-            requests and not 1.2 million (at 8 MiB).
+        part_bytes: the size aimed at for one upload part, which may come out at up to half more, and one ranged read.
+            32 MiB: at a first-byte latency of 60 ms and 90 MB/s a connection, a part spends 85 % of its time moving
+            bytes, and a 10 TB save costs 0.3 million requests and not 1.2 million (at 8 MiB).
         connections: requests in flight at once, a save or a load. 24: a store that gives each connection 25 to 90 MB/s
             then gives a rank 600 MB/s to 2 GB/s. More of them cost CPU where there are few cores.
         max_inflight_bytes: memory of our own for bytes that cannot be sent from, or received into, the caller's

@@ -32,13 +32,15 @@ class PartPlan:
 def common_part_bytes(sizes: Sequence[int], options: TransferOptions) -> int:
     """The size of part with which objects of these sizes, going up together, fill whole waves of the connections.
 
-    33 parts over 32 connections take as long as 64, so parts grow a little until their number fits, or shrink to
-    occupy idle connections as long as they stay useful.
+    33 parts over 32 connections take as long as 64, so parts grow, to at most half above `part_bytes`, until their
+    number fits, or shrink to occupy idle connections as long as they stay useful. They grow rather than shrink where
+    either would do: thousands of ranks share a store's limit of requests a second.
     """
     total = sum(sizes)
-    waves = max(-(-total // (options.part_bytes * options.connections)), 1)
+    largest = options.part_bytes * 3 // 2
+    waves = max(round(total / (options.part_bytes * options.connections)), 1)
     size = max(-(-total // (waves * options.connections)), min(SMALLEST_USEFUL_PART, options.part_bytes), 1)
-    while size < options.part_bytes and sum(-(-nbytes // size) for nbytes in sizes) > waves * options.connections:
+    while size < largest and sum(-(-nbytes // size) for nbytes in sizes) > waves * options.connections:
         size = int(size * _GROWTH) + 1
     return size
 
