@@ -1,18 +1,11 @@
-"""PyTorch Distributed Checkpoint on object stores: whole or not at all, checksummed, and fast."""
+"""PyTorch Distributed Checkpoint on object stores: whole or not at all, checksummed, and fast.
 
-from bucketpoint.dcp import (
-    Bandwidths,
-    BucketReader,
-    BucketWriter,
-    LoadPlanner,
-    S3Reader,
-    S3Writer,
-    SaveHandle,
-    SavePlanner,
-    async_save,
-    rank_state,
-    saved_ranks,
-)
+Names are imported when they are first used: the command line lists a bucket without waiting for torch.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from bucketpoint.errors import (
     AccessDeniedError,
     BucketNotFoundError,
@@ -38,10 +31,25 @@ from bucketpoint.errors import (
     UnsafeDataError,
     WrongRegionError,
 )
-from bucketpoint.manager import latest_checkpoint
-from bucketpoint.staging import Stager, StagingOptions
-from bucketpoint.transfer import Progress, TransferOptions
 from bucketpoint.version import __version__
+
+if TYPE_CHECKING:
+    from bucketpoint.dcp import (
+        Bandwidths,
+        BucketReader,
+        BucketWriter,
+        LoadPlanner,
+        S3Reader,
+        S3Writer,
+        SaveHandle,
+        SavePlanner,
+        async_save,
+        rank_state,
+        saved_ranks,
+    )
+    from bucketpoint.manager import latest_checkpoint
+    from bucketpoint.staging import Stager, StagingOptions
+    from bucketpoint.transfer import Progress, TransferOptions
 
 __all__ = [
     "AccessDeniedError",
@@ -85,3 +93,37 @@ __all__ = [
     "rank_state",
     "saved_ranks",
 ]
+
+_ROOMS = {
+    **dict.fromkeys(
+        (
+            "Bandwidths",
+            "BucketReader",
+            "BucketWriter",
+            "LoadPlanner",
+            "S3Reader",
+            "S3Writer",
+            "SaveHandle",
+            "SavePlanner",
+            "async_save",
+            "rank_state",
+            "saved_ranks",
+        ),
+        "bucketpoint.dcp",
+    ),
+    "latest_checkpoint": "bucketpoint.manager",
+    **dict.fromkeys(("Stager", "StagingOptions"), "bucketpoint.staging"),
+    **dict.fromkeys(("Progress", "TransferOptions"), "bucketpoint.transfer"),
+}
+
+
+def __getattr__(name: str) -> Any:
+    room = _ROOMS.get(name)
+    if room is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    found = globals()[name] = getattr(import_module(room), name)
+    return found
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
