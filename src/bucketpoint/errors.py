@@ -55,6 +55,10 @@ def _rebuild(kind: type[BucketpointError], message: str, fields: dict[str, Any])
     return kind(message, **fields)
 
 
+class PeerFailedError(BucketpointError):
+    """Another rank of those that load together has failed, and said why: this one has nothing of its own to add."""
+
+
 class InvalidURLError(BucketpointError):
     """The URL has no scheme, no bucket, or a scheme that this class does not serve."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import signal
 import threading
@@ -20,6 +21,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from bucketpoint import BucketReader, BucketWriter, LoadPlanner, S3Reader, TransferOptions
+from bucketpoint.dcp import exchange as exchanges
 from bucketpoint.dcp.cooperative import Bandwidths
 from bucketpoint.dcp.exchange import Exchange, Message, Note, meet
 from bucketpoint.errors import AccessDeniedError, BucketpointError
@@ -263,6 +265,62 @@ def one_planner_fails(rank: int, world: int, url: str, shape: Sequence[int]) -> 
     except dcp.CheckpointException as error:
         return failure_of(error)
     raise AssertionError("a failed load reported success")
+
+
+def one_planner_fails_at(
+    rank: int, world: int, url: str, shape: Sequence[int], step: str, within_s: float, no_dist: bool
+) -> Any:
+    """Rank 1's planner raises in `step`; what each rank is told, and how long that took."""
+    planner = DefaultLoadPlanner()
+    if rank == 1:
+        setattr(planner, step, mock.Mock(side_effect=ValueError(f"no such {step}")))
+    started = time.monotonic()
+    reader = BucketReader(cooperative="group")
+    try:
+        with mock.patch.object(exchanges, "ARRIVE_WITHIN", timedelta(seconds=within_s)):
+            dcp.load(
+                {"w": torch.zeros(*shape)}, checkpoint_id=url, storage_reader=reader, planner=planner, no_dist=no_dist
+            )
+    except dcp.CheckpointException as error:
+        found = failure_of(error)
+    except ValueError as error:
+        found = {0: (type(error).__name__, str(error))}
+    else:
+        raise AssertionError("a failed load reported success")
+    took = time.monotonic() - started
+    # The same ranks and the same reader load well afterwards.
+    dist.barrier()
+    state = {"w": torch.zeros(*shape)}
+    dcp.load(state, checkpoint_id=url, storage_reader=reader)
+    assert torch.equal(state["w"], expected_tensor(shape))
+    return found, took
+
+
+def one_rank_gives_up(rank: int, world: int, url: str, shape: Sequence[int], how: str) -> Any:
+    """Rank 1 stops between planning and reading; what the others are told, and how long they wait."""
+    reader = BucketReader(url, cooperative="group")
+    reader.reset()
+    planner = DefaultLoadPlanner()
+    metadata = reader.read_metadata()
+    planner.set_up_planner({"w": torch.zeros(*shape)}, metadata, rank == 0)
+    reader.set_up_storage_reader(metadata, rank == 0, rank=rank)
+    plan = planner.finish_plan(planner.create_local_plan())
+    if rank == 1:
+        if how == "reset":
+            reader.reset()
+        del reader
+        gc.collect()
+        dist.barrier()
+        return None
+    started = time.monotonic()
+    try:
+        reader.read_data(plan, planner)
+    except BucketpointError as error:
+        found = type(error).__name__, str(error), time.monotonic() - started
+    else:
+        raise AssertionError("went on without a rank")
+    dist.barrier()
+    return found
 
 
 def load_damaged(rank: int, world: int, url: str, shape: Sequence[int]) -> Any:

@@ -221,6 +221,55 @@ def test_a_rank_whose_planner_fails_fails_every_rank(two_ranks: Ranks, url: str)
         assert "no such memory" in found[1][1]
 
 
+@pytest.mark.contract
+@pytest.mark.parametrize("step", ["set_up_planner", "create_local_plan"])
+def test_a_planner_that_fails_before_dcps_own_collective_fails_every_rank_by_that(
+    four_ranks: Ranks, url: str, step: str
+) -> None:
+    save_alone(url, {"w": expected_tensor(SHAPE)})
+    # Nobody comes to wait for the others in the exchange: the limit is never used.
+    for found, took in four_ranks.run(scenarios.one_planner_fails_at, url, SHAPE, step, 1e6, False):
+        assert {rank: kind for rank, (kind, _) in found.items()} == {1: "ValueError"}
+        assert f"no such {step}" in found[1][1]
+        assert took < DIES_WITHIN_S
+
+
+@pytest.mark.contract
+def test_a_planner_that_fails_after_dcps_collective_is_waited_for_briefly_and_named(
+    four_ranks: Ranks, url: str
+) -> None:
+    save_alone(url, {"w": expected_tensor(SHAPE)})
+    for found, took in four_ranks.run(scenarios.one_planner_fails_at, url, SHAPE, "finish_plan", 3.0, False):
+        assert set(found) == {0, 1, 2, 3}
+        assert found[1] == ("ValueError", "no such finish_plan")
+        assert any("rank 1, or a rank that it waited for" in found[rank][1] for rank in (0, 2, 3))
+        assert took < DIES_WITHIN_S
+
+
+@pytest.mark.parametrize("step", ["create_local_plan", "finish_plan"])
+def test_a_planner_that_fails_where_dcp_has_no_collectives_is_waited_for_briefly(
+    four_ranks: Ranks, url: str, step: str
+) -> None:
+    save_alone(url, {"w": expected_tensor(SHAPE)})
+    answers = four_ranks.run(scenarios.one_planner_fails_at, url, SHAPE, step, 3.0, True)
+    assert answers[1][0][0] == ("ValueError", f"no such {step}")
+    assert any("rank 1, or a rank that it waited for" in answers[rank][0][0][1] for rank in (0, 2, 3))
+    assert max(took for _, took in answers) < DIES_WITHIN_S
+
+
+@pytest.mark.parametrize("how", ["reset", "dropped"])
+def test_a_rank_that_gives_up_between_planning_and_reading_is_not_waited_for(
+    four_ranks: Ranks, url: str, how: str
+) -> None:
+    save_alone(url, {"w": expected_tensor(SHAPE)})
+    answers = four_ranks.run(scenarios.one_rank_gives_up, url, SHAPE, how)
+    for kind, text, took in (answers[0], answers[2], answers[3]):
+        assert took < 60
+        if how == "reset":
+            assert (kind, "Rank 1 failed" in text) == ("PeerFailedError", True)
+            assert "gave up this load" in text
+
+
 def test_bytes_that_were_altered_are_found_on_every_rank(two_ranks: Ranks, url: str) -> None:
     save_alone(url, {"w": expected_tensor(SHAPE)})
     (file,) = data_files(url)

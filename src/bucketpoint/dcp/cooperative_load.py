@@ -18,8 +18,8 @@ import torch.distributed as dist
 from bucketpoint.dcp.cooperative import Bandwidths, Decision, Demand, check_mode, decide
 from bucketpoint.dcp.cooperative_rounds import SharedLoad, reason_of, round_bytes
 from bucketpoint.dcp.cooperative_schedule import Overlaps, Schedule
-from bucketpoint.dcp.exchange import Exchange, Note, PeerFailedError, meet
-from bucketpoint.errors import BucketpointError
+from bucketpoint.dcp.exchange import Exchange, Note, meet
+from bucketpoint.errors import BucketpointError, PeerFailedError
 from bucketpoint.stores import Store
 from bucketpoint.transfer import BufferPool, Meter, Request, TransferOptions, fetch
 
@@ -58,7 +58,13 @@ class Cooperation:
                 self._exchange = Exchange(members, self._group)
 
     def close(self) -> None:
-        """End the load. What comes until the next `connect` is read plainly."""
+        """Give up a load that has begun and has not ended: no other rank waits for this one."""
+        exchange, self._exchange = self._exchange, None
+        if exchange is not None:
+            exchange.leave("it gave up this load before it read anything")
+
+    def _end(self) -> None:
+        """What comes until the next `connect` is read plainly."""
         if self._exchange is not None:
             self._exchange.close()
             self._exchange = None
@@ -79,7 +85,7 @@ class Cooperation:
             nbytes, outcome = exchange.agree(Note((len(data), outcome)))[0].numbers
             received = exchange.broadcast(data, nbytes)
         if outcome == _REFUSED:
-            self.close()
+            self._end()
             self.explanation = "Plain: there is no common metadata"
             raise pickle.loads(received)
         return data if exchange.rank == 0 else bytes(received)
@@ -104,18 +110,19 @@ class Cooperation:
             _fetch_alone(store, plan(), options, pool, meter)
             return
         with self.taking_part():
+            exchange.arrive()
             requests = _plan_or_tell(exchange, plan)
             numbers = {key: _number_of(key) for key in {request.key for request in requests}}
             schedule = self._agree(exchange, requests, numbers, options)
             if schedule is None:
-                self.close()
+                self._end()
                 _fetch_alone(store, requests, options, pool, meter)
                 return
             load = SharedLoad(exchange, schedule, requests, numbers, store=store, options=options, meter=meter)
             load.run(self.taking_part)
             self.peak_bytes = load.peak_bytes
             self.explanation += f". This rank read {meter.done_bytes / 1e9:.3f} GB"
-        self.close()
+        self._end()
 
     def _agree(
         self, exchange: Exchange, requests: list[Request], numbers: dict[str, int], options: TransferOptions
@@ -139,7 +146,7 @@ class Cooperation:
         try:
             yield
         except PeerFailedError:
-            self.close()
+            self._end()
             raise
         except BaseException as error:
             exchange, self._exchange = self._exchange, None

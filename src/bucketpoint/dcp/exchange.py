@@ -10,6 +10,7 @@ import contextlib
 import os
 import socket
 import struct
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -20,7 +21,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore
 from torch.distributed.constants import default_pg_timeout
 
-from bucketpoint.errors import BucketpointError
+from bucketpoint.errors import BucketpointError, PeerFailedError
 from bucketpoint.format.keys import new_token
 
 _NOTE = struct.Struct("<BH2q")
@@ -29,6 +30,11 @@ _NOTE_TAG = 0
 _UNUSED_TAG = 1 << 30
 _FAREWELL = timedelta(seconds=1)
 _AT_ONCE = timedelta(milliseconds=1)
+
+ARRIVE_WITHIN = timedelta(minutes=2)
+"""How much later than the first rank the last one may come from planning to reading. What is done in between is local
+and short; a rank that has failed there waits in a collective of DCP's, which no other reaches before it gives up here.
+"""
 
 
 @dataclass(frozen=True)
@@ -76,10 +82,6 @@ class Message:
     peer: int
     tag: int
     data: memoryview
-
-
-class PeerFailedError(BucketpointError):
-    """Another rank has failed, and said why: this one has nothing of its own to add."""
 
 
 def meet(mode: str, url: str | None, group: Any) -> list[Member]:
@@ -136,8 +138,19 @@ class Exchange:
         names = sorted({member.node for member in self.members})
         return [names.index(member.node) for member in self.members]
 
-    def swap(self, note: Note, peers: Sequence[int] | None = None) -> list[Note]:
+    def arrive(self) -> None:
+        """Wait until all members are about to read: for `ARRIVE_WITHIN`, or the timeout if that is shorter.
+
+        Raises:
+            BucketpointError: one has not come.
+        """
+        self.agree(Note(), within=min(ARRIVE_WITHIN, self.timeout))
+
+    def swap(self, note: Note, peers: Sequence[int] | None = None, within: timedelta | None = None) -> list[Note]:
         """Tell all peers something and hear the same from each. Returns their notes, in the order of `peers`.
+
+        Args:
+            within: how long to wait for them all; by default as long as the group waits.
 
         Raises:
             PeerFailedError: a peer is lost, and one has said why it failed.
@@ -150,7 +163,7 @@ class Exchange:
         works = [(peer, self._backend.recv([tensor], peer, _NOTE_TAG)) for peer, tensor in heard.items()]
         works += [(peer, self._backend.send([packed], peer, _NOTE_TAG)) for peer in heard]
         try:
-            self._wait(works)
+            self._wait(works, within)
         except BucketpointError as error:
             refusal = self._refusal({peer: Note.unpack(tensor) for peer, tensor in heard.items()})
             if refusal is None:
@@ -161,13 +174,13 @@ class Exchange:
         heard[self.rank] = packed
         return [Note.unpack(heard[peer]) for peer in everyone]
 
-    def agree(self, note: Note, peers: Sequence[int] | None = None) -> list[Note]:
+    def agree(self, note: Note, peers: Sequence[int] | None = None, within: timedelta | None = None) -> list[Note]:
         """`swap`, after which no peer goes on if one has failed.
 
         Raises:
             PeerFailedError: names the ranks that failed, and the reason of the first.
         """
-        notes = self.swap(note, peers)
+        notes = self.swap(note, peers, within)
         refusal = self._refusal(dict(zip(self._all() if peers is None else peers, notes, strict=True)))
         if refusal is not None:
             raise refusal
@@ -237,13 +250,18 @@ class Exchange:
     def _all(self) -> Sequence[int]:
         return range(len(self.members))
 
-    def _wait(self, works: Sequence[tuple[int, Any]]) -> None:
+    def _wait(self, works: Sequence[tuple[int, Any]], within: timedelta | None = None) -> None:
+        limit = within or self.timeout
+        deadline = time.monotonic() + limit.total_seconds()
         for peer, work in works:
-            with self._losing(f"rank {self.members[peer].rank}, or a rank that it waited for"):
-                work.wait()
+            with self._losing(f"rank {self.members[peer].rank}, or a rank that it waited for", limit):
+                if within is None:
+                    work.wait()
+                else:
+                    work.wait(max(timedelta(seconds=deadline - time.monotonic()), _AT_ONCE))
 
     @contextlib.contextmanager
-    def _losing(self, whom: str = "one of them") -> Iterator[None]:
+    def _losing(self, whom: str = "one of them", limit: timedelta | None = None) -> Iterator[None]:
         try:
             yield
         except RuntimeError as error:
@@ -251,8 +269,8 @@ class Exchange:
             more = ", ..." if len(self.members) > 16 else ""
             raise BucketpointError(
                 f"Ranks {ranks}{more} load together, and {whom} died, was stopped, or was silent for "
-                f"{self.timeout.total_seconds():.0f} s: {_first_line(error)}",
-                remedy="Look at that rank's own log, and load again on all ranks",
+                f"{(limit or self.timeout).total_seconds():.0f} s: {_first_line(error)}",
+                remedy="Look at that rank's own error or log, and load again on all ranks",
             ) from error
 
 
