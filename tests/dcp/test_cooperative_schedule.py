@@ -124,6 +124,19 @@ def test_cells_of_many_ranks_are_small_enough_for_all_of_them_to_read_in_one_rou
     assert min(cell.nbytes for cell in first) >= SMALLEST_CELL
 
 
+def test_a_thousand_replicas_are_dealt_out_evenly_and_each_knows_whom_it_reads_for() -> None:
+    ranks, nbytes = 1024, 600 << 20
+    found = overlaps([[(0, 0, nbytes)] for _ in range(ranks)]).schedule(3, 8 << 20)
+    cells = cells_of(found)
+    assert sum(cell.nbytes for cell in cells) == nbytes
+    loads = Counter(dict.fromkeys(range(ranks), 0))
+    for cell in cells:
+        loads[cell.reader] += cell.nbytes
+        assert set(cell.needs) == (set(range(ranks)) if cell.reader == 3 else {3})
+        assert set(map(tuple, cell.needs.values())) == {((cell.start, cell.stop),)}
+    assert max(loads.values()) - min(loads.values()) <= SMALLEST_CELL
+
+
 def test_ranges_beyond_any_store_are_refused() -> None:
     with pytest.raises(MetadataError, match="beyond what any store holds"):
         overlaps([[(0, 0, 1 << 61)], [(1, 0, 1 << 61)]])

@@ -5,6 +5,9 @@ Pure: from the ranges that each rank wants to read, to cells that one rank reads
 
 from __future__ import annotations
 
+import hashlib
+import heapq
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -161,54 +164,152 @@ class Overlaps:
     ) -> Iterator[Cell]:
         """Cut the wanted stretches into cells, and give each to the rank with the least to read among its holders."""
         size = min(max(round_bytes // len(peers), SMALLEST_CELL), LARGEST_CELL, max(round_bytes, 1))
-        load = dict(enumerate(alone))
         inside = wanted[self._stretch]
         rows = self._order[inside]
-        per_stretch = torch.bincount(self._stretch[inside], minlength=len(wanted)).tolist()
-        entries = zip(self._rank[rows].tolist(), self._start[rows].tolist(), self._stop[rows].tolist(), strict=True)
-        for index in torch.nonzero(wanted).flatten().tolist():
-            spans: dict[int, list[Span]] = {}
-            for _ in range(per_stretch[index]):
-                rank, start, stop = next(entries)
-                _append(spans.setdefault(rank, []), start, stop)
-            obj, base = int(self._obj[index]), int(self._base[index])
-            for start, stop, needs in _cells(int(self._first[index]), int(self._last[index]), spans, size):
-                reader = min(needs, key=lambda rank: (load[rank], rank))
-                load[reader] += stop - start
-                moved = {
-                    rank: [(a - base, b - base) for a, b in parts]
-                    for rank, parts in needs.items()
-                    if here in (reader, rank)
-                }
-                yield Cell(obj, start - base, stop - base, reader, moved)
+        spans = _Spans.joined(self._rank[rows], self._start[rows], self._stop[rows])
+        first, last = self._first[wanted], self._last[wanted]
+        cells = _Cells.cut(first, last, size)
+        low, high = cells.touched_by(spans)
+        readers = _readers(cells, spans.rank, low, high, list(alone))
+        base = self._base[wanted][cells.stretch]
+        needs = _needs(cells, spans, low, high, base, readers, here)
+        columns = (self._obj[wanted][cells.stretch], cells.start - base, cells.stop - base)
+        table = zip(*(column.tolist() for column in columns), readers, strict=True)
+        for index, (obj, start, stop, reader) in enumerate(table):
+            yield Cell(obj, start, stop, reader, needs.get(index, {}))
 
 
-def _append(spans: list[Span], start: int, stop: int) -> None:
-    # Joined only where they overlap: ranges that merely touch go to different places.
-    if spans and start < spans[-1][1]:
-        spans[-1] = spans[-1][0], max(spans[-1][1], stop)
-    else:
-        spans.append((start, stop))
+# Everything below is on the one line. What every rank computes for all ranks is done in tensors, so that a group of a
+# thousand does not take a thousand times as long; a loop goes over no more than this rank's own cells and all readers.
 
 
-def _cells(
-    first: int, last: int, spans: dict[int, list[Span]], size: int
-) -> Iterator[tuple[int, int, dict[int, Sequence[Span]]]]:
-    at = dict.fromkeys(spans, 0)
-    for start in range(first, last, size):
-        stop = min(start + size, last)
-        needs: dict[int, Sequence[Span]] = {}
-        for rank, own in spans.items():
-            index, parts = at[rank], []
-            while index < len(own) and own[index][0] < stop:
-                parts.append((max(own[index][0], start), min(own[index][1], stop)))
-                if own[index][1] > stop:
-                    break
-                index += 1
-            at[rank] = index
-            if parts:
-                needs[rank] = parts
-        yield start, stop, needs
+@dataclass(frozen=True)
+class _Spans:
+    """What each rank wants, without overlaps of its own: by rank, then by place."""
+
+    rank: torch.Tensor
+    start: torch.Tensor
+    stop: torch.Tensor
+
+    @staticmethod
+    def joined(rank: torch.Tensor, start: torch.Tensor, stop: torch.Tensor) -> _Spans:
+        # Joined only where they overlap: ranges that merely touch go to different places. Places are numbered, so that
+        # those of all ranks fit on one line of small numbers, where no rank's reach those of the next.
+        places, number = torch.unique(torch.cat([start, stop]), return_inverse=True)
+        width = len(places)
+        begin, end = rank * width + number[: len(start)], rank * width + number[len(start) :]
+        order = torch.argsort(begin, stable=True)
+        begin, reach = begin[order], torch.cummax(end[order], 0).values if len(order) else end
+        opens = torch.ones(len(order), dtype=torch.bool)
+        opens[1:] = begin[1:] >= reach[:-1]
+        closes = torch.ones_like(opens)
+        closes[:-1] = opens[1:]
+        owner = rank[order][opens]
+        return _Spans(owner, places[begin[opens] - owner * width], places[reach[closes] - owner * width])
+
+
+@dataclass(frozen=True)
+class _Cells:
+    """The wanted stretches, cut."""
+
+    stretch: torch.Tensor
+    start: torch.Tensor
+    stop: torch.Tensor
+    first: torch.Tensor
+    before: torch.Tensor
+    size: int
+
+    @staticmethod
+    def cut(first: torch.Tensor, last: torch.Tensor, size: int) -> _Cells:
+        counts = (last - first + size - 1) // size
+        before = torch.cumsum(counts, 0) - counts
+        stretch = torch.repeat_interleave(torch.arange(len(first)), counts)
+        start = first[stretch] + (torch.arange(len(stretch)) - before[stretch]) * size
+        return _Cells(stretch, start, torch.minimum(start + size, last[stretch]), first, before, size)
+
+    def touched_by(self, spans: _Spans) -> tuple[torch.Tensor, torch.Tensor]:
+        """The first and the last cell that each span has bytes of."""
+        stretch = torch.searchsorted(self.first, spans.start, right=True) - 1
+        origin, before = self.first[stretch], self.before[stretch]
+        low = before + torch.div(spans.start - origin, self.size, rounding_mode="floor")
+        high = before + torch.div(spans.stop - 1 - origin, self.size, rounding_mode="floor")
+        return low, high
+
+
+def _readers(cells: _Cells, rank: torch.Tensor, low: torch.Tensor, high: torch.Tensor, load: list[int]) -> list[int]:
+    """For each cell the rank with the least to read so far among those that want some of it; `load` is added to."""
+    # A rank holds a cell once, however many of its spans touch it.
+    fresh = low.clone()
+    same = rank[1:] == rank[:-1]
+    fresh[1:][same] = torch.maximum(low[1:], high[:-1] + 1)[same]
+    held = fresh <= high
+    rank, low, high = rank[held], fresh[held], high[held]
+    # Runs of cells that the same ranks hold: each rank adds a number of its own where it comes, and takes it where it
+    # goes, and sums of different sets differ.
+    number = torch.tensor([_own_number(each) for each in range(len(load))], dtype=torch.int64)[rank]
+    change = torch.zeros(len(cells.start) + 1, dtype=torch.int64)
+    change.index_add_(0, low, number)
+    change.index_add_(0, high + 1, -number)
+    held_by = torch.cumsum(change, 0)[:-1]
+    opens = torch.ones(len(held_by), dtype=torch.bool)
+    opens[1:] = held_by[1:] != held_by[:-1]
+    run = torch.cumsum(opens, 0) - 1
+    begin, end = run[low], run[high]
+    width = end - begin + 1
+    into = torch.arange(int(width.sum())) - torch.repeat_interleave(torch.cumsum(width, 0) - width, width)
+    pairs = torch.unique(
+        (torch.repeat_interleave(begin, width) + into) * len(load) + torch.repeat_interleave(rank, width)
+    )
+    holders = iter((pairs % len(load)).tolist())
+    holding = torch.bincount(pairs // len(load)).tolist()
+    sizes = iter((cells.stop - cells.start).tolist())
+    readers = []
+    for count, length in zip(holding, torch.bincount(run).tolist(), strict=True):
+        heap = [(load[each], each) for each in itertools.islice(holders, count)]
+        heapq.heapify(heap)
+        for nbytes in itertools.islice(sizes, length):
+            least, reader = heap[0]
+            readers.append(reader)
+            heapq.heapreplace(heap, (least + nbytes, reader))
+        for total, each in heap:
+            load[each] = total
+    return readers
+
+
+def _needs(
+    cells: _Cells,
+    spans: _Spans,
+    low: torch.Tensor,
+    high: torch.Tensor,
+    base: torch.Tensor,
+    readers: Sequence[int],
+    here: int,
+) -> dict[int, dict[int, list[Span]]]:
+    """By cell, what it holds for whom: for all ranks in the cells that `here` reads, for `here` alone in all others.
+
+    Counted from the first byte of the object, which lies at `base`.
+    """
+    reads = torch.tensor(readers, dtype=torch.int64) == here
+    found: dict[int, dict[int, list[Span]]] = {}
+    for chosen, among in ((reads, torch.ones_like(spans.rank, dtype=torch.bool)), (~reads, spans.rank == here)):
+        # Cells are chosen by their place among the chosen ones, which a span touches one after the other.
+        numbers = torch.nonzero(chosen).flatten()
+        place = torch.cat([torch.zeros(1, dtype=torch.int64), torch.cumsum(chosen, 0)])
+        begin, end = place[low[among]], place[high[among] + 1]
+        width = end - begin
+        into = torch.arange(int(width.sum())) - torch.repeat_interleave(torch.cumsum(width, 0) - width, width)
+        cell = numbers[torch.repeat_interleave(begin, width) + into]
+        start = torch.maximum(torch.repeat_interleave(spans.start[among], width), cells.start[cell])
+        stop = torch.minimum(torch.repeat_interleave(spans.stop[among], width), cells.stop[cell])
+        rank = torch.repeat_interleave(spans.rank[among], width)
+        parts = zip((start - base[cell]).tolist(), (stop - base[cell]).tolist(), strict=True)
+        for index, owner, part in zip(cell.tolist(), rank.tolist(), parts, strict=True):
+            found.setdefault(index, {}).setdefault(owner, []).append(part)
+    return found
+
+
+def _own_number(rank: int) -> int:
+    return int.from_bytes(hashlib.sha256(rank.to_bytes(8, "big")).digest()[:8], "big", signed=True)
 
 
 def _rounds(cells: Iterator[Cell], round_bytes: int) -> Iterator[tuple[Cell, ...]]:
