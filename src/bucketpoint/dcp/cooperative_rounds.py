@@ -7,15 +7,17 @@ from __future__ import annotations
 
 import bisect
 import contextlib
-import mmap
 import threading
+import time
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 
 from bucketpoint.dcp.cooperative_schedule import Cell, Schedule
 from bucketpoint.dcp.exchange import Exchange, Message, Note
+from bucketpoint.dcp.held_memory import HeldMemory
+from bucketpoint.dcp.node_memory import NodeMemory
 from bucketpoint.errors import BucketpointError
 from bucketpoint.stores import Store
 from bucketpoint.transfer import BufferPool, Meter, Request, TaskGroup, TransferOptions, retry_transient
@@ -26,7 +28,7 @@ _FINISHERS = 2
 
 # Shares of `max_inflight_bytes`. Three rounds' worth are held at most: one on its way in, one in requests that wait for
 # more, one in requests that are being checked. An eighth is left for a request that begins in one round of many.
-_ROUND, _AHEAD, _ALONE = 1 / 8, 1 / 4, 1 / 4
+_ROUND, _AHEAD, _ALONE, _KEPT = 1 / 8, 1 / 4, 1 / 4, 1 / 2
 
 
 def round_bytes(max_inflight_bytes: int) -> int:
@@ -63,11 +65,14 @@ class SharedLoad:
         self._store = store
         self._options = options
         self._meter = meter
+        self._done_before = meter.done_bytes
         self._pool = BufferPool(max(int(options.max_inflight_bytes * _ALONE), 1))
+        self._memory = HeldMemory(int(options.max_inflight_bytes * _KEPT))
         self._targets = _Targets(
             [(numbers[own.key], own) for own, shared in zip(requests, schedule.shared, strict=True) if shared],
             store.url,
             everything=requests,
+            memory=self._memory,
         )
         self._alone = deque(own for own, shared in zip(requests, schedule.shared, strict=True) if not shared)
         mine = [cell for cells in schedule.rounds for cell in cells if cell.reader == exchange.rank]
@@ -82,10 +87,30 @@ class SharedLoad:
         self._read: dict[tuple[int, int], memoryview] = {}
         self._ahead = 0
         self._ahead_bytes = 0
+        self._ahead_limit = int(options.max_inflight_bytes * _AHEAD)
         self._finishing = 0
         self._finishing_bytes = 0
-        self._held = 0
-        self.peak_bytes = 0
+        self._reads = 0
+        self._reading_since = 0.0
+        self._reading_s = 0.0
+        self._exchanged_bytes = 0
+        self._exchanging_s = 0.0
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most memory of our own that was held at once."""
+        return self._memory.peak_bytes
+
+    @property
+    def store_rate(self) -> float | None:
+        """Bytes a second that came from the store while any were on their way. None: none came."""
+        read = self._meter.done_bytes - self._done_before
+        return read / self._reading_s if read and self._reading_s else None
+
+    @property
+    def exchange_rate(self) -> float | None:
+        """Bytes a second that came from other ranks while bytes were handed out. None: none came."""
+        return self._exchanged_bytes / self._exchanging_s if self._exchanged_bytes else None
 
     def run(self, taking_part: Callable[[], contextlib.AbstractContextManager[None]]) -> None:
         """Load all of this rank's bytes.
@@ -101,13 +126,19 @@ class SharedLoad:
             taking_part(),
         ):
             self._read_ahead(reading, self._schedule.rounds[0] if self._schedule.rounds else ())
+            node = NodeMemory(self._exchange, self._schedule.peers, self._most_in_a_round())
+            self._memory.count(node.nbytes)
+            self._ahead_limit -= node.nbytes
             for _ in range(min(options.connections, len(self._alone))):
                 reading.start(self._watched(lambda: self._fetch_alone(reading)))
-            for cells in self._schedule.rounds:
+            for number, cells in enumerate(self._schedule.rounds):
                 self._read_ahead(reading, cells)
                 self._wait_for(lambda cells=cells: self._is_ready(cells))  # type: ignore[misc]
+                with self._exchanging():
+                    self._publish(number, cells, node)
                 self._agree()
-                self._hand_out(cells, finishing)
+                with self._exchanging():
+                    self._hand_out(number, cells, node, finishing)
             self._wait_for(lambda: not self._alone_left and not self._finishing)
             self._agree()
 
@@ -115,26 +146,27 @@ class SharedLoad:
 
     def _read_ahead(self, reading: TaskGroup, cells: Sequence[Cell]) -> None:
         """Begin reading this rank's cells: those of the round in any case, later ones as long as there is room."""
-        limit = int(self._options.max_inflight_bytes * _AHEAD)
         due = {(cell.obj, cell.start) for cell in cells}
         while self._cells:
             cell = self._cells[0]
             direct = self._targets.direct(cell.obj, cell.start, cell.stop)
             staged = 0 if direct is not None else cell.nbytes
-            room = self._ahead_bytes + staged <= limit and self._ahead < 2 * self._options.connections
+            room = self._ahead_bytes + staged <= self._ahead_limit and self._ahead < 2 * self._options.connections
             if not room and (cell.obj, cell.start) not in due:
                 return
             self._cells.popleft()
             self._ahead += 1
             self._ahead_bytes += staged
-            view = direct if direct is not None else self._take(cell.nbytes)
+            view = direct if direct is not None else self._memory.take(cell.nbytes)
             reading.start(self._watched(lambda cell=cell, view=view: self._read_cell(cell, view)))  # type: ignore[misc]
 
     def _read_cell(self, cell: Cell, view: memoryview) -> None:
         key, etag = self._targets.source(cell.obj)
-        retry_transient(
-            lambda: self._store.read_into(key, cell.start, [view], if_match=etag), attempts=self._options.read_attempts
-        )
+        with self._reading():
+            retry_transient(
+                lambda: self._store.read_into(key, cell.start, [view], if_match=etag),
+                attempts=self._options.read_attempts,
+            )
         self._meter.add(cell.nbytes)
         with self._state:
             self._read[cell.obj, cell.start] = view
@@ -145,7 +177,8 @@ class SharedLoad:
             request = self._alone.popleft()
         except IndexError:
             return
-        fetch_one(self._store, request, self._options, self._pool, self._meter)
+        with self._reading():
+            fetch_one(self._store, request, self._options, self._pool, self._meter)
         with self._state:
             self._alone_left -= 1
         reading.start(self._watched(lambda: self._fetch_alone(reading)))
@@ -169,42 +202,57 @@ class SharedLoad:
             self._exchange.swap(Note(failure=reason_of(error)), self._schedule.peers)
         raise error
 
-    def _hand_out(self, cells: Sequence[Cell], finishing: TaskGroup) -> None:
+    def _publish(self, number: int, cells: Sequence[Cell], node: NodeMemory) -> None:
+        """Put this rank's cells where its node finds them. What lay there was copied before the last agreement."""
+        if self._error is None:
+            for cell, at in _laid_out(cells):
+                if cell.reader == self._exchange.rank and not node.near.isdisjoint(cell.needs):
+                    node.write(number, at, self._read[cell.obj, cell.start])
+
+    def _hand_out(self, number: int, cells: Sequence[Cell], node: NodeMemory, finishing: TaskGroup) -> None:
         here = self._exchange.rank
         sends: list[Message] = []
         receives: list[Message] = []
         arrived: list[tuple[Cell, int, int, memoryview | None]] = []
         sent_to: Counter[int] = Counter()
         got_from: Counter[int] = Counter()
-        staged = ahead = 0
-        for cell in cells:
+        done: list[memoryview] = []
+        for cell, at in _laid_out(cells):
             if cell.reader == here:
                 with self._state:
                     view = self._read.pop((cell.obj, cell.start))
                 staying = self._targets.direct(cell.obj, cell.start, cell.stop) is not None
                 self._ahead -= 1
-                ahead += 0 if staying else cell.nbytes
+                if not staying:
+                    self._ahead_bytes -= cell.nbytes
+                    done.append(view)
                 for peer, spans in cell.needs.items():
                     for start, stop in spans:
                         data = view[start - cell.start : stop - cell.start]
                         if peer == here:
                             arrived.append((cell, start, stop, None if staying else data))
-                        else:
+                        elif peer not in node.near:
                             sends.append(Message(peer, sent_to[peer], data))
                             sent_to[peer] += 1
+            elif cell.reader in node.near:
+                for start, stop in cell.needs.get(here, ()):
+                    data = node.read(cell.reader, number, at + start - cell.start, stop - start)
+                    arrived.append((cell, start, stop, data))
             else:
                 for start, stop in cell.needs.get(here, ()):
                     in_place = self._place(cell.obj, start, stop)
-                    data = in_place if in_place is not None else self._take(stop - start)
-                    staged += 0 if in_place is not None else stop - start
+                    data = in_place if in_place is not None else self._memory.take(stop - start)
+                    if in_place is None:
+                        done.append(data)
                     receives.append(Message(cell.reader, got_from[cell.reader], data))
                     got_from[cell.reader] += 1
                     arrived.append((cell, start, stop, None if in_place is not None else data))
         self._exchange.move(receives, sends)
+        self._exchanged_bytes += sum(stop - start for cell, start, stop, _ in arrived if cell.reader != here)
         for cell, start, stop, copied in arrived:
             self._settle(cell.obj, start, stop, copied, finishing)
-        self._ahead_bytes -= ahead
-        self._hold(-staged - ahead)
+        for view in done:
+            self._memory.give(view)
 
     def _place(self, obj: int, start: int, stop: int) -> memoryview | None:
         assembly = self._targets.only(obj, start, stop)
@@ -213,18 +261,13 @@ class SharedLoad:
         direct = assembly.direct(start, stop)
         if direct is not None:
             return direct
-        before = assembly.leased
-        found = assembly.place(start, stop)
-        self._hold(assembly.leased - before)
-        return found
+        return assembly.place(start, stop)
 
     def _settle(self, obj: int, start: int, stop: int, copied: memoryview | None, finishing: TaskGroup) -> None:
         for assembly in self._targets.overlapping(obj, start, stop):
             low, high = max(assembly.request.start, start), min(assembly.request.stop, stop)
             if copied is not None:
-                before = assembly.leased
                 assembly.put(low, copied[low - start : high - start])
-                self._hold(assembly.leased - before)
             if assembly.arrived(high - low):
                 with self._state:
                     self._finishing += 1
@@ -234,21 +277,36 @@ class SharedLoad:
     def _finish(self, assembly: Assembly) -> None:
         leased = assembly.leased
         assembly.finish()
-        self._hold(-leased)
         with self._state:
             self._finishing -= 1
             self._finishing_bytes -= leased
 
     # -- bookkeeping --------------------------------------------------------------------------------------------------
 
-    def _take(self, nbytes: int) -> memoryview:
-        self._hold(nbytes)
-        return memoryview(mmap.mmap(-1, nbytes))
+    @contextlib.contextmanager
+    def _exchanging(self) -> Iterator[None]:
+        began = time.monotonic()
+        yield
+        self._exchanging_s += time.monotonic() - began
 
-    def _hold(self, nbytes: int) -> None:
+    @contextlib.contextmanager
+    def _reading(self) -> Iterator[None]:
         with self._state:
-            self._held += nbytes
-            self.peak_bytes = max(self.peak_bytes, self._held)
+            self._reads += 1
+            if self._reads == 1:
+                self._reading_since = time.monotonic()
+        try:
+            yield
+        finally:
+            with self._state:
+                self._reads -= 1
+                if not self._reads:
+                    self._reading_s += time.monotonic() - self._reading_since
+
+    def _most_in_a_round(self) -> int:
+        here = self._exchange.rank
+        own = (sum(cell.nbytes for cell in cells if cell.reader == here) for cells in self._schedule.rounds)
+        return max(own, default=0)
 
     def _wait_for(self, condition: Callable[[], bool]) -> None:
         with self._state:
@@ -269,14 +327,24 @@ class SharedLoad:
         return run
 
 
+def _laid_out(cells: Sequence[Cell]) -> Iterator[tuple[Cell, int]]:
+    """The cells of a round, and where each begins in the memory that its reader shares."""
+    used: Counter[int] = Counter()
+    for cell in cells:
+        yield cell, used[cell.reader]
+        used[cell.reader] += cell.nbytes
+
+
 class _Targets:
     """Where the bytes of the shared requests go: found by object and range."""
 
-    def __init__(self, shared: Sequence[tuple[int, Request]], url: str, *, everything: Sequence[Request]) -> None:
+    def __init__(
+        self, shared: Sequence[tuple[int, Request]], url: str, *, everything: Sequence[Request], memory: HeldMemory
+    ) -> None:
         self._by_object: dict[int, list[Assembly]] = {}
         self._longest: dict[int, int] = {}
         for number, request in sorted(shared, key=lambda entry: entry[1].start):
-            self._by_object.setdefault(number, []).append(Assembly(url, request))
+            self._by_object.setdefault(number, []).append(Assembly(url, request, memory.take, memory.give))
             self._longest[number] = max(self._longest.get(number, 0), request.stop - request.start)
         self._common = _common_memory(everything)
 

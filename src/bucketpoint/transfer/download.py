@@ -6,7 +6,6 @@ Knows byte ranges, checksums and stores; what the bytes mean is the business of 
 from __future__ import annotations
 
 import bisect
-import mmap
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -152,11 +151,21 @@ class Assembly:
 
     Args:
         url: of the store, for messages.
+        take, give: where memory of our own comes from, and where it goes once the assembly is finished.
     """
 
-    def __init__(self, url: str, request: Request) -> None:
+    def __init__(
+        self,
+        url: str,
+        request: Request,
+        take: Callable[[int], memoryview] = lambda nbytes: memoryview(bytearray(nbytes)),
+        give: Callable[[memoryview], None] = lambda view: None,
+    ) -> None:
         self.request = request
         self._url = url
+        self._take = take
+        self._give = give
+        self._lease = memoryview(b"")
         self._missing = request.stop - request.start
         self._buffers: list[tuple[int, memoryview]] = []
         self._pieces: list[list[memoryview]] = []
@@ -205,6 +214,8 @@ class Assembly:
             _verify(self._url, extent, views)
         _hand_over(self.request, self._pieces)
         self._buffers, self._pieces = [], []
+        lease, self._lease = self._lease, memoryview(b"")
+        self._give(lease)
 
     def _buffer_of(self, start: int) -> int:
         if not self._buffers:
@@ -212,8 +223,8 @@ class Assembly:
         return bisect.bisect_right(self._buffers, start, key=lambda entry: entry[0]) - 1
 
     def _open(self) -> None:
-        lease = memoryview(mmap.mmap(-1, self.request.leased) if self.request.leased else b"")
-        views, self._pieces = _lay_out(self.request, lease)
+        self._lease = self._take(self.request.leased)
+        views, self._pieces = _lay_out(self.request, self._lease)
         position = self.request.start
         for view in views:
             self._buffers.append((position, view))

@@ -1,0 +1,76 @@
+"""Memory of our own that a load together holds: counted, and used again instead of made anew. Waits for nothing."""
+
+from __future__ import annotations
+
+import mmap
+import threading
+
+_GRAIN = 256 << 10
+
+
+class HeldMemory:
+    """Hands out buffers, keeps those that come back, and counts both.
+
+    The first touch of a page costs 20 times as much as writing to it again, so buffers are kept as long as all of them
+    stay within the limit. What must be handed out is handed out beyond that, too: who takes bounds that.
+
+    Args:
+        limit_bytes: beyond it, nothing is kept.
+    """
+
+    def __init__(self, limit_bytes: int) -> None:
+        self._limit = limit_bytes
+        self._lock = threading.Lock()
+        self._free: dict[int, list[mmap.mmap]] = {}
+        self._taken = 0
+        self._kept = 0
+        self.peak_bytes = 0
+        """The most that was held at once, what was kept included."""
+
+    def take(self, nbytes: int) -> memoryview:
+        """A buffer of `nbytes`, whose content is undefined."""
+        if not nbytes:
+            return memoryview(b"")
+        size = _size(nbytes)
+        with self._lock:
+            self._taken += size
+            found = self._free.get(size)
+            if found:
+                self._kept -= size
+                buffer = found.pop()
+            else:
+                self._let_go()
+                buffer = mmap.mmap(-1, size)
+            self.peak_bytes = max(self.peak_bytes, self._taken + self._kept)
+        return memoryview(buffer)[:nbytes]
+
+    def give(self, view: memoryview) -> None:
+        """Take back what `take` handed out, and nobody reads or writes any more."""
+        buffer = view.obj
+        if not isinstance(buffer, mmap.mmap):
+            return
+        with self._lock:
+            self._taken -= len(buffer)
+            if len(buffer) >= _GRAIN and self._taken + self._kept + len(buffer) <= self._limit:
+                self._kept += len(buffer)
+                self._free.setdefault(len(buffer), []).append(buffer)
+
+    def count(self, nbytes: int) -> None:
+        """Count memory that was not taken here."""
+        with self._lock:
+            self._taken += nbytes
+            self._let_go()
+            self.peak_bytes = max(self.peak_bytes, self._taken + self._kept)
+
+    def _let_go(self) -> None:
+        while self._free and self._taken + self._kept > self._limit:
+            size, buffers = next(iter(self._free.items()))
+            if buffers:
+                buffers.pop()
+                self._kept -= size
+            if not buffers:
+                del self._free[size]
+
+
+def _size(nbytes: int) -> int:
+    return -(-nbytes // _GRAIN) * _GRAIN if nbytes >= _GRAIN else nbytes

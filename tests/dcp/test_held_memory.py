@@ -1,0 +1,60 @@
+"""Memory that is held is counted to the byte of its grain, kept within the limit, and handed out again."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bucketpoint.dcp.held_memory import HeldMemory
+
+GRAIN = 256 << 10
+
+
+def test_a_buffer_that_came_back_is_handed_out_again() -> None:
+    memory = HeldMemory(4 * GRAIN)
+    first = memory.take(2 * GRAIN)
+    buffer = first.obj
+    memory.give(first)
+    again = memory.take(2 * GRAIN - 5)
+    assert again.obj is buffer
+    assert len(again) == 2 * GRAIN - 5
+    assert memory.take(2 * GRAIN).obj is not buffer
+    assert memory.peak_bytes == 4 * GRAIN
+
+
+def test_a_buffer_beyond_the_limit_is_not_kept() -> None:
+    memory = HeldMemory(GRAIN)
+    first = memory.take(2 * GRAIN)
+    buffer = first.obj
+    memory.give(first)
+    assert memory.take(2 * GRAIN).obj is not buffer
+
+
+def test_what_is_kept_goes_before_the_limit_is_passed() -> None:
+    memory = HeldMemory(4 * GRAIN)
+    memory.give(memory.take(3 * GRAIN))
+    memory.take(4 * GRAIN)
+    assert memory.peak_bytes == 4 * GRAIN
+    memory.count(10)
+    assert memory.peak_bytes == 4 * GRAIN + 10
+
+
+@given(sizes=st.lists(st.integers(0, 5 * GRAIN), min_size=1, max_size=30), order=st.randoms(), limit=st.integers(0, 20))
+def test_buffers_in_use_never_overlap_and_the_rest_stays_within_the_limit(
+    sizes: list[int], order: object, limit: int
+) -> None:
+    memory = HeldMemory(limit * GRAIN)
+    used: list[tuple[int, memoryview]] = []
+    most = 0
+    for number, size in enumerate(sizes):
+        view = memory.take(size)
+        assert len(view) == size
+        if size:
+            view[0] = number
+        used.append((number, view))
+        most = max(most, sum(len(each) for _, each in used))
+        if order.random() < 0.5:  # type: ignore[attr-defined]
+            number_, back = used.pop(order.randrange(len(used)))  # type: ignore[attr-defined]
+            assert not len(back) or back[0] == number_
+            memory.give(back)
+    assert most <= memory.peak_bytes <= max(most + len(sizes) * GRAIN, limit * GRAIN)
