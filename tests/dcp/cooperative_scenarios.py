@@ -22,7 +22,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from bucketpoint import BucketReader, BucketWriter, LoadPlanner, S3Reader, TransferOptions
 from bucketpoint.dcp import exchange as exchanges
-from bucketpoint.dcp.cooperative import Bandwidths
+from bucketpoint.dcp import node_memory
+from bucketpoint.dcp.cooperative import Bandwidths, Measured
 from bucketpoint.dcp.exchange import Exchange, Message, Note, meet
 from bucketpoint.errors import AccessDeniedError, BucketpointError
 from bucketpoint.stores.local import LocalStore
@@ -187,6 +188,70 @@ def load_on_nodes(rank: int, world: int, url: str, shape: Sequence[int], mode: s
         dcp.load(state, checkpoint_id=url, storage_reader=reader)
     assert torch.equal(state["w"], expected_tensor(shape))
     return {"read": count.read, "gets": count.gets, "explain": reader.explain()}
+
+
+def load_where_memory_is_not_shared(rank: int, world: int, url: str, shape: Sequence[int], alone: int) -> Any:
+    """One rank cannot open what the others share; how many bytes each rank was sent over connections."""
+    moved: list[int] = []
+    move = Exchange.move
+
+    def counting(self: Exchange, receives: Sequence[Message], sends: Sequence[Message]) -> None:
+        moved.extend(len(message.data) for message in receives)
+        move(self, receives, sends)
+
+    opened = node_memory._open
+
+    def refusing(*args: Any) -> memoryview:
+        if rank == alone:
+            raise PermissionError("not yours")
+        return opened(*args)
+
+    state = {"w": torch.zeros(*shape)}
+    with mock.patch.object(node_memory, "_open", refusing), mock.patch.object(Exchange, "move", counting):
+        dcp.load(state, checkpoint_id=url, storage_reader=BucketReader(transfer=SMALL, cooperative="group"))
+    assert torch.equal(state["w"], expected_tensor(shape))
+    return sum(moved)
+
+
+def share_two_rounds(rank: int, world: int, url: str) -> list[bytes]:
+    """Rank 0 writes a second round before rank 1 has read the first; what the others then read of both."""
+    exchange = Exchange(meet("group", url, None), None)
+    node = node_memory.NodeMemory(exchange, range(world), 8)
+    assert node.near == frozenset(range(world)) - {rank}
+    for number in (0, 1):
+        node.write(number, 2, memoryview(bytes([rank, number, 9])))
+    exchange.agree(Note())
+    found = [bytes(node.read((rank + 1) % world, number, 2, 3)) for number in (0, 1)]
+    exchange.agree(Note())
+    exchange.close()
+    return found
+
+
+def load_twice_on_nodes(
+    rank: int, world: int, url: str, shape: Sequence[int], found: Any, stated: Bandwidths
+) -> dict[str, Any]:
+    """Two nodes of two ranks, which load twice through one reader; `found`: what each rank measured in between."""
+    state = {"w": torch.zeros(*shape)}
+    reader = BucketReader(cooperative="auto", bandwidths=stated)
+    explained = []
+    with mock.patch.dict(os.environ, GROUP_RANK=str(rank // 2)):
+        for measured in (None, found[rank] if found is not None else None):
+            if measured is not None:
+                reader._cooperation._found = Measured(*measured)
+            dcp.load(state, checkpoint_id=url, storage_reader=reader)
+            explained.append(reader.explain())
+            assert torch.equal(state["w"], expected_tensor(shape))
+            state["w"].zero_()
+    return {"explain": explained, "found": reader._cooperation._found}
+
+
+def load_with_other_bandwidths(rank: int, world: int, url: str, shape: Sequence[int]) -> Any:
+    reader = BucketReader(cooperative="auto", bandwidths=Bandwidths(store=1e9 + rank))
+    try:
+        dcp.load({"w": torch.zeros(*shape)}, checkpoint_id=url, storage_reader=reader)
+    except dcp.CheckpointException as error:
+        return failure_of(error)
+    raise AssertionError("ranks that decide by different figures loaded together")
 
 
 def load_in_groups(rank: int, world: int, url: str, shape: Sequence[int]) -> int:

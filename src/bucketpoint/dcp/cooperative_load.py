@@ -9,21 +9,26 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import pickle
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from bucketpoint.dcp.cooperative import Bandwidths, Decision, Demand, check_mode, decide
+from bucketpoint.dcp.cooperative import Bandwidths, Decision, Demand, Measured, check_mode, decide, unconditional
 from bucketpoint.dcp.cooperative_rounds import SharedLoad, reason_of, round_bytes
 from bucketpoint.dcp.cooperative_schedule import Overlaps, Schedule
-from bucketpoint.dcp.exchange import Exchange, Note, meet
+from bucketpoint.dcp.exchange import Exchange, Message, Note, meet
 from bucketpoint.errors import BucketpointError, PeerFailedError
 from bucketpoint.stores import Store
 from bucketpoint.transfer import BufferPool, Meter, Request, TransferOptions, fetch
 
 _PLANNED, _REFUSED = 0, 1
+
+_TRIAL_BYTES = 4 << 20
+"""Enough to fill the buffers of a connection several times, and less than a hundredth of what is decided about."""
 
 
 class Cooperation:
@@ -39,6 +44,8 @@ class Cooperation:
         self._group = group
         self._bandwidths = bandwidths or Bandwidths()
         self._exchange: Exchange | None = None
+        self._ranks: tuple[int, ...] = ()
+        self._found = Measured()
         self.explanation = "Nothing has been loaded yet"
         self.peak_bytes = 0
         """The most memory of its own that the last load together held at once on this rank."""
@@ -52,7 +59,11 @@ class Cooperation:
         elif not (dist.is_available() and dist.is_initialized()) or dist.get_world_size(self._group) == 1:
             self.explanation = "Plain: there is one rank"
         else:
-            members = meet(self._mode, url, self._group)
+            stated = self._bandwidths
+            members = meet(self._mode, url, self._group, (stated.store, stated.nic, stated.exchange))
+            ranks = tuple(member.rank for member in members)
+            if ranks != self._ranks:
+                self._ranks, self._found = ranks, Measured()
             self.explanation = "Plain: this rank is alone on its node"
             if len(members) > 1:
                 self._exchange = Exchange(members, self._group)
@@ -116,10 +127,14 @@ class Cooperation:
             schedule = self._agree(exchange, requests, numbers, options)
             if schedule is None:
                 self._end()
+                began = time.monotonic()
                 _fetch_alone(store, requests, options, pool, meter)
+                rate = meter.done_bytes / max(time.monotonic() - began, 1e-9)
+                self._found = replace(self._found, store=rate or None)
                 return
             load = SharedLoad(exchange, schedule, requests, numbers, store=store, options=options, meter=meter)
             load.run(self.taking_part)
+            self._found = Measured(load.store_rate, load.exchange_rate or self._found.exchange)
             self.peak_bytes = load.peak_bytes
             self.explanation += f". This rank read {meter.done_bytes / 1e9:.3f} GB"
         self._end()
@@ -135,10 +150,28 @@ class Cooperation:
                 [(numbers[request.key], request.start, request.stop) for request in requests], dtype=torch.int64
             ).reshape(-1, 3)
             overlaps = Overlaps(exchange.gather(rows, [note.numbers[0] for note in notes]), exchange.nodes)
-            decision = decide(self._mode, overlaps.demand, self._bandwidths)
+            measured = self._measure(exchange, overlaps.demand)
+            decision = decide(self._mode, overlaps.demand, self._bandwidths, measured)
             self.explanation = _explain(decision, overlaps.demand)
             size = round_bytes(min(note.numbers[1] for note in notes))
             return overlaps.schedule(exchange.rank, size) if decision.together else None
+
+    def _measure(self, exchange: Exchange, demand: Demand) -> Measured:
+        """What the members have found so far, summed; the same on all of them, so that they decide alike.
+
+        The store's rate is that of the last load. The exchange's is that of the last load together; if there was none,
+        and ranks are on several nodes, all try it once.
+        """
+        stated = self._bandwidths
+        if unconditional(self._mode, demand) is not None:
+            return Measured()
+        notes = exchange.agree(Note((int(self._found.store or 0), int(self._found.exchange or 0))))
+        found = Measured(*(_together([note.numbers[index] for note in notes]) for index in (0, 1)))
+        if stated.exchange is None and found.exchange is None and demand.nodes > 1 and (found.store or stated.store):
+            self._found = replace(self._found, exchange=_try_out(exchange))
+            notes = exchange.agree(Note((0, int(self._found.exchange or 0))))
+            found = replace(found, exchange=_together([note.numbers[1] for note in notes]))
+        return found
 
     @contextlib.contextmanager
     def taking_part(self) -> Iterator[None]:
@@ -170,6 +203,21 @@ def _fetch_alone(
 ) -> None:
     meter.total_bytes = meter.done_bytes + sum(request.stop - request.start for request in requests)
     fetch(store, requests, options, pool=pool, meter=meter)
+
+
+def _try_out(exchange: Exchange) -> float:
+    """Bytes a second that this rank receives while each sends to one that is half the group away."""
+    ranks, half = len(exchange.members), len(exchange.members) // 2
+    received = Message((exchange.rank - half) % ranks, 0, memoryview(bytearray(_TRIAL_BYTES)))
+    sent = Message((exchange.rank + half) % ranks, 0, memoryview(bytearray(_TRIAL_BYTES)))
+    began = time.monotonic()
+    exchange.move([received], [sent])
+    return _TRIAL_BYTES / max(time.monotonic() - began, 1e-9)
+
+
+def _together(rates: Sequence[int]) -> float | None:
+    """What all ranks reach at once, or None if one has no figure."""
+    return float(sum(rates)) if all(rates) else None
 
 
 def _number_of(key: str) -> int:

@@ -44,6 +44,7 @@ class Member:
     Attributes:
         rank: in the whole job.
         node: the machine that it is on.
+        figures: what its user states, which all must agree on as they decide by it.
     """
 
     rank: int
@@ -51,6 +52,7 @@ class Member:
     token: str
     url: str | None
     mode: str
+    figures: tuple[float | None, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -84,7 +86,7 @@ class Message:
     data: memoryview
 
 
-def meet(mode: str, url: str | None, group: Any) -> list[Member]:
+def meet(mode: str, url: str | None, group: Any, figures: tuple[float | None, ...] = ()) -> list[Member]:
     """Find out who loads with this rank: the ranks of its node, or all of the group. One collective on the group.
 
     Returns:
@@ -99,7 +101,7 @@ def meet(mode: str, url: str | None, group: Any) -> list[Member]:
             f"Rank {here} loads, and is not in the process group that was given to load together",
             remedy="Pass each rank a group that it is in; the groups of different ranks may differ",
         )
-    own = Member(here, _node(), new_token(), url, mode)
+    own = Member(here, _node(), new_token(), url, mode, figures)
     found: list[Any] = [None] * dist.get_world_size(group)
     try:
         dist.all_gather_object(found, own, group=group)
@@ -114,6 +116,11 @@ def meet(mode: str, url: str | None, group: Any) -> list[Member]:
                 f"Rank {other.rank} loads {other.url} with cooperative={other.mode!r}, "
                 f"and rank {here} {url} with {mode!r}: they cannot load together",
                 remedy="Load the same checkpoint in the same mode on all ranks of the group",
+            )
+        if other.figures != figures:
+            raise BucketpointError(
+                f"Rank {other.rank} was given other bandwidths than rank {here}: they cannot decide alike",
+                remedy="Pass the same bandwidths= on all ranks of the group",
             )
     return [member for member in found if mode != "node" or member.node == own.node]
 
