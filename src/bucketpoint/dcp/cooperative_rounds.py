@@ -27,7 +27,8 @@ _FINISHERS = 2
 """Threads that check and deliver: a checksum takes a tenth of the time in which its bytes arrived."""
 
 # Shares of `max_inflight_bytes`. Three rounds' worth are held at most: one on its way in, one in requests that wait for
-# more, one in requests that are being checked. An eighth is left for a request that begins in one round of many.
+# more, one in requests that are being checked. An eighth is left for a request that begins in one round of many. What
+# is shared within the node, two rounds' worth of this rank's own cells, is taken off what is read ahead.
 _ROUND, _AHEAD, _ALONE, _KEPT = 1 / 8, 1 / 4, 1 / 4, 1 / 2
 
 
