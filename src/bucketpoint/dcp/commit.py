@@ -17,6 +17,7 @@ from torch.distributed.checkpoint import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.metadata import MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.storage import WriteResult
 
+from bucketpoint.dcp.commit_log import CommitLog
 from bucketpoint.dcp.planned import Reported, stock
 from bucketpoint.errors import (
     BucketpointError,
@@ -55,6 +56,7 @@ class Commit:
     name: str
     """`.metadata`, or `__{rank}.metadata` for a save without collectives."""
     overwrite: bool
+    log: CommitLog | None = None
 
 
 def complete_metadata(
@@ -108,6 +110,7 @@ def commit(
         "world_size": world_size,
         "created": created,
         "torch": str(torch.__version__),
+        **(request.log.facts(request.url) if request.log is not None else {}),
     }
     objects = told.objects()
     data, items = _filled(request, metadata, told, {**facts, "objects": objects}), told.count
@@ -197,6 +200,9 @@ def _readable(data: bytes, url: str) -> Metadata | None:
 
 def _write_record(request: Commit, record: CommitRecord) -> None:
     try:
+        if request.log is not None:
+            request.log.committed(request.url, record)
+            return
         body = memoryview(record.to_json())
         request.store.put(keys.join(request.prefix, keys.RECORD), [body], crc32c=crc32c(body))
     except BucketpointError as error:

@@ -42,6 +42,11 @@ class _Uncloseable(io.RawIOBase):
         return self._stream.write(data)
 
 
+def transformed_paths(items: Sequence[WriteItem], place: Place) -> list[str]:
+    """The objects that `write_transformed` will write."""
+    return [keys.data_path(place.token, place.rank, group, 0) for group in group_items(items, place.rules)]
+
+
 def write_transformed(
     items: Sequence[WriteItem],
     planner: SavePlanner,

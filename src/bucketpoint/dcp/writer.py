@@ -21,17 +21,18 @@ from torch.futures import Future
 
 from bucketpoint.dcp.boundary import dcp_call
 from bucketpoint.dcp.commit import Commit, commit
+from bucketpoint.dcp.commit_log import CommitLog
 from bucketpoint.dcp.console import describe, noted, progress_callback
 from bucketpoint.dcp.planned import PlannedMetadata, WriterMeta, reported
 from bucketpoint.dcp.results import Results
 from bucketpoint.dcp.session import Location, SaveSession, SaveState, as_url, world_size
-from bucketpoint.dcp.transformed import write_transformed
+from bucketpoint.dcp.transformed import transformed_paths, write_transformed
 from bucketpoint.dcp.upload_plan import Place, plan_objects, results_of
 from bucketpoint.errors import AccessDeniedError, BucketpointError, CheckpointExistsError, ObjectNotFoundError
 from bucketpoint.format import keys
 from bucketpoint.format.groups import DEFAULT_RULES, GroupRule
 from bucketpoint.staging import StagedState, Stager, StagingOptions, as_staging_options, current_lease, take_turn
-from bucketpoint.stores import accepts_url
+from bucketpoint.stores import Store, accepts_url
 from bucketpoint.transfer import BufferPool, Meter, ProgressCallback, TransferOptions, upload_objects
 
 logger = logging.getLogger(__name__)
@@ -67,6 +68,8 @@ class BucketWriter(StorageWriter):
             meaning for objects.
         cache_staged_state_dict: accepted for `FileSystemWriter`'s sake: staging memory is kept between saves anyway.
         staging: how `async_save` copies the state to host memory; torch's own `StagingOptions` will do.
+        log: told of each attempt and each commit, such as a run's catalogue. Without one, the record of a commit lies
+            beside its `.metadata`.
         _extensions: torch's stream transforms (compression, encryption), applied to each item.
     """
 
@@ -90,8 +93,10 @@ class BucketWriter(StorageWriter):
         groups: Sequence[GroupRule] = DEFAULT_RULES,
         progress: ProgressCallback | bool | None = None,
         staging: StagingOptions | Any = None,
+        log: CommitLog | None = None,
     ) -> None:
         super().__init__()
+        self.log = log
         self.transfer = _with_connections(transfer or TransferOptions(), thread_count)
         self.overwrite = overwrite
         self.target_object_bytes = target_object_bytes
@@ -144,6 +149,10 @@ class BucketWriter(StorageWriter):
     @dcp_call
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Coordinator. Plans stay as they are: with plan caching, what is put on them outlives this save."""
+        session = self._session()
+        if self.log is not None and session.use_collectives:
+            # The last moment at which no rank has sent anything yet: ranks upload once they have their plan from here.
+            self.log.begin(str(session.url), session.token)
         return plans
 
     @dcp_call
@@ -175,6 +184,7 @@ class BucketWriter(StorageWriter):
             token=session.token,
             name=keys.METADATA if session.use_collectives else keys.rank_metadata(session.rank),
             overwrite=self.overwrite,
+            log=self.log if session.use_collectives else None,
         )
         committed = commit(
             request,
@@ -289,6 +299,7 @@ class BucketWriter(StorageWriter):
             meter = Meter("save", str(session.url), 0, noted(callback))
             place = Place(prefix, session.token, session.rank, self.groups)
             if self._extensions:
+                self._announce(session, store, transformed_paths(plan.items, place))
                 results = write_transformed(
                     plan.items, planner, self._extensions, place, store=store, options=options, meter=meter
                 )
@@ -299,6 +310,8 @@ class BucketWriter(StorageWriter):
                 meter.total_bytes = sum(entry.source.nbytes for entry in planned)
                 pool = BufferPool(options.max_inflight_bytes)
                 sources = [entry.source for entry in planned]
+                large = [entry.path for entry in planned if entry.source.nbytes > options.single_put_bytes]
+                self._announce(session, store, large)
                 uploaded = upload_objects(store, sources, options, pool=pool, meter=meter)
                 results = [
                     result for entry, done in zip(planned, uploaded, strict=True) for result in results_of(entry, done)
@@ -306,6 +319,12 @@ class BucketWriter(StorageWriter):
             meter.finish()
         describe(logger, logging.DEBUG, f"rank {session.rank} uploaded", session.url, meter, session.started)
         return results
+
+    def _announce(self, session: SaveSession, store: Store, paths: Sequence[str]) -> None:
+        """Where an upload is found by its exact key only, nobody would find those of a rank that is killed."""
+        limits = store.capabilities
+        if self.log is not None and session.use_collectives and paths and limits.multipart and not limits.lists_uploads:
+            self.log.uploading(str(session.url), session.token, session.rank, paths)
 
     def _refuse_to_hide(self, session: SaveSession) -> None:
         """Readers take `.metadata` before `__{rank}.metadata`: beside one, a save without collectives is never read."""

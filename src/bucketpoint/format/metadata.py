@@ -221,7 +221,19 @@ def make_record(
         metadata_etag=metadata_etag,
         metadata_crc32c=int(crc32c(data)),
         groups=dict(sorted(groups.items())),
+        step=_typed(facts, "step", int),
+        kind=_typed(facts, "kind", str) or CommitRecord.kind,
+        metrics=_metrics(facts),
+        git_sha=_typed(facts, "git_sha", str),
+        config_hash=_typed(facts, "config_hash", str),
     )
+
+
+def _metrics(facts: dict[str, Any]) -> dict[str, float]:
+    metrics = _typed(facts, "metrics", dict) or {}
+    if not all(type(value) in (int, float) for value in metrics.values()):
+        raise _not_metadata("its bucketpoint part has metrics that are no numbers", None)
+    return {name: float(value) for name, value in metrics.items()}
 
 
 @contextlib.contextmanager

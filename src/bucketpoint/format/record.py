@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
@@ -28,6 +30,10 @@ class CommitRecord:
         torch, bucketpoint: versions of the writer.
         metadata_etag, metadata_crc32c: of the `.metadata` object that this record was made of.
         groups: bytes of each object group.
+        step: of training; None where nobody said.
+        kind: `full`, `weights`, `export` or `emergency`.
+        metrics: what was known when it was saved, NaN and infinite values too.
+        git_sha, config_hash: of what the job ran, as the caller gave them.
     """
 
     version: int = RECORD_VERSION
@@ -43,10 +49,16 @@ class CommitRecord:
     metadata_etag: str | None = None
     metadata_crc32c: int | None = None
     groups: dict[str, int] = field(default_factory=dict)
+    step: int | None = None
+    kind: str = "full"
+    metrics: dict[str, float] = field(default_factory=dict)
+    git_sha: str | None = None
+    config_hash: str | None = None
 
     def to_json(self) -> bytes_:
         """The record as it is stored: one line of JSON with sorted keys, so that equal records are equal bytes."""
-        return json.dumps(asdict(self), sort_keys=True, allow_nan=False).encode() + b"\n"
+        content = {**asdict(self), "metrics": plain_metrics(self.metrics)}
+        return json.dumps(content, sort_keys=True, allow_nan=False).encode() + b"\n"
 
     @classmethod
     def from_json(cls, data: bytes_, *, url: str | None = None) -> CommitRecord:
@@ -70,13 +82,21 @@ class CommitRecord:
                 raise MetadataError(f"The commit record has a wrong {name}", url=url, key=name)
         if "version" not in given:
             raise MetadataError("The commit record has no version", url=url, key="version")
+        if "metrics" in given:
+            given["metrics"] = {name: float(content) for name, content in given["metrics"].items()}
         return cls(**given)
+
+
+def plain_metrics(metrics: Mapping[str, float]) -> dict[str, float | str]:
+    """Metrics as JSON has them: it knows neither NaN nor the infinities, so those are their names."""
+    return {name: value if math.isfinite(value) else repr(value) for name, value in metrics.items()}
 
 
 bytes_ = bytes  # the class has a field of that name
 
 _COUNTS = {"version", "bytes", "objects", "items", "tensors"}
-_OPTIONAL_COUNTS = {"world_size", "metadata_crc32c"}
+_OPTIONAL_COUNTS = {"world_size", "metadata_crc32c", "step"}
+_NOT_FINITE = {"nan", "inf", "-inf"}
 
 
 def _fits(name: str, content: Any) -> bool:
@@ -89,7 +109,17 @@ def _fits(name: str, content: Any) -> bool:
         return content is None or (type(content) in (int, float) and 0 <= content < 1e12)
     if name == "groups":
         return isinstance(content, dict) and all(map(_is_count, content.values()))
+    if name == "kind":
+        return isinstance(content, str)
+    if name == "metrics":
+        return isinstance(content, dict) and all(map(_is_metric, content.values()))
     return content is None or isinstance(content, str)
+
+
+def _is_metric(content: Any) -> bool:
+    if type(content) is int:
+        return abs(content) < 1 << 62  # a larger one may not fit a float
+    return type(content) is float or (isinstance(content, str) and content in _NOT_FINITE)
 
 
 def _is_count(content: Any) -> bool:

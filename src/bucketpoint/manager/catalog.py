@@ -1,17 +1,168 @@
-"""Finding committed checkpoints under a root. Only a `.metadata` makes one; folders without are ignored."""
+"""Finding committed checkpoints under a root, and the `Catalog` of a run. Only a `.metadata` makes a checkpoint."""
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
-from bucketpoint.errors import InvalidURLError, ObjectNotFoundError
-from bucketpoint.format import keys
-from bucketpoint.stores import open_store
+from bucketpoint.errors import InvalidURLError, ObjectNotFoundError, PreconditionFailedError
+from bucketpoint.format import catalogue, keys
+from bucketpoint.format.catalogue import StepTemplate
+from bucketpoint.manager.snapshot import Attempt, Checkpoint, Snapshot, read_notes, read_steps
+from bucketpoint.stores import ObjectInfo, Store, open_store
+from bucketpoint.transfer.checksum import crc32c
 
 _STEP = re.compile(r"(?:.*\D)?(\d+)")
+
+
+@dataclass(frozen=True)
+class Catalog:
+    """One run: its checkpoints and what is known of them. Configuration only; every call asks the store anew.
+
+    `docs/catalogue.md` says which keys there are, who writes them and when.
+
+    Attributes:
+        url: the run's root, without a slash at its end.
+        store, prefix: the same, opened.
+        template: how the run's checkpoint folders are named.
+        clock: seconds since the epoch. Expiries are compared with it.
+    """
+
+    url: str
+    store: Store
+    prefix: str
+    template: StepTemplate = field(default_factory=StepTemplate)
+    clock: Callable[[], float] = time.time
+
+    # -- keys --------------------------------------------------------------------------------------------------------
+
+    def key(self, relative: str) -> str:
+        return f"{self.prefix}/{relative}" if self.prefix else relative
+
+    def own_key(self, *parts: str) -> str:
+        """A key of the catalogue itself."""
+        return self.key("/".join([catalogue.CATALOGUE, self.template.namespace, *parts]))
+
+    def url_of(self, step: int) -> str:
+        """Where a checkpoint of this step is saved."""
+        return self.url_of_folder(self.template.folder(step))
+
+    def url_of_folder(self, folder: str) -> str:
+        return f"{self.url}/{folder}"
+
+    def folder_of(self, url: str) -> tuple[str, int]:
+        """The folder and the step of a checkpoint's URL.
+
+        Raises:
+            InvalidURLError: it is not the URL of a checkpoint of this run.
+        """
+        folder = url.rstrip("/")[len(self.url) + 1 :] if url.startswith(self.url + "/") else ""
+        step = self.template.step_of(folder)
+        if step is None:
+            raise InvalidURLError(
+                f"This is no checkpoint of the run at {self.url}", url=url, remedy=f"Save to {self.url_of(100)}, say"
+            )
+        return folder, step
+
+    # -- what there is -----------------------------------------------------------------------------------------------
+
+    def steps(self) -> Snapshot:
+        """Commits and attempts under way. One LIST for each 1,000; no notes, so nobody is pinned."""
+        taken = self.clock()
+        return read_steps(self._listed(catalogue.STEPS), taken=taken)
+
+    def snapshot(self) -> Snapshot:
+        """All that a plan needs: `steps` and the notes. One LIST for each 1,000 of either, and no GET."""
+        # Notes first: a checkpoint that was committed after its step was noted is then there with its notes.
+        notes = read_notes(self._listed(catalogue.NOTES))
+        return self.steps().with_notes(notes)
+
+    def candidates(self, kind: str = "full") -> Iterator[Checkpoint]:
+        """Checkpoints that one may restore from, newest first. Those with a tombstone are among them until they go.
+
+        A record's `.metadata` is not looked at: whoever loads it finds out, and asks for the next. A step that has an
+        attempt under way and no record may be committed all the same, so its `.metadata` is: one HEAD each.
+        """
+        snapshot = self.steps()
+        records = sorted((one for one in snapshot.checkpoints if one.kind == kind), key=lambda one: one.order)
+        known = {one.folder for one in snapshot.checkpoints}
+        attempts = {one.folder: one for one in snapshot.attempts if one.folder not in known}
+        # Of equal steps the record is sure.
+        found: list[Checkpoint | Attempt] = sorted(
+            [*records, *attempts.values()], key=lambda one: (one.step, isinstance(one, Checkpoint)), reverse=True
+        )
+        for one in found:
+            if isinstance(one, Checkpoint):
+                yield one
+                continue
+            committed = self.metadata_info(one.folder)
+            if committed is not None:
+                mark = catalogue.mark_of(committed.etag)
+                yield Checkpoint(one.step, committed.modified or 0.0, one.token, kind, mark, one.folder, {}, None)
+
+    def latest(self, kind: str = "full") -> Checkpoint | None:
+        """The newest checkpoint whose `.metadata` is there, or None. One HEAD for each that is looked at."""
+        for one in self.candidates(kind):
+            if one.key is None or self.metadata_info(one.folder) is not None:
+                return one
+        return None
+
+    def metadata_info(self, folder: str) -> ObjectInfo | None:
+        try:
+            return self.store.head(self.metadata_key(folder))
+        except ObjectNotFoundError:
+            return None
+
+    def metadata_key(self, folder: str) -> str:
+        return self.key(f"{folder}/{keys.METADATA}")
+
+    def _listed(self, *parts: str) -> list[tuple[str, ObjectInfo]]:
+        prefix = self.own_key(*parts) + "/"
+        return [(info.key[len(prefix) :], info) for info in self.store.list(prefix)]
+
+    def uploads(self) -> list[tuple[str, ObjectInfo]]:
+        return self._listed(catalogue.UPLOADS)
+
+    # -- small writes ------------------------------------------------------------------------------------------------
+
+    def write(self, key: str, data: bytes = b"", *, if_match: str | None = None) -> ObjectInfo:
+        body = memoryview(data)
+        return self.store.put(key, [body] if data else [], crc32c=crc32c(body), if_match=if_match)
+
+    def create(self, key: str, data: bytes) -> bool:
+        """Write what nobody has written yet. False if somebody has, unless it is just this: an answer may be lost."""
+        body = memoryview(data)
+        try:
+            self.store.put(key, [body], crc32c=crc32c(body), if_none_match=True)
+        except PreconditionFailedError:
+            try:
+                return self.store.get(key)[0] == data
+            except ObjectNotFoundError:
+                return False
+        return True
+
+
+def open_catalog(
+    root: str | os.PathLike[str],
+    *,
+    template: str = "step-{step}",
+    storage_options: Mapping[str, Any] | None = None,
+    fs: Any = None,
+) -> Catalog:
+    """The catalogue of the run at `root`. Makes no request: a run without a catalogue has an empty one.
+
+    Raises:
+        InvalidURLError: no root, or a template that names no folders.
+    """
+    text = os.fspath(root).rstrip("/")
+    if not text:
+        raise InvalidURLError("No root URL was given")
+    store, prefix = open_store(text, storage_options=dict(storage_options or {}), fs=fs)
+    return Catalog(text, store, prefix, StepTemplate(template))
 
 
 def latest_checkpoint(

@@ -27,6 +27,7 @@ class Capabilities:
         min_part_bytes, max_part_bytes, max_parts: the service's limits for one multipart upload.
         max_put_bytes: the largest body of a single PUT.
         pinned_reads: `if_match` on a read is honoured.
+        lists_uploads: `list_multipart` finds uploads by any prefix of their keys, and not by the whole key only.
     """
 
     conditional_put: bool
@@ -37,6 +38,7 @@ class Capabilities:
     max_part_bytes: int = 1 << 62
     max_parts: int = 1 << 31
     max_put_bytes: int = 1 << 62
+    lists_uploads: bool = True
 
 
 @dataclass(frozen=True)

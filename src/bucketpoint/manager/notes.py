@@ -1,0 +1,170 @@
+"""What people and jobs say about a step: metrics, pins, leases, resumes. Each is an object of its own.
+
+Nobody reads, changes and writes: of any number of processes that note something at once, none loses another's.
+"""
+
+from __future__ import annotations
+
+import getpass
+import json
+import os
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from bucketpoint.errors import BucketpointError, StoreError
+from bucketpoint.format import catalogue
+from bucketpoint.format.catalogue import MAX_NAME_BYTES, NoteKey
+from bucketpoint.manager.catalog import Catalog
+from bucketpoint.manager.tombstones import GoneError, undo
+
+MAX_METRIC_NAME_BYTES = 120
+
+
+@dataclass(frozen=True)
+class PinInfo:
+    """A pin with what its author said."""
+
+    step: int
+    id: str
+    reason: str
+    author: str
+    expires: float | None
+
+
+def report(catalog: Catalog, step: int, metrics: Mapping[str, float], *, at: float | None = None) -> None:
+    """Note metrics of a step, at any time and from any process. Of one name the value reported last counts.
+
+    The step may have no checkpoint yet, or never get one. NaN and infinite values are kept as they are.
+
+    Args:
+        at: seconds since the epoch at which they were measured; now by default.
+
+    Raises:
+        BucketpointError: a name is empty or too long, or a value is no number.
+    """
+    head = ["", catalogue.METRICS, catalogue.milliseconds(catalog.clock() if at is None else at)]
+    batch: list[str] = []
+    for name in sorted(metrics):
+        pair = [_metric_name(name), repr(_value(name, metrics[name]))]
+        # As many as fit one key: a request each would be more than the metrics are worth.
+        if batch and len(catalogue.encode([*head, *batch, *pair])) + 16 > MAX_NAME_BYTES:
+            _put(catalog, NoteKey(step, catalogue.METRICS, (head[2], *batch)))
+            batch = []
+        batch += pair
+    if batch:
+        _put(catalog, NoteKey(step, catalogue.METRICS, (head[2], *batch)))
+
+
+def pin(
+    catalog: Catalog, step: int, *, reason: str = "", author: str | None = None, expires: float | None = None
+) -> str:
+    """Keep a step until it is unpinned, or until `expires` (seconds since the epoch). Returns the pin's id.
+
+    A checkpoint that already has a tombstone is saved by it.
+
+    Raises:
+        GoneError: its deletion has begun. Nothing is pinned.
+    """
+    identity = os.urandom(4).hex()
+    end = "" if expires is None else catalogue.milliseconds(expires)
+    body = {"reason": reason, "author": author or _author(), "pinned": catalog.clock()}
+    _hold(catalog, NoteKey(step, catalogue.PIN, (identity, end)), json.dumps(body, sort_keys=True).encode())
+    return identity
+
+
+def unpin(catalog: Catalog, step: int, id: str | None = None) -> int:  # noqa: A002 (what the pin calls it)
+    """Remove one pin of a step, or all of them. Returns how many there were."""
+    keys = [one.key for one in catalog.snapshot().notes.pins if one.step == step and id in (None, one.id)]
+    _delete(catalog, keys)
+    return len(keys)
+
+
+def pins(catalog: Catalog) -> list[PinInfo]:
+    """All pins, expired ones too. One GET each."""
+    found = []
+    for one in catalog.snapshot().notes.pins:
+        try:
+            said = json.loads(catalog.store.get(one.key, max_bytes=1 << 20)[0])
+        except (StoreError, ValueError):
+            said = {}
+        said = said if isinstance(said, dict) else {}
+        found.append(PinInfo(one.step, one.id, str(said.get("reason", "")), str(said.get("author", "")), one.expires))
+    return found
+
+
+def lease(catalog: Catalog, step: int, holder: str, *, seconds: int = 600) -> None:
+    """Keep a step while it is read: for `seconds` from now by the store's clock. Call it again to renew.
+
+    Args:
+        holder: who reads; the same name renews, another one is a lease of its own.
+
+    Raises:
+        GoneError: its deletion has begun. Nothing is leased.
+    """
+    if seconds < 1 or not holder or len(holder.encode()) > 60:
+        raise BucketpointError("A lease needs a holder of 1 to 60 bytes, and at least one second")
+    _hold(catalog, NoteKey(step, catalogue.LEASE, (holder, str(int(seconds)))), b"")
+
+
+def release(catalog: Catalog, step: int, holder: str) -> None:
+    """Give a lease back."""
+    leases = catalog.snapshot().notes.leases
+    _delete(catalog, [one.key for one in leases if one.step == step and one.holder == holder])
+
+
+def note_restored(catalog: Catalog, step: int) -> None:
+    """This run goes on from `step`: it stays until a newer full checkpoint is committed.
+
+    Raises:
+        GoneError: its deletion has begun.
+    """
+    now = catalogue.milliseconds(catalog.clock())
+    _hold(catalog, NoteKey(step, catalogue.RESTORED, (now, os.urandom(4).hex())), b"")
+
+
+def _hold(catalog: Catalog, note: NoteKey, body: bytes) -> None:
+    key = _put(catalog, note, body)
+    # The pruner says that it begins and then looks for notes; here it is the other way round, so one sees the other.
+    try:
+        undo(catalog, note.step)
+    except GoneError:
+        _delete(catalog, [key])
+        raise
+
+
+def _put(catalog: Catalog, note: NoteKey, body: bytes = b"") -> str:
+    key = catalog.own_key(catalogue.NOTES, note.name())
+    catalog.write(key, body)
+    return key
+
+
+def _delete(catalog: Catalog, keys: list[str]) -> None:
+    failures = catalog.store.delete(keys)
+    if failures:
+        raise StoreError(f"A note was not deleted: {failures[0].code} {failures[0].message}", key=failures[0].key)
+
+
+def _metric_name(name: str) -> str:
+    if not 0 < len(catalogue.encode([name])) <= MAX_METRIC_NAME_BYTES:
+        raise BucketpointError(
+            f"A metric's name must have 1 to {MAX_METRIC_NAME_BYTES} bytes, and others than a-z, A-Z, 0-9, - and . "
+            "count three times",
+            key=name[:200],
+        )
+    return name
+
+
+def _value(name: str, value: float) -> float:
+    try:
+        return float(value)
+    except (TypeError, ValueError, OverflowError):
+        raise BucketpointError(f"A metric must be a number, not {type(value).__name__}", key=name) from None
+
+
+def _author() -> str:
+    try:
+        user = getpass.getuser()
+    except (KeyError, OSError):
+        user = str(os.getuid())
+    return f"{user}@{socket.gethostname()}"

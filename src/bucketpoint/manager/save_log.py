@@ -1,0 +1,105 @@
+"""What a writer tells the catalogue: an intent before the first upload, a record after the commit."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from bucketpoint.errors import BucketpointError, ObjectNotFoundError
+from bucketpoint.format import catalogue
+from bucketpoint.format.catalogue import AttemptKey, CommitKey, UploadKey
+from bucketpoint.format.record import CommitRecord
+from bucketpoint.manager.catalog import Catalog
+from bucketpoint.manager.notes import report
+from bucketpoint.retention.row import FULL, KINDS
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class SaveLog:
+    """Give it to a writer as `log=`: its commits are then in the catalogue.
+
+    A save costs two small PUTs and a DELETE more than one without, and no record beside `.metadata`. A trainer without
+    the right to delete leaves its intents, which the pruner removes.
+
+    Attributes:
+        kind: of checkpoint.
+        metrics: known at save. They are in the record, and reported like any others.
+        git_sha, config_hash: of what the job runs.
+    """
+
+    catalog: Catalog
+    kind: str = FULL
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    git_sha: str | None = None
+    config_hash: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise BucketpointError(f"There is no kind {self.kind!r} of checkpoints", remedy=f"Use {', '.join(KINDS)}")
+
+    def begin(self, url: str, token: str) -> None:
+        catalog = self.catalog
+        folder, step = catalog.folder_of(url)
+        body = {"version": 1, "token": token, "url": url, "started": catalog.clock()}
+        catalog.write(self._attempt(folder, step, token), _json(body))
+
+    def uploading(self, url: str, token: str, rank: int, paths: Sequence[str]) -> None:
+        catalog = self.catalog
+        folder, step = catalog.folder_of(url)
+        name = UploadKey(step, token, rank, folder).name()
+        body = {"version": 1, "paths": list(paths), "started": catalog.clock()}
+        catalog.write(catalog.own_key(catalogue.UPLOADS, name), _json(body))
+
+    def facts(self, url: str) -> dict[str, Any]:
+        return {
+            "step": self.catalog.folder_of(url)[1],
+            "kind": self.kind,
+            "metrics": {name: float(value) for name, value in self.metrics.items()},
+            "git_sha": self.git_sha,
+            "config_hash": self.config_hash,
+        }
+
+    def committed(self, url: str, record: CommitRecord) -> None:
+        folder, step = self.catalog.folder_of(url)
+        write_record(self.catalog, folder, step, record)
+        if self.metrics:
+            report(self.catalog, step, self.metrics)
+        if record.token is not None:
+            failures = self.catalog.store.delete([self._attempt(folder, step, record.token)])
+            if failures:
+                logger.info("an intent stays until the next prune: %s", failures[0].code)
+
+    def _attempt(self, folder: str, step: int, token: str) -> str:
+        return self.catalog.own_key(catalogue.STEPS, AttemptKey(step, token, folder).name())
+
+
+def write_record(catalog: Catalog, folder: str, step: int, record: CommitRecord) -> str:
+    """Put the record of a commit under the key that says the same, and return the key."""
+    mark = catalogue.mark_of(record.metadata_etag)
+    token = record.token or ""
+    name = CommitKey(step, record.created or 0.0, token, record.kind, mark, folder, record.groups).name()
+    key = catalog.own_key(catalogue.STEPS, name)
+    # The key names the commit whole: whatever is there already says the same.
+    catalog.create(key, replace(record, step=step).to_json())
+    return key
+
+
+def read_record(catalog: Catalog, key: str) -> CommitRecord | None:
+    """The record itself, which says more than its key; None where it is gone.
+
+    Raises:
+        MetadataError: there is something else.
+    """
+    try:
+        return CommitRecord.from_json(catalog.store.get(key)[0], url=f"{catalog.store.url}/{key}")
+    except ObjectNotFoundError:
+        return None
+
+
+def _json(content: Mapping[str, Any]) -> bytes:
+    return json.dumps(content, sort_keys=True).encode() + b"\n"

@@ -1,0 +1,302 @@
+"""What a run's catalogue says at one moment: listings in, checkpoints and rows out. No I/O."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+
+from bucketpoint.format import catalogue
+from bucketpoint.format.catalogue import AttemptKey, CommitKey, NoteKey
+from bucketpoint.retention.row import FULL, Row
+from bucketpoint.stores import ObjectInfo
+
+DELETE = "delete"
+THIN = "thin"
+
+SAFETY_AGE_S = 48 * 3600.0
+"""An attempt that began so long ago is dead. Far above the longest save."""
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A commit as its record's key tells it.
+
+    Attributes:
+        id: token of the attempt that committed.
+        mark: of the `.metadata` that was committed.
+        folder: below the run's root.
+        groups: bytes by object group.
+        key: of the record; None where there is none yet.
+    """
+
+    step: int
+    created: float
+    id: str
+    kind: str
+    mark: str
+    folder: str
+    groups: Mapping[str, int] = field(default_factory=dict)
+    key: str | None = None
+
+    @property
+    def order(self) -> tuple[int, float, str]:
+        return self.step, self.created, self.id
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """A save that has begun and has no record yet: under way, dead, or committed without one."""
+
+    step: int
+    token: str
+    folder: str
+    key: str
+    started: float | None
+    """Seconds since the epoch, by the store's clock."""
+
+    def is_live(self, now: float, age: float = SAFETY_AGE_S) -> bool:
+        """Whether it may still commit. What the store does not date is not known to be old."""
+        return self.started is None or now - self.started < age
+
+
+@dataclass(frozen=True)
+class Tombstone:
+    """A checkpoint that goes at `due`, or is thinned then. `etag` is that of the note, at the time it was listed."""
+
+    step: int
+    id: str
+    due: float
+    action: str
+    mark: str
+    folder: str
+    key: str
+    etag: str | None = None
+    undone: bool = False
+
+
+@dataclass(frozen=True)
+class Pin:
+    """Somebody wants the step kept, until `expires` if that is known."""
+
+    step: int
+    id: str
+    expires: float | None
+    key: str
+
+
+@dataclass(frozen=True)
+class Lease:
+    """Valid for `seconds` after its last heartbeat."""
+
+    step: int
+    holder: str
+    seconds: float
+    beaten: float | None
+    key: str
+
+    def valid(self, now: float) -> bool:
+        # A store that tells no times must not end a lease early.
+        return self.beaten is None or now <= self.beaten + self.seconds
+
+
+@dataclass(frozen=True)
+class Report:
+    """One metric of a step, as it was reported at `time`."""
+
+    step: int
+    time: float
+    name: str
+    value: float
+    key: str
+
+
+@dataclass(frozen=True)
+class Resume:
+    """A job went on from the step at `time`."""
+
+    step: int
+    time: float
+    key: str
+
+
+@dataclass(frozen=True)
+class Notes:
+    """What has been said about steps, whether they have a checkpoint or not."""
+
+    reports: tuple[Report, ...] = ()
+    pins: tuple[Pin, ...] = ()
+    leases: tuple[Lease, ...] = ()
+    resumes: tuple[Resume, ...] = ()
+    tombstones: tuple[Tombstone, ...] = ()
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """The catalogue at `taken`.
+
+    Attributes:
+        checkpoints: in order; one for each folder.
+        superseded: records of commits that another one in the same folder has replaced.
+        finished: attempts whose intent is still there although they have their record.
+    """
+
+    taken: float
+    checkpoints: tuple[Checkpoint, ...]
+    superseded: tuple[Checkpoint, ...] = ()
+    attempts: tuple[Attempt, ...] = ()
+    finished: tuple[Attempt, ...] = ()
+    notes: Notes = field(default_factory=Notes)
+
+    def with_notes(self, notes: Notes) -> Snapshot:
+        return replace(self, notes=notes)
+
+    def rows(self) -> list[Row]:
+        """What the rules decide on: every checkpoint that no tombstone stands for."""
+        going = {(one.folder, one.id) for one in self.notes.tombstones if one.action == DELETE and not one.undone}
+        metrics = self.metrics()
+        held = self.held()
+        return [
+            Row(
+                step=one.step,
+                created=one.created,
+                id=one.id,
+                kind=one.kind,
+                bytes=sum(one.groups.values()),
+                groups=dict(one.groups),
+                metrics=metrics.get(one.step, {}),
+                pinned="pinned" in held.get(one.step, ()),
+                leased="leased" in held.get(one.step, ()),
+                restored_from="restored from" in held.get(one.step, ()),
+            )
+            for one in self.checkpoints
+            # A tombstone on what somebody has pinned since will be withdrawn.
+            if (one.folder, one.id) not in going or one.step in held
+        ]
+
+    def metrics(self) -> dict[int, dict[str, float]]:
+        """By step and name; of several values the one that was reported last."""
+        found: dict[int, dict[str, float]] = {}
+        for one in sorted(self.notes.reports, key=lambda one: (one.time, one.key)):
+            found.setdefault(one.step, {})[one.name] = one.value
+        return found
+
+    def held(self) -> dict[int, set[str]]:
+        """Steps that somebody holds on to at the moment, and why."""
+        found: dict[int, set[str]] = {}
+        for pin in self.notes.pins:
+            if pin.expires is None or self.taken < pin.expires:
+                found.setdefault(pin.step, set()).add("pinned")
+        for lease in self.notes.leases:
+            if lease.valid(self.taken):
+                found.setdefault(lease.step, set()).add("leased")
+        newest = max((one.created for one in self.checkpoints if one.kind == FULL), default=float("-inf"))
+        for resume in self.notes.resumes:
+            if resume.time >= newest:
+                found.setdefault(resume.step, set()).add("restored from")
+        return found
+
+    def newest(self) -> set[tuple[str, str]]:
+        """(folder, id) of what is never deleted: the newest full checkpoint by step and by time, and the newest."""
+        full = [one for one in self.checkpoints if one.kind == FULL]
+        ends = [max(some, key=key) for some in (full, self.checkpoints) if some for key in (_by_step, _by_time)]
+        return {(one.folder, one.id) for one in ends}
+
+
+def _by_step(one: Checkpoint) -> tuple[int, float, str]:
+    return one.order
+
+
+def _by_time(one: Checkpoint) -> tuple[float, int, str]:
+    return one.created, one.step, one.id
+
+
+def read_steps(listed: Iterable[tuple[str, ObjectInfo]], *, taken: float) -> Snapshot:
+    """Checkpoints and attempts, of a listing of names. Unknown names are left out."""
+    by_folder: dict[str, list[Checkpoint]] = {}
+    attempts = []
+    for name, info in listed:
+        commit = CommitKey.parse(name)
+        if commit is not None:
+            one = Checkpoint(
+                commit.step,
+                commit.created,
+                commit.token,
+                commit.kind,
+                commit.mark,
+                commit.folder,
+                commit.groups,
+                info.key,
+            )
+            by_folder.setdefault(one.folder, []).append(one)
+        elif attempt := AttemptKey.parse(name):
+            attempts.append(Attempt(attempt.step, attempt.token, attempt.folder, info.key, info.modified))
+    current, superseded = [], []
+    for records in by_folder.values():
+        # Of one attempt the thinned record is the later one: nothing makes a thinned checkpoint whole again.
+        *older, last = sorted(records, key=lambda one: (one.created, one.id, one.kind != FULL, one.key))
+        current.append(last)
+        superseded += older
+    committed = {(one.folder, one.id) for one in [*current, *superseded]}
+    return Snapshot(
+        taken,
+        tuple(sorted(current, key=_by_step)),
+        tuple(superseded),
+        tuple(one for one in attempts if (one.folder, one.token) not in committed),
+        tuple(one for one in attempts if (one.folder, one.token) in committed),
+    )
+
+
+def read_notes(listed: Iterable[tuple[str, ObjectInfo]]) -> Notes:
+    """The notes of a listing of names. Unknown and malformed ones are left out."""
+    reports: list[Report] = []
+    pins: list[Pin] = []
+    leases: list[Lease] = []
+    resumes: list[Resume] = []
+    tombstones: list[Tombstone] = []
+    for name, info in listed:
+        note = NoteKey.parse(name)
+        if note is None:
+            continue
+        try:
+            if note.kind == catalogue.METRICS:
+                reports += _reports(note, info.key)
+            elif note.kind == catalogue.PIN:
+                pins.append(_pin(note, info.key))
+            elif note.kind == catalogue.LEASE:
+                holder, seconds = note.fields
+                leases.append(Lease(note.step, holder, float(seconds), info.modified, info.key))
+            elif note.kind == catalogue.RESTORED:
+                resumes.append(Resume(note.step, _time(note.fields[0]), info.key))
+            elif note.kind == catalogue.TOMBSTONE:
+                tombstones.append(_tombstone(note, info))
+        except (ValueError, IndexError):
+            continue
+    return Notes(tuple(reports), tuple(pins), tuple(leases), tuple(resumes), tuple(tombstones))
+
+
+def _reports(note: NoteKey, key: str) -> list[Report]:
+    time, *pairs = note.fields
+    if len(pairs) % 2:
+        raise ValueError("a metric without a value")
+    at = _time(time)
+    return [Report(note.step, at, pairs[i], float(pairs[i + 1]), key) for i in range(0, len(pairs), 2)]
+
+
+def _pin(note: NoteKey, key: str) -> Pin:
+    name, expires = note.fields
+    return Pin(note.step, name, None if not expires else _time(expires), key)
+
+
+def _tombstone(note: NoteKey, info: ObjectInfo) -> Tombstone:
+    token, due, action, mark, folder = note.fields
+    if action not in (DELETE, THIN):
+        raise ValueError("a tombstone without an action")
+    # An undone one is empty, so that a listing tells.
+    return Tombstone(note.step, token, _time(due), action, mark, folder, info.key, info.etag, info.size == 0)
+
+
+def _time(text: str) -> float:
+    found = catalogue.seconds(text)
+    if found is None:
+        raise ValueError("not a time")
+    return found

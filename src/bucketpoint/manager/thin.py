@@ -1,0 +1,106 @@
+"""Thinning: a checkpoint reduced to its weights, by new metadata and deletes. No tensor is read or written."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from torch.distributed.checkpoint import Metadata
+
+from bucketpoint.errors import MetadataError, ObjectNotFoundError, PreconditionFailedError, UnsafeDataError
+from bucketpoint.format import keys
+from bucketpoint.format.groups import OPTIM
+from bucketpoint.format.metadata import decode_metadata, encode_metadata, extra, record_from_metadata
+from bucketpoint.format.storage_info import read_storage_info
+from bucketpoint.manager.catalog import Catalog
+from bucketpoint.manager.pruner import Pruned, own_objects, withdraw
+from bucketpoint.manager.save_log import read_record, write_record
+from bucketpoint.manager.snapshot import Snapshot, Tombstone
+
+WEIGHTS = "weights"
+
+
+def thin(catalog: Catalog, snapshot: Snapshot, one: Tombstone, done: Pruned) -> None:
+    """Replace the metadata, then the record, then delete the optimizer's objects, then the tombstone."""
+    name = (one.step, one.id)
+    key = catalog.metadata_key(one.folder)
+    try:
+        data, info = catalog.store.get(key)
+        metadata = decode_metadata(data, url=catalog.url_of_folder(one.folder))
+        facts = extra(metadata)
+        if facts.get("token") not in (None, one.id):
+            withdraw(catalog, one, done)
+            return
+        if facts.get("kind") != WEIGHTS:
+            data = thinned_metadata(metadata)
+            # Metadata that others replaced meanwhile fails the condition, and is left alone.
+            info = catalog.write(key, data, if_match=info.etag)
+    except ObjectNotFoundError:
+        withdraw(catalog, one, done)
+        return
+    except PreconditionFailedError:
+        done.refused[name] = "its metadata has just been replaced"
+        return
+    except (MetadataError, UnsafeDataError) as error:
+        withdraw(catalog, one, done)
+        done.refused[name] = f"its metadata does not allow it: {error.message}"
+        return
+    record = record_from_metadata(data, metadata_etag=info.etag)
+    records = [*snapshot.checkpoints, *snapshot.superseded]
+    old = [other for other in records if (other.folder, other.id) == (one.folder, one.id)]
+    for other in old:
+        # A foreign checkpoint's metadata tells no time and no token.
+        former = read_record(catalog, other.key) if other.key else None
+        created = record.created if record.created is not None else other.created
+        metrics = {**(former.metrics if former else {}), **record.metrics}
+        record = dataclasses.replace(record, token=other.id, created=created, metrics=metrics)
+    if record.token is None:
+        record = dataclasses.replace(record, token=one.id)
+    written = write_record(catalog, one.folder, one.step, record)
+    failures = catalog.store.delete([other.key for other in old if other.key and other.key != written])
+    stays = {catalog.key(f"{one.folder}/{path}") for path in _paths(decode_metadata(data))}
+    prefix = len(catalog.key(f"{one.folder}/"))
+    found = [info.key for info in own_objects(catalog, one.folder)]
+    goes = [key for key in found if key not in stays and _is_optim(key[prefix:])]
+    failures += catalog.store.delete(goes)
+    done.failures += failures
+    if not failures:
+        done.failures += catalog.store.delete([one.key])
+        done.thinned.append(name)
+
+
+def thinned_metadata(metadata: Metadata) -> bytes:
+    """The bytes of metadata that names everything but the optimizer.
+
+    Raises:
+        MetadataError: weights and optimizer share objects, as other writers have it, or there are no weights.
+    """
+    facts = extra(metadata)
+    places = metadata.storage_data or {}
+    goes = {path for path in _paths(metadata) if _is_optim(path)}
+    if not goes:
+        raise MetadataError("No object holds the optimizer alone")
+    storage = {index: info for index, info in places.items() if read_storage_info(info).path not in goes}
+    names = {index.fqn for index in storage}
+    mixed = names & {index.fqn for index, info in places.items() if read_storage_info(info).path in goes}
+    if not names or mixed:
+        raise MetadataError("Weights and optimizer cannot be told apart")
+    planner = metadata.planner_data
+    kept = dataclasses.replace(
+        metadata,
+        state_dict_metadata={name: entry for name, entry in metadata.state_dict_metadata.items() if name in names},
+        planner_data={name: value for name, value in planner.items() if name in names}
+        if isinstance(planner, dict)
+        else planner,
+        storage_data=storage,
+    )
+    objects = {path: fact for path, fact in facts.get("objects", {}).items() if path not in goes}
+    return encode_metadata(kept, bucketpoint={**facts, "kind": WEIGHTS, "objects": objects})
+
+
+def _paths(metadata: Metadata) -> set[str]:
+    return {read_storage_info(info).path for info in (metadata.storage_data or {}).values()}
+
+
+def _is_optim(path: str) -> bool:
+    named = keys.parse_data_path(path)
+    return named is not None and named[2] == OPTIM

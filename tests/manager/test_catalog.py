@@ -1,0 +1,321 @@
+"""What one listing tells: commits, attempts, metrics, pins and leases of a run, and of no other."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bucketpoint.errors import BucketpointError, InvalidURLError
+from bucketpoint.format.catalogue import AttemptKey, CommitKey, NoteKey, StepTemplate, UploadKey, decode, encode
+from bucketpoint.manager.adopt import adopt, heal
+from bucketpoint.manager.notes import lease, note_restored, pin, pins, release, report, unpin
+from bucketpoint.manager.save_log import SaveLog, read_record
+from manager.memory import START, Fault, KilledError, MemoryStore, memory_catalog, metadata_bytes, save
+
+HOUR = 3600.0
+tokens = st.text("0123456789abcdef", min_size=12, max_size=12)
+steps = st.integers(0, 10**16 - 1)
+folders = st.text(min_size=1, max_size=12).filter(lambda text: text.isprintable())
+
+
+@pytest.fixture
+def store() -> MemoryStore:
+    return MemoryStore()
+
+
+@given(st.lists(st.text(st.characters(exclude_categories=("Cs",))), min_size=1))
+def test_a_name_is_taken_apart_into_what_it_was_made_of(parts: list[str]) -> None:
+    name = encode(parts)
+    assert decode(name) == parts or len(name) > 1024
+    assert set(name) <= set("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789.-_")
+
+
+@given(steps, st.integers(0, 10**13 - 1), tokens, st.sampled_from(["full", "weights"]), folders, st.integers(0, 10**18))
+def test_a_commits_key_says_all_that_a_plan_needs(
+    step: int, created: int, token: str, kind: str, folder: str, size: int
+) -> None:
+    key = CommitKey(step, created / 1000, token, kind, "0123abcd", folder, {"model": size, "ema": 3, "other": 4})
+    found = CommitKey.parse(key.name())
+    assert found is not None
+    assert (found.step, found.token, found.kind, found.folder) == (step, token, kind, folder)
+    assert found.created == pytest.approx(created / 1000, abs=0.0011)
+    assert found.groups == {**({"model": size} if size else {}), "other": 7}
+
+
+@given(steps, steps)
+def test_keys_sort_by_step(one: int, other: int) -> None:
+    names = [CommitKey(step, 0, "0" * 12, "full", "0" * 8, "f").name() for step in (one, other)]
+    assert (names[0] < names[1]) == (one < other)
+
+
+@given(st.text(max_size=300))
+def test_foreign_names_in_the_catalogue_are_nobodys(name: str) -> None:
+    for kind in (CommitKey, AttemptKey, NoteKey, UploadKey):
+        kind.parse(name)
+
+
+@pytest.mark.parametrize(
+    ("template", "folder", "step"),
+    [
+        ("step-{step}", "step-100", 100),
+        ("step-{step}", "step-00000100", 100),
+        ("step-{step:08d}", "step-7", 7),
+        ("step-{step}", "my-step-900-pinned", None),
+        ("step-{step}", "backup-of-step-5", None),
+        ("step-{step}", "step-5-old", None),
+        ("step-{step}", "step-\u0661", None),
+        ("step-{step}", "step-" + "9" * 5000, None),
+        ("runs/a/{step}", "runs/a/3", 3),
+        ("epoch=1-step={step}", "epoch=1-step=9", 9),
+    ],
+)
+def test_a_folder_belongs_to_a_run_only_if_all_of_its_name_fits(template: str, folder: str, step: int | None) -> None:
+    assert StepTemplate(template).step_of(folder) == step
+
+
+@pytest.mark.parametrize(
+    "template",
+    ["", "step", "{step}-{step}", "{epoch}", "/{step}", "../{step}", "{step!r}", "{step:x}", "{", "a{step}/b"],
+)
+def test_a_template_that_names_no_folders_is_refused(template: str) -> None:
+    with pytest.raises(InvalidURLError):
+        StepTemplate(template)
+
+
+def test_padded_folders_are_made_as_the_template_says() -> None:
+    assert StepTemplate("step-{step:08d}").folder(12) == "step-00000012"
+
+
+def test_a_commit_is_in_the_listing_with_what_a_plan_needs(store: MemoryStore) -> None:
+    catalog = memory_catalog(store)
+    token = save(catalog, 100, metrics={"eval/loss": 1.25, "grad": math.nan}, git_sha="abc", config_hash="def")
+    store.calls.clear()
+    (row,) = catalog.snapshot().rows()
+    assert (row.step, row.created, row.id, row.kind, row.bytes) == (100, START, token, "full", 20)
+    assert row.groups == {"model": 10, "optim": 10}
+    assert row.metrics["eval/loss"] == 1.25
+    assert math.isnan(row.metrics["grad"])
+    assert store.calls == {"list": 2}
+    key = catalog.steps().checkpoints[0].key
+    record = read_record(catalog, key or "")
+    assert record is not None
+    assert (record.step, record.kind, record.git_sha, record.config_hash) == (100, "full", "abc", "def")
+    assert record.metrics["eval/loss"] == 1.25
+    assert math.isnan(record.metrics["grad"])
+
+
+def test_a_save_costs_three_small_requests_more(store: MemoryStore) -> None:
+    save(memory_catalog(store), 1)
+    # Two of data and the metadata; the intent and the record; the intent goes.
+    assert store.calls == {"put": 3 + 2, "delete": 1}
+
+
+@pytest.mark.parametrize("count", [1, 1000, 2500])
+def test_restoring_the_latest_costs_a_listing_per_thousand_and_at_most_two_reads(
+    store: MemoryStore, count: int
+) -> None:
+    catalog = memory_catalog(store)
+    for step in range(count):
+        name = CommitKey(step, START, f"{step:012x}", "full", "0" * 8, f"step-{step}").name()
+        store.objects[catalog.own_key("steps", name)] = (b"", "e", START)
+    store.objects[catalog.metadata_key(f"step-{count - 1}")] = (b"", "e", START)
+    SaveLog(catalog).begin(catalog.url_of(count + 10), "0123456789ab")
+    store.calls.clear()
+    newest = next(catalog.candidates())
+    assert newest.step == count - 1
+    # The page that is not full ends a listing; the attempt under way takes a look at its metadata. The load's GET is next.
+    assert store.calls == {"list": -(-(count + 1) // 1000), "head": 1}
+
+
+def test_a_commit_whose_coordinator_died_before_the_record_is_restored_from_all_the_same(store: MemoryStore) -> None:
+    catalog = memory_catalog(store)
+    save(catalog, 100)
+    store.fault = Fault(5, "kill", acts=False)
+    with pytest.raises(KilledError):
+        save(catalog, 200)
+    assert [one.step for one in catalog.steps().checkpoints] == [100]
+    assert [one.step for one in catalog.candidates()] == [200, 100]
+    healed = heal(catalog, catalog.snapshot())
+    assert [row.step for row in healed.rows()] == [100, 200]
+    assert healed.attempts == ()
+
+
+def test_an_attempt_that_died_before_its_commit_is_nothing(store: MemoryStore) -> None:
+    catalog = memory_catalog(store)
+    save(catalog, 100)
+    store.fault = Fault(4, "kill", acts=False)
+    with pytest.raises(KilledError):
+        save(catalog, 200)
+    assert [one.step for one in catalog.candidates()] == [100]
+    assert [row.step for row in heal(catalog, catalog.snapshot()).rows()] == [100]
+
+
+def test_a_record_whose_metadata_is_gone_does_not_count(store: MemoryStore) -> None:
+    catalog = memory_catalog(store)
+    save(catalog, 100)
+    save(catalog, 200)
+    del store.objects[catalog.metadata_key("step-200")]
+    latest = catalog.latest()
+    assert latest is not None
+    assert latest.step == 100
+
+
+def test_only_full_checkpoints_are_resumed_from(store: MemoryStore) -> None:
+    catalog = memory_catalog(store)
+    save(catalog, 100)
+    save(catalog, 200, kind="weights")
+    assert [one.step for one in catalog.candidates()] == [100]
+    assert [one.step for one in catalog.candidates("weights")] == [200]
+
+
+def test_of_two_commits_to_one_step_the_later_one_is_the_checkpoint(store: MemoryStore) -> None:
+    catalog = memory_catalog(store)
+    save(catalog, 100)
+    store.now += 1
+    second = save(catalog, 100)
+    snapshot = catalog.snapshot()
+    assert [row.id for row in snapshot.rows()] == [second]
+    assert len(snapshot.superseded) == 1
+
+
+def test_runs_that_share_a_root_never_see_each_other(store: MemoryStore) -> None:
+    one, other = memory_catalog(store, "a-step-{step}"), memory_catalog(store, "b-step-{step}")
+    save(one, 100)
+    save(other, 200, metrics={"loss": 1.0})
+    pin(other, 100)
+    assert [row.step for row in one.snapshot().rows()] == [100]
+    assert one.snapshot().rows()[0].metrics == {}
+    assert not one.snapshot().rows()[0].pinned
+    assert adopt(one) == []
+    assert [row.step for row in other.snapshot().rows()] == [200]
+
+
+def test_a_url_outside_the_run_is_refused_before_anything_is_sent(store: MemoryStore) -> None:
+    catalog = memory_catalog(store)
+    for url in (
+        "memory://store/other/step-1",
+        "memory://store/run/sub/step-1",
+        "memory://store/run",
+        "s3://x/run/step-1",
+    ):
+        with pytest.raises(InvalidURLError):
+            SaveLog(catalog).begin(url, "0123456789ab")
+    assert store.objects == {}
+
+
+def test_folders_of_other_writers_are_adopted(store: MemoryStore) -> None:
+    catalog = memory_catalog(store)
+    for number, folder in enumerate(["step-100", "step-00000200", "backup-step-5", "step-300"]):
+        data, _ = metadata_bytes(f"{number:012x}")
+        store.put(catalog.key(f"{folder}/.metadata"), [memoryview(data)])
+    store.put(catalog.key("step-400/__0_0.distcp"), [memoryview(b"x")])
+    store.put(catalog.key("step-300/.metadata"), [memoryview(b"damaged")])
+    assert adopt(catalog) == ["step-00000200", "step-100"]
+    assert [row.step for row in catalog.snapshot().rows()] == [100, 200]
+    assert adopt(catalog) == []
+
+
+def test_a_lost_catalogue_is_rebuilt_as_it_was(store: MemoryStore) -> None:
+    catalog = memory_catalog(store)
+    for step in (100, 200, 300):
+        save(catalog, step, kind="weights" if step == 200 else "full", git_sha="abc")
+        store.now += 60
+    before = {key: value[0] for key, value in store.objects.items() if "/steps/" in key}
+    for key in [key for key in store.objects if "_bucketpoint" in key]:
+        del store.objects[key]
+    assert adopt(catalog) == ["step-100", "step-200", "step-300"]
+    assert {key: value[0] for key, value in store.objects.items() if "/steps/" in key} == before
+
+
+def test_of_one_metric_the_value_that_was_reported_last_counts(store: MemoryStore) -> None:
+    catalog = memory_catalog(store)
+    save(catalog, 100, metrics={"loss": 3.0})
+    report(catalog, 100, {"loss": 1.0, "eval/acc": 0.5}, at=START + 10)
+    report(catalog, 100, {"loss": 2.0}, at=START + 5)
+    report(catalog, 100, {"worst": math.inf, "best": -math.inf, "lost": math.nan, "tiny": 5e-324, "zero": 0.0})
+    (row,) = catalog.snapshot().rows()
+    assert row.metrics["loss"] == 1.0
+    assert row.metrics["eval/acc"] == 0.5
+    assert (row.metrics["worst"], row.metrics["best"]) == (math.inf, -math.inf)
+    assert math.isnan(row.metrics["lost"])
+    assert (row.metrics["tiny"], row.metrics["zero"]) == (5e-324, 0.0)
+
+
+@given(
+    st.dictionaries(
+        st.text(st.characters(exclude_categories=("Cs",)), min_size=1, max_size=13), st.floats(), max_size=20
+    )
+)
+def test_any_metrics_come_back_as_they_were_reported(metrics: dict[str, float]) -> None:
+    store = MemoryStore()
+    catalog = memory_catalog(store)
+    report(catalog, 7, metrics)
+    found = catalog.snapshot().metrics().get(7, {})
+    assert {name: repr(value) for name, value in found.items()} == {
+        name: repr(value) for name, value in metrics.items()
+    }
+    assert all(len(key.rsplit("/", 1)[1]) <= 240 for key in store.objects)
+
+
+@pytest.mark.parametrize("name", ["", "x" * 121, "\N{FIRE}" * 11])
+def test_a_metric_without_a_usable_name_is_refused(store: MemoryStore, name: str) -> None:
+    with pytest.raises(BucketpointError):
+        report(memory_catalog(store), 1, {name: 1.0})
+
+
+def test_metrics_of_a_step_without_a_checkpoint_wait_for_it(store: MemoryStore) -> None:
+    catalog = memory_catalog(store)
+    report(catalog, 100, {"loss": 1.0})
+    assert catalog.snapshot().rows() == []
+    save(catalog, 100)
+    assert catalog.snapshot().rows()[0].metrics == {"loss": 1.0}
+
+
+def test_pins_say_who_and_why_and_may_expire(store: MemoryStore) -> None:
+    catalog = memory_catalog(store)
+    save(catalog, 100)
+    first = pin(catalog, 100, reason="the paper", author="ann")
+    pin(catalog, 100, reason="until Monday", author="bob", expires=START + HOUR)
+    assert sorted((one.author, one.reason, one.expires) for one in pins(catalog)) == [
+        ("ann", "the paper", None),
+        ("bob", "until Monday", START + HOUR),
+    ]
+    assert unpin(catalog, 100, first) == 1
+    assert catalog.snapshot().rows()[0].pinned
+    store.now += 2 * HOUR
+    assert not catalog.snapshot().rows()[0].pinned
+    assert unpin(catalog, 100) == 1
+
+
+def test_a_lease_lasts_from_its_last_heartbeat(store: MemoryStore) -> None:
+    catalog = memory_catalog(store)
+    save(catalog, 100)
+    lease(catalog, 100, "eval/1", seconds=600)
+    store.now += 500
+    lease(catalog, 100, "eval/1", seconds=600)
+    store.now += 500
+    assert catalog.snapshot().rows()[0].leased
+    store.now += 101
+    assert not catalog.snapshot().rows()[0].leased
+    lease(catalog, 100, "eval/1")
+    release(catalog, 100, "eval/1")
+    assert not catalog.snapshot().rows()[0].leased
+
+
+def test_what_a_run_went_on_from_is_held_until_a_newer_full_checkpoint(store: MemoryStore) -> None:
+    catalog = memory_catalog(store)
+    save(catalog, 100)
+    store.now += 60
+    save(catalog, 200)
+    store.now += 60
+    note_restored(catalog, 100)
+    assert [row.restored_from for row in catalog.snapshot().rows()] == [True, False]
+    store.now += 60
+    save(catalog, 150, kind="weights")
+    assert catalog.snapshot().rows()[0].restored_from
+    store.now += 60
+    save(catalog, 160)
+    assert not any(row.restored_from for row in catalog.snapshot().rows())
