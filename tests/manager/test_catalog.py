@@ -126,7 +126,7 @@ def test_restoring_the_latest_costs_a_listing_per_thousand_and_at_most_two_reads
     store.calls.clear()
     newest = next(catalog.candidates())
     assert newest.step == count - 1
-    # The page that is not full ends a listing; the attempt under way takes a look at its metadata. The load's GET is next.
+    # The metadata of the attempt under way is looked for. The GET of the load comes next.
     assert store.calls == {"list": -(-(count + 1) // 1000), "head": 1}
 
 

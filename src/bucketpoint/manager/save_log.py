@@ -11,9 +11,11 @@ from typing import Any
 from bucketpoint.errors import BucketpointError, ObjectNotFoundError
 from bucketpoint.format import catalogue
 from bucketpoint.format.catalogue import AttemptKey, CommitKey, UploadKey
+from bucketpoint.format.groups import OTHER
 from bucketpoint.format.record import CommitRecord
 from bucketpoint.manager.catalog import Catalog
 from bucketpoint.manager.notes import report
+from bucketpoint.manager.tombstones import GoneError, undo
 from bucketpoint.retention.row import FULL, KINDS
 
 logger = logging.getLogger(__name__)
@@ -30,6 +32,7 @@ class SaveLog:
         kind: of checkpoint.
         metrics: known at save. They are in the record, and reported like any others.
         git_sha, config_hash: of what the job runs.
+        overwrite: the step may have a checkpoint, so its tombstones are taken back first. One LIST more.
     """
 
     catalog: Catalog
@@ -37,6 +40,7 @@ class SaveLog:
     metrics: Mapping[str, float] = field(default_factory=dict)
     git_sha: str | None = None
     config_hash: str | None = None
+    overwrite: bool = False
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
@@ -46,7 +50,15 @@ class SaveLog:
         catalog = self.catalog
         folder, step = catalog.folder_of(url)
         body = {"version": 1, "token": token, "url": url, "started": catalog.clock()}
-        catalog.write(self._attempt(folder, step, token), _json(body))
+        intent = self._attempt(folder, step, token)
+        catalog.write(intent, _json(body))
+        if self.overwrite:
+            # The pruner claims a step and then looks for saves, and here it is the other way round: one sees the other.
+            try:
+                undo(catalog, step)
+            except GoneError:
+                catalog.store.delete([intent])
+                raise
 
     def uploading(self, url: str, token: str, rank: int, paths: Sequence[str]) -> None:
         catalog = self.catalog
@@ -82,7 +94,9 @@ def write_record(catalog: Catalog, folder: str, step: int, record: CommitRecord)
     """Put the record of a commit under the key that says the same, and return the key."""
     mark = catalogue.mark_of(record.metadata_etag)
     token = record.token or ""
-    name = CommitKey(step, record.created or 0.0, token, record.kind, mark, folder, record.groups).name()
+    # What no group is known of, as in the objects of other writers, counts as well.
+    groups = {**record.groups, OTHER: record.groups.get(OTHER, 0) + record.bytes - sum(record.groups.values())}
+    name = CommitKey(step, record.created or 0.0, token, record.kind, mark, folder, groups).name()
     key = catalog.own_key(catalogue.STEPS, name)
     # The key names the commit whole: whatever is there already says the same.
     catalog.create(key, replace(record, step=step).to_json())

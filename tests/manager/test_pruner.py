@@ -1,0 +1,617 @@
+"""Tombstone, grace, delete: what goes and what never does, what it costs, and who may interrupt it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+
+import pytest
+
+from bucketpoint.errors import PreconditionFailedError
+from bucketpoint.format import keys
+from bucketpoint.format.metadata import decode_metadata
+from bucketpoint.manager import lock as locks
+from bucketpoint.manager.catalog import Catalog
+from bucketpoint.manager.notes import lease, note_restored, pin, report
+from bucketpoint.manager.pruner import LOCK_SECONDS, Decide, Order, Pruned, prune
+from bucketpoint.manager.save_log import SaveLog
+from bucketpoint.manager.snapshot import THIN
+from bucketpoint.manager.sweep import SAFETY_AGE_S, sweep
+from bucketpoint.manager.tombstones import GoneError, undo
+from bucketpoint.retention.row import Row
+from manager.memory import START, Fault, KilledError, MemoryStore, memory_catalog, save
+
+HOUR = 3600.0
+
+
+@pytest.fixture
+def store() -> MemoryStore:
+    return MemoryStore()
+
+
+@pytest.fixture
+def catalog(store: MemoryStore) -> Catalog:
+    return memory_catalog(store)
+
+
+def drop(*steps: int, action: str = "delete") -> Decide:
+    return lambda rows: [Order(row.step, row.id, action) for row in rows if row.step in steps]
+
+
+def keep_newest(rows: Sequence[Row]) -> list[Order]:
+    return [Order(row.step, row.id) for row in rows[:-1]]
+
+
+def run(catalog: Catalog, decide: Decide, grace: float = 0.0, holder: str = "test") -> Pruned:
+    return prune(catalog, decide, grace=grace, holder=holder)
+
+
+def in_folder(store: MemoryStore, step: int) -> list[str]:
+    return [key for key in store.objects if key.startswith(f"run/step-{step}/")]
+
+
+def left_of(store: MemoryStore, step: int) -> list[str]:
+    return [key for key in store.objects if f"/step-{step}/" in key or f"{step:016d}" in key]
+
+
+def steps_of(catalog: Catalog) -> list[int]:
+    return [row.step for row in catalog.snapshot().rows()]
+
+
+def test_what_is_ordered_is_there_until_the_grace_is_over_and_then_goes(store: MemoryStore, catalog: Catalog) -> None:
+    for step in (100, 200):
+        save(catalog, step, metrics={"loss": 1.0})
+    done = run(catalog, drop(100), grace=HOUR)
+    assert [step for step, _ in done.buried] == [100]
+    assert steps_of(catalog) == [200]
+    assert len(in_folder(store, 100)) == 3
+    store.now += HOUR - 1
+    assert run(catalog, drop()).deleted == []
+    store.now += 1
+    assert [step for step, _ in run(catalog, drop()).deleted] == [100]
+    assert left_of(store, 100) == []
+    assert len(left_of(store, 200)) == 3 + 1 + 1
+
+
+def test_pruning_a_checkpoint_of_64_objects_costs_four_requests_besides_its_tombstone(
+    store: MemoryStore, catalog: Catalog
+) -> None:
+    def cost(*steps: int) -> int:
+        for step in steps:
+            save(catalog, step, objects=61, metrics={"loss": 1.0})
+            assert len(in_folder(store, step)) == 64
+        store.now += 1
+        save(catalog, 1000)
+        store.calls.clear()
+        assert len(run(catalog, drop(*steps)).deleted) == len(steps)
+        return store.calls.total()
+
+    nothing, one, three = cost(), cost(100), cost(200, 300, 400)
+    # The tombstone is made, claimed and removed: three of its own. The claim is looked at in two more listings.
+    assert one - nothing - 3 - 2 == 4
+    # A LIST of each folder and two requests for each tombstone; deletes are shared.
+    assert three - one == 2 * 3
+
+
+def test_the_record_goes_first_then_the_metadata_then_the_data(store: MemoryStore, catalog: Catalog) -> None:
+    save(catalog, 100)
+    save(catalog, 200)
+    seen: list[tuple[bool, bool, bool]] = []
+
+    def look(number: int, name: str) -> None:
+        keys = left_of(store, 100)
+        state = (
+            any("/steps/" in key for key in keys),
+            any(key.endswith(".metadata") for key in keys),
+            any("/data/" in key for key in keys),
+        )
+        if not seen or seen[-1] != state:
+            seen.append(state)
+
+    store.between = look
+    run(catalog, drop(100))
+    assert seen == [(True, True, True), (False, True, True), (False, False, True), (False, False, False)]
+
+
+@pytest.mark.parametrize("acts", [False, True], ids=["before it acts", "after it has acted"])
+def test_a_pruner_killed_at_any_request_is_finished_by_the_next(acts: bool) -> None:
+    kills = 0
+    for at in range(1, 100):
+        store = MemoryStore()
+        catalog = memory_catalog(store)
+        for step in (100, 200, 300):
+            save(catalog, step)
+        store.fault = Fault(at, "kill", acts)
+        try:
+            run(catalog, keep_newest, holder="first")
+        except KilledError:
+            kills += 1
+        else:
+            assert at > 10
+            break
+        store.fault = None
+        newest = next(catalog.candidates())
+        assert newest.step == 300
+        assert len(in_folder(store, 300)) == 3
+        store.now += LOCK_SECONDS + 1
+        run(catalog, keep_newest, holder="second")
+        assert steps_of(catalog) == [300]
+        assert [key for key in store.objects if "step-100/" in key or "step-200/" in key] == []
+        assert [key for key in store.objects if "/notes/" in key or key.endswith("pruner.json")] == []
+    assert kills >= 15
+
+
+@pytest.mark.parametrize("hold", [pin, lambda c, s: lease(c, s, "eval"), note_restored], ids=["pin", "lease", "resume"])
+def test_what_somebody_holds_on_to_is_never_ordered_away(
+    catalog: Catalog, hold: Callable[[Catalog, int], object]
+) -> None:
+    save(catalog, 100)
+    save(catalog, 200)
+    hold(catalog, 100)
+    for action in ("delete", "thin"):
+        done = run(catalog, drop(100, action=action))
+        assert not done.buried
+        assert next(iter(done.refused.values())) in ("it is pinned", "it is leased", "it is restored from")
+    assert steps_of(catalog) == [100, 200]
+
+
+@pytest.mark.parametrize("hold", [pin, lambda c, s: lease(c, s, "eval"), note_restored], ids=["pin", "lease", "resume"])
+def test_whoever_takes_hold_during_the_grace_saves_it(
+    store: MemoryStore, catalog: Catalog, hold: Callable[[Catalog, int], object]
+) -> None:
+    save(catalog, 100)
+    save(catalog, 200)
+    run(catalog, drop(100), grace=HOUR)
+    store.now += 1
+    hold(catalog, 100)
+    assert steps_of(catalog) == [100, 200]
+    store.now += HOUR
+    assert run(catalog, drop()).deleted == []
+    assert len(in_folder(store, 100)) == 3
+
+
+def test_of_a_pin_and_a_pruner_at_the_same_time_either_the_pin_holds_or_it_says_so() -> None:
+    held = lost = 0
+    for at in range(1, 60):
+        store = MemoryStore()
+        catalog = memory_catalog(store)
+        save(catalog, 100)
+        save(catalog, 200)
+        run(catalog, drop(100), grace=HOUR)
+        store.now += HOUR
+        outcome: list[bool] = []
+
+        def meanwhile(number: int, name: str, at: int = at, store=store, catalog=catalog, outcome=outcome) -> None:
+            store.seen = getattr(store, "seen", 0) + 1
+            if store.seen == at:
+                try:
+                    pin(catalog, 100)
+                    outcome.append(True)
+                except GoneError:
+                    outcome.append(False)
+
+        store.between = meanwhile
+        run(catalog, drop())
+        store.between = None
+        if not outcome:
+            break
+        there = len(in_folder(store, 100)) == 3
+        if outcome == [True] and steps_of(catalog) == [100, 200]:
+            assert there
+            held += 1
+        elif outcome == [False]:
+            lost += 1
+        else:
+            # The tombstone and all else was gone when the pin came: it is a pin of a step that is not there.
+            assert steps_of(catalog) == [200]
+            assert not there
+    assert held >= 4
+    assert lost >= 4
+
+
+def test_an_undo_within_the_grace_brings_it_back_and_after_the_beginning_says_so(
+    store: MemoryStore, catalog: Catalog
+) -> None:
+    save(catalog, 100)
+    save(catalog, 200)
+    run(catalog, drop(100), grace=HOUR)
+    assert undo(catalog, 100) == 1
+    assert undo(catalog, 100) == 0
+    assert steps_of(catalog) == [100, 200]
+    store.now += 2 * HOUR
+    assert run(catalog, drop()).deleted == []
+    run(catalog, drop(100), grace=HOUR)
+    store.now += HOUR
+    store.fault = Fault(12, "kill", acts=True)
+    with pytest.raises(KilledError):
+        run(catalog, drop())
+    with pytest.raises(GoneError):
+        undo(catalog, 100)
+    store.now += LOCK_SECONDS
+    assert [step for step, _ in run(catalog, drop()).deleted] == [100]
+
+
+@pytest.mark.parametrize("at", [1, 2, 3, 4])
+def test_an_undo_that_dies_half_way_has_undone_or_has_not(store: MemoryStore, catalog: Catalog, at: int) -> None:
+    save(catalog, 100)
+    save(catalog, 200)
+    run(catalog, drop(100), grace=HOUR)
+    store.fault = Fault(at, "kill", acts=True)
+    with contextlib.suppress(KilledError):
+        undo(catalog, 100)
+    store.fault = None
+    undone = steps_of(catalog) == [100, 200]
+    assert undone == (at >= 3)
+    store.now += HOUR
+    assert bool(run(catalog, drop()).deleted) != undone
+
+
+def test_the_newest_by_step_and_the_newest_by_time_are_refused(store: MemoryStore, catalog: Catalog) -> None:
+    save(catalog, 300)
+    store.now += 1
+    save(catalog, 100)
+    store.now += 1
+    save(catalog, 200)
+    done = run(catalog, drop(100, 200, 300))
+    assert sorted(step for step, _ in done.deleted) == [100]
+    assert sorted(step for step, _ in done.refused) == [200, 300]
+
+
+def test_newer_weights_do_not_stand_for_a_checkpoint_to_resume_from(store: MemoryStore, catalog: Catalog) -> None:
+    save(catalog, 100)
+    store.now += 1
+    save(catalog, 200, kind="weights")
+    assert run(catalog, drop(100)).deleted == []
+    assert steps_of(catalog) == [100, 200]
+
+
+def test_what_is_committed_after_the_plan_is_not_touched(store: MemoryStore, catalog: Catalog) -> None:
+    first = save(catalog, 100)
+    save(catalog, 200)
+
+    def decide(rows: Sequence[Row]) -> list[Order]:
+        store.now += 1
+        save(catalog, 100)
+        save(catalog, 150)
+        return [Order(100, first), Order(150, "0" * 12)]
+
+    done = run(catalog, decide)
+    assert done.deleted == []
+    assert steps_of(catalog) == [100, 150, 200]
+    assert done.refused[150, "0" * 12] == "it is not in the snapshot"
+
+
+def test_a_step_that_was_saved_anew_during_the_grace_stays(store: MemoryStore, catalog: Catalog) -> None:
+    save(catalog, 100)
+    save(catalog, 200)
+    run(catalog, drop(100), grace=HOUR)
+    store.now += 1
+    second = save(catalog, 100)
+    store.now += HOUR
+    done = run(catalog, drop())
+    assert done.deleted == []
+    assert [step for step, _ in done.withdrawn] == [100]
+    assert second in [row.id for row in catalog.snapshot().rows()]
+
+
+def test_a_plain_writer_that_replaced_the_metadata_without_telling_anybody_is_respected(
+    store: MemoryStore, catalog: Catalog
+) -> None:
+    save(catalog, 100)
+    save(catalog, 200)
+    run(catalog, drop(100), grace=HOUR)
+    store.put("run/step-100/.metadata", [memoryview(b"another")])
+    store.now += HOUR
+    done = run(catalog, drop())
+    assert done.deleted == []
+    assert [step for step, _ in done.withdrawn] == [100]
+    assert len(in_folder(store, 100)) == 3
+
+
+def test_a_save_under_way_in_the_folder_is_waited_for(store: MemoryStore, catalog: Catalog) -> None:
+    save(catalog, 100)
+    save(catalog, 200)
+    run(catalog, drop(100), grace=HOUR)
+    store.now += HOUR
+    store.fault = Fault(4, "kill", acts=False)
+    with pytest.raises(KilledError):
+        save(catalog, 100)
+    done = run(catalog, drop())
+    assert done.deleted == []
+    assert "under way" in next(iter(done.refused.values()))
+    assert undo(catalog, 100) == 1
+    run(catalog, drop(100))
+    # After the safety age it is dead, and holds nothing back.
+    store.now += SAFETY_AGE_S + 1
+    assert [step for step, _ in run(catalog, drop()).deleted] == [100]
+
+
+@pytest.mark.parametrize("damage", ["gone", "other"])
+def test_nothing_goes_while_the_newest_cannot_be_read(store: MemoryStore, catalog: Catalog, damage: str) -> None:
+    save(catalog, 100)
+    save(catalog, 200)
+    if damage == "gone":
+        del store.objects["run/step-200/.metadata"]
+    else:
+        store.put("run/step-200/.metadata", [memoryview(b"garbage")])
+    done = run(catalog, drop(100))
+    assert done.stopped is not None
+    assert "step-200" in done.stopped
+    assert len(in_folder(store, 100)) == 3
+
+
+def test_neighbours_and_runs_within_are_not_touched(store: MemoryStore, catalog: Catalog) -> None:
+    save(catalog, 10)
+    save(catalog, 20)
+    inner = memory_catalog(store, prefix="run/step-10/finetune")
+    save(inner, 1)
+    right_here = memory_catalog(store, prefix="run/step-10")
+    save(right_here, 2)
+    foreign = [
+        "run/step-100/x",
+        "run/step-1/x",
+        "run/backup-step-10/x",
+        "run/step-10",
+        "run/step-10.txt",
+        "other/step-10/x",
+    ]
+    for key in foreign:
+        store.put(key, [memoryview(b"x")])
+    run(catalog, drop(10))
+    assert steps_of(catalog) == [20]
+    assert set(foreign) <= set(store.objects)
+    assert steps_of(inner) == [1]
+    assert inner.latest() is not None
+    assert steps_of(right_here) == [2]
+    assert [
+        key for key in in_folder(store, 10) if "finetune" not in key and "step-2" not in key and "step-N" not in key
+    ] == []
+
+
+def test_a_key_that_cannot_be_deleted_is_told_and_tried_again(store: MemoryStore, catalog: Catalog) -> None:
+    token = save(catalog, 100)
+    save(catalog, 200)
+    (stuck,) = [key for key in store.objects if "/data/" in key and token in key and "optim" in key]
+    store.refused = {stuck}
+    done = run(catalog, drop(100))
+    assert [failure.key for failure in done.failures] == [stuck]
+    assert done.deleted == []
+    assert steps_of(catalog) == [200]
+    store.refused = set()
+    assert [step for step, _ in run(catalog, drop()).deleted] == [100]
+    assert left_of(store, 100) == []
+
+
+def test_of_two_pruners_the_second_goes_home_until_the_lock_expires(store: MemoryStore, catalog: Catalog) -> None:
+    save(catalog, 100)
+    save(catalog, 200)
+    lock = locks.acquire(catalog, "first", seconds=60)
+    assert lock is not None
+    assert run(catalog, drop(100), holder="second").stopped == "another pruner is at work"
+    assert locks.acquire(catalog, "first", seconds=60) is not None
+    store.now += 61
+    assert run(catalog, drop(100), holder="second").stopped is None
+    assert [key for key in store.objects if key.endswith("pruner.json")] == []
+
+
+def test_a_pruner_that_has_lost_its_lock_does_not_remove_another_ones(store: MemoryStore, catalog: Catalog) -> None:
+    lock = locks.acquire(catalog, "first", seconds=60)
+    assert lock is not None
+    store.now += 61
+    assert locks.acquire(catalog, "second", seconds=60) is not None
+    locks.give_back(catalog, lock)
+    assert locks.acquire(catalog, "third", seconds=60) is None
+
+
+def test_two_pruners_at_once_end_where_one_does(store: MemoryStore, catalog: Catalog) -> None:
+    for step in range(100, 600, 100):
+        save(catalog, step)
+        store.now += 1
+
+    def other(number: int, name: str) -> None:
+        if number % 5 == 0:
+            # As if the lock had been lost.
+            store.objects.pop(catalog.own_key("pruner.json"), None)
+            prune(catalog, keep_newest, grace=0, holder=f"other-{number}")
+
+    store.between = other
+    run(catalog, keep_newest)
+    store.between = None
+    run(catalog, keep_newest)
+    assert steps_of(catalog) == [500]
+    assert len(in_folder(store, 500)) == 3
+    assert [key for key in store.objects if "step-500" not in key] == []
+
+
+def test_a_commit_without_a_record_gets_it_before_anything_is_decided(store: MemoryStore, catalog: Catalog) -> None:
+    save(catalog, 100)
+    store.now += 1
+    store.fault = Fault(5, "kill", acts=False)
+    with pytest.raises(KilledError):
+        save(catalog, 200)
+    seen: list[int] = []
+
+    def decide(rows: Sequence[Row]) -> list[Order]:
+        seen.extend(row.step for row in rows)
+        return keep_newest(rows)
+
+    assert [step for step, _ in run(catalog, decide).deleted] == [100]
+    assert seen == [100, 200]
+    assert catalog.snapshot().attempts == ()
+
+
+def test_intents_that_a_trainer_could_not_delete_go_with_the_next_prune(store: MemoryStore, catalog: Catalog) -> None:
+    token = save(catalog, 100)
+    store.put(catalog.own_key("steps", f"{100:016d}__open__{token}__step-100"), [memoryview(b"{}")])
+    run(catalog, drop())
+    assert catalog.snapshot().finished == ()
+
+
+def thinned(store: MemoryStore, step: int) -> tuple[set[str], str]:
+    metadata = decode_metadata(store.objects[f"run/step-{step}/.metadata"][0])
+    return {index.fqn for index in metadata.storage_data or {}}, vars(metadata)["bucketpoint"]["kind"]
+
+
+def test_thinning_leaves_the_weights_and_says_so(store: MemoryStore, catalog: Catalog) -> None:
+    token = save(catalog, 100, metrics={"loss": 1.0}, git_sha="abc")
+    store.now += 1
+    save(catalog, 200)
+    done = run(catalog, drop(100, action=THIN), grace=HOUR)
+    assert steps_of(catalog) == [100, 200]
+    store.now += HOUR
+    done = run(catalog, drop())
+    assert done.thinned == [(100, token)]
+    assert thinned(store, 100) == ({"model.w"}, "weights")
+    row = catalog.snapshot().rows()[0]
+    assert (row.step, row.created, row.id, row.kind, row.bytes) == (100, START, token, "weights", 10)
+    assert row.metrics == {"loss": 1.0}
+    assert len(in_folder(store, 100)) == 2
+    assert catalog.snapshot().notes.tombstones == ()
+    assert len([key for key in store.objects if "/steps/" in key]) == 2
+    # And then it can go.
+    assert [step for step, _ in run(catalog, drop(100)).deleted] == [100]
+    assert left_of(store, 100) == []
+
+
+@pytest.mark.parametrize("acts", [False, True], ids=["before it acts", "after it has acted"])
+def test_a_thinning_killed_at_any_request_is_finished_by_the_next(acts: bool) -> None:
+    for at in range(1, 100):
+        store = MemoryStore()
+        catalog = memory_catalog(store)
+        save(catalog, 100)
+        store.now += 1
+        save(catalog, 200)
+        store.fault = Fault(at, "kill", acts)
+        try:
+            run(catalog, drop(100, action=THIN), holder="first")
+        except KilledError:
+            pass
+        else:
+            assert at > 10
+            break
+        store.fault = None
+        # What the metadata names is there at every moment.
+        metadata = decode_metadata(store.objects["run/step-100/.metadata"][0])
+        for info in (metadata.storage_data or {}).values():
+            assert f"run/step-100/{info.relative_path}" in store.objects
+        store.now += LOCK_SECONDS + 1
+        run(catalog, drop(100, action=THIN) if at < 8 else drop(), holder="second")
+        assert [row.kind for row in catalog.snapshot().rows()] == ["weights", "full"]
+        assert thinned(store, 100) == ({"model.w"}, "weights")
+        assert len(in_folder(store, 100)) == 2
+
+
+def test_what_others_wrote_in_one_object_is_not_thinned(store: MemoryStore, catalog: Catalog) -> None:
+    save(catalog, 100)
+    save(catalog, 200)
+    damaged = store.objects["run/step-100/.metadata"]
+    store.objects["run/step-100/.metadata"] = (b"unreadable", *damaged[1:])
+    done = run(catalog, drop(100, action=THIN))
+    assert "does not allow it" in next(iter(done.refused.values()))
+    assert catalog.snapshot().notes.tombstones == ()
+
+
+def dead_attempt(store: MemoryStore, catalog: Catalog, step: int, at: int) -> None:
+    store.fault = Fault(at, "kill", acts=True)
+    with pytest.raises(KilledError):
+        save(catalog, step)
+    store.fault = None
+
+
+def test_a_sweep_removes_what_a_dead_attempt_left_once_it_is_old(store: MemoryStore, catalog: Catalog) -> None:
+    save(catalog, 100)
+    dead_attempt(store, catalog, 200, 3)
+    store.create_multipart("run/step-200/data/aa/x")
+    kept = set(store.objects) - set(left_of(store, 200))
+    store.now += SAFETY_AGE_S - 1
+    assert sweep(catalog).objects == []
+    assert len(store.open_uploads) == 1
+    store.now += 2
+    before = dict(store.objects)
+    told = sweep(catalog, dry_run=True)
+    assert store.objects == before
+    assert (len(told.objects), told.bytes, len(told.uploads), len(told.notes)) == (2, 20, 1, 1)
+    swept = sweep(catalog)
+    assert (swept.objects, swept.uploads, swept.notes) == (told.objects, told.uploads, told.notes)
+    assert set(store.objects) == kept
+    assert store.open_uploads == {}
+
+
+def test_a_dead_overwrite_leaves_the_older_checkpoint_whole(store: MemoryStore, catalog: Catalog) -> None:
+    save(catalog, 100)
+    before = set(store.objects)
+    dead_attempt(store, catalog, 100, 3)
+    store.now += SAFETY_AGE_S + 1
+    assert len(sweep(catalog).objects) == 2
+    assert set(store.objects) == before
+
+
+def test_a_sweep_gives_a_committed_attempt_its_record_and_removes_nothing(store: MemoryStore, catalog: Catalog) -> None:
+    dead_attempt(store, catalog, 100, 4)
+    store.now += SAFETY_AGE_S + 1
+    swept = sweep(catalog)
+    assert swept.objects == []
+    assert steps_of(catalog) == [100]
+    assert len(in_folder(store, 100)) == 3
+
+
+def test_uploads_are_found_by_their_exact_keys_where_nothing_else_finds_them(
+    store: MemoryStore, catalog: Catalog
+) -> None:
+
+    store.exact_uploads = True
+    log, url = SaveLog(catalog), catalog.url_of(100)
+    paths = {rank: [keys.data_path(keys.new_token(), rank, "model", n) for n in range(3)] for rank in range(2)}
+    log.begin(url, keys.new_token())
+    for rank, mine in paths.items():
+        log.uploading(url, mine[0].split("/")[2][:12], rank, mine)
+        for path in mine:
+            store.create_multipart(f"run/step-100/{path}")
+    elsewhere = store.create_multipart("run/other")
+    store.now += SAFETY_AGE_S + 1
+    assert len(sweep(catalog).uploads) == 6
+    assert set(store.open_uploads) == {elsewhere}
+    assert store.objects == {}
+
+
+def test_a_deep_sweep_finds_what_no_intent_tells_of(store: MemoryStore, catalog: Catalog) -> None:
+    save(catalog, 100)
+    token = save(catalog, 200)
+    for key in [
+        key for key in store.objects if key.endswith("step-200/.metadata") or (token in key and "/steps/" in key)
+    ]:
+        del store.objects[key]
+    store.put("run/step-200/mine.txt", [memoryview(b"x")])
+    store.put("run/step-300/__0_0.distcp", [memoryview(b"x")])
+    store.now += SAFETY_AGE_S + 1
+    assert sweep(catalog).objects == []
+    assert len(sweep(catalog, deep=True).objects) == 2
+    assert in_folder(store, 200) == ["run/step-200/mine.txt"]
+    assert len(in_folder(store, 300)) == 1
+    assert len(in_folder(store, 100)) == 3
+
+
+def test_a_sweep_removes_notes_that_say_nothing_any_more(store: MemoryStore, catalog: Catalog) -> None:
+    save(catalog, 100)
+    report(catalog, 50, {"loss": 1.0})
+    report(catalog, 100, {"loss": 1.0})
+    pin(catalog, 100, expires=START + 1)
+    pin(catalog, 100)
+    lease(catalog, 100, "eval", seconds=1)
+    store.now += SAFETY_AGE_S + 2
+    assert len(sweep(catalog).notes) == 3
+    assert sorted(key.split("__")[1] for key in store.objects if "/notes/" in key) == ["metrics", "pin"]
+
+
+def test_a_condition_that_fails_stops_nothing_else(store: MemoryStore, catalog: Catalog) -> None:
+    for step in (100, 200, 300):
+        save(catalog, step)
+    put = store.put
+
+    def contested(key: str, *args: object, if_match: str | None = None, **more: object) -> object:
+        if if_match is not None and f"{100:016d}" in key:
+            raise PreconditionFailedError("somebody was faster", key=key)
+        return put(key, *args, if_match=if_match, **more)  # type: ignore[arg-type]
+
+    store.put = contested  # type: ignore[assignment,method-assign]
+    assert [step for step, _ in run(catalog, keep_newest).deleted] == [200]
