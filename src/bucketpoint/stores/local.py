@@ -195,7 +195,8 @@ class LocalStore:
                     target = os.path.join(folder, name, _UPLOAD_TARGET)
                     try:
                         with open(target, encoding="utf-8") as file:
-                            key = file.read()
+                            # Where it lies tells the rest: a store with another root may have begun it.
+                            key = self._key_in(folder, file.read().rpartition("/")[2])
                         started = os.stat(target).st_mtime
                     except FileNotFoundError:
                         continue
@@ -273,6 +274,10 @@ class LocalStore:
 
     def _path(self, key: str) -> str:
         return f"{self.root.rstrip('/')}/{key}"
+
+    def _key_in(self, folder: str, name: str) -> str:
+        above = folder[len(self.root.rstrip("/")) :].strip("/")
+        return f"{above}/{name}" if above else name
 
     def _upload(self, key: str, upload_id: str) -> str:
         return os.path.join(os.path.dirname(self._path(key)), _UPLOAD + upload_id)
