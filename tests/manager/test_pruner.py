@@ -615,3 +615,41 @@ def test_a_condition_that_fails_stops_nothing_else(store: MemoryStore, catalog: 
 
     store.put = contested  # type: ignore[assignment,method-assign]
     assert [step for step, _ in run(catalog, keep_newest).deleted] == [200]
+
+
+def test_a_save_that_begins_before_the_claim_is_seen_whenever_it_begins() -> None:
+    spared = 0
+    for at in range(1, 60):
+        store = MemoryStore()
+        catalog = memory_catalog(store)
+        save(catalog, 100)
+        save(catalog, 200)
+        run(catalog, drop(100), grace=HOUR)
+        store.now += HOUR
+        requests: list[str] = []
+        claimed_first: list[bool] = []
+
+        def meanwhile(
+            number: int,
+            name: str,
+            at: int = at,
+            store: MemoryStore = store,
+            catalog: Catalog = catalog,
+            requests: list[str] = requests,
+            claimed_first: list[bool] = claimed_first,
+        ) -> None:
+            requests.append(name)
+            if len(requests) == at:
+                bodies = [store.objects[key][0] for key in store.objects if "__tombstone__" in key]
+                claimed_first.append(any(b"begun" in body for body in bodies) or not bodies)
+                # It does not say that it overwrites, as a plain writer would not.
+                SaveLog(catalog).begin(catalog.url_of(100), "0123456789ab")
+
+        store.between = meanwhile
+        run(catalog, drop())
+        if not claimed_first:
+            break
+        if claimed_first == [False]:
+            assert len(in_folder(store, 100)) == 3
+            spared += 1
+    assert spared >= 5

@@ -25,6 +25,10 @@ class CommitLog(Protocol):
         """
         ...
 
+    def uploaded(self, url: str, token: str, rank: int) -> None:
+        """The same rank, once all of these uploads are complete. A BucketpointError raised here is logged."""
+        ...
+
     def facts(self, url: str) -> dict[str, Any]:
         """Coordinator: plain values to put into `.metadata`: step, kind, metrics, git_sha, config_hash."""
         ...

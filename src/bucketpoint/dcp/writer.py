@@ -6,11 +6,12 @@ No details of any cloud, and no thread of its own.
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import logging
 import os
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -299,10 +300,10 @@ class BucketWriter(StorageWriter):
             meter = Meter("save", str(session.url), 0, noted(callback))
             place = Place(prefix, session.token, session.rank, self.groups)
             if self._extensions:
-                self._announce(session, store, transformed_paths(plan.items, place))
-                results = write_transformed(
-                    plan.items, planner, self._extensions, place, store=store, options=options, meter=meter
-                )
+                with self._announced(session, store, transformed_paths(plan.items, place)):
+                    results = write_transformed(
+                        plan.items, planner, self._extensions, place, store=store, options=options, meter=meter
+                    )
             else:
                 limit = DEFAULT_OBJECT_BYTES if store.capabilities.multipart else WHOLE_OBJECT_BYTES
                 size = self.target_object_bytes or limit
@@ -311,8 +312,8 @@ class BucketWriter(StorageWriter):
                 pool = BufferPool(options.max_inflight_bytes)
                 sources = [entry.source for entry in planned]
                 large = [entry.path for entry in planned if entry.source.nbytes > options.single_put_bytes]
-                self._announce(session, store, large)
-                uploaded = upload_objects(store, sources, options, pool=pool, meter=meter)
+                with self._announced(session, store, large):
+                    uploaded = upload_objects(store, sources, options, pool=pool, meter=meter)
                 results = [
                     result for entry, done in zip(planned, uploaded, strict=True) for result in results_of(entry, done)
                 ]
@@ -320,11 +321,19 @@ class BucketWriter(StorageWriter):
         describe(logger, logging.DEBUG, f"rank {session.rank} uploaded", session.url, meter, session.started)
         return results
 
-    def _announce(self, session: SaveSession, store: Store, paths: Sequence[str]) -> None:
+    @contextlib.contextmanager
+    def _announced(self, session: SaveSession, store: Store, paths: Sequence[str]) -> Iterator[None]:
         """Where an upload is found by its exact key only, nobody would find those of a rank that is killed."""
         limits = store.capabilities
-        if self.log is not None and session.use_collectives and paths and limits.multipart and not limits.lists_uploads:
-            self.log.uploading(str(session.url), session.token, session.rank, paths)
+        if self.log is None or not session.use_collectives or not paths or limits.lists_uploads or not limits.multipart:
+            yield
+            return
+        self.log.uploading(str(session.url), session.token, session.rank, paths)
+        yield
+        try:
+            self.log.uploaded(str(session.url), session.token, session.rank)
+        except BucketpointError as error:
+            logger.warning("a note of uploads that are complete stays until the next sweep: %s", error)
 
     def _refuse_to_hide(self, session: SaveSession) -> None:
         """Readers take `.metadata` before `__{rank}.metadata`: beside one, a save without collectives is never read."""

@@ -25,8 +25,9 @@ logger = logging.getLogger(__name__)
 class SaveLog:
     """Give it to a writer as `log=`: its commits are then in the catalogue.
 
-    A save costs two small PUTs and a DELETE more than one without, and no record beside `.metadata`. A trainer without
-    the right to delete leaves its intents, which the pruner removes.
+    A save costs a small PUT and a DELETE more than one without; its record lies in the catalogue and not beside
+    `.metadata`. Where uploads are listed by their exact key only, so does each rank that uploads in parts. A trainer
+    without the right to delete leaves its intents, which the pruner removes.
 
     Attributes:
         kind: of checkpoint.
@@ -61,11 +62,11 @@ class SaveLog:
                 raise
 
     def uploading(self, url: str, token: str, rank: int, paths: Sequence[str]) -> None:
-        catalog = self.catalog
-        folder, step = catalog.folder_of(url)
-        name = UploadKey(step, token, rank, folder).name()
-        body = {"version": 1, "paths": list(paths), "started": catalog.clock()}
-        catalog.write(catalog.own_key(catalogue.UPLOADS, name), _json(body))
+        body = {"version": 1, "paths": list(paths), "started": self.catalog.clock()}
+        self.catalog.write(self._uploads(url, token, rank), _json(body))
+
+    def uploaded(self, url: str, token: str, rank: int) -> None:
+        self.catalog.store.delete([self._uploads(url, token, rank)])
 
     def facts(self, url: str) -> dict[str, Any]:
         return {
@@ -85,6 +86,10 @@ class SaveLog:
             failures = self.catalog.store.delete([self._attempt(folder, step, record.token)])
             if failures:
                 logger.info("an intent stays until the next prune: %s", failures[0].code)
+
+    def _uploads(self, url: str, token: str, rank: int) -> str:
+        folder, step = self.catalog.folder_of(url)
+        return self.catalog.own_key(catalogue.UPLOADS, UploadKey(step, token, rank, folder).name())
 
     def _attempt(self, folder: str, step: int, token: str) -> str:
         return self.catalog.own_key(catalogue.STEPS, AttemptKey(step, token, folder).name())

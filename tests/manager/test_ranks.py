@@ -1,0 +1,80 @@
+"""A save of two ranks: one tells the catalogue of the attempt and the commit, each tells of its own uploads."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from bucketpoint import BucketWriter, SavePlanner, TransferOptions
+from bucketpoint.manager.catalog import open_catalog
+from bucketpoint.manager.save_log import SaveLog, read_record
+from dcp.ranks import Ranks
+from servers import S3Server
+
+MIB = 1 << 20
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Ranks]:
+    ranks = Ranks(2)
+    yield ranks
+    ranks.close()
+
+
+class Telling(SaveLog):
+    """Notes what a rank was asked to tell, and tells it."""
+
+    def begin(self, url: str, token: str) -> None:
+        self.told.append("begin")
+        super().begin(url, token)
+
+    def uploading(self, url: str, token: str, rank: int, paths: Any) -> None:
+        self.told.append(f"uploading {len(paths)}")
+        super().uploading(url, token, rank, paths)
+        assert len(self.catalog.uploads()) >= 1
+
+    def uploaded(self, url: str, token: str, rank: int) -> None:
+        self.told.append("uploaded")
+        super().uploaded(url, token, rank)
+
+    def committed(self, url: str, record: Any) -> None:
+        self.told.append("committed")
+        assert len(self.catalog.steps().attempts) == 1
+        super().committed(url, record)
+
+    @property
+    def told(self) -> list[str]:
+        return self.__dict__.setdefault("_told", [])
+
+
+def save_twice(rank: int, world: int, root: str, options: dict[str, Any]) -> list[str]:
+    log = Telling(open_catalog(root, storage_options=options))
+    transfer = TransferOptions(part_bytes=5 * MIB, single_put_bytes=5 * MIB)
+    writer = BucketWriter(storage_options=options, transfer=transfer, log=log)
+    planner = SavePlanner()
+    for step in (100, 200):
+        # The second save uses the plan that was kept of the first.
+        state = {"model": {f"own-{rank}": torch.full((2 * MIB,), float(step))}, "optim": {f"m-{rank}": torch.ones(10)}}
+        dcp.save(state, checkpoint_id=log.catalog.url_of(step), storage_writer=writer, planner=planner)
+    return log.told
+
+
+@pytest.mark.contract
+def test_a_save_of_two_ranks_is_in_the_catalogue_once(ranks: Ranks, s3: S3Server, bucket: str) -> None:
+    root = f"s3://{bucket}/run"
+    first, second = ranks.run(save_twice, root, s3.options)
+    once = ["uploading 1", "uploaded"]
+    assert first == ["begin", *once, "committed"] * 2
+    assert second == once * 2
+    catalog = open_catalog(root, storage_options=s3.options)
+    snapshot = catalog.snapshot()
+    assert [row.step for row in snapshot.rows()] == [100, 200]
+    assert snapshot.attempts == snapshot.finished == ()
+    assert catalog.uploads() == []
+    record = read_record(catalog, snapshot.checkpoints[1].key or "")
+    assert record is not None
+    assert (record.world_size, record.objects, record.step) == (2, 4, 200)
