@@ -31,12 +31,24 @@ records = st.builds(
     metadata_etag=st.none() | st.text(),
     metadata_crc32c=st.none() | counts,
     groups=st.dictionaries(st.text(), counts, max_size=4),
+    step=st.none() | counts,
+    kind=st.text(),
+    metrics=st.dictionaries(st.text(), st.floats(allow_nan=False), max_size=4),
+    git_sha=st.none() | st.text(),
+    config_hash=st.none() | st.text(),
 )
 
 
 @given(records)
 def test_a_record_reads_back_as_it_was_written(record: CommitRecord) -> None:
     assert CommitRecord.from_json(record.to_json()) == record
+
+
+def test_metrics_that_are_not_finite_are_plain_json() -> None:
+    record = CommitRecord(metrics={"a": float("nan"), "b": float("inf"), "c": float("-inf"), "d": 1.5})
+    content = json.loads(record.to_json(), parse_constant=pytest.fail)
+    assert content["metrics"] == {"a": "nan", "b": "inf", "c": "-inf", "d": 1.5}
+    assert repr(CommitRecord.from_json(record.to_json()).metrics) == repr(record.metrics)
 
 
 def test_fields_of_a_later_version_are_left_out() -> None:
@@ -62,6 +74,16 @@ def test_fields_of_a_later_version_are_left_out() -> None:
         {"groups": []},
         {"groups": {"model": "much"}},
         {"metadata_crc32c": -1},
+        {"step": -1},
+        {"step": "5"},
+        {"kind": None},
+        {"metrics": []},
+        {"metrics": {"loss": "low"}},
+        {"metrics": {"loss": None}},
+        {"metrics": {"loss": []}},
+        {"metrics": {"loss": True}},
+        {"metrics": {"loss": 10**400}},
+        {"git_sha": 5},
     ],
     ids=str,
 )

@@ -9,84 +9,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bucketpoint.errors import BucketpointError, InvalidURLError
-from bucketpoint.format.catalogue import AttemptKey, CommitKey, NoteKey, StepTemplate, UploadKey, decode, encode
+from bucketpoint.format.catalogue import CommitKey
 from bucketpoint.manager.adopt import adopt, heal
 from bucketpoint.manager.notes import lease, note_restored, pin, pins, release, report, unpin
 from bucketpoint.manager.save_log import SaveLog, read_record
 from manager.memory import START, Fault, KilledError, MemoryStore, memory_catalog, metadata_bytes, save
 
 HOUR = 3600.0
-tokens = st.text("0123456789abcdef", min_size=12, max_size=12)
-steps = st.integers(0, 10**16 - 1)
-folders = st.text(min_size=1, max_size=12).filter(lambda text: text.isprintable())
+names = st.text("abz/_-.% \N{FIRE}\N{LATIN SMALL LETTER A WITH DIAERESIS}", min_size=1, max_size=8)
 
 
 @pytest.fixture
 def store() -> MemoryStore:
     return MemoryStore()
-
-
-@given(st.lists(st.text(st.characters(exclude_categories=("Cs",))), min_size=1))
-def test_a_name_is_taken_apart_into_what_it_was_made_of(parts: list[str]) -> None:
-    name = encode(parts)
-    assert decode(name) == parts or len(name) > 1024
-    assert set(name) <= set("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789.-_")
-
-
-@given(steps, st.integers(0, 10**13 - 1), tokens, st.sampled_from(["full", "weights"]), folders, st.integers(0, 10**18))
-def test_a_commits_key_says_all_that_a_plan_needs(
-    step: int, created: int, token: str, kind: str, folder: str, size: int
-) -> None:
-    key = CommitKey(step, created / 1000, token, kind, "0123abcd", folder, {"model": size, "ema": 3, "other": 4})
-    found = CommitKey.parse(key.name())
-    assert found is not None
-    assert (found.step, found.token, found.kind, found.folder) == (step, token, kind, folder)
-    assert found.created == pytest.approx(created / 1000, abs=0.0011)
-    assert found.groups == {**({"model": size} if size else {}), "other": 7}
-
-
-@given(steps, steps)
-def test_keys_sort_by_step(one: int, other: int) -> None:
-    names = [CommitKey(step, 0, "0" * 12, "full", "0" * 8, "f").name() for step in (one, other)]
-    assert (names[0] < names[1]) == (one < other)
-
-
-@given(st.text(max_size=300))
-def test_foreign_names_in_the_catalogue_are_nobodys(name: str) -> None:
-    for kind in (CommitKey, AttemptKey, NoteKey, UploadKey):
-        kind.parse(name)
-
-
-@pytest.mark.parametrize(
-    ("template", "folder", "step"),
-    [
-        ("step-{step}", "step-100", 100),
-        ("step-{step}", "step-00000100", 100),
-        ("step-{step:08d}", "step-7", 7),
-        ("step-{step}", "my-step-900-pinned", None),
-        ("step-{step}", "backup-of-step-5", None),
-        ("step-{step}", "step-5-old", None),
-        ("step-{step}", "step-\u0661", None),
-        ("step-{step}", "step-" + "9" * 5000, None),
-        ("runs/a/{step}", "runs/a/3", 3),
-        ("epoch=1-step={step}", "epoch=1-step=9", 9),
-    ],
-)
-def test_a_folder_belongs_to_a_run_only_if_all_of_its_name_fits(template: str, folder: str, step: int | None) -> None:
-    assert StepTemplate(template).step_of(folder) == step
-
-
-@pytest.mark.parametrize(
-    "template",
-    ["", "step", "{step}-{step}", "{epoch}", "/{step}", "../{step}", "{step!r}", "{step:x}", "{", "a{step}/b"],
-)
-def test_a_template_that_names_no_folders_is_refused(template: str) -> None:
-    with pytest.raises(InvalidURLError):
-        StepTemplate(template)
-
-
-def test_padded_folders_are_made_as_the_template_says() -> None:
-    assert StepTemplate("step-{step:08d}").folder(12) == "step-00000012"
 
 
 def test_a_commit_is_in_the_listing_with_what_a_plan_needs(store: MemoryStore) -> None:
@@ -244,11 +179,7 @@ def test_of_one_metric_the_value_that_was_reported_last_counts(store: MemoryStor
     assert (row.metrics["tiny"], row.metrics["zero"]) == (5e-324, 0.0)
 
 
-@given(
-    st.dictionaries(
-        st.text(st.characters(exclude_categories=("Cs",)), min_size=1, max_size=13), st.floats(), max_size=20
-    )
-)
+@given(st.dictionaries(names, st.floats(), max_size=20))
 def test_any_metrics_come_back_as_they_were_reported(metrics: dict[str, float]) -> None:
     store = MemoryStore()
     catalog = memory_catalog(store)
