@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
 import torch
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
@@ -80,10 +82,13 @@ class MemoryStore:
         fault.at -= 1
         if fault.at > 0:
             return act()
-        self.fault = None
-        if fault.acts:
+        if fault.acts and fault.at == 0:
             act()
-        raise KilledError() if fault.how == "kill" else TransientStoreError("the store is away")
+        if fault.how == "kill":
+            # And whatever the dead process does while its stack unwinds does not happen.
+            raise KilledError()
+        self.fault = None
+        raise TransientStoreError("the store is away")
 
     def put(
         self,
@@ -179,6 +184,17 @@ class MemoryStore:
 
     def complete_multipart(self, key: str, upload_id: str, parts: Any) -> ObjectInfo:
         raise UploadNotFoundError("not needed here")
+
+
+@contextlib.contextmanager
+def killed(store: MemoryStore, at: int, *, acts: bool = False) -> Iterator[None]:
+    """What runs within is killed at its request number `at`, before or after the store acts."""
+    store.fault = Fault(at, "kill", acts)
+    try:
+        with pytest.raises(KilledError):
+            yield
+    finally:
+        store.fault = None
 
 
 def memory_catalog(store: MemoryStore, template: str = "step-{step}", prefix: str = "run") -> Catalog:

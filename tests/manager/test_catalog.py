@@ -13,7 +13,7 @@ from bucketpoint.format.catalogue import CommitKey
 from bucketpoint.manager.adopt import adopt, heal
 from bucketpoint.manager.notes import lease, note_restored, pin, pins, release, report, unpin
 from bucketpoint.manager.save_log import SaveLog, read_record
-from manager.memory import START, Fault, KilledError, MemoryStore, memory_catalog, metadata_bytes, save
+from manager.memory import START, MemoryStore, killed, memory_catalog, metadata_bytes, save
 
 HOUR = 3600.0
 names = st.text("abz/_-.% \N{FIRE}\N{LATIN SMALL LETTER A WITH DIAERESIS}", min_size=1, max_size=8)
@@ -68,8 +68,7 @@ def test_restoring_the_latest_costs_a_listing_per_thousand_and_at_most_two_reads
 def test_a_commit_whose_coordinator_died_before_the_record_is_restored_from_all_the_same(store: MemoryStore) -> None:
     catalog = memory_catalog(store)
     save(catalog, 100)
-    store.fault = Fault(5, "kill", acts=False)
-    with pytest.raises(KilledError):
+    with killed(store, 5):
         save(catalog, 200)
     assert [one.step for one in catalog.steps().checkpoints] == [100]
     assert [one.step for one in catalog.candidates()] == [200, 100]
@@ -81,8 +80,7 @@ def test_a_commit_whose_coordinator_died_before_the_record_is_restored_from_all_
 def test_an_attempt_that_died_before_its_commit_is_nothing(store: MemoryStore) -> None:
     catalog = memory_catalog(store)
     save(catalog, 100)
-    store.fault = Fault(4, "kill", acts=False)
-    with pytest.raises(KilledError):
+    with killed(store, 4):
         save(catalog, 200)
     assert [one.step for one in catalog.candidates()] == [100]
     assert [row.step for row in heal(catalog, catalog.snapshot()).rows()] == [100]
@@ -250,3 +248,16 @@ def test_what_a_run_went_on_from_is_held_until_a_newer_full_checkpoint(store: Me
     store.now += 60
     save(catalog, 160)
     assert not any(row.restored_from for row in catalog.snapshot().rows())
+
+
+def test_a_run_without_a_catalogue_is_not_taken_for_an_empty_one(store: MemoryStore) -> None:
+    catalog = memory_catalog(store)
+    for step in (5, 100, 20):
+        data, _ = metadata_bytes(f"{step:012x}")
+        store.put(catalog.key(f"step-{step}/.metadata"), [memoryview(data)])
+    store.put(catalog.key("step-300/__0_0.distcp"), [memoryview(b"x")])
+    store.put(catalog.key("other-900/.metadata"), [memoryview(b"x")])
+    assert [one.folder for one in catalog.candidates()] == ["step-100", "step-20", "step-5"]
+    latest = catalog.latest()
+    assert latest is not None
+    assert latest.folder == "step-100"

@@ -19,7 +19,7 @@ from bucketpoint.manager.snapshot import THIN
 from bucketpoint.manager.sweep import SAFETY_AGE_S, sweep
 from bucketpoint.manager.tombstones import GoneError, undo
 from bucketpoint.retention.row import Row
-from manager.memory import START, Fault, KilledError, MemoryStore, memory_catalog, save
+from manager.memory import START, Fault, KilledError, MemoryStore, killed, memory_catalog, save
 
 HOUR = 3600.0
 
@@ -222,8 +222,7 @@ def test_an_undo_within_the_grace_brings_it_back_and_after_the_beginning_says_so
     assert run(catalog, drop()).deleted == []
     run(catalog, drop(100), grace=HOUR)
     store.now += HOUR
-    store.fault = Fault(12, "kill", acts=True)
-    with pytest.raises(KilledError):
+    with killed(store, 12, acts=True):
         run(catalog, drop())
     with pytest.raises(GoneError):
         undo(catalog, 100)
@@ -313,8 +312,7 @@ def test_a_save_under_way_in_the_folder_is_waited_for(store: MemoryStore, catalo
     save(catalog, 200)
     run(catalog, drop(100), grace=HOUR)
     store.now += HOUR
-    store.fault = Fault(4, "kill", acts=False)
-    with pytest.raises(KilledError):
+    with killed(store, 4):
         save(catalog, 100)
     done = run(catalog, drop())
     assert done.deleted == []
@@ -426,8 +424,7 @@ def test_two_pruners_at_once_end_where_one_does(store: MemoryStore, catalog: Cat
 def test_a_commit_without_a_record_gets_it_before_anything_is_decided(store: MemoryStore, catalog: Catalog) -> None:
     save(catalog, 100)
     store.now += 1
-    store.fault = Fault(5, "kill", acts=False)
-    with pytest.raises(KilledError):
+    with killed(store, 5):
         save(catalog, 200)
     seen: list[int] = []
 
@@ -512,10 +509,8 @@ def test_what_others_wrote_in_one_object_is_not_thinned(store: MemoryStore, cata
 
 
 def dead_attempt(store: MemoryStore, catalog: Catalog, step: int, at: int) -> None:
-    store.fault = Fault(at, "kill", acts=True)
-    with pytest.raises(KilledError):
+    with killed(store, at, acts=True):
         save(catalog, step)
-    store.fault = None
 
 
 def test_a_sweep_removes_what_a_dead_attempt_left_once_it_is_old(store: MemoryStore, catalog: Catalog) -> None:
@@ -653,3 +648,16 @@ def test_a_save_that_begins_before_the_claim_is_seen_whenever_it_begins() -> Non
             assert len(in_folder(store, 100)) == 3
             spared += 1
     assert spared >= 5
+
+
+def test_a_dead_pruners_lock_keeps_others_away_until_it_expires(store: MemoryStore, catalog: Catalog) -> None:
+    save(catalog, 100)
+    save(catalog, 200)
+    with killed(store, 3):
+        run(catalog, drop(100), holder="dead")
+    assert run(catalog, drop(100), holder="other").stopped == "another pruner is at work"
+    assert run(catalog, drop(100), holder="dead").stopped is None
+    with killed(store, 3):
+        run(catalog, drop(100), holder="dead")
+    store.now += LOCK_SECONDS + 1
+    assert run(catalog, drop(100), holder="other").stopped is None

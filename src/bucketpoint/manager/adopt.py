@@ -39,15 +39,11 @@ def adopt(catalog: Catalog) -> list[str]:
     folders; one GET and one PUT for each without a record.
     """
     snapshot = catalog.snapshot()
-    known = {(one.folder, one.mark) for one in snapshot.checkpoints}
-    recorded = {folder for folder, _ in known}
+    recorded = {one.folder for one in snapshot.checkpoints}
     # What is about to go must not come back: its pruner has removed the record already.
     going = {one.folder for one in snapshot.notes.tombstones if one.action == DELETE and not one.undone}
     adopted = []
-    above = catalog.key(catalog.template.parent)
-    above = above if not above or above.endswith("/") else above + "/"
-    for name in catalog.store.list_folders(above):
-        folder = catalog.template.parent + name[len(above) :].rstrip("/")
+    for folder in catalog.folders():
         step = catalog.template.step_of(folder)
         if step is None or folder in recorded or folder in going:
             continue

@@ -85,7 +85,8 @@ class Catalog:
         """Checkpoints that one may restore from, newest first. Those with a tombstone are among them until they go.
 
         A record's `.metadata` is not looked at: whoever loads it finds out, and asks for the next. A step that has an
-        attempt under way and no record may be committed all the same, so its `.metadata` is: one HEAD each.
+        attempt under way and no record may be committed all the same, so its `.metadata` is: one HEAD each. Where
+        there is no record at all, the folders are listed, and each is looked at until the caller has enough.
         """
         snapshot = self.steps()
         records = sorted((one for one in snapshot.checkpoints if one.kind == kind), key=lambda one: one.order)
@@ -101,8 +102,24 @@ class Catalog:
                 continue
             committed = self.metadata_info(one.folder)
             if committed is not None:
-                mark = catalogue.mark_of(committed.etag)
-                yield Checkpoint(one.step, committed.modified or 0.0, one.token, kind, mark, one.folder, {}, None)
+                yield _unrecorded(one.step, one.folder, kind, committed)
+        if not snapshot.checkpoints:
+            # A run without a catalogue, or with one that was lost, is no reason to begin from scratch.
+            yield from self._uncatalogued(kind, passed=set(attempts))
+
+    def _uncatalogued(self, kind: str, passed: set[str]) -> Iterator[Checkpoint]:
+        found = [(self.template.step_of(folder) or 0, folder) for folder in self.folders() if folder not in passed]
+        for step, folder in sorted(found, reverse=True):
+            committed = self.metadata_info(folder)
+            if committed is not None:
+                yield _unrecorded(step, folder, kind, committed)
+
+    def folders(self) -> list[str]:
+        """The run's checkpoint folders, whole or not, in the order of their names. One LIST for each 1,000."""
+        above = self.key(self.template.parent)
+        above = above if not above or above.endswith("/") else above + "/"
+        names = [self.template.parent + name[len(above) :].rstrip("/") for name in self.store.list_folders(above)]
+        return [name for name in names if self.template.step_of(name) is not None]
 
     def latest(self, kind: str = "full") -> Checkpoint | None:
         """The newest checkpoint whose `.metadata` is there, or None. One HEAD for each that is looked at."""
@@ -144,6 +161,11 @@ class Catalog:
             except ObjectNotFoundError:
                 return False
         return True
+
+
+def _unrecorded(step: int, folder: str, kind: str, committed: ObjectInfo) -> Checkpoint:
+    """What is known of a commit without reading its metadata: not which attempt it was, nor what it holds."""
+    return Checkpoint(step, committed.modified or 0.0, "", kind, catalogue.mark_of(committed.etag), folder)
 
 
 def open_catalog(

@@ -42,7 +42,7 @@ def sweep(catalog: Catalog, *, older_than: float = SAFETY_AGE_S, deep: bool = Fa
     live = {one.folder for one in snapshot.attempts if not _is_old(one.started, oldest)}
     folders = {one.folder for one in snapshot.attempts} | {key.folder for key, _ in announced}
     if deep:
-        folders |= _folders(catalog)
+        folders |= set(catalog.folders())
     swept = Swept()
     clean = set()
     for folder in sorted(folders - live):
@@ -139,13 +139,6 @@ def _announced(catalog: Catalog) -> list[tuple[UploadKey, str]]:
         if key is not None and catalog.template.step_of(key.folder) == key.step:
             found.append((key, info.key))
     return found
-
-
-def _folders(catalog: Catalog) -> set[str]:
-    above = catalog.key(catalog.template.parent)
-    above = above if not above or above.endswith("/") else above + "/"
-    names = (catalog.template.parent + name[len(above) :].rstrip("/") for name in catalog.store.list_folders(above))
-    return {name for name in names if catalog.template.step_of(name) is not None}
 
 
 def _stale(snapshot: Snapshot, oldest: float) -> list[str]:
