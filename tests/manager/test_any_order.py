@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -47,15 +48,15 @@ class Run(RuleBasedStateMachine):
         found = {}
         for key, (data, _, _) in self.store.objects.items():
             if key.startswith("run/step-") and key.endswith("/.metadata"):
-                found[int(key.split("/")[1][5:])] = vars(decode_metadata(data))["bucketpoint"]["kind"]
+                found[int(key.split("/")[1][5:])] = content(data)[0]
         return found
 
     def whole(self, step: int) -> bool:
         entry = self.store.objects.get(f"run/step-{step}/.metadata")
         if entry is None:
             return False
-        items = (decode_metadata(entry[0]).storage_data or {}).values()
-        return bool(items) and all(f"run/step-{step}/{info.relative_path}" in self.store.objects for info in items)
+        _, paths = content(entry[0])
+        return bool(paths) and all(f"run/step-{step}/{path}" in self.store.objects for path in paths)
 
     def act(self, fault: Fault | None, what: Callable[[], Any]) -> bool:
         """True if nothing went wrong. A fault is used once, so that one object serves each example anew."""
@@ -205,13 +206,21 @@ class Run(RuleBasedStateMachine):
         assert self.catalog.snapshot().notes.tombstones == ()
         named = {"run/backup-of-step-100/x"}
         for step in self.committed():
-            items = decode_metadata(self.store.objects[f"run/step-{step}/.metadata"][0]).storage_data or {}
-            named |= {f"run/step-{step}/{info.relative_path}" for info in items.values()}
+            _, paths = content(self.store.objects[f"run/step-{step}/.metadata"][0])
+            named |= {f"run/step-{step}/{path}" for path in paths}
             named.add(f"run/step-{step}/.metadata")
         mine = {key for key in self.store.objects if "_bucketpoint" not in key and "other-" not in key}
         assert mine == named
         steps = {row.step for row in self.catalog.snapshot().rows()}
         assert steps == set(self.committed())
+
+
+@functools.lru_cache(maxsize=100)
+def content(data: bytes) -> tuple[str, tuple[str, ...]]:
+    """The kind of a checkpoint and the objects that it names, of its metadata."""
+    metadata = decode_metadata(data)
+    paths = tuple(info.relative_path for info in (metadata.storage_data or {}).values())
+    return vars(metadata)["bucketpoint"]["kind"], paths
 
 
 def _policy(keep: int, thin: bool) -> Callable[[Sequence[Row]], list[Order]]:

@@ -661,3 +661,21 @@ def test_a_dead_pruners_lock_keeps_others_away_until_it_expires(store: MemorySto
         run(catalog, drop(100), holder="dead")
     store.now += LOCK_SECONDS + 1
     assert run(catalog, drop(100), holder="other").stopped is None
+
+
+def test_an_overwrite_takes_the_tombstone_back_or_says_that_it_is_too_late(
+    store: MemoryStore, catalog: Catalog
+) -> None:
+    save(catalog, 100)
+    save(catalog, 200)
+    run(catalog, drop(100), grace=HOUR)
+    SaveLog(catalog, overwrite=True).begin(catalog.url_of(100), "0123456789ab")
+    assert catalog.snapshot().notes.tombstones == ()
+    store.delete([one.key for one in catalog.snapshot().attempts])
+    run(catalog, drop(100), grace=HOUR)
+    store.now += HOUR
+    with killed(store, 12, acts=True):
+        run(catalog, drop(), holder="dead")
+    with pytest.raises(GoneError):
+        SaveLog(catalog, overwrite=True).begin(catalog.url_of(100), "0123456789ab")
+    assert catalog.snapshot().attempts == ()
