@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,7 +28,13 @@ from bucketpoint.errors import (
     PreconditionFailedError,
 )
 from bucketpoint.format import keys
-from bucketpoint.format.metadata import decode_metadata, encode_metadata, extension, make_record
+from bucketpoint.format.metadata import (
+    decode_metadata,
+    encode_metadata,
+    extension,
+    make_record,
+    record_from_metadata,
+)
 from bucketpoint.format.record import CommitRecord
 from bucketpoint.format.storage_info import pop_object_facts, read_storage_info
 from bucketpoint.stores import ObjectInfo, Store
@@ -130,6 +136,18 @@ def commit(
     if replaced is not None:
         _delete_replaced(request, replaced, kept=set(objects))
     return Committed(items, len(objects), sum(sizes.values()))
+
+
+def commit_copy(request: Commit, data: bytes, *, paths: Collection[str]) -> None:
+    """Make a checkpoint exist whose data objects, at `paths`, and whose metadata are there already.
+
+    Raises:
+        CheckpointExistsError, CommitConflictError: as `commit`.
+    """
+    info, replaced = _put_commit(request, data)
+    _write_record(request, record_from_metadata(data, metadata_etag=info.etag))
+    if replaced is not None:
+        _delete_replaced(request, replaced, kept=set(paths))
 
 
 def _filled(request: Commit, metadata: Metadata, told: Reported, facts: dict[str, Any]) -> bytes | None:

@@ -182,8 +182,15 @@ class S3Store:
         return failures
 
     def copy(self, source: str, target: str) -> ObjectInfo:
-        described = self.head(source)
-        origin: dict[str, Any] = {"CopySource": {"Bucket": self.bucket, "Key": source}}
+        return self.copy_from(self, self.head(source), target)
+
+    def shares_endpoint(self, other: S3Store) -> bool:
+        """Whether `copy_from` can work between these two: they are buckets of one service."""
+        return self.identity.removesuffix(self.bucket) == other.identity.removesuffix(other.bucket)
+
+    def copy_from(self, other: S3Store, described: ObjectInfo, target: str) -> ObjectInfo:
+        """`copy` of what `other.head` described, from a bucket that this store's credentials can read."""
+        origin: dict[str, Any] = {"CopySource": {"Bucket": other.bucket, "Key": described.key}}
         if described.etag is not None:
             # The size decides how to copy, so what is copied has to be what was measured.
             origin["CopySourceIfMatch"] = _quoted(described.etag)

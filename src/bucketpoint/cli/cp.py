@@ -1,0 +1,107 @@
+"""`bucketpoint cp`: thin around `dcp.copy`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from bucketpoint.cli import text
+from bucketpoint.cli.frame import Access, Answer, command, parse_options, store_options
+
+if TYPE_CHECKING:
+    from bucketpoint.dcp.copy import Copied, CopyPlan
+    from bucketpoint.dcp.verify import Verification
+
+
+@command("cp")
+@click.argument("source")
+@click.argument("destination")
+@click.option("--overwrite", is_flag=True, help="Replace a checkpoint that is at the destination.")
+@click.option("--dry-run", is_flag=True, help="Say what would be copied, and write nothing.")
+@click.option("--verify", "verified", is_flag=True, help="Read the copy again and check it, once it is committed.")
+@click.option("--from-option", multiple=True, metavar="NAME=VALUE", help="A --storage-option of the source alone.")
+@click.option("--to-option", multiple=True, metavar="NAME=VALUE", help="A --storage-option of the destination alone.")
+@click.option(
+    "--trusted", is_flag=True, help="Unpickle metadata with classes of the writer's own. It can run any code."
+)
+@click.option("--progress/--no-progress", default=None, help="A bar on stderr. Default: on a terminal.")
+@store_options
+def cp(
+    source: str,
+    destination: str,
+    overwrite: bool,
+    dry_run: bool,
+    verified: bool,
+    from_option: Sequence[str],
+    to_option: Sequence[str],
+    trusted: bool,
+    progress: bool | None,
+    access: Access,
+    as_json: bool,
+) -> Answer:
+    """Copy a checkpoint from one URL to another, between any two stores.
+
+    It comes into being at the destination whole, by one commit after all data is there. Within one S3 service the
+    service copies by itself; else every byte comes through here and is compared with its checksum. A copy that was
+    interrupted goes on when it is run again.
+    """
+    from bucketpoint.dcp.console import progress_callback
+    from bucketpoint.dcp.copy import copy_checkpoint, plan_copy
+    from bucketpoint.dcp.saved import open_checkpoint
+    from bucketpoint.dcp.verify import verify
+
+    here = access.for_url(source, parse_options(from_option))
+    there = access.for_url(destination, parse_options(to_option))
+    saved = open_checkpoint(source, storage_options=here, trusted=trusted)
+    plan = plan_copy(saved, destination, storage_options=there, overwrite=overwrite)
+    if dry_run:
+        return Answer(_document(plan, None, None), _plan_lines(plan))
+    with progress_callback(progress, 0) as callback:
+        done = copy_checkpoint(plan, progress=callback)
+        check = None
+        if verified:
+            copied = open_checkpoint(destination, storage_options=there, trusted=trusted)
+            check = verify(copied, progress=callback)
+    return Answer(_document(plan, done, check), _lines(plan, done, check), check is None or check.ok)
+
+
+def _document(plan: CopyPlan, done: Copied | None, check: Verification | None) -> dict[str, Any]:
+    from bucketpoint.cli.verify import document
+
+    return {
+        "source": plan.saved.url,
+        "destination": plan.url,
+        "dry_run": done is None,
+        "objects": len(plan.paths),
+        "bytes": plan.nbytes,
+        "already_there": len(plan.there),
+        "replaces": plan.replaces,
+        "server_side": plan.inside if done is None else done.inside,
+        "checked_bytes": None if done is None else done.checked_bytes,
+        "verification": None if check is None else document(check),
+    }
+
+
+def _plan_lines(plan: CopyPlan) -> Iterator[str]:
+    yield f"would copy {text.count(len(plan.paths), 'object')}, {text.size(plan.nbytes)}, to {plan.url}"
+    if plan.there:
+        left = text.size(plan.left_nbytes)
+        yield f"  {text.count(len(plan.there), 'object')} of an interrupted copy are there already; {left} are left"
+    yield "  by the service itself" if plan.inside else "  through this machine, checksums compared on the way"
+    if plan.replaces:
+        yield "  REPLACING the checkpoint that is committed there"
+
+
+def _lines(plan: CopyPlan, done: Copied, check: Verification | None) -> Iterator[str]:
+    from bucketpoint.cli.verify import lines
+
+    how = "by the service itself, sizes compared"
+    if not done.inside:
+        how = f"through this machine, {text.size(done.checked_bytes)} compared with checksums"
+    yield f"copied {text.count(done.objects, 'object')}, {text.size(done.nbytes)}, to {plan.url}: {how}"
+    if done.skipped:
+        yield f"  {text.count(done.skipped, 'object')} of an interrupted copy were there already"
+    if check is not None:
+        yield from lines(check)

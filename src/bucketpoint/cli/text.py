@@ -1,0 +1,45 @@
+"""Numbers, sizes, times and shapes as a person reads them. Pure functions."""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Iterable, Sequence
+
+_UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
+
+
+def size(nbytes: float) -> str:
+    """Bytes in decimal units, three digits: `1.05 GB`."""
+    value, unit = float(nbytes), 0
+    # What would be rounded to 1000 of a unit is one of the next.
+    while value >= 999.5 and unit < len(_UNITS) - 1:
+        value, unit = value / 1000, unit + 1
+    if unit == 0:
+        return f"{value:.0f} B"
+    return f"{value:.{2 if value < 9.995 else 1 if value < 99.95 else 0}f} {_UNITS[unit]}"
+
+
+def count(number: int, noun: str) -> str:
+    """`1 object`, `1,234 objects`."""
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
+
+
+def when(seconds: float | None) -> str:
+    """Seconds since the epoch, in UTC."""
+    if seconds is None:
+        return "at an unknown time"
+    return datetime.datetime.fromtimestamp(seconds, datetime.timezone.utc).strftime("%Y-%m-%d %H:%M:%S UTC")
+
+
+def shape(sizes: Sequence[int]) -> str:
+    return "[" + ", ".join(map(str, sizes)) + "]"
+
+
+def table(rows: Iterable[Sequence[str]], *, indent: int = 2) -> list[str]:
+    """Rows with their columns aligned to the left."""
+    cells = [tuple(row) for row in rows]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    return [
+        (" " * indent + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))).rstrip()
+        for row in cells
+    ]

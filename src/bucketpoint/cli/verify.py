@@ -1,0 +1,78 @@
+"""`bucketpoint verify`: thin around `dcp.verify`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from bucketpoint.cli import text
+from bucketpoint.cli.frame import Access, Answer, command, store_options
+
+if TYPE_CHECKING:
+    from bucketpoint.dcp.verify import Damage, Verification
+
+
+@command("verify")
+@click.argument("url")
+@click.option(
+    "--trusted", is_flag=True, help="Unpickle metadata with classes of the writer's own. It can run any code."
+)
+@click.option("--progress/--no-progress", default=None, help="A bar on stderr. Default: on a terminal.")
+@store_options
+def verify(url: str, trusted: bool, progress: bool | None, access: Access, as_json: bool) -> Answer:
+    """Re-read every byte of a checkpoint and check every checksum.
+
+    Names each damaged item, missing object and wrong size, and says how many bytes it had nothing to compare with. Ends
+    with 1 if anything is damaged.
+    """
+    from bucketpoint.dcp.console import progress_callback
+    from bucketpoint.dcp.saved import open_checkpoint
+    from bucketpoint.dcp.verify import verify as run
+
+    saved = open_checkpoint(url, storage_options=access.for_url(url), trusted=trusted)
+    with progress_callback(progress, 0) as callback:
+        found = run(saved, progress=callback)
+    return Answer(document(found), lines(found), found.ok)
+
+
+def document(found: Verification) -> dict[str, Any]:
+    return {
+        "url": found.url,
+        "objects": found.objects,
+        "items": found.items,
+        "read_bytes": found.read_bytes,
+        "checked_bytes": found.checked_bytes,
+        "unchecked_bytes": dict(sorted(found.unchecked.items())),
+        "damage": [
+            {
+                "kind": one.kind,
+                "object": one.path,
+                "item": one.item,
+                "start": one.start,
+                "stop": one.stop,
+                "message": one.message,
+            }
+            for one in found.damage
+        ],
+        "notes": list(found.notes),
+    }
+
+
+def lines(found: Verification) -> Iterator[str]:
+    for one in found.damage:
+        yield f"DAMAGED {_where(one)}: {one.message}"
+    for reason, nbytes in sorted(found.unchecked.items()):
+        yield f"unchecked: {text.size(nbytes)} were read, and {reason}"
+    for note in found.notes:
+        yield f"note: {note}"
+    counts = f"{text.count(found.objects, 'object')}, {text.count(found.items, 'item')}"
+    amount = f"{text.size(found.read_bytes)} read, {text.size(found.checked_bytes)} of them compared with a checksum"
+    verdict = "whole" if found.ok else f"DAMAGED in {text.count(len(found.damage), 'place')}"
+    yield f"{found.url} is {verdict}: {counts}, {amount}"
+
+
+def _where(one: Damage) -> str:
+    span = f" bytes {one.start}-{one.stop - 1}" if one.start is not None and one.stop is not None else ""
+    return f"{one.item} ({one.path}{span})" if one.item is not None else f"{one.path}{span}"

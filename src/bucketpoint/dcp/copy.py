@@ -1,0 +1,284 @@
+"""Copying a committed checkpoint: its data objects first, `.metadata` last and by the same commit as a save's.
+
+What is at the destination stays whole until that commit, and what an interrupted copy left is taken up again.
+"""
+
+from __future__ import annotations
+
+import copy as shallow
+import dataclasses
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from bucketpoint.dcp.commit import Commit, commit_copy
+from bucketpoint.dcp.regions import ChunkShapes, ObjectCheck, Region, item_regions
+from bucketpoint.dcp.saved import SavedCheckpoint
+from bucketpoint.dcp.session import as_url
+from bucketpoint.errors import (
+    AccessDeniedError,
+    BucketpointError,
+    CheckpointExistsError,
+    CorruptDataError,
+    InvalidURLError,
+    ObjectNotFoundError,
+)
+from bucketpoint.format import keys
+from bucketpoint.format.metadata import decode_metadata, encode_metadata
+from bucketpoint.format.storage_info import read_storage_info
+from bucketpoint.stores import ObjectInfo, Store, open_store
+from bucketpoint.transfer import Meter, ProgressCallback, TransferOptions, retry_transient
+from bucketpoint.transfer.copy import CopyJob, copy_objects, inside_one_service
+from bucketpoint.transfer.pieces import each
+
+COPY_OPTIONS = TransferOptions(max_inflight_bytes=256 << 20)
+"""All that comes through passes memory of our own, so the budget decides the size of parts: about 10 MiB."""
+
+
+@dataclass(frozen=True)
+class CopyPlan:
+    """What a copy will do.
+
+    Attributes:
+        paths: of each object within the source, the path that it gets.
+        sources: what the source's store says of each object.
+        there: objects that an earlier, interrupted copy left at the destination, whole.
+        replaces: a checkpoint is committed at the destination, and will be replaced.
+        inside: the service can copy by itself.
+    """
+
+    saved: SavedCheckpoint
+    url: str
+    store: Store
+    prefix: str
+    paths: dict[str, str]
+    sources: dict[str, ObjectInfo] = field(repr=False)
+    there: dict[str, ObjectInfo] = field(repr=False)
+    replaces: bool
+    inside: bool
+
+    @property
+    def nbytes(self) -> int:
+        return sum(info.size for info in self.sources.values())
+
+    @property
+    def left_nbytes(self) -> int:
+        """Bytes that are not at the destination yet."""
+        return self.nbytes - sum(info.size for info in self.there.values())
+
+
+@dataclass(frozen=True)
+class Copied:
+    """What a copy did. `inside` says whether the service copied by itself, so that no checksum could be compared."""
+
+    objects: int
+    nbytes: int
+    skipped: int
+    inside: bool
+    checked_bytes: int
+
+
+def plan_copy(
+    saved: SavedCheckpoint,
+    url: str | os.PathLike[str],
+    *,
+    storage_options: Mapping[str, Any] | None = None,
+    fs: Any = None,
+    overwrite: bool = False,
+) -> CopyPlan:
+    """Look at source and destination. Writes nothing.
+
+    Raises:
+        InvalidURLError: both are the same place.
+        CheckpointExistsError: the destination has a checkpoint that must not, or cannot safely, be overwritten.
+        CorruptDataError: an object of the source is missing, has another size, or was replaced.
+    """
+    text = as_url(url) or ""
+    store, prefix = open_store(text, storage_options=storage_options, fs=fs)
+    if (store.identity, prefix) == (saved.store.identity, saved.prefix):
+        raise InvalidURLError("Source and destination are the same place", url=text, remedy="Name another destination")
+    sources = _source_objects(saved)
+    used = _used_there(store, prefix, text)
+    if used is not None and not overwrite:
+        raise CheckpointExistsError(
+            "A checkpoint is already committed at the destination", url=text, remedy="Name another, or pass --overwrite"
+        )
+    paths = {path: path for path in sources}
+    if used is not None and (used.paths is None or not used.paths.isdisjoint(paths)):
+        paths = _moved_aside(saved, text)
+    there = {} if used is not None else _left_behind(saved, store, prefix, sources)
+    inside = inside_one_service(saved.store, store)
+    return CopyPlan(saved, text, store, prefix, paths, sources, there, used is not None, inside)
+
+
+def copy_checkpoint(
+    plan: CopyPlan, options: TransferOptions = COPY_OPTIONS, *, progress: ProgressCallback | None = None
+) -> Copied:
+    """Do what the plan says. Bytes that come through this process are compared with every recorded checksum.
+
+    Raises:
+        CorruptDataError: the source is damaged; nothing was committed.
+        CheckpointExistsError, CommitConflictError: another commit came in between, and stands.
+    """
+    saved = plan.saved
+    shapes = ChunkShapes(saved.metadata)
+    waiting = [path for path in plan.paths if path not in plan.there]
+    regions = {path: _regions(saved, path, shapes) for path in waiting}
+    jobs = [
+        CopyJob(plan.sources[path], keys.join(plan.prefix, plan.paths[path]), _Checked(saved, path, regions[path]).see)
+        for path in waiting
+    ]
+    meter = Meter("cp", plan.url, plan.left_nbytes, progress)
+    infos, inside = copy_objects(saved.store, plan.store, jobs, options, meter=meter)
+    copied = {**plan.there, **dict(zip(waiting, infos, strict=True))}
+    data, token = _metadata_there(plan, copied)
+    request = Commit(plan.store, plan.prefix, plan.url, token, keys.METADATA, overwrite=plan.replaces)
+    commit_copy(request, data, paths=plan.paths.values())
+    meter.finish()
+    checked = 0 if inside else sum(region.nbytes for found in regions.values() for region in found)
+    return Copied(len(plan.paths), plan.nbytes, len(plan.there), inside and bool(jobs), checked)
+
+
+@dataclass(frozen=True)
+class _Used:
+    """The object paths of the checkpoint at the destination; None where they cannot be read."""
+
+    paths: set[str] | None
+
+
+def _used_there(store: Store, prefix: str, url: str) -> _Used | None:
+    try:
+        data, _ = store.get(keys.join(prefix, keys.METADATA))
+    except ObjectNotFoundError:
+        return None
+    try:
+        stored = decode_metadata(data, url=url).storage_data or {}
+        return _Used({read_storage_info(info).path for info in stored.values()})
+    except BucketpointError:
+        return _Used(None)
+
+
+def _source_objects(saved: SavedCheckpoint) -> dict[str, ObjectInfo]:
+    found: dict[str, ObjectInfo] = {}
+    attempts = COPY_OPTIONS.read_attempts
+
+    def look(path: str) -> None:
+        key = saved.key(path)
+        try:
+            info = retry_transient(lambda: saved.store.head(key), attempts=attempts)
+        except ObjectNotFoundError:
+            raise _damaged(saved, path, "an object is missing") from None
+        size, pinned = saved.size_of(path), saved.etag_of(path)
+        if size is not None and info.size != size:
+            raise _damaged(saved, path, f"an object has {info.size} bytes, and {size} were written")
+        if pinned is not None and info.etag != pinned:
+            raise _damaged(saved, path, "an object was replaced since the commit")
+        found[path] = info
+
+    each(saved.by_object, look, COPY_OPTIONS)
+    return dict(sorted(found.items()))
+
+
+def _moved_aside(saved: SavedCheckpoint, url: str) -> dict[str, str]:
+    """Fresh paths: what is at the destination has objects of the same names, and must stay loadable meanwhile."""
+    token = keys.new_token()
+    moved = {}
+    for path in saved.by_object:
+        named = keys.parse_data_path(path)
+        if named is None or not saved.facts:
+            raise CheckpointExistsError(
+                "The checkpoint at the destination may have data objects of the same names, and overwriting those "
+                "would damage it before the copy is whole",
+                url=url,
+                remedy="Delete the checkpoint at the destination first, or name another destination",
+            )
+        moved[path] = keys.data_path(token, *named[1:])
+    return moved
+
+
+def _left_behind(
+    saved: SavedCheckpoint, store: Store, prefix: str, sources: Mapping[str, ObjectInfo]
+) -> dict[str, ObjectInfo]:
+    """Objects that are at the destination already. Only a name with the token of a save tells what is in one."""
+    wanted = {keys.join(prefix, path): path for path in sources if keys.parse_data_path(path) is not None}
+    if not wanted or not saved.facts:
+        return {}
+    try:
+        listed = list(store.list(keys.join(prefix, keys.DATA_FOLDER) + "/"))
+    except AccessDeniedError:
+        return {}
+    return {
+        wanted[info.key]: info for info in listed if info.key in wanted and info.size == sources[wanted[info.key]].size
+    }
+
+
+def _regions(saved: SavedCheckpoint, path: str, shapes: ChunkShapes) -> list[Region]:
+    regions: list[Region] = []
+    for index, info in saved.by_object[path]:
+        if not regions or info.offset >= regions[-1].stop:
+            regions += item_regions(index, info, saved.metadata, shapes)
+    return regions
+
+
+class _Checked:
+    """Refuses the bytes of an object at the first that are not those that were saved."""
+
+    def __init__(self, saved: SavedCheckpoint, path: str, regions: list[Region]) -> None:
+        self._saved = saved
+        self._path = path
+        self._check = ObjectCheck(regions)
+
+    def see(self, start: int, view: memoryview) -> None:
+        self._check.note(start, view)
+        for region in self._check.wrong():
+            raise _damaged(
+                self._saved,
+                self._path,
+                f"the {region.part} of {region.fqn}, bytes {region.start}-{region.stop - 1}, has another checksum",
+            )
+
+
+def _damaged(saved: SavedCheckpoint, path: str, reason: str) -> CorruptDataError:
+    return CorruptDataError(
+        f"The checkpoint to be copied is damaged: {reason}",
+        url=saved.url,
+        key=path,
+        remedy="Copy another one; `bucketpoint verify` lists all that is damaged in this one",
+    )
+
+
+def _metadata_there(plan: CopyPlan, copied: Mapping[str, ObjectInfo]) -> tuple[bytes, str]:
+    """The metadata to commit, and its token.
+
+    Ours says where it was committed, and a load there insists on the ETags that the objects had: a copy says its own.
+    That of other writers says nothing of the kind, and stays as it is to the byte.
+    """
+    saved = plan.saved
+    if not saved.facts:
+        return saved.data, keys.new_token()
+    token = saved.facts.get("token") or keys.new_token()
+    metadata = shallow.copy(saved.metadata)
+    moved = {old: new for old, new in plan.paths.items() if old != new}
+    if moved:
+        parsed = keys.parse_data_path(next(iter(moved.values())))
+        assert parsed is not None
+        token = parsed[0]
+        metadata.storage_data = {index: _at(info, moved) for index, info in (saved.metadata.storage_data or {}).items()}
+    if metadata.storage_meta is not None:
+        metadata.storage_meta = dataclasses.replace(metadata.storage_meta, checkpoint_id=plan.url, save_id=token)
+    facts = {
+        **saved.facts,
+        "url": plan.url,
+        "endpoint": plan.store.identity,
+        "token": token,
+        "objects": {plan.paths[path]: {"size": info.size, "etag": info.etag} for path, info in sorted(copied.items())},
+        "copied_from": saved.url,
+    }
+    return encode_metadata(metadata, bucketpoint=facts), token
+
+
+def _at(info: Any, moved: Mapping[str, str]) -> Any:
+    there = shallow.copy(info)
+    there.relative_path = moved[info.relative_path]
+    return there

@@ -1,0 +1,132 @@
+"""A committed checkpoint as it lies in a store: its metadata, and where its objects and items are. Loads no tensors."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+from torch.distributed.checkpoint import Metadata
+from torch.distributed.checkpoint.metadata import MetadataIndex
+
+from bucketpoint.dcp.reader import MAX_METADATA_BYTES
+from bucketpoint.dcp.session import as_url
+from bucketpoint.errors import CheckpointNotFoundError, IncompleteCheckpointError, ObjectNotFoundError, StoreError
+from bucketpoint.format import keys
+from bucketpoint.format.metadata import decode_metadata, extra
+from bucketpoint.format.storage_info import ItemInfo, read_storage_info
+from bucketpoint.stores import ObjectInfo, Store, open_store
+from bucketpoint.transfer import TransferOptions, retry_transient
+
+_LOOKED_AT = 1000
+
+
+@dataclass(frozen=True)
+class SavedCheckpoint:
+    """What `open_checkpoint` found. `data` and `info` are the `.metadata` object, and what the store says about it."""
+
+    url: str
+    store: Store
+    prefix: str
+    data: bytes = field(repr=False)
+    info: ObjectInfo
+    metadata: Metadata = field(repr=False)
+
+    @cached_property
+    def facts(self) -> dict[str, Any]:
+        """What bucketpoint wrote beside DCP's own fields; empty for the checkpoints of other writers."""
+        return extra(self.metadata)
+
+    @cached_property
+    def items(self) -> list[tuple[MetadataIndex, ItemInfo]]:
+        """Every stored item. Raises MetadataError where one is malformed."""
+        stored = self.metadata.storage_data or {}
+        return [(index, read_storage_info(info, url=self.url)) for index, info in stored.items()]
+
+    @cached_property
+    def by_object(self) -> dict[str, list[tuple[MetadataIndex, ItemInfo]]]:
+        """The items of each object, by its path within the checkpoint, in the order in which they lie in it."""
+        objects: dict[str, list[tuple[MetadataIndex, ItemInfo]]] = {path: [] for path in self.facts.get("objects", {})}
+        for index, info in self.items:
+            objects.setdefault(info.path, []).append((index, info))
+        for members in objects.values():
+            members.sort(key=lambda member: (member[1].offset, member[1].length))
+        return dict(sorted(objects.items()))
+
+    def key(self, path: str) -> str:
+        """The key of a path within the checkpoint. Raises UnsafeDataError where it leads out of it."""
+        return keys.join(self.prefix, path)
+
+    def size_of(self, path: str) -> int | None:
+        """The size that was committed for an object, or None where its writer did not record it."""
+        recorded = self.facts.get("objects", {}).get(path)
+        return None if recorded is None else int(recorded["size"])
+
+    def etag_of(self, path: str) -> str | None:
+        """The ETag that a load insists on, if the checkpoint still lies where it was committed: copies have theirs."""
+        if not self.store.capabilities.pinned_reads:
+            return None
+        if self.facts.get("url") != self.url or self.facts.get("endpoint") != self.store.identity:
+            return None
+        recorded = self.facts["objects"].get(path)
+        return None if recorded is None else recorded.get("etag")
+
+
+def open_checkpoint(
+    url: str | os.PathLike[str],
+    *,
+    storage_options: Mapping[str, Any] | None = None,
+    fs: Any = None,
+    trusted: bool = False,
+) -> SavedCheckpoint:
+    """Read and decode the metadata of a checkpoint that anybody wrote.
+
+    Args:
+        trusted: unpickle without the allow-list.
+
+    Raises:
+        CheckpointNotFoundError: nothing is committed here; IncompleteCheckpointError where data is.
+        MetadataError, UnsafeDataError: the metadata cannot or must not be read.
+    """
+    text = as_url(url) or ""
+    store, prefix = open_store(text, storage_options=storage_options, fs=fs)
+    key = keys.join(prefix, keys.METADATA)
+    try:
+        data, info = retry_transient(
+            lambda: store.get(key, max_bytes=MAX_METADATA_BYTES), attempts=TransferOptions().read_attempts
+        )
+    except ObjectNotFoundError:
+        raise _nothing_here(store, prefix, text) from None
+    return SavedCheckpoint(text, store, prefix, data, info, decode_metadata(data, trusted=trusted, url=text))
+
+
+def _nothing_here(store: Store, prefix: str, url: str) -> CheckpointNotFoundError:
+    try:
+        found = list(itertools.islice(store.list(prefix + "/" if prefix else ""), _LOOKED_AT))
+    except StoreError:
+        # Without the right to list, no more can be said than that the metadata is not there.
+        found = []
+    if not found:
+        return CheckpointNotFoundError("There is no checkpoint here", url=url, remedy="Check the URL")
+    names = {info.key.removeprefix(prefix).lstrip("/") for info in found}
+    if keys.rank_metadata(0) in names:
+        return CheckpointNotFoundError(
+            "This was saved without collectives: each rank has metadata of its own, and there is no common one",
+            url=url,
+            remedy="Load it on as many ranks as saved it, and save it again with collectives",
+        )
+    if inside := sorted({name.split("/")[0] for name in names if name.endswith("/" + keys.METADATA)}):
+        return CheckpointNotFoundError(
+            f"This is no checkpoint, but there are checkpoints below it: {', '.join(inside[:5])}",
+            url=url,
+            remedy=f"Name one of them, such as {url}/{inside[-1]}",
+        )
+    return IncompleteCheckpointError(
+        f"There are {len(found)}{'+' if len(found) == _LOOKED_AT else ''} objects here and no .metadata: a save that "
+        "was interrupted, failed, or is still running",
+        url=url,
+        remedy="Take another checkpoint: bucketpoint.latest_checkpoint(root) names the newest whole one",
+    )

@@ -1,0 +1,311 @@
+"""Verifying a checkpoint where it lies: every byte is read again, and every checksum that was recorded is compared.
+
+Damage is gathered, not raised: one run names all of it. Memory is bounded by the transfer options.
+"""
+
+from __future__ import annotations
+
+import io
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from torch.distributed.checkpoint import TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import MetadataIndex
+
+from bucketpoint.dcp.regions import ChunkShapes, ObjectCheck, Region, item_regions
+from bucketpoint.dcp.saved import SavedCheckpoint
+from bucketpoint.errors import CorruptDataError, MetadataError, ObjectNotFoundError, PreconditionFailedError
+from bucketpoint.format import keys
+from bucketpoint.format.archive import Verdict, check_archive
+from bucketpoint.format.record import MAX_RECORD_BYTES, CommitRecord
+from bucketpoint.format.storage_info import ItemInfo
+from bucketpoint.stores import ObjectInfo, Store
+from bucketpoint.transfer import BufferPool, Meter, ProgressCallback, TransferOptions, retry_transient
+from bucketpoint.transfer.checksum import crc32c
+from bucketpoint.transfer.pieces import RangeFile, each, piece_bytes
+
+VERIFY_OPTIONS = TransferOptions(max_inflight_bytes=256 << 20)
+"""Nothing is kept of what is read, so all of the budget goes into larger reads: about 10 MiB for each connection."""
+
+_NO_CHECKSUM = "its writer recorded no checksum"
+_NOT_FRAMED = "the frame around the tensor is not one that this version writes"
+_UNCLAIMED = "no item lies there"
+_OVERLAP = "another item lies over it"
+
+
+@dataclass(frozen=True)
+class Damage:
+    """One thing that is wrong.
+
+    Attributes:
+        kind: `missing-object`, `wrong-size`, `replaced-object`, `checksum`, `missing-item` or `metadata`.
+        path: of the object within the checkpoint.
+        item: the state-dict key, where one is concerned.
+        start, stop: the bytes of the object.
+    """
+
+    kind: str
+    path: str
+    message: str
+    item: str | None = None
+    start: int | None = None
+    stop: int | None = None
+
+
+@dataclass(frozen=True)
+class Verification:
+    """What one run found. `unchecked` counts the bytes that were read and could not be compared, by reason."""
+
+    url: str
+    objects: int
+    items: int
+    read_bytes: int
+    checked_bytes: int
+    damage: Sequence[Damage]
+    unchecked: dict[str, int] = field(default_factory=dict)
+    notes: Sequence[str] = ()
+
+    @property
+    def ok(self) -> bool:
+        return not self.damage
+
+
+def verify(
+    saved: SavedCheckpoint, options: TransferOptions = VERIFY_OPTIONS, *, progress: ProgressCallback | None = None
+) -> Verification:
+    """Read every byte of a checkpoint and compare it with whatever was recorded about it.
+
+    Checked are the objects' presence, size and pinned ETag, the CRC32C of every block of what bucketpoint wrote and the
+    frames around it, the CRC32 inside the torch.save archives of other writers, and the metadata by its record.
+
+    Raises:
+        StoreError: the store fails, or refuses access. Damage is never raised.
+    """
+    run = _Run(saved, options)
+    run.check_metadata()
+    run.check_items_are_named()
+    plans = run.plan()
+    total = sum(plan.info.size for plan in plans)
+    meter = Meter("verify", saved.url, total, progress)
+    run.read(plans, meter)
+    meter.finish()
+    return Verification(
+        saved.url,
+        objects=len(saved.by_object),
+        items=len(saved.items),
+        read_bytes=meter.done_bytes,
+        checked_bytes=run.checked,
+        damage=sorted(run.damage, key=lambda one: (one.path, one.start or 0)),
+        unchecked=dict(run.unchecked),
+        notes=run.notes,
+    )
+
+
+@dataclass
+class _ObjectPlan:
+    """One object that is there and has its size: what its bytes are compared with."""
+
+    path: str
+    info: ObjectInfo
+    items: Sequence[tuple[MetadataIndex, ItemInfo]]
+    check: ObjectCheck | None
+
+
+class _Run:
+    """One verification under way. What it gathers is only ever appended to, from any thread."""
+
+    def __init__(self, saved: SavedCheckpoint, options: TransferOptions) -> None:
+        self.saved = saved
+        self.options = options
+        self.damage: list[Damage] = []
+        self.unchecked: Counter[str] = Counter()
+        self.notes: list[str] = []
+        self.checked = 0
+        self._lock = threading.Lock()
+        self._shapes = ChunkShapes(saved.metadata)
+        self._pool = BufferPool(options.max_inflight_bytes)
+
+    # -- the metadata -------------------------------------------------------------------------------------------------
+
+    def check_metadata(self) -> None:
+        """The record holds the checksum of the metadata it was made of. A cache: that it is missing is no damage."""
+        store, url = self.saved.store, self.saved.url
+        try:
+            data, _ = store.get(self.saved.key(keys.RECORD), max_bytes=MAX_RECORD_BYTES)
+            record = CommitRecord.from_json(data, url=url)
+        except ObjectNotFoundError:
+            self.notes.append(f"{keys.METADATA} itself was not checked: there is no record beside it")
+            return
+        except (CorruptDataError, MetadataError) as error:
+            self.notes.append(f"{keys.METADATA} itself was not checked: {error.message}")
+            return
+        if record.token != self.saved.facts.get("token"):
+            self.notes.append(f"{keys.METADATA} itself was not checked: the record beside it is of another save")
+        elif record.metadata_crc32c is not None and record.metadata_crc32c != crc32c(memoryview(self.saved.data)):
+            self._add("metadata", keys.METADATA, "it is not the one that was committed: its CRC32C differs")
+
+    def check_items_are_named(self) -> None:
+        """Every tensor's chunks, and everything else in the state, have data."""
+        stored = self.saved.metadata.storage_data or {}
+        for fqn, entry in self.saved.metadata.state_dict_metadata.items():
+            if not isinstance(entry, TensorStorageMetadata):
+                wanted = [MetadataIndex(fqn)]
+            else:
+                wanted = [MetadataIndex(fqn, chunk.offsets) for chunk in entry.chunks]
+            missing = sum(index not in stored for index in wanted)
+            if missing:
+                text = f"the metadata names no data for {missing} of its {len(wanted)} chunks"
+                self._add("missing-item", keys.METADATA, text, item=fqn)
+
+    # -- the objects --------------------------------------------------------------------------------------------------
+
+    def plan(self) -> list[_ObjectPlan]:
+        """Look at every object, and plan those that can be read."""
+        plans: list[_ObjectPlan] = []
+
+        def look(path: str) -> None:
+            plan = self._plan_object(path)
+            if plan is not None:
+                plans.append(plan)
+
+        each(self.saved.by_object, look, self.options)
+        return sorted(plans, key=lambda plan: plan.path)
+
+    def _plan_object(self, path: str) -> _ObjectPlan | None:
+        saved, key = self.saved, self.saved.key(path)
+        items = saved.by_object[path]
+        try:
+            info = retry_transient(lambda: saved.store.head(key), attempts=self.options.read_attempts)
+        except ObjectNotFoundError:
+            self._add("missing-object", path, f"the object is not there, and {_named(items)} with it")
+            return None
+        committed, needed = saved.size_of(path), max((item.offset + item.length for _, item in items), default=0)
+        if (committed is not None and info.size != committed) or info.size < needed:
+            wanted = f"{committed}" if committed is not None else f"at least {needed}"
+            self._add("wrong-size", path, f"the object has {info.size} bytes, and {wanted} were written")
+            # What is there is compared all the same: it tells which items are lost.
+        pinned = saved.etag_of(path)
+        if pinned is not None and info.etag != pinned:
+            text = "the object was replaced since the commit: a load refuses it, whatever its bytes are"
+            self._add("replaced-object", path, text)
+        if not any(item.crc32c is not None for _, item in items):
+            return _ObjectPlan(path, info, items, None)
+        return _ObjectPlan(path, info, items, ObjectCheck(self._regions(path, items, info.size)))
+
+    def _regions(self, path: str, items: Sequence[tuple[MetadataIndex, ItemInfo]], size: int) -> list[Region]:
+        """What the bytes of an object of ours must be. What cannot be compared is counted."""
+        regions: list[Region] = []
+        at = 0
+        for index, info in items:
+            if info.offset < at:
+                self._count(_OVERLAP, info.length)
+                continue
+            self._count(_UNCLAIMED, info.offset - at)
+            at = info.offset + info.length
+            own = list(item_regions(index, info, self.saved.metadata, self._shapes))
+            inside = [region for region in own if region.stop <= size]
+            if len(inside) < len(own):
+                text = f"the object ends at byte {size}, before the item does"
+                self._add("wrong-size", path, text, item=index.fqn, start=own[len(inside)].start, stop=at)
+            compared = sum(region.nbytes for region in own)
+            self._count(_NO_CHECKSUM if info.crc32c is None else _NOT_FRAMED, info.length - compared)
+            regions += inside
+        self._count(_UNCLAIMED, max(size - at, 0))
+        self._count(None, sum(region.nbytes for region in regions))
+        return regions
+
+    def read(self, plans: Sequence[_ObjectPlan], meter: Meter) -> None:
+        each(self._tasks(plans, meter), lambda task: task(), self.options)
+        for plan in plans:
+            self._conclude(plan)
+
+    def _tasks(self, plans: Sequence[_ObjectPlan], meter: Meter) -> Iterator[Callable[[], None]]:
+        step = piece_bytes(self.options)
+        for plan in plans:
+            if plan.check is None:
+                for index, info in plan.items:
+                    yield partial(self._read_foreign, plan, index, info, meter)
+                continue
+            for start in range(0, plan.info.size, step):
+                yield partial(self._read_piece, plan, start, min(start + step, plan.info.size), meter)
+
+    def _read_piece(self, plan: _ObjectPlan, start: int, stop: int, meter: Meter) -> None:
+        assert plan.check is not None
+        store, key = self.saved.store, self.saved.key(plan.path)
+        with self._pool.lease(stop - start) as view:
+            try:
+                retry_transient(
+                    lambda: store.read_into(key, start, [view], if_match=_condition(store, plan.info)),
+                    attempts=self.options.read_attempts,
+                )
+            except (CorruptDataError, ObjectNotFoundError, PreconditionFailedError) as error:
+                text = f"it changed while it was read: {error.message}"
+                self._add("replaced-object", plan.path, text, start=start, stop=stop)
+                return
+            plan.check.note(start, view)
+        meter.add(stop - start)
+
+    def _conclude(self, plan: _ObjectPlan) -> None:
+        for region in plan.check.wrong() if plan.check is not None else ():
+            text = f"the CRC32C of its {region.part} is not {region.crc32c:08x}, which was written"
+            self._add("checksum", plan.path, text, item=region.fqn, start=region.start, stop=region.stop)
+
+    # -- what other writers wrote -------------------------------------------------------------------------------------
+
+    def _read_foreign(self, plan: _ObjectPlan, index: MetadataIndex, info: ItemInfo, meter: Meter) -> None:
+        """An item without a checksum of ours: torch.save's archives carry their own."""
+        stop = info.offset + info.length
+        note = partial(self._add, path=plan.path, item=index.fqn, start=info.offset, stop=stop)
+        if stop > plan.info.size:
+            note("wrong-size", message=f"the object ends at byte {plan.info.size}, before the item does")
+            return
+        store, key = self.saved.store, self.saved.key(plan.path)
+        etag, attempts = _condition(store, plan.info), self.options.read_attempts
+        size = max(min(piece_bytes(self.options), info.length), 1)
+        raw = RangeFile(store, key, info.offset, stop, etag=etag, attempts=attempts)
+        try:
+            # The buffer is the reader's own; the lease is what keeps all of them within the budget.
+            with self._pool.lease(size), io.BufferedReader(raw, size) as file:
+                transformed = bool(info.transform_descriptors)
+                verdict, reason = (Verdict.NO_ARCHIVE, "") if transformed else check_archive(file)
+                if verdict in (Verdict.NO_ARCHIVE, Verdict.NO_CHECKSUMS):
+                    file.seek(0)
+                    while file.read(size):
+                        pass
+        except (CorruptDataError, ObjectNotFoundError, PreconditionFailedError) as error:
+            note("replaced-object", message=f"it changed while it was read: {error.message}")
+            return
+        meter.add(info.length)
+        if verdict is Verdict.DAMAGED:
+            note("checksum", message=f"its archive is damaged: {reason}")
+        self._count(_NO_CHECKSUM if verdict in (Verdict.NO_ARCHIVE, Verdict.NO_CHECKSUMS) else None, info.length)
+
+    # -- gathering ----------------------------------------------------------------------------------------------------
+
+    def _add(self, kind: str, path: str, message: str, **where: Any) -> None:
+        self.damage.append(Damage(kind, path, message, **where))
+
+    def _count(self, reason: str | None, nbytes: int) -> None:
+        """Bytes that could not be compared for this reason, or that were (None)."""
+        if not nbytes:
+            return
+        with self._lock:
+            if reason is None:
+                self.checked += nbytes
+            else:
+                self.unchecked[reason] += nbytes
+
+
+def _condition(store: Store, info: ObjectInfo) -> str | None:
+    """All pieces are of the object that was looked at, where the store can promise that."""
+    return info.etag if store.capabilities.pinned_reads else None
+
+
+def _named(items: Sequence[tuple[MetadataIndex, ItemInfo]], most: int = 3) -> str:
+    names = list(dict.fromkeys(index.fqn for index, _ in items))
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more if names else "nothing"

@@ -1,0 +1,75 @@
+"""Reading through objects without keeping them: pieces taken as connections fall free, ranges as files. No tensors."""
+
+from __future__ import annotations
+
+import io
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from typing import TypeVar
+
+from bucketpoint.stores import Store
+from bucketpoint.transfer.options import TransferOptions
+from bucketpoint.transfer.retry import retry_transient
+from bucketpoint.transfer.tasks import TaskGroup
+
+T = TypeVar("T")
+
+
+def piece_bytes(options: TransferOptions) -> int:
+    """The size of piece with which every connection has one within the budget."""
+    return min(options.part_bytes, options.lease_bytes)
+
+
+def each(items: Iterable[T], do: Callable[[T], None], options: TransferOptions) -> None:
+    """Call `do` for each item on as many threads as there are connections; items are taken as they are needed."""
+    waiting: Iterator[T] = iter(items)
+    lock = threading.Lock()
+    with TaskGroup(options.connections, name="bucketpoint-pieces", nice=options.nice) as group:
+
+        def work() -> None:
+            while not group.cancelled:
+                with lock:
+                    item = next(waiting, None)
+                if item is None:
+                    return
+                do(item)
+
+        for _ in range(options.connections):
+            group.start(work)
+
+
+class RangeFile(io.RawIOBase):
+    """Bytes `[start, stop)` of an object as a seekable file. Wrap it in a `BufferedReader`: each read is a request."""
+
+    def __init__(self, store: Store, key: str, start: int, stop: int, *, etag: str | None, attempts: int) -> None:
+        super().__init__()
+        self._store = store
+        self._key = key
+        self._start = start
+        self._nbytes = stop - start
+        self._etag = etag
+        self._attempts = attempts
+        self._position = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET, /) -> int:
+        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._nbytes}[whence]
+        self._position = max(base + offset, 0)
+        return self._position
+
+    def readinto(self, buffer: object, /) -> int:
+        view = memoryview(buffer).cast("B")  # type: ignore[arg-type]
+        view = view[: max(self._nbytes - self._position, 0)]
+        if not len(view):
+            return 0
+        at = self._start + self._position
+        retry_transient(
+            lambda: self._store.read_into(self._key, at, [view], if_match=self._etag), attempts=self._attempts
+        )
+        self._position += len(view)
+        return len(view)

@@ -1,0 +1,76 @@
+"""The program as a function, and checkpoints on every kind of store for it to look at."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from bucketpoint import BucketWriter
+from bucketpoint.cli.app import run
+
+
+@dataclass(frozen=True)
+class Done:
+    code: int
+    out: str
+    err: str
+
+    @property
+    def json(self) -> dict[str, Any]:
+        document = json.loads(self.out)
+        assert isinstance(document, dict)
+        return document
+
+
+Program = Callable[..., Done]
+
+
+@pytest.fixture
+def program(capsys: pytest.CaptureFixture[str]) -> Program:
+    """`bucketpoint` in this process, where torch is there already."""
+
+    def call(*arguments: str) -> Done:
+        capsys.readouterr()
+        code = run(list(arguments))
+        said = capsys.readouterr()
+        return Done(code, said.out, said.err)
+
+    return call
+
+
+@pytest.fixture(params=["moto", "minio", "file", "memory"])
+def root(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> str:
+    """The URL of an empty place on each kind of store, reached as a person would: by the environment."""
+    if request.param == "file":
+        return f"file://{tmp_path}/runs"
+    if request.param == "memory":
+        return f"memory://cli/{tmp_path.name}-{id(tmp_path)}"
+    server = request.getfixturevalue(request.param)
+    for name, value in server.env.items():
+        monkeypatch.setenv(name, value)
+    return f"s3://{server.make_bucket()}/runs"
+
+
+def state(value: float = 1.0) -> dict[str, Any]:
+    """Weights of more than one block and of less, optimizer state, an empty tensor and plain objects."""
+    generator = torch.Generator().manual_seed(int(value * 1000))
+    return {
+        "model": {
+            "large": torch.rand((3, 1 << 20), generator=generator),
+            "small": torch.rand((10, 3), generator=generator).to(torch.bfloat16),
+            "empty": torch.zeros(0, 4),
+        },
+        "optim": {"large": torch.rand(1000, generator=generator)},
+        "step": int(value),
+    }
+
+
+def save(url: str, value: float = 1.0, **options: Any) -> None:
+    dcp.save(state(value), checkpoint_id=url, storage_writer=BucketWriter(**options), no_dist=True)

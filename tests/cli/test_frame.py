@@ -1,0 +1,211 @@
+"""The frame of every command: what it imports, its options, its exit codes, its errors, and completion."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+
+from bucketpoint import errors
+from bucketpoint.cli import text
+from bucketpoint.cli.app import COMMANDS, app
+from bucketpoint.cli.exits import exit_code
+from bucketpoint.cli.frame import Access, Answer, command, parse_options
+from cli.conftest import Program, save
+from servers import S3Server
+
+HEAVY = ("torch", "numpy", "boto3", "botocore", "fsspec", "awscrt", "rich")
+
+
+def shell(*arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
+    """The program as a person starts it."""
+    return subprocess.run(
+        [sys.executable, "-W", "ignore", "-m", "bucketpoint.cli", *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=240,
+        env={**os.environ, **env},
+    )
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["--version"], *([name, "--help"] for name in COMMANDS)], ids=" ".join)
+def test_help_imports_nothing_large(arguments: list[str]) -> None:
+    program = (
+        "import sys; from bucketpoint.cli.app import run; code = run(sys.argv[1:]); "
+        f"print([name for name in {HEAVY!r} if name in sys.modules], code, file=sys.stderr)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program, *arguments], capture_output=True, text=True, check=True, timeout=240
+    )
+    assert done.stderr.strip() == "[] 0"
+    assert done.stdout
+
+
+def test_every_command_has_help_and_the_common_options() -> None:
+    context = click.Context(app)
+    for name in app.list_commands(context):
+        found = app.get_command(context, name)
+        assert found is not None
+        assert found.help
+        options = {option for parameter in found.params for option in parameter.opts}
+        assert {"--json", "--debug", "--storage-option", "--endpoint-url"} <= options, name
+
+
+def test_a_command_that_is_not_there_is_a_usage_error(program: Program) -> None:
+    done = program("nonsense")
+    assert done.code == 2
+    assert "No such command 'nonsense'" in done.err
+
+
+def test_nothing_but_one_document_is_on_stdout(tmp_path: Path) -> None:
+    save(str(tmp_path / "a"))
+    for arguments in (["show"], ["verify", "--progress"]):
+        done = shell(*arguments, str(tmp_path / "a"), "--json")
+        assert done.returncode == 0, done.stderr
+        document = json.loads(done.stdout)
+        assert (document["schema"], document["command"], document["ok"]) == (1, arguments[0], True)
+
+
+def test_an_error_says_what_where_and_what_to_do_without_a_traceback(tmp_path: Path) -> None:
+    url = f"file://{tmp_path}/none"
+    done = shell("show", url)
+    assert done.returncode == 3
+    assert done.stdout == ""
+    assert done.stderr.splitlines() == [
+        "Error: There is no checkpoint here",
+        f"  url:    {url}",
+        "  remedy: Check the URL",
+    ]
+
+
+def test_debug_adds_the_traceback_and_json_a_document(program: Program, tmp_path: Path) -> None:
+    done = program("show", str(tmp_path / "none"), "--debug", "--json")
+    assert done.code == 3
+    assert "Traceback (most recent call last)" in done.err
+    assert done.json == {
+        "schema": 1,
+        "command": "show",
+        "ok": False,
+        "error": {
+            "kind": "CheckpointNotFoundError",
+            "message": "There is no checkpoint here",
+            "url": str(tmp_path / "none"),
+            "key": None,
+            "remedy": "Check the URL",
+            "exit_code": 3,
+        },
+    }
+
+
+def test_a_fault_of_ours_has_a_code_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:
+    @command("broken")
+    def broken(as_json: bool) -> Answer:
+        raise ZeroDivisionError("secret of the implementation")
+
+    assert broken.main([], standalone_mode=False) == 70
+    said = capsys.readouterr()
+    assert "Traceback" not in said.err
+    assert "--debug" in said.err
+    assert broken.main(["--json", "--debug"], standalone_mode=False) == 70
+    said = capsys.readouterr()
+    assert "ZeroDivisionError" in said.err
+    assert json.loads(said.out)["error"]["kind"] == "InternalError"
+
+
+@pytest.mark.parametrize(
+    ("kind", "code"),
+    [
+        (errors.InvalidURLError, 2),
+        (errors.BucketpointError, 2),
+        (errors.IncompleteCheckpointError, 3),
+        (errors.BucketNotFoundError, 3),
+        (errors.AccessDeniedError, 4),
+        (errors.CredentialsError, 4),
+        (errors.CheckpointExistsError, 5),
+        (errors.CommitConflictError, 5),
+        (errors.EndpointError, 6),
+        (errors.ThrottledError, 6),
+        (errors.CorruptDataError, 1),
+        (errors.UnsafeDataError, 1),
+    ],
+)
+def test_each_kind_of_error_has_its_exit_code(kind: type[errors.BucketpointError], code: int) -> None:
+    assert exit_code(kind("x")) == code
+
+
+def test_the_store_errors_of_a_real_server_end_in_their_codes(
+    minio: S3Server, program: Program, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in minio.env.items():
+        monkeypatch.setenv(name, value)
+    bucket = minio.make_bucket()
+    assert program("show", f"s3://{bucket}/none").code == 3
+    assert program("show", f"s3://{bucket}-not/none").code == 3
+    assert program("show", "s3://").code == 2
+    assert program("show", f"s3://{bucket}/x", "--storage-option", "nonsense=1").code == 2
+    assert program("show", f"s3://{bucket}/x", "--storage-option", "secret=wrong").code in (2, 4)
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "wrong")
+    denied = program("show", f"s3://{bucket}/x", "--json")
+    assert denied.code == 4
+    assert denied.json["error"]["kind"] == "CredentialsError"
+    assert program("show", f"s3://{bucket}/x", "--endpoint-url", "http://127.0.0.1:1").code == 6
+
+
+def test_options_are_read_as_what_they_are() -> None:
+    pairs = ["anon=true", "connections=8", "key=123", "client_kwargs={\"verify\": false}", "region=eu-1", 'x="1"', "y=a=b"]
+    assert parse_options(pairs) == {
+        "anon": True,
+        "connections": 8,
+        "key": "123",
+        "client_kwargs": {"verify": False},
+        "region": "eu-1",
+        "x": "1",
+        "y": "a=b",
+    }
+
+
+@pytest.mark.parametrize("pair", ["name", "=value", 'client_kwargs={"a"'])
+def test_an_option_that_is_no_pair_is_refused_without_repeating_its_value(pair: str) -> None:
+    with pytest.raises(click.BadParameter) as caught:
+        parse_options([pair])
+    assert "value" in caught.value.message
+    assert '{"a"' not in caught.value.message
+
+
+def test_an_endpoint_is_for_s3_alone_and_a_local_path_takes_no_options() -> None:
+    access = Access({"key": "k"}, "http://e")
+    assert access.for_url("s3://b/x") == {"key": "k", "endpoint_url": "http://e"}
+    assert access.for_url("s3://b/x", {"key": "other"}) == {"key": "other", "endpoint_url": "http://e"}
+    assert access.for_url("gs://b/x") == {"key": "k"}
+    assert access.for_url("file:///x") == access.for_url("/x") == {}
+    assert "k'" not in repr(access)
+
+
+@pytest.mark.parametrize("name", ["bash", "zsh", "fish"])
+def test_completion_offers_the_commands(name: str) -> None:
+    source = shell(_BUCKETPOINT_COMPLETE=f"{name}_source")
+    assert source.returncode == 0
+    assert "_BUCKETPOINT_COMPLETE" in source.stdout
+    words = {"COMP_WORDS": "bucketpoint ver", "COMP_CWORD": "1" if name != "fish" else "ver"}
+    offered = shell(_BUCKETPOINT_COMPLETE=f"{name}_complete", **words)
+    assert "verify" in offered.stdout
+    assert "show" not in offered.stdout
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "said"), [(0, "0 B"), (999, "999 B"), (1000, "1.00 kB"), (999_999, "1.00 MB"), (12_580_000, "12.6 MB")]
+)
+def test_sizes_have_three_digits(nbytes: int, said: str) -> None:
+    assert text.size(nbytes) == said
+
+
+def test_help_of_python_m_names_the_program() -> None:
+    done: Any = shell("--help")
+    assert done.stdout.startswith("Usage: bucketpoint")

@@ -1,0 +1,228 @@
+"""`verify` finds every byte that is not what was saved, on every store, and says what it could not compare."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch.distributed.checkpoint import FileSystemWriter
+
+from bucketpoint.dcp.regions import ObjectCheck, Region
+from bucketpoint.dcp.saved import SavedCheckpoint, open_checkpoint
+from bucketpoint.dcp.verify import Verification, verify
+from bucketpoint.stores import open_store
+from bucketpoint.transfer import TransferOptions
+from bucketpoint.transfer.checksum import crc32c
+from cli.conftest import Program, save, state
+from transfer.wrappers import CountingStore
+
+TIGHT = TransferOptions(max_inflight_bytes=4 << 20, connections=4)
+"""Pieces of 1 MiB: blocks and frames come in several of them."""
+
+
+def replaced(url: str, path: str, change: Callable[[bytearray], Any]) -> None:
+    """Change an object behind everybody's back."""
+    store, prefix = open_store(url)
+    key = f"{prefix}/{path}" if prefix else path
+    data = bytearray(store.get(key)[0])
+    change(data)
+    store.put(key, [memoryview(data)])
+
+
+def flip(at: int) -> Callable[[bytearray], None]:
+    def change(data: bytearray) -> None:
+        data[at] ^= 0x10
+
+    return change
+
+
+def place(url: str, fqn: str) -> tuple[str, Any]:
+    saved = open_checkpoint(url)
+    return next((info.path, info) for index, info in saved.items if index.fqn == fqn)
+
+
+def kinds(found: Verification) -> set[str]:
+    return {one.kind for one in found.damage}
+
+
+def without_pins(url: str) -> SavedCheckpoint:
+    """The same checkpoint as its copy would be: an object that was tampered with has another ETag as well."""
+    saved = open_checkpoint(url)
+    saved.facts["endpoint"] = "elsewhere"
+    return saved
+
+
+def test_a_whole_checkpoint_is_whole_and_every_byte_of_it_is_compared(root: str, program: Program) -> None:
+    save(f"{root}/a")
+    done = program("verify", f"{root}/a", "--json")
+    assert done.code == 0, done.err
+    assert done.json["damage"] == []
+    assert done.json["unchecked_bytes"] == {}
+    assert done.json["notes"] == []
+    assert done.json["read_bytes"] == done.json["checked_bytes"] > 12 << 20
+    assert "is whole" in program("verify", f"{root}/a").out
+
+
+@pytest.mark.parametrize("region", ["header", "first", "last", "trailer", "item", "optimizer"])
+def test_a_flipped_byte_is_found_and_named(root: str, program: Program, region: str) -> None:
+    url = f"{root}/a"
+    save(url)
+    fqn = {"item": "step", "optimizer": "optim.large"}.get(region, "model.large")
+    path, info = place(url, fqn)
+    payload = info.offset + (info.payload_offset or 0)
+    at = {
+        "header": info.offset + 40,
+        "first": payload,
+        "last": payload + (info.payload_nbytes or 1) - 1,
+        "trailer": info.offset + info.length - 2,
+        "item": info.offset + info.length // 2,
+        "optimizer": payload + 77,
+    }[region]
+    replaced(url, path, flip(at))
+    done = program("verify", url, "--json")
+    assert done.code == 1
+    wrong = [one for one in done.json["damage"] if one["kind"] == "checksum"]
+    assert [(one["item"], one["object"]) for one in wrong] == [(fqn, path)]
+    assert wrong[0]["start"] <= at < wrong[0]["stop"]
+    assert fqn in program("verify", url).out
+
+
+def test_every_damage_of_one_run_is_named(root: str, program: Program) -> None:
+    url = f"{root}/a"
+    save(url)
+    large, step = place(url, "model.large"), place(url, "step")
+    store, prefix = open_store(url)
+    replaced(url, large[0], flip(large[1].offset + large[1].payload_offset))
+    store.delete([f"{prefix}/{step[0]}" if prefix else step[0]])
+    done = program("verify", url, "--json")
+    assert done.code == 1
+    named = {(one["kind"], one["object"]) for one in done.json["damage"]}
+    assert {("missing-object", step[0]), ("checksum", large[0])} <= named
+
+
+def test_a_truncated_object_is_of_wrong_size_and_its_lost_items_are_named(root: str, program: Program) -> None:
+    url = f"{root}/a"
+    save(url)
+    path, _ = place(url, "model.large")
+    replaced(url, path, lambda data: data.__delitem__(slice(len(data) // 2, None)))
+    damage = program("verify", url, "--json").json["damage"]
+    assert {one["kind"] for one in damage} <= {"wrong-size", "replaced-object", "checksum"}
+    assert any(one["kind"] == "wrong-size" and one["item"] is None for one in damage)
+    assert any(one["kind"] == "wrong-size" and one["item"] == "model.large" for one in damage)
+
+
+def test_an_object_put_back_with_the_same_bytes_is_named_where_a_load_would_refuse_it(tmp_path: Path) -> None:
+    url = f"file://{tmp_path}/a"
+    save(url)
+    path, _ = place(url, "model.large")
+    replaced(url, path, lambda data: None)
+    assert kinds(verify(open_checkpoint(url))) == {"replaced-object"}
+    assert verify(without_pins(url)).ok
+
+
+def test_a_byte_of_the_metadata_is_found_by_the_record(root: str, program: Program) -> None:
+    url = f"{root}/a"
+    save(url)
+    data = open_checkpoint(url).data
+    # Within a string that nothing is compared with: the metadata still decodes.
+    replaced(url, ".metadata", flip(data.index(b"2.15") if b"2.15" in data else data.index(b"torch\x94\x8c") + 9))
+    done = program("verify", url, "--json")
+    assert done.code == 1
+    assert {"metadata"} == {one["kind"] for one in done.json.get("damage", [])} or "error" in done.json
+
+
+def test_metadata_that_does_not_decode_is_damage(root: str, program: Program) -> None:
+    save(f"{root}/a")
+    replaced(f"{root}/a", ".metadata", lambda data: data.__delitem__(slice(100, None)))
+    done = program("verify", f"{root}/a", "--json")
+    assert done.code == 1
+    assert done.json["error"]["kind"] == "MetadataError"
+
+
+def test_a_missing_or_older_record_is_no_damage(root: str, program: Program) -> None:
+    save(f"{root}/a")
+    save(f"{root}/b")
+    store, prefix = open_store(root)
+    keys = [f"{prefix}/{name}/.bucketpoint.json".lstrip("/") for name in "ab"]
+    store.put(keys[0], [memoryview(store.get(keys[1])[0])])
+    store.delete([keys[1]])
+    assert "another save" in program("verify", f"{root}/a").out
+    assert "no record" in program("verify", f"{root}/b").out
+
+
+@pytest.mark.parametrize("crc", [True, False], ids=["with zip checksums", "without"])
+def test_of_another_writer_what_can_be_checked_is(tmp_path: Path, crc: bool) -> None:
+    torch.serialization.set_crc32_options(crc)
+    try:
+        dcp.save(state(), storage_writer=FileSystemWriter(tmp_path), no_dist=True)
+    finally:
+        torch.serialization.set_crc32_options(True)
+    found = verify(open_checkpoint(tmp_path), TIGHT)
+    assert found.ok
+    assert bool(found.checked_bytes) == crc
+    assert found.unchecked == ({} if crc else {"its writer recorded no checksum": found.read_bytes})
+    path, info = place(str(tmp_path), "model.large")
+    replaced(str(tmp_path), path, flip(info.offset + info.length // 2))
+    assert kinds(verify(open_checkpoint(tmp_path), TIGHT)) == ({"checksum"} if crc else set())
+    (tmp_path / path).unlink()
+    assert kinds(verify(open_checkpoint(tmp_path), TIGHT)) == {"missing-object"}
+
+
+def test_each_byte_is_read_once_within_the_budget(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import bucketpoint.dcp.verify as module
+    from bucketpoint.transfer import BufferPool
+
+    pools: list[BufferPool] = []
+
+    def pool(limit: int) -> BufferPool:
+        pools.append(BufferPool(limit))
+        return pools[-1]
+
+    monkeypatch.setattr(module, "BufferPool", pool)
+    save(str(tmp_path))
+    saved = open_checkpoint(tmp_path)
+    store = CountingStore(saved.store)
+    object.__setattr__(saved, "store", store)
+    found = verify(saved, TIGHT)
+    assert found.ok
+    assert store.received == found.read_bytes == sum(info.length for _, info in saved.items)
+    assert 0 < pools[0].peak_bytes <= TIGHT.max_inflight_bytes
+
+
+def test_a_chunk_without_data_is_named(tmp_path: Path) -> None:
+    save(str(tmp_path))
+    saved = open_checkpoint(tmp_path)
+    assert saved.metadata.storage_data is not None
+    lost = next(index for index in saved.metadata.storage_data if index.fqn == "model.large")
+    del saved.metadata.storage_data[lost]
+    found = verify(saved)
+    assert [(one.kind, one.item) for one in found.damage] == [("missing-item", "model.large")]
+    assert found.unchecked == {"no item lies there": 12583680} or "no item lies there" in found.unchecked
+
+
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.data())
+def test_a_check_finds_exactly_the_regions_that_differ_whatever_the_pieces(data: st.DataObject) -> None:
+    content = bytes(data.draw(st.binary(min_size=1, max_size=300)))
+    cuts = sorted(data.draw(st.sets(st.integers(0, len(content)), max_size=8)) | {0, len(content)})
+    regions = [
+        Region(low, high, crc32c(memoryview(content[low:high])), "x", "payload")
+        for low, high in zip(cuts, cuts[1:], strict=False)
+        if data.draw(st.booleans())
+    ]
+    seen = bytearray(content)
+    flips = data.draw(st.sets(st.integers(0, len(content) - 1), max_size=3))
+    for at in flips:
+        seen[at] ^= 1
+    check = ObjectCheck(regions)
+    step = data.draw(st.integers(1, len(content)))
+    pieces = [(at, memoryview(seen)[at : at + step]) for at in range(0, len(content), step)]
+    for at, view in data.draw(st.permutations(pieces)):
+        check.note(at, view)
+    assert check.wrong() == [region for region in regions if any(region.start <= at < region.stop for at in flips)]
