@@ -14,6 +14,7 @@ import torch.distributed.checkpoint as dcp
 
 from bucketpoint import BucketWriter
 from bucketpoint.cli.app import run
+from bucketpoint.stores import s3_client
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,12 @@ class Done:
 
 
 Program = Callable[..., Done]
+
+
+@pytest.fixture(autouse=True)
+def fresh_clients(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process keeps its clients, and a program its environment: tests here change the environment of one process."""
+    monkeypatch.setattr(s3_client, "_clients", s3_client._Clients())
 
 
 @pytest.fixture

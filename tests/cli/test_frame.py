@@ -35,7 +35,9 @@ def shell(*arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["--version"], *([name, "--help"] for name in COMMANDS)], ids=" ".join)
+@pytest.mark.parametrize(
+    "arguments", [["--help"], ["--version"], *([name, "--help"] for name in COMMANDS)], ids=" ".join
+)
 def test_help_imports_nothing_large(arguments: list[str]) -> None:
     program = (
         "import sys; from bucketpoint.cli.app import run; code = run(sys.argv[1:]); "
@@ -66,11 +68,10 @@ def test_a_command_that_is_not_there_is_a_usage_error(program: Program) -> None:
 
 def test_nothing_but_one_document_is_on_stdout(tmp_path: Path) -> None:
     save(str(tmp_path / "a"))
-    for arguments in (["show"], ["verify", "--progress"]):
-        done = shell(*arguments, str(tmp_path / "a"), "--json")
-        assert done.returncode == 0, done.stderr
-        document = json.loads(done.stdout)
-        assert (document["schema"], document["command"], document["ok"]) == (1, arguments[0], True)
+    done = shell("verify", "--progress", str(tmp_path / "a"), "--json")
+    assert done.returncode == 0, done.stderr
+    document = json.loads(done.stdout)
+    assert (document["schema"], document["command"], document["ok"]) == (1, "verify", True)
 
 
 def test_an_error_says_what_where_and_what_to_do_without_a_traceback(tmp_path: Path) -> None:
@@ -150,16 +151,23 @@ def test_the_store_errors_of_a_real_server_end_in_their_codes(
     assert program("show", f"s3://{bucket}-not/none").code == 3
     assert program("show", "s3://").code == 2
     assert program("show", f"s3://{bucket}/x", "--storage-option", "nonsense=1").code == 2
-    assert program("show", f"s3://{bucket}/x", "--storage-option", "secret=wrong").code in (2, 4)
-    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "wrong")
-    denied = program("show", f"s3://{bucket}/x", "--json")
+    wrong = ["--storage-option", f"key={minio.key}", "--storage-option", "secret=wrong"]
+    denied = program("show", f"s3://{bucket}/x", "--json", *wrong)
     assert denied.code == 4
     assert denied.json["error"]["kind"] == "CredentialsError"
     assert program("show", f"s3://{bucket}/x", "--endpoint-url", "http://127.0.0.1:1").code == 6
 
 
 def test_options_are_read_as_what_they_are() -> None:
-    pairs = ["anon=true", "connections=8", "key=123", "client_kwargs={\"verify\": false}", "region=eu-1", 'x="1"', "y=a=b"]
+    pairs = [
+        "anon=true",
+        "connections=8",
+        "key=123",
+        'client_kwargs={"verify": false}',
+        "region=eu-1",
+        'x="1"',
+        "y=a=b",
+    ]
     assert parse_options(pairs) == {
         "anon": True,
         "connections": 8,

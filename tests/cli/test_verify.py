@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -213,7 +214,7 @@ def test_a_check_finds_exactly_the_regions_that_differ_whatever_the_pieces(data:
     cuts = sorted(data.draw(st.sets(st.integers(0, len(content)), max_size=8)) | {0, len(content)})
     regions = [
         Region(low, high, crc32c(memoryview(content[low:high])), "x", "payload")
-        for low, high in zip(cuts, cuts[1:], strict=False)
+        for low, high in itertools.pairwise(cuts)
         if data.draw(st.booleans())
     ]
     seen = bytearray(content)

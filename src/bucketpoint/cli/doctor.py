@@ -1,1 +1,84 @@
-"""x"""
+"""`bucketpoint doctor`: thin around `transfer.doctor`."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from bucketpoint.cli import text
+from bucketpoint.cli.frame import Access, Answer, command, store_options
+
+if TYPE_CHECKING:
+    from bucketpoint.transfer.doctor import Diagnosis
+    from bucketpoint.transfer.doctor_bucket import Finding
+
+_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
+_COLUMN = 20
+
+
+def parse_size(text: str) -> int:
+    """Bytes, with K, M or G (and iB or B after it) for powers of 1024. Click makes a usage error of a ValueError."""
+    match = re.fullmatch(r"(\d+)\s*([KMG]?)(?:I?B)?", text.strip().upper())
+    if match is None:
+        raise ValueError("no size: write 128MiB or 1G")
+    return int(match[1]) * _UNITS[match[2]]
+
+
+@command("doctor")
+@click.argument("url")
+@click.option(
+    "--size",
+    type=parse_size,
+    metavar="SIZE",
+    default="128MiB",
+    show_default=True,
+    help="About how much to send, and to receive, to measure throughput. 0: do not measure.",
+)
+@store_options
+def doctor(url: str, size: int, access: Access, as_json: bool) -> Answer:
+    """Find out whether a place is fit for checkpoints, and how to use it best.
+
+    Tries below URL what saves, loads and pruning do: rights, conditional writes, multipart uploads, throughput. Reads
+    the bucket's versioning and lifecycle rules, and compares clocks. Deletes what it wrote. Ends with 1 if anything
+    failed.
+    """
+    from bucketpoint.stores import open_store
+    from bucketpoint.transfer.doctor import examine
+
+    store, prefix = open_store(url.rstrip("/") or url, storage_options=access.for_url(url))
+    found = examine(store, prefix, probe_bytes=size, told=lambda finding: None if as_json else _tell(finding))
+    counts = {status: sum(one.status == status for one in found.findings) for status in ("ok", "warn", "fail", "skip")}
+    verdict = "fit for checkpoints" if found.ok else "NOT fit for checkpoints"
+    last = f"{url} is {verdict}: {text.count(counts['warn'], 'warning')}, {text.count(counts['fail'], 'failure')}"
+    return Answer({"url": url, "counts": counts, **_document(found)}, [last], found.ok)
+
+
+def _tell(finding: Finding) -> None:
+    """As it is found: the probe may take a while."""
+    click.echo(f"{finding.status:<5}{finding.check:<{_COLUMN}}{finding.message}")
+    if finding.remedy and finding.status in ("warn", "fail"):
+        click.echo(f"{'':<{5 + _COLUMN}}{finding.remedy}")
+
+
+def _document(found: Diagnosis) -> dict[str, Any]:
+    findings = [
+        {"check": one.check, "status": one.status, "message": one.message, "remedy": one.remedy}
+        for one in found.findings
+    ]
+    if found.speed is None:
+        return {"findings": findings, "throughput": None}
+    advised = found.speed.advice(0)
+    return {
+        "findings": findings,
+        "throughput": {
+            "latency_s": found.speed.latency_s,
+            "moved_bytes": found.speed.moved_bytes,
+            "levels": [
+                {"connections": level.connections, "up": level.up, "down": level.down} for level in found.speed.levels
+            ],
+            "part_bytes": advised.part_bytes,
+            "connections": advised.connections,
+        },
+    }

@@ -1,0 +1,343 @@
+"""`cp` makes whole checkpoints at other places, or none; what it copies loads there, and is checked on the way."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
+
+from bucketpoint import BucketReader
+from bucketpoint.dcp import copy as module
+from bucketpoint.dcp.copy import COPY_OPTIONS, copy_checkpoint, plan_copy
+from bucketpoint.dcp.saved import open_checkpoint
+from bucketpoint.dcp.verify import verify
+from bucketpoint.errors import AccessDeniedError, CommitConflictError, CorruptDataError, StoreError
+from bucketpoint.stores import S3Store, open_store
+from bucketpoint.transfer import TransferOptions
+from cli.conftest import Program, save, state
+from cli.test_verify import flip, place, replaced
+from dcp.states import assert_same, blank
+from servers import S3Server
+from transfer.wrappers import CountingStore, FailingStore
+
+
+def loads(url: str, value: float = 1.0) -> None:
+    target = blank(state(value))
+    dcp.load(target, checkpoint_id=url, storage_reader=BucketReader(), no_dist=True)
+    assert_same(target, state(value))
+
+
+def contents(url: str) -> dict[str, int]:
+    store, prefix = open_store(url)
+    above = f"{prefix}/" if prefix else ""
+    return {info.key.removeprefix(above): info.size for info in store.list(above)}
+
+
+@pytest.mark.parametrize("there", ["same", "file", "memory"])
+def test_a_copy_loads_and_is_pinned_where_it_lies(root: str, tmp_path: Path, program: Program, there: str) -> None:
+    source = f"{root}/a"
+    save(source)
+    target = {"same": f"{root}/b", "file": str(tmp_path / "b"), "memory": f"memory://cp/{tmp_path.name}{root[-9:]}"}[
+        there
+    ]
+    done = program("cp", source, target, "--verify", "--json")
+    assert done.code == 0, done.err
+    assert done.json["server_side"] == (there == "same" and root.startswith("s3"))
+    assert done.json["verification"]["unchecked_bytes"] == {}
+    assert done.json["verification"]["notes"] == []
+    assert done.json["checked_bytes"] in (0, done.json["bytes"])
+    assert bool(done.json["checked_bytes"]) != done.json["server_side"]
+    loads(target)
+    copied = open_checkpoint(target)
+    assert copied.facts["copied_from"] == source
+    assert set(contents(target)) == set(contents(source))
+    if copied.store.capabilities.pinned_reads:
+        assert all(copied.etag_of(path) for path in copied.by_object)
+
+
+def test_from_file_to_s3_in_parts_within_the_budget(
+    minio: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in minio.env.items():
+        monkeypatch.setenv(name, value)
+    save(str(tmp_path))
+    saved = open_checkpoint(tmp_path)
+    plan = plan_copy(saved, f"s3://{minio.make_bucket()}/x")
+    store = CountingStore(plan.store)
+    object.__setattr__(plan, "store", store)
+    small = TransferOptions(part_bytes=5 << 20, single_put_bytes=5 << 20, max_inflight_bytes=10 << 20, connections=4)
+    done = copy_checkpoint(plan, small)
+    assert (store.calls["create_multipart"], store.calls["put_part"]) == (1, 2)
+    assert done.checked_bytes == done.nbytes
+    loads(plan.url)
+
+
+def test_between_buckets_of_one_service_no_byte_comes_through(minio: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in minio.env.items():
+        monkeypatch.setenv(name, value)
+    a, b = (f"s3://{minio.make_bucket()}/x" for _ in range(2))
+    save(a)
+    saved = open_checkpoint(a)
+    moved: list[str] = []
+    for name in ("read_into", "put_part"):
+        monkeypatch.setattr(S3Store, name, lambda *_, name=name, **__: moved.append(name))
+    done = copy_checkpoint(plan_copy(saved, b))
+    monkeypatch.undo()
+    for name, value in minio.env.items():
+        monkeypatch.setenv(name, value)
+    assert done.inside
+    assert moved == []
+    loads(b)
+
+
+def test_where_the_service_may_not_copy_the_bytes_come_through(
+    minio: S3Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The destination's credentials cannot read the source."""
+    for name, value in minio.env.items():
+        monkeypatch.setenv(name, value)
+    a, b = minio.make_bucket(), minio.make_bucket()
+    save(f"s3://{a}/x")
+    options = minio.limited_options(
+        {"Effect": "Allow", "Action": "s3:*", "Resource": [f"arn:aws:s3:::{b}", f"arn:aws:s3:::{b}/*"]}
+    )
+    plan = plan_copy(open_checkpoint(f"s3://{a}/x"), f"s3://{b}/x", storage_options=options)
+    assert plan.inside
+    done = copy_checkpoint(plan)
+    assert not done.inside
+    assert done.checked_bytes == done.nbytes
+    loads(f"s3://{b}/x")
+
+
+def test_it_refuses_what_is_there_and_overwrites_when_told(root: str, program: Program) -> None:
+    save(f"{root}/a", 1.0)
+    save(f"{root}/b", 2.0)
+    refused = program("cp", f"{root}/a", f"{root}/b", "--json")
+    assert refused.code == 5
+    assert refused.json["error"]["kind"] == "CheckpointExistsError"
+    loads(f"{root}/b", 2.0)
+    assert program("cp", f"{root}/a", f"{root}/b", "--overwrite").code == 0
+    loads(f"{root}/b", 1.0)
+    # The data of the one that was replaced is gone.
+    assert set(contents(f"{root}/b")) == set(contents(f"{root}/a"))
+
+
+def test_a_dry_run_says_what_would_happen_and_writes_nothing(root: str, program: Program) -> None:
+    save(f"{root}/a")
+    save(f"{root}/b", 2.0)
+    before = contents(f"{root}/b")
+    done = program("cp", f"{root}/a", f"{root}/b", "--overwrite", "--dry-run", "--json")
+    assert done.code == 0
+    assert (done.json["dry_run"], done.json["replaces"], done.json["objects"]) == (True, True, 3)
+    assert contents(f"{root}/b") == before
+    assert program("cp", f"{root}/a", f"{root}/new", "--dry-run").code == 0
+    assert contents(f"{root}/new") == {}
+
+
+def test_overwriting_a_damaged_copy_of_itself_repairs_it_and_never_touches_its_objects_before(
+    root: str, program: Program
+) -> None:
+    save(f"{root}/a")
+    assert program("cp", f"{root}/a", f"{root}/b").code == 0
+    before = set(contents(f"{root}/b"))
+    path, info = place(f"{root}/b", "model.large")
+    replaced(f"{root}/b", path, flip(info.offset + 5000))
+    assert program("verify", f"{root}/b").code == 1
+    assert program("cp", f"{root}/a", f"{root}/b", "--overwrite", "--verify").code == 0
+    loads(f"{root}/b")
+    assert set(contents(f"{root}/b")) & before == {".metadata", ".bucketpoint.json"}
+
+
+def test_onto_itself_is_a_usage_error(root: str, program: Program) -> None:
+    save(f"{root}/a")
+    assert program("cp", f"{root}/a", f"{root}/a/", "--overwrite").code == 2
+    loads(f"{root}/a")
+
+
+@pytest.mark.parametrize("how", ["flipped", "missing", "truncated"])
+def test_a_damaged_source_is_not_copied(tmp_path: Path, program: Program, how: str) -> None:
+    source, target = f"file://{tmp_path}/a", f"memory://cp/{tmp_path.name}-{how}"
+    save(source)
+    path, info = place(source, "model.large")
+    file = tmp_path / "a" / path
+    data = bytearray(file.read_bytes())
+    data[info.offset + info.length - 2] ^= 1
+    # In place: the inode, the size and the time stay, as with a disk that rots.
+    status = file.stat()
+    with file.open("r+b") as out:
+        out.write(data)
+        if how == "truncated":
+            out.truncate(1000)
+    os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns))
+    if how == "missing":
+        file.unlink()
+    done = program("cp", source, target, "--json")
+    assert done.code == 1
+    assert done.json["error"]["kind"] == "CorruptDataError"
+    assert done.json["error"]["key"] == path
+    assert ".metadata" not in contents(target)
+
+
+@pytest.mark.parametrize("old", [None, 2.0], ids=["fresh", "over an old one"])
+def test_a_failure_at_any_request_leaves_what_was_there_and_a_repeat_finishes(
+    tmp_path: Path, old: float | None
+) -> None:
+    source, target = str(tmp_path / "a"), str(tmp_path / "b")
+    save(source)
+    if old is not None:
+        save(target, old)
+    options = TransferOptions(part_bytes=5 << 20, single_put_bytes=5 << 20, max_inflight_bytes=10 << 20, connections=2)
+    failures = 0
+    for call in ("put", "put_part", "create_multipart", "complete_multipart"):
+        for number in range(1, 6):
+            plan = plan_copy(open_checkpoint(source), target, overwrite=True)
+            store = FailingStore(
+                plan.store, lambda name, n, c=call, k=number: (name, n) == (c, k), lambda: StoreError("no")
+            )
+            object.__setattr__(plan, "store", store)
+            try:
+                copy_checkpoint(plan, options)
+            except StoreError:
+                failures += 1
+                if (
+                    open_checkpoint(target).facts.get("copied_from")
+                    if old is not None
+                    else (tmp_path / "b/.metadata").exists()
+                ):
+                    # Only what comes after the commit may fail then.
+                    loads(target)
+                elif old is not None:
+                    loads(target, old)
+            if (tmp_path / "b/.metadata").exists() and old is None:
+                loads(target)
+                for info in list(plan.store.inner.list("")):  # type: ignore[attr-defined]
+                    plan.store.inner.delete([info.key])  # type: ignore[attr-defined]
+    assert failures >= 6
+    copy_checkpoint(plan_copy(open_checkpoint(source), target, overwrite=True), options)
+    loads(target)
+
+
+def test_a_copy_that_was_killed_goes_on_where_it_stopped(tmp_path: Path) -> None:
+    source, target = str(tmp_path / "a"), str(tmp_path / "b")
+    save(source)
+    plan = plan_copy(open_checkpoint(source), target)
+    store = FailingStore(plan.store, lambda name, n: name == "put" and n == 3, lambda: StoreError("killed"))
+    object.__setattr__(plan, "store", store)
+    with pytest.raises(StoreError, match="killed"):
+        copy_checkpoint(plan, TransferOptions(connections=1))
+    again = plan_copy(open_checkpoint(source), target)
+    assert len(again.there) == 2
+    store = CountingStore(again.store)
+    object.__setattr__(again, "store", store)
+    assert copy_checkpoint(again).skipped == 2
+    # One object, the metadata and its record.
+    assert store.calls["put"] == 3
+    loads(target)
+    assert verify(open_checkpoint(target)).ok
+
+
+def test_a_commit_in_between_stands(tmp_path: Path) -> None:
+    save(str(tmp_path / "a"), 1.0)
+    plan = plan_copy(open_checkpoint(tmp_path / "a"), tmp_path / "b")
+    save(str(tmp_path / "b"), 2.0)
+    with pytest.raises(module.CheckpointExistsError):
+        copy_checkpoint(plan)
+    loads(str(tmp_path / "b"), 2.0)
+    assert CommitConflictError is not None
+
+
+def test_the_checkpoint_of_another_writer_is_copied_to_the_byte(tmp_path: Path, program: Program) -> None:
+    dcp.save(state(), storage_writer=FileSystemWriter(tmp_path / "a"), no_dist=True)
+    done = program("cp", str(tmp_path / "a"), str(tmp_path / "b"), "--verify")
+    assert done.code == 0, done.err
+    for name in (".metadata", "__0_0.distcp"):
+        assert (tmp_path / "b" / name).read_bytes() == (tmp_path / "a" / name).read_bytes()
+    target = blank(state())
+    dcp.load(target, storage_reader=FileSystemReader(tmp_path / "b"), no_dist=True)
+    assert_same(target, state())
+    loads(str(tmp_path / "b"))
+
+
+def test_fixed_names_of_another_writer_are_never_overwritten_under_a_checkpoint(
+    tmp_path: Path, program: Program
+) -> None:
+    dcp.save(state(1.0), storage_writer=FileSystemWriter(tmp_path / "a"), no_dist=True)
+    dcp.save(state(2.0), storage_writer=FileSystemWriter(tmp_path / "b"), no_dist=True)
+    done = program("cp", str(tmp_path / "a"), str(tmp_path / "b"), "--overwrite", "--json")
+    assert done.code == 5
+    assert "Delete the checkpoint" in done.json["error"]["remedy"]
+    loads(str(tmp_path / "b"), 2.0)
+
+
+def test_nothing_is_copied_from_where_nothing_is(tmp_path: Path, program: Program) -> None:
+    assert program("cp", str(tmp_path / "none"), str(tmp_path / "b")).code == 3
+    assert not (tmp_path / "b").exists()
+
+
+def test_without_the_right_to_write_it_is_denied(minio: S3Server, tmp_path: Path) -> None:
+    save(str(tmp_path))
+    bucket = minio.make_bucket()
+    options = minio.limited_options(
+        {"Effect": "Allow", "Action": ["s3:GetObject", "s3:ListBucket"], "Resource": "arn:aws:s3:::*"}
+    )
+    plan = plan_copy(open_checkpoint(tmp_path), f"s3://{bucket}/x", storage_options=options)
+    with pytest.raises(AccessDeniedError):
+        copy_checkpoint(plan)
+    assert minio.keys(bucket) == []
+
+
+def test_each_side_may_have_options_of_its_own(minio: S3Server, moto: S3Server, tmp_path: Path) -> None:
+    """Two services with other endpoints and keys, by the real program."""
+    here, there = minio.make_bucket(), moto.make_bucket()
+    save(f"s3://{here}/a", storage_options=minio.options)
+    sides: list[str] = []
+    for flag, server in (("--from-option", minio), ("--to-option", moto)):
+        for name, value in (("key", server.key), ("secret", server.secret), ("endpoint_url", server.endpoint)):
+            sides += [flag, f"{name}={value}"]
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-m", "bucketpoint.cli", "cp", f"s3://{here}/a", f"s3://{there}/a", *sides],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "compared with checksums" in done.stdout
+    target: Any = blank(state())
+    dcp.load(
+        target, checkpoint_id=f"s3://{there}/a", storage_reader=BucketReader(storage_options=moto.options), no_dist=True
+    )
+    assert_same(target, state())
+
+
+def test_the_budget_holds_for_what_comes_through(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import bucketpoint.transfer.copy as copying
+    from bucketpoint.transfer import BufferPool
+
+    pools: list[BufferPool] = []
+
+    def pool(limit: int) -> BufferPool:
+        pools.append(BufferPool(limit))
+        return pools[-1]
+
+    monkeypatch.setattr(copying, "BufferPool", pool)
+    save(str(tmp_path / "a"))
+    tight = TransferOptions(part_bytes=1 << 20, single_put_bytes=1 << 20, max_inflight_bytes=4 << 20, connections=4)
+    copy_checkpoint(plan_copy(open_checkpoint(tmp_path / "a"), tmp_path / "b"), tight)
+    assert 0 < pools[0].peak_bytes <= tight.max_inflight_bytes
+    assert COPY_OPTIONS.max_inflight_bytes == 256 << 20
+
+
+def test_an_object_without_a_byte_is_copied(tmp_path: Path) -> None:
+    dcp.save({"w": torch.zeros(0)}, storage_writer=FileSystemWriter(tmp_path / "a"), no_dist=True)
+    saved = open_checkpoint(tmp_path / "a")
+    copy_checkpoint(plan_copy(saved, tmp_path / "b"))
+    assert verify(open_checkpoint(tmp_path / "b")).ok
+    assert isinstance(CorruptDataError("x"), StoreError)

@@ -1,0 +1,323 @@
+"""`doctor` finds what a store cannot do, what a bucket's rules would do, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from bucketpoint.errors import AccessDeniedError, StoreError
+from bucketpoint.stores import LocalStore, S3Options, S3Store, open_store, s3_bucket
+from bucketpoint.stores.s3_bucket import LifecycleRule
+from bucketpoint.transfer.doctor import Diagnosis, examine
+from bucketpoint.transfer.speed import LEVELS, Level, Speed, probe
+from cli.conftest import Program
+from servers import S3Server
+from transfer.wrappers import CountingStore, FailingStore
+
+ACCESS = ["put", "get", "list", "delete"]
+CONDITIONS = ["create-only put", "put if match", "pinned read"]
+MULTIPART = [f"multipart {step}" for step in ("create", "upload", "complete", "list", "abort")]
+
+
+def by_check(found: Diagnosis) -> dict[str, str]:
+    return {one.check: one.status for one in found.findings}
+
+
+def store_of(server: S3Server, bucket: str, **changes: Any) -> S3Store:
+    return S3Store(bucket, S3Options.from_storage_options({**server.options, **changes}))
+
+
+def test_a_good_place_is_fit_and_nothing_is_left_there(root: str, program: Program) -> None:
+    done = program("doctor", f"{root}/scratch", "--size", "2MiB", "--json")
+    status = {one["check"]: one["status"] for one in done.json["findings"]}
+    fails = {check for check, state in status.items() if state == "fail"}
+    if done.json["counts"]["fail"]:
+        # moto lets several writers at once create one object; nothing else may fail, nor may it elsewhere.
+        assert fails == {"create-only put"}
+        assert "won" in program("doctor", f"{root}/scratch", "--size", "0").out or True
+    assert done.code == (1 if fails else 0)
+    assert all(status[check] == "ok" for check in ACCESS)
+    assert status["clean-up"] == "ok"
+    assert done.json["throughput"]["moved_bytes"] >= 2 << 20
+    assert [level["connections"] for level in done.json["throughput"]["levels"]] == [count for count, _ in LEVELS]
+    store, prefix = open_store(root)
+    assert list(store.list(prefix)) == []
+    assert list(store.list_multipart(prefix)) == []
+
+
+def test_minio_passes_every_check(minio: S3Server) -> None:
+    bucket = minio.make_bucket()
+    told: list[str] = []
+    found = examine(store_of(minio, bucket), "runs", probe_bytes=1 << 20, told=lambda one: told.append(one.check))
+    status = by_check(found)
+    assert found.ok
+    assert all(status[check] == "ok" for check in [*ACCESS, "clock", *CONDITIONS, "checksum", *MULTIPART, "versioning"])
+    assert status["lifecycle multipart"] == "warn"
+    assert told == [one.check for one in found.findings]
+    assert minio.keys(bucket) == []
+
+
+def test_a_local_folder_is_fit(tmp_path: Path) -> None:
+    found = examine(LocalStore(str(tmp_path)), "", probe_bytes=1 << 20)
+    assert found.ok
+    assert {by_check(found)[check] for check in [*ACCESS, *CONDITIONS, *MULTIPART, "space"]} == {"ok"}
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("denied", "check", "status"),
+    [
+        ("s3:PutObject", "put", "fail"),
+        ("s3:GetObject", "get", "fail"),
+        ("s3:ListBucket", "list", "warn"),
+        ("s3:DeleteObject", "delete", "warn"),
+        ("s3:ListMultipartUploadParts", None, "ok"),
+        ("s3:AbortMultipartUpload", "multipart abort", "fail"),
+        ("s3:GetLifecycleConfiguration", "lifecycle", "warn"),
+        ("s3:GetBucketVersioning", "versioning", "warn"),
+    ],
+)
+def test_each_right_that_is_missing_is_named(minio: S3Server, denied: str, check: str | None, status: str) -> None:
+    bucket = minio.make_bucket()
+    everything = {"Effect": "Allow", "Action": "s3:*", "Resource": "arn:aws:s3:::*"}
+    options = minio.limited_options(everything, {"Effect": "Deny", "Action": denied, "Resource": "arn:aws:s3:::*"})
+    found = examine(S3Store(bucket, S3Options.from_storage_options(options)), "runs", probe_bytes=0)
+    if check is None:
+        assert found.ok
+        return
+    assert by_check(found)[check] == status
+    finding = next(one for one in found.findings if one.check == check)
+    assert finding.remedy
+    left = minio.keys(bucket)
+    assert bool(left) == (denied == "s3:DeleteObject")
+    if left:
+        assert by_check(found)["clean-up"] == "warn"
+        assert all("/bucketpoint-doctor-" in key for key in left)
+
+
+def test_what_cannot_be_reached_is_one_failure_and_no_more(minio: S3Server) -> None:
+    bucket = minio.make_bucket()
+    for store in (
+        store_of(minio, bucket + "-not"),
+        store_of(minio, bucket, secret="wrong"),
+        store_of(minio, bucket, client_kwargs={"endpoint_url": "http://127.0.0.1:1"}, max_attempts=1),
+    ):
+        found = examine(store, "runs")
+        assert [(one.check, one.status) for one in found.findings] == [("connect", "fail")]
+        assert found.findings[0].remedy
+
+
+class Without:
+    """A store that does not honour what it is asked for."""
+
+    def __init__(self, inner: Any, *ignored: str) -> None:
+        self._inner = inner
+        self._ignored = ignored
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self._inner, name)
+        if not callable(value):
+            return value
+        return lambda *args, **kwargs: value(*args, **{k: v for k, v in kwargs.items() if k not in self._ignored})
+
+
+@pytest.mark.parametrize(
+    ("ignored", "check", "status"),
+    [
+        (("if_none_match",), "create-only put", "fail"),
+        (("if_match",), "put if match", "fail"),
+        (("if_match",), "pinned read", "warn"),
+    ],
+)
+def test_conditions_that_a_store_ignores_are_found(
+    tmp_path: Path, ignored: tuple[str, ...], check: str, status: str
+) -> None:
+    found = examine(Without(LocalStore(str(tmp_path)), *ignored), "", probe_bytes=0)  # type: ignore[arg-type]
+    assert by_check(found)[check] == status
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_race_that_two_writers_win_is_found(tmp_path: Path) -> None:
+    class Racy:
+        """Looks, waits, and writes: what a condition must not be."""
+
+        def __init__(self, inner: LocalStore) -> None:
+            self._inner = inner
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self._inner, name)
+
+        def put(self, key: str, body: Any, *, if_none_match: bool = False, **kwargs: Any) -> Any:
+            if if_none_match and any(True for info in self._inner.list(key) if info.key == key):
+                return self._inner.put(key, body, if_none_match=True)
+            if if_none_match and key.endswith("race"):
+                time.sleep(0.2)
+            return self._inner.put(key, body, **kwargs)
+
+    found = examine(Racy(LocalStore(str(tmp_path))), "", probe_bytes=0)  # type: ignore[arg-type]
+    finding = next(one for one in found.findings if one.check == "create-only put")
+    assert finding.status == "fail"
+    assert "writers at once" in finding.message
+
+
+def test_checksums_that_a_store_does_not_verify_are_found(tmp_path: Path) -> None:
+    class Claims(LocalStore):
+        @property
+        def capabilities(self) -> Any:
+            return dataclasses.replace(super().capabilities, checksums=True)
+
+    found = examine(Claims(str(tmp_path)), "", probe_bytes=0)
+    assert by_check(found)["checksum"] == "warn"
+
+
+@pytest.mark.parametrize("step", ["create_multipart", "put_part", "complete_multipart", "list_multipart"])
+def test_each_step_of_a_multipart_upload_is_named_and_no_upload_stays(tmp_path: Path, step: str) -> None:
+    inner = LocalStore(str(tmp_path))
+    store = FailingStore(inner, lambda name, number: name == step, lambda: AccessDeniedError("denied"))
+    found = examine(store, "", probe_bytes=0)
+    check = {"put_part": "multipart upload"}.get(step, f"multipart {step.split('_')[0]}")
+    assert by_check(found)[check] in ("fail", "warn")
+    assert list(inner.list_multipart("")) == []
+
+
+@pytest.mark.parametrize(
+    ("ahead", "status"), [(0, "ok"), (20, "ok"), (-60, "warn"), (100, "warn"), (1000, "fail"), (-1000, "fail")]
+)
+def test_the_clocks_are_compared(minio: S3Server, monkeypatch: pytest.MonkeyPatch, ahead: int, status: str) -> None:
+    bucket = minio.make_bucket()
+    monkeypatch.setattr(s3_bucket, "time", SimpleNamespace(time=lambda: time.time() + ahead))
+    found = examine(store_of(minio, bucket), "runs", probe_bytes=0)
+    assert by_check(found)["clock"] == status
+
+
+def versioned(server: S3Server, bucket: str) -> None:
+    server.client().put_bucket_versioning(Bucket=bucket, VersioningConfiguration={"Status": "Enabled"})
+
+
+def with_rules(*rules: dict[str, Any]) -> Callable[[S3Server, str], None]:
+    entries = [{"ID": f"rule-{number}", "Status": "Enabled", **rule} for number, rule in enumerate(rules)]
+
+    def put(server: S3Server, bucket: str) -> None:
+        server.client().put_bucket_lifecycle_configuration(Bucket=bucket, LifecycleConfiguration={"Rules": entries})
+
+    return put
+
+
+@pytest.mark.parametrize(
+    ("prepare", "check", "status"),
+    [
+        (versioned, "versioning", "warn"),
+        (with_rules({"Filter": {"Prefix": ""}, "Expiration": {"Days": 30}}), "lifecycle expiry", "fail"),
+        (with_rules({"Filter": {"Prefix": "runs/a"}, "Expiration": {"Days": 30}}), "lifecycle expiry", "fail"),
+        (with_rules({"Filter": {"Prefix": "logs/"}, "Expiration": {"Days": 30}}), "lifecycle expiry", "ok"),
+        (
+            with_rules({"Filter": {"Tag": {"Key": "a", "Value": "b"}}, "Expiration": {"Days": 30}}),
+            "lifecycle expiry",
+            "warn",
+        ),
+        (
+            with_rules({"Filter": {"Prefix": ""}, "AbortIncompleteMultipartUpload": {"DaysAfterInitiation": 3}}),
+            "lifecycle multipart",
+            "ok",
+        ),
+        (
+            with_rules({"Filter": {"Prefix": "logs/"}, "AbortIncompleteMultipartUpload": {"DaysAfterInitiation": 3}}),
+            "lifecycle multipart",
+            "warn",
+        ),
+        (
+            with_rules({"Filter": {"Prefix": ""}, "Transitions": [{"Days": 30, "StorageClass": "GLACIER"}]}),
+            "lifecycle expiry",
+            "warn",
+        ),
+        (
+            with_rules({"Status": "Disabled", "Filter": {"Prefix": ""}, "Expiration": {"Days": 30}}),
+            "lifecycle expiry",
+            "ok",
+        ),
+    ],
+    ids=[
+        *("versioned", "expires all", "expires some", "expires others", "expires tagged", "aborts uploads"),
+        *("aborts others", "archives", "disabled"),
+    ],
+)
+def test_what_the_bucket_s_own_rules_would_do_is_told(
+    moto: S3Server, prepare: Callable[[S3Server, str], None], check: str, status: str
+) -> None:
+    bucket = moto.make_bucket()
+    prepare(moto, bucket)
+    found = examine(store_of(moto, bucket), "runs", probe_bytes=0)
+    assert by_check(found)[check] == status
+
+
+def test_a_versioned_bucket_that_drops_old_versions_is_fine(moto: S3Server) -> None:
+    bucket = moto.make_bucket()
+    versioned(moto, bucket)
+    with_rules({"Filter": {"Prefix": ""}, "NoncurrentVersionExpiration": {"NoncurrentDays": 2}})(moto, bucket)
+    found = examine(store_of(moto, bucket), "runs", probe_bytes=0)
+    assert by_check(found)["versioning"] == "ok"
+
+
+def test_a_bucket_that_locks_new_objects_is_told(moto: S3Server) -> None:
+    bucket = f"{moto.make_bucket()}-lock"
+    moto.client().create_bucket(Bucket=bucket, ObjectLockEnabledForBucket=True)
+    rule = {"DefaultRetention": {"Mode": "GOVERNANCE", "Days": 1}}
+    configuration = {"ObjectLockEnabled": "Enabled", "Rule": rule}
+    moto.client().put_object_lock_configuration(Bucket=bucket, ObjectLockConfiguration=configuration)
+    found = examine(store_of(moto, bucket), "runs", probe_bytes=0)
+    assert by_check(found)["object lock"] == "warn"
+
+
+def test_which_keys_a_rule_is_for() -> None:
+    rule = LifecycleRule("x", "runs/a", False, True, (), None, None)
+    assert rule.touches("runs/")
+    assert rule.touches("runs/a/step-1/")
+    assert not rule.touches("other/")
+    assert rule.covers("runs/a/")
+    assert not rule.covers("runs/")
+    assert not dataclasses.replace(rule, narrowed=True).covers("runs/a/")
+
+
+def test_the_probe_moves_about_what_it_was_told_to(tmp_path: Path) -> None:
+    store = CountingStore(LocalStore(str(tmp_path)))
+    used: list[str] = []
+    speed = probe(store, "x/", 16 << 20, used=used.append)  # type: ignore[arg-type]
+    assert store.received == speed.moved_bytes
+    assert 15 << 20 <= speed.moved_bytes <= 18 << 20
+    assert store.keys == set(used)
+
+
+def test_the_advice_follows_from_latency_and_bandwidth() -> None:
+    levels = (Level(1, 80e6, 90e6), Level(8, 640e6, 700e6), Level(24, 660e6, 720e6))
+    far = Speed(0.2, levels, 8 << 20, 0).advice(5 << 20)
+    near = Speed(0.001, levels, 8 << 20, 0).advice(5 << 20)
+    assert (near.part_bytes, near.connections) == (32 << 20, 8)
+    assert far.part_bytes == 128 << 20
+    scaling = Speed(0.01, (*levels[:2], Level(24, 1900e6, 720e6)), 8 << 20, 0)
+    assert scaling.advice(0).connections == 24
+
+
+def test_a_failure_in_the_probe_is_a_finding_and_its_objects_are_deleted(tmp_path: Path) -> None:
+    inner = LocalStore(str(tmp_path))
+    store = FailingStore(inner, lambda name, number: name == "read_into" and number > 4, lambda: StoreError("broken"))
+    found = examine(store, "", probe_bytes=1 << 20)
+    assert by_check(found)["throughput"] == "fail"
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(("said", "code"), [("1K", 0), ("0", 0), ("2 MiB", 0), ("lots", 2), ("-1", 2)])
+def test_sizes_are_read(tmp_path: Path, program: Program, said: str, code: int) -> None:
+    assert program("doctor", str(tmp_path), "--size", said).code == code
+
+
+def test_findings_are_printed_with_their_remedies(tmp_path: Path, program: Program) -> None:
+    done = program("doctor", f"memory://doctor/{tmp_path.name}", "--size", "0")
+    assert done.code == 0
+    assert "ok   put " in done.out
+    assert "is fit for checkpoints" in done.out.splitlines()[-1]

@@ -1,0 +1,172 @@
+"""`show` says what a checkpoint is, `diff` where two differ; both read `.metadata` alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.distributed.checkpoint import FileSystemWriter
+
+import bucketpoint.dcp.saved as module
+from bucketpoint import BucketWriter, __version__
+from bucketpoint.dcp.saved import open_checkpoint
+from bucketpoint.dcp.summary import _whole_crc, summarise
+from bucketpoint.format.storage_info import ItemInfo
+from bucketpoint.transfer.checksum import crc32c
+from cli.conftest import Program, save, state
+from transfer.wrappers import CountingStore
+
+
+def written(url: str, content: dict[str, Any]) -> None:
+    dcp.save(content, checkpoint_id=url, storage_writer=BucketWriter(), no_dist=True)
+
+
+def test_show_tells_what_a_checkpoint_is(root: str, program: Program) -> None:
+    save(f"{root}/a")
+    found = program("show", f"{root}/a", "--json").json
+    saved = open_checkpoint(f"{root}/a")
+    assert found["url"] == f"{root}/a"
+    assert (found["writer"], found["world_size"], found["bucketpoint"]) == ("bucketpoint", 1, __version__)
+    assert found["token"] == saved.facts["token"]
+    assert found["torch"] == torch.__version__
+    assert (found["objects"], found["items"], found["keys"], found["tensors"]) == (3, 5, 5, 4)
+    assert found["bytes"] == sum(found["groups"].values()) == sum(info.length for _, info in saved.items)
+    assert set(found["groups"]) == {"model", "optim", "other"}
+    assert found["dtypes"]["bfloat16"] == {"tensors": 1, "bytes": 60}
+    assert [entry["key"] for entry in found["largest"]][:2] == ["model.large", "optim.large"]
+    assert "entries" not in found
+    assert [entry["key"] for entry in program("show", f"{root}/a", "--tensors", "--json").json["entries"]] == [
+        "model.empty",
+        "model.large",
+        "model.small",
+        "optim.large",
+        "step",
+    ]
+    text = program("show", f"{root}/a").out
+    assert "model.large" in text
+    assert "12.6 MB" in text
+
+
+def test_show_reads_one_object(tmp_path: Path, program: Program, monkeypatch: pytest.MonkeyPatch) -> None:
+    save(str(tmp_path))
+    stores: list[CountingStore] = []
+    original = module.open_store
+
+    def opened(*args: Any, **kwargs: Any) -> Any:
+        store, prefix = original(*args, **kwargs)
+        stores.append(CountingStore(store))
+        return stores[-1], prefix
+
+    monkeypatch.setattr(module, "open_store", opened)
+    assert program("show", str(tmp_path), "--tensors").code == 0
+    assert dict(stores[0].calls) == {"get": 1}
+
+
+def test_show_tells_of_another_writer_what_there_is_to_tell(tmp_path: Path, program: Program) -> None:
+    dcp.save(state(), storage_writer=FileSystemWriter(tmp_path), no_dist=True)
+    found = program("show", str(tmp_path), "--json").json
+    assert (found["writer"], found["world_size"], found["token"]) == ("other", None, None)
+    assert (found["objects"], found["tensors"]) == (1, 4)
+    assert set(found["groups"]) == {"model", "optim", "other"}
+
+
+@pytest.mark.parametrize(
+    ("left", "says"),
+    [
+        ([".metadata"], "objects here and no .metadata"),
+        (["deep/.metadata", "deep/data"], "there are checkpoints below it: deep"),
+        (["__0.metadata"], "saved without collectives"),
+    ],
+    ids=["interrupted", "a root", "without collectives"],
+)
+def test_what_is_no_checkpoint_is_told_apart(tmp_path: Path, program: Program, left: list[str], says: str) -> None:
+    for name in left if left != [".metadata"] else ["data/x"]:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(b"x")
+    done = program("show", str(tmp_path))
+    assert done.code == 3
+    assert says in done.err
+
+
+def test_equal_checkpoints_do_not_differ(root: str, program: Program) -> None:
+    save(f"{root}/a")
+    save(f"{root}/b")
+    done = program("diff", f"{root}/a", f"{root}/b", "--values", "--json")
+    assert done.code == 0
+    assert done.json["ok"]
+    assert done.json["values"] == {"differ": [], "equal": 5, "unknown": []}
+
+
+def test_each_kind_of_difference_is_named(tmp_path: Path, program: Program) -> None:
+    a, b = str(tmp_path / "a"), str(tmp_path / "b")
+    written(
+        a,
+        {
+            "same": torch.ones(4),
+            "only": torch.ones(3),
+            "kind": torch.ones(2),
+            "size": torch.ones(5),
+            "value": torch.ones(6),
+        },
+    )
+    written(
+        b,
+        {"same": torch.ones(4), "new": 5, "kind": torch.ones(2).half(), "size": torch.ones(6), "value": torch.zeros(6)},
+    )
+    done = program("diff", a, b, "--values", "--json")
+    assert done.code == 1
+    assert [entry["key"] for entry in done.json["only_a"]] == ["only"]
+    assert [entry["key"] for entry in done.json["only_b"]] == ["new"]
+    assert {one["key"] for one in done.json["changed"]} == {"kind", "size"}
+    assert done.json["values"] == {"differ": ["value"], "equal": 1, "unknown": []}
+    without = program("diff", a, b, "--json")
+    assert without.json["values"] is None
+    text = program("diff", a, b, "--values").out.splitlines()
+    assert {line[:1] for line in text[:5]} == {"-", "+", "!", "~"}
+
+
+def test_values_without_checksums_are_not_said_to_be_equal(tmp_path: Path, program: Program) -> None:
+    save(str(tmp_path / "a"))
+    dcp.save(state(2.0), storage_writer=FileSystemWriter(tmp_path / "b"), no_dist=True)
+    done = program("diff", str(tmp_path / "a"), str(tmp_path / "b"), "--values", "--json")
+    assert done.code == 0
+    assert done.json["values"]["equal"] == 0
+    assert len(done.json["values"]["unknown"]) == 5
+
+
+@settings(max_examples=100)
+@given(st.lists(st.integers(0, 4), min_size=1, max_size=6), st.integers(0, 3), st.randoms(use_true_random=False))
+def test_the_checksum_of_a_tensor_does_not_depend_on_how_its_rows_were_cut(
+    cuts: list[int], columns: int, random: Any
+) -> None:
+    rows = sum(cuts)
+    data = bytes(random.randrange(256) for _ in range(rows * columns))
+    items, at = [], 0
+    for size in cuts:
+        piece = data[at * columns : (at + size) * columns]
+        info = ItemInfo("p", 0, 9, None, 0, len(piece), crc32c(memoryview(piece)))
+        items.append(((at, 0), (size, columns), info))
+        at += size
+    random.shuffle(items)
+    # Two empty chunks at one row are the same place; DCP has none such.
+    assert _whole_crc((rows, columns), sorted(items, key=lambda item: item[1])) == crc32c(memoryview(data))
+    if len(cuts) > 1 and items[0][1][0]:
+        assert _whole_crc((rows, columns), items[1:]) is None
+
+
+def test_a_tensor_cut_by_columns_has_no_checksum_of_its_own() -> None:
+    info = ItemInfo("p", 0, 9, None, 0, 4, 7)
+    assert _whole_crc((2, 4), [((0, 0), (2, 2), info), ((0, 2), (2, 2), info)]) is None
+
+
+def test_summaries_need_no_data(tmp_path: Path) -> None:
+    save(str(tmp_path))
+    saved = open_checkpoint(tmp_path)
+    for path in saved.by_object:
+        (tmp_path / path).unlink()
+    assert len(summarise(saved).entries) == 5
