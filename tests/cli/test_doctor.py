@@ -264,13 +264,13 @@ def test_a_versioned_bucket_that_drops_old_versions_is_fine(moto: S3Server) -> N
     assert by_check(found)["versioning"] == "ok"
 
 
-def test_a_bucket_that_locks_new_objects_is_told(moto: S3Server) -> None:
-    bucket = f"{moto.make_bucket()}-lock"
-    moto.client().create_bucket(Bucket=bucket, ObjectLockEnabledForBucket=True)
+def test_a_bucket_that_locks_new_objects_is_told(minio: S3Server) -> None:
+    bucket = f"{minio.make_bucket()}-lock"
+    minio.client().create_bucket(Bucket=bucket, ObjectLockEnabledForBucket=True)
     rule = {"DefaultRetention": {"Mode": "GOVERNANCE", "Days": 1}}
     configuration = {"ObjectLockEnabled": "Enabled", "Rule": rule}
-    moto.client().put_object_lock_configuration(Bucket=bucket, ObjectLockConfiguration=configuration)
-    found = examine(store_of(moto, bucket), "runs", probe_bytes=0)
+    minio.client().put_object_lock_configuration(Bucket=bucket, ObjectLockConfiguration=configuration)
+    found = examine(store_of(minio, bucket), "runs", probe_bytes=0)
     assert by_check(found)["object lock"] == "warn"
 
 

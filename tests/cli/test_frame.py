@@ -120,6 +120,19 @@ def test_a_fault_of_ours_has_a_code_of_its_own(capsys: pytest.CaptureFixture[str
     assert json.loads(said.out)["error"]["kind"] == "InternalError"
 
 
+@command("stuck")
+def stuck(as_json: bool) -> Answer:
+    """Waits until somebody interrupts it."""
+    raise KeyboardInterrupt
+
+
+def test_an_interruption_has_the_code_of_one(program: Program, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(COMMANDS, "stuck", f"{__name__}:stuck")
+    done = program("stuck")
+    assert done.code == 130
+    assert done.err.strip() == "Interrupted."
+
+
 @pytest.mark.parametrize(
     ("kind", "code"),
     [

@@ -19,10 +19,10 @@ _COLUMN = 20
 
 
 def parse_size(text: str) -> int:
-    """Bytes, with K, M or G (and iB or B after it) for powers of 1024. Click makes a usage error of a ValueError."""
+    """Bytes, with K, M or G (and iB or B after it) for powers of 1024."""
     match = re.fullmatch(r"(\d+)\s*([KMG]?)(?:I?B)?", text.strip().upper())
     if match is None:
-        raise ValueError("no size: write 128MiB or 1G")
+        raise click.BadParameter(f"{text!r} is no size: write 128MiB or 1G", param_hint="--size")
     return int(match[1]) * _UNITS[match[2]]
 
 

@@ -28,13 +28,7 @@ from bucketpoint.errors import (
     PreconditionFailedError,
 )
 from bucketpoint.format import keys
-from bucketpoint.format.metadata import (
-    decode_metadata,
-    encode_metadata,
-    extension,
-    make_record,
-    record_from_metadata,
-)
+from bucketpoint.format.metadata import decode_metadata, encode_metadata, extension, make_record
 from bucketpoint.format.record import CommitRecord
 from bucketpoint.format.storage_info import pop_object_facts, read_storage_info
 from bucketpoint.stores import ObjectInfo, Store
@@ -138,14 +132,14 @@ def commit(
     return Committed(items, len(objects), sum(sizes.values()))
 
 
-def commit_copy(request: Commit, data: bytes, *, paths: Collection[str]) -> None:
-    """Make a checkpoint exist whose data objects, at `paths`, and whose metadata are there already.
+def commit_copy(request: Commit, data: bytes, record: CommitRecord, *, paths: Collection[str]) -> None:
+    """Make a checkpoint exist whose data objects are there already, at `paths`, and whose metadata is made.
 
     Raises:
         CheckpointExistsError, CommitConflictError: as `commit`.
     """
     info, replaced = _put_commit(request, data)
-    _write_record(request, record_from_metadata(data, metadata_etag=info.etag))
+    _write_record(request, dataclasses.replace(record, metadata_etag=info.etag))
     if replaced is not None:
         _delete_replaced(request, replaced, kept=set(paths))
 

@@ -12,6 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from torch.distributed.checkpoint import Metadata
+
 from bucketpoint.dcp.commit import Commit, commit_copy
 from bucketpoint.dcp.regions import ChunkShapes, ObjectCheck, Region, item_regions
 from bucketpoint.dcp.saved import SavedCheckpoint
@@ -25,7 +27,7 @@ from bucketpoint.errors import (
     ObjectNotFoundError,
 )
 from bucketpoint.format import keys
-from bucketpoint.format.metadata import decode_metadata, encode_metadata
+from bucketpoint.format.metadata import decode_metadata, encode_metadata, make_record
 from bucketpoint.format.storage_info import read_storage_info
 from bucketpoint.stores import ObjectInfo, Store, open_store
 from bucketpoint.transfer import Meter, ProgressCallback, TransferOptions, retry_transient
@@ -44,7 +46,7 @@ class CopyPlan:
         paths: of each object within the source, the path that it gets.
         sources: what the source's store says of each object.
         there: objects that an earlier, interrupted copy left at the destination, whole.
-        replaces: a checkpoint is committed at the destination, and will be replaced.
+        replaces: a checkpoint is committed at the destination, or may be, and will be replaced.
         inside: the service can copy by itself.
     """
 
@@ -100,7 +102,7 @@ def plan_copy(
         raise InvalidURLError("Source and destination are the same place", url=text, remedy="Name another destination")
     sources = _source_objects(saved)
     used = _used_there(store, prefix, text)
-    if used is not None and not overwrite:
+    if used is not None and used.seen and not overwrite:
         raise CheckpointExistsError(
             "A checkpoint is already committed at the destination", url=text, remedy="Name another, or pass --overwrite"
         )
@@ -109,7 +111,7 @@ def plan_copy(
         paths = _moved_aside(saved, text)
     there = {} if used is not None else _left_behind(saved, store, prefix, sources)
     inside = inside_one_service(saved.store, store)
-    return CopyPlan(saved, text, store, prefix, paths, sources, there, used is not None, inside)
+    return CopyPlan(saved, text, store, prefix, paths, sources, there, used is not None and overwrite, inside)
 
 
 def copy_checkpoint(
@@ -132,9 +134,12 @@ def copy_checkpoint(
     meter = Meter("cp", plan.url, plan.left_nbytes, progress)
     infos, inside = copy_objects(saved.store, plan.store, jobs, options, meter=meter)
     copied = {**plan.there, **dict(zip(waiting, infos, strict=True))}
-    data, token = _metadata_there(plan, copied)
+    metadata, facts, data = _metadata_there(plan, copied)
+    sizes = {plan.paths[path]: info.size for path, info in copied.items()}
+    record = make_record(metadata, facts, data, sizes, items=len(saved.items), metadata_etag=None)
+    token = record.token or keys.new_token()
     request = Commit(plan.store, plan.prefix, plan.url, token, keys.METADATA, overwrite=plan.replaces)
-    commit_copy(request, data, paths=plan.paths.values())
+    commit_copy(request, data, record, paths=plan.paths.values())
     meter.finish()
     checked = 0 if inside else sum(region.nbytes for found in regions.values() for region in found)
     return Copied(len(plan.paths), plan.nbytes, len(plan.there), inside and bool(jobs), checked)
@@ -142,9 +147,10 @@ def copy_checkpoint(
 
 @dataclass(frozen=True)
 class _Used:
-    """The object paths of the checkpoint at the destination; None where they cannot be read."""
+    """A checkpoint at the destination: its object paths, None where they cannot be read, and whether it was seen."""
 
     paths: set[str] | None
+    seen: bool = True
 
 
 def _used_there(store: Store, prefix: str, url: str) -> _Used | None:
@@ -152,6 +158,9 @@ def _used_there(store: Store, prefix: str, url: str) -> _Used | None:
         data, _ = store.get(keys.join(prefix, keys.METADATA))
     except ObjectNotFoundError:
         return None
+    except AccessDeniedError:
+        # Without the right to list, a key that is not there is denied like one that is. The commit will tell.
+        return _Used(None, seen=False)
     try:
         stored = decode_metadata(data, url=url).storage_data or {}
         return _Used({read_storage_info(info).path for info in stored.values()})
@@ -248,15 +257,15 @@ def _damaged(saved: SavedCheckpoint, path: str, reason: str) -> CorruptDataError
     )
 
 
-def _metadata_there(plan: CopyPlan, copied: Mapping[str, ObjectInfo]) -> tuple[bytes, str]:
-    """The metadata to commit, and its token.
+def _metadata_there(plan: CopyPlan, copied: Mapping[str, ObjectInfo]) -> tuple[Metadata, dict[str, Any], bytes]:
+    """The metadata to commit, with our part of it and as bytes.
 
     Ours says where it was committed, and a load there insists on the ETags that the objects had: a copy says its own.
     That of other writers says nothing of the kind, and stays as it is to the byte.
     """
     saved = plan.saved
     if not saved.facts:
-        return saved.data, keys.new_token()
+        return saved.metadata, {}, saved.data
     token = saved.facts.get("token") or keys.new_token()
     metadata = shallow.copy(saved.metadata)
     moved = {old: new for old, new in plan.paths.items() if old != new}
@@ -275,7 +284,7 @@ def _metadata_there(plan: CopyPlan, copied: Mapping[str, ObjectInfo]) -> tuple[b
         "objects": {plan.paths[path]: {"size": info.size, "etag": info.etag} for path, info in sorted(copied.items())},
         "copied_from": saved.url,
     }
-    return encode_metadata(metadata, bucketpoint=facts), token
+    return metadata, facts, encode_metadata(metadata, bucketpoint=facts)
 
 
 def _at(info: Any, moved: Mapping[str, str]) -> Any:

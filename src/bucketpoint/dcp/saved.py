@@ -16,7 +16,8 @@ from bucketpoint.dcp.reader import MAX_METADATA_BYTES
 from bucketpoint.dcp.session import as_url
 from bucketpoint.errors import CheckpointNotFoundError, IncompleteCheckpointError, ObjectNotFoundError, StoreError
 from bucketpoint.format import keys
-from bucketpoint.format.metadata import decode_metadata, extra
+from bucketpoint.format.metadata import decode_metadata, extra, make_record
+from bucketpoint.format.record import CommitRecord
 from bucketpoint.format.storage_info import ItemInfo, read_storage_info
 from bucketpoint.stores import ObjectInfo, Store, open_store
 from bucketpoint.transfer import TransferOptions, retry_transient
@@ -55,6 +56,16 @@ class SavedCheckpoint:
         for members in objects.values():
             members.sort(key=lambda member: (member[1].offset, member[1].length))
         return dict(sorted(objects.items()))
+
+    @cached_property
+    def record(self) -> CommitRecord:
+        """The checkpoint in a few numbers. Of another writer's objects all that is known is what their items cover."""
+        sizes = {path: fact["size"] for path, fact in self.facts.get("objects", {}).items()}
+        if not sizes:
+            sizes = {path: sum(info.length for _, info in members) for path, members in self.by_object.items()}
+        return make_record(
+            self.metadata, self.facts, self.data, sizes, items=len(self.items), metadata_etag=self.info.etag
+        )
 
     def key(self, path: str) -> str:
         """The key of a path within the checkpoint. Raises UnsafeDataError where it leads out of it."""

@@ -12,7 +12,6 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from bucketpoint.dcp.saved import SavedCheckpoint
 from bucketpoint.format import keys
 from bucketpoint.format.groups import group_of
-from bucketpoint.format.metadata import record_from_metadata
 from bucketpoint.format.record import CommitRecord
 from bucketpoint.format.storage_info import ItemInfo
 from bucketpoint.transfer.checksum import combine
@@ -73,7 +72,7 @@ def summarise(saved: SavedCheckpoint) -> Summary:
     groups: dict[str, int] = {}
     for entry in entries.values():
         groups[entry.group] = groups.get(entry.group, 0) + entry.nbytes
-    record = record_from_metadata(saved.data, metadata_etag=saved.info.etag)
+    record = saved.record
     return Summary(
         saved.url,
         record,

@@ -34,6 +34,8 @@ RACERS = 8
 
 _UNREACHABLE = (EndpointError, CredentialsError, BucketNotFoundError, WrongRegionError)
 _NO_PUT = "Saves need s3:PutObject below this URL"
+_NO_LIST = "Saves and loads do without; finding the latest checkpoint and pruning need s3:ListBucket"
+_NO_DELETE = "Saves and loads do without; pruning, and tidying up after an overwrite, need s3:DeleteObject"
 _WITHOUT_CONDITIONS = (
     "Saves look, write and look again: safe against crashes, not against two jobs that save to one URL in one instant. "
     "Give every job a URL of its own"
@@ -88,27 +90,29 @@ class _Examination:
         self.speed: Speed | None = None
 
     def all(self, probe_bytes: int) -> None:
-        if not self._access():
+        written = self._access()
+        if self.findings[0].check == "connect":
             return
         if isinstance(self._store, S3Store):
             self._add(clock_finding(self._store))
-        self._create_only()
-        self._if_match()
-        self._pinned_reads()
-        self._checksums()
-        self._multipart()
+        if written:
+            self._create_only()
+            self._if_match()
+            self._pinned_reads()
+            self._checksums()
+            self._multipart()
         for finding in bucket_findings(self._store, self._prefix):
             self._add(finding)
-        if isinstance(self._store, LocalStore):
+        if isinstance(self._store, LocalStore) and written:
             free = shutil.disk_usage(self._store.root).free
             self._say("space", "ok", f"{free / 1e9:.1f} GB are free on this filesystem")
-        if probe_bytes:
+        if probe_bytes and written:
             self._throughput(probe_bytes)
 
     # -- rights -------------------------------------------------------------------------------------------------------
 
     def _access(self) -> bool:
-        """Put, get, list and delete, each by its name. False where nothing else can be tried."""
+        """Put, get, list and delete, each by its name. False where nothing can be written."""
         key, body = self._key("access"), b"bucketpoint doctor"
         try:
             self._store.put(key, [memoryview(body)])
@@ -119,19 +123,23 @@ class _Examination:
             self._failed("connect" if unreachable else "put", error, None if unreachable else _NO_PUT)
             return False
         self._say("put", "ok", "objects can be written")
-        self._try("get", lambda: self._expect(self._store.get(key)[0] == body, "other bytes came back"), "be read")
-        self._try("list", lambda: self._expect(self._lists(key), "the object is not listed"), "be listed", warn=True)
-        gone = self._key("deleted")
-        self._try("delete", lambda: self._deletes(gone), "be deleted", warn=True)
+
+        def read() -> None:
+            self._expect(self._store.get(key)[0] == body, "other bytes came back")
+
+        self._try("get", read, "objects can be read", remedy="Loads, and overwriting saves, need s3:GetObject")
+        self._try("list", lambda: self._lists(key), "objects can be listed", remedy=_NO_LIST, warn=True)
+        self._try("delete", self._deletes, "objects can be deleted", remedy=_NO_DELETE, warn=True)
         return True
 
-    def _lists(self, key: str) -> bool:
-        return any(info.key == key for info in self._store.list(self._folder))
+    def _lists(self, key: str) -> None:
+        self._expect(any(info.key == key for info in self._store.list(self._folder)), "the object is not listed")
 
-    def _deletes(self, key: str) -> None:
+    def _deletes(self) -> None:
+        key = self._key("deleted")
         self._store.put(key, [memoryview(b"x")])
         failures = self._store.delete([key])
-        self._expect(not failures, f"{failures[0].code} {failures[0].message}" if failures else "")
+        self._expect(not failures, f"{failures[0].code}: {failures[0].message}" if failures else "")
         try:
             self._store.head(key)
         except ObjectNotFoundError:
@@ -169,9 +177,7 @@ class _Examination:
                     group.start(lambda racer=racer: won.append(put(b"%d" % racer, race)))  # type: ignore[misc]
             self._expect(sum(won) == 1, f"{sum(won)} of {RACERS} writers at once were told that they had created it")
 
-        self._try(
-            check, trial, f"refused twice, and won by one of {RACERS} at once", remedy=_WITHOUT_CONDITIONS, whole=True
-        )
+        self._try(check, trial, f"refused twice, and won by one of {RACERS} at once", remedy=_WITHOUT_CONDITIONS)
 
     def _if_match(self) -> None:
         if not self._store.capabilities.conditional_put:
@@ -188,7 +194,7 @@ class _Examination:
             raise StoreError("the store ignores If-Match and overwrote an object that had changed")
 
         said = "honoured where the object is the expected one, refused where it is not"
-        self._try("put if match", trial, said, remedy=_WITHOUT_CONDITIONS, whole=True)
+        self._try("put if match", trial, said, remedy=_WITHOUT_CONDITIONS)
 
     def _pinned_reads(self) -> None:
         if not self._store.capabilities.pinned_reads:
@@ -207,7 +213,7 @@ class _Examination:
             raise StoreError("the store ignores If-Match on reads")
 
         remedy = "A replaced object is then noticed by its checksum alone"
-        self._try("pinned read", trial, "a replaced object is refused", remedy=remedy, whole=True, warn=True)
+        self._try("pinned read", trial, "a replaced object is refused", remedy=remedy, warn=True)
 
     def _checksums(self) -> None:
         if not self._store.capabilities.checksums:
@@ -224,7 +230,7 @@ class _Examination:
             raise StoreError("the store took a body with a wrong CRC32C")
 
         remedy = "Bytes that are garbled on their way up are noticed at load only; checksums=false spares sending them"
-        self._try("checksum", trial, "a body with a wrong CRC32C is refused", remedy=remedy, whole=True, warn=True)
+        self._try("checksum", trial, "a body with a wrong CRC32C is refused", remedy=remedy, warn=True)
 
     # -- multipart ----------------------------------------------------------------------------------------------------
 
@@ -234,7 +240,7 @@ class _Examination:
             self._say("multipart", "skip", "this store takes whole objects only")
             return
         key = self._key("multipart")
-        upload = self._try("multipart create", lambda: self._begin(key), "an upload was begun", whole=True)
+        upload = self._try("multipart create", lambda: self._begin(key), "an upload was begun")
         if upload is None:
             return
         size = store.capabilities.min_part_bytes
@@ -243,7 +249,7 @@ class _Examination:
         def send() -> list[object]:
             return [store.put_part(key, upload, number, [body]) for number, body in enumerate(bodies, 1)]
 
-        parts = self._try("multipart upload", send, "two parts were sent", whole=True)
+        parts = self._try("multipart upload", send, "two parts were sent")
         if parts is not None:
 
             def finish() -> None:
@@ -251,7 +257,7 @@ class _Examination:
                 self._uploads.remove((key, upload))
                 self._expect(store.head(key).size == size + 3, "the object has another size than its parts")
 
-            self._try("multipart complete", finish, "the object is the sum of its parts", whole=True)
+            self._try("multipart complete", finish, "the object is the sum of its parts")
         dropped = self._key("aborted")
         other = self._try_quietly(lambda: self._begin(dropped))
         if other is None:
@@ -262,7 +268,6 @@ class _Examination:
             lambda: self._expect(other in self._open(dropped), "an upload under way is not listed"),
             "uploads under way are listed",
             remedy=remedy,
-            whole=True,
             warn=True,
         )
 
@@ -271,7 +276,7 @@ class _Examination:
             self._uploads.remove((dropped, other))
             self._expect(other not in self._try_open(dropped), "the upload is still there")
 
-        self._try("multipart abort", drop, "an upload was aborted", whole=True)
+        self._try("multipart abort", drop, "an upload was aborted")
 
     def _begin(self, key: str) -> str:
         upload = self._store.create_multipart(key)
@@ -346,14 +351,13 @@ class _Examination:
         *,
         remedy: str | None = None,
         warn: bool = False,
-        whole: bool = False,
     ) -> T | None:
         try:
             result = action()
         except StoreError as error:
             self._failed(check, error, remedy, warn=warn)
             return None
-        self._say(check, "ok", said if whole else f"objects can {said}")
+        self._say(check, "ok", said)
         return result
 
     def _try_quietly(self, action: Callable[[], T], check: str | None = None) -> T | None:
