@@ -304,13 +304,13 @@ class _Examination:
             said = ", ".join(f"{rate / 1e6:,.0f} MB/s with {count}" for count, rate in levels)
             self._say(f"throughput {direction}", "ok", f"{said} connections")
         advised = speed.advice(self._store.capabilities.min_part_bytes)
-        part, rate = advised.part_bytes >> 20, speed.connection_rate
+        part, rate, latency = advised.part_bytes >> 20, speed.connection_rate, speed.latency_s * 1e3
         waiting = speed.latency_s / (speed.latency_s + advised.part_bytes / rate)
         self._say(
             "advice",
             "ok",
             f"TransferOptions(part_bytes={part} << 20, connections={advised.connections}): an answer takes "
-            f"{speed.latency_s * 1e3:.1f} ms and a connection carries {rate / 1e6:,.0f} MB/s, so that a part of {part} MiB "
+            f"{latency:.1f} ms and a connection carries {rate / 1e6:,.0f} MB/s, so that a part of {part} MiB "
             f"waits for {waiting:.0%} of its time; {advised.connections} are the fewest connections that carry 90 % of "
             "what the most of those tried did",
         )
