@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import TypeVar
 
 from bucketpoint.stores import Store
-from bucketpoint.transfer.options import TransferOptions
+from bucketpoint.transfer.options import MIB, TransferOptions
 from bucketpoint.transfer.retry import retry_transient
 from bucketpoint.transfer.tasks import TaskGroup
 
@@ -16,8 +16,9 @@ T = TypeVar("T")
 
 
 def piece_bytes(options: TransferOptions) -> int:
-    """The size of piece with which every connection has one within the budget."""
-    return min(options.part_bytes, options.lease_bytes)
+    """The size of piece with which every connection has one within the budget: whole MiB, as buffers are kept in."""
+    size = min(options.part_bytes, options.lease_bytes)
+    return size - size % MIB or size
 
 
 def each(items: Iterable[T], do: Callable[[T], None], options: TransferOptions) -> None:
