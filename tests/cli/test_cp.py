@@ -247,6 +247,7 @@ def test_a_commit_in_between_stands(tmp_path: Path) -> None:
     loads(str(tmp_path / "b"), 2.0)
 
 
+@pytest.mark.contract
 def test_the_checkpoint_of_another_writer_is_copied_to_the_byte(tmp_path: Path, program: Program) -> None:
     dcp.save(state(), storage_writer=FileSystemWriter(tmp_path / "a"), no_dist=True)
     done = program("cp", str(tmp_path / "a"), str(tmp_path / "b"), "--verify")
@@ -354,6 +355,7 @@ class Planned:
     """What a planner of one's own may leave in the metadata."""
 
 
+@pytest.mark.contract
 def test_metadata_that_only_its_owner_trusts_is_shown_checked_and_copied_when_told(
     tmp_path: Path, program: Program
 ) -> None:

@@ -51,6 +51,7 @@ def test_a_good_place_is_fit_and_nothing_is_left_there(
     assert list(store.list_multipart(prefix)) == []
 
 
+@pytest.mark.contract
 def test_minio_passes_every_check(minio: S3Server) -> None:
     bucket = minio.make_bucket()
     told: list[str] = []

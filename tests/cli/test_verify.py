@@ -157,6 +157,7 @@ def test_a_missing_or_older_record_is_no_damage(root: str, program: Program) -> 
     assert "no record" in program("verify", f"{root}/b").out
 
 
+@pytest.mark.contract
 @pytest.mark.parametrize("crc", [True, False], ids=["with zip checksums", "without"])
 def test_of_another_writer_what_can_be_checked_is(tmp_path: Path, crc: bool) -> None:
     torch.serialization.set_crc32_options(crc)

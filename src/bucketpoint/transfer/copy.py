@@ -9,7 +9,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from bucketpoint.errors import AccessDeniedError, CorruptDataError, StoreError
+from bucketpoint.errors import (
+    CorruptDataError,
+    EndpointError,
+    ObjectNotFoundError,
+    PreconditionFailedError,
+    StoreError,
+    ThrottledError,
+    TransientStoreError,
+)
 from bucketpoint.stores import ObjectInfo, S3Store, Store
 from bucketpoint.transfer.budget import BufferPool
 from bucketpoint.transfer.options import TransferOptions
@@ -17,6 +25,8 @@ from bucketpoint.transfer.pieces import each
 from bucketpoint.transfer.progress import Meter
 from bucketpoint.transfer.retry import retry_transient
 from bucketpoint.transfer.upload import ObjectSource, Segment, upload_objects
+
+_NO_REFUSAL = (TransientStoreError, ThrottledError, EndpointError, ObjectNotFoundError, PreconditionFailedError)
 
 See = Callable[[int, memoryview], None]
 """`see(start, view)` is shown the bytes of an object from `start` on, from several threads, and raises to refuse."""
@@ -55,8 +65,9 @@ def copy_objects(
         try:
             first = _copy_inside(source, target, jobs[0], options, meter)
         except StoreError as error:
-            # The target's credentials may not reach the source, and some services copy within a bucket only.
-            if type(error) not in (AccessDeniedError, StoreError):
+            # The target's credentials may not reach the source, and some services copy within a bucket, a region or a
+            # partition only: whatever the refusal says, the bytes can still come through here.
+            if isinstance(error, _NO_REFUSAL):
                 raise
         else:
             copied = {jobs[0].target: first}

@@ -33,9 +33,12 @@ DEFAULT_PROBE_BYTES = 128 << 20
 RACERS = 8
 
 _UNREACHABLE = (EndpointError, CredentialsError, BucketNotFoundError, WrongRegionError)
-_NO_PUT = "Saves need s3:PutObject below this URL"
-_NO_LIST = "Saves and loads do without; finding the latest checkpoint and pruning need s3:ListBucket"
-_NO_DELETE = "Saves and loads do without; pruning, and tidying up after an overwrite, need s3:DeleteObject"
+_NO_PUT = "Saves need the right to write below this URL (s3:PutObject)"
+_NO_GET = "Loads, and overwriting saves, need the right to read (s3:GetObject)"
+_NO_LIST = (
+    "Saves and loads do without; finding the latest and pruning need the right to list (s3:ListBucket)"
+)
+_NO_DELETE = "Saves and loads do without; pruning needs the right to delete (s3:DeleteObject)"
 _WITHOUT_CONDITIONS = (
     "Saves look, write and look again: safe against crashes, not against two jobs that save to one URL in one instant. "
     "Give every job a URL of its own"
@@ -127,7 +130,7 @@ class _Examination:
         def read() -> None:
             self._expect(self._store.get(key)[0] == body, "other bytes came back")
 
-        self._try("get", read, "objects can be read", remedy="Loads, and overwriting saves, need s3:GetObject")
+        self._try("get", read, "objects can be read", remedy=_NO_GET)
         self._try("list", lambda: self._lists(key), "objects can be listed", remedy=_NO_LIST, warn=True)
         self._try("delete", self._deletes, "objects can be deleted", remedy=_NO_DELETE, warn=True)
         return True
