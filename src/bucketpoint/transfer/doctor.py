@@ -35,9 +35,7 @@ RACERS = 8
 _UNREACHABLE = (EndpointError, CredentialsError, BucketNotFoundError, WrongRegionError)
 _NO_PUT = "Saves need the right to write below this URL (s3:PutObject)"
 _NO_GET = "Loads, and overwriting saves, need the right to read (s3:GetObject)"
-_NO_LIST = (
-    "Saves and loads do without; finding the latest and pruning need the right to list (s3:ListBucket)"
-)
+_NO_LIST = "Saves and loads do without; finding the latest and pruning need the right to list (s3:ListBucket)"
 _NO_DELETE = "Saves and loads do without; pruning needs the right to delete (s3:DeleteObject)"
 _WITHOUT_CONDITIONS = (
     "Saves look, write and look again: safe against crashes, not against two jobs that save to one URL in one instant. "
