@@ -75,7 +75,7 @@ def contents(s3: S3Server, bucket: str) -> list[str]:
     return [entry["Key"] for entry in s3.client().list_objects_v2(Bucket=bucket).get("Contents", [])]
 
 
-DATA = {"create_multipart": 1, "put_part": 3, "complete_multipart": 1}
+DATA = {"create_multipart": 1, "put_part": 2, "complete_multipart": 1}
 
 
 def test_a_fresh_save_costs_two_requests_besides_its_data(
