@@ -6,6 +6,8 @@ unpickled there would hang the job instead of failing it.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 
@@ -174,3 +176,79 @@ class StagingOverlapError(StagingError):
 
 class CheckpointProcessError(BucketpointError):
     """DCP's checkpoint process has died, or could not be given the state."""
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One thing that is wrong with a policy.
+
+    Attributes:
+        message: what is wrong.
+        remedy: what to write instead.
+        path: the keys and the positions in lists that lead to it, from the top of the policy.
+        line, column: where it stands in the file, counted from 1; None for Python objects.
+    """
+
+    message: str
+    remedy: str | None = None
+    path: tuple[str | int, ...] = ()
+    line: int | None = None
+    column: int | None = None
+
+    def under(self, *path: str | int) -> Fault:
+        """The same fault, seen from further up."""
+        return replace(self, path=(*path, *self.path))
+
+    def __str__(self) -> str:
+        text = f"{self.message}. {self.remedy}" if self.remedy else self.message
+        place = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in self.path).lstrip(".")
+        return f"{place}: {text}" if place else text
+
+
+class PolicyError(BucketpointError):
+    """A retention policy is wrong, or cannot be applied. Nothing was deleted.
+
+    Attributes:
+        faults: all that is wrong, in the order of the file.
+        file: the policy's file, or None.
+        line, column: of the first fault; None for Python objects.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        faults: Sequence[Fault] = (),
+        file: str | None = None,
+        **fields: Any,
+    ) -> None:
+        super().__init__(message, **fields)
+        self.faults = tuple(faults)
+        self.file = file
+
+    @classmethod
+    def of(cls, *faults: Fault, file: str | None = None) -> PolicyError:
+        """The error that lists these faults."""
+        name = file or "The policy"
+        message = f"{name} has {len(faults)} faults" if len(faults) > 1 else f"{name} has a fault"
+        return cls(message, faults=faults, file=file, remedy=faults[0].remedy)
+
+    @property
+    def line(self) -> int | None:
+        return self.faults[0].line if self.faults else None
+
+    @property
+    def column(self) -> int | None:
+        return self.faults[0].column if self.faults else None
+
+    def __str__(self) -> str:
+        if not self.faults:
+            return super().__str__()
+        return "\n".join([f"{self.message}:", *(f"  {self._place(fault)}{fault}" for fault in self.faults)])
+
+    def _place(self, fault: Fault) -> str:
+        where = [str(part) for part in (self.file, fault.line, fault.column) if part is not None]
+        return ":".join(where) + ": " if where else ""
+
+    def fields(self) -> dict[str, Any]:
+        return {**super().fields(), "faults": self.faults, "file": self.file}

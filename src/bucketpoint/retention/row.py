@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 FULL = "full"
-"""What a job can resume from. `weights`, `export` and `emergency` are the other kinds; only full ones count as latest."""
+"""What a job can resume from. Of the other kinds none counts as latest."""
 
-KINDS = (FULL, "weights", "export", "emergency")
+WEIGHTS = "weights"
+
+KINDS = (FULL, WEIGHTS, "export", "emergency")
+
+MODEL = "model"
+"""The object group that stays when a checkpoint is thinned."""
 
 
 @dataclass(frozen=True)
@@ -43,3 +48,13 @@ class Row:
     @property
     def order(self) -> tuple[int, float, str]:
         return self.step, self.created, self.id
+
+    @property
+    def can_be_thinned(self) -> bool:
+        """Its weights lie in objects of their own, and something else lies beside them."""
+        return self.kind == FULL and MODEL in self.groups and len(self.groups) > 1
+
+    def thinned(self) -> Row:
+        """The row that is left when only the weights stay."""
+        left = self.groups[MODEL]
+        return replace(self, kind=WEIGHTS, bytes=left, groups={MODEL: left})

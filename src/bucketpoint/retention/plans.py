@@ -1,0 +1,193 @@
+"""What is to happen to each checkpoint, and why: a plan, its JSON, and the circuit breaker's verdict. No rules."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from typing import Any, Literal
+
+from bucketpoint.errors import BucketpointError
+from bucketpoint.retention.row import Row
+
+PLAN_VERSION = 1
+
+SAFETY = "safety"
+"""The name that reasons bear which no policy can switch off."""
+
+Action = Literal["keep", "thin", "delete"]
+
+
+@dataclass(frozen=True)
+class Reason:
+    """Attributes:
+    rule: as the policy writes it, or `SAFETY`.
+    why: how the row stands to the rule, in words.
+    """
+
+    rule: str
+    why: str
+
+    def __str__(self) -> str:
+        return f"{self.rule} ({self.why})"
+
+
+@dataclass(frozen=True)
+class Entry:
+    """What is to happen to one checkpoint.
+
+    Attributes:
+        row: as it was when the plan was made.
+        action: `keep` it whole, `thin` it to its weights, or `delete` it.
+        reasons: all that keep it, in the order of the policy, safety first. Empty where it is deleted.
+        miss: for a deleted one, the rule that came nearest to keeping it. For a thinned one, why not all of it is
+            kept. None for a kept one, but where a rule that thins is all that keeps it: why it stays whole.
+    """
+
+    row: Row
+    action: Action
+    reasons: tuple[Reason, ...]
+    miss: Reason | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        row = asdict(self.row)
+        row["metrics"] = {name: _to_json(value) for name, value in self.row.metrics.items()}
+        return {
+            **row,
+            "action": self.action,
+            "reasons": [asdict(reason) for reason in self.reasons],
+            "miss": asdict(self.miss) if self.miss else None,
+        }
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Entry:
+        row = {name: content for name, content in data.items() if name not in ("action", "reasons", "miss")}
+        row["metrics"] = {name: _from_json(value) for name, value in row["metrics"].items()}
+        reasons = tuple(Reason(**reason) for reason in data["reasons"])
+        return cls(Row(**row), data["action"], reasons, Reason(**data["miss"]) if data["miss"] else None)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a policy says of a run's checkpoints at one moment.
+
+    It names every checkpoint that it was made of, by step, time and id. Whatever it does not name was committed later
+    or by somebody else, and is not to be touched; one of the same step with another id is another checkpoint.
+
+    Attributes:
+        rules: the policy's rules, one line each.
+        entries: in the order (step, created, id), the oldest first.
+    """
+
+    rules: tuple[str, ...]
+    entries: tuple[Entry, ...]
+
+    @cached_property
+    def kept(self) -> tuple[Entry, ...]:
+        """Those of which all stays."""
+        return tuple(entry for entry in self.entries if entry.action == "keep")
+
+    @cached_property
+    def thinned(self) -> tuple[Entry, ...]:
+        return tuple(entry for entry in self.entries if entry.action == "thin")
+
+    @cached_property
+    def deleted(self) -> tuple[Entry, ...]:
+        return tuple(entry for entry in self.entries if entry.action == "delete")
+
+    @property
+    def freed_bytes(self) -> int:
+        """Bytes of data that are gone once the plan is carried out."""
+        thinned = sum(entry.row.bytes - entry.row.thinned().bytes for entry in self.thinned)
+        return sum(entry.row.bytes for entry in self.deleted) + thinned
+
+    def left(self) -> tuple[Row, ...]:
+        """The rows that are there once the plan is carried out."""
+        return tuple(
+            entry.row.thinned() if entry.action == "thin" else entry.row
+            for entry in self.entries
+            if entry.action != "delete"
+        )
+
+    def agreed(self, later: Plan) -> Iterator[Entry]:
+        """The deletions and thinnings that a later plan of the same run makes too.
+
+        Whoever carries a plan out some time after it was made, or after a grace, plans again and does only these: a
+        checkpoint that was pinned, leased or replaced since, or whose metric came in, is left alone. By path
+        independence new commits alone take nothing away from a plan.
+        """
+        again = {(entry.row.step, entry.row.id): entry.action for entry in later.entries}
+        for entry in self.entries:
+            if entry.action != "keep" and again.get((entry.row.step, entry.row.id)) == entry.action:
+                yield entry
+
+    def to_dict(self) -> dict[str, Any]:
+        """The plan as JSON has it. NaN and the infinities, which JSON lacks, are the texts "nan", "inf" and "-inf".
+
+        Keys: `version`; `rules`; `summary` with the counts `keep`, `thin`, `delete` and `freed_bytes`; `checkpoints`,
+        each with the fields of `Row`, `action`, `reasons` (a list of `rule` and `why`) and `miss` (one, or null).
+        """
+        return {
+            "version": PLAN_VERSION,
+            "rules": list(self.rules),
+            "summary": {
+                "keep": len(self.kept),
+                "thin": len(self.thinned),
+                "delete": len(self.deleted),
+                "freed_bytes": self.freed_bytes,
+            },
+            "checkpoints": [entry.to_dict() for entry in self.entries],
+        }
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Plan:
+        """The plan that `to_dict` wrote.
+
+        Raises:
+            BucketpointError: it was not written by a version that this one understands.
+        """
+        if data.get("version") != PLAN_VERSION:
+            raise BucketpointError(f"This is no plan of version {PLAN_VERSION}", remedy="Make the plan again")
+        try:
+            return cls(tuple(data["rules"]), tuple(map(Entry.from_dict, data["checkpoints"])))
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise BucketpointError(f"The plan is not complete: {error!r}", remedy="Make the plan again") from error
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Whether a plan may be carried out unasked.
+
+    Attributes:
+        allowed: every deletion and thinning, or none of them.
+        why: in words.
+    """
+
+    allowed: bool
+    why: str
+
+    def __bool__(self) -> bool:
+        return self.allowed
+
+
+def circuit_breaker(plan: Plan, *, count: int, fraction: float) -> Verdict:
+    """Refuses a plan that deletes or thins more than `count` checkpoints, or more than `fraction` of those there are.
+
+    One deletion alone is never too large a fraction: with three kept, each new checkpoint makes it a quarter.
+    """
+    lost, there = len(plan.deleted) + len(plan.thinned), len(plan.entries)
+    if lost > count:
+        return Verdict(False, f"{lost} of {there} checkpoints would be deleted or thinned; max_delete allows {count}")
+    if lost > 1 and lost > fraction * there:
+        share = f"{100 * fraction:.3g} %"
+        return Verdict(False, f"{lost} of {there} checkpoints would be deleted or thinned; max_delete allows {share}")
+    return Verdict(True, f"{lost} of {there} checkpoints are deleted or thinned, within max_delete")
+
+
+def _to_json(value: float) -> float | str:
+    return value if math.isfinite(value) else str(float(value))
+
+
+def _from_json(value: float | str) -> float:
+    return float(value) if isinstance(value, str) else value

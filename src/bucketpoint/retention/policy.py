@@ -1,0 +1,227 @@
+"""A policy as Python objects: what is kept, when saves are made, how pruning goes about it. Names, defaults and checks
+are those of YAML, since both come from these classes. No decisions.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Annotated, Any, Literal
+
+from bucketpoint.errors import Fault
+from bucketpoint.retention.rules import Best, EveryHours, EverySteps, Latest, Match, Rule, Steps, Within
+from bucketpoint.retention.shapes import Checked, Choice, Duration, Either, Fraction, Record, Several, Text, Whole
+
+POLICY_VERSION = 1
+
+_DOTTED = r"[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z_][A-Za-z0-9_]*)*"
+
+
+@dataclass(frozen=True)
+class Keep(Checked):
+    """What is kept: whatever any of the rules keeps, and what no policy can give up."""
+
+    latest: Annotated[int, Whole(1), "the full checkpoints with the highest steps, so many"]
+    best: Annotated[Sequence[Best], Several(Record(Best)), "those with the best values of a metric"] = ()
+    every: Annotated[
+        Sequence[EverySteps | EveryHours],
+        Several(Either(EverySteps, EveryHours)),
+        "the earliest one in each cell of a fixed grid",
+    ] = ()
+    within: Annotated[timedelta | None, Duration(), "those at most so much older than the newest one"] = None
+    steps: Annotated[Sequence[int], Several(Whole(0)), "named steps, forever"] = ()
+    match: Annotated[
+        str | None,
+        Text("an import path such as my_pkg.policies:keep", f"{_DOTTED}:{_DOTTED}"),
+        "a function of one row that says whether it is kept",
+    ] = None
+
+    def rules(self) -> tuple[Rule, ...]:
+        """The rules in the order of the policy, `latest` first."""
+        rules: list[Rule] = [Latest(self.latest), *self.best, *self.every]
+        if self.within is not None:
+            rules.append(Within(self.within))
+        if self.steps:
+            rules.append(Steps(tuple(self.steps)))
+        if self.match is not None:
+            rules.append(Match(self.match))
+        return tuple(rules)
+
+    @classmethod
+    def conflicts(cls, values: Mapping[str, Any]) -> list[Fault]:
+        return [*_unreachable(values, "best", _covers_best), *_unreachable(values, "every", _covers_every)]
+
+
+@dataclass(frozen=True)
+class SaveEvery(Checked):
+    """Save whenever a step is a multiple of `steps`."""
+
+    steps: Annotated[int, Whole(1), "a multiple of so many steps has been reached"]
+
+
+@dataclass(frozen=True)
+class SaveEveryMinutes(Checked):
+    """Save when so many minutes have passed since the last save, by the coordinator's clock."""
+
+    minutes: Annotated[int, Whole(1), "so many minutes have passed since the last save began"]
+
+
+@dataclass(frozen=True)
+class InFlight(Checked):
+    """What a save does while an earlier one is still on its way."""
+
+    max: Annotated[int, Whole(1, 1), "saves on their way at once; more than one is not supported"] = 1
+    when_busy: Annotated[
+        Literal["wait", "skip", "error"],
+        Choice("wait", "skip", "error"),
+        "wait for it, skip this save, or raise",
+    ] = "wait"
+    timeout: Annotated[timedelta, Duration(), "after so long, waiting raises"] = timedelta(minutes=20)
+
+
+Occasion = Literal["first_step", "last_step", "sigterm", "sigusr1", "sigusr2"]
+
+
+@dataclass(frozen=True)
+class Save(Checked):
+    """When saves are made: whenever any of these says so."""
+
+    every: Annotated[
+        Sequence[SaveEvery | SaveEveryMinutes],
+        Several(Either(SaveEvery, SaveEveryMinutes)),
+        "regular saves",
+    ] = ()
+    on: Annotated[
+        Sequence[Occasion],
+        Several(Choice("first_step", "last_step", "sigterm", "sigusr1", "sigusr2")),
+        "saves on occasions",
+    ] = ()
+    in_flight: Annotated[InFlight, Record(InFlight), "what happens while an earlier save is on its way"] = field(
+        default_factory=InFlight
+    )
+
+    @classmethod
+    def conflicts(cls, values: Mapping[str, Any]) -> list[Fault]:
+        return _unreachable(values, "every", _covers_save)
+
+
+@dataclass(frozen=True)
+class MaxDelete(Checked):
+    """The circuit breaker: a plan that exceeds either number is not carried out unasked."""
+
+    count: Annotated[int, Whole(1), "checkpoints that one prune deletes or thins at most"] = 20
+    fraction: Annotated[float, Fraction(), "of the checkpoints that there are, unless it is a single one"] = 0.5
+
+
+@dataclass(frozen=True)
+class Prune(Checked):
+    """When and how what is not kept goes."""
+
+    when: Annotated[
+        Literal["after_commit", "manual"], Choice("after_commit", "manual"), "after each commit, or on demand only"
+    ] = "after_commit"
+    grace: Annotated[timedelta, Duration(zero=True), "from tombstone to deletion of the bytes"] = timedelta(hours=24)
+    debris_after: Annotated[timedelta, Duration(), "age at which data that was never committed is swept"] = timedelta(
+        hours=48
+    )
+    max_delete: Annotated[MaxDelete, Record(MaxDelete), "the circuit breaker"] = field(default_factory=MaxDelete)
+
+
+@dataclass(frozen=True)
+class Layout(Checked):
+    """Where a step's checkpoint lies below the root."""
+
+    step_dir: Annotated[
+        str,
+        Text("a folder's name with {step} or {step:08d} in it", r"[^{}/]*\{step(:0[1-9][0-9]?d)?\}[^{}/]*"),
+        "a folder's name; {step:08d} pads the number with zeros",
+    ] = "step-{step}"
+
+    def folder(self, step: int) -> str:
+        """The name of a step's folder."""
+        return self.step_dir.format(step=step)
+
+    def step_of(self, folder: str) -> int | None:
+        """The step whose folder has exactly this name, or None: `my-step-900-pinned` is nobody's."""
+        before, _, rest = self.step_dir.partition("{step")
+        after = rest.partition("}")[2]
+        match = re.fullmatch(f"{re.escape(before)}([0-9]+){re.escape(after)}", folder, re.ASCII)
+        # What reads as a number but would be written otherwise (`step-007`) is a folder of somebody else's.
+        return step if match and self.folder(step := int(match[1])) == folder else None
+
+
+@dataclass(frozen=True)
+class RetentionPolicy(Checked):
+    """A whole policy: the file with its keys as objects."""
+
+    keep: Annotated[Keep, Record(Keep), "the rules, united"]
+    root: Annotated[
+        str | None,
+        Text("a URL such as s3://bucket/run", r"\S(.*\S)?"),
+        "the URL above the steps' folders; ${VAR} and ${VAR:-default} are taken from the environment, $$ is a $",
+    ] = None
+    layout: Annotated[Layout, Record(Layout), "where a step's checkpoint lies"] = field(default_factory=Layout)
+    save: Annotated[Save, Record(Save), "when saves are made"] = field(default_factory=Save)
+    prune: Annotated[Prune, Record(Prune), "when and how what is not kept goes"] = field(default_factory=Prune)
+
+
+def _unreachable(values: Mapping[str, Any], key: str, covers: Any) -> list[Fault]:
+    """Members of a list that can never add anything, as another one always says as much."""
+    listed = values.get(key) if isinstance(values.get(key), (list, tuple)) else ()
+    return [fault.under(key, position) for position, fault in _covered(listed or (), covers)]
+
+
+def _covered(listed: Sequence[Any], covers: Any) -> Iterator[tuple[int, Fault]]:
+    for position, rule in enumerate(listed):
+        if isinstance(rule, EverySteps) and rule.until is not None and rule.until < rule.steps:
+            message = f"Only step 0 is ever kept: the grid begins at {rule.steps}, and the rule ends at {rule.until}"
+            yield position, Fault(message, "Raise `until`, or remove the rule")
+            continue
+        for number, other in enumerate(listed):
+            # Equal ones are duplicates in a list, which is said already.
+            if other != rule and covers(other, rule):
+                message = f"The rule can never keep anything of its own: number {number + 1} keeps all of it"
+                if isinstance(rule, (SaveEvery, SaveEveryMinutes)):
+                    message = f"The trigger never saves anything of its own: number {number + 1} saves then anyway"
+                yield position, Fault(message, "Remove one of the two")
+                break
+
+
+def _covers_best(wide: Any, narrow: Any) -> bool:
+    if not isinstance(wide, Best) or not isinstance(narrow, Best):
+        return False
+    if (wide.metric, wide.mode) != (narrow.metric, narrow.mode) or wide.count < narrow.count:
+        return False
+    if wide.ties != narrow.ties:
+        return False
+    if narrow.wait is None:
+        return True
+    return wide.wait is not None and wide.wait.for_ >= narrow.wait.for_ and wide.wait.max >= narrow.wait.max
+
+
+def _covers_every(wide: Any, narrow: Any) -> bool:
+    """The earliest of a cell is the earliest of the smaller cell that it lies in, wherever grids nest."""
+    if isinstance(wide, EverySteps) and isinstance(narrow, EverySteps):
+        width, narrower = wide.steps, narrow.steps
+        ends = wide.until, narrow.until
+    elif isinstance(wide, EveryHours) and isinstance(narrow, EveryHours):
+        width, narrower = wide.hours, narrow.hours
+        ends = None, None
+    else:
+        return False
+    if narrower % width or (wide.thins and not narrow.thins):
+        return False
+    if wide.last is not None:
+        # The highest cells of two grids, or up to two ends, are different ones.
+        return width == narrower and ends[0] == ends[1] and narrow.last is not None and narrow.last <= wide.last
+    return ends[0] is None or (ends[1] is not None and ends[1] <= ends[0])
+
+
+def _covers_save(wide: Any, narrow: Any) -> bool:
+    if isinstance(wide, SaveEvery) and isinstance(narrow, SaveEvery):
+        return narrow.steps % wide.steps == 0
+    if isinstance(wide, SaveEveryMinutes) and isinstance(narrow, SaveEveryMinutes):
+        return narrow.minutes >= wide.minutes
+    return False

@@ -1,0 +1,32 @@
+"""The JSON Schema of policy files, from the classes that read them. Editors take it from `policy.schema.json`."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from bucketpoint.retention.policy import POLICY_VERSION, RetentionPolicy
+from bucketpoint.retention.shapes import Record
+
+SCHEMA_FILE = "policy.schema.json"
+
+
+def policy_schema() -> dict[str, Any]:
+    """What a policy file may hold, as JSON Schema 2020-12.
+
+    It knows keys, types and bounds. Unreachable rules and variables that are not set are found by reading the policy.
+    """
+    policy = Record(RetentionPolicy).schema()
+    version = {"const": POLICY_VERSION, "description": "of the policy's format"}
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "title": "A retention policy of bucketpoint",
+        **policy,
+        "properties": {"version": version, **policy["properties"]},
+        "required": ["version", *policy["required"]],
+    }
+
+
+def schema_text() -> str:
+    """The schema as the file holds it."""
+    return json.dumps(policy_schema(), indent=2) + "\n"

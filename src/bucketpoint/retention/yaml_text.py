@@ -1,0 +1,307 @@
+"""A policy from YAML text and back. Every fault is found, with its line and column. Reads no file and no environment.
+
+The text is taken as YAML's node graph, which knows where everything stands, and scalars are resolved as in YAML 1.2:
+`on` is a word. Aliases, tags and merge keys are refused: a policy is short, and what it says should stand there.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import MISSING
+from typing import Any
+
+import yaml
+
+from bucketpoint.errors import Fault, PolicyError
+from bucketpoint.retention.policy import POLICY_VERSION, RetentionPolicy
+from bucketpoint.retention.shapes import Checked, Either, Record, Setting, Several, Shape, settings_of, shown, wrong
+
+MAX_CHARACTERS = 1 << 20
+"""Far above any policy."""
+
+_ORDER = ("version", "root", "layout", "save", "keep", "prune")
+
+_INTEGER = re.compile(r"[-+]?(0|[1-9][0-9]{0,17})")
+_FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)")
+_WORDS: dict[str, bool | None] = {
+    **dict.fromkeys(("true", "True", "TRUE"), True),
+    **dict.fromkeys(("false", "False", "FALSE"), False),
+    **dict.fromkeys(("", "~", "null", "Null", "NULL"), None),
+}
+
+_VARIABLE = re.compile(r"\$\$|\$\{([A-Za-z_][A-Za-z0-9_]*)(?::-([^}]*))?\}|\$")
+
+_Place = tuple[int, int]
+_Path = tuple[str | int, ...]
+
+
+def from_yaml(text: str, *, environ: Mapping[str, str], file: str | None = None) -> RetentionPolicy:
+    """The policy that `text` holds.
+
+    Args:
+        text: YAML; `docs/retention.md` describes it, `policy.schema.json` beside this module does so for editors.
+        environ: where `${VAR}` and `${VAR:-default}` in `root` are taken from, such as `os.environ`.
+        file: the name that errors bear.
+
+    Raises:
+        PolicyError: with all that is wrong, each with its line and column.
+    """
+    reader = _Reader(environ)
+    policy = None
+    try:
+        if len(text) > MAX_CHARACTERS:
+            raise wrong(f"{len(text)} characters are no policy", f"Pass at most {MAX_CHARACTERS}")
+        policy = reader.policy(_composed(text))
+    except PolicyError as error:
+        reader.faults += error.faults
+    if policy is None or reader.faults:
+        raise PolicyError.of(*sorted(reader.faults, key=lambda fault: (fault.line or 0, fault.column or 0)), file=file)
+    return policy
+
+
+def to_yaml(policy: RetentionPolicy) -> str:
+    """The policy as `from_yaml` reads it, without what stands at its default."""
+    plain = {"version": POLICY_VERSION, **Record(RetentionPolicy).plain(policy)}
+    if policy.root is not None:
+        plain["root"] = policy.root.replace("$", "$$")
+    ordered = {key: plain[key] for key in _ORDER if key in plain}
+    return yaml.dump(ordered, Dumper=_Dumper, sort_keys=False, default_flow_style=None, width=120, allow_unicode=True)  # type: ignore[no-any-return]
+
+
+class _Reader:
+    """Goes through the nodes along the shapes and notes every fault where it stands."""
+
+    def __init__(self, environ: Mapping[str, str]) -> None:
+        self.environ = environ
+        self.faults: list[Fault] = []
+        self.places: dict[_Path, _Place] = {}
+
+    def policy(self, root: yaml.Node | None) -> RetentionPolicy | None:
+        if root is None:
+            raise PolicyError.of(Fault("The policy is empty", "Write at least `version: 1` and `keep:`", (), 1, 1))
+        version = Setting("version", "version", _Version(), "", MISSING, False)
+        self.places[()] = _place(root)
+        found = self.record(RetentionPolicy, root, (), (version,))
+        return found if isinstance(found, RetentionPolicy) else None
+
+    def record(
+        self, kind: type[Checked], node: yaml.Node, path: _Path, besides: tuple[Setting, ...] = ()
+    ) -> Checked | None:
+        if not isinstance(node, yaml.MappingNode):
+            self._fault(f"{_named(node)} is not a mapping", "Write keys with values", path)
+            return None
+        known = {setting.key: setting for setting in (*besides, *settings_of(kind))}
+        before = len(self.faults)
+        children, meant = self._children(node, known, path)
+        values = {known[key].name: self.value(known[key].shape, child, (*path, key)) for key, child in children.items()}
+        for setting in known.values():
+            if setting.required and setting.key not in children and setting.key not in meant:
+                self._fault(f"`{setting.key}` is missing", f"Add `{setting.key}:`", path)
+        for setting in besides:
+            values.pop(setting.name, None)
+        if len(self.faults) > before:
+            self._note(kind.conflicts(values), path)
+            return None
+        try:
+            return kind(**values)
+        except PolicyError as error:
+            self._note(error.faults, path)
+            return None
+
+    def _children(
+        self, node: yaml.MappingNode, known: Mapping[str, Setting], path: _Path
+    ) -> tuple[dict[str, yaml.Node], set[str]]:
+        """The value of each key that is known, and the keys that others were probably meant to be."""
+        children: dict[str, yaml.Node] = {}
+        lines: dict[str, int] = {}
+        meant = set()
+        for key_node, child in node.value:
+            key = key_node.value if isinstance(key_node, yaml.ScalarNode) else _named(key_node)
+            place = _place(key_node)
+            if key in lines:
+                message = f"The key `{key}` stands twice, first in line {lines[key]}"
+                self.faults.append(Fault(message, "Remove one of the two", (*path, key), *place))
+            elif key not in known:
+                near = difflib.get_close_matches(key, known, n=1)
+                meant.update(near)
+                remedy = f"Did you mean `{near[0]}`?" if near else f"Known here: {', '.join(known)}"
+                self.faults.append(Fault(f"The key `{key}` is not known", remedy, (*path, key), *place))
+            else:
+                children[key] = child
+                self.places[(*path, key)] = _place(child)
+            lines.setdefault(key, place[0])
+        return children, meant
+
+    def value(self, shape: Shape, node: yaml.Node, path: _Path) -> Any:
+        """What the node holds, or None after a fault was noted."""
+        self.places[path] = _place(node)
+        if isinstance(node, yaml.ScalarNode) and _scalar(node) is None:
+            self._fault("Nothing is written here", "Write a value, or leave the key out", path)
+            return None
+        if isinstance(shape, Record):
+            return self.record(shape.kind, node, path)
+        if isinstance(shape, Either):
+            return self._either(shape, node, path)
+        if isinstance(shape, Several):
+            return self._several(shape, node, path)
+        try:
+            content = _scalar(node) if isinstance(node, yaml.ScalarNode) else _Named(node)
+            if path == ("root",) and isinstance(content, str):
+                content = self._interpolated(content, node)
+            return shape.check(content)
+        except PolicyError as error:
+            self._note(error.faults, path)
+            return None
+
+    def _either(self, shape: Either, node: yaml.Node, path: _Path) -> Checked | None:
+        kinds = shape.keys()
+        names = " or ".join(f"`{key}`" for key in kinds)
+        if not isinstance(node, yaml.MappingNode):
+            self._fault(f"{_named(node)} is not a mapping", f"Write a mapping with {names}", path)
+            return None
+        keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
+        told = next((key for key in keys if key in kinds), None)
+        meant = (near[0] for key in keys if (near := difflib.get_close_matches(key, kinds, n=1)))
+        kind = told or next(meant, None)
+        if kind is None:
+            self._fault(f"Neither {names.replace(' or ', ' nor ')} stands here", f"Add {names}", path)
+            return None
+        return self.record(kinds[kind], node, path)
+
+    def _several(self, shape: Several, node: yaml.Node, path: _Path) -> tuple[Any, ...]:
+        if not isinstance(node, yaml.SequenceNode):
+            self._fault(f"{_named(node)} is not a list", "Write a list, also for a single one: [...]", path)
+            return ()
+        if not node.value:
+            self._fault("The list is empty", "Write at least one, or leave the key out", path)
+        items = [self.value(shape.of, child, (*path, position)) for position, child in enumerate(node.value)]
+        sound = [(position, item) for position, item in enumerate(items) if item is not None]
+        for fault in shape.conflicts([item for _, item in sound]):
+            number, *rest = fault.path
+            self._note([Fault(fault.message, fault.remedy, (sound[int(number)][0], *rest))], path)
+        return tuple(items)
+
+    def _interpolated(self, text: str, node: yaml.Node) -> str:
+        """The root with its variables, or a fault at the variable that is not set."""
+
+        def replaced(match: re.Match[str]) -> str:
+            if match[0] == "$$":
+                return "$"
+            if match[1] is None:
+                return fault(match, "A `$` stands alone", "Write $$ for a dollar sign, or ${VAR} for a variable")
+            found = self.environ.get(match[1]) or match[2]
+            if found is None:
+                state = "empty" if match[1] in self.environ else "not set"
+                return fault(match, f"{match[1]} is {state}", f"Set it, or write ${{{match[1]}:-default}}")
+            return found
+
+        def fault(match: re.Match[str], message: str, remedy: str) -> str:
+            line, column = _place(node)
+            column += match.start() + (1 if getattr(node, "style", None) in ("'", '"') else 0)
+            self.faults.append(Fault(message, remedy, ("root",), line, column))
+            return "unset"
+
+        return _VARIABLE.sub(replaced, text)
+
+    def _fault(self, message: str, remedy: str, path: _Path) -> None:
+        self._note([Fault(message, remedy)], path)
+
+    def _note(self, faults: Iterable[Fault], path: _Path) -> None:
+        """Faults as seen from `path`, each at the place of the longest path that stands in the text."""
+        for fault in faults:
+            whole = (*path, *fault.path)
+            known = next(whole[:end] for end in range(len(whole), -1, -1) if whole[:end] in self.places)
+            self.faults.append(Fault(fault.message, fault.remedy, whole, *self.places[known]))
+
+
+class _Version:
+    """The version of the format: this one, and no other."""
+
+    def check(self, value: Any) -> int:
+        if type(value) is not int or value != POLICY_VERSION:
+            remedy = f"Write `version: {POLICY_VERSION}`, or update bucketpoint"
+            raise wrong(f"Version {shown(value)} is not known", remedy)
+        return POLICY_VERSION
+
+    def plain(self, value: Any) -> Any:
+        return value
+
+    def schema(self) -> dict[str, Any]:
+        return {"const": POLICY_VERSION}
+
+
+class _Named:
+    """Stands for a node that no scalar shape takes, and is shown as what it is."""
+
+    def __init__(self, node: yaml.Node) -> None:
+        self.node = node
+
+    def __repr__(self) -> str:
+        return _named(self.node)
+
+
+class _Dumper(yaml.SafeDumper):  # type: ignore[misc]
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+
+def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
+    # PyYAML knows YAML 1.1's numbers; `1e3` is one in 1.2 only.
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=None if isinstance(_plain(text), str) else '"')
+
+
+_Dumper.add_representer(str, _represent_text)
+
+
+def _composed(text: str) -> yaml.Node | None:
+    try:
+        for event in yaml.parse(text, Loader=yaml.SafeLoader):
+            tag = getattr(event, "tag", None)
+            anchor = getattr(event, "anchor", None)
+            if anchor is not None or tag is not None:
+                what = f"The anchor or alias `{anchor}`" if anchor is not None else f"The tag `{tag}`"
+                raise _at(event.start_mark, f"{what} is not taken here", "Write the value itself")
+        return yaml.compose(text, Loader=yaml.SafeLoader)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        problem = ", ".join(part for part in (error.context, error.problem) if part)
+        raise _at(mark, f"This is not YAML: {problem}", "Check indentation, colons and quotes") from None
+    except yaml.reader.ReaderError as error:
+        line = text.count("\n", 0, error.position) + 1
+        column = error.position - (text.rfind("\n", 0, error.position) + 1) + 1
+        fault = Fault(f"The character #x{ord(error.character):04x} has no place in YAML", "Remove it", (), line, column)
+        raise PolicyError.of(fault) from None
+    except RecursionError:
+        raise wrong("The text is nested too deeply", "Write it flatter") from None
+
+
+def _at(mark: Any, message: str, remedy: str) -> PolicyError:
+    place = (mark.line + 1, mark.column + 1) if mark is not None else (None, None)
+    return PolicyError.of(Fault(message, remedy, (), *place))
+
+
+def _place(node: yaml.Node) -> _Place:
+    return node.start_mark.line + 1, node.start_mark.column + 1
+
+
+def _named(node: yaml.Node) -> str:
+    if isinstance(node, yaml.ScalarNode):
+        return shown(_scalar(node))
+    return "A list" if isinstance(node, yaml.SequenceNode) else "A mapping"
+
+
+def _scalar(node: yaml.ScalarNode) -> Any:
+    return _plain(node.value) if node.style is None else node.value
+
+
+def _plain(text: str) -> str | int | float | bool | None:
+    """A scalar without quotes, by YAML 1.2's core schema without its octal and hexadecimal numbers."""
+    if text in _WORDS:
+        return _WORDS[text]
+    if _INTEGER.fullmatch(text):
+        return int(text)
+    if _FLOAT.fullmatch(text) and len(text) < 400:
+        return float(text.lower().replace(".inf", "inf").replace(".nan", "nan"))
+    return text
