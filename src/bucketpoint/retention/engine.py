@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 from bucketpoint.retention.plans import SAFETY, Entry, Plan, Reason
 from bucketpoint.retention.policy import RetentionPolicy
 from bucketpoint.retention.row import FULL, Row
-from bucketpoint.retention.rules import Rule
 from bucketpoint.retention.safety import safety_set
 from bucketpoint.retention.universe import Decision, Universe
 
@@ -25,27 +26,52 @@ def plan(policy: RetentionPolicy, rows: Iterable[Row]) -> Plan:
         BucketpointError: rows contradict each other, or are of a kind that this version does not know.
     """
     universe = Universe.of(rows)
-    rules = policy.keep.rules()
-    decisions = [rule.decide(universe) for rule in rules]
+    judged = [_Judged(rule.label, rule.thins, rule.decide(universe)) for rule in policy.keep.rules()]
     whole: dict[int, list[Reason]] = {}
     for position, why in safety_set(universe):
         whole.setdefault(position, []).append(Reason(SAFETY, why))
     weights: dict[int, list[Reason]] = {}
-    for rule, decision in zip(rules, decisions, strict=True):
+    for rule in judged:
         kept = weights if rule.thins else whole
-        label = rule.label
-        for position, why in decision.kept.items():
-            kept.setdefault(position, []).append(Reason(label, why))
+        for position, why in rule.decision.kept.items():
+            kept.setdefault(position, []).append(Reason(rule.label, why))
+    nearest = _nearest(judged, len(universe.rows))
+    whole_rules = [rule for rule in judged if not rule.thins]
     entries = []
     for position, row in enumerate(universe.rows):
-        reasons = tuple(whole.get(position, ())) + tuple(weights.get(position, ()))
         if position in whole:
-            entries.append(Entry(row, "keep", reasons))
+            entries.append(Entry(row, "keep", (*whole[position], *weights.get(position, ()))))
         elif position in weights:
-            entries.append(_weights_only(row, reasons, _nearest(position, rules, decisions, thins=False)))
+            closest = min(whole_rules, key=lambda rule: rule.decision.places.get(position, _NEVER))
+            entries.append(_weights_only(row, tuple(weights[position]), closest.missed(position)))
         else:
-            entries.append(Entry(row, "delete", (), _nearest(position, rules, decisions)))
-    return Plan(tuple(rule.label for rule in rules), tuple(entries))
+            entries.append(Entry(row, "delete", (), judged[nearest[position]].missed(position)))
+    return Plan(tuple(rule.label for rule in judged), tuple(entries))
+
+
+_NEVER = sys.maxsize
+
+
+class _Judged(NamedTuple):
+    label: str
+    thins: bool
+    decision: Decision
+
+    def missed(self, position: int) -> Reason:
+        return Reason(self.label, self.decision.miss(position))
+
+
+def _nearest(judged: Sequence[_Judged], rows: int) -> list[int]:
+    """For each position, the rule that came nearest to keeping it: the one that missed by the fewest places.
+
+    Among equals, and where no rule counts places, it is the first of the policy.
+    """
+    behind, nearest = [_NEVER] * rows, [0] * rows
+    for number, rule in enumerate(judged):
+        for position, places in rule.decision.places.items():
+            if places < behind[position]:
+                behind[position], nearest[position] = places, number
+    return nearest
 
 
 def _weights_only(row: Row, reasons: tuple[Reason, ...], miss: Reason) -> Entry:
@@ -55,14 +81,3 @@ def _weights_only(row: Row, reasons: tuple[Reason, ...], miss: Reason) -> Entry:
         stays = Reason(reasons[0].rule, "stays whole: its weights are not in objects of their own")
         return Entry(row, "keep", reasons, stays)
     return Entry(row, "keep", reasons)
-
-
-def _nearest(position: int, rules: Sequence[Rule], decisions: Sequence[Decision], *, thins: bool = True) -> Reason:
-    """The rule that missed by the fewest places. Without any that counts places, the first of the policy: `latest`."""
-    best: tuple[int, int] | None = None
-    for number, decision in enumerate(decisions):
-        behind = decision.places.get(position)
-        if behind is not None and (best is None or behind < best[0]) and (thins or not rules[number].thins):
-            best = behind, number
-    number = best[1] if best else 0
-    return Reason(rules[number].label, decisions[number].miss(position))

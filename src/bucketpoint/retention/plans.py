@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from bucketpoint.errors import BucketpointError
 from bucketpoint.retention.row import Row
@@ -19,11 +19,12 @@ SAFETY = "safety"
 Action = Literal["keep", "thin", "delete"]
 
 
-@dataclass(frozen=True)
-class Reason:
-    """Attributes:
-    rule: as the policy writes it, or `SAFETY`.
-    why: how the row stands to the rule, in words.
+class Reason(NamedTuple):
+    """Why a checkpoint is kept, or is not.
+
+    Attributes:
+        rule: as the policy writes it, or `SAFETY`.
+        why: how the row stands to the rule, in words.
     """
 
     rule: str
@@ -33,8 +34,7 @@ class Reason:
         return f"{self.rule} ({self.why})"
 
 
-@dataclass(frozen=True)
-class Entry:
+class Entry(NamedTuple):
     """What is to happen to one checkpoint.
 
     Attributes:
@@ -56,8 +56,8 @@ class Entry:
         return {
             **row,
             "action": self.action,
-            "reasons": [asdict(reason) for reason in self.reasons],
-            "miss": asdict(self.miss) if self.miss else None,
+            "reasons": [reason._asdict() for reason in self.reasons],
+            "miss": self.miss._asdict() if self.miss else None,
         }
 
     @classmethod

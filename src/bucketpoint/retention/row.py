@@ -15,6 +15,9 @@ KINDS = (FULL, WEIGHTS, "export", "emergency")
 MODEL = "model"
 """The object group that stays when a checkpoint is thinned."""
 
+ORDER = ("step", "created", "id")
+"""The attributes that put rows in order: a total one, whatever clocks did."""
+
 
 @dataclass(frozen=True)
 class Row:
@@ -47,6 +50,7 @@ class Row:
 
     @property
     def order(self) -> tuple[int, float, str]:
+        """The key of the total order of rows, that of `ORDER`."""
         return self.step, self.created, self.id
 
     @property

@@ -10,9 +10,8 @@ from __future__ import annotations
 
 import importlib
 import math
-from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta, timezone
 from typing import Annotated, Any, Literal, Protocol
@@ -52,12 +51,12 @@ class Latest:
 
     def decide(self, universe: Universe) -> Decision:
         ranked = [position for position, row in enumerate(universe.rows) if row.kind == FULL][::-1]
-        ranks, kept, places = _cut(ranked, self.count, "{} latest")
+        kept, places = _cut(ranked, self.count, "{} latest")
 
         def miss(position: int) -> str:
-            if position not in ranks:
+            if position not in places:
                 return f"of the kind {universe.rows[position].kind}; latest counts full checkpoints"
-            return f"{nth(ranks[position])} latest; latest keeps {self.count}"
+            return f"{nth(places[position] + self.count)} latest; latest keeps {self.count}"
 
         return Decision(kept, places, miss)
 
@@ -91,26 +90,27 @@ class Best(Checked):
     def decide(self, universe: Universe) -> Decision:
         rows = universe.rows
         sign = 1 if self.mode == "min" else -1
-        age = 1 if self.ties == "oldest" else -1
         values = {
-            position: value for position, row in enumerate(rows) if (value := finite(row.metrics.get(self.metric)))
-            is not None
-        }  # fmt: skip
-        ranked = sorted(values, key=lambda position: (sign * values[position], age * position))
-        ranks, kept, places = _cut(ranked, self.count, f"{{}} best {self.metric}")
-        waiting = self._waiting(universe) if self.wait else []
-        held = {position: number for number, position in enumerate(waiting, 1)}
-        for position, number in held.items():
-            if self.wait and number <= self.wait.max:
-                kept[position] = f"waits for {self.metric}, {nth(number)} of at most {self.wait.max}"
-            elif self.wait:
-                places[position] = number - self.wait.max
+            position: sign * value
+            for position, row in enumerate(rows)
+            if (value := finite(row.metrics.get(self.metric))) is not None
+        }
+        # Sorting is stable: among equal values the order before decides, which is the total order or its reverse.
+        ranked = sorted(values if self.ties == "oldest" else reversed(values), key=values.__getitem__)
+        kept, places = _cut(ranked, self.count, f"{{}} best {self.metric}")
+        waiting = self._waiting(universe)
+        most = self.wait.max if self.wait else 0
+        for number, position in enumerate(waiting, 1):
+            if number <= most:
+                kept[position] = f"waits for {self.metric}, {nth(number)} of at most {most}"
+            else:
+                places[position] = number - most
 
         def miss(position: int) -> str:
-            if position in ranks:
-                return f"{nth(ranks[position])} best {self.metric}; best keeps {self.count}"
-            if position in held:
-                return f"{nth(held[position])} to wait for {self.metric}; {self.wait.max if self.wait else 0} may"
+            if position in values:
+                return f"{nth(places[position] + self.count)} best {self.metric}; best keeps {self.count}"
+            if position in places:
+                return f"{nth(places[position] + most)} to wait for {self.metric}; {most} may"
             if self.metric in rows[position].metrics:
                 return f"{self.metric} is {rows[position].metrics[self.metric]}, which is never ranked"
             return f"{self.metric} was never reported" + (f" within {written(self.wait.for_)}" if self.wait else "")
@@ -122,7 +122,8 @@ class Best(Checked):
 
         By time and not by step: a higher step with an older time would leave the window and let another one in.
         """
-        assert self.wait is not None
+        if self.wait is None:
+            return []
         since = universe.newest_created - self.wait.for_.total_seconds()
         return [
             position
@@ -151,10 +152,12 @@ class EverySteps(Checked):
         return f"every: {self.steps} steps{_bounds(self.until, self.last, self.thin)}"
 
     def decide(self, universe: Universe) -> Decision:
-        cells: dict[int, list[int]] = defaultdict(list)
-        for position, row in enumerate(universe.rows):
-            if (self.until is None or row.step <= self.until) and (row.step >= self.steps or row.step == 0):
-                cells[row.step // self.steps].append(position)
+        rows, width, until = universe.rows, self.steps, self.until
+
+        def cell_of(position: int) -> int | None:
+            step = rows[position].step
+            # The cell below the grid's first line holds step 0 alone.
+            return None if (until is not None and step > until) or 0 < step < width else step // width
 
         def name(cell: int) -> str:
             return f"steps {cell * self.steps} to {(cell + 1) * self.steps - 1}" if cell else "step 0"
@@ -165,7 +168,7 @@ class EverySteps(Checked):
                 return f"after step {self.until}, where every {self.steps} steps ends"
             return f"before step {self.steps}, where every {self.steps} steps begins"
 
-        return _earliest(cells, self.last, name, outside)
+        return _earliest(range(len(rows)), cell_of, self.last, name, outside)
 
 
 @dataclass(frozen=True)
@@ -188,14 +191,14 @@ class EveryHours(Checked):
 
     def decide(self, universe: Universe) -> Decision:
         width = self.hours * 3600
-        cells: dict[int, list[int]] = defaultdict(list)
-        for position in universe.by_time:
-            cells[math.floor(universe.rows[position].created / width)].append(position)
+
+        def cell_of(position: int) -> int:
+            return math.floor(universe.rows[position].created / width)
 
         def name(cell: int) -> str:
             return f"the {self.hours} h from {_utc(cell * width)}"
 
-        return _earliest(cells, self.last, name, lambda position: "")
+        return _earliest(universe.by_time, cell_of, self.last, name, lambda position: "outside the grid")
 
 
 @dataclass(frozen=True)
@@ -210,19 +213,19 @@ class Within:
         return f"within: {written(self.age)}"
 
     def decide(self, universe: Universe) -> Decision:
-        seconds = self.age.total_seconds()
-        since = universe.newest_created - seconds
-        times = [universe.rows[position].created for position in universe.by_time]
-        kept, places = {}, {}
-        for position, created in zip(universe.by_time, times, strict=True):
-            if created >= since:
-                kept[position] = f"{_ago(times[-1] - created)} older than the newest"
-            else:
-                # So many are too new for it: without them it would be within.
-                places[position] = max(1, len(times) - bisect_right(times, created + seconds))
+        newest = universe.newest_created
+        since = newest - self.age.total_seconds()
+        times = {position: universe.rows[position].created for position in universe.by_time}
+        kept = {
+            position: f"{_ago(newest - created)} older than the newest"
+            for position, created in times.items()
+            if created >= since
+        }
+        too_old = universe.by_time[: len(times) - len(kept)]
+        places = {position: place for place, position in enumerate(reversed(too_old), 1)}
 
         def miss(position: int) -> str:
-            age = _ago(times[-1] - universe.rows[position].created)
+            age = _ago(newest - times[position])
             return f"{age} older than the newest; within keeps {written(self.age)}"
 
         return Decision(kept, places, miss)
@@ -298,7 +301,7 @@ class Match:
 
 def finite(value: object) -> float | None:
     """A metric that can be ranked, or None: NaN, the infinities and what is no number have no place in an order."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
+    if not isinstance(value, (int, float)) or isinstance(value, bool):
         return None
     try:
         return float(value) if math.isfinite(value) else None
@@ -306,39 +309,43 @@ def finite(value: object) -> float | None:
         return None
 
 
-def _cut(ranked: Sequence[int], count: int, why: str) -> tuple[dict[int, int], dict[int, str], dict[int, int]]:
-    """Ranks from 1, the reasons of the first `count`, and by how many places the others missed."""
-    ranks = dict(zip(ranked, range(1, len(ranked) + 1), strict=True))
+def _cut(ranked: Sequence[int], count: int, why: str) -> tuple[dict[int, str], dict[int, int]]:
+    """The reasons of the first `count`, and by how many places the others missed."""
     kept = {position: why.format(nth(rank)) for rank, position in enumerate(ranked[:count], 1)}
-    return ranks, kept, dict(zip(ranked[count:], range(1, len(ranked) + 1), strict=False))
+    return kept, {position: places for places, position in enumerate(ranked[count:], 1)}
 
 
 def _earliest(
-    cells: Mapping[int, Sequence[int]],
+    ordered: Iterable[int],
+    cell_of: Callable[[int], int | None],
     last: int | None,
     name: Callable[[int], str],
     outside: Callable[[int], str],
 ) -> Decision:
-    """The first of each cell, of the `last` highest cells that have any."""
+    """The first of each cell, in the given order, of the `last` highest cells that have any."""
+    cells: dict[int, list[int]] = defaultdict(list)
+    for position in ordered:
+        cell = cell_of(position)
+        if cell is not None:
+            cells[cell].append(position)
+    names = {cell: name(cell) for cell in cells}
+    behind = {cell: max(0, rank - (last or rank)) for rank, cell in enumerate(sorted(cells, reverse=True), 1)}
     kept: dict[int, str] = {}
     places: dict[int, int] = {}
-    seats: dict[int, tuple[int, int, int]] = {}
-    for rank, cell in enumerate(sorted(cells, reverse=True), 1):
-        behind = max(0, rank - last) if last is not None else 0
-        for seat, position in enumerate(cells[cell]):
-            if seat or behind:
-                places[position] = seat + behind
-                seats[position] = cell, rank, seat
-            else:
-                kept[position] = f"earliest of {name(cell)}"
+    for cell, (first, *others) in cells.items():
+        if behind[cell]:
+            places[first] = behind[cell]
+        else:
+            kept[first] = f"earliest of {names[cell]}"
+        places.update(zip(others, range(1 + behind[cell], 1 + behind[cell] + len(others)), strict=True))
 
     def miss(position: int) -> str:
-        if position not in seats:
+        cell = cell_of(position)
+        if cell is None:
             return outside(position)
-        cell, rank, seat = seats[position]
-        if last is not None and rank > last:
-            return f"{name(cell)}: {nth(rank)} newest of these; last keeps {last}"
-        return f"{nth(seat + 1)} of {name(cell)}; every keeps the earliest"
+        if last is not None and behind[cell]:
+            return f"{names[cell]}: {nth(behind[cell] + last)} newest of these; last keeps {last}"
+        return f"{nth(places[position] + 1)} of {names[cell]}; every keeps the earliest"
 
     return Decision(kept, places, miss)
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 
 from bucketpoint.errors import BucketpointError
-from bucketpoint.retention.row import KINDS, Row
+from bucketpoint.retention.row import KINDS, ORDER, Row
 
 
 @dataclass(frozen=True)
@@ -29,18 +30,14 @@ class Universe:
         Raises:
             BucketpointError: a row cannot be put in order, or two that differ claim to be the same checkpoint.
         """
-        known: dict[tuple[int, str], Row] = {}
-        for row in rows:
-            other = known.setdefault((row.step, row.id), row)
-            if other is row:
-                _check(row)
-            elif other != row and repr(other) != repr(row):  # NaN metrics differ from themselves
-                raise BucketpointError(
-                    f"Two records of step {row.step} have the id {row.id!r} and differ",
-                    remedy="Rebuild the records from the checkpoints' metadata",
-                )
-        ordered = sorted(known.values(), key=lambda row: row.order)
-        return cls(ordered, sorted(range(len(ordered)), key=[row.created for row in ordered].__getitem__))
+        given = list(rows)
+        for row in given:
+            _check(row)
+        given.sort(key=attrgetter("step"))
+        if len({row.step for row in given}) < len(given):
+            given.sort(key=attrgetter(*ORDER))
+            given = list(_distinct(given))
+        return cls(given, sorted(range(len(given)), key=[row.created for row in given].__getitem__))
 
     @property
     def newest_created(self) -> float:
@@ -48,9 +45,27 @@ class Universe:
         return self.rows[self.by_time[-1]].created if self.by_time else -math.inf
 
 
+def _distinct(ordered: Iterable[Row]) -> Iterator[Row]:
+    same_step: dict[str, Row] = {}
+    before = None
+    for row in ordered:
+        if row.step != before:
+            same_step.clear()
+            before = row.step
+        other = same_step.get(row.id)
+        if other is None:
+            same_step[row.id] = row
+            yield row
+        elif other != row and repr(other) != repr(row):  # NaN metrics differ from themselves
+            raise BucketpointError(
+                f"Two records of step {row.step} have the id {row.id!r} and differ",
+                remedy="Rebuild the records from the checkpoints' metadata",
+            )
+
+
 def _check(row: Row) -> None:
-    if type(row.step) is not int or row.step < 0:
-        raise BucketpointError(f"{row.step!r} is no step", key=row.id)
+    if type(row.step) is not int or row.step < 0 or type(row.id) is not str:
+        raise BucketpointError(f"{row.step!r} is no step, or {row.id!r} no id", key=str(row.id))
     if not math.isfinite(row.created):
         raise BucketpointError(f"Step {row.step} has no time of creation: {row.created!r}", key=row.id)
     if row.kind not in KINDS:
@@ -79,6 +94,7 @@ class Decision:
 
 def nth(number: int) -> str:
     """1st, 2nd, 3rd, 4th, ..."""
-    if number % 100 in (11, 12, 13):
-        return f"{number}th"
-    return f"{number}{ {1: 'st', 2: 'nd', 3: 'rd'}.get(number % 10, 'th') }"
+    return f"{number}th" if number % 100 in (11, 12, 13) else f"{number}{_ENDINGS[number % 10]}"
+
+
+_ENDINGS = ("th", "st", "nd", "rd", *("th",) * 6)
