@@ -21,6 +21,9 @@ from bucketpoint.retention.shapes import Checked, Either, Record, Setting, Sever
 MAX_CHARACTERS = 1 << 20
 """Far above any policy."""
 
+MAX_DEPTH = 20
+"""A policy has 6 levels. PyYAML's time grows with the square of the depth."""
+
 _ORDER = ("version", "root", "layout", "save", "keep", "prune")
 
 _INTEGER = re.compile(r"[-+]?(0|[1-9][0-9]{0,17})")
@@ -257,7 +260,11 @@ _Dumper.add_representer(str, _represent_text)
 
 def _composed(text: str) -> yaml.Node | None:
     try:
+        depth = 0
         for event in yaml.parse(text, Loader=yaml.SafeLoader):
+            depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+            if depth > MAX_DEPTH:
+                raise _at(event.start_mark, "This is nested too deeply", "Write it flatter")
             tag = getattr(event, "tag", None)
             anchor = getattr(event, "anchor", None)
             if anchor is not None or tag is not None:
@@ -271,10 +278,8 @@ def _composed(text: str) -> yaml.Node | None:
     except yaml.reader.ReaderError as error:
         line = text.count("\n", 0, error.position) + 1
         column = error.position - (text.rfind("\n", 0, error.position) + 1) + 1
-        fault = Fault(f"The character #x{ord(error.character):04x} has no place in YAML", "Remove it", (), line, column)
+        fault = Fault(f"The character #x{error.character:04x} has no place in YAML", "Remove it", (), line, column)
         raise PolicyError.of(fault) from None
-    except RecursionError:
-        raise wrong("The text is nested too deeply", "Write it flatter") from None
 
 
 def _at(mark: Any, message: str, remedy: str) -> PolicyError:

@@ -1,0 +1,39 @@
+"""The worked example of the documentation is what the engine does."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from bucketpoint.retention import Row, from_yaml, plan
+
+DOCUMENT = Path(__file__).resolve().parents[2] / "docs/retention.md"
+
+
+def test_the_table_of_the_document_is_what_its_policy_does() -> None:
+    section = DOCUMENT.read_text(encoding="utf-8").split("### A policy at work")[1].split("\n## ")[0]
+    policy = from_yaml(section.split("```yaml\n")[1].split("```")[0], environ={})
+    table = re.findall(r"^\| (\d+) \| (\S*) *\| (\w+) \| (.*) \|$", section, re.MULTILINE)
+    assert len(table) == 13
+    rows = [
+        Row(
+            int(step),
+            1.7e9 + 3600 * hour,
+            "a",
+            groups={"model": 1, "optim": 2},
+            metrics={"eval/loss": float(loss.strip("*"))} if loss else {},
+        )
+        for hour, (step, loss, _, _) in enumerate(table)
+    ]
+    entries = plan(policy, rows).entries
+    words = {"keep": "kept", "thin": "thinned", "delete": "deleted"}
+    assert [(entry.row.step, words[entry.action]) for entry in entries] == [(int(row[0]), row[2]) for row in table]
+    for entry, (step, _, action, why) in zip(entries, table, strict=True):
+        if action == "deleted":
+            assert entry.miss is not None
+            assert why == f"nearest: {entry.miss.why}", step
+
+
+def test_the_python_of_the_document_runs() -> None:
+    for code in re.findall(r"^```python\n(.*?)^```", DOCUMENT.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL):
+        exec(compile(code, str(DOCUMENT), "exec"), {})

@@ -1,0 +1,237 @@
+"""A plan explains itself, goes through JSON, is linear in its work, and is refused where it takes too much."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from collections import Counter
+from dataclasses import replace
+from datetime import timedelta
+from typing import Any, ClassVar
+
+import pytest
+
+from bucketpoint.errors import BucketpointError, PolicyError
+from bucketpoint.retention import (
+    Await,
+    Best,
+    EveryHours,
+    EverySteps,
+    Keep,
+    Plan,
+    RetentionPolicy,
+    Row,
+    circuit_breaker,
+    plan,
+)
+from retention.cases import HOUR, reported, rows_at, steps
+
+EXAMPLE = RetentionPolicy(
+    Keep(
+        2,
+        best=[Best("loss", "min", 1, wait=Await(timedelta(hours=2), 2))],
+        every=[EverySteps(1000, until=3000), EveryHours(24, last=2, thin="weights")],
+        within=timedelta(hours=1),
+        steps=[1750],
+    )
+)
+
+
+def example() -> list[Row]:
+    rows = rows_at(*range(0, 6000, 250))
+    values = [9.0 - step for step in range(20)]
+    values[11] = -50.0
+    return reported(rows, "loss", *values, float("nan"), None, None, None)
+
+
+def told(made: Plan) -> dict[int, tuple[str, str]]:
+    return {
+        entry.row.step: (entry.action, "; ".join(map(str, entry.reasons)) if entry.reasons else str(entry.miss))
+        for entry in made.entries
+    }
+
+
+def test_every_row_says_why() -> None:
+    made = told(plan(EXAMPLE, example()))
+    hours = "every: 24 hours, last 2, thin weights"
+    grid = "every: 1000 steps, until 3000"
+    newest = ("newest by step", "newest by time", "newest full one by step", "newest full one by time")
+    assert made[0] == ("keep", f"{grid} (earliest of step 0); {hours} (earliest of the 24 h from 2001-09-09 00:00 UTC)")
+    assert made[250] == ("delete", f"{hours} (2nd of the 24 h from 2001-09-09 00:00 UTC; every keeps the earliest)")
+    assert made[1250] == ("delete", f"{grid} (2nd of steps 1000 to 1999; every keeps the earliest)")
+    assert made[1750] == ("keep", "steps: 1750 (named)")
+    assert made[2750] == ("keep", "best: loss min 1 (1st best loss)")
+    assert made[4750] == ("delete", "best: loss min 1 (2nd best loss; best keeps 1)")
+    assert made[5000] == ("delete", "latest: 2 (4th latest; latest keeps 2)")
+    assert made[5250] == ("delete", "latest: 2 (3rd latest; latest keeps 2)")
+    assert made[5750][1].startswith("; ".join(f"safety ({why})" for why in newest) + "; latest: 2 (1st latest)")
+
+
+def test_a_row_that_no_rule_could_keep_says_what_the_first_rule_says() -> None:
+    rows = rows_at(1, 2, 3)
+    rows[0] = replace(rows[0], kind="export")
+    assert told(plan(RetentionPolicy(Keep(1)), rows))[1] == (
+        "delete",
+        "latest: 1 (of the kind export; latest counts full checkpoints)",
+    )
+
+
+def test_what_only_a_thinning_rule_keeps_is_thinned_and_says_what_it_missed() -> None:
+    policy = RetentionPolicy(Keep(1, every=[EverySteps(10, thin="weights")]))
+    made = plan(policy, rows_at(10, 20, 21))
+    assert [entry.action for entry in made.entries] == ["thin", "thin", "keep"]
+    assert str(made.thinned[1].miss) == "latest: 1 (2nd latest; latest keeps 1)"
+    assert made.left()[0].kind == "weights"
+    assert made.freed_bytes == 4
+
+
+def test_another_rule_keeps_a_row_whole_though_one_would_thin_it() -> None:
+    policy = RetentionPolicy(Keep(1, every=[EverySteps(10, thin="weights")], steps=[10]))
+    made = plan(policy, rows_at(10, 20, 21))
+    assert [entry.action for entry in made.entries] == ["keep", "thin", "keep"]
+
+
+@pytest.mark.parametrize("groups", [{}, {"model": 3}, {"other": 3}])
+def test_a_checkpoint_that_cannot_be_thinned_stays_whole_and_says_so(groups: dict[str, int]) -> None:
+    policy = RetentionPolicy(Keep(1, every=[EverySteps(10, thin="weights")]))
+    rows = [replace(row, groups=groups) for row in rows_at(10, 20)]
+    entry = plan(policy, rows).entries[0]
+    assert entry.action == "keep"
+    assert entry.miss is not None
+    assert "stays whole" in entry.miss.why
+
+
+def test_a_plan_goes_through_json_with_its_documented_shape() -> None:
+    data = json.loads(json.dumps(plan(EXAMPLE, example()).to_dict(), allow_nan=False))
+    assert set(data) == {"version", "rules", "summary", "checkpoints"}
+    assert set(data["summary"]) == {"keep", "thin", "delete", "freed_bytes"}
+    one = data["checkpoints"][1]
+    assert set(one) == {
+        "step", "created", "id", "kind", "bytes", "groups", "metrics", "pinned", "leased", "restored_from",
+        "action", "reasons", "miss",
+    }  # fmt: skip
+    assert set(one["miss"]) == {"rule", "why"}
+    assert data["checkpoints"][20]["metrics"] == {"loss": "nan"}
+    assert Plan.from_dict(data).to_dict() == data
+
+
+@pytest.mark.parametrize(
+    "data", [{}, {"version": 2}, {"version": 1, "rules": []}, {"version": 1, "rules": [], "checkpoints": [{}]}]
+)
+def test_what_is_no_plan_is_refused(data: dict[str, Any]) -> None:
+    with pytest.raises(BucketpointError):
+        Plan.from_dict(data)
+
+
+def test_a_plan_pickles() -> None:
+    made = plan(EXAMPLE, example())
+    assert repr(pickle.loads(pickle.dumps(made))) == repr(made)
+
+
+def test_the_breaker_counts_thinned_ones_too_and_lets_a_single_one_pass() -> None:
+    keep = RetentionPolicy(Keep(1, every=[EverySteps(10, thin="weights")]))
+    made = plan(keep, rows_at(10, 11, 20, 21))
+    assert len(made.deleted) + len(made.thinned) == 3
+    assert circuit_breaker(made, count=3, fraction=0.75)
+    assert not circuit_breaker(made, count=2, fraction=1.0)
+    refused = circuit_breaker(made, count=20, fraction=0.5)
+    assert not refused
+    assert "3 of 4" in refused.why
+    assert circuit_breaker(plan(RetentionPolicy(Keep(3)), rows_at(1, 2, 3, 4)), count=1, fraction=0.01)
+
+
+def test_a_wrong_clock_far_ahead_costs_no_latest_and_no_milestone() -> None:
+    rows = rows_at(*range(100, 600, 100))
+    rows[1] = replace(rows[1], created=9e9)
+    policy = RetentionPolicy(Keep(2, every=[EverySteps(300)], within=timedelta(hours=1)))
+    assert steps(plan(policy, rows).left()) == [200, 300, 400, 500]
+
+
+class CountedRow(Row):
+    """Counts how often any row is looked at."""
+
+    looks: ClassVar[Counter[str]] = Counter()
+
+    def __getattribute__(self, name: str) -> Any:
+        if name != "looks" and not name.startswith("__"):
+            CountedRow.looks[name] += 1
+        return super().__getattribute__(name)
+
+
+asked: list[int] = []
+
+
+def remembered(row: Row) -> bool:
+    asked.append(row.step)
+    return False
+
+
+def looks(number: int) -> int:
+    CountedRow.looks.clear()
+    keep = replace(EXAMPLE.keep, match="retention.test_plan:remembered", every=[*EXAMPLE.keep.every, EverySteps(7000)])
+    rows = [CountedRow(step, 1e9 + HOUR * step, "a", metrics={"loss": float(-step)}) for step in range(number)]
+    plan(replace(EXAMPLE, keep=keep), rows)
+    return sum(CountedRow.looks.values())
+
+
+def test_each_row_is_looked_at_a_fixed_number_of_times_however_many_there_are() -> None:
+    """No rule is quadratic: ten times the rows are ten times the looks, and `match` is asked once for each."""
+    asked.clear()
+    few = looks(300)
+    assert asked == list(range(300))
+    assert looks(3000) <= 10.5 * few
+    assert few <= 40 * 300
+
+
+def test_rows_that_contradict_each_other_make_no_plan() -> None:
+    row = Row(1, 1.0, "a")
+    assert len(plan(EXAMPLE, [row, row, Row(1, 1.0, "a")]).entries) == 1
+    with pytest.raises(BucketpointError, match="differ"):
+        plan(EXAMPLE, [row, Row(1, 2.0, "a")])
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        Row(-1, 1.0, "a"),
+        Row(True, 1.0, "a"),
+        Row(1, float("nan"), "a"),
+        Row(1, float("inf"), "a"),
+        Row(1, 1.0, "a", "new"),
+    ],
+)
+def test_a_row_that_has_no_place_in_the_order_makes_no_plan(row: Row) -> None:
+    with pytest.raises(BucketpointError):
+        plan(EXAMPLE, [row])
+
+
+def test_an_integer_too_large_for_a_float_and_what_is_no_number_are_never_ranked() -> None:
+    rows = rows_at(1, 2, 3, 4, 5)
+    odd: list[Any] = [10**400, "0.1", True, 3, 4.0]
+    rows = [replace(row, metrics={"loss": value}) for row, value in zip(rows, odd, strict=True)]
+    assert steps(plan(RetentionPolicy(Keep(1, best=[Best("loss", "max", 9)])), rows).left()) == [4, 5]
+
+
+def failing(row: Row) -> bool:
+    raise RuntimeError("no")
+
+
+def vague(row: Row) -> Any:
+    return 1
+
+
+no_function = 3
+
+
+@pytest.mark.parametrize("name", ["missing", "failing", "vague", "no_function"])
+def test_a_match_that_gives_no_answer_makes_no_plan(name: str) -> None:
+    policy = RetentionPolicy(Keep(1, match=f"retention.test_plan:{name}"))
+    with pytest.raises(PolicyError, match=f"retention.test_plan:{name}"):
+        plan(policy, rows_at(1))
+
+
+def test_a_match_is_imported_only_when_there_is_something_to_ask() -> None:
+    policy = RetentionPolicy(Keep(1, match="no_such_package.policies:keep"))
+    assert plan(policy, []).entries == ()
+    with pytest.raises(PolicyError, match="cannot be imported"):
+        plan(policy, rows_at(1))

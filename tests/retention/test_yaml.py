@@ -1,0 +1,396 @@
+"""Policies as YAML: strict, every fault with its place, equal to the Python objects, and the JSON Schema beside it."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import re
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import hypothesis.strategies as st
+import jsonschema
+import pytest
+import yaml
+from hypothesis import given
+
+import bucketpoint.retention
+from bucketpoint.errors import PolicyError
+from bucketpoint.retention import (
+    Await,
+    Best,
+    EveryHours,
+    EverySteps,
+    InFlight,
+    Keep,
+    Layout,
+    MaxDelete,
+    Prune,
+    RetentionPolicy,
+    Save,
+    SaveEvery,
+    SaveEveryMinutes,
+    from_yaml,
+    plan,
+    to_yaml,
+)
+from bucketpoint.retention.schema import SCHEMA_FILE, policy_schema, schema_text
+from retention.cases import every_rules, left, policies, rows_at, seen, universes
+
+ROOT = Path(__file__).resolve().parents[2]
+
+EXAMPLE = RetentionPolicy(
+    Keep(
+        latest=3,
+        best=[Best("eval/loss", "min", 2, wait=Await(timedelta(hours=12), 4))],
+        every=[EverySteps(1000, until=10000), EverySteps(10000), EveryHours(24, last=14, thin="weights")],
+        within=timedelta(hours=6),
+        steps=[143000],
+    ),
+    root="s3://acme-ckpt/llama8b/run-042",
+    layout=Layout("step-{step}"),
+    save=Save(
+        every=[SaveEvery(500), SaveEveryMinutes(30)],
+        on=["first_step", "last_step", "sigterm"],
+        in_flight=InFlight(when_busy="wait", timeout=timedelta(minutes=20)),
+    ),
+    prune=Prune(
+        when="after_commit",
+        grace=timedelta(hours=24),
+        debris_after=timedelta(hours=48),
+        max_delete=MaxDelete(20, 0.5),
+    ),
+)
+
+
+def read(text: str, **environ: str) -> RetentionPolicy:
+    return from_yaml(text, environ=environ, file="policy.yaml")
+
+
+def faults(text: str, **environ: str) -> list[tuple[int | None, int | None, str]]:
+    """Line, column, and path with message, of each fault."""
+    with pytest.raises(PolicyError) as caught:
+        read(text, **environ)
+    assert caught.value.file == "policy.yaml"
+    assert all(fault.remedy for fault in caught.value.faults)
+    return [(fault.line, fault.column, str(fault).split(". ")[0]) for fault in caught.value.faults]
+
+
+def keep(*lines: str) -> str:
+    return "\n".join(["version: 1", "keep:", "  latest: 1", *(f"  {line}" for line in lines)]) + "\n"
+
+
+def test_the_example_is_the_same_policy_as_the_python_objects() -> None:
+    assert read((ROOT / "examples/retention.yaml").read_text()) == EXAMPLE
+
+
+def test_rules_keep_the_same_from_yaml_and_from_python() -> None:
+    rows = rows_at(*range(0, 30000, 500))
+    again = read((ROOT / "examples/retention.yaml").read_text())
+    assert plan(again, rows).to_dict() == plan(EXAMPLE, rows).to_dict()
+
+
+def test_the_smallest_policy_has_the_documented_defaults() -> None:
+    policy = read("version: 1\nkeep: {latest: 3}\n")
+    assert policy == RetentionPolicy(Keep(3))
+    assert policy.prune == Prune("after_commit", timedelta(hours=24), timedelta(hours=48), MaxDelete(20, 0.5))
+    assert policy.save == Save((), (), InFlight(1, "wait", timedelta(minutes=20)))
+    assert policy.layout.folder(500) == "step-500"
+
+
+@given(policies)
+def test_any_policy_comes_back_from_its_own_yaml(policy: RetentionPolicy) -> None:
+    assert from_yaml(to_yaml(policy), environ={}) == policy
+
+
+words = st.text("abe137_.:#'\"{}[]()*&!%@`?|>,<=~^+-\\é世", min_size=1, max_size=8)
+odd_words = st.sampled_from(
+    ["1e3", "on", "no", "null", "~", "0x10", "1:30", "2001-01-01", "1_000", ".inf", "a: b", "*a", "<<"]
+)
+
+
+@given(words | odd_words, words, st.integers(0, 10**12))
+def test_names_that_yaml_takes_for_something_else_come_back(metric: str, root: str, seconds: int) -> None:
+    policy = RetentionPolicy(
+        Keep(1, best=[Best(metric, "max")]), root=f"s3://{root}/$x", prune=Prune(grace=timedelta(seconds=seconds))
+    )
+    assert from_yaml(to_yaml(policy), environ={}) == policy
+
+
+def test_what_stands_at_its_default_is_not_written() -> None:
+    assert to_yaml(RetentionPolicy(Keep(3))) == "version: 1\nkeep: {latest: 3}\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "span"),
+    [
+        ("90s", timedelta(seconds=90)),
+        ("20m", timedelta(minutes=20)),
+        ("1.5h", timedelta(minutes=90)),
+        ("7d", timedelta(days=7)),
+        ("2w", timedelta(days=14)),
+    ],
+)
+def test_durations_have_units(text: str, span: timedelta) -> None:
+    assert read(keep(f"within: {text}")).keep.within == span
+
+
+BROKEN = """\
+version: 1
+rot: s3://x
+root: s3://${NOPE}/x
+keep:
+  latest: 0
+  best: {metric: a}
+  every:
+    - {step: 1000}
+    - {steps: 1000}
+    - {steps: 2000}
+    - {steps: 1000}
+    - {foo: 1}
+  within: 6 hours
+  lates: 3
+  latest: 4
+  steps: []
+prune:
+  grace: 1y
+  when:
+save: {on: [sigkill], every: [{steps: 100}, {steps: 50}]}
+"""
+
+
+def test_every_fault_of_a_file_is_named_with_its_place() -> None:
+    assert faults(BROKEN) == [
+        (2, 1, "rot: The key `rot` is not known"),
+        (3, 12, "root: NOPE is not set"),
+        (5, 11, "keep.latest: 0 is out of bounds"),
+        (6, 9, "keep.best: A mapping is not a list"),
+        (8, 8, "keep.every[0].step: The key `step` is not known"),
+        (10, 7, "keep.every[2]: The rule can never keep anything of its own: number 2 keeps all of it"),
+        (11, 7, "keep.every[3]: {'steps': 1000} stands twice"),
+        (12, 7, "keep.every[4]: Neither `steps` nor `hours` stands here"),
+        (13, 11, "keep.within: '6 hours' is not a duration"),
+        (14, 3, "keep.lates: The key `lates` is not known"),
+        (15, 3, "keep.latest: The key `latest` stands twice, first in line 5"),
+        (16, 10, "keep.steps: The list is empty"),
+        (18, 10, "prune.grace: '1y' is not a duration"),
+        (19, 8, "prune.when: Nothing is written here"),
+        (20, 13, "save.on[0]: 'sigkill' is not known here"),
+        (20, 31, "save.every[0]: The trigger never saves anything of its own: number 2 saves then anyway"),
+    ]
+
+
+def test_the_error_shows_all_faults_and_survives_pickling() -> None:
+    with pytest.raises(PolicyError) as caught:
+        read(BROKEN)
+    error = caught.value
+    assert str(error).splitlines()[0] == "policy.yaml has 16 faults:"
+    assert "  policy.yaml:2:1: rot: The key `rot` is not known. Did you mean `root`?" in str(error)
+    assert (error.line, error.column) == (2, 1)
+    again = pickle.loads(pickle.dumps(error))
+    assert str(again) == str(error)
+    assert again.faults == error.faults
+
+
+@pytest.mark.parametrize(
+    ("text", "place", "message"),
+    [
+        ("", (1, 1), "The policy is empty"),
+        ("# nothing\n", (1, 1), "The policy is empty"),
+        ("version: 1\n", (1, 1), "`keep` is missing"),
+        ("keep: {latest: 1}\n", (1, 1), "`version` is missing"),
+        ("version: 2\nkeep: {latest: 1}\n", (1, 10), "version: Version 2 is not known"),
+        ("version: 1\nkeep: {}\n", (2, 7), "keep: `latest` is missing"),
+        ("version: 1\nkeep:\n", (2, 6), "keep: Nothing is written here"),
+        ("version: 1\nkeep: 3\n", (2, 7), "keep: 3 is not a mapping"),
+        ("- 1\n", (1, 1), "A list is not a mapping"),
+        ("version: 1\nkeep: {latest: '3'}\n", (2, 16), "keep.latest: '3' is not a whole number"),
+        ("version: 1\nkeep: {latest: 3.0}\n", (2, 16), "keep.latest: 3.0 is not a whole number"),
+        ("version: 1\nkeep: {latest: true}\n", (2, 16), "keep.latest: True is not a whole number"),
+        ("version: 1\nkeep: {latest: 1_000}\n", (2, 16), "keep.latest: '1_000' is not a whole number"),
+        ("version: 1\nkeep: {latest: [3]}\n", (2, 16), "keep.latest: A list is not a whole number"),
+        (keep("within: 6"), (4, 11), "keep.within: 6 is not a duration"),
+        (keep("within: 0h"), (4, 11), "keep.within: 0s is too short"),
+        (keep("within: 9999999999999w"), (4, 11), "keep.within: '9999999999999w' is too long"),
+        (keep("match: os.system"), (4, 10), "keep.match: 'os.system' is not an import path such as my_pkg"),
+        (keep("steps: [1, 2, 1]"), (4, 17), "keep.steps[2]: 1 stands twice"),
+        (keep("steps: [-1]"), (4, 11), "keep.steps[0]: -1 is out of bounds"),
+        (keep("best: [{metric: a, mode: less}]"), (4, 28), "keep.best[0].mode: 'less' is not known here"),
+        (keep("best: [{metric: a, mode: min, await: {for: 1h}}]"), (4, 40), "keep.best[0].await: `max` is missing"),
+        (keep("best: [{metric: 7, mode: min}]"), (4, 19), "keep.best[0].metric: 7 is not text"),
+        (keep("every: [{steps: 10, hours: 1}]"), (4, 23), "keep.every[0].hours: The key `hours` is not known"),
+        (keep("every: [{steps: 10, until: 9}]"), (4, 11), "keep.every[0]: Only step 0 is ever kept: the grid begins"),
+        (keep("every: [{hours: 1, thin: optimizer}]"), (4, 28), "keep.every[0].thin: 'optimizer' is not known here"),
+        (
+            "version: 1\nlayout: {step_dir: step}\nkeep: {latest: 1}\n",
+            (2, 20),
+            "layout.step_dir: 'step' is not a folder",
+        ),
+        (
+            "version: 1\nkeep: {latest: 1}\nprune: {max_delete: {fraction: 2}}\n",
+            (3, 32),
+            "prune.max_delete.fraction: 2 is",
+        ),
+        ("version: 1\nkeep: &a {latest: 1}\n", (2, 7), "The anchor or alias `a` is not taken here"),
+        ("version: 1\nkeep: *a\n", (2, 7), "The anchor or alias `a` is not taken here"),
+        ("version: 1\nkeep: {latest: !!int 1}\n", (2, 16), "The tag `tag:yaml.org,2002:int` is not taken here"),
+        ("version: 1\nkeep: {latest: 1\n", (3, 1), "This is not YAML"),
+        ("version: 1\n\tkeep: 1\n", (2, 1), "This is not YAML"),
+        ("version: 1\n---\nversion: 1\n", (2, 1), "This is not YAML"),
+        ("version: 1\nkeep: \x00\n", (2, 7), "The character #x0000 has no place in YAML"),
+        ("version: 1\nroot: 'a${X}'\nkeep: {latest: 1}\n", (2, 9), "root: X is not set"),
+        ("version: 1\nroot: a$b\nkeep: {latest: 1}\n", (2, 8), "root: A `$` stands alone"),
+        ("version: 1\nin_flight: {}\nkeep: {latest: 1}\n", (2, 1), "in_flight: The key `in_flight` is not known"),
+    ],
+)
+def test_a_fault_is_named_where_it_stands(text: str, place: tuple[int, int], message: str) -> None:
+    found = faults(text)
+    assert len(found) == 1
+    assert found[0][:2] == place
+    assert found[0][2].startswith(message)
+
+
+def test_deep_nesting_is_a_fault_and_no_crash() -> None:
+    assert faults("version: 1\nkeep: " + "[" * 5000)[0][2] == "This is nested too deeply"
+
+
+def test_a_policy_of_megabytes_is_refused_unread() -> None:
+    assert faults("#" * (2 << 20))[0][2].startswith("2097152 characters")
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        ("{steps: 1000}", "{steps: 2000}"),
+        ("{steps: 1000}", "{steps: 3000, until: 9000, last: 2}"),
+        ("{steps: 1000, until: 9000}", "{steps: 2000, until: 8000}"),
+        ("{steps: 1000, last: 5}", "{steps: 1000, last: 3}"),
+        ("{steps: 1000}", "{steps: 2000, thin: weights}"),
+        ("{steps: 1000, thin: weights}", "{steps: 2000, thin: weights}"),
+        ("{hours: 6}", "{hours: 24, last: 14}"),
+    ],
+)
+def test_a_rule_that_another_always_covers_is_unreachable(first: str, second: str) -> None:
+    (found,) = faults(keep(f"every: [{first}, {second}]"))
+    assert found[2].startswith("keep.every[1]: The rule can never keep anything of its own")
+    (found,) = faults(keep(f"every: [{second}, {first}]"))
+    assert found[2].startswith("keep.every[0]: The rule can never keep anything of its own")
+
+
+@pytest.mark.parametrize(
+    "rules",
+    [
+        "{steps: 1000}, {steps: 1500}",
+        "{steps: 1000, until: 8000}, {steps: 2000}",
+        "{steps: 1000, last: 3}, {steps: 2000, last: 3}",
+        "{steps: 1000, thin: weights}, {steps: 2000}",
+        "{steps: 1000, until: 5000, last: 3}, {steps: 1000, until: 9000, last: 3}",
+        "{hours: 6}, {hours: 9}",
+        "{steps: 24}, {hours: 24}",
+    ],
+)
+def test_rules_that_may_keep_something_of_their_own_stand(rules: str) -> None:
+    assert len(read(keep(f"every: [{rules}]")).keep.every) == 2
+
+
+def test_a_best_rule_that_another_covers_is_unreachable() -> None:
+    wide, narrow = "{metric: a, mode: min, count: 3}", "{metric: a, mode: min, count: 2}"
+    assert faults(keep(f"best: [{wide}, {narrow}]"))[0][2].startswith("keep.best[1]: The rule can never")
+    waits = "{metric: a, mode: min, count: 2, await: {for: 1h, max: 1}}"
+    assert len(read(keep(f"best: [{wide}, {waits}]")).keep.best) == 2
+
+
+@given(policies, st.data())
+def test_a_rule_that_is_called_unreachable_never_keeps_anything_of_its_own(policy: RetentionPolicy, data: Any) -> None:
+    """The definition, on random rows: without the rule the plan is the same."""
+    extra = data.draw(every_rules)
+    listed = [*policy.keep.every, extra]
+    fault = next((one for one in Keep.conflicts({"every": listed}) if one.path == ("every", len(listed) - 1)), None)
+    rows = data.draw(universes())
+    if fault is None or "Only step 0" in fault.message or extra in policy.keep.every:
+        return
+    with_it = Keep(1, match=None)
+    object.__setattr__(with_it, "every", tuple(listed))
+    without = replace(policy.keep, latest=1, best=(), within=None, steps=(), match=None)
+    assert seen(left(RetentionPolicy(with_it), rows)) == seen(left(RetentionPolicy(without), rows))
+
+
+def test_the_root_takes_variables_from_the_environment() -> None:
+    text = "version: 1\nroot: s3://${BUCKET}/${RUN:-run-1}/$${x}\nkeep: {latest: 1}\n"
+    assert read(text, BUCKET="b").root == "s3://b/run-1/${x}"
+    assert read(text, BUCKET="b", RUN="r").root == "s3://b/r/${x}"
+    assert read(text, BUCKET="b", RUN="").root == "s3://b/run-1/${x}"
+    assert faults(text, BUCKET="") == [(2, 12, "root: BUCKET is empty")]
+
+
+def test_what_a_variable_holds_is_not_read_as_yaml_or_as_another_variable() -> None:
+    text = "version: 1\nroot: ${A}\nkeep: {latest: 1}\n"
+    assert read(text, A="x: ${B}").root == "x: ${B}"
+
+
+def test_python_objects_are_checked_like_yaml() -> None:
+    with pytest.raises(PolicyError, match=r"keep\.latest|latest: 0 is out of bounds"):
+        Keep(0)
+    with pytest.raises(PolicyError, match="not a whole number"):
+        EverySteps(1.5)  # type: ignore[arg-type]
+    with pytest.raises(PolicyError, match="not a duration"):
+        Keep(1, within=6)  # type: ignore[arg-type]
+    with pytest.raises(PolicyError, match="never keep anything of its own"):
+        Keep(1, every=[EverySteps(10), EverySteps(20)])
+    with pytest.raises(PolicyError, match="is not a Keep"):
+        RetentionPolicy(3)  # type: ignore[arg-type]
+    with pytest.raises(PolicyError) as caught:
+        Best("", "less", 0)  # type: ignore[arg-type]
+    assert [fault.path for fault in caught.value.faults] == [("metric",), ("mode",), ("count",)]
+
+
+def test_the_schema_file_is_the_one_that_the_classes_make() -> None:
+    file = Path(bucketpoint.retention.__file__).with_name(SCHEMA_FILE)
+    assert file.read_text(encoding="utf-8") == schema_text(), "run tools/make_policy_schema.py"
+    jsonschema.Draft202012Validator.check_schema(json.loads(schema_text()))
+
+
+VALIDATOR = jsonschema.Draft202012Validator(policy_schema())
+
+
+def as_editors_see_it(text: str) -> Any:
+    """Editors read YAML 1.2, in which `on` is a word."""
+    return yaml.safe_load(re.sub(r"\bon:", '"on":', text))
+
+
+@given(policies)
+def test_the_schema_takes_what_the_reader_takes(policy: RetentionPolicy) -> None:
+    VALIDATOR.validate(yaml.safe_load(to_yaml(policy)))
+
+
+def test_the_schema_takes_the_example() -> None:
+    VALIDATOR.validate(as_editors_see_it((ROOT / "examples/retention.yaml").read_text()))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "keep: {latest: 1}",
+        "version: 2\nkeep: {latest: 1}",
+        "version: 1\nkeep: {}",
+        keep("lates: 3"),
+        keep("within: 6"),
+        keep("within: 0.0h"),
+        keep("within: 6 hours"),
+        keep("steps: []"),
+        keep("steps: [1, 1]"),
+        keep("match: os.system"),
+        keep("best: [{metric: a}]"),
+        keep("best: [{metric: a, mode: min, count: 0}]"),
+        keep("every: [{steps: 10, hours: 1}]"),
+        keep("every: [{foo: 1}]"),
+        "version: 1\nlayout: {step_dir: step}\nkeep: {latest: 1}\n",
+        "version: 1\nkeep: {latest: 1}\nprune: {max_delete: {fraction: 2}}\n",
+        "version: 1\nkeep: {latest: 1}\nsave: {in_flight: {max: 2}}\n",
+    ],
+)
+def test_the_schema_refuses_what_the_reader_refuses(text: str) -> None:
+    assert faults(text)
+    assert not VALIDATOR.is_valid(as_editors_see_it(text))
