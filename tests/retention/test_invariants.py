@@ -28,6 +28,7 @@ from bucketpoint.retention import (
 )
 from retention.cases import (
     HOUR,
+    SIZE,
     deleted,
     every_rules,
     invariant,
@@ -42,7 +43,7 @@ from retention.cases import (
     whole,
 )
 
-two_parts = st.tuples(universes(), st.lists(st.sampled_from("ab_"), min_size=14, max_size=14))
+two_parts = st.tuples(universes(), st.lists(st.sampled_from("ab_"), min_size=SIZE, max_size=SIZE))
 
 
 def parts(split: tuple[list[Row], list[str]]) -> tuple[list[Row], list[Row], list[Row]]:
@@ -105,7 +106,7 @@ def test_07_pruning_after_each_commit_ends_where_one_prune_ends(policy: Retentio
     assert seen(there) == seen(left(policy, rows))
 
 
-@invariant(policies, universes(), st.lists(st.booleans(), min_size=14, max_size=14))
+@invariant(policies, universes(), st.lists(st.booleans(), min_size=SIZE, max_size=SIZE))
 def test_08_a_crash_within_a_prune_changes_nothing(policy: RetentionPolicy, rows: list[Row], done: list[bool]) -> None:
     made = plan(policy, rows)
     there = []
@@ -145,14 +146,14 @@ def test_09_another_rule_or_a_greater_count_never_takes_more(
     assert whole(narrow) <= whole(wide)
 
 
-@invariant(policies, universes(), st.integers(0, 14))
+@invariant(policies, universes(), st.integers(0, SIZE))
 def test_10_what_was_dropped_is_never_wanted_again(policy: RetentionPolicy, rows: list[Row], cut: int) -> None:
     before, after = plan(policy, rows[:cut]), plan(policy, rows)
     assert deleted(before) <= deleted(after)
     assert not (names(entry.row for entry in before.thinned) & whole(after))
 
 
-@invariant(policies, universes(), st.integers(0, 13), st.sampled_from(["pinned", "leased", "restored_from"]))
+@invariant(policies, universes(), st.integers(0, SIZE - 1), st.sampled_from(["pinned", "leased", "restored_from"]))
 def test_11_a_pin_or_a_lease_keeps_its_row_whole_and_changes_no_other(
     policy: RetentionPolicy, rows: list[Row], number: int, flag: str
 ) -> None:
@@ -218,7 +219,7 @@ def test_15_what_is_not_among_the_rows_has_no_effect(
     assert plan(policy, rows).to_dict() == first
 
 
-@invariant(policies, universes(), st.integers(0, 14))
+@invariant(policies, universes(), st.integers(0, SIZE))
 def test_16_a_plan_names_what_it_was_made_of_and_nothing_else(
     policy: RetentionPolicy, rows: list[Row], cut: int
 ) -> None:
@@ -259,7 +260,7 @@ def test_18_within_survives_any_shift(rows: list[Row], hours: int, shift: int) -
     assert names(left(policy, shifted)) == names(left(policy, rows))
 
 
-@invariant(policies, universes(), st.integers(1, 14), st.floats(0.01, 1))
+@invariant(policies, universes(), st.integers(1, SIZE), st.floats(0.01, 1))
 def test_19_a_plan_that_exceeds_max_delete_is_refused(
     policy: RetentionPolicy, rows: list[Row], count: int, fraction: float
 ) -> None:
@@ -282,7 +283,7 @@ def test_20_what_is_shown_is_what_is_carried_out(policy: RetentionPolicy, rows: 
 GENEROUS = RetentionPolicy(Keep(1, best=[Best("acc", "max", 2, wait=Await(timedelta(hours=100), 100))]))
 
 
-@invariant(universes(flags=False), st.lists(st.integers(0, 20), min_size=14, max_size=14))
+@invariant(universes(flags=False), st.lists(st.integers(0, 20), min_size=SIZE, max_size=SIZE))
 def test_late_metrics_cost_nothing_while_they_come_within_the_wait(rows: list[Row], delays: list[int]) -> None:
     """Pruning after each commit and each report ends as if every metric had been known from the start."""
     rows = [replace(row, metrics=row.metrics if "acc" in row.metrics else {"acc": 0.5}) for row in rows]
