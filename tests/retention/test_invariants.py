@@ -74,8 +74,14 @@ def test_02_the_newest_full_checkpoint_is_kept_whole(policy: RetentionPolicy, ro
 
 
 @invariant(policies, universes())
-def test_03_something_is_left_of_whatever_was_there(policy: RetentionPolicy, rows: list[Row]) -> None:
-    assert bool(plan(policy, rows).left()) == bool(rows)
+def test_03_the_newest_by_step_and_by_time_are_left_of_whatever_was_there(
+    policy: RetentionPolicy, rows: list[Row]
+) -> None:
+    made = plan(policy, rows)
+    assert bool(made.left()) == bool(rows)
+    if rows:
+        assert names([max(rows, key=lambda row: row.order)]) <= whole(made)
+        assert names([max(rows, key=lambda row: (row.created, row.step, row.id))]) <= whole(made)
 
 
 @invariant(policies, universes())
@@ -325,3 +331,13 @@ def test_path_independence_needs_a_match_that_thinning_does_not_turn_into_a_yes(
     at_once = names(left(policy, rows))
     bit_by_bit = names(left(policy, [*left(policy, rows[:2]), *rows[2:]]))
     assert at_once < bit_by_bit
+
+
+def test_those_that_wait_do_so_by_time_and_not_by_step() -> None:
+    """With clocks that disagree, the higher step leaves the window first, and the other is wanted then."""
+    policy = RetentionPolicy(Keep(1, best=[Best("acc", "max", wait=Await(timedelta(seconds=2), 1))]))
+    early, high, low = Row(1, 8.0, "a"), Row(5, 7.0, "a"), Row(0, 8.5, "a", metrics={"acc": 1.0})
+    last = Row(6, 10.0, "a", metrics={"acc": 2.0})
+    at_once = left(policy, [early, high, low, last])
+    assert {row.step for row in at_once} == {1, 6}
+    assert seen(left(policy, [*left(policy, [early, high, low]), last])) == seen(at_once)
