@@ -94,7 +94,7 @@ class TaskGroup:
                 del first
 
     def _work(self) -> None:
-        _stand_back(self._nice)
+        stand_back(self._nice)
         while True:
             with self._state:
                 self._idle += 1
@@ -115,7 +115,7 @@ class TaskGroup:
                     self._state.notify_all()
 
 
-def _stand_back(nice: int) -> None:
+def stand_back(nice: int) -> None:
     """Raise the calling thread's niceness. On Linux it is a thread's own (sched(7)), elsewhere the whole process's."""
     if sys.platform != "linux" or not nice:
         return

@@ -1,0 +1,105 @@
+"""Which checkpoints to try to restore from, in which order. Asks the catalogue; loads nothing."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import islice
+
+from bucketpoint.errors import BucketpointError, CheckpointNotFoundError, IncompleteCheckpointError
+from bucketpoint.manager.catalog import Catalog
+from bucketpoint.retention.policy import RetentionPolicy
+from bucketpoint.retention.row import FULL, Row
+from bucketpoint.retention.rules import Best, finite
+
+TRIED_AT_MOST = 20
+"""Checkpoints that one restore looks at. As many damaged ones in a row are no accident of one save."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A checkpoint to try."""
+
+    step: int
+    folder: str
+
+
+def choices(catalog: Catalog, policy: RetentionPolicy, which: str | int, metric: str | None) -> list[Choice]:
+    """The checkpoints to try, best first; empty where the run has none and no trace of one.
+
+    Raises:
+        CheckpointNotFoundError: the step that was named is not there.
+        IncompleteCheckpointError: there are saves that never committed, and no checkpoint.
+        BucketpointError: `which` is not known, or no metric says which is best.
+    """
+    if isinstance(which, int):
+        return [_named(catalog, which)]
+    if which == "latest":
+        found = [Choice(one.step, one.folder) for one in islice(catalog.candidates(), TRIED_AT_MOST)]
+    elif which == "best":
+        found = _best(catalog, _rule(policy, metric))
+    else:
+        raise BucketpointError(f"There is no {which!r} checkpoint", remedy='Ask for "latest", "best" or a step')
+    return found or _without_records(catalog)
+
+
+def _named(catalog: Catalog, step: int) -> Choice:
+    there = {one.step: one.folder for one in catalog.steps().checkpoints}
+    if step in there:
+        return Choice(step, there[step])
+    folder = catalog.template.folder(step)
+    if catalog.metadata_info(folder) is None:
+        raise CheckpointNotFoundError(
+            f"There is no checkpoint of step {step}",
+            url=catalog.url_of_folder(folder),
+            remedy=f"There are {', '.join(map(str, [*there][-10:]))}" if there else "There is none at all",
+        )
+    return Choice(step, folder)
+
+
+def _rule(policy: RetentionPolicy, metric: str | None) -> Best:
+    rules = [rule for rule in policy.keep.best if metric in (None, rule.metric)]
+    if not rules:
+        raise BucketpointError(
+            f"No rule says whether a high or a low {metric} is best" if metric else "No rule says what is best",
+            remedy="Add one to the policy: keep: {best: [{metric: eval/loss, mode: min}]}",
+        )
+    return rules[0]
+
+
+def _best(catalog: Catalog, rule: Best) -> list[Choice]:
+    snapshot = catalog.snapshot()
+    folders = {(one.step, one.id): one.folder for one in snapshot.checkpoints}
+    sign, age = (1 if rule.mode == "min" else -1), (1 if rule.ties == "oldest" else -1)
+
+    def rank(row: Row) -> tuple[float, int]:
+        return sign * row.metrics[rule.metric], age * row.step
+
+    rows = [row for row in snapshot.rows() if row.kind == FULL and finite(row.metrics.get(rule.metric)) is not None]
+    if not rows:
+        raise CheckpointNotFoundError(
+            f"No checkpoint has a value of {rule.metric}",
+            url=catalog.url,
+            remedy='Report it with report(step, {...}), or restore("latest")',
+        )
+    return [Choice(row.step, folders[row.step, row.id]) for row in sorted(rows, key=rank)[:TRIED_AT_MOST]]
+
+
+def _without_records(catalog: Catalog) -> list[Choice]:
+    """Checkpoints that no record tells of: of other writers, or of a catalogue that was lost."""
+    above = catalog.key(catalog.template.parent)
+    above = above if not above or above.endswith("/") else above + "/"
+    steps = []
+    for listed in catalog.store.list_folders(above):
+        folder = catalog.template.parent + listed[len(above) :].rstrip("/")
+        step = catalog.template.step_of(folder)
+        if step is not None:
+            steps.append(Choice(step, folder))
+    steps.sort(key=lambda one: one.step, reverse=True)
+    found = [one for one in steps[:TRIED_AT_MOST] if catalog.metadata_info(one.folder) is not None]
+    if steps and not found:
+        raise IncompleteCheckpointError(
+            f"There are {len(steps)} saves here that never committed, and no checkpoint",
+            url=catalog.url,
+            remedy="Look at them first; fresh=True starts from scratch beside them",
+        )
+    return found

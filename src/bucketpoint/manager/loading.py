@@ -1,0 +1,80 @@
+"""One attempt to load a checkpoint, and what all ranks agree came of it: loaded, damaged, or an error to raise."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import CheckpointException
+
+from bucketpoint.dcp import BucketReader, LoadPlanner
+from bucketpoint.errors import (
+    BucketpointError,
+    CheckpointNotFoundError,
+    CorruptDataError,
+    MetadataError,
+    ObjectNotFoundError,
+    UnsafeDataError,
+)
+from bucketpoint.manager.ranks import Ranks
+
+DAMAGE = (CheckpointNotFoundError, CorruptDataError, MetadataError, ObjectNotFoundError, UnsafeDataError)
+"""What is the checkpoint's fault and not the store's, the state's or the network's: another checkpoint may do."""
+
+_LOADED, _DAMAGED, _FAILED = range(3)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Attributes:
+    error: of this rank, or of another where this one had none; None if the state was loaded.
+    damaged: the checkpoint is at fault, on every rank's word.
+    """
+
+    error: BaseException | None = None
+    damaged: bool = False
+
+    @property
+    def loaded(self) -> bool:
+        return self.error is None
+
+
+def attempt(
+    state: dict[str, Any], url: str | os.PathLike[str], ranks: Ranks, *, planner: Any = None, **reading: Any
+) -> Outcome:
+    """Load `url` into `state` on all ranks. Whatever part of it was read into a damaged one's place stays there."""
+    reader = BucketReader(cooperative="auto" if ranks.world > 1 else "off", process_group=ranks.group, **reading)
+    error: BaseException | None = None
+    try:
+        dcp.load(
+            state,
+            checkpoint_id=url,
+            storage_reader=reader,
+            planner=planner or LoadPlanner(),
+            process_group=ranks.group,
+        )
+    except CheckpointException as raised:
+        error = _most_telling(raised)
+    except BucketpointError as raised:
+        error = raised
+    code = _LOADED if error is None else _DAMAGED if isinstance(error, DAMAGE) else _FAILED
+    (agreed,) = ranks.most([code])
+    if agreed == _LOADED:
+        return Outcome()
+    return Outcome(error or BucketpointError("Another rank could not load it", url=str(url)), agreed == _DAMAGED)
+
+
+def _most_telling(raised: CheckpointException) -> BaseException:
+    """The failure that says most: damage before a peer's failure, which only tells of it; ours before DCP's."""
+    failures = [failure for _, (failure, _) in sorted(raised.failures.items())]
+    for kinds in (DAMAGE, BucketpointError):
+        found = next((failure for failure in failures if isinstance(failure, kinds)), None)
+        if found is not None:
+            found.__cause__ = raised
+            return found
+    said = "; ".join(f"{type(failure).__name__}: {failure}" for failure in failures)
+    error = BucketpointError(f"The load failed: {said}")
+    error.__cause__ = raised
+    return error

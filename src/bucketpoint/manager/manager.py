@@ -1,0 +1,449 @@
+"""`CheckpointManager`: what a training loop calls. Ties catalogue, policy, saves and loads together; decides little."""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import logging
+import os
+import socket
+import threading
+import time
+import weakref
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from types import TracebackType
+from typing import Any, Literal
+
+from typing_extensions import Self
+
+from bucketpoint.dcp import BucketWriter, SaveHandle, SavePlanner, async_save
+from bucketpoint.errors import BucketpointError, CheckpointExistsError
+from bucketpoint.format.keys import new_token
+from bucketpoint.manager import notes
+from bucketpoint.manager.catalog import open_catalog
+from bucketpoint.manager.choose import choices
+from bucketpoint.manager.loading import Outcome, attempt
+from bucketpoint.manager.pruning import PruneWorker, Round, prune_by
+from bucketpoint.manager.ranks import Ranks
+from bucketpoint.manager.save_log import SaveLog
+from bucketpoint.manager.snapshot import Snapshot
+from bucketpoint.manager.tombstones import bury
+from bucketpoint.manager.triggers import Triggers
+from bucketpoint.retention import RetentionPolicy
+from bucketpoint.retention.row import FULL
+from bucketpoint.staging import Stager, StagingOptions
+from bucketpoint.transfer import TransferOptions
+
+logger = logging.getLogger(__name__)
+
+_COLLECTIVE_TIMEOUT = timedelta(minutes=30)
+"""How long ranks wait for each other's uploads at least, torch's default."""
+
+Newer = Literal["error", "keep", "discard"]
+
+
+@dataclass(frozen=True)
+class Restored:
+    """What `restore` loaded.
+
+    Attributes:
+        passed: steps that were tried first and could not be loaded, with the reason.
+    """
+
+    step: int
+    url: str
+    passed: tuple[tuple[int, str], ...] = ()
+
+
+@dataclass
+class _Running:
+    """Attributes:
+    settled: what follows the save has been seen to: a future tells those who wait for it before it calls back.
+    """
+
+    step: int
+    handle: SaveHandle
+    settled: threading.Event
+
+    def wait(self, timeout: float | None = None) -> bool:
+        return self.handle.wait(timeout) and self.settled.wait(timeout)
+
+
+class CheckpointManager:
+    """The checkpoints of one run: saved beside training, restored, and kept as a policy says.
+
+    All ranks make one, with the same arguments, and call `save`, `should_save`, `restore`, `steps`, `wait` and `close`
+    at the same points of the program. `report`, `pin` and `unpin` may be called on any.
+
+    Args:
+        root: URL of the run; by default the policy's.
+        policy: what is kept, and when saves are made.
+        process_group: the ranks; None for all of the job. The manager makes a gloo group of its own.
+        storage_options, fs, transfer, staging: as for `BucketWriter`.
+        trusted: as for `BucketReader`.
+        git_sha, config_hash: of what the job runs, for the record.
+        grace_s: how long the scheduler waits between SIGTERM and SIGKILL, in seconds: `close` waits for the last save
+            until then.
+    """
+
+    def __init__(
+        self,
+        root: str | os.PathLike[str] | None = None,
+        *,
+        policy: RetentionPolicy,
+        process_group: Any = None,
+        storage_options: Mapping[str, Any] | None = None,
+        fs: Any = None,
+        transfer: TransferOptions | None = None,
+        staging: StagingOptions | Any = None,
+        trusted: bool = False,
+        git_sha: str | None = None,
+        config_hash: str | None = None,
+        grace_s: float | None = None,
+    ) -> None:
+        where = root if root is not None else policy.root
+        if where is None:
+            raise BucketpointError("Neither the manager nor its policy says where", remedy="Pass root=, or set root:")
+        self.policy = policy
+        self.catalog = open_catalog(where, template=policy.layout.step_dir, storage_options=storage_options, fs=fs)
+        self._store_arguments = {"storage_options": storage_options, "fs": fs, "transfer": transfer}
+        self._reading = {"trusted": trusted}
+        self._facts = {"git_sha": git_sha, "config_hash": config_hash}
+        self._grace_s = grace_s
+        self._ranks = Ranks(process_group, timeout=max(_COLLECTIVE_TIMEOUT, 2 * policy.save.in_flight.timeout))
+        self._stager = Stager(staging)
+        self._planner = SavePlanner()
+        self._triggers = Triggers(policy.save, self._ranks)
+        holder = f"{socket.gethostname()}-{os.getpid()}-{new_token()}"
+        self._pruner = PruneWorker(self.catalog, policy, holder=holder)
+        self._holder = holder
+        self._running: _Running | None = None
+        self._newest: int | None = None
+        self._looked = False
+        self.skipped = 0
+        self._closed = False
+        atexit.register(_at_exit, weakref.ref(self))
+
+    # -- saving -------------------------------------------------------------------------------------------------------
+
+    def should_save(self, step: int, *, last: bool = False) -> bool:
+        """Whether the policy's `save:` wants this step, for any reason. All ranks, at every step.
+
+        Where it has time or signal triggers, one small collective each time.
+
+        Args:
+            last: training ends with this step.
+        """
+        why = self._triggers.due(step, last=last)
+        if why is not None and self._ranks.is_coordinator:
+            logger.info("step %d is to be saved: %s", step, why)
+        return why is not None
+
+    @property
+    def stop_asked(self) -> bool:
+        """Whether SIGTERM has come, to any rank, and `should_save` has said so: save, leave the loop, `close`."""
+        return self._triggers.stop_asked is not None
+
+    def save(
+        self,
+        step: int,
+        state: dict[str, Any],
+        *,
+        metrics: Mapping[str, float] | None = None,
+        overwrite: bool = False,
+        kind: str = FULL,
+        newer: Newer = "error",
+    ) -> SaveHandle | None:
+        """Save a state beside training. All ranks. None if the policy says to skip while another save is on its way.
+
+        Args:
+            metrics: of this step, as far as they are known: those of the coordinator count.
+            overwrite: replace a checkpoint of this step.
+            newer: what becomes of checkpoints of higher steps, which are there if training was rolled back: an
+                `"error"` is raised, they are left alone (`"keep"`: they stay the latest), or they get a tombstone
+                once this one is committed (`"discard"`).
+
+        Raises:
+            BucketpointError: the save before this one failed, which was not known yet; or it has not ended within the
+                policy's timeout; or there are newer checkpoints.
+            CheckpointExistsError: this step is committed.
+            StagingError: the state cannot be copied.
+        """
+        self._refuse_if_closed()
+        if not self._make_room(step):
+            return None
+        later = self._ranks.told(lambda: self._before_saving(step, overwrite, newer))
+        log = SaveLog(self.catalog, kind, dict(metrics or {}), **self._facts)
+        url = self.catalog.url_of(step)
+        writer = BucketWriter(url, overwrite=overwrite, log=log, staging=self._stager.options, **self._store_arguments)
+        handle = async_save(
+            state,
+            checkpoint_id=url,
+            storage_writer=writer,
+            planner=self._planner,
+            process_group=self._ranks.group,
+            async_stager=self._stager,
+        )
+        self._triggers.saved()
+        self._running = _Running(step, handle, threading.Event())
+        after = functools.partial(_ended, weakref.ref(self), self._running, later)
+        handle.add_done_callback(after)
+        return handle
+
+    def _make_room(self, step: int) -> bool:
+        """Whether a save may begin: the last one has ended, well. All ranks come to the same."""
+        running, how = self._running, self.policy.save.in_flight
+        if running is None:
+            return True
+        if how.when_busy == "wait":
+            running.wait(how.timeout.total_seconds())
+        busy, failed = self._ranks.most([int(not running.handle.done()), int(_failed(running.handle))])
+        if failed:
+            # Others may still be on their way to the same end.
+            running.wait(how.timeout.total_seconds())
+            self._running = None
+            raise _error_of(running)
+        if not busy:
+            self._running = None
+            return True
+        if how.when_busy == "skip":
+            self.skipped += 1
+            logger.info("step %d is not saved: step %d is still on its way", step, running.step)
+            return False
+        raise BucketpointError(
+            f"Step {step} cannot be saved: step {running.step} is still on its way",
+            url=running.handle.url,
+            remedy="Save less often, or set save: {in_flight: {when_busy: skip}}",
+        )
+
+    def _before_saving(self, step: int, overwrite: bool, newer: Newer) -> list[int]:
+        """Coordinator: steps of higher number that are there. Asks the store once; from then on saves are known."""
+        if self._looked and self._newest is not None and step > self._newest:
+            return []
+        there = [one.step for one in self.catalog.steps().checkpoints if one.kind == FULL]
+        self._looked = True
+        self._newest = max(there, default=None)
+        if step in there and not overwrite:
+            raise CheckpointExistsError(f"Step {step} is committed", url=self.catalog.url_of(step))
+        later = [one for one in there if one > step]
+        if later and newer == "error":
+            raise BucketpointError(
+                f"Step {step} is behind {len(later)} checkpoints, up to step {max(later)}: training was rolled back",
+                url=self.catalog.url,
+                remedy='save(..., newer="discard") gives them a tombstone, newer="keep" leaves them the latest',
+            )
+        return later if newer == "discard" else []
+
+    def _after_commit(self, step: int, discarded: list[int]) -> None:
+        """Coordinator, on the thread that saved."""
+        self._newest = max(step, self._newest if self._newest is not None and not discarded else step)
+        if discarded:
+            due = self.catalog.clock() + self.policy.prune.grace.total_seconds()
+            for one in self.catalog.steps().checkpoints:
+                if one.step in discarded:
+                    bury(self.catalog, one, "delete", due=due, reason=f"training was rolled back to step {step}")
+        if self.policy.prune.when == "after_commit":
+            self._pruner.ask()
+
+    # -- restoring ----------------------------------------------------------------------------------------------------
+
+    def restore(
+        self,
+        state: dict[str, Any],
+        which: str | int = "latest",
+        *,
+        metric: str | None = None,
+        fresh: bool = False,
+        planner: Any = None,
+    ) -> Restored | None:
+        """Load a checkpoint into a state, in place. All ranks. None if the run has none yet.
+
+        Args:
+            which: `"latest"`, `"best"` by the policy's first `best` rule, or a step. Of the first two, one that is
+                damaged is passed over, which is logged as an error, and the next one is tried.
+            metric: for `"best"`: which of the policy's metrics.
+            fresh: begin from scratch although there are traces of checkpoints and none can be loaded.
+            planner: a load planner; by default `LoadPlanner`.
+
+        Raises:
+            CheckpointNotFoundError: the step that was named is not there.
+            IncompleteCheckpointError: there are saves that never committed, and no checkpoint.
+            CorruptDataError: all checkpoints are damaged, or the one that was named.
+            MismatchError: the state is another one than was saved.
+        """
+        self._refuse_if_closed()
+        try:
+            found = self._ranks.told(lambda: choices(self.catalog, self.policy, which, metric))
+        except BucketpointError:
+            if fresh and isinstance(which, str):
+                return None
+            raise
+        passed: list[tuple[int, str]] = []
+        for one in found:
+            url = self.catalog.url_of_folder(one.folder)
+            outcome = attempt(state, url, self._ranks, planner=planner, **{**self._store_arguments, **self._reading})
+            if outcome.loaded:
+                self._went_on(one.step)
+                return Restored(one.step, url, tuple(passed))
+            self._pass_over(one.step, url, outcome, named=isinstance(which, int))
+            passed.append((one.step, str(outcome.error)))
+        if not passed or fresh:
+            return None
+        raise BucketpointError(
+            f"None of {len(passed)} checkpoints can be loaded, the first because: {passed[0][1]}",
+            url=self.catalog.url,
+            remedy="Look at them with `bucketpoint verify`; fresh=True starts from scratch",
+        )
+
+    def _pass_over(self, step: int, url: str, outcome: Outcome, *, named: bool) -> None:
+        assert outcome.error is not None
+        if named or not outcome.damaged:
+            raise outcome.error
+        logger.error("step %d cannot be loaded, and an older one is tried: %s", step, outcome.error)
+
+    def _went_on(self, step: int) -> None:
+        self._triggers.resumed(step)
+        if not self._ranks.is_coordinator:
+            return
+        try:
+            notes.note_restored(self.catalog, step)
+        except BucketpointError as error:
+            logger.warning("that step %d was restored is not noted, so it may be pruned: %s", step, error)
+
+    # -- what there is ------------------------------------------------------------------------------------------------
+
+    def steps(self) -> list[int]:
+        """Steps of all full checkpoints, the oldest first. All ranks; the coordinator asks the store."""
+
+        def listed() -> list[int]:
+            snapshot: Snapshot = self.catalog.steps()
+            return [one.step for one in snapshot.checkpoints if one.kind == FULL]
+
+        return self._ranks.told(listed)
+
+    def report(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Note metrics of a step, at any time. On whichever ranks call it, the coordinator writes."""
+        if self._ranks.is_coordinator:
+            notes.report(self.catalog, step, metrics)
+
+    def pin(self, step: int, *, reason: str = "") -> None:
+        """Keep a step whatever the policy says. The coordinator writes."""
+        if self._ranks.is_coordinator:
+            notes.pin(self.catalog, step, reason=reason)
+
+    def unpin(self, step: int) -> None:
+        """Take back all pins of a step. The coordinator writes."""
+        if self._ranks.is_coordinator:
+            notes.unpin(self.catalog, step)
+
+    def prune(self, *, force: bool = False) -> Round | None:
+        """Carry out the policy now. The coordinator prunes, and returns what came of it; other ranks return None."""
+        if not self._ranks.is_coordinator:
+            return None
+        return prune_by(self.catalog, self.policy, holder=self._holder, force=force)
+
+    @property
+    def pruning(self) -> PruneWorker:
+        """What pruning beside training came to, on the coordinator."""
+        return self._pruner
+
+    # -- ending -------------------------------------------------------------------------------------------------------
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait for the save under way, at most `timeout` seconds. Whether it has ended.
+
+        Raises:
+            BucketpointError: it failed.
+        """
+        running = self._running
+        if running is None:
+            return True
+        if not running.wait(timeout):
+            return False
+        self._running = None
+        if _failed(running.handle):
+            raise _error_of(running)
+        return True
+
+    def close(self) -> None:
+        """Wait for the save under way and for pruning, and return all memory. All ranks.
+
+        After SIGTERM it waits no longer than `grace_s` allows, and logs whether the last save was committed.
+
+        Raises:
+            BucketpointError: the last save failed, or was not committed in time.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        running, left = self._running, self._left_s()
+        try:
+            if not self.wait(left):
+                assert running is not None
+                raise BucketpointError(
+                    f"Step {running.step} was not committed in the {self._grace_s} s after SIGTERM",
+                    url=running.handle.url,
+                    remedy="Give the job more time to end, or save more often",
+                )
+            if running is not None and self.stop_asked and self._ranks.is_coordinator:
+                logger.warning("SIGTERM: step %d is committed", running.step)
+            self._pruner.drain(self._left_s())
+        finally:
+            self._triggers.close()
+            if running is None or running.handle.done():
+                self._stager.close()
+            self._ranks.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _left_s(self) -> float | None:
+        """Seconds until the scheduler loses patience; None for as long as it takes."""
+        asked = self._triggers.stop_asked
+        if asked is None or self._grace_s is None:
+            return None
+        return max(0.0, asked + self._grace_s - time.monotonic())
+
+    def _refuse_if_closed(self) -> None:
+        if self._closed:
+            raise BucketpointError("This manager is closed", remedy="Make another one")
+
+
+def _failed(handle: SaveHandle) -> bool:
+    return handle.done() and handle.exception() is not None
+
+
+def _error_of(running: _Running) -> BaseException:
+    error = running.handle.exception() if running.handle.done() else None
+    return error or BucketpointError(f"The save of step {running.step} failed on another rank", url=running.handle.url)
+
+
+def _ended(
+    manager: weakref.ref[CheckpointManager], running: _Running, discarded: list[int], handle: SaveHandle
+) -> None:
+    alive = manager()
+    try:
+        if alive is not None and alive._ranks.is_coordinator and handle.exception() is None:
+            alive._after_commit(running.step, discarded)
+    except BucketpointError as error:
+        logger.warning("step %d is committed; what should have followed did not: %s", running.step, error)
+    finally:
+        running.settled.set()
+
+
+def _at_exit(manager: weakref.ref[CheckpointManager]) -> None:
+    """A program that ends without `close` has its last save waited for, and is told what became of it."""
+    alive = manager()
+    if alive is None or alive._closed:
+        return
+    try:
+        alive.close()
+    except Exception as error:  # noqa: BLE001 (the interpreter exits, and nobody is there to catch it)
+        logger.error("the last save: %s", error)

@@ -1,0 +1,119 @@
+"""When to save: at steps, after minutes, on occasions and on signals. Says so, and saves nothing itself."""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+from bucketpoint.manager.ranks import Ranks
+from bucketpoint.retention.policy import Save, SaveEvery, SaveEveryMinutes
+
+_SIGNALS = {
+    name: getattr(signal, name.upper()) for name in ("sigterm", "sigusr1", "sigusr2") if hasattr(signal, name.upper())
+}
+
+
+class Signals:
+    """Notes signals instead of acting on them, and passes them on to whoever listened before.
+
+    Only the main thread may listen (Python's rule): on another one nothing is noted.
+
+    Attributes:
+        seen: `time.monotonic()` of the first signal of each name that has not been answered.
+    """
+
+    def __init__(self, names: tuple[str, ...]) -> None:
+        self.seen: dict[str, float] = {}
+        self._before: dict[str, Any] = {}
+        if threading.current_thread() is not threading.main_thread():
+            return
+        for name in names:
+            number = _SIGNALS.get(name)
+            if number is not None:
+                self._before[name] = signal.signal(number, self._listener(name))
+
+    def close(self) -> None:
+        """Give the signals back to whoever listened before. On the thread that began."""
+        before, self._before = self._before, {}
+        if threading.current_thread() is not threading.main_thread():
+            return
+        for name, handler in before.items():
+            signal.signal(_SIGNALS[name], handler if handler is not None else signal.SIG_DFL)
+
+    def _listener(self, name: str) -> Callable[[int, FrameType | None], None]:
+        def noted(number: int, frame: FrameType | None) -> None:
+            self.seen.setdefault(name, time.monotonic())
+            before = self._before.get(name)
+            if callable(before):
+                before(number, frame)
+
+        return noted
+
+
+class Triggers:
+    """Whether a step is to be saved, the same on every rank.
+
+    Steps are counted alike everywhere. Time is the coordinator's, and a signal may reach any one rank, so these are
+    agreed upon: one small collective for each question, and only where the policy has such a trigger.
+    """
+
+    def __init__(self, save: Save, ranks: Ranks) -> None:
+        self._save = save
+        self._ranks = ranks
+        self._last_seen: int | None = None
+        self._last_save = time.monotonic()
+        self._signals = Signals(tuple(name for name in save.on if name in _SIGNALS))
+        self._minutes = [one.minutes for one in save.every if isinstance(one, SaveEveryMinutes)]
+        self.stop_asked: float | None = None
+        """`time.monotonic()` on this rank when SIGTERM was agreed upon, or came here; None before."""
+
+    def resumed(self, step: int) -> None:
+        """Training goes on after `step`, which needs no save."""
+        self._last_seen = step
+
+    def saved(self) -> None:
+        """A save has begun."""
+        self._last_save = time.monotonic()
+
+    def due(self, step: int, *, last: bool = False) -> str | None:
+        """Why to save now, or None. All ranks, at the same steps."""
+        before = step - 1 if self._last_seen is None else self._last_seen
+        reasons = []
+        if self._last_seen is None and "first_step" in self._save.on:
+            reasons.append("first_step")
+        if last and "last_step" in self._save.on:
+            reasons.append("last_step")
+        for one in self._save.every:
+            # A multiple that was stepped over counts at the next step that is asked about.
+            if isinstance(one, SaveEvery) and step // one.steps > before // one.steps:
+                reasons.append(f"every {one.steps} steps")
+        self._last_seen = max(before, step)
+        reasons += self._agreed()
+        return ", ".join(reasons) or None
+
+    def close(self) -> None:
+        self._signals.close()
+
+    def _agreed(self) -> list[str]:
+        listened = [name for name in self._save.on if name in _SIGNALS]
+        if not self._minutes and not listened:
+            return []
+        waited = time.monotonic() - self._last_save
+        mine = [int(self._ranks.is_coordinator and waited >= 60 * minutes) for minutes in self._minutes]
+        mine += [int(name in self._signals.seen) for name in listened]
+        agreed = self._ranks.most(mine)
+        reasons = [f"every {minutes} minutes" for minutes, due in zip(self._minutes, agreed, strict=False) if due]
+        for name, seen in zip(listened, agreed[len(self._minutes) :], strict=True):
+            if not seen:
+                continue
+            came = self._signals.seen.pop(name, time.monotonic())
+            if name == "sigterm":
+                if self.stop_asked is not None:
+                    continue
+                self.stop_asked = came
+            reasons.append(name)
+        return reasons

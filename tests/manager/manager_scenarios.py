@@ -1,0 +1,163 @@
+"""What ranks do with a manager. Each function runs on every rank at once, and returns what the test compares."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from bucketpoint.errors import BucketpointError
+from bucketpoint.manager.manager import CheckpointManager
+from bucketpoint.retention import Best, Keep, MaxDelete, Prune, RetentionPolicy, Save, SaveEvery, SaveEveryMinutes
+from bucketpoint.stores.local import LocalStore
+
+
+def policy(latest: int = 100, **more: Any) -> RetentionPolicy:
+    keep = {name: more.pop(name) for name in ("best", "every", "steps") if name in more}
+    prune = more.pop("prune", Prune(grace=timedelta(0), max_delete=MaxDelete(fraction=1.0)))
+    return RetentionPolicy(Keep(latest, **keep), prune=prune, **more)
+
+
+BEST = policy(best=(Best("eval/loss", "min"),))
+
+
+def state(value: float, world: int = 1) -> dict[str, Any]:
+    """A sharded tensor, a plain one, and a number."""
+    whole = torch.full((64, 32), float(value))
+    if world > 1:
+        whole = distribute_tensor(whole, init_device_mesh("cpu", (world,)), [Shard(0)])
+    return {"model": {"w": whole, "b": torch.full((8,), float(value))}, "step": int(value)}
+
+
+def value_of(given: dict[str, Any]) -> float:
+    tensor = given["model"]["w"]
+    local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    values = {*local.flatten().tolist(), *given["model"]["b"].tolist(), float(given["step"])}
+    assert len(values) == 1, values
+    return values.pop()
+
+
+def save_and_restore(rank: int, world: int, root: str) -> Any:
+    listed = []
+    with count_lists(listed), CheckpointManager(root, policy=policy(2)) as manager:
+        for step in (10, 20, 30):
+            manager.save(step, state(step, world))
+        manager.wait()
+    target = state(0, world)
+    listed.clear()
+    with CheckpointManager(root, policy=policy(2)) as manager:
+        with count_lists(listed):
+            restored = manager.restore(target)
+        assert restored is not None
+        return restored.step, value_of(target), manager.steps(), len(listed)
+
+
+class count_lists:
+    """Every listing that this process asks a local store for is noted."""
+
+    def __init__(self, into: list[Any]) -> None:
+        listing = LocalStore.list
+
+        def noting(self: Any, prefix: str, *args: Any, **kwargs: Any) -> Any:
+            into.append(prefix)
+            return listing(self, prefix, *args, **kwargs)
+
+        self._patch = mock.patch.object(LocalStore, "list", noting)
+
+    def __enter__(self) -> None:
+        self._patch.start()
+
+    def __exit__(self, *error: object) -> None:
+        self._patch.stop()
+
+
+def restore_past_damage(rank: int, world: int, root: str, which: Any) -> Any:
+    target = state(0, world)
+    with CheckpointManager(root, policy=BEST) as manager:
+        try:
+            restored = manager.restore(target, which)
+        except BucketpointError as error:
+            return type(error).__name__, str(error)
+        assert restored is not None
+        return restored.step, value_of(target), [step for step, _ in restored.passed]
+
+
+def save_steps(rank: int, world: int, root: str, steps: list[int]) -> None:
+    with CheckpointManager(root, policy=policy()) as manager:
+        for step in steps:
+            manager.save(step, state(step, world))
+
+
+def one_rank_is_told_to_stop(rank: int, world: int, root: str) -> Any:
+    """SIGTERM reaches one rank only, in the middle of training."""
+    manager = CheckpointManager(root, policy=policy(save=Save(every=(SaveEvery(1000),), on=("sigterm",))), grace_s=300)
+    saved = []
+    for step in range(1, 50):
+        if rank == world - 1 and step == 7:
+            os.kill(os.getpid(), signal.SIGTERM)
+        if manager.should_save(step):
+            saved.append(step)
+            manager.save(step, state(step, world))
+        if manager.stop_asked:
+            break
+    manager.close()
+    # The signal is whoever's it was before.
+    return saved, step, signal.getsignal(signal.SIGTERM) is signal.SIG_DFL, Path(root, "step-7", ".metadata").exists()
+
+
+def minutes_are_the_coordinators(rank: int, world: int, root: str) -> Any:
+    manager = CheckpointManager(root, policy=policy(save=Save(every=(SaveEveryMinutes(5),))))
+    now = time.monotonic()
+    # Every clock but the coordinator's says that it is time.
+    ahead = {"late": 301 if rank else 0, "due": 301}
+    answers = []
+    for which in ("late", "due"):
+        with mock.patch("bucketpoint.manager.triggers.time.monotonic", return_value=now + ahead[which]):
+            answers.append(manager.should_save(1))
+    manager.close()
+    return answers
+
+
+def a_failure_surfaces_on_every_rank(rank: int, world: int, root: str) -> Any:
+    """The last rank's disk is full while it uploads step 1."""
+    manager = CheckpointManager(root, policy=policy())
+    put = LocalStore.put
+
+    def full(self: Any, key: str, *args: Any, **kwargs: Any) -> Any:
+        if rank == world - 1 and key.endswith(".distcp"):
+            raise OSError("the disk is full")
+        return put(self, key, *args, **kwargs)
+
+    seen = []
+    with mock.patch.object(LocalStore, "put", full):
+        manager.save(1, state(1, world))
+        try:
+            manager.save(2, state(2, world))
+        except BucketpointError as error:
+            seen.append(str(error))
+    # Said once. The next save goes well.
+    manager.save(3, state(3, world))
+    manager.close()
+    return seen, sorted(path.parent.name for path in Path(root).glob("*/.metadata"))
+
+
+def group_of_its_own(rank: int, world: int, root: str) -> Any:
+    """Training's collectives go on in the job's group while saves are on their way."""
+    sums = []
+    with CheckpointManager(root, policy=policy()) as manager:
+        for step in range(1, 6):
+            manager.save(step, state(step, world))
+            for _ in range(20):
+                one = torch.ones(4)
+                dist.all_reduce(one)
+                sums.append(one.sum().item())
+    return set(sums)

@@ -1,0 +1,360 @@
+"""`CheckpointManager` on real ranks and a real store: saving, restoring, stopping, pruning."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+import threading
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed.checkpoint as dcp
+
+from bucketpoint import BucketWriter
+from bucketpoint.errors import (
+    BucketpointError,
+    CheckpointExistsError,
+    CheckpointNotFoundError,
+    IncompleteCheckpointError,
+    MismatchError,
+)
+from bucketpoint.manager.manager import CheckpointManager
+from bucketpoint.retention import InFlight, MaxDelete, Prune, Save, SaveEvery
+from dcp.async_scenarios import GatedFileSystem
+from dcp.ranks import Ranks
+from manager import manager_scenarios as scenarios
+from manager.manager_scenarios import BEST, policy, state, value_of
+
+pytestmark = pytest.mark.contract
+
+
+@pytest.fixture(scope="module")
+def three_ranks() -> Iterator[Ranks]:
+    ranks = Ranks(3)
+    yield ranks
+    ranks.close()
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> str:
+    return str(tmp_path / "run")
+
+
+def committed(root: str) -> list[str]:
+    return sorted(path.parent.name for path in Path(root).glob("*/.metadata"))
+
+
+def damage(root: str, step: int) -> None:
+    for file in Path(root, f"step-{step}", "data").rglob("*"):
+        if file.is_file():
+            data = bytearray(file.read_bytes())
+            data[len(data) // 2] ^= 0xFF
+            file.write_bytes(bytes(data))
+
+
+def save(root: str, *steps: int, **arguments: Any) -> None:
+    with CheckpointManager(root, policy=policy()) as manager:
+        for step in steps:
+            manager.save(step, state(step), **arguments)
+
+
+# -- ranks ------------------------------------------------------------------------------------------------------------
+
+
+def test_what_ranks_save_is_restored_and_only_the_coordinator_lists(three_ranks: Ranks, root: str) -> None:
+    answers = three_ranks.run(scenarios.save_and_restore, root)
+    assert [answer[:3] for answer in answers] == [(30, 30.0, [20, 30])] * 3
+    assert [answer[3] for answer in answers][1:] == [0, 0]
+    # One for the records; one to make sure that nobody has begun to delete what was restored.
+    assert answers[0][3] == 2
+
+
+def test_ranks_agree_on_an_older_checkpoint_where_one_of_them_finds_the_newest_damaged(
+    three_ranks: Ranks, root: str
+) -> None:
+    three_ranks.run(scenarios.save_steps, root, [10, 20, 30])
+    # One rank's object alone.
+    (file,) = (file for file in Path(root, "step-30", "data").rglob("*-2-model-*") if file.is_file())
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 0xFF
+    file.write_bytes(bytes(data))
+    assert three_ranks.run(scenarios.restore_past_damage, root, "latest") == [(20, 20.0, [30])] * 3
+
+
+def test_a_damaged_step_that_was_asked_for_by_number_is_an_error_on_every_rank(three_ranks: Ranks, root: str) -> None:
+    three_ranks.run(scenarios.save_steps, root, [10, 20])
+    damage(root, 20)
+    for kind, _ in three_ranks.run(scenarios.restore_past_damage, root, 20):
+        assert kind == "CorruptDataError"
+
+
+def test_a_signal_to_one_rank_makes_all_save_the_same_step_and_stop(three_ranks: Ranks, root: str) -> None:
+    assert three_ranks.run(scenarios.one_rank_is_told_to_stop, root) == [([7], 7, True, True)] * 3
+
+
+def test_minutes_are_counted_by_the_coordinator_alone(three_ranks: Ranks, root: str) -> None:
+    assert three_ranks.run(scenarios.minutes_are_the_coordinators, root) == [[False, True]] * 3
+
+
+def test_a_failed_save_is_raised_once_on_every_rank_at_the_next_call(three_ranks: Ranks, root: str) -> None:
+    for seen, there in three_ranks.run(scenarios.a_failure_surfaces_on_every_rank, root):
+        assert len(seen) == 1
+        assert "the disk is full" in seen[0]
+        assert there == ["step-3"]
+
+
+def test_training_may_use_the_jobs_group_while_saves_are_on_their_way(three_ranks: Ranks, root: str) -> None:
+    assert three_ranks.run(scenarios.group_of_its_own, root) == [{12.0}] * 3
+
+
+# -- saving -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_save_while_another_is_on_its_way_is_skipped_refused_or_waits_as_the_policy_says(root: str) -> None:
+    for when_busy, expected in (("skip", None), ("error", BucketpointError), ("wait", BucketpointError)):
+        gated = GatedFileSystem()
+        how = Save(in_flight=InFlight(when_busy=when_busy, timeout=timedelta(seconds=1)))
+        with CheckpointManager(f"{root}/{when_busy}", policy=policy(save=how), fs=gated) as manager:
+            manager.save(1, state(1))
+            # The intent is written too, behind the same gate.
+            assert gated.arrived.wait(240)
+            if expected is None:
+                assert manager.save(2, state(2)) is None
+                assert manager.skipped == 1
+            else:
+                with pytest.raises(expected, match="step 1 is still on its way"):
+                    manager.save(2, state(2))
+            gated.gate.set()
+            manager.wait()
+            assert manager.save(3, state(3)) is not None
+        assert committed(f"{root}/{when_busy}") == ["step-1", "step-3"]
+
+
+def test_a_committed_step_is_replaced_only_if_that_is_said(root: str) -> None:
+    save(root, 5)
+    with CheckpointManager(root, policy=policy()) as manager:
+        with pytest.raises(CheckpointExistsError, match="Step 5 is committed"):
+            manager.save(5, state(6))
+        manager.save(5, state(7), overwrite=True)
+        manager.wait()
+        target = state(0)
+        manager.restore(target)
+        assert value_of({**target, "step": 7}) == 7.0
+
+
+def test_a_save_behind_newer_steps_says_what_becomes_of_them(root: str) -> None:
+    save(root, 10, 20, 30)
+    with CheckpointManager(root, policy=policy()) as manager:
+        with pytest.raises(BucketpointError, match="Step 15 is behind 2 checkpoints, up to step 30"):
+            manager.save(15, state(15))
+        manager.save(15, state(15), newer="keep")
+        manager.wait()
+        assert manager.steps() == [10, 15, 20, 30]
+        manager.save(17, state(17), newer="discard")
+        manager.wait()
+        # Once said is enough: they are on their way out.
+        manager.save(18, state(18))
+        manager.wait()
+    with CheckpointManager(root, policy=policy()) as manager:
+        assert manager.steps() == [10, 15, 17, 18]
+
+
+def test_metrics_of_the_save_and_those_reported_later_decide_what_is_best(root: str) -> None:
+    with CheckpointManager(root, policy=BEST) as manager:
+        manager.save(1, state(1), metrics={"eval/loss": 0.5})
+        manager.save(2, state(2), metrics={"eval/loss": 0.9})
+        manager.save(3, state(3))
+        manager.wait()
+        target = state(0)
+        assert manager.restore(target, "best").step == 1  # type: ignore[union-attr]
+        manager.report(2, {"eval/loss": 0.1})
+        manager.report(3, {"eval/loss": float("nan")})
+        assert manager.restore(target, "best").step == 2  # type: ignore[union-attr]
+        assert value_of(target) == 2.0
+        with pytest.raises(BucketpointError, match="No rule says whether a high or a low accuracy"):
+            manager.restore(target, "best", metric="accuracy")
+
+
+# -- restoring --------------------------------------------------------------------------------------------------------
+
+
+def test_a_run_without_a_trace_starts_from_scratch(root: str) -> None:
+    with CheckpointManager(root, policy=policy()) as manager:
+        assert manager.restore(state(0)) is None
+        with pytest.raises(CheckpointNotFoundError, match=r"no checkpoint of step 7.*none at all"):
+            manager.restore(state(0), 7)
+
+
+def test_damaged_ones_are_passed_over_loudly_until_none_is_left(root: str, caplog: pytest.LogCaptureFixture) -> None:
+    save(root, 10, 20, 30)
+    damage(root, 30)
+    Path(root, "step-20", ".metadata").write_bytes(b"\x80\x04nonsense")
+    target = state(0)
+    with CheckpointManager(root, policy=policy()) as manager:
+        restored = manager.restore(target)
+        assert restored is not None
+        assert (restored.step, value_of(target)) == (10, 10.0)
+        assert [step for step, _ in restored.passed] == [30, 20]
+        assert "step 30 cannot be loaded" in caplog.text
+        damage(root, 10)
+        with pytest.raises(BucketpointError, match="None of 3 checkpoints can be loaded"):
+            manager.restore(target)
+        assert manager.restore(target, fresh=True) is None
+
+
+def test_saves_that_never_committed_are_no_reason_to_start_from_scratch(root: str) -> None:
+    save(root, 10)
+    Path(root, "step-10", ".metadata").unlink()
+    for file in Path(root, "_bucketpoint").rglob("*"):
+        if file.is_file():
+            file.unlink()
+    with CheckpointManager(root, policy=policy()) as manager:
+        with pytest.raises(IncompleteCheckpointError, match="1 saves here that never committed"):
+            manager.restore(state(0))
+        assert manager.restore(state(0), fresh=True) is None
+
+
+def test_another_state_than_was_saved_is_no_damage(root: str) -> None:
+    save(root, 10, 20)
+    with CheckpointManager(root, policy=policy()) as manager, pytest.raises(MismatchError, match="no_such"):
+        manager.restore({**state(0), "no_such": state(0)["model"]["w"]})
+
+
+def test_checkpoints_that_were_saved_without_a_manager_are_found(root: str) -> None:
+    for step in (100, 900):
+        dcp.save(state(step), checkpoint_id=f"{root}/step-{step}", storage_writer=BucketWriter(), no_dist=True)
+    Path(root, "my-step-1000-pinned").mkdir()
+    target = state(0)
+    with CheckpointManager(root, policy=policy()) as manager:
+        assert manager.restore(target).step == 900  # type: ignore[union-attr]
+    assert value_of(target) == 900.0
+
+
+# -- keeping ----------------------------------------------------------------------------------------------------------
+
+
+def test_the_policy_is_carried_out_after_each_commit_and_what_was_restored_stays(root: str) -> None:
+    save(root, 10, 20, 30)
+    with CheckpointManager(root, policy=policy(1)) as manager:
+        manager.restore(state(0), 10)
+        for step in (40, 50, 60):
+            manager.save(step, state(step), newer="keep")
+            manager.wait()
+            manager.pruning.drain()
+        # The run went on from 10 until 40 was there.
+        assert committed(root) == ["step-60"]
+        manager.pin(60, reason="a release")
+        manager.save(70, state(70))
+        manager.wait()
+        manager.pruning.drain()
+        assert committed(root) == ["step-60", "step-70"]
+        manager.unpin(60)
+        done = manager.prune()
+        assert done is not None
+        assert [step for step, _ in done.done.deleted] == [60]
+
+
+def test_the_circuit_breaker_stops_a_plan_that_deletes_too_much(root: str, caplog: pytest.LogCaptureFixture) -> None:
+    save(root, *range(10, 20))
+    careful = policy(1, prune=Prune(grace=timedelta(0), max_delete=MaxDelete(count=3)))
+    with CheckpointManager(root, policy=careful) as manager:
+        manager.save(20, state(20))
+        manager.wait()
+        manager.pruning.drain()
+        assert len(committed(root)) == 11
+        assert "max_delete allows 3" in caplog.text
+        manager.prune(force=True)
+        assert committed(root) == ["step-20"]
+
+
+def test_a_store_that_refuses_deletion_harms_no_save(root: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from bucketpoint.errors import AccessDeniedError
+    from bucketpoint.stores.local import LocalStore
+
+    def refuse(self: Any, keys: Any) -> Any:
+        if keys:
+            raise AccessDeniedError("may not delete", url=root)
+        return []
+
+    with CheckpointManager(root, policy=policy(1)) as manager:
+        monkeypatch.setattr(LocalStore, "delete", refuse)
+        for step in (1, 2, 3):
+            manager.save(step, state(step))
+            manager.wait()
+            manager.pruning.drain()
+        assert isinstance(manager.pruning.failure, AccessDeniedError)
+        monkeypatch.undo()
+    assert committed(root) == ["step-1", "step-2", "step-3"]
+
+
+# -- triggers ---------------------------------------------------------------------------------------------------------
+
+
+def test_steps_are_saved_on_the_grid_and_one_that_was_stepped_over_at_the_next(root: str) -> None:
+    when = Save(every=(SaveEvery(10),), on=("first_step", "last_step"))
+    with CheckpointManager(root, policy=policy(save=when)) as manager:
+        asked = [1, 2, 9, 10, 11, 19, 23, 29, 30]
+        assert [step for step in asked if manager.should_save(step)] == [1, 10, 23, 30]
+        assert manager.should_save(33, last=True)
+    save(root, 45)
+    with CheckpointManager(root, policy=policy(save=when)) as manager:
+        manager.restore(state(0))
+        assert [step for step in range(46, 62) if manager.should_save(step)] == [50, 60]
+
+
+# -- ending -----------------------------------------------------------------------------------------------------------
+
+
+def run_program(program: str, root: str) -> subprocess.CompletedProcess[str]:
+    tests = Path(__file__).resolve().parents[1]
+    paths = os.pathsep.join([str(tests), os.environ.get("PYTHONPATH", "")])
+    return subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", textwrap.dedent(program), root],
+        capture_output=True, text=True, timeout=240, env={**os.environ, "PYTHONPATH": paths},
+    )  # fmt: skip
+
+
+def test_a_program_that_ends_without_closing_has_its_last_save_waited_for(root: str) -> None:
+    done = run_program(
+        """
+        import sys
+        from bucketpoint.manager.manager import CheckpointManager
+        from manager.manager_scenarios import policy, state
+        manager = CheckpointManager(sys.argv[1], policy=policy())
+        manager.save(5, state(5))
+        """,
+        root,
+    )
+    assert done.returncode == 0, done.stderr
+    assert committed(root) == ["step-5"]
+
+
+def test_after_sigterm_close_waits_no_longer_than_there_is_time(root: str) -> None:
+    gated = GatedFileSystem()
+    asked = policy(save=Save(on=("sigterm",)))
+    manager = CheckpointManager(root, policy=asked, fs=gated, grace_s=2)
+    os.kill(os.getpid(), 15)
+    assert manager.should_save(3)
+    assert manager.stop_asked
+    manager.save(3, state(3))
+    threading.Timer(6, gated.gate.set).start()
+    with pytest.raises(BucketpointError, match=r"Step 3 was not committed in the 2 s after SIGTERM"):
+        manager.close()
+    # Not lost if the scheduler is in no hurry after all.
+    assert manager.save.__self__._running.handle.wait(240)
+    assert committed(root) == ["step-3"]
+
+
+def test_a_closed_manager_is_refused(root: str) -> None:
+    manager = CheckpointManager(root, policy=policy())
+    manager.close()
+    manager.close()
+    with pytest.raises(BucketpointError, match="This manager is closed"):
+        manager.save(1, state(1))
+    with pytest.raises(BucketpointError, match="says where"):
+        CheckpointManager(policy=policy())
