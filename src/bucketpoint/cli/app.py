@@ -13,10 +13,20 @@ from bucketpoint.cli.exits import INTERRUPTED
 from bucketpoint.version import __version__
 
 COMMANDS = {
+    "adopt": "bucketpoint.cli.sweep:adopt",
+    "cost": "bucketpoint.cli.cost:cost",
     "cp": "bucketpoint.cli.cp:cp",
     "diff": "bucketpoint.cli.diff:diff",
     "doctor": "bucketpoint.cli.doctor:doctor",
+    "gc": "bucketpoint.cli.sweep:gc",
+    "ls": "bucketpoint.cli.ls:ls",
+    "pin": "bucketpoint.cli.notes:pin",
+    "plan": "bucketpoint.cli.keep:plan",
+    "prune": "bucketpoint.cli.keep:prune",
+    "report": "bucketpoint.cli.notes:report",
     "show": "bucketpoint.cli.show:show",
+    "undo": "bucketpoint.cli.notes:undo",
+    "unpin": "bucketpoint.cli.notes:unpin",
     "verify": "bucketpoint.cli.verify:verify",
 }
 """Where each command is. Their modules import click and nothing large: `--help` reads all of them."""
@@ -41,7 +51,9 @@ class Commands(click.Group):
 @click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, prog_name=PROGRAM)
 def app() -> None:
-    """Look at, check, copy and diagnose PyTorch distributed checkpoints in a bucket.
+    """Look at, check, copy, keep and delete PyTorch distributed checkpoints in a bucket.
+
+    What lists or deletes takes the URL of a run, above its checkpoints; plan and prune take its policy, which names it.
 
     A URL is s3://bucket/prefix, a local path, or anything that fsspec knows. Credentials and endpoints are found as the
     library finds them (AWS_PROFILE, AWS_ENDPOINT_URL, and so on).

@@ -12,7 +12,7 @@ from typing import Any
 import click
 
 from bucketpoint.cli.exits import FINE, FOUND, INTERNAL, exit_code
-from bucketpoint.errors import BucketpointError
+from bucketpoint.errors import BucketpointError, PolicyError
 
 SCHEMA = 1
 """Of the JSON documents. Raised when a field changes its meaning or goes; new fields alone do not raise it."""
@@ -82,12 +82,20 @@ def _failed(name: str, error: BucketpointError, code: int, *, as_json: bool, deb
         click.echo("".join(traceback.format_exception(error)), err=True, nl=False)
     fields = {"url": error.url, "key": error.key, "remedy": error.remedy}
     click.echo(f"Error: {error.message}", err=True)
+    faults = error.faults if isinstance(error, PolicyError) else ()
+    if faults:
+        # Each says what to write instead; the error's own remedy is that of the first.
+        fields["remedy"] = None
+    for fault in faults:
+        click.echo(f"  line {fault.line}, column {fault.column}: {fault}", err=True)
     for label, value in fields.items():
         if value:
             click.echo(f"  {label + ':':<8}{value}", err=True)
     if as_json:
         kind = "InternalError" if code == INTERNAL else type(error).__name__
         told = {"kind": kind, "message": error.message, **fields, "exit_code": code}
+        if faults:
+            told["faults"] = [{"line": one.line, "column": one.column, "message": str(one)} for one in faults]
         click.echo(json.dumps({**_head(name, ok=False), "error": told}))
     return code
 

@@ -1,0 +1,67 @@
+"""`bucketpoint cost`: what is stored, what it costs, and what a policy would leave. Thin around the catalogue."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from bucketpoint.cli import text
+from bucketpoint.cli.frame import Answer, command
+from bucketpoint.cli.run_options import run_argument
+
+if TYPE_CHECKING:
+    from bucketpoint.manager.catalog import Catalog
+
+LIST_PRICE = 0.023
+"""Dollars for a GB-month: Amazon S3 Standard, us-east-1, first 50 TB (its pricing page, 2026)."""
+
+
+@command("cost")
+@click.option(
+    "--price", type=click.FloatRange(min=0), default=LIST_PRICE, show_default=True, help="Dollars a GB-month."
+)
+@click.option(
+    "--what-if", "policy_file", type=click.Path(exists=True, dir_okay=False), help="A policy: what it would leave."
+)
+@run_argument
+def cost(catalog: Catalog, price: float, policy_file: str | None, as_json: bool) -> Answer:
+    """Say what a run's checkpoints take and cost a month, and what a policy would leave of them.
+
+    By their records, from two listings: what dead saves left is not counted (see gc), nor are older versions that a
+    versioned bucket keeps.
+    """
+    snapshot = catalog.snapshot()
+    going = {(one.folder, one.id) for one in snapshot.notes.tombstones if not one.undone and one.action == "delete"}
+    sizes = {(one.folder, one.id): sum(one.groups.values()) for one in snapshot.checkpoints}
+    document: dict[str, Any] = {
+        "root": catalog.url,
+        "price": price,
+        "now": _taken(list(sizes.values()), price),
+        "tombstoned": _taken([size for key, size in sizes.items() if key in going], price),
+        "what_if": None,
+    }
+    if policy_file is not None:
+        from bucketpoint.manager.policy_file import read_policy
+        from bucketpoint.retention import plan
+
+        left = plan(read_policy(policy_file), snapshot.rows()).left()
+        document["what_if"] = _taken([row.bytes for row in left], price)
+    return Answer(document, _lines(document))
+
+
+def _taken(sizes: list[int], price: float) -> dict[str, Any]:
+    total = sum(sizes)
+    return {"checkpoints": len(sizes), "bytes": total, "dollars_a_month": round(total / 1e9 * price, 2)}
+
+
+def _lines(document: dict[str, Any]) -> Iterator[str]:
+    titles = {"now": "now", "tombstoned": "of it with a tombstone", "what_if": "left by the policy"}
+    yield from text.table([_row(titles[name], document[name]) for name in titles if document[name]], indent=0)
+    yield f"at ${document['price']} a GB-month"
+
+
+def _row(title: str, taken: dict[str, Any]) -> tuple[str, ...]:
+    money = f"${taken['dollars_a_month']:,.2f} a month"
+    return title, text.count(taken["checkpoints"], "checkpoint"), text.size(taken["bytes"]), money

@@ -1,0 +1,128 @@
+"""`bucketpoint plan` and `prune`: thin around the engine and the pruner."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from bucketpoint.cli import text
+from bucketpoint.cli.frame import Answer, command
+from bucketpoint.cli.run_options import policy_argument
+
+if TYPE_CHECKING:
+    from bucketpoint.manager.catalog import Catalog
+    from bucketpoint.manager.pruner import Pruned
+    from bucketpoint.retention import Plan, RetentionPolicy, Verdict
+
+
+@command("plan")
+@policy_argument
+def plan(policy: RetentionPolicy, catalog: Catalog, as_json: bool) -> Answer:
+    """Say what a policy keeps, thins and deletes of its run, and why. Changes nothing.
+
+    Every checkpoint that is kept comes with all its reasons, every deleted one with the rule that nearly kept it. Ends
+    with 1 where the circuit breaker (max_delete) would refuse.
+    """
+    made, verdict = _planned(policy, catalog)
+    document = {"root": catalog.url, **made.to_dict(), "allowed": verdict.allowed, "verdict": verdict.why}
+    # The engine's own version of the plan, beside that of the command's document.
+    document["plan_version"] = document.pop("version")
+    return Answer(document, _plan_lines(made, verdict), ok=verdict.allowed)
+
+
+@command("prune")
+@click.option("--dry-run", is_flag=True, help="Make the plan, and change nothing.")
+@click.option("--yes", is_flag=True, help="Also where the circuit breaker (max_delete) refuses.")
+@policy_argument
+def prune(policy: RetentionPolicy, catalog: Catalog, dry_run: bool, yes: bool, as_json: bool) -> Answer:
+    """Carry out a policy once: tombstones for what is to go, and deletion of what is due.
+
+    Safe from any machine and beside a training that saves: one prunes at a time, and what somebody pins or reads
+    meanwhile stays. Ends with 1 where the circuit breaker refuses, nothing could be done, or a delete failed.
+    """
+    import os
+    import socket
+
+    from bucketpoint.manager.pruning import prune_by
+
+    if dry_run:
+        made, verdict = _planned(policy, catalog)
+        document = {"root": catalog.url, "dry_run": True, **_counts(made), "verdict": verdict.why}
+        return Answer(document, _plan_lines(made, verdict), ok=verdict.allowed or yes)
+    done = prune_by(catalog, policy, holder=f"{socket.gethostname()}-{os.getpid()}", force=yes)
+    refused = done.verdict is not None and not done.verdict.allowed and not yes
+    document = {
+        "root": catalog.url,
+        "dry_run": False,
+        "stopped": done.done.stopped,
+        "verdict": done.verdict.why if done.verdict is not None else None,
+        **_done(done.done),
+    }
+    fine = done.done.stopped is None and not refused and not done.done.failures
+    return Answer(document, _done_lines(document, refused=refused), ok=fine)
+
+
+def _planned(policy: RetentionPolicy, catalog: Catalog) -> tuple[Plan, Verdict]:
+    from bucketpoint.retention import circuit_breaker
+    from bucketpoint.retention import plan as planned
+
+    made = planned(policy, catalog.snapshot().rows())
+    limit = policy.prune.max_delete
+    return made, circuit_breaker(made, count=limit.count, fraction=limit.fraction)
+
+
+def _counts(made: Plan) -> dict[str, Any]:
+    return dict(made.to_dict()["summary"])
+
+
+def _plan_lines(made: Plan, verdict: Verdict) -> Iterator[str]:
+    for one in made.entries:
+        why = "; ".join(map(str, one.reasons)) if one.action == "keep" else str(one.miss)
+        yield f"{one.action:<7}step {one.row.step}  {text.size(one.row.bytes)}  {why}"
+    kept, thinned, deleted = len(made.kept), len(made.thinned), len(made.deleted)
+    yield f"{kept} kept, {thinned} thinned, {deleted} deleted: {text.size(made.freed_bytes)} are freed"
+    if not verdict.allowed:
+        yield f"REFUSED: {verdict.why}. Look at the plan; `prune --yes` carries it out"
+
+
+def _done(done: Pruned) -> dict[str, Any]:
+    def named(ones: list[tuple[int, str]]) -> list[dict[str, Any]]:
+        return [{"step": step, "token": token} for step, token in ones]
+
+    return {
+        "tombstones": named(done.buried),
+        "deleted": named(done.deleted),
+        "thinned": named(done.thinned),
+        "withdrawn": named(done.withdrawn),
+        "refused": [{"step": step, "token": token, "why": why} for (step, token), why in done.refused.items()],
+        "failures": [{"key": one.key, "code": one.code, "message": one.message} for one in done.failures],
+    }
+
+
+def _done_lines(document: dict[str, Any], *, refused: bool) -> Iterator[str]:
+    if document["stopped"] is not None:
+        yield f"nothing was done: {document['stopped']}"
+        return
+    if refused:
+        yield f"REFUSED: {document['verdict']}. `bucketpoint plan` shows it; --yes carries it out"
+    told = {
+        "tombstones": "got a tombstone",
+        "deleted": "deleted",
+        "thinned": "thinned to the weights",
+        "withdrawn": "had a tombstone that is withdrawn",
+    }
+    quiet = True
+    for name, words in told.items():
+        for one in document[name]:
+            quiet = False
+            yield f"step {one['step']} {words}"
+    for one in document["refused"]:
+        quiet = False
+        yield f"step {one['step']} left alone: {one['why']}"
+    for one in document["failures"]:
+        quiet = False
+        yield f"not deleted: {one['key']} ({one['code']} {one['message']}); the next prune tries again"
+    if quiet and not refused:
+        yield "nothing to do"

@@ -1,0 +1,87 @@
+"""`bucketpoint ls`: thin around the catalogue's snapshot."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from bucketpoint.cli import text
+from bucketpoint.cli.frame import Answer, command
+from bucketpoint.cli.run_options import run_argument
+
+if TYPE_CHECKING:
+    from bucketpoint.manager.catalog import Catalog
+    from bucketpoint.manager.snapshot import Snapshot
+
+
+@command("ls")
+@click.option("--all", "everything", is_flag=True, help="Saves under way or dead too.")
+@run_argument
+def ls(catalog: Catalog, everything: bool, as_json: bool) -> Answer:
+    """List a run's checkpoints, the oldest first: sizes, metrics, and what holds them or is about to delete them.
+
+    Two listings, and no object is read.
+    """
+    snapshot = catalog.snapshot()
+    rows = list(_rows(snapshot, catalog))
+    document: dict[str, Any] = {"root": catalog.url, "checkpoints": rows}
+    if everything:
+        document["attempts"] = [
+            {"step": one.step, "url": catalog.url_of_folder(one.folder), "token": one.token, "started": one.started}
+            for one in snapshot.attempts
+        ]
+    return Answer(document, _lines(document))
+
+
+def json_number(value: float) -> float | str:
+    """JSON has no NaN and no infinities."""
+    return value if math.isfinite(value) else str(value)
+
+
+def _rows(snapshot: Snapshot, catalog: Catalog) -> Iterator[dict[str, Any]]:
+    metrics, held = snapshot.metrics(), snapshot.held()
+    going = {(one.folder, one.id): one for one in snapshot.notes.tombstones if not one.undone}
+    for one in snapshot.checkpoints:
+        tombstone = going.get((one.folder, one.id))
+        yield {
+            "step": one.step,
+            "url": catalog.url_of_folder(one.folder),
+            "created": one.created,
+            "kind": one.kind,
+            "bytes": sum(one.groups.values()),
+            "groups": dict(one.groups),
+            "token": one.id,
+            "metrics": {name: json_number(value) for name, value in sorted(metrics.get(one.step, {}).items())},
+            "held": sorted(held.get(one.step, ())),
+            "tombstone": {"action": tombstone.action, "due": tombstone.due} if tombstone is not None else None,
+        }
+
+
+def _lines(document: dict[str, Any]) -> Iterator[str]:
+    rows = document["checkpoints"]
+    if not rows:
+        yield f"no checkpoint of {document['root']} is in its catalogue; `bucketpoint adopt` looks for others"
+    else:
+        yield from text.table(
+            [("step", "saved", "kind", "size", "metrics", ""), *map(_row, rows)],
+            indent=0,
+        )
+        total = sum(row["bytes"] for row in rows)
+        yield f"{text.count(len(rows), 'checkpoint')}, {text.size(total)}"
+    for one in document.get("attempts", ()):
+        yield f"step {one['step']}: a save that began {text.when(one['started'])} and has not committed"
+
+
+def _row(row: dict[str, Any]) -> tuple[str, ...]:
+    marks = list(row["held"])
+    if row["tombstone"]:
+        gone = "goes" if row["tombstone"]["action"] == "delete" else "is thinned"
+        marks.append(f"{gone} {text.when(row['tombstone']['due'])}")
+    metrics = " ".join(
+        f"{name}={value:.6g}" if isinstance(value, float) else f"{name}={value}"
+        for name, value in row["metrics"].items()
+    )
+    return str(row["step"]), text.when(row["created"]), row["kind"], text.size(row["bytes"]), metrics, ", ".join(marks)

@@ -1,0 +1,100 @@
+"""`bucketpoint pin`, `unpin`, `undo` and `report`: thin around the notes of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import click
+
+from bucketpoint.cli import text
+from bucketpoint.cli.frame import Answer, command
+from bucketpoint.cli.ls import json_number
+from bucketpoint.cli.run_options import Age, run_argument
+
+if TYPE_CHECKING:
+    from bucketpoint.manager.catalog import Catalog
+
+
+@command("pin")
+@run_argument
+@click.argument("step", type=click.IntRange(min=0))
+@click.option("--reason", default="", help="Why, for those who wonder later.")
+@click.option("--expires", type=Age(), help="After so long (7d), the pin holds nothing.")
+def pin(catalog: Catalog, step: int, reason: str, expires: float | None, as_json: bool) -> Answer:
+    """Keep a step, whatever any policy says, until it is unpinned. Takes back a tombstone that it has."""
+    from bucketpoint.manager import notes
+
+    until = catalog.clock() + expires if expires is not None else None
+    _must_be_there(catalog, step)
+    name = notes.pin(catalog, step, reason=reason, expires=until)
+    line = f"step {step} is pinned" + (f" until {text.when(until)}" if until is not None else "") + f": {name}"
+    return Answer({"step": step, "pin": name, "expires": until, "reason": reason}, [line])
+
+
+@command("unpin")
+@run_argument
+@click.argument("step", type=click.IntRange(min=0))
+@click.argument("pin_id", required=False)
+def unpin(catalog: Catalog, step: int, pin_id: str | None, as_json: bool) -> Answer:
+    """Remove all pins of a step, or the one that PIN_ID names. Ends with 1 where there is none."""
+    from bucketpoint.manager import notes
+
+    count = notes.unpin(catalog, step, pin_id)
+    return Answer(
+        {"step": step, "removed": count}, [f"{text.count(count, 'pin')} of step {step} removed"], ok=count > 0
+    )
+
+
+@command("undo")
+@run_argument
+@click.argument("step", type=click.IntRange(min=0))
+def undo(catalog: Catalog, step: int, as_json: bool) -> Answer:
+    """Take back the tombstone of a step, as long as its grace lasts. The next prune decides anew: pin it to keep it.
+
+    Ends with 1 where there is none.
+    """
+    from bucketpoint.manager import tombstones
+
+    count = tombstones.undo(catalog, step)
+    said = f"step {step} stays for now" if count else f"step {step} has no tombstone"
+    return Answer({"step": step, "undone": count}, [said], ok=count > 0)
+
+
+@command("report")
+@run_argument
+@click.argument("step", type=click.IntRange(min=0))
+@click.argument("metrics", nargs=-1, required=True, metavar="NAME=VALUE...")
+def report(catalog: Catalog, step: int, metrics: Sequence[str], as_json: bool) -> Answer:
+    """Note metrics of a step, at any time: `best` rules decide by the last value of each."""
+    from bucketpoint.manager import notes
+
+    values = dict(map(_pair, metrics))
+    there = any(one.step == step for one in catalog.steps().checkpoints)
+    notes.report(catalog, step, values)
+    lines = [f"step {step}: " + ", ".join(f"{name}={value!r}" for name, value in values.items())]
+    if not there:
+        lines.append(f"there is no checkpoint of step {step} in the catalogue; if one comes, it has these")
+    told = {name: json_number(value) for name, value in values.items()}
+    return Answer({"step": step, "metrics": told, "checkpoint": there}, lines)
+
+
+def _pair(text: str) -> tuple[str, float]:
+    name, equals, value = text.rpartition("=")
+    try:
+        return (name, float(value)) if equals and name else _wrong(text)
+    except ValueError:
+        return _wrong(text)
+
+
+def _wrong(text: str) -> tuple[str, float]:
+    raise click.BadParameter(f"{text!r} is no metric: write eval/loss=1.23", param_hint="NAME=VALUE")
+
+
+def _must_be_there(catalog: Catalog, step: int) -> None:
+    from bucketpoint.errors import CheckpointNotFoundError
+
+    if not any(one.step == step for one in catalog.steps().checkpoints):
+        raise CheckpointNotFoundError(
+            f"There is no checkpoint of step {step} in the catalogue", url=catalog.url, remedy="See `bucketpoint ls`"
+        )

@@ -1,0 +1,26 @@
+"""A policy's file: read, and named in its errors. What it means is `retention`'s."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+from bucketpoint.errors import PolicyError
+from bucketpoint.retention import RetentionPolicy, from_yaml
+
+
+def read_policy(path: str | os.PathLike[str], *, environ: Mapping[str, str] | None = None) -> RetentionPolicy:
+    """The policy in a local YAML file.
+
+    Args:
+        environ: where `${VAR}` is taken from; this process's environment by default.
+
+    Raises:
+        PolicyError: with all that is wrong, each with its line and column; or the file cannot be read.
+    """
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise PolicyError(f"The policy cannot be read: {error}", file=os.fspath(path)) from None
+    return from_yaml(text, environ=os.environ if environ is None else environ, file=os.fspath(path))

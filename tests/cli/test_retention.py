@@ -1,0 +1,163 @@
+"""`ls`, `plan`, `prune`, `pin`, `unpin`, `undo`, `report`, `gc`, `adopt` and `cost` on runs that a manager saved."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from bucketpoint import BucketWriter
+from bucketpoint.cli.app import COMMANDS
+from bucketpoint.manager.manager import CheckpointManager
+from bucketpoint.retention import Keep, Prune, RetentionPolicy
+from cli.conftest import Program
+
+STEPS = (10, 20, 30, 40, 50)
+
+
+def save_run(root: str, *steps: int) -> None:
+    policy = RetentionPolicy(Keep(100), prune=Prune(when="manual", grace=timedelta(0)))
+    with CheckpointManager(root, policy=policy) as manager:
+        for step in steps:
+            manager.save(step, {"model": {"w": torch.ones(1000)}, "optim": {"m": torch.ones(2000)}, "step": step})
+
+
+@pytest.fixture
+def policy_file(tmp_path: Path, root: str) -> Path:
+    return write(tmp_path, root)
+
+
+def write(folder: Path, root: str, *, grace: str = "0s", fraction: float = 1.0) -> Path:
+    file = folder / "policy.yaml"
+    file.write_text(
+        f"version: 1\nroot: {root}\nkeep:\n  latest: 2\n  best:\n    - {{metric: eval/loss, mode: min}}\n"
+        f"prune: {{grace: {grace}, max_delete: {{count: 20, fraction: {fraction}}}}}\n"
+    )
+    return file
+
+
+def steps_in(program: Program, root: str) -> list[int]:
+    return [one["step"] for one in program("ls", root, "--json").json["checkpoints"]]
+
+
+def test_a_policy_is_planned_carried_out_and_costed(program: Program, root: str, policy_file: Path) -> None:
+    save_run(root, *STEPS)
+    assert program("report", root, "20", "eval/loss=0.5").code == 0
+    assert program("pin", root, "10", "--reason", "a release").code == 0
+    planned = program("plan", str(policy_file), "--json")
+    assert planned.code == 0
+    found = {one["step"]: one["action"] for one in planned.json["checkpoints"]}
+    assert found == {10: "keep", 20: "keep", 30: "delete", 40: "keep", 50: "keep"}
+    assert "3rd" in planned.json["checkpoints"][2]["miss"]["why"]
+    assert "step 30" in program("plan", str(policy_file)).out
+    cost = program("cost", root, "--what-if", str(policy_file), "--json").json
+    assert (cost["now"]["checkpoints"], cost["what_if"]["checkpoints"]) == (5, 4)
+
+    assert program("prune", str(policy_file), "--dry-run").code == 0
+    assert steps_in(program, root) == [*STEPS]
+    done = program("prune", str(policy_file), "--json")
+    assert done.code == 0
+    assert [one["step"] for one in done.json["deleted"]] == [30]
+    assert steps_in(program, root) == [10, 20, 40, 50]
+    assert program("unpin", root, "10").code == 0
+    assert program("unpin", root, "10").code == 1
+    assert "step 10 deleted" in program("prune", str(policy_file)).out
+    assert "nothing to do" in program("prune", str(policy_file)).out
+    assert program("verify", f"{root}/step-20").code == 0
+    assert program("show", f"{root}/step-10").code == 3
+
+
+def test_what_has_a_tombstone_is_listed_and_can_be_had_back(program: Program, root: str, tmp_path: Path) -> None:
+    save_run(root, *STEPS)
+    patient = str(write(tmp_path, root, grace="1h"))
+    done = program("prune", patient, "--json").json
+    assert [one["step"] for one in done["tombstones"]] == [10, 20, 30]
+    assert done["deleted"] == []
+    listed = program("ls", root)
+    assert listed.out.count("goes 2") == 3
+    assert program("undo", root, "20").code == 0
+    assert program("undo", root, "20").code == 1
+    assert program("pin", root, "30").code == 0
+    marks = {
+        one["step"]: (one["tombstone"] is not None, one["held"])
+        for one in program("ls", root, "--json").json["checkpoints"]
+    }
+    assert marks == {10: (True, []), 20: (False, []), 30: (False, ["pinned"]), 40: (False, []), 50: (False, [])}
+
+
+def test_a_plan_that_deletes_too_much_is_refused_until_somebody_says_yes(
+    program: Program, root: str, tmp_path: Path
+) -> None:
+    save_run(root, *STEPS)
+    careful = str(write(tmp_path, root, fraction=0.2))
+    for arguments in (("plan", careful), ("prune", careful)):
+        refused = program(*arguments)
+        assert refused.code == 1
+        assert "REFUSED" in refused.out
+    assert steps_in(program, root) == [*STEPS]
+    assert program("prune", careful, "--yes").code == 0
+    assert steps_in(program, root) == [40, 50]
+
+
+def test_checkpoints_of_others_are_adopted_and_debris_goes(program: Program, root: str) -> None:
+    for step in (100, 200):
+        writer = BucketWriter(f"{root}/step-{step}")
+        dcp.save({"w": torch.ones(10)}, storage_writer=writer, no_dist=True)
+    assert steps_in(program, root) == []
+    assert "adopt" in program("ls", root).out
+    assert [url.rsplit("/", 1)[1] for url in program("adopt", root, "--json").json["adopted"]] == [
+        "step-100",
+        "step-200",
+    ]
+    assert steps_in(program, root) == [100, 200]
+    assert program("gc", root, "--deep", "--older-than", "0s", "--json").json["objects"] == []
+    assert program("verify", f"{root}/step-100").code == 0
+
+
+def test_what_is_wrong_with_a_policy_is_said_with_its_line_and_column(program: Program, tmp_path: Path) -> None:
+    file = tmp_path / "policy.yaml"
+    file.write_text("version: 1\nroot: file:///tmp/nowhere\nkeep:\n  latest: 0\n  newest: 3\n")
+    failed = program("plan", str(file))
+    assert failed.code == 2
+    assert "line 4" in failed.err
+    assert "line 5" in failed.err
+    file.write_text("version: 1\nkeep: {latest: 1}\n")
+    assert "pass --root" in program("plan", str(file)).err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("report", "{root}", "5", "loss"), "write eval/loss=1.23"),
+        (("report", "{root}", "5", "loss=high"), "write eval/loss=1.23"),
+        (("gc", "{root}", "--older-than", "soon"), "write 20m, 48h or 7d"),
+        (("pin", "{root}", "--", "-1"), "not in the range"),
+    ],
+)
+def test_nonsense_is_a_matter_of_usage(program: Program, tmp_path: Path, arguments: Any, said: str) -> None:
+    failed = program(*[one.format(root=tmp_path) for one in arguments])
+    assert failed.code == 2
+    assert said in failed.err
+
+
+def test_a_step_that_is_not_there_cannot_be_pinned(program: Program, tmp_path: Path) -> None:
+    assert program("pin", str(tmp_path), "5").code == 3
+
+
+@pytest.mark.parametrize("command", sorted(COMMANDS))
+def test_help_of_every_command_imports_nothing_large(command: str) -> None:
+    program = (
+        "import sys\nfrom bucketpoint.cli.app import run\n"
+        f"run([{command!r}, '--help'])\n"
+        "print(sorted({'torch', 'boto3', 'fsspec', 'yaml'} & sys.modules.keys()), file=sys.stderr)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=240)
+    assert done.stderr.strip() == "[]"
+    assert json.dumps(command)[1:-1] in done.stdout
