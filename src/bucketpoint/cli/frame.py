@@ -93,7 +93,7 @@ def _failed(name: str, error: BucketpointError, code: int, *, as_json: bool, deb
             click.echo(f"  {label + ':':<8}{value}", err=True)
     if as_json:
         kind = "InternalError" if code == INTERNAL else type(error).__name__
-        told = {"kind": kind, "message": error.message, **fields, "exit_code": code}
+        told: dict[str, Any] = {"kind": kind, "message": error.message, **fields, "exit_code": code}
         if faults:
             told["faults"] = [{"line": one.line, "column": one.column, "message": str(one)} for one in faults]
         click.echo(json.dumps({**_head(name, ok=False), "error": told}))
