@@ -39,7 +39,13 @@ def choices(catalog: Catalog, policy: RetentionPolicy, which: str | int, metric:
         found = _best(catalog, _rule(policy, metric))
     else:
         raise BucketpointError(f"There is no {which!r} checkpoint", remedy='Ask for "latest", "best" or a step')
-    return found or _without_records(catalog)
+    if not found and (dead := catalog.folders()):
+        raise IncompleteCheckpointError(
+            f"There are {len(dead)} saves here that never committed, and no checkpoint",
+            url=catalog.url,
+            remedy="Look at them first; fresh=True starts from scratch beside them",
+        )
+    return found
 
 
 def _named(catalog: Catalog, step: int) -> Choice:
@@ -82,24 +88,3 @@ def _best(catalog: Catalog, rule: Best) -> list[Choice]:
             remedy='Report it with report(step, {...}), or restore("latest")',
         )
     return [Choice(row.step, folders[row.step, row.id]) for row in sorted(rows, key=rank)[:TRIED_AT_MOST]]
-
-
-def _without_records(catalog: Catalog) -> list[Choice]:
-    """Checkpoints that no record tells of: of other writers, or of a catalogue that was lost."""
-    above = catalog.key(catalog.template.parent)
-    above = above if not above or above.endswith("/") else above + "/"
-    steps = []
-    for listed in catalog.store.list_folders(above):
-        folder = catalog.template.parent + listed[len(above) :].rstrip("/")
-        step = catalog.template.step_of(folder)
-        if step is not None:
-            steps.append(Choice(step, folder))
-    steps.sort(key=lambda one: one.step, reverse=True)
-    found = [one for one in steps[:TRIED_AT_MOST] if catalog.metadata_info(one.folder) is not None]
-    if steps and not found:
-        raise IncompleteCheckpointError(
-            f"There are {len(steps)} saves here that never committed, and no checkpoint",
-            url=catalog.url,
-            remedy="Look at them first; fresh=True starts from scratch beside them",
-        )
-    return found

@@ -175,7 +175,7 @@ class CheckpointManager:
         if not self._make_room(step):
             return None
         later = self._ranks.told(lambda: self._before_saving(step, overwrite, newer))
-        log = SaveLog(self.catalog, kind, dict(metrics or {}), **self._facts)
+        log = SaveLog(self.catalog, kind, dict(metrics or {}), overwrite=overwrite, **self._facts)
         url = self.catalog.url_of(step)
         writer = BucketWriter(url, overwrite=overwrite, log=log, staging=self._stager.options, **self._store_arguments)
         handle = async_save(

@@ -152,7 +152,7 @@ class Snapshot:
 
     def rows(self) -> list[Row]:
         """What the rules decide on: every checkpoint that no tombstone stands for."""
-        going = {(one.folder, one.id) for one in self.notes.tombstones if one.action == DELETE and not one.undone}
+        going = self._going()
         metrics = self.metrics()
         held = self.held()
         return [
@@ -172,6 +172,9 @@ class Snapshot:
             # A tombstone on what somebody has pinned since will be withdrawn.
             if (one.folder, one.id) not in going or one.step in held
         ]
+
+    def _going(self) -> set[tuple[str, str]]:
+        return {(one.folder, one.id) for one in self.notes.tombstones if one.action == DELETE and not one.undone}
 
     def metrics(self) -> dict[int, dict[str, float]]:
         """By step and name; of several values the one that was reported last."""
@@ -196,9 +199,14 @@ class Snapshot:
         return found
 
     def newest(self) -> set[tuple[str, str]]:
-        """(folder, id) of what is never deleted: the newest full checkpoint by step and by time, and the newest."""
-        full = [one for one in self.checkpoints if one.kind == FULL]
-        ends = [max(some, key=key) for some in (full, self.checkpoints) if some for key in (_by_step, _by_time)]
+        """(folder, id) of what is never deleted: the newest full checkpoint by step and by time, and the newest.
+
+        What has a tombstone counts only where nothing else is left: a rollback discards the highest steps.
+        """
+        going = self._going()
+        staying = [one for one in self.checkpoints if (one.folder, one.id) not in going] or [*self.checkpoints]
+        full = [one for one in staying if one.kind == FULL] or [one for one in self.checkpoints if one.kind == FULL]
+        ends = [max(some, key=key) for some in (full, staying) if some for key in (_by_step, _by_time)]
         return {(one.folder, one.id) for one in ends}
 
 
