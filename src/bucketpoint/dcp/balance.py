@@ -27,7 +27,7 @@ MIN_SLICE_BYTES = 64 << 10
 _SLICES_A_RANK = 32
 """Largest-first leaves ranks apart by one slice at most, which is then 3 % of a rank's share."""
 
-_BYTES_OF_AN_OBJECT = 1024
+BYTES_OF_AN_OBJECT = 1024
 """What is not a tensor has no size until it is pickled."""
 
 
@@ -35,7 +35,7 @@ def item_bytes(item: WriteItem) -> int:
     """Bytes that an item takes in the store: of its chunk, and not of the tensor that the chunk belongs to."""
     data = item.tensor_data
     if data is None:
-        return _BYTES_OF_AN_OBJECT
+        return BYTES_OF_AN_OBJECT
     return int(prod(data.chunk.sizes)) * int(data.properties.dtype.itemsize)
 
 
@@ -66,45 +66,63 @@ def balanced(plans: Sequence[SavePlan], nodes: Sequence[object] | None = None) -
             loads[ranks[0]] += item_bytes(items[index])
         else:
             replicated.append((items[index], tuple(ranks)))
-    slice_bytes = _slice_bytes(replicated, len(plans))
-    pieces = [(piece, ranks) for item, ranks in replicated for piece in _cut(item, slice_bytes)]
-    chosen = _assign(pieces, loads, nodes)
+    sizes = [item_bytes(item) for item, _ in replicated]
+    slice_bytes = slice_nbytes(sum(sizes), len(plans))
+    pieces = [
+        (piece, ranks)
+        for (item, ranks), size in zip(replicated, sizes, strict=True)
+        for piece in _cut(item, size, slice_bytes)
+    ]
+    chosen = assign([(item_bytes(piece), ranks) for piece, ranks in pieces], loads, nodes)
     kept: list[list[WriteItem]] = [[item for item in plan.items if len(holders[item.index]) == 1] for plan in plans]
     for (piece, _), rank in zip(pieces, chosen, strict=True):
         kept[rank].append(piece)
     return [replace(plan, items=mine) for plan, mine in zip(plans, kept, strict=True)]
 
 
-def _slice_bytes(replicated: Sequence[tuple[WriteItem, tuple[int, ...]]], ranks: int) -> int:
-    total = sum(item_bytes(item) for item, _ in replicated)
-    return max(MIN_SLICE_BYTES, min(MAX_SLICE_BYTES, total // (max(1, ranks) * _SLICES_A_RANK)))
+def slice_nbytes(replicated: int, ranks: int) -> int:
+    """The largest slice, in bytes, for that many bytes that several of that many ranks hold."""
+    return max(MIN_SLICE_BYTES, min(MAX_SLICE_BYTES, replicated // (max(1, ranks) * _SLICES_A_RANK)))
 
 
-def _cut(item: WriteItem, slice_bytes: int) -> list[WriteItem]:
-    """The item in slices of whole rows (dimension 0), or itself where it is small or has a single row."""
-    data, size = item.tensor_data, item_bytes(item)
-    if data is None or size <= slice_bytes or not data.chunk.sizes or data.chunk.sizes[0] < 2:
-        return [item]
-    rows = int(data.chunk.sizes[0])
+def row_borders(rows: int, size: int, slice_bytes: int) -> list[int]:
+    """Where a chunk of `size` bytes is cut along dimension 0: from 0 to `rows`, or nothing where it stays whole."""
+    if size <= slice_bytes or rows < 2:
+        return []
     count = min(rows, -(-size // slice_bytes))
-    borders = [rows * number // count for number in range(count + 1)]
-    return [_rows_of(item, data, first, last) for first, last in pairwise(borders)]
+    return [rows * number // count for number in range(count + 1)]
 
 
-def _rows_of(item: WriteItem, data: TensorWriteData, first: int, last: int) -> WriteItem:
+def _cut(item: WriteItem, size: int, slice_bytes: int) -> list[WriteItem]:
+    """The item in slices of whole rows (dimension 0), or itself where it is small or has a single row."""
+    data = item.tensor_data
+    if data is None or not data.chunk.sizes:
+        return [item]
+    borders = row_borders(int(data.chunk.sizes[0]), size, slice_bytes)
+    return [rows_of(item, data, first, last) for first, last in pairwise(borders)] or [item]
+
+
+def rows_of(item: WriteItem, data: TensorWriteData, first: int, last: int, hint: int | None = None) -> WriteItem:
+    """The rows `[first, last)` of an item's chunk, as an item of its own."""
     offsets = torch.Size([data.chunk.offsets[0] + first, *data.chunk.offsets[1:]])
     sizes = torch.Size([last - first, *data.chunk.sizes[1:]])
     return WriteItem(
-        index=MetadataIndex(item.index.fqn, offsets),
+        index=MetadataIndex(item.index.fqn, offsets, hint),
         type=WriteItemType.SHARD,
         tensor_data=replace(data, chunk=ChunkStorageMetadata(offsets=offsets, sizes=sizes)),
     )
 
 
-def _assign(
-    pieces: Sequence[tuple[WriteItem, tuple[int, ...]]], loads: list[int], nodes: Sequence[object] | None
+def assign(
+    pieces: Sequence[tuple[int, tuple[int, ...]]], loads: list[int], nodes: Sequence[object] | None
 ) -> list[int]:
-    """For each piece the rank that writes it: the largest piece first, to the least loaded of its holders."""
+    """For each piece the rank that writes it: the largest piece first, to the least loaded of its holders.
+
+    Args:
+        pieces: of each the bytes, and the ranks that hold it, ascending.
+        loads: bytes that each rank must write anyway. They grow by what is assigned.
+        nodes: as in `balanced`.
+    """
     names = list(nodes) if nodes is not None else list(range(len(loads)))
     number = {name: at for at, name in enumerate(dict.fromkeys(names))}
     node_of = [number[name] for name in names]
@@ -113,8 +131,8 @@ def _assign(
         node_loads[node_of[rank]] += load
     queues: dict[tuple[int, ...], tuple[_Least, dict[int, _Least]]] = {}
     chosen = [0] * len(pieces)
-    for at in sorted(range(len(pieces)), key=lambda at: -item_bytes(pieces[at][0])):
-        piece, ranks = pieces[at]
+    for at in sorted(range(len(pieces)), key=lambda at: -pieces[at][0]):
+        size, ranks = pieces[at]
         if ranks not in queues:
             on_node: dict[int, list[int]] = defaultdict(list)
             for rank in ranks:
@@ -127,8 +145,8 @@ def _assign(
         node = by_node.get()
         rank = by_rank[node].get()
         chosen[at] = rank
-        loads[rank] += item_bytes(piece)
-        node_loads[node] += item_bytes(piece)
+        loads[rank] += size
+        node_loads[node] += size
     return chosen
 
 

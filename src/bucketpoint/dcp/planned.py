@@ -12,15 +12,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
+import torch
 from torch.distributed.checkpoint import Metadata, SavePlan
 from torch.distributed.checkpoint.metadata import StorageMeta
 from torch.distributed.checkpoint.storage import WriteResult
 
+from bucketpoint.dcp.dealing import Dealing
 from bucketpoint.dcp.results import PackedResults, Results, results_of
 from bucketpoint.errors import BucketpointError, IncompleteSaveError
-from bucketpoint.format.columns import Columns, Layout
+from bucketpoint.format.columns import PAYLOAD_NBYTES, Columns, Layout
 from bucketpoint.format.metadata import without_gc
-from bucketpoint.format.template import MetadataTemplate, make_template
+from bucketpoint.format.template import IndexColumns, MetadataTemplate, index_columns, make_template
 
 _STOCK_FIELDS = tuple(one.name for one in dataclasses.fields(Metadata))
 
@@ -39,6 +41,7 @@ class Agreed:
         asked: what each rank had asked for.
         plans: what each rank was dealt.
         digests: of the items of each.
+        dealing: how it came about, if the ranks sent columns.
         layouts: where each rank's items lay when it last reported.
         complete: digests of the layouts of all ranks that were found to account for all items.
         template: of the metadata for these.
@@ -50,9 +53,13 @@ class Agreed:
     plans: list[SavePlan]
     digests: list[bytes]
     metadata: Metadata
-    layouts: list[Layout | None]
+    dealing: Dealing | None = None
+    layouts: list[Layout | None] = field(init=False)
     complete: tuple[bytes, ...] | None = None
     template: MetadataTemplate | None = None
+
+    def __post_init__(self) -> None:
+        self.layouts = [None] * len(self.plans)
 
 
 @dataclass
@@ -152,11 +159,26 @@ class Reported:
 
     def note_complete(self) -> None:
         """Remember that no item is missing, and the pickle of all that will be the same at the next save."""
-        digests, columns = self._digests(), [each for each in self.columns if each is not None]
+        digests = self._digests()
         if self.agreed is not None and digests is not None and digests != self.agreed.complete:
-            indices = [[item.index for item in plan.items] for plan in self.agreed.plans]
-            self.agreed.template = make_template(self.agreed.metadata, indices, columns)
-            self.agreed.complete = digests
+            self._remember(digests, index_columns([[item.index for item in plan.items] for plan in self.agreed.plans]))
+
+    def _remember(self, digests: tuple[bytes, ...], items: IndexColumns) -> None:
+        agreed = self.agreed
+        if agreed is not None:
+            agreed.template = make_template(agreed.metadata, items, [each for each in self.columns if each is not None])
+            agreed.complete = digests
+
+    def _note_if_complete(self, digests: tuple[bytes, ...]) -> None:
+        """The same where columns show that no item is missing: every rank reported all that it was dealt."""
+        dealing = self.agreed.dealing if self.agreed is not None else None
+        if dealing is None:
+            return
+        layouts = [columns.layout for columns in self.columns if columns is not None]
+        stored = torch.cat([torch.tensor(layout.column(PAYLOAD_NBYTES), dtype=torch.int64) for layout in layouts])
+        unlike = (stored >= 0) & (dealing.nbytes >= 0) & (stored != dealing.nbytes)
+        if not unlike.any():
+            self._remember(digests, dealing.index)
 
     def results(self) -> list[list[WriteResult]]:
         """Each rank's results, one by one."""
@@ -169,10 +191,14 @@ class Reported:
     def filled(self, end: dict[str, Any]) -> bytes | None:
         """The metadata with `end` as its last attributes, if all but a few bytes of it are known already.
 
-        They are if the same items lay in the same places at a save that was found to be complete.
+        They are if the same items lay in the same places at a save that was found to be complete, as this one may be.
         """
-        agreed = self.agreed
-        if agreed is None or agreed.template is None or self._digests() != agreed.complete:
+        agreed, digests = self.agreed, self._digests()
+        if agreed is None or digests is None:
+            return None
+        if digests != agreed.complete:
+            self._note_if_complete(digests)
+        if agreed.template is None or digests != agreed.complete:
             return None
         return agreed.template.fill([each for each in self.columns if each is not None], end)
 

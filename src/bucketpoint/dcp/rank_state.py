@@ -17,8 +17,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint import Metadata
-from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 
+from bucketpoint.dcp.plan_columns import BYTE_IO, TENSOR, Table
 from bucketpoint.errors import BucketpointError
 
 DIGEST_BYTES = 4
@@ -62,16 +63,33 @@ def value_digests(items: Iterable[WriteItem], state: Mapping[str, Any]) -> bytes
     return b"".join(_digest(state.get(item.index.fqn), budget) for item in items if _may_be_own(item))
 
 
-def differing(plans: Sequence[SavePlan], digests: Sequence[bytes]) -> list[str]:
-    """Names under which ranks hold different values, sorted; by what `value_digests` made on each of them."""
+def differing(names: Sequence[tuple[str, ...]], digests: Sequence[bytes]) -> list[str]:
+    """Names under which ranks hold different values, sorted.
+
+    Args:
+        names: for each rank, of the items that may be its own, in their order.
+        digests: what `value_digests` made of them.
+    """
     seen: dict[str, set[bytes]] = defaultdict(set)
-    for plan, mine in zip(plans, digests, strict=True):
-        own = [item for item in plan.items if _may_be_own(item)]
-        if len(mine) != DIGEST_BYTES * len(own):
+    # Most ranks say the same.
+    for mine, said in dict.fromkeys(zip(names, digests, strict=True)):
+        if len(said) != DIGEST_BYTES * len(mine):
             continue
-        for at, item in enumerate(own):
-            seen[item.index.fqn].add(mine[DIGEST_BYTES * at : DIGEST_BYTES * (at + 1)])
+        for at, name in enumerate(mine):
+            seen[name].add(said[DIGEST_BYTES * at : DIGEST_BYTES * (at + 1)])
     return sorted(name for name, found in seen.items() if len(found - {_UNKNOWN}) > 1)
+
+
+def own_names(items: Iterable[WriteItem]) -> tuple[str, ...]:
+    """Names of the items that may be a rank's own, in their order."""
+    return tuple([item.index.fqn for item in items if _may_be_own(item)])
+
+
+def own_names_of(table: Table) -> tuple[str, ...]:
+    """The same of a table of items."""
+    own = [_is_generator_state(size, properties) for properties, size in table.descriptions]
+    rows = zip(table.names, table.kinds, table.described, strict=True)
+    return tuple([name for name, kind, at in rows if kind == BYTE_IO or (kind == TENSOR and own[at])])
 
 
 def _may_be_own(item: WriteItem) -> bool:

@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 
+from bucketpoint.dcp.dealt_items import KnownItems
 from bucketpoint.errors import BucketpointError, IncompleteSaveError
 from bucketpoint.format.columns import Columns, Layout, ObjectFacts, pack, unpack
 
@@ -104,20 +105,36 @@ class PackedResults:
 
 
 def _packed(results: Sequence[WriteResult], plan: SavePlan) -> tuple[Any, ...] | None:
-    order = {item.index: at for at, item in enumerate(plan.items)}
-    dealt = plan.planner_data
-    known = isinstance(dealt, Dealt) and dealt.items == items_digest(plan.items)
-    known = known and len(order) == len(results) and all(result.index in order for result in results)
-    if known:
-        results = sorted(results, key=lambda result: order[result.index])
+    ordered = _in_order(results, plan)
+    known = ordered is not None
+    results = results if ordered is None else ordered
     columns = pack([result.storage_data for result in results])
     if columns is None or any(result.size_in_bytes != result.storage_data.length for result in results):
         return None
     if known:
+        dealt = plan.planner_data
         as_before = columns.layout.digest == dealt.layout
         return columns.objects, dealt.layout if as_before else columns.layout, columns.checksums, None
     indices = [(result.index.fqn, _plain(result.index.offset), result.index.index) for result in results]
     return columns.objects, columns.layout, columns.checksums, zlib.compress(pickle.dumps(indices))
+
+
+def _in_order(results: Sequence[WriteResult], plan: SavePlan) -> list[WriteResult] | None:
+    """The results in the order of the plan; None if the coordinator cannot tell by that which items they are of."""
+    dealt, items = plan.planner_data, plan.items
+    if not isinstance(dealt, Dealt) or len(results) != len(items):
+        return None
+    if not isinstance(items, KnownItems) or not items.unaltered:
+        items = KnownItems(items, items_digest(items))
+    if dealt.items != items.digest:
+        return None
+    ordered: list[WriteResult | None] = [None] * len(items)
+    for result in results:
+        at = items.order.get(id(result.index))
+        if at is None:
+            return None
+        ordered[at] = result
+    return [result for result in ordered if result is not None] if None not in ordered else None
 
 
 def _plain(offset: Any) -> tuple[int, ...] | None:

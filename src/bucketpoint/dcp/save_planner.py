@@ -11,7 +11,6 @@ import logging
 import os
 import socket
 import uuid
-from collections import ChainMap
 from collections.abc import Hashable
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -20,15 +19,16 @@ import torch
 import torch.distributed as dist
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.checkpoint import DefaultSavePlanner, Metadata, SavePlan
-from torch.distributed.checkpoint.default_planner import _validate_global_plan, create_default_global_save_plan
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 from torch.distributed.checkpoint.planner_helpers import _create_write_items
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from bucketpoint.dcp.balance import balanced
+from bucketpoint.dcp.dealt_items import Answer, DealtItems, KnownItems, answer_digest, items_of
+from bucketpoint.dcp.global_plan import Asked
 from bucketpoint.dcp.local_chunks import is_partial
+from bucketpoint.dcp.plan_columns import LocalItems, merged_mappings, pack_mappings
 from bucketpoint.dcp.planned import Agreed, PlannedMetadata, WriterMeta, stock
 from bucketpoint.dcp.rank_state import differing, value_digests
 from bucketpoint.dcp.results import Dealt, items_digest
@@ -52,23 +52,24 @@ class _Local:
         entry: number of the kept plan that this rank's state still fits; None when the items are sent.
         sender: the rank in the whole job, whatever the process group.
         node: which machine the rank is on.
-        mappings: DCP's, from flattened names to paths.
+        mappings: DCP's, from flattened names to paths: see `pack_mappings`.
         digests: of the values that may differ between ranks.
     """
 
     entry: int | None
     sender: int
     node: str
-    mappings: Any = None
+    mappings: tuple[bytes, ...] = ()
     digests: bytes = b""
 
 
 @dataclass
 class _Kept:
-    """A rank's own plan that all ranks have agreed upon."""
+    """A rank's own plan that all ranks have agreed upon, and the items that it had asked for."""
 
     entry: int
     signature: Hashable
+    asked: LocalItems
     plan: SavePlan
     confirmed: bool = True
 
@@ -110,6 +111,7 @@ class SavePlanner(DefaultSavePlanner):
         self._writer_is_ours = False
         self._signature: Hashable = None
         self._hit: _Kept | None = None
+        self._asked = LocalItems([])
 
     def set_up_planner(
         self, state_dict: dict[str, Any], storage_meta: StorageMeta | None = None, is_coordinator: bool = False
@@ -132,10 +134,13 @@ class SavePlanner(DefaultSavePlanner):
         if self._hit is not None:
             # Until finish_plan says that the coordinator knew it: a save that fails in between is planned anew.
             self._hit.confirmed = False
+            self._asked = self._hit.asked
             return SavePlan([], planner_data=_Local(self._hit.entry, sender, node), usable=False)
         plan = super().create_local_plan()
         digests = value_digests(plan.items, self.state_dict)
-        self.plan = replace(plan, planner_data=_Local(None, sender, node, plan.planner_data, digests))
+        mappings = pack_mappings(plan.planner_data) if plan.planner_data is not None else ()
+        items = self._asked = LocalItems(plan.items)
+        self.plan = replace(plan, items=items, planner_data=_Local(None, sender, node, mappings, digests))
         return self.plan
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
@@ -150,7 +155,8 @@ class SavePlanner(DefaultSavePlanner):
         agreed = self._cache.agreed.get(entries.pop()) if len(entries) == 1 else None
         if agreed is None or agreed.senders != senders:
             agreed = self._agree(all_plans, senders)
-            dealt = [replace(plan, planner_data=self._said(agreed, rank)) for rank, plan in enumerate(agreed.plans)]
+            plans = enumerate(agreed.plans)
+            dealt = [replace(plan, items=_anew(plan), planner_data=self._said(agreed, rank)) for rank, plan in plans]
         else:
             dealt = [SavePlan([], usable=False, planner_data=self._said(agreed, rank)) for rank in range(len(senders))]
         # A copy: some writers note on it what was stored where.
@@ -162,9 +168,11 @@ class SavePlanner(DefaultSavePlanner):
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
         """All ranks: what to write. Reached only when the coordinator has planned, so what it knows may be kept."""
         if new_plan.usable:
+            new_plan = replace(new_plan, items=self._own_items(new_plan))
             if self._keep_plans:
                 others = [kept for kept in self._cache.kept if kept.signature != self._signature]
-                self._cache.kept = [*others, _Kept(_dealt(new_plan).entry, self._signature, new_plan)][-KEPT_PLANS:]
+                mine = _Kept(_dealt(new_plan).entry, self._signature, self._asked, new_plan)
+                self._cache.kept = [*others, mine][-KEPT_PLANS:]
             self.plan = new_plan
         elif self._hit is not None:
             self._hit.confirmed = True
@@ -189,7 +197,7 @@ class SavePlanner(DefaultSavePlanner):
     def __setstate__(self, state: dict[str, Any]) -> None:
         # A checkpoint process is sent the planner again for each save, and keeps what it has planned itself.
         self.__dict__.update(state)
-        self.mappings, self._signature, self._hit = {}, None, None
+        self.mappings, self._signature, self._hit, self._asked = {}, None, None, LocalItems([])
         self._cache = _caches.setdefault(self._identity, _Cache())
         for old in list(_caches)[:-KEPT_PLANNERS]:
             del _caches[old]
@@ -197,27 +205,40 @@ class SavePlanner(DefaultSavePlanner):
     def _find(self, signature: Hashable) -> _Kept | None:
         return next((kept for kept in self._cache.kept if kept.confirmed and kept.signature == signature), None)
 
+    def _own_items(self, plan: SavePlan) -> KnownItems:
+        """The items that the coordinator dealt to this rank."""
+        items: Any = plan.items
+        answer = items.answer() if isinstance(items, (Answer, DealtItems)) else None
+        if answer is None:
+            return KnownItems(items, items_digest(items))
+        asked = self._asked.packed()
+        if asked is None:
+            raise BucketpointError("The items of this rank were altered after it had sent them")
+        return KnownItems(items_of(answer, self._asked), answer_digest(answer, asked))
+
     def _agree(self, all_plans: list[SavePlan], senders: list[int]) -> Agreed:
         """Deal out what the ranks hold, and keep who was dealt what."""
         asked = [plan if plan.usable else self._recall(rank, plan, senders) for rank, plan in enumerate(all_plans)]
-        self._warn_of_lost_values(all_plans)
+        everything = Asked(asked)
+        names = everything.own_names()
+        self._warn_of_lost_values([(mine, plan) for mine, plan in zip(names, all_plans, strict=True) if plan.usable])
         nodes = [plan.planner_data.node for plan in all_plans]
-        plans, metadata = create_default_global_save_plan(balanced(asked, nodes))
+        # Whoever looks into a plan before this class has finished it finds items there, or nothing at all.
+        whole = type(self).finish_plan is not SavePlanner.finish_plan
+        found = everything.global_plan(nodes, whole=whole)
+        metadata = found.metadata
         if self.flatten_state_dict:
-            mappings = (plan.planner_data.mappings for plan in asked)
-            metadata = replace(metadata, planner_data=dict(ChainMap(*mappings)))
-        _validate(plans, metadata)
-        digests = [items_digest(plan.items) for plan in plans]
-        agreed = Agreed(next(self._cache.numbers), senders, asked, plans, digests, metadata, [None] * len(plans))
+            mappings = merged_mappings([plan.planner_data.mappings for plan in asked])
+            metadata = replace(metadata, planner_data=mappings)
+        agreed = Agreed(next(self._cache.numbers), senders, asked, found.plans, found.digests, metadata, found.dealing)
         if self._keep_plans:
             self._cache.agreed[agreed.entry] = agreed
             for old in list(self._cache.agreed)[: -2 * KEPT_PLANS]:
                 del self._cache.agreed[old]
         return agreed
 
-    def _warn_of_lost_values(self, all_plans: list[SavePlan]) -> None:
-        sent = [plan for plan in all_plans if plan.usable]
-        lost = differing(sent, [plan.planner_data.digests for plan in sent])
+    def _warn_of_lost_values(self, sent: list[tuple[tuple[str, ...], SavePlan]]) -> None:
+        lost = differing([names for names, _ in sent], [plan.planner_data.digests for _, plan in sent])
         news = [name for name in lost if name not in self._cache.warned]
         if news:
             self._cache.warned.update(news)
@@ -246,6 +267,11 @@ class SavePlanner(DefaultSavePlanner):
         return agreed.asked[rank]
 
 
+def _anew(plan: SavePlan) -> Any:
+    items: Any = plan.items
+    return items.anew() if isinstance(items, DealtItems) else items
+
+
 def _dealt(plan: SavePlan) -> Dealt:
     dealt = plan.planner_data
     if not isinstance(dealt, Dealt):
@@ -254,6 +280,7 @@ def _dealt(plan: SavePlan) -> Dealt:
 
 
 _OF_ONE_SAVE = {
+    "_asked",
     "_cache",
     "_hit",
     "_signature",
@@ -337,13 +364,3 @@ def _rows_of_piece(value: Any, fqn: str, chunk: ChunkStorageMetadata) -> torch.T
         whole: torch.Tensor = value.__get_tensor_shard__(MetadataIndex(fqn, piece.offsets))
         return whole.detach().narrow(0, first, chunk.sizes[0])
     return None
-
-
-def _validate(plans: list[SavePlan], metadata: Metadata) -> None:
-    """DCP's own check: chunks lie within their tensors, do not overlap, and fill them."""
-    # Up to torch 2.11 it says whether, from then on what is wrong.
-    found: Any = _validate_global_plan(plans, metadata)
-    if found is True or found == []:
-        return
-    said = "; ".join(found)[:500] if isinstance(found, list) else "DCP logs the tensor"
-    raise BucketpointError(f"What the ranks hold does not make up the tensors: {said}")

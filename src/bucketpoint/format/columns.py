@@ -27,6 +27,8 @@ _KNOWN = {
     names._CRC32C, names._BLOCK_NBYTES, names._BLOCK_CRCS, names._OBJECT,
 }  # fmt: skip
 _COLUMNS = 7
+PAYLOAD_NBYTES = 4
+"""Number of the column of payloads' sizes."""
 
 ObjectFacts = tuple[str, int | None, str | None]
 """Path, size and ETag of a data object; size and ETag are None where no item carried them."""

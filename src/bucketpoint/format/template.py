@@ -1,13 +1,14 @@
-"""The bytes of a `.metadata` that is as at the save before, but for names of objects and checksums. No I/O.
+"""The bytes of a `.metadata`, but for names of objects and checksums, which are the same at the next save. No I/O.
 
-To pickle an index costs microseconds an item. Where the same items lie in the same places, all of that pickle is known
-but for numbers of fixed width, which are set into a copy of it. Any unpickler reads the result.
+To pickle an index object by object costs some 20 microseconds an item. Here its opcodes are put together from parts,
+and where the same items lie in the same places, numbers of fixed width are set into a copy of what was made before.
+Any unpickler reads the result.
 """
 
 from __future__ import annotations
 
+import copyreg
 import io
-import os
 import pickle
 from array import array
 from collections.abc import Sequence
@@ -15,17 +16,56 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 
 from bucketpoint.format import storage_info as names
-from bucketpoint.format.columns import Columns, unpack
-from bucketpoint.format.metadata import PICKLE_PROTOCOL, pickled
+from bucketpoint.format.columns import Columns
+from bucketpoint.format.metadata import PICKLE_PROTOCOL, _Sharing, without_gc
 
 _PROTO = pickle.PROTO + bytes([PICKLE_PROTOCOL])
 _END = pickle.SETITEMS + pickle.BUILD + pickle.STOP
-_WIDE = pickle.LONG1 + b"\x08"
+_MADE = pickle.EMPTY_TUPLE + pickle.NEWOBJ
+_BEGUN = _MADE + pickle.EMPTY_DICT + pickle.MARK
+_DONE = pickle.SETITEMS + pickle.BUILD
 _CHECKSUM = (pickle.LONG1 + b"\x05", b"\0")
 """Around four bytes: any checksum as a number, and none of them negative."""
+
+_TUPLES = (pickle.EMPTY_TUPLE, pickle.TUPLE1, pickle.TUPLE2, pickle.TUPLE3)
+
+
+@dataclass(frozen=True)
+class IndexColumns:
+    """What is written, item by item: the keys of the storage data, without an object for each.
+
+    Attributes:
+        names: of the tensor or value of each item.
+        offsets: of its chunk; None for bytes.
+        hints: its number among the chunks, or -1.
+        borders: rank `r` has the items from `borders[r]` to `borders[r + 1]`.
+    """
+
+    names: list[str]
+    offsets: list[torch.Size | None]
+    hints: list[int]
+    borders: tuple[int, ...]
+
+
+def index_columns(indices: Sequence[Sequence[MetadataIndex]]) -> IndexColumns:
+    """The columns of the indices of each rank."""
+    every = [index for mine in indices for index in mine]
+    borders = [0]
+    for mine in indices:
+        borders.append(borders[-1] + len(mine))
+    hints = [-1 if index.index is None else index.index for index in every]
+    return IndexColumns([one.fqn for one in every], [one.offset for one in every], hints, tuple(borders))
 
 
 @dataclass(frozen=True)
@@ -72,106 +112,219 @@ class MetadataTemplate:
         last = _without_frames(_unshared(end))
         if last is None:
             return None
-        content = bytes(body) + last.removeprefix(pickle.EMPTY_DICT + pickle.MARK).removesuffix(pickle.SETITEMS) + _END
-        return b"".join((_PROTO, pickle.FRAME, len(content).to_bytes(8, "little"), content))
+        last = last.removeprefix(pickle.EMPTY_DICT + pickle.MARK).removesuffix(pickle.SETITEMS)
+        size = len(body) + len(last) + len(_END)
+        return b"".join((_PROTO, pickle.FRAME, size.to_bytes(8, "little"), body, last, _END))
 
 
-def make_template(
-    metadata: Metadata, indices: Sequence[Sequence[MetadataIndex]], reported: Sequence[Columns]
-) -> MetadataTemplate | None:
-    """A template for the items of each rank, named by `indices`; None if their pickle has no such gaps.
+class _UnusualError(Exception):
+    """Something has more to it than is put together here."""
+
+
+def make_template(metadata: Metadata, items: IndexColumns, reported: Sequence[Columns]) -> MetadataTemplate | None:
+    """A template for items that lie where `reported` says; None if they, or the metadata, are not of DCP's own kinds.
 
     Args:
         metadata: without storage data.
+        items: those of each rank in `reported`, each of them once.
     """
-    marks = _Marks()
-    storage_data: dict[MetadataIndex, Any] = {}
-    items: list[list[dict[str, Any]]] = []
-    paths: list[list[bytes]] = []
-    for named, columns in zip(indices, reported, strict=True):
-        marked = [(marks.text(len(path.encode())), None, None) for path, _, _ in columns.objects]
-        paths.append([path.encode() for path, _, _ in marked])
-        infos = unpack(Columns(columns.layout, tuple(marked), columns.checksums))
-        for info in infos:
-            values = vars(info)
-            values[names._CRC32C] = marks.number()
-            if names._BLOCK_CRCS in values:
-                values[names._BLOCK_CRCS] = marks.block(len(values[names._BLOCK_CRCS]))
-        items.append([vars(info) for info in infos])
-        storage_data.update(zip(named, infos, strict=True))
-    if len(storage_data) != sum(map(len, items)):
+    try:
+        with without_gc():
+            return _Maker(metadata, items, reported).made()
+    except _UnusualError:
         return None
-    whole = object.__new__(Metadata)
-    vars(whole).update(
-        state_dict_metadata=metadata.state_dict_metadata, planner_data=metadata.planner_data, storage_data=storage_data
-    )
-    source = _without_frames(pickled(whole))
-    if source is None or not source.endswith(_END[:2]):
-        return None
-    return _cut(source[:-2], items, paths)
 
 
-def _cut(source: bytes, items: list[list[dict[str, Any]]], paths: list[list[bytes]]) -> MetadataTemplate | None:
-    """Find the marks, in the order in which they were pickled, and take note of where they end up."""
-    out: list[bytes] = []
-    position = shift = 0
-    words: list[array[int]] = []
-    counts: list[int] = []
-    places: list[tuple[tuple[int, int], ...]] = []
-    for mine, own_paths in zip(items, paths, strict=True):
-        found_paths: dict[bytes, int] = {}
-        crcs, blocks = array("q"), array("q")
-        for values in mine:
-            path = values["relative_path"].encode()
-            if path not in found_paths:
-                at = source.find(path, position)
-                if at < 0:
-                    return None
-                found_paths[path] = at - shift
-            mark = _WIDE + values[names._CRC32C].to_bytes(8, "little")
-            at = source.find(mark, position)
-            if at < 0:
-                return None
-            out += (source[position:at], _CHECKSUM[0], bytes(4), _CHECKSUM[1])
-            crcs.append(at - shift + 2)
-            position = at + len(mark)
-            shift += len(mark) - 7
-            block = values.get(names._BLOCK_CRCS)
-            if block is not None:
-                at = source.find(block, position)
-                if at < 0:
-                    return None
-                blocks.extend(range(at - shift, at - shift + len(block), 4))
-        words += (crcs, blocks)
-        counts.append(len(crcs) + len(blocks))
-        if len(found_paths) != len(own_paths):
+class _Maker:
+    """Puts a pickle together. What its parts share comes first and is taken off the stack again: it stays numbered."""
+
+    def __init__(self, metadata: Metadata, items: IndexColumns, reported: Sequence[Columns]) -> None:
+        self._metadata, self._items, self._reported = metadata, items, reported
+        self._state = metadata.state_dict_metadata
+        planner_data = metadata.planner_data
+        sharing = _Sharing(self._state)
+        if type(planner_data) is dict:
+            planner_data = {sharing.share(name): value for name, value in planner_data.items()}
+        entries = list(self._state.values())
+        transforms = {name for columns in reported for name in columns.layout.transforms or ()}
+        shared: list[Any] = [Metadata, TensorStorageMetadata, BytesStorageMetadata, ChunkStorageMetadata, torch.Size]
+        shared += [MetadataIndex, _StorageInfo, "state_dict_metadata", "planner_data", "storage_data", "properties"]
+        shared += ["size", "chunks", "offsets", "sizes", "fqn", "index", "offset", "relative_path", "length"]
+        shared += ["transform_descriptors", names._PAYLOAD_OFFSET, names._PAYLOAD_NBYTES, names._CRC32C]
+        shared += [names._BLOCK_NBYTES, names._BLOCK_CRCS, *transforms, *self._state, planner_data]
+        shared += [entry.properties for entry in entries if isinstance(entry, TensorStorageMetadata)]
+        stream = io.BytesIO()
+        pickler = pickle.Pickler(stream, protocol=PICKLE_PROTOCOL)
+        pickler.dispatch_table = {**copyreg.dispatch_table, **sharing.reducers()}
+        pickler.dump(tuple(shared))
+        head = _without_frames(stream.getvalue())
+        if head is None:
+            raise _UnusualError
+        self._parts = [head, pickle.POP]
+        # The pickler numbers by identity, and equal strings of ours may be several objects.
+        memo = pickler.memo.copy()
+        self._known = {id(one): _get(memo[id(one)][0]) for one in shared if id(one) in memo}
+        self._texts = {one: self._known[id(one)] for one in shared if type(one) is str and id(one) in self._known}
+        self._planner_data = self._known.get(id(planner_data), b"" if planner_data is not None else pickle.NONE)
+        self._count = len(memo)
+        self._shared = shared
+        self._shapes: dict[torch.Size, bytes] = {}
+
+    def made(self) -> MetadataTemplate | None:
+        texts, items = self._texts, self._items
+        if not self._planner_data or not {*self._state, *items.names} <= texts.keys():
             return None
-        places.append(tuple([(found_paths[path], len(path)) for path in own_paths]))
-    out.append(source[position:])
-    joined = torch.cat([torch.tensor(each, dtype=torch.int64) for each in words]) if words else torch.empty(0)
-    return MetadataTemplate(b"".join(out), joined, tuple(counts), tuple(places))
+        self._parts += [self._known[id(Metadata)], _BEGUN, texts["state_dict_metadata"], pickle.EMPTY_DICT, pickle.MARK]
+        for name, entry in self._state.items():
+            self._parts.append(texts[name])
+            self._entry(entry)
+        self._parts += [pickle.SETITEMS, texts["planner_data"], self._planner_data, texts["storage_data"]]
+        self._parts += [pickle.EMPTY_DICT, pickle.MARK]
+        position = sum(map(len, self._parts))
+        words: list[array[int]] = []
+        paths = []
+        for rank, columns in enumerate(self._reported):
+            position, places, *found = self._of_rank(columns, items.borders[rank], items.borders[rank + 1], position)
+            words += found
+            paths.append(places)
+        self._parts.append(pickle.SETITEMS)
+        counts = tuple([len(crcs) + len(blocks) for crcs, blocks in zip(words[::2], words[1::2], strict=True)])
+        joined = torch.cat([torch.tensor(each, dtype=torch.int64) for each in words]) if words else torch.empty(0)
+        return MetadataTemplate(b"".join(self._parts), joined, counts, tuple(paths))
 
+    def _entry(self, entry: Any) -> None:
+        if type(entry) is BytesStorageMetadata and not vars(entry):
+            self._parts += [self._known[id(BytesStorageMetadata)], _MADE]
+            return
+        if type(entry) is not TensorStorageMetadata or vars(entry).keys() != {"properties", "size", "chunks"}:
+            raise _UnusualError
+        if type(entry.properties) is not TensorProperties:
+            raise _UnusualError
+        texts = self._texts
+        self._parts += [self._known[id(TensorStorageMetadata)], _BEGUN, texts["properties"]]
+        self._parts += [self._known[id(entry.properties)], texts["size"], self._shape(entry.size), texts["chunks"]]
+        self._parts += [pickle.EMPTY_LIST, pickle.MARK]
+        begin = self._known[id(ChunkStorageMetadata)] + _BEGUN + texts["offsets"]
+        then = texts["sizes"]
+        add, shapes = self._parts.append, self._shapes
+        for chunk in entry.chunks:
+            values = chunk.__dict__
+            if type(chunk) is not ChunkStorageMetadata or len(values) != 2:
+                raise _UnusualError
+            offsets, sizes = values["offsets"], values["sizes"]
+            if type(offsets) is not torch.Size or type(sizes) is not torch.Size:
+                raise _UnusualError
+            place = shapes.get(offsets) or self._shape(offsets)
+            add(b"%b%b%b%b%b" % (begin, place, then, shapes.get(sizes) or self._shape(sizes), _DONE))
+        self._parts += [pickle.APPENDS, _DONE]
 
-class _Marks:
-    """Values that are found again in a pickle, as nothing else there is like them."""
+    def _shape(self, shape: torch.Size) -> bytes:
+        """A Size, where it comes for the first time in full."""
+        if type(shape) is not torch.Size:
+            raise _UnusualError
+        known = self._shapes.get(shape)
+        if known is not None:
+            return known
+        numbers = b"".join(map(_number, shape))
+        inner = numbers + _TUPLES[len(shape)] if len(shape) < 4 else pickle.MARK + numbers + pickle.TUPLE
+        self._shapes[shape] = self._memoized()
+        return self._known[id(torch.Size)] + inner + pickle.TUPLE1 + pickle.REDUCE + pickle.MEMOIZE
 
-    def __init__(self) -> None:
-        # The last byte makes a number of eight bytes that is not negative.
-        self._nonce = os.urandom(2) + b"\x5a"
-        self._count = 0
-
-    def _next(self) -> bytes:
+    def _memoized(self) -> bytes:
+        """How to refer to what is numbered next."""
         self._count += 1
-        return self._count.to_bytes(5, "little") + self._nonce
+        return _get(self._count - 1)
 
-    def number(self) -> int:
-        return int.from_bytes(self._next(), "little")
+    def _of_rank(
+        self, columns: Columns, first: int, last: int, position: int
+    ) -> tuple[int, tuple[tuple[int, int], ...], array[int], array[int]]:
+        """Add one rank's storage data: where it ends, where the paths go, the checksums of items and of blocks."""
+        layout, texts = columns.layout, self._texts
+        if layout.count != last - first:
+            raise _UnusualError
+        sizes = [len(path.encode()) for path, _, _ in columns.objects]
+        path_refs: list[bytes | None] = [None] * len(sizes)
+        places = [(0, 0)] * len(sizes)
+        crcs, block_words = array("q"), array("q")
+        kinds: dict[tuple[int, ...], tuple[bytes, bytes, int]] = {}
+        add, shapes = self._parts.append, self._shapes
+        begin = self._known[id(MetadataIndex)] + _BEGUN + texts["fqn"]
+        to_info = _DONE + self._known[id(_StorageInfo)] + _BEGUN + texts["relative_path"]
+        hint_key, offset_key, place_key = texts["index"], texts["offset"], texts["offset"]
+        facts = zip(*[layout.column(number) for number in (2, 3, 4, 5, 6)], strict=True)
+        items = self._items
+        for name, offset, hint, number, at, fact in zip(
+            items.names[first:last], items.offsets[first:last], items.hints[first:last],
+            layout.column(0), layout.column(1), facts, strict=True,
+        ):  # fmt: skip
+            head = begin + texts[name]
+            if hint >= 0:
+                head += hint_key + _number(hint)
+            if offset is not None:
+                head += offset_key + (shapes.get(offset) or self._shape(offset))
+            head += to_info
+            path = path_refs[number]
+            if path is None:
+                path = _text_header(sizes[number]) + bytes(sizes[number]) + pickle.MEMOIZE
+                places[number] = (position + len(head) + len(path) - 1 - sizes[number], sizes[number])
+                path_refs[number] = self._memoized()
+            kind = kinds.get(fact)
+            if kind is None:
+                kind = kinds[fact] = self._kind(fact, layout.transforms)
+            between, rest, back = kind
+            record = b"%b%b%b%b%b%b" % (head, path, place_key, _number(at), between, rest)
+            add(record)
+            position += len(record)
+            crcs.append(position - back)
+            if fact[-1]:
+                end = position - len(_DONE)
+                block_words.extend(range(end - 4 * fact[-1], end, 4))
+        return position, tuple(places), crcs, block_words
 
-    def block(self, size: int) -> bytes:
-        return self._next() + bytes(size - 8)
+    def _kind(self, fact: tuple[int, ...], transforms: tuple[str, ...] | None) -> tuple[bytes, bytes, int]:
+        """What follows an item's offset: up to the checksum, from there on, and how far from the end that is."""
+        length, payload_offset, payload_nbytes, block_nbytes, blocks = fact
+        texts = self._texts
+        between = texts["length"] + _number(length)
+        if transforms:
+            listed = b"".join([texts[name] for name in transforms])
+            between += texts["transform_descriptors"] + pickle.EMPTY_LIST + pickle.MARK + listed + pickle.APPENDS
+        if payload_offset >= 0:
+            between += texts[names._PAYLOAD_OFFSET] + _number(payload_offset)
+            between += texts[names._PAYLOAD_NBYTES] + _number(payload_nbytes)
+        between += texts[names._CRC32C] + _CHECKSUM[0]
+        rest = bytes(4) + _CHECKSUM[1]
+        if blocks:
+            rest += texts[names._BLOCK_NBYTES] + _number(block_nbytes) + texts[names._BLOCK_CRCS]
+            rest += _bytes_header(4 * blocks) + bytes(4 * blocks)
+        rest += _DONE
+        return between, rest, len(rest)
 
-    def text(self, size: int) -> str:
-        return self._next().hex().ljust(size, "~")
+
+def _get(number: int) -> bytes:
+    return pickle.BINGET + bytes((number,)) if number < 256 else pickle.LONG_BINGET + number.to_bytes(4, "little")
+
+
+def _text_header(size: int) -> bytes:
+    if size < 256:
+        return pickle.SHORT_BINUNICODE + bytes((size,))
+    return pickle.BINUNICODE + size.to_bytes(4, "little")
+
+
+def _bytes_header(size: int) -> bytes:
+    return pickle.SHORT_BINBYTES + bytes((size,)) if size < 256 else pickle.BINBYTES + size.to_bytes(4, "little")
+
+
+def _number(value: int) -> bytes:
+    """A number that is not negative."""
+    if value < 256:
+        return b"K%c" % value
+    if value < 65536:
+        return pickle.BININT2 + value.to_bytes(2, "little")
+    if value < 1 << 31:
+        return pickle.BININT + value.to_bytes(4, "little")
+    content = pickle.encode_long(value)
+    return pickle.LONG1 + bytes((len(content),)) + content
 
 
 def _unshared(end: dict[str, Any]) -> bytes:

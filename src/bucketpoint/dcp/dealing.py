@@ -1,0 +1,351 @@
+"""Who writes what, decided over columns: what `balance.py`, DCP's global plan and its validation do, without items.
+
+The result is the same to the last item and its hint. What is not regular (chunks that ranks disagree about, that do not
+fit, or that several items of one rank hold) is not dealt here: the caller takes the items themselves then.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from math import prod
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from bucketpoint.dcp.balance import BYTES_OF_AN_OBJECT, assign, row_borders, slice_nbytes
+from bucketpoint.dcp.plan_columns import BYTE_IO, SHARD, PackedItems, Table, compress
+from bucketpoint.format.memory import tensor_bytes
+from bucketpoint.format.metadata import without_gc
+from bucketpoint.format.template import IndexColumns
+
+_MAX_DIMS = 8
+_MAX_KEY = 1 << 62
+_WHOLE = -1
+"""Instead of a first row: the chunk as the rank holds it."""
+
+_KEPT_COLUMNS = 4
+
+
+class _IrregularError(Exception):
+    """Columns do not suffice."""
+
+
+@dataclass(frozen=True)
+class Dealing:
+    """What all ranks write, rank by rank, and the metadata of it.
+
+    Attributes:
+        kept: int64, (entries, 4): position among the rank's own items, hint or -1, first row or -1, rows.
+        nbytes: int64, of the payload of each entry; -1 for what is not a tensor.
+        index: of all entries, by rank.
+    """
+
+    kept: torch.Tensor
+    nbytes: torch.Tensor
+    metadata: Metadata
+    index: IndexColumns
+    doubtful: tuple[str, ...]
+    """Tensors whose chunks may overlap: everything else about them was found to be right."""
+
+    def count(self, rank: int) -> int:
+        return self.index.borders[rank + 1] - self.index.borders[rank]
+
+    def answer(self, rank: int) -> bytes:
+        """What a rank is told: its part of `kept`, column by column, compressed."""
+        mine = self.kept[self.index.borders[rank] : self.index.borders[rank + 1]].t().contiguous()
+        return compress(tensor_bytes(mine))
+
+
+def answered(answer: bytes) -> list[tuple[int, int, int, int]]:
+    """The entries of an answer."""
+    data = bytearray(zlib.decompress(answer))
+    if not data:
+        return []
+    columns = torch.frombuffer(data, dtype=torch.int64).view(_KEPT_COLUMNS, -1)
+    return list(zip(*columns.tolist(), strict=True))
+
+
+def deal(asked: Sequence[PackedItems], tables: Mapping[bytes, Table], nodes: Sequence[object]) -> Dealing | None:
+    """Deal the items of all ranks out to them; None if they are not regular.
+
+    Args:
+        tables: by the bytes that they were sent as.
+        nodes: as in `balanced`.
+    """
+    try:
+        with without_gc():
+            return _deal(_held(asked, tables), len(asked), nodes)
+    except _IrregularError:
+        return None
+
+
+def _require(condition: Any) -> None:
+    if not condition:
+        raise _IrregularError
+
+
+class _Names:
+    """The tensors and byte items that ranks name, numbered in the order in which they come."""
+
+    def __init__(self) -> None:
+        self.numbers: dict[str, int] = {}
+        self.kinds: list[int] = []
+        self.sizes: list[torch.Size] = []
+        self.itemsizes: list[int] = []
+        self.dtypes: list[Any] = []
+        self.properties: list[TensorProperties] = []
+
+    def add(self, table: Table) -> tuple[list[int], list[int]]:
+        """For each item the number of its name and, in `properties`, that of its properties."""
+        first = len(self.properties)
+        self.properties += [properties for properties, _ in table.descriptions]
+        numbers = []
+        for name, kind, described in zip(table.names, table.kinds, table.described, strict=True):
+            properties, size = table.descriptions[described] if described >= 0 else (None, torch.Size())
+            dtype = properties.dtype if properties is not None else None
+            number = self.numbers.setdefault(name, len(self.numbers))
+            if number == len(self.kinds):
+                self.kinds.append(kind)
+                self.sizes.append(size)
+                self.dtypes.append(dtype)
+                self.itemsizes.append(BYTES_OF_AN_OBJECT if dtype is None else dtype.itemsize)
+            _require(self.kinds[number] == kind and self.sizes[number] == size and self.dtypes[number] == dtype)
+            numbers.append(number)
+        return numbers, [first + described if described >= 0 else -1 for described in table.described]
+
+
+@dataclass(frozen=True)
+class _Held:
+    """All items of all ranks, one after the other. Dimensions that an item does not have are 0 at 1 of 1."""
+
+    names: _Names
+    rank: torch.Tensor
+    position: torch.Tensor
+    number: torch.Tensor
+    properties: torch.Tensor
+    offsets: torch.Tensor
+    sizes: torch.Tensor
+    shapes: torch.Tensor
+    """Of the tensor of each number."""
+
+    keys: torch.Tensor
+    """One number for each name and offset, ascending with the offset, dimension by dimension."""
+
+    strides: torch.Tensor
+    """What the key of an item of each number grows by, for each row that its offset does."""
+
+
+def _held(asked: Sequence[PackedItems], tables: Mapping[bytes, Table]) -> _Held:
+    names = _Names()
+    added = {blob: tuple(map(torch.tensor, names.add(table))) for blob, table in tables.items()}
+    _require(names.sizes)
+    dims = torch.tensor([len(size) for size in names.sizes])
+    most = max(1, int(dims.max()))
+    _require(most <= _MAX_DIMS)
+    shapes = torch.tensor([[*size, *[1] * (most - len(size))] for size in names.sizes])
+    extents = [[at + 1 for at in size] for size in names.sizes]
+    bases = [0]
+    for extent in extents:
+        bases.append(bases[-1] + prod(extent))
+    _require(bases[-1] < _MAX_KEY)
+    strides = torch.tensor([[prod(each[at + 1 :]) if at < len(each) else 0 for at in range(most)] for each in extents])
+    joined: dict[tuple[bytes, ...], tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}
+    numbers, properties, places = [], [], []
+    empty = torch.empty(0, dtype=torch.int64)
+    for packed in asked:
+        found = joined.get(packed.tables)
+        if found is None:
+            number, described = (torch.cat([empty, *[added[blob][at] for blob in packed.tables]]) for at in range(2))
+            has = torch.arange(most).unsqueeze(0) < dims[number].unsqueeze(1)
+            found = joined[packed.tables] = (number, described, has.view(-1).nonzero().view(-1))
+        numbers.append(found[0])
+        properties.append(found[1])
+        places.append(found[2])
+    counts = torch.tensor([len(each) for each in numbers])
+    total = int(counts.sum())
+    offsets, sizes = torch.zeros(total * most, dtype=torch.int64), torch.ones(total * most, dtype=torch.int64)
+    at = 0
+    for packed, place, mine in zip(asked, places, numbers, strict=True):
+        for column, blob in ((offsets, packed.offsets), (sizes, packed.sizes)):
+            values = _column(blob)
+            _require(len(values) == len(place))
+            column[at : at + len(mine) * most][place] = values
+        at += len(mine) * most
+    number = torch.cat([empty, *numbers])
+    offsets, sizes = offsets.view(-1, most), sizes.view(-1, most)
+    whole = shapes[number]
+    _require(((offsets >= 0) & (sizes >= 0) & (offsets + sizes <= whole)).all())
+    keys = torch.tensor(bases)[number] + (offsets * strides[number]).sum(1)
+    sharded = (torch.tensor(names.kinds) == SHARD)[number]
+    _require((sharded | ((offsets == 0) & (sizes == whole)).all(1)).all())
+    rank = torch.repeat_interleave(torch.arange(len(asked)), counts)
+    position = torch.arange(total) - torch.repeat_interleave(counts.cumsum(0) - counts, counts)
+    described = torch.cat([empty, *properties])
+    return _Held(names, rank, position, number, described, offsets, sizes, shapes, keys, strides[:, 0])
+
+
+def _column(blob: bytes) -> torch.Tensor:
+    data = bytearray(zlib.decompress(blob))
+    return torch.frombuffer(data, dtype=torch.int64) if data else torch.empty(0, dtype=torch.int64)
+
+
+def _deal(held: _Held, ranks: int, nodes: Sequence[object]) -> Dealing:
+    source, seen_first, first, rows, rank = _chosen(held, ranks, nodes)
+    names, number = held.names, held.number[source]
+    offsets, sizes, keys = held.offsets[source], held.sizes[source], held.keys[source]
+    cut = first != _WHOLE
+    offsets[cut, 0] += first[cut]
+    sizes[cut, 0] = rows[cut]
+    keys[cut] += first[cut] * held.strides[number[cut]]
+    # Chunks of one tensor, in the order in which they are dealt: that is what hints count.
+    by_tensor = torch.sort(number, stable=True).indices
+    grouped = number[by_tensor]
+    begins = _starts(grouped)
+    lengths = _lengths(begins, len(grouped))
+    within = torch.arange(len(grouped)) - torch.repeat_interleave(begins, lengths)
+    hints = torch.empty_like(within)
+    hints[by_tensor] = within
+    is_bytes = (torch.tensor(names.kinds, dtype=torch.int64) == BYTE_IO)[number]
+    hints[is_bytes] = -1
+    nbytes = sizes.prod(1) * torch.tensor(names.itemsizes, dtype=torch.int64)[number]
+    nbytes[is_bytes] = -1
+    doubtful = _checked(held, number, keys, offsets, sizes, fill=ranks > 1)
+    borders = torch.searchsorted(rank, torch.arange(ranks + 1)).tolist()
+    # Tensors in the order in which their first chunk is dealt.
+    order = torch.sort(by_tensor[begins]).indices
+    firsts = by_tensor[begins][order]
+    spans = list(zip(begins[order].tolist(), lengths[order].tolist(), strict=True))
+    dims = torch.tensor([len(size) for size in names.sizes], dtype=torch.int64)[number]
+    missing = torch.arange(offsets.shape[1]).unsqueeze(0) >= dims.unsqueeze(1)
+    shapes: dict[tuple[int, ...], torch.Size] = {}
+    places, extents = (_shared(values.masked_fill(missing, -1)[by_tensor], shapes) for values in (offsets, sizes))
+    described = held.properties[seen_first[firsts]].tolist()
+    texts = list(names.numbers)
+    state: dict[str, Any] = {}
+    for at, properties, (begin, length) in zip(number[firsts].tolist(), described, spans, strict=True):
+        if properties < 0:
+            state[texts[at]] = BytesStorageMetadata()
+            continue
+        chunks = list(map(_chunk, places[begin : begin + length], extents[begin : begin + length]))
+        state[texts[at]] = TensorStorageMetadata(names.properties[properties], names.sizes[at], chunks)
+    dealt: list[torch.Size | None] = [None] * len(number)
+    for entry, place in zip(by_tensor.tolist(), places, strict=True):
+        dealt[entry] = place
+    for entry in is_bytes.nonzero().view(-1).tolist():
+        dealt[entry] = None
+    index = IndexColumns([texts[at] for at in number.tolist()], dealt, hints.tolist(), tuple(borders))
+    kept = torch.stack([held.position[source], hints, first, rows], 1)
+    return Dealing(kept, nbytes, Metadata(state), index, tuple([texts[at] for at in doubtful]))
+
+
+def _chosen(held: _Held, ranks: int, nodes: Sequence[object]) -> tuple[torch.Tensor, ...]:
+    """Of each entry dealt, in the order in which it is: the item, the first that a rank holds of it, first row, rows
+    and the rank."""
+    keys, order = torch.sort(held.keys, stable=True)
+    begins = _starts(keys)
+    counts = _lengths(begins, len(keys))
+    rank, sizes = held.rank[order], held.sizes[order]
+    again = keys[1:] == keys[:-1]
+    _require(not (again & (rank[1:] == rank[:-1])).any())
+    _require((~again | (sizes[1:] == sizes[:-1]).all(1)).all())
+    items = order[begins]
+    nbytes = held.sizes[items].prod(1) * torch.tensor(held.names.itemsizes, dtype=torch.int64)[held.number[items]]
+    alone = counts == 1
+    loads = torch.zeros(ranks, dtype=torch.int64).scatter_add_(0, held.rank[items[alone]], nbytes[alone]).tolist()
+    shared = (~alone).nonzero().view(-1)
+    shared = shared[torch.sort(items[shared]).indices]
+    slice_bytes = slice_nbytes(int(nbytes[shared].sum()), ranks)
+    # A single row for what has none: it is not cut either.
+    rows = held.sizes[items[shared], 0].tolist()
+    owners = rank.tolist() if len(shared) else []
+    holders: dict[tuple[int, ...], tuple[int, ...]] = {}
+    pieces: list[tuple[int, tuple[int, ...]]] = []
+    cuts: list[tuple[int, int, int]] = []
+    spans = zip(begins[shared].tolist(), counts[shared].tolist(), nbytes[shared].tolist(), rows, strict=True)
+    for begin, count, size, height in spans:
+        holding = tuple(owners[begin : begin + count])
+        holding = holders.setdefault(holding, holding)
+        borders = row_borders(height, size, slice_bytes)
+        for top, bottom in pairwise(borders):
+            pieces.append((size // height * (bottom - top), holding))
+            cuts.append((begin, top, bottom - top))
+        if not borders:
+            pieces.append((size, holding))
+            cuts.append((begin, _WHOLE, height))
+    chosen = assign(pieces, loads, nodes)
+    at = {holding: {one: number for number, one in enumerate(holding)} for holding in holders}
+    found = [begin + at[holding][to] for (begin, _, _), (_, holding), to in zip(cuts, pieces, chosen, strict=True)]
+    own = torch.sort(items[alone]).values
+    begun, low, high = torch.tensor(cuts, dtype=torch.int64).view(-1, 3).unbind(1)
+    source = torch.cat([own, order[torch.tensor(found, dtype=torch.int64)]])
+    seen_first = torch.cat([own, order[begun]])
+    low, high = torch.cat([torch.full_like(own, _WHOLE), low]), torch.cat([held.sizes[own, 0], high])
+    to, dealt = torch.sort(torch.cat([held.rank[own], torch.tensor(chosen, dtype=torch.int64)]), stable=True)
+    return source[dealt], seen_first[dealt], low[dealt], high[dealt], to
+
+
+def _checked(
+    held: _Held, number: torch.Tensor, keys: torch.Tensor, offsets: torch.Tensor, sizes: torch.Tensor, *, fill: bool
+) -> list[int]:
+    """Numbers of tensors whose chunks may overlap.
+
+    Sorted by offsets, neighbours that first differ in some dimension, have the same extent in those before it, and do
+    not overlap in it, prove that no two chunks overlap: along that dimension all lie one behind the other.
+    """
+    shapes = held.shapes
+    volumes = torch.zeros(len(shapes), dtype=torch.int64).scatter_add_(0, number, sizes.prod(1))
+    scalar = torch.tensor([not size for size in held.names.sizes], dtype=torch.bool)
+    if fill:
+        _require((scalar | (volumes == shapes.prod(1))).all())
+    order = torch.sort(keys, stable=True).indices
+    number, offsets, sizes = number[order], offsets[order], sizes[order]
+    one, next_ = slice(None, -1), slice(1, None)
+    differs = offsets[one] != offsets[next_]
+    before = differs.long().cumsum(1) == 0
+    apart = differs & (differs.long().cumsum(1) == 1) & (offsets[one] + sizes[one] <= offsets[next_])
+    sound = apart.any(1) & (~before | (sizes[one] == sizes[next_])).all(1)
+    # DCP looks at no tensor without dimensions.
+    doubtful = (number[one] == number[next_]) & ~sound & ~scalar[number[one]]
+    return sorted(set(number[next_][doubtful].tolist()))
+
+
+def _starts(values: torch.Tensor) -> torch.Tensor:
+    """Where runs of equal values begin."""
+    if not len(values):
+        return torch.empty(0, dtype=torch.int64)
+    changes = torch.ones(len(values), dtype=torch.bool)
+    torch.ne(values[1:], values[:-1], out=changes[1:])
+    return changes.nonzero().view(-1)
+
+
+def _lengths(begins: torch.Tensor, total: int) -> torch.Tensor:
+    return torch.diff(begins, append=torch.tensor([total]))
+
+
+def _shared(rows: torch.Tensor, seen: dict[tuple[int, ...], torch.Size]) -> list[torch.Size]:
+    """Each row without its negative numbers; equal ones are one object."""
+    found = []
+    for row in zip(*[column.tolist() for column in rows.unbind(1)], strict=True):
+        shape = seen.get(row)
+        if shape is None:
+            shape = seen[row] = torch.Size([value for value in row if value >= 0])
+        found.append(shape)
+    return found
+
+
+def _chunk(offsets: torch.Size, sizes: torch.Size) -> ChunkStorageMetadata:
+    made = object.__new__(ChunkStorageMetadata)
+    values = made.__dict__
+    values["offsets"] = offsets
+    values["sizes"] = sizes
+    return made
