@@ -7,19 +7,29 @@ import struct
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.checkpoint import BytesStorageMetadata
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 
 from bucketpoint.errors import BucketpointError
 from bucketpoint.format.columns import Columns, pack, unpack
 from bucketpoint.format.metadata import decode_metadata, encode_metadata, extension
+from bucketpoint.format.safe_pickle import check_stream
 from bucketpoint.format.storage_info import make_storage_info
-from bucketpoint.format.template import make_template
+from bucketpoint.format.template import index_columns, make_template
 
 U32 = st.integers(0, (1 << 32) - 1) | st.sampled_from([0, 0xFF, 0xFFFF, 0x7FFFFFFF, 0x80000000, 0xFFFFFFFF])
-ITEMS = st.lists(st.tuples(st.integers(0, 2), st.lists(U32, min_size=0, max_size=4)), max_size=6)
+BLOCKS = st.lists(U32, min_size=0, max_size=4) | st.just([7] * 70)
+ITEMS = st.lists(st.tuples(st.integers(0, 2), BLOCKS), max_size=6)
 RANKS = st.lists(ITEMS, min_size=1, max_size=3)
 
 
@@ -40,6 +50,96 @@ def save(ranks: list[Any], token: int, checksum: Any) -> list[Columns]:
     return packed
 
 
+DIMS = st.integers(0, 3) | st.sampled_from([255, 256, 65535, 65536, (1 << 31) - 1, 1 << 31, 1 << 40])
+CHUNKS = st.lists(st.lists(st.tuples(DIMS, DIMS), max_size=5), min_size=1, max_size=3)
+
+
+def described(draw: Any, indices: list[str]) -> tuple[Metadata, list[MetadataIndex]]:
+    """Metadata of values, and of tensors with a chunk for each of one to three consecutive indices."""
+    state: dict[str, Any] = {}
+    found: list[MetadataIndex] = []
+    while len(found) < len(indices):
+        name = indices[len(found)]
+        chunks = draw(CHUNKS | st.none())
+        if chunks is None:
+            state[name] = BytesStorageMetadata()
+            found.append(MetadataIndex(name))
+            continue
+        boxes = {
+            tuple(at for at, _ in box): tuple(size for _, size in box) for box in chunks[: len(indices) - len(found)]
+        }
+        made = [ChunkStorageMetadata(torch.Size(at), torch.Size(size)) for at, size in boxes.items()]
+        properties = TensorProperties(dtype=draw(st.sampled_from([torch.float32, torch.bfloat16])))
+        state[name] = TensorStorageMetadata(properties, torch.Size([size for _, size in chunks[0]]), made)
+        found += [MetadataIndex(name, chunk.offsets, at) for at, chunk in enumerate(made)]
+    return Metadata(state, {name: (name, 0, ("deep", number)) for number, name in enumerate(state)}), found
+
+
+@given(RANKS, st.data(), st.booleans(), st.sampled_from(["data/x", "data/" + "long" * 70]))
+@settings(max_examples=60, deadline=None)
+def test_a_template_says_of_chunks_what_a_pickle_of_objects_says(
+    ranks: list[Any], data: st.DataObject, transformed: bool, path: str
+) -> None:
+    names = [f"{rank}.{at}" for rank, items in enumerate(ranks) for at in range(len(items))]
+    metadata, flat = described(data.draw, names)
+    indices = [[flat.pop(0) for _ in items] for items in ranks]
+    packed = []
+    for rank, items in enumerate(ranks):
+        infos = [
+            make_storage_info(
+                f"{path}-{rank}-{number}", data.draw(DIMS), data.draw(DIMS), crc32c=at,
+                block_nbytes=data.draw(DIMS) + 1, block_crcs=crcs,
+                transform_descriptors=["zstd", "aes"] if transformed else None,
+                **({"payload_offset": data.draw(DIMS), "payload_nbytes": data.draw(DIMS)} if at % 2 else {}),
+            )
+            for at, (number, crcs) in enumerate(items)
+        ]  # fmt: skip
+        columns = pack(infos)
+        assert columns is not None
+        packed.append(columns)
+    items = index_columns(indices)
+    assert items is not None
+    template = make_template(metadata, items, packed)
+    assert template is not None
+    filled = template.fill(packed, end_of({}))
+    assert filled is not None
+    stored = {
+        index: info
+        for named, columns in zip(indices, packed, strict=True)
+        for index, info in zip(named, unpack(columns), strict=True)
+    }
+    # The allow-list refuses chunks that lie outside; only bytes are looked at here.
+    check_stream(filled)
+    for load in (pickle.loads, pickle._loads):  # type: ignore[attr-defined]
+        found = load(filled)
+        assert list(found.state_dict_metadata.items()) == list(metadata.state_dict_metadata.items())
+        assert found.planner_data == metadata.planner_data
+        assert [(index, index.index, vars(info)) for index, info in found.storage_data.items()] == [
+            (index, index.index, {name: value for name, value in vars(info).items() if value is not None})
+            for index, info in stored.items()
+        ]
+        assert all(type(index.offset) in (torch.Size, type(None)) for index in found.storage_data)
+
+
+def test_metadata_of_unusual_kinds_has_no_template() -> None:
+    class OwnChunk(ChunkStorageMetadata):
+        pass
+
+    ranks: list[Any] = [[(0, [])]]
+    index = MetadataIndex("a", [0], 0)
+    chunk = ChunkStorageMetadata(torch.Size([0]), torch.Size([1]))
+    own = OwnChunk(torch.Size([0]), torch.Size([1]))
+    plain = ChunkStorageMetadata((0,), (1,))  # type: ignore[arg-type]
+    marked = ChunkStorageMetadata(torch.Size([0]), torch.Size([1]))
+    marked.more = 1  # type: ignore[attr-defined]
+    for kind, has in ((chunk, True), (own, False), (plain, False), (marked, False)):
+        state: dict[str, Any] = {"a": TensorStorageMetadata(TensorProperties(), torch.Size([1]), [kind])}
+        for named, known in ((state, True), ({**state, "b": None}, False), ({}, False)):
+            items = index_columns([[index]])
+            assert items is not None
+            assert (make_template(Metadata(named), items, save(ranks, 1, int)) is not None) == (has and known)
+
+
 def end_of(facts: dict[str, Any]) -> dict[str, Any]:
     return {
         "storage_meta": StorageMeta(checkpoint_id="s3://bucket/x", save_id="1"),
@@ -54,7 +154,9 @@ def test_a_filled_template_is_the_metadata_of_the_later_save(ranks: list[Any], a
     indices = [[MetadataIndex(f"{rank}.{at}") for at in range(len(items))] for rank, items in enumerate(ranks)]
     fqns = [index.fqn for named in indices for index in named]
     metadata = Metadata({fqn: BytesStorageMetadata() for fqn in fqns}, {fqn: (fqn,) for fqn in fqns})
-    template = make_template(metadata, indices, save(ranks, 1, lambda crc: crc))
+    items = index_columns(indices)
+    assert items is not None
+    template = make_template(metadata, items, save(ranks, 1, lambda crc: crc))
     assert template is not None
     later = save(ranks, 0xABCDEF012345, lambda crc: (crc * 31 + added) % (1 << 32))
     end = end_of({"token": "é" * added, "created": 1.5, "objects": {"data/x": {"size": added, "etag": None}}})
@@ -78,9 +180,10 @@ def test_a_filled_template_is_the_metadata_of_the_later_save(ranks: list[Any], a
 
 def simple() -> tuple[list[Any], Any]:
     ranks = [[(0, [1, 2]), (1, [])]]
-    indices = [[MetadataIndex("a"), MetadataIndex("b")]]
+    items = index_columns([[MetadataIndex("a"), MetadataIndex("b")]])
+    assert items is not None
     metadata = Metadata({"a": BytesStorageMetadata(), "b": BytesStorageMetadata()}, {})
-    return ranks, make_template(metadata, indices, save(ranks, 1, int))
+    return ranks, make_template(metadata, items, save(ranks, 1, int))
 
 
 def test_what_does_not_fit_the_gaps_is_not_filled_in() -> None:
@@ -107,6 +210,4 @@ def test_facts_that_are_not_plain_are_refused() -> None:
 
 
 def test_items_that_two_ranks_report_have_no_template() -> None:
-    ranks = [[(0, [])], [(0, [])]]
-    metadata = Metadata({"a": BytesStorageMetadata()}, {})
-    assert make_template(metadata, [[MetadataIndex("a")]] * 2, save(ranks, 1, int)) is None
+    assert index_columns([[MetadataIndex("a")]] * 2) is None

@@ -163,10 +163,11 @@ class Reported:
         if self.agreed is not None and digests is not None and digests != self.agreed.complete:
             self._remember(digests, index_columns([[item.index for item in plan.items] for plan in self.agreed.plans]))
 
-    def _remember(self, digests: tuple[bytes, ...], items: IndexColumns) -> None:
+    def _remember(self, digests: tuple[bytes, ...], items: IndexColumns | None) -> None:
         agreed = self.agreed
         if agreed is not None:
-            agreed.template = make_template(agreed.metadata, items, [each for each in self.columns if each is not None])
+            columns = [each for each in self.columns if each is not None]
+            agreed.template = make_template(agreed.metadata, items, columns) if items is not None else None
             agreed.complete = digests
 
     def _note_if_complete(self, digests: tuple[bytes, ...]) -> None:

@@ -58,9 +58,11 @@ class IndexColumns:
     borders: tuple[int, ...]
 
 
-def index_columns(indices: Sequence[Sequence[MetadataIndex]]) -> IndexColumns:
-    """The columns of the indices of each rank."""
+def index_columns(indices: Sequence[Sequence[MetadataIndex]]) -> IndexColumns | None:
+    """The columns of the indices of each rank; None if two items have the same."""
     every = [index for mine in indices for index in mine]
+    if len(set(every)) != len(every):
+        return None
     borders = [0]
     for mine in indices:
         borders.append(borders[-1] + len(mine))

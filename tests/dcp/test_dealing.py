@@ -1,0 +1,274 @@
+"""Plans over columns: what DCP's own functions would have made of the same items, to the last item and its hint."""
+
+from __future__ import annotations
+
+import dataclasses
+import pickle
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.distributed.checkpoint import Metadata
+from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
+
+from bucketpoint.dcp.balance import balanced
+from bucketpoint.dcp.dealt_items import Answer, answer_digest, items_of
+from bucketpoint.dcp.global_plan import Asked, GlobalPlan, _validate
+from bucketpoint.dcp.plan_columns import AskedItems, LocalItems, merged_mappings, pack_items, pack_mappings
+from bucketpoint.dcp.results import items_digest
+from bucketpoint.errors import BucketpointError
+
+pytestmark = pytest.mark.contract
+
+Shape = tuple[int, ...]
+
+
+def chunk_item(
+    name: str,
+    whole: Shape,
+    offsets: Shape,
+    sizes: Shape,
+    *,
+    kind: WriteItemType = WriteItemType.SHARD,
+    dtype: torch.dtype = torch.float32,
+    hint: int | None = None,
+) -> WriteItem:
+    chunk = ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
+    data = TensorWriteData(chunk, TensorProperties(dtype=dtype), torch.Size(whole))
+    return WriteItem(MetadataIndex(name, torch.Size(offsets), hint), kind, tensor_data=data)
+
+
+def whole_item(name: str, whole: Shape, dtype: torch.dtype = torch.float32) -> WriteItem:
+    return chunk_item(name, whole, (0,) * len(whole), whole, kind=WriteItemType.TENSOR, dtype=dtype)
+
+
+def bytes_item(name: str) -> WriteItem:
+    return WriteItem(MetadataIndex(name), WriteItemType.BYTE_IO)
+
+
+def pieces(length: int, count: int) -> list[tuple[int, int]]:
+    """Offset and size of each, as a DTensor is sharded: the last ones are smaller, or empty at the end."""
+    size = -(-length // count)
+    return [(min(at * size, length), max(0, min(size, length - at * size))) for at in range(count)]
+
+
+def by_dcp(held: Sequence[list[WriteItem]], nodes: Sequence[object]) -> tuple[list[SavePlan], Metadata]:
+    plans, metadata = create_default_global_save_plan(balanced([SavePlan(items) for items in held], nodes))
+    _validate(plans, metadata)
+    return plans, metadata
+
+
+def arrived(held: Sequence[list[WriteItem]]) -> list[SavePlan]:
+    return [pickle.loads(pickle.dumps(SavePlan(LocalItems(items)))) for items in held]
+
+
+def by_columns(held: Sequence[list[WriteItem]], nodes: Sequence[object]) -> tuple[list[list[WriteItem]], GlobalPlan]:
+    """What each rank makes of what it is told, and what it was told."""
+    plan = Asked(arrived(held)).global_plan(nodes, whole=False)
+    final = []
+    for mine, dealt, digest in zip(held, plan.plans, plan.digests, strict=True):
+        crossed: Any = pickle.loads(pickle.dumps(dealt)).items
+        if isinstance(crossed, Answer):
+            packed = pack_items(mine)
+            assert packed is not None
+            assert answer_digest(crossed.answer(), packed) == digest
+            crossed = items_of(crossed.answer(), mine)
+        else:
+            assert items_digest(crossed) == digest
+        final.append(crossed)
+    return final, plan
+
+
+def assert_same(held: Sequence[list[WriteItem]], nodes: Sequence[object], *, columns: bool | None) -> None:
+    try:
+        plans, metadata = by_dcp(held, nodes)
+    except BucketpointError as error:
+        with pytest.raises(BucketpointError, match=f"^{re.escape(str(error))}$"):
+            by_columns(held, nodes)
+        return
+    final, found = by_columns(held, nodes)
+    assert [[(item, item.index.index) for item in mine] for mine in final] == [
+        [(item, item.index.index) for item in plan.items] for plan in plans
+    ]
+    assert list(found.metadata.state_dict_metadata.items()) == list(metadata.state_dict_metadata.items())
+    if columns is not None:
+        assert (found.dealing is not None) == columns
+    if found.dealing is not None:
+        index = found.dealing.index
+        every = [item for plan in plans for item in plan.items]
+        assert index.names == [item.index.fqn for item in every]
+        assert index.offsets == [item.index.offset for item in every]
+        assert index.hints == [-1 if item.index.index is None else item.index.index for item in every]
+
+
+RANKS = 6
+sizes = st.integers(0, 9) | st.sampled_from([1, 64, 3000, 1 << 33])
+tensors = st.tuples(
+    st.lists(sizes, max_size=3).map(tuple),
+    st.sampled_from(["replicated", "rows", "columns", "grid", "hybrid", "several", "alone"]),
+    st.sets(st.integers(0, RANKS - 1), min_size=1),
+    st.sampled_from([torch.float32, torch.bfloat16, torch.uint8]),
+)
+
+
+def hold(held: list[list[WriteItem]], name: str, tensor: Any) -> None:
+    """Give a tensor to the ranks that hold it, each its chunks."""
+    whole, layout, ranks, dtype = tensor
+    if layout == "bytes" or not whole or layout in ("replicated", "alone"):
+        for rank in sorted(ranks)[: 1 if layout == "alone" else None]:
+            held[rank].append(whole_item(name, whole, dtype))
+        return
+    if len(whole) == 1 and layout in ("columns", "grid"):
+        layout = "rows"
+    boxes = {
+        "rows": [((row, *(0,) * (len(whole) - 1)), (height, *whole[1:])) for row, height in pieces(whole[0], RANKS)],
+        "hybrid": [((row, *(0,) * (len(whole) - 1)), (height, *whole[1:])) for row, height in pieces(whole[0], 3)] * 2,
+        "several": [
+            ((row, *(0,) * (len(whole) - 1)), (height, *whole[1:])) for row, height in pieces(whole[0], 2 * RANKS)
+        ],
+    }
+    if len(whole) > 1:
+        boxes["columns"] = [
+            ((0, column, *(0,) * (len(whole) - 2)), (whole[0], width, *whole[2:]))
+            for column, width in pieces(whole[1], RANKS)
+        ]
+        boxes["grid"] = [
+            ((row, column, *(0,) * (len(whole) - 2)), (height, width, *whole[2:]))
+            for row, height in pieces(whole[0], 2)
+            for column, width in pieces(whole[1], 3)
+        ]
+    for number, (offsets, extent) in enumerate(boxes[layout]):
+        seen = [item for item in held[number % RANKS] if item.index == MetadataIndex(name, offsets)]
+        if not seen:
+            hint = number if layout == "several" else None
+            held[number % RANKS].append(chunk_item(name, whole, offsets, extent, dtype=dtype, hint=hint))
+
+
+@given(st.lists(tensors, max_size=8), st.lists(st.sets(st.integers(0, RANKS - 1), min_size=1), max_size=3), st.data())
+@settings(max_examples=100, deadline=None)
+def test_columns_are_dealt_as_items_are(drawn: list[Any], values: list[set[int]], data: st.DataObject) -> None:
+    held: list[list[WriteItem]] = [[] for _ in range(RANKS)]
+    for number, tensor in enumerate(drawn):
+        hold(held, f"{'model' if number % 2 else 'optim'}.t{number}", tensor)
+    for number, ranks in enumerate(values):
+        for rank in ranks:
+            held[rank].append(bytes_item(f"o{number}"))
+    held = [data.draw(st.permutations(mine)) if data.draw(st.booleans()) else mine for mine in held]
+    nodes = [data.draw(st.integers(0, 2)) for _ in range(RANKS)]
+    assert_same(held, nodes, columns=None)
+
+
+broken = st.sampled_from(["gap", "overlap", "outside", "sizes", "dtypes", "shapes", "kinds", "twice", "negative"])
+
+
+@given(tensors.filter(lambda tensor: bool(tensor[0])), broken, st.integers(0, RANKS - 1), st.integers(0, 20))
+@settings(max_examples=100, deadline=None)
+def test_what_does_not_fit_together_is_judged_as_dcp_judges_it(tensor: Any, fault: str, rank: int, which: int) -> None:
+    held: list[list[WriteItem]] = [[whole_item("before", (3, 4))] for _ in range(RANKS)]
+    hold(held, "t", tensor)
+    mine = [at for at, item in enumerate(held[rank]) if item.index.fqn == "t"]
+    if not mine:
+        return
+    at = mine[which % len(mine)]
+    item = held[rank][at]
+    data = item.tensor_data
+    assert data is not None
+    offsets, extent = tuple(data.chunk.offsets), tuple(data.chunk.sizes)
+    changed = {
+        "overlap": ((max(0, offsets[0] - 1), *offsets[1:]), (extent[0] + 1, *extent[1:])),
+        "outside": ((offsets[0] + 1, *offsets[1:]), extent),
+        "sizes": (offsets, (extent[0] + 1, *extent[1:])),
+        "negative": ((-1, *offsets[1:]), extent),
+    }
+    if fault == "gap":
+        del held[rank][at]
+    elif fault == "twice":
+        held[rank].append(item)
+    elif fault == "dtypes":
+        other = dataclasses.replace(data, properties=TensorProperties(dtype=torch.float64))
+        held[rank][at] = dataclasses.replace(item, tensor_data=other)
+    elif fault == "shapes":
+        held[rank][at] = dataclasses.replace(item, tensor_data=dataclasses.replace(data, size=torch.Size((1,))))
+    elif fault == "kinds":
+        held[rank][at] = dataclasses.replace(item, type=WriteItemType.SHARD)
+    else:
+        held[rank][at] = chunk_item("t", tuple(data.size), *changed[fault], dtype=data.properties.dtype)
+    try:
+        by_dcp(held, range(RANKS))
+    except (AssertionError, IndexError) as error:
+        # What DCP itself stumbles over.
+        with pytest.raises(type(error)):
+            by_columns(held, range(RANKS))
+        return
+    except BucketpointError:
+        pass
+    assert_same(held, range(RANKS), columns=None)
+
+
+@pytest.mark.parametrize("layout", ["replicated", "rows", "columns", "grid", "hybrid", "several", "alone"])
+@pytest.mark.parametrize("whole", [(3000, 300), (5, 4), (7, 3, 2)])
+def test_regular_states_are_dealt_over_columns(layout: str, whole: Shape) -> None:
+    held: list[list[WriteItem]] = [[bytes_item("note")] for _ in range(RANKS)]
+    # Of uneven shards several may be empty, at one offset and in one tensor.
+    hold(held, "model.t", (whole, layout, set(range(RANKS)), torch.float32))
+    hold(held, "model.s", ((), "replicated", {1, 4}, torch.float32))
+    assert_same(held, list("aabbcc"), columns=True)
+
+
+def test_chunks_side_by_side_in_another_order_are_looked_at_one_by_one() -> None:
+    # Columns of different heights: no neighbours prove that nothing overlaps, and nothing does.
+    boxes = [((0, 0), (2, 2)), ((2, 0), (4, 2)), ((0, 2), (5, 2)), ((5, 2), (1, 2))]
+    held = [[chunk_item("t", (6, 4), *box)] for box in boxes]
+    assert_same(held, range(4), columns=True)
+    held[3] = [chunk_item("t", (6, 4), (4, 2), (1, 2))]
+    with pytest.raises(BucketpointError, match="key:t has overlapping chunks"):
+        by_columns(held, range(4))
+
+
+def test_a_rank_whose_items_are_unusual_sends_them_as_they_are_and_all_are_planned() -> None:
+    held = [[whole_item("w", (30, 3))] for _ in range(2)]
+    held[1].append(dataclasses.replace(whole_item("own", (2,)), index=MetadataIndex("own")))
+    assert [type(plan.items) for plan in arrived(held)] == [AskedItems, list]
+    assert_same(held, range(2), columns=False)
+
+
+def test_a_list_of_items_is_a_list_for_whoever_looks_into_it() -> None:
+    items = [whole_item("w", (30, 3)), bytes_item("b"), chunk_item("s", (4, 4), (2, 0), (2, 4), hint=3)]
+    crossed: Any = arrived([items])[0].items
+    assert isinstance(crossed, AskedItems)
+    assert crossed.packed() is not None
+    assert list(crossed) == items
+    assert [item.index.index for item in crossed] == [None, None, 3]
+    # It may have been altered from now on.
+    assert crossed.packed() is None
+    crossed.append(bytes_item("more"))
+    assert pickle.loads(pickle.dumps(crossed)) == [*items, bytes_item("more")]
+
+
+def test_local_items_that_were_altered_cross_as_they_are() -> None:
+    local = LocalItems([whole_item("w", (30, 3))])
+    local[0] = whole_item("other", (2,))
+    assert pickle.loads(pickle.dumps(local)) == [whole_item("other", (2,))]
+
+
+def test_an_answer_that_nobody_has_put_together_is_no_empty_list() -> None:
+    dealt = Asked(arrived([[whole_item("w", (30, 3))]] * 2)).global_plan(range(2), whole=False).plans[0]
+    crossed = pickle.loads(pickle.dumps(dealt)).items
+    for look in (len, list, bool):
+        with pytest.raises(BucketpointError, match="finish_plan"):
+            look(crossed)
+
+
+@given(st.lists(st.dictionaries(st.sampled_from("abcdef"), st.integers(0, 3), max_size=5), min_size=1, max_size=5))
+def test_mappings_of_all_ranks_merge_as_those_of_dcp_do(drawn: list[dict[str, int]]) -> None:
+    from collections import ChainMap
+
+    mappings = [{name: (name if number else "top", number) for name, number in each.items()} for each in drawn]
+    crossed = [pickle.loads(pickle.dumps(pack_mappings(each))) for each in mappings]
+    assert list(merged_mappings(crossed).items()) == list(dict(ChainMap(*mappings)).items())
