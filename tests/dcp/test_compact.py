@@ -22,6 +22,8 @@ from torch.distributed.checkpoint import (
     SavePlan,
     StorageWriter,
 )
+from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.planner_helpers import _create_write_items
 from torch.distributed.checkpoint.storage import WriteResult
 
 import bucketpoint.dcp.commit as commit_module
@@ -283,6 +285,102 @@ def test_a_plan_that_was_altered_on_its_rank_names_its_items_itself(tmp_path: Pa
         job.save(states(2, float(save)), f"file://{tmp_path}/{save}")
         assert all(type(results) is list for results in job.reported)
         assert_holds(f"file://{tmp_path}/{save}", states(2, float(save)))
+
+
+# -- planners and writers that look into plans ------------------------------------------------------------------------
+
+
+class LooksEverywhere(SavePlanner):
+    """Iterates over the items of every plan that it is given or gives, and alters none."""
+
+    def create_local_plan(self) -> SavePlan:
+        return self.looked(super().create_local_plan())
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        plans, metadata = super().create_global_plan([self.looked(plan) for plan in all_plans])
+        return [self.looked(plan) for plan in plans], metadata
+
+    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
+        return self.looked(super().finish_plan(self.looked(new_plan)))
+
+    def looked(self, plan: SavePlan) -> SavePlan:
+        self.seen = getattr(self, "seen", 0) + len([item.index for item in plan.items])
+        return plan
+
+
+class AddsItem(SavePlanner):
+    """Saves one thing more than the state has, as the plan that it makes of its own says."""
+
+    def create_local_plan(self) -> SavePlan:
+        plan = super().create_local_plan()
+        return dataclasses.replace(plan, items=[*plan.items, *_create_write_items("added", 7)]) if plan.usable else plan
+
+    def lookup_object(self, index: MetadataIndex) -> Any:
+        return 7 if index.fqn == "added" else super().lookup_object(index)
+
+
+class AddsInPlace(AddsItem):
+    def create_local_plan(self) -> SavePlan:
+        plan = SavePlanner.create_local_plan(self)
+        if plan.usable:
+            plan.items.extend(_create_write_items("added", 7))
+        return plan
+
+
+class DealsToTheFirst(SavePlanner):
+    """Takes what was dealt to all ranks away from them, if the first one holds it too."""
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        dealt, metadata = super().create_global_plan(all_plans)
+        if not dealt[0].usable:
+            return dealt, metadata
+        own = {item.index.fqn for item in all_plans[0].items}
+        moved = [item for plan in dealt[1:] for item in plan.items if item.index.fqn in own]
+        left = [replaced(plan, [item for item in plan.items if item.index.fqn not in own]) for plan in dealt[1:]]
+        return [replaced(dealt[0], [*dealt[0].items, *moved]), *left], metadata
+
+
+def replaced(plan: SavePlan, items: list[Any]) -> SavePlan:
+    return dataclasses.replace(plan, items=items)
+
+
+@pytest.mark.parametrize("kind", [SavePlanner, LooksEverywhere, AddsItem, AddsInPlace, DealsToTheFirst])
+def test_planners_that_look_into_plans_or_alter_them_save_all_of_it(tmp_path: Path, kind: type[SavePlanner]) -> None:
+    job = Job(3, kind)
+    for save in range(3):
+        job.save(states(3, float(save)), f"file://{tmp_path}/{save}")
+        assert_holds(f"file://{tmp_path}/{save}", states(3, float(save)))
+        if issubclass(kind, AddsItem):
+            assert_holds(f"file://{tmp_path}/{save}", [{"added": 7}])
+    if kind is LooksEverywhere:
+        assert job.planners[0].seen > 0
+
+
+class LooksAtPlans(FileSystemWriter):
+    """Looks at items before they are dealt and after, and leaves a note of its own on the plans."""
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        return dataclasses.replace(super().prepare_local_plan(plan), storage_data={"asked": len(plan.items)})
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        assert all(plan.storage_data is not None for plan in plans if plan.usable)
+        self.seen = [len([item.index for item in plan.items]) for plan in plans]
+        plans = [dataclasses.replace(plan, storage_data=None) for plan in plans]
+        return super().prepare_global_plan(plans)
+
+
+@pytest.mark.parametrize("kind", [FileSystemWriter, LooksAtPlans])
+def test_writers_of_others_get_their_plans_and_see_items_if_they_look(
+    tmp_path: Path, kind: type[FileSystemWriter]
+) -> None:
+    job = Job(3)
+    for save in range(3):
+        url = f"{tmp_path}/{save}"
+        job.writers = [kind(url) for _ in range(3)]
+        job.save(states(3, float(save)), url)
+        assert_holds(f"file://{url}", states(3, float(save)))
+        if kind is LooksAtPlans:
+            assert (sum(job.writers[0].seen) > 9) == (save == 0)  # type: ignore[attr-defined]
 
 
 def test_a_list_of_results_that_was_altered_crosses_as_it_is(tmp_path: Path) -> None:

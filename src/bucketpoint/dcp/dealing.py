@@ -94,71 +94,110 @@ def _require(condition: Any) -> None:
         raise _IrregularError
 
 
+_Kind = tuple[int, torch.Size, Any]
+"""TENSOR, SHARD or BYTE_IO; size and dtype of a whole tensor."""
+
+
 class _Names:
-    """The tensors and byte items that ranks name, numbered in the order in which they come."""
+    """The tensors and byte items that ranks name, numbered in the order in which they come.
+
+    Attributes:
+        numbers: of each name.
+        kinds: that there are, numbered.
+        kind_of: the number of the kind of each name.
+        properties: of all tables, one after the other.
+    """
 
     def __init__(self) -> None:
         self.numbers: dict[str, int] = {}
-        self.kinds: list[int] = []
-        self.sizes: list[torch.Size] = []
-        self.itemsizes: list[int] = []
-        self.dtypes: list[Any] = []
+        self.kinds: dict[_Kind, int] = {}
+        self.kind_of: list[int] = []
         self.properties: list[TensorProperties] = []
 
     def add(self, table: Table) -> tuple[list[int], list[int]]:
         """For each item the number of its name and, in `properties`, that of its properties."""
         first = len(self.properties)
         self.properties += [properties for properties, _ in table.descriptions]
+        facts: list[tuple[torch.Size, Any]] = [(size, properties.dtype) for properties, size in table.descriptions]
+        facts.append((torch.Size(), None))
+        of_pair: dict[tuple[int, int], int] = {}
         numbers = []
-        for name, kind, described in zip(table.names, table.kinds, table.described, strict=True):
-            properties, size = table.descriptions[described] if described >= 0 else (None, torch.Size())
-            dtype = properties.dtype if properties is not None else None
+        for name, pair in zip(table.names, zip(table.kinds, table.described, strict=True), strict=True):
+            kind = of_pair.get(pair)
+            if kind is None:
+                kind = of_pair[pair] = self.kinds.setdefault((pair[0], *facts[pair[1]]), len(self.kinds))
             number = self.numbers.setdefault(name, len(self.numbers))
-            if number == len(self.kinds):
-                self.kinds.append(kind)
-                self.sizes.append(size)
-                self.dtypes.append(dtype)
-                self.itemsizes.append(BYTES_OF_AN_OBJECT if dtype is None else dtype.itemsize)
-            _require(self.kinds[number] == kind and self.sizes[number] == size and self.dtypes[number] == dtype)
+            if number == len(self.kind_of):
+                self.kind_of.append(kind)
+            elif self.kind_of[number] != kind:
+                raise _IrregularError
             numbers.append(number)
         return numbers, [first + described if described >= 0 else -1 for described in table.described]
+
+    def per_name(self, values: Sequence[Any]) -> torch.Tensor:
+        """For each name what its kind has."""
+        return torch.tensor(values)[torch.tensor(self.kind_of)]
+
+
+@dataclass(frozen=True)
+class _Named:
+    """What is known of each name, by its number. Shapes have 1 where a tensor has no such dimension."""
+
+    texts: list[str]
+    properties: list[TensorProperties]
+    """Of all tables, not by name."""
+
+    sizes: list[torch.Size]
+    dims: torch.Tensor
+    shapes: torch.Tensor
+    is_bytes: torch.Tensor
+    is_sharded: torch.Tensor
+    itemsizes: torch.Tensor
+    strides: torch.Tensor
+    """What the key of an item grows by, for each step of its offset in each dimension."""
 
 
 @dataclass(frozen=True)
 class _Held:
     """All items of all ranks, one after the other. Dimensions that an item does not have are 0 at 1 of 1."""
 
-    names: _Names
+    names: _Named
     rank: torch.Tensor
     position: torch.Tensor
     number: torch.Tensor
     properties: torch.Tensor
     offsets: torch.Tensor
     sizes: torch.Tensor
-    shapes: torch.Tensor
-    """Of the tensor of each number."""
-
     keys: torch.Tensor
     """One number for each name and offset, ascending with the offset, dimension by dimension."""
-
-    strides: torch.Tensor
-    """What the key of an item of each number grows by, for each row that its offset does."""
 
 
 def _held(asked: Sequence[PackedItems], tables: Mapping[bytes, Table]) -> _Held:
     names = _Names()
     added = {blob: tuple(map(torch.tensor, names.add(table))) for blob, table in tables.items()}
-    _require(names.sizes)
-    dims = torch.tensor([len(size) for size in names.sizes])
-    most = max(1, int(dims.max()))
+    _require(names.numbers)
+    shapes = [size for _, size, _ in names.kinds]
+    most = max(1, *map(len, shapes))
     _require(most <= _MAX_DIMS)
-    shapes = torch.tensor([[*size, *[1] * (most - len(size))] for size in names.sizes])
-    extents = [[at + 1 for at in size] for size in names.sizes]
-    bases = [0]
-    for extent in extents:
-        bases.append(bases[-1] + prod(extent))
-    _require(bases[-1] < _MAX_KEY)
-    strides = torch.tensor([[prod(each[at + 1 :]) if at < len(each) else 0 for at in range(most)] for each in extents])
+    extents = [[at + 1 for at in shape] for shape in shapes]
+    keys = list(map(prod, extents))
+    _require(sum(keys[kind] for kind in names.kind_of) < _MAX_KEY)
+    strides = [[prod(each[at + 1 :]) if at < len(each) else 0 for at in range(most)] for each in extents]
+    named = _Named(
+        texts=list(names.numbers),
+        properties=names.properties,
+        sizes=[shapes[kind] for kind in names.kind_of],
+        dims=names.per_name(list(map(len, shapes))),
+        shapes=names.per_name([[*shape, *[1] * (most - len(shape))] for shape in shapes]),
+        is_bytes=names.per_name([kind == BYTE_IO for kind, _, _ in names.kinds]),
+        is_sharded=names.per_name([kind == SHARD for kind, _, _ in names.kinds]),
+        itemsizes=names.per_name(
+            [BYTES_OF_AN_OBJECT if dtype is None else dtype.itemsize for _, _, dtype in names.kinds]
+        ),
+        strides=names.per_name(strides),
+    )
+    spans = names.per_name(keys)
+    bases = spans.cumsum(0) - spans
     joined: dict[tuple[bytes, ...], tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}
     numbers, properties, places = [], [], []
     empty = torch.empty(0, dtype=torch.int64)
@@ -166,7 +205,7 @@ def _held(asked: Sequence[PackedItems], tables: Mapping[bytes, Table]) -> _Held:
         found = joined.get(packed.tables)
         if found is None:
             number, described = (torch.cat([empty, *[added[blob][at] for blob in packed.tables]]) for at in range(2))
-            has = torch.arange(most).unsqueeze(0) < dims[number].unsqueeze(1)
+            has = torch.arange(most).unsqueeze(0) < named.dims[number].unsqueeze(1)
             found = joined[packed.tables] = (number, described, has.view(-1).nonzero().view(-1))
         numbers.append(found[0])
         properties.append(found[1])
@@ -183,15 +222,13 @@ def _held(asked: Sequence[PackedItems], tables: Mapping[bytes, Table]) -> _Held:
         at += len(mine) * most
     number = torch.cat([empty, *numbers])
     offsets, sizes = offsets.view(-1, most), sizes.view(-1, most)
-    whole = shapes[number]
+    whole = named.shapes[number]
     _require(((offsets >= 0) & (sizes >= 0) & (offsets + sizes <= whole)).all())
-    keys = torch.tensor(bases)[number] + (offsets * strides[number]).sum(1)
-    sharded = (torch.tensor(names.kinds) == SHARD)[number]
-    _require((sharded | ((offsets == 0) & (sizes == whole)).all(1)).all())
+    _require((named.is_sharded[number] | ((offsets == 0) & (sizes == whole)).all(1)).all())
+    places_of = bases[number] + (offsets * named.strides[number]).sum(1)
     rank = torch.repeat_interleave(torch.arange(len(asked)), counts)
     position = torch.arange(total) - torch.repeat_interleave(counts.cumsum(0) - counts, counts)
-    described = torch.cat([empty, *properties])
-    return _Held(names, rank, position, number, described, offsets, sizes, shapes, keys, strides[:, 0])
+    return _Held(named, rank, position, number, torch.cat([empty, *properties]), offsets, sizes, places_of)
 
 
 def _column(blob: bytes) -> torch.Tensor:
@@ -206,7 +243,7 @@ def _deal(held: _Held, ranks: int, nodes: Sequence[object]) -> Dealing:
     cut = first != _WHOLE
     offsets[cut, 0] += first[cut]
     sizes[cut, 0] = rows[cut]
-    keys[cut] += first[cut] * held.strides[number[cut]]
+    keys[cut] += first[cut] * names.strides[number[cut], 0]
     # Chunks of one tensor, in the order in which they are dealt: that is what hints count.
     by_tensor = torch.sort(number, stable=True).indices
     grouped = number[by_tensor]
@@ -215,9 +252,9 @@ def _deal(held: _Held, ranks: int, nodes: Sequence[object]) -> Dealing:
     within = torch.arange(len(grouped)) - torch.repeat_interleave(begins, lengths)
     hints = torch.empty_like(within)
     hints[by_tensor] = within
-    is_bytes = (torch.tensor(names.kinds, dtype=torch.int64) == BYTE_IO)[number]
+    is_bytes = names.is_bytes[number]
     hints[is_bytes] = -1
-    nbytes = sizes.prod(1) * torch.tensor(names.itemsizes, dtype=torch.int64)[number]
+    nbytes = sizes.prod(1) * names.itemsizes[number]
     nbytes[is_bytes] = -1
     doubtful = _checked(held, number, keys, offsets, sizes, fill=ranks > 1)
     borders = torch.searchsorted(rank, torch.arange(ranks + 1)).tolist()
@@ -225,12 +262,11 @@ def _deal(held: _Held, ranks: int, nodes: Sequence[object]) -> Dealing:
     order = torch.sort(by_tensor[begins]).indices
     firsts = by_tensor[begins][order]
     spans = list(zip(begins[order].tolist(), lengths[order].tolist(), strict=True))
-    dims = torch.tensor([len(size) for size in names.sizes], dtype=torch.int64)[number]
-    missing = torch.arange(offsets.shape[1]).unsqueeze(0) >= dims.unsqueeze(1)
+    missing = torch.arange(offsets.shape[1]).unsqueeze(0) >= names.dims[number].unsqueeze(1)
     shapes: dict[tuple[int, ...], torch.Size] = {}
     places, extents = (_shared(values.masked_fill(missing, -1)[by_tensor], shapes) for values in (offsets, sizes))
     described = held.properties[seen_first[firsts]].tolist()
-    texts = list(names.numbers)
+    texts = names.texts
     state: dict[str, Any] = {}
     for at, properties, (begin, length) in zip(number[firsts].tolist(), described, spans, strict=True):
         if properties < 0:
@@ -259,7 +295,7 @@ def _chosen(held: _Held, ranks: int, nodes: Sequence[object]) -> tuple[torch.Ten
     _require(not (again & (rank[1:] == rank[:-1])).any())
     _require((~again | (sizes[1:] == sizes[:-1]).all(1)).all())
     items = order[begins]
-    nbytes = held.sizes[items].prod(1) * torch.tensor(held.names.itemsizes, dtype=torch.int64)[held.number[items]]
+    nbytes = held.sizes[items].prod(1) * held.names.itemsizes[held.number[items]]
     alone = counts == 1
     loads = torch.zeros(ranks, dtype=torch.int64).scatter_add_(0, held.rank[items[alone]], nbytes[alone]).tolist()
     shared = (~alone).nonzero().view(-1)
@@ -302,9 +338,9 @@ def _checked(
     Sorted by offsets, neighbours that first differ in some dimension, have the same extent in those before it, and do
     not overlap in it, prove that no two chunks overlap: along that dimension all lie one behind the other.
     """
-    shapes = held.shapes
+    shapes = held.names.shapes
     volumes = torch.zeros(len(shapes), dtype=torch.int64).scatter_add_(0, number, sizes.prod(1))
-    scalar = torch.tensor([not size for size in held.names.sizes], dtype=torch.bool)
+    scalar = held.names.dims == 0
     if fill:
         _require((scalar | (volumes == shapes.prod(1))).all())
     order = torch.sort(keys, stable=True).indices
