@@ -1,7 +1,8 @@
 """What the coordinator of a save spends on each item: the real planner, writer and metadata, all ranks in one process.
 
 DCP's calls are made in DCP's order, for all ranks one after the other; what DCP would send is pickled and unpickled as
-it would be. Only what rank 0 does for all is timed, in CPU seconds.
+it would be. Only what rank 0 does for all is timed, in CPU seconds, on one thread of torch's as `torchrun` sets it:
+idle ones that wait for more work would be counted too.
 """
 
 from __future__ import annotations
@@ -17,14 +18,19 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed.checkpoint as dcp
 
 from bucketpoint import BucketReader, BucketWriter, SavePlanner, TransferOptions
+from sim.copied_ranks import CopiedPlanner, CopiedWriter, FirstPlanner
 from sim.layouts import Layout, state_of
 
 T = TypeVar("T")
 
 OURS, STOCK = "bucketpoint", "DCP"
+
+PLAYED_RANKS = 100
+"""In larger jobs all ranks but the first are copies of it."""
 
 
 class Ledger(dict[str, float]):
@@ -54,6 +60,7 @@ def measure(layout: Layout, who: str) -> dict[str, Any]:
 
 
 def _child(layout: Layout, who: str, send: Any) -> None:
+    torch.set_num_threads(1)
     shm = Path("/dev/shm")
     with tempfile.TemporaryDirectory(prefix="simulate-", dir=shm if shm.is_dir() else None) as folder:
         send.send(_measure(layout, who, Path(folder)))
@@ -62,9 +69,15 @@ def _child(layout: Layout, who: str, send: Any) -> None:
 
 def _measure(layout: Layout, who: str, folder: Path) -> dict[str, Any]:
     ranks = range(layout.ranks)
-    writers: list[Any] = [_writer(who) for _ in ranks]
-    planners: list[Any] = [SavePlanner() if who == OURS else dcp.DefaultSavePlanner() for _ in ranks]
-    states = [state_of(layout, rank) for rank in ranks]
+    if who == OURS and layout.ranks > PLAYED_RANKS:
+        first = FirstPlanner()
+        writers: list[Any] = [_writer(who), *map(CopiedWriter, ranks[1:])]
+        planners: list[Any] = [first, *[CopiedPlanner(first, layout, rank) for rank in ranks[1:]]]
+        states = [state_of(layout, 0)] * layout.ranks
+    else:
+        writers = [_writer(who) for _ in ranks]
+        planners = [SavePlanner() if who == OURS else dcp.DefaultSavePlanner() for _ in ranks]
+        states = [state_of(layout, rank) for rank in ranks]
     before = _peak_bytes()
     saves = []
     for number in range(2):

@@ -221,6 +221,13 @@ def test_regular_states_are_dealt_over_columns(layout: str, whole: Shape) -> Non
     assert_same(held, list("aabbcc"), columns=True)
 
 
+def test_the_default_device_of_a_script_is_not_planned_on() -> None:
+    held: list[list[WriteItem]] = [[] for _ in range(RANKS)]
+    hold(held, "model.t", ((3000, 300), "hybrid", {0}, torch.float32))
+    with torch.device("meta"):
+        assert_same(held, range(RANKS), columns=True)
+
+
 def test_chunks_side_by_side_in_another_order_are_looked_at_one_by_one() -> None:
     # Columns of different heights: no neighbours prove that nothing overlaps, and nothing does.
     boxes = [((0, 0), (2, 2)), ((2, 0), (4, 2)), ((0, 2), (5, 2)), ((5, 2), (1, 2))]

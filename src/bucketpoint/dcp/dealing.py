@@ -83,7 +83,8 @@ def deal(asked: Sequence[PackedItems], tables: Mapping[bytes, Table], nodes: Seq
         nodes: as in `balanced`.
     """
     try:
-        with without_gc():
+        # The default device of a training script is not the one to plan on.
+        with without_gc(), torch.device("cpu"):
             return _deal(_held(asked, tables), len(asked), nodes)
     except _IrregularError:
         return None

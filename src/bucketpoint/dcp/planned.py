@@ -176,7 +176,8 @@ class Reported:
         if dealing is None:
             return
         layouts = [columns.layout for columns in self.columns if columns is not None]
-        stored = torch.cat([torch.tensor(layout.column(PAYLOAD_NBYTES), dtype=torch.int64) for layout in layouts])
+        columns = [torch.tensor(layout.column(PAYLOAD_NBYTES), dtype=torch.int64, device="cpu") for layout in layouts]
+        stored = torch.cat(columns)
         unlike = (stored >= 0) & (dealing.nbytes >= 0) & (stored != dealing.nbytes)
         if not unlike.any():
             self._remember(digests, dealing.index)

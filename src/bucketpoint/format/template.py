@@ -131,7 +131,7 @@ def make_template(metadata: Metadata, items: IndexColumns, reported: Sequence[Co
         items: those of each rank in `reported`, each of them once.
     """
     try:
-        with without_gc():
+        with without_gc(), torch.device("cpu"):
             return _Maker(metadata, items, reported).made()
     except _UnusualError:
         return None
