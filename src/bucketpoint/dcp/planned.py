@@ -19,6 +19,8 @@ from torch.distributed.checkpoint.storage import WriteResult
 from bucketpoint.dcp.results import PackedResults, Results, results_of
 from bucketpoint.errors import BucketpointError, IncompleteSaveError
 from bucketpoint.format.columns import Columns, Layout
+from bucketpoint.format.index import IndexTemplate
+from bucketpoint.format.index_ref import IndexRef
 from bucketpoint.format.metadata import without_gc
 from bucketpoint.format.template import MetadataTemplate, make_template
 
@@ -42,6 +44,7 @@ class Agreed:
         layouts: where each rank's items lay when it last reported.
         complete: digests of the layouts of all ranks that were found to account for all items.
         template: of the metadata for these.
+        index: the same of the index, if they have one.
     """
 
     entry: int
@@ -53,6 +56,7 @@ class Agreed:
     layouts: list[Layout | None]
     complete: tuple[bytes, ...] | None = None
     template: MetadataTemplate | None = None
+    index: IndexTemplate | None = None
 
 
 @dataclass
@@ -150,12 +154,13 @@ class Reported:
             if size is not None
         }
 
-    def note_complete(self) -> None:
+    def note_complete(self, index: IndexTemplate | None = None) -> None:
         """Remember that no item is missing, and the pickle of all that will be the same at the next save."""
         digests, columns = self._digests(), [each for each in self.columns if each is not None]
         if self.agreed is not None and digests is not None and digests != self.agreed.complete:
             indices = [[item.index for item in plan.items] for plan in self.agreed.plans]
-            self.agreed.template = make_template(self.agreed.metadata, indices, columns)
+            self.agreed.template = make_template(self.agreed.metadata, indices, columns, indexed=index is not None)
+            self.agreed.index = index
             self.agreed.complete = digests
 
     def results(self) -> list[list[WriteResult]]:
@@ -166,7 +171,23 @@ class Reported:
                 for rank, (each, columns) in enumerate(zip(self.sent, self.columns, strict=True))
             ]
 
-    def filled(self, end: dict[str, Any]) -> bytes | None:
+    def index(self, bucketpoint: dict[str, Any], storage_meta: StorageMeta, version: tuple[str, ...]) -> bytes | None:
+        """The index beside the metadata, if all but a few bytes of it are known already."""
+        agreed = self.agreed
+        if agreed is None or agreed.index is None or self._digests() != agreed.complete:
+            return None
+        columns = [each for each in self.columns if each is not None]
+        ends = [4 * each.layout.count for each in columns]
+        return agreed.index.fill(
+            b"".join(each.checksums[:end] for each, end in zip(columns, ends, strict=True)),
+            b"".join(each.checksums[end:] for each, end in zip(columns, ends, strict=True)),
+            [path for each in columns for path, _, _ in each.objects],
+            bucketpoint=bucketpoint,
+            storage_meta=storage_meta,
+            version=version,
+        )
+
+    def filled(self, end: dict[str, Any], index: IndexRef | None = None) -> bytes | None:
         """The metadata with `end` as its last attributes, if all but a few bytes of it are known already.
 
         They are if the same items lay in the same places at a save that was found to be complete.
@@ -174,7 +195,7 @@ class Reported:
         agreed = self.agreed
         if agreed is None or agreed.template is None or self._digests() != agreed.complete:
             return None
-        return agreed.template.fill([each for each in self.columns if each is not None], end)
+        return agreed.template.fill([each for each in self.columns if each is not None], end, index)
 
     def _digests(self) -> tuple[bytes, ...] | None:
         """Of all ranks' layouts; None if one of them has none, or if somebody altered the metadata."""

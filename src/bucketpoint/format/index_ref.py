@@ -55,6 +55,9 @@ class IndexRef:
         return len(data) == self.size and hashlib.sha256(data).hexdigest() == self.digest
 
 
+TEXT_LENGTH = len(IndexRef(keys.data_path("0" * 12, 0, _GROUP, 0), 0, "0" * 64).text)
+
+
 def index_path(token: str) -> str:
     """Where an attempt puts its index."""
     return keys.data_path(token, 0, _GROUP, 0)

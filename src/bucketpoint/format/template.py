@@ -11,7 +11,7 @@ import os
 import pickle
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
 from bucketpoint.format import storage_info as names
 from bucketpoint.format.columns import Columns, unpack
+from bucketpoint.format.index_ref import INDEX_ATTRIBUTE, TEXT_LENGTH, IndexRef
 from bucketpoint.format.metadata import PICKLE_PROTOCOL, pickled
 
 _PROTO = pickle.PROTO + bytes([PICKLE_PROTOCOL])
@@ -37,23 +38,32 @@ class MetadataTemplate:
         words: where each four bytes of the checksums go, rank by rank in the order of `Columns.checksums`.
         counts: how many of them each rank has.
         paths: for each rank and object, where its path goes, and its length.
+        name: where the name of the index goes; None if there is none.
     """
 
     body: bytes
     words: torch.Tensor
     counts: tuple[int, ...]
     paths: tuple[tuple[tuple[int, int], ...], ...]
+    name: int | None = None
 
-    def fill(self, reported: Sequence[Columns], end: dict[str, Any]) -> bytes | None:
+    def fill(self, reported: Sequence[Columns], end: dict[str, Any], index: IndexRef | None = None) -> bytes | None:
         """The metadata of a save; None if something does not fit the gaps.
 
         Args:
             reported: of each rank. Its layouts are those that the template was made of.
             end: the attributes that come last, two or more: plain values and `StorageMeta`.
+            index: what says the same; needed if the template has a gap for its name.
         """
+        if (index is None) != (self.name is None):
+            return None
         if [4 * count for count in self.counts] != [len(each.checksums) for each in reported]:
             return None
         body = bytearray(self.body)
+        if index is not None and self.name is not None:
+            if len(index.text) != TEXT_LENGTH:
+                return None
+            body[self.name : self.name + TEXT_LENGTH] = index.text.encode("ascii")
         for columns, places in zip(reported, self.paths, strict=True):
             if len(columns.objects) != len(places):
                 return None
@@ -77,14 +87,20 @@ class MetadataTemplate:
 
 
 def make_template(
-    metadata: Metadata, indices: Sequence[Sequence[MetadataIndex]], reported: Sequence[Columns]
+    metadata: Metadata,
+    indices: Sequence[Sequence[MetadataIndex]],
+    reported: Sequence[Columns],
+    *,
+    indexed: bool = False,
 ) -> MetadataTemplate | None:
     """A template for the items of each rank, named by `indices`; None if their pickle has no such gaps.
 
     Args:
         metadata: without storage data.
+        indexed: leave a gap for the name of an index.
     """
     marks = _Marks()
+    name = marks.text(TEXT_LENGTH) if indexed else None
     storage_data: dict[MetadataIndex, Any] = {}
     items: list[list[dict[str, Any]]] = []
     paths: list[list[bytes]] = []
@@ -102,13 +118,17 @@ def make_template(
     if len(storage_data) != sum(map(len, items)):
         return None
     whole = object.__new__(Metadata)
+    if name is not None:
+        vars(whole)[INDEX_ATTRIBUTE] = name
     vars(whole).update(
         state_dict_metadata=metadata.state_dict_metadata, planner_data=metadata.planner_data, storage_data=storage_data
     )
     source = _without_frames(pickled(whole))
     if source is None or not source.endswith(_END[:2]):
         return None
-    return _cut(source[:-2], items, paths)
+    found = _cut(source[:-2], items, paths)
+    # Before all other gaps, so where it is in the source.
+    return found if found is None or name is None else replace(found, name=source.index(name.encode()))
 
 
 def _cut(source: bytes, items: list[list[dict[str, Any]]], paths: list[list[bytes]]) -> MetadataTemplate | None:
