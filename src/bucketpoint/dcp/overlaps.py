@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
@@ -80,38 +81,37 @@ def _compare(dims: int, rows: Sequence[_Row], found: dict[str, list[ReadItem]]) 
     """Add the read items of local chunks with so many dimensions."""
     index = rows[0].wanted.saved.source
     numbers = [row.wanted.saved.number for row in rows]
-    counts, first = _column([index.counts[number] for number in numbers]), [index.first_box[at] for at in numbers]
+    counts = _column([index.counts[number] for number in numbers])
     pairs = Segments.of(counts)
-    owner, place = pairs.owner, pairs.place
-    boxes = _column(first)[owner] + place
-    step = counts[owner]
+    owner, place, step = pairs.owner, pairs.place, counts[pairs.owner]
+    boxes = _column([index.first_box[number] for number in numbers])[owner] + place
+    lows, highs = (_column([getattr(row, name) for row in rows]).reshape(len(rows), dims) for name in ("low", "high"))
     overlap = torch.ones(len(owner), dtype=torch.bool, device=CPU)
     for axis in range(dims):
-        low, high = _column([row.low[axis] for row in rows])[owner], _column([row.high[axis] for row in rows])[owner]
         at = boxes + axis * step
         offsets = index.offsets[at]
-        overlap &= (offsets < high) & (offsets + index.sizes[at].long() > low)
+        overlap &= (offsets < highs[:, axis][owner]) & (offsets + index.sizes[at].long() > lows[:, axis][owner])
     hits = torch.nonzero(overlap).reshape(-1)
+    owner, place = owner[hits], place[hits]
     at = boxes[hits].unsqueeze(1) + step[hits].unsqueeze(1) * torch.arange(dims, device=CPU)
-    columns = owner[hits], place[hits], index.offsets[at].long(), index.sizes[at].long()
-    for number, chunk, begins, extent in zip(*(column.tolist() for column in columns), strict=True):
+    begins, low = index.offsets[at].long(), lows[owner]
+    starts = torch.maximum(begins, low)
+    lengths = torch.minimum(begins + index.sizes[at].long(), highs[owner]) - starts
+    columns = [column.tolist() for column in (owner, place, begins, starts - low, starts - begins, lengths)]
+    for number, chunk, offset, there, here, extent in zip(*columns, strict=True):
         row = rows[number]
-        found[row.wanted.fqn].append(_read_item(row, chunk, begins, extent))
+        fqn = row.wanted.fqn
+        found[fqn].append(
+            ReadItem(
+                type=LoadItemType.TENSOR,
+                dest_index=MetadataIndex(fqn, row.low, row.number),
+                dest_offsets=torch.Size(there),
+                storage_index=MetadataIndex(fqn, offset, chunk),
+                storage_offsets=torch.Size(here),
+                lengths=torch.Size(extent),
+            )
+        )
 
 
-def _read_item(row: _Row, chunk: int, begins: Sequence[int], extent: Sequence[int]) -> ReadItem:
-    starts = [max(low, begin) for low, begin in zip(row.low, begins, strict=True)]
-    stops = [min(high, begin + size) for high, begin, size in zip(row.high, begins, extent, strict=True)]
-    fqn = row.wanted.fqn
-    return ReadItem(
-        type=LoadItemType.TENSOR,
-        dest_index=MetadataIndex(fqn, row.low, row.number),
-        dest_offsets=torch.Size([start - low for start, low in zip(starts, row.low, strict=True)]),
-        storage_index=MetadataIndex(fqn, begins, chunk),
-        storage_offsets=torch.Size([start - begin for start, begin in zip(starts, begins, strict=True)]),
-        lengths=torch.Size([stop - start for start, stop in zip(starts, stops, strict=True)]),
-    )
-
-
-def _column(values: Sequence[int]) -> torch.Tensor:
+def _column(values: Sequence[Any]) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.int64, device=CPU)

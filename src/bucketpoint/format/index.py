@@ -277,10 +277,10 @@ def payload_sizes(
     counts, owner = entries.counts, entries.owner
     nbytes = torch.where(kinds == _BYTES_ENTRY, -1, itemsizes)[owner]
     first = torch.cumsum(counts * dims, 0) - counts * dims
+    first -= torch.cumsum(counts, 0) - counts
     for axis in range(int(dims.max()) if len(dims) else 0):
         has = torch.nonzero((dims > axis)[owner]).reshape(-1)
-        mine = owner[has]
-        nbytes[has] *= sizes[first[mine] + axis * counts[mine] + entries.place[has]]
+        nbytes[has] *= sizes[(first + axis * counts)[owner[has]] + has]
     return nbytes
 
 
@@ -303,8 +303,10 @@ def size_guess(kind: int, offsets: torch.Tensor, shapes: torch.Tensor, axes: Seg
     """What sizes are told relative to: nothing, or what is left until the next chunk begins."""
     if kind == 0:
         return 0
-    last = axes.place == (axes.counts - 1)[axes.owner]
-    return torch.where(last, shapes[axes.owner], torch.roll(offsets, -1)) - offsets
+    until, present = torch.roll(offsets, -1).long(), axes.counts > 0
+    until[(torch.cumsum(axes.counts, 0) - 1)[present]] = shapes[present]
+    until -= offsets
+    return until
 
 
 def _mappings(planner_data: Any, entries: dict[str, Any]) -> Any:

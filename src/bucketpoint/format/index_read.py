@@ -61,7 +61,7 @@ class Index:
         del structure, facts
         self._checksums, self._blocks = (self._parts[name].stored.cast("I") for name in ("checksums", "blocks"))
         _require(len(self._checksums) == items and len(self._blocks) == blocks, "checksums")
-        self._take_columns(Decoder(self._parts["columns"].content()), items, blocks)
+        self._take_columns(Decoder(self._parts["columns"].content()), items)
         self.numbers = {name: number for number, name in enumerate(self.names)}
         _require(len(self.numbers) == len(self.names), "names twice")
 
@@ -84,7 +84,7 @@ class Index:
             return {name: tuple(path) for name, path in told.items()}
         return {name: tuple(path) for name, path in zip(self.names, told, strict=True)}
 
-    def _take_columns(self, decoder: Decoder, items: int, blocks: int) -> None:
+    def _take_columns(self, decoder: Decoder, items: int) -> None:
         total = len(self.names)
         kinds, dims, counts = (decoder.column(total) for _ in range(3))
         _require(bool(((kinds >= 0) & (kinds <= len(self._properties))).all()), "kinds")
@@ -92,43 +92,41 @@ class Index:
         _require(bool(((counts >= 0) & (counts <= items)).all()) and int(counts.sum()) == items, "counts")
         _require(bool(((counts == 1) & (dims == 0))[kinds == 0].all()), "bytes entries")
         shapes = decoder.column(int(dims.sum()))
-        entries, axes = Segments.of(counts), Segments.of(counts.repeat_interleave(dims))
-        offsets = decoder.segmented(axes)
-        sizes = decoder.segmented(axes)
-        sizes = sizes + size_guess(int(decoder.column(1)[0]), offsets, shapes, axes)
-        ends = offsets + sizes
-        _require(bool(((offsets >= 0) & (sizes >= 0) & (ends >= 0)).all()), "boxes")
-        _require(bool((ends <= shapes[axes.owner]).all()), "chunks outside of their tensors")
-        del ends, axes
+        self.offsets, self.sizes = _boxes(decoder, shapes, Segments.of(counts.repeat_interleave(dims)))
         itemsizes = torch.tensor([0, *(each.dtype.itemsize for each in self._properties)], device=CPU)[kinds]
         _check_shapes(shapes, dims, itemsizes)
         self.kinds, self.dims, self.counts, self.shapes = (_array(each) for each in (kinds, dims, counts, shapes))
         self.first = _array(torch.cumsum(counts, 0) - counts)
         self.first_box = _array(torch.cumsum(counts * dims, 0) - counts * dims)
         self.first_size = _array(torch.cumsum(dims, 0) - dims)
-        expected = payload_sizes(sizes, kinds, dims, entries, itemsizes)
-        self.offsets, self.sizes = narrow(offsets), narrow(sizes)
-        del offsets, sizes
-        hints = decoder.segmented(entries)
-        objects = decoder.segmented(entries)
+        self._offset_column, self._size_column = Column(self.offsets), Column(self.sizes)
+        # From here on what is not needed any more goes at once: together the columns take more than all that stays.
+        entries = Segments.of(counts)
+        expected = payload_sizes(self.sizes, kinds, dims, entries, itemsizes)
+        self._hints = Column(decoder.segmented(entries))
+        objects = narrow(decoder.segmented(entries))
+        _require(bool(((objects >= 0) & (objects < len(self._paths))).all()), "objects")
+        self._objects = Column(objects)
         payloads = decoder.segmented(entries) + expected
         del expected
         lengths = decoder.segmented(entries) + payloads.clamp(min=0)
-        payload_offsets, sizes_of_blocks, between = (decoder.segmented(entries) for _ in range(3))
-        decoder.end()
-        _require(bool(((objects >= 0) & (objects < len(self._paths))).all()), "objects")
         _require(bool((lengths >= 0).all()), "lengths")
-        self._hints, self._objects = Column(hints), Column(objects)
-        block_counts = count_blocks(sizes_of_blocks, payloads, lengths)
-        _require(bool((block_counts >= 0).all()) and int(block_counts.sum()) == blocks, "blocks")
-        self._first_block = Column(torch.cumsum(block_counts, 0) - block_counts)
-        self._block_counts, self._block_nbytes = Column(block_counts), Column(sizes_of_blocks)
-        del block_counts, sizes_of_blocks
+        self._payload_offsets = Column(decoder.segmented(entries))
+        sizes_of_blocks = decoder.segmented(entries)
+        self._take_blocks(sizes_of_blocks, count_blocks(sizes_of_blocks, payloads, lengths))
+        del sizes_of_blocks
+        self._payloads = Column(payloads)
+        del payloads
+        between = decoder.segmented(entries)
+        decoder.end()
+        del entries
         self._at = Column(_offsets(objects, between, lengths))
-        del objects, between
-        self._payload_offsets = Column(payload_offsets)
-        self._payloads, self._lengths = Column(payloads), Column(lengths)
-        self._offset_column, self._size_column = Column(self.offsets), Column(self.sizes)
+        self._lengths = Column(lengths)
+
+    def _take_blocks(self, sizes: torch.Tensor, counts: torch.Tensor) -> None:
+        _require(bool((counts >= 0).all()) and int(counts.sum()) == len(self._blocks), "blocks")
+        self._block_nbytes, self._block_counts = Column(sizes), Column(counts)
+        self._first_block = Column(torch.cumsum(counts, 0) - counts)
 
     # -- what DCP asks for --------------------------------------------------------------------------------------------
 
@@ -281,17 +279,43 @@ def _check_shapes(shapes: torch.Tensor, dims: torch.Tensor, itemsizes: torch.Ten
     _require(bool((nbytes < _MAX_NBYTES).all()), "number of elements")
 
 
+def _boxes(decoder: Decoder, shapes: torch.Tensor, axes: Segments) -> tuple[torch.Tensor, torch.Tensor]:
+    """Offsets and sizes of all chunks, which lie in their tensors."""
+    told = decoder.segmented(axes)
+    _require(bool((told >= 0).all()), "offsets of chunks")
+    offsets = narrow(told)
+    del told
+    sizes = decoder.segmented(axes)
+    guess = size_guess(int(decoder.column(1)[0]), offsets, shapes, axes)
+    if isinstance(guess, torch.Tensor):
+        sizes = guess.add_(sizes)
+    _require(bool((sizes >= 0).all()), "sizes of chunks")
+    # One after the other, as a sum could come round.
+    room = shapes[axes.owner]
+    room -= offsets
+    _require(bool((room >= 0).all()), "chunks outside of their tensors")
+    room -= sizes
+    _require(bool((room >= 0).all()), "chunks outside of their tensors")
+    return offsets, narrow(sizes)
+
+
 def _offsets(objects: torch.Tensor, between: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
     """Where each item begins in its object: behind the one before it in the same object."""
     order = torch.argsort(objects, stable=True)
-    ends = torch.cumsum((between + lengths)[order], 0)
     mine = objects[order]
-    begins = (mine != torch.roll(mine, 1)) | (torch.arange(len(mine), device=CPU) == 0)
-    before = torch.where(begins, torch.roll(ends, 1), 0)
-    if len(before):
-        before[0] = 0
-    base = before[begins][torch.cumsum(begins.to(torch.int64), 0) - 1] if len(before) else before
-    found = torch.empty_like(ends).scatter_(0, order, ends - base - lengths[order])
+    firsts = torch.nonzero(mine != torch.roll(mine, 1)).reshape(-1)
+    if not len(firsts):
+        firsts = torch.zeros(min(len(mine), 1), dtype=torch.int64, device=CPU)
+    del mine
+    ends = between[order]
+    ends += lengths[order]
+    ends = ends.cumsum_(0)
+    before = ends[(firsts - 1).clamp(min=0)]
+    before[:1] = 0
+    counts = torch.diff(firsts, append=torch.tensor([len(order)], device=CPU))
+    ends -= torch.repeat_interleave(before, counts)
+    ends -= lengths[order]
+    found = torch.empty_like(ends).scatter_(0, order, ends)
     _require(bool(((found >= 0) & (found < _MAX_NBYTES)).all()), "offsets")
     return found
 

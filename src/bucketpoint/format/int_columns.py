@@ -35,18 +35,21 @@ class Segments:
     Attributes:
         counts: int64, one for each segment.
         owner: int64, one for each value: the number of its segment.
-        place: int64, one for each value: its place in its segment.
     """
 
     counts: torch.Tensor
     owner: torch.Tensor
-    place: torch.Tensor
 
     @staticmethod
     def of(counts: torch.Tensor) -> Segments:
-        owner = torch.repeat_interleave(torch.arange(len(counts), device=CPU), counts)
-        first = torch.cumsum(counts, 0) - counts
-        return Segments(counts, owner, torch.arange(len(owner), device=CPU) - first[owner])
+        return Segments(counts, torch.repeat_interleave(torch.arange(len(counts), device=CPU), counts))
+
+    @property
+    def place(self) -> torch.Tensor:
+        """int64, one for each value: its place in its segment. Not kept, as it takes as much memory as the values."""
+        place = torch.arange(len(self.owner), device=CPU)
+        place -= (torch.cumsum(self.counts, 0) - self.counts)[self.owner]
+        return place
 
 
 def encode(values: torch.Tensor) -> bytes:
@@ -75,9 +78,10 @@ def encode_segments(values: torch.Tensor, segments: Segments) -> bytes:
     begins = ends - counts
     starts = _at(values, begins, counts > 0)
     steps = torch.where(counts > 1, _at(values, begins + 1, counts > 1) - starts, 0)
-    expected = starts[segments.owner] + steps[segments.owner] * segments.place
+    place = segments.place
+    expected = starts[segments.owner] + steps[segments.owner] * place
     lasts = torch.where(counts > 0, _at(values - expected, ends - 1, counts > 0), 0)
-    off = (values != expected) & (segments.place != (counts - 1)[segments.owner])
+    off = (values != expected) & (place != (counts - 1)[segments.owner])
     bad = torch.zeros(len(counts), dtype=torch.bool, device=CPU)
     bad[segments.owner[off]] = True
     rest = values[bad[segments.owner]]
@@ -124,10 +128,11 @@ class Decoder:
             raise MetadataError("The index has a column of an unknown kind")
         counts, owner = segments.counts, segments.owner
         starts, steps, lasts, bad = (self.column(len(counts)) for _ in range(4))
-        values = starts[owner]
-        if steps.any():
-            values += steps[owner] * segments.place
         present = counts > 0
+        if steps.any():
+            values = _progressions(starts[present], steps[present], counts[present], steps[owner])
+        else:
+            values = starts[owner]
         if lasts.any():
             values[(torch.cumsum(counts, 0) - 1)[present]] += lasts[present]
         where = torch.nonzero(bad != 0).reshape(-1)
@@ -171,6 +176,17 @@ def narrow(values: torch.Tensor) -> torch.Tensor:
         if torch.iinfo(dtype).min <= lowest and highest <= torch.iinfo(dtype).max:
             return values.to(dtype)
     return values
+
+
+def _progressions(
+    starts: torch.Tensor, steps: torch.Tensor, counts: torch.Tensor, values: torch.Tensor
+) -> torch.Tensor:
+    """Count up in `values`, which holds the step of each, so that no more memory is needed."""
+    ends = starts + steps * (counts - 1)
+    before = torch.roll(ends, 1)
+    before[:1] = 0
+    values[torch.cumsum(counts, 0) - counts] = starts - before
+    return values.cumsum_(0)
 
 
 def _at(values: torch.Tensor, places: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
