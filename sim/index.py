@@ -4,16 +4,17 @@
     python sim/index.py --ranks 8,128         some seconds
 
 The state is Llama 3 8B with Adam, saved by FSDP along dimension 0. "Irregular" cuts each tensor at random rows.
-CPU time is that of one thread; memory is what the process keeps afterwards. Every measurement has a process of its own.
+CPU time is that of one thread; memory is what the process keeps, and the most while it reads. Every measurement has a
+process of its own. Linux only.
 """
 
 from __future__ import annotations
 
 import argparse
+import ctypes
 import functools
 import json
 import multiprocessing
-import os
 import pickle
 import random
 import struct
@@ -155,19 +156,19 @@ def _read(folder: Path, kind: str, ranks: int) -> dict[str, Any]:
     }
     # What is imported and made once is not to be counted.
     decode[kind]((folder / f"warm-{kind}").read_bytes())
-    before = _resident()
+    before = _resident("VmRSS")
     data = (folder / kind).read_bytes()
     nbytes = len(data)
     metadata, read_s = _timed(decode[kind], data)
     del data
-    kept = _resident() - before
+    most, kept = _resident("VmHWM") - before, _resident("VmRSS") - before
     tensors = {
         fqn: entry for fqn, entry in metadata.state_dict_metadata.items() if isinstance(entry, TensorStorageMetadata)
     }
     local = {fqn: _local(tuple(entry.size), ranks) for fqn, entry in tensors.items()}
     plan = _by_index if kind == "index" else _by_dcp
     planned, plan_s = _timed(plan, metadata, local)
-    return {"bytes": nbytes, "read_s": read_s, "memory": kept, "plan_s": plan_s, "planned": planned}
+    return {"bytes": nbytes, "read_s": read_s, "memory": kept, "peak": most, "plan_s": plan_s, "planned": planned}
 
 
 def _local(shape: tuple[int, ...], ranks: int) -> ChunkStorageMetadata:
@@ -194,9 +195,15 @@ def _timed(work: Callable[..., Any], *arguments: Any) -> tuple[Any, float]:
     return work(*arguments), time.process_time() - began
 
 
-def _resident() -> int:
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return pages * os.sysconf("SC_PAGE_SIZE")
+def _resident(which: str) -> int:
+    """Bytes of memory: what is in use now, or the most since this was last asked for what is in use."""
+    if which == "VmRSS":
+        # What was freed and is kept by the allocator for later is nobody's.
+        ctypes.CDLL(None).malloc_trim(0)
+    status = Path("/proc/self/status").read_text()
+    if which == "VmRSS":
+        Path("/proc/self/clear_refs").write_text("5")
+    return 1024 * next(int(line.split()[1]) for line in status.splitlines() if line.startswith(which))
 
 
 def _alone(function: Callable[..., dict[str, Any]], *arguments: Any) -> dict[str, Any]:
@@ -240,12 +247,13 @@ def lines(ranks: int, irregular: bool, found: dict[str, Any]) -> Iterator[str]:
         checksums = 0 if kind == "stock" else 4 * items
         # In a pickle a checksum takes more than its four bytes: its name, and an opcode or two.
         bare = "" if kind == "pickle" else f"{(row['bytes'] - blocks - checksums) / items:.1f}"
-        plain = f"{(row['bytes'] - blocks) / items:.1f}"
+        plain = "" if kind == "stock" else f"{(row['bytes'] - blocks) / items:.1f}"
+        whole = "" if kind == "stock" else f"{row['bytes'] / items:.1f}"
         made = {"stock": "", "pickle": f"{found['pickle_s'] / items * 1e6:.1f}", "index": f"{found['index_s'] / items * 1e6:.1f}"}  # fmt: skip # noqa: E501
         yield (
-            f"| {layout}, {ranks:,} ranks | {items:,} | {title} | {bare} | {plain if kind != 'stock' else ''} "
-            f"| {row['bytes'] / items:.1f} | {made[kind]} | {row['read_s'] / items * 1e6:.2f} "
-            f"| {row['plan_s'] / items * 1e6:.2f} | {row['memory'] / items:,.0f} |"
+            f"| {layout}, {ranks:,} ranks | {items:,} | {title} | {bare} | {plain} | {whole} "
+            f"| {made[kind]} | {row['read_s'] / items * 1e6:.2f} "
+            f"| {row['plan_s'] / items * 1e6:.2f} | {row['memory'] / items:,.0f} | {row['peak'] / items:,.0f} |"
         )
 
 
