@@ -364,6 +364,12 @@ def test_what_an_index_cannot_tell_has_none(change: Any) -> None:
     assert encode_index(metadata, bucketpoint=extension(facts)["bucketpoint"]) is None
 
 
+def test_a_dtype_that_safe_readers_refuse_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    metadata, facts = example()
+    monkeypatch.setattr("bucketpoint.format.index.DTYPE_NAMES", ("int8",))
+    assert encode_index(metadata, bucketpoint=extension(facts)["bucketpoint"]) is None
+
+
 def test_facts_that_json_would_alter_have_no_index() -> None:
     metadata, facts = example()
     assert encode_index(metadata, bucketpoint={**facts, "sizes": (1, 2)}) is None

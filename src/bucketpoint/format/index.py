@@ -28,6 +28,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from bucketpoint.format.allow_list import DTYPE_NAMES
 from bucketpoint.format.columns import pack
 from bucketpoint.format.index_ref import INDEX_ATTRIBUTE
 from bucketpoint.format.int_columns import CPU, Segments, UnsuitableError, encode, encode_segments
@@ -192,7 +193,15 @@ class _Entries:
         _require(type(properties) is TensorProperties)
         dtype, layout, requires_grad, memory_format, pin_memory = properties.__getstate__()[:5]  # type: ignore[no-untyped-call]
         _require(type(requires_grad) is bool and type(pin_memory) is bool)
-        told = (str(dtype)[6:], str(layout)[6:], requires_grad, memory_format.value, pin_memory)
+        told = (
+            str(dtype).removeprefix("torch."),
+            str(layout).removeprefix("torch."),
+            requires_grad,
+            memory_format.value,
+            pin_memory,
+        )
+        # What a reader refuses by name is left to `.metadata`, where it can be told to trust it.
+        _require(told[0] in DTYPE_NAMES)
         return self.properties.setdefault(told, len(self.properties) + 1)
 
 
