@@ -1,6 +1,6 @@
 """What an index costs for each chunk, beside the pickle that it stands for: bytes, CPU time and memory to read it.
 
-    python sim/index.py                       8, 128 and 1,024 ranks: up to 0.9 million chunks, some minutes, 4 GB
+    python sim/index.py                       8, 128 and 1,024 ranks: up to 0.9 million chunks, minutes, 4 GB
     python sim/index.py --ranks 8,128         some seconds
 
 The state is Llama 3 8B with Adam, saved by FSDP along dimension 0. "Irregular" cuts each tensor at random rows.
