@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed.checkpoint as dcp
 
-from bucketpoint import BucketWriter
+from bucketpoint import BucketReader, BucketWriter
 from bucketpoint.errors import (
     BucketpointError,
     CheckpointExistsError,
@@ -24,6 +25,8 @@ from bucketpoint.errors import (
     MismatchError,
 )
 from bucketpoint.manager.manager import CheckpointManager
+from bucketpoint.manager.pruner import Order, prune
+from bucketpoint.manager.sweep import sweep
 from bucketpoint.retention import InFlight, MaxDelete, Prune, Save, SaveEvery
 from dcp.async_scenarios import GatedFileSystem
 from dcp.ranks import Ranks
@@ -324,6 +327,8 @@ def test_a_program_that_ends_without_closing_has_its_last_save_waited_for(root: 
         """
         import sys
         from bucketpoint.manager.manager import CheckpointManager
+from bucketpoint.manager.pruner import Order, prune
+from bucketpoint.manager.sweep import sweep
         from manager.manager_scenarios import policy, state
         manager = CheckpointManager(sys.argv[1], policy=policy())
         manager.save(5, state(5))
@@ -358,3 +363,24 @@ def test_a_closed_manager_is_refused(root: str) -> None:
         manager.save(1, state(1))
     with pytest.raises(BucketpointError, match="says where"):
         CheckpointManager(policy=policy())
+
+
+def test_the_index_of_a_large_checkpoint_is_no_debris_and_goes_with_the_optimizer_when_it_is_thinned(root: str) -> None:
+    many = {
+        "model": {f"w{n}": torch.ones(2) for n in range(800)},
+        "optim": {f"m{n}": torch.ones(2) for n in range(800)},
+    }
+    with CheckpointManager(root, policy=policy()) as manager:
+        manager.save(1, many)
+        manager.save(2, many)
+        manager.wait()
+        assert sweep(manager.catalog, older_than=0.0, deep=True).objects == []
+        assert len(list(Path(root).rglob("*-index-0.distcp"))) == 2
+        first = manager.catalog.steps().checkpoints[0]
+        orders = [Order(1, first.id, "thin")]
+        done = prune(manager.catalog, lambda rows: orders, grace=0.0, holder="somebody")
+        assert done.thinned == [(1, first.id)]
+        assert [file.relative_to(root).parts[0] for file in Path(root).rglob("*-index-0.distcp")] == ["step-2"]
+        weights = {"model": {f"w{n}": torch.zeros(2) for n in range(800)}}
+        dcp.load(weights, checkpoint_id=f"{root}/step-1", storage_reader=BucketReader(), no_dist=True)
+        assert all(tensor.tolist() == [1, 1] for tensor in weights["model"].values())

@@ -156,6 +156,21 @@ def test_get_refuses_an_object_larger_than_expected(store: Store) -> None:
     assert store.get("k")[0] == b"x" * 100
 
 
+@pytest.mark.parametrize("first", [1, 99, 100, 101, 5000])
+def test_the_first_bytes_of_an_object_come_with_its_size_and_etag(store: Store, first: int) -> None:
+    body = bytes(range(100))
+    written = store.put("k", views(body))
+    data, info = store.get("k", max_bytes=5000, first=first)
+    assert data == body[:first]
+    assert info.size == 100
+    assert info.etag == written.etag
+    store.put("empty", views(b""))
+    assert store.get("empty", first=first)[0] == b""
+    assert store.get("empty", first=first)[1].size == 0
+    with pytest.raises(ObjectNotFoundError):
+        store.get("absent", first=first)
+
+
 @pytest.mark.parametrize("key", ODD_KEYS)
 def test_odd_keys_come_back_exactly(store: Store, key: str) -> None:
     store.put(key, views(key.encode()))

@@ -27,7 +27,9 @@ from bucketpoint.errors import (
     ObjectNotFoundError,
     PreconditionFailedError,
 )
-from bucketpoint.format import keys
+from bucketpoint.format import index_ref, keys
+from bucketpoint.format.index import IndexTemplate, encode_index
+from bucketpoint.format.index_ref import index_path, make_ref, ref_of
 from bucketpoint.format.metadata import decode_metadata, encode_metadata, extension, make_record
 from bucketpoint.format.record import CommitRecord
 from bucketpoint.format.storage_info import pop_object_facts, read_storage_info
@@ -112,24 +114,18 @@ def commit(
         "torch": str(torch.__version__),
         **(request.log.facts(request.url) if request.log is not None else {}),
     }
-    objects = told.objects()
-    data, items = _filled(request, metadata, told, {**facts, "objects": objects}), told.count
-    if data is None:
-        storage_meta = StorageMeta(checkpoint_id=request.url, save_id=request.token)
-        whole, objects = complete_metadata(metadata, told.results(), storage_meta=storage_meta)
-        told.note_complete()
-        items = len(whole.storage_data or ())
-        data = _filled(request, metadata, told, {**facts, "objects": objects})
-        if data is None:
-            data = encode_metadata(whole, bucketpoint={**facts, "objects": objects})
-    info, replaced = _put_commit(request, data)
-    sizes = {path: fact["size"] for path, fact in objects.items()}
+    made = _encoded(request, metadata, told, facts)
+    if made.index is not None:
+        _put_index(request, made.index)
+    info, replaced = _put_commit(request, made.data)
+    sizes = {path: fact["size"] for path, fact in made.objects.items()}
     if request.name == keys.METADATA:
         known = {**facts, "writer": __version__}
-        _write_record(request, make_record(metadata, known, data, sizes, items=items, metadata_etag=info.etag))
+        record = make_record(metadata, known, made.data, sizes, items=made.items, metadata_etag=info.etag)
+        _write_record(request, record)
     if replaced is not None:
-        _delete_replaced(request, replaced, kept=set(objects))
-    return Committed(items, len(objects), sum(sizes.values()))
+        _delete_replaced(request, replaced, kept={*made.objects, index_path(request.token)})
+    return Committed(made.items, len(made.objects), sum(sizes.values()))
 
 
 def commit_copy(request: Commit, data: bytes, record: CommitRecord, *, paths: Collection[str]) -> None:
@@ -144,11 +140,61 @@ def commit_copy(request: Commit, data: bytes, record: CommitRecord, *, paths: Co
         _delete_replaced(request, replaced, kept=set(paths))
 
 
-def _filled(request: Commit, metadata: Metadata, told: Reported, facts: dict[str, Any]) -> bytes | None:
-    end: dict[str, Any] = {"storage_meta": StorageMeta(checkpoint_id=request.url, save_id=request.token)}
-    if hasattr(metadata, "version"):
-        end["version"] = VERSION
-    return told.filled({**end, **extension(facts)})
+@dataclass(frozen=True)
+class _Encoded:
+    """What is to be put: `.metadata`, and the index that it names, if it names one."""
+
+    data: bytes
+    index: bytes | None
+    items: int
+    objects: dict[str, Any]
+
+
+def _encoded(request: Commit, metadata: Metadata, told: Reported, facts: dict[str, Any]) -> _Encoded:
+    storage_meta = StorageMeta(checkpoint_id=request.url, save_id=request.token)
+    version = (VERSION,) if hasattr(metadata, "version") else ()
+
+    def filled(objects: dict[str, Any], index: bytes | None) -> bytes | None:
+        end: dict[str, Any] = {"storage_meta": storage_meta, **dict(zip(("version",), version, strict=False))}
+        ref = None if index is None else make_ref(request.token, index)
+        return told.filled({**end, **extension({**facts, "objects": objects})}, ref)
+
+    objects = told.objects()
+    (bucketpoint,) = extension({**facts, "objects": objects}).values()
+    wanted = _wants_index(request, told.count, objects)
+    told.note_if_complete((lambda whole: _index_template(whole, bucketpoint)) if wanted else None)
+    index = told.index(bucketpoint, storage_meta, version) if request.name == keys.METADATA else None
+    data = filled(objects, index)
+    if data is not None:
+        return _Encoded(data, index, told.count, objects)
+    whole, objects = complete_metadata(metadata, told.results(), storage_meta=storage_meta)
+    (bucketpoint,) = extension({**facts, "objects": objects}).values()
+    wanted = _wants_index(request, len(whole.storage_data or ()), objects)
+    found = encode_index(whole, bucketpoint=bucketpoint) if wanted else None
+    index, template = found or (None, None)
+    told.note_complete(template)
+    data = filled(objects, index)
+    if data is None:
+        ref = None if index is None else make_ref(request.token, index)
+        data = encode_metadata(whole, bucketpoint={**facts, "objects": objects}, index=ref)
+    return _Encoded(data, index, len(whole.storage_data or ()), objects)
+
+
+def _index_template(whole: Metadata, bucketpoint: dict[str, Any]) -> IndexTemplate | None:
+    found = encode_index(whole, bucketpoint=bucketpoint)
+    return found[1] if found is not None else None
+
+
+def _wants_index(request: Commit, items: int, objects: dict[str, Any]) -> bool:
+    # A user's group of objects may have the index's name: its data is not to be overwritten.
+    free = index_path(request.token) not in objects
+    return free and request.name == keys.METADATA and items >= index_ref.INDEX_ITEMS
+
+
+def _put_index(request: Commit, index: bytes) -> None:
+    """Before the commit that names it. Its key is this attempt's own, so there is nothing to overwrite."""
+    key, body = keys.join(request.prefix, index_path(request.token)), memoryview(index)
+    retry_transient(lambda: request.store.put(key, [body], crc32c=crc32c(body)), attempts=COMMIT_ATTEMPTS)
 
 
 def _put_commit(request: Commit, data: bytes) -> tuple[ObjectInfo, Metadata | None]:
@@ -224,7 +270,9 @@ def _write_record(request: Commit, record: CommitRecord) -> None:
 def _delete_replaced(request: Commit, replaced: Metadata, *, kept: set[str]) -> None:
     """Remove the data of the checkpoint that was overwritten. A trainer may lack the right to: then it stays."""
     try:
-        paths = {read_storage_info(info).path for info in (replaced.storage_data or {}).values()} - kept
+        paths = {read_storage_info(info).path for info in (replaced.storage_data or {}).values()}
+        index = ref_of(replaced)
+        paths = (paths if index is None else {*paths, index.path}) - kept
         failures = request.store.delete([keys.join(request.prefix, path) for path in sorted(paths)])
     except BucketpointError as error:
         logger.warning("the data of the overwritten checkpoint was not deleted: %s", error)

@@ -8,19 +8,21 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 import torch
 from torch.distributed.checkpoint import Metadata, SavePlan
-from torch.distributed.checkpoint.metadata import StorageMeta
+from torch.distributed.checkpoint.metadata import MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.storage import WriteResult
 
 from bucketpoint.dcp.dealing import Dealing
 from bucketpoint.dcp.results import PackedResults, Results, results_of
 from bucketpoint.errors import BucketpointError, IncompleteSaveError
-from bucketpoint.format.columns import PAYLOAD_NBYTES, Columns, Layout
+from bucketpoint.format.columns import PAYLOAD_NBYTES, Columns, Layout, unpack
+from bucketpoint.format.index import IndexTemplate
+from bucketpoint.format.index_ref import IndexRef
 from bucketpoint.format.metadata import without_gc
 from bucketpoint.format.template import IndexColumns, MetadataTemplate, index_columns, make_template
 
@@ -45,6 +47,7 @@ class Agreed:
         layouts: where each rank's items lay when it last reported.
         complete: digests of the layouts of all ranks that were found to account for all items.
         template: of the metadata for these.
+        index: the same of the index, if they have one.
     """
 
     entry: int
@@ -57,6 +60,7 @@ class Agreed:
     layouts: list[Layout | None] = field(init=False)
     complete: tuple[bytes, ...] | None = None
     template: MetadataTemplate | None = None
+    index: IndexTemplate | None = None
 
     def __post_init__(self) -> None:
         self.layouts = [None] * len(self.plans)
@@ -157,30 +161,48 @@ class Reported:
             if size is not None
         }
 
-    def note_complete(self) -> None:
+    def note_complete(self, index: IndexTemplate | None = None) -> None:
         """Remember that no item is missing, and the pickle of all that will be the same at the next save."""
         digests = self._digests()
         if self.agreed is not None and digests is not None and digests != self.agreed.complete:
-            self._remember(digests, index_columns([[item.index for item in plan.items] for plan in self.agreed.plans]))
+            items = index_columns([[item.index for item in plan.items] for plan in self.agreed.plans])
+            self._remember(digests, items, index)
 
-    def _remember(self, digests: tuple[bytes, ...], items: IndexColumns | None) -> None:
-        agreed = self.agreed
-        if agreed is not None:
-            columns = [each for each in self.columns if each is not None]
-            agreed.template = make_template(agreed.metadata, items, columns) if items is not None else None
-            agreed.complete = digests
+    def note_if_complete(self, encode: Callable[[Metadata], IndexTemplate | None] | None) -> None:
+        """The same before the first commit, if columns show that no item is missing: every rank reported all its own.
 
-    def _note_if_complete(self, digests: tuple[bytes, ...]) -> None:
-        """The same where columns show that no item is missing: every rank reported all that it was dealt."""
-        dealing = self.agreed.dealing if self.agreed is not None else None
-        if dealing is None:
+        Args:
+            encode: makes the index of the whole metadata; None if there is to be none.
+        """
+        agreed, digests = self.agreed, self._digests()
+        dealing = agreed.dealing if agreed is not None else None
+        if agreed is None or dealing is None or digests is None or digests == agreed.complete:
             return
         layouts = [columns.layout for columns in self.columns if columns is not None]
         columns = [torch.tensor(layout.column(PAYLOAD_NBYTES), dtype=torch.int64, device="cpu") for layout in layouts]
         stored = torch.cat(columns)
         unlike = (stored >= 0) & (dealing.nbytes >= 0) & (stored != dealing.nbytes)
         if not unlike.any():
-            self._remember(digests, dealing.index)
+            index = encode(self._whole(agreed.metadata, dealing.index)) if encode is not None else None
+            self._remember(digests, dealing.index, index)
+
+    def _whole(self, metadata: Metadata, items: IndexColumns) -> Metadata:
+        with without_gc():
+            infos = [info for columns in self.columns if columns is not None for info in unpack(columns)]
+            names = zip(items.names, items.offsets, items.hints, strict=True)
+            indices = [MetadataIndex(name, offset, hint if hint >= 0 else None) for name, offset, hint in names]
+            return dataclasses.replace(metadata, storage_data=dict(zip(indices, infos, strict=True)))
+
+    def _remember(self, digests: tuple[bytes, ...], items: IndexColumns | None, index: IndexTemplate | None) -> None:
+        agreed = self.agreed
+        if agreed is None:
+            return
+        columns = [each for each in self.columns if each is not None]
+        agreed.template = None
+        if items is not None:
+            agreed.template = make_template(agreed.metadata, items, columns, indexed=index is not None)
+        agreed.index = index
+        agreed.complete = digests
 
     def results(self) -> list[list[WriteResult]]:
         """Each rank's results, one by one."""
@@ -190,19 +212,31 @@ class Reported:
                 for rank, (each, columns) in enumerate(zip(self.sent, self.columns, strict=True))
             ]
 
-    def filled(self, end: dict[str, Any]) -> bytes | None:
+    def index(self, bucketpoint: dict[str, Any], storage_meta: StorageMeta, version: tuple[str, ...]) -> bytes | None:
+        """The index beside the metadata, if all but a few bytes of it are known already."""
+        agreed = self.agreed
+        if agreed is None or agreed.index is None or self._digests() != agreed.complete:
+            return None
+        columns = [each for each in self.columns if each is not None]
+        ends = [4 * each.layout.count for each in columns]
+        return agreed.index.fill(
+            b"".join(each.checksums[:end] for each, end in zip(columns, ends, strict=True)),
+            b"".join(each.checksums[end:] for each, end in zip(columns, ends, strict=True)),
+            [path for each in columns for path, _, _ in each.objects],
+            bucketpoint=bucketpoint,
+            storage_meta=storage_meta,
+            version=version,
+        )
+
+    def filled(self, end: dict[str, Any], index: IndexRef | None = None) -> bytes | None:
         """The metadata with `end` as its last attributes, if all but a few bytes of it are known already.
 
-        They are if the same items lay in the same places at a save that was found to be complete, as this one may be.
+        They are if the same items lay in the same places at a save that was found to be complete.
         """
-        agreed, digests = self.agreed, self._digests()
-        if agreed is None or digests is None:
+        agreed = self.agreed
+        if agreed is None or agreed.template is None or self._digests() != agreed.complete:
             return None
-        if digests != agreed.complete:
-            self._note_if_complete(digests)
-        if agreed.template is None or digests != agreed.complete:
-            return None
-        return agreed.template.fill([each for each in self.columns if each is not None], end)
+        return agreed.template.fill([each for each in self.columns if each is not None], end, index)
 
     def _digests(self) -> tuple[bytes, ...] | None:
         """Of all ranks' layouts; None if one of them has none, or if somebody altered the metadata."""

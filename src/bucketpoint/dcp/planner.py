@@ -5,20 +5,23 @@ from __future__ import annotations
 import io
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint import DefaultLoadPlanner, Metadata, TensorStorageMetadata
-from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
 from torch.distributed.checkpoint.planner_helpers import _create_chunk_list, _create_read_items
 from torch.distributed.tensor import DTensor
 
 from bucketpoint.dcp.local_chunks import LocalChunks, chunks_in, is_partial
+from bucketpoint.dcp.overlaps import Wanted, read_items
 from bucketpoint.errors import BucketpointError, MismatchError
+from bucketpoint.format.index_view import Chunks
 
 _NAMED_AT_MOST = 20
 
@@ -68,12 +71,21 @@ class LoadPlanner(DefaultLoadPlanner):
         """
         assert self.metadata is not None
         plan, refusal = None, None
+        state = self.state_dict
         with self._chunks_told():
+            wanted = self._wanted()
+            items = read_items(list(wanted.values()))
+            tensors = {fqn: state[fqn] for fqn in wanted}
+            state.update(wanted)
             try:
                 plan = super().create_local_plan()
             except (RuntimeError, ValueError) as error:
                 refusal = error
-            misfits = list(self._misfits(plan))
+            finally:
+                state.update(tensors)
+            if plan is not None and self.state_dict is state:
+                plan = _joined(plan, items, state)
+            misfits = list(self._misfits(plan, items))
         if misfits:
             self._refuse(misfits)
         if plan is None:
@@ -133,9 +145,22 @@ class LoadPlanner(DefaultLoadPlanner):
         finally:
             state.update(tensors)
 
+    def _wanted(self) -> dict[str, Wanted]:
+        """The tensors that fit those of an index: they are planned here, and DCP plans the rest."""
+        assert self.metadata is not None
+        found = {}
+        for fqn, value in self.state_dict.items():
+            entry = self.metadata.state_dict_metadata.get(fqn)
+            if not isinstance(entry, TensorStorageMetadata):
+                continue
+            saved: Any = entry.chunks
+            if isinstance(saved, Chunks) and _unfit(entry, value) is None:
+                found[fqn] = Wanted(fqn, saved, _local_chunks(value))
+        return found
+
     # -- what does not fit --------------------------------------------------------------------------------------------
 
-    def _misfits(self, plan: LoadPlan | None) -> Iterator[str]:
+    def _misfits(self, plan: LoadPlan | None, indexed: Mapping[str, list[ReadItem]]) -> Iterator[str]:
         """`plan` is None if DCP has refused to make one."""
         assert self.metadata is not None
         planned: dict[str, list[ReadItem]] = {}
@@ -149,7 +174,10 @@ class LoadPlanner(DefaultLoadPlanner):
                 continue
             said = _unfit(entry, value)
             if said is None:
-                said = _gap(value, planned.get(fqn, []) if plan is not None else _items(fqn, entry, value))
+                own = indexed.get(fqn)
+                if plan is not None or own is None:
+                    own = planned.get(fqn, []) if plan is not None else _items(fqn, entry, value)
+                said = _gap(value, own)
             if said is not None:
                 yield f"{fqn} {said}"
 
@@ -167,6 +195,24 @@ class LoadPlanner(DefaultLoadPlanner):
 
 def _amount(item: ReadItem) -> int:
     return 1 if item.type == LoadItemType.BYTE_IO else math.prod(item.lengths)
+
+
+def _joined(plan: LoadPlan, indexed: Mapping[str, list[ReadItem]], state: Mapping[str, Any]) -> LoadPlan:
+    """DCP's plan with the items of other tensors, in the order of the state."""
+    if not indexed:
+        return plan
+    items: dict[str, list[ReadItem]] = {fqn: list(indexed.get(fqn, ())) for fqn in state}
+    for item in plan.items:
+        items[item.dest_index.fqn].append(item)
+    return replace(plan, items=[item for fqn in state for item in items[fqn]])
+
+
+def _local_chunks(value: Any) -> list[ChunkStorageMetadata]:
+    """What this rank holds of a tensor, as DCP sees it."""
+    if isinstance(value, DTensor) and value.device_mesh.get_coordinate() is None:
+        return []
+    chunks: list[ChunkStorageMetadata] = _create_chunk_list(value)
+    return chunks
 
 
 def _items(fqn: str, entry: TensorStorageMetadata, value: Any) -> list[ReadItem]:

@@ -10,7 +10,6 @@ import itertools
 import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,47 +18,17 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 
 from bucketpoint.dcp.decode import decode_item, load_bytes
+from bucketpoint.dcp.saved_chunk import PlannedItem, SavedChunk, tensor_over
 from bucketpoint.errors import MetadataError, MismatchError
 from bucketpoint.format import keys
-from bucketpoint.format.frames import ProbedFrame, contiguous_strides
+from bucketpoint.format.frames import contiguous_strides
+from bucketpoint.format.index_view import Chunks
 from bucketpoint.format.layout import Runs, slice_runs
 from bucketpoint.format.memory import is_viewable, tensor_bytes
 from bucketpoint.format.storage_info import ItemInfo, read_storage_info
 from bucketpoint.transfer import Block, Extent, TransferOptions
 
 Deliver = Callable[[memoryview | None], None]
-
-
-@dataclass(frozen=True)
-class SavedChunk:
-    """A saved chunk whose raw elements can be reached: where they begin in the object, and how they are laid out."""
-
-    payload_start: int
-    nbytes: int
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    """In elements."""
-    storage_offset: int = 0
-
-    @property
-    def in_c_order(self) -> bool:
-        expected = 1
-        for size, stride in zip(reversed(self.shape), reversed(self.strides), strict=True):
-            if size != 1 and stride != expected:
-                return False
-            expected *= size
-        return self.storage_offset == 0
-
-
-@dataclass(frozen=True)
-class PlannedItem:
-    """A read item with what the metadata says about it and the tensor it goes to (None for bytes)."""
-
-    read: ReadItem
-    info: ItemInfo
-    key: str
-    target: torch.Tensor | None
 
 
 class ReadPlan:
@@ -226,7 +195,7 @@ class ReadPlan:
 
         def deliver(view: memoryview | None) -> None:
             assert view is not None
-            source = _tensor_over(view[runs.start - low :], runs.span, chunk, lengths)
+            source = tensor_over(view[runs.start - low :], runs.span, chunk, lengths)
             target.copy_(source)
             done()
 
@@ -373,30 +342,12 @@ class ReadPlan:
             self._planner.commit_tensor(item.read, item.target)
 
     def _saved_shape(self, index: MetadataIndex, entry: TensorStorageMetadata) -> tuple[int, ...] | None:
+        offset = tuple(index.offset) if index.offset is not None else (0,) * len(entry.size)
+        saved: Any = entry.chunks
+        if isinstance(saved, Chunks):
+            return saved.sizes_at(offset, index.index)
         chunks = self._chunks.get(index.fqn)
         if chunks is None:
             chunks = {tuple(chunk.offsets): tuple(chunk.sizes) for chunk in entry.chunks}
             self._chunks[index.fqn] = chunks
-        return chunks.get(tuple(index.offset) if index.offset is not None else (0,) * len(entry.size))
-
-
-def chunk_of_probe(item: PlannedItem, probe: ProbedFrame) -> SavedChunk:
-    """The chunk that a probe of a foreign frame found."""
-    return SavedChunk(
-        item.info.offset + probe.payload_offset,
-        probe.payload_nbytes,
-        probe.dtype,
-        tuple(probe.shape),
-        tuple(probe.stride),
-        probe.storage_offset,
-    )
-
-
-def _tensor_over(view: memoryview, span: int, chunk: SavedChunk, lengths: Sequence[int]) -> torch.Tensor:
-    """The elements of a slice, as a tensor of `lengths` over the bytes that span it."""
-    itemsize = chunk.dtype.itemsize
-    raw = torch.frombuffer(view, dtype=torch.uint8, count=span)
-    if raw.data_ptr() % itemsize:
-        raw = raw.clone()
-    flat = raw.view(chunk.dtype)
-    return flat.as_strided(tuple(lengths), chunk.strides)
+        return chunks.get(offset)

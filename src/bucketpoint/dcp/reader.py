@@ -9,7 +9,7 @@ import logging
 import os
 import time
 from collections.abc import Mapping
-from typing import Any, NoReturn
+from typing import Any
 
 from torch.distributed.checkpoint import LoadPlan, LoadPlanner, Metadata, StorageReader
 from torch.distributed.checkpoint.metadata import StorageMeta
@@ -20,19 +20,21 @@ from bucketpoint.dcp.boundary import dcp_call
 from bucketpoint.dcp.console import describe, progress_callback
 from bucketpoint.dcp.cooperative import Bandwidths
 from bucketpoint.dcp.cooperative_load import Cooperation
-from bucketpoint.dcp.read_plan import PlannedItem, ReadPlan, SavedChunk, chunk_of_probe
+from bucketpoint.dcp.metadata_source import MetadataSource, Unread
+from bucketpoint.dcp.read_plan import ReadPlan
+from bucketpoint.dcp.saved_chunk import PlannedItem, SavedChunk, chunk_of_probe
 from bucketpoint.dcp.session import Location, as_url, world_size
 from bucketpoint.errors import (
     CheckpointNotFoundError,
     CorruptDataError,
-    IncompleteCheckpointError,
     MismatchError,
     ObjectNotFoundError,
     PreconditionFailedError,
-    StoreError,
 )
 from bucketpoint.format import keys
 from bucketpoint.format.frames import PROBE_BYTES, ProbedFrame, probe_frame
+from bucketpoint.format.index_read import is_index
+from bucketpoint.format.index_view import decode_index
 from bucketpoint.format.keys import new_token
 from bucketpoint.format.metadata import decode_metadata, extra
 from bucketpoint.staging import take_turn
@@ -46,13 +48,9 @@ from bucketpoint.transfer import (
     TransferOptions,
     fetch,
     plan_requests,
-    retry_transient,
 )
 
 logger = logging.getLogger(__name__)
-
-MAX_METADATA_BYTES = 16 << 30
-"""Far above what any job writes: only there so that a wrong object is refused before it fills the memory."""
 
 
 class BucketReader(StorageReader):
@@ -133,7 +131,7 @@ class BucketReader(StorageReader):
             self._failure = None
             try:
                 self._cooperation.connect(self._url)
-                return self._decode(self._cooperation.read_once(lambda: self._get(keys.METADATA)))
+                return self._decode(self._cooperation.read_once(lambda: self._source().read(indexed=not self.trusted)))
             except Exception as error:
                 self._failure = error
                 self._cooperation.close()
@@ -147,10 +145,10 @@ class BucketReader(StorageReader):
             try:
                 return self._read_of_rank(int(rank))
             except CheckpointNotFoundError:
-                failure = self._nothing_here()
+                failure = self._source().nothing_here()
             except Exception as error:  # noqa: BLE001 (kept, and raised once DCP touches the metadata)
                 failure = error
-        return _Unread(failure)
+        return Unread(failure)
 
     def _wait_for_saves(self) -> None:
         """A load's collectives must not meet those of a save that this thread has begun beside training."""
@@ -161,7 +159,7 @@ class BucketReader(StorageReader):
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """All ranks."""
         self.rank = int(kwargs.get("rank") or 0)
-        if isinstance(metadata, _Unread):
+        if isinstance(metadata, Unread):
             metadata.fail()
         self._metadata = metadata
 
@@ -223,19 +221,14 @@ class BucketReader(StorageReader):
 
     # -- one load -----------------------------------------------------------------------------------------------------
 
-    def _get(self, name: str) -> bytes:
-        store, prefix = self._location.open(self._url)
-        key = keys.join(prefix, name)
-        try:
-            data, _ = retry_transient(
-                lambda: store.get(key, max_bytes=MAX_METADATA_BYTES), attempts=self.transfer.read_attempts
-            )
-        except ObjectNotFoundError:
-            raise CheckpointNotFoundError(f"There is no {name} here", url=self._url) from None
-        return data
+    def _source(self) -> MetadataSource:
+        return MetadataSource(*self._location.open(self._url), str(self._url), self.transfer.read_attempts)
 
     def _decode(self, data: bytes) -> Metadata:
-        metadata = decode_metadata(data, trusted=self.trusted, url=self._url)
+        if is_index(data):
+            metadata = decode_index(data, url=self._url)
+        else:
+            metadata = decode_metadata(data, trusted=self.trusted, url=self._url)
         if getattr(metadata, "storage_meta", None) is None:
             metadata.storage_meta = StorageMeta()
         assert metadata.storage_meta is not None
@@ -243,7 +236,7 @@ class BucketReader(StorageReader):
         return metadata
 
     def _read_of_rank(self, rank: int) -> Metadata:
-        metadata = self._decode(self._get(keys.rank_metadata(rank)))
+        metadata = self._decode(self._source().get(keys.rank_metadata(rank)))
         saved, here = extra(metadata).get("world_size"), world_size()
         if saved is not None and saved != here:
             raise MismatchError(
@@ -253,30 +246,6 @@ class BucketReader(StorageReader):
                 remedy="Load it on as many ranks as saved it: without collectives there is no common index",
             )
         return metadata
-
-    def _nothing_here(self) -> CheckpointNotFoundError:
-        """Why there is no checkpoint: looked up on this path alone, as a load that works never lists anything."""
-        store, prefix = self._location.open(self._url)
-        found = []
-        try:
-            for info in store.list(prefix + "/" if prefix else ""):
-                found.append(info)
-                if len(found) == 1000:
-                    break
-        except StoreError as error:
-            logger.debug("could not list %s: %s", self._url, error)
-        if found:
-            return IncompleteCheckpointError(
-                f"There are {len(found)}{'+' if len(found) == 1000 else ''} objects here and no .metadata: a save that "
-                "was interrupted, failed, or is still running",
-                url=self._url,
-                remedy="Load another checkpoint: bucketpoint.latest_checkpoint(root) names the newest whole one",
-            )
-        return CheckpointNotFoundError(
-            "There is no checkpoint here",
-            url=self._url,
-            remedy="Check the URL: bucketpoint.latest_checkpoint(root) names the newest whole one under a root",
-        )
 
     def _pins(self, store: Store) -> dict[str, str]:
         """ETags to insist on, if the checkpoint still lies where it was committed: copies have their own."""
@@ -347,18 +316,3 @@ class S3Reader(BucketReader):
     """`BucketReader` for `s3://` URLs: Amazon S3, MinIO and every other store that speaks its protocol."""
 
     schemes = ("s3", "s3a")
-
-
-class _Unread(Metadata):
-    """Stands for metadata that could not be read, until DCP touches it: then the reason is raised."""
-
-    def __init__(self, reason: Exception) -> None:
-        self.__dict__["_reason"] = reason
-
-    def fail(self) -> NoReturn:
-        raise self.__dict__["_reason"]
-
-    def __getattribute__(self, name: str) -> Any:
-        if name in ("state_dict_metadata", "planner_data", "storage_data", "storage_meta"):
-            raise object.__getattribute__(self, "__dict__")["_reason"]
-        return object.__getattribute__(self, name)

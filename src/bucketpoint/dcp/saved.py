@@ -12,7 +12,7 @@ from typing import Any
 from torch.distributed.checkpoint import Metadata
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
-from bucketpoint.dcp.reader import MAX_METADATA_BYTES
+from bucketpoint.dcp.metadata_source import MAX_METADATA_BYTES
 from bucketpoint.dcp.session import as_url
 from bucketpoint.errors import CheckpointNotFoundError, IncompleteCheckpointError, ObjectNotFoundError, StoreError
 from bucketpoint.format import keys

@@ -4,22 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import copyreg
-import dataclasses
 import gc
 import io
 import math
 import os
-import pathlib
 import pickle
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 from awscrt.checksums import crc32c
-from torch.distributed.checkpoint.filesystem import _StorageInfo, _StoragePrefix
+from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
-    _MEM_FORMAT_ENCODING,
     BytesStorageMetadata,
     ChunkStorageMetadata,
     Metadata,
@@ -30,11 +26,14 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from bucketpoint.errors import MetadataError, UnsafeDataError
-from bucketpoint.format.allow_list import DTYPE_NAMES, METADATA_GLOBALS
+from bucketpoint.format.allow_list import METADATA_GLOBALS
+from bucketpoint.format.index_ref import INDEX_ATTRIBUTE, IndexRef
+from bucketpoint.format.index_view import as_stock
 from bucketpoint.format.keys import parse_data_path
 from bucketpoint.format.pickle_survey import MalformedPickleError, survey
 from bucketpoint.format.record import CommitRecord
 from bucketpoint.format.safe_pickle import AllowListUnpickler, check_stream
+from bucketpoint.format.stand_ins import Properties, stand_ins
 from bucketpoint.version import __version__
 
 FORMAT_VERSION = 1
@@ -43,21 +42,23 @@ FORMAT_VERSION = 1
 PICKLE_PROTOCOL = 4  # what every supported Python reads, and the least that has memoized frames
 
 _EXTRA = "bucketpoint"
-_HAS_STRIDES = "strides" in {one.name for one in dataclasses.fields(TensorProperties)}
 _MAX_DIMS = 64
 _MAX_NBYTES = 1 << 62
 _NOT_METADATA = "Whoever wrote this did not write a DCP checkpoint, or the object is damaged; name another checkpoint"
 
 
-def encode_metadata(metadata: Metadata, *, bucketpoint: dict[str, Any]) -> bytes:
+def encode_metadata(metadata: Metadata, *, bucketpoint: dict[str, Any], index: IndexRef | None = None) -> bytes:
     """The bytes to commit: the stock pickle, with `bucketpoint` as one more attribute that stock readers ignore.
 
     Args:
         bucketpoint: plain values only, that is str, int, float, bool, None, lists and dicts of them. `format` and
             `writer` are added.
+        index: the index that says the same; that of other metadata is never taken over.
     """
+    attributes = {name: as_stock(value) for name, value in vars(metadata).items() if name != INDEX_ATTRIBUTE}
+    named = {} if index is None else {INDEX_ATTRIBUTE: index.text}
     whole = object.__new__(Metadata)
-    vars(whole).update({**vars(metadata), **extension(bucketpoint)})
+    vars(whole).update({**named, **attributes, **extension(bucketpoint)})
     return pickled(whole)
 
 
@@ -265,7 +266,7 @@ def _unpickle_safely(data: bytes, url: str | None) -> Any:
             raise UnsafeDataError(f"The metadata names {', '.join(dict.fromkeys(names))}", url=url) from None
         raise _not_metadata(str(error), url) from None
     try:
-        return AllowListUnpickler(data, _stand_ins(), url=url).load()
+        return AllowListUnpickler(data, stand_ins(), url=url).load()
     except UnsafeDataError:
         raise
     except Exception as error:  # noqa: BLE001 - damaged pickles make the unpickler raise nearly everything
@@ -276,80 +277,6 @@ def _not_metadata(reason: str, url: str | None) -> MetadataError:
     return MetadataError(
         f"The metadata object is not readable as DCP metadata: {reason[:300]}", url=url, remedy=_NOT_METADATA
     )
-
-
-class _Properties:
-    """Stands for TensorProperties while unpickling: torch before 2.15 cannot take the six fields that 2.15 writes."""
-
-    def __setstate__(self, state: Any) -> None:
-        dtype, layout, requires_grad, memory_format, pin_memory, *later = state
-        if type(dtype) is not torch.dtype or type(layout) is not torch.layout:
-            raise TypeError("tensor properties without a dtype and a layout")
-        real = object.__new__(TensorProperties)
-        known: tuple[Any, ...] = (dtype, layout, bool(requires_grad), memory_format, bool(pin_memory))
-        if _HAS_STRIDES and later and isinstance(later[0], tuple):
-            known += (later[0],)
-        real.__setstate__(known)  # type: ignore[no-untyped-call]
-        self.real = real
-
-
-def _stand_ins() -> dict[tuple[str, str], Any]:
-    """What the names of the allow-list mean during one load.
-
-    A pickle can set attributes on anything that it can name, so none of these outlives the load, except built-in
-    objects, on which nothing can be set.
-    """
-    dcp, files = "torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem"
-    encoding = _stand_in("_MEM_FORMAT_ENCODING", lambda value: _MEM_FORMAT_ENCODING(value))
-
-    def enum_member(kind: Any, name: Any) -> Any:
-        if kind is not encoding:
-            raise TypeError("getattr of something else than a memory format")
-        return _MEM_FORMAT_ENCODING[name]
-
-    table: dict[tuple[str, str], Any] = {
-        (dcp, "TensorProperties"): type("TensorProperties", (_Properties,), {}),
-        (dcp, "_MEM_FORMAT_ENCODING"): encoding,
-        ("builtins", "getattr"): enum_member,
-        # The same in pickles of protocol 2.
-        ("__builtin__", "getattr"): enum_member,
-        ("torch", "Size"): torch.Size,
-        ("torch.serialization", "_get_layout"): {"torch.strided": torch.strided, **_layouts()}.__getitem__,
-        ("collections", "OrderedDict"): OrderedDict,
-    }
-    plain = (Metadata, TensorStorageMetadata, BytesStorageMetadata, ChunkStorageMetadata, MetadataIndex, StorageMeta)
-    for kind in plain:
-        table[dcp, kind.__name__] = _empty(kind)
-    table[files, "_StorageInfo"] = _empty(_StorageInfo)
-    table[files, "_StoragePrefix"] = _empty(_StoragePrefix)
-    for name in DTYPE_NAMES:
-        if isinstance(dtype := getattr(torch, name, None), torch.dtype):
-            table["torch", name] = dtype
-    for module in ("pathlib", "pathlib._local"):
-        for name in ("PosixPath", "PurePosixPath"):
-            table[module, name] = _stand_in(name, _posix_path)
-        for name in ("WindowsPath", "PureWindowsPath"):
-            table[module, name] = _stand_in(name, lambda *parts: pathlib.PureWindowsPath(*parts))
-    # The list decides. A name that this torch does not have is refused like any other.
-    return {name: value for name, value in table.items() if name in METADATA_GLOBALS}
-
-
-def _stand_in(name: str, make: Callable[..., Any]) -> type:
-    """A type for one load whose instances are made by `make`, and are not its instances at all."""
-    return type(name, (), {"__new__": lambda cls, *arguments: make(*arguments)})
-
-
-def _empty(kind: type) -> type:
-    new = object.__new__
-    return type(kind.__name__, (), {"__new__": lambda cls: new(kind)})
-
-
-def _layouts() -> dict[str, torch.layout]:
-    return {str(value): value for value in vars(torch).values() if isinstance(value, torch.layout)}
-
-
-def _posix_path(*parts: str) -> pathlib.PurePath:
-    return pathlib.PosixPath(*parts) if os.name == "posix" else pathlib.PurePosixPath(*parts)
 
 
 def _check(metadata: Metadata, url: str | None) -> None:
@@ -378,7 +305,7 @@ def _check(metadata: Metadata, url: str | None) -> None:
 
 
 def _check_tensor(fqn: str, entry: TensorStorageMetadata, url: str | None) -> None:
-    if isinstance(entry.properties, _Properties):
+    if isinstance(entry.properties, Properties):
         entry.properties = entry.properties.real
     if type(entry.properties) is not TensorProperties:
         raise TypeError(f"{fqn} has no tensor properties")

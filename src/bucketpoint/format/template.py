@@ -28,6 +28,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from bucketpoint.format import storage_info as names
 from bucketpoint.format.columns import Columns
+from bucketpoint.format.index_ref import INDEX_ATTRIBUTE, TEXT_LENGTH, IndexRef
 from bucketpoint.format.metadata import PICKLE_PROTOCOL, _Sharing, without_gc
 
 _PROTO = pickle.PROTO + bytes([PICKLE_PROTOCOL])
@@ -37,6 +38,8 @@ _BEGUN = _MADE + pickle.EMPTY_DICT + pickle.MARK
 _DONE = pickle.SETITEMS + pickle.BUILD
 _CHECKSUM = (pickle.LONG1 + b"\x05", b"\0")
 """Around four bytes: any checksum as a number, and none of them negative."""
+
+_NO_NAME = "~" * TEXT_LENGTH
 
 _TUPLES = (pickle.EMPTY_TUPLE, pickle.TUPLE1, pickle.TUPLE2, pickle.TUPLE3)
 
@@ -79,23 +82,32 @@ class MetadataTemplate:
         words: where each four bytes of the checksums go, rank by rank in the order of `Columns.checksums`.
         counts: how many of them each rank has.
         paths: for each rank and object, where its path goes, and its length.
+        name: where the name of the index goes; None if there is none.
     """
 
     body: bytes
     words: torch.Tensor
     counts: tuple[int, ...]
     paths: tuple[tuple[tuple[int, int], ...], ...]
+    name: int | None = None
 
-    def fill(self, reported: Sequence[Columns], end: dict[str, Any]) -> bytes | None:
+    def fill(self, reported: Sequence[Columns], end: dict[str, Any], index: IndexRef | None = None) -> bytes | None:
         """The metadata of a save; None if something does not fit the gaps.
 
         Args:
             reported: of each rank. Its layouts are those that the template was made of.
             end: the attributes that come last, two or more: plain values and `StorageMeta`.
+            index: what says the same; needed if the template has a gap for its name.
         """
+        if (index is None) != (self.name is None):
+            return None
         if [4 * count for count in self.counts] != [len(each.checksums) for each in reported]:
             return None
         body = bytearray(self.body)
+        if index is not None and self.name is not None:
+            if len(index.text) != TEXT_LENGTH:
+                return None
+            body[self.name : self.name + TEXT_LENGTH] = index.text.encode("ascii")
         for columns, places in zip(reported, self.paths, strict=True):
             if len(columns.objects) != len(places):
                 return None
@@ -123,16 +135,19 @@ class _UnusualError(Exception):
     """Something has more to it than is put together here."""
 
 
-def make_template(metadata: Metadata, items: IndexColumns, reported: Sequence[Columns]) -> MetadataTemplate | None:
+def make_template(
+    metadata: Metadata, items: IndexColumns, reported: Sequence[Columns], *, indexed: bool = False
+) -> MetadataTemplate | None:
     """A template for items that lie where `reported` says; None if they, or the metadata, are not of DCP's own kinds.
 
     Args:
         metadata: without storage data.
         items: those of each rank in `reported`, each of them once.
+        indexed: leave a gap for the name of an index.
     """
     try:
         with without_gc(), torch.device("cpu"):
-            return _Maker(metadata, items, reported).made()
+            return _Maker(metadata, items, reported, indexed=indexed).made()
     except _UnusualError:
         return None
 
@@ -140,7 +155,7 @@ def make_template(metadata: Metadata, items: IndexColumns, reported: Sequence[Co
 class _Maker:
     """Puts a pickle together. What its parts share comes first and is taken off the stack again: it stays numbered."""
 
-    def __init__(self, metadata: Metadata, items: IndexColumns, reported: Sequence[Columns]) -> None:
+    def __init__(self, metadata: Metadata, items: IndexColumns, reported: Sequence[Columns], *, indexed: bool) -> None:
         self._metadata, self._items, self._reported = metadata, items, reported
         self._state = metadata.state_dict_metadata
         planner_data = metadata.planner_data
@@ -149,7 +164,9 @@ class _Maker:
             planner_data = {sharing.share(name): value for name, value in planner_data.items()}
         entries = list(self._state.values())
         transforms = {name for columns in reported for name in columns.layout.transforms or ()}
-        shared: list[Any] = [Metadata, TensorStorageMetadata, BytesStorageMetadata, ChunkStorageMetadata, torch.Size]
+        # First of all: a reader looks for it in the first bytes.
+        shared: list[Any] = [INDEX_ATTRIBUTE, _NO_NAME] if indexed else []
+        shared += [Metadata, TensorStorageMetadata, BytesStorageMetadata, ChunkStorageMetadata, torch.Size]
         shared += [MetadataIndex, _StorageInfo, "state_dict_metadata", "planner_data", "storage_data", "properties"]
         shared += ["size", "chunks", "offsets", "sizes", "fqn", "index", "offset", "relative_path", "length"]
         shared += ["transform_descriptors", names._PAYLOAD_OFFSET, names._PAYLOAD_NBYTES, names._CRC32C]
@@ -163,6 +180,7 @@ class _Maker:
         if head is None:
             raise _UnusualError
         self._parts = [head, pickle.POP]
+        self._name = head.index(_NO_NAME.encode()) if indexed else None
         # The pickler numbers by identity, and equal strings of ours may be several objects.
         memo = pickler.memo.copy()
         self._known = {id(one): _get(memo[id(one)][0]) for one in shared if id(one) in memo}
@@ -176,7 +194,10 @@ class _Maker:
         texts, items = self._texts, self._items
         if not self._planner_data or not {*self._state, *items.names} <= texts.keys():
             return None
-        self._parts += [self._known[id(Metadata)], _BEGUN, texts["state_dict_metadata"], pickle.EMPTY_DICT, pickle.MARK]
+        self._parts += [self._known[id(Metadata)], _BEGUN]
+        if self._name is not None:
+            self._parts += [texts[INDEX_ATTRIBUTE], texts[_NO_NAME]]
+        self._parts += [texts["state_dict_metadata"], pickle.EMPTY_DICT, pickle.MARK]
         for name, entry in self._state.items():
             self._parts.append(texts[name])
             self._entry(entry)
@@ -192,7 +213,7 @@ class _Maker:
         self._parts.append(pickle.SETITEMS)
         counts = tuple([len(crcs) + len(blocks) for crcs, blocks in zip(words[::2], words[1::2], strict=True)])
         joined = torch.cat([torch.tensor(each, dtype=torch.int64) for each in words]) if words else torch.empty(0)
-        return MetadataTemplate(b"".join(self._parts), joined, counts, tuple(paths))
+        return MetadataTemplate(b"".join(self._parts), joined, counts, tuple(paths), self._name)
 
     def _entry(self, entry: Any) -> None:
         if type(entry) is BytesStorageMetadata and not vars(entry):

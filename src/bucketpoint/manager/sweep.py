@@ -103,13 +103,16 @@ def _sweep_folder(
 
 def _named_by_metadata(catalog: Catalog, folder: str) -> set[str] | None:
     """Paths that the folder's commit names; empty without a commit, None if it cannot be read."""
+    from bucketpoint.format.index_ref import ref_of
     from bucketpoint.format.metadata import decode_metadata
     from bucketpoint.format.storage_info import read_storage_info
 
     try:
         data, _ = catalog.store.get(catalog.metadata_key(folder))
         metadata = decode_metadata(data)
-        return {read_storage_info(info).path for info in (metadata.storage_data or {}).values()}
+        index = ref_of(metadata)
+        named = {read_storage_info(info).path for info in (metadata.storage_data or {}).values()}
+        return named | ({index.path} if index is not None else set())
     except ObjectNotFoundError:
         return set()
     except (MetadataError, UnsafeDataError):

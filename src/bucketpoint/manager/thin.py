@@ -9,6 +9,7 @@ from torch.distributed.checkpoint import Metadata
 from bucketpoint.errors import MetadataError, ObjectNotFoundError, PreconditionFailedError, UnsafeDataError
 from bucketpoint.format import keys
 from bucketpoint.format.groups import OPTIM
+from bucketpoint.format.index_ref import INDEX_GROUP
 from bucketpoint.format.metadata import decode_metadata, encode_metadata, extra, record_from_metadata
 from bucketpoint.format.storage_info import read_storage_info
 from bucketpoint.manager.catalog import Catalog
@@ -60,7 +61,8 @@ def thin(catalog: Catalog, snapshot: Snapshot, one: Tombstone, done: Pruned) -> 
     stays = {catalog.key(f"{one.folder}/{path}") for path in _paths(decode_metadata(data))}
     prefix = len(catalog.key(f"{one.folder}/"))
     found = [info.key for info in own_objects(catalog, one.folder)]
-    goes = [key for key in found if key not in stays and _is_optim(key[prefix:])]
+    # The index says what the metadata said before, and is no longer named.
+    goes = [key for key in found if key not in stays and _group(key[prefix:]) in (OPTIM, INDEX_GROUP)]
     failures += catalog.store.delete(goes)
     done.failures += failures
     if not failures:
@@ -102,5 +104,9 @@ def _paths(metadata: Metadata) -> set[str]:
 
 
 def _is_optim(path: str) -> bool:
+    return _group(path) == OPTIM
+
+
+def _group(path: str) -> str | None:
     named = keys.parse_data_path(path)
-    return named is not None and named[2] == OPTIM
+    return named[2] if named is not None else None

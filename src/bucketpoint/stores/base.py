@@ -119,8 +119,11 @@ class Store(Protocol):
         """
         ...
 
-    def get(self, key: str, *, max_bytes: int | None = None) -> tuple[bytes, ObjectInfo]:
-        """Read a whole small object.
+    def get(self, key: str, *, max_bytes: int | None = None, first: int | None = None) -> tuple[bytes, ObjectInfo]:
+        """Read a whole small object, in one request.
+
+        Args:
+            first: only so many bytes of its beginning, if it has more. Its size is told all the same.
 
         Raises:
             ObjectNotFoundError: no such key.

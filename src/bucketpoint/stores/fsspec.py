@@ -94,14 +94,16 @@ class FsspecStore:
                 self._write(key, data)
                 return self._written(key, len(data))
 
-    def get(self, key: str, *, max_bytes: int | None = None) -> tuple[bytes, ObjectInfo]:
+    def get(self, key: str, *, max_bytes: int | None = None, first: int | None = None) -> tuple[bytes, ObjectInfo]:
         info = self.head(key)
-        if max_bytes is not None and info.size > max_bytes:
+        part = first is not None and info.size > first
+        if max_bytes is not None and not part and info.size > max_bytes:
             raise CorruptDataError(
                 f"the object has {info.size} bytes, and at most {max_bytes} were expected", url=self._url(key)
             )
         with self._errors("get", key):
-            return bytes(self.fs.cat_file(self._path(key))), info
+            limits = {"start": 0, "end": first} if part else {}
+            return bytes(self.fs.cat_file(self._path(key), **limits)), info
 
     def read_into(self, key: str, offset: int, buffers: Buffers, *, if_match: str | None = None) -> None:
         size = sum(view.nbytes for view in buffers)

@@ -75,14 +75,15 @@ class LocalStore:
         with self._errors("put", key):
             return self._publish(key, lambda fd: _write(fd, body), if_none_match=if_none_match, if_match=if_match)
 
-    def get(self, key: str, *, max_bytes: int | None = None) -> tuple[bytes, ObjectInfo]:
+    def get(self, key: str, *, max_bytes: int | None = None, first: int | None = None) -> tuple[bytes, ObjectInfo]:
         with self._errors("get", key), open(self._path(key), "rb", buffering=0) as file:
             info = _info(key, os.fstat(file.fileno()))
-            if max_bytes is not None and info.size > max_bytes:
+            size = info.size if first is None else min(info.size, first)
+            if max_bytes is not None and size > max_bytes:
                 raise CorruptDataError(
                     f"the object has {info.size} bytes, and at most {max_bytes} were expected", url=self._url(key)
                 )
-            data = bytearray(info.size)
+            data = bytearray(size)
             _read(file.fileno(), 0, [memoryview(data)], self._url(key))
             return bytes(data), info
 

@@ -123,15 +123,23 @@ class S3Store:
             return ObjectInfo(key, len(content), _unquoted(reply.get("ETag")))
         raise gone
 
-    def get(self, key: str, *, max_bytes: int | None = None) -> tuple[bytes, ObjectInfo]:
-        reply = self._call("GetObject", key, Key=key)
-        info = _info(key, reply, reply.get("ContentLength"))
-        if max_bytes is not None and info.size > max_bytes:
+    def get(self, key: str, *, max_bytes: int | None = None, first: int | None = None) -> tuple[bytes, ObjectInfo]:
+        wanted = {} if first is None else {"Range": f"bytes=0-{first - 1}"}
+        try:
+            reply = self._call("GetObject", key, Key=key, **wanted)
+        except CorruptDataError:
+            if first is None:
+                raise
+            # An empty object has no first byte.
+            return self.get(key, max_bytes=max_bytes)
+        size = int(reply.get("ContentLength") or 0)
+        info = _info(key, reply, _whole_size(reply, size))
+        if max_bytes is not None and size > max_bytes:
             discard(reply["Body"])
             raise CorruptDataError(
                 f"the object has {info.size} bytes, and at most {max_bytes} were expected", url=self._url(key)
             )
-        data = bytearray(info.size)
+        data = bytearray(size)
         self._receive(key, reply["Body"], [memoryview(data)])
         return bytes(data), info
 
@@ -320,6 +328,12 @@ class S3Store:
 def _info(key: str, entry: dict[str, Any], size: int | None) -> ObjectInfo:
     modified = entry.get("LastModified")
     return ObjectInfo(key, int(size or 0), _unquoted(entry.get("ETag")), modified.timestamp() if modified else None)
+
+
+def _whole_size(reply: dict[str, Any], received: int) -> int:
+    """The size of an object of which a range was received: `bytes 0-9/1234` (RFC 9110, 14.4)."""
+    whole = str(reply.get("ContentRange") or "").rpartition("/")[2]
+    return int(whole) if whole.isdecimal() else received
 
 
 def _quoted(etag: str) -> str:

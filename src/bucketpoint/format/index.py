@@ -1,0 +1,377 @@
+"""The index beside a large `.metadata`: the same content in columns, at a few bytes a chunk. Written here. No I/O.
+
+Layout: a head, then five parts. Names and kinds of the entries, the planner's paths to them, columns of numbers (all
+three the same at every save of one structure), facts of this save, and raw checksums: one of each item, then those of
+blocks. How it is read is `index_read.py`'s, how one is found `index_ref.py`'s.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import struct
+import zlib
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from bucketpoint.format.allow_list import DTYPE_NAMES
+from bucketpoint.format.columns import pack
+from bucketpoint.format.index_ref import INDEX_ATTRIBUTE
+from bucketpoint.format.int_columns import CPU, Segments, UnsuitableError, encode, encode_segments
+from bucketpoint.format.memory import tensor_bytes
+
+MAGIC = b"BPINDEX1"
+PARTS = ("structure", "mappings", "columns", "facts", "checksums", "blocks")
+COMPRESSED = 4
+HEAD = struct.Struct("<8sQQ" + "QQ" * len(PARTS))
+"""Magic, number of items, number of block checksums, then for each part its stored size and its real one."""
+
+LARGEST_RATIO = 64
+"""No part is larger than so many times the whole index and a mebibyte, so that reading cannot fill the memory."""
+
+SIZE_GUESSES = 2
+
+_BYTES_ENTRY = 0
+_STATE = {"state_dict_metadata", "planner_data", "storage_data", "storage_meta", "version", INDEX_ATTRIBUTE}
+
+
+@dataclass(frozen=True)
+class IndexTemplate:
+    """An index without the facts and checksums of one save.
+
+    Attributes:
+        parts: the compressed parts that stay the same, and their real sizes.
+        slots: where the item that comes n-th in the storage data is in the index.
+        words: which of the block checksums, in the order of the storage data, comes n-th in the index.
+        objects: how many data objects the items lie in.
+    """
+
+    parts: tuple[tuple[bytes, int], ...]
+    slots: torch.Tensor
+    words: torch.Tensor
+    objects: int
+
+    def fill(
+        self,
+        checksums: bytes,
+        blocks: bytes,
+        paths: Sequence[str],
+        *,
+        bucketpoint: dict[str, Any],
+        storage_meta: StorageMeta | None,
+        version: tuple[str | None, ...],
+    ) -> bytes | None:
+        """The index of a save; None if something does not fit.
+
+        Args:
+            checksums, blocks: 4 bytes each, in the order of the storage data.
+            paths: of the objects, in the order in which the storage data names them.
+            bucketpoint: the attribute of that name in `.metadata`.
+            version: the attribute of that name; none if there is no such attribute.
+        """
+        if len(checksums) != 4 * len(self.slots) or len(blocks) != 4 * len(self.words) or len(paths) != self.objects:
+            return None
+        facts = _facts(paths, bucketpoint, storage_meta, version)
+        if facts is None:
+            return None
+        ordered = torch.empty(len(self.slots), dtype=torch.int32, device=CPU)
+        ordered[self.slots] = _words(checksums)
+        mixed = _words(blocks)[self.words]
+        raw = [bytes(tensor_bytes(ordered)), bytes(tensor_bytes(mixed))]
+        stored = [*self.parts, (zlib.compress(facts), len(facts)), *((data, len(data)) for data in raw)]
+        sizes = itertools.chain.from_iterable((len(data), size) for data, size in stored)
+        head = HEAD.pack(MAGIC, len(self.slots), len(self.words), *sizes)
+        whole = b"".join([head, *(data for data, _ in stored)])
+        return whole if all(size <= largest_part(len(whole)) for _, size in stored) else None
+
+
+def largest_part(nbytes: int) -> int:
+    """How large a part of an index of so many bytes may become."""
+    return LARGEST_RATIO * nbytes + (1 << 20)
+
+
+def encode_index(metadata: Metadata, *, bucketpoint: dict[str, Any]) -> tuple[bytes, IndexTemplate] | None:
+    """The index of metadata with storage data, and what makes that of a later save with items in the same places.
+
+    Args:
+        bucketpoint: the attribute of that name in `.metadata`, whole.
+
+    Returns:
+        None if the index would not say all that `.metadata` says: metadata of other writers' kinds, or items without
+        checksums.
+    """
+    try:
+        return _encode(metadata, bucketpoint)
+    except (UnsuitableError, AttributeError, TypeError, OverflowError):
+        # Whatever is not what DCP's own classes hold stays in `.metadata` alone.
+        return None
+
+
+def _encode(metadata: Metadata, bucketpoint: dict[str, Any]) -> tuple[bytes, IndexTemplate] | None:
+    _require(vars(metadata).keys() <= _STATE)
+    entries, storage_data = metadata.state_dict_metadata, metadata.storage_data
+    _require(type(entries) is dict and type(storage_data) is dict and len(storage_data) > 0)
+    for info in storage_data.values():
+        transforms = info.transform_descriptors
+        _require(transforms is None or (type(transforms) is list and len(transforms) > 0))
+    columns = pack(list(storage_data.values()))
+    _require(columns is not None)
+    assert columns is not None
+    table = _Entries(entries)
+    slots, hints = _places(entries, table, storage_data)
+    boxes = [torch.tensor(column, dtype=torch.int64, device=CPU) for column in (table.offsets, table.sizes)]
+    layout = [torch.frombuffer(columns.layout.column(n), dtype=torch.int64) for n in range(7)]
+    data, words = _columns(table, boxes, hints, layout, slots)
+    structure = {
+        "names": list(entries),
+        "properties": list(table.properties),
+        "transforms": list(columns.layout.transforms or ()),
+    }
+    static = [_json(structure), _json(_mappings(metadata.planner_data, entries)), data]
+    template = IndexTemplate(
+        tuple([(zlib.compress(part), len(part)) for part in static]), slots, words, len(columns.objects)
+    )
+    whole = template.fill(
+        columns.checksums[: 4 * len(slots)],
+        columns.checksums[4 * len(slots) :],
+        [path for path, _, _ in columns.objects],
+        bucketpoint=bucketpoint,
+        storage_meta=metadata.storage_meta,
+        version=(metadata.version,) if "version" in vars(metadata) else (),
+    )
+    return None if whole is None else (whole, template)
+
+
+class _Entries:
+    """What the state's entries are, one column for each fact. Boxes go axis by axis, and within it chunk by chunk."""
+
+    def __init__(self, entries: dict[str, Any]) -> None:
+        self.properties: dict[tuple[Any, ...], int] = {}
+        self.kinds, self.dims, self.counts, self.shapes = (array("q") for _ in range(4))
+        self.itemsizes = array("q")
+        self.offsets, self.sizes = array("q"), array("q")
+        for fqn, entry in entries.items():
+            _require(type(fqn) is str)
+            if type(entry) is BytesStorageMetadata:
+                self._add(_BYTES_ENTRY, 0, 1, 0)
+                continue
+            _require(type(entry) is TensorStorageMetadata and type(entry.size) is torch.Size)
+            chunks = entry.chunks
+            _require(all(type(chunk) is ChunkStorageMetadata for chunk in chunks))
+            dims = len(entry.size)
+            for boxes, column in (
+                ([chunk.offsets for chunk in chunks], self.offsets),
+                ([chunk.sizes for chunk in chunks], self.sizes),
+            ):
+                _require(all(type(box) is torch.Size and len(box) == dims for box in boxes))
+                for axis in zip(*boxes, strict=True):
+                    column.extend(axis)
+            self._add(self._kind(entry.properties), dims, len(chunks), entry.properties.dtype.itemsize)
+            self.shapes.extend(entry.size)
+
+    def _add(self, kind: int, dims: int, count: int, itemsize: int) -> None:
+        self.kinds.append(kind)
+        self.dims.append(dims)
+        self.counts.append(count)
+        self.itemsizes.append(itemsize)
+
+    def _kind(self, properties: TensorProperties) -> int:
+        _require(type(properties) is TensorProperties)
+        dtype, layout, requires_grad, memory_format, pin_memory = properties.__getstate__()[:5]  # type: ignore[no-untyped-call]
+        _require(type(requires_grad) is bool and type(pin_memory) is bool)
+        told = (
+            str(dtype).removeprefix("torch."),
+            str(layout).removeprefix("torch."),
+            requires_grad,
+            memory_format.value,
+            pin_memory,
+        )
+        # What a reader refuses by name is left to `.metadata`, where it can be told to trust it.
+        _require(told[0] in DTYPE_NAMES)
+        return self.properties.setdefault(told, len(self.properties) + 1)
+
+
+def _places(
+    entries: dict[str, Any], table: _Entries, storage_data: dict[MetadataIndex, Any]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Which slot each item is in, in the order of the storage data; and DCP's hints, slot by slot."""
+    firsts = dict(zip(entries, itertools.accumulate(table.counts, initial=0), strict=False))
+    found: dict[str, dict[Any, int]] = {}
+    slots, hints = array("q"), array("q")
+    for index in storage_data:
+        fqn, offset, hint = index.fqn, index.offset, index.index
+        entry = entries.get(fqn)
+        if type(entry) is TensorStorageMetadata:
+            chunks = entry.chunks
+            if type(hint) is not int or not 0 <= hint < len(chunks) or chunks[hint].offsets != offset:
+                _require(type(offset) is torch.Size)
+                if fqn not in found:
+                    found[fqn] = {chunk.offsets: number for number, chunk in enumerate(chunks)}
+                place = found[fqn].get(offset, -1)
+                _require(place >= 0)
+            else:
+                place = hint
+            slots.append(firsts[fqn] + place)
+        else:
+            _require(entry is not None and offset is None)
+            slots.append(firsts[fqn])
+        _require(hint is None or (type(hint) is int and hint >= 0))
+        hints.append(-1 if hint is None else hint)
+    places = torch.tensor(slots, dtype=torch.int64, device=CPU)
+    total = sum(table.counts)
+    _require(len(places) == total and int(torch.bincount(places, minlength=total).max()) == 1)
+    ordered = torch.empty_like(places)
+    ordered[places] = torch.tensor(hints, dtype=torch.int64, device=CPU)
+    return places, ordered
+
+
+def _columns(
+    table: _Entries,
+    boxes: list[torch.Tensor],
+    hints: torch.Tensor,
+    layout: list[torch.Tensor],
+    slots: torch.Tensor,
+) -> tuple[bytes, torch.Tensor]:
+    """All columns of numbers, and the order of the block checksums."""
+    kinds, dims, counts, shapes, itemsizes = (
+        torch.tensor(column, dtype=torch.int64, device=CPU)
+        for column in (table.kinds, table.dims, table.counts, table.shapes, table.itemsizes)
+    )
+    entries, axes = Segments.of(counts), Segments.of(counts.repeat_interleave(dims))
+    parts = [encode(column) for column in (kinds, dims, counts, shapes)]
+    parts += [encode_segments(boxes[0], axes)]
+    guesses = [
+        encode_segments(boxes[1] - size_guess(kind, boxes[0], shapes, axes), axes)
+        + encode(torch.tensor([kind], device=CPU))
+        for kind in range(SIZE_GUESSES)
+    ]
+    parts += [min(guesses, key=lambda data: len(zlib.compress(data, 1)))]
+    source = layout[6]
+    objects, offsets, lengths, payload_offsets, payloads, blocks, block_counts = (
+        torch.empty_like(column).scatter_(0, slots, column) for column in layout
+    )
+    expected = payload_sizes(boxes[1], kinds, dims, entries, itemsizes)
+    _require(bool(torch.equal(block_counts, count_blocks(blocks, payloads, lengths))))
+    parts += [
+        encode_segments(column, entries)
+        for column in (
+            hints, objects, payloads - expected, lengths - payloads.clamp(min=0), payload_offsets, blocks,
+            gaps(objects, offsets, lengths),
+        )
+    ]  # fmt: skip
+    # Where each item's blocks are in the storage data, slot by slot.
+    begins = torch.empty_like(source).scatter_(0, slots, torch.cumsum(source, 0) - source)
+    owned = Segments.of(block_counts)
+    return b"".join(parts), begins[owned.owner] + owned.place
+
+
+def payload_sizes(
+    sizes: torch.Tensor, kinds: torch.Tensor, dims: torch.Tensor, entries: Segments, itemsizes: torch.Tensor
+) -> torch.Tensor:
+    """Bytes of each item's elements; -1 for what is no tensor."""
+    counts, owner = entries.counts, entries.owner
+    nbytes = torch.where(kinds == _BYTES_ENTRY, -1, itemsizes)[owner]
+    first = torch.cumsum(counts * dims, 0) - counts * dims
+    first -= torch.cumsum(counts, 0) - counts
+    for axis in range(int(dims.max()) if len(dims) else 0):
+        has = torch.nonzero((dims > axis)[owner]).reshape(-1)
+        nbytes[has] *= sizes[(first + axis * counts)[owner[has]] + has]
+    return nbytes
+
+
+def count_blocks(blocks: torch.Tensor, payloads: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+    """How many block checksums each item has: none where the size of its blocks is -1."""
+    covered = torch.where(payloads < 0, lengths, payloads)
+    return torch.where(blocks > 0, (covered + blocks - 1) // blocks.clamp(min=1), 0)
+
+
+def gaps(objects: torch.Tensor, offsets: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+    """Bytes between an item and the one before it in the same object, in the order of the slots."""
+    order = torch.argsort(objects, stable=True)
+    ends = torch.roll((offsets + lengths)[order], 1)
+    mine = objects[order]
+    ends[(mine != torch.roll(mine, 1)) | (torch.arange(len(mine), device=CPU) == 0)] = 0
+    return torch.empty_like(offsets).scatter_(0, order, offsets[order] - ends)
+
+
+def size_guess(kind: int, offsets: torch.Tensor, shapes: torch.Tensor, axes: Segments) -> torch.Tensor | int:
+    """What sizes are told relative to: nothing, or what is left until the next chunk begins."""
+    if kind == 0:
+        return 0
+    until, present = torch.roll(offsets, -1).long(), axes.counts > 0
+    until[(torch.cumsum(axes.counts, 0) - 1)[present]] = shapes[present]
+    until -= offsets
+    return until
+
+
+def _mappings(planner_data: Any, entries: dict[str, Any]) -> Any:
+    """DCP's paths of flattened names; those of names in the state, in its order, without the name."""
+    if planner_data is None:
+        return None
+    _require(type(planner_data) is dict)
+    for name, path in planner_data.items():
+        _require(type(name) is str and type(path) is tuple and all(type(step) in (str, int) for step in path))
+    if list(planner_data) == list(entries):
+        return list(planner_data.values())
+    return dict(planner_data)
+
+
+def _facts(
+    paths: Sequence[str], bucketpoint: dict[str, Any], meta: StorageMeta | None, version: tuple[str | None, ...]
+) -> bytes | None:
+    objects = bucketpoint.get("objects")
+    known: dict[str, Any] = objects if objects is not None else {}
+    rest = {name: value for name, value in bucketpoint.items() if name != "objects"}
+    if any(type(fact) is not dict or set(fact) != {"size", "etag"} for fact in known.values()):
+        return None
+    named = dict.fromkeys(paths)
+    listed = [*paths, *(path for path in known if path not in named)]
+    told = [[path, known[path]["size"], known[path]["etag"]] if path in known else [path] for path in listed]
+    storage_meta = None
+    if meta is not None:
+        where = meta.checkpoint_id
+        where = os.fspath(where) if isinstance(where, os.PathLike) else where
+        storage_meta = [where, meta.save_id, meta.load_id, list(meta.modules)]
+    document = {
+        "paths": len(paths),
+        "table": objects is not None,
+        "objects": told,
+        "bucketpoint": rest,
+        "storage_meta": storage_meta,
+        "version": list(version),
+    }
+    try:
+        data = _json(document)
+    except (TypeError, ValueError):
+        return None
+    # JSON makes a list of a tuple, and a name of a number.
+    return data if json.loads(data)["bucketpoint"] == rest else None
+
+
+def _json(value: Any) -> bytes:
+    return json.dumps(value, separators=(",", ":")).encode()
+
+
+def _words(data: bytes) -> torch.Tensor:
+    return (
+        torch.frombuffer(bytearray(data), dtype=torch.int32) if data else torch.empty(0, dtype=torch.int32, device=CPU)
+    )
+
+
+def _require(holds: bool) -> None:
+    if not holds:
+        raise UnsuitableError

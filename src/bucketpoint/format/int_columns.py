@@ -1,0 +1,212 @@
+"""Columns of whole numbers in few bytes: constants, progressions of each segment, and byte planes of others. No I/O.
+
+What lays out chunks is mostly arithmetic: offsets count up, sizes repeat, the last one is smaller. Where it is not,
+bytes of the same weight lie together, so that the compressor that comes after finds what repeats.
+"""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from dataclasses import dataclass
+
+import torch
+
+from bucketpoint.errors import MetadataError
+from bucketpoint.format.memory import tensor_bytes
+
+CPU = torch.device("cpu")
+"""Named wherever a tensor is made: a model may be loaded under another default device."""
+
+_CONSTANT, _PLANES, _DELTAS, _SEGMENTS = range(4)
+_CONSTANT_HEAD, _PLANES_HEAD = struct.Struct("<Bq"), struct.Struct("<BqB")
+_WIDEST = 8
+_LIMIT = 1 << 63
+
+
+class UnsuitableError(ValueError):
+    """What is to be encoded cannot be told in this form."""
+
+
+@dataclass(frozen=True)
+class Segments:
+    """Stretches of a column that belong to one tensor each: how long each is, in order.
+
+    Attributes:
+        counts: int64, one for each segment.
+        owner: int64, one for each value: the number of its segment.
+    """
+
+    counts: torch.Tensor
+    owner: torch.Tensor
+
+    @staticmethod
+    def of(counts: torch.Tensor) -> Segments:
+        return Segments(counts, torch.repeat_interleave(torch.arange(len(counts), device=CPU), counts))
+
+    @property
+    def place(self) -> torch.Tensor:
+        """int64, one for each value: its place in its segment. Not kept, as it takes as much memory as the values."""
+        place = torch.arange(len(self.owner), device=CPU)
+        place -= (torch.cumsum(self.counts, 0) - self.counts)[self.owner]
+        return place
+
+
+def encode(values: torch.Tensor) -> bytes:
+    """A column as it is, int64.
+
+    Raises:
+        UnsuitableError: its values are too far apart.
+    """
+    constant = _constant(values)
+    if constant is not None:
+        return constant
+    planes = [_planes(_PLANES, values), _planes(_DELTAS, values.diff(prepend=values.new_zeros(1)))]
+    suitable = [data for data in planes if data is not None]
+    if not suitable:
+        raise UnsuitableError("numbers too far apart")
+    return min(suitable, key=lambda data: len(zlib.compress(data, 1)))
+
+
+def encode_segments(values: torch.Tensor, segments: Segments) -> bytes:
+    """A column whose segments are arithmetic progressions, for the most part, maybe with another last value."""
+    constant = _constant(values)
+    if constant is not None:
+        return constant
+    counts = segments.counts
+    ends = torch.cumsum(counts, 0)
+    begins = ends - counts
+    starts = _at(values, begins, counts > 0)
+    steps = torch.where(counts > 1, _at(values, begins + 1, counts > 1) - starts, 0)
+    place = segments.place
+    expected = starts[segments.owner] + steps[segments.owner] * place
+    lasts = torch.where(counts > 0, _at(values - expected, ends - 1, counts > 0), 0)
+    off = (values != expected) & (place != (counts - 1)[segments.owner])
+    bad = torch.zeros(len(counts), dtype=torch.bool, device=CPU)
+    bad[segments.owner[off]] = True
+    rest = values[bad[segments.owner]]
+    parts = [encode(torch.where(bad, 0, column)) for column in (starts, steps, lasts)]
+    parts += [encode(bad.to(torch.int64)), encode(rest)]
+    return b"".join([bytes([_SEGMENTS]), *parts])
+
+
+class Decoder:
+    """Reads columns one after the other, in the order in which they were encoded.
+
+    Raises, in all methods:
+        MetadataError: the data breaks off, or is none of this.
+    """
+
+    def __init__(self, data: bytes) -> None:
+        self._data = memoryview(data)
+        self._position = 0
+
+    def column(self, count: int) -> torch.Tensor:
+        """int64, of `count` values; not to be written to, as a constant takes the memory of one."""
+        kind = self._peek()
+        if kind == _CONSTANT:
+            return self._constant(count)
+        if kind not in (_PLANES, _DELTAS):
+            raise MetadataError("The index has a column of an unknown kind")
+        _, base, width = _PLANES_HEAD.unpack(self._take(_PLANES_HEAD.size))
+        if not 0 < width <= _WIDEST:
+            raise MetadataError("The index has a column of an impossible width")
+        data = self._take(width * count)
+        if not count:
+            return torch.empty(0, dtype=torch.int64, device=CPU)
+        planes = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        values = torch.full((count,), base, dtype=torch.int64, device=CPU)
+        for number in range(width):
+            values += planes[number * count : (number + 1) * count].to(torch.int64) << (8 * number)
+        return torch.cumsum(values, 0) if kind == _DELTAS else values
+
+    def segmented(self, segments: Segments) -> torch.Tensor:
+        """The same for what `encode_segments` made."""
+        if self._peek() == _CONSTANT:
+            return self._constant(len(segments.owner))
+        if self._take(1)[0] != _SEGMENTS:
+            raise MetadataError("The index has a column of an unknown kind")
+        counts, owner = segments.counts, segments.owner
+        starts, steps, lasts, bad = (self.column(len(counts)) for _ in range(4))
+        present = counts > 0
+        if steps.any():
+            values = _progressions(starts[present], steps[present], counts[present], steps[owner])
+        else:
+            values = starts[owner]
+        if lasts.any():
+            values[(torch.cumsum(counts, 0) - 1)[present]] += lasts[present]
+        where = torch.nonzero(bad != 0).reshape(-1)
+        rest = self.column(int(counts[where].sum()))
+        if len(where):
+            values[(bad != 0)[owner]] = rest
+        return values
+
+    def end(self) -> None:
+        """There must be nothing left."""
+        if self._position != len(self._data):
+            raise MetadataError("The index has more columns than it should have")
+
+    def _constant(self, count: int) -> torch.Tensor:
+        _, value = _CONSTANT_HEAD.unpack(self._take(_CONSTANT_HEAD.size))
+        return torch.tensor([value], dtype=torch.int64, device=CPU).expand(count)
+
+    def _peek(self) -> int:
+        if self._position >= len(self._data):
+            raise MetadataError("The index breaks off")
+        return self._data[self._position]
+
+    def _take(self, size: int) -> memoryview:
+        taken = self._data[self._position : self._position + size]
+        if len(taken) != size:
+            raise MetadataError("The index breaks off")
+        self._position += size
+        return taken
+
+
+def narrow(values: torch.Tensor) -> torch.Tensor:
+    """The same numbers in the fewest bytes that hold them all."""
+    if not len(values):
+        return values
+    if values.stride() == (0,):
+        return values
+    lowest, highest = (int(bound) for bound in torch.aminmax(values))
+    if lowest == highest:
+        return values[:1].clone().expand(len(values))
+    for dtype in (torch.int8, torch.int16, torch.int32):
+        if torch.iinfo(dtype).min <= lowest and highest <= torch.iinfo(dtype).max:
+            return values.to(dtype)
+    return values
+
+
+def _progressions(
+    starts: torch.Tensor, steps: torch.Tensor, counts: torch.Tensor, values: torch.Tensor
+) -> torch.Tensor:
+    """Count up in `values`, which holds the step of each, so that no more memory is needed."""
+    ends = starts + steps * (counts - 1)
+    before = torch.roll(ends, 1)
+    before[:1] = 0
+    values[torch.cumsum(counts, 0) - counts] = starts - before
+    return values.cumsum_(0)
+
+
+def _at(values: torch.Tensor, places: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
+    found = torch.zeros(len(places), dtype=torch.int64, device=CPU)
+    found[valid] = values[places[valid]]
+    return found
+
+
+def _constant(values: torch.Tensor) -> bytes | None:
+    if not len(values):
+        return _CONSTANT_HEAD.pack(_CONSTANT, 0)
+    lowest, highest = (int(bound) for bound in torch.aminmax(values))
+    return _CONSTANT_HEAD.pack(_CONSTANT, lowest) if lowest == highest else None
+
+
+def _planes(kind: int, values: torch.Tensor) -> bytes | None:
+    lowest, highest = (int(bound) for bound in torch.aminmax(values))
+    if highest - lowest >= _LIMIT:
+        return None
+    width = max(-(-(highest - lowest).bit_length() // 8), 1)
+    above = values - lowest
+    planes = torch.cat([((above >> (8 * number)) & 0xFF).to(torch.uint8) for number in range(width)])
+    return _PLANES_HEAD.pack(kind, lowest, width) + bytes(tensor_bytes(planes))

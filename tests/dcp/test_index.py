@@ -1,0 +1,282 @@
+"""Checkpoints with an index: when it is written, how it is found, and that nothing depends on it."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from hypothesis import HealthCheck, given, settings
+from torch.distributed.checkpoint import FileSystemReader
+
+import bucketpoint.dcp.commit as commit
+import bucketpoint.dcp.session as session
+from bucketpoint import BucketReader, BucketWriter, LoadPlanner, S3Reader, S3Writer, SavePlanner
+from bucketpoint.errors import TransientStoreError
+from bucketpoint.format import index_ref
+from bucketpoint.format.groups import GroupRule
+from bucketpoint.format.index import MAGIC
+from bucketpoint.format.index_ref import find_ref
+from bucketpoint.format.index_view import Entries, decode_index
+from bucketpoint.format.metadata import decode_metadata, record_from_metadata
+from bucketpoint.format.record import CommitRecord
+from bucketpoint.stores import LocalStore
+from dcp import index_scenarios
+from dcp.ranks import Ranks
+from dcp.test_compat import counted
+from dcp.test_reshard import any_layout_is_loaded, jobs, pairs
+from servers import S3Server
+from transfer.wrappers import CountingStore
+
+ITEMS, HEAD = 12, 600
+
+
+@pytest.fixture(autouse=True)
+def _small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Indexes for checkpoints of a dozen items."""
+    monkeypatch.setattr(index_ref, "INDEX_ITEMS", ITEMS)
+    monkeypatch.setattr(index_ref, "HEAD_BYTES", HEAD)
+
+
+@pytest.fixture
+def stores(monkeypatch: pytest.MonkeyPatch) -> list[CountingStore]:
+    return counted(monkeypatch)
+
+
+def state(value: float | None, items: int = 20) -> dict[str, Any]:
+    tensors = {
+        f"t{number}": torch.full((4, 3), -1.0 if value is None else value + number) for number in range(items - 1)
+    }
+    return {"model": tensors, "step": 0 if value is None else 3}
+
+
+def save(path: Any, value: float = 1.0, items: int = 20, writer: Any = None, planner: Any = None) -> None:
+    writer = writer or BucketWriter()
+    dcp.save(state(value, items), checkpoint_id=path, storage_writer=writer, planner=planner, no_dist=True)
+
+
+def load(path: Any, value: float = 1.0, items: int = 20, reader: Any = None, planner: Any = None) -> Any:
+    """Load, compare, and return the kind of the metadata's entries."""
+    reader, target = reader or BucketReader(), state(None, items)
+    dcp.load(target, checkpoint_id=path, storage_reader=reader, planner=planner, no_dist=True)
+    for name, expected in state(value, items)["model"].items():
+        assert torch.equal(target["model"][name], expected), name
+    assert target["step"] == 3
+    return type(getattr(reader, "_metadata", reader).__dict__.get("state_dict_metadata"))
+
+
+def index_files(path: Path) -> list[Path]:
+    return [file for file in path.rglob("*-index-0.distcp") if file.read_bytes().startswith(MAGIC)]
+
+
+def calls(stores: list[CountingStore]) -> dict[str, int]:
+    names = {name for store in stores for name in store.calls}
+    return {name: sum(store.calls[name] for store in stores) for name in names}
+
+
+def test_a_small_checkpoint_has_no_index_and_costs_one_request_more_than_its_data(
+    tmp_path: Path, stores: list[CountingStore], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(index_ref, "HEAD_BYTES", 128 << 10)
+    save(tmp_path, items=ITEMS - 1)
+    assert index_files(tmp_path) == []
+    puts = calls(stores)["put"]
+    stores.clear()
+    assert load(tmp_path, items=ITEMS - 1) is dict
+    assert calls(stores)["get"] == 1
+    stores.clear()
+    save(tmp_path / "more", items=ITEMS)
+    assert len(index_files(tmp_path / "more")) == 1
+    assert calls(stores)["put"] == puts + 1
+
+
+def test_a_large_one_is_loaded_from_its_index_with_one_request_more(
+    tmp_path: Path, stores: list[CountingStore]
+) -> None:
+    save(tmp_path)
+    stores.clear()
+    assert load(tmp_path) is Entries
+    assert calls(stores)["get"] == 2
+    assert load(tmp_path, planner=LoadPlanner()) is Entries
+
+
+@pytest.mark.contract
+def test_s3_gives_the_first_bytes_and_the_index(s3: S3Server, bucket: str, stores: list[CountingStore]) -> None:
+    url = f"s3://{bucket}/a"
+    save(url, writer=S3Writer(storage_options=s3.options))
+    stores.clear()
+    assert load(url, reader=S3Reader(storage_options=s3.options)) is Entries
+    assert calls(stores)["get"] == 2
+
+
+@pytest.mark.contract
+def test_fsspec_gives_the_first_bytes_and_the_index() -> None:
+    save("memory://index/a")
+    assert load("memory://index/a") is Entries
+
+
+@pytest.mark.contract
+def test_stock_readers_load_a_checkpoint_with_an_index(tmp_path: Path) -> None:
+    save(tmp_path)
+    assert len(index_files(tmp_path)) == 1
+    load(tmp_path, reader=FileSystemReader(tmp_path))
+
+
+def test_the_index_says_what_the_metadata_says_and_the_record_needs_it_not(tmp_path: Path) -> None:
+    save(tmp_path)
+    data = (tmp_path / ".metadata").read_bytes()
+    (index,) = index_files(tmp_path)
+    assert decode_index(index.read_bytes()) == decode_metadata(data)
+    index.unlink()
+    record = record_from_metadata(data)
+    written = CommitRecord.from_json((tmp_path / ".bucketpoint.json").read_bytes())
+    assert (record.items, record.bytes, record.objects) == (written.items, written.bytes, written.objects)
+    assert record.items == 20
+    assert "index" not in record.groups
+
+
+def test_the_index_is_there_before_the_commit_that_names_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    put: list[str] = []
+
+    class Watched(CountingStore):
+        def put(self, key: str, *args: Any, **kwargs: Any) -> Any:
+            put.append(key.rpartition("/")[2])
+            if "-index-" in key and len(put) < 10:
+                raise TransientStoreError("gone")
+            return self.inner.put(key, *args, **kwargs)
+
+    original = session.open_store
+    monkeypatch.setattr(session, "open_store", lambda *a, **k: (Watched(original(*a, **k)[0]), original(*a, **k)[1]))
+    with pytest.raises(dcp.CheckpointException):
+        save(tmp_path)
+    assert not (tmp_path / ".metadata").exists()
+    put += [""] * 10
+    save(tmp_path)
+    assert [name.split("-")[2] if "-" in name else name for name in put[-4:]] == ["other", "index", ".metadata", ".bucketpoint.json"]  # fmt: skip # noqa: E501
+
+
+@pytest.mark.parametrize("what", ["missing", "cut", "longer", "altered", "another's", "empty"])
+def test_an_index_that_is_not_the_one_meant_is_left_alone(
+    tmp_path: Path, what: str, stores: list[CountingStore], caplog: pytest.LogCaptureFixture
+) -> None:
+    save(tmp_path / "a")
+    save(tmp_path / "b", 50.0)
+    (index,), (other,) = index_files(tmp_path / "a"), index_files(tmp_path / "b")
+    data = index.read_bytes()
+    index.unlink()
+    if what != "missing":
+        made = {
+            "cut": data[:-1],
+            "longer": data + b"x",
+            "altered": data[:-1] + bytes([data[-1] ^ 1]),
+            "another's": other.read_bytes(),
+            "empty": b"",
+        }
+        index.write_bytes(made[what])
+    stores.clear()
+    assert load(tmp_path / "a") is dict
+    assert calls(stores)["get"] == 3
+    if what in ("cut", "altered", "empty"):
+        assert "is damaged" in caplog.text
+
+
+def test_a_checkpoint_that_is_overwritten_between_the_two_reads_is_loaded_as_it_is_then(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(tmp_path)
+    original, seen = LocalStore.get, []
+
+    def get(self: LocalStore, key: str, **kwargs: Any) -> Any:
+        found = original(self, key, **kwargs)
+        seen.append(key)
+        if len(seen) == 1:
+            monkeypatch.setattr(LocalStore, "get", original)
+            save(tmp_path, 70.0)
+            monkeypatch.setattr(LocalStore, "get", get)
+        return found
+
+    monkeypatch.setattr(LocalStore, "get", get)
+    assert load(tmp_path, 70.0) is dict
+    assert [key.endswith(".metadata") for key in seen] == [True, True]
+
+
+def test_an_overwrite_deletes_the_index_that_it_replaces(tmp_path: Path) -> None:
+    save(tmp_path)
+    before = index_files(tmp_path)
+    save(tmp_path, 2.0)
+    assert len(index_files(tmp_path)) == 1
+    assert index_files(tmp_path) != before
+    save(tmp_path, 3.0, items=4)
+    assert index_files(tmp_path) == []
+    assert len(list(tmp_path.rglob("*.distcp"))) == 2
+
+
+def test_an_unchanged_state_is_saved_with_the_index_before_filled_in_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writer, planner = BucketWriter(), SavePlanner()
+    made = []
+    original = commit.encode_index
+    monkeypatch.setattr(commit, "encode_index", lambda *a, **k: made.append(1) or original(*a, **k))
+    for step in range(3):
+        save(tmp_path / str(step), float(step), writer=writer, planner=planner)
+        assert load(tmp_path / str(step), float(step)) is Entries
+        data = (tmp_path / str(step) / ".metadata").read_bytes()
+        (index,) = index_files(tmp_path / str(step))
+        assert decode_index(index.read_bytes()) == decode_metadata(data)
+        ref = find_ref(data[:HEAD])
+        assert ref is not None
+        assert ref.fits(index.read_bytes())
+    assert len(made) == 1
+
+
+def test_trusted_metadata_is_read_whole(tmp_path: Path, stores: list[CountingStore]) -> None:
+    save(tmp_path)
+    stores.clear()
+    assert load(tmp_path, reader=BucketReader(trusted=True)) is dict
+    assert calls(stores)["get"] == 1
+
+
+def test_a_group_of_objects_may_be_called_index(tmp_path: Path) -> None:
+    save(tmp_path, writer=BucketWriter(groups=[GroupRule("index", ["model"])]))
+    assert index_files(tmp_path) == []
+    assert len(list(tmp_path.rglob("*-index-0.distcp"))) == 1
+    load(tmp_path)
+
+
+def test_an_index_at_the_place_of_the_metadata_is_refused(tmp_path: Path) -> None:
+    save(tmp_path)
+    (index,) = index_files(tmp_path)
+    os.replace(index, tmp_path / ".metadata")
+    for reader in (BucketReader(), BucketReader(trusted=True)):
+        with pytest.raises(dcp.CheckpointException, match="is an index"):
+            load(tmp_path, reader=reader)
+
+
+def test_checkpoints_of_other_writers_are_read_whole(tmp_path: Path, stores: list[CountingStore]) -> None:
+    dcp.save(state(1.0), storage_writer=dcp.FileSystemWriter(tmp_path), no_dist=True)
+    assert load(tmp_path) is dict
+    assert calls(stores)["get"] == 2
+
+
+@pytest.mark.parametrize("cooperative", ["off", "group"])
+def test_many_ranks_save_and_load_with_an_index(two_ranks: Ranks, tmp_path: Path, cooperative: str) -> None:
+    found = two_ranks.run(index_scenarios.save_twice_and_load, f"file://{tmp_path}", cooperative)
+    assert found == [("index", index_scenarios.TENSORS)] * 2
+    for step in range(2):
+        (index,) = index_files(tmp_path / str(step))
+        data = (tmp_path / str(step) / ".metadata").read_bytes()
+        assert decode_index(index.read_bytes()) == decode_metadata(data)
+        assert len(data) > 10 * index.stat().st_size
+
+
+@pytest.mark.timeout(600)
+@settings(max_examples=60, suppress_health_check=[HealthCheck.too_slow])
+@given(which=jobs(), pair=pairs())
+def test_any_saved_layout_is_loaded_into_any_other_through_the_index(which: Any, pair: dict[str, Any]) -> None:
+    with mock.patch.object(index_ref, "INDEX_ITEMS", 1), mock.patch.object(index_ref, "HEAD_BYTES", 512):
+        any_layout_is_loaded(which, pair)

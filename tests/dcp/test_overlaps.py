@@ -1,0 +1,161 @@
+"""What is read of chunks that an index describes: the items that DCP's own planner makes, and no object for others."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.distributed.checkpoint import DefaultLoadPlanner, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import ReadItem
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+
+import bucketpoint.dcp.overlaps as overlaps
+from bucketpoint import LoadPlanner, MismatchError
+from bucketpoint.dcp.overlaps import Wanted, read_items
+from bucketpoint.format.index import encode_index
+from bucketpoint.format.index_view import Chunks, Entries, decode_index
+from bucketpoint.format.metadata import extension
+from bucketpoint.format.storage_info import make_storage_info
+from format.test_index import rows, tensors
+
+pytestmark = pytest.mark.contract
+
+Box = tuple[tuple[int, ...], tuple[int, ...]]
+
+
+def chunk(box: Box) -> ChunkStorageMetadata:
+    return ChunkStorageMetadata(torch.Size(box[0]), torch.Size(box[1]))
+
+
+def saved(layouts: dict[str, tuple[tuple[int, ...], list[Box]]]) -> tuple[Metadata, Metadata]:
+    """Metadata of tensors with these chunks: DCP's own, and as it comes out of an index."""
+    entries, items = {}, {}
+    for fqn, (shape, boxes) in layouts.items():
+        chunks = [chunk(box) for box in boxes]
+        entries[fqn] = TensorStorageMetadata(TensorProperties(torch.float32), torch.Size(shape), chunks)
+        for number, each in enumerate(chunks):
+            items[MetadataIndex(fqn, each.offsets, number)] = make_storage_info("x", 0, 9, crc32c=1)
+    metadata = Metadata(entries, {fqn: (fqn,) for fqn in entries}, items)
+    encoded = encode_index(metadata, bucketpoint=extension({})["bucketpoint"])
+    assert encoded is not None
+    return metadata, decode_index(encoded[0])
+
+
+def told(items: list[ReadItem]) -> list[Any]:
+    # The order of the items of one chunk is DCP's own business, and is not the same in each version.
+    return sorted(
+        (item.dest_index.index, item.storage_index.index, item.dest_index.fqn, item.dest_index.offset,
+         item.storage_index.offset, item.dest_offsets, item.storage_offsets, item.lengths, item.type.value)
+        for item in items
+    )  # fmt: skip
+
+
+@st.composite
+def cases(draw: Any) -> tuple[dict[str, Any], dict[str, list[Box]]]:
+    layouts, local = {}, {}
+    for number in range(draw(st.integers(1, 4))):
+        shape, boxes = draw(tensors())
+        if not boxes:
+            continue
+        layouts[f"t{number}"] = shape, boxes
+        local[f"t{number}"] = []
+        for _ in range(draw(st.integers(0, 3))):
+            offset = tuple(draw(st.integers(0, size)) for size in shape)
+            size = tuple(draw(st.integers(0, whole - at)) for whole, at in zip(shape, offset, strict=True))
+            local[f"t{number}"].append((offset, size))
+    return layouts, local
+
+
+@given(cases(), st.sampled_from([1, 5, 1 << 20]), st.sampled_from([0, 64]))
+def test_the_items_are_those_of_dcps_own_planner(case: tuple[Any, Any], pairs: int, many: int) -> None:
+    layouts, local = case
+    if not layouts:
+        return
+    stock, indexed = saved(layouts)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(overlaps, "_PAIRS_AT_ONCE", pairs)
+        patch.setattr(overlaps, "_MANY", many)
+        wanted = [
+            Wanted(fqn, indexed.state_dict_metadata[fqn].chunks, [chunk(box) for box in boxes])
+            for fqn, boxes in local.items()
+        ]
+        found = read_items(wanted)
+    for fqn, boxes in local.items():
+        entry = stock.state_dict_metadata[fqn]
+        assert isinstance(entry, TensorStorageMetadata)
+        assert told(found[fqn]) == told(create_read_items_for_chunk_list(fqn, entry, [chunk(box) for box in boxes]))
+
+
+def two() -> tuple[Metadata, Metadata]:
+    return saved({"a": rows([4] * 50, 3), "b": rows([3, 1, 9], 2), "c": ((), [((), ())])})
+
+
+def plan(planner: DefaultLoadPlanner, metadata: Metadata, state: dict[str, Any]) -> list[ReadItem]:
+    planner.set_up_planner(state, metadata, True)
+    items: list[ReadItem] = planner.create_local_plan().items
+    return items
+
+
+def state(**changed: Any) -> dict[str, Any]:
+    return {"a": torch.zeros(200, 3), "b": torch.zeros(13, 2), "c": torch.zeros(()), **changed}
+
+
+def test_our_planner_plans_what_dcps_does_without_an_object_a_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
+    stock, indexed = two()
+    expected = plan(DefaultLoadPlanner(), stock, state())
+    assert told(plan(DefaultLoadPlanner(), indexed, state())) == told(expected)
+
+    def made(self: Chunks) -> Any:
+        raise AssertionError("chunks were made")
+
+    monkeypatch.setattr(Chunks, "_list", property(made))
+    planner, target = LoadPlanner(), state()
+    items = plan(planner, indexed, target)
+    assert told(items) == told(expected)
+    assert [item.dest_index.fqn for item in items] == ["a"] * 50 + ["b"] * 3 + ["c"]
+    assert type(target["a"]) is torch.Tensor
+    assert planner.state_dict["a"] is target["a"]
+    assert planner.resolve_tensor(items[1]).data_ptr() == target["a"][4:].data_ptr()
+
+
+@pytest.mark.parametrize(
+    ("hole", "target"),
+    [
+        (False, state(absent=torch.zeros(3))),
+        (False, state(a=torch.zeros(200, 4), b=torch.zeros(3), c=5)),
+        (True, state()),
+        (True, state(absent=torch.zeros(3), b=torch.zeros(5))),
+    ],
+    ids=["missing", "shapes", "hole", "all"],
+)
+def test_what_does_not_fit_is_told_in_the_same_words(hole: bool, target: dict[str, Any]) -> None:
+    chunks = rows([4] * 50, 3)[1]
+    layouts = {"a": ((200, 3), chunks[:20] + chunks[21:] if hole else chunks), "b": rows([3, 1, 9], 2), "c": ((), [((), ())])}  # fmt: skip # noqa: E501
+    said = []
+    for metadata in saved(layouts):
+        with pytest.raises(MismatchError) as caught:
+            plan(LoadPlanner(), metadata, dict(target))
+        said.append(str(caught.value))
+    assert said[0] == said[1]
+    if hole:
+        assert "a has 588 of the 600 elements" in said[1]
+
+
+def test_keys_that_are_missing_may_be_skipped() -> None:
+    _, indexed = two()
+    planner = LoadPlanner(allow_partial_load=True)
+    assert len(plan(planner, indexed, {"a": torch.zeros(200, 3), "absent": torch.zeros(3)})) == 50
+    assert planner.skipped == ("absent",)
+
+
+def test_entries_are_made_for_what_is_asked_for_and_forgotten() -> None:
+    _, indexed = two()
+    entries = indexed.state_dict_metadata
+    assert isinstance(entries, Entries)
+    assert entries["a"] is not entries["a"]
+    entries["a"].properties.dtype = torch.int8
+    assert entries["a"].properties.dtype == torch.float32

@@ -1,0 +1,538 @@
+"""The index beside `.metadata`: it says the same, entry by entry, or is not written; damaged ones are refused."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import math
+import pickle
+import random
+import struct
+import tracemalloc
+import zlib
+from pathlib import Path
+from typing import Any
+
+import hypothesis
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from bucketpoint.errors import MetadataError
+from bucketpoint.format import keys
+from bucketpoint.format.columns import Columns, pack
+from bucketpoint.format.index import HEAD, MAGIC, encode_index
+from bucketpoint.format.index_read import is_index
+from bucketpoint.format.index_ref import INDEX_ATTRIBUTE, find_ref, index_path, make_ref, ref_of
+from bucketpoint.format.index_view import decode_index
+from bucketpoint.format.int_columns import Decoder, Segments, UnsuitableError, encode, encode_segments, narrow
+from bucketpoint.format.metadata import decode_metadata, encode_metadata, extension, extra
+from bucketpoint.format.storage_info import make_storage_info
+
+pytestmark = pytest.mark.contract
+
+TOKEN = "0123456789ab"
+DTYPES = [torch.bfloat16, torch.float32, torch.int64, torch.bool, torch.complex64]
+I64 = st.integers(-(1 << 62), 1 << 62) | st.integers(-3, 300)
+
+
+def tensor(values: list[int]) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int64)
+
+
+# Columns of numbers
+
+
+@given(st.lists(I64, max_size=40))
+def test_a_column_is_what_it_was(values: list[int]) -> None:
+    try:
+        data = encode(tensor(values))
+    except UnsuitableError:
+        assert max(values) - min(values) >= 1 << 62
+        return
+    decoder = Decoder(data)
+    assert decoder.column(len(values)).tolist() == values
+    decoder.end()
+
+
+@st.composite
+def segmented(draw: Any) -> tuple[list[int], list[int]]:
+    counts = draw(st.lists(st.integers(0, 6), max_size=8))
+    values: list[int] = []
+    for count in counts:
+        if draw(st.booleans()):
+            start, step, last = draw(I64), draw(st.integers(-9, 9)), draw(st.integers(-9, 9))
+            progression = [start + step * number for number in range(count)]
+            values += progression[:-1] + [value + last for value in progression[-1:]]
+        else:
+            values += draw(st.lists(I64, min_size=count, max_size=count))
+    return counts, values
+
+
+@given(segmented())
+def test_a_column_in_segments_is_what_it_was(case: tuple[list[int], list[int]]) -> None:
+    counts, values = case
+    segments = Segments.of(tensor(counts))
+    try:
+        data = encode_segments(tensor(values), segments)
+    except UnsuitableError:
+        return
+    decoder = Decoder(data)
+    assert decoder.segmented(segments).tolist() == values
+    decoder.end()
+
+
+def test_progressions_take_no_bytes_for_their_values() -> None:
+    segments = Segments.of(tensor([10_000, 7, 10_000]))
+    values = torch.cat([torch.arange(10_000) * 3, torch.arange(7) * 5, (1 << 40) - torch.arange(10_000)])
+    values[9_999] -= 2
+    assert len(encode_segments(values, segments)) < 150
+
+
+@given(st.lists(I64, max_size=20), st.integers(1, 5))
+def test_narrowed_numbers_are_the_same(values: list[int], times: int) -> None:
+    assert narrow(tensor(values)).tolist() == values
+    assert narrow(tensor(values[:1] * times)).tolist() == values[:1] * times
+
+
+@given(st.binary(max_size=80), st.integers(0, 50), st.booleans())
+def test_garbage_is_no_column(data: bytes, count: int, in_segments: bool) -> None:
+    decoder = Decoder(data)
+    try:
+        found = decoder.segmented(Segments.of(tensor([count, count]))) if in_segments else decoder.column(2 * count)
+    except MetadataError:
+        return
+    assert len(found) == 2 * count
+
+
+# Metadata
+
+
+def rows(counts: list[int], width: int) -> tuple[tuple[int, ...], list[Any]]:
+    chunks, at = [], 0
+    for count in counts:
+        chunks.append(((at, 0), (count, width)))
+        at += count
+    return (at, width), chunks
+
+
+@st.composite
+def tensors(draw: Any) -> tuple[tuple[int, ...], list[Any]]:
+    """A shape, and offsets and sizes of chunks that lie in it."""
+    kind = draw(st.sampled_from(["whole", "rows", "uneven", "grid", "boxes", "none"]))
+    if kind in ("whole", "none"):
+        shape = tuple(draw(st.lists(st.integers(0, 9), max_size=4)))
+        return shape, [((0,) * len(shape), shape)] if kind == "whole" else []
+    if kind == "rows":
+        return rows([draw(st.integers(1, 9))] * draw(st.integers(1, 12)) + [draw(st.integers(1, 9))], 5)
+    if kind == "uneven":
+        return rows(draw(st.lists(st.integers(1, 1000), min_size=1, max_size=12)), draw(st.integers(0, 70000)))
+    if kind == "grid":
+        (high, wide), (down, across) = (draw(st.tuples(st.integers(1, 5), st.integers(1, 5))) for _ in range(2))
+        boxes = [((high * y, wide * x), (high, wide)) for y in range(down) for x in range(across)]
+        return (high * down, wide * across), boxes
+    shape = tuple(draw(st.lists(st.integers(1, 50), min_size=1, max_size=3)))
+    boxes = {}
+    for _ in range(draw(st.integers(1, 6))):
+        offset = tuple(draw(st.integers(0, size)) for size in shape)
+        boxes[offset] = tuple(draw(st.integers(0, size - at)) for size, at in zip(shape, offset, strict=True))
+    return shape, list(boxes.items())
+
+
+NAMES = st.text(max_size=12) | st.sampled_from(["a.b.c", "a.b.d", "layers.0.w", "layers.1.w", "\ud800", ""])
+
+
+@st.composite
+def metadatas(draw: Any) -> tuple[Metadata, dict[str, Any]]:
+    names = draw(st.lists(NAMES, unique=True, min_size=1, max_size=8))
+    seed = random.Random(draw(st.integers(0, 1 << 30)))
+    entries: dict[str, Any] = {}
+    wanted: list[tuple[MetadataIndex, int | None]] = []
+    for name in names:
+        if draw(st.integers(0, 3)) == 0:
+            entries[name] = BytesStorageMetadata()
+            wanted.append((MetadataIndex(name), None))
+            continue
+        dtype = draw(st.sampled_from(DTYPES))
+        shape, chunks = draw(tensors())
+        properties = TensorProperties(dtype, requires_grad=draw(st.booleans()))
+        boxes = [ChunkStorageMetadata(torch.Size(offset), torch.Size(size)) for offset, size in chunks]
+        entries[name] = TensorStorageMetadata(properties, torch.Size(shape), boxes)
+        for number, (offset, size) in enumerate(chunks):
+            hint = draw(st.sampled_from([number, None, 3]))
+            wanted.append((MetadataIndex(name, torch.Size(offset), hint), math.prod(size) * dtype.itemsize))
+    if draw(st.booleans()):
+        seed.shuffle(wanted)
+    paths = [keys.data_path(TOKEN, rank, "model", 0) for rank in range(draw(st.integers(1, 4)))]
+    transforms = draw(st.sampled_from([None, None, ["stream.zstd/1"]]))
+    ends = dict.fromkeys(paths, 0)
+    items: dict[Any, Any] = {}
+    for at, (index, nbytes) in enumerate(wanted):
+        path = paths[at % len(paths)] if draw(st.booleans()) else seed.choice(paths)
+        framed = nbytes is not None and draw(st.integers(0, 4)) > 0
+        length = (nbytes or 0) + draw(st.sampled_from([400, 404, 90]))
+        checked = nbytes if framed else length
+        assert checked is not None
+        block = max(checked // draw(st.integers(1, 4)), 1)
+        blocks = -(-checked // block)
+        ends[path] += draw(st.sampled_from([0, 0, 64]))
+        items[index] = make_storage_info(
+            path, ends[path], length, payload_offset=64 if framed else None, payload_nbytes=nbytes if framed else None,
+            crc32c=seed.getrandbits(32), block_nbytes=block, block_crcs=[seed.getrandbits(32) for _ in range(blocks)],
+            transform_descriptors=transforms,
+        )  # fmt: skip
+        ends[path] += length
+    mapping: Any = {name: tuple(name.split(".")) for name in names}
+    mapping = draw(st.sampled_from([None, mapping, dict(reversed(list(mapping.items()))), {"x": (1, "y", ())[:2]}]))
+    meta = draw(st.sampled_from([None, StorageMeta("s3://b/x", "save", None, ["m"]), StorageMeta(Path("/x"))]))
+    objects = {path: {"size": end, "etag": draw(st.sampled_from([None, "e"]))} for path, end in ends.items()}
+    if draw(st.booleans()):
+        objects["extra"] = objects.pop(paths[-1])
+    facts = {"token": TOKEN, "created": 1.5e9, "endpoint": "é", "world_size": None, "objects": objects}
+    return Metadata(entries, mapping, items, meta, draw(st.sampled_from([None, "1.0.0"]))), facts
+
+
+def both(metadata: Metadata, facts: dict[str, Any]) -> tuple[Metadata, Metadata]:
+    """The metadata as it comes out of its index, and out of its pickle."""
+    encoded = encode_index(metadata, bucketpoint=extension(facts)["bucketpoint"])
+    assert encoded is not None
+    return decode_index(encoded[0]), decode_metadata(encode_metadata(metadata, bucketpoint=facts))
+
+
+def assert_equal(indexed: Metadata, stock: Metadata) -> None:
+    assert type(indexed) is Metadata
+    assert indexed == stock
+    assert stock == indexed
+    assert extra(indexed) == extra(stock)
+    assert list(indexed.state_dict_metadata) == list(stock.state_dict_metadata)
+    for fqn, entry in stock.state_dict_metadata.items():
+        found = indexed.state_dict_metadata[fqn]
+        assert found == entry
+        if isinstance(entry, TensorStorageMetadata):
+            assert isinstance(found, TensorStorageMetadata)
+            assert list(found.chunks) == entry.chunks
+            assert found.properties.__getstate__() == entry.properties.__getstate__()
+    assert {index: index.index for index in indexed.storage_data} == {
+        index: index.index for index in stock.storage_data
+    }
+    for index, info in stock.storage_data.items():
+        for hint in (index.index, None, 0, -5, 1000):
+            found = vars(indexed.storage_data[dataclasses.replace(index, index=hint)])
+            assert found == {name: value for name, value in vars(info).items() if value is not None}
+    if stock.planner_data is not None:
+        assert {name: indexed.planner_data[name] for name in stock.planner_data} == stock.planner_data
+
+
+@given(metadatas())
+def test_an_index_says_what_the_metadata_says_entry_by_entry(case: tuple[Metadata, dict[str, Any]]) -> None:
+    hypothesis.assume(case[0].storage_data)
+    assert_equal(*both(*case))
+
+
+def example(ranks: int = 4) -> tuple[Metadata, dict[str, Any]]:
+    entries: dict[str, Any] = {"step": BytesStorageMetadata()}
+    items: dict[Any, Any] = {}
+    for number, name in enumerate(["model.a", "model.b", "optim.a"]):
+        shape, chunks = rows([8] * ranks, 4)
+        boxes = [ChunkStorageMetadata(torch.Size(offset), torch.Size(size)) for offset, size in chunks]
+        entries[name] = TensorStorageMetadata(TensorProperties(torch.float32), torch.Size(shape), boxes)
+        for rank, box in enumerate(boxes):
+            items[MetadataIndex(name, box.offsets, rank)] = make_storage_info(
+                keys.data_path(TOKEN, rank, "model", 0), 500 * number, 500, payload_offset=64, payload_nbytes=128,
+                crc32c=rank + number, block_nbytes=64, block_crcs=[rank, number],
+            )  # fmt: skip
+    items[MetadataIndex("step")] = make_storage_info(keys.data_path(TOKEN, 0, "other", 0), 0, 77, crc32c=5)
+    objects = {info.relative_path: {"size": 1500, "etag": "e"} for info in items.values()}
+    mapping = {name: tuple(name.split(".")) for name in entries}
+    return Metadata(entries, mapping, items, StorageMeta("s3://b/x", TOKEN), "1.0.0"), {"objects": objects}
+
+
+def index_of(metadata: Metadata, facts: dict[str, Any]) -> bytes:
+    encoded = encode_index(metadata, bucketpoint=extension(facts)["bucketpoint"])
+    assert encoded is not None
+    return encoded[0]
+
+
+def test_metadata_from_an_index_survives_pickling_and_copying() -> None:
+    indexed, stock = both(*example(64))
+    assert_equal(pickle.loads(pickle.dumps(indexed)), stock)
+    assert_equal(copy.deepcopy(indexed), stock)
+    assert len(pickle.dumps(indexed)) < len(pickle.dumps(stock)) / 3
+    entry = indexed.state_dict_metadata["model.a"]
+    assert type(pickle.loads(pickle.dumps(entry)).chunks) is list
+
+
+def test_metadata_from_an_index_is_encoded_as_stock_readers_expect_it() -> None:
+    metadata, facts = example()
+    indexed, _ = both(metadata, facts)
+    again = pickle.loads(encode_metadata(indexed, bucketpoint=facts))
+    assert type(again.state_dict_metadata) is dict
+    assert type(again.storage_data) is dict
+    assert type(again.planner_data) is dict
+    assert again == metadata
+    assert type(again.state_dict_metadata["model.a"].chunks) is list
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        "absent",
+        MetadataIndex("absent"),
+        MetadataIndex("model.a"),
+        MetadataIndex("step", (0,)),
+        MetadataIndex("model.a", (1, 0)),
+        MetadataIndex("model.a", (8,), 1),
+    ],
+    ids=str,
+)
+def test_what_is_not_in_it_is_not_found(key: Any) -> None:
+    indexed, _ = both(*example())
+    assert key not in indexed.storage_data
+    assert "absent" not in indexed.state_dict_metadata
+    with pytest.raises(KeyError):
+        indexed.storage_data[key]
+    with pytest.raises(KeyError):
+        indexed.state_dict_metadata["absent"]
+
+
+def test_chunks_of_a_regular_layout_take_little_more_than_their_checksums() -> None:
+    few, more = (len(index_of(*example(ranks))) for ranks in (1000, 3000))
+    # Of each rank there are three chunks of 12 bytes of checksums each, and one object.
+    assert (more - few) / 2000 < 3 * 12 + 25
+
+
+def test_the_index_of_a_later_save_is_the_one_before_with_its_checksums_and_paths() -> None:
+    metadata, facts = example()
+    whole = extension(facts)["bucketpoint"]
+    encoded = encode_index(metadata, bucketpoint=whole)
+    assert encoded is not None
+    _, template = encoded
+    later, paths = {}, {}
+    for number, (index, info) in enumerate(metadata.storage_data.items()):
+        paths[info.relative_path] = info.relative_path.replace(TOKEN, "f" * 12)
+        later[index] = copy.copy(info)
+        later[index].relative_path = paths[info.relative_path]
+        later[index].bp_crc = 1000 + number
+        if "bp_bc" in vars(info):
+            later[index].bp_bc = struct.pack("<2I", number, 2 * number)
+    changed = dataclasses.replace(metadata, storage_data=later)
+    columns = pack(list(later.values()))
+    assert isinstance(columns, Columns)
+    told = {"bucketpoint": whole, "storage_meta": metadata.storage_meta, "version": ("1.0.0",)}
+    count = 4 * len(later)
+    checksums, blocks = columns.checksums[:count], columns.checksums[count:]
+    filled = template.fill(checksums, blocks, list(paths.values()), **told)
+    assert filled is not None
+    assert_equal(decode_index(filled), decode_metadata(encode_metadata(changed, bucketpoint=facts)))
+    assert template.fill(checksums[4:], blocks, list(paths.values()), **told) is None
+    assert template.fill(checksums, blocks[4:], list(paths.values()), **told) is None
+    assert template.fill(checksums, blocks, list(paths.values())[1:], **told) is None
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda m: m.storage_data.popitem(),
+        lambda m: m.storage_data.update({MetadataIndex("x"): next(iter(m.storage_data.values()))}),
+        lambda m: setattr(m, "planner_data", {"a": ["b"]}),
+        lambda m: setattr(m, "planner_data", {"a": (True,)}),
+        lambda m: setattr(m, "planner_data", [1]),
+        lambda m: setattr(m, "storage_data", None),
+        lambda m: setattr(m, "more", 1),
+        lambda m: delattr(next(iter(m.storage_data.values())), "bp_crc"),
+        lambda m: setattr(next(iter(m.storage_data.values())), "other", 1),
+        lambda m: setattr(next(iter(m.storage_data.values())), "transform_descriptors", ["x"]),
+        lambda m: setattr(next(iter(m.storage_data.values())), "bp_bn", 3),
+        lambda m: setattr(m.state_dict_metadata["model.a"], "size", (32, 4)),
+        lambda m: m.state_dict_metadata["model.a"].chunks.append(m.state_dict_metadata["model.a"].chunks[0]),
+        lambda m: m.state_dict_metadata.update(x="y"),
+    ],
+)
+def test_what_an_index_cannot_tell_has_none(change: Any) -> None:
+    metadata, facts = example()
+    change(metadata)
+    assert encode_index(metadata, bucketpoint=extension(facts)["bucketpoint"]) is None
+
+
+def test_a_dtype_that_safe_readers_refuse_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    metadata, facts = example()
+    monkeypatch.setattr("bucketpoint.format.index.DTYPE_NAMES", ("int8",))
+    assert encode_index(metadata, bucketpoint=extension(facts)["bucketpoint"]) is None
+
+
+def test_facts_that_json_would_alter_have_no_index() -> None:
+    metadata, facts = example()
+    assert encode_index(metadata, bucketpoint={**facts, "sizes": (1, 2)}) is None
+    assert encode_index(metadata, bucketpoint={**facts, "objects": {"x": {"size": 1, "etag": None, "more": 1}}}) is None
+
+
+def test_an_index_is_read_under_another_default_device() -> None:
+    metadata, facts = example()
+    with torch.device("meta"):
+        indexed, stock = both(metadata, facts)
+        assert_equal(indexed, stock)
+
+
+# What is refused
+
+WHOLE = index_of(*example())
+
+
+@given(st.integers(0, len(WHOLE) - 1))
+def test_a_truncated_index_is_refused(size: int) -> None:
+    with pytest.raises(MetadataError):
+        decode_index(WHOLE[:size], url="s3://b/x")
+
+
+@given(st.lists(st.tuples(st.integers(0, len(WHOLE) - 1), st.integers(0, 255)), min_size=1, max_size=5))
+def test_a_damaged_index_is_refused_by_kind_or_still_metadata(damage: list[tuple[int, int]]) -> None:
+    data = bytearray(WHOLE)
+    for position, value in damage:
+        data[position] = value
+    try:
+        found = decode_index(bytes(data))
+        len(found.planner_data or ())
+    except MetadataError:
+        return
+    assert sum(1 for _ in found.storage_data.items()) == len(found.storage_data)
+    assert dict(found.state_dict_metadata.items()).keys() == set(found.state_dict_metadata)
+
+
+@given(st.binary(max_size=300))
+def test_garbage_behind_the_magic_is_refused(data: bytes) -> None:
+    with pytest.raises(MetadataError):
+        decode_index(MAGIC + data)
+
+
+def parts() -> list[bytes]:
+    _, _, _, *sizes = HEAD.unpack_from(WHOLE)
+    found, at = [], HEAD.size
+    for size in sizes[::2]:
+        found.append(WHOLE[at : at + size])
+        at += size
+    return found
+
+
+def put_together(changed: dict[int, bytes], real: dict[int, int] | None = None, items: int | None = None) -> bytes:
+    _, count, blocks, *sizes = HEAD.unpack_from(WHOLE)
+    new = [changed.get(number, part) for number, part in enumerate(parts())]
+    lengths = [number for at, part in enumerate(new) for number in (len(part), (real or {}).get(at, sizes[2 * at + 1]))]
+    return HEAD.pack(MAGIC, count if items is None else items, blocks, *lengths) + b"".join(new)
+
+
+def test_the_parts_put_together_again_are_the_index() -> None:
+    assert put_together({}) == WHOLE
+
+
+COLUMNS = zlib.decompress(parts()[2])
+
+
+@given(st.lists(st.tuples(st.integers(0, len(COLUMNS) - 1), st.integers(0, 255)), min_size=1, max_size=4))
+def test_damaged_columns_are_refused_or_name_what_is_there(damage: list[tuple[int, int]]) -> None:
+    data = bytearray(COLUMNS)
+    for position, value in damage:
+        data[position] = value
+    try:
+        found = decode_index(put_together({2: zlib.compress(data)}))
+    except MetadataError:
+        return
+    for index, info in found.storage_data.items():
+        assert info.offset >= 0
+        assert info.length >= 0
+        assert info.relative_path in extra(found)["objects"]
+        entry = found.state_dict_metadata[index.fqn]
+        if isinstance(entry, TensorStorageMetadata):
+            for chunk in entry.chunks:
+                for at, size, whole in zip(chunk.offsets, chunk.sizes, entry.size, strict=True):
+                    assert 0 <= at <= at + size <= whole
+
+
+@pytest.mark.parametrize("number", range(4))
+def test_a_part_that_grows_beyond_what_it_says_is_refused_before_it_is_allocated(number: int) -> None:
+    bomb = zlib.compress(bytes(64 << 20))
+    tracemalloc.start()
+    try:
+        for real in ({}, {number: 64 << 20}, {number: 1 << 62}):
+            with pytest.raises(MetadataError):
+                decode_index(put_together({number: bomb}, real))
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < 64 * (len(WHOLE) + len(bomb)) + (4 << 20)
+
+
+@pytest.mark.parametrize("items", [0, 1, 1 << 40, (1 << 64) - 1])
+def test_a_number_of_items_that_is_not_paid_for_is_refused(items: int) -> None:
+    with pytest.raises(MetadataError):
+        decode_index(put_together({}, items=items))
+
+
+@pytest.mark.parametrize(
+    "structure",
+    [
+        b"{}", b"[]", b"nul", b"[" * 100_000,
+        b'{"names": 5, "properties": [], "transforms": []}',
+        b'{"names": ["step", "a", "a", "b"], "properties": [["float32","strided",false,0,false]], "transforms": []}',
+        b'{"names": ["step", "a", "b", "c"], "properties": [["save","strided",false,0,false]], "transforms": []}',
+        b'{"names": ["step", "a", "b", "c"], "properties": [["float32","load",false,0,false]], "transforms": []}',
+        b'{"names": ["step", "a", "b", "c"], "properties": [["float32","strided",false,9,false]], "transforms": []}',
+    ],
+)  # fmt: skip
+def test_an_impossible_structure_is_refused(structure: bytes) -> None:
+    with pytest.raises(MetadataError):
+        decode_index(put_together({0: zlib.compress(structure)}, {0: len(structure)}))
+
+
+# How `.metadata` names it
+
+
+def test_the_first_bytes_of_the_metadata_name_the_index() -> None:
+    metadata, facts = example()
+    ref = make_ref(TOKEN, WHOLE)
+    data = encode_metadata(metadata, bucketpoint=facts, index=ref)
+    assert find_ref(data[:512]) == ref
+    assert ref.fits(WHOLE)
+    assert not ref.fits(WHOLE[:-1] + b"x")
+    assert keys.parse_data_path(ref.path) == (TOKEN, 0, "index", 0)
+    found = decode_metadata(data)
+    assert found == metadata
+    assert ref_of(found) == ref
+    assert pickle.loads(data) == metadata
+    assert ref_of(decode_metadata(encode_metadata(metadata, bucketpoint=facts))) is None
+    assert not is_index(data)
+
+
+def test_metadata_that_is_written_anew_does_not_keep_the_name_of_an_index() -> None:
+    metadata, facts = example()
+    found = decode_metadata(encode_metadata(metadata, bucketpoint=facts, index=make_ref(TOKEN, WHOLE)))
+    del found.state_dict_metadata["optim.a"]
+    again = encode_metadata(found, bucketpoint=extra(found))
+    assert find_ref(again) is None
+    assert INDEX_ATTRIBUTE.encode() not in again
+
+
+@pytest.mark.parametrize("path", ["../secret", "data/00/0123456789ab-0-index-0.distcp\n", "data/zz/x", "/etc/passwd"])
+def test_a_name_that_is_not_an_index_of_ours_is_none(path: str) -> None:
+    metadata, facts = example()
+    ref = dataclasses.replace(make_ref(TOKEN, WHOLE), path=path)
+    assert find_ref(encode_metadata(metadata, bucketpoint=facts, index=ref)) is None
+
+
+@given(st.binary(max_size=600))
+def test_garbage_names_no_index(data: bytes) -> None:
+    assert find_ref(data) is None
+
+
+def test_every_attempt_has_an_index_of_its_own() -> None:
+    assert index_path(TOKEN) != index_path("f" * 12)
+    assert index_path(TOKEN).split("/")[1] == index_path("f" * 12).split("/")[1]

@@ -1,0 +1,19 @@
+"""The measurement of the index compares metadata that says the same. Its bytes are the same on any machine."""
+
+from __future__ import annotations
+
+import pytest
+
+from sim import index
+
+
+@pytest.mark.parametrize("irregular", [False, True])
+def test_an_index_and_a_pickle_lead_to_the_same_plan_and_the_index_is_small(irregular: bool) -> None:
+    found = index.measure(4, irregular=irregular)
+    assert found["items"] == 873 * 4 + 291 + 1
+    assert {found[kind]["planned"] for kind in index.KINDS} == {found["stock"]["planned"]}
+    assert found["stock"]["planned"] >= 873 + 291
+    bare = found["index"]["bytes"] - 4 * found["blocks"]
+    assert bare / found["items"] <= 12
+    assert found["stock"]["bytes"] / found["items"] > 150
+    assert len(list(index.lines(4, irregular, found))) == 3
