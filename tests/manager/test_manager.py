@@ -327,8 +327,6 @@ def test_a_program_that_ends_without_closing_has_its_last_save_waited_for(root: 
         """
         import sys
         from bucketpoint.manager.manager import CheckpointManager
-from bucketpoint.manager.pruner import Order, prune
-from bucketpoint.manager.sweep import sweep
         from manager.manager_scenarios import policy, state
         manager = CheckpointManager(sys.argv[1], policy=policy())
         manager.save(5, state(5))
