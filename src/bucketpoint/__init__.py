@@ -23,6 +23,8 @@ from bucketpoint.errors import (
     MetadataError,
     MismatchError,
     ObjectNotFoundError,
+    PeerFailedError,
+    PolicyError,
     StagingError,
     StagingOverlapError,
     StoreError,
@@ -47,7 +49,8 @@ if TYPE_CHECKING:
         rank_state,
         saved_ranks,
     )
-    from bucketpoint.manager import latest_checkpoint
+    from bucketpoint.manager import CheckpointManager, latest_checkpoint
+    from bucketpoint.retention import RetentionPolicy
     from bucketpoint.staging import Stager, StagingOptions
     from bucketpoint.transfer import Progress, TransferOptions
 
@@ -59,6 +62,7 @@ __all__ = [
     "BucketWriter",
     "BucketpointError",
     "CheckpointExistsError",
+    "CheckpointManager",
     "CheckpointNotFoundError",
     "CheckpointProcessError",
     "CommitConflictError",
@@ -72,7 +76,10 @@ __all__ = [
     "MetadataError",
     "MismatchError",
     "ObjectNotFoundError",
+    "PeerFailedError",
+    "PolicyError",
     "Progress",
+    "RetentionPolicy",
     "S3Reader",
     "S3Writer",
     "SaveHandle",
@@ -111,7 +118,8 @@ _ROOMS = {
         ),
         "bucketpoint.dcp",
     ),
-    "latest_checkpoint": "bucketpoint.manager",
+    **dict.fromkeys(("CheckpointManager", "latest_checkpoint"), "bucketpoint.manager"),
+    "RetentionPolicy": "bucketpoint.retention",
     **dict.fromkeys(("Stager", "StagingOptions"), "bucketpoint.staging"),
     **dict.fromkeys(("Progress", "TransferOptions"), "bucketpoint.transfer"),
 }
