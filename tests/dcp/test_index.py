@@ -14,6 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from torch.distributed.checkpoint import FileSystemReader
 
 import bucketpoint.dcp.commit as commit
+import bucketpoint.dcp.planned as planned
 import bucketpoint.dcp.session as session
 from bucketpoint import BucketReader, BucketWriter, LoadPlanner, S3Reader, S3Writer, SavePlanner
 from bucketpoint.errors import TransientStoreError
@@ -220,8 +221,9 @@ def test_an_unchanged_state_is_saved_with_the_index_before_filled_in_anew(
 ) -> None:
     writer, planner = BucketWriter(), SavePlanner()
     made = []
-    original = commit.encode_index
-    monkeypatch.setattr(commit, "encode_index", lambda *a, **k: made.append(1) or original(*a, **k))
+    for module, name in ((commit, "encode_index"), (planned, "make_index")):
+        original = getattr(module, name)
+        monkeypatch.setattr(module, name, lambda *a, call=original, **k: made.append(1) or call(*a, **k))
     for step in range(3):
         save(tmp_path / str(step), float(step), writer=writer, planner=planner)
         assert load(tmp_path / str(step), float(step)) is Entries

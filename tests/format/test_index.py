@@ -30,8 +30,8 @@ from torch.distributed.checkpoint.metadata import (
 
 from bucketpoint.errors import MetadataError
 from bucketpoint.format import keys
-from bucketpoint.format.columns import Columns, pack
-from bucketpoint.format.index import HEAD, MAGIC, encode_index
+from bucketpoint.format.columns import Columns, index_columns, pack
+from bucketpoint.format.index import HEAD, MAGIC, encode_index, make_index
 from bucketpoint.format.index_read import is_index
 from bucketpoint.format.index_ref import INDEX_ATTRIBUTE, find_ref, index_path, make_ref, ref_of
 from bucketpoint.format.index_view import decode_index
@@ -237,6 +237,35 @@ def assert_equal(indexed: Metadata, stock: Metadata) -> None:
 def test_an_index_says_what_the_metadata_says_entry_by_entry(case: tuple[Metadata, dict[str, Any]]) -> None:
     hypothesis.assume(case[0].storage_data)
     assert_equal(*both(*case))
+
+
+@given(metadatas(), st.integers(1, 3))
+def test_an_index_made_of_what_ranks_report_says_the_same(case: tuple[Metadata, dict[str, Any]], ranks: int) -> None:
+    metadata, facts = case
+    hypothesis.assume(metadata.storage_data)
+    # Each object is one rank's.
+    paths = list(dict.fromkeys(info.relative_path for info in metadata.storage_data.values()))
+    mine: list[dict[Any, Any]] = [{} for _ in range(ranks)]
+    for index, info in metadata.storage_data.items():
+        mine[paths.index(info.relative_path) % ranks][index] = info
+    whole = dataclasses.replace(metadata, storage_data={index: info for one in mine for index, info in one.items()})
+    reported = [pack(list(one.values())) for one in mine]
+    items = index_columns([list(one) for one in mine])
+    assert items is not None
+    known = [one for one in reported if one is not None]
+    assert len(known) == ranks
+    template = make_index(dataclasses.replace(metadata, storage_data=None), items, known)
+    assert template is not None
+    made = template.fill(
+        b"".join(one.checksums[: 4 * one.layout.count] for one in known),
+        b"".join(one.checksums[4 * one.layout.count :] for one in known),
+        [path for one in known for path, _, _ in one.objects],
+        bucketpoint=extension(facts)["bucketpoint"],
+        storage_meta=metadata.storage_meta,
+        version=(metadata.version,) if "version" in vars(metadata) else (),
+    )
+    assert made is not None
+    assert_equal(decode_index(made), both(whole, facts)[1])
 
 
 def example(ranks: int = 4) -> tuple[Metadata, dict[str, Any]]:

@@ -28,7 +28,7 @@ from bucketpoint.errors import (
     PreconditionFailedError,
 )
 from bucketpoint.format import index_ref, keys
-from bucketpoint.format.index import IndexTemplate, encode_index
+from bucketpoint.format.index import encode_index
 from bucketpoint.format.index_ref import index_path, make_ref, ref_of
 from bucketpoint.format.metadata import decode_metadata, encode_metadata, extension, make_record
 from bucketpoint.format.record import CommitRecord
@@ -162,7 +162,7 @@ def _encoded(request: Commit, metadata: Metadata, told: Reported, facts: dict[st
     objects = told.objects()
     (bucketpoint,) = extension({**facts, "objects": objects}).values()
     wanted = _wants_index(request, told.count, objects)
-    told.note_if_complete((lambda whole: _index_template(whole, bucketpoint)) if wanted else None)
+    told.note_if_complete(indexed=wanted)
     index = told.index(bucketpoint, storage_meta, version) if request.name == keys.METADATA else None
     data = filled(objects, index)
     if data is not None:
@@ -178,11 +178,6 @@ def _encoded(request: Commit, metadata: Metadata, told: Reported, facts: dict[st
         ref = None if index is None else make_ref(request.token, index)
         data = encode_metadata(whole, bucketpoint={**facts, "objects": objects}, index=ref)
     return _Encoded(data, index, len(whole.storage_data or ()), objects)
-
-
-def _index_template(whole: Metadata, bucketpoint: dict[str, Any]) -> IndexTemplate | None:
-    found = encode_index(whole, bucketpoint=bucketpoint)
-    return found[1] if found is not None else None
 
 
 def _wants_index(request: Commit, items: int, objects: dict[str, Any]) -> bool:

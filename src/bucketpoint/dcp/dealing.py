@@ -24,9 +24,9 @@ from torch.distributed.checkpoint.metadata import (
 
 from bucketpoint.dcp.balance import BYTES_OF_AN_OBJECT, assign, row_borders, slice_nbytes
 from bucketpoint.dcp.plan_columns import BYTE_IO, SHARD, PackedItems, Table, compress
+from bucketpoint.format.columns import IndexColumns
 from bucketpoint.format.memory import tensor_bytes
 from bucketpoint.format.metadata import without_gc
-from bucketpoint.format.template import IndexColumns
 
 _MAX_DIMS = 8
 _MAX_KEY = 1 << 62

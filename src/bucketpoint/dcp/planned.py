@@ -8,23 +8,23 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 import torch
 from torch.distributed.checkpoint import Metadata, SavePlan
-from torch.distributed.checkpoint.metadata import MetadataIndex, StorageMeta
+from torch.distributed.checkpoint.metadata import StorageMeta
 from torch.distributed.checkpoint.storage import WriteResult
 
 from bucketpoint.dcp.dealing import Dealing
 from bucketpoint.dcp.results import PackedResults, Results, results_of
 from bucketpoint.errors import BucketpointError, IncompleteSaveError
-from bucketpoint.format.columns import PAYLOAD_NBYTES, Columns, Layout, unpack
-from bucketpoint.format.index import IndexTemplate
+from bucketpoint.format.columns import PAYLOAD_NBYTES, Columns, IndexColumns, Layout, index_columns
+from bucketpoint.format.index import IndexTemplate, make_index
 from bucketpoint.format.index_ref import IndexRef
 from bucketpoint.format.metadata import without_gc
-from bucketpoint.format.template import IndexColumns, MetadataTemplate, index_columns, make_template
+from bucketpoint.format.template import MetadataTemplate, make_template
 
 _STOCK_FIELDS = tuple(one.name for one in dataclasses.fields(Metadata))
 
@@ -168,11 +168,11 @@ class Reported:
             items = index_columns([[item.index for item in plan.items] for plan in self.agreed.plans])
             self._remember(digests, items, index)
 
-    def note_if_complete(self, encode: Callable[[Metadata], IndexTemplate | None] | None) -> None:
+    def note_if_complete(self, *, indexed: bool) -> None:
         """The same before the first commit, if columns show that no item is missing: every rank reported all its own.
 
         Args:
-            encode: makes the index of the whole metadata; None if there is to be none.
+            indexed: there is to be an index too.
         """
         agreed, digests = self.agreed, self._digests()
         dealing = agreed.dealing if agreed is not None else None
@@ -183,15 +183,9 @@ class Reported:
         stored = torch.cat(columns)
         unlike = (stored >= 0) & (dealing.nbytes >= 0) & (stored != dealing.nbytes)
         if not unlike.any():
-            index = encode(self._whole(agreed.metadata, dealing.index)) if encode is not None else None
+            reported = [each for each in self.columns if each is not None]
+            index = make_index(agreed.metadata, dealing.index, reported) if indexed else None
             self._remember(digests, dealing.index, index)
-
-    def _whole(self, metadata: Metadata, items: IndexColumns) -> Metadata:
-        with without_gc():
-            infos = [info for columns in self.columns if columns is not None for info in unpack(columns)]
-            names = zip(items.names, items.offsets, items.hints, strict=True)
-            indices = [MetadataIndex(name, offset, hint if hint >= 0 else None) for name, offset, hint in names]
-            return dataclasses.replace(metadata, storage_data=dict(zip(indices, infos, strict=True)))
 
     def _remember(self, digests: tuple[bytes, ...], items: IndexColumns | None, index: IndexTemplate | None) -> None:
         agreed = self.agreed

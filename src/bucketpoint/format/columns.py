@@ -15,7 +15,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+import torch
 from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from bucketpoint.errors import MetadataError
 from bucketpoint.format import storage_info as names
@@ -83,6 +85,35 @@ class Columns:
     layout: Layout
     objects: tuple[ObjectFacts, ...]
     checksums: bytes
+
+
+@dataclass(frozen=True)
+class IndexColumns:
+    """What is written, item by item: the keys of the storage data, without an object for each.
+
+    Attributes:
+        names: of the tensor or value of each item.
+        offsets: of its chunk; None for bytes.
+        hints: its number among the chunks, or -1.
+        borders: rank `r` has the items from `borders[r]` to `borders[r + 1]`.
+    """
+
+    names: list[str]
+    offsets: list[torch.Size | None]
+    hints: list[int]
+    borders: tuple[int, ...]
+
+
+def index_columns(indices: Sequence[Sequence[MetadataIndex]]) -> IndexColumns | None:
+    """The columns of the indices of each rank; None if two items have the same."""
+    every = [index for mine in indices for index in mine]
+    if len(set(every)) != len(every):
+        return None
+    borders = [0]
+    for mine in indices:
+        borders.append(borders[-1] + len(mine))
+    hints = [-1 if index.index is None else index.index for index in every]
+    return IndexColumns([one.fqn for one in every], [one.offset for one in every], hints, tuple(borders))
 
 
 def pack(infos: Sequence[Any]) -> Columns | None:

@@ -13,7 +13,7 @@ import os
 import struct
 import zlib
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,14 +22,13 @@ from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
     Metadata,
-    MetadataIndex,
     StorageMeta,
     TensorProperties,
     TensorStorageMetadata,
 )
 
 from bucketpoint.format.allow_list import DTYPE_NAMES
-from bucketpoint.format.columns import pack
+from bucketpoint.format.columns import Columns, IndexColumns, pack
 from bucketpoint.format.index_ref import INDEX_ATTRIBUTE
 from bucketpoint.format.int_columns import CPU, Segments, UnsuitableError, encode, encode_segments
 from bucketpoint.format.memory import tensor_bytes
@@ -121,39 +120,85 @@ def encode_index(metadata: Metadata, *, bucketpoint: dict[str, Any]) -> tuple[by
         return None
 
 
+def make_index(metadata: Metadata, items: IndexColumns, reported: Sequence[Columns]) -> IndexTemplate | None:
+    """What makes the index of all saves with items in these places, without an object for each item.
+
+    Args:
+        metadata: without storage data.
+        items: those of each rank in `reported`, each of them once.
+        reported: of each rank; their checksums do not matter.
+
+    Returns:
+        None as `encode_index` does.
+    """
+    try:
+        _require(vars(metadata).keys() - {"storage_data"} <= _STATE)
+        transforms = {columns.layout.transforms for columns in reported if columns.layout.count}
+        _require(len(transforms) == 1)
+        firsts = itertools.accumulate((len(columns.objects) for columns in reported), initial=0)
+        layouts = []
+        for columns, first in zip(reported, firsts, strict=False):
+            layout = [torch.tensor(columns.layout.column(n), dtype=torch.int64, device=CPU) for n in range(7)]
+            layouts.append([layout[0] + first, *layout[1:]])
+        joined = [torch.cat(parts) for parts in zip(*layouts, strict=True)]
+        places = zip(items.names, items.offsets, items.hints, strict=True)
+        count = sum(len(columns.objects) for columns in reported)
+        return _template(metadata, places, joined, transforms.pop(), count)
+    except (UnsuitableError, AttributeError, TypeError, OverflowError):
+        return None
+
+
 def _encode(metadata: Metadata, bucketpoint: dict[str, Any]) -> tuple[bytes, IndexTemplate] | None:
     _require(vars(metadata).keys() <= _STATE)
-    entries, storage_data = metadata.state_dict_metadata, metadata.storage_data
-    _require(type(entries) is dict and type(storage_data) is dict and len(storage_data) > 0)
+    storage_data = metadata.storage_data
+    _require(type(storage_data) is dict and len(storage_data) > 0)
+    assert storage_data is not None
     for info in storage_data.values():
         transforms = info.transform_descriptors
         _require(transforms is None or (type(transforms) is list and len(transforms) > 0))
     columns = pack(list(storage_data.values()))
     _require(columns is not None)
     assert columns is not None
-    table = _Entries(entries)
-    slots, hints = _places(entries, table, storage_data)
-    boxes = [torch.tensor(column, dtype=torch.int64, device=CPU) for column in (table.offsets, table.sizes)]
+    for index in storage_data:
+        _require(index.index is None or (type(index.index) is int and index.index >= 0))
+    places = ((index.fqn, index.offset, -1 if index.index is None else index.index) for index in storage_data)
     layout = [torch.frombuffer(columns.layout.column(n), dtype=torch.int64) for n in range(7)]
-    data, words = _columns(table, boxes, hints, layout, slots)
-    structure = {
-        "names": list(entries),
-        "properties": list(table.properties),
-        "transforms": list(columns.layout.transforms or ()),
-    }
-    static = [_json(structure), _json(_mappings(metadata.planner_data, entries)), data]
-    template = IndexTemplate(
-        tuple([(zlib.compress(part), len(part)) for part in static]), slots, words, len(columns.objects)
-    )
+    template = _template(metadata, places, layout, columns.layout.transforms, len(columns.objects))
     whole = template.fill(
-        columns.checksums[: 4 * len(slots)],
-        columns.checksums[4 * len(slots) :],
+        columns.checksums[: 4 * columns.layout.count],
+        columns.checksums[4 * columns.layout.count :],
         [path for path, _, _ in columns.objects],
         bucketpoint=bucketpoint,
         storage_meta=metadata.storage_meta,
         version=(metadata.version,) if "version" in vars(metadata) else (),
     )
     return None if whole is None else (whole, template)
+
+
+def _template(
+    metadata: Metadata,
+    places: Iterable[tuple[str, Any, int]],
+    layout: list[torch.Tensor],
+    transforms: tuple[str, ...] | None,
+    objects: int,
+) -> IndexTemplate:
+    """Args:
+    places: of each item, its name, the offset of its chunk and DCP's hint, -1 for none.
+    layout: the columns of `Layout`, each int64.
+    """
+    entries = metadata.state_dict_metadata
+    _require(type(entries) is dict)
+    table = _Entries(entries)
+    slots, hints = _places(entries, table, places)
+    boxes = [torch.tensor(column, dtype=torch.int64, device=CPU) for column in (table.offsets, table.sizes)]
+    data, words = _columns(table, boxes, hints, layout, slots)
+    structure = {
+        "names": list(entries),
+        "properties": list(table.properties),
+        "transforms": list(transforms or ()),
+    }
+    static = [_json(structure), _json(_mappings(metadata.planner_data, entries)), data]
+    return IndexTemplate(tuple([(zlib.compress(part), len(part)) for part in static]), slots, words, objects)
 
 
 class _Entries:
@@ -206,18 +251,17 @@ class _Entries:
 
 
 def _places(
-    entries: dict[str, Any], table: _Entries, storage_data: dict[MetadataIndex, Any]
+    entries: dict[str, Any], table: _Entries, items: Iterable[tuple[str, Any, int]]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Which slot each item is in, in the order of the storage data; and DCP's hints, slot by slot."""
+    """Which slot each item is in, in their order; and DCP's hints, slot by slot."""
     firsts = dict(zip(entries, itertools.accumulate(table.counts, initial=0), strict=False))
     found: dict[str, dict[Any, int]] = {}
     slots, hints = array("q"), array("q")
-    for index in storage_data:
-        fqn, offset, hint = index.fqn, index.offset, index.index
+    for fqn, offset, hint in items:
         entry = entries.get(fqn)
         if type(entry) is TensorStorageMetadata:
             chunks = entry.chunks
-            if type(hint) is not int or not 0 <= hint < len(chunks) or chunks[hint].offsets != offset:
+            if not 0 <= hint < len(chunks) or chunks[hint].offsets != offset:
                 _require(type(offset) is torch.Size)
                 if fqn not in found:
                     found[fqn] = {chunk.offsets: number for number, chunk in enumerate(chunks)}
@@ -229,8 +273,7 @@ def _places(
         else:
             _require(entry is not None and offset is None)
             slots.append(firsts[fqn])
-        _require(hint is None or (type(hint) is int and hint >= 0))
-        hints.append(-1 if hint is None else hint)
+        hints.append(hint)
     places = torch.tensor(slots, dtype=torch.int64, device=CPU)
     total = sum(table.counts)
     _require(len(places) == total and int(torch.bincount(places, minlength=total).max()) == 1)

@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from bucketpoint.format import storage_info as names
-from bucketpoint.format.columns import Columns
+from bucketpoint.format.columns import Columns, IndexColumns
 from bucketpoint.format.index_ref import INDEX_ATTRIBUTE, TEXT_LENGTH, IndexRef
 from bucketpoint.format.metadata import PICKLE_PROTOCOL, _Sharing, without_gc
 
@@ -42,35 +42,6 @@ _CHECKSUM = (pickle.LONG1 + b"\x05", b"\0")
 _NO_NAME = "~" * TEXT_LENGTH
 
 _TUPLES = (pickle.EMPTY_TUPLE, pickle.TUPLE1, pickle.TUPLE2, pickle.TUPLE3)
-
-
-@dataclass(frozen=True)
-class IndexColumns:
-    """What is written, item by item: the keys of the storage data, without an object for each.
-
-    Attributes:
-        names: of the tensor or value of each item.
-        offsets: of its chunk; None for bytes.
-        hints: its number among the chunks, or -1.
-        borders: rank `r` has the items from `borders[r]` to `borders[r + 1]`.
-    """
-
-    names: list[str]
-    offsets: list[torch.Size | None]
-    hints: list[int]
-    borders: tuple[int, ...]
-
-
-def index_columns(indices: Sequence[Sequence[MetadataIndex]]) -> IndexColumns | None:
-    """The columns of the indices of each rank; None if two items have the same."""
-    every = [index for mine in indices for index in mine]
-    if len(set(every)) != len(every):
-        return None
-    borders = [0]
-    for mine in indices:
-        borders.append(borders[-1] + len(mine))
-    hints = [-1 if index.index is None else index.index for index in every]
-    return IndexColumns([one.fqn for one in every], [one.offset for one in every], hints, tuple(borders))
 
 
 @dataclass(frozen=True)
