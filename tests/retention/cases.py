@@ -26,7 +26,7 @@ from bucketpoint.retention import (
 )
 from bucketpoint.retention.row import KINDS
 
-QUICK, FULL = 300, 2000
+QUICK, FULL = 150, 2000
 
 HOUR = 3600
 
