@@ -19,7 +19,9 @@ NO_MINIO = "there is no MinIO server here: run `make minio`, put `minio` on the 
 _missing_minio = pytest.StashKey[bool]()
 
 # No deadline: a slow machine is not a failed test. The blob reproduces a failure that CI found.
-hypothesis.settings.register_profile("bucketpoint", deadline=None, print_blob=True)
+hypothesis.settings.register_profile(
+    "bucketpoint", deadline=None, print_blob=True, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
 hypothesis.settings.load_profile("bucketpoint")
 
 

@@ -82,7 +82,7 @@ def test_an_error_says_what_where_and_what_to_do_without_a_traceback(tmp_path: P
     assert done.stderr.splitlines() == [
         "Error: There is no checkpoint here",
         f"  url:    {url}",
-        "  remedy: Check the URL",
+        "  remedy: Check the URL: bucketpoint.latest_checkpoint(root) names the newest whole one under a root",
     ]
 
 
@@ -99,7 +99,7 @@ def test_debug_adds_the_traceback_and_json_a_document(program: Program, tmp_path
             "message": "There is no checkpoint here",
             "url": str(tmp_path / "none"),
             "key": None,
-            "remedy": "Check the URL",
+            "remedy": "Check the URL: bucketpoint.latest_checkpoint(root) names the newest whole one under a root",
             "exit_code": 3,
         },
     }

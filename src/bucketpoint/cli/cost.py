@@ -33,7 +33,7 @@ def cost(catalog: Catalog, price: float, policy_file: str | None, as_json: bool)
     versioned bucket keeps.
     """
     snapshot = catalog.snapshot()
-    going = {(one.folder, one.id) for one in snapshot.notes.tombstones if not one.undone and one.action == "delete"}
+    going = snapshot.going()
     sizes = {(one.folder, one.id): sum(one.groups.values()) for one in snapshot.checkpoints}
     document: dict[str, Any] = {
         "root": catalog.url,

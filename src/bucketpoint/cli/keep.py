@@ -25,7 +25,9 @@ def plan(policy: RetentionPolicy, catalog: Catalog, as_json: bool) -> Answer:
     Every checkpoint that is kept comes with all its reasons, every deleted one with the rule that nearly kept it. Ends
     with 1 where the circuit breaker (max_delete) would refuse.
     """
-    made, verdict = _planned(policy, catalog)
+    from bucketpoint.manager.pruning import judged
+
+    made, verdict = judged(policy, catalog.snapshot().rows())
     document = {"root": catalog.url, **made.to_dict(), "allowed": verdict.allowed, "verdict": verdict.why}
     # The engine's own version of the plan, beside that of the command's document.
     document["plan_version"] = document.pop("version")
@@ -45,10 +47,10 @@ def prune(policy: RetentionPolicy, catalog: Catalog, dry_run: bool, yes: bool, a
     import os
     import socket
 
-    from bucketpoint.manager.pruning import prune_by
+    from bucketpoint.manager.pruning import judged, prune_by
 
     if dry_run:
-        made, verdict = _planned(policy, catalog)
+        made, verdict = judged(policy, catalog.snapshot().rows())
         document = {"root": catalog.url, "dry_run": True, **_counts(made), "verdict": verdict.why}
         return Answer(document, _plan_lines(made, verdict), ok=verdict.allowed or yes)
     done = prune_by(catalog, policy, holder=f"{socket.gethostname()}-{os.getpid()}", force=yes)
@@ -62,15 +64,6 @@ def prune(policy: RetentionPolicy, catalog: Catalog, dry_run: bool, yes: bool, a
     }
     fine = done.done.stopped is None and not refused and not done.done.failures
     return Answer(document, _done_lines(document, refused=refused), ok=fine)
-
-
-def _planned(policy: RetentionPolicy, catalog: Catalog) -> tuple[Plan, Verdict]:
-    from bucketpoint.retention import circuit_breaker
-    from bucketpoint.retention import plan as planned
-
-    made = planned(policy, catalog.snapshot().rows())
-    limit = policy.prune.max_delete
-    return made, circuit_breaker(made, count=limit.count, fraction=limit.fraction)
 
 
 def _counts(made: Plan) -> dict[str, Any]:

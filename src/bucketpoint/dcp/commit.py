@@ -155,7 +155,9 @@ def _encoded(request: Commit, metadata: Metadata, told: Reported, facts: dict[st
     version = (VERSION,) if hasattr(metadata, "version") else ()
 
     def filled(objects: dict[str, Any], index: bytes | None) -> bytes | None:
-        end: dict[str, Any] = {"storage_meta": storage_meta, **dict(zip(("version",), version, strict=False))}
+        end: dict[str, Any] = {"storage_meta": storage_meta}
+        if version:
+            end["version"] = VERSION
         ref = None if index is None else make_ref(request.token, index)
         return told.filled({**end, **extension({**facts, "objects": objects})}, ref)
 

@@ -5,7 +5,9 @@ One or two small requests. Nothing is decoded here.
 
 from __future__ import annotations
 
+import itertools
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -23,6 +25,7 @@ from bucketpoint.errors import (
 from bucketpoint.format import index_ref, keys
 from bucketpoint.format.index_read import is_index
 from bucketpoint.format.index_ref import IndexRef
+from bucketpoint.format.metadata import extra
 from bucketpoint.stores import ObjectInfo, Store
 from bucketpoint.transfer import retry_transient
 
@@ -30,6 +33,8 @@ logger = logging.getLogger(__name__)
 
 MAX_METADATA_BYTES = 16 << 30
 """Far above what any job writes: only there so that a wrong object is refused before it fills the memory."""
+
+_LOOKED_AT = 1000
 
 
 @dataclass(frozen=True)
@@ -67,7 +72,11 @@ class MetadataSource:
         Raises:
             CheckpointNotFoundError: it is not there.
         """
-        return self._first(name, None)[0]
+        return self.get_with_info(name)[0]
+
+    def get_with_info(self, name: str) -> tuple[bytes, ObjectInfo]:
+        """The same, and what the store says of it."""
+        return self._first(name, None)
 
     def _first(self, name: str, first: int | None) -> tuple[bytes, ObjectInfo]:
         key = keys.join(self.prefix, name)
@@ -93,20 +102,21 @@ class MetadataSource:
             return None
         return data
 
-    def nothing_here(self) -> CheckpointNotFoundError:
-        """Why there is no checkpoint: looked up on this path alone, as a load that works never lists anything."""
-        found = []
+    def names_here(self) -> list[str]:
+        """What lies here, the first 1,000; nothing for those who may not list. A load that works never lists."""
+        above = self.prefix + "/" if self.prefix else ""
         try:
-            for info in self.store.list(self.prefix + "/" if self.prefix else ""):
-                found.append(info)
-                if len(found) == 1000:
-                    break
+            return [info.key.removeprefix(above) for info in itertools.islice(self.store.list(above), _LOOKED_AT)]
         except StoreError as error:
             logger.debug("could not list %s: %s", self.url, error)
-        if found:
+            return []
+
+    def nothing_here(self, names: Sequence[str]) -> CheckpointNotFoundError:
+        """Why there is no checkpoint, where `names` are all that is here."""
+        if names:
             return IncompleteCheckpointError(
-                f"There are {len(found)}{'+' if len(found) == 1000 else ''} objects here and no .metadata: a save that "
-                "was interrupted, failed, or is still running",
+                f"There are {len(names)}{'+' if len(names) == _LOOKED_AT else ''} objects here and no .metadata: a "
+                "save that was interrupted, failed, or is still running",
                 url=self.url,
                 remedy="Load another checkpoint: bucketpoint.latest_checkpoint(root) names the newest whole one",
             )
@@ -115,6 +125,14 @@ class MetadataSource:
             url=self.url,
             remedy="Check the URL: bucketpoint.latest_checkpoint(root) names the newest whole one under a root",
         )
+
+
+def committed_etags(metadata: Metadata, store: Store, url: str | None) -> dict[str, str]:
+    """ETags to insist on, if the checkpoint still lies where it was committed: copies have their own."""
+    facts = extra(metadata)
+    if not store.capabilities.pinned_reads or facts.get("url") != url or facts.get("endpoint") != store.identity:
+        return {}
+    return {path: entry["etag"] for path, entry in facts["objects"].items() if entry.get("etag")}
 
 
 class Unread(Metadata):

@@ -20,7 +20,7 @@ from bucketpoint.dcp.boundary import dcp_call
 from bucketpoint.dcp.console import describe, progress_callback
 from bucketpoint.dcp.cooperative import Bandwidths
 from bucketpoint.dcp.cooperative_load import Cooperation
-from bucketpoint.dcp.metadata_source import MetadataSource, Unread
+from bucketpoint.dcp.metadata_source import MetadataSource, Unread, committed_etags
 from bucketpoint.dcp.read_plan import ReadPlan
 from bucketpoint.dcp.saved_chunk import PlannedItem, SavedChunk, chunk_of_probe
 from bucketpoint.dcp.session import Location, as_url, world_size
@@ -145,7 +145,8 @@ class BucketReader(StorageReader):
             try:
                 return self._read_of_rank(int(rank))
             except CheckpointNotFoundError:
-                failure = self._source().nothing_here()
+                source = self._source()
+                failure = source.nothing_here(source.names_here())
             except Exception as error:  # noqa: BLE001 (kept, and raised once DCP touches the metadata)
                 failure = error
         return Unread(failure)
@@ -247,16 +248,6 @@ class BucketReader(StorageReader):
             )
         return metadata
 
-    def _pins(self, store: Store) -> dict[str, str]:
-        """ETags to insist on, if the checkpoint still lies where it was committed: copies have their own."""
-        assert self._metadata is not None
-        facts = extra(self._metadata)
-        if not store.capabilities.pinned_reads:
-            return {}
-        if facts.get("url") != self._url or facts.get("endpoint") != store.identity:
-            return {}
-        return {path: entry["etag"] for path, entry in facts["objects"].items() if entry.get("etag")}
-
     def _requests(
         self, plan: LoadPlan, planner: LoadPlanner, store: Store, prefix: str, pool: BufferPool, meter: Meter
     ) -> list[Request]:
@@ -265,7 +256,7 @@ class BucketReader(StorageReader):
             self._metadata,
             planner,
             prefix=prefix,
-            etags=self._pins(store),
+            etags=committed_etags(self._metadata, store, self._url),
             options=self.transfer,
             transforms=self._transforms(),
             trusted=self.trusted,

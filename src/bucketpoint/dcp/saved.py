@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -12,17 +11,15 @@ from typing import Any
 from torch.distributed.checkpoint import Metadata
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
-from bucketpoint.dcp.metadata_source import MAX_METADATA_BYTES
+from bucketpoint.dcp.metadata_source import MetadataSource, committed_etags
 from bucketpoint.dcp.session import as_url
-from bucketpoint.errors import CheckpointNotFoundError, IncompleteCheckpointError, ObjectNotFoundError, StoreError
+from bucketpoint.errors import CheckpointNotFoundError
 from bucketpoint.format import keys
-from bucketpoint.format.metadata import decode_metadata, extra, make_record
+from bucketpoint.format.metadata import decode_metadata, extra, record_of
 from bucketpoint.format.record import CommitRecord
 from bucketpoint.format.storage_info import ItemInfo, read_storage_info
 from bucketpoint.stores import ObjectInfo, Store, open_store
-from bucketpoint.transfer import TransferOptions, retry_transient
-
-_LOOKED_AT = 1000
+from bucketpoint.transfer import TransferOptions
 
 
 @dataclass(frozen=True)
@@ -59,13 +56,12 @@ class SavedCheckpoint:
 
     @cached_property
     def record(self) -> CommitRecord:
-        """The checkpoint in a few numbers. Of another writer's objects all that is known is what their items cover."""
-        sizes = {path: fact["size"] for path, fact in self.facts.get("objects", {}).items()}
-        if not sizes:
-            sizes = {path: sum(info.length for _, info in members) for path, members in self.by_object.items()}
-        return make_record(
-            self.metadata, self.facts, self.data, sizes, items=len(self.items), metadata_etag=self.info.etag
-        )
+        """The checkpoint in a few numbers."""
+        return record_of(self.metadata, self.data, metadata_etag=self.info.etag)
+
+    @cached_property
+    def _etags(self) -> dict[str, str]:
+        return committed_etags(self.metadata, self.store, self.url)
 
     def key(self, path: str) -> str:
         """The key of a path within the checkpoint. Raises UnsafeDataError where it leads out of it."""
@@ -77,13 +73,8 @@ class SavedCheckpoint:
         return None if recorded is None else int(recorded["size"])
 
     def etag_of(self, path: str) -> str | None:
-        """The ETag that a load insists on, if the checkpoint still lies where it was committed: copies have theirs."""
-        if not self.store.capabilities.pinned_reads:
-            return None
-        if self.facts.get("url") != self.url or self.facts.get("endpoint") != self.store.identity:
-            return None
-        recorded = self.facts["objects"].get(path)
-        return None if recorded is None else recorded.get("etag")
+        """The ETag that a load insists on, if there is one."""
+        return self._etags.get(path)
 
 
 def open_checkpoint(
@@ -104,25 +95,16 @@ def open_checkpoint(
     """
     text = as_url(url) or ""
     store, prefix = open_store(text, storage_options=storage_options, fs=fs)
-    key = keys.join(prefix, keys.METADATA)
+    source = MetadataSource(store, prefix, text, TransferOptions().read_attempts)
     try:
-        data, info = retry_transient(
-            lambda: store.get(key, max_bytes=MAX_METADATA_BYTES), attempts=TransferOptions().read_attempts
-        )
-    except ObjectNotFoundError:
-        raise _nothing_here(store, prefix, text) from None
+        data, info = source.get_with_info(keys.METADATA)
+    except CheckpointNotFoundError:
+        raise _nothing_here(source) from None
     return SavedCheckpoint(text, store, prefix, data, info, decode_metadata(data, trusted=trusted, url=text))
 
 
-def _nothing_here(store: Store, prefix: str, url: str) -> CheckpointNotFoundError:
-    try:
-        found = list(itertools.islice(store.list(prefix + "/" if prefix else ""), _LOOKED_AT))
-    except StoreError:
-        # Without the right to list, no more can be said than that the metadata is not there.
-        found = []
-    if not found:
-        return CheckpointNotFoundError("There is no checkpoint here", url=url, remedy="Check the URL")
-    names = {info.key.removeprefix(prefix).lstrip("/") for info in found}
+def _nothing_here(source: MetadataSource) -> CheckpointNotFoundError:
+    names, url = source.names_here(), source.url
     if keys.rank_metadata(0) in names:
         return CheckpointNotFoundError(
             "This was saved without collectives: each rank has metadata of its own, and there is no common one",
@@ -135,9 +117,4 @@ def _nothing_here(store: Store, prefix: str, url: str) -> CheckpointNotFoundErro
             url=url,
             remedy=f"Name one of them, such as {url}/{inside[-1]}",
         )
-    return IncompleteCheckpointError(
-        f"There are {len(found)}{'+' if len(found) == _LOOKED_AT else ''} objects here and no .metadata: a save that "
-        "was interrupted, failed, or is still running",
-        url=url,
-        remedy="Take another checkpoint: bucketpoint.latest_checkpoint(root) names the newest whole one",
-    )
+    return source.nothing_here(names)

@@ -176,7 +176,11 @@ def record_from_metadata(data: bytes, *, metadata_etag: str | None = None) -> Co
     Raises:
         UnsafeDataError, MetadataError: as `decode_metadata`.
     """
-    metadata = decode_metadata(data)
+    return record_of(decode_metadata(data), data, metadata_etag=metadata_etag)
+
+
+def record_of(metadata: Metadata, data: bytes, *, metadata_etag: str | None) -> CommitRecord:
+    """The same, where `data` has been decoded."""
     facts = extra(metadata)
     items = metadata.storage_data or {}
     sizes = {path: fact["size"] for path, fact in facts.get("objects", {}).items()}

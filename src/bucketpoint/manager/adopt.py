@@ -9,7 +9,7 @@ from bucketpoint.errors import MetadataError, ObjectNotFoundError, UnsafeDataErr
 from bucketpoint.format.record import CommitRecord
 from bucketpoint.manager.catalog import Catalog
 from bucketpoint.manager.save_log import write_record
-from bucketpoint.manager.snapshot import DELETE, Snapshot
+from bucketpoint.manager.snapshot import Snapshot
 from bucketpoint.stores import ObjectInfo
 
 
@@ -41,7 +41,7 @@ def adopt(catalog: Catalog) -> list[str]:
     snapshot = catalog.snapshot()
     recorded = {one.folder for one in snapshot.checkpoints}
     # What is about to go must not come back: its pruner has removed the record already.
-    going = {one.folder for one in snapshot.notes.tombstones if one.action == DELETE and not one.undone}
+    going = {folder for folder, _ in snapshot.going()}
     adopted = []
     for folder in catalog.folders():
         step = catalog.template.step_of(folder)

@@ -8,8 +8,8 @@ from itertools import islice
 from bucketpoint.errors import BucketpointError, CheckpointNotFoundError, IncompleteCheckpointError
 from bucketpoint.manager.catalog import Catalog
 from bucketpoint.retention.policy import RetentionPolicy
-from bucketpoint.retention.row import FULL, Row
-from bucketpoint.retention.rules import Best, finite
+from bucketpoint.retention.row import FULL
+from bucketpoint.retention.rules import Best
 
 TRIED_AT_MOST = 20
 """Checkpoints that one restore looks at. As many damaged ones in a row are no accident of one save."""
@@ -75,16 +75,12 @@ def _rule(policy: RetentionPolicy, metric: str | None) -> Best:
 def _best(catalog: Catalog, rule: Best) -> list[Choice]:
     snapshot = catalog.snapshot()
     folders = {(one.step, one.id): one.folder for one in snapshot.checkpoints}
-    sign, age = (1 if rule.mode == "min" else -1), (1 if rule.ties == "oldest" else -1)
-
-    def rank(row: Row) -> tuple[float, int]:
-        return sign * row.metrics[rule.metric], age * row.step
-
-    rows = [row for row in snapshot.rows() if row.kind == FULL and finite(row.metrics.get(rule.metric)) is not None]
+    full = sorted((row for row in snapshot.rows() if row.kind == FULL), key=lambda row: row.order)
+    rows = [full[position] for position in rule.ranked(full)]
     if not rows:
         raise CheckpointNotFoundError(
             f"No checkpoint has a value of {rule.metric}",
             url=catalog.url,
             remedy='Report it with report(step, {...}), or restore("latest")',
         )
-    return [Choice(row.step, folders[row.step, row.id]) for row in sorted(rows, key=rank)[:TRIED_AT_MOST]]
+    return [Choice(row.step, folders[row.step, row.id]) for row in rows[:TRIED_AT_MOST]]

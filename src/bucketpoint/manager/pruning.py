@@ -47,15 +47,19 @@ def prune_by(catalog: Catalog, policy: RetentionPolicy, *, holder: str, force: b
     made: list[tuple[Plan, Verdict]] = []
 
     def decide(rows: Sequence[Row]) -> list[Order]:
-        planned = plan(policy, rows)
-        limit = policy.prune.max_delete
-        verdict = circuit_breaker(planned, count=limit.count, fraction=limit.fraction)
+        planned, verdict = judged(policy, rows)
         made.append((planned, verdict))
         return orders(planned) if verdict or force else []
 
     done = prune(catalog, decide, grace=policy.prune.grace.total_seconds(), holder=holder)
     planned, verdict = made[0] if made else (None, None)
     return Round(planned, verdict, done)
+
+
+def judged(policy: RetentionPolicy, rows: Sequence[Row]) -> tuple[Plan, Verdict]:
+    """What a policy says of these rows, and whether it may be carried out unasked."""
+    made, limit = plan(policy, rows), policy.prune.max_delete
+    return made, circuit_breaker(made, count=limit.count, fraction=limit.fraction)
 
 
 def orders(planned: Plan) -> list[Order]:

@@ -152,7 +152,7 @@ class Snapshot:
 
     def rows(self) -> list[Row]:
         """What the rules decide on: every checkpoint that no tombstone stands for."""
-        going = self._going()
+        going = self.going()
         metrics = self.metrics()
         held = self.held()
         return [
@@ -173,7 +173,8 @@ class Snapshot:
             if (one.folder, one.id) not in going or one.step in held
         ]
 
-    def _going(self) -> set[tuple[str, str]]:
+    def going(self) -> set[tuple[str, str]]:
+        """(folder, id) of what a tombstone will delete."""
         return {(one.folder, one.id) for one in self.notes.tombstones if one.action == DELETE and not one.undone}
 
     def metrics(self) -> dict[int, dict[str, float]]:
@@ -203,7 +204,7 @@ class Snapshot:
 
         What has a tombstone counts only where nothing else is left: a rollback discards the highest steps.
         """
-        going = self._going()
+        going = self.going()
         staying = [one for one in self.checkpoints if (one.folder, one.id) not in going] or [*self.checkpoints]
         full = [one for one in staying if one.kind == FULL] or [one for one in self.checkpoints if one.kind == FULL]
         ends = [max(some, key=key) for some in (full, staying) if some for key in (_by_step, _by_time)]

@@ -14,7 +14,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta, timezone
-from typing import Annotated, Any, Literal, Protocol
+from typing import Annotated, Any, Literal, Protocol, TypeAlias
 
 from bucketpoint.errors import Fault, PolicyError
 from bucketpoint.retention.row import FULL, Row
@@ -117,6 +117,16 @@ class Best(Checked):
 
         return Decision(kept, places, miss)
 
+    def ranked(self, rows: Sequence[Row]) -> list[int]:
+        """Positions of the rows that have a value to rank, the best first. The rows are in their order."""
+        sign = 1 if self.mode == "min" else -1
+        age = 1 if self.ties == "oldest" else -1
+        values = {
+            position: value for position, row in enumerate(rows) if (value := finite(row.metrics.get(self.metric)))
+            is not None
+        }  # fmt: skip
+        return sorted(values, key=lambda position: (sign * values[position], age * position))
+
     def _waiting(self, universe: Universe) -> list[int]:
         """Rows without a value that are young enough, the newest first.
 
@@ -132,6 +142,11 @@ class Best(Checked):
         ]
 
 
+Thin: TypeAlias = Annotated[
+    Literal["weights"] | None, Choice("weights"), "keep only the weights of what no other rule keeps"
+]
+
+
 @dataclass(frozen=True)
 class EverySteps(Checked):
     """The earliest checkpoint in each of the cells [k * steps, (k + 1) * steps), k >= 1, and step 0."""
@@ -139,9 +154,7 @@ class EverySteps(Checked):
     steps: Annotated[int, Whole(1), "width of the grid"]
     until: Annotated[int | None, Whole(0), "the last step that the rule speaks of"] = None
     last: Annotated[int | None, Whole(1), "keep those of the highest cells only"] = None
-    thin: Annotated[
-        Literal["weights"] | None, Choice("weights"), "keep only the weights of what no other rule keeps"
-    ] = None
+    thin: Thin = None
 
     @property
     def thins(self) -> bool:
@@ -177,9 +190,7 @@ class EveryHours(Checked):
 
     hours: Annotated[int, Whole(1), "width of the grid; 24 begins at midnight UTC"]
     last: Annotated[int | None, Whole(1), "keep those of the newest cells only"] = None
-    thin: Annotated[
-        Literal["weights"] | None, Choice("weights"), "keep only the weights of what no other rule keeps"
-    ] = None
+    thin: Thin = None
 
     @property
     def thins(self) -> bool:
