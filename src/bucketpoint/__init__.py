@@ -36,6 +36,7 @@ from bucketpoint.errors import (
 from bucketpoint.version import __version__
 
 if TYPE_CHECKING:
+    from bucketpoint.catalog import latest_checkpoint
     from bucketpoint.dcp import (
         Bandwidths,
         BucketReader,
@@ -49,7 +50,7 @@ if TYPE_CHECKING:
         rank_state,
         saved_ranks,
     )
-    from bucketpoint.manager import CheckpointManager, latest_checkpoint
+    from bucketpoint.manager import CheckpointManager
     from bucketpoint.retention import RetentionPolicy
     from bucketpoint.staging import Stager, StagingOptions
     from bucketpoint.transfer import Progress, TransferOptions
@@ -118,7 +119,8 @@ _ROOMS = {
         ),
         "bucketpoint.dcp",
     ),
-    **dict.fromkeys(("CheckpointManager", "latest_checkpoint"), "bucketpoint.manager"),
+    "CheckpointManager": "bucketpoint.manager",
+    "latest_checkpoint": "bucketpoint.catalog",
     "RetentionPolicy": "bucketpoint.retention",
     **dict.fromkeys(("Stager", "StagingOptions"), "bucketpoint.staging"),
     **dict.fromkeys(("Progress", "TransferOptions"), "bucketpoint.transfer"),

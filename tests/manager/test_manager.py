@@ -17,6 +17,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from bucketpoint import BucketReader, BucketWriter
+from bucketpoint.catalog.pruner import Order, prune
+from bucketpoint.catalog.sweep import sweep
 from bucketpoint.errors import (
     BucketpointError,
     CheckpointExistsError,
@@ -25,8 +27,6 @@ from bucketpoint.errors import (
     MismatchError,
 )
 from bucketpoint.manager.manager import CheckpointManager
-from bucketpoint.manager.pruner import Order, prune
-from bucketpoint.manager.sweep import sweep
 from bucketpoint.retention import InFlight, MaxDelete, Prune, Save, SaveEvery
 from dcp.async_scenarios import GatedFileSystem
 from dcp.ranks import Ranks

@@ -10,8 +10,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from bucketpoint import BucketWriter, SavePlanner, TransferOptions
-from bucketpoint.manager.catalog import open_catalog
-from bucketpoint.manager.save_log import SaveLog, read_record
+from bucketpoint.catalog.catalog import open_catalog
+from bucketpoint.catalog.save_log import SaveLog, read_record
 from dcp.ranks import Ranks
 from servers import S3Server
 

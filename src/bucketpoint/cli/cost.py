@@ -12,7 +12,7 @@ from bucketpoint.cli.frame import Answer, command
 from bucketpoint.cli.run_options import run_argument
 
 if TYPE_CHECKING:
-    from bucketpoint.manager.catalog import Catalog
+    from bucketpoint.catalog.catalog import Catalog
 
 LIST_PRICE = 0.023
 """Dollars for a GB-month: Amazon S3 Standard, us-east-1, first 50 TB (its pricing page, 2026)."""
@@ -43,7 +43,7 @@ def cost(catalog: Catalog, price: float, policy_file: str | None, as_json: bool)
         "what_if": None,
     }
     if policy_file is not None:
-        from bucketpoint.manager.policy_file import read_policy
+        from bucketpoint.catalog.policy_file import read_policy
         from bucketpoint.retention import plan
 
         left = plan(read_policy(policy_file), snapshot.rows()).left()

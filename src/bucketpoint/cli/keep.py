@@ -12,8 +12,8 @@ from bucketpoint.cli.frame import Answer, command
 from bucketpoint.cli.run_options import policy_argument
 
 if TYPE_CHECKING:
-    from bucketpoint.manager.catalog import Catalog
-    from bucketpoint.manager.pruner import Pruned
+    from bucketpoint.catalog.catalog import Catalog
+    from bucketpoint.catalog.pruner import Pruned
     from bucketpoint.retention import Plan, RetentionPolicy, Verdict
 
 
@@ -25,7 +25,7 @@ def plan(policy: RetentionPolicy, catalog: Catalog, as_json: bool) -> Answer:
     Every checkpoint that is kept comes with all its reasons, every deleted one with the rule that nearly kept it. Ends
     with 1 where the circuit breaker (max_delete) would refuse.
     """
-    from bucketpoint.manager.pruning import judged
+    from bucketpoint.catalog.pruning import judged
 
     made, verdict = judged(policy, catalog.snapshot().rows())
     document = {"root": catalog.url, **made.to_dict(), "allowed": verdict.allowed, "verdict": verdict.why}
@@ -47,7 +47,7 @@ def prune(policy: RetentionPolicy, catalog: Catalog, dry_run: bool, yes: bool, a
     import os
     import socket
 
-    from bucketpoint.manager.pruning import judged, prune_by
+    from bucketpoint.catalog.pruning import judged, prune_by
 
     if dry_run:
         made, verdict = judged(policy, catalog.snapshot().rows())

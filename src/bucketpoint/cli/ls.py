@@ -13,8 +13,8 @@ from bucketpoint.cli.frame import Answer, command
 from bucketpoint.cli.run_options import run_argument
 
 if TYPE_CHECKING:
-    from bucketpoint.manager.catalog import Catalog
-    from bucketpoint.manager.snapshot import Snapshot
+    from bucketpoint.catalog.catalog import Catalog
+    from bucketpoint.catalog.snapshot import Snapshot
 
 
 @command("ls")

@@ -13,7 +13,7 @@ from bucketpoint.cli.ls import json_number
 from bucketpoint.cli.run_options import Age, run_argument
 
 if TYPE_CHECKING:
-    from bucketpoint.manager.catalog import Catalog
+    from bucketpoint.catalog.catalog import Catalog
 
 
 @command("pin")
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 @click.option("--expires", type=Age(), help="After so long (7d), the pin holds nothing.")
 def pin(catalog: Catalog, step: int, reason: str, expires: float | None, as_json: bool) -> Answer:
     """Keep a step, whatever any policy says, until it is unpinned. Takes back a tombstone that it has."""
-    from bucketpoint.manager import notes
+    from bucketpoint.catalog import notes
 
     until = catalog.clock() + expires if expires is not None else None
     _must_be_there(catalog, step)
@@ -38,7 +38,7 @@ def pin(catalog: Catalog, step: int, reason: str, expires: float | None, as_json
 @click.argument("pin_id", required=False)
 def unpin(catalog: Catalog, step: int, pin_id: str | None, as_json: bool) -> Answer:
     """Remove all pins of a step, or the one that PIN_ID names. Ends with 1 where there is none."""
-    from bucketpoint.manager import notes
+    from bucketpoint.catalog import notes
 
     count = notes.unpin(catalog, step, pin_id)
     return Answer(
@@ -54,7 +54,7 @@ def undo(catalog: Catalog, step: int, as_json: bool) -> Answer:
 
     Ends with 1 where there is none.
     """
-    from bucketpoint.manager import tombstones
+    from bucketpoint.catalog import tombstones
 
     count = tombstones.undo(catalog, step)
     said = f"step {step} stays for now" if count else f"step {step} has no tombstone"
@@ -67,7 +67,7 @@ def undo(catalog: Catalog, step: int, as_json: bool) -> Answer:
 @click.argument("metrics", nargs=-1, required=True, metavar="NAME=VALUE...")
 def report(catalog: Catalog, step: int, metrics: Sequence[str], as_json: bool) -> Answer:
     """Note metrics of a step, at any time: `best` rules decide by the last value of each."""
-    from bucketpoint.manager import notes
+    from bucketpoint.catalog import notes
 
     values = dict(map(_pair, metrics))
     there = any(one.step == step for one in catalog.steps().checkpoints)

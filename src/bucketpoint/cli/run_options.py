@@ -12,7 +12,7 @@ import click
 from bucketpoint.cli.frame import Access, Answer, store_options
 
 if TYPE_CHECKING:
-    from bucketpoint.manager.catalog import Catalog
+    from bucketpoint.catalog.catalog import Catalog
     from bucketpoint.retention import RetentionPolicy
 
 _UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0, "w": 604800.0}
@@ -44,7 +44,7 @@ def policy_argument(function: Callable[..., Answer]) -> Callable[..., Answer]:
     @store_options
     @functools.wraps(function)
     def call(policy_file: str, root: str | None, access: Access, **arguments: Any) -> Answer:
-        from bucketpoint.manager.policy_file import read_policy
+        from bucketpoint.catalog.policy_file import read_policy
 
         policy: RetentionPolicy = read_policy(policy_file)
         where = root or policy.root
@@ -56,7 +56,7 @@ def policy_argument(function: Callable[..., Answer]) -> Callable[..., Answer]:
 
 
 def _opened(root: str, step_dir: str, access: Access) -> Catalog:
-    from bucketpoint.manager.catalog import open_catalog
+    from bucketpoint.catalog.catalog import open_catalog
 
     return open_catalog(root, template=step_dir, storage_options=access.for_url(root))
 

@@ -12,7 +12,7 @@ from bucketpoint.cli.frame import Answer, command
 from bucketpoint.cli.run_options import Age, run_argument
 
 if TYPE_CHECKING:
-    from bucketpoint.manager.catalog import Catalog
+    from bucketpoint.catalog.catalog import Catalog
 
 
 @command("gc")
@@ -27,7 +27,7 @@ def gc(catalog: Catalog, older_than: float, deep: bool, dry_run: bool, as_json: 
 
     Checkpoints are never touched, with or without a record. Ends with 1 if something could not be deleted.
     """
-    from bucketpoint.manager.sweep import sweep
+    from bucketpoint.catalog.sweep import sweep
 
     done = sweep(catalog, older_than=older_than, deep=deep, dry_run=dry_run)
     document: dict[str, Any] = {
@@ -56,7 +56,7 @@ def _lines(document: dict[str, Any]) -> Iterator[str]:
 @run_argument
 def adopt(catalog: Catalog, as_json: bool) -> Answer:
     """Put checkpoints into the catalogue that lack a record: of other writers, or after the catalogue was lost."""
-    from bucketpoint.manager.adopt import adopt as adopted
+    from bucketpoint.catalog.adopt import adopt as adopted
 
     folders = adopted(catalog)
     urls = [catalog.url_of_folder(folder) for folder in folders]

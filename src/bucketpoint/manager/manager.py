@@ -18,18 +18,18 @@ from typing import Any, Literal
 
 from typing_extensions import Self
 
+from bucketpoint.catalog import notes
+from bucketpoint.catalog.catalog import open_catalog
+from bucketpoint.catalog.choose import choices
+from bucketpoint.catalog.pruning import PruneWorker, Round, prune_by
+from bucketpoint.catalog.save_log import SaveLog
+from bucketpoint.catalog.snapshot import Snapshot
+from bucketpoint.catalog.tombstones import bury
 from bucketpoint.dcp import BucketWriter, SaveHandle, SavePlanner, async_save
 from bucketpoint.errors import BucketpointError, CheckpointExistsError
 from bucketpoint.format.keys import new_token
-from bucketpoint.manager import notes
-from bucketpoint.manager.catalog import open_catalog
-from bucketpoint.manager.choose import choices
 from bucketpoint.manager.loading import Outcome, attempt
-from bucketpoint.manager.pruning import PruneWorker, Round, prune_by
 from bucketpoint.manager.ranks import Ranks
-from bucketpoint.manager.save_log import SaveLog
-from bucketpoint.manager.snapshot import Snapshot
-from bucketpoint.manager.tombstones import bury
 from bucketpoint.manager.triggers import Triggers
 from bucketpoint.retention import RetentionPolicy
 from bucketpoint.retention.row import FULL

@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass, field
 
+from bucketpoint.catalog.adopt import heal
+from bucketpoint.catalog.catalog import Catalog
+from bucketpoint.catalog.pruner import own_objects
+from bucketpoint.catalog.snapshot import SAFETY_AGE_S, Snapshot
 from bucketpoint.errors import MetadataError, ObjectNotFoundError, UnsafeDataError
 from bucketpoint.format import keys
 from bucketpoint.format.catalogue import UploadKey
-from bucketpoint.manager.adopt import heal
-from bucketpoint.manager.catalog import Catalog
-from bucketpoint.manager.pruner import own_objects
-from bucketpoint.manager.snapshot import SAFETY_AGE_S, Snapshot
 from bucketpoint.stores import DeleteFailure, OpenUpload
 
 

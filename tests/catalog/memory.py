@@ -18,12 +18,12 @@ from torch.distributed.checkpoint.metadata import (
     MetadataIndex,
 )
 
+from bucketpoint.catalog.catalog import Catalog
+from bucketpoint.catalog.save_log import SaveLog
 from bucketpoint.errors import ObjectNotFoundError, PreconditionFailedError, TransientStoreError, UploadNotFoundError
 from bucketpoint.format import keys
 from bucketpoint.format.catalogue import StepTemplate
 from bucketpoint.format.metadata import encode_metadata, record_from_metadata
-from bucketpoint.manager.catalog import Catalog
-from bucketpoint.manager.save_log import SaveLog
 from bucketpoint.stores import Capabilities, DeleteFailure, ObjectInfo, OpenUpload
 
 START = 1_700_000_000.0

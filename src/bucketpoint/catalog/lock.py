@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass, replace
 
+from bucketpoint.catalog.catalog import Catalog
 from bucketpoint.errors import ObjectNotFoundError, PreconditionFailedError
 from bucketpoint.format import catalogue
-from bucketpoint.manager.catalog import Catalog
 
 
 @dataclass(frozen=True)

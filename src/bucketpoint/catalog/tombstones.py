@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 
+from bucketpoint.catalog.catalog import Catalog
+from bucketpoint.catalog.snapshot import Checkpoint, Tombstone, read_notes
 from bucketpoint.errors import BucketpointError, ObjectNotFoundError, PreconditionFailedError
 from bucketpoint.format import catalogue
 from bucketpoint.format.catalogue import NoteKey
-from bucketpoint.manager.catalog import Catalog
-from bucketpoint.manager.snapshot import Checkpoint, Tombstone, read_notes
 
 WAITING = "waiting"
 BEGUN = "begun"

@@ -11,14 +11,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 
+from bucketpoint.catalog import lock as locks
+from bucketpoint.catalog.adopt import heal
+from bucketpoint.catalog.catalog import Catalog
+from bucketpoint.catalog.save_log import read_record
+from bucketpoint.catalog.snapshot import DELETE, Checkpoint, Snapshot, Tombstone
+from bucketpoint.catalog.tombstones import bury, claim, empty, unclaim
 from bucketpoint.errors import ObjectNotFoundError, PreconditionFailedError
 from bucketpoint.format import catalogue, keys
-from bucketpoint.manager import lock as locks
-from bucketpoint.manager.adopt import heal
-from bucketpoint.manager.catalog import Catalog
-from bucketpoint.manager.save_log import read_record
-from bucketpoint.manager.snapshot import DELETE, Checkpoint, Snapshot, Tombstone
-from bucketpoint.manager.tombstones import bury, claim, empty, unclaim
 from bucketpoint.retention.row import FULL, Row
 from bucketpoint.stores import DeleteFailure, ObjectInfo
 from bucketpoint.transfer.checksum import crc32c
@@ -159,7 +159,7 @@ def collect(catalog: Catalog, done: Pruned, *, until: float) -> None:
             _delete(catalog, snapshot, list(group), done)
         else:
             # Only thinning needs to read metadata, and thereby torch.
-            from bucketpoint.manager.thin import thin
+            from bucketpoint.catalog.thin import thin
 
             for one in group:
                 thin(catalog, snapshot, one, done)

@@ -12,11 +12,11 @@ import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from bucketpoint.catalog.catalog import Catalog
+from bucketpoint.catalog.tombstones import GoneError, undo
 from bucketpoint.errors import BucketpointError, StoreError
 from bucketpoint.format import catalogue
 from bucketpoint.format.catalogue import MAX_NAME_BYTES, NoteKey
-from bucketpoint.manager.catalog import Catalog
-from bucketpoint.manager.tombstones import GoneError, undo
 
 MAX_METRIC_NAME_BYTES = 120
 

@@ -15,16 +15,16 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from bucketpoint import BucketReader, BucketWriter, TransferOptions
+from bucketpoint.catalog.adopt import adopt
+from bucketpoint.catalog.catalog import Catalog, open_catalog
+from bucketpoint.catalog.notes import lease, pin, report, unpin
+from bucketpoint.catalog.pruner import Order, prune
+from bucketpoint.catalog.save_log import SaveLog, read_record
+from bucketpoint.catalog.snapshot import THIN
+from bucketpoint.catalog.sweep import sweep
+from bucketpoint.catalog.tombstones import undo
 from bucketpoint.dcp import session
 from bucketpoint.errors import TransientStoreError
-from bucketpoint.manager.adopt import adopt
-from bucketpoint.manager.catalog import Catalog, open_catalog
-from bucketpoint.manager.notes import lease, pin, report, unpin
-from bucketpoint.manager.pruner import Order, prune
-from bucketpoint.manager.save_log import SaveLog, read_record
-from bucketpoint.manager.snapshot import THIN
-from bucketpoint.manager.sweep import sweep
-from bucketpoint.manager.tombstones import undo
 from bucketpoint.retention.row import Row
 from transfer.wrappers import CountingStore, FailingStore
 
@@ -200,7 +200,7 @@ def test_three_pruners_at_once_end_where_one_does(catalog: Catalog, options: dic
 def copy_of_a_save(catalog: Catalog, step: int, token: str, options: dict[str, Any], source: str) -> None:
     """A checkpoint of few small objects, without the planning of a save."""
     from bucketpoint.format.metadata import record_from_metadata
-    from manager.memory import metadata_bytes
+    from catalog.memory import metadata_bytes
 
     folder = f"step-{step}"
     data, content = metadata_bytes(token, created=1_700_000_000.0 + step)

@@ -6,16 +6,16 @@ import dataclasses
 
 from torch.distributed.checkpoint import Metadata
 
+from bucketpoint.catalog.catalog import Catalog
+from bucketpoint.catalog.pruner import Pruned, own_objects, withdraw
+from bucketpoint.catalog.save_log import read_record, write_record
+from bucketpoint.catalog.snapshot import Snapshot, Tombstone
 from bucketpoint.errors import MetadataError, ObjectNotFoundError, PreconditionFailedError, UnsafeDataError
 from bucketpoint.format import keys
 from bucketpoint.format.groups import OPTIM
 from bucketpoint.format.index_ref import INDEX_GROUP
 from bucketpoint.format.metadata import decode_metadata, encode_metadata, extra, record_from_metadata
 from bucketpoint.format.storage_info import read_storage_info
-from bucketpoint.manager.catalog import Catalog
-from bucketpoint.manager.pruner import Pruned, own_objects, withdraw
-from bucketpoint.manager.save_log import read_record, write_record
-from bucketpoint.manager.snapshot import Snapshot, Tombstone
 
 WEIGHTS = "weights"
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import hashlib
 from dataclasses import replace
 
+from bucketpoint.catalog.catalog import Catalog
+from bucketpoint.catalog.save_log import write_record
+from bucketpoint.catalog.snapshot import Snapshot
 from bucketpoint.errors import MetadataError, ObjectNotFoundError, UnsafeDataError
 from bucketpoint.format.record import CommitRecord
-from bucketpoint.manager.catalog import Catalog
-from bucketpoint.manager.save_log import write_record
-from bucketpoint.manager.snapshot import Snapshot
 from bucketpoint.stores import ObjectInfo
 
 

@@ -11,14 +11,14 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from bucketpoint.catalog.notes import lease, pin, report, unpin
+from bucketpoint.catalog.pruner import LOCK_SECONDS, Order, prune
+from bucketpoint.catalog.sweep import SAFETY_AGE_S, sweep
+from bucketpoint.catalog.tombstones import GoneError, undo
 from bucketpoint.errors import TransientStoreError
 from bucketpoint.format.metadata import decode_metadata
-from bucketpoint.manager.notes import lease, pin, report, unpin
-from bucketpoint.manager.pruner import LOCK_SECONDS, Order, prune
-from bucketpoint.manager.sweep import SAFETY_AGE_S, sweep
-from bucketpoint.manager.tombstones import GoneError, undo
 from bucketpoint.retention.row import Row
-from manager.memory import Fault, KilledError, MemoryStore, memory_catalog, save
+from catalog.memory import Fault, KilledError, MemoryStore, memory_catalog, save
 
 faults = st.none() | st.builds(Fault, st.integers(1, 30), st.sampled_from(["kill", "fail"]), st.booleans())
 actors = st.sampled_from(["trainer", "cron", "laptop"])

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import islice
 
+from bucketpoint.catalog.catalog import Catalog
 from bucketpoint.errors import BucketpointError, CheckpointNotFoundError, IncompleteCheckpointError
-from bucketpoint.manager.catalog import Catalog
 from bucketpoint.retention.policy import RetentionPolicy
 from bucketpoint.retention.row import FULL
 from bucketpoint.retention.rules import Best

@@ -8,14 +8,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from bucketpoint.catalog.catalog import Catalog
+from bucketpoint.catalog.notes import report
+from bucketpoint.catalog.tombstones import GoneError, undo
 from bucketpoint.errors import BucketpointError, ObjectNotFoundError
 from bucketpoint.format import catalogue
 from bucketpoint.format.catalogue import AttemptKey, CommitKey, UploadKey
 from bucketpoint.format.groups import OTHER
 from bucketpoint.format.record import CommitRecord
-from bucketpoint.manager.catalog import Catalog
-from bucketpoint.manager.notes import report
-from bucketpoint.manager.tombstones import GoneError, undo
 from bucketpoint.retention.row import FULL, KINDS
 
 logger = logging.getLogger(__name__)

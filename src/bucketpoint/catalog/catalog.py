@@ -9,10 +9,10 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from bucketpoint.catalog.snapshot import Attempt, Checkpoint, Snapshot, read_notes, read_steps
 from bucketpoint.errors import InvalidURLError, ObjectNotFoundError, PreconditionFailedError
 from bucketpoint.format import catalogue, keys
 from bucketpoint.format.catalogue import StepTemplate
-from bucketpoint.manager.snapshot import Attempt, Checkpoint, Snapshot, read_notes, read_steps
 from bucketpoint.stores import ObjectInfo, Store, open_store
 from bucketpoint.transfer.checksum import crc32c
 

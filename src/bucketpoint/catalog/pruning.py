@@ -7,11 +7,11 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from bucketpoint.catalog.catalog import Catalog
+from bucketpoint.catalog.pruner import Order, Pruned, prune
+from bucketpoint.catalog.snapshot import DELETE, THIN
+from bucketpoint.catalog.sweep import sweep
 from bucketpoint.errors import BucketpointError
-from bucketpoint.manager.catalog import Catalog
-from bucketpoint.manager.pruner import Order, Pruned, prune
-from bucketpoint.manager.snapshot import DELETE, THIN
-from bucketpoint.manager.sweep import sweep
 from bucketpoint.retention import Plan, RetentionPolicy, Row, Verdict, circuit_breaker, plan
 from bucketpoint.transfer.tasks import stand_back
 

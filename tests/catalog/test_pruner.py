@@ -7,19 +7,19 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
+from bucketpoint.catalog import lock as locks
+from bucketpoint.catalog.catalog import Catalog
+from bucketpoint.catalog.notes import lease, note_restored, pin, report
+from bucketpoint.catalog.pruner import LOCK_SECONDS, Decide, Order, Pruned, prune
+from bucketpoint.catalog.save_log import SaveLog
+from bucketpoint.catalog.snapshot import THIN
+from bucketpoint.catalog.sweep import SAFETY_AGE_S, sweep
+from bucketpoint.catalog.tombstones import GoneError, undo
 from bucketpoint.errors import PreconditionFailedError
 from bucketpoint.format import keys
 from bucketpoint.format.metadata import decode_metadata
-from bucketpoint.manager import lock as locks
-from bucketpoint.manager.catalog import Catalog
-from bucketpoint.manager.notes import lease, note_restored, pin, report
-from bucketpoint.manager.pruner import LOCK_SECONDS, Decide, Order, Pruned, prune
-from bucketpoint.manager.save_log import SaveLog
-from bucketpoint.manager.snapshot import THIN
-from bucketpoint.manager.sweep import SAFETY_AGE_S, sweep
-from bucketpoint.manager.tombstones import GoneError, undo
 from bucketpoint.retention.row import Row
-from manager.memory import START, Fault, KilledError, MemoryStore, killed, memory_catalog, save
+from catalog.memory import START, Fault, KilledError, MemoryStore, killed, memory_catalog, save
 
 HOUR = 3600.0
 

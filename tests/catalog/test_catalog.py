@@ -8,12 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from bucketpoint.catalog.adopt import adopt, heal
+from bucketpoint.catalog.notes import lease, note_restored, pin, pins, release, report, unpin
+from bucketpoint.catalog.save_log import SaveLog, read_record
 from bucketpoint.errors import BucketpointError, InvalidURLError
 from bucketpoint.format.catalogue import CommitKey
-from bucketpoint.manager.adopt import adopt, heal
-from bucketpoint.manager.notes import lease, note_restored, pin, pins, release, report, unpin
-from bucketpoint.manager.save_log import SaveLog, read_record
-from manager.memory import START, MemoryStore, killed, memory_catalog, metadata_bytes, save
+from catalog.memory import START, MemoryStore, killed, memory_catalog, metadata_bytes, save
 
 HOUR = 3600.0
 names = st.text("abz/_-.% \N{FIRE}\N{LATIN SMALL LETTER A WITH DIAERESIS}", min_size=1, max_size=8)
