@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bucketpoint.dcp.cooperative_rounds import _common_memory
+from bucketpoint.dcp.cooperative_targets import common_memory
 from bucketpoint.errors import CorruptDataError
 from bucketpoint.transfer.checksum import crc32c
 from bucketpoint.transfer.download import SMALL_EXTENT_BYTES, Assembly, Block, Extent, Request
@@ -107,4 +107,4 @@ def test_requests_that_fill_the_same_memory_are_told_apart_from_all_others() -> 
     requests = [
         Request("data", None, [Extent("data", 0, len(place), lambda _: None, (), place, 0)]) for place in places
     ]
-    assert _common_memory(requests) == {id(requests[index]) for index in (0, 1, 3, 4)}
+    assert common_memory(requests) == {id(requests[index]) for index in (0, 1, 3, 4)}

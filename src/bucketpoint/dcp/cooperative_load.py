@@ -17,6 +17,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from bucketpoint.dcp import carrier as carriers
+from bucketpoint.dcp import exchange as exchanges
 from bucketpoint.dcp.cooperative import Bandwidths, Decision, Demand, Measured, check_mode, decide, unconditional
 from bucketpoint.dcp.cooperative_rounds import SharedLoad, reason_of, round_bytes
 from bucketpoint.dcp.cooperative_schedule import Overlaps, Schedule
@@ -26,6 +28,8 @@ from bucketpoint.stores import Store
 from bucketpoint.transfer import BufferPool, Meter, Request, TransferOptions, fetch
 
 _PLANNED, _REFUSED = 0, 1
+
+_NOT_BY_ITSELF = " does not choose NCCL yet"
 
 _TRIAL_BYTES = 4 << 20
 """Enough to fill the buffers of a connection several times, and less than a hundredth of what is decided about."""
@@ -37,10 +41,12 @@ class Cooperation:
     Args:
         mode: `"off"`, `"node"`, `"group"` or `"auto"`.
         group: torch's process group; None for all ranks of the job.
+        exchange: `"auto"`, `"host"` or `"device"`.
     """
 
-    def __init__(self, mode: str, group: Any, bandwidths: Bandwidths | None) -> None:
+    def __init__(self, mode: str, group: Any, bandwidths: Bandwidths | None, exchange: str = "auto") -> None:
         self._mode = check_mode(mode)
+        self._way = carriers.check_exchange(exchange)
         self._group = group
         self._bandwidths = bandwidths or Bandwidths()
         self._exchange: Exchange | None = None
@@ -49,24 +55,34 @@ class Cooperation:
         self.explanation = "Nothing has been loaded yet"
         self.peak_bytes = 0
         """The most memory of its own that the last load together held at once on this rank."""
+        self.device_peak_bytes = 0
+        """The same on its device."""
+        self._device: carriers.Device | None = None
 
     def connect(self, url: str | None) -> None:
         """Begin a load: with whom. A collective on the group, unless the mode is `"off"` or there is one rank."""
         self.close()
-        self.peak_bytes = 0
+        self.peak_bytes = self.device_peak_bytes = 0
+        self._device = None
         if self._mode == "off":
             self.explanation = 'Plain: cooperative="off"'
         elif not (dist.is_available() and dist.is_initialized()) or dist.get_world_size(self._group) == 1:
             self.explanation = "Plain: there is one rank"
         else:
             stated = self._bandwidths
-            members = meet(self._mode, url, self._group, (stated.store, stated.nic, stated.exchange))
+            members = meet(self._mode, url, self._group, (stated.store, stated.nic, stated.exchange), self._way)
             ranks = tuple(member.rank for member in members)
             if ranks != self._ranks:
                 self._ranks, self._found = ranks, Measured()
             self.explanation = "Plain: this rank is alone on its node"
             if len(members) > 1:
                 self._exchange = Exchange(members, self._group)
+                self._device = carriers.device_here() if self._way == "device" else None
+
+    @property
+    def device(self) -> torch.device | None:
+        """What bytes can come to in this load from the device of another rank."""
+        return self._device.device if self._device is not None and self._exchange is not None else None
 
     def close(self) -> None:
         """Give up a load that has begun and has not ended: no other rank waits for this one."""
@@ -132,10 +148,20 @@ class Cooperation:
                 rate = meter.done_bytes / max(time.monotonic() - began, 1e-9)
                 self._found = replace(self._found, store=rate or None)
                 return
-            load = SharedLoad(exchange, schedule, requests, numbers, store=store, options=options, meter=meter)
-            load.run(self.taking_part)
+            with _connected(exchange, schedule, self.device) as carrier:
+                load = SharedLoad(
+                    exchange,
+                    schedule,
+                    requests,
+                    numbers,
+                    store=store,
+                    options=options,
+                    meter=meter,
+                    carrier=carrier,
+                )
+                load.run(self.taking_part)
             self._found = Measured(load.store_rate, load.exchange_rate or self._found.exchange)
-            self.peak_bytes = load.peak_bytes
+            self.peak_bytes, self.device_peak_bytes = load.peak_bytes, load.device_peak_bytes
             self.explanation += f". This rank read {meter.done_bytes / 1e9:.3f} GB"
         self._end()
 
@@ -146,15 +172,29 @@ class Cooperation:
         notes = exchange.agree(Note((len(requests), options.max_inflight_bytes)))
         # A model may be built, and so loaded, under another default device.
         with torch.device("cpu"):
-            rows = torch.tensor(
-                [(numbers[request.key], request.start, request.stop) for request in requests], dtype=torch.int64
-            ).reshape(-1, 3)
+            through = self._choose_way(exchange)
+            table = [(numbers[own.key], own.start, own.stop, int(own.on_device)) for own in requests]
+            rows = torch.tensor(table, dtype=torch.int64).reshape(-1, 4)[:, : 4 if self.device is not None else 3]
             overlaps = Overlaps(exchange.gather(rows, [note.numbers[0] for note in notes]), exchange.nodes)
             measured = self._measure(exchange, overlaps.demand)
             decision = decide(self._mode, overlaps.demand, self._bandwidths, measured)
-            self.explanation = _explain(decision, overlaps.demand)
+            self.explanation = _explain(decision, overlaps.demand) + (through if decision.together else "")
             size = round_bytes(min(note.numbers[1] for note in notes))
             return overlaps.schedule(exchange.rank, size) if decision.together else None
+
+    def _choose_way(self, exchange: Exchange) -> str:
+        """Which way bytes for devices go, the same on every member, in words. Forgets the device if they go by host."""
+        if self._way != "device":
+            return f'. Through host memory: exchange="{self._way}"' + (_NOT_BY_ITSELF if self._way == "auto" else "")
+        own = self._device.identity if self._device is not None else 0
+        found = [note.numbers[0] for note in exchange.agree(Note((own, 0)))]
+        if all(found) and len(set(found)) == len(found):
+            return ". From device to device, what targets on devices take"
+        self._device = None
+        if all(found):
+            return ". Through host memory: two ranks have the same device"
+        without = next(exchange.members[number].rank for number, each in enumerate(found) if not each)
+        return f". Through host memory: rank {without} has no CUDA device with NCCL"
 
     def _measure(self, exchange: Exchange, demand: Demand) -> Measured:
         """What the members have found so far, summed; the same on all of them, so that they decide alike.
@@ -186,6 +226,25 @@ class Cooperation:
             if exchange is not None:
                 exchange.leave(reason_of(error))
             raise
+
+
+@contextlib.contextmanager
+def _connected(
+    exchange: Exchange, schedule: Schedule, device: torch.device | None
+) -> Iterator[carriers.Carrier | None]:
+    """A carrier between the devices of all who share bytes, where any take them there."""
+    if device is None or not schedule.by_device:
+        yield None
+        return
+    peers = schedule.peers
+    token, rank = exchange.members[peers[0]].token, peers.index(exchange.rank)
+    # What connects the devices may wait for ever for a rank that is lost: all are still here.
+    exchange.agree(Note(), peers)
+    carrier = carriers.open_carrier(token, rank, len(peers), device, min(exchanges.ARRIVE_WITHIN, exchange.timeout))
+    try:
+        yield carrier
+    finally:
+        carrier.abort()
 
 
 def _plan_or_tell(exchange: Exchange, plan: Callable[[], list[Request]]) -> list[Request]:

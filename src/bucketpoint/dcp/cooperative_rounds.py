@@ -5,16 +5,17 @@ The caller's thread talks to the other ranks and copies; store reads, checks and
 
 from __future__ import annotations
 
-import bisect
 import contextlib
 import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
-import torch
-
+from bucketpoint.dcp.carrier import Carrier
+from bucketpoint.dcp.cooperative_devices import DeviceRounds
 from bucketpoint.dcp.cooperative_schedule import Cell, Schedule
+from bucketpoint.dcp.cooperative_targets import Targets
+from bucketpoint.dcp.device_assembly import DeviceAssembly, DeviceMemory
 from bucketpoint.dcp.exchange import Exchange, Message, Note
 from bucketpoint.dcp.held_memory import HeldMemory
 from bucketpoint.dcp.node_memory import NodeMemory
@@ -48,6 +49,7 @@ class SharedLoad:
     Args:
         requests: of this rank, in the order of its rows in the schedule.
         numbers: the number of each object in the schedule, by key.
+        carrier: connects the devices of the schedule's peers; None: all bytes go through host memory.
     """
 
     def __init__(
@@ -60,6 +62,7 @@ class SharedLoad:
         store: Store,
         options: TransferOptions,
         meter: Meter,
+        carrier: Carrier | None = None,
     ) -> None:
         self._exchange = exchange
         self._schedule = schedule
@@ -69,12 +72,20 @@ class SharedLoad:
         self._done_before = meter.done_bytes
         self._pool = BufferPool(max(int(options.max_inflight_bytes * _ALONE), 1))
         self._memory = HeldMemory(int(options.max_inflight_bytes * _KEPT))
-        self._targets = _Targets(
+        there = None if carrier is None else DeviceMemory(carrier.device)
+        self._there = there
+        self._targets = Targets(
             [(numbers[own.key], own) for own, shared in zip(requests, schedule.shared, strict=True) if shared],
             store.url,
             everything=requests,
             memory=self._memory,
+            there=there,
         )
+        self._devices: DeviceRounds | None = None
+        if carrier is not None and there is not None:
+            timeout = exchange.timeout
+            self._devices = DeviceRounds(carrier, exchange.rank, schedule.peers, self._targets, there, timeout)
+        self._pinned = carrier is not None and carrier.device.type == "cuda"
         self._alone = deque(own for own, shared in zip(requests, schedule.shared, strict=True) if not shared)
         mine = [cell for cells in schedule.rounds for cell in cells if cell.reader == exchange.rank]
         meter.total_bytes = meter.done_bytes + sum(cell.nbytes for cell in mine)
@@ -103,6 +114,11 @@ class SharedLoad:
         return self._memory.peak_bytes
 
     @property
+    def device_peak_bytes(self) -> int:
+        """The most memory of our own on the device that was held at once."""
+        return 0 if self._there is None else self._there.peak_bytes
+
+    @property
     def store_rate(self) -> float | None:
         """Bytes a second that came from the store while any were on their way. None: none came."""
         read = self._meter.done_bytes - self._done_before
@@ -127,7 +143,8 @@ class SharedLoad:
             taking_part(),
         ):
             self._read_ahead(reading, self._schedule.rounds[0] if self._schedule.rounds else ())
-            node = NodeMemory(self._exchange, self._schedule.peers, self._most_in_a_round())
+            through_host = self._schedule.peers if self._schedule.by_host or self._devices is None else ()
+            node = NodeMemory(self._exchange, through_host, self._most_in_a_round())
             self._memory.count(node.nbytes)
             self._ahead_limit -= node.nbytes
             for _ in range(min(options.connections, len(self._alone))):
@@ -137,10 +154,12 @@ class SharedLoad:
                 self._wait_for(lambda cells=cells: self._is_ready(cells))  # type: ignore[misc]
                 with self._exchanging():
                     self._publish(number, cells, node)
-                self._agree()
+                stated = self._agree(cells)
                 with self._exchanging():
-                    self._hand_out(number, cells, node, finishing)
+                    self._hand_out(number, cells, node, finishing, stated)
             self._wait_for(lambda: not self._alone_left and not self._finishing)
+            if self._devices is not None and self._error is None:
+                self._devices.end()
             self._agree()
 
     # -- reading ------------------------------------------------------------------------------------------------------
@@ -158,7 +177,8 @@ class SharedLoad:
             self._cells.popleft()
             self._ahead += 1
             self._ahead_bytes += staged
-            view = direct if direct is not None else self._memory.take(cell.nbytes)
+            pinned = self._pinned and bool(cell.on_device)
+            view = direct if direct is not None else self._memory.take(cell.nbytes, pinned)
             reading.start(self._watched(lambda cell=cell, view=view: self._read_cell(cell, view)))  # type: ignore[misc]
 
     def _read_cell(self, cell: Cell, view: memoryview) -> None:
@@ -169,6 +189,8 @@ class SharedLoad:
                 attempts=self._options.read_attempts,
             )
         self._meter.add(cell.nbytes)
+        if self._devices is not None:
+            self._devices.vouch(cell, view)
         with self._state:
             self._read[cell.obj, cell.start] = view
 
@@ -192,13 +214,18 @@ class SharedLoad:
             return False
         return all((cell.obj, cell.start) in self._read for cell in cells if cell.reader == self._exchange.rank)
 
-    def _agree(self) -> None:
-        """No rank hands out anything of a round before all have said that they can."""
+    def _agree(self, cells: Sequence[Cell] = ()) -> dict[int, int]:
+        """No rank hands out anything of a round before all have said that they can.
+
+        Returns:
+            How many bytes each peer needs to state the checksums of its cells.
+        """
         with self._state:
             error = self._error
         if error is None:
-            self._exchange.agree(Note(), self._schedule.peers)
-            return
+            stated = 0 if self._devices is None else self._devices.state(cells)
+            notes = self._exchange.agree(Note((stated, 0)), self._schedule.peers)
+            return {peer: note.numbers[0] for peer, note in zip(self._schedule.peers, notes, strict=True)}
         with contextlib.suppress(BucketpointError):
             self._exchange.swap(Note(failure=reason_of(error)), self._schedule.peers)
         raise error
@@ -207,34 +234,39 @@ class SharedLoad:
         """Put this rank's cells where its node finds them. What lay there was copied before the last agreement."""
         if self._error is None:
             for cell, at in _laid_out(cells):
-                if cell.reader == self._exchange.rank and not node.near.isdisjoint(cell.needs):
+                if cell.reader == self._exchange.rank and not node.near.isdisjoint(cell.needs.keys() - cell.on_device):
                     node.write(number, at, self._read[cell.obj, cell.start])
 
-    def _hand_out(self, number: int, cells: Sequence[Cell], node: NodeMemory, finishing: TaskGroup) -> None:
+    def _hand_out(
+        self, number: int, cells: Sequence[Cell], node: NodeMemory, finishing: TaskGroup, stated: Mapping[int, int]
+    ) -> None:
         here = self._exchange.rank
         sends: list[Message] = []
         receives: list[Message] = []
+        if self._devices is not None:
+            receives, sends = self._devices.statements(cells, stated)
         arrived: list[tuple[Cell, int, int, memoryview | None]] = []
-        sent_to: Counter[int] = Counter()
-        got_from: Counter[int] = Counter()
+        # The first tag of all pairs is that of the statements.
+        sent_to: Counter[int] = Counter(self._schedule.peers)
+        got_from: Counter[int] = Counter(self._schedule.peers)
+        own: dict[tuple[int, int], memoryview] = {}
         done: list[memoryview] = []
         for cell, at in _laid_out(cells):
             if cell.reader == here:
-                with self._state:
-                    view = self._read.pop((cell.obj, cell.start))
-                staying = self._targets.direct(cell.obj, cell.start, cell.stop) is not None
-                self._ahead -= 1
+                view, staying = self._take(cell)
+                own[cell.obj, cell.start] = view
                 if not staying:
-                    self._ahead_bytes -= cell.nbytes
                     done.append(view)
                 for peer, spans in cell.needs.items():
-                    for start, stop in spans:
+                    for start, stop in spans if peer not in cell.on_device else ():
                         data = view[start - cell.start : stop - cell.start]
                         if peer == here:
                             arrived.append((cell, start, stop, None if staying else data))
                         elif peer not in node.near:
                             sends.append(Message(peer, sent_to[peer], data))
                             sent_to[peer] += 1
+            elif here in cell.on_device:
+                continue
             elif cell.reader in node.near:
                 for start, stop in cell.needs.get(here, ()):
                     data = node.read(cell.reader, number, at + start - cell.start, stop - start)
@@ -250,14 +282,33 @@ class SharedLoad:
                     arrived.append((cell, start, stop, None if in_place is not None else data))
         self._exchange.move(receives, sends)
         self._exchanged_bytes += sum(stop - start for cell, start, stop, _ in arrived if cell.reader != here)
+        if self._devices is not None:
+            for complete in self._devices.hand_out(cells, own):
+                self._finish_there(complete)
+            self._exchanged_bytes += sum(
+                stop - start
+                for cell in cells
+                if cell.reader != here and here in cell.on_device
+                for start, stop in cell.needs[here]
+            )
         for cell, start, stop, copied in arrived:
             self._settle(cell.obj, start, stop, copied, finishing)
         for view in done:
             self._memory.give(view)
 
+    def _take(self, cell: Cell) -> tuple[memoryview, bool]:
+        """A cell that this rank has read, and whether it was read to where it stays."""
+        with self._state:
+            view = self._read.pop((cell.obj, cell.start))
+        staying = self._targets.direct(cell.obj, cell.start, cell.stop) is not None
+        self._ahead -= 1
+        if not staying:
+            self._ahead_bytes -= cell.nbytes
+        return view, staying
+
     def _place(self, obj: int, start: int, stop: int) -> memoryview | None:
         assembly = self._targets.only(obj, start, stop)
-        if assembly is None:
+        if assembly is None or isinstance(assembly, DeviceAssembly):
             return None
         direct = assembly.direct(start, stop)
         if direct is not None:
@@ -269,11 +320,23 @@ class SharedLoad:
             low, high = max(assembly.request.start, start), min(assembly.request.stop, stop)
             if copied is not None:
                 assembly.put(low, copied[low - start : high - start])
-            if assembly.arrived(high - low):
+            if not assembly.arrived(high - low):
+                continue
+            if isinstance(assembly, DeviceAssembly):
+                self._finish_there(assembly)
+            else:
                 with self._state:
                     self._finishing += 1
                     self._finishing_bytes += assembly.leased
                 finishing.start(self._watched(lambda assembly=assembly: self._finish(assembly)))  # type: ignore[misc]
+
+    def _finish_there(self, assembly: DeviceAssembly) -> None:
+        """On this thread, whose stream orders what is queued on the device. What fails is told in the next round."""
+        try:
+            assembly.finish()
+        except Exception as error:  # noqa: BLE001 (raised once the others are told)
+            with self._state:
+                self._error = self._error or error
 
     def _finish(self, assembly: Assembly) -> None:
         leased = assembly.leased
@@ -334,64 +397,3 @@ def _laid_out(cells: Sequence[Cell]) -> Iterator[tuple[Cell, int]]:
     for cell in cells:
         yield cell, used[cell.reader]
         used[cell.reader] += cell.nbytes
-
-
-class _Targets:
-    """Where the bytes of the shared requests go: found by object and range."""
-
-    def __init__(
-        self, shared: Sequence[tuple[int, Request]], url: str, *, everything: Sequence[Request], memory: HeldMemory
-    ) -> None:
-        self._by_object: dict[int, list[Assembly]] = {}
-        self._longest: dict[int, int] = {}
-        for number, request in sorted(shared, key=lambda entry: entry[1].start):
-            self._by_object.setdefault(number, []).append(Assembly(url, request, memory.take, memory.give))
-            self._longest[number] = max(self._longest.get(number, 0), request.stop - request.start)
-        self._common = _common_memory(everything)
-
-    def source(self, obj: int) -> tuple[str, str | None]:
-        request = self._by_object[obj][0].request
-        return request.key, request.etag
-
-    def overlapping(self, obj: int, start: int, stop: int) -> list[Assembly]:
-        entries = self._by_object[obj]
-        index = bisect.bisect_right(entries, start - self._longest[obj], key=lambda entry: entry.request.start)
-        found = []
-        while index < len(entries) and entries[index].request.start < stop:
-            if entries[index].request.stop > start:
-                found.append(entries[index])
-            index += 1
-        return found
-
-    def direct(self, obj: int, start: int, stop: int) -> memoryview | None:
-        """The caller's memory that these bytes can be received into, and sent from."""
-        assembly = self.only(obj, start, stop)
-        return None if assembly is None else assembly.direct(start, stop)
-
-    def only(self, obj: int, start: int, stop: int) -> Assembly | None:
-        """The assembly that all of these bytes go to, if they go to no other."""
-        found = self.overlapping(obj, start, stop)
-        if len(found) != 1 or found[0].request.start > start or found[0].request.stop < stop:
-            return None
-        return None if id(found[0].request) in self._common else found[0]
-
-
-def _common_memory(requests: Sequence[Request]) -> set[int]:
-    """The ids of requests with memory that another extent also fills, as tied tensors have.
-
-    What was received there may have been overwritten before it is sent on.
-    """
-    places = sorted(
-        (torch.frombuffer(extent.direct, dtype=torch.uint8).data_ptr(), len(extent.direct), id(request))
-        for request in requests
-        for extent in request.extents
-        if extent.direct
-    )
-    common: set[int] = set()
-    end, last = 0, 0
-    for start, nbytes, request in places:
-        if start < end:
-            common |= {request, last}
-        if start + nbytes > end:
-            end, last = start + nbytes, request
-    return common

@@ -34,6 +34,7 @@ class Cell:
         reader: the rank that reads it; it needs some of it itself.
         needs: which spans of it a rank needs; of one rank they do not overlap. On the reader for each rank that needs
             any, elsewhere for the rank itself alone.
+        on_device: those in `needs` that take all of theirs on their devices.
     """
 
     obj: int
@@ -41,6 +42,7 @@ class Cell:
     stop: int
     reader: int
     needs: Mapping[int, Sequence[Span]]
+    on_device: frozenset[int] = frozenset()
 
     @property
     def nbytes(self) -> int:
@@ -55,11 +57,15 @@ class Schedule:
         peers: the ranks, itself included, that share bytes with it, or with one that does; ascending.
         shared: for each of the rank's own rows, whether it is read cell by cell. All others are the rank's alone.
         rounds: cells in the order in which they are handed out, the same for all peers.
+        by_host: whether any peer takes shared bytes in host memory.
+        by_device: whether any peer takes shared bytes on its device.
     """
 
     peers: tuple[int, ...]
     shared: tuple[bool, ...]
     rounds: tuple[tuple[Cell, ...], ...]
+    by_host: bool = True
+    by_device: bool = False
 
 
 class Overlaps:
@@ -67,7 +73,8 @@ class Overlaps:
     want without a break that nobody's range crosses.
 
     Args:
-        tables: for each rank an int64 tensor of shape (requests, 3): the object, the first byte, one past the last.
+        tables: for each rank an int64 tensor of shape (requests, 3): the object, the first byte, one past the last; or
+            of shape (requests, 4) with whether the rank takes these bytes on its device.
         nodes: for each rank the number of the node that it is on.
 
     Raises:
@@ -77,7 +84,8 @@ class Overlaps:
     def __init__(self, tables: Sequence[torch.Tensor], nodes: Sequence[int]) -> None:
         self._tables = tables
         self._rank = torch.cat([torch.full((len(table),), rank) for rank, table in enumerate(tables)])
-        rows = torch.cat(list(tables)).reshape(-1, 3)
+        rows = torch.cat(list(tables))
+        self._by_device = rows[:, 3] > 0 if rows.shape[1] > 3 else torch.zeros(len(rows), dtype=torch.bool)
         self._start, self._stop = self._on_one_line(rows)
         # Empty ranges concern nobody: they sort behind all others and are left out.
         order = torch.argsort(self._start, stable=True)
@@ -112,7 +120,14 @@ class Overlaps:
         alone = torch.bincount(self._rank[~mine], (self._stop - self._start)[~mine].double(), minlength=ranks)
         wanted = shared & torch.isin(lowest, torch.tensor(peers))
         cells = self._deal(rank, wanted, peers, alone.long().tolist(), round_bytes)
-        return Schedule(tuple(peers), tuple(mine[self._rank == rank].tolist()), tuple(_rounds(cells, round_bytes)))
+        by_device = self._by_device[self._order][wanted[self._stretch]]
+        return Schedule(
+            tuple(peers),
+            tuple(mine[self._rank == rank].tolist()),
+            tuple(_rounds(cells, round_bytes)),
+            by_host=not bool(by_device.all()),
+            by_device=bool(by_device.any()),
+        )
 
     # -- the line -----------------------------------------------------------------------------------------------------
 
@@ -166,17 +181,18 @@ class Overlaps:
         size = min(max(round_bytes // len(peers), SMALLEST_CELL), LARGEST_CELL, max(round_bytes, 1))
         inside = wanted[self._stretch]
         rows = self._order[inside]
-        spans = _Spans.joined(self._rank[rows], self._start[rows], self._stop[rows])
+        spans = _Spans.joined(self._rank[rows], self._start[rows], self._stop[rows], self._by_device[rows])
         first, last = self._first[wanted], self._last[wanted]
         cells = _Cells.cut(first, last, size)
         low, high = cells.touched_by(spans)
         readers = _readers(cells, spans.rank, low, high, list(alone))
         base = self._base[wanted][cells.stretch]
-        needs = _needs(cells, spans, low, high, base, readers, here)
+        needs, by_host = _needs(cells, spans, low, high, base, readers, here)
         columns = (self._obj[wanted][cells.stretch], cells.start - base, cells.stop - base)
         table = zip(*(column.tolist() for column in columns), readers, strict=True)
         for index, (obj, start, stop, reader) in enumerate(table):
-            yield Cell(obj, start, stop, reader, needs.get(index, {}))
+            wants = needs.get(index, {})
+            yield Cell(obj, start, stop, reader, wants, frozenset(wants.keys() - by_host.get(index, ())))
 
 
 # Everything below is on the one line. What every rank computes for all ranks is done in tensors, so that a group of a
@@ -190,9 +206,10 @@ class _Spans:
     rank: torch.Tensor
     start: torch.Tensor
     stop: torch.Tensor
+    by_device: torch.Tensor
 
     @staticmethod
-    def joined(rank: torch.Tensor, start: torch.Tensor, stop: torch.Tensor) -> _Spans:
+    def joined(rank: torch.Tensor, start: torch.Tensor, stop: torch.Tensor, by_device: torch.Tensor) -> _Spans:
         # Joined only where they overlap: ranges that merely touch go to different places. Places are numbered, so that
         # those of all ranks fit on one line of small numbers, where no rank's reach those of the next.
         places, number = torch.unique(torch.cat([start, stop]), return_inverse=True)
@@ -205,7 +222,12 @@ class _Spans:
         closes = torch.ones_like(opens)
         closes[:-1] = opens[1:]
         owner = rank[order][opens]
-        return _Spans(owner, places[begin[opens] - owner * width], places[reach[closes] - owner * width])
+        # What one of several joined ranges takes on the host, all of them do.
+        number = torch.cumsum(opens, 0) - 1
+        together = torch.ones(len(owner), dtype=torch.uint8)
+        together.scatter_reduce_(0, number, by_device[order].to(torch.uint8), "amin")
+        low, high = places[begin[opens] - owner * width], places[reach[closes] - owner * width]
+        return _Spans(owner, low, high, together > 0)
 
 
 @dataclass(frozen=True)
@@ -284,13 +306,14 @@ def _needs(
     base: torch.Tensor,
     readers: Sequence[int],
     here: int,
-) -> dict[int, dict[int, list[Span]]]:
+) -> tuple[dict[int, dict[int, list[Span]]], dict[int, set[int]]]:
     """By cell, what it holds for whom: for all ranks in the cells that `here` reads, for `here` alone in all others.
 
-    Counted from the first byte of the object, which lies at `base`.
+    Counted from the first byte of the object, which lies at `base`. Then, by cell, who takes any of it on the host.
     """
     reads = torch.tensor(readers, dtype=torch.int64) == here
     found: dict[int, dict[int, list[Span]]] = {}
+    by_host: dict[int, set[int]] = {}
     for chosen, among in ((reads, torch.ones_like(spans.rank, dtype=torch.bool)), (~reads, spans.rank == here)):
         # Cells are chosen by their place among the chosen ones, which a span touches one after the other.
         numbers = torch.nonzero(chosen).flatten()
@@ -302,10 +325,13 @@ def _needs(
         start = torch.maximum(torch.repeat_interleave(spans.start[among], width), cells.start[cell])
         stop = torch.minimum(torch.repeat_interleave(spans.stop[among], width), cells.stop[cell])
         rank = torch.repeat_interleave(spans.rank[among], width)
+        device = torch.repeat_interleave(spans.by_device[among], width)
         parts = zip((start - base[cell]).tolist(), (stop - base[cell]).tolist(), strict=True)
-        for index, owner, part in zip(cell.tolist(), rank.tolist(), parts, strict=True):
+        for index, owner, part, on_device in zip(cell.tolist(), rank.tolist(), parts, device.tolist(), strict=True):
             found.setdefault(index, {}).setdefault(owner, []).append(part)
-    return found
+            if not on_device:
+                by_host.setdefault(index, set()).add(owner)
+    return found, by_host
 
 
 def _own_number(rank: int) -> int:

@@ -45,6 +45,7 @@ class Member:
         rank: in the whole job.
         node: the machine that it is on.
         figures: what its user states, which all must agree on as they decide by it.
+        way: how bytes for devices are to go, which all must agree on.
     """
 
     rank: int
@@ -53,6 +54,7 @@ class Member:
     url: str | None
     mode: str
     figures: tuple[float | None, ...] = ()
+    way: str = ""
 
 
 @dataclass(frozen=True)
@@ -86,7 +88,7 @@ class Message:
     data: memoryview
 
 
-def meet(mode: str, url: str | None, group: Any, figures: tuple[float | None, ...] = ()) -> list[Member]:
+def meet(mode: str, url: str | None, group: Any, figures: tuple[float | None, ...] = (), way: str = "") -> list[Member]:
     """Find out who loads with this rank: the ranks of its node, or all of the group. One collective on the group.
 
     Returns:
@@ -101,7 +103,7 @@ def meet(mode: str, url: str | None, group: Any, figures: tuple[float | None, ..
             f"Rank {here} loads, and is not in the process group that was given to load together",
             remedy="Pass each rank a group that it is in; the groups of different ranks may differ",
         )
-    own = Member(here, _node(), new_token(), url, mode, figures)
+    own = Member(here, _node(), new_token(), url, mode, figures, way)
     found: list[Any] = [None] * dist.get_world_size(group)
     try:
         dist.all_gather_object(found, own, group=group)
@@ -116,6 +118,12 @@ def meet(mode: str, url: str | None, group: Any, figures: tuple[float | None, ..
                 f"Rank {other.rank} loads {other.url} with cooperative={other.mode!r}, "
                 f"and rank {here} {url} with {mode!r}: they cannot load together",
                 remedy="Load the same checkpoint in the same mode on all ranks of the group",
+            )
+        if other.way != way:
+            raise BucketpointError(
+                f"Rank {other.rank} loads with exchange={other.way!r} and rank {here} with {way!r}: "
+                "they cannot load together",
+                remedy="Pass the same exchange= on all ranks of the group",
             )
         if other.figures != figures:
             raise BucketpointError(

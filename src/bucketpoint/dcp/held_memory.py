@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import threading
+from typing import Any
+
+import torch
 
 _GRAIN = 256 << 10
 
@@ -21,39 +25,44 @@ class HeldMemory:
     def __init__(self, limit_bytes: int) -> None:
         self._limit = limit_bytes
         self._lock = threading.Lock()
-        self._free: dict[int, list[mmap.mmap]] = {}
+        self._free: dict[tuple[int, bool], list[Any]] = {}
         self._taken = 0
         self._kept = 0
         self.peak_bytes = 0
         """The most that was held at once, what was kept included."""
 
-    def take(self, nbytes: int) -> memoryview:
-        """A buffer of `nbytes`, whose content is undefined."""
+    def take(self, nbytes: int, pinned: bool = False) -> memoryview:
+        """A buffer of `nbytes`, whose content is undefined.
+
+        Args:
+            pinned: what a CUDA device can copy from while the caller goes on.
+        """
         if not nbytes:
             return memoryview(b"")
         size = _size(nbytes)
         with self._lock:
             self._taken += size
-            found = self._free.get(size)
+            found = self._free.get((size, pinned))
             if found:
                 self._kept -= size
                 buffer = found.pop()
             else:
                 self._let_go()
-                buffer = mmap.mmap(-1, size)
+                buffer = _pinned(size) if pinned else mmap.mmap(-1, size)
             self.peak_bytes = max(self.peak_bytes, self._taken + self._kept)
-        return memoryview(buffer)[:nbytes]
+        return memoryview(buffer).cast("B")[:nbytes]
 
     def give(self, view: memoryview) -> None:
         """Take back what `take` handed out, and nobody reads or writes any more."""
-        buffer = view.obj
-        if not isinstance(buffer, mmap.mmap):
+        buffer: Any = view.obj
+        pinned = hasattr(buffer, "held")
+        if not (pinned or isinstance(buffer, mmap.mmap)):
             return
         with self._lock:
             self._taken -= len(buffer)
             if len(buffer) >= _GRAIN and self._taken + self._kept + len(buffer) <= self._limit:
                 self._kept += len(buffer)
-                self._free.setdefault(len(buffer), []).append(buffer)
+                self._free.setdefault((len(buffer), pinned), []).append(buffer)
 
     def count(self, nbytes: int) -> None:
         """Count memory that was not taken here."""
@@ -64,12 +73,20 @@ class HeldMemory:
 
     def _let_go(self) -> None:
         while self._free and self._taken + self._kept > self._limit:
-            size, buffers = next(iter(self._free.items()))
+            kind, buffers = next(iter(self._free.items()))
             if buffers:
                 buffers.pop()
-                self._kept -= size
+                self._kept -= kind[0]
             if not buffers:
-                del self._free[size]
+                del self._free[kind]
+
+
+def _pinned(nbytes: int) -> Any:
+    held = torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
+    buffer: Any = (ctypes.c_ubyte * nbytes).from_address(held.data_ptr())
+    # Torch takes the memory back with the tensor.
+    buffer.held = held
+    return buffer
 
 
 def _size(nbytes: int) -> int:

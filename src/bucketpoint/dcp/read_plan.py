@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 
 from bucketpoint.dcp.decode import decode_item, load_bytes
-from bucketpoint.dcp.saved_chunk import PlannedItem, SavedChunk, tensor_over
+from bucketpoint.dcp.saved_chunk import PlannedItem, SavedChunk, elements_of, tensor_over
 from bucketpoint.errors import MetadataError, MismatchError
 from bucketpoint.format import keys
 from bucketpoint.format.frames import contiguous_strides
@@ -35,6 +35,9 @@ class ReadPlan:
     """Turns the items of one rank into extents, and commits each item to the planner once all of it has arrived.
 
     Calls into the planner are made one at a time: planners are not written for several threads.
+
+    Args:
+        device: bytes for targets on it may come there from the device of another rank. None: on no device.
     """
 
     def __init__(
@@ -47,7 +50,9 @@ class ReadPlan:
         options: TransferOptions,
         transforms: Any,
         trusted: bool,
+        device: torch.device | None = None,
     ) -> None:
+        self._device = device
         self._metadata = metadata
         self._planner = planner
         self._prefix = prefix
@@ -199,7 +204,13 @@ class ReadPlan:
             target.copy_(source)
             done()
 
-        yield self._extent(item, chunk, low, high, blocks, deliver)
+        def deliver_there(raw: torch.Tensor) -> None:
+            begin = runs.start - low
+            target.copy_(elements_of(raw[begin : begin + runs.span], chunk, lengths))
+            done()
+
+        there = deliver_there if self._is_there(target) else None
+        yield self._extent(item, chunk, low, high, blocks, deliver, deliver_there=there)
 
     def _direct(
         self, item: PlannedItem, chunk: SavedChunk, runs: Runs, target: torch.Tensor, done: Callable[[], None]
@@ -238,6 +249,7 @@ class ReadPlan:
         deliver: Deliver,
         direct: memoryview | None = None,
         direct_start: int = 0,
+        deliver_there: Callable[[torch.Tensor], None] | None = None,
     ) -> Extent:
         return Extent(
             key=item.key,
@@ -249,6 +261,7 @@ class ReadPlan:
             direct_start=direct_start,
             label=item.read.storage_index.fqn,
             etag=self._etags.get(item.info.path),
+            deliver_there=deliver_there,
         )
 
     @staticmethod
@@ -267,7 +280,13 @@ class ReadPlan:
 
     def _direct_ok(self, item: PlannedItem, chunk: SavedChunk) -> bool:
         target = item.target
-        return target is not None and target.dtype == chunk.dtype and chunk.in_c_order and is_viewable(target)
+        if target is None or self._is_there(target):
+            return False
+        return target.dtype == chunk.dtype and chunk.in_c_order and is_viewable(target)
+
+    def _is_there(self, target: torch.Tensor) -> bool:
+        """Whether raw elements that are on the device can be copied to the target as they are from host memory."""
+        return target.device == self._device and type(target) is torch.Tensor and target.layout == torch.strided
 
     @staticmethod
     def _runs(chunk: SavedChunk, offsets: Sequence[int], lengths: Sequence[int]) -> Runs:

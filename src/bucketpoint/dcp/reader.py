@@ -69,7 +69,9 @@ class BucketReader(StorageReader):
             `"node"`, all of the `"group"`, or `"auto"`: the group if a model says that it pays. All ranks of the group
             must then load at the same time.
         process_group: torch's group of the ranks that read together; None for all ranks of the job.
-        bandwidths: what `"auto"` reckons with.
+        bandwidths: what `cooperative="auto"` reckons with.
+        exchange: how ranks that read together hand on what goes to GPU tensors: through `"host"` memory, or from
+            `"device"` to device over NCCL. `"auto"`: through host memory for now, as NCCL has yet to prove itself here.
         _extension_registry: torch's registry of stream transforms; by default the one with zstd.
     """
 
@@ -88,6 +90,7 @@ class BucketReader(StorageReader):
         cooperative: str = "off",
         process_group: Any = None,
         bandwidths: Bandwidths | None = None,
+        exchange: str = "auto",
     ) -> None:
         super().__init__()
         self.transfer = transfer or TransferOptions()
@@ -95,7 +98,7 @@ class BucketReader(StorageReader):
         self.progress = progress
         self.rank: int | None = None
         self._location = Location(self.schemes, dict(storage_options or {}), fs)
-        self._cooperation = Cooperation(cooperative, process_group, bandwidths)
+        self._cooperation = Cooperation(cooperative, process_group, bandwidths, exchange)
         self._registry = _extension_registry
         self._url = as_url(path)
         self._metadata: Metadata | None = None
@@ -260,6 +263,7 @@ class BucketReader(StorageReader):
             options=self.transfer,
             transforms=self._transforms(),
             trusted=self.trusted,
+            device=self._cooperation.device,
         )
         items = reads.resolve(plan.items)
         probes = self._probe(store, reads, items, pool, meter)

@@ -58,9 +58,12 @@ def chunk_of_probe(item: PlannedItem, probe: ProbedFrame) -> SavedChunk:
 
 def tensor_over(view: memoryview, span: int, chunk: SavedChunk, lengths: Sequence[int]) -> torch.Tensor:
     """The elements of a slice, as a tensor of `lengths` over the bytes that span it."""
-    itemsize = chunk.dtype.itemsize
-    raw = torch.frombuffer(view, dtype=torch.uint8, count=span)
-    if raw.data_ptr() % itemsize:
+    return elements_of(torch.frombuffer(view, dtype=torch.uint8, count=span), chunk, lengths)
+
+
+def elements_of(raw: torch.Tensor, chunk: SavedChunk, lengths: Sequence[int]) -> torch.Tensor:
+    """`tensor_over`, over a uint8 tensor on any device that holds exactly the bytes that span the slice."""
+    if raw.data_ptr() % chunk.dtype.itemsize:
         raw = raw.clone()
     flat = raw.view(chunk.dtype)
     return flat.as_strided(tuple(lengths), chunk.strides)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import bisect
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from bucketpoint.errors import CorruptDataError
 from bucketpoint.stores import Store
@@ -42,6 +43,8 @@ class Extent:
             then with None. The view is valid during the call alone.
         label: the state-dict key, for messages.
         etag: the object must still have this ETag.
+        deliver_there: instead of `deliver`, for bytes that the caller holds on a device, in a form of its own. None:
+            they must come through host memory.
     """
 
     key: str
@@ -53,6 +56,7 @@ class Extent:
     direct_start: int = 0
     label: str = ""
     etag: str | None = None
+    deliver_there: Callable[[Any], None] | None = None
 
     @property
     def nbytes(self) -> int:
@@ -76,6 +80,11 @@ class Request:
     @property
     def stop(self) -> int:
         return self.extents[-1].stop
+
+    @property
+    def on_device(self) -> bool:
+        """Whether its bytes can go from one device to another."""
+        return self.extents[0].deliver_there is not None
 
 
 def plan_requests(extents: Iterable[Extent], options: TransferOptions) -> list[Request]:
@@ -104,6 +113,8 @@ def plan_requests(extents: Iterable[Extent], options: TransferOptions) -> list[R
 def _joins(request: Request, extent: Extent, options: TransferOptions) -> bool:
     gap = extent.start - request.stop
     if extent.key != request.key or extent.etag != request.etag or gap < 0 or gap > options.coalesce_gap_bytes:
+        return False
+    if (extent.deliver_there is not None) != request.on_device:
         return False
     span = extent.stop - request.start
     if span > options.part_bytes or request.leased + gap + _leased(extent) > options.lease_bytes:
@@ -285,14 +296,19 @@ def _verify(url: str, extent: Extent, views: Sequence[memoryview]) -> None:
         crc = 0
         for view in stretch:
             crc = crc32c(view, crc)
-        if crc != block.crc32c:
-            raise CorruptDataError(
-                f"Checksum mismatch in {extent.label or 'data'}: bytes {position}-{position + block.nbytes - 1} have "
-                f"CRC32C {crc:08x}, and {block.crc32c:08x} was written",
-                url=url,
-                key=extent.key,
-            )
+        check_block(url, extent, position, block, crc)
         position += block.nbytes
+
+
+def check_block(url: str, extent: Extent, start: int, block: Block, found: int) -> None:
+    """Raises CorruptDataError if `found` is not the CRC32C that the block from byte `start` of the object on has."""
+    if found != block.crc32c:
+        raise CorruptDataError(
+            f"Checksum mismatch in {extent.label or 'data'}: bytes {start}-{start + block.nbytes - 1} have "
+            f"CRC32C {found:08x}, and {block.crc32c:08x} was written",
+            url=url,
+            key=extent.key,
+        )
 
 
 def _cut(views: Sequence[memoryview], sizes: Sequence[int]) -> Iterator[list[memoryview]]:

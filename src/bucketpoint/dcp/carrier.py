@@ -1,0 +1,198 @@
+"""Bytes from device to device between the ranks that load together: NCCL, in a group of its own. Knows no schedule.
+
+A carrier lasts for one load. What it begins runs on the device; whoever waits for it waits for a limited time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Literal, Protocol, get_args
+
+import torch
+import torch.distributed as dist
+from torch.distributed import PrefixStore
+
+from bucketpoint.errors import BucketpointError
+
+ExchangeMode = Literal["auto", "host", "device"]
+
+_LOOK_AGAIN_S = 200e-6
+_WATCHDOG_SPARES = 10
+"""NCCL's own watchdog is to judge long after this module has: it ends the process where we raise."""
+
+
+@dataclass(frozen=True)
+class Parcel:
+    """Bytes to send to, or to receive from, a rank of the carrier: a contiguous uint8 tensor on its device."""
+
+    peer: int
+    data: torch.Tensor
+
+
+class Carrier(Protocol):
+    """Connects the devices of some ranks. All calls are made by one thread, in the same order on every rank."""
+
+    device: torch.device
+
+    def move(self, receives: Sequence[Parcel], sends: Sequence[Parcel]) -> None:
+        """Begin to receive and send all of these; those between two ranks arrive in the order in which they are given.
+
+        Work that is queued on the device afterwards comes after it.
+        """
+
+    def wait(self, within: timedelta) -> None:
+        """Wait until all that was queued on the device has been done.
+
+        Raises:
+            RuntimeError: it failed, or took longer.
+        """
+
+    def abort(self) -> None:
+        """End everything that is under way. Nothing may be called after it."""
+
+
+@dataclass(frozen=True)
+class Device:
+    """A device that this rank can exchange bytes with others from.
+
+    Attributes:
+        identity: a number that no other device has.
+    """
+
+    device: torch.device
+    identity: int
+
+
+def check_exchange(mode: str) -> ExchangeMode:
+    """Raises BucketpointError for anything that `exchange=` does not take."""
+    for known in get_args(ExchangeMode):
+        if mode == known:
+            return known  # type: ignore[no-any-return]
+    raise BucketpointError(
+        f"exchange={mode!r} is not known", remedy=f"Pass one of {', '.join(map(repr, get_args(ExchangeMode)))}"
+    )
+
+
+def device_here() -> Device | None:
+    """The current CUDA device, if this torch can reach it and has NCCL."""
+    if not (dist.is_nccl_available() and torch.cuda.is_available()):
+        return None
+    device = torch.device("cuda", torch.cuda.current_device())
+    uuid = str(torch.cuda.get_device_properties(device).uuid)
+    return Device(device, int.from_bytes(hashlib.sha256(uuid.encode()).digest()[:7], "big") + 1)
+
+
+def open_carrier(token: str, rank: int, size: int, device: torch.device, within: timedelta) -> Carrier:
+    """Connect the devices of `size` ranks. A collective among them.
+
+    Args:
+        token: the same on all of them, and used once.
+        within: how long to wait for the others.
+
+    Raises:
+        BucketpointError: they could not be connected in time.
+    """
+    try:
+        return NcclCarrier(token, rank, size, device, within)
+    except (RuntimeError, ValueError) as error:
+        raise BucketpointError(
+            f"NCCL could not connect the devices of the {size} ranks that load together: {error}",
+            remedy='Look at the other ranks\' errors and at NCCL_DEBUG=INFO, or pass exchange="host"',
+        ) from error
+
+
+class NcclCarrier:
+    """NCCL in a process group that is known to nobody else. Runs on the current stream of the calling thread."""
+
+    def __init__(self, token: str, rank: int, size: int, device: torch.device, within: timedelta) -> None:
+        from torch.distributed.distributed_c10d import ProcessGroupNCCL, _get_default_store
+
+        self.device = device
+        options = ProcessGroupNCCL.Options()
+        options._timeout = within * _WATCHDOG_SPARES
+        with _watchdog_that_spares_the_process():
+            # Not `dist.new_group`, for the reasons that the connections between hosts have.
+            self._backend: Any = ProcessGroupNCCL(
+                PrefixStore(f"bucketpoint/{token}/device", _get_default_store()), rank, size, options
+            )
+        self._event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        try:
+            # The communicator is made by the first collective, which all must call: later ones may lack some ranks.
+            _in_time(self._meet, within)
+            self.wait(within)
+        except BaseException:
+            self.abort()
+            raise
+
+    def move(self, receives: Sequence[Parcel], sends: Sequence[Parcel]) -> None:
+        if receives or sends:
+            # One group, so that no rank waits with a send for one that waits with another.
+            self._backend._start_coalescing()
+            for parcel in receives:
+                self._backend.recv([parcel.data], parcel.peer, 0)
+            for parcel in sends:
+                self._backend.send([parcel.data], parcel.peer, 0)
+            work = self._backend._end_coalescing()
+            if work is not None:
+                work.wait()
+
+    def wait(self, within: timedelta) -> None:
+        deadline = time.monotonic() + within.total_seconds()
+        self._event.record(torch.cuda.current_stream(self.device))
+        while not self._event.query():
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"the device was not done after {within.total_seconds():.0f} s")
+            time.sleep(_LOOK_AGAIN_S)
+
+    def abort(self) -> None:
+        backend, self._backend = self._backend, None
+        if backend is not None:
+            # It is given up in any case, and the reason for that is what must be raised.
+            with contextlib.suppress(RuntimeError):
+                backend.abort()
+
+    def _meet(self) -> None:
+        with torch.cuda.device(self.device):
+            self._backend.allreduce([torch.zeros(1, device=self.device)]).wait()
+            torch.cuda.current_stream(self.device).synchronize()
+
+
+@contextlib.contextmanager
+def _watchdog_that_spares_the_process() -> Iterator[None]:
+    """The watchdog of a new group ends the process by default when another rank is lost. Ours is aborted instead."""
+    name = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+    before = os.environ.get(name)
+    os.environ[name] = "0"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
+
+
+def _in_time(action: Callable[[], None], within: timedelta) -> None:
+    """Run what may block in a library for ever, and leave it behind if it does."""
+    failed: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            action()
+        except BaseException as error:  # noqa: BLE001 (raised below)
+            failed.append(error)
+
+    thread = threading.Thread(target=run, name="bucketpoint-meet", daemon=True)
+    thread.start()
+    thread.join(within.total_seconds())
+    if thread.is_alive():
+        raise RuntimeError(f"another rank was silent for {within.total_seconds():.0f} s")
+    if failed:
+        raise failed[0]

@@ -1,0 +1,193 @@
+"""What of a load together goes from device to device: checksummed in host memory where it is read, and uploaded once.
+
+Beside each round's bytes each reader sends, between hosts, the checksums that it took of them: the receivers check by
+these, and have none of the bytes in host memory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from array import array
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+
+from bucketpoint.dcp.carrier import Carrier, Parcel
+from bucketpoint.dcp.cooperative_schedule import Cell
+from bucketpoint.dcp.cooperative_targets import Targets
+from bucketpoint.dcp.device_assembly import DeviceAssembly, DeviceMemory, Piece, pieces_of
+from bucketpoint.dcp.exchange import ARRIVE_WITHIN, Message
+from bucketpoint.errors import BucketpointError
+
+
+class DeviceRounds:
+    """The device's part in the rounds of one load.
+
+    Args:
+        here: this rank, as it is counted among the members.
+        peers: the ranks that the carrier connects, in its order.
+        memory: what `targets` take theirs from.
+        timeout: how long ranks wait for each other.
+    """
+
+    def __init__(
+        self,
+        carrier: Carrier,
+        here: int,
+        peers: Sequence[int],
+        targets: Targets,
+        memory: DeviceMemory,
+        timeout: timedelta,
+    ) -> None:
+        self._carrier = carrier
+        self._here = here
+        self._number = {peer: number for number, peer in enumerate(peers)}
+        self._targets = targets
+        self._memory = memory
+        # All have said that they are ready before bytes are moved: what is left to do then is short.
+        self._limit = min(ARRIVE_WITHIN, timeout)
+        self._pieces: dict[tuple[int, int], list[Piece]] = {}
+        self._stated = b""
+        self._heard: dict[int, memoryview] = {}
+
+    def vouch(self, cell: Cell, view: memoryview) -> None:
+        """Take the checksums of a cell that this rank has read, so that those who get it can check by them."""
+        if cell.on_device:
+            borders = self._targets.borders(cell.obj, cell.start, cell.stop)
+            borders.update(edge for peer in cell.on_device for span in cell.needs[peer] for edge in span)
+            self._pieces[cell.obj, cell.start] = pieces_of(cell.start, view, borders)
+
+    def state(self, cells: Sequence[Cell]) -> int:
+        """Write down the checksums of this rank's cells of a round; how many bytes that takes."""
+        words = array("I")
+        for index, cell in enumerate(cells):
+            if cell.reader == self._here and cell.on_device - {self._here}:
+                pieces = self._pieces[cell.obj, cell.start]
+                words.extend((index, len(pieces)))
+                for piece in pieces:
+                    words.extend(piece)
+        self._stated = words.tobytes()
+        return len(self._stated)
+
+    def statements(self, cells: Sequence[Cell], sizes: Mapping[int, int]) -> tuple[list[Message], list[Message]]:
+        """What is to be received and sent between hosts, before all else, for the checksums to be known.
+
+        Args:
+            sizes: the bytes that each peer needs to say what it has written down.
+        """
+        readers = {cell.reader for cell in cells if self._here in cell.on_device} - {self._here}
+        wanting = {peer for cell in cells if cell.reader == self._here for peer in cell.on_device} - {self._here}
+        self._heard = {reader: memoryview(bytearray(sizes[reader])) for reader in sorted(readers)}
+        said = memoryview(bytearray(self._stated))
+        return (
+            [Message(reader, 0, data) for reader, data in self._heard.items()],
+            [Message(peer, 0, said) for peer in sorted(wanting)],
+        )
+
+    def hand_out(self, cells: Sequence[Cell], read: Mapping[tuple[int, int], memoryview]) -> Iterator[DeviceAssembly]:
+        """Move a round's bytes between devices. Yields what is complete by that, unchecked.
+
+        Args:
+            read: the cells that this rank has read, by object and first byte. Their bytes are no longer used when the
+                first assembly is yielded, or none is.
+
+        Raises:
+            BucketpointError: the device or a rank fails, or they are not done in time.
+        """
+        stated = {reader: _read_statement(words) for reader, words in self._heard.items()}
+        sends: list[Parcel] = []
+        receives: list[Parcel] = []
+        taken: list[torch.Tensor] = []
+        arrived: list[_Arrival] = []
+        with self._losing():
+            for index, cell in enumerate(cells):
+                if cell.reader == self._here and cell.on_device:
+                    pieces = self._pieces.pop((cell.obj, cell.start))
+                    data = self._upload(cell, read[cell.obj, cell.start], taken)
+                    for peer in sorted(cell.on_device):
+                        for start, stop in cell.needs[peer]:
+                            part = data[start - cell.start : stop - cell.start]
+                            if peer == self._here:
+                                arrived.append(_Arrival(cell, start, stop, part, pieces))
+                            else:
+                                sends.append(Parcel(self._number[peer], part))
+                elif self._here in cell.on_device:
+                    for start, stop in cell.needs[self._here]:
+                        data = self._room(cell.obj, start, stop, taken)
+                        receives.append(Parcel(self._number[cell.reader], data))
+                        arrived.append(_Arrival(cell, start, stop, data, stated[cell.reader][index]))
+            self._carrier.move(receives, sends)
+            self._carrier.wait(self._limit)
+        for each in arrived:
+            yield from self._settle(each)
+        for buffer in taken:
+            self._memory.give(buffer)
+
+    def end(self) -> None:
+        """Wait until the targets hold what was copied to them. Raises BucketpointError."""
+        with self._losing():
+            self._carrier.wait(self._limit)
+
+    def _upload(self, cell: Cell, view: memoryview, taken: list[torch.Tensor]) -> torch.Tensor:
+        data = self._room(cell.obj, cell.start, cell.stop, taken)
+        return data.copy_(torch.frombuffer(view, dtype=torch.uint8), non_blocking=True)
+
+    def _room(self, obj: int, start: int, stop: int, taken: list[torch.Tensor]) -> torch.Tensor:
+        """Where these bytes belong on the device, if that is one place; memory of our own otherwise."""
+        assembly = self._targets.only(obj, start, stop)
+        if isinstance(assembly, DeviceAssembly):
+            return assembly.place(start, stop)
+        taken.append(self._memory.take(stop - start))
+        return taken[-1]
+
+    def _settle(self, arrival: _Arrival) -> Iterator[DeviceAssembly]:
+        for assembly in self._targets.overlapping(arrival.cell.obj, arrival.start, arrival.stop):
+            assert isinstance(assembly, DeviceAssembly)
+            low, high = max(assembly.request.start, arrival.start), min(assembly.request.stop, arrival.stop)
+            place = assembly.place(low, high)
+            data = arrival.data[low - arrival.start : high - arrival.start]
+            if place.data_ptr() != data.data_ptr():
+                place.copy_(data)
+            start = arrival.cell.start
+            for nbytes, crc in arrival.pieces:
+                if low <= start and start + nbytes <= high:
+                    assembly.vouch(start, (nbytes, crc))
+                start += nbytes
+            if assembly.arrived(high - low):
+                yield assembly
+
+    @contextlib.contextmanager
+    def _losing(self) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as error:
+            raise BucketpointError(
+                f"The exchange between devices failed, or a rank of it died or stood still: {str(error)[:300]}",
+                remedy='Look at the other ranks\' errors, or pass exchange="host"',
+            ) from error
+
+
+@dataclass(frozen=True)
+class _Arrival:
+    """Bytes `[start, stop)` of a cell that this rank wants, and the checksums of all of the cell."""
+
+    cell: Cell
+    start: int
+    stop: int
+    data: torch.Tensor
+    pieces: Sequence[Piece]
+
+
+def _read_statement(words: memoryview) -> dict[int, list[Piece]]:
+    """By the number of a cell in its round, its pieces."""
+    numbers = array("I", bytes(words))
+    found: dict[int, list[Piece]] = {}
+    at = 0
+    while at < len(numbers):
+        index, count = numbers[at : at + 2]
+        pieces = numbers[at + 2 : at + 2 + 2 * count]
+        found[index] = list(zip(pieces[::2], pieces[1::2], strict=True))
+        at += 2 + 2 * count
+    return found

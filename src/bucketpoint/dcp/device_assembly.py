@@ -1,0 +1,139 @@
+"""A request that is put together on the device of its targets, and checked by what its readers vouched for.
+
+No requests and no messages. All calls are made by one thread, whose current stream orders what is queued here.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+
+import torch
+
+from bucketpoint.transfer import Extent, Request
+from bucketpoint.transfer.checksum import combine, crc32c
+from bucketpoint.transfer.download import check_block
+
+Piece = tuple[int, int]
+"""A number of bytes, and the CRC32C that they have."""
+
+
+class DeviceMemory:
+    """Memory of our own on the device, counted. What is given back is torch's to hand out again."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._taken = 0
+        self.peak_bytes = 0
+        """The most that was held at once."""
+
+    def take(self, nbytes: int) -> torch.Tensor:
+        """Bytes whose content is undefined."""
+        self._taken += nbytes
+        self.peak_bytes = max(self.peak_bytes, self._taken)
+        return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+
+    def give(self, taken: torch.Tensor) -> None:
+        """What `take` handed out, and nothing will be queued for any more."""
+        self._taken -= taken.numel()
+
+
+class DeviceAssembly:
+    """A request whose bytes come to the device in any order.
+
+    Their checksums are never taken on the device. Whoever read a piece took its CRC32C in host memory, and `vouch` says
+    so; those of the pieces give that of a block. A block that the pieces do not add up to is fetched back and checked.
+    """
+
+    leased = 0
+    """Bytes of host memory that the assembly holds."""
+
+    def __init__(self, url: str, request: Request, memory: DeviceMemory) -> None:
+        self.request = request
+        self._url = url
+        self._memory = memory
+        self._bytes: torch.Tensor | None = None
+        self._missing = request.stop - request.start
+        self._pieces: dict[int, Piece] = {}
+
+    def direct(self, start: int, stop: int) -> None:
+        """There is no memory of the caller's that bytes could be received into from the store."""
+
+    def place(self, start: int, stop: int) -> torch.Tensor:
+        """Where bytes `[start, stop)` of the object belong on the device."""
+        if self._bytes is None:
+            self._bytes = self._memory.take(self.request.stop - self.request.start)
+        return self._bytes[start - self.request.start : stop - self.request.start]
+
+    def put(self, start: int, data: memoryview) -> None:
+        """Copy the object's bytes from `start` on, which are in host memory and were read by whomever."""
+        self.vouch(start, (len(data), crc32c(data)))
+        self.place(start, start + len(data)).copy_(torch.frombuffer(data, dtype=torch.uint8))
+
+    def vouch(self, start: int, piece: Piece) -> None:
+        """The bytes from `start` of the object on are those of which this CRC32C was taken."""
+        self._pieces[start] = piece
+
+    def arrived(self, nbytes: int) -> bool:
+        """Count bytes that are where they belong. True once none is missing."""
+        self._missing -= nbytes
+        assert self._missing >= 0
+        return self._missing == 0
+
+    def finish(self) -> None:
+        """Check and deliver every extent, and let go of the memory. Raises CorruptDataError."""
+        if self._bytes is None:
+            self.place(self.request.start, self.request.start)
+        for extent in self.request.extents:
+            self._check(extent)
+        for extent in self.request.extents:
+            assert extent.deliver_there is not None
+            extent.deliver_there(self.place(extent.start, extent.stop))
+        assert self._bytes is not None
+        self._memory.give(self._bytes)
+        self._bytes = None
+        self._pieces = {}
+
+    def _check(self, extent: Extent) -> None:
+        start = extent.start
+        for block in extent.blocks:
+            found = self._vouched(start, start + block.nbytes)
+            if found is None:
+                found = crc32c(_on_host(self.place(start, start + block.nbytes)))
+            check_block(self._url, extent, start, block, found)
+            start += block.nbytes
+
+    def _vouched(self, start: int, stop: int) -> int | None:
+        total = 0
+        while start < stop:
+            piece = self._pieces.get(start)
+            if piece is None or not 0 < piece[0] <= stop - start:
+                return None
+            total = combine(total, piece[1], piece[0])
+            start += piece[0]
+        return total
+
+
+def borders_of(request: Request) -> Iterator[int]:
+    """Where the extents of a request and their blocks begin and end, in order; some twice."""
+    for extent in request.extents:
+        start = extent.start
+        yield start
+        for block in extent.blocks:
+            start += block.nbytes
+            yield start
+        yield extent.stop
+
+
+def pieces_of(start: int, view: memoryview, borders: set[int]) -> list[Piece]:
+    """The bytes from `start` of the object on, cut at those of the borders that are within them, with their CRC32C."""
+    stop = start + len(view)
+    cuts = [start, *sorted(border for border in borders if start < border < stop), stop]
+    return [(high - low, crc32c(view[low - start : high - start])) for low, high in itertools.pairwise(cuts)]
+
+
+def _on_host(data: torch.Tensor) -> memoryview:
+    copied = bytearray(data.numel())
+    if copied:
+        torch.frombuffer(copied, dtype=torch.uint8).copy_(data)
+    return memoryview(copied)
