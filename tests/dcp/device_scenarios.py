@@ -18,6 +18,7 @@ from torch.distributed.checkpoint import DefaultLoadPlanner
 
 from bucketpoint import BucketReader, TransferOptions
 from bucketpoint.dcp import carrier as carriers
+from bucketpoint.dcp import cooperative_devices
 from bucketpoint.dcp import exchange as exchanges
 from bucketpoint.dcp.carrier import Device, Parcel
 from bucketpoint.dcp.exchange import Exchange, Message
@@ -51,10 +52,11 @@ class GlooCarrier:
                 tags[which] += 1
         self.received += sum(parcel.data.numel() for parcel in receives)
 
-    def wait(self, within: timedelta) -> None:
+    def wait(self, within: timedelta, meanwhile: Callable[[], None]) -> None:
         works, self._under_way = self._under_way, []
         for work in works:
             work.wait(within)
+        meanwhile()
 
     def abort(self) -> None:
         backend, self._backend = self._backend, None
@@ -228,42 +230,52 @@ def load_with(rank: int, world: int, url: str, shape: Sequence[int], exchange: S
 
 
 class Troubled(GlooCarrier):
-    """Calls `trouble` with the number of the round before it moves anything."""
+    """Calls `trouble` with the number of the round before it moves anything; True: the device learns of nothing."""
 
-    trouble: Callable[[int], None]
+    trouble: Callable[[int], bool]
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self._rounds = 0
+        self._deaf = False
 
     def move(self, receives: Sequence[Parcel], sends: Sequence[Parcel]) -> None:
         self._rounds += 1
-        self.trouble(self._rounds)
-        super().move(receives, sends)
+        self._deaf = self.trouble(self._rounds)
+        if not self._deaf:
+            super().move(receives, sends)
+
+    def wait(self, within: timedelta, meanwhile: Callable[[], None]) -> None:
+        until = time.monotonic() + within.total_seconds()
+        while self._deaf and time.monotonic() < until:
+            meanwhile()
+            time.sleep(0.01)
+        if self._deaf:
+            raise RuntimeError("the device is not done")
+        super().wait(within, meanwhile)
 
 
 def one_rank_in_trouble(
     rank: int, world: int, url: str, shape: Sequence[int], victim: int, what: str, within_s: float
 ) -> Any:
     """In the second round the victim is killed, or its device fails, or it stands still."""
-    slept = []
 
-    def trouble(number: int) -> None:
+    def trouble(number: int) -> bool:
         if rank != victim or number != 2:
-            return
-        if what == "killed":
+            return number == 2 and "unnoticed" in what
+        if "killed" in what:
             os.kill(os.getpid(), signal.SIGKILL)
-        if what == "failed":
+        if "failed" in what:
             raise RuntimeError("the device is on fire")
-        slept.append(time.monotonic())
         time.sleep(2 * within_s)
+        return False
 
     class InTrouble(Troubled):
         pass
 
     InTrouble.trouble = staticmethod(trouble)  # type: ignore[assignment]
     reader = BucketReader(url, transfer=SMALL, cooperative="group", exchange="device")
-    limit = mock.patch.object(carriers_limit(), "ARRIVE_WITHIN", timedelta(seconds=within_s))
+    limit = mock.patch.object(cooperative_devices, "ARRIVE_WITHIN", timedelta(seconds=within_s))
     started = time.monotonic()
     try:
         with devices(rank, carrier=InTrouble), limit:
@@ -271,12 +283,6 @@ def one_rank_in_trouble(
     except BucketpointError as error:
         return type(error).__name__, str(error), time.monotonic() - started
     raise AssertionError("a load without one of its ranks reported success")
-
-
-def carriers_limit() -> Any:
-    from bucketpoint.dcp import cooperative_devices
-
-    return cooperative_devices
 
 
 def load_again(rank: int, world: int, url: str, shape: Sequence[int]) -> int:

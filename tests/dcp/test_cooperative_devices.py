@@ -188,16 +188,19 @@ def test_a_way_that_is_not_known_is_refused(way: Any) -> None:
     assert "'device'" in str(caught.value)
 
 
-@pytest.mark.parametrize("what", ["failed", "stands still"])
-def test_a_rank_whose_device_fails_or_stands_still_makes_all_raise(four_ranks: Ranks, url: str, what: str) -> None:
+@pytest.mark.parametrize(("what", "within_s"), [("failed", 300.0), ("failed, unnoticed", 300.0), ("stands still", 5.0)])
+def test_a_rank_whose_device_fails_or_stands_still_makes_all_raise(
+    four_ranks: Ranks, url: str, what: str, within_s: float
+) -> None:
     save_alone(url, {"w": expected_tensor(SHAPE)})
-    answers = four_ranks.run(device_scenarios.one_rank_in_trouble, url, SHAPE, 1, what, 5.0)
-    for _, _, took in answers:
+    answers = four_ranks.run(device_scenarios.one_rank_in_trouble, url, SHAPE, 1, what, within_s)
+    for rank, (kind, text, took) in enumerate(answers):
         assert took < DIES_WITHIN_S
-    texts = [text for _, text, _ in answers]
-    if what == "failed":
-        assert "the device is on fire" in texts[1]
-    assert all(("exchange between devices" in text) or ("load together" in text) or ("Rank" in text) for text in texts)
+        if what == "failed, unnoticed":
+            assert "the device is on fire" in text
+            assert (kind == "PeerFailedError") == (rank != 1)
+        elif what == "failed" and rank == 1:
+            assert "the device is on fire" in text
     # The same ranks load well afterwards.
     assert min(four_ranks.run(device_scenarios.load_again, url, SHAPE)) > 0
 
@@ -215,6 +218,21 @@ def test_a_rank_that_is_killed_while_devices_exchange_makes_all_others_raise(url
             assert not failed, answer
             assert answer[0] in ("BucketpointError", "PeerFailedError")
         assert time.monotonic() - started < DIES_WITHIN_S
+    finally:
+        ranks.close()
+
+
+def test_a_rank_that_is_killed_unnoticed_by_the_devices_is_given_up_in_time(url: str) -> None:
+    save_alone(url, {"w": expected_tensor(SHAPE)})
+    ranks = Ranks(3)
+    try:
+        for pipe in ranks._pipes:
+            pipe.send((0, device_scenarios.one_rank_in_trouble, (url, SHAPE, 1, "killed, unnoticed", 4.0)))
+        for rank in (0, 2):
+            assert ranks._pipes[rank].poll(DIES_WITHIN_S), f"rank {rank} still waits"
+            _, failed, answer = ranks._pipes[rank].recv()
+            assert not failed, answer
+            assert "exchange between devices" in answer[1]
     finally:
         ranks.close()
 

@@ -23,7 +23,7 @@ from bucketpoint.errors import BucketpointError
 
 ExchangeMode = Literal["auto", "host", "device"]
 
-_LOOK_AGAIN_S = 200e-6
+_LOOK_AGAIN_S, _SOON_S, _LOOK_LATER_S = 200e-6, 20e-3, 2e-3
 _WATCHDOG_SPARES = 10
 """NCCL's own watchdog is to judge long after this module has: it ends the process where we raise."""
 
@@ -47,8 +47,11 @@ class Carrier(Protocol):
         Work that is queued on the device afterwards comes after it.
         """
 
-    def wait(self, within: timedelta) -> None:
+    def wait(self, within: timedelta, meanwhile: Callable[[], None]) -> None:
         """Wait until all that was queued on the device has been done.
+
+        Args:
+            meanwhile: is called from time to time, and raises if there is nothing to wait for any more.
 
         Raises:
             RuntimeError: it failed, or took longer.
@@ -126,7 +129,7 @@ class NcclCarrier:
         try:
             # The communicator is made by the first collective, which all must call: later ones may lack some ranks.
             _in_time(self._meet, within)
-            self.wait(within)
+            self.wait(within, lambda: None)
         except BaseException:
             self.abort()
             raise
@@ -143,13 +146,16 @@ class NcclCarrier:
             if work is not None:
                 work.wait()
 
-    def wait(self, within: timedelta) -> None:
-        deadline = time.monotonic() + within.total_seconds()
+    def wait(self, within: timedelta, meanwhile: Callable[[], None]) -> None:
+        began = time.monotonic()
         self._event.record(torch.cuda.current_stream(self.device))
         while not self._event.query():
-            if time.monotonic() > deadline:
-                raise RuntimeError(f"the device was not done after {within.total_seconds():.0f} s")
-            time.sleep(_LOOK_AGAIN_S)
+            waited = time.monotonic() - began
+            if waited > within.total_seconds():
+                raise RuntimeError(f"the device was not done after {waited:.0f} s")
+            if waited > _SOON_S:
+                meanwhile()
+            time.sleep(_LOOK_AGAIN_S if waited < _SOON_S else _LOOK_LATER_S)
 
     def abort(self) -> None:
         backend, self._backend = self._backend, None

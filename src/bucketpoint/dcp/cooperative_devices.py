@@ -10,7 +10,6 @@ import contextlib
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 
 import torch
 
@@ -18,7 +17,7 @@ from bucketpoint.dcp.carrier import Carrier, Parcel
 from bucketpoint.dcp.cooperative_schedule import Cell
 from bucketpoint.dcp.cooperative_targets import Targets
 from bucketpoint.dcp.device_assembly import DeviceAssembly, DeviceMemory, Piece, pieces_of
-from bucketpoint.dcp.exchange import ARRIVE_WITHIN, Message
+from bucketpoint.dcp.exchange import ARRIVE_WITHIN, Exchange, Message
 from bucketpoint.errors import BucketpointError
 
 
@@ -26,28 +25,27 @@ class DeviceRounds:
     """The device's part in the rounds of one load.
 
     Args:
-        here: this rank, as it is counted among the members.
+        exchange: between the hosts of the same ranks.
         peers: the ranks that the carrier connects, in its order.
         memory: what `targets` take theirs from.
-        timeout: how long ranks wait for each other.
     """
 
     def __init__(
         self,
         carrier: Carrier,
-        here: int,
+        exchange: Exchange,
         peers: Sequence[int],
         targets: Targets,
         memory: DeviceMemory,
-        timeout: timedelta,
     ) -> None:
         self._carrier = carrier
-        self._here = here
+        self._exchange = exchange
+        self._here = exchange.rank
         self._number = {peer: number for number, peer in enumerate(peers)}
         self._targets = targets
         self._memory = memory
         # All have said that they are ready before bytes are moved: what is left to do then is short.
-        self._limit = min(ARRIVE_WITHIN, timeout)
+        self._limit = min(ARRIVE_WITHIN, exchange.timeout)
         self._pieces: dict[tuple[int, int], list[Piece]] = {}
         self._stated = b""
         self._heard: dict[int, memoryview] = {}
@@ -119,7 +117,7 @@ class DeviceRounds:
                         receives.append(Parcel(self._number[cell.reader], data))
                         arrived.append(_Arrival(cell, start, stop, data, stated[cell.reader][index]))
             self._carrier.move(receives, sends)
-            self._carrier.wait(self._limit)
+            self._carrier.wait(self._limit, self._exchange.raise_if_told)
         for each in arrived:
             yield from self._settle(each)
         for buffer in taken:
@@ -128,7 +126,7 @@ class DeviceRounds:
     def end(self) -> None:
         """Wait until the targets hold what was copied to them. Raises BucketpointError."""
         with self._losing():
-            self._carrier.wait(self._limit)
+            self._carrier.wait(self._limit, self._exchange.raise_if_told)
 
     def _upload(self, cell: Cell, view: memoryview, taken: list[torch.Tensor]) -> torch.Tensor:
         data = self._room(cell.obj, cell.start, cell.stop, taken)
@@ -163,6 +161,7 @@ class DeviceRounds:
         try:
             yield
         except RuntimeError as error:
+            self._exchange.raise_if_told()
             raise BucketpointError(
                 f"The exchange between devices failed, or a rank of it died or stood still: {str(error)[:300]}",
                 remedy='Look at the other ranks\' errors, or pass exchange="host"',

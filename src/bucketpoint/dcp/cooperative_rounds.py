@@ -83,8 +83,7 @@ class SharedLoad:
         )
         self._devices: DeviceRounds | None = None
         if carrier is not None and there is not None:
-            timeout = exchange.timeout
-            self._devices = DeviceRounds(carrier, exchange.rank, schedule.peers, self._targets, there, timeout)
+            self._devices = DeviceRounds(carrier, exchange, schedule.peers, self._targets, there)
         self._pinned = carrier is not None and carrier.device.type == "cuda"
         self._alone = deque(own for own, shared in zip(requests, schedule.shared, strict=True) if not shared)
         mine = [cell for cells in schedule.rounds for cell in cells if cell.reader == exchange.rank]
@@ -244,6 +243,8 @@ class SharedLoad:
         sends: list[Message] = []
         receives: list[Message] = []
         if self._devices is not None:
+            # Who fails from here on can say so while this rank waits for its device.
+            self._exchange.listen(self._schedule.peers)
             receives, sends = self._devices.statements(cells, stated)
         arrived: list[tuple[Cell, int, int, memoryview | None]] = []
         # The first tag of all pairs is that of the statements.

@@ -144,6 +144,7 @@ class Exchange:
         self.members = tuple(members)
         self.rank = [member.rank for member in members].index(dist.get_rank())
         self.timeout = _timeout_of(group)
+        self._ears: dict[int, tuple[torch.Tensor, Any]] = {}
         with self._losing("the first of them to be missed"):
             self._backend: Any = _gloo(members[0].token, self.rank, len(members), self.timeout)
 
@@ -171,11 +172,12 @@ class Exchange:
             PeerFailedError: a peer is lost, and one has said why it failed.
         """
         everyone = self._all() if peers is None else peers
-        # Zeros are a note without a failure: what has not been heard says nothing.
-        heard = {peer: torch.zeros(_NOTE_BYTES, dtype=torch.uint8, device="cpu") for peer in everyone}
-        del heard[self.rank]
+        if not self._ears:
+            self.listen(everyone)
+        ears, self._ears = self._ears, {}
+        heard = {peer: tensor for peer, (tensor, _) in ears.items()}
         packed = note.pack()
-        works = [(peer, self._backend.recv([tensor], peer, _NOTE_TAG)) for peer, tensor in heard.items()]
+        works = [(peer, work) for peer, (_, work) in ears.items()]
         works += [(peer, self._backend.send([packed], peer, _NOTE_TAG)) for peer in heard]
         try:
             self._wait(works, within)
@@ -188,6 +190,30 @@ class Exchange:
             raise refusal from error
         heard[self.rank] = packed
         return [Note.unpack(heard[peer]) for peer in everyone]
+
+    def listen(self, peers: Sequence[int]) -> None:
+        """Be ready to hear what the peers say next; the `swap` with the same peers that follows waits for it."""
+        for peer in peers:
+            if peer != self.rank:
+                # Zeros are a note without a failure: what has not been heard says nothing.
+                heard = torch.zeros(_NOTE_BYTES, dtype=torch.uint8, device="cpu")
+                self._ears[peer] = heard, self._backend.recv([heard], peer, _NOTE_TAG)
+
+    def raise_if_told(self) -> None:
+        """What a peer has said since `listen`, if that is that it failed. Waits for nothing else.
+
+        Raises:
+            PeerFailedError: names the rank, and its reason.
+        """
+        for peer, (heard, work) in self._ears.items():
+            if heard[0]:
+                with contextlib.suppress(RuntimeError):
+                    work.wait(_FAREWELL)
+                refusal = self._refusal({peer: Note.unpack(heard)})
+                assert refusal is not None
+                # Not surely all others have heard it.
+                self.leave(refusal.message)
+                raise refusal
 
     def agree(self, note: Note, peers: Sequence[int] | None = None, within: timedelta | None = None) -> list[Note]:
         """`swap`, after which no peer goes on if one has failed.
@@ -235,11 +261,11 @@ class Exchange:
 
     def close(self) -> None:
         """End an exchange that no member waits in any more."""
-        self._backend = None
+        self._backend, self._ears = None, {}
 
     def leave(self, reason: str) -> None:
         """End an exchange that others may still wait in: tell those who listen why, then cut all connections."""
-        backend, self._backend = self._backend, None
+        backend, self._backend, self._ears = self._backend, None, {}
         if backend is None:
             return
         others = [peer for peer in self._all() if peer != self.rank]
