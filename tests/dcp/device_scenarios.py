@@ -18,12 +18,13 @@ from torch.distributed.checkpoint import DefaultLoadPlanner
 
 from bucketpoint import BucketReader, TransferOptions
 from bucketpoint.dcp import carrier as carriers
-from bucketpoint.dcp import cooperative_devices
+from bucketpoint.dcp import cooperative_devices, device_assembly
 from bucketpoint.dcp import exchange as exchanges
 from bucketpoint.dcp.carrier import Device, Parcel
 from bucketpoint.dcp.exchange import Exchange, Message
 from bucketpoint.dcp.read_plan import ReadPlan
 from bucketpoint.errors import BucketpointError
+from bucketpoint.format.keys import new_token
 from dcp import scenarios
 from dcp.cooperative_scenarios import SMALL, counted, expected_tensor, failure_of, load_placed, read_without_dcp
 from dcp.test_compat import SlicePlanner
@@ -67,11 +68,33 @@ class GlooCarrier:
                 backend.recv([torch.zeros(1)], peer, 1 << 20).wait(timedelta(milliseconds=1))
 
 
+class StagedCarrier(GlooCarrier):
+    """A carrier between CUDA devices, or parts of one, that takes the detour which NCCL saves."""
+
+    def __init__(self, token: str, rank: int, size: int, device: torch.device, within: timedelta) -> None:
+        super().__init__(token, rank, size, CPU, within)
+        self.device = device
+        self._staged: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def move(self, receives: Sequence[Parcel], sends: Sequence[Parcel]) -> None:
+        assert all(parcel.data.device == self.device for parcel in (*receives, *sends))
+        here = [Parcel(parcel.peer, torch.empty_like(parcel.data, device="cpu")) for parcel in receives]
+        self._staged = [(parcel.data, mine.data) for parcel, mine in zip(receives, here, strict=True)]
+        super().move(here, [Parcel(parcel.peer, parcel.data.cpu()) for parcel in sends])
+
+    def wait(self, within: timedelta, meanwhile: Callable[[], None]) -> None:
+        super().wait(within, meanwhile)
+        staged, self._staged = self._staged, []
+        for there, here in staged:
+            there.copy_(here)
+
+
 class Traffic:
     """What this rank received, and how."""
 
     def __init__(self) -> None:
         self.by_host = 0
+        self.fetched_back = 0
         self.carriers: list[GlooCarrier] = []
 
     @property
@@ -84,10 +107,11 @@ def devices(
     rank: int,
     on_host: Callable[[torch.Tensor], bool] = lambda target: False,
     carrier: Callable[..., GlooCarrier] = GlooCarrier,
+    device: torch.device = CPU,
 ) -> Iterator[Traffic]:
     """Every rank has a device of its own, on which all targets are but those that `on_host` says otherwise of."""
     traffic = Traffic()
-    is_there, move = ReadPlan._is_there, Exchange.move
+    is_there, move, on_its_host = ReadPlan._is_there, Exchange.move, device_assembly._on_host
 
     def open_carrier(*args: Any) -> GlooCarrier:
         traffic.carriers.append(carrier(*args))
@@ -100,8 +124,13 @@ def devices(
     def there(self: ReadPlan, target: torch.Tensor) -> bool:
         return is_there(self, target) and not on_host(target)
 
+    def fetching_back(data: torch.Tensor) -> memoryview:
+        traffic.fetched_back += data.numel()
+        return on_its_host(data)
+
     with (
-        mock.patch.object(carriers, "device_here", return_value=Device(CPU, rank + 1)),
+        mock.patch.object(carriers, "device_here", return_value=Device(device, rank + 1)),
+        mock.patch.object(device_assembly, "_on_host", fetching_back),
         mock.patch.object(carriers, "open_carrier", open_carrier),
         mock.patch.object(Exchange, "move", counting),
         mock.patch.object(ReadPlan, "_is_there", there),
@@ -143,6 +172,7 @@ def load_replicas(
         "read": count.read,
         "by_host": traffic.by_host,
         "by_device": traffic.by_device,
+        "fetched_back": traffic.fetched_back,
         "peak": cooperation.peak_bytes,
         "device_peak": cooperation.device_peak_bytes,
         "text": reader.explain(),
@@ -154,7 +184,8 @@ def load_placed_on_devices(rank: int, world: int, url: str, shape: Sequence[int]
         return reader_of()
 
     with devices(rank) as traffic, mock.patch("dcp.cooperative_scenarios.BucketReader", reader):
-        return {**load_placed(rank, world, url, shape, layout), "by_device": traffic.by_device}
+        answer = load_placed(rank, world, url, shape, layout)
+    return {**answer, "by_device": traffic.by_device, "fetched_back": traffic.fetched_back}
 
 
 def load_boxes(
@@ -304,3 +335,24 @@ def load_on_gpus(rank: int, world: int, url: str, shape: Sequence[int], dtype: s
     assert torch.equal(state["w"].cpu(), expected_tensor(shape).to(kind))
     assert torch.equal(state["host"], expected_tensor(shape))
     return {"read": count.read, "text": reader.explain(), "device_peak": reader._cooperation.device_peak_bytes}
+
+
+def load_on_one_gpu(rank: int, world: int, url: str, shape: Sequence[int], dtype: str) -> dict[str, Any]:
+    """All ranks on one GPU, whose memory, streams and pinned buffers are real; only NCCL is not, as it refuses that."""
+    there, kind = torch.device("cuda", 0), getattr(torch, dtype)
+    state = {"w": torch.zeros(*shape, dtype=kind, device=there), "host": torch.zeros(*shape)}
+    reader = reader_of(SMALL)
+    with devices(rank, carrier=StagedCarrier, device=there) as traffic, counted() as count:
+        dcp.load(state, checkpoint_id=url, storage_reader=reader)
+    assert torch.equal(state["w"].cpu(), expected_tensor(shape).to(kind))
+    assert torch.equal(state["host"], expected_tensor(shape))
+    return {"read": count.read, "by_device": traffic.by_device, "peak": reader._cooperation.device_peak_bytes}
+
+
+def meet_alone_over_nccl(rank: int, world: int) -> None:
+    """A communicator of one rank: what our group of NCCL calls, without another rank."""
+    carrier = carriers.open_carrier(new_token(), 0, 1, torch.device("cuda", 0), timedelta(seconds=200))
+    carrier.move([], [])
+    carrier.wait(timedelta(seconds=200), lambda: None)
+    carrier.abort()
+    carrier.abort()

@@ -67,6 +67,7 @@ def test_replicas_read_each_byte_once_and_send_it_from_device_to_device(
         assert each["by_device"] + each["read"] == sum(read)
         # Between hosts go the checksums alone.
         assert each["by_host"] < 0.01 * distinct
+        assert each["fetched_back"] == 0
         assert 0 < each["device_peak"] <= options.max_inflight_bytes
         assert 0 < each["peak"] <= options.max_inflight_bytes
 
@@ -79,6 +80,7 @@ def test_columns_rows_and_hybrid_shards_of_saved_rows_read_each_byte_once(
     answers = four_ranks.run(device_scenarios.load_placed_on_devices, url, SHAPE, layout)
     assert NBYTES <= sum(each["read"] for each in answers) <= 1.02 * NBYTES
     assert (sum(each["by_device"] for each in answers) > 0) == (layout != "0")
+    assert all(each["fetched_back"] == 0 for each in answers)
 
 
 def test_what_a_rank_keeps_in_host_memory_reaches_it_there_and_other_ranks_on_their_devices(
@@ -248,6 +250,24 @@ def test_torch_has_what_an_nccl_group_of_our_own_needs() -> None:
     needed = ("_start_coalescing", "_end_coalescing", "send", "recv", "allreduce", "abort")
     assert [name for name in needed if not hasattr(ProcessGroupNCCL, name)] == []
     assert hasattr(ProcessGroupNCCL.Options, "_timeout")
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device here")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_two_ranks_of_one_gpu_load_together_without_nccl(two_ranks: Ranks, url: str, dtype: str) -> None:
+    save_alone(url, {"w": expected_tensor(SHAPE), "host": expected_tensor(SHAPE)})
+    answers = two_ranks.run(device_scenarios.load_on_one_gpu, url, SHAPE, dtype)
+    assert sum(each["read"] for each in answers) <= 1.02 * 2 * NBYTES
+    for each in answers:
+        assert each["by_device"] > 0.4 * NBYTES
+        assert 0 < each["peak"] <= SMALL.max_inflight_bytes
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device here")
+def test_a_group_of_nccl_is_made_waited_for_and_aborted(two_ranks: Ranks) -> None:
+    two_ranks.run(device_scenarios.meet_alone_over_nccl)
 
 
 @pytest.mark.cuda
