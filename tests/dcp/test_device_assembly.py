@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from bucketpoint.dcp.device_assembly import DeviceAssembly, DeviceMemory, borders_of, pieces_of
 from bucketpoint.errors import CorruptDataError
+from bucketpoint.transfer import TransferOptions, plan_requests
 from bucketpoint.transfer.checksum import crc32c
 from bucketpoint.transfer.download import Block, Extent, Request
 
@@ -99,6 +100,23 @@ def test_a_byte_that_was_altered_before_it_was_read_is_found_and_nothing_is_deli
     with pytest.raises(CorruptDataError, match="Checksum mismatch"):
         assembly.finish()
     assert not built.delivered
+
+
+def test_what_goes_to_a_device_is_never_requested_with_what_goes_to_the_host() -> None:
+    kinds = [True, True, False, True, False, False]
+    extents = [
+        Extent("data", 10 * at, 10 * at + 10, lambda _: None, deliver_there=(lambda _: None) if there else None)
+        for at, there in enumerate(kinds)
+    ]
+    requests = sorted(plan_requests(extents, TransferOptions()), key=lambda request: request.start)
+    assert [(each.on_device, len(each.extents)) for each in requests] == [(True, 2), (False, 1), (True, 1), (False, 2)]
+
+
+def test_cells_are_cut_at_the_blocks_of_their_readers_and_nowhere_else() -> None:
+    view = memoryview(SOURCE)[100:200]
+    found = pieces_of(100, view, {90, 100, 130, 131, 200, 250})
+    assert [nbytes for nbytes, _ in found] == [30, 1, 69]
+    assert [crc for _, crc in found] == [crc32c(view[:30]), crc32c(view[30:31]), crc32c(view[31:])]
 
 
 def test_a_block_whose_pieces_do_not_add_up_is_fetched_back_and_checked() -> None:
