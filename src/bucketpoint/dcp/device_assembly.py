@@ -68,7 +68,9 @@ class DeviceAssembly:
     def put(self, start: int, data: memoryview) -> None:
         """Copy the object's bytes from `start` on, which are in host memory and were read by whomever."""
         self.vouch(start, (len(data), crc32c(data)))
-        self.place(start, start + len(data)).copy_(torch.frombuffer(data, dtype=torch.uint8))
+        # Torch warns of memory that it may not write to, as that of other ranks is.
+        source = bytearray(data) if data.readonly else data
+        self.place(start, start + len(data)).copy_(torch.frombuffer(source, dtype=torch.uint8))
 
     def vouch(self, start: int, piece: Piece) -> None:
         """The bytes from `start` of the object on are those of which this CRC32C was taken."""
