@@ -239,11 +239,13 @@ def load_damaged(rank: int, world: int, url: str, shape: Sequence[int]) -> Any:
 
 
 def load_where_devices_are(rank: int, world: int, url: str, shape: Sequence[int], found: Sequence[int]) -> Any:
-    """`found`: the identity of each rank's device, 0 for none."""
+    """`found`: the identity of each rank's device, 0 for none. If each has one, the target is elsewhere."""
     state = {"w": torch.zeros(*shape)}
     reader = reader_of()
     device = Device(CPU, found[rank]) if found[rank] else None
-    with devices(rank) as traffic, mock.patch.object(carriers, "device_here", return_value=device):
+    here = mock.patch.object(carriers, "device_here", return_value=device)
+    elsewhere = all(found) and len(set(found)) == world
+    with devices(rank, lambda target: elsewhere) as traffic, here:
         dcp.load(state, checkpoint_id=url, storage_reader=reader)
     assert torch.equal(state["w"], expected_tensor(shape))
     return traffic.by_device, reader.explain()

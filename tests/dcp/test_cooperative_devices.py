@@ -157,9 +157,13 @@ def test_bytes_that_were_altered_at_the_store_are_found_by_every_rank_itself(fou
 
 @pytest.mark.parametrize(
     ("found", "reason"),
-    [((1, 2, 3, 3), "two ranks have the same device"), ((1, 0, 3, 4), "rank 1 has no CUDA device with NCCL")],
+    [
+        ((1, 2, 3, 3), "two ranks have the same device"),
+        ((1, 0, 3, 4), "rank 1 has no CUDA device with NCCL"),
+        ((1, 2, 3, 4), "nothing that ranks share goes to their current devices"),
+    ],
 )
-def test_where_not_every_rank_has_a_device_of_its_own_bytes_go_through_host_memory(
+def test_where_devices_cannot_be_used_bytes_go_through_host_memory_and_explain_says_why(
     four_ranks: Ranks, url: str, found: tuple[int, ...], reason: str
 ) -> None:
     save_alone(url, {"w": expected_tensor(SHAPE)})

@@ -29,6 +29,7 @@ from bucketpoint.transfer import BufferPool, Meter, Request, TransferOptions, fe
 
 _PLANNED, _REFUSED = 0, 1
 
+_NOTHING_THERE = ". Through host memory: nothing that ranks share goes to their current devices"
 _NOT_BY_ITSELF = " does not choose NCCL yet"
 
 _TRIAL_BYTES = 4 << 20
@@ -178,9 +179,14 @@ class Cooperation:
             overlaps = Overlaps(exchange.gather(rows, [note.numbers[0] for note in notes]), exchange.nodes)
             measured = self._measure(exchange, overlaps.demand)
             decision = decide(self._mode, overlaps.demand, self._bandwidths, measured)
-            self.explanation = _explain(decision, overlaps.demand) + (through if decision.together else "")
+            self.explanation = _explain(decision, overlaps.demand)
+            if not decision.together:
+                return None
             size = round_bytes(min(note.numbers[1] for note in notes))
-            return overlaps.schedule(exchange.rank, size) if decision.together else None
+            schedule = overlaps.schedule(exchange.rank, size)
+            unused = self.device is not None and not schedule.by_device
+            self.explanation += _NOTHING_THERE if unused else through
+            return schedule
 
     def _choose_way(self, exchange: Exchange) -> str:
         """Which way bytes for devices go, the same on every member, in words. Forgets the device if they go by host."""
