@@ -57,7 +57,6 @@ class GlooCarrier:
         works, self._under_way = self._under_way, []
         for work in works:
             work.wait(within)
-        meanwhile()
 
     def abort(self) -> None:
         backend, self._backend = self._backend, None

