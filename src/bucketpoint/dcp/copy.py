@@ -8,14 +8,16 @@ from __future__ import annotations
 import copy as shallow
 import dataclasses
 import os
+import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch.distributed.checkpoint import Metadata
 
+from bucketpoint.dcp.block_tables import read_tables, with_blocks
 from bucketpoint.dcp.commit import Commit, commit_copy
-from bucketpoint.dcp.regions import ChunkShapes, ObjectCheck, Region, item_regions
+from bucketpoint.dcp.regions import ChunkShapes, ObjectCheck, Region, item_regions, table_regions
 from bucketpoint.dcp.saved import SavedCheckpoint
 from bucketpoint.dcp.session import as_url
 from bucketpoint.errors import (
@@ -126,10 +128,10 @@ def copy_checkpoint(
     saved = plan.saved
     shapes = ChunkShapes(saved.metadata)
     waiting = [path for path in plan.paths if path not in plan.there]
-    regions = {path: _regions(saved, path, shapes) for path in waiting}
+    checks = [_Checked(saved, path, shapes, plan.sources[path]) for path in waiting]
     jobs = [
-        CopyJob(plan.sources[path], keys.join(plan.prefix, plan.paths[path]), _Checked(saved, path, regions[path]).see)
-        for path in waiting
+        CopyJob(plan.sources[path], keys.join(plan.prefix, plan.paths[path]), check.see)
+        for path, check in zip(waiting, checks, strict=True)
     ]
     meter = Meter("cp", plan.url, plan.left_nbytes, progress)
     infos, inside = copy_objects(saved.store, plan.store, jobs, options, meter=meter)
@@ -141,7 +143,7 @@ def copy_checkpoint(
     request = Commit(plan.store, plan.prefix, plan.url, token, keys.METADATA, overwrite=plan.replaces)
     commit_copy(request, data, record, paths=plan.paths.values())
     meter.finish()
-    checked = 0 if inside else sum(region.nbytes for found in regions.values() for region in found)
+    checked = 0 if inside else sum(check.nbytes for check in checks)
     return Copied(len(plan.paths), plan.nbytes, len(plan.there), inside and bool(jobs), checked)
 
 
@@ -222,23 +224,44 @@ def _left_behind(
     }
 
 
-def _regions(saved: SavedCheckpoint, path: str, shapes: ChunkShapes) -> list[Region]:
+def _regions(saved: SavedCheckpoint, path: str, shapes: ChunkShapes, source: ObjectInfo) -> list[Region]:
+    items = list(saved.by_object[path])
+    pinned = source.etag if saved.store.capabilities.pinned_reads else None
+    infos, attempts = [info for _, info in items], COPY_OPTIONS.read_attempts
+    tables = read_tables(saved.store, saved.key(path), infos, size=source.size, etag=pinned, attempts=attempts)
+    for number, table in tables.items():
+        index, info = items[number]
+        found = with_blocks(info, table)
+        if found is None:
+            raise _damaged(saved, path, f"the checksums of the blocks of {index.fqn} are not those that were written")
+        items[number] = index, found
     regions: list[Region] = []
-    for index, info in saved.by_object[path]:
+    for index, info in items:
         if not regions or info.offset >= regions[-1].stop:
             regions += item_regions(index, info, saved.metadata, shapes)
-    return regions
+    return [*regions, *table_regions(items, tables, regions[-1].stop if regions else 0)]
 
 
 class _Checked:
     """Refuses the bytes of an object at the first that are not those that were saved."""
 
-    def __init__(self, saved: SavedCheckpoint, path: str, regions: list[Region]) -> None:
+    def __init__(self, saved: SavedCheckpoint, path: str, shapes: ChunkShapes, source: ObjectInfo) -> None:
         self._saved = saved
         self._path = path
-        self._check = ObjectCheck(regions)
+        self._shapes = shapes
+        self._source = source
+        self._lock = threading.Lock()
+        self._check: ObjectCheck | None = None
+        self.nbytes = 0
+        """How many bytes are compared with a checksum."""
 
     def see(self, start: int, view: memoryview) -> None:
+        with self._lock:
+            # Not before bytes come: where the service copies by itself, none do.
+            if self._check is None:
+                regions = _regions(self._saved, self._path, self._shapes, self._source)
+                self._check = ObjectCheck(regions)
+                self.nbytes = sum(region.nbytes for region in regions)
         self._check.note(start, view)
         for region in self._check.wrong():
             raise _damaged(

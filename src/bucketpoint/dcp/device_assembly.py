@@ -12,7 +12,7 @@ import torch
 
 from bucketpoint.transfer import Extent, Request
 from bucketpoint.transfer.checksum import combine, crc32c
-from bucketpoint.transfer.download import check_block
+from bucketpoint.transfer.download import check_block, check_part
 
 Piece = tuple[int, int]
 """A number of bytes, and the CRC32C that they have."""
@@ -42,7 +42,7 @@ class DeviceAssembly:
     """A request whose bytes come to the device in any order.
 
     Their checksums are never taken on the device. Whoever read a piece took its CRC32C in host memory, and `vouch` says
-    so; those of the pieces give that of a block. A block that the pieces do not add up to is fetched back and checked.
+    so; those of the pieces give that of a block, or of a part of an item. What they do not add up to is fetched back.
     """
 
     leased = 0
@@ -97,13 +97,16 @@ class DeviceAssembly:
         self._pieces = {}
 
     def _check(self, extent: Extent) -> None:
+        if extent.part_of is not None:
+            check_part(self._url, extent, extent.part_of, self._crc_of(extent.start, extent.stop))
         start = extent.start
         for block in extent.blocks:
-            found = self._vouched(start, start + block.nbytes)
-            if found is None:
-                found = crc32c(_on_host(self.place(start, start + block.nbytes)))
-            check_block(self._url, extent, start, block, found)
+            check_block(self._url, extent, start, block, self._crc_of(start, start + block.nbytes))
             start += block.nbytes
+
+    def _crc_of(self, start: int, stop: int) -> int:
+        vouched = self._vouched(start, stop)
+        return crc32c(_on_host(self.place(start, stop))) if vouched is None else vouched
 
     def _vouched(self, start: int, stop: int) -> int | None:
         total = 0

@@ -10,6 +10,7 @@ import itertools
 import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -26,7 +27,7 @@ from bucketpoint.format.index_view import Chunks
 from bucketpoint.format.layout import Runs, slice_runs
 from bucketpoint.format.memory import is_viewable, tensor_bytes
 from bucketpoint.format.storage_info import ItemInfo, read_storage_info
-from bucketpoint.transfer import Block, Extent, TransferOptions
+from bucketpoint.transfer import Block, Extent, TransferOptions, Whole
 
 Deliver = Callable[[memoryview | None], None]
 
@@ -132,8 +133,22 @@ class ReadPlan:
             )
         pieces = list(self._split(item, chunk, offsets, lengths))
         done = self._when_all(item, len(pieces))
+        whole = self._as_a_whole(item.info)
         for piece_offsets, piece_lengths in pieces:
-            yield from self._piece(item, chunk, piece_offsets, piece_lengths, done)
+            for extent in self._piece(item, chunk, piece_offsets, piece_lengths, done):
+                yield extent if whole is None else replace(extent, part_of=whole)
+
+    def needs_table(self, item: PlannedItem, chunk: SavedChunk | None) -> bool:
+        """Part of an item is wanted whose blocks' checksums are not at hand. All of it has one that is."""
+        if chunk is None or item.target is None or not item.target.numel():
+            return False
+        return item.info.table_nbytes > 0 and tuple(item.read.lengths) != chunk.shape
+
+    @staticmethod
+    def _as_a_whole(info: ItemInfo) -> Whole | None:
+        if info.block_crcs is not None or info.crc32c is None or info.payload_nbytes is None:
+            return None
+        return Whole(info.payload_nbytes, info.crc32c)
 
     # -- slices of a chunk --------------------------------------------------------------------------------------------
 
@@ -260,9 +275,13 @@ class ReadPlan:
             direct=direct,
             direct_start=direct_start,
             label=item.read.storage_index.fqn,
-            etag=self._etags.get(item.info.path),
+            etag=self.etag_of(item),
             deliver_there=deliver_there,
         )
+
+    def etag_of(self, item: PlannedItem) -> str | None:
+        """What the object of an item must have."""
+        return self._etags.get(item.info.path)
 
     @staticmethod
     def _verified(info: ItemInfo, start: int, stop: int) -> tuple[int, int, list[Block]]:
@@ -333,7 +352,7 @@ class ReadPlan:
             deliver=deliver,
             blocks=blocks,
             label=item.read.storage_index.fqn,
-            etag=self._etags.get(info.path),
+            etag=self.etag_of(item),
         )
 
     # -- bookkeeping --------------------------------------------------------------------------------------------------

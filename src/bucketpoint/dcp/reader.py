@@ -9,6 +9,7 @@ import logging
 import os
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from torch.distributed.checkpoint import LoadPlan, LoadPlanner, Metadata, StorageReader
@@ -16,6 +17,7 @@ from torch.distributed.checkpoint.metadata import StorageMeta
 from torch.distributed.checkpoint.planner import LoadItemType
 from torch.futures import Future
 
+from bucketpoint.dcp.block_tables import table_extent
 from bucketpoint.dcp.boundary import dcp_call
 from bucketpoint.dcp.console import describe, progress_callback
 from bucketpoint.dcp.cooperative import Bandwidths
@@ -37,6 +39,7 @@ from bucketpoint.format.index_read import is_index
 from bucketpoint.format.index_view import decode_index
 from bucketpoint.format.keys import new_token
 from bucketpoint.format.metadata import decode_metadata, extra
+from bucketpoint.format.storage_info import ItemInfo
 from bucketpoint.staging import take_turn
 from bucketpoint.stores import Store, accepts_url
 from bucketpoint.transfer import (
@@ -267,12 +270,32 @@ class BucketReader(StorageReader):
         )
         items = reads.resolve(plan.items)
         probes = self._probe(store, reads, items, pool, meter)
-        extents = [
-            extent
-            for item, probe in zip(items, probes, strict=True)
-            for extent in reads.extents(item, probe or reads.chunk_of(item))
-        ]
+        chunks = [probe or reads.chunk_of(item) for item, probe in zip(items, probes, strict=True)]
+        items = self._with_blocks(store, reads, items, chunks, pool, meter)
+        extents = [extent for item, chunk in zip(items, chunks, strict=True) for extent in reads.extents(item, chunk)]
         return plan_requests(extents, self.transfer)
+
+    def _with_blocks(
+        self,
+        store: Store,
+        reads: ReadPlan,
+        items: list[PlannedItem],
+        chunks: list[SavedChunk | None],
+        pool: BufferPool,
+        meter: Meter,
+    ) -> list[PlannedItem]:
+        """Read the checksums of blocks that parts of items are checked by: one small read an object."""
+        pairs = zip(items, chunks, strict=True)
+        wanted = {(item.key, item.info.offset): item for item, chunk in pairs if reads.needs_table(item, chunk)}
+        if not wanted:
+            return items
+        found: dict[tuple[str, int], ItemInfo] = {}
+        extents = [table_extent(where, item, reads.etag_of(item), found, self._url) for where, item in wanted.items()]
+        fetch(store, plan_requests(extents, self.transfer), self.transfer, pool=pool, meter=meter)
+        return [
+            replace(item, info=found[where]) if (where := (item.key, item.info.offset)) in found else item
+            for item in items
+        ]
 
     def _probe(
         self, store: Store, reads: ReadPlan, items: list[PlannedItem], pool: BufferPool, meter: Meter

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import threading
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch.distributed.checkpoint import Metadata, TensorStorageMetadata
@@ -23,7 +23,8 @@ from bucketpoint.transfer.checksum import combine, crc32c
 class Region:
     """Bytes `[start, stop)` of an object, the CRC32C that they must have, and whose they are.
 
-    `part` is `"header"`, `"payload"` or `"trailer"` of a framed tensor, or `"item"` for what is checked as a whole.
+    `part` is `"header"`, `"payload"` or `"trailer"` of a framed tensor, `"item"` for what is checked as a whole, or
+    `"table"` for the checksums of its blocks.
     """
 
     start: int
@@ -93,9 +94,23 @@ def _frame(index: MetadataIndex, info: ItemInfo, metadata: Metadata, shapes: Chu
 
 def _blocks(fqn: str, info: ItemInfo, start: int, part: str) -> Iterator[Region]:
     size, block = info.checked_nbytes, info.block_nbytes or 0
+    if info.block_crcs is None and info.crc32c is not None:
+        yield Region(start, start + size, info.crc32c, fqn, part)
     for number, crc in enumerate(info.block_crcs or ()):
         low = number * block
         yield Region(start + low, start + min(low + block, size), crc, fqn, part)
+
+
+def table_regions(
+    items: Sequence[tuple[MetadataIndex, ItemInfo]], tables: Mapping[int, memoryview], after: int
+) -> Iterator[Region]:
+    """The tables of an object, in order: those that were read, by the place of their item, and lie behind `after`."""
+    places = sorted((items[number][1].table_offset or 0, number) for number in tables)
+    for start, number in places:
+        if start < after:
+            continue
+        after = start + len(tables[number])
+        yield Region(start, after, crc32c(tables[number]), items[number][0].fqn, "table")
 
 
 class ObjectCheck:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import io
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch.distributed.checkpoint import SavePlanner
@@ -43,7 +43,7 @@ class PlacedItem:
     """A write item at `offset` in its object.
 
     `payload` is the index of the segment that its checksum is taken over, which begins `payload_offset` bytes into the
-    item if it is a frame of ours.
+    item if it is a frame of ours. `table` is where in the object the checksums of its blocks lie, if it has several.
     """
 
     item: WriteItem
@@ -53,6 +53,7 @@ class PlacedItem:
     payload_offset: int | None
     tensor: torch.Tensor | None
     """Keeps alive the memory that the segments' views look into."""
+    table: int | None = None
 
 
 @dataclass(frozen=True)
@@ -117,21 +118,30 @@ def _lay_out(path: str, prefix: str, batch: Sequence[tuple[WriteItem, torch.Tens
     segments: list[Segment] = []
     placed: list[PlacedItem] = []
     offset = 0
-    for item, data in batch:
+    for write, data in batch:
         if isinstance(data, torch.Tensor) and frameable(data):
             frame = tensor_frame(data.dtype, data.shape)
             payload = _payload_segment(data, frame.payload_nbytes)
             parts = [Segment(len(frame.header), memoryview(frame.header)), payload]
             parts.append(Segment(len(frame.trailer), memoryview(frame.trailer)))
-            placed.append(PlacedItem(item, offset, frame.nbytes, len(segments) + 1, frame.payload_offset, data))
+            placed.append(PlacedItem(write, offset, frame.nbytes, len(segments) + 1, frame.payload_offset, data))
         else:
             view = torch_saved(data) if isinstance(data, torch.Tensor) else data
-            if item.type == WriteItemType.BYTE_IO:
-                warn_if_unsafe(item.index.fqn, view)
+            if write.type == WriteItemType.BYTE_IO:
+                warn_if_unsafe(write.index.fqn, view)
             parts = [Segment(len(view), view, block_nbytes=len(view))]
-            placed.append(PlacedItem(item, offset, len(view), len(segments), None, None))
+            placed.append(PlacedItem(write, offset, len(view), len(segments), None, None))
         segments += parts
         offset += sum(part.nbytes for part in parts)
+    for number, item in enumerate(placed):
+        segment = segments[item.payload]
+        if segment.nbytes > segment.block_nbytes:
+            # Behind all items, as nobody knows the checksums until everything before them is about to be sent.
+            placed[number] = replace(item, table=offset)
+            offset += 4 * -(-segment.nbytes // segment.block_nbytes)
+    tabled = [item.payload for item in placed if item.table is not None]
+    if tabled:
+        segments.append(Segment(offset - sum(part.nbytes for part in segments), table_of=tabled))
     return PlannedObject(path, ObjectSource(keys.join(prefix, path), segments), placed)
 
 
@@ -177,7 +187,7 @@ def results_of(planned: PlannedObject, uploaded: Uploaded) -> list[WriteResult]:
             payload_nbytes=segment.nbytes if placed.payload_offset is not None else None,
             crc32c=fold_blocks(crcs, segment.nbytes, segment.block_nbytes),
             block_nbytes=segment.block_nbytes,
-            block_crcs=crcs,
+            table_offset=placed.table,
         )
         if position == 0:
             set_object_facts(info, size=uploaded.info.size, etag=uploaded.info.etag)

@@ -16,7 +16,8 @@ from typing import Any
 from torch.distributed.checkpoint import TensorStorageMetadata
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
-from bucketpoint.dcp.regions import ChunkShapes, ObjectCheck, Region, item_regions
+from bucketpoint.dcp.block_tables import read_tables, with_blocks
+from bucketpoint.dcp.regions import ChunkShapes, ObjectCheck, Region, item_regions, table_regions
 from bucketpoint.dcp.saved import SavedCheckpoint
 from bucketpoint.errors import CorruptDataError, MetadataError, ObjectNotFoundError, PreconditionFailedError
 from bucketpoint.format import keys
@@ -103,6 +104,9 @@ def verify(
         unchecked=dict(run.unchecked),
         notes=run.notes,
     )
+
+
+_Tables = tuple[dict[int, memoryview], list[tuple[MetadataIndex, ItemInfo]]]
 
 
 @dataclass
@@ -194,10 +198,36 @@ class _Run:
             self._add("replaced-object", path, text)
         if not any(item.crc32c is not None for _, item in items):
             return _ObjectPlan(path, info, items, None)
-        return _ObjectPlan(path, info, items, ObjectCheck(self._regions(path, items, info.size)))
+        return _ObjectPlan(path, info, items, ObjectCheck(self._regions(path, items, info)))
 
-    def _regions(self, path: str, items: Sequence[tuple[MetadataIndex, ItemInfo]], size: int) -> list[Region]:
+    def _tables(self, path: str, items: Sequence[tuple[MetadataIndex, ItemInfo]], info: ObjectInfo) -> _Tables:
+        """The tables of checksums of an object's items, and the items with the blocks of those that are sound."""
+        known, attempts = list(items), self.options.read_attempts
+        store, infos = self.saved.store, [item for _, item in items]
+        try:
+            tables = read_tables(
+                store, self.saved.key(path), infos, size=info.size, etag=_condition(store, info), attempts=attempts
+            )
+        except (CorruptDataError, ObjectNotFoundError, PreconditionFailedError) as error:
+            self._add("replaced-object", path, f"it changed while it was read: {error.message}")
+            return {}, known
+        for number, table in tables.items():
+            index, item = items[number]
+            found = with_blocks(item, table)
+            if found is not None:
+                known[number] = index, found
+                continue
+            start = item.table_offset or 0
+            text = "the checksums of its blocks are not those that were written: no part of it can be loaded alone"
+            self._add("checksum", path, text, item=index.fqn, start=start, stop=start + len(table))
+        return tables, known
+
+    def _regions(
+        self, path: str, items: Sequence[tuple[MetadataIndex, ItemInfo]], info_of_object: ObjectInfo
+    ) -> list[Region]:
         """What the bytes of an object of ours must be. What cannot be compared is counted."""
+        size = info_of_object.size
+        tables, items = self._tables(path, items, info_of_object)
         regions: list[Region] = []
         at = 0
         for index, info in items:
@@ -214,6 +244,10 @@ class _Run:
             compared = sum(region.nbytes for region in own)
             self._count(_NO_CHECKSUM if info.crc32c is None else _NOT_FRAMED, info.length - compared)
             regions += inside
+        for region in table_regions(items, tables, at):
+            self._count(_UNCLAIMED, region.start - at)
+            at = region.stop
+            regions.append(region)
         self._count(_UNCLAIMED, max(size - at, 0))
         self._count(None, sum(region.nbytes for region in regions))
         return regions

@@ -26,9 +26,10 @@ from bucketpoint.format.storage_info import set_object_facts
 _NONE = -1
 _KNOWN = {
     "relative_path", "offset", "length", "transform_descriptors", names._PAYLOAD_OFFSET, names._PAYLOAD_NBYTES,
-    names._CRC32C, names._BLOCK_NBYTES, names._BLOCK_CRCS, names._OBJECT,
+    names._CRC32C, names._BLOCK_NBYTES, names._BLOCK_CRCS, names._TABLE_BLOCK_NBYTES, names._TABLE_OFFSET,
+    names._OBJECT,
 }  # fmt: skip
-_COLUMNS = 7
+COLUMNS = 8
 PAYLOAD_NBYTES = 4
 """Number of the column of payloads' sizes."""
 
@@ -42,7 +43,8 @@ class Layout:
 
     Attributes:
         columns: int64, one column after the other and one entry for each item: number of its object, offset, length,
-            offset and size of its payload, size of its blocks, number of its blocks. -1 stands for None.
+            offset and size of its payload, size of its blocks, number of those whose checksums are sent along, offset
+            of its table of checksums. -1 stands for None.
         transforms: descriptors of the transforms that all of the items went through.
     """
 
@@ -58,7 +60,7 @@ class Layout:
 
     @cached_property
     def count(self) -> int:
-        return len(self.columns) // (8 * _COLUMNS)
+        return len(self.columns) // (8 * COLUMNS)
 
     def column(self, number: int) -> array[int]:
         values = array("q")
@@ -120,8 +122,8 @@ def pack(infos: Sequence[Any]) -> Columns | None:
     """The columns of what `make_storage_info` made; None if something in it would be lost."""
     paths: dict[str, int] = {}
     facts: dict[str, tuple[int, str | None]] = {}
-    columns = [array("q") for _ in range(_COLUMNS)]
-    objects, offsets, lengths, payload_offsets, payload_sizes, block_sizes, block_counts = columns
+    columns = [array("q") for _ in range(COLUMNS)]
+    objects, offsets, lengths, payload_offsets, payload_sizes, block_sizes, block_counts, tables = columns
     crcs = array("I")
     blocks: list[bytes] = []
     transforms = {tuple(info.transform_descriptors or ()) for info in infos}
@@ -142,7 +144,8 @@ def pack(infos: Sequence[Any]) -> Columns | None:
         payload_sizes.append(values.get(names._PAYLOAD_NBYTES, _NONE))
         own = values.get(names._BLOCK_CRCS, b"")
         blocks.append(own)
-        block_sizes.append(values.get(names._BLOCK_NBYTES, _NONE))
+        block_sizes.append(values.get(names._BLOCK_NBYTES, values.get(names._TABLE_BLOCK_NBYTES, _NONE)))
+        tables.append(values.get(names._TABLE_OFFSET, _NONE))
         block_counts.append(len(own) // 4)
     layout = Layout(b"".join(column.tobytes() for column in columns), next(iter(transforms), ()) or None)
     checksums = struct.pack(f"<{len(crcs)}I", *crcs) + b"".join(blocks)
@@ -164,8 +167,8 @@ def unpack(columns: Columns) -> list[_StorageInfo]:
     at = 4 * count
     infos = []
     told = [False] * len(columns.objects)
-    for number, offset, length, payload_offset, payload_nbytes, block_nbytes, blocks, crc in zip(
-        *map(layout.column, range(6)), block_counts, crcs, strict=True
+    for number, offset, length, payload_offset, payload_nbytes, block_nbytes, blocks, table, crc in zip(
+        *map(layout.column, range(6)), block_counts, layout.column(7), crcs, strict=True
     ):
         path, size, etag = columns.objects[number]
         info = object.__new__(_StorageInfo)
@@ -175,6 +178,8 @@ def unpack(columns: Columns) -> list[_StorageInfo]:
         if payload_offset != _NONE:
             values[names._PAYLOAD_OFFSET], values[names._PAYLOAD_NBYTES] = payload_offset, payload_nbytes
         values[names._CRC32C] = crc
+        if table != _NONE:
+            values[names._TABLE_BLOCK_NBYTES], values[names._TABLE_OFFSET] = block_nbytes, table
         if blocks:
             values[names._BLOCK_NBYTES] = block_nbytes
             values[names._BLOCK_CRCS] = columns.checksums[at : at + 4 * blocks]

@@ -2,7 +2,7 @@
 
 Layout: a head, then five parts. Names and kinds of the entries, the planner's paths to them, columns of numbers (all
 three the same at every save of one structure), facts of this save, and raw checksums: one of each item, then those of
-blocks. How it is read is `index_read.py`'s, how one is found `index_ref.py`'s.
+blocks that are in no table. How it is read is `index_read.py`'s, how one is found `index_ref.py`'s.
 """
 
 from __future__ import annotations
@@ -28,12 +28,15 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from bucketpoint.format.allow_list import DTYPE_NAMES
-from bucketpoint.format.columns import Columns, IndexColumns, pack
+from bucketpoint.format.columns import COLUMNS, Columns, IndexColumns, pack
 from bucketpoint.format.index_ref import INDEX_ATTRIBUTE
 from bucketpoint.format.int_columns import CPU, Segments, UnsuitableError, encode, encode_segments
 from bucketpoint.format.memory import tensor_bytes
 
-MAGIC = b"BPINDEX1"
+MAGIC = b"BPINDEX2"
+FIRST_MAGIC = b"BPINDEX1"
+"""Of indexes that say nothing of tables."""
+
 PARTS = ("structure", "mappings", "columns", "facts", "checksums", "blocks")
 COMPRESSED = 4
 HEAD = struct.Struct("<8sQQ" + "QQ" * len(PARTS))
@@ -138,7 +141,7 @@ def make_index(metadata: Metadata, items: IndexColumns, reported: Sequence[Colum
         firsts = itertools.accumulate((len(columns.objects) for columns in reported), initial=0)
         layouts = []
         for columns, first in zip(reported, firsts, strict=False):
-            layout = [torch.tensor(columns.layout.column(n), dtype=torch.int64, device=CPU) for n in range(7)]
+            layout = [torch.tensor(columns.layout.column(n), dtype=torch.int64, device=CPU) for n in range(COLUMNS)]
             layouts.append([layout[0] + first, *layout[1:]])
         joined = [torch.cat(parts) for parts in zip(*layouts, strict=True)]
         places = zip(items.names, items.offsets, items.hints, strict=True)
@@ -162,7 +165,7 @@ def _encode(metadata: Metadata, bucketpoint: dict[str, Any]) -> tuple[bytes, Ind
     for index in storage_data:
         _require(index.index is None or (type(index.index) is int and index.index >= 0))
     places = ((index.fqn, index.offset, -1 if index.index is None else index.index) for index in storage_data)
-    layout = [torch.frombuffer(columns.layout.column(n), dtype=torch.int64) for n in range(7)]
+    layout = [torch.frombuffer(columns.layout.column(n), dtype=torch.int64) for n in range(COLUMNS)]
     template = _template(metadata, places, layout, columns.layout.transforms, len(columns.objects))
     whole = template.fill(
         columns.checksums[: 4 * columns.layout.count],
@@ -304,11 +307,12 @@ def _columns(
     ]
     parts += [min(guesses, key=lambda data: len(zlib.compress(data, 1)))]
     source = layout[6]
-    objects, offsets, lengths, payload_offsets, payloads, blocks, block_counts = (
+    objects, offsets, lengths, payload_offsets, payloads, blocks, block_counts, tables = (
         torch.empty_like(column).scatter_(0, slots, column) for column in layout
     )
     expected = payload_sizes(boxes[1], kinds, dims, entries, itemsizes)
-    _require(bool(torch.equal(block_counts, count_blocks(blocks, payloads, lengths))))
+    counted, tabled = count_blocks(blocks, payloads, lengths), bool((tables >= 0).any())
+    _require(bool(torch.equal(tables >= 0, counted > 0)) if tabled else bool(torch.equal(block_counts, counted)))
     parts += [
         encode_segments(column, entries)
         for column in (
@@ -316,6 +320,12 @@ def _columns(
             gaps(objects, offsets, lengths),
         )
     ]  # fmt: skip
+    parts += [encode(torch.tensor([int(tabled)], device=CPU))]
+    if tabled:
+        _require(not block_counts.any())
+        begins, ends = table_places(objects, offsets, lengths, 4 * counted, torch.argsort(objects, stable=True))
+        expected = ends[objects] + begins
+        parts += [encode_segments(torch.where(tables >= 0, tables - expected, 0), entries)]
     # Where each item's blocks are in the storage data, slot by slot.
     begins = torch.empty_like(source).scatter_(0, slots, torch.cumsum(source, 0) - source)
     owned = Segments.of(block_counts)
@@ -349,6 +359,30 @@ def gaps(objects: torch.Tensor, offsets: torch.Tensor, lengths: torch.Tensor) ->
     mine = objects[order]
     ends[(mine != torch.roll(mine, 1)) | (torch.arange(len(mine), device=CPU) == 0)] = 0
     return torch.empty_like(offsets).scatter_(0, order, offsets[order] - ends)
+
+
+def table_places(
+    objects: torch.Tensor, offsets: torch.Tensor, lengths: torch.Tensor, nbytes: torch.Tensor, order: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Where tables of checksums lie in their objects: behind the last item, one after the other in the order of slots.
+
+    Args:
+        nbytes: of each slot's table.
+        order: sorts the slots by object.
+
+    Returns:
+        Where each slot's begins among the tables of its object, and for each object where the first of them does.
+    """
+    ends = torch.zeros(int(objects.max()) + 1 if len(objects) else 0, dtype=torch.int64, device=CPU)
+    ends.scatter_reduce_(0, objects.long(), offsets + lengths, "amax")
+    mine, sizes = objects[order], nbytes[order]
+    before = sizes.cumsum(0)
+    before -= sizes
+    firsts = torch.zeros_like(ends)
+    heads = torch.nonzero(mine != torch.roll(mine, 1)).reshape(-1)
+    firsts[mine[heads].long()] = before[heads]
+    before -= firsts[mine.long()]
+    return torch.empty_like(before).scatter_(0, order, before), ends
 
 
 def size_guess(kind: int, offsets: torch.Tensor, shapes: torch.Tensor, axes: Segments) -> torch.Tensor | int:

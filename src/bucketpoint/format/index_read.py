@@ -19,6 +19,7 @@ from bucketpoint.format import storage_info as names
 from bucketpoint.format.allow_list import DTYPE_NAMES
 from bucketpoint.format.index import (
     COMPRESSED,
+    FIRST_MAGIC,
     HEAD,
     MAGIC,
     PARTS,
@@ -26,6 +27,7 @@ from bucketpoint.format.index import (
     largest_part,
     payload_sizes,
     size_guess,
+    table_places,
 )
 from bucketpoint.format.int_columns import CPU, Decoder, Segments, narrow
 from bucketpoint.format.memory import tensor_bytes
@@ -36,7 +38,7 @@ _MAX_NBYTES = 1 << 62
 
 def is_index(data: bytes) -> bool:
     """Whether these bytes begin as an index does, and as no pickle can."""
-    return data[: len(MAGIC)] == MAGIC
+    return data[: len(MAGIC)] in (MAGIC, FIRST_MAGIC)
 
 
 class Index:
@@ -61,7 +63,7 @@ class Index:
         del structure, facts
         self._checksums, self._blocks = (self._parts[name].stored.cast("I") for name in ("checksums", "blocks"))
         _require(len(self._checksums) == items and len(self._blocks) == blocks, "checksums")
-        self._take_columns(Decoder(self._parts["columns"].content()), items)
+        self._take_columns(Decoder(self._parts["columns"].content()), items, first=data[: len(MAGIC)] == FIRST_MAGIC)
         self.numbers = {name: number for number, name in enumerate(self.names)}
         _require(len(self.numbers) == len(self.names), "names twice")
 
@@ -84,7 +86,7 @@ class Index:
             return {name: tuple(path) for name, path in told.items()}
         return {name: tuple(path) for name, path in zip(self.names, told, strict=True)}
 
-    def _take_columns(self, decoder: Decoder, items: int) -> None:
+    def _take_columns(self, decoder: Decoder, items: int, *, first: bool) -> None:
         total = len(self.names)
         kinds, dims, counts = (decoder.column(total) for _ in range(3))
         _require(bool(((kinds >= 0) & (kinds <= len(self._properties))).all()), "kinds")
@@ -113,20 +115,32 @@ class Index:
         _require(bool((lengths >= 0).all()), "lengths")
         self._payload_offsets = Column(decoder.segmented(entries))
         sizes_of_blocks = decoder.segmented(entries)
-        self._take_blocks(sizes_of_blocks, count_blocks(sizes_of_blocks, payloads, lengths))
+        self._block_nbytes = Column(sizes_of_blocks)
+        counted = count_blocks(sizes_of_blocks, payloads, lengths)
+        _require(bool((counted >= 0).all()), "blocks")
         del sizes_of_blocks
         self._payloads = Column(payloads)
         del payloads
         between = decoder.segmented(entries)
+        order = torch.argsort(objects, stable=True)
+        offsets = _offsets(objects, between, lengths, order)
+        self.tabled = not first and bool(decoder.column(1)[0])
+        if self.tabled:
+            counted *= 4
+            begins, ends = table_places(objects, offsets, lengths, counted, order)
+            begins += decoder.segmented(entries)
+            self._tables, self._first_tables = Column(begins), _array(ends)
+            counted = torch.zeros(1, dtype=torch.int64, device=CPU).expand(items)
         decoder.end()
-        del entries
-        self._at = Column(_offsets(objects, between, lengths))
+        del entries, order
+        self._take_blocks(counted)
+        self._at = Column(offsets)
         self._lengths = Column(lengths)
 
-    def _take_blocks(self, sizes: torch.Tensor, counts: torch.Tensor) -> None:
-        _require(bool((counts >= 0).all()) and int(counts.sum()) == len(self._blocks), "blocks")
-        self._block_nbytes, self._block_counts = Column(sizes), Column(counts)
-        self._first_block = Column(torch.cumsum(counts, 0) - counts)
+    def _take_blocks(self, counts: torch.Tensor) -> None:
+        """The blocks that are in no table."""
+        _require(int(counts.sum()) == len(self._blocks), "blocks")
+        self._block_counts, self._first_block = Column(counts), Column(torch.cumsum(counts, 0) - counts)
 
     # -- what DCP asks for --------------------------------------------------------------------------------------------
 
@@ -191,6 +205,9 @@ class Index:
             values[names._PAYLOAD_OFFSET] = self._payload_offsets[slot]
             values[names._PAYLOAD_NBYTES] = self._payloads[slot]
         values[names._CRC32C] = self._checksums[slot]
+        if self.tabled and self._block_nbytes[slot] > 0:
+            values[names._TABLE_BLOCK_NBYTES] = self._block_nbytes[slot]
+            values[names._TABLE_OFFSET] = self._first_tables[self._objects[slot]] + self._tables[slot]
         if self._block_counts[slot]:
             first = self._first_block[slot]
             values[names._BLOCK_NBYTES] = self._block_nbytes[slot]
@@ -299,9 +316,8 @@ def _boxes(decoder: Decoder, shapes: torch.Tensor, axes: Segments) -> tuple[torc
     return offsets, narrow(sizes)
 
 
-def _offsets(objects: torch.Tensor, between: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-    """Where each item begins in its object: behind the one before it in the same object."""
-    order = torch.argsort(objects, stable=True)
+def _offsets(objects: torch.Tensor, between: torch.Tensor, lengths: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
+    """Where each item begins in its object: behind the one before it in the same object. `order` sorts by object."""
     mine = objects[order]
     firsts = torch.nonzero(mine != torch.roll(mine, 1)).reshape(-1)
     if not len(firsts):

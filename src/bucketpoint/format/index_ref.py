@@ -25,7 +25,7 @@ HEAD_BYTES = 128 << 10
 INDEX_GROUP = "index"
 _SEARCHED = 512  # the name lies behind the names of two classes
 _PATTERN = re.compile(
-    rb"\x8c\x11bucketpoint_index\x94\x8c.bucketpoint-index/1 "
+    rb"\x8c\x11bucketpoint_index\x94\x8c.bucketpoint-index/[12] "
     rb"(?P<path>data/[0-9a-f]{2}/[0-9a-f]{12}-0-index-0\.distcp) (?P<size>[0-9]{16}) (?P<digest>[0-9a-f]{64})\x94",
     re.DOTALL,
 )
@@ -47,8 +47,9 @@ class IndexRef:
 
     @property
     def text(self) -> str:
-        """What `.metadata` says; as long for every index."""
-        return f"bucketpoint-index/1 {self.path} {self.size:016d} {self.digest}"
+        """What `.metadata` says; as long for every index. Readers from before there were tables of checksums look for
+        another number, and take `.metadata` itself."""
+        return f"bucketpoint-index/2 {self.path} {self.size:016d} {self.digest}"
 
     def fits(self, data: bytes) -> bool:
         """Whether these bytes are the index that is meant."""

@@ -40,6 +40,8 @@ _PAYLOAD_NBYTES = "bp_pn"
 _CRC32C = "bp_crc"
 _BLOCK_NBYTES = "bp_bn"
 _BLOCK_CRCS = "bp_bc"
+_TABLE_BLOCK_NBYTES = "bp_tn"
+_TABLE_OFFSET = "bp_to"
 _OBJECT = "bp_obj"
 
 
@@ -52,7 +54,9 @@ class ItemInfo:
             that were not framed by bucketpoint.
         crc32c: of the payload if `payload_offset` is known, else of all the item's bytes as they are stored.
         block_nbytes: the same bytes are checked block by block; all blocks have this length but the last.
-        block_crcs: CRC32C of each block.
+        block_crcs: CRC32C of each block; None where they lie in a table.
+        table_offset: where that table begins in the item's object, 4 bytes a block, little-endian. `crc32c` vouches for
+            it, as it is what they combine to.
     """
 
     path: str
@@ -64,6 +68,12 @@ class ItemInfo:
     crc32c: int | None = None
     block_nbytes: int | None = None
     block_crcs: tuple[int, ...] | None = None
+    table_offset: int | None = None
+
+    @property
+    def table_nbytes(self) -> int:
+        """How long the item's table is; 0 if it has none."""
+        return 0 if self.table_offset is None else 4 * -(-self.checked_nbytes // (self.block_nbytes or 1))
 
     @property
     def checked_offset(self) -> int:
@@ -86,9 +96,13 @@ def make_storage_info(
     crc32c: int | None = None,
     block_nbytes: int | None = None,
     block_crcs: Sequence[int] | None = None,
+    table_offset: int | None = None,
     transform_descriptors: Sequence[str] | None = None,
 ) -> _StorageInfo:
-    """The stock class's instance for an item, with what bucketpoint knows about it attached."""
+    """The stock class's instance for an item, with what bucketpoint knows about it attached.
+
+    Its block checksums are in a table of its object, or in `block_crcs`: metadata of before there were tables.
+    """
     info = _StorageInfo(path, offset, length, list(transform_descriptors) if transform_descriptors else None)
     if payload_offset is not None:
         setattr(info, _PAYLOAD_OFFSET, payload_offset)
@@ -96,7 +110,11 @@ def make_storage_info(
     if crc32c is not None:
         setattr(info, _CRC32C, crc32c)
     # One block's checksum is the item's own; `read_storage_info` puts it back.
-    if block_crcs is not None and len(block_crcs) > 1:
+    if table_offset is not None:
+        # Names that older readers do not know: to them the item is one block.
+        setattr(info, _TABLE_BLOCK_NBYTES, block_nbytes)
+        setattr(info, _TABLE_OFFSET, table_offset)
+    elif block_crcs is not None and len(block_crcs) > 1:
         setattr(info, _BLOCK_NBYTES, block_nbytes)
         setattr(info, _BLOCK_CRCS, struct.pack(f"<{len(block_crcs)}I", *block_crcs))
     return info
@@ -122,13 +140,21 @@ def read_storage_info(info: Any, *, url: str | None = None) -> ItemInfo:
     crc32c = reader.optional(_CRC32C, limit=1 << 32)
     block_nbytes, block_crcs = reader.optional(_BLOCK_NBYTES), reader.checksums()
     reader.require((block_nbytes is None) == (block_crcs is None), "half of its block checksums is missing")
-    if block_nbytes is not None and block_crcs is not None:
+    table_nbytes, table_offset = reader.optional(_TABLE_BLOCK_NBYTES), reader.optional(_TABLE_OFFSET)
+    reader.require((table_nbytes is None) == (table_offset is None), "half of its table of checksums is missing")
+    if table_nbytes is not None:
+        reader.require(block_nbytes is None, "it has its block checksums twice")
+        reader.require(table_nbytes > 0 and crc32c is not None, "nothing vouches for its table of checksums")
+        reader.require(checked > table_nbytes, "it has a table of checksums for a single block")
+        block_nbytes = table_nbytes
+    elif block_nbytes is not None and block_crcs is not None:
         reader.require(block_nbytes > 0, "its blocks are empty")
         reader.require(len(block_crcs) == -(-checked // block_nbytes), "it has checksums for another number of blocks")
     elif crc32c is not None:
         block_nbytes, block_crcs = checked, (crc32c,) if checked else ()
     return ItemInfo(
-        path, offset, length, descriptors, payload_offset, payload_nbytes, crc32c, block_nbytes, block_crcs
+        path, offset, length, descriptors, payload_offset, payload_nbytes, crc32c, block_nbytes, block_crcs,
+        table_offset,
     )  # fmt: skip
 
 

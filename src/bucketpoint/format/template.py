@@ -141,7 +141,15 @@ class _Maker:
         shared += [MetadataIndex, _StorageInfo, "state_dict_metadata", "planner_data", "storage_data", "properties"]
         shared += ["size", "chunks", "offsets", "sizes", "fqn", "index", "offset", "relative_path", "length"]
         shared += ["transform_descriptors", names._PAYLOAD_OFFSET, names._PAYLOAD_NBYTES, names._CRC32C]
-        shared += [names._BLOCK_NBYTES, names._BLOCK_CRCS, *transforms, *self._state, planner_data]
+        shared += [
+            names._BLOCK_NBYTES,
+            names._BLOCK_CRCS,
+            names._TABLE_BLOCK_NBYTES,
+            names._TABLE_OFFSET,
+            *transforms,
+            *self._state,
+            planner_data,
+        ]
         shared += [entry.properties for entry in entries if isinstance(entry, TensorStorageMetadata)]
         stream = io.BytesIO()
         pickler = pickle.Pickler(stream, protocol=PICKLE_PROTOCOL)
@@ -245,11 +253,13 @@ class _Maker:
         begin = self._known[id(MetadataIndex)] + _BEGUN + texts["fqn"]
         to_info = _DONE + self._known[id(_StorageInfo)] + _BEGUN + texts["relative_path"]
         hint_key, offset_key, place_key = texts["index"], texts["offset"], texts["offset"]
+        table_key = texts[names._TABLE_OFFSET]
         facts = zip(*[layout.column(number) for number in (2, 3, 4, 5, 6)], strict=True)
+        tables = layout.column(7)
         items = self._items
-        for name, offset, hint, number, at, fact in zip(
+        for name, offset, hint, number, at, fact, table in zip(
             items.names[first:last], items.offsets[first:last], items.hints[first:last],
-            layout.column(0), layout.column(1), facts, strict=True,
+            layout.column(0), layout.column(1), facts, tables, strict=True,
         ):  # fmt: skip
             head = begin + texts[name]
             if hint >= 0:
@@ -262,6 +272,8 @@ class _Maker:
                 path = _text_header(sizes[number]) + bytes(sizes[number]) + pickle.MEMOIZE
                 places[number] = (position + len(head) + len(path) - 1 - sizes[number], sizes[number])
                 path_refs[number] = self._memoized()
+            if table >= 0:
+                path += table_key + _number(table)
             kind = kinds.get(fact)
             if kind is None:
                 kind = kinds[fact] = self._kind(fact, layout.transforms)
@@ -288,7 +300,9 @@ class _Maker:
             between += texts[names._PAYLOAD_NBYTES] + _number(payload_nbytes)
         between += texts[names._CRC32C] + _CHECKSUM[0]
         rest = bytes(4) + _CHECKSUM[1]
-        if blocks:
+        if block_nbytes >= 0 and not blocks:
+            rest += texts[names._TABLE_BLOCK_NBYTES] + _number(block_nbytes)
+        elif blocks:
             rest += texts[names._BLOCK_NBYTES] + _number(block_nbytes) + texts[names._BLOCK_CRCS]
             rest += _bytes_header(4 * blocks) + bytes(4 * blocks)
         rest += _DONE

@@ -1,7 +1,7 @@
 """Moving bytes under one budget. Knows nothing of tensors and nothing of DCP."""
 
 from bucketpoint.transfer.budget import BufferPool
-from bucketpoint.transfer.download import Block, Extent, Request, fetch, plan_requests
+from bucketpoint.transfer.download import Block, Extent, Request, Whole, fetch, plan_requests
 from bucketpoint.transfer.options import TransferOptions
 from bucketpoint.transfer.progress import Meter, Progress, ProgressCallback
 from bucketpoint.transfer.retry import retry_transient
@@ -23,6 +23,7 @@ __all__ = [
     "TaskGroup",
     "TransferOptions",
     "Uploaded",
+    "Whole",
     "fetch",
     "plan_requests",
     "retry_transient",

@@ -6,6 +6,7 @@ Knows byte ranges, checksums and stores; what the bytes mean is the business of 
 from __future__ import annotations
 
 import bisect
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,7 +14,7 @@ from typing import Any
 from bucketpoint.errors import CorruptDataError
 from bucketpoint.stores import Store
 from bucketpoint.transfer.budget import BufferPool
-from bucketpoint.transfer.checksum import crc32c
+from bucketpoint.transfer.checksum import combine, crc32c
 from bucketpoint.transfer.options import TransferOptions
 from bucketpoint.transfer.progress import Meter
 from bucketpoint.transfer.retry import retry_transient
@@ -31,12 +32,34 @@ class Block:
     crc32c: int
 
 
+class Whole:
+    """An expected checksum of what several extents make up. They come in any order, from any thread."""
+
+    def __init__(self, nbytes: int, crc32c: int) -> None:
+        self.nbytes = nbytes
+        self.crc32c = crc32c
+        self._lock = threading.Lock()
+        self._parts: dict[int, tuple[int, int]] = {}
+
+    def found(self, start: int, nbytes: int, crc: int) -> int | None:
+        """Take in the checksum of one extent; that of the whole, once all have come."""
+        with self._lock:
+            self._parts[start] = nbytes, crc
+            if sum(size for size, _ in self._parts.values()) < self.nbytes:
+                return None
+            total = 0
+            for _, (size, part) in sorted(self._parts.items()):
+                total = combine(total, part, size)
+            return total
+
+
 @dataclass(frozen=True)
 class Extent:
     """Bytes `[start, stop)` of the object at `key`, and where they go.
 
     Attributes:
         blocks: expected checksums that cover the extent from its first byte on; empty for none.
+        part_of: what the extent is checked as a part of, where it has no blocks. The last part to come raises.
         direct: memory of the caller that receives the bytes from `direct_start` on; what lies before and after it in
             the extent is received only to verify the blocks at its borders.
         deliver: called with the extent's bytes on a worker thread once they are verified, unless `direct` is given,
@@ -57,6 +80,7 @@ class Extent:
     label: str = ""
     etag: str | None = None
     deliver_there: Callable[[Any], None] | None = None
+    part_of: Whole | None = None
 
     @property
     def nbytes(self) -> int:
@@ -290,14 +314,20 @@ def _lay_out(request: Request, lease: memoryview) -> tuple[list[memoryview], lis
 
 
 def _verify(url: str, extent: Extent, views: Sequence[memoryview]) -> None:
+    if extent.part_of is not None:
+        check_part(url, extent, extent.part_of, _crc_of(views))
     stretches = _cut(views, [block.nbytes for block in extent.blocks])
     position = extent.start
     for block, stretch in zip(extent.blocks, stretches, strict=True):
-        crc = 0
-        for view in stretch:
-            crc = crc32c(view, crc)
-        check_block(url, extent, position, block, crc)
+        check_block(url, extent, position, block, _crc_of(stretch))
         position += block.nbytes
+
+
+def _crc_of(views: Iterable[memoryview]) -> int:
+    crc = 0
+    for view in views:
+        crc = crc32c(view, crc)
+    return crc
 
 
 def check_block(url: str, extent: Extent, start: int, block: Block, found: int) -> None:
@@ -306,6 +336,18 @@ def check_block(url: str, extent: Extent, start: int, block: Block, found: int) 
         raise CorruptDataError(
             f"Checksum mismatch in {extent.label or 'data'}: bytes {start}-{start + block.nbytes - 1} have "
             f"CRC32C {found:08x}, and {block.crc32c:08x} was written",
+            url=url,
+            key=extent.key,
+        )
+
+
+def check_part(url: str, extent: Extent, whole: Whole, found: int) -> None:
+    """Raises CorruptDataError if the extent, the CRC32C of which is `found`, is the last of its item and that differs."""
+    total = whole.found(extent.start, extent.nbytes, found)
+    if total is not None and total != whole.crc32c:
+        raise CorruptDataError(
+            f"Checksum mismatch in {extent.label or 'data'}: its {whole.nbytes} bytes have CRC32C {total:08x}, and "
+            f"{whole.crc32c:08x} was written",
             url=url,
             key=extent.key,
         )

@@ -6,6 +6,7 @@ Knows segments of bytes and stores; what the bytes mean is the business of `form
 from __future__ import annotations
 
 import contextlib
+import struct
 import threading
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
@@ -28,15 +29,19 @@ Fill = Callable[[int, memoryview], None]
 
 @dataclass(frozen=True)
 class Segment:
-    """A stretch of an object: bytes that lie in memory (`data`) or are produced on demand (`fill`).
+    """A stretch of an object: bytes that lie in memory (`data`), are produced on demand (`fill`), or are a table.
 
-    `block_nbytes` cuts the stretch into blocks whose CRC32C are wanted; 0 for none.
+    Attributes:
+        block_nbytes: cuts the stretch into blocks whose CRC32C are wanted; 0 for none.
+        table_of: the stretch holds the CRC32C of the blocks of these segments, by number, 4 bytes each, little-endian.
+            They all come before it, and nothing but another table comes after it.
     """
 
     nbytes: int
     data: memoryview | None = None
     fill: Fill | None = None
     block_nbytes: int = 0
+    table_of: Sequence[int] = ()
 
 
 @dataclass(frozen=True)
@@ -100,6 +105,7 @@ class _ObjectUpload:
         self._nbytes = self._ends[-1] if segments else 0
         self._parts: dict[int, Part] = {}
         self._pieces: list[list[tuple[int, int, int]]] = [[] for _ in segments]
+        self._checksummed = 0
 
     def start(self, group: TaskGroup) -> None:
         limits = self.store.capabilities
@@ -130,13 +136,27 @@ class _ObjectUpload:
     def _create(self, group: TaskGroup, plan: PartPlan) -> None:
         self._upload_id = self.store.create_multipart(self.source.key)
         self.meter.add(0)
-        for number in range(1, plan.count + 1):
+        for number in range(1, max(self._before_tables(plan), 1) + 1):
             group.start(lambda number=number: self._send(group, plan, number))  # type: ignore[misc]
+
+    def _before_tables(self, plan: PartPlan) -> int:
+        """How many parts hold nothing of a table."""
+        tables = sum(segment.nbytes for segment in self.source.segments if segment.table_of)
+        return (self._nbytes - tables) // plan.part_bytes if tables else plan.count
+
+    def _start_next(self, group: TaskGroup, plan: PartPlan) -> None:
+        """Begin a part with a table once the blocks before it are known: they are when their parts begin to be sent."""
+        with self._lock:
+            self._checksummed += 1
+            number = self._checksummed + 1
+        if max(self._before_tables(plan), 1) < number <= plan.count:
+            group.start(lambda: self._send(group, plan, number))
 
     def _send(self, group: TaskGroup, plan: PartPlan, number: int) -> None:
         assert self._upload_id is not None
         start, stop = plan.bounds(number)
         with self._body(start, stop) as (body, crc):
+            self._start_next(group, plan)
             part = self.store.put_part(self.source.key, self._upload_id, number, body, crc32c=crc)
         self.meter.add(stop - start)
         with self._lock:
@@ -163,6 +183,8 @@ class _ObjectUpload:
                     view = lease[used : used + high - low]
                     used += high - low
                     segment.fill(low, view)
+                elif segment.table_of:
+                    view = self._table(segment)[low:high]
                 else:
                     assert segment.data is not None
                     view = segment.data[low:high]
@@ -198,6 +220,10 @@ class _ObjectUpload:
         with self._lock:
             self._pieces[index] += noted
         return total
+
+    def _table(self, segment: Segment) -> memoryview:
+        crcs = [crc for index in segment.table_of for crc in self._fold_blocks(index)]
+        return memoryview(struct.pack(f"<{len(crcs)}I", *crcs))
 
     def _fold_blocks(self, index: int) -> list[int]:
         segment = self.source.segments[index]
