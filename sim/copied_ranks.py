@@ -97,7 +97,7 @@ class CopiedWriter:
         nbytes = [_NBYTES[kind] for kind in kinds]
         none, zero = [-1] * count, [0] * count
         offsets, lengths, starts = list(range(0, 512 * count, 512)), [448] * count, [320] * count
-        columns = ([min(kind, 1) for kind in kinds], offsets, lengths, starts, nbytes, none, zero)
+        columns = ([min(kind, 1) for kind in kinds], offsets, lengths, starts, nbytes, none, zero, none)
         places = Places(b"".join(array("q", column).tobytes() for column in columns))
         dealt: Any = plan.planner_data
         assert isinstance(dealt, Dealt)

@@ -17,7 +17,6 @@ import json
 import multiprocessing
 import pickle
 import random
-import struct
 import sys
 import tempfile
 import time
@@ -42,7 +41,7 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 
 from bucketpoint.dcp.overlaps import Wanted, read_items  # noqa: E402
 from bucketpoint.format import keys  # noqa: E402
-from bucketpoint.format.frames import tensor_frame  # noqa: E402
+from bucketpoint.format.frames import Frame, tensor_frame  # noqa: E402
 from bucketpoint.format.index import HEAD, encode_index  # noqa: E402
 from bucketpoint.format.index_view import decode_index  # noqa: E402
 from bucketpoint.format.metadata import decode_metadata, encode_metadata, extension  # noqa: E402
@@ -99,6 +98,7 @@ def metadata_of(ranks: int, *, irregular: bool) -> tuple[Metadata, dict[str, Any
     frame = functools.cache(lambda dtype, shape: tensor_frame(dtype, shape))
     items: dict[Any, Any] = {}
     ends: dict[str, int] = {}
+    placed: list[tuple[MetadataIndex, str, int, Frame, int]] = []
     for rank in range(ranks):
         for key, entry in entries.items():
             group = key.partition(".")[0] if "." in key else "other"
@@ -114,14 +114,19 @@ def metadata_of(ranks: int, *, irregular: bool) -> tuple[Metadata, dict[str, Any
             chunk = entry.chunks[rank]
             whole = frame(entry.properties.dtype, tuple(chunk.sizes))
             nbytes = whole.payload_nbytes
-            block = plan_blocks(nbytes, nbytes // chunk.sizes[0] if chunk.sizes else nbytes)
-            count = -(-nbytes // block)
-            items[MetadataIndex(key, chunk.offsets, rank)] = make_storage_info(
-                path, at, whole.nbytes, payload_offset=whole.payload_offset, payload_nbytes=nbytes,
-                crc32c=drawn.getrandbits(32), block_nbytes=block,
-                block_crcs=struct.unpack(f"<{count}I", drawn.randbytes(4 * count)),
-            )  # fmt: skip
+            index = MetadataIndex(key, chunk.offsets, rank)
             ends[path] = at + whole.nbytes
+            block = plan_blocks(nbytes, nbytes // chunk.sizes[0] if chunk.sizes else nbytes)
+            placed.append((index, path, at, whole, block))
+    for index, path, at, whole, block in placed:
+        nbytes, table = whole.payload_nbytes, None
+        if nbytes > block:
+            table = ends[path]
+            ends[path] += 4 * -(-nbytes // block)
+        items[index] = make_storage_info(
+            path, at, whole.nbytes, payload_offset=whole.payload_offset, payload_nbytes=nbytes,
+            crc32c=drawn.getrandbits(32), block_nbytes=block, table_offset=table,
+        )  # fmt: skip
     objects = {path: {"size": size, "etag": f"{drawn.getrandbits(128):032x}-9"} for path, size in ends.items()}
     mapping = {key: tuple(key.split(".")) for key in entries}
     facts = {"token": TOKEN, "world_size": ranks, "created": 1.8e9, "torch": str(torch.__version__), "objects": objects}
@@ -143,8 +148,8 @@ def _write(folder: Path, ranks: int, irregular: bool) -> dict[str, Any]:
         for name in [name for name in vars(info) if name.startswith("bp_")]:
             delattr(info, name)
     (folder / "stock").write_bytes(pickle.dumps(metadata))
-    _, items, blocks, *_ = HEAD.unpack_from(encoded[0])
-    return {"items": items, "blocks": blocks, "index_s": index_s, "pickle_s": pickle_s}
+    items = HEAD.unpack_from(encoded[0])[1]
+    return {"items": items, "index_s": index_s, "pickle_s": pickle_s}
 
 
 def _read(folder: Path, kind: str, ranks: int) -> dict[str, Any]:
@@ -243,15 +248,13 @@ def lines(ranks: int, irregular: bool, found: dict[str, Any]) -> Iterator[str]:
     layout = "irregular" if irregular else "regular"
     for kind, title in (("stock", "DCP's pickle"), ("pickle", "`.metadata`"), ("index", "index")):
         row = found[kind]
-        blocks = 0 if kind == "stock" else 4 * found["blocks"]
         checksums = 0 if kind == "stock" else 4 * items
         # In a pickle a checksum takes more than its four bytes: its name, and an opcode or two.
-        bare = "" if kind == "pickle" else f"{(row['bytes'] - blocks - checksums) / items:.1f}"
-        plain = "" if kind == "stock" else f"{(row['bytes'] - blocks) / items:.1f}"
+        bare = "" if kind == "pickle" else f"{(row['bytes'] - checksums) / items:.1f}"
         whole = "" if kind == "stock" else f"{row['bytes'] / items:.1f}"
         made = {"stock": "", "pickle": f"{found['pickle_s'] / items * 1e6:.1f}", "index": f"{found['index_s'] / items * 1e6:.1f}"}  # fmt: skip # noqa: E501
         yield (
-            f"| {layout}, {ranks:,} ranks | {items:,} | {title} | {bare} | {plain} | {whole} "
+            f"| {layout}, {ranks:,} ranks | {items:,} | {title} | {bare} | {whole} "
             f"| {made[kind]} | {row['read_s'] / items * 1e6:.2f} "
             f"| {row['plan_s'] / items * 1e6:.2f} | {row['memory'] / items:,.0f} | {row['peak'] / items:,.0f} |"
         )

@@ -162,14 +162,14 @@ def test_onto_itself_is_a_usage_error(root: str, program: Program) -> None:
     loads(f"{root}/a")
 
 
-@pytest.mark.parametrize("how", ["flipped", "missing", "truncated"])
+@pytest.mark.parametrize("how", ["flipped", "table", "missing", "truncated"])
 def test_a_damaged_source_is_not_copied(tmp_path: Path, program: Program, how: str) -> None:
     source, target = f"file://{tmp_path}/a", f"memory://cp/{tmp_path.name}-{how}"
     save(source)
     path, info = place(source, "model.large")
     file = tmp_path / "a" / path
     data = bytearray(file.read_bytes())
-    data[info.offset + info.length - 2] ^= 1
+    data[info.table_offset + 5 if how == "table" else info.offset + info.length - 2] ^= 1
     # In place: the inode, the size and the time stay, as with a disk that rots.
     status = file.stat()
     with file.open("r+b") as out:

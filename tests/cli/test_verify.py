@@ -70,7 +70,7 @@ def test_a_whole_checkpoint_is_whole_and_every_byte_of_it_is_compared(root: str,
     assert "is whole" in program("verify", f"{root}/a").out
 
 
-@pytest.mark.parametrize("region", ["header", "first", "last", "trailer", "item", "optimizer"])
+@pytest.mark.parametrize("region", ["header", "first", "last", "trailer", "table", "item", "optimizer"])
 def test_a_flipped_byte_is_found_and_named(root: str, program: Program, region: str) -> None:
     url = f"{root}/a"
     save(url)
@@ -82,6 +82,7 @@ def test_a_flipped_byte_is_found_and_named(root: str, program: Program, region: 
         "first": payload,
         "last": payload + (info.payload_nbytes or 1) - 1,
         "trailer": info.offset + info.length - 2,
+        "table": (info.table_offset or 0) + 5,
         "item": info.offset + info.length // 2,
         "optimizer": payload + 77,
     }[region]
@@ -193,7 +194,10 @@ def test_each_byte_is_read_once_within_the_budget(tmp_path: Path, monkeypatch: p
     object.__setattr__(saved, "store", store)
     found = verify(saved, TIGHT)
     assert found.ok
-    assert store.received == found.read_bytes == sum(info.length for _, info in saved.items)
+    tables = sum(info.table_nbytes for _, info in saved.items)
+    assert found.read_bytes == sum(info.length for _, info in saved.items) + tables
+    # The tables of checksums come first, as they tell what the blocks are compared with.
+    assert 0 < tables == store.received - found.read_bytes
     assert 0 < pools[0].peak_bytes <= TIGHT.max_inflight_bytes
 
 

@@ -36,7 +36,7 @@ from bucketpoint.errors import BucketpointError, IncompleteSaveError
 from bucketpoint.format.columns import pack, unpack
 from bucketpoint.format.keys import parse_data_path
 from bucketpoint.format.metadata import decode_metadata, extra
-from bucketpoint.format.storage_info import make_storage_info, set_object_facts
+from bucketpoint.format.storage_info import make_storage_info, read_storage_info, set_object_facts
 from dcp import planner_scenarios as scenarios
 from dcp.ranks import Ranks
 
@@ -61,6 +61,7 @@ class Job:
         self.planners = [make() for _ in range(world)]
         self.writers: list[StorageWriter] = [BucketWriter(progress=False) for _ in range(world)]
         self.reported: list[Any] = []
+        self.bytes: list[int] = []
 
     def save(self, states: list[dict[str, Any]], url: str, *, stop: str = "") -> Metadata:
         """`stop` names what fails: "write" (on the last rank) or "finish"."""
@@ -80,6 +81,7 @@ class Job:
             written.append(writer.write_data(final, planner).value())
             assert len(written[-1]) == len(final.items)
         self.reported = crossed(written)
+        self.bytes = [sum(len(pickle.dumps(each)) for each in said) for said in zip(asked, dealt, written, strict=True)]
         if stop == "finish":
             self.writers[0]._location = None  # type: ignore[attr-defined]
         self.writers[0].finish(metadata, self.reported)
@@ -142,6 +144,22 @@ def test_saving_an_unchanged_state_again_sends_under_a_kilobyte_a_rank_beside_ch
     assert again < RANK_BYTES + 4 * items
     # Names, shapes and offsets cross once, in columns.
     assert again < first < RANK_BYTES + CHECKSUM_BYTES * items
+
+
+def test_items_of_many_blocks_send_no_more_than_small_ones(tmp_path: Path) -> None:
+    job = Job(2)
+    # 64 MiB is what replicas' tensors are cut into: 32 blocks. A shard of 8 MiB has 32 too.
+    large = {"model": {"w": torch.full((16 << 20,), 1.0)}, "optim": {f"w{n}": torch.zeros(2 << 20) for n in range(9)}}
+    held = [large, {f"only{number}": torch.full((2 << 20,), 2.0) for number in range(9)}]
+    for save in range(2):
+        job.save(held, f"file://{tmp_path}/{save}")
+    stored = decode_metadata((tmp_path / "1" / ".metadata").read_bytes()).storage_data or {}
+    assert len(stored) == 19
+    assert all(read_storage_info(info).table_nbytes == 4 * 32 for info in stored.values())
+    assert [len(results.checksums) for results in job.reported] == [4 * 10, 4 * 9]
+    for sent, items in zip(job.bytes, (10, 9), strict=True):
+        assert sent < RANK_BYTES + 4 * items < RANK_BYTES + CHECKSUM_BYTES * items
+    assert_holds(f"file://{tmp_path}/1", [{"model": large["model"]}])
 
 
 @pytest.mark.parametrize("kind", ["ours, stock planner", "ours, stock writer"])
@@ -534,6 +552,7 @@ def test_columns_give_back_what_was_packed(drawn: list[Any], transforms: list[st
             block_nbytes=blocks[0] if blocks else None,
             block_crcs=blocks[1] if blocks else None,
             transform_descriptors=transforms,
+            table_offset=payload[1] if payload and payload[0] % 2 else None,
         )
         if facts is not None and path not in told and path not in {one.relative_path for one in given}:
             told.add(path)

@@ -115,7 +115,8 @@ def test_rows_of_large_tensors_are_read_once_where_shards_are_cut(
     needed = loaded(tmp_path, line(loading, Shard(0)), wholes)
     fetched, requests = received(stores)
     assert fetched <= 1.02 * needed
-    assert requests <= saving + loading
+    # Each rank asks each object that it needs a part of, and once more for the checksums of its blocks.
+    assert requests <= 2 * (saving + loading)
 
 
 @pytest.mark.parametrize(("saving", "loading"), [(8, 6), (3, 8), (5, 4)])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import math
 import pickle
 import random
@@ -177,6 +178,7 @@ def metadatas(draw: Any) -> tuple[Metadata, dict[str, Any]]:
     transforms = draw(st.sampled_from([None, None, ["stream.zstd/1"]]))
     ends = dict.fromkeys(paths, 0)
     items: dict[Any, Any] = {}
+    tabled, with_tables = draw(st.booleans()), []
     for at, (index, nbytes) in enumerate(wanted):
         path = paths[at % len(paths)] if draw(st.booleans()) else seed.choice(paths)
         framed = nbytes is not None and draw(st.integers(0, 4)) > 0
@@ -186,12 +188,19 @@ def metadatas(draw: Any) -> tuple[Metadata, dict[str, Any]]:
         block = max(checked // draw(st.integers(1, 4)), 1)
         blocks = -(-checked // block)
         ends[path] += draw(st.sampled_from([0, 0, 64]))
-        items[index] = make_storage_info(
+        make = functools.partial(
+            make_storage_info,
             path, ends[path], length, payload_offset=64 if framed else None, payload_nbytes=nbytes if framed else None,
-            crc32c=seed.getrandbits(32), block_nbytes=block, block_crcs=[seed.getrandbits(32) for _ in range(blocks)],
-            transform_descriptors=transforms,
+            crc32c=seed.getrandbits(32), block_nbytes=block, transform_descriptors=transforms,
         )  # fmt: skip
         ends[path] += length
+        items[index] = make(block_crcs=[seed.getrandbits(32) for _ in range(0 if tabled else blocks)])
+        if tabled and blocks > 1:
+            with_tables.append((index, path, 4 * blocks, make))
+    for index, path, size, make in with_tables:
+        ends[path] += draw(st.sampled_from([0, 0, 0, 12]))
+        items[index] = make(table_offset=ends[path])
+        ends[path] += size
     mapping: Any = {name: tuple(name.split(".")) for name in names}
     mapping = draw(st.sampled_from([None, mapping, dict(reversed(list(mapping.items()))), {"x": (1, "y", ())[:2]}]))
     meta = draw(st.sampled_from([None, StorageMeta("s3://b/x", "save", None, ["m"]), StorageMeta(Path("/x"))]))
@@ -284,6 +293,34 @@ def example(ranks: int = 4) -> tuple[Metadata, dict[str, Any]]:
     objects = {info.relative_path: {"size": 1500, "etag": "e"} for info in items.values()}
     mapping = {name: tuple(name.split(".")) for name in entries}
     return Metadata(entries, mapping, items, StorageMeta("s3://b/x", TOKEN), "1.0.0"), {"objects": objects}
+
+
+def test_an_index_from_before_there_were_tables_says_the_same() -> None:
+    metadata, facts = example()
+    found = index_of(metadata, facts)
+    head = list(HEAD.unpack_from(found))
+    sizes, at, parts = head[3:], HEAD.size, []
+    for stored in sizes[::2]:
+        parts.append(found[at : at + stored])
+        at += stored
+    columns = zlib.decompress(parts[2])
+    # What came last is a constant: that there are no tables.
+    old = columns[: -len(encode(torch.zeros(1, dtype=torch.int64)))]
+    parts[2] = zlib.compress(old)
+    sizes[4:6] = len(parts[2]), len(old)
+    before = HEAD.pack(b"BPINDEX1", *head[1:3], *sizes) + b"".join(parts)
+    assert_equal(decode_index(before), both(metadata, facts)[1])
+    with pytest.raises(MetadataError):
+        decode_index(b"BPINDEX2" + before[8:])
+
+
+def test_tables_of_some_blocks_and_not_of_others_are_left_to_the_pickle() -> None:
+    metadata, facts = example()
+    index = next(iter(metadata.storage_data or {}))
+    info = vars((metadata.storage_data or {})[index])
+    del info["bp_bc"]
+    info["bp_tn"], info["bp_to"] = info.pop("bp_bn"), 5000
+    assert encode_index(metadata, bucketpoint=extension(facts)["bucketpoint"]) is None
 
 
 def index_of(metadata: Metadata, facts: dict[str, Any]) -> bytes:

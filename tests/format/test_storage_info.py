@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import pickle
 from typing import Any
 
@@ -53,6 +54,22 @@ def test_an_item_reads_back_as_it_was_written_after_a_stock_pickle(
     assert (again.checked_offset, again.checked_nbytes) == (384, payload)
 
 
+@given(nbytes=st.integers(2, 1 << 40), data=st.data())
+def test_an_item_says_where_the_table_of_its_blocks_lies(nbytes: int, data: Any) -> None:
+    block, table = data.draw(st.integers(1, nbytes - 1)), data.draw(st.integers(0, 1 << 50))
+    info = make_storage_info(
+        "x", 7, nbytes + 704, payload_offset=384, payload_nbytes=nbytes, crc32c=9, block_nbytes=block,
+        table_offset=table,
+    )  # fmt: skip
+    again = read_storage_info(pickle.loads(pickle.dumps(info)))
+    assert again == ItemInfo("x", 7, nbytes + 704, None, 384, nbytes, 9, block, None, table)
+    assert again.table_nbytes == 4 * -(-nbytes // block)
+    # What knows no tables finds an item of one block.
+    for name in ("bp_tn", "bp_to"):
+        delattr(info, name)
+    assert read_storage_info(info).block_crcs == (9,)
+
+
 def test_an_item_of_a_foreign_writer_has_none_for_what_it_lacks() -> None:
     assert read_storage_info(_StorageInfo("__0_0.distcp", 5, 100)) == ItemInfo("__0_0.distcp", 5, 100)
     transformed = _StorageInfo("__0_0.distcp", 5, 100, ["stream.zstd"])
@@ -73,6 +90,33 @@ def test_items_are_small_in_the_pickle() -> None:
 
     one, many = (len(pickle.dumps([info(n) for n in range(count)], 4)) for count in (1, 1001))
     assert (many - one) / 1000 < 90
+
+
+TABLED = make_storage_info(
+    "x", 0, 1000, payload_offset=384, payload_nbytes=600, crc32c=1, block_nbytes=100, table_offset=1000
+)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"bp_tn": 0},
+        {"bp_tn": 600},
+        {"bp_tn": None},
+        {"bp_to": None},
+        {"bp_to": -1},
+        {"bp_to": "1000"},
+        {"bp_crc": None},
+        {"bp_bn": 100, "bp_bc": bytes(24)},
+    ],
+)
+def test_a_damaged_place_of_a_table_is_refused(change: dict[str, Any]) -> None:
+    damaged = copy.copy(TABLED)
+    for name, value in change.items():
+        setattr(damaged, name, value)
+    assert read_storage_info(TABLED).table_nbytes == 24
+    with pytest.raises(MetadataError):
+        read_storage_info(damaged)
 
 
 GOOD = make_storage_info(

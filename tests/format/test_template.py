@@ -41,6 +41,7 @@ def save(ranks: list[Any], token: int, checksum: Any) -> list[Columns]:
             make_storage_info(
                 f"data/{token:012x}-{rank}-{number}", 100 * at, 90, payload_offset=10, payload_nbytes=64,
                 crc32c=checksum(at), block_nbytes=16, block_crcs=[checksum(crc) for crc in crcs],
+                table_offset=70_000 + at if len(crcs) == 3 else None,
             )
             for at, (number, crcs) in enumerate(items)
         ]  # fmt: skip
@@ -88,7 +89,7 @@ def test_a_template_says_of_chunks_what_a_pickle_of_objects_says(
         infos = [
             make_storage_info(
                 f"{path}-{rank}-{number}", data.draw(DIMS), data.draw(DIMS), crc32c=at,
-                block_nbytes=data.draw(DIMS) + 1, block_crcs=crcs,
+                block_nbytes=data.draw(DIMS) + 1, block_crcs=crcs, table_offset=data.draw(DIMS | st.none()),
                 transform_descriptors=["zstd", "aes"] if transformed else None,
                 **({"payload_offset": data.draw(DIMS), "payload_nbytes": data.draw(DIMS)} if at % 2 else {}),
             )

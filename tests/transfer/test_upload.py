@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import struct
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 from awscrt.checksums import crc32c
@@ -65,6 +67,27 @@ def test_segments_of_every_kind_arrive_with_the_checksums_of_their_blocks(s3: S3
     assert list(done.block_crcs[1]) == [crc32c(big[at : at + MIB]) for at in range(0, len(big), MIB)]
     assert list(done.block_crcs[3]) == [crc32c(lazy)]
     assert list(done.block_crcs[0]) == []
+
+
+@pytest.mark.parametrize("more", [-20, -3009, -3003, -3001, 0])
+@pytest.mark.parametrize("parts", [0, 1, 2])
+def test_a_table_has_the_checksums_of_all_blocks_wherever_parts_end(
+    s3: S3Server, bucket: str, parts: int, more: int
+) -> None:
+    first, lazy = os.urandom(max(parts * OPTIONS.part_bytes + more, 0)), os.urandom(3001)
+    blocks = [first[at : at + 4 * MIB] for at in range(0, len(first), 4 * MIB)]
+    blocks += [lazy[at : at + 1000] for at in range(0, len(lazy), 1000)]
+    table = struct.pack(f"<{len(blocks)}I", *map(crc32c, blocks))
+    segments = [
+        Segment(len(first), memoryview(first), block_nbytes=4 * MIB),
+        Segment(len(lazy), fill=filler(lazy), block_nbytes=1000),
+        Segment(len(table), table_of=[0, 1]),
+    ]
+    # As large as is asked for: parts are else evened out.
+    options = replace(OPTIONS, connections=1)
+    (done,) = send(store_of(s3, bucket), ObjectSource("k", segments), options=options)
+    assert s3.client().get_object(Bucket=bucket, Key="k")["Body"].read() == first + lazy + table
+    assert done.info.size == len(first) + len(lazy) + len(table)
 
 
 def test_a_failed_part_aborts_its_upload_and_the_others(s3: S3Server, bucket: str) -> None:

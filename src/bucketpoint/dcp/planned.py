@@ -23,6 +23,7 @@ from bucketpoint.errors import BucketpointError, IncompleteSaveError
 from bucketpoint.format.columns import PAYLOAD_NBYTES, Columns, IndexColumns, Layout, index_columns
 from bucketpoint.format.index import IndexTemplate, make_index
 from bucketpoint.format.index_ref import IndexRef
+from bucketpoint.format.int_columns import over
 from bucketpoint.format.metadata import without_gc
 from bucketpoint.format.template import MetadataTemplate, make_template
 
@@ -179,8 +180,7 @@ class Reported:
         if agreed is None or dealing is None or digests is None or digests == agreed.complete:
             return
         layouts = [columns.layout for columns in self.columns if columns is not None]
-        columns = [torch.tensor(layout.column(PAYLOAD_NBYTES), dtype=torch.int64, device="cpu") for layout in layouts]
-        stored = torch.cat(columns)
+        stored = torch.cat([over(layout.column(PAYLOAD_NBYTES)) for layout in layouts])
         unlike = (stored >= 0) & (dealing.nbytes >= 0) & (stored != dealing.nbytes)
         if not unlike.any():
             reported = [each for each in self.columns if each is not None]

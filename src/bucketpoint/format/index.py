@@ -30,7 +30,7 @@ from torch.distributed.checkpoint.metadata import (
 from bucketpoint.format.allow_list import DTYPE_NAMES
 from bucketpoint.format.columns import COLUMNS, Columns, IndexColumns, pack
 from bucketpoint.format.index_ref import INDEX_ATTRIBUTE
-from bucketpoint.format.int_columns import CPU, Segments, UnsuitableError, encode, encode_segments
+from bucketpoint.format.int_columns import CPU, Segments, UnsuitableError, encode, encode_segments, over
 from bucketpoint.format.memory import tensor_bytes
 
 MAGIC = b"BPINDEX2"
@@ -141,7 +141,7 @@ def make_index(metadata: Metadata, items: IndexColumns, reported: Sequence[Colum
         firsts = itertools.accumulate((len(columns.objects) for columns in reported), initial=0)
         layouts = []
         for columns, first in zip(reported, firsts, strict=False):
-            layout = [torch.tensor(columns.layout.column(n), dtype=torch.int64, device=CPU) for n in range(COLUMNS)]
+            layout = [over(columns.layout.column(n)) for n in range(COLUMNS)]
             layouts.append([layout[0] + first, *layout[1:]])
         joined = [torch.cat(parts) for parts in zip(*layouts, strict=True)]
         places = zip(items.names, items.offsets, items.hints, strict=True)
@@ -165,7 +165,7 @@ def _encode(metadata: Metadata, bucketpoint: dict[str, Any]) -> tuple[bytes, Ind
     for index in storage_data:
         _require(index.index is None or (type(index.index) is int and index.index >= 0))
     places = ((index.fqn, index.offset, -1 if index.index is None else index.index) for index in storage_data)
-    layout = [torch.frombuffer(columns.layout.column(n), dtype=torch.int64) for n in range(COLUMNS)]
+    layout = [over(columns.layout.column(n)) for n in range(COLUMNS)]
     template = _template(metadata, places, layout, columns.layout.transforms, len(columns.objects))
     whole = template.fill(
         columns.checksums[: 4 * columns.layout.count],
@@ -193,7 +193,7 @@ def _template(
     _require(type(entries) is dict)
     table = _Entries(entries)
     slots, hints = _places(entries, table, places)
-    boxes = [torch.tensor(column, dtype=torch.int64, device=CPU) for column in (table.offsets, table.sizes)]
+    boxes = [over(table.offsets), over(table.sizes)]
     data, words = _columns(table, boxes, hints, layout, slots)
     structure = {
         "names": list(entries),
@@ -219,13 +219,13 @@ class _Entries:
                 continue
             _require(type(entry) is TensorStorageMetadata and type(entry.size) is torch.Size)
             chunks = entry.chunks
-            _require(all(type(chunk) is ChunkStorageMetadata for chunk in chunks))
+            _require({*map(type, chunks)} <= {ChunkStorageMetadata})
             dims = len(entry.size)
             for boxes, column in (
                 ([chunk.offsets for chunk in chunks], self.offsets),
                 ([chunk.sizes for chunk in chunks], self.sizes),
             ):
-                _require(all(type(box) is torch.Size and len(box) == dims for box in boxes))
+                _require({*map(type, boxes)} <= {torch.Size} and {*map(len, boxes)} <= {dims})
                 for axis in zip(*boxes, strict=True):
                     column.extend(axis)
             self._add(self._kind(entry.properties), dims, len(chunks), entry.properties.dtype.itemsize)
@@ -277,11 +277,11 @@ def _places(
             _require(entry is not None and offset is None)
             slots.append(firsts[fqn])
         hints.append(hint)
-    places = torch.tensor(slots, dtype=torch.int64, device=CPU)
+    places = over(slots)
     total = sum(table.counts)
     _require(len(places) == total and int(torch.bincount(places, minlength=total).max()) == 1)
     ordered = torch.empty_like(places)
-    ordered[places] = torch.tensor(hints, dtype=torch.int64, device=CPU)
+    ordered[places] = over(hints)
     return places, ordered
 
 
@@ -294,8 +294,7 @@ def _columns(
 ) -> tuple[bytes, torch.Tensor]:
     """All columns of numbers, and the order of the block checksums."""
     kinds, dims, counts, shapes, itemsizes = (
-        torch.tensor(column, dtype=torch.int64, device=CPU)
-        for column in (table.kinds, table.dims, table.counts, table.shapes, table.itemsizes)
+        over(column) for column in (table.kinds, table.dims, table.counts, table.shapes, table.itemsizes)
     )
     entries, axes = Segments.of(counts), Segments.of(counts.repeat_interleave(dims))
     parts = [encode(column) for column in (kinds, dims, counts, shapes)]
@@ -337,12 +336,13 @@ def payload_sizes(
 ) -> torch.Tensor:
     """Bytes of each item's elements; -1 for what is no tensor."""
     counts, owner = entries.counts, entries.owner
-    nbytes = torch.where(kinds == _BYTES_ENTRY, -1, itemsizes)[owner]
+    nbytes = torch.where(kinds == _BYTES_ENTRY, -1, itemsizes).index_select(0, owner)
     first = torch.cumsum(counts * dims, 0) - counts * dims
     first -= torch.cumsum(counts, 0) - counts
     for axis in range(int(dims.max()) if len(dims) else 0):
-        has = torch.nonzero((dims > axis)[owner]).reshape(-1)
-        nbytes[has] *= sizes[(first + axis * counts)[owner[has]] + has]
+        has = torch.nonzero((dims > axis).index_select(0, owner)).reshape(-1)
+        places = (first + axis * counts).index_select(0, owner.index_select(0, has)).add_(has)
+        nbytes[has] *= sizes.index_select(0, places)
     return nbytes
 
 

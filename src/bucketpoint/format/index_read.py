@@ -54,17 +54,17 @@ class Index:
         self._parts, items, blocks = _parts(data)
         structure, facts = (json.loads(self._parts[name].content()) for name in ("structure", "facts"))
         self.names: list[str] = structure["names"]
-        _require(type(self.names) is list and all(type(name) is str for name in self.names), "names")
+        _require(type(self.names) is list and set(map(type, self.names)) <= {str}, "names")
         self._properties = [_properties(*told) for told in structure["properties"]]
         self._transforms: list[str] | None = structure["transforms"] or None
         _require(all(type(name) is str for name in self._transforms or ()), "transforms")
         self._paths = [told[0] for told in facts["objects"][: facts["paths"]]]
-        _require(all(type(path) is str for path in self._paths), "paths")
+        _require(set(map(type, self._paths)) <= {str}, "paths")
         del structure, facts
         self._checksums, self._blocks = (self._parts[name].stored.cast("I") for name in ("checksums", "blocks"))
         _require(len(self._checksums) == items and len(self._blocks) == blocks, "checksums")
         self._take_columns(Decoder(self._parts["columns"].content()), items, first=data[: len(MAGIC)] == FIRST_MAGIC)
-        self.numbers = {name: number for number, name in enumerate(self.names)}
+        self.numbers = dict(zip(self.names, range(len(self.names)), strict=True))
         _require(len(self.numbers) == len(self.names), "names twice")
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -308,7 +308,7 @@ def _boxes(decoder: Decoder, shapes: torch.Tensor, axes: Segments) -> tuple[torc
         sizes = guess.add_(sizes)
     _require(bool((sizes >= 0).all()), "sizes of chunks")
     # One after the other, as a sum could come round.
-    room = shapes[axes.owner]
+    room = shapes.index_select(0, axes.owner)
     room -= offsets
     _require(bool((room >= 0).all()), "chunks outside of their tensors")
     room -= sizes

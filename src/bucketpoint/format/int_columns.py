@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import struct
 import zlib
+from array import array
 from dataclasses import dataclass
 
 import torch
@@ -22,6 +23,11 @@ _CONSTANT, _PLANES, _DELTAS, _SEGMENTS = range(4)
 _CONSTANT_HEAD, _PLANES_HEAD = struct.Struct("<Bq"), struct.Struct("<BqB")
 _WIDEST = 8
 _LIMIT = 1 << 63
+
+
+def over(values: array[int]) -> torch.Tensor:
+    """An array's int64 as a tensor over the same memory. `torch.tensor` takes each of them for an object."""
+    return torch.frombuffer(values, dtype=torch.int64) if values else torch.empty(0, dtype=torch.int64, device=CPU)
 
 
 class UnsuitableError(ValueError):
@@ -115,10 +121,15 @@ class Decoder:
         if not count:
             return torch.empty(0, dtype=torch.int64, device=CPU)
         planes = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-        values = torch.full((count,), base, dtype=torch.int64, device=CPU)
-        for number in range(width):
-            values += planes[number * count : (number + 1) * count].to(torch.int64) << (8 * number)
-        return torch.cumsum(values, 0) if kind == _DELTAS else values
+        if width == 1:
+            values = planes.to(torch.int64)
+        else:
+            spread = torch.zeros((count, _WIDEST), dtype=torch.uint8, device=CPU)
+            spread[:, :width] = planes.view(width, count).t()
+            values = spread.view(torch.int64).view(-1)
+        if base:
+            values += base
+        return values.cumsum_(0) if kind == _DELTAS else values
 
     def segmented(self, segments: Segments) -> torch.Tensor:
         """The same for what `encode_segments` made."""
@@ -128,17 +139,19 @@ class Decoder:
             raise MetadataError("The index has a column of an unknown kind")
         counts, owner = segments.counts, segments.owner
         starts, steps, lasts, bad = (self.column(len(counts)) for _ in range(4))
-        present = counts > 0
-        if steps.any():
-            values = _progressions(starts[present], steps[present], counts[present], steps[owner])
+        if _some(steps):
+            present = counts > 0
+            values = _progressions(starts[present], steps[present], counts[present], steps.index_select(0, owner))
         else:
-            values = starts[owner]
-        if lasts.any():
+            values = starts.index_select(0, owner)
+        if _some(lasts):
+            present = counts > 0
             values[(torch.cumsum(counts, 0) - 1)[present]] += lasts[present]
-        where = torch.nonzero(bad != 0).reshape(-1)
-        rest = self.column(int(counts[where].sum()))
-        if len(where):
-            values[(bad != 0)[owner]] = rest
+        if _some(bad):
+            others = bad != 0
+            values[others.index_select(0, owner)] = self.column(int(counts[others].sum()))
+        else:
+            self.column(0)
         return values
 
     def end(self) -> None:
@@ -176,6 +189,11 @@ def narrow(values: torch.Tensor) -> torch.Tensor:
         if torch.iinfo(dtype).min <= lowest and highest <= torch.iinfo(dtype).max:
             return values.to(dtype)
     return values
+
+
+def _some(values: torch.Tensor) -> bool:
+    """Whether one of them is not zero. Most columns are constants."""
+    return bool(values[:1].any() if values.stride() == (0,) else values.any())
 
 
 def _progressions(

@@ -29,6 +29,7 @@ from torch.distributed.checkpoint.metadata import (
 from bucketpoint.format import storage_info as names
 from bucketpoint.format.columns import Columns, IndexColumns
 from bucketpoint.format.index_ref import INDEX_ATTRIBUTE, TEXT_LENGTH, IndexRef
+from bucketpoint.format.int_columns import over
 from bucketpoint.format.metadata import PICKLE_PROTOCOL, _Sharing, without_gc
 
 _PROTO = pickle.PROTO + bytes([PICKLE_PROTOCOL])
@@ -191,7 +192,7 @@ class _Maker:
             paths.append(places)
         self._parts.append(pickle.SETITEMS)
         counts = tuple([len(crcs) + len(blocks) for crcs, blocks in zip(words[::2], words[1::2], strict=True)])
-        joined = torch.cat([torch.tensor(each, dtype=torch.int64) for each in words]) if words else torch.empty(0)
+        joined = torch.cat([over(each) for each in words]) if words else torch.empty(0)
         return MetadataTemplate(b"".join(self._parts), joined, counts, tuple(paths), self._name)
 
     def _entry(self, entry: Any) -> None:

@@ -1,0 +1,193 @@
+"""Checksums of blocks behind the items of an object: read for parts of items, and needed for no whole one."""
+
+from __future__ import annotations
+
+import struct
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import FileSystemReader
+
+from bucketpoint import BucketReader, BucketWriter, CorruptDataError, LoadPlanner, TransferOptions
+from bucketpoint.catalog.thin import thinned_metadata
+from bucketpoint.dcp.saved import open_checkpoint
+from bucketpoint.format.metadata import decode_metadata, encode_metadata, extra
+from bucketpoint.format.storage_info import ItemInfo, make_storage_info
+from dcp.states import filled, same_bits
+from dcp.test_compat import counted
+from transfer.wrappers import CountingStore
+
+pytestmark = pytest.mark.contract
+
+ROWS, COLUMNS = 4096, 512
+NAMES = ("model.a", "model.b", "optim.a")
+
+
+def part(first: int, rows: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Some rows to load into, which say of what whole."""
+    made: Any = torch.zeros((rows, COLUMNS), dtype=dtype)
+    made.global_shape, made.global_offsets = (ROWS, COLUMNS), [(first, 0)]
+    made.local_offsets, made.local_sizes = [(0, 0)], [(rows, COLUMNS)]
+    found: torch.Tensor = made
+    return found
+
+
+@pytest.fixture
+def stores(monkeypatch: pytest.MonkeyPatch) -> list[CountingStore]:
+    return counted(monkeypatch)
+
+
+def saved(path: Path) -> dict[str, torch.Tensor]:
+    """Three tensors of 8 MiB, whose blocks are of 256 KiB, in two objects."""
+    state = {name: filled((ROWS, COLUMNS), torch.float32, seed=number) for number, name in enumerate(NAMES)}
+    dcp.save(dict(state), storage_writer=BucketWriter(path, progress=False), no_dist=True)
+    return state
+
+
+def load(path: Path, target: dict[str, Any], options: TransferOptions | None = None) -> None:
+    reader = BucketReader(path, progress=False, transfer=options)
+    dcp.load(target, storage_reader=reader, planner=LoadPlanner(), no_dist=True)
+
+
+def requests(stores: list[CountingStore]) -> int:
+    return sum(store.calls["read_into"] for store in stores)
+
+
+def place(path: Path, name: str) -> ItemInfo:
+    return next(info for index, info in open_checkpoint(path).items if index.fqn == name)
+
+
+def flipped(path: Path, object_path: str, at: int) -> None:
+    """A bit that another has: the inode, the size and the time stay."""
+    with (path / object_path).open("r+b") as file:
+        file.seek(at)
+        byte = file.read(1)[0]
+        file.seek(at)
+        file.write(bytes([byte ^ 1]))
+
+
+def recommitted(path: Path, change: Any) -> None:
+    """The same objects under other metadata, which pins none of them."""
+    metadata = decode_metadata((path / ".metadata").read_bytes())
+    facts = {**extra(metadata), "endpoint": "elsewhere"}
+    change(metadata)
+    (path / ".metadata").write_bytes(encode_metadata(metadata, bucketpoint=facts))
+
+
+def test_the_tables_of_an_object_lie_behind_its_items_and_metadata_has_none_of_them(tmp_path: Path) -> None:
+    saved(tmp_path)
+    infos = {name: place(tmp_path, name) for name in NAMES}
+    first, second = infos["model.a"], infos["model.b"]
+    assert first.path == second.path != infos["optim.a"].path
+    assert first.block_nbytes == 256 << 10
+    assert first.table_nbytes == second.table_nbytes == 4 * 32
+    assert first.table_offset == second.offset + second.length
+    assert second.table_offset == (first.table_offset or 0) + first.table_nbytes
+    assert (tmp_path / first.path).stat().st_size == (second.table_offset or 0) + second.table_nbytes
+    assert (tmp_path / ".metadata").stat().st_size < 3000
+
+
+def test_parts_of_items_take_one_small_read_of_each_object_and_wholes_take_none(
+    tmp_path: Path, stores: list[CountingStore]
+) -> None:
+    state = saved(tmp_path)
+    stores.clear()
+    load(tmp_path, {name: torch.zeros(ROWS, COLUMNS) for name in NAMES})
+    whole = requests(stores)
+    items = sum(place(tmp_path, name).checked_nbytes for name in NAMES)
+    assert sum(store.received for store in stores) < items + 4096
+    stores.clear()
+    target = {name: part(1024, 512) for name in NAMES}
+    load(tmp_path, dict(target))
+    for name, rows in target.items():
+        assert same_bits(rows, state[name][1024:1536])
+    # A range of each item, and all the tables of each of the two objects in one.
+    assert requests(stores) == len(NAMES) + 2
+    needed = sum(rows.nbytes for rows in target.values())
+    assert needed < sum(store.received for store in stores) <= needed + 3 * 4 * 32
+    assert whole <= 2 * len(NAMES)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("at", [0, 5 << 20, (8 << 20) - 1])
+def test_a_flipped_bit_is_found_in_wholes_and_in_the_part_that_it_is_in(
+    tmp_path: Path, dtype: torch.dtype, at: int
+) -> None:
+    state = saved(tmp_path)
+    info = place(tmp_path, "model.b")
+    flipped(tmp_path, info.path, info.offset + (info.payload_offset or 0) + at)
+    small = TransferOptions(part_bytes=1 << 20, max_inflight_bytes=4 << 20, connections=4)
+    for options in (None, small):
+        with pytest.raises(dcp.CheckpointException) as caught:
+            load(tmp_path, {"model.b": torch.zeros(ROWS, COLUMNS, dtype=dtype)}, options)
+        (error,) = caught.value.failures.values()
+        assert isinstance(error[0], CorruptDataError)
+        assert "model.b" in str(error[0])
+    row = at // (4 * COLUMNS)
+    with pytest.raises(dcp.CheckpointException, match=r"model\.b"):
+        load(tmp_path, {"model.b": part(row // 64 * 64, 64, dtype)})
+    first = (row // 128 * 128 + 2048) % ROWS
+    beside = part(first, 128, dtype)
+    load(tmp_path, {"model.b": beside})
+    assert torch.equal(beside, state["model.b"][first : first + 128].to(dtype))
+
+
+def test_a_table_that_is_not_what_was_written_fails_parts_and_no_whole(tmp_path: Path) -> None:
+    state = saved(tmp_path)
+    info = place(tmp_path, "model.a")
+    flipped(tmp_path, info.path, (info.table_offset or 0) + 9)
+    target = torch.zeros(ROWS, COLUMNS)
+    load(tmp_path, {"model.a": target})
+    assert torch.equal(target, state["model.a"])
+    with pytest.raises(dcp.CheckpointException, match=r"model\.a: the checksums of its blocks"):
+        load(tmp_path, {"model.a": part(0, 64)})
+    # Each item has a table of its own.
+    load(tmp_path, {"model.b": part(0, 64)})
+
+
+def test_metadata_that_has_the_checksums_of_blocks_itself_is_read_as_before(
+    tmp_path: Path, stores: list[CountingStore]
+) -> None:
+    state = saved(tmp_path)
+
+    def inline(metadata: Any) -> None:
+        for index, found in open_checkpoint(tmp_path).items:
+            start = found.table_offset or 0
+            table = (tmp_path / found.path).read_bytes()[start : start + found.table_nbytes]
+            metadata.storage_data[index] = make_storage_info(
+                found.path, found.offset, found.length, payload_offset=found.payload_offset,
+                payload_nbytes=found.payload_nbytes, crc32c=found.crc32c, block_nbytes=found.block_nbytes,
+                block_crcs=struct.unpack(f"<{len(table) // 4}I", table),
+            )  # fmt: skip
+
+    recommitted(tmp_path, inline)
+    stores.clear()
+    rows = part(640, 128)
+    load(tmp_path, {"model.a": rows})
+    assert requests(stores) == 1
+    assert same_bits(rows, state["model.a"][640:768])
+    info = place(tmp_path, "model.a")
+    assert len(info.block_crcs or ()) == 32
+    flipped(tmp_path, info.path, info.offset + (info.payload_offset or 0) + 640 * 4 * COLUMNS)
+    for target in (part(640, 128), torch.zeros(ROWS, COLUMNS)):
+        with pytest.raises(dcp.CheckpointException, match=r"model\.a"):
+            load(tmp_path, {"model.a": target})
+
+
+def test_tables_are_found_in_a_checkpoint_that_was_thinned(tmp_path: Path) -> None:
+    state = saved(tmp_path)
+    data = thinned_metadata(decode_metadata((tmp_path / ".metadata").read_bytes()))
+    (tmp_path / ".metadata").write_bytes(data)
+    rows = part(64, 64)
+    load(tmp_path, {"model.b": rows})
+    assert same_bits(rows, state["model.b"][64:128])
+
+
+def test_stock_readers_load_what_has_tables(tmp_path: Path) -> None:
+    state = saved(tmp_path)
+    target = {name: torch.zeros(ROWS, COLUMNS) for name in NAMES}
+    dcp.load(target, storage_reader=FileSystemReader(tmp_path), no_dist=True)
+    assert all(torch.equal(target[name], state[name]) for name in NAMES)
