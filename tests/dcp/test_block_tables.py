@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import struct
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from bucketpoint.catalog.thin import thinned_metadata
 from bucketpoint.dcp.saved import open_checkpoint
 from bucketpoint.format.metadata import decode_metadata, encode_metadata, extra
 from bucketpoint.format.storage_info import ItemInfo, make_storage_info
-from dcp.states import filled, same_bits
+from dcp.states import same_bits
 from dcp.test_compat import counted
 from transfer.wrappers import CountingStore
 
@@ -42,7 +43,8 @@ def stores(monkeypatch: pytest.MonkeyPatch) -> list[CountingStore]:
 
 def saved(path: Path) -> dict[str, torch.Tensor]:
     """Three tensors of 8 MiB, whose blocks are of 256 KiB, in two objects."""
-    state = {name: filled((ROWS, COLUMNS), torch.float32, seed=number) for number, name in enumerate(NAMES)}
+    drawn = torch.Generator().manual_seed(7)
+    state = {name: torch.rand((ROWS, COLUMNS), generator=drawn) for name in NAMES}
     dcp.save(dict(state), storage_writer=BucketWriter(path, progress=False), no_dist=True)
     return state
 
@@ -62,11 +64,13 @@ def place(path: Path, name: str) -> ItemInfo:
 
 def flipped(path: Path, object_path: str, at: int) -> None:
     """A bit that another has: the inode, the size and the time stay."""
+    status = (path / object_path).stat()
     with (path / object_path).open("r+b") as file:
         file.seek(at)
         byte = file.read(1)[0]
         file.seek(at)
         file.write(bytes([byte ^ 1]))
+    os.utime(path / object_path, ns=(status.st_atime_ns, status.st_mtime_ns))
 
 
 def recommitted(path: Path, change: Any) -> None:
