@@ -552,7 +552,7 @@ def test_columns_give_back_what_was_packed(drawn: list[Any], transforms: list[st
             block_nbytes=blocks[0] if blocks else None,
             block_crcs=blocks[1] if blocks else None,
             transform_descriptors=transforms,
-            table_offset=payload[1] if payload and payload[0] % 2 else None,
+            table_offset=offset + length if blocks and blocks[0] % 2 else None,
         )
         if facts is not None and path not in told and path not in {one.relative_path for one in given}:
             told.add(path)
