@@ -342,7 +342,7 @@ def check_block(url: str, extent: Extent, start: int, block: Block, found: int) 
 
 
 def check_part(url: str, extent: Extent, whole: Whole, found: int) -> None:
-    """Raises CorruptDataError if the extent, the CRC32C of which is `found`, is the last of its item and that differs."""
+    """Raises CorruptDataError if this extent, whose CRC32C is `found`, completes its item and that differs."""
     total = whole.found(extent.start, extent.nbytes, found)
     if total is not None and total != whole.crc32c:
         raise CorruptDataError(
