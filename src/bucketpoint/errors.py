@@ -142,6 +142,10 @@ class CheckpointExistsError(BucketpointError):
     remedy_default = "Choose another checkpoint_id, or pass overwrite=True"
 
 
+class OtherRunError(BucketpointError):
+    """The folders are those of a run of another name. Nothing was read or written there."""
+
+
 class CommitConflictError(BucketpointError):
     """Another job committed to the same URL during this save. The other one's checkpoint stands."""
 

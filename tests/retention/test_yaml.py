@@ -97,7 +97,7 @@ def test_the_smallest_policy_has_the_documented_defaults() -> None:
     assert policy == RetentionPolicy(Keep(3))
     assert policy.prune == Prune("after_commit", timedelta(hours=24), timedelta(hours=48), MaxDelete(20, 0.5))
     assert policy.save == Save((), (), InFlight(1, "wait", timedelta(minutes=20)))
-    assert policy.layout.folder(500) == "step-500"
+    assert policy.layout == Layout("step-{step}")
 
 
 @given(policies)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from bucketpoint.catalog.snapshot import Attempt, Checkpoint, Snapshot, read_notes, read_steps
-from bucketpoint.errors import InvalidURLError, ObjectNotFoundError, PreconditionFailedError
+from bucketpoint.errors import InvalidURLError, ObjectNotFoundError, OtherRunError, PreconditionFailedError
 from bucketpoint.format import catalogue, keys
 from bucketpoint.format.catalogue import StepTemplate
 from bucketpoint.stores import ObjectInfo, Store, open_store
@@ -30,6 +30,8 @@ class Catalog:
         store, prefix: the same, opened.
         template: how the run's checkpoint folders are named.
         clock: seconds since the epoch. Expiries are compared with it.
+        run: the name of the run that a job saves; empty if it gives none. What is listed must be of a run of that name.
+            None for tools, which look at any.
     """
 
     url: str
@@ -37,6 +39,7 @@ class Catalog:
     prefix: str
     template: StepTemplate = field(default_factory=StepTemplate)
     clock: Callable[[], float] = time.time
+    run: str | None = None
 
     # -- keys --------------------------------------------------------------------------------------------------------
 
@@ -71,7 +74,18 @@ class Catalog:
     # -- what there is -----------------------------------------------------------------------------------------------
 
     def steps(self) -> Snapshot:
-        """Commits and attempts under way. One LIST for each 1,000; no notes, so nobody is pinned."""
+        """Commits, attempts under way, tombstones. One LIST for each 1,000; no notes, so nobody is pinned.
+
+        Raises:
+            OtherRunError: they are those of another run than this one.
+        """
+        found = self.listed_steps()
+        if self.run is not None and self.run not in found.runs and (found.runs or (self.run and found.checkpoints)):
+            raise other_run(self, next(iter(found.runs), None))
+        return found
+
+    def listed_steps(self) -> Snapshot:
+        """The same, of whichever run it is."""
         taken = self.clock()
         return read_steps(self._listed(catalogue.STEPS), taken=taken)
 
@@ -82,7 +96,7 @@ class Catalog:
         return self.steps().with_notes(notes)
 
     def candidates(self, kind: str = "full") -> Iterator[Checkpoint]:
-        """Checkpoints that one may restore from, newest first. Those with a tombstone are among them until they go.
+        """Checkpoints that one may restore from, newest first, and those that a tombstone will delete after all others.
 
         A record's `.metadata` is not looked at: whoever loads it finds out, and asks for the next. A step that has an
         attempt under way and no record may be committed all the same, so its `.metadata` is: one HEAD each. Where
@@ -92,10 +106,16 @@ class Catalog:
         records = sorted((one for one in snapshot.checkpoints if one.kind == kind), key=lambda one: one.order)
         known = {one.folder for one in snapshot.checkpoints}
         attempts = {one.folder: one for one in snapshot.attempts if one.folder not in known}
-        # Of equal steps the record is sure.
-        found: list[Checkpoint | Attempt] = sorted(
-            [*records, *attempts.values()], key=lambda one: (one.step, isinstance(one, Checkpoint)), reverse=True
-        )
+        # A run that went back discards its highest steps, and must not go on from there after all.
+        going = snapshot.going()
+
+        def rank(one: Checkpoint | Attempt) -> tuple[bool, int, bool]:
+            if not isinstance(one, Checkpoint):
+                return True, one.step, False
+            # Of equal steps the record is sure.
+            return (one.folder, one.id) not in going, one.step, True
+
+        found: list[Checkpoint | Attempt] = sorted([*records, *attempts.values()], key=rank, reverse=True)
         for one in found:
             if isinstance(one, Checkpoint):
                 yield one
@@ -161,6 +181,18 @@ class Catalog:
             except ObjectNotFoundError:
                 return False
         return True
+
+
+def other_run(catalog: Catalog, owner: str | None) -> OtherRunError:
+    """The error for a job that comes to another run's folders."""
+    whose = f"run {owner!r}" if owner else "a run without a name"
+    mine = f"this job says that it is run {catalog.run!r}" if catalog.run else "this job gives its run no name"
+    apart = "give it a root or folders of its own (layout: {step_dir: ...})"
+    if owner:
+        remedy = f"Set run: {owner} in the policy to go on with it; else {apart}"
+    else:
+        remedy = f"If it is the same run, say so once: bucketpoint name {catalog.url} {catalog.run}; else {apart}"
+    return OtherRunError(f"These are the checkpoints of {whose}, and {mine}", url=catalog.url, remedy=remedy)
 
 
 def _unrecorded(step: int, folder: str, kind: str, committed: ObjectInfo) -> Checkpoint:

@@ -114,13 +114,13 @@ def release(catalog: Catalog, step: int, holder: str) -> None:
 
 
 def note_restored(catalog: Catalog, step: int) -> None:
-    """This run goes on from `step`: it stays until a newer full checkpoint is committed.
+    """This run goes on from `step`: it stays until a newer full checkpoint is committed. One PUT.
 
-    Raises:
-        GoneError: its deletion has begun.
+    A tombstone that the step has is void as long as it is held. Nobody asks whether its deletion has begun already:
+    what the job needed of it has been read.
     """
     now = catalogue.milliseconds(catalog.clock())
-    _hold(catalog, NoteKey(step, catalogue.RESTORED, (now, os.urandom(4).hex())), b"")
+    _put(catalog, NoteKey(step, catalogue.RESTORED, (now, os.urandom(4).hex())))
 
 
 def _hold(catalog: Catalog, note: NoteKey, body: bytes) -> None:

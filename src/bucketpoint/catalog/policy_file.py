@@ -6,7 +6,8 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-from bucketpoint.errors import PolicyError
+from bucketpoint.errors import Fault, InvalidURLError, PolicyError
+from bucketpoint.format.catalogue import StepTemplate
 from bucketpoint.retention import RetentionPolicy, from_yaml
 
 
@@ -23,4 +24,11 @@ def read_policy(path: str | os.PathLike[str], *, environ: Mapping[str, str] | No
         text = Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise PolicyError(f"The policy cannot be read: {error}", file=os.fspath(path)) from None
-    return from_yaml(text, environ=os.environ if environ is None else environ, file=os.fspath(path))
+    policy = from_yaml(text, environ=os.environ if environ is None else environ, file=os.fspath(path))
+    try:
+        StepTemplate(policy.layout.step_dir)
+    except InvalidURLError as error:
+        # How long a folder's name may be is a matter of the catalogue's keys, which a policy knows nothing of.
+        fault = Fault(error.message, error.remedy, ("layout", "step_dir"))
+        raise PolicyError.of(fault, file=os.fspath(path)) from None
+    return policy

@@ -237,8 +237,9 @@ def _is_commit(key: str) -> bool:
 
 
 def _records(snapshot: Snapshot, one: Tombstone) -> list[str]:
+    # Those of commits that this one replaced too: alone in the listing, they would stand for a checkpoint.
     records = [*snapshot.checkpoints, *snapshot.superseded]
-    return [other.key for other in records if other.key and (other.folder, other.id) == (one.folder, one.id)]
+    return [other.key for other in records if other.key and other.folder == one.folder]
 
 
 def _notes(snapshot: Snapshot, step: int, alone: bool) -> list[str]:

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import logging
+import os
+import socket
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from bucketpoint.catalog.catalog import Catalog
 from bucketpoint.catalog.pruner import Order, Pruned, prune
 from bucketpoint.catalog.snapshot import DELETE, THIN
 from bucketpoint.catalog.sweep import sweep
+from bucketpoint.catalog.tombstones import bury
 from bucketpoint.errors import BucketpointError
+from bucketpoint.format.keys import new_token
 from bucketpoint.retention import Plan, RetentionPolicy, Row, Verdict, circuit_breaker, plan
 from bucketpoint.transfer.tasks import stand_back
 
@@ -74,28 +79,59 @@ class PruneWorker:
     Asked while a round is under way it makes one more afterwards, however often it is asked.
 
     Attributes:
-        last: the last round; None before the first.
+        holder: its name for the lock.
+        last: the last round of this process; None before the first.
         failure: why the last round failed; None if it did not.
     """
 
-    def __init__(self, catalog: Catalog, policy: RetentionPolicy, *, holder: str) -> None:
+    def __init__(self, catalog: Catalog, policy: RetentionPolicy) -> None:
+        self.catalog = catalog
+        self.policy = policy
+        self.holder = f"{socket.gethostname()}-{os.getpid()}-{new_token()}"
         self.last: Round | None = None
         self.failure: BucketpointError | None = None
-        self._run: Callable[[], Round] = lambda: prune_by(catalog, policy, holder=holder)
-        self._sweep: Callable[[], object] = lambda: sweep(catalog, older_than=policy.prune.debris_after.total_seconds())
         self._swept = False
         self._lock = threading.Lock()
         self._asked = False
         self._thread: threading.Thread | None = None
 
+    def after_commit(self, step: int, discards: Collection[int] = ()) -> None:
+        """A checkpoint of this step can be loaded: `discards` get their tombstones, and the policy is carried out soon.
+
+        Never raises: the save has been made.
+        """
+        try:
+            if discards:
+                self._discard(step, discards)
+        except BucketpointError as error:
+            # Rules would count what ought to be gone.
+            self._failed(error)
+            return
+        if self.policy.prune.when == "after_commit":
+            self.ask()
+
     def ask(self) -> None:
         """Prune soon. Returns at once."""
         with self._lock:
             self._asked = True
-            if self._thread is None:
-                # No daemon: an interpreter that exits lets a round end, as it would a save.
-                self._thread = threading.Thread(target=self._work, name="bucketpoint-prune")
-                self._thread.start()
+            if self._thread is not None:
+                return
+            # No daemon: an interpreter that exits lets a round end, as it would a save.
+            thread = threading.Thread(target=self._work, name="bucketpoint-prune")
+            try:
+                thread.start()
+            except RuntimeError:
+                # From Python 3.12 on a program that ends starts no threads, and its last save must not fail by that.
+                self._asked = False
+                logger.info(
+                    "nothing is pruned after the last save, as the program ends: the next job's first save does"
+                )
+                return
+            self._thread = thread
+
+    def now(self, *, force: bool = False) -> Round:
+        """One round on the caller's thread. Raises as `prune_by`."""
+        return prune_by(self.catalog, self.policy, holder=self.holder, force=force)
 
     def drain(self, timeout: float | None = None) -> bool:
         """Wait for what was asked for. Whether it has ended in time, in seconds."""
@@ -105,6 +141,15 @@ class PruneWorker:
             thread.join(timeout)
             return not thread.is_alive()
         return True
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return worker_of, (self.catalog, self.policy)
+
+    def _discard(self, step: int, discards: Collection[int]) -> None:
+        due = self.catalog.clock() + self.policy.prune.grace.total_seconds()
+        for one in self.catalog.steps().checkpoints:
+            if one.step in discards:
+                bury(self.catalog, one, DELETE, due=due, reason=f"training was rolled back to step {step}")
 
     def _work(self) -> None:
         stand_back(19)
@@ -118,24 +163,56 @@ class PruneWorker:
 
     def _round(self) -> None:
         try:
-            self.last, self.failure = self._run(), None
+            self.last, self.failure = self.now(), None
             if not self._swept:
                 # Once for each job: debris is what earlier ones left.
                 self._swept = True
-                self._sweep()
+                sweep(self.catalog, older_than=self.policy.prune.debris_after.total_seconds())
         except BucketpointError as error:
-            self.failure = error
-            logger.warning("pruning failed, and is tried again after the next save: %s", error)
+            self._failed(error)
             return
-        done, verdict = self.last.done, self.last.verdict
-        if done.stopped is not None:
-            logger.info("nothing was pruned: %s", done.stopped)
-        if verdict is not None and not verdict:
-            logger.warning("nothing was pruned: %s. Look at the plan, and prune by hand if it is right", verdict.why)
-        if done.failures:
-            logger.warning(
-                "%d objects were not deleted, %s first (%s); the next prune tries again",
-                len(done.failures),
-                done.failures[0].key,
-                done.failures[0].code,
-            )
+        except Exception as error:  # noqa: BLE001 (no fault of ours may end the thread for all later saves)
+            ours = BucketpointError(f"This is a fault of bucketpoint: {type(error).__name__}: {error}")
+            ours.__cause__ = error
+            self._failed(ours)
+            return
+        _tell(self.last)
+
+    def _failed(self, error: BucketpointError) -> None:
+        self.failure = error
+        logger.warning("pruning failed, and is tried again after the next save: %s", error, exc_info=error.__cause__)
+
+
+_workers: dict[tuple[str, ...], PruneWorker] = {}
+_looking = threading.Lock()
+
+
+def worker_of(catalog: Catalog, policy: RetentionPolicy) -> PruneWorker:
+    """The worker of this process for a run and a policy, which lives as long as the process.
+
+    One for all writers, as clients of a store are: a program may make a writer for each save, and a checkpoint process
+    is sent one with each. Their rounds would get in each other's way, and each would sweep again.
+    """
+    run = catalog.store.identity, catalog.prefix, catalog.template.namespace, str(catalog.run), repr(policy)
+    with _looking:
+        found = _workers.get(run)
+        if found is None:
+            found = _workers[run] = PruneWorker(catalog, policy)
+        # Whoever came last may have newer credentials.
+        found.catalog = catalog
+        return found
+
+
+def _tell(made: Round) -> None:
+    done, verdict = made.done, made.verdict
+    if done.stopped is not None:
+        logger.info("nothing was pruned: %s", done.stopped)
+    if verdict is not None and not verdict:
+        logger.warning("nothing was pruned: %s. Look at the plan, and prune by hand if it is right", verdict.why)
+    if done.failures:
+        logger.warning(
+            "%d objects were not deleted, %s first (%s); the next prune tries again",
+            len(done.failures),
+            done.failures[0].key,
+            done.failures[0].code,
+        )

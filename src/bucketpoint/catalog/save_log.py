@@ -6,9 +6,10 @@ import json
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from bucketpoint.catalog.catalog import Catalog
+from bucketpoint.catalog.claim import hold
 from bucketpoint.catalog.notes import report
 from bucketpoint.catalog.tombstones import GoneError, undo
 from bucketpoint.errors import BucketpointError, ObjectNotFoundError
@@ -17,6 +18,9 @@ from bucketpoint.format.catalogue import AttemptKey, CommitKey, UploadKey
 from bucketpoint.format.groups import OTHER
 from bucketpoint.format.record import CommitRecord
 from bucketpoint.retention.row import FULL, KINDS
+
+if TYPE_CHECKING:
+    from bucketpoint.catalog.pruning import PruneWorker
 
 logger = logging.getLogger(__name__)
 
@@ -34,6 +38,8 @@ class SaveLog:
         metrics: known at save. They are in the record, and reported like any others.
         git_sha, config_hash: of what the job runs.
         overwrite: the step may have a checkpoint, so its tombstones are taken back first. One LIST more.
+        pruner: told of each commit, so that it carries out a policy.
+        discards: steps that get a tombstone once this one is committed, as training was rolled back behind them.
     """
 
     catalog: Catalog
@@ -42,6 +48,8 @@ class SaveLog:
     git_sha: str | None = None
     config_hash: str | None = None
     overwrite: bool = False
+    pruner: PruneWorker | None = None
+    discards: frozenset[int] = frozenset()
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
@@ -50,6 +58,7 @@ class SaveLog:
     def begin(self, url: str, token: str) -> None:
         catalog = self.catalog
         folder, step = catalog.folder_of(url)
+        hold(catalog)
         body = {"version": 1, "token": token, "url": url, "started": catalog.clock()}
         intent = self._attempt(folder, step, token)
         catalog.write(intent, _json(body))
@@ -80,12 +89,23 @@ class SaveLog:
     def committed(self, url: str, record: CommitRecord) -> None:
         folder, step = self.catalog.folder_of(url)
         write_record(self.catalog, folder, step, record)
+        try:
+            self._note_metrics(step)
+            self._delete_intent(folder, step, record.token)
+        except BucketpointError as error:
+            # A trainer may lack the right to delete, and its pruner has more to say about that.
+            logger.warning("step %d is committed and recorded; what should have followed did not: %s", step, error)
+        if self.pruner is not None:
+            self.pruner.after_commit(step, self.discards)
+
+    def _note_metrics(self, step: int) -> None:
         if self.metrics:
             report(self.catalog, step, self.metrics)
-        if record.token is not None:
-            failures = self.catalog.store.delete([self._attempt(folder, step, record.token)])
-            if failures:
-                logger.info("an intent stays until the next prune: %s", failures[0].code)
+
+    def _delete_intent(self, folder: str, step: int, token: str | None) -> None:
+        failures = self.catalog.store.delete([self._attempt(folder, step, token)]) if token is not None else []
+        if failures:
+            logger.info("an intent stays until the next prune: %s", failures[0].code)
 
     def _uploads(self, url: str, token: str, rank: int) -> str:
         folder, step = self.catalog.folder_of(url)

@@ -121,7 +121,7 @@ class Resume:
 
 @dataclass(frozen=True)
 class Notes:
-    """What has been said about steps, whether they have a checkpoint or not."""
+    """What has been said about steps, whether they have a checkpoint or not. Tombstones lie with the records."""
 
     reports: tuple[Report, ...] = ()
     pins: tuple[Pin, ...] = ()
@@ -138,6 +138,7 @@ class Snapshot:
         checkpoints: in order; one for each folder.
         superseded: records of commits that another one in the same folder has replaced.
         finished: attempts whose intent is still there although they have their record.
+        runs: the names of the run whose they are. None if it has no name; more for the moment in which two claim them.
     """
 
     taken: float
@@ -146,9 +147,11 @@ class Snapshot:
     attempts: tuple[Attempt, ...] = ()
     finished: tuple[Attempt, ...] = ()
     notes: Notes = field(default_factory=Notes)
+    runs: frozenset[str] = frozenset()
 
     def with_notes(self, notes: Notes) -> Snapshot:
-        return replace(self, notes=notes)
+        """With what was said elsewhere; tombstones are this one's own."""
+        return replace(self, notes=replace(notes, tombstones=self.notes.tombstones))
 
     def rows(self) -> list[Row]:
         """What the rules decide on: every checkpoint that no tombstone stands for."""
@@ -220,9 +223,11 @@ def _by_time(one: Checkpoint) -> tuple[float, int, str]:
 
 
 def read_steps(listed: Iterable[tuple[str, ObjectInfo]], *, taken: float) -> Snapshot:
-    """Checkpoints and attempts, of a listing of names. Unknown names are left out."""
+    """Checkpoints, attempts and tombstones, of a listing of names. Unknown names are left out."""
     by_folder: dict[str, list[Checkpoint]] = {}
     attempts = []
+    tombstones = []
+    runs = set()
     for name, info in listed:
         commit = CommitKey.parse(name)
         if commit is not None:
@@ -239,6 +244,10 @@ def read_steps(listed: Iterable[tuple[str, ObjectInfo]], *, taken: float) -> Sna
             by_folder.setdefault(one.folder, []).append(one)
         elif attempt := AttemptKey.parse(name):
             attempts.append(Attempt(attempt.step, attempt.token, attempt.folder, info.key, info.modified))
+        elif tombstone := _tombstone(name, info):
+            tombstones.append(tombstone)
+        elif run := catalogue.run_of(name):
+            runs.add(run)
     current, superseded = [], []
     for records in by_folder.values():
         # Of one attempt the thinned record is the later one: nothing makes a thinned checkpoint whole again.
@@ -252,16 +261,17 @@ def read_steps(listed: Iterable[tuple[str, ObjectInfo]], *, taken: float) -> Sna
         tuple(superseded),
         tuple(one for one in attempts if (one.folder, one.token) not in committed),
         tuple(one for one in attempts if (one.folder, one.token) in committed),
+        Notes(tombstones=tuple(tombstones)),
+        frozenset(runs),
     )
 
 
 def read_notes(listed: Iterable[tuple[str, ObjectInfo]]) -> Notes:
-    """The notes of a listing of names. Unknown and malformed ones are left out."""
+    """The notes of a listing of names, without tombstones. Unknown and malformed ones are left out."""
     reports: list[Report] = []
     pins: list[Pin] = []
     leases: list[Lease] = []
     resumes: list[Resume] = []
-    tombstones: list[Tombstone] = []
     for name, info in listed:
         note = NoteKey.parse(name)
         if note is None:
@@ -276,11 +286,9 @@ def read_notes(listed: Iterable[tuple[str, ObjectInfo]]) -> Notes:
                 leases.append(Lease(note.step, holder, float(seconds), info.modified, info.key))
             elif note.kind == catalogue.RESTORED:
                 resumes.append(Resume(note.step, _time(note.fields[0]), info.key))
-            elif note.kind == catalogue.TOMBSTONE:
-                tombstones.append(_tombstone(note, info))
         except (ValueError, IndexError):
             continue
-    return Notes(tuple(reports), tuple(pins), tuple(leases), tuple(resumes), tuple(tombstones))
+    return Notes(tuple(reports), tuple(pins), tuple(leases), tuple(resumes))
 
 
 def _reports(note: NoteKey, key: str) -> list[Report]:
@@ -296,12 +304,16 @@ def _pin(note: NoteKey, key: str) -> Pin:
     return Pin(note.step, name, None if not expires else _time(expires), key)
 
 
-def _tombstone(note: NoteKey, info: ObjectInfo) -> Tombstone:
-    token, due, action, mark, folder = note.fields
-    if action not in (DELETE, THIN):
-        raise ValueError("a tombstone without an action")
+def _tombstone(name: str, info: ObjectInfo) -> Tombstone | None:
+    note = NoteKey.parse(name)
+    if note is None or note.kind != catalogue.TOMBSTONE or len(note.fields) != 5:
+        return None
+    token, moment, action, mark, folder = note.fields
+    due = catalogue.seconds(moment)
+    if due is None or action not in (DELETE, THIN):
+        return None
     # An undone one is empty, so that a listing tells.
-    return Tombstone(note.step, token, _time(due), action, mark, folder, info.key, info.etag, info.size == 0)
+    return Tombstone(note.step, token, due, action, mark, folder, info.key, info.etag, info.size == 0)
 
 
 def _time(text: str) -> float:

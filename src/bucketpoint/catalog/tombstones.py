@@ -6,7 +6,7 @@ import json
 from dataclasses import replace
 
 from bucketpoint.catalog.catalog import Catalog
-from bucketpoint.catalog.snapshot import Checkpoint, Tombstone, read_notes
+from bucketpoint.catalog.snapshot import Checkpoint, Tombstone, read_steps
 from bucketpoint.errors import BucketpointError, ObjectNotFoundError, PreconditionFailedError
 from bucketpoint.format import catalogue
 from bucketpoint.format.catalogue import NoteKey
@@ -24,7 +24,7 @@ def bury(catalog: Catalog, checkpoint: Checkpoint, action: str, *, due: float, r
     moment = catalogue.milliseconds(due)
     fields = (checkpoint.id, moment, action, checkpoint.mark, checkpoint.folder)
     note = NoteKey(checkpoint.step, catalogue.TOMBSTONE, fields)
-    key = catalog.own_key(catalogue.NOTES, note.name())
+    key = catalog.own_key(catalogue.STEPS, note.name())
     catalog.create(key, _body(WAITING, reason))
     return Tombstone(
         checkpoint.step, checkpoint.id, int(moment) / 1000, action, checkpoint.mark, checkpoint.folder, key
@@ -37,12 +37,13 @@ def undo(catalog: Catalog, step: int) -> int:
     Raises:
         GoneError: a pruner has begun to delete it.
     """
-    prefix = catalog.own_key(catalogue.NOTES, "")
+    prefix = catalog.own_key(catalogue.STEPS, "")
     first = prefix + NoteKey(step, catalogue.TOMBSTONE, ("",)).name()
-    notes = read_notes((info.key[len(prefix) :], info) for info in catalog.store.list(first))
-    for one in notes.tombstones:
+    listed = ((info.key[len(prefix) :], info) for info in catalog.store.list(first))
+    found = read_steps(listed, taken=catalog.clock()).notes.tombstones
+    for one in found:
         _take_back(catalog, one)
-    return len(notes.tombstones)
+    return len(found)
 
 
 def _take_back(catalog: Catalog, tombstone: Tombstone) -> None:

@@ -20,6 +20,7 @@ COMMANDS = {
     "doctor": "bucketpoint.cli.doctor:doctor",
     "gc": "bucketpoint.cli.sweep:gc",
     "ls": "bucketpoint.cli.ls:ls",
+    "name": "bucketpoint.cli.notes:name",
     "pin": "bucketpoint.cli.notes:pin",
     "plan": "bucketpoint.cli.keep:plan",
     "prune": "bucketpoint.cli.keep:prune",

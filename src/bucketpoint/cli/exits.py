@@ -28,6 +28,7 @@ _BY_KIND: tuple[tuple[type[errors.BucketpointError], int], ...] = (
     (errors.CredentialsError, NO_PERMISSION),
     (errors.CheckpointExistsError, IN_THE_WAY),
     (errors.CommitConflictError, IN_THE_WAY),
+    (errors.OtherRunError, IN_THE_WAY),
     (errors.PreconditionFailedError, IN_THE_WAY),
     (errors.CorruptDataError, FOUND),
     (errors.MetadataError, FOUND),

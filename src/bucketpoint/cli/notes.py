@@ -1,4 +1,4 @@
-"""`bucketpoint pin`, `unpin`, `undo` and `report`: thin around the notes of a run."""
+"""`bucketpoint name`, `pin`, `unpin`, `undo` and `report`: thin around the notes of a run."""
 
 from __future__ import annotations
 
@@ -14,6 +14,25 @@ from bucketpoint.cli.run_options import Age, run_argument
 
 if TYPE_CHECKING:
     from bucketpoint.catalog.catalog import Catalog
+
+
+@command("name")
+@run_argument
+@click.argument("run_name", metavar="NAME")
+def name(catalog: Catalog, run_name: str, as_json: bool) -> Answer:
+    """Say whose checkpoints these are, where a run is to have a name that began without one.
+
+    From then on only jobs whose policy says run: NAME save, restore and prune here. Ends with 1 where it is another
+    run's already.
+    """
+    from bucketpoint.catalog.claim import name_run
+    from bucketpoint.retention import Keep, RetentionPolicy
+
+    # What a policy takes for a name is one.
+    RetentionPolicy(Keep(latest=1), run=run_name)
+    owner = name_run(catalog, run_name)
+    said = f"these are the checkpoints of run {owner}"
+    return Answer({"root": catalog.url, "run": owner}, [said], ok=owner == run_name)
 
 
 @command("pin")

@@ -45,12 +45,14 @@ def policy_argument(function: Callable[..., Answer]) -> Callable[..., Answer]:
     @functools.wraps(function)
     def call(policy_file: str, root: str | None, access: Access, **arguments: Any) -> Answer:
         from bucketpoint.catalog.policy_file import read_policy
+        from bucketpoint.catalog.run import open_run
 
         policy: RetentionPolicy = read_policy(policy_file)
         where = root or policy.root
         if where is None:
             raise click.UsageError("The policy names no root: pass --root")
-        return function(policy=policy, catalog=_opened(where, policy.layout.step_dir, access), **arguments)
+        catalog = open_run(policy, where, storage_options=access.for_url(where))
+        return function(policy=policy, catalog=catalog, **arguments)
 
     return call
 

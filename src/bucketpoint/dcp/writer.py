@@ -20,6 +20,8 @@ from torch.distributed.checkpoint.metadata import StorageMeta
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
+from bucketpoint.catalog.keeping import Keeping
+from bucketpoint.catalog.pruning import PruneWorker
 from bucketpoint.dcp.boundary import dcp_call
 from bucketpoint.dcp.commit import Commit, commit
 from bucketpoint.dcp.commit_log import CommitLog
@@ -32,6 +34,7 @@ from bucketpoint.dcp.upload_plan import Place, plan_objects, results_of
 from bucketpoint.errors import AccessDeniedError, BucketpointError, CheckpointExistsError, ObjectNotFoundError
 from bucketpoint.format import keys
 from bucketpoint.format.groups import DEFAULT_RULES, GroupRule
+from bucketpoint.retention import RetentionPolicy
 from bucketpoint.staging import StagedState, Stager, StagingOptions, as_staging_options, current_lease, take_turn
 from bucketpoint.stores import Store, accepts_url
 from bucketpoint.transfer import BufferPool, Meter, ProgressCallback, TransferOptions, upload_objects
@@ -69,7 +72,10 @@ class BucketWriter(StorageWriter):
             meaning for objects.
         cache_staged_state_dict: accepted for `FileSystemWriter`'s sake: staging memory is kept between saves anyway.
         staging: how `async_save` copies the state to host memory; torch's own `StagingOptions` will do.
-        log: told of each attempt and each commit, such as a run's catalogue. Without one, the record of a commit lies
+        retention: a policy, or its file: each commit is recorded in the catalogue of its run, and the policy carried
+            out after it, on a thread of the coordinator's. The run is the policy's `root`, or else what is above the
+            checkpoint's folder, whose name says the step, by the policy's `layout`.
+        log: told of each attempt and each commit, in place of `retention`. With neither, the record of a commit lies
             beside its `.metadata`.
         _extensions: torch's stream transforms (compression, encryption), applied to each item.
     """
@@ -94,9 +100,12 @@ class BucketWriter(StorageWriter):
         groups: Sequence[GroupRule] = DEFAULT_RULES,
         progress: ProgressCallback | bool | None = None,
         staging: StagingOptions | Any = None,
+        retention: RetentionPolicy | str | os.PathLike[str] | None = None,
         log: CommitLog | None = None,
     ) -> None:
         super().__init__()
+        if log is not None and retention is not None:
+            raise BucketpointError("A writer takes retention= or log=, not both", remedy="Leave out log=")
         self.log = log
         self.transfer = _with_connections(transfer or TransferOptions(), thread_count)
         self.overwrite = overwrite
@@ -113,6 +122,7 @@ class BucketWriter(StorageWriter):
         self._stager: Stager | None = None
         if self._url is not None:
             self._location.open(self._url)
+        self._keeping = self._made_keeping(retention)
 
     # -- DCP, in the order in which it calls --------------------------------------------------------------------------
 
@@ -151,9 +161,10 @@ class BucketWriter(StorageWriter):
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Coordinator. Plans stay as they are: with plan caching, what is put on them outlives this save."""
         session = self._session()
-        if self.log is not None and session.use_collectives:
+        log = self._log_of(session)
+        if log is not None:
             # The last moment at which no rank has sent anything yet: ranks upload once they have their plan from here.
-            self.log.begin(str(session.url), session.token)
+            log.begin(str(session.url), session.token)
         return plans
 
     @dcp_call
@@ -185,7 +196,7 @@ class BucketWriter(StorageWriter):
             token=session.token,
             name=keys.METADATA if session.use_collectives else keys.rank_metadata(session.rank),
             overwrite=self.overwrite,
-            log=self.log if session.use_collectives else None,
+            log=self._log_of(session),
         )
         committed = commit(
             request,
@@ -258,6 +269,13 @@ class BucketWriter(StorageWriter):
         return session.url if session is not None else self._url
 
     @property
+    def pruning(self) -> PruneWorker | None:
+        """What pruning by `retention` came to on the coordinator: `last` and `failure`. None before the first save, and
+        where a checkpoint process saves, which logs it alone.
+        """
+        return self._keeping.pruning if self._keeping is not None else None
+
+    @property
     def unwatched(self) -> bool:
         """Whether this thread saves beside training, where the future that holds an error is often dropped."""
         return current_lease() is not None
@@ -275,6 +293,21 @@ class BucketWriter(StorageWriter):
         self.__dict__.update(state)
         self._saves = threading.local()
         self._stager = None
+
+    def _made_keeping(self, retention: RetentionPolicy | str | os.PathLike[str] | None) -> Keeping | None:
+        if retention is None:
+            return None
+        where = self._location
+        made = Keeping(retention, overwrite=self.overwrite, storage_options=where.storage_options, fs=where.fs)
+        if made.policy.root is not None:
+            where.open(made.policy.root)
+        return made
+
+    def _log_of(self, session: SaveSession) -> CommitLog | None:
+        """Who is told of a save; nobody of one without collectives, which has no common commit."""
+        if not session.use_collectives:
+            return None
+        return self._keeping.log_of(str(session.url)) if self._keeping is not None else self.log
 
     # -- one save -----------------------------------------------------------------------------------------------------
 
@@ -325,13 +358,14 @@ class BucketWriter(StorageWriter):
     def _announced(self, session: SaveSession, store: Store, paths: Sequence[str]) -> Iterator[None]:
         """Where an upload is found by its exact key only, nobody would find those of a rank that is killed."""
         limits = store.capabilities
-        if self.log is None or not session.use_collectives or not paths or limits.lists_uploads or not limits.multipart:
+        log = self._log_of(session)
+        if log is None or not paths or limits.lists_uploads or not limits.multipart:
             yield
             return
-        self.log.uploading(str(session.url), session.token, session.rank, paths)
+        log.uploading(str(session.url), session.token, session.rank, paths)
         yield
         try:
-            self.log.uploaded(str(session.url), session.token, session.rank)
+            log.uploaded(str(session.url), session.token, session.rank)
         except BucketpointError as error:
             logger.warning("a note of uploads that are complete stays until the next sweep: %s", error)
 

@@ -21,8 +21,10 @@ STEPS = "steps"
 NOTES = "notes"
 UPLOADS = "uploads"
 LOCK = "pruner.json"
+CLAIM = "run.json"
 
 OPEN = "open"
+RUN = "run"
 METRICS = "metrics"
 PIN = "pin"
 LEASE = "lease"
@@ -182,6 +184,12 @@ class UploadKey:
         if parts is None or len(parts) != 4 or not _STEP.fullmatch(parts[0]) or not _TOKEN.fullmatch(parts[1]):
             return None
         return cls(int(parts[0]), parts[1], int(parts[2]), parts[3]) if _RANK.fullmatch(parts[2]) else None
+
+
+def run_of(name: str) -> str | None:
+    """The run that a name among the steps says they are of, or None for any other name."""
+    parts = decode(name)
+    return parts[1] if parts is not None and len(parts) == 2 and parts[0] == RUN and parts[1] else None
 
 
 @dataclass(frozen=True)

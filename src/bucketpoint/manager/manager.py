@@ -6,7 +6,6 @@ import atexit
 import functools
 import logging
 import os
-import socket
 import threading
 import time
 import weakref
@@ -19,15 +18,13 @@ from typing import Any, Literal
 from typing_extensions import Self
 
 from bucketpoint.catalog import notes
-from bucketpoint.catalog.catalog import open_catalog
 from bucketpoint.catalog.choose import choices
-from bucketpoint.catalog.pruning import PruneWorker, Round, prune_by
+from bucketpoint.catalog.pruning import PruneWorker, Round
+from bucketpoint.catalog.run import open_run
 from bucketpoint.catalog.save_log import SaveLog
 from bucketpoint.catalog.snapshot import Snapshot
-from bucketpoint.catalog.tombstones import bury
 from bucketpoint.dcp import BucketWriter, SaveHandle, SavePlanner, async_save
 from bucketpoint.errors import BucketpointError, CheckpointExistsError
-from bucketpoint.format.keys import new_token
 from bucketpoint.manager.loading import Outcome, attempt
 from bucketpoint.manager.ranks import Ranks
 from bucketpoint.manager.triggers import Triggers
@@ -103,11 +100,8 @@ class CheckpointManager:
         config_hash: str | None = None,
         grace_s: float | None = None,
     ) -> None:
-        where = root if root is not None else policy.root
-        if where is None:
-            raise BucketpointError("Neither the manager nor its policy says where", remedy="Pass root=, or set root:")
         self.policy = policy
-        self.catalog = open_catalog(where, template=policy.layout.step_dir, storage_options=storage_options, fs=fs)
+        self.catalog = open_run(policy, root, storage_options=storage_options, fs=fs)
         self._store_arguments = {"storage_options": storage_options, "fs": fs, "transfer": transfer}
         self._reading = {"trusted": trusted}
         self._facts = {"git_sha": git_sha, "config_hash": config_hash}
@@ -116,9 +110,7 @@ class CheckpointManager:
         self._stager = Stager(staging)
         self._planner = SavePlanner()
         self._triggers = Triggers(policy.save, self._ranks)
-        holder = f"{socket.gethostname()}-{os.getpid()}-{new_token()}"
-        self._pruner = PruneWorker(self.catalog, policy, holder=holder)
-        self._holder = holder
+        self._pruner = PruneWorker(self.catalog, policy)
         self._running: _Running | None = None
         self._newest: int | None = None
         self._looked = False
@@ -175,7 +167,15 @@ class CheckpointManager:
         if not self._make_room(step):
             return None
         later = self._ranks.told(lambda: self._before_saving(step, overwrite, newer))
-        log = SaveLog(self.catalog, kind, dict(metrics or {}), overwrite=overwrite, **self._facts)
+        log = SaveLog(
+            self.catalog,
+            kind,
+            dict(metrics or {}),
+            overwrite=overwrite,
+            pruner=self._pruner,
+            discards=frozenset(later),
+            **self._facts,
+        )
         url = self.catalog.url_of(step)
         writer = BucketWriter(url, overwrite=overwrite, log=log, staging=self._stager.options, **self._store_arguments)
         handle = async_save(
@@ -222,12 +222,16 @@ class CheckpointManager:
         """Coordinator: steps of higher number that are there. Asks the store once; from then on saves are known."""
         if self._looked and self._newest is not None and step > self._newest:
             return []
-        there = [one.step for one in self.catalog.steps().checkpoints if one.kind == FULL]
+        snapshot = self.catalog.steps()
+        full = [one for one in snapshot.checkpoints if one.kind == FULL]
+        there = [one.step for one in full]
+        # What was discarded before is on its way out.
+        staying = {one.step for one in full if (one.folder, one.id) not in snapshot.going()}
         self._looked = True
         self._newest = max(there, default=None)
         if step in there and not overwrite:
             raise CheckpointExistsError(f"Step {step} is committed", url=self.catalog.url_of(step))
-        later = [one for one in there if one > step]
+        later = [one for one in there if one > step and one in staying]
         if later and newer == "error":
             raise BucketpointError(
                 f"Step {step} is behind {len(later)} checkpoints, up to step {max(later)}: training was rolled back",
@@ -239,13 +243,6 @@ class CheckpointManager:
     def _after_commit(self, step: int, discarded: list[int]) -> None:
         """Coordinator, on the thread that saved."""
         self._newest = max(step, self._newest if self._newest is not None and not discarded else step)
-        if discarded:
-            due = self.catalog.clock() + self.policy.prune.grace.total_seconds()
-            for one in self.catalog.steps().checkpoints:
-                if one.step in discarded:
-                    bury(self.catalog, one, "delete", due=due, reason=f"training was rolled back to step {step}")
-        if self.policy.prune.when == "after_commit":
-            self._pruner.ask()
 
     # -- restoring ----------------------------------------------------------------------------------------------------
 
@@ -342,7 +339,7 @@ class CheckpointManager:
         """Carry out the policy now. The coordinator prunes, and returns what came of it; other ranks return None."""
         if not self._ranks.is_coordinator:
             return None
-        return prune_by(self.catalog, self.policy, holder=self._holder, force=force)
+        return self._pruner.now(force=force)
 
     @property
     def pruning(self) -> PruneWorker:
@@ -429,13 +426,9 @@ def _ended(
     manager: weakref.ref[CheckpointManager], running: _Running, discarded: list[int], handle: SaveHandle
 ) -> None:
     alive = manager()
-    try:
-        if alive is not None and alive._ranks.is_coordinator and handle.exception() is None:
-            alive._after_commit(running.step, discarded)
-    except BucketpointError as error:
-        logger.warning("step %d is committed; what should have followed did not: %s", running.step, error)
-    finally:
-        running.settled.set()
+    if alive is not None and handle.exception() is None:
+        alive._after_commit(running.step, discarded)
+    running.settled.set()
 
 
 def _at_exit(manager: weakref.ref[CheckpointManager]) -> None:

@@ -4,7 +4,6 @@ are those of YAML, since both come from these classes. No decisions.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -139,18 +138,6 @@ class Layout(Checked):
         "a folder's name; {step:08d} pads the number with zeros",
     ] = "step-{step}"
 
-    def folder(self, step: int) -> str:
-        """The name of a step's folder."""
-        return self.step_dir.format(step=step)
-
-    def step_of(self, folder: str) -> int | None:
-        """The step whose folder has exactly this name, or None: `my-step-900-pinned` is nobody's."""
-        before, _, rest = self.step_dir.partition("{step")
-        after = rest.partition("}")[2]
-        match = re.fullmatch(f"{re.escape(before)}([0-9]+){re.escape(after)}", folder, re.ASCII)
-        # What reads as a number but would be written otherwise (`step-007`) is a folder of somebody else's.
-        return step if match and self.folder(step := int(match[1])) == folder else None
-
 
 @dataclass(frozen=True)
 class RetentionPolicy(Checked):
@@ -161,6 +148,11 @@ class RetentionPolicy(Checked):
         str | None,
         Text("a URL such as s3://bucket/run", r"\S(.*\S)?"),
         "the URL above the steps' folders; ${VAR} and ${VAR:-default} are taken from the environment, $$ is a $",
+    ] = None
+    run: Annotated[
+        str | None,
+        Text("a name of letters, digits, dots, dashes and underscores", r"[A-Za-z0-9][A-Za-z0-9._-]{0,59}"),
+        "the run's name: jobs that say another, or none, are refused its folders",
     ] = None
     layout: Annotated[Layout, Record(Layout), "where a step's checkpoint lies"] = field(default_factory=Layout)
     save: Annotated[Save, Record(Save), "when saves are made"] = field(default_factory=Save)

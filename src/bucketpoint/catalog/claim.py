@@ -1,0 +1,60 @@
+"""Whose folders these are: a run with a name claims them before its first save, and other runs are refused."""
+
+from __future__ import annotations
+
+import json
+
+from bucketpoint.catalog.catalog import Catalog, other_run
+from bucketpoint.errors import ObjectNotFoundError
+from bucketpoint.format import catalogue
+
+
+def hold(catalog: Catalog) -> None:
+    """Make sure that the folders are this run's, before anything is saved there. One GET; three writes the first time.
+
+    Raises:
+        OtherRunError: they are another run's, or those of one without a name.
+    """
+    mine = catalog.run
+    if mine is None:
+        return
+    owner = claimed_by(catalog)
+    if owner is None and mine:
+        owner = _take(catalog, mine)
+    if (owner or "") != mine:
+        raise other_run(catalog, owner)
+
+
+def claimed_by(catalog: Catalog) -> str | None:
+    """The name of the run that has claimed the folders, or None. One GET."""
+    try:
+        content = json.loads(catalog.store.get(catalog.own_key(catalogue.CLAIM), max_bytes=1 << 16)[0])
+    except (ObjectNotFoundError, ValueError):
+        return None
+    name = content.get("run") if isinstance(content, dict) else None
+    return name if isinstance(name, str) and name else None
+
+
+def name_run(catalog: Catalog, name: str) -> str:
+    """Claim the folders for a run of this name, whatever is in them. The first claim stands: returns whose they are."""
+    copy = catalog.own_key(catalogue.STEPS, catalogue.encode([catalogue.RUN, name]))
+    # First that which listings tell: whoever sees a checkpoint then sees whose it is.
+    catalog.write(copy)
+    body = json.dumps({"run": name, "version": 1}, sort_keys=True).encode()
+    if catalog.create(catalog.own_key(catalogue.CLAIM), body):
+        return name
+    owner = claimed_by(catalog)
+    if owner is not None and owner != name:
+        catalog.store.delete([copy])
+    return owner or name
+
+
+def _take(catalog: Catalog, name: str) -> str | None:
+    there = catalog.listed_steps()
+    others = sorted(there.runs - {name})
+    if others:
+        return others[0]
+    # What is there already is that of a run without a name, unless it says otherwise.
+    if name not in there.runs and (there.checkpoints or there.attempts):
+        return None
+    return name_run(catalog, name)

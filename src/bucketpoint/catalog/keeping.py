@@ -1,0 +1,96 @@
+"""What a writer of the caller's own does for the runs that it saves into: their logs, by a policy. Asks no store."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from bucketpoint.catalog.catalog import Catalog
+from bucketpoint.catalog.policy_file import read_policy
+from bucketpoint.catalog.pruning import PruneWorker, worker_of
+from bucketpoint.catalog.run import open_run, parent_and_name
+from bucketpoint.catalog.save_log import SaveLog
+from bucketpoint.retention import RetentionPolicy
+
+logger = logging.getLogger(__name__)
+
+
+class Keeping:
+    """Finds the run of each save by its URL, and gives the log that records its commit and has its run pruned.
+
+    The run is the policy's `root`, or where it names none, whatever is above the checkpoint's folder. The step is in
+    the folder's name, by the policy's `layout`.
+
+    Args:
+        policy: or the file that it is in.
+        overwrite: saves may replace checkpoints.
+
+    Raises:
+        PolicyError: with all that is wrong with the file.
+        InvalidURLError: the policy's root or layout is none.
+    """
+
+    def __init__(
+        self,
+        policy: RetentionPolicy | str | os.PathLike[str],
+        *,
+        overwrite: bool = False,
+        storage_options: Mapping[str, Any] | None = None,
+        fs: Any = None,
+    ) -> None:
+        self.policy = policy if isinstance(policy, RetentionPolicy) else read_policy(policy)
+        self._overwrite = overwrite
+        self._store_arguments = {"storage_options": storage_options, "fs": fs}
+        self._root = open_run(self.policy, **self._store_arguments) if self.policy.root is not None else None
+        self._logs: dict[str, SaveLog] = {}
+        self._warned = False
+        self._lock = threading.Lock()
+        self.pruning: PruneWorker | None = None
+        """Of the run that was saved into last, in this process."""
+
+    def log_of(self, url: str) -> SaveLog | None:
+        """The log for a save to `url`; None where that is no step of a run, which is warned of once."""
+        split = parent_and_name(url)
+        with self._lock:
+            log = self._log(*split) if split is not None else None
+            if log is not None:
+                self.pruning = log.pruner
+            elif not self._warned:
+                self._warned = True
+                of = f"the run at {self.policy.root}" if self._root is not None else "a run"
+                logger.warning(
+                    "%s is saved, but not recorded and not pruned: it is no step of %s, whose folders are named %s",
+                    url,
+                    of,
+                    self.policy.layout.step_dir,
+                )
+            return log
+
+    def _log(self, root: str, folder: str) -> SaveLog | None:
+        if root not in self._logs:
+            catalog = self._catalog(root)
+            if catalog is None:
+                return None
+            self._logs[root] = SaveLog(catalog, overwrite=self._overwrite, pruner=worker_of(catalog, self.policy))
+        log = self._logs[root]
+        return log if log.catalog.template.step_of(folder) is not None else None
+
+    def _catalog(self, root: str) -> Catalog | None:
+        found = open_run(self.policy, root, **self._store_arguments)
+        if self._root is None:
+            return found
+        # The same place may be written in several ways.
+        same = (found.store.identity, found.prefix) == (self._root.store.identity, self._root.prefix)
+        return replace(self._root, url=root) if same else None
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Each process has its own worker, and finds it by the run.
+        return {**self.__dict__, "_lock": None, "_logs": {}, "pruning": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._lock = threading.Lock()
