@@ -64,11 +64,11 @@ def metadata_record(catalog: Catalog, folder: str) -> CommitRecord | None:
         record = record_from_metadata(data, metadata_etag=info.etag)
     except (ObjectNotFoundError, MetadataError, UnsafeDataError):
         return None
-    return _named(record, data, info)
+    return named(record, data, info)
 
 
-def _named(record: CommitRecord, data: bytes, info: ObjectInfo) -> CommitRecord:
-    """With a token and a time, which the metadata of other writers does not tell."""
+def named(record: CommitRecord, data: bytes, info: ObjectInfo) -> CommitRecord:
+    """With a token and a time, which the metadata of other writers does not tell: `data`, as `info` describes it."""
     token = record.token or hashlib.sha256(data).hexdigest()[:12]
     created = record.created
     if created is None:

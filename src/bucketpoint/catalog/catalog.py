@@ -89,6 +89,16 @@ class Catalog:
         taken = self.clock()
         return read_steps(self._listed(catalogue.STEPS), taken=taken)
 
+    def record_of(self, folder: str) -> Checkpoint | None:
+        """What the listing says of one folder. One LIST, of its step's keys alone."""
+        step = self.template.step_of(folder)
+        if step is None:
+            return None
+        above = self.own_key(catalogue.STEPS) + "/"
+        found = self.store.list(above + catalogue.encode([f"{step:016d}", ""]))
+        snapshot = read_steps(((info.key[len(above) :], info) for info in found), taken=self.clock())
+        return next((one for one in snapshot.checkpoints if one.folder == folder), None)
+
     def snapshot(self) -> Snapshot:
         """All that a plan needs: `steps` and the notes. One LIST for each 1,000 of either, and no GET."""
         # Notes first: a checkpoint that was committed after its step was noted is then there with its notes.

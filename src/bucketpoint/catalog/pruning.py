@@ -193,7 +193,10 @@ def worker_of(catalog: Catalog, policy: RetentionPolicy) -> PruneWorker:
     One for all writers, as clients of a store are: a program may make a writer for each save, and a checkpoint process
     is sent one with each. Their rounds would get in each other's way, and each would sweep again.
     """
-    run = catalog.store.identity, catalog.prefix, catalog.template.namespace, str(catalog.run), repr(policy)
+    url, identity = catalog.store.url, catalog.store.identity
+    # A local folder's identity changes when the folder comes to be.
+    place = url if identity.startswith(url) else identity
+    run = place, catalog.prefix, catalog.template.namespace, str(catalog.run), repr(policy)
     with _looking:
         found = _workers.get(run)
         if found is None:

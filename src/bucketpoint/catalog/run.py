@@ -8,9 +8,11 @@ from dataclasses import replace
 from typing import Any
 
 from bucketpoint.catalog.catalog import Catalog, open_catalog
+from bucketpoint.catalog.save_log import read_record
 from bucketpoint.errors import BucketpointError, InvalidURLError
 from bucketpoint.format import catalogue
 from bucketpoint.format.catalogue import StepTemplate
+from bucketpoint.format.record import CommitRecord
 from bucketpoint.retention import RetentionPolicy
 
 
@@ -69,6 +71,21 @@ def catalog_above(
             if template.step_of(folder) is not None:
                 return replace(catalog, template=template), folder
     return None
+
+
+def record_above(url: str, *, storage_options: Mapping[str, Any] | None = None, fs: Any = None) -> CommitRecord | None:
+    """The record of the checkpoint at `url` in the catalogue above it, or None. Two small LISTs and a GET.
+
+    Raises:
+        AccessDeniedError: one may not list there.
+        MetadataError: what lies there is no record.
+    """
+    found = catalog_above(url, storage_options=storage_options, fs=fs)
+    if found is None:
+        return None
+    catalog, folder = found
+    recorded = catalog.record_of(folder)
+    return read_record(catalog, recorded.key) if recorded is not None and recorded.key is not None else None
 
 
 def templates_of(namespace: str) -> Iterator[StepTemplate]:

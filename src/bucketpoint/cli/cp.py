@@ -45,7 +45,8 @@ def cp(
 
     It comes into being at the destination whole, by one commit after all data is there. Within one S3 service the
     service copies by itself; else every byte comes through here and is compared with its checksum. A copy that was
-    interrupted goes on when it is run again.
+    interrupted goes on when it is run again. Where the destination is a step of a run that has a catalogue, it gets a
+    record there.
     """
     from bucketpoint.dcp.console import progress_callback
     from bucketpoint.dcp.copy import copy_checkpoint, plan_copy
@@ -78,6 +79,7 @@ def _document(plan: CopyPlan, done: Copied | None, check: Verification | None) -
         "bytes": plan.nbytes,
         "already_there": len(plan.there),
         "replaces": plan.replaces,
+        "recorded_in": plan.catalog.url if plan.catalog is not None else None,
         "server_side": plan.inside if done is None else done.inside,
         "checked_bytes": None if done is None else done.checked_bytes,
         "verification": None if check is None else document(check),
@@ -90,6 +92,8 @@ def _plan_lines(plan: CopyPlan) -> Iterator[str]:
         left = text.size(plan.left_nbytes)
         yield f"  {text.count(len(plan.there), 'object')} of an interrupted copy are there already; {left} are left"
     yield "  by the service itself" if plan.inside else "  through this machine, checksums compared on the way"
+    if plan.catalog is not None:
+        yield f"  into the run at {plan.catalog.url}, whose catalogue gets its record"
     if plan.replaces:
         yield "  REPLACING the checkpoint that is committed there"
 
@@ -103,5 +107,7 @@ def _lines(plan: CopyPlan, done: Copied, check: Verification | None) -> Iterator
     yield f"copied {text.count(done.objects, 'object')}, {text.size(done.nbytes)}, to {plan.url}: {how}"
     if done.skipped:
         yield f"  {text.count(done.skipped, 'object')} of an interrupted copy were there already"
+    if plan.catalog is not None:
+        yield f"  a checkpoint of the run at {plan.catalog.url}, and recorded in its catalogue"
     if check is not None:
         yield from lines(check)

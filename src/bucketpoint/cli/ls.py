@@ -27,7 +27,7 @@ def ls(catalog: Catalog, everything: bool, as_json: bool) -> Answer:
     """
     snapshot = catalog.snapshot()
     rows = list(_rows(snapshot, catalog))
-    document: dict[str, Any] = {"root": catalog.url, "checkpoints": rows}
+    document: dict[str, Any] = {"root": catalog.url, "run": min(snapshot.runs, default=None), "checkpoints": rows}
     if everything:
         document["attempts"] = [
             {"step": one.step, "url": catalog.url_of_folder(one.folder), "token": one.token, "started": one.started}

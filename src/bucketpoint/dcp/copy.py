@@ -15,6 +15,10 @@ from typing import Any
 
 from torch.distributed.checkpoint import Metadata
 
+from bucketpoint.catalog.adopt import named
+from bucketpoint.catalog.catalog import Catalog
+from bucketpoint.catalog.run import catalog_above
+from bucketpoint.catalog.save_log import SaveLog
 from bucketpoint.dcp.block_tables import read_tables, with_blocks
 from bucketpoint.dcp.commit import Commit, commit_copy
 from bucketpoint.dcp.regions import ChunkShapes, ObjectCheck, Region, item_regions, table_regions
@@ -50,6 +54,7 @@ class CopyPlan:
         there: objects that an earlier, interrupted copy left at the destination, whole.
         replaces: a checkpoint is committed at the destination, or may be, and will be replaced.
         inside: the service can copy by itself.
+        catalog: of the run that the copy becomes a checkpoint of, if the destination lies in one.
     """
 
     saved: SavedCheckpoint
@@ -61,6 +66,7 @@ class CopyPlan:
     there: dict[str, ObjectInfo] = field(repr=False)
     replaces: bool
     inside: bool
+    catalog: Catalog | None = None
 
     @property
     def nbytes(self) -> int:
@@ -113,7 +119,23 @@ def plan_copy(
         paths = _moved_aside(saved, text)
     there = {} if used is not None else _left_behind(saved, store, prefix, sources)
     inside = inside_one_service(saved.store, store)
-    return CopyPlan(saved, text, store, prefix, paths, sources, there, used is not None and overwrite, inside)
+    try:
+        found = catalog_above(text, storage_options=storage_options, fs=fs)
+    except AccessDeniedError:
+        # Whoever may only write there leaves the record beside the metadata, as any writer without a catalogue does.
+        found = None
+    return CopyPlan(
+        saved,
+        text,
+        store,
+        prefix,
+        paths,
+        sources,
+        there,
+        replaces=used is not None and overwrite,
+        inside=inside,
+        catalog=found[0] if found is not None else None,
+    )
 
 
 def copy_checkpoint(
@@ -134,17 +156,42 @@ def copy_checkpoint(
         for path, check in zip(waiting, checks, strict=True)
     ]
     meter = Meter("cp", plan.url, plan.left_nbytes, progress)
+    log = _log_there(plan)
+    if log is not None:
+        log.begin(plan.url, _token_there(plan))
     infos, inside = copy_objects(saved.store, plan.store, jobs, options, meter=meter)
     copied = {**plan.there, **dict(zip(waiting, infos, strict=True))}
     metadata, facts, data = _metadata_there(plan, copied)
     sizes = {plan.paths[path]: info.size for path, info in copied.items()}
     record = make_record(metadata, facts, data, sizes, items=len(saved.items), metadata_etag=None)
-    token = record.token or keys.new_token()
-    request = Commit(plan.store, plan.prefix, plan.url, token, keys.METADATA, overwrite=plan.replaces)
+    token = _token_there(plan)
+    if log is not None:
+        record = named(record, data, saved.info)
+    request = Commit(plan.store, plan.prefix, plan.url, token, keys.METADATA, overwrite=plan.replaces, log=log)
     commit_copy(request, data, record, paths=plan.paths.values())
     meter.finish()
     checked = 0 if inside else sum(check.nbytes for check in checks)
     return Copied(len(plan.paths), plan.nbytes, len(plan.there), inside and bool(jobs), checked)
+
+
+def _log_there(plan: CopyPlan) -> SaveLog | None:
+    """A copy into a run is a save of that run: with an intent, and with what the source's record says of metrics."""
+    if plan.catalog is None:
+        return None
+    record = plan.saved.record
+    return SaveLog(plan.catalog, record.kind, record.metrics, overwrite=plan.replaces)
+
+
+def _token_there(plan: CopyPlan) -> str:
+    """The token that the copy goes by: that of the save, or a fresh one where its objects got other names."""
+    moved = next((new for old, new in plan.paths.items() if old != new), None)
+    if moved is not None:
+        parsed = keys.parse_data_path(moved)
+        assert parsed is not None
+        return parsed[0]
+    token = named(plan.saved.record, plan.saved.data, plan.saved.info).token
+    assert token is not None
+    return token
 
 
 @dataclass(frozen=True)
@@ -289,13 +336,10 @@ def _metadata_there(plan: CopyPlan, copied: Mapping[str, ObjectInfo]) -> tuple[M
     saved = plan.saved
     if not saved.facts:
         return saved.metadata, {}, saved.data
-    token = saved.facts.get("token") or keys.new_token()
+    token = _token_there(plan)
     metadata = shallow.copy(saved.metadata)
     moved = {old: new for old, new in plan.paths.items() if old != new}
     if moved:
-        parsed = keys.parse_data_path(next(iter(moved.values())))
-        assert parsed is not None
-        token = parsed[0]
         metadata.storage_data = {index: _at(info, moved) for index, info in (saved.metadata.storage_data or {}).items()}
     if metadata.storage_meta is not None:
         metadata.storage_meta = dataclasses.replace(metadata.storage_meta, checkpoint_id=plan.url, save_id=token)

@@ -15,6 +15,7 @@ from bucketpoint.dcp.metadata_source import MetadataSource, committed_etags
 from bucketpoint.dcp.session import as_url
 from bucketpoint.errors import CheckpointNotFoundError
 from bucketpoint.format import keys
+from bucketpoint.format.index_ref import IndexRef, ref_of
 from bucketpoint.format.metadata import decode_metadata, extra, record_of
 from bucketpoint.format.record import CommitRecord
 from bucketpoint.format.storage_info import ItemInfo, read_storage_info
@@ -32,6 +33,8 @@ class SavedCheckpoint:
     data: bytes = field(repr=False)
     info: ObjectInfo
     metadata: Metadata = field(repr=False)
+    storage_options: Mapping[str, Any] | None = field(default=None, repr=False)
+    fs: Any = field(default=None, repr=False)
 
     @cached_property
     def facts(self) -> dict[str, Any]:
@@ -62,6 +65,11 @@ class SavedCheckpoint:
     @cached_property
     def _etags(self) -> dict[str, str]:
         return committed_etags(self.metadata, self.store, self.url)
+
+    @cached_property
+    def index(self) -> IndexRef | None:
+        """The index that the metadata names."""
+        return ref_of(self.metadata)
 
     def key(self, path: str) -> str:
         """The key of a path within the checkpoint. Raises UnsafeDataError where it leads out of it."""
@@ -100,7 +108,8 @@ def open_checkpoint(
         data, info = source.get_with_info(keys.METADATA)
     except CheckpointNotFoundError:
         raise _nothing_here(source) from None
-    return SavedCheckpoint(text, store, prefix, data, info, decode_metadata(data, trusted=trusted, url=text))
+    metadata = decode_metadata(data, trusted=trusted, url=text)
+    return SavedCheckpoint(text, store, prefix, data, info, metadata, storage_options, fs)
 
 
 def _nothing_here(source: MetadataSource) -> CheckpointNotFoundError:

@@ -5,6 +5,7 @@ Damage is gathered, not raised: one run names all of it. Memory is bounded by th
 
 from __future__ import annotations
 
+import hashlib
 import io
 import threading
 from collections import Counter
@@ -16,10 +17,17 @@ from typing import Any
 from torch.distributed.checkpoint import TensorStorageMetadata
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
+from bucketpoint.catalog.run import record_above
 from bucketpoint.dcp.block_tables import read_tables, with_blocks
 from bucketpoint.dcp.regions import ChunkShapes, ObjectCheck, Region, item_regions, table_regions
 from bucketpoint.dcp.saved import SavedCheckpoint
-from bucketpoint.errors import CorruptDataError, MetadataError, ObjectNotFoundError, PreconditionFailedError
+from bucketpoint.errors import (
+    AccessDeniedError,
+    CorruptDataError,
+    MetadataError,
+    ObjectNotFoundError,
+    PreconditionFailedError,
+)
 from bucketpoint.format import keys
 from bucketpoint.format.archive import Verdict, check_archive
 from bucketpoint.format.record import MAX_RECORD_BYTES, CommitRecord
@@ -81,7 +89,8 @@ def verify(
     """Read every byte of a checkpoint and compare it with whatever was recorded about it.
 
     Checked are the objects' presence, size and pinned ETag, the CRC32C of every block of what bucketpoint wrote and the
-    frames around it, the CRC32 inside the torch.save archives of other writers, and the metadata by its record.
+    frames around it, the CRC32 inside the torch.save archives of other writers, the metadata by its record, beside it
+    or in the run's catalogue, and the index by what the metadata says of it.
 
     Raises:
         StoreError: the store fails, or refuses access. Damage is never raised.
@@ -90,8 +99,9 @@ def verify(
     run.check_metadata()
     run.check_items_are_named()
     plans = run.plan()
-    total = sum(plan.info.size for plan in plans)
+    total = sum(plan.info.size for plan in plans) + (saved.index.size if saved.index is not None else 0)
     meter = Meter("verify", saved.url, total, progress)
+    run.check_index(meter)
     run.read(plans, meter)
     meter.finish()
     return Verification(
@@ -137,20 +147,73 @@ class _Run:
 
     def check_metadata(self) -> None:
         """The record holds the checksum of the metadata it was made of. A cache: that it is missing is no damage."""
-        store, url = self.saved.store, self.saved.url
+        reasons = []
+        for where, read in (("beside it", self._record_beside), ("in a catalogue above it", self._record_above)):
+            try:
+                record = read()
+            except (AccessDeniedError, CorruptDataError, MetadataError) as error:
+                reasons.append(error.message)
+                continue
+            if record is None:
+                reasons.append(f"there is no record {where}")
+            elif not self._is_of_this_save(record):
+                reasons.append(f"the record {where} is of another save")
+            else:
+                if record.metadata_crc32c not in (None, crc32c(memoryview(self.saved.data))):
+                    self._add("metadata", keys.METADATA, "it is not the one that was committed: its CRC32C differs")
+                return
+        self.notes.append(f"{keys.METADATA} itself was not checked: {', and '.join(reasons)}")
+
+    def _record_beside(self) -> CommitRecord | None:
         try:
-            data, _ = store.get(self.saved.key(keys.RECORD), max_bytes=MAX_RECORD_BYTES)
-            record = CommitRecord.from_json(data, url=url)
+            data, _ = self.saved.store.get(self.saved.key(keys.RECORD), max_bytes=MAX_RECORD_BYTES)
         except ObjectNotFoundError:
-            self.notes.append(f"{keys.METADATA} itself was not checked: there is no record beside it")
+            return None
+        return CommitRecord.from_json(data, url=self.saved.url)
+
+    def _record_above(self) -> CommitRecord | None:
+        saved = self.saved
+        return record_above(saved.url, storage_options=saved.storage_options, fs=saved.fs)
+
+    def _is_of_this_save(self, record: CommitRecord) -> bool:
+        if self.saved.facts:
+            return record.token == self.saved.facts.get("token")
+        # Other writers' metadata has no token; what was adopted is known by the object that it was.
+        return record.metadata_etag is not None and record.metadata_etag == self.saved.info.etag
+
+    def check_index(self, meter: Meter) -> None:
+        """The index is read before the metadata wherever it is there, so it must be that which the metadata names."""
+        ref, saved = self.saved.index, self.saved
+        if ref is None:
             return
-        except (CorruptDataError, MetadataError) as error:
-            self.notes.append(f"{keys.METADATA} itself was not checked: {error.message}")
+        key = saved.key(ref.path)
+        try:
+            info = retry_transient(lambda: saved.store.head(key), attempts=self.options.read_attempts)
+            if info.size != ref.size:
+                text = (
+                    f"the index has {info.size} bytes, and {ref.size} were written: loads read {keys.METADATA} instead"
+                )
+                self._add("wrong-size", ref.path, text)
+                return
+            etag, attempts = _condition(saved.store, info), self.options.read_attempts
+            size = min(piece_bytes(self.options), ref.size)
+            raw = RangeFile(saved.store, key, 0, ref.size, etag=etag, attempts=attempts)
+            digest = hashlib.sha256()
+            with self._pool.lease(size), io.BufferedReader(raw, size) as file:
+                while piece := file.read(size):
+                    digest.update(piece)
+        except ObjectNotFoundError:
+            text = f"the index is not there: loads read all of {keys.METADATA} instead"
+            self._add("missing-object", ref.path, text)
             return
-        if record.token != self.saved.facts.get("token"):
-            self.notes.append(f"{keys.METADATA} itself was not checked: the record beside it is of another save")
-        elif record.metadata_crc32c is not None and record.metadata_crc32c != crc32c(memoryview(self.saved.data)):
-            self._add("metadata", keys.METADATA, "it is not the one that was committed: its CRC32C differs")
+        except (CorruptDataError, PreconditionFailedError) as error:
+            self._add("replaced-object", ref.path, f"it changed while it was read: {error.message}")
+            return
+        meter.add(ref.size)
+        self._count(None, ref.size)
+        if digest.hexdigest() != ref.digest:
+            text = f"the index is not the one that was written: loads read {keys.METADATA} instead"
+            self._add("checksum", ref.path, text)
 
     def check_items_are_named(self) -> None:
         """Every tensor's chunks, and everything else in the state, have data."""

@@ -1,0 +1,357 @@
+"""A plain writer with a policy: what it saves is recorded and pruned, on real stores and by every way through DCP."""
+
+from __future__ import annotations
+
+import logging
+import pickle
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
+
+from bucketpoint import BucketWriter, S3Writer, async_save
+from bucketpoint.catalog import pruning
+from bucketpoint.catalog.catalog import Catalog, open_catalog
+from bucketpoint.catalog.pruning import PruneWorker, worker_of
+from bucketpoint.catalog.run import open_run, parent_and_name
+from bucketpoint.catalog.save_log import SaveLog, read_record
+from bucketpoint.catalog.sweep import sweep
+from bucketpoint.errors import AccessDeniedError, BucketpointError, InvalidURLError, PolicyError
+from bucketpoint.format import catalogue
+from bucketpoint.retention import Keep, Layout, MaxDelete, Prune, RetentionPolicy
+from bucketpoint.stores.local import LocalStore
+from dcp.ranks import Ranks
+from servers import S3Server
+
+pytestmark = pytest.mark.contract
+
+WAIT_S = 240
+"""Against hangs only."""
+
+
+def policy(latest: int = 2, **more: Any) -> RetentionPolicy:
+    prune = more.pop("prune", Prune(grace=timedelta(0), max_delete=MaxDelete(fraction=1.0)))
+    return RetentionPolicy(Keep(latest), prune=prune, **more)
+
+
+YAML = "version: 1\nkeep: {latest: 2}\nprune: {grace: 0s, max_delete: {fraction: 1.0}}\n"
+
+
+def state(step: int) -> dict[str, Any]:
+    return {"model": {"w": torch.full((100,), float(step))}, "optim": {"m": torch.ones(100)}, "step": step}
+
+
+def save(writer: BucketWriter, *urls: str) -> None:
+    for url in urls:
+        dcp.save(state(1), checkpoint_id=url, storage_writer=writer, no_dist=True)
+
+
+def steps_of(catalog: Catalog) -> list[int]:
+    return [one.step for one in catalog.steps().checkpoints]
+
+
+def eventually(holds: Callable[[], bool]) -> bool:
+    end = time.monotonic() + WAIT_S
+    while not holds():
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.05)
+    return True
+
+
+@pytest.fixture
+def policy_file(tmp_path: Path) -> Path:
+    file = tmp_path / "policy.yaml"
+    file.write_text(YAML)
+    return file
+
+
+def test_saves_of_a_writer_with_a_policy_are_recorded_and_pruned(
+    s3: S3Server, bucket: str, policy_file: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    root = s3.url(bucket, "team/run")
+    writer = S3Writer(root, retention=policy_file, storage_options=s3.options)
+    assert writer.pruning is None
+    for step in (10, 20, 30, 40):
+        save(writer, f"{root}/step-{step}")
+        assert writer.pruning is not None
+        assert writer.pruning.drain(WAIT_S)
+    assert writer.pruning.failure is None
+    catalog = open_catalog(root, storage_options=s3.options)
+    assert steps_of(catalog) == [30, 40]
+    snapshot = catalog.snapshot()
+    assert snapshot.attempts + snapshot.finished + snapshot.notes.tombstones == ()
+    left = {key.removeprefix("team/run/").split("/")[0] for key in s3.keys(bucket)}
+    assert left == {"_bucketpoint", "step-30", "step-40"}
+    assert not [key for key in s3.keys(bucket) if key.endswith(".bucketpoint.json")]
+    assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []
+
+
+def test_a_folder_that_is_no_step_is_saved_and_not_recorded_with_one_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    writer = BucketWriter(retention=policy())
+    save(writer, f"{tmp_path}/run/step-1", f"{tmp_path}/run/final", f"{tmp_path}/run/export", f"{tmp_path}/run/step-2")
+    assert (tmp_path / "run/final/.bucketpoint.json").exists()
+    assert steps_of(open_catalog(str(tmp_path / "run"))) == [1, 2]
+    assert [r.getMessage() for r in caplog.records if "not recorded" in r.getMessage()] == [
+        f"{tmp_path}/run/final is saved, but not recorded and not pruned: it is no step of a run, whose folders are "
+        "named step-{step}"
+    ]
+
+
+def test_the_policys_root_and_layout_say_which_run_it_is(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    root = f"{tmp_path}/run"
+    writer = BucketWriter(retention=policy(1, root=f"file://{root}/", layout=Layout("s{step:04d}")))
+    # The same place, written in another way; and a place that is not the policy's.
+    save(writer, f"{root}/s0001", f"{tmp_path}/other/s0002", f"{root}/step-3")
+    assert steps_of(open_catalog(root, template="s{step}")) == [1]
+    assert not (tmp_path / "other/_bucketpoint").exists()
+    assert "no step of the run at file://" in caplog.text
+
+
+def test_a_writer_without_a_policys_root_keeps_each_run_that_it_saves_into(tmp_path: Path) -> None:
+    writer = BucketWriter(retention=policy(1))
+    for name in ("a", "b"):
+        for step in (1, 2):
+            save(writer, f"{tmp_path}/{name}/step-{step}")
+        assert writer.pruning is not None
+        writer.pruning.drain()
+    assert [steps_of(open_catalog(f"{tmp_path}/{name}")) for name in ("a", "b")] == [[2], [2]]
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("version: 1\nkeep: {latest: 0}\n", ":2:16: keep.latest"),
+        ("version: 1\nkeep: {latest: 2}\nlayout: {step_dir: '" + "x" * 60 + "{step}'}\n", "layout.step_dir"),
+        ("version: 1\nkeep: {latest: 2}\nrun: 'a/b'\n", ":3:6: run"),
+    ],
+)
+def test_a_wrong_policy_is_refused_when_the_writer_is_made(tmp_path: Path, text: str, told: str) -> None:
+    file = tmp_path / "policy.yaml"
+    file.write_text(text)
+    with pytest.raises(PolicyError) as raised:
+        BucketWriter(retention=file)
+    assert f"{file}" in str(raised.value)
+    assert told in str(raised.value)
+    with pytest.raises(PolicyError, match="cannot be read"):
+        BucketWriter(retention=tmp_path / "nowhere.yaml")
+
+
+def test_a_writer_refuses_a_root_that_it_does_not_serve_and_two_who_would_record(tmp_path: Path) -> None:
+    with pytest.raises(InvalidURLError):
+        S3Writer(retention=policy(root=str(tmp_path)))
+    with pytest.raises(BucketpointError, match="not both"):
+        BucketWriter(retention=policy(), log=SaveLog(open_catalog(str(tmp_path))))
+
+
+def test_a_policy_that_prunes_by_hand_only_records(tmp_path: Path) -> None:
+    writer = BucketWriter(retention=policy(1, prune=Prune(when="manual")))
+    save(writer, *(f"{tmp_path}/run/step-{step}" for step in (1, 2, 3)))
+    assert writer.pruning is not None
+    assert writer.pruning.drain()
+    assert writer.pruning.last is None
+    assert steps_of(open_catalog(f"{tmp_path}/run")) == [1, 2, 3]
+
+
+def test_a_store_that_refuses_deletion_harms_no_save_and_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(store: Any, keys: Any) -> Any:
+        raise AccessDeniedError("may not delete", url=store.url)
+
+    monkeypatch.setattr(LocalStore, "delete", refuse)
+    writer = BucketWriter(retention=policy(1))
+    for step in (1, 2, 3):
+        save(writer, f"{tmp_path}/run/step-{step}")
+        assert writer.pruning is not None
+        writer.pruning.drain()
+    assert isinstance(writer.pruning.failure, AccessDeniedError)
+    assert "pruning failed" in caplog.text
+    assert steps_of(open_catalog(f"{tmp_path}/run")) == [1, 2, 3]
+
+
+def test_a_fault_of_ours_ends_neither_a_save_nor_the_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    broken = [True]
+
+    def breaks(*args: Any, **more: Any) -> Any:
+        if broken:
+            raise ZeroDivisionError
+        return original(*args, **more)
+
+    original = pruning.prune_by
+    monkeypatch.setattr(pruning, "prune_by", breaks)
+    writer = BucketWriter(retention=policy(1))
+    save(writer, f"{tmp_path}/run/step-1")
+    assert writer.pruning is not None
+    writer.pruning.drain()
+    assert "ZeroDivisionError" in str(writer.pruning.failure)
+    broken.clear()
+    save(writer, f"{tmp_path}/run/step-2")
+    writer.pruning.drain()
+    assert writer.pruning.failure is None
+    assert steps_of(open_catalog(f"{tmp_path}/run")) == [2]
+
+
+def test_a_writer_for_each_save_makes_one_worker_and_not_many(tmp_path: Path) -> None:
+    workers = set()
+    for step in (1, 2, 3):
+        writer = BucketWriter(f"{tmp_path}/run/step-{step}", retention=policy())
+        dcp.save(state(step), storage_writer=writer, no_dist=True)
+        again = pickle.loads(pickle.dumps(writer))
+        save(again, f"{tmp_path}/run/step-{step}")
+        workers |= {writer.pruning, again.pruning}
+    assert len(workers) == 1
+    catalog = open_run(policy(), f"{tmp_path}/run")
+    worker = worker_of(catalog, policy())
+    assert workers == {worker}
+    assert pickle.loads(pickle.dumps(worker)) is worker
+    worker.drain()
+
+
+@pytest.mark.parametrize(
+    ("url", "split"),
+    [
+        ("s3://bucket/run/step-5", ("s3://bucket/run", "step-5")),
+        ("s3://bucket/run/step-5//", ("s3://bucket/run", "step-5")),
+        ("s3://bucket/step-5", ("s3://bucket", "step-5")),
+        ("s3://step-5", None),
+        ("step-5", (".", "step-5")),
+        ("/step-5", None),
+        ("file:///step-5", None),
+        ("/data/step-5", ("/data", "step-5")),
+        ("memory://step-5", None),
+        ("", None),
+    ],
+)
+def test_a_run_is_what_is_above_the_folder(url: str, split: tuple[str, str] | None) -> None:
+    assert parent_and_name(url) == split
+
+
+# -- every way through DCP --------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def two_ranks() -> Iterator[Ranks]:
+    ranks = Ranks(2)
+    yield ranks
+    ranks.close()
+
+
+def async_saves(rank: int, world: int, root: str, options: dict[str, Any], executor: str) -> Any:
+    writer = S3Writer(retention=policy(), storage_options=options)
+    for step in (10, 20, 30, 40, 50):
+        handle = async_save(
+            {"model": {"w": torch.full((100,), float(step)), f"own{rank}": torch.ones(3)}},
+            checkpoint_id=f"{root}/step-{step}",
+            storage_writer=writer,
+            async_checkpointer_type=AsyncCheckpointerType[executor],
+        )
+        handle.result(WAIT_S)
+    if writer.pruning is not None:
+        writer.pruning.drain(WAIT_S)
+    writer.close()
+    return writer.pruning is not None and writer.pruning.last is not None
+
+
+@pytest.mark.parametrize("executor", ["THREAD", "PROCESS"])
+def test_a_job_that_saves_beside_training_keeps_what_the_policy_says(
+    two_ranks: Ranks, minio: S3Server, executor: str
+) -> None:
+    root = minio.url(minio.make_bucket(), "run")
+    # Rank 0 alone prunes; a checkpoint process does so by itself, so that its parent has nothing to say.
+    has = two_ranks.run(async_saves, root, minio.options, executor)
+    assert has == [executor == "THREAD", False]
+    catalog = open_catalog(root, storage_options=minio.options)
+    assert eventually(lambda: steps_of(catalog) == [40, 50])
+    record = read_record(catalog, catalog.steps().checkpoints[-1].key or "")
+    assert record is not None
+    assert record.world_size == 2
+
+
+PROGRAM = """
+    import sys, torch
+    import torch.distributed.checkpoint as dcp
+    from bucketpoint import BucketWriter
+    from datetime import timedelta
+    from bucketpoint.retention import Keep, MaxDelete, Prune, RetentionPolicy
+
+    torch.distributed.init_process_group("gloo", f"file://{sys.argv[1]}.store", rank=0, world_size=1)
+    policy = RetentionPolicy(Keep(1), prune=Prune(grace=timedelta(0), max_delete=MaxDelete(fraction=1.0)))
+    writer = BucketWriter(retention=policy)
+    for step in range(1, 4):
+        url = f"{sys.argv[1]}/step-{step}"
+        begun = dcp.async_save({"w": torch.ones(200_000)}, checkpoint_id=url, storage_writer=writer)
+        if step < 3:
+            begun.result()
+    # The last one is under way, and nobody waits for it.
+"""
+
+
+def test_a_program_that_ends_at_once_loses_neither_its_last_save_nor_its_record(tmp_path: Path) -> None:
+    root = f"{tmp_path}/run"
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", textwrap.dedent(PROGRAM), root],
+        capture_output=True,
+        text=True,
+        timeout=500,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "Traceback" not in done.stderr
+    catalog = open_catalog(root)
+    assert steps_of(catalog)[-1] == 3
+    assert catalog.steps().attempts == ()
+    # What the last round did not get to, the next job does.
+    prune = PruneWorker(open_run(policy(1), root), policy(1))
+    prune.now()
+    assert steps_of(catalog) == [3]
+
+
+def test_open_uploads_of_a_killed_save_are_found_by_their_policys_writer(minio: S3Server, tmp_path: Path) -> None:
+    """MinIO lists uploads by their exact key alone, so the intent of each rank says which they may be."""
+    root = minio.url(minio.make_bucket(), "run")
+    program = f"""
+        import os, torch
+        import torch.distributed.checkpoint as dcp
+        from bucketpoint import S3Writer, TransferOptions
+        from bucketpoint.stores import S3Store
+        S3Store.complete_multipart = lambda *args, **more: os._exit(9)
+        writer = S3Writer(
+            retention={str(tmp_path / "policy.yaml")!r},
+            storage_options={minio.options!r},
+            transfer=TransferOptions(part_bytes=5 << 20, single_put_bytes=5 << 20),
+        )
+        url = {root + "/step-1"!r}
+        dcp.save({{"w": torch.ones(4_000_000)}}, checkpoint_id=url, storage_writer=writer, no_dist=True)
+    """
+    (tmp_path / "policy.yaml").write_text(YAML)
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", textwrap.dedent(program)], capture_output=True, text=True, timeout=500
+    )
+    assert done.returncode == 9, done.stderr
+    opened = open_catalog(root, storage_options=minio.options)
+    late = Catalog(opened.url, opened.store, opened.prefix, opened.template, clock=lambda: time.time() + 72 * 3600)
+    assert sweep(opened).uploads == []
+    (upload,) = sweep(late).uploads
+    assert list(late.store.list_multipart(upload)) == []
+    assert list(late.store.list(late.key(""))) == []
+
+
+# -- whose run it is --------------------------------------------------------------------------------------------------
+
+
+def test_names_of_runs_come_back_from_their_keys() -> None:
+    for name in ("a", "llama-8b.v2_final", "0"):
+        assert catalogue.run_of(catalogue.encode([catalogue.RUN, name])) == name
+    for other in ("run", "run__", "run__a__b", "0000000000000001__run__a", "steps__a"):
+        assert catalogue.run_of(other) is None
