@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from bucketpoint.catalog.adopt import adopt, heal
+from bucketpoint.catalog.catalog import Catalog
 from bucketpoint.catalog.notes import lease, note_restored, pin, pins, release, report, unpin
+from bucketpoint.catalog.run import templates_of
 from bucketpoint.catalog.save_log import SaveLog, read_record
-from bucketpoint.errors import BucketpointError, InvalidURLError
-from bucketpoint.format.catalogue import CommitKey
+from bucketpoint.catalog.tombstones import bury, undo
+from bucketpoint.errors import BucketpointError, InvalidURLError, OtherRunError, PolicyError
+from bucketpoint.format.catalogue import CommitKey, StepTemplate
+from bucketpoint.retention import Layout
 from catalog.memory import START, MemoryStore, killed, memory_catalog, metadata_bytes, save
 
 HOUR = 3600.0
@@ -261,3 +267,95 @@ def test_a_run_without_a_catalogue_is_not_taken_for_an_empty_one(store: MemorySt
     latest = catalog.latest()
     assert latest is not None
     assert latest.folder == "step-100"
+
+
+# -- whose run it is --------------------------------------------------------------------------------------------------
+
+
+def test_of_two_runs_that_claim_the_same_folders_at_once_one_is_told_whenever_it_happens() -> None:
+    seen = set()
+    for at in range(1, 30):
+        store = MemoryStore()
+        first, second = (replace(memory_catalog(store), run=name) for name in ("a", "b"))
+        outcome: list[bool] = []
+
+        def tries(catalog: Catalog, store: MemoryStore = store) -> bool:
+            try:
+                save(catalog, 100 if catalog.run == "a" else 200)
+            except OtherRunError:
+                return False
+            return True
+
+        def meanwhile(number: int, name: str, at: int = at, outcome=outcome, tries=tries, second=second) -> None:
+            if number == at:
+                outcome.append(tries(second))
+
+        store.between = meanwhile
+        mine = tries(first)
+        store.between = None
+        if not outcome:
+            break
+        assert mine != outcome[0]
+        owner, other = (first, second) if mine else (second, first)
+        seen.add(mine)
+        assert len(owner.steps().checkpoints) == 1
+        assert owner.steps().runs == {owner.run}
+        with pytest.raises(OtherRunError):
+            other.steps()
+        with pytest.raises(OtherRunError):
+            next(other.candidates())
+        with pytest.raises(OtherRunError):
+            replace(owner, run="").snapshot()
+        # Tools look at any.
+        assert len(replace(owner, run=None).steps().checkpoints) == 1
+    assert seen == {True, False}
+
+
+def test_a_claim_that_dies_at_any_request_is_no_hindrance_to_the_same_run() -> None:
+    kills = 0
+    for at, acts in itertools.product(range(1, 12), (False, True)):
+        store = MemoryStore()
+        catalog = replace(memory_catalog(store), run="a")
+        try:
+            with killed(store, at, acts=acts):
+                save(catalog, 100)
+            kills += 1
+        except pytest.fail.Exception:
+            pass
+        save(catalog, 200)
+        assert [one.step for one in catalog.steps().checkpoints][-1] == 200
+        with pytest.raises(OtherRunError):
+            save(replace(catalog, run="b"), 300)
+    assert kills >= 10
+
+
+def test_runs_with_folders_of_their_own_share_a_root_and_never_meet() -> None:
+    store = MemoryStore()
+    runs = [replace(memory_catalog(store, f"{name}-{{step}}"), run=name) for name in ("a", "b")]
+    for run in runs:
+        save(run, 100)
+    for run in runs:
+        assert [one.folder for one in run.snapshot().checkpoints] == [f"{run.run}-100"]
+
+
+def test_a_checkpoint_that_a_tombstone_will_delete_is_the_last_to_be_restored() -> None:
+    store = MemoryStore()
+    catalog = memory_catalog(store)
+    for step in (100, 200, 300):
+        save(catalog, step)
+    one = catalog.steps().checkpoints[-1]
+    bury(catalog, one, "delete", due=store.now + 3600)
+    assert [found.step for found in catalog.candidates()] == [200, 100, 300]
+    undo(catalog, 300)
+    assert [found.step for found in catalog.candidates()] == [300, 200, 100]
+
+
+@given(st.from_regex(r"[^{}/]{0,12}\{step(:0[1-9][0-9]?d)?\}[^{}/]{0,12}", fullmatch=True), st.integers(0, 10**15))
+def test_a_layout_is_one_and_the_same_to_policies_and_to_the_catalogue(text: str, step: int) -> None:
+    try:
+        template = StepTemplate(Layout(text).step_dir)
+    except (InvalidURLError, PolicyError):
+        return
+    assert template.step_of(template.folder(step)) == step
+    found = [one for one in templates_of(template.namespace) if one.step_of(template.folder(step)) == step]
+    assert [one for one in found if one.namespace == template.namespace]

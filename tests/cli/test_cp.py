@@ -14,10 +14,12 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 
 from bucketpoint import BucketReader, BucketWriter
+from bucketpoint.catalog.catalog import open_catalog
 from bucketpoint.dcp.copy import COPY_OPTIONS, copy_checkpoint, plan_copy
 from bucketpoint.dcp.saved import open_checkpoint
 from bucketpoint.dcp.verify import verify
 from bucketpoint.errors import AccessDeniedError, CheckpointExistsError, StoreError
+from bucketpoint.retention import Keep, RetentionPolicy
 from bucketpoint.stores import S3Store, open_store
 from bucketpoint.transfer import TransferOptions
 from cli.conftest import Program, save, state
@@ -372,3 +374,56 @@ def test_metadata_that_only_its_owner_trusts_is_shown_checked_and_copied_when_to
         done = program(*arguments, "--trusted")
         assert done.code == 0, done.err
     assert isinstance(open_checkpoint(b, trusted=True).metadata.planner_data, Planned)
+
+
+def in_run(root: str, *steps: int, **more: Any) -> None:
+    writer = BucketWriter(retention=RetentionPolicy(Keep(100), **more))
+    for step in steps:
+        dcp.save(state(step), checkpoint_id=f"{root}/step-{step}", storage_writer=writer, no_dist=True)
+    assert writer.pruning is not None
+    writer.pruning.drain()
+
+
+def test_a_copy_into_a_run_is_recorded_there_and_one_to_anywhere_else_is_not(root: str, program: Program) -> None:
+    in_run(f"{root}/a", 10, 20)
+    in_run(f"{root}/b", 5)
+    assert program("report", f"{root}/b", "20", "eval/loss=0.5").code == 0
+    done = program("cp", f"{root}/a/step-20", f"{root}/b/step-20", "--verify", "--json")
+    assert done.code == 0, done.err
+    assert done.json["recorded_in"] == f"{root}/b"
+    assert done.json["verification"]["notes"] == []
+    listed = program("ls", f"{root}/b", "--json").json["checkpoints"]
+    assert [(one["step"], one["metrics"]) for one in listed] == [(5, {}), (20, {"eval/loss": 0.5})]
+    assert program("ls", f"{root}/b", "--all", "--json").json["attempts"] == []
+    assert latest(f"{root}/b") == "step-20"
+    # A folder that is no step, and a place without a catalogue: one record alone would hide its neighbours.
+    save(f"{root}/c/step-99")
+    for there in (f"{root}/b/best", f"{root}/c/step-20"):
+        assert "recorded in its catalogue" not in program("cp", f"{root}/a/step-20", there).out
+        assert contents(there)[".bucketpoint.json"]
+    assert latest(f"{root}/c") == "step-99"
+
+
+def latest(root: str) -> str:
+    return next(open_catalog(root).candidates()).folder
+
+
+def test_a_copy_over_a_step_of_a_run_takes_its_place_in_the_catalogue(root: str, program: Program) -> None:
+    in_run(f"{root}/a", 10)
+    in_run(f"{root}/b", 10)
+    before = program("ls", f"{root}/b", "--json").json["checkpoints"][0]["token"]
+    assert program("cp", f"{root}/a/step-10", f"{root}/b/step-10").code == 5
+    assert "into the run at" in program("cp", f"{root}/a/step-10", f"{root}/b/step-10", "--overwrite", "--dry-run").out
+    done = program("cp", f"{root}/a/step-10", f"{root}/b/step-10", "--overwrite", "--verify")
+    assert done.code == 0, done.out + done.err
+    (now,) = program("ls", f"{root}/b", "--json").json["checkpoints"]
+    assert now["token"] != before
+    loads(f"{root}/b/step-10", 10.0)
+
+
+def test_the_checkpoint_of_another_writer_gets_a_record_too(tmp_path: Path, program: Program) -> None:
+    dcp.save(state(7), storage_writer=FileSystemWriter(tmp_path / "theirs"), no_dist=True)
+    in_run(f"{tmp_path}/run", 5)
+    assert program("cp", str(tmp_path / "theirs"), f"{tmp_path}/run/step-00000007", "--verify").code == 0
+    assert [one["step"] for one in program("ls", f"{tmp_path}/run", "--json").json["checkpoints"]] == [5, 7]
+    loads(f"{tmp_path}/run/step-00000007", 7.0)

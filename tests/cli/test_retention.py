@@ -161,3 +161,19 @@ def test_help_of_every_command_imports_nothing_large(command: str) -> None:
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=240)
     assert done.stderr.strip() == "[]"
     assert json.dumps(command)[1:-1] in done.stdout
+
+
+def test_a_run_gets_a_name_and_the_policy_must_say_it(program: Program, root: str, tmp_path: Path) -> None:
+    save_run(root, 10, 20, 30)
+    file = write(tmp_path, root)
+    assert program("name", root, "a b").code == 2
+    assert program("name", root, "llama").code == 0
+    assert program("ls", root, "--json").json["run"] == "llama"
+    refused = program("prune", str(file), "--json")
+    assert (refused.code, refused.json["error"]["kind"]) == (5, "OtherRunError")
+    assert "Set run: llama in the policy" in refused.err
+    file.write_text(file.read_text() + "run: llama\n")
+    done = program("prune", str(file), "--json")
+    assert [one["step"] for one in done.json["deleted"]] == [10]
+    taken = program("name", root, "other", "--json")
+    assert (taken.code, taken.json["run"]) == (1, "llama")

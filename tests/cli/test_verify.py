@@ -14,9 +14,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch.distributed.checkpoint import FileSystemWriter
 
+from bucketpoint import BucketReader, BucketWriter
 from bucketpoint.dcp.regions import ObjectCheck, Region
 from bucketpoint.dcp.saved import SavedCheckpoint, open_checkpoint
 from bucketpoint.dcp.verify import Verification, verify
+from bucketpoint.retention import Keep, Prune, RetentionPolicy
 from bucketpoint.stores import open_store
 from bucketpoint.transfer import TransferOptions
 from bucketpoint.transfer.checksum import crc32c
@@ -232,3 +234,62 @@ def test_a_check_finds_exactly_the_regions_that_differ_whatever_the_pieces(data:
     for at, view in data.draw(st.permutations(pieces)):
         check.note(at, view)
     assert check.wrong() == [region for region in regions if any(region.start <= at < region.stop for at in flips)]
+
+
+def in_run(root: str, content: dict[str, Any], step: int = 1) -> str:
+    writer = BucketWriter(retention=RetentionPolicy(Keep(100), prune=Prune(when="manual")))
+    url = f"{root}/step-{step}"
+    dcp.save(content, checkpoint_id=url, storage_writer=writer, no_dist=True)
+    return url
+
+
+def test_the_record_is_found_in_the_runs_catalogue(root: str, program: Program) -> None:
+    url = in_run(root, state())
+    done = program("verify", url, "--json")
+    assert (done.code, done.json["notes"]) == (0, [])
+    replaced(url, ".metadata", flip(-40))
+    done = program("verify", url, "--json")
+    assert done.code == 1
+    assert {one["kind"] for one in done.json["damage"]} == {"metadata"} or "error" in done.json
+
+
+def test_a_record_in_the_catalogue_tells_of_metadata_that_was_put_back(root: str, program: Program) -> None:
+    first, second = in_run(root, state(1.0), 1), in_run(root, state(1.0), 2)
+    store, prefix = open_store(second)
+    theirs = store.get(f"{prefix}/.metadata" if prefix else ".metadata")[0]
+    replaced(first, ".metadata", lambda data: (data.clear(), data.extend(theirs)))
+    done = program("verify", first, "--json")
+    assert done.json["notes"] == [
+        ".metadata itself was not checked: there is no record beside it, and the record in a catalogue above it is of "
+        "another save"
+    ]
+
+
+MANY = {"model": {f"w{n}": torch.full((2,), float(n)) for n in range(900)}}
+
+
+@pytest.mark.parametrize("how", ["whole", "flipped", "shorter", "gone"])
+def test_the_index_is_checked(root: str, program: Program, how: str) -> None:
+    url = in_run(root, MANY)
+    index = open_checkpoint(url).index
+    assert index is not None
+    if how == "flipped":
+        replaced(url, index.path, flip(index.size // 2))
+    elif how == "shorter":
+        replaced(url, index.path, lambda data: data.pop())
+    elif how == "gone":
+        store, prefix = open_store(url)
+        store.delete([f"{prefix}/{index.path}" if prefix else index.path])
+    done = program("verify", url, "--json")
+    found = [(one["kind"], one["object"]) for one in done.json["damage"]]
+    kinds = {"flipped": "checksum", "shorter": "wrong-size", "gone": "missing-object"}
+    assert found == ([(kinds[how], index.path)] if how in kinds else [])
+    assert done.code == (1 if found else 0)
+    # It is none of the data, and loads do without it.
+    target = {"model": {name: torch.zeros(2) for name in MANY["model"]}}
+    dcp.load(target, checkpoint_id=url, storage_reader=BucketReader(), no_dist=True)
+    assert target["model"]["w7"].tolist() == [7, 7]
+    # A copy has no index, and names none.
+    if how == "whole":
+        assert program("cp", url, f"{root}/copy", "--verify").code == 0
+        assert open_checkpoint(f"{root}/copy").index is None

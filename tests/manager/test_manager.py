@@ -17,14 +17,18 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from bucketpoint import BucketReader, BucketWriter
+from bucketpoint.catalog import catalog
+from bucketpoint.catalog.claim import name_run
 from bucketpoint.catalog.pruner import Order, prune
 from bucketpoint.catalog.sweep import sweep
+from bucketpoint.dcp import session
 from bucketpoint.errors import (
     BucketpointError,
     CheckpointExistsError,
     CheckpointNotFoundError,
     IncompleteCheckpointError,
     MismatchError,
+    OtherRunError,
 )
 from bucketpoint.manager.manager import CheckpointManager
 from bucketpoint.retention import InFlight, MaxDelete, Prune, Save, SaveEvery
@@ -32,6 +36,8 @@ from dcp.async_scenarios import GatedFileSystem
 from dcp.ranks import Ranks
 from manager import manager_scenarios as scenarios
 from manager.manager_scenarios import BEST, policy, state, value_of
+from servers import S3Server
+from transfer.wrappers import CountingStore
 
 pytestmark = pytest.mark.contract
 
@@ -383,3 +389,113 @@ def test_the_index_of_a_large_checkpoint_is_no_debris_and_goes_with_the_optimize
         weights = {"model": {f"w{n}": torch.zeros(2) for n in range(800)}}
         dcp.load(weights, checkpoint_id=f"{root}/step-1", storage_reader=BucketReader(), no_dist=True)
         assert all(tensor.tolist() == [1, 1] for tensor in weights["model"].values())
+
+
+# -- what it costs ----------------------------------------------------------------------------------------------------
+
+
+class Asked(CountingStore):
+    """Notes each request for something else than data, by name and key."""
+
+    def __init__(self, inner: Any, into: list[tuple[str, str]]) -> None:
+        super().__init__(inner)
+        self.into = into
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self.inner, name)
+        if not callable(value):
+            return value
+
+        def call(*args: Any, **more: Any) -> Any:
+            if args and isinstance(args[0], str) and ("/data/" not in args[0] or "-index-" in args[0]):
+                self.into.append((name, args[0]))
+            return value(*args, **more)
+
+        return call
+
+
+@pytest.mark.parametrize("items", [2, 1000])
+def test_restoring_the_latest_costs_one_listing_and_two_reads_and_a_note(
+    s3: S3Server, bucket: str, monkeypatch: pytest.MonkeyPatch, items: int
+) -> None:
+    root = s3.url(bucket, "run")
+    reached = {"policy": policy(), "storage_options": s3.options}
+
+    def full(value: float) -> dict[str, Any]:
+        return {"model": {f"w{n}": torch.full((2,), value) for n in range(items)}}
+
+    with CheckpointManager(root, **reached) as manager:
+        for step in (10, 20, 30):
+            manager.save(step, full(step))
+    asked: list[tuple[str, str]] = []
+    for module in (catalog, session):
+        opened = module.open_store
+
+        def wrapped(*args: Any, opened: Any = opened, **more: Any) -> Any:
+            store, prefix = opened(*args, **more)
+            return Asked(store, asked), prefix
+
+        monkeypatch.setattr(module, "open_store", wrapped)
+    target = full(0)
+    with CheckpointManager(root, **reached) as manager:
+        restored = manager.restore(target)
+    assert restored is not None
+    assert (restored.step, target["model"]["w1"].tolist()) == (30, [30.0, 30.0])
+    assert [key for name, key in asked if name.startswith("list")] == ["run/_bucketpoint/step-N/steps/"]
+    assert len([key for name, key in asked if name in ("get", "read_into", "head")]) <= 2, asked
+    assert [name for name, key in asked if "/notes/" in key] == ["put"]
+    assert len(asked) <= 4
+
+
+def test_a_run_that_went_back_does_not_go_on_from_what_it_discarded(root: str) -> None:
+    later = policy(prune=Prune(grace=timedelta(hours=1), max_delete=MaxDelete(fraction=1.0)))
+    save(root, 10, 20, 30)
+    with CheckpointManager(root, policy=later) as manager:
+        manager.save(15, state(15), newer="discard")
+    target = state(0)
+    with CheckpointManager(root, policy=later) as manager:
+        restored = manager.restore(target)
+        assert restored is not None
+        assert (restored.step, value_of(target)) == (15, 15.0)
+        # Nor is what is on its way out in the way of the next save.
+        manager.save(16, state(16))
+    # One may still say so by number, and what one goes on from stays.
+    with CheckpointManager(root, policy=later) as manager:
+        assert manager.restore(target, 30).step == 30  # type: ignore[union-attr]
+        assert "restored from" in manager.catalog.snapshot().held()[30]
+
+
+# -- whose run it is --------------------------------------------------------------------------------------------------
+
+
+def test_a_run_with_a_name_goes_on_after_a_crash_and_others_are_told(root: str) -> None:
+    target = state(0)
+    for step in (10, 20):
+        with CheckpointManager(root, policy=policy(run="a")) as manager:
+            restored = manager.restore(target, fresh=True)
+            assert (restored.step if restored else None) == (10 if step == 20 else None)
+            manager.save(step, state(step))
+    for other in ("b", None):
+        with CheckpointManager(root, policy=policy(run=other)) as manager:
+            with pytest.raises(OtherRunError, match="These are the checkpoints of run 'a'"):
+                manager.restore(target)
+            with pytest.raises(OtherRunError, match="Set run: a in the policy"):
+                manager.save(30, state(30))
+            with pytest.raises(OtherRunError):
+                manager.prune()
+    assert committed(root) == ["step-10", "step-20"]
+
+
+def test_a_run_that_began_without_a_name_is_no_named_ones_until_somebody_says_so(root: str) -> None:
+    save(root, 10)
+    target = state(0)
+    with CheckpointManager(root, policy=policy(run="a")) as manager:
+        with pytest.raises(OtherRunError, match=f"bucketpoint name {root} a"):
+            manager.restore(target)
+        with pytest.raises(OtherRunError, match="a run without a name"):
+            manager.save(20, state(20))
+        assert name_run(manager.catalog, "a") == "a"
+        assert name_run(manager.catalog, "b") == "a"
+        assert manager.restore(target).step == 10  # type: ignore[union-attr]
+        manager.save(20, state(20))
+    assert committed(root) == ["step-10", "step-20"]

@@ -98,7 +98,7 @@ class StepTemplate:
             pieces = []
         fields = [(name, spec, conversion) for _, name, spec, conversion in pieces if name is not None]
         fits = len(fields) == 1 and fields[0][0] == "step" and not fields[0][2]
-        padded = fits and re.fullmatch(r"(0[0-9]+)?d?", fields[0][1] or "")
+        padded = fits and re.fullmatch(r"(0([1-9]|1[0-6]))?d?", fields[0][1] or "")
         before = pieces[0][0] if pieces else ""
         after = pieces[1][0] if len(pieces) > 1 else ""
         inside = not before.startswith(("/", CATALOGUE)) and "/" not in after and ".." not in before.split("/")

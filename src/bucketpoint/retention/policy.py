@@ -134,7 +134,7 @@ class Layout(Checked):
 
     step_dir: Annotated[
         str,
-        Text("a folder's name with {step} or {step:08d} in it", r"[^{}/]*\{step(:0[1-9][0-9]?d)?\}[^{}/]*"),
+        Text("a folder's name with {step} or {step:08d} in it", r"[^{}/]*\{step(:0([1-9]|1[0-6])d)?\}[^{}/]*"),
         "a folder's name; {step:08d} pads the number with zeros",
     ] = "step-{step}"
 
