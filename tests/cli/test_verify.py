@@ -250,7 +250,7 @@ def test_the_record_is_found_in_the_runs_catalogue(root: str, program: Program) 
     replaced(url, ".metadata", flip(-40))
     done = program("verify", url, "--json")
     assert done.code == 1
-    assert {one["kind"] for one in done.json["damage"]} == {"metadata"} or "error" in done.json
+    assert "metadata" in {one["kind"] for one in done.json["damage"]}
 
 
 def test_a_record_in_the_catalogue_tells_of_metadata_that_was_put_back(root: str, program: Program) -> None:

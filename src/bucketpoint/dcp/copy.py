@@ -167,6 +167,9 @@ def copy_checkpoint(
     token = _token_there(plan)
     if log is not None:
         record = named(record, data, saved.info)
+        if plan.replaces:
+            # Of several records of one folder the youngest counts, and what is replaced may be younger than the source.
+            record = dataclasses.replace(record, created=log.catalog.clock())
     request = Commit(plan.store, plan.prefix, plan.url, token, keys.METADATA, overwrite=plan.replaces, log=log)
     commit_copy(request, data, record, paths=plan.paths.values())
     meter.finish()
