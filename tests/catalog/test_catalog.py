@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from bucketpoint.catalog.adopt import adopt, heal
 from bucketpoint.catalog.catalog import Catalog
 from bucketpoint.catalog.notes import lease, note_restored, pin, pins, release, report, unpin
+from bucketpoint.catalog.pruner import Order, prune
 from bucketpoint.catalog.run import templates_of
 from bucketpoint.catalog.save_log import SaveLog, read_record
 from bucketpoint.catalog.tombstones import bury, undo
@@ -336,6 +337,19 @@ def test_runs_with_folders_of_their_own_share_a_root_and_never_meet() -> None:
         save(run, 100)
     for run in runs:
         assert [one.folder for one in run.snapshot().checkpoints] == [f"{run.run}-100"]
+
+
+def test_records_of_commits_that_were_replaced_go_with_the_folder() -> None:
+    store = MemoryStore()
+    catalog = memory_catalog(store)
+    for step in (100, 100, 200):
+        save(catalog, step)
+        store.now += 1
+    one = catalog.steps().checkpoints[0]
+    assert len(catalog.steps().superseded) == 1
+    prune(catalog, lambda rows: [Order(one.step, one.id)], grace=0, holder="me")
+    # One alone would stand for a checkpoint that is not there.
+    assert [found.step for found in catalog.steps().checkpoints] == [200]
 
 
 def test_a_checkpoint_that_a_tombstone_will_delete_is_the_last_to_be_restored() -> None:

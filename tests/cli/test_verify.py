@@ -247,10 +247,12 @@ def test_the_record_is_found_in_the_runs_catalogue(root: str, program: Program) 
     url = in_run(root, state())
     done = program("verify", url, "--json")
     assert (done.code, done.json["notes"]) == (0, [])
-    replaced(url, ".metadata", flip(-40))
+    # Within a string that nothing is compared with: the metadata still decodes.
+    version = torch.__version__.partition("+")[0].encode()
+    replaced(url, ".metadata", flip(open_checkpoint(url).data.index(version)))
     done = program("verify", url, "--json")
     assert done.code == 1
-    assert "metadata" in {one["kind"] for one in done.json["damage"]}
+    assert {one["kind"] for one in done.json["damage"]} == {"metadata"}
 
 
 def test_a_record_in_the_catalogue_tells_of_metadata_that_was_put_back(root: str, program: Program) -> None:
