@@ -15,15 +15,19 @@ from bucketpoint.errors import BucketpointError, PolicyError
 from bucketpoint.retention import (
     Await,
     Best,
+    Entry,
     EveryHours,
     EverySteps,
     Keep,
     Plan,
+    Reason,
     RetentionPolicy,
     Row,
     circuit_breaker,
     plan,
+    rules,
 )
+from bucketpoint.retention.universe import Explanation
 from retention.cases import HOUR, reported, rows_at, steps
 
 EXAMPLE = RetentionPolicy(
@@ -181,6 +185,36 @@ def test_each_row_is_looked_at_a_fixed_number_of_times_however_many_there_are() 
     assert asked == list(range(300))
     assert looks(3000) <= 10.5 * few
     assert few <= 40 * 300
+
+
+def test_no_word_of_a_plan_is_made_before_somebody_reads_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pruner plans after every commit, and the words of 100,000 rows are most of the work."""
+    made_of: list[Any] = []
+
+    def explained(*arguments: Any) -> Any:
+        made_of.append(arguments)
+        return Explanation(*arguments)
+
+    monkeypatch.setattr(rules, "Explanation", explained)
+    made = plan(EXAMPLE, example())
+    assert len(made.left()) + len(made.deleted) == 24
+    assert circuit_breaker(made, count=24, fraction=1.0)
+    assert made_of == []
+    assert made.deleted[0].miss is not None
+    assert len(made_of) == 5
+    assert all(entry.miss for entry in made.deleted)
+    assert len(made_of) == 5
+
+
+def test_entries_are_the_same_if_their_words_are() -> None:
+    made, again = plan(EXAMPLE, example()).entries, plan(EXAMPLE, example()).entries
+    assert made[:19] == again[:19]
+    assert made[1] != made[2]
+    assert made[1] != replace_miss(made[1])
+
+
+def replace_miss(entry: Entry) -> Entry:
+    return Entry.told(entry.row, entry.action, entry.reasons, Reason("another", "rule"))
 
 
 def test_rows_that_contradict_each_other_make_no_plan() -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
+from itertools import repeat
 from typing import NamedTuple
 
-from bucketpoint.retention.plans import SAFETY, Entry, Plan, Reason
+from bucketpoint.retention.plans import SAFETY, Action, Entry, Plan, Reason
 from bucketpoint.retention.policy import RetentionPolicy
 from bucketpoint.retention.row import FULL, Row
 from bucketpoint.retention.safety import safety_set
@@ -27,26 +29,20 @@ def plan(policy: RetentionPolicy, rows: Iterable[Row]) -> Plan:
     """
     universe = Universe.of(rows)
     judged = [_Judged(rule.label, rule.thins, rule.decide(universe)) for rule in policy.keep.rules()]
-    whole: dict[int, list[Reason]] = {}
+    safe: dict[int, list[str]] = {}
     for position, why in safety_set(universe):
-        whole.setdefault(position, []).append(Reason(SAFETY, why))
-    weights: dict[int, list[Reason]] = {}
+        safe.setdefault(position, []).append(why)
+    actions: list[Action] = ["delete"] * len(universe.rows)
     for rule in judged:
-        kept = weights if rule.thins else whole
-        for position, why in rule.decision.kept.items():
-            kept.setdefault(position, []).append(Reason(rule.label, why))
-    nearest = _nearest(judged, len(universe.rows))
-    whole_rules = [rule for rule in judged if not rule.thins]
-    entries = []
-    for position, row in enumerate(universe.rows):
-        if position in whole:
-            entries.append(Entry(row, "keep", (*whole[position], *weights.get(position, ()))))
-        elif position in weights:
-            closest = min(whole_rules, key=lambda rule: rule.decision.places.get(position, _NEVER))
-            entries.append(_weights_only(row, tuple(weights[position]), closest.missed(position)))
-        else:
-            entries.append(Entry(row, "delete", (), judged[nearest[position]].missed(position)))
-    return Plan(tuple(rule.label for rule in judged), tuple(entries))
+        if rule.thins:
+            for position in rule.decision.kept:
+                actions[position] = "thin" if universe.rows[position].can_be_thinned else "keep"
+    for kept in (safe, *(rule.decision.kept for rule in judged if not rule.thins)):
+        for position in kept:
+            actions[position] = "keep"
+    say = partial(_said, universe.rows, judged, safe)
+    entries = tuple(map(Entry, universe.rows, actions, repeat(say), range(len(actions))))
+    return Plan(tuple(rule.label for rule in judged), entries)
 
 
 _NEVER = sys.maxsize
@@ -57,27 +53,36 @@ class _Judged(NamedTuple):
     thins: bool
     decision: Decision
 
+    def reason(self, position: int) -> Reason:
+        return Reason(self.label, self.decision.explanation.why(position))
+
     def missed(self, position: int) -> Reason:
-        return Reason(self.label, self.decision.miss(position))
+        return Reason(self.label, self.decision.explanation.miss(position))
 
 
-def _nearest(judged: Sequence[_Judged], rows: int) -> list[int]:
-    """For each position, the rule that came nearest to keeping it: the one that missed by the fewest places.
+def _said(
+    rows: Sequence[Row], judged: Sequence[_Judged], safe: Mapping[int, Sequence[str]], position: int
+) -> tuple[tuple[Reason, ...], Reason | None]:
+    """The reasons of one position, and what it missed."""
+    keeping = [rule for rule in judged if position in rule.decision.kept]
+    whole = [Reason(SAFETY, why) for why in safe.get(position, ())]
+    whole += [rule.reason(position) for rule in keeping if not rule.thins]
+    weights = [rule.reason(position) for rule in keeping if rule.thins]
+    row, reasons = rows[position], (*whole, *weights)
+    if whole:
+        return reasons, None
+    if not weights:
+        return (), _nearest(judged, position).missed(position)
+    if row.can_be_thinned:
+        return reasons, _nearest([rule for rule in judged if not rule.thins], position).missed(position)
+    if row.kind == FULL:
+        return reasons, Reason(reasons[0].rule, "stays whole: its weights are not in objects of their own")
+    return reasons, None
+
+
+def _nearest(judged: Sequence[_Judged], position: int) -> _Judged:
+    """The rule that came nearest to keeping a position: the one that missed by the fewest places.
 
     Among equals, and where no rule counts places, it is the first of the policy.
     """
-    behind, nearest = [_NEVER] * rows, [0] * rows
-    for number, rule in enumerate(judged):
-        for position, places in rule.decision.places.items():
-            if places < behind[position]:
-                behind[position], nearest[position] = places, number
-    return nearest
-
-
-def _weights_only(row: Row, reasons: tuple[Reason, ...], miss: Reason) -> Entry:
-    if row.can_be_thinned:
-        return Entry(row, "thin", reasons, miss)
-    if row.kind == FULL:
-        stays = Reason(reasons[0].rule, "stays whole: its weights are not in objects of their own")
-        return Entry(row, "keep", reasons, stays)
-    return Entry(row, "keep", reasons)
+    return min(judged, key=lambda rule: rule.decision.explanation.places.get(position, _NEVER))

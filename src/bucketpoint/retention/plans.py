@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, fields
 from functools import cached_property
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 from bucketpoint.errors import BucketpointError
 from bucketpoint.retention.row import Row
@@ -34,30 +34,49 @@ class Reason(NamedTuple):
         return f"{self.rule} ({self.why})"
 
 
-class Entry(NamedTuple):
-    """What is to happen to one checkpoint.
+Said: TypeAlias = tuple[tuple[Reason, ...], Reason | None]
+"""What keeps a checkpoint, and what it missed."""
+
+
+class Entry:
+    """What is to happen to one checkpoint. Not to be changed.
 
     Attributes:
         row: as it was when the plan was made.
         action: `keep` it whole, `thin` it to its weights, or `delete` it.
-        reasons: all that keep it, in the order of the policy, safety first. Empty where it is deleted.
-        miss: for a deleted one, the rule that came nearest to keeping it. For a thinned one, why not all of it is
-            kept. None for a kept one, but where a rule that thins is all that keeps it: why it stays whole.
     """
 
-    row: Row
-    action: Action
-    reasons: tuple[Reason, ...]
-    miss: Reason | None = None
+    # Neither a dataclass nor a tuple: of the 100,000 that a plan may have, most are deletions whose words nobody reads.
+    __slots__ = ("_position", "_say", "action", "row")
+
+    def __init__(self, row: Row, action: Action, say: Callable[[int], Said], position: int = 0) -> None:
+        """`say(position)` makes the words, whenever they are asked for, and always the same."""
+        self.row, self.action = row, action
+        self._say, self._position = say, position
+
+    @property
+    def reasons(self) -> tuple[Reason, ...]:
+        """All that keep it, in the order of the policy, safety first. Empty where it is deleted."""
+        return self._say(self._position)[0]
+
+    @property
+    def miss(self) -> Reason | None:
+        """For a deleted one, the rule that came nearest to keeping it. For a thinned one, why not all of it is kept.
+
+        None for a kept one, but where a rule that thins is all that keeps it: why it stays whole.
+        """
+        return self._say(self._position)[1]
 
     def to_dict(self) -> dict[str, Any]:
-        row = asdict(self.row)
-        row["metrics"] = {name: _to_json(value) for name, value in self.row.metrics.items()}
+        row = self.row
+        reasons, miss = self._say(self._position)
         return {
-            **row,
+            **{name: getattr(row, name) for name in _ROW_FIELDS},
+            "groups": dict(row.groups),
+            "metrics": {name: _to_json(value) for name, value in row.metrics.items()},
             "action": self.action,
-            "reasons": [reason._asdict() for reason in self.reasons],
-            "miss": self.miss._asdict() if self.miss else None,
+            "reasons": [reason._asdict() for reason in reasons],
+            "miss": miss._asdict() if miss else None,
         }
 
     @classmethod
@@ -65,7 +84,30 @@ class Entry(NamedTuple):
         row = {name: content for name, content in data.items() if name not in ("action", "reasons", "miss")}
         row["metrics"] = {name: _from_json(value) for name, value in row["metrics"].items()}
         reasons = tuple(Reason(**reason) for reason in data["reasons"])
-        return cls(Row(**row), data["action"], reasons, Reason(**data["miss"]) if data["miss"] else None)
+        return cls.told(Row(**row), data["action"], reasons, Reason(**data["miss"]) if data["miss"] else None)
+
+    @classmethod
+    def told(cls, row: Row, action: Action, reasons: tuple[Reason, ...], miss: Reason | None = None) -> Entry:
+        """One whose words are there already."""
+        return cls(row, action, lambda position: (reasons, miss))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Entry.told, (self.row, self.action, *self._say(self._position))
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Entry):
+            return NotImplemented
+        return (self.row, self.action, self.reasons, self.miss) == (other.row, other.action, other.reasons, other.miss)
+
+    # A row holds dictionaries.
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        reasons, miss = self._say(self._position)
+        return f"Entry({self.row!r}, {self.action!r}, {reasons!r}, {miss!r})"
+
+
+_ROW_FIELDS = tuple(one.name for one in fields(Row))
 
 
 @dataclass(frozen=True)

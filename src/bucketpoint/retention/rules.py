@@ -8,18 +8,21 @@ time of the newest row, which is always kept. Unions of such rules are path inde
 
 from __future__ import annotations
 
+import heapq
 import importlib
 import math
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from bisect import bisect_left, bisect_right
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta, timezone
+from itertools import islice
 from typing import Annotated, Any, Literal, Protocol, TypeAlias
 
 from bucketpoint.errors import Fault, PolicyError
 from bucketpoint.retention.row import FULL, Row
 from bucketpoint.retention.shapes import Checked, Choice, Duration, Key, Record, Text, Whole, written
-from bucketpoint.retention.universe import Decision, Universe, nth
+from bucketpoint.retention.universe import Decision, Explanation, Universe, nth
 
 
 class Rule(Protocol):
@@ -50,15 +53,22 @@ class Latest:
         return f"latest: {self.count}"
 
     def decide(self, universe: Universe) -> Decision:
-        ranked = [position for position, row in enumerate(universe.rows) if row.kind == FULL][::-1]
-        kept, places = _cut(ranked, self.count, "{} latest")
+        rows = universe.rows
 
-        def miss(position: int) -> str:
-            if position not in places:
-                return f"of the kind {universe.rows[position].kind}; latest counts full checkpoints"
-            return f"{nth(places[position] + self.count)} latest; latest keeps {self.count}"
+        def ranked() -> Iterable[int]:
+            return (position for position in reversed(range(len(rows))) if rows[position].kind == FULL)
 
-        return Decision(kept, places, miss)
+        def explain() -> Explanation:
+            ranks = _ranks(ranked())
+
+            def miss(position: int) -> str:
+                if position not in ranks:
+                    return f"of the kind {rows[position].kind}; latest counts full checkpoints"
+                return f"{nth(ranks[position])} latest; latest keeps {self.count}"
+
+            return Explanation(lambda position: f"{nth(ranks[position])} latest", _missed(ranks, self.count), miss)
+
+        return Decision(frozenset(islice(ranked(), self.count)), explain)
 
 
 @dataclass(frozen=True)
@@ -88,34 +98,45 @@ class Best(Checked):
         return f"best: {self.metric} {self.mode} {self.count}"
 
     def decide(self, universe: Universe) -> Decision:
-        rows = universe.rows
+        rows, metric = universe.rows, self.metric
         sign = 1 if self.mode == "min" else -1
-        values = {
-            position: sign * value
-            for position, row in enumerate(rows)
-            if (value := finite(row.metrics.get(self.metric))) is not None
-        }
-        # Sorting is stable: among equal values the order before decides, which is the total order or its reverse.
-        ranked = sorted(values if self.ties == "oldest" else reversed(values), key=values.__getitem__)
-        kept, places = _cut(ranked, self.count, f"{{}} best {self.metric}")
+        values = {}
+        for position, row in enumerate(rows):
+            value = row.metrics.get(metric)
+            # What `finite` says of a float, without the call: these few lines are a third of a plan.
+            if type(value) is float:
+                if value - value == 0.0:
+                    values[position] = sign * value
+            elif value is not None and (number := finite(value)) is not None:
+                values[position] = sign * number
         waiting = self._waiting(universe)
         most = self.wait.max if self.wait else 0
-        for number, position in enumerate(waiting, 1):
-            if number <= most:
-                kept[position] = f"waits for {self.metric}, {nth(number)} of at most {most}"
-            else:
-                places[position] = number - most
 
-        def miss(position: int) -> str:
-            if position in values:
-                return f"{nth(places[position] + self.count)} best {self.metric}; best keeps {self.count}"
-            if position in places:
-                return f"{nth(places[position] + most)} to wait for {self.metric}; {most} may"
-            if self.metric in rows[position].metrics:
-                return f"{self.metric} is {rows[position].metrics[self.metric]}, which is never ranked"
-            return f"{self.metric} was never reported" + (f" within {written(self.wait.for_)}" if self.wait else "")
+        def in_order() -> Iterable[int]:
+            # Sorting is stable: among equal values the order before decides, the total order or its reverse.
+            return values if self.ties == "oldest" else reversed(values)
 
-        return Decision(kept, places, miss)
+        def explain() -> Explanation:
+            ranks, waits = _ranks(sorted(in_order(), key=values.__getitem__)), _ranks(waiting)
+
+            def why(position: int) -> str:
+                if position in ranks:
+                    return f"{nth(ranks[position])} best {metric}"
+                return f"waits for {metric}, {nth(waits[position])} of at most {most}"
+
+            def miss(position: int) -> str:
+                if position in ranks:
+                    return f"{nth(ranks[position])} best {metric}; best keeps {self.count}"
+                if position in waits:
+                    return f"{nth(waits[position])} to wait for {metric}; {most} may"
+                if metric in rows[position].metrics:
+                    return f"{metric} is {rows[position].metrics[metric]}, which is never ranked"
+                return f"{metric} was never reported" + (f" within {written(self.wait.for_)}" if self.wait else "")
+
+            return Explanation(why, {**_missed(ranks, self.count), **_missed(waits, most)}, miss)
+
+        best = heapq.nsmallest(self.count, in_order(), key=values.__getitem__)
+        return Decision(frozenset((*best, *waiting[:most])), explain)
 
     def ranked(self, rows: Sequence[Row]) -> list[int]:
         """Positions of the rows that have a value to rank, the best first. The rows are in their order."""
@@ -134,12 +155,9 @@ class Best(Checked):
         """
         if self.wait is None:
             return []
-        since = universe.newest_created - self.wait.for_.total_seconds()
-        return [
-            position
-            for position in reversed(universe.by_time)
-            if universe.rows[position].created >= since and self.metric not in universe.rows[position].metrics
-        ]
+        young = universe.younger(self.wait.for_.total_seconds())
+        newest = islice(reversed(universe.by_time), young)
+        return [position for position in newest if self.metric not in universe.rows[position].metrics]
 
 
 Thin: TypeAlias = Annotated[
@@ -165,23 +183,21 @@ class EverySteps(Checked):
         return f"every: {self.steps} steps{_bounds(self.until, self.last, self.thin)}"
 
     def decide(self, universe: Universe) -> Decision:
-        rows, width, until = universe.rows, self.steps, self.until
-
-        def cell_of(position: int) -> int | None:
-            step = rows[position].step
-            # The cell below the grid's first line holds step 0 alone.
-            return None if (until is not None and step > until) or 0 < step < width else step // width
+        steps, width = universe.steps, self.steps
+        # The cell below the grid's first line holds step 0 alone.
+        zero, first = bisect_right(steps, 0), bisect_left(steps, width)
+        end = len(steps) if self.until is None else bisect_right(steps, self.until)
+        inside = [*range(min(zero, end)), *range(first, end)]
 
         def name(cell: int) -> str:
-            return f"steps {cell * self.steps} to {(cell + 1) * self.steps - 1}" if cell else "step 0"
+            return f"steps {cell * width} to {(cell + 1) * width - 1}" if cell else "step 0"
 
         def outside(position: int) -> str:
-            step = universe.rows[position].step
-            if self.until is not None and step > self.until:
-                return f"after step {self.until}, where every {self.steps} steps ends"
-            return f"before step {self.steps}, where every {self.steps} steps begins"
+            if self.until is not None and steps[position] > self.until:
+                return f"after step {self.until}, where every {width} steps ends"
+            return f"before step {width}, where every {width} steps begins"
 
-        return _earliest(range(len(rows)), cell_of, self.last, name, outside)
+        return _earliest(inside, [steps[position] // width for position in inside], self.last, name, outside)
 
 
 @dataclass(frozen=True)
@@ -203,13 +219,11 @@ class EveryHours(Checked):
     def decide(self, universe: Universe) -> Decision:
         width = self.hours * 3600
 
-        def cell_of(position: int) -> int:
-            return math.floor(universe.rows[position].created / width)
-
         def name(cell: int) -> str:
             return f"the {self.hours} h from {_utc(cell * width)}"
 
-        return _earliest(universe.by_time, cell_of, self.last, name, lambda position: "outside the grid")
+        cells = [math.floor(universe.created[position] / width) for position in universe.by_time]
+        return _earliest(universe.by_time, cells, self.last, name, lambda position: "outside the grid")
 
 
 @dataclass(frozen=True)
@@ -224,22 +238,19 @@ class Within:
         return f"within: {written(self.age)}"
 
     def decide(self, universe: Universe) -> Decision:
-        newest = universe.newest_created
-        since = newest - self.age.total_seconds()
-        times = {position: universe.rows[position].created for position in universe.by_time}
-        kept = {
-            position: f"{_ago(newest - created)} older than the newest"
-            for position, created in times.items()
-            if created >= since
-        }
-        too_old = universe.by_time[: len(times) - len(kept)]
-        places = {position: place for place, position in enumerate(reversed(too_old), 1)}
+        by_time, created, newest = universe.by_time, universe.created, universe.newest_created
+        too_old = len(by_time) - universe.younger(self.age.total_seconds())
+
+        def why(position: int) -> str:
+            return f"{_ago(newest - created[position])} older than the newest"
 
         def miss(position: int) -> str:
-            age = _ago(newest - times[position])
-            return f"{age} older than the newest; within keeps {written(self.age)}"
+            return f"{why(position)}; within keeps {written(self.age)}"
 
-        return Decision(kept, places, miss)
+        return Decision(
+            frozenset(by_time[too_old:]),
+            lambda: Explanation(why, _ranks(reversed(by_time[:too_old])), miss),
+        )
 
 
 @dataclass(frozen=True)
@@ -255,8 +266,8 @@ class Steps:
 
     def decide(self, universe: Universe) -> Decision:
         named = frozenset(self.steps)
-        kept = {position: "named" for position, row in enumerate(universe.rows) if row.step in named}
-        return Decision(kept, {}, lambda position: "not among the named steps")
+        kept = frozenset(position for position, step in enumerate(universe.steps) if step in named)
+        return Decision(kept, _same("named", "not among the named steps"))
 
 
 @dataclass(frozen=True)
@@ -273,11 +284,11 @@ class Match:
         return f"match: {self.path}"
 
     def decide(self, universe: Universe) -> Decision:
-        if not universe.rows:
-            return Decision({}, {}, lambda position: "")
-        function = self.load()
-        kept = {position: "matches" for position, row in enumerate(universe.rows) if self._asked(function, row)}
-        return Decision(kept, {}, lambda position: "does not match")
+        kept: frozenset[int] = frozenset()
+        if universe.rows:
+            function = self.load()
+            kept = frozenset(position for position, row in enumerate(universe.rows) if self._asked(function, row))
+        return Decision(kept, _same("matches", "does not match"))
 
     def load(self) -> Callable[[Row], bool]:
         """The function.
@@ -320,45 +331,62 @@ def finite(value: object) -> float | None:
         return None
 
 
-def _cut(ranked: Sequence[int], count: int, why: str) -> tuple[dict[int, str], dict[int, int]]:
-    """The reasons of the first `count`, and by how many places the others missed."""
-    kept = {position: why.format(nth(rank)) for rank, position in enumerate(ranked[:count], 1)}
-    return kept, {position: places for places, position in enumerate(ranked[count:], 1)}
+def _ranks(ranked: Iterable[int]) -> dict[int, int]:
+    """1 for the first, 2 for the second, and so on."""
+    return {position: rank for rank, position in enumerate(ranked, 1)}
+
+
+def _missed(ranks: Mapping[int, int], count: int) -> dict[int, int]:
+    """By how many places those missed that are not among the first `count`."""
+    return {position: rank - count for position, rank in ranks.items() if rank > count}
+
+
+def _same(why: str, miss: str) -> Callable[[], Explanation]:
+    """Of a rule that says the same of every row, and in which none is near."""
+    return lambda: Explanation(lambda position: why, {}, lambda position: miss)
 
 
 def _earliest(
-    ordered: Iterable[int],
-    cell_of: Callable[[int], int | None],
+    ordered: Sequence[int],
+    cells: Sequence[int],
     last: int | None,
     name: Callable[[int], str],
     outside: Callable[[int], str],
 ) -> Decision:
-    """The first of each cell, in the given order, of the `last` highest cells that have any."""
-    cells: dict[int, list[int]] = defaultdict(list)
-    for position in ordered:
-        cell = cell_of(position)
-        if cell is not None:
-            cells[cell].append(position)
-    names = {cell: name(cell) for cell in cells}
-    behind = {cell: max(0, rank - (last or rank)) for rank, cell in enumerate(sorted(cells, reverse=True), 1)}
-    kept: dict[int, str] = {}
-    places: dict[int, int] = {}
-    for cell, (first, *others) in cells.items():
-        if behind[cell]:
-            places[first] = behind[cell]
-        else:
-            kept[first] = f"earliest of {names[cell]}"
-        places.update(zip(others, range(1 + behind[cell], 1 + behind[cell] + len(others)), strict=True))
+    """The first of each cell, in the given order, of the `last` highest cells that have any.
 
-    def miss(position: int) -> str:
-        cell = cell_of(position)
-        if cell is None:
-            return outside(position)
-        if last is not None and behind[cell]:
-            return f"{names[cell]}: {nth(behind[cell] + last)} newest of these; last keeps {last}"
-        return f"{nth(places[position] + 1)} of {names[cell]}; every keeps the earliest"
+    Args:
+        ordered: the positions that lie in the grid.
+        cells: the cell of each of them.
+    """
+    # Backwards, so that what comes first is what stays.
+    earliest = dict(zip(reversed(cells), reversed(ordered), strict=True))
+    counted = sorted(earliest, reverse=True)[:last]
 
-    return Decision(kept, places, miss)
+    def explain() -> Explanation:
+        behind = {cell: max(0, rank - (last or rank)) for rank, cell in enumerate(sorted(earliest, reverse=True), 1)}
+        cell_of = dict(zip(ordered, cells, strict=True))
+        before: Counter[int] = Counter()
+        places = {}
+        for position, cell in cell_of.items():
+            if place := before[cell] + behind[cell]:
+                places[position] = place
+            before[cell] += 1
+
+        def why(position: int) -> str:
+            return f"earliest of {name(cell_of[position])}"
+
+        def miss(position: int) -> str:
+            cell = cell_of.get(position)
+            if cell is None:
+                return outside(position)
+            if last is not None and behind[cell]:
+                return f"{name(cell)}: {nth(behind[cell] + last)} newest of these; last keeps {last}"
+            return f"{nth(places[position] + 1)} of {name(cell)}; every keeps the earliest"
+
+        return Explanation(why, places, miss)
+
+    return Decision(frozenset(earliest[cell] for cell in counted), explain)
 
 
 def _bounds(until: int | None, last: int | None, thin: str | None) -> str:

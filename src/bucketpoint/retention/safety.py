@@ -26,6 +26,8 @@ def safety_set(universe: Universe) -> Iterator[tuple[int, str]]:
         yield full_by_step, "newest full one by step"
         yield full_by_time, "newest full one by time"
     for position, row in enumerate(rows):
+        if not (row.pinned or row.leased or row.restored_from):
+            continue
         if row.pinned:
             yield position, "pinned"
         if row.leased:

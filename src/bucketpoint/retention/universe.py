@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
+from functools import cached_property
 from operator import attrgetter
 
 from bucketpoint.errors import BucketpointError
@@ -17,10 +20,14 @@ class Universe:
 
     Attributes:
         rows: in the total order (step, created, id), the oldest first.
+        steps: of the rows, one each.
+        created: of the rows, one each.
         by_time: positions in the order (created, step, id), the oldest first.
     """
 
     rows: Sequence[Row]
+    steps: Sequence[int]
+    created: Sequence[float]
     by_time: Sequence[int]
 
     @classmethod
@@ -32,17 +39,33 @@ class Universe:
         """
         given = list(rows)
         for row in given:
-            _check(row)
+            step = row.step
+            if (
+                type(step) is not int
+                or step < 0
+                or type(row.id) is not str
+                or not math.isfinite(row.created)
+                or row.kind not in KINDS
+            ):
+                raise _refusal(row)
         given.sort(key=attrgetter("step"))
-        if len({row.step for row in given}) < len(given):
+        steps = [row.step for row in given]
+        if len(set(steps)) < len(given):
             given.sort(key=attrgetter(*ORDER))
             given = list(_distinct(given))
-        return cls(given, sorted(range(len(given)), key=[row.created for row in given].__getitem__))
+            steps = [row.step for row in given]
+        created = [row.created for row in given]
+        return cls(given, steps, created, sorted(range(len(given)), key=created.__getitem__))
 
     @property
     def newest_created(self) -> float:
         """Seconds since the epoch of the checkpoint that was committed last: the engine's only clock."""
-        return self.rows[self.by_time[-1]].created if self.by_time else -math.inf
+        return self.created[self.by_time[-1]] if self.by_time else -math.inf
+
+    def younger(self, age: float) -> int:
+        """How many are at most `age` seconds older than the newest one: that many at the end of `by_time`."""
+        since = self.newest_created - age
+        return len(self.by_time) - bisect_left(self.by_time, since, key=self.created.__getitem__)
 
 
 def _distinct(ordered: Iterable[Row]) -> Iterator[Row]:
@@ -63,17 +86,32 @@ def _distinct(ordered: Iterable[Row]) -> Iterator[Row]:
             )
 
 
-def _check(row: Row) -> None:
+def _refusal(row: Row) -> BucketpointError:
     if type(row.step) is not int or row.step < 0 or type(row.id) is not str:
-        raise BucketpointError(f"{row.step!r} is no step, or {row.id!r} no id", key=str(row.id))
+        return BucketpointError(f"{row.step!r} is no step, or {row.id!r} no id", key=str(row.id))
     if not math.isfinite(row.created):
-        raise BucketpointError(f"Step {row.step} has no time of creation: {row.created!r}", key=row.id)
-    if row.kind not in KINDS:
-        raise BucketpointError(
-            f"Step {row.step} is of the kind {row.kind!r}, which this version does not know",
-            key=row.id,
-            remedy="Update bucketpoint before anything is deleted here",
-        )
+        return BucketpointError(f"Step {row.step} has no time of creation: {row.created!r}", key=row.id)
+    return BucketpointError(
+        f"Step {row.step} is of the kind {row.kind!r}, which this version does not know",
+        key=row.id,
+        remedy="Update bucketpoint before anything is deleted here",
+    )
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """How positions stand to one rule, for whoever reads it.
+
+    Attributes:
+        why: why the rule keeps a position, in words.
+        places: for positions that missed, by how many places they did: how many others would have to go, about.
+            Positions that the rule keeps or would never keep are not in it.
+        miss: why the rule does not keep a position, in words.
+    """
+
+    why: Callable[[int], str]
+    places: Mapping[int, int]
+    miss: Callable[[int], str]
 
 
 @dataclass(frozen=True)
@@ -81,15 +119,16 @@ class Decision:
     """What one rule says of a universe.
 
     Attributes:
-        kept: why, in words, for each position that the rule keeps.
-        places: for positions that missed, by how many places they did: how many others would have to go, about.
-            Positions that the rule would never keep are in neither.
-        miss: why the rule does not keep a position, in words.
+        kept: the positions that the rule keeps.
+        explain: makes the explanation. Most plans are made by pruners, of which nobody reads a word.
     """
 
-    kept: Mapping[int, str]
-    places: Mapping[int, int]
-    miss: Callable[[int], str]
+    kept: AbstractSet[int]
+    explain: Callable[[], Explanation]
+
+    @cached_property
+    def explanation(self) -> Explanation:
+        return self.explain()
 
 
 def nth(number: int) -> str:
