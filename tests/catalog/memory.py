@@ -226,7 +226,7 @@ def save(
     url = catalog.url_of(step)
     log.begin(url, token)
     folder, _ = catalog.folder_of(url)
-    data, content = metadata_bytes(token, created=store.now, **log.facts(url))
+    data, content = metadata_bytes(token, created=catalog.clock(), **log.facts(url))
     for number in range(objects):
         content[keys.data_path(token, number + 1, "model", 0)] = b"x" * 10
     for path, body in content.items():

@@ -1,8 +1,9 @@
-"""`bucketpoint plan` and `prune`: thin around the engine and the pruner."""
+"""`bucketpoint plan` and `prune`: thin around the engine, its picture and the pruner."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -10,6 +11,7 @@ import click
 from bucketpoint.cli import text
 from bucketpoint.cli.frame import Answer, command
 from bucketpoint.cli.run_options import policy_argument
+from bucketpoint.errors import BucketpointError
 
 if TYPE_CHECKING:
     from bucketpoint.catalog.catalog import Catalog
@@ -18,20 +20,28 @@ if TYPE_CHECKING:
 
 
 @command("plan")
+@click.option(
+    "--plot", "picture", type=click.Path(dir_okay=False), metavar="FILE.svg", help="Draw the plan as a picture, SVG."
+)
 @policy_argument
-def plan(policy: RetentionPolicy, catalog: Catalog, as_json: bool) -> Answer:
-    """Say what a policy keeps, thins and deletes of its run, and why. Changes nothing.
+def plan(policy: RetentionPolicy, catalog: Catalog, picture: str | None, as_json: bool) -> Answer:
+    """Say what a policy keeps, thins and deletes of its run, and why. Changes nothing there.
 
     Every checkpoint that is kept comes with all its reasons, every deleted one with the rule that nearly kept it. Ends
     with 1 where the circuit breaker (max_delete) would refuse.
     """
     from bucketpoint.catalog.pruning import judged
 
+    if picture is not None and not picture.endswith(".svg"):
+        raise click.BadParameter(f"{picture!r} does not end in .svg, the one format there is", param_hint="--plot")
     made, verdict = judged(policy, catalog.snapshot().rows())
     document = {"root": catalog.url, **made.to_dict(), "allowed": verdict.allowed, "verdict": verdict.why}
     # The engine's own version of the plan, beside that of the command's document.
     document["plan_version"] = document.pop("version")
-    return Answer(document, _plan_lines(made, verdict), ok=verdict.allowed)
+    document["plot"] = picture
+    if picture is not None:
+        _draw(made, catalog.url, picture)
+    return Answer(document, _plan_lines(made, verdict, picture), ok=verdict.allowed)
 
 
 @command("prune")
@@ -70,12 +80,25 @@ def _counts(made: Plan) -> dict[str, Any]:
     return dict(made.to_dict()["summary"])
 
 
-def _plan_lines(made: Plan, verdict: Verdict) -> Iterator[str]:
+def _draw(made: Plan, root: str, picture: str) -> None:
+    from bucketpoint.cli.plot import svg
+
+    try:
+        Path(picture).write_text(svg(made, root), encoding="utf-8")
+    except OSError as error:
+        raise BucketpointError(
+            f"The picture cannot be written: {error}", url=picture, remedy="Name a file in a folder that is there"
+        ) from error
+
+
+def _plan_lines(made: Plan, verdict: Verdict, picture: str | None = None) -> Iterator[str]:
     for one in made.entries:
         why = "; ".join(map(str, one.reasons)) if one.action == "keep" else str(one.miss)
         yield f"{one.action:<7}step {one.row.step}  {text.size(one.row.bytes)}  {why}"
     kept, thinned, deleted = len(made.kept), len(made.thinned), len(made.deleted)
     yield f"{kept} kept, {thinned} thinned, {deleted} deleted: {text.size(made.freed_bytes)} are freed"
+    if picture is not None:
+        yield f"drawn: {picture}"
     if not verdict.allowed:
         yield f"REFUSED: {verdict.why}. Look at the plan; `prune --yes` carries it out"
 

@@ -1,0 +1,173 @@
+"""The picture of a plan: what is drawn where, for few checkpoints and for many, and that it can be read."""
+
+from __future__ import annotations
+
+import re
+import xml.etree.ElementTree as ET
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+import make_retention_plot
+from bucketpoint.cli.plot import COLOURS, INK, LEFT, RIGHT, WIDTH, svg
+from bucketpoint.retention import Best, EverySteps, Keep, Plan, RetentionPolicy, Row, plan
+from cli.conftest import Program
+from cli.test_retention import save_run, write
+
+ROOT = Path(__file__).resolve().parents[2]
+NAME = "{http://www.w3.org/2000/svg}"
+
+
+def made(number: int, *, pinned: int = 250) -> Plan:
+    policy = RetentionPolicy(
+        Keep(2, best=[Best("loss", "min", 2)], every=[EverySteps(500), EverySteps(100, last=3, thin="weights")])
+    )
+    return plan(
+        policy,
+        [
+            Row(
+                50 * place,
+                1e9 + 60 * place,
+                "a",
+                bytes=3,
+                groups={"model": 1, "optim": 2},
+                metrics={"loss": float(abs(place - 7))},
+                pinned=50 * place == pinned,
+            )
+            for place in range(number)
+        ],
+    )
+
+
+def group(picture: str, name: str) -> list[ET.Element]:
+    (found,) = [one for one in ET.fromstring(picture).iter(f"{NAME}g") if one.get("class") == name]
+    return list(found)
+
+
+def test_every_checkpoint_is_drawn_as_what_becomes_of_it() -> None:
+    planned = made(23)
+    picture = svg(planned, "s3://bucket/<run>&co")
+    for action, entries in (("keep", planned.kept), ("thin", planned.thinned), ("delete", planned.deleted)):
+        said = [bar.find(f"{NAME}title").text or "" for bar in group(picture, action)]  # type: ignore[union-attr]
+        assert len(said) == len(entries) > 0
+        for words, entry in zip(said, entries, strict=True):
+            assert words.startswith(f"step {entry.row.step}, ")
+            assert all(str(reason) in words for reason in entry.reasons or [entry.miss])
+    assert len(group(picture, "pinned")) == 1
+    heights = {action: {bar.get("height") for bar in group(picture, action)} for action in ("keep", "thin", "delete")}
+    assert heights["keep"] != heights["thin"]
+    assert {bar.get("y") for bar in group(picture, "thin")} != {bar.get("y") for bar in group(picture, "delete")}
+    assert ET.fromstring(picture).find(f"{NAME}title").text == "s3://bucket/<run>&co"  # type: ignore[union-attr]
+
+
+def test_what_is_kept_has_the_colour_of_the_first_rule_that_keeps_it() -> None:
+    planned = made(23)
+    colours = dict(zip(planned.rules, COLOURS, strict=False))
+    shown = [bar.get("fill") for bar in group(svg(planned, "run"), "keep")]
+    first = [next((one.rule for one in entry.reasons if one.rule in colours), None) for entry in planned.kept]
+    assert shown == [colours.get(rule or "", INK) for rule in first]
+    assert INK in shown
+    assert len(set(shown)) >= 4
+
+
+def test_each_rule_has_a_row_with_all_that_it_keeps() -> None:
+    planned = made(23)
+    rows = [one for one in ET.fromstring(svg(planned, "run")).iter(f"{NAME}g") if one.get("class") == "rule"]
+    for row, rule in zip(rows, [*planned.rules, "safety"], strict=True):
+        keeps = sum(any(reason.rule == rule for reason in entry.reasons) for entry in planned.entries)
+        assert row.find(f"{NAME}title").text == f"{rule}: {keeps} checkpoint{'s' * (keeps != 1)}"  # type: ignore[union-attr]
+        drawn = "".join(path.get("d") or "" for path in row.iter(f"{NAME}path"))
+        assert drawn.count("M") == keeps > 0
+
+
+def test_a_thousand_checkpoints_fit_and_do_not_hide_what_stays() -> None:
+    planned = made(1000)
+    picture = svg(planned, "run")
+    assert len(picture) < 50_000
+    tree = ET.fromstring(picture)
+    assert tree.get("viewBox") == f"0 0 {WIDTH} {tree.get('viewBox', '').split()[-1]}"
+    order = [one.get("class") for one in tree.iter(f"{NAME}g")]
+    assert order.index("delete") < order.index("thin") < order.index("keep")
+    xs = [float(x) for path in tree.iter(f"{NAME}path") for x in re.findall(r"M([\d.]+) ", path.get("d") or "")]
+    assert min(xs) >= 0
+    assert max(xs) <= RIGHT
+    widths = {float(path.get("stroke-width") or 0) for one in ("keep", "delete") for path in group(picture, one)}
+    assert widths == {2.0}
+    # Each kept one is more than a bar away from the next, or is drawn at its place all the same.
+    keeps = "".join(path.get("d") or "" for path in group(picture, "keep"))
+    assert keeps.count("M") == len(planned.kept) == 100 + 2 + 2 + 1
+
+
+@pytest.mark.parametrize("number", [0, 1, 2])
+def test_few_checkpoints_and_none_are_a_picture_too(number: int) -> None:
+    picture = svg(made(number), "run")
+    ET.fromstring(picture)
+    assert f"{number} checkpoint" in picture
+    if number == 1:
+        assert f'x="{(LEFT + RIGHT) / 2 - 4.5:.1f}"' in picture
+
+
+def test_it_says_in_words_what_it_shows_and_cuts_what_is_too_long_for_a_label() -> None:
+    planned = replace(made(23), rules=("match: " + "long." * 20 + "name:keep", *made(23).rules[1:]))
+    tree = ET.fromstring(svg(planned, "run"))
+    assert tree.get("role") == "img"
+    assert tree.get("aria-labelledby") == "title summary"
+    described = tree.find(f"{NAME}desc").text or ""  # type: ignore[union-attr]
+    assert "23 checkpoints" in described
+    assert "Pinned: steps 250" in described
+    assert all(len(words.text or "") <= 90 for words in tree.iter(f"{NAME}text"))
+    assert all(len(words.text or "") <= 38 for words in tree.iter(f"{NAME}text") if words.get("font-size") == "11")
+
+
+def luminance(colour: str) -> float:
+    """Relative luminance as WCAG 2.2 defines it."""
+    parts = [int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5)]
+    linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+def contrast(one: str, other: str) -> float:
+    light, dark = sorted((luminance(one), luminance(other)), reverse=True)
+    return (light + 0.05) / (dark + 0.05)
+
+
+def test_its_colours_are_seen_on_white_and_on_black() -> None:
+    assert min(contrast(INK, "#ffffff"), contrast(INK, "#000000")) >= 4.5
+    for colour in COLOURS:
+        # The second is what GitHub's dark theme has behind pictures.
+        assert min(contrast(colour, "#ffffff"), contrast(colour, "#0d1117")) >= 3
+    used = set(re.findall(r'(?:fill|stroke)="([^"]*)"', svg(made(23), "run")))
+    assert used <= {INK, "none", *COLOURS}
+
+
+def test_the_picture_in_the_documentation_is_what_the_command_draws(tmp_path: Path) -> None:
+    drawn = tmp_path / "drawn.svg"
+    assert make_retention_plot.main([str(drawn)]) == 0
+    assert drawn.read_text() == (ROOT / "docs/retention.svg").read_text()
+
+
+def test_plan_writes_the_picture_and_changes_nothing_else(program: Program, tmp_path: Path) -> None:
+    root = f"file://{tmp_path}/runs"
+    save_run(root, 10, 20, 30)
+    policy, picture = write(tmp_path, root), tmp_path / "plan.svg"
+    before = sorted(str(path) for path in (tmp_path / "runs").rglob("*"))
+    done = program("plan", str(policy), "--plot", str(picture))
+    assert done.code == 0
+    assert f"drawn: {picture}" in done.out
+    assert f">{root}<" in picture.read_text()
+    assert program("plan", str(policy), "--plot", str(picture), "--json").json["plot"] == str(picture)
+    assert program("plan", str(policy), "--json").json["plot"] is None
+    assert sorted(str(path) for path in (tmp_path / "runs").rglob("*")) == before
+
+
+def test_a_picture_that_cannot_be_drawn_is_told(program: Program, tmp_path: Path) -> None:
+    root = f"file://{tmp_path}/runs"
+    save_run(root, 10)
+    policy = write(tmp_path, root)
+    done = program("plan", str(policy), "--plot", str(tmp_path / "plan.png"))
+    assert done.code == 2
+    assert ".svg" in done.err
+    done = program("plan", str(policy), "--plot", str(tmp_path / "no-folder" / "plan.svg"))
+    assert done.code != 0
+    assert "cannot be written" in done.err
