@@ -5,12 +5,13 @@
     python bench/run.py --only save,load --contenders bucketpoint,raw --pairs 3
     python bench/run.py --only staging      what asynchronous saves cost training; the rest of the report stays
     python bench/run.py --only ranks        what many ranks write and read together
+    python bench/run.py --only retention    what plans and prunes cost
 
 Transfers, in three passes. "loopback": a MinIO over TLS, timed. "count": the same operations through a proxy that only
 writes down every request. "wire": through the proxy with 20 ms added to every request and 25 MB/s a connection, timed.
 Each measurement is a forked child; a round runs every contender once, in an order that shifts by one each round, so a
 ratio is taken between neighbours in time. The server's data lies on tmpfs, and only the client's CPU time counts.
-Staging is described in `staging.py`, many ranks in `ranks.py`.
+Staging is described in `staging.py`, many ranks in `ranks.py`, retention in `retention.py`.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "tools"), str(ROOT / "src")]
 
 import get_minio  # noqa: E402
-from bench import environments, ranks, report, staging  # noqa: E402
+from bench import environments, ranks, report, retention, staging  # noqa: E402
 from bench.contenders import CONTENDERS, Setting, bucket_and_prefix  # noqa: E402
 from bench.endpoints import client_env, proxied  # noqa: E402
 from bench.proxy import RunningProxy, Wire  # noqa: E402
@@ -49,7 +50,7 @@ FALLBACK_LAYOUT = (199_904_256, 799_617_024)
 SELDOM = ("s3fs", "bucketpoint-lean")
 """Contenders whose ratios no threshold needs: they run in few rounds, and s3fs would take most of the time."""
 
-PARTS = {"staging": staging.measure, "ranks": ranks.measure}
+PARTS = {"staging": staging.measure, "ranks": ranks.measure, "retention": retention.measure}
 """Among the operations of `--only`: the parts of the benchmark in modules of their own."""
 
 ALL_OPS = ",".join(["save", "load", "quarter0", "quarter1", *PARTS])

@@ -1,0 +1,153 @@
+"""The retention part of the benchmark: what a plan takes, what pruning beside training costs it, and its requests.
+
+Orchestration only. What is measured is in `retention_worker.py`, a process of its own. The server runs on this
+machine too, so training has one core fewer than there are.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from bench import environments
+from bench.endpoints import client_env, proxied
+from bench.proxy import Wire
+from bench.requests_seen import kind_of
+from bench.retention_report import print_measurement
+from servers import S3Server, minio
+
+ROOT = Path(__file__).resolve().parent.parent
+BUCKET = "bench-retention"
+OBJECTS = 64
+"""Of a checkpoint, `.metadata` among them."""
+
+
+@dataclass(frozen=True)
+class Extent:
+    """How much is measured. Times in seconds."""
+
+    rows: int = 100_000
+    plans: int = 7
+    rounds: int = 7
+    pruned: int = 12
+    idle_s: float = 3.0
+
+
+WHOLE = Extent()
+QUICK = Extent(plans=2, rounds=2, pruned=4, idle_s=1.0)
+
+
+@dataclass
+class Worker:
+    """The measuring process."""
+
+    process: subprocess.Popen[str]
+
+    @classmethod
+    def start(cls, env: dict[str, str]) -> Worker:
+        threads = max(1, len(os.sched_getaffinity(0)) - 1)
+        process = subprocess.Popen(
+            [sys.executable, "-m", "bench.retention_worker", json.dumps({"threads": threads})],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (ROOT, ROOT / "tests", ROOT / "src"))), **env},
+            cwd=ROOT,
+        )
+        return cls(process)
+
+    def ask(self, do: str, **arguments: Any) -> dict[str, Any]:
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.process.stdin.write(json.dumps({"do": do, **arguments}) + "\n")
+        self.process.stdin.flush()
+        line = self.process.stdout.readline()
+        answer: dict[str, Any] = (
+            json.loads(line) if line else {"error": f"the process ended with status {self.process.wait()}"}
+        )
+        return answer
+
+    def stop(self) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        self.process.wait()
+
+
+@dataclass
+class Retention:
+    """One run of the part."""
+
+    extent: Extent
+    scratch: Path
+    fast: Path
+    minio: Path
+    measurements: list[dict[str, Any]]
+
+    def note(self, op: str, where: str, round_: int, found: dict[str, Any]) -> None:
+        measurement = {"contender": "bucketpoint", "op": op, "where": where, "round": round_, **found}
+        self.measurements.append(measurement)
+        print_measurement(measurement)
+
+    def run(self) -> None:
+        with minio(self.minio, tls=True, data=self.fast / "retention") as server:
+            server.client().create_bucket(Bucket=BUCKET)
+            self.timed(server)
+        with minio(self.minio, data=self.fast / "counted") as plain:
+            plain.client().create_bucket(Bucket=BUCKET)
+            with proxied(self.scratch, plain, Wire()) as (server, proxy):
+                self.counted(server, proxy)
+
+    def timed(self, server: S3Server) -> None:
+        """Plans and steps in turns."""
+        worker, root = Worker.start(client_env(server)), server.url(BUCKET, "run")
+        try:
+            first = 1
+            for round_ in range(max(self.extent.plans, self.extent.rounds)):
+                if round_ < self.extent.plans:
+                    self.note("engine", "memory", round_, worker.ask("engine", number=self.extent.rows))
+                if round_ < self.extent.rounds:
+                    worker.ask("fill", root=root, first=first, number=self.extent.pruned + 1, objects=OBJECTS)
+                    first += self.extent.pruned + 1
+                    self.note("beside", "minio", round_, worker.ask("beside", root=root, idle_s=self.extent.idle_s))
+        finally:
+            worker.stop()
+
+    def counted(self, server: S3Server, proxy: Any) -> None:
+        """One call at a time: the two that only look, and prunes of nothing, of one checkpoint and of several."""
+        worker, root = Worker.start(client_env(server)), server.url(BUCKET, "run")
+        try:
+            step = 1
+            # The newest stays, so that each prune deletes as many as were added before it.
+            for added, calls in ((1, ("latest", "plan", "prune")), (1, ("prune",)), (5, ("prune",))):
+                worker.ask("fill", root=root, first=step, number=added, objects=OBJECTS)
+                step += added
+                for what in calls:
+                    found = worker.ask("once", root=root, what=what)
+                    if "error" not in found:
+                        records = proxy.requests(found["start"], found["end"])
+                        found["requests"] = dict(Counter(map(kind_of, records)))
+                    self.note(what, "count", found.get("done", 0) if what == "prune" else 0, found)
+        finally:
+            worker.stop()
+
+
+def measure(scratch: Path, fast: Path, binary: Path, *, quick: bool) -> dict[str, Any]:
+    """The `retention` part of the result."""
+    began = time.monotonic()
+    part = Retention(QUICK if quick else WHOLE, scratch, fast, binary, [])
+    part.run()
+    return {
+        "machine": environments.describe(binary, None),
+        "quick": quick,
+        "seconds": round(time.monotonic() - began),
+        "objects": OBJECTS,
+        "pruned": part.extent.pruned,
+        "measurements": part.measurements,
+    }

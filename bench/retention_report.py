@@ -1,0 +1,106 @@
+"""What the retention part found: its verdicts and its section of the report. No measuring."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from bench.figures import Measurement, Results
+from bench.tables import shown, table, verdict_table
+from bench.thresholds import Verdict, bounded
+
+OURS = "bucketpoint"
+MAX_PLAN_S, MAX_STEP, MAX_REQUESTS = 1.0, 1.03, 4
+TOMBSTONE = 3
+"""Requests for a tombstone: it is made, claimed, and deleted."""
+CLAIMED = 2
+"""Listings of a prune that has claimed any, however many: whoever took hold of them meanwhile is in these."""
+
+
+def slower(found: Measurement) -> float:
+    """The median step while a prune is under way, over the median of steps before and after it."""
+    return float(found["busy_s"] / found["idle_s"])
+
+
+def print_measurement(found: dict[str, Any]) -> None:
+    """One line of progress."""
+    line = f"{'retention':9} {found['round']:2} {found['op']:7}"
+    if "rows" in found:
+        line += f" {found['rows']} rows: {found['wall_s']:.2f} s, {found['cpu_s']:.2f} cpu-s"
+        line += f", its words {found['words_cpu_s']:.2f} cpu-s"
+    if "busy_s" in found:
+        line += f" steps x {slower(found):.3f} beside {found['deleted']} deletions in {found['prune_s']:.2f} s"
+    if "requests" in found:
+        line += f" {found['requests']}"
+    line += f"  ERROR {found['error']}" if "error" in found else ""
+    print(line, flush=True)
+
+
+def of_one(results: Results) -> int | None:
+    """Requests that one checkpoint more costs a prune, without its tombstone."""
+    found = {one["round"]: sum(one["requests"].values()) for one in results.of(OURS, "prune", "count")}
+    return found[1] - found[0] - TOMBSTONE - CLAIMED if {0, 1} <= set(found) else None
+
+
+def verdicts(retention: dict[str, Any]) -> Iterator[Verdict]:
+    results = Results(retention["measurements"])
+    walls = results.spread(OURS, "engine", "memory", lambda found: float(found["wall_s"]))
+    yield bounded("100,000 checkpoints planned, wall", f"<= {MAX_PLAN_S:.0f} s", walls, MAX_PLAN_S, "{:.2f} s")
+    steps = results.spread(OURS, "beside", "minio", slower)
+    yield bounded("training step beside a prune", f"<= {MAX_STEP:.2f} x without", steps, MAX_STEP, "{:.3f} x")
+    what, cost = f"pruning one checkpoint of {retention['objects']} objects, requests", of_one(results)
+    demanded = f"<= {MAX_REQUESTS} besides the tombstone"
+    holds = None if cost is None else 0 < cost <= MAX_REQUESTS
+    yield Verdict(what, demanded, "not measured" if cost is None else str(cost), holds)
+
+
+def sections(retention: dict[str, Any]) -> Iterator[str]:
+    results = Results(retention["measurements"])
+    yield "## Retention: plans, and pruning beside training"
+    if retention["quick"]:
+        yield "**A quick run: too few rounds to decide anything.**"
+    yield (
+        f"`make bench`, or `bench/run.py --only retention`; {retention['seconds']} s on "
+        f"{retention['machine']['cores']} cores.\n"
+        f"A prune deletes {retention['pruned']} checkpoints of {retention['objects']} objects each from MinIO, on a\n"
+        "thread of the process that trains. Steps are 200 small operations, some Python and a matrix product; they\n"
+        "have one core fewer than there are, as the server runs here too. Each ratio is of steps during a prune and\n"
+        "of those right before and after it.\n"
+        "Medians; `[smallest, largest]`."
+    )
+    yield verdict_table(verdicts(retention))
+    plans = [results.spread(OURS, "engine", "memory", lambda one, n=name: float(one[n])) for name in _PLAN]  # type: ignore[misc]
+    yield table(
+        ["100,000 checkpoints", "s"],
+        [[title, shown(spread, "{:.2f}")] for title, spread in zip(_PLAN.values(), plans, strict=True)],
+    )
+    steps = {name: results.spread(OURS, "beside", "minio", metric) for name, metric in _STEPS.items()}
+    yield table(["training", ""], [[name, shown(spread, "{:.3f}")] for name, spread in steps.items()])
+    yield table(["", "requests", "in all"], _request_rows(results))
+    errors = [[found["op"], str(found["error"])] for found in results.errors()]
+    if errors:
+        yield table(["failed", "error"], errors)
+
+
+_PLAN = {
+    "wall_s": "plan and verdict, wall",
+    "cpu_s": "the same, CPU",
+    "words_cpu_s": "and the words of every deletion, CPU",
+}
+
+_STEPS = {
+    "step without a prune, s": lambda found: float(found["idle_s"]),
+    "step beside one, s": lambda found: float(found["busy_s"]),
+    "beside over without": slower,
+    "the prune, s": lambda found: float(found["prune_s"]),
+    "the call that asks for it, ms": lambda found: 1e3 * float(found["asked_s"]),
+}
+
+
+def _request_rows(results: Results) -> Iterator[list[str]]:
+    titles = {"latest": "the newest checkpoint, found", "plan": "rows for a plan"}
+    for op in ("latest", "plan", "prune"):
+        for found in results.of(OURS, op, "count"):
+            kinds = ", ".join(f"{count} {kind}" for kind, count in sorted(found["requests"].items()))
+            title = titles.get(op, f"a prune that deletes {found['round']}")
+            yield [title, kinds, str(sum(found["requests"].values()))]

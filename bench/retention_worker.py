@@ -1,0 +1,170 @@
+"""What the retention part measures: plans of many rows, training steps beside a pruner, and one prune at a time.
+
+A process of its own. Reads one JSON command a line and answers with one JSON line.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import random
+import statistics
+import sys
+import time
+import warnings
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from typing import Any
+
+import torch
+
+from bench.staging_steps import SETTLE_S, Trainer
+from bucketpoint.catalog.catalog import open_catalog
+from bucketpoint.catalog.pruning import PruneWorker, prune_by
+from bucketpoint.retention import (
+    Await,
+    Best,
+    EveryHours,
+    EverySteps,
+    Keep,
+    MaxDelete,
+    Plan,
+    Prune,
+    RetentionPolicy,
+    Row,
+    circuit_breaker,
+    plan,
+)
+from catalog.memory import save
+
+OWN = 3
+"""Objects that the tests' smallest checkpoint has: `.metadata`, weights, moments."""
+
+RULES = RetentionPolicy(
+    Keep(
+        latest=3,
+        best=[Best("eval/loss", "min", 5, wait=Await(timedelta(hours=12), 4)), Best("eval/accuracy", "max", 3)],
+        every=[EverySteps(1000, until=10_000), EverySteps(10_000), EveryHours(24, last=14, thin="weights")],
+        within=timedelta(hours=6),
+        steps=[143_000],
+    )
+)
+"""Every kind of rule that needs no code of a user's."""
+
+LATEST = RetentionPolicy(
+    Keep(latest=1), prune=Prune(grace=timedelta(0), max_delete=MaxDelete(count=1_000_000, fraction=1.0))
+)
+"""Whatever is not the newest goes at once."""
+
+
+def rows(number: int) -> list[Row]:
+    """A long run, in the order of its steps as a listing has it; two in three have a metric."""
+    values = random.Random(number)
+    return [
+        Row(
+            100 * place,
+            1.7e9 + 300 * place,
+            f"{place:012x}",
+            bytes=3,
+            groups={"model": 1, "optim": 2},
+            metrics={"eval/loss": values.random()} if place % 3 else {},
+        )
+        for place in range(number)
+    ]
+
+
+class Process:
+    """The commands."""
+
+    def __init__(self, threads: int) -> None:
+        torch.set_num_threads(threads)
+        self._trainer = Trainer()
+        for _ in range(20):
+            self._trainer.step()
+
+    def engine(self, number: int) -> dict[str, Any]:
+        """One plan, and the verdict on it: what a pruner does after every commit. Then its words, as `plan` prints."""
+        given = rows(number)
+        gc.collect()
+        cpu, wall = time.process_time(), time.perf_counter()
+        made = plan(RULES, given)
+        circuit_breaker(made, count=20, fraction=0.5)
+        cpu, wall = time.process_time() - cpu, time.perf_counter() - wall
+        words = time.process_time()
+        explained = _words(made)
+        words = time.process_time() - words
+        return {"cpu_s": cpu, "wall_s": wall, "words_cpu_s": words, "rows": number, "explained": explained}
+
+    def fill(self, root: str, first: int, number: int, objects: int) -> dict[str, Any]:
+        """Commit light checkpoints of so many objects, of which one is `.metadata`."""
+        catalog = open_catalog(root)
+        with ThreadPoolExecutor(8) as pool:
+            list(pool.map(lambda step: save(catalog, step, objects=objects - OWN), range(first, first + number - 1)))
+        # Alone, so that the newest by step is the newest by time too, and all others go.
+        save(catalog, first + number - 1, objects=objects - OWN)
+        return {}
+
+    def beside(self, root: str, idle_s: float) -> dict[str, Any]:
+        """Steps without a prune before and after, and steps while one is under way."""
+        worker = PruneWorker(open_catalog(root), LATEST, holder="bench")
+        idle = self._idle(idle_s / 2)
+        begun = time.monotonic()
+        worker.ask()
+        asked = time.monotonic() - begun
+        busy = self._trainer.steps(lambda: worker.drain(0))
+        lasted = time.monotonic() - begun
+        idle += self._idle(idle_s / 2)
+        if worker.failure is not None or worker.last is None:
+            raise RuntimeError(f"the pruner failed: {worker.failure}")
+        return {
+            "idle_s": statistics.median(idle),
+            "busy_s": statistics.median(busy),
+            "steps": len(busy),
+            "asked_s": asked,
+            "prune_s": lasted,
+            "deleted": len(worker.last.done.deleted),
+        }
+
+    def once(self, root: str, what: str) -> dict[str, Any]:
+        """One call, whose requests are looked at from outside."""
+        catalog = open_catalog(root)
+        begun = time.monotonic()
+        if what == "prune":
+            done = len(prune_by(catalog, LATEST, holder="bench").done.deleted)
+        elif what == "plan":
+            done = len(catalog.snapshot().rows())
+        else:
+            done = next(catalog.candidates()).step
+        end = time.monotonic()
+        return {"start": begun, "end": end, "wall_s": end - begun, "done": done}
+
+    def _idle(self, seconds: float) -> list[float]:
+        gc.collect()
+        time.sleep(SETTLE_S)
+        end = time.monotonic() + seconds
+        return self._trainer.steps(lambda: time.monotonic() >= end)
+
+
+def _words(made: Plan) -> int:
+    return sum(len(str(entry.miss)) for entry in made.deleted)
+
+
+def main() -> None:
+    # Answers go to the original standard output alone; what libraries print goes to standard error.
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    warnings.simplefilter("ignore")
+    process = Process(**json.loads(sys.argv[1]))
+    for line in sys.stdin:
+        command = json.loads(line)
+        try:
+            found = getattr(process, command.pop("do"))(**command)
+        except Exception as error:  # noqa: BLE001 (reported)
+            found = {"error": f"{type(error).__name__}: {error}"}
+        answers.write(json.dumps(found) + "\n")
+        answers.flush()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,353 @@
+"""What others do between two requests of a pruner, an undo or a lock, and what a pruner does that is too late."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from bucketpoint.catalog import lock as locks
+from bucketpoint.catalog.catalog import Catalog
+from bucketpoint.catalog.notes import pin
+from bucketpoint.catalog.pruner import LOCK_SECONDS, Order
+from bucketpoint.catalog.save_log import SaveLog, read_record
+from bucketpoint.catalog.tombstones import BEGUN, GoneError, state_of, undo
+from bucketpoint.format import catalogue, keys
+from bucketpoint.format.index_ref import INDEX_GROUP
+from bucketpoint.stores import ObjectInfo
+from catalog.memory import Fault, KilledError, MemoryStore, killed, memory_catalog, metadata_bytes, save
+from catalog.test_pruner import HOUR, drop, in_folder, left_of, run, steps_of
+
+
+@pytest.fixture
+def store() -> MemoryStore:
+    return MemoryStore()
+
+
+@pytest.fixture
+def catalog(store: MemoryStore) -> Catalog:
+    return memory_catalog(store)
+
+
+def states(store: MemoryStore) -> list[str]:
+    """What the tombstones say."""
+    bodies = [body for key, (body, _, _) in store.objects.items() if "__tombstone__" in key]
+    return [state_of(body) if body else "undone" for body in bodies]
+
+
+def once(store: MemoryStore, when: Callable[[str], bool], what: Callable[[], object]) -> list[str]:
+    """Before the first request for which `when` is true, `what` happens. The list holds that request's name then."""
+    seen: list[str] = []
+
+    def meanwhile(number: int, name: str) -> None:
+        if not seen and when(name):
+            seen.append(name)
+            what()
+
+    store.between = meanwhile
+    return seen
+
+
+def die(store: MemoryStore, at: int, what: Callable[[], object]) -> None:
+    """Somebody is killed after their request number `at`."""
+    store.fault = Fault(at, "kill", acts=True)
+    try:
+        with contextlib.suppress(KilledError):
+            what()
+    finally:
+        store.fault = None
+
+
+def release_lock(catalog: Catalog) -> None:
+    """As if a quarter of an hour had passed for it, and for nothing else."""
+    catalog.store.delete([catalog.own_key("pruner.json")])
+
+
+def test_a_pin_whose_author_died_before_it_took_the_tombstone_back_holds(store: MemoryStore, catalog: Catalog) -> None:
+    save(catalog, 100)
+    save(catalog, 200)
+    run(catalog, drop(100), grace=HOUR)
+    with killed(store, 2):
+        pin(catalog, 100)
+    assert states(store) == ["waiting"]
+    store.now += HOUR
+    done = run(catalog, drop())
+    assert done.deleted == []
+    assert [step for step, _ in done.withdrawn] == [100]
+    assert len(in_folder(store, 100)) == 3
+
+
+def test_what_has_become_the_newest_during_the_grace_stays(store: MemoryStore, catalog: Catalog) -> None:
+    save(catalog, 100)
+    token = save(catalog, 200)
+    run(catalog, drop(100), grace=HOUR)
+    # By hand, record and all.
+    store.delete([key for key in store.objects if "step-200" in key or token in key])
+    store.now += HOUR
+    assert run(catalog, drop()).deleted == []
+    assert steps_of(catalog) == [100]
+    assert len(in_folder(store, 100)) == 3
+
+
+def test_of_two_that_take_over_an_expired_lock_one_has_it(store: MemoryStore, catalog: Catalog) -> None:
+    assert locks.acquire(catalog, "first", seconds=1) is not None
+    store.now += 2
+    taken: list[locks.Lock | None] = []
+    names: list[str] = []
+
+    def when(name: str) -> bool:
+        names.append(name)
+        # The first one is refused, as there is a lock; the second takes it over.
+        return names.count("put") == 2
+
+    once(store, when, lambda: taken.append(locks.acquire(catalog, "third", seconds=60)))
+    assert locks.acquire(catalog, "second", seconds=60) is None
+    assert taken[0] is not None
+    store.between = None
+    assert locks.acquire(catalog, "fourth", seconds=60) is None
+    assert locks.acquire(catalog, "third", seconds=60) is not None
+
+
+def test_where_a_store_tells_no_etags_the_token_tells_that_a_step_was_saved_anew(
+    store: MemoryStore, catalog: Catalog, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put = store.put
+
+    def untold(key: str, *arguments: Any, **more: Any) -> ObjectInfo:
+        info = put(key, *arguments, **more)
+        return dataclasses.replace(info, etag=None) if key.endswith(".metadata") else info
+
+    monkeypatch.setattr(store, "put", untold)
+    save(catalog, 100)
+    save(catalog, 200)
+    run(catalog, drop(100), grace=HOUR)
+    (stone,) = catalog.snapshot().notes.tombstones
+    assert stone.mark == catalogue.UNKNOWN
+    store.now += 1
+    second = save(catalog, 100)
+    store.now += HOUR
+    done = run(catalog, drop())
+    assert done.deleted == []
+    assert [step for step, _ in done.withdrawn] == [100]
+    assert second in [row.id for row in catalog.snapshot().rows()]
+
+
+def test_of_an_undo_and_a_pruner_that_dies_either_it_is_whole_or_the_undo_says_so() -> None:
+    """The pruner acts before each request of the undo in turn, and dies before or after it has deleted anything."""
+    undone = refused = 0
+    for at in range(1, 6):
+        for dies in range(4, 14):
+            store = MemoryStore()
+            catalog = memory_catalog(store)
+            save(catalog, 100)
+            save(catalog, 200)
+            run(catalog, drop(100), grace=HOUR)
+            store.now += HOUR
+            names: list[str] = []
+
+            def when(name: str, at: int = at, names: list[str] = names) -> bool:
+                names.append(name)
+                return len(names) == at
+
+            def prunes(store: MemoryStore = store, catalog: Catalog = catalog, dies: int = dies) -> None:
+                die(store, dies, lambda: run(catalog, drop(), holder="dead"))
+
+            once(store, when, prunes)
+            before = len(in_folder(store, 100))
+            try:
+                undo(catalog, 100)
+            except GoneError:
+                refused += 1
+                continue
+            finally:
+                store.between = None
+            release_lock(catalog)
+            if before == 3 and not left_of(store, 100):
+                continue  # the pruner was through: there is nothing to bring back, and the next load says so
+            assert len(in_folder(store, 100)) == 3
+            assert run(catalog, drop()).deleted == []
+            assert steps_of(catalog) == [100, 200]
+            undone += 1
+    assert undone >= 5
+    assert refused >= 5
+
+
+def test_a_pruner_that_puts_a_tombstone_back_does_not_put_back_another_ones(
+    store: MemoryStore, catalog: Catalog
+) -> None:
+    """Where a save is under way, the claim is taken back. Meanwhile that save may be over, and another pruner at it."""
+    save(catalog, 100)
+    save(catalog, 200)
+    run(catalog, drop(100), grace=HOUR)
+    store.now += HOUR
+    with killed(store, 4):
+        save(catalog, 100)
+    claimed: list[int] = []
+
+    def when(name: str) -> bool:
+        # The first put after the claim is the one that takes it back.
+        if name == "put" and states(store) == [BEGUN]:
+            claimed.append(1)
+        return len(claimed) == 1 and name == "put"
+
+    def another() -> None:
+        store.delete([one.key for one in catalog.snapshot().attempts])
+        release_lock(catalog)
+        die(store, 13, lambda: run(catalog, drop(), holder="another"))
+
+    seen = once(store, when, another)
+    run(catalog, drop(), holder="late")
+    assert seen == ["put"]
+    assert len(in_folder(store, 100)) < 3 or not [key for key in left_of(store, 100) if "/steps/" in key]
+    assert states(store) == [BEGUN]
+    with pytest.raises(GoneError):
+        undo(catalog, 100)
+
+
+def test_what_a_dead_undo_has_left_goes_with_the_next_prune(store: MemoryStore, catalog: Catalog) -> None:
+    save(catalog, 100)
+    save(catalog, 200)
+    run(catalog, drop(100), grace=HOUR)
+    with killed(store, 4):
+        undo(catalog, 100)
+    assert states(store) == ["undone"]
+    assert run(catalog, drop()).deleted == []
+    assert states(store) == []
+    assert steps_of(catalog) == [100, 200]
+
+
+def test_a_pruner_begins_nothing_once_its_lock_has_expired(store: MemoryStore, catalog: Catalog) -> None:
+    save(catalog, 100)
+    save(catalog, 200)
+
+    def sleeps() -> None:
+        store.now += LOCK_SECONDS + 1
+
+    assert once(store, lambda name: states(store) == [BEGUN], sleeps) == []
+    assert run(catalog, drop(100)).deleted == []
+    store.between = None
+    assert len(in_folder(store, 100)) == 3
+    assert [step for step, _ in run(catalog, drop(), holder="next").deleted] == [100]
+
+
+def test_a_step_that_was_saved_twice_goes_with_both_its_records(store: MemoryStore, catalog: Catalog) -> None:
+    save(catalog, 100)
+    store.now += 1
+    save(catalog, 100)
+    save(catalog, 200)
+    assert len(catalog.snapshot().superseded) == 1
+    assert [step for step, _ in run(catalog, drop(100)).deleted] == [100]
+    assert left_of(store, 100) == []
+
+
+def test_what_has_a_tombstone_gets_no_second_one(store: MemoryStore, catalog: Catalog) -> None:
+    token = save(catalog, 100)
+    save(catalog, 200)
+    for _ in range(2):
+        run(catalog, lambda rows: [Order(100, token)], grace=HOUR)
+        store.now += 60
+    (stone,) = catalog.snapshot().notes.tombstones
+    assert stone.due == store.now - 120 + HOUR
+
+
+def test_metadata_that_is_replaced_while_it_is_thinned_is_left_alone(store: MemoryStore, catalog: Catalog) -> None:
+    """By a plain writer, which writes neither an intent nor a record, between the reading and the condition."""
+    save(catalog, 100)
+    save(catalog, 200)
+    another, content = metadata_bytes("f" * 12, created=store.now)
+    names: list[str] = []
+
+    def when(name: str) -> bool:
+        names.append(name)
+        # The claim was the last put: the next one is that of the metadata.
+        return name == "put" and states(store) == [BEGUN] and names.count("put") >= 4
+
+    def saves() -> None:
+        for path, body in content.items():
+            store.put(f"run/step-100/{path}", [memoryview(body)])
+        store.put("run/step-100/.metadata", [memoryview(another)])
+
+    seen = once(store, when, saves)
+    done = run(catalog, drop(100, action="thin"))
+    assert seen == ["put"]
+    assert done.thinned == []
+    assert "replaced" in next(iter(done.refused.values()))
+    assert store.objects["run/step-100/.metadata"][0] == another
+    assert all(f"run/step-100/{path}" in store.objects for path in content)
+
+
+def test_metadata_of_another_save_that_told_nobody_is_not_thinned(store: MemoryStore, catalog: Catalog) -> None:
+    save(catalog, 100)
+    save(catalog, 200)
+    run(catalog, drop(100, action="thin"), grace=HOUR)
+    another, content = metadata_bytes("f" * 12, created=store.now)
+    for path, body in content.items():
+        store.put(f"run/step-100/{path}", [memoryview(body)])
+    store.put("run/step-100/.metadata", [memoryview(another)])
+    store.now += HOUR
+    done = run(catalog, drop())
+    assert done.thinned == []
+    assert [step for step, _ in done.withdrawn] == [100]
+    assert store.objects["run/step-100/.metadata"][0] == another
+
+
+@pytest.mark.parametrize("why", ["pinned", "replaced", "under way"])
+def test_a_tombstone_that_another_pruner_has_taken_over_stops_nothing_else(
+    store: MemoryStore, catalog: Catalog, why: str
+) -> None:
+    """This one wants to withdraw it, or to put it back, and finds that somebody has changed it since its claim."""
+    for step in (100, 200, 300):
+        save(catalog, step)
+    run(catalog, drop(100, 200), grace=HOUR)
+    if why == "pinned":
+        with killed(store, 2):
+            pin(catalog, 100)
+    elif why == "replaced":
+        store.put("run/step-100/.metadata", [memoryview(b"another")])
+    else:
+        SaveLog(catalog).begin(catalog.url_of(100), "0123456789ab")
+    store.now += HOUR
+    (key,) = [one.key for one in catalog.snapshot().notes.tombstones if one.step == 100]
+
+    def changes() -> None:
+        store.put(key, [memoryview(b'{"state": "begun"}')])
+
+    # Both claims are made, and the second pair of listings is under way.
+    seen = once(store, lambda name: name == "list" and states(store) == [BEGUN, BEGUN], changes)
+    done = run(catalog, drop())
+    assert seen == ["list"]
+    assert [step for step, _ in done.deleted] == [200]
+    assert len(in_folder(store, 100)) == 3
+    assert states(store) == [BEGUN]
+
+
+def test_a_thinning_of_which_a_delete_was_refused_is_gone_on_with(store: MemoryStore, catalog: Catalog) -> None:
+    token = save(catalog, 100)
+    save(catalog, 200)
+    (stuck,) = [key for key in in_folder(store, 100) if "optim" in key]
+    store.refused = {stuck}
+    done = run(catalog, drop(100, action="thin"))
+    assert [failure.key for failure in done.failures] == [stuck]
+    assert done.thinned == []
+    assert states(store) == [BEGUN]
+    store.refused = set()
+    assert run(catalog, drop()).thinned == [(100, token)]
+    assert stuck not in store.objects
+    assert states(store) == []
+
+
+def test_thinning_takes_the_index_of_the_whole_checkpoint_away_and_keeps_its_record(
+    store: MemoryStore, catalog: Catalog
+) -> None:
+    token = save(catalog, 100, metrics={"loss": 1.0}, git_sha="abc")
+    save(catalog, 200)
+    index = f"run/step-100/{keys.data_path(token, 0, INDEX_GROUP, 0)}"
+    store.put(index, [memoryview(b"x")])
+    assert run(catalog, drop(100, action="thin")).thinned == [(100, token)]
+    assert index not in store.objects
+    record = read_record(catalog, catalog.steps().checkpoints[0].key or "")
+    assert record is not None
+    assert (record.metrics, record.git_sha, record.kind) == ({"loss": 1.0}, "abc", "weights")
