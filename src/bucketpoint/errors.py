@@ -6,6 +6,7 @@ unpickled there would hang the job instead of failing it.
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -65,8 +66,23 @@ class InvalidURLError(BucketpointError):
     """The URL has no scheme, no bucket, or a scheme that this class does not serve."""
 
 
+class Action(enum.Enum):
+    """What a failed request calls for."""
+
+    RETRY = "retry"
+    THROTTLE = "throttle"
+    REFRESH = "refresh credentials"
+    FATAL = "fatal"
+
+
 class StoreError(BucketpointError):
-    """A request to the store failed for good."""
+    """A request to the store failed.
+
+    Attributes:
+        action: what it calls for; fatal once every attempt has been made.
+    """
+
+    action: Action = Action.FATAL
 
 
 class EndpointError(StoreError):
@@ -115,11 +131,15 @@ class UploadNotFoundError(StoreError):
 
 
 class ThrottledError(StoreError):
-    """The store asked for fewer requests, and still did after every retry."""
+    """The store asked for fewer requests, and still did at the deadline."""
+
+    action = Action.THROTTLE
 
 
 class TransientStoreError(StoreError):
     """The request may succeed when it is sent again: timeouts, resets, short bodies, 5xx."""
+
+    action = Action.RETRY
 
 
 class CorruptDataError(StoreError):

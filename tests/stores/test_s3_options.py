@@ -232,7 +232,6 @@ def test_the_client_keeps_our_defaults_and_the_users_settings_win(
 ) -> None:
     config = config_of()
     assert (config.connect_timeout, config.read_timeout, config.max_pool_connections) == (10, 60, 32)
-    assert config.retries == {"mode": "standard", "total_max_attempts": 6}
     assert config.tcp_keepalive is True
     assert config.request_checksum_calculation == "when_required"
     assert config.s3["payload_signing_enabled"] is False
@@ -243,20 +242,35 @@ def test_the_client_keeps_our_defaults_and_the_users_settings_win(
         config_kwargs={"connect_timeout": 3, "s3": {"addressing_style": "path"}, "proxies": {"https": "http://p"}},
     )
     assert (chosen.connect_timeout, chosen.max_pool_connections) == (3, 7)
-    assert chosen.retries["total_max_attempts"] == 2
     assert chosen.s3 == {"addressing_style": "path", "payload_signing_enabled": False}
     assert chosen.proxies == {"https": "http://p"}
-    assert config_of(config_kwargs={"retries": {"mode": "adaptive"}}).retries["mode"] == "adaptive"
     given = config_of(client_kwargs={"config": Config(read_timeout=5, s3={"addressing_style": "path"})})
     assert (given.read_timeout, given.connect_timeout) == (5, 10)
     assert given.s3 == {"addressing_style": "path", "payload_signing_enabled": False}
     assert config_of(addressing_style="virtual").s3["addressing_style"] == "virtual"
 
+
+def test_attempts_are_made_in_one_place_however_their_number_is_given(
+    monkeypatch: pytest.MonkeyPatch, aws_files: Path
+) -> None:
+    def policy(**options: Any) -> tuple[int, bool]:
+        client = s3_client.build_client(S3Options(**options))
+        assert client.api.meta.config.retries == {"mode": "standard", "total_max_attempts": 1}
+        return client.policy.attempts, client.policy.counts_throttled
+
+    assert policy() == (6, False)
+    assert policy(max_attempts=2) == (2, True)
+    assert policy(config_kwargs={"retries": {"max_attempts": 3, "mode": "adaptive"}}) == (4, True)
+    assert policy(config_kwargs={"retries": {"total_max_attempts": 3}}) == (3, True)
+    assert policy(client_kwargs={"config": Config(retries={"total_max_attempts": 7})}) == (7, True)
     (aws_files / "config").write_text("[default]\nmax_attempts = 9\nretry_mode = adaptive\n")
-    assert config_of().retries == {"mode": "adaptive", "total_max_attempts": 9}
+    assert policy() == (9, True)
     monkeypatch.setenv("AWS_MAX_ATTEMPTS", "4")
-    assert config_of().retries["total_max_attempts"] == 4
-    assert config_of(max_attempts=2).retries["total_max_attempts"] == 2
+    assert policy() == (4, True)
+    assert policy(max_attempts=2) == (2, True)
+    assert s3_client.build_client(S3Options(retry_deadline_s=7)).policy.deadline_s == 7
+    with pytest.raises(BucketpointError, match="retry_deadline_s"):
+        policy(retry_deadline_s=0)
 
 
 def test_requests_go_to_the_path_or_to_the_host_as_the_style_says() -> None:

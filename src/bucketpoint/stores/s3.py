@@ -22,9 +22,10 @@ from bucketpoint.errors import (
     StoreError,
     UploadNotFoundError,
 )
+from bucketpoint.stores import retry
 from bucketpoint.stores.base import Buffers, Capabilities, DeleteFailure, ObjectInfo, OpenUpload, Part
 from bucketpoint.stores.s3_body import OutgoingBody, discard, receive
-from bucketpoint.stores.s3_client import Client, client_for, close_client
+from bucketpoint.stores.s3_client import Client, client_for, close_client, renew_client
 from bucketpoint.stores.s3_errors import translate
 from bucketpoint.stores.s3_options import S3Options
 
@@ -64,6 +65,9 @@ _FAILURES = (
 )
 
 _AWS_DOMAINS = (".amazonaws.com", ".amazonaws.com.cn", ".amazonaws.eu")
+
+_LIST_MARKS = {"ContinuationToken": "NextContinuationToken"}
+_UPLOAD_MARKS = {"KeyMarker": "NextKeyMarker", "UploadIdMarker": "NextUploadIdMarker"}
 
 _GONE = frozenset({"NoSuchKey", "NoSuchVersion"})
 
@@ -168,12 +172,12 @@ class S3Store:
 
     def list(self, prefix: str, *, start_after: str | None = None) -> Iterator[ObjectInfo]:
         start = {} if start_after is None else {"StartAfter": start_after}
-        for page in self._pages("ListObjectsV2", prefix, Prefix=prefix, **start):
+        for page in self._pages("ListObjectsV2", prefix, _LIST_MARKS, Prefix=prefix, **start):
             for entry in page.get("Contents", []):
                 yield _info(entry["Key"], entry, entry["Size"])
 
     def list_folders(self, prefix: str) -> Iterator[str]:
-        for page in self._pages("ListObjectsV2", prefix, Prefix=prefix, Delimiter="/"):
+        for page in self._pages("ListObjectsV2", prefix, _LIST_MARKS, Prefix=prefix, Delimiter="/"):
             for entry in page.get("CommonPrefixes", []):
                 yield str(entry["Prefix"])
 
@@ -271,7 +275,7 @@ class S3Store:
             return
 
     def list_multipart(self, prefix: str) -> Iterator[OpenUpload]:
-        for page in self._pages("ListMultipartUploads", prefix, Prefix=prefix):
+        for page in self._pages("ListMultipartUploads", prefix, _UPLOAD_MARKS, Prefix=prefix):
             for entry in page.get("Uploads", []):
                 started = entry.get("Initiated")
                 yield OpenUpload(entry["Key"], entry["UploadId"], started.timestamp() if started else None)
@@ -297,22 +301,36 @@ class S3Store:
         raise failure
 
     def _call(self, operation: str, key: str | None, **parameters: Any) -> Any:
-        client = self._client()
-        try:
-            return client.call(operation, Bucket=self.bucket, **parameters)
-        except _FAILURES as error:
-            failure = translate(error, operation, self._url(key), region=client.region)
-        # Raised here, where no exception is being handled, so that none of boto3's hangs on it: they hold the request.
-        raise failure
+        used: Client | None = None
 
-    def _pages(self, operation: str, prefix: str, **parameters: Any) -> Iterator[Any]:
+        def attempt() -> Any:
+            nonlocal used
+            used = client = self._client()
+            try:
+                return client.call(operation, Bucket=self.bucket, **parameters)
+            except _FAILURES as error:
+                failure = translate(error, operation, self._url(key), region=client.region)
+            # Raised here, where no exception is being handled, so that none of boto3's hangs on it: they hold the
+            # request.
+            raise failure
+
+        def refresh() -> bool:
+            return used is not None and renew_client(self.options, used)
+
         client = self._client()
-        try:
-            yield from client.pages(operation, Bucket=self.bucket, **parameters)
-            return
-        except _FAILURES as error:
-            failure = translate(error, operation, self._url(prefix), region=client.region)
-        raise failure
+        return retry.run(attempt, client.policy, gate=client.gate, refresh=refresh)
+
+    def _pages(self, operation: str, prefix: str, marks: dict[str, str], **parameters: Any) -> Iterator[Any]:
+        """Page after page. `marks` names for each parameter the field of a page that says where the next one begins."""
+        while True:
+            page = self._call(operation, prefix, **parameters)
+            yield page
+            if not page.get("IsTruncated"):
+                return
+            following = {name: page[field] for name, field in marks.items() if page.get(field)}
+            if not following or all(parameters.get(name) == value for name, value in following.items()):
+                raise StoreError(f"{operation} does not say where its next page begins", url=self._url(prefix))
+            parameters.update(following)
 
     def _client(self) -> Client:
         try:

@@ -8,7 +8,7 @@ import os
 import ssl
 import threading
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -18,6 +18,7 @@ import botocore.session
 from botocore.config import Config
 
 from bucketpoint.errors import BucketpointError, EndpointError
+from bucketpoint.stores.retry import Gate, RetryPolicy
 from bucketpoint.stores.s3_body import send_from_memory
 from bucketpoint.stores.s3_options import DEFAULT_MAX_ATTEMPTS, S3Options
 
@@ -46,19 +47,20 @@ _NOT_WITHOUT_DIRECTIVE = {"Tagging": "TaggingDirective", "Metadata": "MetadataDi
 
 @dataclass(frozen=True)
 class Client:
-    """A boto3 client, and for each operation the parameters that the options add to it."""
+    """A boto3 client, for each operation the parameters that the options add to it, and how long to insist.
+
+    boto3 makes one attempt of each request: `retry` makes the others, and knows more about them.
+    """
 
     api: Any
     region: str
     parameters: Mapping[str, Mapping[str, Any]]
+    policy: RetryPolicy
+    gate: Gate = field(default_factory=Gate)
 
     def call(self, operation: str, **parameters: Any) -> Any:
         method = getattr(self.api, botocore.xform_name(operation))
         return method(**{**self.parameters[operation], **parameters})
-
-    def pages(self, operation: str, **parameters: Any) -> Any:
-        paginator = self.api.get_paginator(botocore.xform_name(operation))
-        return paginator.paginate(**{**self.parameters[operation], **parameters})
 
 
 class _Clients:
@@ -79,6 +81,16 @@ class _Clients:
                     self._watch_forks()
                     client = self._clients[key] = build_client(options)
         return client
+
+    def renew(self, options: S3Options, stale: Client) -> bool:
+        if _are_fixed(options):
+            return False
+        with self._lock:
+            # Another thread whose request was refused may have been here first.
+            if self._clients.get(options.cache_key()) in (stale, None):
+                # A new session asks every source again; the service and what it can bear are the same.
+                self._clients[options.cache_key()] = replace(build_client(options), gate=stale.gate)
+        return True
 
     def close(self, options: S3Options) -> None:
         client = self._clients.get(options.cache_key())
@@ -102,6 +114,11 @@ _clients = _Clients()
 def client_for(options: S3Options) -> Client:
     """The client of this process for these options, built at the first call."""
     return _clients.get(options)
+
+
+def renew_client(options: S3Options, stale: Client) -> bool:
+    """Replace a client whose credentials were refused by one with others. False if the options themselves hold them."""
+    return _clients.renew(options, stale)
 
 
 def close_client(options: S3Options) -> None:
@@ -129,7 +146,12 @@ def build_client(options: S3Options) -> Client:
         raise EndpointError("SSE-C would send the key in clear over plain HTTP", remedy="Use an https:// endpoint")
     api.meta.events.register("before-send.s3", send_from_memory)
     _share_trust_store(api)
-    return Client(api, str(api.meta.region_name), _parameters_by_operation(api, parameters))
+    policy = _retry_policy(options, core)
+    return Client(api, str(api.meta.region_name), _parameters_by_operation(api, parameters), policy)
+
+
+def _are_fixed(options: S3Options) -> bool:
+    return options.anon or bool(options.access_key or options.client_kwargs.get("aws_access_key_id"))
 
 
 def _client_arguments(options: S3Options, core: Any) -> dict[str, Any]:
@@ -171,8 +193,8 @@ def _config(options: S3Options, core: Any, *, sign_payload: bool | None) -> Conf
         "read_timeout": READ_TIMEOUT_S,
         "tcp_keepalive": True,
         "max_pool_connections": options.connections,
-        "retries": _retries(options, core),
         **given,
+        "retries": {"mode": "standard", "total_max_attempts": 1},
         "s3": {name: value for name, value in s3.items() if value is not None},
         "user_agent_extra": " ".join(name for name in agent if name),
     }
@@ -185,7 +207,8 @@ def _config(options: S3Options, core: Any, *, sign_payload: bool | None) -> Conf
             f"config_kwargs: {error}", remedy="See botocore.config.Config for what it takes"
         ) from None
     base = options.client_kwargs.get("config")
-    return config if base is None else config.merge(base).merge(Config(s3=settings["s3"]))
+    ours = Config(s3=settings["s3"], retries=settings["retries"])
+    return config if base is None else config.merge(base).merge(ours)
 
 
 def _own_s3_settings(options: S3Options) -> dict[str, Any]:
@@ -194,11 +217,24 @@ def _own_s3_settings(options: S3Options) -> dict[str, Any]:
     return {**dict(getattr(base, "s3", None) or {}), **dict(options.config_kwargs.get("s3") or {})}
 
 
-def _retries(options: S3Options, core: Any) -> dict[str, Any]:
-    profile = core.get_scoped_config()
-    attempts = options.max_attempts or os.environ.get("AWS_MAX_ATTEMPTS") or profile.get("max_attempts")
-    mode = os.environ.get("AWS_RETRY_MODE") or profile.get("retry_mode") or "standard"
-    return {"mode": mode, "total_max_attempts": int(attempts or DEFAULT_MAX_ATTEMPTS)}
+def _retry_policy(options: S3Options, core: Any) -> RetryPolicy:
+    """As many attempts as the user says, in any of the places where boto3 looks; all of them are made by `retry`."""
+    given = options.max_attempts or _configured_attempts(options)
+    attempts = given or os.environ.get("AWS_MAX_ATTEMPTS") or core.get_scoped_config().get("max_attempts")
+    return RetryPolicy(
+        attempts=int(attempts or DEFAULT_MAX_ATTEMPTS),
+        deadline_s=options.retry_deadline_s,
+        counts_throttled=attempts is not None,
+    )
+
+
+def _configured_attempts(options: S3Options) -> int | None:
+    """Of botocore's `retries` setting, which counts either all attempts or those after the first."""
+    base = getattr(options.client_kwargs.get("config"), "retries", None)
+    given = {**dict(base or {}), **dict(options.config_kwargs.get("retries") or {})}
+    if "total_max_attempts" in given:
+        return int(given["total_max_attempts"])
+    return int(given["max_attempts"]) + 1 if "max_attempts" in given else None
 
 
 def _version() -> str:

@@ -1,10 +1,13 @@
-"""From what boto3 raises to the kinds in `bucketpoint.errors`: by error code, HTTP status and type, never by text."""
+"""From what boto3 raises to the kinds in `bucketpoint.errors` and what each calls for: by code, HTTP status and type.
+
+The one table of what is tried again. Never by text. How often and how long is the business of `retry`.
+"""
 
 from __future__ import annotations
 
 import http.client
 import ssl
-from typing import Any
+from typing import Any, NamedTuple
 
 import botocore.exceptions as boto
 import botocore.parsers
@@ -12,6 +15,7 @@ import urllib3.exceptions
 
 from bucketpoint.errors import (
     AccessDeniedError,
+    Action,
     BucketNotFoundError,
     CorruptDataError,
     CredentialsError,
@@ -25,98 +29,120 @@ from bucketpoint.errors import (
     WrongRegionError,
 )
 
-KIND_BY_CODE: dict[str, type[StoreError]] = {
-    "NoSuchBucket": BucketNotFoundError,
-    "NoSuchKey": ObjectNotFoundError,
-    "NoSuchVersion": ObjectNotFoundError,
-    "NotFound": ObjectNotFoundError,
-    "NoSuchUpload": UploadNotFoundError,
-    "AccessDenied": AccessDeniedError,
-    "AccessDeniedException": AccessDeniedError,
-    "AllAccessDisabled": AccessDeniedError,
-    "AccountProblem": AccessDeniedError,
-    "MethodNotAllowed": AccessDeniedError,
-    "ExpiredToken": CredentialsError,
-    "ExpiredTokenException": CredentialsError,
-    "TokenRefreshRequired": CredentialsError,
-    "InvalidToken": CredentialsError,
-    "InvalidClientTokenId": CredentialsError,
-    "InvalidAccessKeyId": CredentialsError,
-    "InvalidSecurity": CredentialsError,
-    "SignatureDoesNotMatch": CredentialsError,
-    "MissingSecurityHeader": CredentialsError,
-    "NotSignedUp": CredentialsError,
-    "RequestExpired": CredentialsError,
-    "RequestTimeTooSkewed": CredentialsError,
-    "UnrecognizedClientException": CredentialsError,
-    "PermanentRedirect": WrongRegionError,
-    "TemporaryRedirect": WrongRegionError,
-    "Redirect": WrongRegionError,
-    "AuthorizationHeaderMalformed": WrongRegionError,
-    "IllegalLocationConstraintException": WrongRegionError,
-    "IncorrectEndpoint": WrongRegionError,
-    "PreconditionFailed": PreconditionFailedError,
-    "ConditionalRequestConflict": PreconditionFailedError,
-    "SlowDown": ThrottledError,
-    "SlowDownRead": ThrottledError,
-    "SlowDownWrite": ThrottledError,
-    "ServiceUnavailable": ThrottledError,
-    "Throttling": ThrottledError,
-    "ThrottlingException": ThrottledError,
-    "RequestLimitExceeded": ThrottledError,
-    "TooManyRequests": ThrottledError,
-    "RequestTimeout": TransientStoreError,
-    "InternalError": TransientStoreError,
-    "OperationAborted": TransientStoreError,
-    "IncompleteBody": TransientStoreError,
-    "BadDigest": CorruptDataError,
-    "InvalidDigest": CorruptDataError,
-    "XAmzContentChecksumMismatch": CorruptDataError,
-    "XAmzContentSHA256Mismatch": CorruptDataError,
-    "InvalidChecksum": CorruptDataError,
-    "InvalidRange": CorruptDataError,
+_RETRY, _THROTTLE, _REFRESH, _FATAL = Action.RETRY, Action.THROTTLE, Action.REFRESH, Action.FATAL
+
+
+class Rule(NamedTuple):
+    """The kind of error that a failure becomes, and what it calls for."""
+
+    kind: type[StoreError]
+    action: Action
+
+
+# https://docs.aws.amazon.com/AmazonS3/latest/API/ErrorResponses.html
+RULE_BY_CODE: dict[str, Rule] = {
+    "NoSuchBucket": Rule(BucketNotFoundError, _FATAL),
+    "NoSuchKey": Rule(ObjectNotFoundError, _FATAL),
+    "NoSuchVersion": Rule(ObjectNotFoundError, _FATAL),
+    "NotFound": Rule(ObjectNotFoundError, _FATAL),
+    "NoSuchUpload": Rule(UploadNotFoundError, _FATAL),
+    "AccessDenied": Rule(AccessDeniedError, _FATAL),
+    "AccessDeniedException": Rule(AccessDeniedError, _FATAL),
+    "AllAccessDisabled": Rule(AccessDeniedError, _FATAL),
+    "AccountProblem": Rule(AccessDeniedError, _FATAL),
+    "MethodNotAllowed": Rule(AccessDeniedError, _FATAL),
+    # A session that has ended, as other sources than boto3's own renew it: a file, a process, a mounted token.
+    "ExpiredToken": Rule(CredentialsError, _REFRESH),
+    "ExpiredTokenException": Rule(CredentialsError, _REFRESH),
+    "TokenRefreshRequired": Rule(CredentialsError, _REFRESH),
+    "InvalidToken": Rule(CredentialsError, _REFRESH),
+    "InvalidClientTokenId": Rule(CredentialsError, _REFRESH),
+    "InvalidAccessKeyId": Rule(CredentialsError, _REFRESH),
+    "UnrecognizedClientException": Rule(CredentialsError, _REFRESH),
+    "InvalidSecurity": Rule(CredentialsError, _FATAL),
+    "SignatureDoesNotMatch": Rule(CredentialsError, _FATAL),
+    "MissingSecurityHeader": Rule(CredentialsError, _FATAL),
+    "NotSignedUp": Rule(CredentialsError, _FATAL),
+    "RequestExpired": Rule(CredentialsError, _FATAL),
+    "RequestTimeTooSkewed": Rule(CredentialsError, _FATAL),
+    "PermanentRedirect": Rule(WrongRegionError, _FATAL),
+    "TemporaryRedirect": Rule(WrongRegionError, _FATAL),
+    "Redirect": Rule(WrongRegionError, _FATAL),
+    "AuthorizationHeaderMalformed": Rule(WrongRegionError, _FATAL),
+    "IllegalLocationConstraintException": Rule(WrongRegionError, _FATAL),
+    "IncorrectEndpoint": Rule(WrongRegionError, _FATAL),
+    # Conditions are the caller's: only it can tell an answer that was lost from another writer.
+    "PreconditionFailed": Rule(PreconditionFailedError, _FATAL),
+    "ConditionalRequestConflict": Rule(PreconditionFailedError, _FATAL),
+    "SlowDown": Rule(ThrottledError, _THROTTLE),
+    "SlowDownRead": Rule(ThrottledError, _THROTTLE),
+    "SlowDownWrite": Rule(ThrottledError, _THROTTLE),
+    "ServiceUnavailable": Rule(ThrottledError, _THROTTLE),
+    "Throttling": Rule(ThrottledError, _THROTTLE),
+    "ThrottlingException": Rule(ThrottledError, _THROTTLE),
+    "ThrottledException": Rule(ThrottledError, _THROTTLE),
+    "BandwidthLimitExceeded": Rule(ThrottledError, _THROTTLE),
+    "RequestLimitExceeded": Rule(ThrottledError, _THROTTLE),
+    "RequestThrottled": Rule(ThrottledError, _THROTTLE),
+    "TooManyRequests": Rule(ThrottledError, _THROTTLE),
+    "RequestTimeout": Rule(TransientStoreError, _RETRY),
+    "InternalError": Rule(TransientStoreError, _RETRY),
+    "OperationAborted": Rule(TransientStoreError, _RETRY),
+    "IncompleteBody": Rule(TransientStoreError, _RETRY),
+    # The body was damaged on the way: the store has seen that, and took nothing.
+    "BadDigest": Rule(CorruptDataError, _RETRY),
+    "XAmzContentChecksumMismatch": Rule(CorruptDataError, _RETRY),
+    "XAmzContentSHA256Mismatch": Rule(CorruptDataError, _RETRY),
+    "InvalidDigest": Rule(CorruptDataError, _FATAL),
+    "InvalidChecksum": Rule(CorruptDataError, _FATAL),
+    "InvalidRange": Rule(CorruptDataError, _FATAL),
 }
 
-KIND_BY_STATUS: dict[int, type[StoreError]] = {
-    301: WrongRegionError,
-    307: WrongRegionError,
-    401: CredentialsError,
-    403: AccessDeniedError,
-    404: ObjectNotFoundError,
-    408: TransientStoreError,
-    412: PreconditionFailedError,
-    416: CorruptDataError,
-    429: ThrottledError,
-    503: ThrottledError,
+# For replies without a code, as those to HEAD are, and for codes that nobody has heard of.
+RULE_BY_STATUS: dict[int, Rule] = {
+    301: Rule(WrongRegionError, _FATAL),
+    307: Rule(WrongRegionError, _FATAL),
+    401: Rule(CredentialsError, _FATAL),
+    403: Rule(AccessDeniedError, _FATAL),
+    404: Rule(ObjectNotFoundError, _FATAL),
+    408: Rule(TransientStoreError, _RETRY),
+    412: Rule(PreconditionFailedError, _FATAL),
+    416: Rule(CorruptDataError, _FATAL),
+    429: Rule(ThrottledError, _THROTTLE),
+    503: Rule(ThrottledError, _THROTTLE),
 }
 
 # Order matters: the first match wins, and subclasses stand before their bases.
-KIND_BY_TYPE: tuple[tuple[type[BaseException], type[StoreError]], ...] = (
-    (boto.NoCredentialsError, CredentialsError),
-    (boto.PartialCredentialsError, CredentialsError),
-    (boto.CredentialRetrievalError, CredentialsError),
-    (boto.ProfileNotFound, CredentialsError),
-    (boto.UnauthorizedSSOTokenError, CredentialsError),
-    (boto.SSOTokenLoadError, CredentialsError),
-    (boto.TokenRetrievalError, CredentialsError),
-    (boto.InvalidConfigError, CredentialsError),
-    (boto.RefreshWithMFAUnsupportedError, CredentialsError),
-    (boto.SSLError, EndpointError),
-    (boto.EndpointConnectionError, EndpointError),
-    (boto.ConnectTimeoutError, EndpointError),
-    (boto.ProxyConnectionError, EndpointError),
-    (boto.InvalidProxiesConfigError, EndpointError),
-    (boto.ReadTimeoutError, TransientStoreError),
-    (boto.ConnectionClosedError, TransientStoreError),
-    (boto.IncompleteReadError, TransientStoreError),
-    (boto.ResponseStreamingError, TransientStoreError),
-    (botocore.parsers.ResponseParserError, TransientStoreError),
-    (boto.HTTPClientError, TransientStoreError),
-    (urllib3.exceptions.HTTPError, TransientStoreError),
-    (http.client.HTTPException, TransientStoreError),
-    (ssl.SSLError, TransientStoreError),
-    (OSError, TransientStoreError),
+RULE_BY_TYPE: tuple[tuple[type[BaseException], Rule], ...] = (
+    (boto.NoCredentialsError, Rule(CredentialsError, _FATAL)),
+    (boto.PartialCredentialsError, Rule(CredentialsError, _FATAL)),
+    (boto.CredentialRetrievalError, Rule(CredentialsError, _RETRY)),
+    (boto.ProfileNotFound, Rule(CredentialsError, _FATAL)),
+    (boto.UnauthorizedSSOTokenError, Rule(CredentialsError, _FATAL)),
+    (boto.SSOTokenLoadError, Rule(CredentialsError, _FATAL)),
+    (boto.TokenRetrievalError, Rule(CredentialsError, _FATAL)),
+    (boto.InvalidConfigError, Rule(CredentialsError, _FATAL)),
+    (boto.RefreshWithMFAUnsupportedError, Rule(CredentialsError, _FATAL)),
+    (boto.SSLError, Rule(EndpointError, _RETRY)),
+    (boto.EndpointConnectionError, Rule(EndpointError, _RETRY)),
+    (boto.ConnectTimeoutError, Rule(EndpointError, _RETRY)),
+    (boto.ProxyConnectionError, Rule(EndpointError, _RETRY)),
+    (boto.InvalidProxiesConfigError, Rule(EndpointError, _FATAL)),
+    (boto.ReadTimeoutError, Rule(TransientStoreError, _RETRY)),
+    (boto.ConnectionClosedError, Rule(TransientStoreError, _RETRY)),
+    (boto.IncompleteReadError, Rule(TransientStoreError, _RETRY)),
+    (boto.ResponseStreamingError, Rule(TransientStoreError, _RETRY)),
+    (botocore.parsers.ResponseParserError, Rule(TransientStoreError, _RETRY)),
+    (boto.HTTPClientError, Rule(TransientStoreError, _RETRY)),
+    (urllib3.exceptions.HTTPError, Rule(TransientStoreError, _RETRY)),
+    (http.client.HTTPException, Rule(TransientStoreError, _RETRY)),
+    (ssl.SSLError, Rule(TransientStoreError, _RETRY)),
+    (OSError, Rule(TransientStoreError, _RETRY)),
 )
+
+_UNKNOWN = Rule(StoreError, _FATAL)
+_FAILING = Rule(TransientStoreError, _RETRY)
+_UNTRUSTED = Rule(EndpointError, _FATAL)
 
 
 def translate(error: BaseException, operation: str, url: str, *, region: str | None = None) -> StoreError:
@@ -125,8 +151,24 @@ def translate(error: BaseException, operation: str, url: str, *, region: str | N
         return error
     if isinstance(error, boto.ClientError):
         return _from_reply(error.response, operation, url, region)
-    kind = next((kind for known, kind in KIND_BY_TYPE if isinstance(error, known)), StoreError)
-    return kind(f"{operation} failed: {_describe(error)}", url=url)
+    rule = next((rule for known, rule in RULE_BY_TYPE if isinstance(error, known)), _UNKNOWN)
+    if _is_untrusted(error):
+        rule = _UNTRUSTED
+    return _made(rule, f"{operation} failed: {_describe(error)}", url=url)
+
+
+def _made(rule: Rule, message: str, *, url: str, remedy: str | None = None) -> StoreError:
+    made = rule.kind(message, url=url, remedy=remedy)
+    made.action = rule.action
+    return made
+
+
+def _is_untrusted(error: BaseException, depth: int = 6) -> bool:
+    """Whether a certificate was not accepted, somewhere among what the libraries have wrapped around that."""
+    if isinstance(error, ssl.SSLCertVerificationError):
+        return True
+    inner = [getattr(error, "kwargs", {}).get("error"), getattr(error, "reason", None), *error.args, error.__cause__]
+    return depth > 0 and any(_is_untrusted(one, depth - 1) for one in inner if isinstance(one, BaseException))
 
 
 def _describe(error: BaseException) -> str:
@@ -140,9 +182,9 @@ def _from_reply(reply: dict[str, Any], operation: str, url: str, region: str | N
     meta = reply.get("ResponseMetadata", {})
     code = str(detail.get("Code", ""))
     status = int(meta.get("HTTPStatusCode", 0))
-    kind = KIND_BY_CODE.get(code) or KIND_BY_STATUS.get(status)
-    if kind is None:
-        kind = TransientStoreError if status >= 500 or status == 200 else StoreError
+    rule = RULE_BY_CODE.get(code) or RULE_BY_STATUS.get(status)
+    if rule is None:
+        rule = _FAILING if status >= 500 or status == 200 else _UNKNOWN
     text = f"{operation} failed: {code or 'no error code'} (HTTP {status})"
     message = str(detail.get("Message", ""))
     # A reply to HEAD has no body, and botocore then puts the status in the place of the code.
@@ -150,11 +192,11 @@ def _from_reply(reply: dict[str, Any], operation: str, url: str, region: str | N
         text += f": {message.rstrip('.')}"
     if request_id := meta.get("RequestId"):
         text += f" (request {request_id})"
-    if kind is WrongRegionError:
+    if rule.kind is WrongRegionError:
         right = _region_named_by(reply)
         if right and right != region:
-            return kind(text, url=url, remedy=f"The bucket is in {right}: set AWS_REGION={right} (or region=)")
-    return kind(text, url=url)
+            return _made(rule, text, url=url, remedy=f"The bucket is in {right}: set AWS_REGION={right} (or region=)")
+    return _made(rule, text, url=url)
 
 
 def _region_named_by(reply: dict[str, Any]) -> str | None:

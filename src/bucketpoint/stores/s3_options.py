@@ -8,12 +8,13 @@ from typing import Any
 from urllib.parse import urlencode
 
 from bucketpoint.errors import BucketpointError
+from bucketpoint.stores.retry import DEADLINE_S
 
 DEFAULT_CONNECTIONS = 32
 """Connections kept open: what a 10 Gbit/s link needs at the 50 MB/s that one connection to S3 carries, and some."""
 
 DEFAULT_MAX_ATTEMPTS = 6
-"""Attempts of one request. The standard mode's own 3 are spent within seconds, too soon for a throttled prefix."""
+"""Attempts of one request that fails. botocore's own 3 are spent within seconds, too soon for a store that restarts."""
 
 _S3FS_ALIASES = {
     "key": "access_key",
@@ -68,7 +69,9 @@ class S3Options:
         tags: tags of every object written.
         user_agent: added to the user agent, after bucketpoint's own name.
         connections: connections kept open in the pool.
-        max_attempts: attempts of one request, the first included. Default: AWS_MAX_ATTEMPTS or the profile's, then 6.
+        max_attempts: attempts of one request, the first included. Default: AWS_MAX_ATTEMPTS or the profile's, then 6 of
+            those that fail; a request that is throttled (503 SlowDown) then waits until the deadline, however often.
+        retry_deadline_s: seconds for all attempts of one request together.
         ca_bundle: a file of certificates to trust. Default: AWS_CA_BUNDLE, then boto3's own.
         use_ssl: with False, and no endpoint URL, requests go over plain HTTP.
         checksums: send a CRC32C with every body, so that the store verifies it. Off for stores that refuse the header.
@@ -94,6 +97,7 @@ class S3Options:
     user_agent: str | None = None
     connections: int = DEFAULT_CONNECTIONS
     max_attempts: int | None = None
+    retry_deadline_s: float = DEADLINE_S
     ca_bundle: str | None = None
     use_ssl: bool = True
     checksums: bool = True

@@ -6,9 +6,12 @@ import logging
 from collections.abc import Iterable
 
 from bucketpoint.errors import BucketpointError, UploadNotFoundError
-from bucketpoint.stores import ObjectInfo, Part, Store
+from bucketpoint.stores import ObjectInfo, Part, Store, retry
 
 logger = logging.getLogger(__name__)
+
+ABORT_DEADLINE_S = 30.0
+"""The save has failed, and whoever waits for its error should not wait for the tidying."""
 
 
 def complete(store: Store, key: str, upload_id: str, parts: Iterable[Part], *, nbytes: int) -> ObjectInfo:
@@ -29,6 +32,7 @@ def abort(store: Store, key: str, upload_id: str | None) -> None:
     if upload_id is None:
         return
     try:
-        store.abort_multipart(key, upload_id)
+        with retry.deadline(ABORT_DEADLINE_S):
+            store.abort_multipart(key, upload_id)
     except BucketpointError as error:
         logger.warning("could not abort the multipart upload of %s: %s", key, error)

@@ -1,31 +1,24 @@
-"""Doing again what may work the second time, where the client library does not repeat it by itself."""
+"""Doing again what a store does not repeat by itself: a body that broke off, a range whose checksum differs."""
 
 from __future__ import annotations
 
-import random
-import time
 from collections.abc import Callable
 from typing import TypeVar
 
-from bucketpoint.errors import ThrottledError, TransientStoreError
+from bucketpoint.errors import CorruptDataError
+from bucketpoint.stores import retry
 
 T = TypeVar("T")
-FIRST_DELAY_S = 0.1
-LONGEST_DELAY_S = 10.0
 
 
-def retry_transient(attempt: Callable[[], T], *, attempts: int) -> T:
-    """Call `attempt` up to `attempts` times while it raises a transient error, with full jitter between.
+def retry_transient(attempt: Callable[[], T], *, attempts: int, deadline_s: float = retry.DEADLINE_S) -> T:
+    """Call `attempt` up to `attempts` times while it fails for a reason that may pass, with full jitter between.
 
-    The last error is raised with the first as its cause, since the first is the one that tells what began it.
+    What is throttled is not counted, and waits until the deadline. Bytes that are not what was written are read once
+    more before that is an error: it tells a bit that flipped on the way from one that flipped where it lies.
+
+    Raises:
+        StoreError: the last one, with the first as its cause, since the first is the one that tells what began it.
     """
-    first: Exception | None = None
-    for number in range(attempts):
-        try:
-            return attempt()
-        except (TransientStoreError, ThrottledError) as error:
-            if number + 1 == attempts:
-                raise error from first
-            first = first or error
-            time.sleep(random.uniform(0, min(FIRST_DELAY_S * 2**number, LONGEST_DELAY_S)))
-    raise AssertionError("attempts must be at least 1")
+    policy = retry.RetryPolicy(attempts=attempts, deadline_s=deadline_s)
+    return retry.run(attempt, policy, once_more=(CorruptDataError,))

@@ -14,6 +14,8 @@ from collections import deque
 from collections.abc import Callable
 from types import TracebackType
 
+from bucketpoint.stores import retry
+
 logger = logging.getLogger(__name__)
 
 
@@ -39,6 +41,7 @@ class TaskGroup:
         self._running = 0
         self._closing = False
         self._error: BaseException | None = None
+        self._failed = threading.Event()
 
     @property
     def cancelled(self) -> bool:
@@ -62,6 +65,7 @@ class TaskGroup:
         with self._state:
             if self._error is None:
                 self._error = error
+            self._failed.set()
             self._queue.clear()
             self._state.notify_all()
 
@@ -78,6 +82,7 @@ class TaskGroup:
                 self._state.wait_for(lambda: not self._queue and not self._running)
             except BaseException as interrupt:
                 self._error = self._error or interrupt
+                self._failed.set()
                 self._queue.clear()
                 raise
             finally:
@@ -95,6 +100,8 @@ class TaskGroup:
 
     def _work(self) -> None:
         stand_back(self._nice)
+        # A request that the store throttles may wait for minutes, and nobody needs its answer any more.
+        retry.stop_waiting_on(self._failed)
         while True:
             with self._state:
                 self._idle += 1
