@@ -286,3 +286,44 @@ def test_a_plan_with_an_item_that_nobody_wrote_is_not_committed(s3: S3Server, bu
     assert isinstance(error_of(caught), IncompleteSaveError)
     assert "a" in str(error_of(caught))
     assert not [key for key in contents(s3, bucket) if key.endswith(".metadata")]
+
+
+@pytest.mark.parametrize("deleted_before", ["get", "put"])
+def test_an_overwrite_of_a_checkpoint_that_is_deleted_meanwhile_commits(
+    s3: S3Server, bucket: str, deleted_before: str, wrap: Callable[[Wrap], list[Any]]
+) -> None:
+    """A pruner deletes the old one after the create-only PUT was refused, or after it was read to be replaced."""
+    url = f"s3://{bucket}/a"
+    save(s3, url, 1.0)
+    deleted: list[str] = []
+
+    def delete(key: str) -> None:
+        deleted.append(key)
+        s3.client().delete_object(Bucket=bucket, Key=key)
+
+    class Pruned(CountingStore):
+        def get(self, key: str, **kwargs: Any) -> Any:
+            if deleted_before == "get" and not deleted:
+                delete(key)
+            return self.inner.get(key, **kwargs)
+
+        def put(self, key: str, body: Any, **kwargs: Any) -> Any:
+            if deleted_before == "put" and kwargs.get("if_match") and not deleted:
+                delete(key)
+            return self.inner.put(key, body, **kwargs)
+
+    wrap(Pruned)
+    save(s3, url, 2.0)
+    assert deleted == ["a/.metadata"]
+    assert loaded(s3, url) == 2.0
+
+
+def test_a_checkpoint_that_may_not_be_read_is_not_replaced(
+    s3: S3Server, bucket: str, wrap: Callable[[Wrap], list[Any]]
+) -> None:
+    url = f"s3://{bucket}/a"
+    save(s3, url, 1.0)
+    wrap(lambda inner: FailingStore(inner, lambda name, n: name == "get", lambda: AccessDeniedError("no")))
+    with pytest.raises(dcp.CheckpointException) as caught:
+        save(s3, url, 2.0)
+    assert isinstance(error_of(caught), AccessDeniedError)

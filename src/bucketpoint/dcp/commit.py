@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from bucketpoint.dcp.commit_log import CommitLog
 from bucketpoint.dcp.planned import Reported, stock
 from bucketpoint.errors import (
+    AccessDeniedError,
     BucketpointError,
     CheckpointExistsError,
     CommitConflictError,
@@ -197,15 +198,45 @@ def _put_index(request: Commit, index: bytes) -> None:
 def _put_commit(request: Commit, data: bytes) -> tuple[ObjectInfo, Metadata | None]:
     """Commit over nothing, or over exactly the checkpoint that was seen there. Returns what was replaced."""
     store, key = request.store, keys.join(request.prefix, request.name)
-    body, crc = [memoryview(data)], crc32c(memoryview(data))
     if not store.capabilities.conditional_put:
         return _put_unconditionally(request, key, data)
+    gone: BucketpointError | None = None
+    for _ in range(COMMIT_ATTEMPTS):
+        try:
+            return _put_conditionally(request, key, data)
+        except _GoneError as error:
+            gone = error.reason
+    if isinstance(gone, AccessDeniedError):
+        raise gone
+    raise CommitConflictError(
+        "What is committed here comes and goes while this save tries to replace it", url=request.url
+    ) from gone
+
+
+class _GoneError(Exception):
+    """What had refused a condition is not there any more."""
+
+    def __init__(self, reason: BucketpointError) -> None:
+        super().__init__(str(reason))
+        self.reason = reason
+
+
+def _get_committed(store: Store, key: str) -> tuple[bytes, ObjectInfo]:
+    try:
+        return retry_transient(lambda: store.get(key), attempts=COMMIT_ATTEMPTS)
+    except (ObjectNotFoundError, AccessDeniedError) as error:
+        # Deleted in between, by a pruner or a person. S3 answers 403 for that to those who may not list.
+        raise _GoneError(error) from None
+
+
+def _put_conditionally(request: Commit, key: str, data: bytes) -> tuple[ObjectInfo, Metadata | None]:
+    store, body, crc = request.store, [memoryview(data)], crc32c(memoryview(data))
     try:
         return retry_transient(
             lambda: store.put(key, body, crc32c=crc, if_none_match=True), attempts=COMMIT_ATTEMPTS
         ), None
     except PreconditionFailedError:
-        there, info = store.get(key)
+        there, info = _get_committed(store, key)
     if there == data:
         # Ours: the store acted, and the answer to an earlier attempt was lost on the way.
         return info, None
@@ -217,7 +248,7 @@ def _put_commit(request: Commit, data: bytes) -> tuple[ObjectInfo, Metadata | No
             lambda: store.put(key, body, crc32c=crc, if_match=info.etag), attempts=COMMIT_ATTEMPTS
         ), replaced
     except PreconditionFailedError:
-        now, info = store.get(key)
+        now, info = _get_committed(store, key)
         if now == data:
             return info, replaced
         raise CommitConflictError(

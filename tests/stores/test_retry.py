@@ -1,0 +1,439 @@
+"""Trying again: what each failure calls for, how long a store that throttles is waited for, and at whose cost."""
+
+from __future__ import annotations
+
+import gc
+import math
+import os
+import pickle
+import threading
+import weakref
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bucketpoint.errors import (
+    Action,
+    BucketpointError,
+    CorruptDataError,
+    CredentialsError,
+    EndpointError,
+    StoreError,
+    ThrottledError,
+    TransientStoreError,
+    WrongRegionError,
+)
+from bucketpoint.stores import S3Options, S3Store, retry, s3_client
+from bucketpoint.stores.s3_errors import RULE_BY_CODE, RULE_BY_STATUS, RULE_BY_TYPE
+from bucketpoint.transfer import TaskGroup, retry_transient
+from servers import S3Server, free_port
+from stores.scripted import Answer, ScriptedServer, Seen, error, scripted
+
+OK = Answer(headers={"ETag": '"e"'})
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """Waits are noted instead of waited for, and each test has a budget of its own."""
+    waits: list[float] = []
+    monkeypatch.setattr(retry, "pause", waits.append)
+    monkeypatch.setattr(retry, "_budgets", {})
+    return waits
+
+
+def store_at(server: ScriptedServer | str, **options: Any) -> S3Store:
+    endpoint = server if isinstance(server, str) else server.endpoint
+    return S3Store("bucket", S3Options(endpoint_url=endpoint, access_key="a", secret_key="hush", **options))
+
+
+def put(store: S3Store) -> None:
+    store.put("k", [memoryview(b"content")])
+
+
+def failing(count: int, answer: Answer) -> Callable[[Seen, int], Answer]:
+    return lambda request, number: answer if number < count else OK
+
+
+# The table
+
+
+def test_every_rule_of_the_table_is_typed() -> None:
+    rules = [*RULE_BY_CODE.values(), *RULE_BY_STATUS.values(), *(rule for _, rule in RULE_BY_TYPE)]
+    assert {rule.action for rule in rules} == set(Action)
+    for rule in rules:
+        assert issubclass(rule.kind, StoreError)
+        assert (rule.kind is ThrottledError) == (rule.action is Action.THROTTLE)
+        assert rule.kind is not TransientStoreError or rule.action is Action.RETRY
+        if rule.action is Action.REFRESH:
+            assert rule.kind is CredentialsError
+
+
+def test_each_code_is_sent_as_often_as_its_rule_says() -> None:
+    # The options hold the credentials, so there are no others to be had.
+    expected = {Action.RETRY: 3, Action.THROTTLE: 3, Action.REFRESH: 1, Action.FATAL: 1}
+    answers: list[Answer] = []
+    with scripted(lambda request, number: answers.pop(0) if answers else OK) as server:
+        store = store_at(server)
+        for code, rule in RULE_BY_CODE.items():
+            if rule.kind is WrongRegionError:
+                continue  # botocore asks the right region by itself
+            before = len(server.seen)
+            answers[:] = [error(503 if rule.action is Action.THROTTLE else 400, code)] * 2
+            if rule.action in (Action.RETRY, Action.THROTTLE):
+                put(store)
+            else:
+                with pytest.raises(rule.kind):
+                    put(store)
+            assert len(server.seen) - before == expected[rule.action], code
+
+
+# How long
+
+
+def test_a_failing_request_is_sent_six_times_and_a_throttled_one_until_the_deadline() -> None:
+    with scripted(lambda request, number: error(500, "InternalError")) as server, pytest.raises(TransientStoreError):
+        put(store_at(server))
+    assert len(server.seen) == 6
+    with scripted(failing(40, error(503, "SlowDown"))) as server:
+        put(store_at(server))
+    assert len(server.seen) == 41
+
+
+def test_a_store_that_throttles_for_ever_is_given_up_at_the_deadline() -> None:
+    throttling = scripted(lambda request, number: error(503, "SlowDown"))
+    with throttling as server, pytest.raises(ThrottledError, match="SlowDown") as caught:
+        put(store_at(server, retry_deadline_s=0.3))
+    assert len(server.seen) > 1
+    assert caught.value.action is Action.FATAL
+
+
+def test_the_users_number_of_attempts_counts_every_kind() -> None:
+    with scripted(lambda request, number: error(503, "SlowDown")) as server, pytest.raises(ThrottledError):
+        put(store_at(server, max_attempts=3))
+    assert len(server.seen) == 3
+
+
+def test_waits_have_full_jitter_and_grow_to_a_limit(quick: list[float]) -> None:
+    with scripted(failing(60, error(503, "SlowDown"))) as server:
+        put(store_at(server))
+    highs = [min(retry.FIRST_THROTTLED_DELAY_S * 2.0**number, retry.LONGEST_THROTTLED_DELAY_S) for number in range(60)]
+    assert len(quick) == 60
+    assert all(0 <= wait <= high for wait, high in zip(quick, highs, strict=True))
+    assert len(set(quick)) > 50
+
+
+def test_a_dead_endpoint_is_tried_again_and_an_untrusted_one_is_not(minio_tls: S3Server, quick: list[float]) -> None:
+    with pytest.raises(EndpointError, match="attempt 6"):
+        put(store_at(f"http://127.0.0.1:{free_port()}"))
+    assert len(quick) == 5
+    with pytest.raises(EndpointError):
+        put(store_at(minio_tls.endpoint))
+    assert len(quick) == 5
+
+
+def test_loops_within_loops_do_not_multiply_attempts() -> None:
+    with scripted(lambda request, number: error(500, "InternalError")) as server:
+        store = store_at(server)
+        with pytest.raises(TransientStoreError):
+            retry_transient(lambda: store.get("k"), attempts=5)
+    assert len(server.seen) == 6
+
+
+def test_loops_within_loops_share_the_deadline() -> None:
+    ends: list[float] = []
+    with retry.deadline(5) as outer:
+        with retry.deadline(1000) as inner:
+            ends.append(inner)
+        with retry.deadline(1) as shorter:
+            ends.append(shorter)
+    assert ends[0] == outer
+    assert ends[1] < outer
+
+
+# What it says
+
+
+def test_the_last_error_carries_the_first() -> None:
+    answers = [error(500, "InternalError"), error(503, "SlowDown"), error(403, "AccessDenied")]
+    with scripted(lambda request, number: answers[number]) as server, pytest.raises(StoreError) as caught:
+        put(store_at(server))
+    found = caught.value
+    assert "AccessDenied" in found.message
+    assert "InternalError" in found.message
+    assert "attempt 3" in found.message
+    assert isinstance(found.__cause__, TransientStoreError)
+    assert "InternalError" in str(pickle.loads(pickle.dumps(found)))
+    assert "hush" not in str(found)
+
+
+def test_an_error_that_is_alone_is_as_it_was() -> None:
+    denying = scripted(lambda request, number: error(403, "AccessDenied"))
+    with denying as server, pytest.raises(StoreError) as caught:
+        put(store_at(server))
+    assert "attempt" not in caught.value.message
+    assert caught.value.__cause__ is None
+
+
+def test_the_first_error_does_not_keep_the_body_alive() -> None:
+    class Body(bytearray):
+        pass
+
+    def fail() -> StoreError:
+        body = Body(b"x" * 100)
+        alive.append(weakref.ref(body))
+
+        def attempt() -> None:
+            assert body
+            raise TransientStoreError("no")
+
+        try:
+            retry.run(attempt, retry.RetryPolicy(attempts=2))
+        except StoreError as error:
+            return error.__cause__ or error  # type: ignore[return-value]
+        raise AssertionError
+
+    alive: list[Any] = []
+    first = fail()
+    gc.collect()
+    assert first is not None
+    assert alive[0]() is None
+
+
+# At whose cost
+
+
+def test_the_process_stops_repeating_once_its_budget_is_spent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(retry, "_budgets", {os.getpid(): retry.Budget(tokens=8)})
+    with scripted(lambda request, number: error(500, "InternalError")) as server:
+        for bucket in ("one", "two", "three"):
+            with pytest.raises(TransientStoreError):
+                S3Store(bucket, store_at(server).options).get("k")
+    assert len(server.seen) == 3 + 8
+    counts = retry.process_budget().counts
+    assert (counts.requests, counts.retried, counts.given_up) == (0, 8, 3)
+
+
+def test_successes_fill_the_budget_again() -> None:
+    with scripted(lambda request, number: OK if number % 3 == 2 else error(500, "InternalError")) as server:
+        store = store_at(server)
+        budget = retry.process_budget()
+        for _ in range(10):
+            put(store)
+    assert len(server.seen) == 30
+    assert budget.tokens == retry.BUDGET_TOKENS - 20 + 10 * retry.REFUND
+
+
+def test_what_is_throttled_takes_nothing_of_the_budget() -> None:
+    with scripted(failing(30, error(503, "SlowDown"))) as server:
+        put(store_at(server))
+    counts = retry.process_budget().counts
+    assert retry.process_budget().tokens == retry.BUDGET_TOKENS
+    assert (counts.requests, counts.retried, counts.throttled) == (1, 0, 30)
+
+
+# How many at once
+
+
+def test_the_first_slow_down_of_a_round_halves_and_the_others_do_not() -> None:
+    gate = retry.Gate()
+    epochs = [gate.enter(math.inf) for _ in range(16)]
+    for epoch in epochs:
+        gate.leave(epoch, throttled=True, succeeded=False)
+    assert gate.limit == 8
+    gate.leave(gate.enter(math.inf), throttled=True, succeeded=False)
+    assert gate.limit == 1, "half of the one that was under way, and never none"
+
+
+def test_successes_let_the_number_grow_back_until_there_is_no_limit() -> None:
+    gate = retry.Gate()
+    for epoch in [gate.enter(math.inf) for _ in range(8)]:
+        gate.leave(epoch, throttled=True, succeeded=False)
+    limits = []
+    while gate.limit < math.inf:
+        limits.append(gate.limit)
+        gate.leave(gate.enter(math.inf), throttled=False, succeeded=True)
+    assert limits == sorted(limits)
+    assert limits[0] == 4
+    assert 15 < limits[-1] < 16
+    assert len(limits) < 16 * 16
+
+
+def test_no_more_requests_are_under_way_than_the_store_can_bear() -> None:
+    """A store that takes 3 requests at once and answers SlowDown to more: all 60 arrive, and refusals stay few."""
+    lock = threading.Lock()
+    running = peak = refused = 0
+    everyone = threading.Barrier(24, timeout=60)
+
+    def script(request: Seen, number: int) -> Answer:
+        nonlocal running, peak, refused
+        if number < 24:
+            # So that all of the first round are there together, on any machine.
+            everyone.wait()
+            return error(503, "SlowDown")
+        with lock:
+            running += 1
+            peak = max(peak, running)
+            full = running > 12
+            refused += full
+        threading.Event().wait(0.005)
+        with lock:
+            running -= 1
+        return error(503, "SlowDown") if full else OK
+
+    with scripted(script) as server:
+        store = store_at(server)
+        with ThreadPoolExecutor(24) as pool:
+            list(pool.map(lambda _: put(store), range(60)))
+    assert peak <= 13 + 1
+    assert refused <= 6
+    assert len(server.seen) == 24 + 60 + refused
+
+
+def test_a_request_that_never_gets_its_turn_fails_at_the_deadline() -> None:
+    gate = retry.Gate()
+    gate.leave(gate.enter(math.inf), throttled=True, succeeded=False)
+    gate.enter(math.inf)
+    with pytest.raises(ThrottledError, match="turn"):
+        retry.run(lambda: None, retry.RetryPolicy(deadline_s=0.05), gate=gate)
+
+
+def test_nobody_waits_for_a_throttled_request_whose_sibling_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    waiting = threading.Event()
+
+    def throttled() -> None:
+        def attempt() -> None:
+            waiting.set()
+            raise ThrottledError("later")
+
+        retry.run(attempt, retry.RetryPolicy(deadline_s=100_000))
+
+    def denied() -> None:
+        assert waiting.wait(240)
+        raise BucketpointError("denied")
+
+    with pytest.raises(BucketpointError, match="denied"), TaskGroup(2) as group:
+        group.start(throttled)
+        group.start(denied)
+
+
+# Credentials
+
+
+def test_expired_credentials_are_asked_for_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, minio: S3Server
+) -> None:
+    """What a job sees whose credentials another program renews in a file: the session ends, the file has a new one."""
+    secrets = tmp_path / "credentials"
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(secrets))
+
+    def write(key: str, secret: str) -> None:
+        secrets.write_text(f"[default]\naws_access_key_id = {key}\naws_secret_access_key = {secret}\n")
+
+    write("gone", "gone")
+    bucket = minio.make_bucket()
+    store = S3Store(bucket, S3Options(endpoint_url=minio.endpoint, user_agent=os.urandom(4).hex()))
+    client = s3_client.client_for(store.options)
+    with pytest.raises(CredentialsError, match="attempt 3"):
+        put(store)
+    write(minio.key, minio.secret)
+    put(store)
+    assert store.get("k")[0] == b"content"
+    assert s3_client.client_for(store.options) is not client
+    assert s3_client.client_for(store.options).gate is client.gate
+    assert retry.process_budget().counts.refreshed == 3
+
+
+def test_threads_whose_credentials_expire_together_make_one_new_client(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "credentials"
+    path.write_text("[default]\naws_access_key_id = old\naws_secret_access_key = hush\n")
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(path))
+    together = threading.Barrier(6, timeout=60)
+
+    def script(request: Seen, number: int) -> Answer:
+        if "Credential=old" not in request.headers["authorization"]:
+            return OK
+        together.wait()
+        return error(400, "ExpiredToken")
+
+    made: list[S3Options] = []
+    build = s3_client.build_client
+
+    def counting(options: S3Options) -> Any:
+        made.append(options)
+        return build(options)
+
+    monkeypatch.setattr(s3_client, "build_client", counting)
+    with scripted(script) as server:
+        store = S3Store("b", S3Options(endpoint_url=server.endpoint, user_agent=os.urandom(4).hex()))
+        s3_client.client_for(store.options)
+        path.write_text("[default]\naws_access_key_id = new\naws_secret_access_key = hush\n")
+        with ThreadPoolExecutor(6) as pool:
+            list(pool.map(lambda _: put(store), range(6)))
+    assert len(made) == 2
+    assert len(server.seen) == 12
+
+
+# Bytes that flip on the way
+
+
+@pytest.mark.parametrize("damaged", [1, 2], ids=["once", "each time"])
+def test_damaged_bytes_are_read_once_more(damaged: int) -> None:
+    reads: list[int] = []
+
+    def attempt() -> str:
+        reads.append(1)
+        if len(reads) <= damaged:
+            raise CorruptDataError("Checksum mismatch")
+        return "fine"
+
+    if damaged == 1:
+        assert retry_transient(attempt, attempts=5) == "fine"
+    else:
+        with pytest.raises(CorruptDataError):
+            retry_transient(attempt, attempts=5)
+    assert len(reads) == 2
+
+
+def test_a_body_that_the_store_found_damaged_is_sent_again() -> None:
+    with scripted(failing(1, error(400, "BadDigest"))) as server:
+        put(store_at(server))
+    assert [request.body for request in server.seen] == [b"content"] * 2
+
+
+# Listings
+
+
+def test_each_page_of_a_listing_is_repeated_by_itself(minio: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = S3Store(
+        minio.make_bucket(),
+        S3Options.from_storage_options({**minio.options, "s3_additional_kwargs": {"MaxKeys": 3}}),
+    )
+    names = [f"a b/ü&{number:02}" for number in range(10)]
+    for name in names:
+        store.put(name, [memoryview(b"x")])
+    failed: set[Any] = set()
+    call = s3_client.Client.call
+
+    def flaky(self: Any, operation: str, **parameters: Any) -> Any:
+        mark = parameters.get("ContinuationToken")
+        if operation == "ListObjectsV2" and mark not in failed:
+            failed.add(mark)
+            raise TransientStoreError("cut")
+        return call(self, operation, **parameters)
+
+    monkeypatch.setattr(s3_client.Client, "call", flaky)
+    assert [info.key for info in store.list("a b/")] == names
+    assert len(failed) == 4
+
+
+def test_a_listing_that_does_not_say_how_to_go_on_is_an_error() -> None:
+    body = b"<?xml version='1.0'?><ListBucketResult><IsTruncated>true</IsTruncated></ListBucketResult>"
+    endless = scripted(lambda request, number: Answer(200, {"Content-Type": "application/xml"}, body))
+    with endless as server, pytest.raises(StoreError, match="next page"):
+        list(store_at(server).list(""))
