@@ -222,7 +222,8 @@ def test_credentials_come_from_a_profile_or_from_client_kwargs(s3: S3Server, buc
 def test_a_ca_bundle_may_be_an_option(s3_tls: S3Server, bucket_tls: str) -> None:
     options = S3Options(endpoint_url=s3_tls.endpoint, access_key=s3_tls.key, secret_key=s3_tls.secret)
     S3Store(bucket_tls, options.replace(ca_bundle=str(s3_tls.ca))).put("k", views(b"x"))
-    assert S3Store(bucket_tls, options.replace(client_kwargs={"verify": False})).get("k")[0] == b"x"
+    insecure = options.replace(client_kwargs={"verify": False}, insecure_tls=True)
+    assert S3Store(bucket_tls, insecure).get("k")[0] == b"x"
     with pytest.raises(EndpointError):
         S3Store(bucket_tls, options.replace(ca_bundle="/no/such/bundle.pem")).get("k")
 

@@ -1,6 +1,7 @@
-"""A pickle machine that runs a pickle on symbols instead of objects, to learn which names it would use. Nothing more.
+"""A pickle machine that runs a pickle on symbols instead of objects, to learn which names it would use, and how.
 
-It follows the machine of CPython's `pickle` opcode by opcode, but all it keeps on its stack are names, text and marks.
+It follows the machine of CPython's `pickle` opcode by opcode, but all it keeps on its stack are names, text, numbers,
+tuples of them and marks: what it takes to see which calls would allocate memory that the pickle has not paid for.
 """
 
 from __future__ import annotations
@@ -50,8 +51,48 @@ class _Symbol:
     """Stands for any object; text and names are the only ones that matter further on."""
 
 
+@dataclass(frozen=True)
+class _Result:
+    """What a call of a name would return."""
+
+    name: str
+
+
 _OBJECT = _Symbol()
 _MARK = _Symbol()
+_BYTES = _Symbol()
+
+_BUFFERS = frozenset({"builtins.bytes", "builtins.bytearray", "__builtin__.bytes", "__builtin__.bytearray"})
+_RECONSTRUCT = frozenset({"numpy.core.multiarray._reconstruct", "numpy._core.multiarray._reconstruct"})
+# Pickles name these, and never call them: called, they allocate whatever number they are given.
+_NEVER_CALLED = frozenset({"torch.Tensor", "torch.nn.parameter.Parameter", "numpy.ndarray"})
+
+
+def _objection(name: str, arguments: Any) -> str | None:
+    """Why a call of an allowed name is refused: what writers never do with it, and costs any amount of memory."""
+    known = arguments if isinstance(arguments, tuple) else None
+    # However long a range is, it takes no bytes of the pickle until something is made of its numbers.
+    if known is None or any(part == _Result("builtins.range") for part in known):
+        made = isinstance(arguments, _Symbol) and name not in _BUFFERS
+        return None if made else f"<{name} of what is computed>"
+    if name in _BUFFERS:
+        literal = all(part is _BYTES or isinstance(part, str) or part == _Result("_codecs.encode") for part in known)
+        return None if literal else f"<{name} of a size>"
+    if name in _NEVER_CALLED or (name.startswith("torch.") and name.endswith("Storage")):
+        return f"<a call of {name}>" if known else None
+    if name in _RECONSTRUCT:
+        return None if len(known) == 3 and known[1] == (0,) else f"<{name} of a shape>"
+    if name == "torch._tensor._rebuild_from_type_v2":
+        # It calls its first argument with the third.
+        inner = known[0] if known else None
+        sound = isinstance(inner, _Name) and inner.text.startswith("torch._utils._rebuild_")
+        return None if sound else f"<{name} of another function>"
+    if name == "fractions.Fraction":
+        # Ten to the power of whatever a text says.
+        return (
+            None if not any(isinstance(part, str) and "e" in part.lower() for part in known) else f"<{name} of a power>"
+        )
+    return None
 
 
 class _Machine:
@@ -194,27 +235,43 @@ class _Machine:
         self.refused.append(f"<copyreg extension {self.number(size)}>")
         self.push(_OBJECT)
 
-    def call(self, function: Any) -> None:
+    def call(self, function: Any, arguments: Any) -> None:
         """A name may be called; a name that is refused is listed already. Only hostile pickles call anything else."""
         if not isinstance(function, _Name):
             self.refused.append("<a call of something that has no name>")
-        self.push(_OBJECT)
+            self.push(_OBJECT)
+            return
+        objection = _objection(function.text, arguments)
+        if objection is not None:
+            self.refused.append(objection)
+        self.push(_Result(function.text))
 
     def reduce(self, arguments: int) -> None:
-        for _ in range(arguments):
-            self._pop()
-        self.call(self._pop())
+        given = [self._pop() for _ in range(arguments)]
+        self.call(self._pop(), given[-1])
 
     def instance(self) -> None:
         found = self.global_lines()
-        self.pop_mark()
-        self.call(found)
+        self.call(found, tuple(self.pop_mark()))
+
+    def tuple_of(self, count: int) -> None:
+        self.push(tuple([self._pop() for _ in range(count)][::-1]))
+
+    def tuple_to_mark(self) -> None:
+        self.push(tuple(self.pop_mark()))
+
+    def bytes_of(self, width: int) -> None:
+        self.take(self.number(width))
+        self.push(_BYTES)
+
+    def integer(self, size: int) -> None:
+        self.push(int.from_bytes(self.take(size), "little", signed=size == 4))
 
     def obj(self) -> None:
         items = self.pop_mark()
         if not items:
             raise MalformedPickleError("its stack underflows")
-        self.call(items[0])
+        self.call(items[0], tuple(items[1:]))
 
     def change(self, to_mark: bool, values: int) -> None:
         """BUILD, APPEND and the like change the object below their values, which must not be a class or a function."""
@@ -287,6 +344,18 @@ _SPECIAL: dict[str, _Step] = {
     "SHORT_BINUNICODE": lambda m: m.push(_text(m.take(m.number(1)), "utf-8")),
     "BINUNICODE": lambda m: m.push(_text(m.take(m.number(4)), "utf-8")),
     "BINUNICODE8": lambda m: m.push(_text(m.take(m.number(8)), "utf-8")),
+    "SHORT_BINBYTES": lambda m: m.bytes_of(1),
+    "BINBYTES": lambda m: m.bytes_of(4),
+    "BINBYTES8": lambda m: m.bytes_of(8),
+    "BYTEARRAY8": lambda m: m.bytes_of(8),
+    "BININT": lambda m: m.integer(4),
+    "BININT1": lambda m: m.integer(1),
+    "BININT2": lambda m: m.integer(2),
+    "EMPTY_TUPLE": lambda m: m.tuple_of(0),
+    "TUPLE1": lambda m: m.tuple_of(1),
+    "TUPLE2": lambda m: m.tuple_of(2),
+    "TUPLE3": lambda m: m.tuple_of(3),
+    "TUPLE": _Machine.tuple_to_mark,
     "GLOBAL": lambda m: m.push(m.global_lines()),
     "STACK_GLOBAL": _Machine.stack_global,
     "INST": _Machine.instance,

@@ -9,6 +9,8 @@ import copyreg
 import io
 import pickle
 import re
+import struct
+import zipfile
 from collections.abc import Mapping
 from typing import Any
 
@@ -79,6 +81,8 @@ def refused_globals(data: bytes | bytearray | memoryview) -> list[str] | None:
 
 
 def _refused_in_zip(raw: bytes, allowed: frozenset[tuple[str, str]]) -> list[str] | None:
+    if not _is_stored(raw):
+        return ["<a compressed archive>"]
     # torch's own reader, so that a zip with two directories cannot show one data.pkl here and another one there.
     try:
         reader = torch._C.PyTorchFileReader(io.BytesIO(raw))
@@ -91,6 +95,16 @@ def _refused_in_zip(raw: bytes, allowed: frozenset[tuple[str, str]]) -> list[str
     except RuntimeError:
         return None
     return list(dict.fromkeys(survey(body, 0, allowed).refused))
+
+
+def _is_stored(raw: bytes) -> bool:
+    """Whether no record is compressed: torch compresses none, and a small one could become any amount of memory."""
+    try:
+        with zipfile.ZipFile(io.BytesIO(raw)) as archive:
+            entries = archive.infolist()
+    except (zipfile.BadZipFile, NotImplementedError, ValueError, struct.error, OverflowError):
+        return True  # torch reads no more of it than its own bounds allow, or refuses it
+    return all(one.compress_type == zipfile.ZIP_STORED and one.file_size <= len(raw) for one in entries)
 
 
 def _registered() -> frozenset[tuple[str, str]]:

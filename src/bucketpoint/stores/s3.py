@@ -62,6 +62,7 @@ _FAILURES = (
     urllib3.exceptions.HTTPError,
     http.client.HTTPException,
     OSError,
+    RecursionError,
 )
 
 _AWS_DOMAINS = (".amazonaws.com", ".amazonaws.com.cn", ".amazonaws.eu")

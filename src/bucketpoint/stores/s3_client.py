@@ -138,9 +138,9 @@ def build_client(options: S3Options) -> Client:
             # AWS documents unsigned payloads for HTTPS only, and on a network the signature is then the only thing that
             # binds the body to the request. On the loopback it would just cost 0.8 s of SHA-256 a gigabyte.
             api = session.client("s3", config=_config(options, core, sign_payload=True), **arguments)
-    except ValueError as error:
-        # botocore's answer to an endpoint that is not a URL; its text names the endpoint and nothing secret.
-        raise EndpointError(f"the S3 client cannot be made: {error}") from None
+    except ValueError:
+        # botocore's answer to an endpoint that is not a URL. Its text quotes what was given, a password in it too.
+        raise EndpointError("the S3 client cannot be made: the endpoint is not a URL") from None
     parameters = options.request_parameters()
     if "SSECustomerKey" in parameters and _is_open_network(api.meta.endpoint_url):
         raise EndpointError("SSE-C would send the key in clear over plain HTTP", remedy="Use an https:// endpoint")
@@ -164,6 +164,7 @@ def _client_arguments(options: S3Options, core: Any) -> dict[str, Any]:
         "verify": options.ca_bundle,
     }
     given = {name: value for name, value in options.client_kwargs.items() if name not in ("config", "service_name")}
+    _refuse_no_verification(options)
     arguments = {"use_ssl": options.use_ssl, **given, **{k: v for k, v in named.items() if v is not None}}
     # boto3 reads AWS_DEFAULT_REGION alone; every other SDK reads AWS_REGION.
     arguments["region_name"] = (
@@ -173,6 +174,26 @@ def _client_arguments(options: S3Options, core: Any) -> dict[str, Any]:
         or DEFAULT_REGION
     )
     return arguments
+
+
+def _refuse_no_verification(options: S3Options) -> None:
+    """Verification is on unless two options say that it is to be off.
+
+    Every value that is false switches it off in botocore's older versions, an empty environment variable too.
+    """
+    if options.insecure_tls:
+        return
+    values = {
+        'client_kwargs["verify"]': options.client_kwargs.get("verify"),
+        "ca_bundle": options.ca_bundle,
+        **{name: os.environ.get(name) for name in ("AWS_CA_BUNDLE", "REQUESTS_CA_BUNDLE")},
+    }
+    for name, value in values.items():
+        if value is not None and (not value or (isinstance(value, str) and not value.strip())):
+            raise EndpointError(
+                f"{name} is {value!r}, which would switch off the verification of TLS certificates",
+                remedy="Name a file of certificates (ca_bundle=), or say insecure_tls=True as well",
+            )
 
 
 def _config(options: S3Options, core: Any, *, sign_payload: bool | None) -> Config:

@@ -6,6 +6,7 @@ The one table of what is tried again. Never by text. How often and how long is t
 from __future__ import annotations
 
 import http.client
+import re
 import ssl
 from typing import Any, NamedTuple
 
@@ -138,6 +139,8 @@ RULE_BY_TYPE: tuple[tuple[type[BaseException], Rule], ...] = (
     (http.client.HTTPException, Rule(TransientStoreError, _RETRY)),
     (ssl.SSLError, Rule(TransientStoreError, _RETRY)),
     (OSError, Rule(TransientStoreError, _RETRY)),
+    # A store that redirects every request and names no region: botocore asks for it, is redirected, and asks again.
+    (RecursionError, Rule(WrongRegionError, _FATAL)),
 )
 
 _UNKNOWN = Rule(StoreError, _FATAL)
@@ -171,10 +174,14 @@ def _is_untrusted(error: BaseException, depth: int = 6) -> bool:
     return depth > 0 and any(_is_untrusted(one, depth - 1) for one in inner if isinstance(one, BaseException))
 
 
+_USER_INFO = re.compile(r"(?<=://)[^\s/@\"']*@")
+_QUERY = re.compile(r"\?[^\s\"')]*")
+
+
 def _describe(error: BaseException) -> str:
-    # The text of an EndpointConnectionError names the URL of the request, and that of a proxy error the proxy's; both
-    # are free of credentials. A ConnectionClosedError's request, which does carry the signature, is not in its text.
-    return f"{type(error).__name__}: {error}"
+    # The text of a connection's error names the URL of the request or of the proxy: with the name and password that
+    # somebody put there, and with the query, in which a signature may stand. A header is in none of them.
+    return _QUERY.sub("", _USER_INFO.sub("", f"{type(error).__name__}: {error}"))
 
 
 def _from_reply(reply: dict[str, Any], operation: str, url: str, region: str | None) -> StoreError:

@@ -73,6 +73,7 @@ class S3Options:
             those that fail; a request that is throttled (503 SlowDown) then waits until the deadline, however often.
         retry_deadline_s: seconds for all attempts of one request together.
         ca_bundle: a file of certificates to trust. Default: AWS_CA_BUNDLE, then boto3's own.
+        insecure_tls: accept that certificates are not verified, where `client_kwargs={"verify": False}` says so.
         use_ssl: with False, and no endpoint URL, requests go over plain HTTP.
         checksums: send a CRC32C with every body, so that the store verifies it. Off for stores that refuse the header.
         client_kwargs: as s3fs: further arguments of `boto3.client`.
@@ -99,6 +100,7 @@ class S3Options:
     max_attempts: int | None = None
     retry_deadline_s: float = DEADLINE_S
     ca_bundle: str | None = None
+    insecure_tls: bool = False
     use_ssl: bool = True
     checksums: bool = True
     client_kwargs: Mapping[str, Any] = field(default_factory=dict, repr=False)

@@ -1,0 +1,237 @@
+"""Each region of each object of a checkpoint, flipped: a load and `verify` name it, and nothing is loaded wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+import bucketpoint as bp
+from bucketpoint.dcp.saved import SavedCheckpoint, open_checkpoint
+from bucketpoint.dcp.verify import Verification, verify
+from bucketpoint.errors import (
+    BucketpointError,
+    CorruptDataError,
+    MetadataError,
+    ObjectNotFoundError,
+    PreconditionFailedError,
+    UnsafeDataError,
+)
+from bucketpoint.format import index_ref
+from bucketpoint.stores import open_store
+
+NAMED = (CorruptDataError, MetadataError, PreconditionFailedError, UnsafeDataError, ObjectNotFoundError)
+
+
+def state(value: float) -> dict[str, Any]:
+    return {
+        "model": {"w": torch.full((600, 1000), value), "b": torch.full((7,), value, dtype=torch.bfloat16)},
+        "optim": {"m": torch.full((50,), value)},
+        "step": int(value),
+    }
+
+
+@pytest.fixture
+def saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    # So few items have an index of their own only where that is asked for.
+    monkeypatch.setattr(index_ref, "INDEX_ITEMS", 1)
+    url = f"file://{tmp_path}/run/step-1"
+    dcp.save(state(3.0), checkpoint_id=url, storage_writer=bp.BucketWriter(), no_dist=True)
+    return url
+
+
+def load(url: str) -> dict[str, Any]:
+    target = state(0.0)
+    dcp.load(target, checkpoint_id=url, storage_reader=bp.BucketReader(), no_dist=True)
+    return target
+
+
+def loads(url: str) -> str | None:
+    """The name of the error of a load, or None if it loaded; what it loads is always what was saved."""
+    try:
+        target = load(url)
+    except dcp.CheckpointException as failed:
+        error = next(iter(failed.failures.values()))[0]
+        assert isinstance(error, NAMED), error
+        return type(error).__name__
+    assert torch.equal(target["model"]["w"], state(3.0)["model"]["w"])
+    assert torch.equal(target["model"]["b"], state(3.0)["model"]["b"])
+    assert torch.equal(target["optim"]["m"], state(3.0)["optim"]["m"])
+    assert target["step"] == 3
+    return None
+
+
+def verified(url: str) -> list[str]:
+    """What `verify` finds, by kind."""
+    try:
+        found: Verification = verify(open_checkpoint(url))
+    except BucketpointError as error:
+        assert isinstance(error, NAMED), error
+        return [type(error).__name__]
+    return sorted({one.kind for one in found.damage})
+
+
+def regions(saved: SavedCheckpoint) -> Iterator[tuple[str, str, str, int]]:
+    """(name, path, kind of object, a byte) of each stretch of each object."""
+    for path, items in sorted(saved.by_object.items()):
+        for index, info in items:
+            begin = info.offset + (info.payload_offset or 0)
+            if info.payload_nbytes is None:
+                places = {
+                    "first": info.offset,
+                    "middle": info.offset + info.length // 2,
+                    "last": info.offset + info.length - 1,
+                }
+            else:
+                end = begin + info.payload_nbytes
+                places = {
+                    "header, first": info.offset,
+                    "header": info.offset + 40,
+                    "header, last": begin - 1,
+                    "payload, first": begin,
+                    "payload": begin + info.payload_nbytes // 2,
+                    "payload, last": end - 1,
+                    "trailer, first": end,
+                    "trailer, last": info.offset + info.length - 1,
+                }
+            for name, at in places.items():
+                yield f"{index.fqn}: {name}", path, "payload" if "payload" in name else "around", at
+
+
+def flipped(url: str, path: str, at: int) -> Callable[[], None]:
+    """Flip a bit, and return what puts it back. The file keeps its identity: only its bytes tell."""
+    file = Path(url.removeprefix("file://")) / path
+    original = file.read_bytes()
+    data = bytearray(original)
+    data[at] ^= 0x10
+    file.write_bytes(data)
+    return lambda: (file.write_bytes(original), None)[1]
+
+
+@pytest.fixture
+def no_pins(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a copy elsewhere is read: checksums alone, no ETags. A flipped object has another ETag besides."""
+    import bucketpoint.dcp.reader as reader
+    import bucketpoint.dcp.saved as saved_module
+
+    for module in (reader, saved_module):
+        if hasattr(module, "committed_etags"):
+            monkeypatch.setattr(module, "committed_etags", lambda *_: {})
+
+
+@pytest.mark.usefixtures("no_pins")
+def test_a_flip_in_any_region_of_any_data_object_is_named(saved: str) -> None:
+    assert (loads(saved), verified(saved)) == (None, [])
+    seen = 0
+    for name, path, kind, at in list(regions(open_checkpoint(saved))):
+        put_back = flipped(saved, path, at)
+        found = verified(saved)
+        assert found, f"verify: {name}"
+        assert "checksum" in found, f"verify: {name} {found}"
+        # Headers and trailers are for readers of other kinds: ours goes by the metadata, and loads what was saved.
+        failure = loads(saved)
+        if kind == "payload" or "step" in name:
+            assert failure is not None, f"load: {name}"
+        put_back()
+        seen += 1
+    assert seen >= 3 * 8 + 3
+    assert (loads(saved), verified(saved)) == (None, [])
+
+
+def test_a_flip_anywhere_in_the_metadata_is_named(saved: str) -> None:
+    """Every 7th byte of `.metadata`: no load gives other values, and none is overlooked by `verify`."""
+    size = (Path(saved.removeprefix("file://")) / ".metadata").stat().st_size
+    for at in range(0, size, 7):
+        put_back = flipped(saved, ".metadata", at)
+        loads(saved)
+        assert verified(saved), f"byte {at}"
+        put_back()
+    assert verified(saved) == []
+
+
+def test_a_flip_anywhere_in_the_index_is_named_or_costs_nothing(saved: str) -> None:
+    """The index is a copy: a damaged one is not used, and the metadata says the same."""
+    root = Path(saved.removeprefix("file://"))
+    (path,) = [file for file in root.rglob("*") if file.is_file() and "index" in file.name]
+    for at in range(0, path.stat().st_size, 11):
+        put_back = flipped(saved, str(path.relative_to(root)), at)
+        assert loads(saved) is None, f"byte {at}"
+        put_back()
+
+
+def test_a_flip_anywhere_in_the_record_is_no_damage_and_harms_nothing(saved: str) -> None:
+    """The record is a cache: it may make `verify` call the metadata another one, never the other way round."""
+    size = (Path(saved.removeprefix("file://")) / ".bucketpoint.json").stat().st_size
+    for at in range(0, size, 5):
+        put_back = flipped(saved, ".bucketpoint.json", at)
+        assert loads(saved) is None
+        assert verified(saved) in ([], ["metadata"]), f"byte {at}"
+        put_back()
+
+
+@pytest.mark.parametrize("cut", [0, 1, 0.5, -1], ids=["empty", "one byte", "half", "one byte less"])
+def test_any_object_cut_short_is_named(saved: str, cut: float) -> None:
+    root = Path(saved.removeprefix("file://"))
+    for file in sorted(one for one in root.rglob("*") if one.is_file() and one.name != ".bucketpoint.json"):
+        original = file.read_bytes()
+        size = int(cut) if isinstance(cut, int) and cut >= 0 else len(original) - 1 if cut < 0 else len(original) // 2
+        file.write_bytes(original[:size])
+        failure, found = loads(saved), verified(saved)
+        if "index" not in file.name:
+            assert found, file
+        if file.name == ".metadata":
+            assert failure is not None
+        file.write_bytes(original)
+    assert (loads(saved), verified(saved)) == (None, [])
+
+
+# Replaced and copied objects
+
+
+def replace_by(url: str, path: str, other: bytes) -> None:
+    store, prefix = open_store(url)
+    store.put(f"{prefix}/{path}", [memoryview(other)])
+
+
+@pytest.mark.contract
+@pytest.mark.parametrize("kind", ["minio", "moto", "file"])
+def test_a_replaced_object_is_an_error_where_it_was_committed_and_a_copied_one_is_not(
+    kind: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Even by the very same bytes: an object that somebody put there is not the one that was committed."""
+    if kind == "file":
+        root = f"file://{tmp_path}"
+    else:
+        server = request.getfixturevalue(kind)
+        for name, value in server.env.items():
+            monkeypatch.setenv(name, value)
+        root = f"s3://{server.make_bucket()}"
+    for name in ("a", "b"):
+        value = 3.0 if name == "a" else 5.0
+        dcp.save(state(value), checkpoint_id=f"{root}/{name}", storage_writer=bp.BucketWriter(), no_dist=True)
+    url = f"{root}/a"
+    found = open_checkpoint(url)
+    (path,) = [one for one in found.by_object if "-model-" in one]
+    # Byte by byte as a replication would do it, to another prefix: other ETags, and the same checksums.
+    store, prefix = open_store(root)
+    for info in list(store.list(f"{prefix}/a/".lstrip("/"))):
+        data = store.get(info.key)[0]
+        store.put(
+            info.key.replace("a/", "copied/", 1) if kind != "file" else info.key.replace("/a/", "/copied/", 1),
+            [memoryview(data)],
+        )
+    assert loads(f"{root}/copied") is None
+    assert verified(f"{root}/copied") == []
+
+    body = bytearray(store.get(f"{prefix}/a/{path}".lstrip("/"))[0])
+    body[-5000] ^= 1
+    replace_by(url, path, bytes(body))
+    assert loads(url) in ("PreconditionFailedError", "CorruptDataError")
+    assert "replaced-object" in verified(url) or "checksum" in verified(url)
+    replace_by(f"{root}/copied", path, bytes(body))
+    assert loads(f"{root}/copied") == "CorruptDataError"
+    assert verified(f"{root}/copied") == ["checksum"]

@@ -1,0 +1,248 @@
+"""Malicious pickles, by hand or by `__reduce__`: each would run something, or take far more memory than it has."""
+
+from __future__ import annotations
+
+import builtins
+import codecs
+import collections
+import copyreg
+import ctypes
+import functools
+import importlib
+import io
+import itertools
+import logging.config
+import marshal
+import operator
+import os
+import pdb
+import pickle
+import pty
+import runpy
+import shutil
+import struct
+import subprocess
+import timeit
+import webbrowser
+from typing import Any
+
+import torch
+
+
+class Call:
+    """Pickles as a call of anything."""
+
+    def __init__(self, function: Any, *arguments: Any, state: Any = None) -> None:
+        self.reduced = (function, arguments) if state is None else (function, arguments, state)
+
+    def __reduce__(self) -> Any:
+        return self.reduced
+
+
+def text(value: str) -> bytes:
+    raw = value.encode()
+    return b"X" + struct.pack("<I", len(raw)) + raw
+
+
+def short(value: str) -> bytes:
+    raw = value.encode()
+    return b"\x8c" + bytes([len(raw)]) + raw
+
+
+def global_(module: str, name: str) -> bytes:
+    return f"c{module}\n{name}\n".encode()
+
+
+def stack_global(module: str, name: str) -> bytes:
+    return short(module) + short(name) + b"\x93"
+
+
+P4 = b"\x80\x04"
+ORDERED = global_("collections", "OrderedDict")
+
+
+def programs(canary: str) -> dict[str, bytes]:
+    """Pickles that create the file `canary` when they are loaded, or at least try to run something."""
+    touch = f"touch {canary}"
+    code = f"open({canary!r}, 'w')"
+    arg = text(touch) + b"\x85R"
+    calls: dict[str, Any] = {
+        "os.system": Call(os.system, touch),
+        "os.popen": Call(os.popen, touch),
+        "os.execvp": Call(os.execvp, "touch", ["touch", canary]),
+        "os.open": Call(os.open, canary, os.O_CREAT),
+        "os.mkdir": Call(os.mkdir, canary),
+        "os.remove": Call(os.remove, "/nonexistent"),
+        "os.kill": Call(os.kill, 0, 0),
+        "os._exit": Call(os._exit, 0),
+        "subprocess.Popen": Call(subprocess.Popen, ["touch", canary]),
+        "subprocess.check_output": Call(subprocess.check_output, ["touch", canary]),
+        "pty.spawn": Call(pty.spawn, ["touch", canary]),
+        "eval": Call(builtins.eval, code),
+        "exec": Call(builtins.exec, code),
+        "compile": Call(builtins.compile, code, "x", "eval"),
+        "__import__": Call(builtins.__import__, "antigravity"),
+        "open": Call(io.open, canary, "w"),
+        "getattr": Call(builtins.getattr, Call(importlib.import_module, "os"), "system"),
+        "setattr": Call(builtins.setattr, subprocess.Popen, "x", 1),
+        "type": Call(type, "X", (), {}),
+        "map": Call(map, os.system, [touch]),
+        "filter": Call(filter, os.system, [touch]),
+        "importlib.import_module": Call(importlib.import_module, "antigravity"),
+        "importlib.reload": Call(importlib.reload, "os"),
+        "runpy.run_path": Call(runpy.run_path, canary),
+        "runpy.run_module": Call(runpy.run_module, "antigravity"),
+        "timeit.timeit": Call(timeit.timeit, code, "pass"),
+        "pdb.run": Call(pdb.run, code),
+        "webbrowser.open": Call(webbrowser.open, "http://127.0.0.1:1"),
+        "shutil.rmtree": Call(shutil.rmtree, canary),
+        "shutil.move": Call(shutil.move, "/nonexistent", canary),
+        "ctypes.CDLL": Call(ctypes.CDLL, "libc.so.6"),
+        "logging.config": Call(logging.config.dictConfig, {"version": 1}),
+        "operator.attrgetter": Call(operator.attrgetter("system"), os.getcwd),
+        "operator.methodcaller": Call(operator.methodcaller("system", touch), 0),
+        "functools.partial": functools.partial(os.system, touch),
+        "functools.reduce": Call(functools.reduce, os.system, [touch]),
+        "itertools.starmap": Call(itertools.starmap, os.system, [(touch,)]),
+        "marshal.loads": Call(marshal.loads, b"N"),
+        "pickle.loads": Call(pickle.loads, pickle.dumps(Call(os.system, touch))),
+        "codecs.open": Call(codecs.open, canary, "w"),
+        "copyreg.add_extension": Call(copyreg.add_extension, "os", "system", 77),
+        "torch.load": Call(torch.load, canary),
+        "torch.hub.load": Call(torch.hub.load, "owner/name", "model"),
+        "torch.hub.download": Call(torch.hub.download_url_to_file, "http://127.0.0.1:1", canary),
+        "torch.jit.load": Call(torch.jit.load, canary),
+        "torch.storage": Call(torch.storage._load_from_bytes, b""),
+        "torch.package": Call(importlib.import_module("torch.package").PackageImporter, canary),
+        "a state that is set": Call(collections.OrderedDict, state=Call(os.system, touch)),
+        "in a list": [1, [2, [Call(os.system, touch)]]],
+        "in a key": {Call(os.getcwd): 1},
+        "in a dictionary": {"model": {"layers": [{"w": Call(os.system, touch)}]}},
+        "in a set": {Call(os.getcwd)},
+        "as a default factory": collections.defaultdict(os.getcwd),
+        "a bound method": [].append,
+        "a class": subprocess.Popen,
+        "a module's function": os.system,
+    }
+    found = {name: pickle.dumps(value, 4) for name, value in calls.items()}
+    found |= {f"{name}, protocol 2": pickle.dumps(calls[name], 2) for name in ("os.system", "eval", "getattr")}
+    found |= {f"{name}, protocol 0": pickle.dumps(calls[name], 0) for name in ("os.system", "exec", "in a list")}
+    found |= {
+        "GLOBAL, REDUCE": b"\x80\x02" + global_("os", "system") + arg + b".",
+        "GLOBAL of posix": b"\x80\x02" + global_("posix", "system") + arg + b".",
+        "GLOBAL with a dotted name": P4 + global_("os", "path.os.system") + arg + b".",
+        "STACK_GLOBAL with a dotted name": P4 + stack_global("torch", "os.system") + arg + b".",
+        "STACK_GLOBAL through an allowed module": P4 + stack_global("torch._utils", "sys.modules") + b".",
+        "STACK_GLOBAL through an allowed class": P4 + stack_global("collections", "OrderedDict.__class__") + b".",
+        "STACK_GLOBAL, dunder": P4 + stack_global("builtins", "list.__class__.__subclasses__") + b")R.",
+        "STACK_GLOBAL out of the memo": P4
+        + short("os")
+        + b"\x940"
+        + short("system")
+        + b"\x940h\x00h\x01\x93"
+        + arg
+        + b".",
+        "STACK_GLOBAL duplicated": P4 + short("os") + b"2\x93" + b".",
+        "STACK_GLOBAL of names that are computed": P4 + global_("builtins", "str") + b")R" + short("system") + b"\x93.",
+        "STACK_GLOBAL of bytes": P4 + b"C\x02os" + b"C\x06system" + b"\x93.",
+        "torch.utils.cpp_extension": P4 + stack_global("torch.utils.cpp_extension", "load") + arg + b".",
+        "types.FunctionType": P4 + stack_global("types", "FunctionType") + arg + b".",
+        "types.CodeType": P4 + stack_global("types", "CodeType") + arg + b".",
+        "torch.ops": P4 + stack_global("torch._ops", "_Ops.load_library") + arg + b".",
+        "torch.compile": P4 + stack_global("torch", "compile") + arg + b".",
+        "numpy.f2py": P4 + stack_global("numpy.f2py", "compile") + arg + b".",
+        "a rebuild of another function": P4
+        + stack_global("torch._tensor", "_rebuild_from_type_v2")
+        + b"("
+        + stack_global("builtins", "bytearray")
+        + global_("torch", "Tensor")
+        + b"J\xff\xff\xff\x0f\x85}t"
+        + b"R.",
+        "INST": b"(" + b"S'" + touch.encode() + b"'\n" + b"ios\nsystem\n.",
+        "OBJ": b"(" + global_("os", "system") + text(touch) + b"o.",
+        "NEWOBJ": P4 + global_("subprocess", "Popen") + b"(" + text(touch) + b"t\x81.",
+        "NEWOBJ_EX": P4 + global_("subprocess", "Popen") + b"(" + text(touch) + b"t}\x92.",
+        "BUILD of an allowed class": P4 + ORDERED + b"}" + text("__reduce__") + text("x") + b"sb.",
+        "BUILD with slots": P4 + ORDERED + b"N}" + text("items") + text("x") + b"s\x86b.",
+        "SETITEM on a class": P4 + ORDERED + text("a") + text("b") + b"s.",
+        "APPEND to a class": P4 + global_("builtins", "list") + text("a") + b"a.",
+        "a call of a string": P4 + text("os.system") + arg + b".",
+        "a call of what a call returned": P4 + ORDERED + b")R)R.",
+        "EXT1": P4 + b"\x82\x01)R.",
+        "EXT2": P4 + b"\x83\x01\x01)R.",
+        "EXT4": P4 + b"\x84\x01\x01\x01\x01)R.",
+        "names of Python 2": b"\x80\x02" + global_("__builtin__", "eval") + text(code) + b"\x85R.",
+        "exec of Python 2": b"\x80\x02" + global_("__builtin__", "execfile") + text(canary) + b"\x85R.",
+        "commands of Python 2": b"\x80\x02" + global_("commands", "getoutput") + arg + b".",
+        "a module with a trailing space": P4 + global_("os ", "system") + arg + b".",
+        "a name that ends the file": P4 + b"cos\nsystem",
+        "popped before anyone sees it": P4 + global_("os", "system") + arg + b"0N.",
+        "behind a STOP that is not reached": P4 + b"(" + global_("os", "system") + arg + b"1N.",
+        "in a frame": P4 + b"\x95" + struct.pack("<Q", 400) + global_("os", "system") + arg + b".",
+        "after other pickles": pickle.dumps(1) * 0 + P4 + b"]" + global_("os", "system") + arg + b"a.",
+    }
+    return found
+
+
+HUGE32 = struct.pack("<I", 0x7FFFFFF0)
+ANY_SIZE = b"\x8a\x06" + (1 << 40).to_bytes(6, "little")
+HUGE64 = struct.pack("<Q", 1 << 40)
+
+
+def bombs() -> dict[str, bytes]:
+    """Short pickles that claim, or become, something very large."""
+    deep = 200_000
+    doubling = b"\x80\x02]q\x00" + b"".join(
+        b"]q" + bytes([n + 1]) + b"(" + (b"h" + bytes([n])) * 10 + b"e" for n in range(30)
+    )
+    return {
+        "BINUNICODE": P4 + b"X" + HUGE32 + b"x.",
+        "BINUNICODE8": P4 + b"\x8d" + HUGE64 + b"x.",
+        "BINBYTES": P4 + b"B" + HUGE32 + b"x.",
+        "BINBYTES8": P4 + b"\x8e" + HUGE64 + b"x.",
+        "BYTEARRAY8": b"\x80\x05\x96" + HUGE64 + b"x.",
+        "BINSTRING": b"T" + HUGE32 + b"x.",
+        "LONG4": b"\x80\x02\x8b" + HUGE32 + b"x.",
+        "LONG in decimal": b"L" + b"9" * 200_000 + b"L\n.",
+        "INT in decimal": b"I" + b"9" * 200_000 + b"\n.",
+        "FRAME": P4 + b"\x95" + HUGE64 + b"N.",
+        "LONG_BINPUT": P4 + b"Nr" + HUGE32 + b".",
+        "PUT": b"Np" + b"2147483600" + b"\n.",
+        "PUT of a huge number": b"Np" + b"9" * 5000 + b"\n.",
+        "deep lists": P4 + b"]" * deep + b"a" * (deep - 1) + b".",
+        "deep tuples": P4 + b")" + b"\x85" * deep + b".",
+        "deep marks": P4 + b"(" * deep + b".",
+        "billion laughs": doubling + b".",
+        "a bytearray of any size": P4
+        + global_("builtins", "bytearray")
+        + b"\x8a\x06"
+        + (1 << 40).to_bytes(6, "little")
+        + b"\x85R.",
+        "bytes of any size": P4
+        + global_("builtins", "bytes")
+        + b"\x8a\x06"
+        + (1 << 40).to_bytes(6, "little")
+        + b"\x85R.",
+        "a list of a range": P4
+        + global_("builtins", "list")
+        + global_("builtins", "range")
+        + b"\x8a\x05"
+        + (1 << 34).to_bytes(5, "little")
+        + b"\x85R\x85R.",
+        "a tensor of any size": P4 + global_("torch", "Tensor") + b"J\xff\xff\xff\x7f\x85R.",
+        "an array of any size": P4
+        + global_("numpy.core.multiarray", "_reconstruct")
+        + global_("numpy", "ndarray")
+        + b"J\xff\xff\xff\x7f\x85C\x01b\x87R.",
+        "a fraction of any power": P4 + global_("fractions", "Fraction") + text("1e999999999") + b"\x85R.",
+        "a size that is computed": P4
+        + global_("builtins", "bytearray")
+        + global_("builtins", "int")
+        + text("1099511627776")
+        + b"\x85R\x85R.",
+        "an untyped storage": P4
+        + global_("torch.storage", "UntypedStorage")
+        + b"\x8a\x06"
+        + (1 << 40).to_bytes(6, "little")
+        + b"\x85R.",
+    }

@@ -1,0 +1,219 @@
+"""The policies in `policies/`, enforced by MinIO: each role can do all of its work, and is refused the rest."""
+
+from __future__ import annotations
+
+import json
+import logging
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from bucketpoint import S3Reader, S3Writer, TransferOptions, async_save
+from bucketpoint.catalog.catalog import open_catalog
+from bucketpoint.catalog.notes import pin, pins, unpin
+from bucketpoint.catalog.pruning import prune_by
+from bucketpoint.catalog.sweep import sweep
+from bucketpoint.catalog.tombstones import undo
+from bucketpoint.dcp.saved import open_checkpoint
+from bucketpoint.dcp.verify import verify
+from bucketpoint.errors import AccessDeniedError
+from bucketpoint.manager.manager import CheckpointManager
+from bucketpoint.retention import EverySteps, Keep, Prune, RetentionPolicy
+from bucketpoint.stores import Store, open_store
+from servers import S3Server
+
+POLICIES = Path(__file__).parents[2] / "policies"
+ROLES = ("trainer", "reader", "pruner")
+PREFIX = "team/run-1"
+MIB = 1 << 20
+SMALL_PARTS = TransferOptions(part_bytes=5 * MIB, single_put_bytes=5 * MIB, connections=4)
+
+
+def statements(role: str, bucket: str) -> list[dict[str, Any]]:
+    text = (POLICIES / f"{role}.json").read_text().replace("BUCKET", bucket).replace("PREFIX", PREFIX)
+    found: list[dict[str, Any]] = json.loads(text)["Statement"]
+    return found
+
+
+@pytest.fixture(scope="module")
+def place(minio: S3Server) -> tuple[str, dict[str, dict[str, Any]]]:
+    """A bucket, and `storage_options` of each role on it."""
+    bucket = minio.make_bucket()
+    return bucket, {role: minio.limited_options(*statements(role, bucket)) for role in ROLES}
+
+
+def state(value: float) -> dict[str, Any]:
+    return {"model": {"w": torch.full((3 * MIB,), value)}, "optim": {"m": torch.full((100,), value)}, "step": 1}
+
+
+def save(url: str, value: float, options: dict[str, Any]) -> None:
+    writer = S3Writer(storage_options=options, transfer=SMALL_PARTS)
+    dcp.save(state(value), checkpoint_id=url, storage_writer=writer, no_dist=True)
+
+
+def loaded(url: str, options: dict[str, Any]) -> float:
+    target = state(0)
+    dcp.load(target, checkpoint_id=url, storage_reader=S3Reader(storage_options=options), no_dist=True)
+    return float(target["model"]["w"][0])
+
+
+def manual(**keep: Any) -> RetentionPolicy:
+    return RetentionPolicy(Keep(**keep), prune=Prune(when="manual", grace=timedelta(0)))
+
+
+def managed(root: str, options: dict[str, Any], *steps: int) -> None:
+    with CheckpointManager(root, policy=manual(latest=9), storage_options=options) as manager:
+        for step in steps:
+            manager.save(step, {"model": {"w": torch.ones(100)}, "optim": {"m": torch.ones(100)}})
+
+
+def test_the_files_name_no_star_but_below_the_prefix() -> None:
+    for role in ROLES:
+        for statement in statements(role, "b"):
+            assert statement["Effect"] == "Allow"
+            assert all(action.startswith("s3:") and "*" not in action for action in statement["Action"])
+            for resource in statement["Resource"]:
+                assert resource == "arn:aws:s3:::b" or resource.startswith(f"arn:aws:s3:::b/{PREFIX}/")
+            # What a whole bucket may be asked for is bound to the prefix where the service can do that.
+            assert ("Condition" in statement) == (statement["Action"] == ["s3:ListBucket"])
+    assert sorted(path.name for path in POLICIES.glob("*.json")) == sorted(f"{role}.json" for role in ROLES)
+
+
+def test_a_trainer_saves_overwrites_restores_and_keeps_notes(
+    place: tuple[str, dict[str, dict[str, Any]]], caplog: pytest.LogCaptureFixture
+) -> None:
+    bucket, roles = place
+    url, options = f"s3://{bucket}/{PREFIX}/plain/step-1", roles["trainer"]
+    save(url, 1.0, options)
+    save(url, 2.0, options)
+    assert "was not deleted" in caplog.text or "were not deleted" in caplog.text
+    caplog.clear()
+    async_save(
+        state(3.0), checkpoint_id=f"{url}-async", storage_writer=S3Writer(storage_options=options), no_dist=True
+    ).result()
+    assert (loaded(url, options), loaded(f"{url}-async", options)) == (2.0, 3.0)
+
+    root = f"s3://{bucket}/{PREFIX}"
+    managed(root, options, 10, 20)
+    with CheckpointManager(root, policy=manual(latest=9), storage_options=options) as manager:
+        manager.report(20, {"eval/loss": 0.5})
+        target = {"model": {"w": torch.zeros(100)}, "optim": {"m": torch.zeros(100)}}
+        restored = manager.restore(target)
+    assert restored is not None
+    assert restored.step == 20
+    assert target["model"]["w"][0] == 1
+    refused = [one.message for one in caplog.records if one.levelno >= logging.WARNING and "bucketpoint" in one.name]
+    assert refused == [], "nothing of a trainer's daily work is refused"
+
+
+def test_a_reader_finds_loads_and_verifies(place: tuple[str, dict[str, dict[str, Any]]], minio: S3Server) -> None:
+    bucket, roles = place
+    root = f"s3://{bucket}/{PREFIX}"
+    managed(root, minio.options, 30)
+    assert 30 in {one.step for one in open_catalog(root, storage_options=roles["reader"]).snapshot().checkpoints}
+    saved = open_checkpoint(f"{root}/step-30", storage_options=roles["reader"])
+    assert verify(saved).ok
+
+
+def test_a_pruner_plans_prunes_thins_undoes_and_sweeps(
+    place: tuple[str, dict[str, dict[str, Any]]], minio: S3Server
+) -> None:
+    bucket, roles = place
+    root = f"s3://{bucket}/{PREFIX}"
+    managed(root, minio.options, 100, 110, 120, 130)
+    catalog = open_catalog(root, storage_options=roles["pruner"])
+    thinning = RetentionPolicy(
+        Keep(latest=1, every=[EverySteps(steps=20, thin="weights")]), prune=Prune(when="manual", grace=timedelta(0))
+    )
+    done = prune_by(catalog, thinning, holder="test", force=True).done
+    assert done.failures == []
+    assert {step for step, _ in done.deleted} >= {110}
+    assert {step for step, _ in done.thinned} >= {100, 120}
+    pin(catalog, 100)
+    assert len(pins(catalog)) == 1
+    patient = RetentionPolicy(Keep(latest=1), prune=Prune(when="manual", grace=timedelta(hours=1)))
+    done = prune_by(catalog, patient, holder="test", force=True).done
+    assert done.failures == []
+    assert 120 in {step for step, _ in done.buried}
+    assert undo(catalog, 120) == 1
+    unpin(catalog, 100)
+
+    debris = f"{PREFIX}/step-140/data/00/0123456789ab-0-model-0.distcp"
+    client = minio.client()
+    client.put_object(Bucket=bucket, Key=debris, Body=b"x")
+    store = catalog.store
+    upload = open_store(f"{root}/x", storage_options=minio.options)[0].create_multipart(debris)
+    assert [one.upload_id for one in store.list_multipart(debris)] == [upload]
+    swept = sweep(catalog, older_than=0, deep=True)
+    assert swept.failures == []
+    assert debris in swept.objects
+    store.abort_multipart(debris, upload)
+    assert list(store.list_multipart(debris)) == []
+
+
+def _requests(store: Store, key: str, upload: str) -> dict[str, Any]:
+    body = [memoryview(b"hostile")]
+    return {
+        "get": lambda: store.get(key),
+        "head": lambda: store.head(key),
+        "put": lambda: store.put(key, body),
+        "create": lambda: store.create_multipart(key),
+        "part": lambda: store.put_part(key, upload, 1, body),
+        "abort": lambda: store.abort_multipart(key, upload),
+        "list": lambda: list(store.list(key.rpartition("/")[0] + "/")),
+        "uploads": lambda: list(store.list_multipart(key)),
+        "delete": lambda: _raise_failures(store.delete([key])),
+        "copy": lambda: store.copy(key, f"{key}-copy"),
+    }
+
+
+def _raise_failures(failures: list[Any]) -> None:
+    if failures:
+        raise AccessDeniedError(failures[0].code)
+
+
+DATA, METADATA, NOTE = "step-9/data/00/x.distcp", "step-9/.metadata", "_bucketpoint/notes/x"
+READ, WRITE, DELETE = {"get", "head"}, {"put", "create", "part", "copy"}, {"delete"}
+ALLOWED = {
+    ("trainer", DATA): READ | WRITE | {"abort", "list"},
+    ("trainer", METADATA): READ | WRITE | {"abort", "list"},
+    ("trainer", NOTE): READ | WRITE | {"abort", "list"} | DELETE,
+    ("reader", DATA): READ | {"list"},
+    ("reader", METADATA): READ | {"list"},
+    ("reader", NOTE): READ | {"list"},
+    ("pruner", DATA): READ | {"abort", "list", "uploads"} | DELETE,
+    ("pruner", METADATA): READ | WRITE - {"copy"} | {"abort", "list", "uploads"} | DELETE,
+    ("pruner", NOTE): READ | WRITE | {"abort", "list", "uploads"} | DELETE,
+}
+
+# No service binds this to a prefix. It tells keys.
+ELSEWHERE = {"pruner": {"uploads"}}
+
+
+@pytest.mark.parametrize("role", ROLES)
+def test_each_role_is_refused_all_that_is_not_its_work(
+    role: str, place: tuple[str, dict[str, dict[str, Any]]], minio: S3Server
+) -> None:
+    """Every request that a store makes, on each kind of object, in the run and in another one beside it."""
+    bucket, roles = place
+    client = minio.client()
+    store, _ = open_store(f"s3://{bucket}/x", storage_options={**roles[role], "max_attempts": 1})
+    for prefix in (PREFIX, f"{PREFIX}-other", "team"):
+        for path in (DATA, METADATA, NOTE):
+            key = f"{prefix}/{path}"
+            allowed = ALLOWED[role, path] if prefix == PREFIX else ELSEWHERE.get(role, set())
+            for name in _requests(store, key, ""):
+                client.put_object(Bucket=bucket, Key=key, Body=b"x")
+                upload = client.create_multipart_upload(Bucket=bucket, Key=key)["UploadId"]
+                refused = False
+                try:
+                    _requests(store, key, upload)[name]()
+                except AccessDeniedError:
+                    refused = True
+                assert refused == (name not in allowed), f"{role}: {name} {key}"
+                if refused:
+                    assert client.get_object(Bucket=bucket, Key=key)["Body"].read() == b"x"

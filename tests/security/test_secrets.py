@@ -1,0 +1,251 @@
+"""No secret is anywhere but where it was given, and none goes over a connection that nobody has verified."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import logging
+import pickle
+import traceback
+from collections.abc import Iterator
+from typing import Any
+from urllib.parse import quote
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+import bucketpoint as bp
+from bucketpoint.cli.app import run
+from bucketpoint.dcp.saved import open_checkpoint
+from bucketpoint.dcp.verify import verify
+from bucketpoint.errors import BucketpointError, EndpointError
+from bucketpoint.stores import S3Options, S3Store, open_store, retry, s3_client
+from servers import KMS_KEY, S3Server, free_port
+from stores.scripted import error, scripted
+
+SECRETS = {
+    "access key": "AKIAPLANTEDACCESSKEY",
+    "secret key": "planted/secret+KEY-1234567890",
+    "session token": "planted//session==TOKEN",
+    "customer key": "planted-customer-key-of-32-bytes",
+    "proxy password": "planted-proxy-password",
+    "url password": "planted-url-password",
+    "url signature": "planted-url-signature",
+}
+FORMS = sorted(
+    {
+        form
+        for secret in SECRETS.values()
+        for form in (secret, quote(secret, safe=""), base64.b64encode(secret.encode()).decode())
+    }
+)
+
+
+def assert_clean(text: Any, where: str) -> None:
+    raw = text if isinstance(text, bytes) else str(text).encode()
+    assert [form for form in FORMS if form.encode() in raw] == [], where
+
+
+@pytest.fixture
+def log() -> Iterator[io.StringIO]:
+    """Everything that anybody logs below `bucketpoint`, and what the root logger gets from us."""
+    stream = io.StringIO()
+    handler = logging.StreamHandler(stream)
+    logger = logging.getLogger("bucketpoint")
+    before = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.DEBUG)
+    yield stream
+    logger.removeHandler(handler)
+    logger.setLevel(before)
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(retry, "pause", lambda seconds: None)
+
+
+def planted(endpoint: str, **more: Any) -> dict[str, Any]:
+    return {
+        "key": SECRETS["access key"],
+        "secret": SECRETS["secret key"],
+        "token": SECRETS["session token"],
+        "client_kwargs": {"endpoint_url": endpoint, "region_name": "us-east-1"},
+        **more,
+    }
+
+
+def chain(failure: BaseException) -> Iterator[BaseException]:
+    seen: set[int] = set()
+    todo: list[BaseException | None] = [failure]
+    while todo:
+        one = todo.pop()
+        if one is None or id(one) in seen:
+            continue
+        seen.add(id(one))
+        yield one
+        todo += [one.__cause__, one.__context__]
+        if isinstance(one, dcp.CheckpointException):
+            todo += [wrapped[0] for wrapped in one.failures.values()]
+
+
+def assert_failure_is_clean(failure: BaseException, where: str) -> None:
+    for one in chain(failure):
+        assert_clean("".join(traceback.format_exception(one)), f"{where}: traceback")
+        assert_clean(repr(one), f"{where}: repr")
+        assert_clean(vars(one), f"{where}: attributes")
+        if isinstance(one, BucketpointError):
+            assert_clean(pickle.dumps(one), f"{where}: pickle")
+            assert_clean(json.dumps({"message": one.message, **one.fields()}, default=str), f"{where}: fields")
+
+
+FAILURES = {
+    "denied": error(403, "AccessDenied"),
+    "signature": error(403, "SignatureDoesNotMatch", extra="<StringToSign>x</StringToSign>"),
+    "expired": error(400, "ExpiredToken"),
+    "unknown key": error(403, "InvalidAccessKeyId", extra=f"<AWSAccessKeyId>{SECRETS['access key']}</AWSAccessKeyId>"),
+    "throttled": error(503, "SlowDown"),
+    "failing": error(500, "InternalError"),
+    "moved": error(301, "PermanentRedirect", extra="<Endpoint>elsewhere</Endpoint>"),
+}
+
+
+@pytest.mark.parametrize("failure", FAILURES)
+def test_no_failure_of_a_store_tells_a_secret(failure: str, log: io.StringIO) -> None:
+    """A store that redirects without saying where to is an error of ours as well, and not botocore's recursion."""
+    with scripted(lambda request, number: FAILURES[failure]) as server:
+        options = planted(server.endpoint, max_attempts=2)
+        writer, reader = bp.S3Writer(storage_options=options), bp.S3Reader(storage_options=options)
+        url = "s3://bucket/run/step-1"
+        for what in (writer, reader, S3Options.from_storage_options(options), open_store(url, storage_options=options)):
+            assert_clean(repr(what), "repr")
+            assert_clean(f"{what}", "str")
+        for call in (
+            lambda: dcp.save({"w": torch.ones(2)}, checkpoint_id=url, storage_writer=writer, no_dist=True),
+            lambda: dcp.load({"w": torch.ones(2)}, checkpoint_id=url, storage_reader=reader, no_dist=True),
+            lambda: open_checkpoint(url, storage_options=options),
+            lambda: open_store(url, storage_options=options)[0].get("k"),
+        ):
+            with pytest.raises((dcp.CheckpointException, BucketpointError)) as caught:
+                call()
+            assert_failure_is_clean(caught.value, failure)
+    assert_clean(log.getvalue(), "log")
+
+
+def test_no_way_of_not_reaching_a_store_tells_a_secret(log: io.StringIO) -> None:
+    proxy = f"http://user:{SECRETS['proxy password']}@127.0.0.1:{free_port()}"
+    dead = f"127.0.0.1:{free_port()}"
+    for options in (
+        planted(f"http://{dead}"),
+        planted(f"http://user:{SECRETS['url password']}@{dead}"),
+        planted(f"http://{dead}/?X-Amz-Signature={SECRETS['url signature']}"),
+        planted("https://store.invalid", config_kwargs={"proxies": {"https": proxy}}),
+        planted(f"http://{dead}", sse_customer_key=SECRETS["customer key"]),
+        planted("http://10.0.0.1", sse_customer_key=SECRETS["customer key"]),
+        planted(f"no-url:{SECRETS['url password']}@"),
+    ):
+        store, _ = open_store("s3://bucket/x", storage_options={**options, "max_attempts": 1})
+        assert_clean(repr(store), "repr")
+        with pytest.raises(BucketpointError) as caught:
+            store.get("k")
+        assert_failure_is_clean(caught.value, str(options["client_kwargs"]))
+    assert_clean(log.getvalue(), "log")
+
+
+def test_options_that_are_wrong_are_not_quoted() -> None:
+    for wrong in (
+        {"key": SECRETS["access key"], "access_key": SECRETS["secret key"]},
+        {"secrets": SECRETS["secret key"]},
+        {"client_kwargs": SECRETS["secret key"]},
+        {"config_kwargs": {"signature": SECRETS["secret key"]}},
+    ):
+        with pytest.raises(BucketpointError) as caught:
+            open_store("s3://b/x", storage_options=wrong)[0].get("k")
+        assert_failure_is_clean(caught.value, str(sorted(wrong)))
+
+
+def test_the_program_tells_no_secret(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(s3_client, "_clients", s3_client._Clients())
+    with scripted(lambda request, number: error(403, "SignatureDoesNotMatch")) as server:
+        for command in ("show", "verify", "ls", "doctor"):
+            for more in ([], ["--json"], ["--debug"]):
+                options = ["--storage-option", f"secret={SECRETS['secret key']}"]
+                options += ["--storage-option", f"key={SECRETS['access key']}", "--endpoint-url", server.endpoint]
+                assert run([command, "s3://bucket/run", *options, *more]) != 0
+                said = capsys.readouterr()
+                assert_clean(said.out + said.err, f"{command} {more}")
+
+
+def test_nothing_that_a_save_writes_holds_a_secret(s3_tls: S3Server, bucket_tls: str, log: io.StringIO) -> None:
+    """With an SSE-C key, which goes out with every request and comes back; the objects are read with it."""
+    key = SECRETS["customer key"]
+    options = {**s3_tls.options, "sse_customer_key": key}
+    url = f"s3://{bucket_tls}/run/step-1"
+    state = {"w": torch.ones(3_000_000), "o": {"x": 1}}
+    small = bp.TransferOptions(part_bytes=5 << 20, single_put_bytes=5 << 20)
+    for _ in range(2):
+        writer = bp.S3Writer(storage_options=options, transfer=small)
+        dcp.save(state, checkpoint_id=url, storage_writer=writer, no_dist=True)
+    target = {"w": torch.zeros(3_000_000), "o": {"x": 0}}
+    dcp.load(target, checkpoint_id=url, storage_reader=bp.S3Reader(storage_options=options), no_dist=True)
+    assert torch.equal(target["w"], state["w"])
+    assert verify(open_checkpoint(url, storage_options=options)).ok
+    client = s3_tls.client()
+    customer = {"SSECustomerAlgorithm": "AES256", "SSECustomerKey": key}
+    for name in s3_tls.keys(bucket_tls):
+        found = client.get_object(Bucket=bucket_tls, Key=name, **customer)
+        assert_clean(found["Body"].read(), name)
+        assert s3_tls.secret.encode() not in client.get_object(Bucket=bucket_tls, Key=name, **customer)["Body"].read()
+    assert_clean(log.getvalue(), "log")
+    with pytest.raises(dcp.CheckpointException) as caught:
+        dcp.load(target, checkpoint_id=url, storage_reader=bp.S3Reader(storage_options=s3_tls.options), no_dist=True)
+    assert isinstance(caught.value.failures[0][0], BucketpointError)
+
+
+@pytest.mark.parametrize("sse", [{"sse": "aws:kms", "sse_kms_key_id": KMS_KEY}, {"sse": "AES256"}], ids=["kms", "s3"])
+def test_a_checkpoint_is_encrypted_by_the_store_and_comes_back(minio: S3Server, sse: dict[str, str]) -> None:
+    bucket = minio.make_bucket()
+    options, url = {**minio.options, **sse}, f"s3://{bucket}/run/step-1"
+    dcp.save(
+        {"w": torch.ones(1000)}, checkpoint_id=url, storage_writer=bp.S3Writer(storage_options=options), no_dist=True
+    )
+    client = minio.client()
+    for name in minio.keys(bucket):
+        assert client.head_object(Bucket=bucket, Key=name)["ServerSideEncryption"] == sse["sse"], name
+    target = {"w": torch.zeros(1000)}
+    dcp.load(target, checkpoint_id=url, storage_reader=bp.S3Reader(storage_options=minio.options), no_dist=True)
+    assert target["w"].sum() == 1000
+    assert verify(open_checkpoint(url, storage_options=minio.options)).ok
+
+
+# TLS
+
+
+@pytest.mark.parametrize("value", [False, "", " ", 0], ids=repr)
+def test_verification_is_not_switched_off_by_one_option(s3_tls: S3Server, value: Any) -> None:
+    options = S3Options(endpoint_url=s3_tls.endpoint, access_key="a", secret_key="b", client_kwargs={"verify": value})
+    with pytest.raises(EndpointError, match="insecure_tls"):
+        S3Store("bucket", options).get("k")
+
+
+@pytest.mark.parametrize("name", ["AWS_CA_BUNDLE", "REQUESTS_CA_BUNDLE"])
+def test_verification_is_not_switched_off_by_an_empty_variable(
+    s3_tls: S3Server, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(name, "")
+    options = S3Options(endpoint_url=s3_tls.endpoint, access_key="a", secret_key="b", user_agent=name)
+    with pytest.raises(EndpointError, match=name):
+        S3Store("bucket", options).get("k")
+
+
+def test_insecure_tls_alone_switches_nothing_off(s3_tls: S3Server) -> None:
+    options = S3Options(endpoint_url=s3_tls.endpoint, access_key="a", secret_key="b", insecure_tls=True, max_attempts=1)
+    with pytest.raises(EndpointError, match="certificate"):
+        S3Store("bucket", options).get("k")
+
+
+def test_a_customer_key_never_leaves_in_clear() -> None:
+    with pytest.raises(EndpointError, match="clear"):
+        S3Store("b", S3Options(endpoint_url="http://store.internal", sse_customer_key="k" * 32)).get("k")
