@@ -47,6 +47,10 @@ test: $(VENV)/$(STAMP) minio ## the suite, on moto and on MinIO
 test-full: $(VENV)/$(STAMP) minio ## the suite and what takes long
 	@$(PYTEST) $(ARGS)
 
+.PHONY: fuzz
+fuzz: $(VENV)/$(STAMP) ## 100,000 damaged inputs for every reader; BUCKETPOINT_FUZZ=N for another number
+	@BUCKETPOINT_FUZZ=$${BUCKETPOINT_FUZZ:-100000} $(PYTEST) -m "slow or not slow" -rP --timeout 7200 tests/fuzz $(ARGS)
+
 .PHONY: test-matrix
 test-matrix: $(foreach version,$(MATRIX),test-torch-$(version)) ## the contract tests on each older torch, on one S3 server; those of stores know no torch
 

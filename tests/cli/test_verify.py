@@ -149,6 +149,26 @@ def test_metadata_that_does_not_decode_is_damage(root: str, program: Program) ->
     assert done.json["error"]["kind"] == "MetadataError"
 
 
+def test_every_checkpoint_below_a_url_is_verified_and_none_hides_another(root: str, program: Program) -> None:
+    for name in ("run/step-1", "run/step-2", "other/deep/step-3"):
+        save(f"{root}/{name}")
+    done = program("verify", root, "--all", "--json")
+    assert done.code == 0, done.out
+    urls = [f"{root}/other/deep/step-3", f"{root}/run/step-1", f"{root}/run/step-2"]
+    assert [one["url"] for one in done.json["checkpoints"]] == urls
+    replaced(f"{root}/run/step-1", ".metadata", lambda data: data.__delitem__(slice(100, None)))
+    path, info = place(f"{root}/run/step-2", "model.large")
+    replaced(f"{root}/run/step-2", path, flip(info.offset + 5000))
+    done = program("verify", root, "--all", "--json")
+    assert done.code == 1
+    found = {one["url"]: one for one in done.json["checkpoints"]}
+    assert found[urls[0]]["damage"] == []
+    assert found[urls[1]]["error"]["kind"] == "MetadataError"
+    assert "checksum" in {one["kind"] for one in found[urls[2]]["damage"]}
+    assert "1 of 3 checkpoints" in program("verify", root, "--all").out
+    assert program("verify", f"{root}/nothing", "--all").code == 3
+
+
 def test_a_missing_or_older_record_is_no_damage(root: str, program: Program) -> None:
     save(f"{root}/a")
     save(f"{root}/b")

@@ -57,7 +57,7 @@ def as_torch_save(data):
 
 READERS = {"metadata": decode_metadata, "item": as_item, "torch.save": as_torch_save}
 for reader in READERS.values():  # whatever they import, they import now
-    for harmless in (pickle.dumps(5), pickle.dumps(compile)):
+    for harmless in [pickle.dumps([compile, "x", b"x"], protocol) for protocol in range(6)]:
         try:
             reader(harmless)
         except BucketpointError:
@@ -113,7 +113,7 @@ def test_no_pickle_of_the_corpus_is_read_and_none_runs(tmp_path: Path) -> None:
 
 def test_the_corpus_is_not_harmless(tmp_path: Path) -> None:
     """What is refused would run: the plain unpickler does it."""
-    for name in ("os.system", "eval", "in a dictionary", "a state that is set", "GLOBAL, REDUCE", "os.open"):
+    for name in ("os.system", "eval", "in a dictionary", "GLOBAL, REDUCE", "os.open"):
         canary = tmp_path / "canary"
         pickle.loads(programs(str(canary))[name])
         assert canary.exists(), name

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from bucketpoint.cli import text
 from bucketpoint.cli.frame import Access, Answer, command, store_options
+from bucketpoint.errors import BucketpointError, CheckpointNotFoundError, MetadataError, UnsafeDataError
 
 if TYPE_CHECKING:
     from bucketpoint.dcp.verify import Damage, Verification
@@ -19,22 +20,57 @@ if TYPE_CHECKING:
 @click.option(
     "--trusted", is_flag=True, help="Unpickle metadata with classes of the writer's own. It can run any code."
 )
+@click.option("--all", "every", is_flag=True, help="Every checkpoint below the URL: of a run, a prefix, a bucket.")
 @click.option("--progress/--no-progress", default=None, help="A bar on stderr. Default: on a terminal.")
 @store_options
-def verify(url: str, trusted: bool, progress: bool | None, access: Access, as_json: bool) -> Answer:
-    """Re-read every byte of a checkpoint and check every checksum.
+def verify(url: str, trusted: bool, every: bool, progress: bool | None, access: Access, as_json: bool) -> Answer:
+    """Re-read every byte of a checkpoint and check every checksum. With --all, of every checkpoint below the URL.
 
     Names each damaged item, missing object and wrong size, and says how many bytes it had nothing to compare with. Ends
     with 1 if anything is damaged.
     """
     from bucketpoint.dcp.console import progress_callback
-    from bucketpoint.dcp.saved import open_checkpoint
+    from bucketpoint.dcp.saved import committed_below, open_checkpoint
     from bucketpoint.dcp.verify import verify as run
 
-    saved = open_checkpoint(url, storage_options=access.for_url(url), trusted=trusted)
-    with progress_callback(progress, 0) as callback:
-        found = run(saved, progress=callback)
-    return Answer(document(found), lines(found), found.ok)
+    options = access.for_url(url)
+
+    def one(at: str) -> Verification:
+        with progress_callback(progress, 0) as callback:
+            return run(open_checkpoint(at, storage_options=options, trusted=trusted), progress=callback)
+
+    if not every:
+        found = one(url)
+        return Answer(document(found), lines(found), found.ok)
+    results: list[Verification | BucketpointError] = []
+    for at in committed_below(url, storage_options=options):
+        try:
+            results.append(one(at))
+        except (CheckpointNotFoundError, MetadataError, UnsafeDataError) as error:
+            # One whose metadata is damaged, or that was pruned meanwhile, must not hide the others.
+            error.url = at
+            results.append(error)
+    if not results:
+        raise CheckpointNotFoundError("There is no checkpoint below this URL", url=url)
+    ok = all(not isinstance(one, BucketpointError) and one.ok for one in results)
+    return Answer({"url": url, "checkpoints": [_told(one) for one in results]}, _all_lines(url, results), ok)
+
+
+def _told(one: Verification | BucketpointError) -> dict[str, Any]:
+    if not isinstance(one, BucketpointError):
+        return {**document(one), "error": None}
+    return {"url": one.url, "error": {"kind": type(one).__name__, "message": one.message}}
+
+
+def _all_lines(url: str, results: Sequence[Verification | BucketpointError]) -> Iterator[str]:
+    whole = 0
+    for one in results:
+        if isinstance(one, BucketpointError):
+            yield f"DAMAGED {one.url}: {one.message}"
+        else:
+            whole += one.ok
+            yield from lines(one)
+    yield f"{whole} of {text.count(len(results), 'checkpoint')} below {url} are whole"
 
 
 def document(found: Verification) -> dict[str, Any]:

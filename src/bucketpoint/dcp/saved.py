@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -110,6 +110,20 @@ def open_checkpoint(
         raise _nothing_here(source) from None
     metadata = decode_metadata(data, trusted=trusted, url=text)
     return SavedCheckpoint(text, store, prefix, data, info, metadata, storage_options, fs)
+
+
+def committed_below(
+    url: str | os.PathLike[str], *, storage_options: Mapping[str, Any] | None = None, fs: Any = None
+) -> Iterator[str]:
+    """The URLs of all checkpoints at and below a URL, in key order. One LIST per 1,000 objects."""
+    text = as_url(url) or ""
+    store, prefix = open_store(text, storage_options=storage_options, fs=fs)
+    above = prefix + "/" if prefix else ""
+    for info in store.list(above):
+        path = info.key[len(above) :]
+        if path == keys.METADATA or path.endswith("/" + keys.METADATA):
+            folder = path.removesuffix(keys.METADATA).rstrip("/")
+            yield f"{text.rstrip('/')}/{folder}" if folder else text
 
 
 def _nothing_here(source: MetadataSource) -> CheckpointNotFoundError:

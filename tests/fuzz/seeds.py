@@ -1,0 +1,90 @@
+"""Valid inputs of each kind, small, so that a change is likely to hit something that matters."""
+
+from __future__ import annotations
+
+import pickle
+
+import torch
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from bucketpoint.format.index import encode_index
+from bucketpoint.format.index_ref import make_ref
+from bucketpoint.format.metadata import encode_metadata, extension
+from bucketpoint.format.storage_info import make_storage_info
+
+TOKEN = "0123456789ab"
+PATH = f"data/5e/{TOKEN}-0-model-0.distcp"
+
+
+def metadata() -> tuple[Metadata, dict[str, object]]:
+    size = torch.Size([4, 6])
+    halves = [ChunkStorageMetadata(torch.Size([row, 0]), torch.Size([2, 6])) for row in (0, 2)]
+    entry = TensorStorageMetadata(TensorProperties(torch.float32), size, halves)
+    names = {"model.w": entry, "step": BytesStorageMetadata()}
+    storage = {
+        MetadataIndex("model.w", chunk.offsets, number): make_storage_info(
+            PATH, 500 * number, 400, payload_offset=128, payload_nbytes=48, crc32c=7, block_nbytes=48, block_crcs=[7]
+        )
+        for number, chunk in enumerate(halves)
+    }
+    storage[MetadataIndex("step")] = make_storage_info(PATH, 1000, 300, crc32c=9)
+    mappings = {"model.w": ("model", "w"), "step": ("step",)}
+    made = Metadata(names, mappings, storage, StorageMeta("s3://b/run", TOKEN))
+    facts: dict[str, object] = {
+        "token": TOKEN,
+        "url": "s3://b/run",
+        "endpoint": "s3://b",
+        "created": 1.5,
+        "world_size": 2,
+        "torch": "2.15.0",
+        "objects": {PATH: {"size": 1300, "etag": "abc"}},
+    }
+    return made, facts
+
+
+def index_seed() -> bytes:
+    made, facts = metadata()
+    found = encode_index(made, bucketpoint=extension(facts)["bucketpoint"])
+    assert found is not None
+    return found[0]
+
+
+def metadata_seeds() -> list[bytes]:
+    made, facts = metadata()
+    return [
+        encode_metadata(made, bucketpoint=facts),
+        encode_metadata(made, bucketpoint=facts, index=make_ref(TOKEN, b"index")),
+        *(pickle.dumps(made, protocol) for protocol in (2, 4, 5)),
+    ]
+
+
+POLICIES = [
+    """version: 1
+root: ${RUN}/x
+keep:
+  latest: 3
+  best:
+    - {metric: eval/loss, mode: min, count: 2, await: {for: 2h, max: 3}}
+  every:
+    - {steps: 1000, until: 50000, last: 5}
+    - {hours: 24, last: 14, thin: weights}
+  within: 6h
+  steps: [1, 2, 3]
+prune: {grace: 1h, max_delete: {count: 20, fraction: 0.5}}
+""",
+    "version: 1\nkeep: {latest: 1}\n",
+    "version: 1\nkeep: &a {latest: 1}\nprune: {grace: 20m, when: manual}\n",
+    "version: 1\nkeep:\n  latest: 2\n  match: my_pkg.policies:keep\n",
+]
+
+
+def policy_seeds() -> list[bytes]:
+    return [text.encode() for text in POLICIES]
