@@ -141,6 +141,15 @@ def test_a_byte_of_the_metadata_is_found_by_the_record(root: str, program: Progr
     assert {"metadata"} == {one["kind"] for one in done.json.get("damage", [])} or "error" in done.json
 
 
+def test_metadata_is_compared_also_where_it_does_not_say_whose_it_is(root: str, program: Program) -> None:
+    """One flipped bit in the name of bucketpoint's own part, and the metadata looks like another writer's."""
+    url = f"{root}/a"
+    save(url)
+    replaced(url, ".metadata", flip(open_checkpoint(url).data.index(b"\x0bbucketpoint\x94") + 3))
+    done = program("verify", url, "--json")
+    assert "metadata" in {one["kind"] for one in done.json["damage"]}
+
+
 def test_metadata_that_does_not_decode_is_damage(root: str, program: Program) -> None:
     save(f"{root}/a")
     replaced(f"{root}/a", ".metadata", lambda data: data.__delitem__(slice(100, None)))

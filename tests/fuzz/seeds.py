@@ -81,7 +81,7 @@ keep:
 prune: {grace: 1h, max_delete: {count: 20, fraction: 0.5}}
 """,
     "version: 1\nkeep: {latest: 1}\n",
-    "version: 1\nkeep: &a {latest: 1}\nprune: {grace: 20m, when: manual}\n",
+    "version: 1\nkeep: {latest: 1}\nprune: {grace: 20m, when: manual}\n",
     "version: 1\nkeep:\n  latest: 2\n  match: my_pkg.policies:keep\n",
 ]
 

@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 from torch.distributed.checkpoint import DefaultLoadPlanner
 
 from bucketpoint.dcp.decode import decode_item, load_bytes
-from bucketpoint.errors import BucketpointError
+from bucketpoint.errors import BucketpointError, InvalidURLError
 from bucketpoint.format import keys
 from bucketpoint.format.catalogue import AttemptKey, CommitKey, NoteKey, StepTemplate, UploadKey, decode
 from bucketpoint.format.frames import probe_frame, tensor_frame
@@ -225,6 +225,20 @@ def test_no_input_does_more_than_raise_an_error_of_ours(
     assert (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - resident) << 10 <= RESIDENT_BYTES
     record_property("inputs", tried)
     print(f"{name}: {tried} inputs")
+
+
+# What was found once
+
+
+def test_a_template_with_half_a_surrogate_pair_is_refused() -> None:
+    with pytest.raises(InvalidURLError):
+        StepTemplate("\udcf3step-{step}")
+
+
+@pytest.mark.parametrize("data", [b"R", b"0.", b"\x80\x02K\x05Q."], ids=repr)
+def test_pickles_at_which_torchs_own_unpickler_stumbles_are_no_tensors(data: bytes) -> None:
+    with pytest.raises(BucketpointError):
+        decode_item(memoryview(bytearray(data)), whole(data), None, key="k")
 
 
 @given(st.text(max_size=40), st.text(max_size=20).filter(lambda text: not text.startswith("/")))

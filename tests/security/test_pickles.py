@@ -154,3 +154,21 @@ def test_what_writers_do_with_the_same_names_is_allowed() -> None:
     stream = io.BytesIO()
     torch.save({"p": torch.nn.Parameter(torch.ones(3)), "t": torch.ones(2)}, stream)
     assert refused_globals(stream.getvalue()) == []
+
+
+def _archive() -> bytes:
+    stream = io.BytesIO()
+    torch.save({"step": 5}, stream)
+    return stream.getvalue()
+
+
+def test_an_archive_whose_directory_lies_before_its_beginning_is_none_that_can_be_read() -> None:
+    data = _archive()
+    assert refused_globals(data[:4] + data[1000:]) is None
+
+
+def test_an_archive_whose_names_are_no_text_is_none_that_can_be_read() -> None:
+    data = bytearray(_archive())
+    at = data.rindex(b"version", 0, data.rindex(b"PK\x05\x06"))
+    data[at : at + 2] = b"\xff\xec"
+    assert refused_globals(bytes(data)) in (None, [])

@@ -28,8 +28,9 @@ def decode_item(view: memoryview, info: ItemInfo, transforms: Any, *, key: str) 
         return cast(torch.Tensor, torch.load(io.BytesIO(view), map_location="cpu", weights_only=True))
     except pickle.UnpicklingError as error:
         raise UnsafeDataError(f"This item is no plain tensor, and a safe load refuses it: {error}", key=key) from None
-    except (RuntimeError, EOFError, ValueError, KeyError) as error:
-        raise MetadataError(f"This item is no tensor that torch can read: {error}", key=key) from None
+    except Exception as error:  # noqa: BLE001 - damaged pickles make torch's unpickler raise nearly everything
+        reason = f"{type(error).__name__}: {error}"[:300]
+        raise MetadataError(f"This item is no tensor that torch can read: {reason}", key=key) from None
 
 
 def load_bytes(

@@ -176,8 +176,11 @@ class _Run:
         return record_above(saved.url, storage_options=saved.storage_options, fs=saved.fs)
 
     def _is_of_this_save(self, record: CommitRecord) -> bool:
-        if self.saved.facts:
-            return record.token == self.saved.facts.get("token")
+        # What is damaged may be where the metadata says whose it is; the names of its objects say so as well.
+        parsed = [keys.parse_data_path(path) for path in self.saved.by_object]
+        tokens = {self.saved.facts.get("token"), *(found[0] for found in parsed if found is not None)} - {None}
+        if tokens:
+            return record.token in tokens
         # Other writers' metadata has no token; what was adopted is known by the object that it was.
         return record.metadata_etag is not None and record.metadata_etag == self.saved.info.etag
 

@@ -94,15 +94,17 @@ class StepTemplate:
     def _parts(self) -> tuple[str, str]:
         try:
             pieces = list(string.Formatter().parse(self.text))
+            length = len(encode([self.text]))
         except ValueError:
-            pieces = []
+            # Of text with half a surrogate pair as well.
+            pieces, length = [], 0
         fields = [(name, spec, conversion) for _, name, spec, conversion in pieces if name is not None]
         fits = len(fields) == 1 and fields[0][0] == "step" and not fields[0][2]
         padded = fits and re.fullmatch(r"(0([1-9]|1[0-6]))?d?", fields[0][1] or "")
         before = pieces[0][0] if pieces else ""
         after = pieces[1][0] if len(pieces) > 1 else ""
         inside = not before.startswith(("/", CATALOGUE)) and "/" not in after and ".." not in before.split("/")
-        if not padded or not inside or len(encode([self.text])) > MAX_FOLDER_BYTES:
+        if not padded or not inside or length > MAX_FOLDER_BYTES:
             raise InvalidURLError(
                 f"{self.text!r} does not name the folders of checkpoints", remedy='Use something like "step-{step}"'
             )

@@ -92,7 +92,8 @@ def _refused_in_zip(raw: bytes, allowed: frozenset[tuple[str, str]]) -> list[str
         if "data.pkl" not in records:
             return None
         body = reader.get_record("data.pkl")
-    except RuntimeError:
+    except (RuntimeError, ValueError):
+        # Of a directory that points before the file's beginning, and of names that are no text: ValueError.
         return None
     return list(dict.fromkeys(survey(body, 0, allowed).refused))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import ipaddress
 import os
@@ -132,15 +133,17 @@ def build_client(options: S3Options) -> Client:
     arguments = _client_arguments(options, core)
     session = boto3.session.Session(botocore_session=core)
     chosen = "payload_signing_enabled" in _own_s3_settings(options)
-    try:
-        api = session.client("s3", config=_config(options, core, sign_payload=None if chosen else False), **arguments)
-        if not chosen and _is_open_network(api.meta.endpoint_url):
+    api = None
+    with contextlib.suppress(ValueError):
+        made = session.client("s3", config=_config(options, core, sign_payload=None if chosen else False), **arguments)
+        if not chosen and _is_open_network(made.meta.endpoint_url):
             # AWS documents unsigned payloads for HTTPS only, and on a network the signature is then the only thing that
             # binds the body to the request. On the loopback it would just cost 0.8 s of SHA-256 a gigabyte.
-            api = session.client("s3", config=_config(options, core, sign_payload=True), **arguments)
-    except ValueError:
-        # botocore's answer to an endpoint that is not a URL. Its text quotes what was given, a password in it too.
-        raise EndpointError("the S3 client cannot be made: the endpoint is not a URL") from None
+            made = session.client("s3", config=_config(options, core, sign_payload=True), **arguments)
+        api = made
+    if api is None:
+        # botocore's ValueError quotes the endpoint, with a password that may be in it: nothing of it is kept.
+        raise EndpointError("the S3 client cannot be made: the endpoint is not a URL")
     parameters = options.request_parameters()
     if "SSECustomerKey" in parameters and _is_open_network(api.meta.endpoint_url):
         raise EndpointError("SSE-C would send the key in clear over plain HTTP", remedy="Use an https:// endpoint")
