@@ -140,6 +140,15 @@ def test_a_flip_anywhere_in_the_metadata_is_named(saved: str) -> None:
     assert verified(saved) == []
 
 
+def test_a_table_of_objects_that_has_lost_its_name_is_damage_and_no_key_error(saved: str) -> None:
+    """Its name ends the list of facts, and the reader of ETags once took it for granted."""
+    data = (Path(saved.removeprefix("file://")) / ".metadata").read_bytes()
+    put_back = flipped(saved, ".metadata", data.index(b"\x07objects\x94") + 3)
+    loads(saved)
+    assert verified(saved)
+    put_back()
+
+
 def test_a_flip_anywhere_in_the_index_is_named_or_costs_nothing(saved: str) -> None:
     """The index is a copy: a damaged one is not used, and the metadata says the same."""
     root = Path(saved.removeprefix("file://"))

@@ -21,6 +21,7 @@ from bucketpoint.catalog.tombstones import undo
 from bucketpoint.dcp.saved import open_checkpoint
 from bucketpoint.dcp.verify import verify
 from bucketpoint.errors import AccessDeniedError
+from bucketpoint.format.keys import data_path
 from bucketpoint.manager.manager import CheckpointManager
 from bucketpoint.retention import EverySteps, Keep, Prune, RetentionPolicy
 from bucketpoint.stores import Store, open_store
@@ -142,7 +143,7 @@ def test_a_pruner_plans_prunes_thins_undoes_and_sweeps(
     assert undo(catalog, 120) == 1
     unpin(catalog, 100)
 
-    debris = f"{PREFIX}/step-140/data/00/0123456789ab-0-model-0.distcp"
+    debris = f"{PREFIX}/step-140/{data_path('0123456789ab', 0, 'model', 0)}"
     client = minio.client()
     client.put_object(Bucket=bucket, Key=debris, Body=b"x")
     store = catalog.store

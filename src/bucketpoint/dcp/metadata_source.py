@@ -132,7 +132,7 @@ def committed_etags(metadata: Metadata, store: Store, url: str | None) -> dict[s
     facts = extra(metadata)
     if not store.capabilities.pinned_reads or facts.get("url") != url or facts.get("endpoint") != store.identity:
         return {}
-    return {path: entry["etag"] for path, entry in facts["objects"].items() if entry.get("etag")}
+    return {path: entry["etag"] for path, entry in facts.get("objects", {}).items() if entry.get("etag")}
 
 
 class Unread(Metadata):
