@@ -8,8 +8,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from bench.proxy import RunningProxy, Wire, running_proxy
-from servers import S3Server, free_port, make_certificates
+from bucketpoint.testing.certificates import make_certificates
+from bucketpoint.testing.http import Wire
+from bucketpoint.testing.process import RunningProxy, running_proxy
+from bucketpoint.testing.servers import S3Server, free_port
 
 
 def client_env(server: S3Server) -> dict[str, str]:

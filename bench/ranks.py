@@ -16,12 +16,13 @@ from typing import Any
 
 from bench import environments, ranks_worker
 from bench.endpoints import client_env, proxied
-from bench.proxy import RunningProxy, Wire
 from bench.ranks_report import print_measurement
 from bench.requests_seen import kind_of
 from bucketpoint.format.keys import parse_data_path
+from bucketpoint.testing.http import Wire
+from bucketpoint.testing.process import RunningProxy
+from bucketpoint.testing.servers import S3Server, minio
 from dcp.ranks import Ranks
-from servers import S3Server, minio
 
 BUCKET = "bench-ranks"
 STORE_BYTES_PER_S = 200e6

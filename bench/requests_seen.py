@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
-from urllib.parse import parse_qsl, urlsplit
 
 DATA_SUFFIX = ".distcp"
 METADATA = ".metadata"
@@ -17,28 +16,12 @@ Record = dict[str, Any]
 
 def kind_of(record: Record) -> str:
     """The S3 operation of one log line, by its usual name."""
-    query = dict(parse_qsl(urlsplit(record["target"]).query, keep_blank_values=True))
-    method = record["method"]
-    if method == "PUT":
-        if record["copy"]:
-            return "UploadPartCopy" if "partNumber" in query else "CopyObject"
-        return "UploadPart" if "partNumber" in query else "PutObject"
-    if method == "POST":
-        if "uploads" in query:
-            return "CreateMultipartUpload"
-        return "CompleteMultipartUpload" if "uploadId" in query else "DeleteObjects" if "delete" in query else "POST"
-    if method == "DELETE":
-        return "AbortMultipartUpload" if "uploadId" in query else "DeleteObject"
-    if method == "HEAD":
-        return "HeadObject" if urlsplit(record["target"]).path.strip("/").count("/") else "HeadBucket"
-    if "list-type" in query or "prefix" in query or not urlsplit(record["target"]).path.strip("/").count("/"):
-        return "ListObjects"
-    return "GetObject"
+    return str(record["kind"])
 
 
 def key_of(record: Record) -> str:
-    """The object key of one log line (path-style addressing)."""
-    return urlsplit(record["target"]).path.lstrip("/").partition("/")[2]
+    """The object key of one log line."""
+    return str(record["key"])
 
 
 def summary(records: Sequence[Record]) -> dict[str, Any]:

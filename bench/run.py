@@ -38,9 +38,10 @@ import get_minio  # noqa: E402
 from bench import environments, ranks, report, retention, staging  # noqa: E402
 from bench.contenders import CONTENDERS, Setting, bucket_and_prefix  # noqa: E402
 from bench.endpoints import client_env, proxied  # noqa: E402
-from bench.proxy import RunningProxy, Wire  # noqa: E402
 from bench.requests_seen import summary  # noqa: E402
-from servers import S3Server, minio  # noqa: E402
+from bucketpoint.testing.http import Wire  # noqa: E402
+from bucketpoint.testing.process import RunningProxy  # noqa: E402
+from bucketpoint.testing.servers import S3Server, minio  # noqa: E402
 
 WIRE = Wire(delay_s=0.020, bytes_per_s=25e6)
 BUCKET = "bench-checkpoints"

@@ -21,7 +21,8 @@ from bench import environments, gil
 from bench.endpoints import client_env
 from bench.sink import running_sink
 from bench.staging_report import print_measurement
-from servers import S3Server, free_port, make_certificates, minio
+from bucketpoint.testing.certificates import make_certificates
+from bucketpoint.testing.servers import S3Server, free_port, minio
 
 ROOT = Path(__file__).resolve().parent.parent
 BUCKET = "bench-staging"

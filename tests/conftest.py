@@ -11,8 +11,11 @@ import hypothesis
 import pytest
 
 import get_minio
-import servers
-from servers import S3Server
+from bucketpoint.testing import servers
+from bucketpoint.testing.servers import S3Server
+
+# By its own name, which is that of its entry point too: an environment that was built without it has it all the same.
+pytest_plugins = ["bucketpoint.testing.plugin"]
 
 NO_MINIO = "there is no MinIO server here: run `make minio`, put `minio` on the PATH, or set $MINIO"
 
@@ -68,13 +71,13 @@ def _isolate(patch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(scope="session")
-def moto() -> Iterator[S3Server]:
-    with servers.moto() as server:
-        yield server
+def moto(bucketpoint_moto: S3Server) -> S3Server:
+    return bucketpoint_moto
 
 
 @pytest.fixture(scope="session")
-def minio_binary() -> Path:
+def bucketpoint_minio_binary() -> Path:
+    """The one that `make minio` found or built."""
     binary = get_minio.find()
     if binary is None:
         pytest.skip(NO_MINIO)
@@ -82,14 +85,13 @@ def minio_binary() -> Path:
 
 
 @pytest.fixture(scope="session")
-def minio(minio_binary: Path) -> Iterator[S3Server]:
-    with servers.minio(minio_binary) as server:
-        yield server
+def minio(bucketpoint_minio: S3Server) -> S3Server:
+    return bucketpoint_minio
 
 
 @pytest.fixture(scope="session")
-def minio_tls(minio_binary: Path) -> Iterator[S3Server]:
-    with servers.minio(minio_binary, tls=True) as server:
+def minio_tls(bucketpoint_minio_binary: Path) -> Iterator[S3Server]:
+    with servers.minio(bucketpoint_minio_binary, tls=True) as server:
         yield server
 
 

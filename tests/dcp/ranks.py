@@ -11,6 +11,8 @@ from datetime import timedelta
 from multiprocessing.connection import Connection
 from typing import Any
 
+from bucketpoint.testing.kills import PRELOAD
+
 TIMEOUT_S = 400
 
 
@@ -25,7 +27,7 @@ class Ranks:
         self.world = world
         # Forked from a process that has imported torch and has no threads: ranks need not import it again.
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["torch.distributed.checkpoint", "torch.distributed.tensor", "bucketpoint"])
+        context.set_forkserver_preload(list(PRELOAD))
         self._folder = tempfile.TemporaryDirectory()
         self._pipes: list[Connection] = []
         self._asked = 0

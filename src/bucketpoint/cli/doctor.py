@@ -1,4 +1,4 @@
-"""`bucketpoint doctor`: thin around `transfer.doctor`."""
+"""`bucketpoint doctor`: thin around `transfer.doctor`, and with `--chaos` around `testing.chaos`."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from bucketpoint.cli import text
 from bucketpoint.cli.frame import Access, Answer, command, store_options
 
 if TYPE_CHECKING:
+    from bucketpoint.testing.chaos import ChaosReport
     from bucketpoint.transfer.doctor import Diagnosis
     from bucketpoint.transfer.doctor_bucket import Finding
 
@@ -36,13 +37,22 @@ def parse_size(text: str) -> int:
     show_default=True,
     help="About how much to send, and to receive, to measure throughput. 0: do not measure.",
 )
+@click.option(
+    "--chaos",
+    is_flag=True,
+    help="Then save and load there while requests fail on purpose, and tell what was survived. S3 only.",
+)
+@click.option("--seed", type=int, default=0, show_default=True, help="With --chaos: of its script of faults.")
+@click.option(
+    "--saves", type=click.IntRange(min=1), default=10, show_default=True, help="With --chaos: of about 5 MiB each."
+)
 @store_options
-def doctor(url: str, size: int, access: Access, as_json: bool) -> Answer:
+def doctor(url: str, size: int, chaos: bool, seed: int, saves: int, access: Access, as_json: bool) -> Answer:
     """Find out whether a place is fit for checkpoints, and how to use it best.
 
     Tries below URL what saves, loads and pruning do: rights, conditional writes, multipart uploads, throughput. Reads
     the bucket's versioning and lifecycle rules, and compares clocks. Deletes what it wrote. Ends with 1 if anything
-    failed.
+    failed, or if --chaos lost anything.
     """
     from bucketpoint.stores import open_store
     from bucketpoint.transfer.doctor import examine
@@ -52,7 +62,56 @@ def doctor(url: str, size: int, access: Access, as_json: bool) -> Answer:
     counts = {status: sum(one.status == status for one in found.findings) for status in ("ok", "warn", "fail", "skip")}
     verdict = "fit for checkpoints" if found.ok else "NOT fit for checkpoints"
     last = f"{url} is {verdict}: {text.count(counts['warn'], 'warning')}, {text.count(counts['fail'], 'failure')}"
-    return Answer({"url": url, "counts": counts, **_document(found)}, [last], found.ok)
+    document = {"url": url, "counts": counts, **_document(found)}
+    if not chaos:
+        return Answer(document, [last], found.ok)
+    if not as_json:
+        click.echo(last)
+    if not found.ok:
+        return Answer({**document, "chaos": None}, ["no faults are tried where saves fail without any"], False)
+    report = _trial(url, seed, saves, access, quiet=as_json)
+    return Answer({**document, "chaos": _told(report)}, _chaos_lines(report), report.ok)
+
+
+def _trial(url: str, seed: int, saves: int, access: Access, *, quiet: bool) -> ChaosReport:
+    import logging
+
+    from bucketpoint.testing.chaos import chaos
+
+    # Each error that a fault causes is counted below; DCP would print a traceback for each as well.
+    logging.disable(logging.ERROR)
+    try:
+        told = (lambda line: None) if quiet else (lambda line: click.echo(f"     {line}"))
+        return chaos(url, storage_options=access.for_url(url), seed=seed, saves=saves, told=told)
+    finally:
+        logging.disable(logging.NOTSET)
+
+
+def _told(report: ChaosReport) -> dict[str, Any]:
+    return {
+        "seed": report.seed,
+        "requests": report.requests,
+        "faults": dict(report.faults),
+        "committed": report.committed,
+        "refused": dict(report.refused),
+        "loaded": report.loaded,
+        "failed_loads": dict(report.failed_loads),
+        "losses": report.losses,
+        "left": report.left,
+    }
+
+
+def _chaos_lines(report: ChaosReport) -> list[str]:
+    faults, refused = report.faults.total(), report.refused.total()
+    failed = report.failed_loads.total()
+    lines = [f"{text.count(faults, 'fault')} in {text.count(report.requests, 'request')}, seed {report.seed}:"]
+    lines += [f"  {count:4}  {name}" for name, count in report.faults.most_common()]
+    lines.append(f"{text.count(report.committed, 'save')} committed, {refused} raised an error")
+    lines.append(f"{text.count(report.loaded, 'load')} right, {failed} raised an error")
+    lines += [f"LOST: {one}" for one in report.losses]
+    if report.left:
+        lines.append(f"{text.count(len(report.left), 'object')} could not be deleted, such as {report.left[0]}")
+    return [*lines, "nothing was lost" if report.ok else f"lost: {text.count(len(report.losses), 'checkpoint')}"]
 
 
 def _tell(finding: Finding) -> None:

@@ -1,0 +1,52 @@
+"""The fault kit: what stores and networks do wrong, by a script, before any S3 or GCS endpoint. `docs/testing.md`."""
+
+from bucketpoint.testing.faults import (
+    TRANSIENT,
+    CutReply,
+    CutRequest,
+    Delay,
+    ErrorInBody,
+    ExpireCredentials,
+    Fault,
+    FlipReply,
+    FlipRequest,
+    Kill,
+    Refuse,
+    Reset,
+    Rule,
+    Script,
+    SkewClock,
+    Slow,
+    Stale,
+    Stall,
+    always,
+    mixed,
+)
+from bucketpoint.testing.http import Wire
+from bucketpoint.testing.proxy import Counts, FaultProxy
+
+__all__ = [
+    "TRANSIENT",
+    "Counts",
+    "CutReply",
+    "CutRequest",
+    "Delay",
+    "ErrorInBody",
+    "ExpireCredentials",
+    "Fault",
+    "FaultProxy",
+    "FlipReply",
+    "FlipRequest",
+    "Kill",
+    "Refuse",
+    "Reset",
+    "Rule",
+    "Script",
+    "SkewClock",
+    "Slow",
+    "Stale",
+    "Stall",
+    "Wire",
+    "always",
+    "mixed",
+]

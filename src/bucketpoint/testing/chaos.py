@@ -1,0 +1,222 @@
+"""Saves and loads of a user's own store under a seeded script of faults, below a scratch prefix, and what came of them.
+
+Nothing that was there is touched, and what was written is deleted. What makes the trial impossible is raised; what goes
+wrong in it is counted and told.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+
+from bucketpoint.dcp import BucketReader, BucketWriter
+from bucketpoint.dcp.saved import open_checkpoint
+from bucketpoint.dcp.verify import verify
+from bucketpoint.errors import BucketpointError, CheckpointNotFoundError, InvalidURLError
+from bucketpoint.stores import S3Options, S3Store, open_store
+from bucketpoint.stores.s3_client import client_for
+from bucketpoint.testing.faults import TRANSIENT, FlipReply, FlipRequest, Rule, Script
+from bucketpoint.testing.proxy import FaultProxy
+from bucketpoint.transfer import TransferOptions
+
+DEFAULT_SAVES = 10
+DEFAULT_PROBABILITY = 0.1
+
+OPTIONS = TransferOptions(part_bytes=5 << 20, single_put_bytes=1 << 20)
+"""Small, so that each save has parts, a Complete and single PUTs. 5 MiB is the smallest part that S3 takes."""
+
+_LARGE = (5 << 20) + 4096
+
+
+@dataclass
+class ChaosReport:
+    """What a trial came to.
+
+    Attributes:
+        committed, refused: saves that succeeded, and that raised an error of ours.
+        loaded, failed_loads: the same of loads through the faults. What they load is looked at again without faults.
+        losses: what must never be: each in a sentence.
+        left: keys that could not be deleted.
+    """
+
+    seed: int
+    committed: int = 0
+    refused: Counter[str] = field(default_factory=Counter)
+    loaded: int = 0
+    failed_loads: Counter[str] = field(default_factory=Counter)
+    requests: int = 0
+    faults: Counter[str] = field(default_factory=Counter)
+    losses: list[str] = field(default_factory=list)
+    left: list[str] = field(default_factory=list)
+
+    @property
+    def ok(self) -> bool:
+        return not self.losses
+
+
+def chaos(
+    url: str,
+    *,
+    storage_options: Mapping[str, Any] | None = None,
+    seed: int = 0,
+    saves: int = DEFAULT_SAVES,
+    probability: float = DEFAULT_PROBABILITY,
+    told: Callable[[str], None] = lambda line: None,
+) -> ChaosReport:
+    """Save and load below `url` through a proxy that lets each request meet a fault with this probability.
+
+    Every second save replaces the checkpoint before it. About 5 MiB go up and twice that comes down for each.
+
+    Args:
+        seed: of the script: the n-th request meets the same fault in every run.
+        told: called with each thing worth telling, as it happens.
+
+    Raises:
+        InvalidURLError: not an `s3://` URL: other stores are not reached by a URL that could lead through a proxy.
+        StoreError: the store cannot be reached at all.
+    """
+    store, prefix = open_store(url.rstrip("/") or url, storage_options=storage_options)
+    if not isinstance(store, S3Store):
+        raise InvalidURLError("Faults are put before S3 endpoints only", url=url, remedy="Name an s3:// URL")
+    folder = f"{prefix}/" if prefix else ""
+    folder += f"bucketpoint-chaos-{os.urandom(6).hex()}"
+    report = ChaosReport(seed)
+    faults = (*TRANSIENT, FlipRequest(), FlipReply())
+    script = Script((Rule(faults, probability=probability),), seed)
+    with warnings.catch_warnings(), FaultProxy(_endpoint(store), ca=_authorities(store)) as proxy:
+        # DCP's, that this process is alone.
+        warnings.simplefilter("ignore")
+        trial = _Trial(store, f"{store.url}/{folder}", dict(storage_options or {}), proxy, script, report, told)
+        try:
+            trial.run(saves)
+        finally:
+            proxy.play(Script())
+            _clean_up(store, folder, proxy, report)
+            report.requests = proxy.board.total.requests.total()
+            report.faults = proxy.board.total.faults
+    return report
+
+
+@dataclass
+class _Trial:
+    store: S3Store
+    root: str
+    calm: dict[str, Any]
+    proxy: FaultProxy
+    script: Script
+    report: ChaosReport
+    told: Callable[[str], None]
+
+    def run(self, saves: int) -> None:
+        self.proxy.play(self.script)
+        options = _through(self.store.options, self.proxy)
+        standing: dict[str, int | None] = {}
+        for value in range(1, saves + 1):
+            url = f"{self.root}/step-{(value + 1) // 2}"
+            before = standing.get(url)
+            expected = {before, value} if self._save(url, value, options) is None else {value}
+            standing[url] = self._look(url, expected)
+            if standing[url] is not None:
+                self._load(url, standing[url], options)
+
+    def _save(self, url: str, value: int, options: Mapping[str, Any]) -> int | None:
+        """The value if the save says that it is committed."""
+        with _errors(self.report.refused, self.told, f"save {value} was refused"):
+            writer = BucketWriter(url, storage_options=options, transfer=OPTIONS)
+            dcp.save(_state(value), storage_writer=writer, no_dist=True)
+            self.report.committed += 1
+            return value
+        return None
+
+    def _load(self, url: str, value: int | None, options: Mapping[str, Any]) -> None:
+        with _errors(self.report.failed_loads, self.told, f"a load of {url} failed"):
+            found = _loaded(url, options)
+            self.report.loaded += 1
+            if found != {value}:
+                self._lost(f"{url} holds {value}, and a load returned {sorted(found)} without an error")
+
+    def _look(self, url: str, expected: set[int | None]) -> int | None:
+        """What is there, read without faults; each byte is verified."""
+        try:
+            found = _loaded(url, self.calm)
+            damage = verify(open_checkpoint(url, storage_options=self.calm)).damage
+        except dcp.CheckpointException as failure:
+            error = failure.failures[0][0]
+            if None not in expected or not isinstance(error, CheckpointNotFoundError):
+                self._lost(f"{url} cannot be loaded: {error}")
+            return None
+        if damage:
+            self._lost(f"{url} is damaged: {damage[0].message}")
+        if len(found) != 1 or not found <= expected:
+            self._lost(f"{url} holds {sorted(found)} and not one of {sorted(map(str, expected))}")
+        return found.pop()
+
+    def _lost(self, sentence: str) -> None:
+        self.report.losses.append(sentence)
+        self.told(f"LOST: {sentence}")
+
+
+@contextlib.contextmanager
+def _errors(counter: Counter[str], told: Callable[[str], None], what: str) -> Iterator[None]:
+    """An error of ours is an answer. Any other one is a fault of bucketpoint, and goes on."""
+    try:
+        yield
+    except dcp.CheckpointException as failure:
+        error = failure.failures[0][0]
+        if not isinstance(error, BucketpointError):
+            raise
+        counter[type(error).__name__] += 1
+        told(f"{what}: {type(error).__name__}: {error.message}")
+
+
+def _state(value: int) -> dict[str, Any]:
+    large, small = torch.full((_LARGE,), value % 256, dtype=torch.uint8), torch.full((9,), float(value))
+    moment = torch.full((1000,), float(value))
+    return {"model": {"large": large, "small": small}, "optim": {"moment": moment}, "step": value}
+
+
+def _loaded(url: str, options: Mapping[str, Any]) -> set[int]:
+    """The values in a checkpoint: one, if it is whole."""
+    state = _state(0)
+    dcp.load(state, storage_reader=BucketReader(url, storage_options=options, transfer=OPTIONS), no_dist=True)
+    tensors = (state["model"]["small"], state["optim"]["moment"])
+    found = {int(value) for tensor in tensors for value in tensor.unique().tolist()} | {state["step"]}
+    low = {value % 256: value for value in found}
+    return found | {low.get(value, -1) for value in state["model"]["large"].unique().tolist()}
+
+
+def _endpoint(store: S3Store) -> str:
+    return str(client_for(store.options).api.meta.endpoint_url)
+
+
+def _authorities(store: S3Store) -> str | None:
+    """The bundle that the user's own clients trust, for the proxy's connection to the store."""
+    given = store.options.ca_bundle or store.options.client_kwargs.get("verify") or os.environ.get("AWS_CA_BUNDLE")
+    return given if isinstance(given, str) else None
+
+
+def _through(options: S3Options, proxy: FaultProxy) -> dict[str, Any]:
+    """The same options, through the proxy. The client signs for the store's true host, so it must go on naming it."""
+    from dataclasses import fields
+
+    changed = options.replace(
+        endpoint_url=proxy.options["endpoint_url"],
+        config_kwargs={**options.config_kwargs, **proxy.options["config_kwargs"]},
+    )
+    return {one.name: getattr(changed, one.name) for one in fields(changed)}
+
+
+def _clean_up(store: S3Store, folder: str, proxy: FaultProxy, report: ChaosReport) -> None:
+    begun = {one.request.key for one in proxy.exchanges if one.request.kind == "CreateMultipartUpload"}
+    for key in sorted(begun):
+        for upload in store.list_multipart(key):
+            store.abort_multipart(upload.key, upload.upload_id)
+    report.left += [failure.key for failure in store.delete([info.key for info in store.list(f"{folder}/")])]

@@ -1,0 +1,334 @@
+"""One connection of the proxy: request, fault, answer, in turn. Knows what each fault does; not which one strikes."""
+
+from __future__ import annotations
+
+import contextlib
+import email.utils
+import os
+import signal
+import socket
+import ssl
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Protocol
+from urllib.parse import urlsplit
+
+from bucketpoint.testing.faults import (
+    CutReply,
+    CutRequest,
+    Delay,
+    ErrorInBody,
+    ExpireCredentials,
+    Fault,
+    FlipReply,
+    FlipRequest,
+    Kill,
+    Refuse,
+    Reset,
+    SkewClock,
+    Slow,
+    Stale,
+    Stall,
+)
+from bucketpoint.testing.http import Closed, Head, Pace, Stream, Wire, Write, move_body, nowhere
+from bucketpoint.testing.kinds import Request
+
+REMEMBERED_BYTES = 8 << 20
+"""Larger replies are never served again as stale ones."""
+
+REASONS = {200: "OK", 400: "Bad Request", 403: "Forbidden", 429: "Too Many Requests", 500: "Internal Server Error"}
+
+
+@dataclass(frozen=True)
+class Upstream:
+    """The store behind the proxy.
+
+    Attributes:
+        host_header: what requests say in place of the Host that the client sent. It is part of what S3 signs, so this
+            is for stores whose requests carry a token, as those of GCS do.
+    """
+
+    host: str
+    port: int
+    tls: bool = False
+    ca: str | None = None
+    host_header: str | None = None
+
+    @classmethod
+    def of(cls, url: str, *, ca: str | None = None, host_header: str | None = None) -> Upstream:
+        parts = urlsplit(url)
+        tls = parts.scheme == "https"
+        return cls(parts.hostname or "", parts.port or (443 if tls else 80), tls, ca, host_header)
+
+    def serves(self, host: str) -> bool:
+        """Whether a request for this host, as clients of a forward proxy name it, is one for this store."""
+        return host == self.host or host.endswith(f".{self.host}")
+
+    def connect(self, host: str | None = None) -> Stream:
+        name = host or self.host
+        sock: socket.socket | ssl.SSLSocket = socket.create_connection((name, self.port))
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        if self.tls:
+            sock = ssl.create_default_context(cafile=self.ca).wrap_socket(sock, server_hostname=name)
+        return Stream(sock)
+
+
+@dataclass
+class Exchange:
+    """One request that passed, or did not. Times are on the machine's monotonic clock, sizes are of bodies."""
+
+    number: int
+    connection: str
+    request: Request
+    start: float
+    end: float = 0.0
+    status: int = 0
+    """Of the store's answer, whether the client got it or not; 0 if the store was not asked, or did not answer."""
+    sent: int = 0
+    received: int = 0
+    head_sent: int = 0
+    head_received: int = 0
+    fault: str | None = None
+
+
+class Faults(Protocol):
+    """What a connection asks of the proxy that it belongs to."""
+
+    def begin(self, connection: str, request: Request) -> tuple[Exchange, Fault | None]: ...
+
+    def end(self, exchange: Exchange) -> None: ...
+
+    def remembered(self, request: Request) -> bytes | None: ...
+
+    def remember(self, request: Request, reply: bytes) -> None: ...
+
+    def remembers(self, request: Request) -> bool: ...
+
+    def expire(self, access_key: str) -> None: ...
+
+    def killed(self) -> None: ...
+
+
+class Aborted(Exception):
+    """A fault ended both connections."""
+
+
+@dataclass
+class Connection:
+    """One client connection and its twin to the server, served in turn: request, response, request, …"""
+
+    client: Stream
+    upstream: Upstream
+    wire: Wire
+    total: Pace
+    faults: Faults
+    name: str
+    _server: Stream | None = None
+    _server_host: str = ""
+    _up: Pace = field(init=False)
+    _down: Pace = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._up = Pace(self.wire.bytes_per_s, self.total)
+        self._down = Pace(self.wire.bytes_per_s, self.total)
+
+    def serve(self) -> None:
+        try:
+            while raw := self.client.head():
+                if not self._exchange(Head.parse(raw)):
+                    break
+        except Aborted:
+            self.client.abort()
+        except (Closed, OSError):
+            pass  # The client sees its connection end, as it would without a proxy.
+        finally:
+            self._drop_server()
+
+    # -- one request --------------------------------------------------------------------------------------------------
+
+    def _exchange(self, head: Head) -> bool:
+        """Whether the connection goes on."""
+        note, fault = self.faults.begin(self.name, Request.of(head))
+        note.head_sent = len(head.raw)
+        try:
+            if self.wire.delay_s:
+                time.sleep(self.wire.delay_s)
+            match fault:
+                case Delay(seconds=seconds):
+                    time.sleep(seconds)
+                case Slow(bytes_per_s=rate):
+                    return self._pass(head, note, fault, up=Pace(rate, self.total), down=Pace(rate, self.total))
+                case Kill(acted=False):
+                    self._kill(fault)
+                case Reset(acted=False):
+                    raise Aborted
+                case Stall(seconds=seconds, acted=False):
+                    time.sleep(seconds)
+                    raise Aborted
+                case Refuse(status=status, code=code, acted=False):
+                    return self._refuse(head, note, status, _error(code))
+                case ErrorInBody(code=code, acted=False):
+                    return self._refuse(head, note, 200, _error(code))
+                case ExpireCredentials():
+                    self.faults.expire(note.request.access_key)
+                    return self._refuse(head, note, 400, _error("ExpiredToken"))
+                case SkewClock(seconds=seconds) if abs(seconds) > SkewClock.LARGEST_S:
+                    return self._refuse(head, note, 403, _error("RequestTimeTooSkewed"), date=time.time() + seconds)
+                case Stale():
+                    remembered = self.faults.remembered(note.request)
+                    if remembered is not None:
+                        self._drop_request(head, note)
+                        self.client.write(remembered)
+                        return head.keeps_alive
+            return self._pass(head, note, fault, up=self._up, down=self._down)
+        finally:
+            self.faults.end(note)
+
+    def _pass(self, head: Head, note: Exchange, fault: Fault | None, *, up: Pace, down: Pace) -> bool:
+        """Ask the store, and pass its answer on, as far as the fault lets it."""
+        server = self._ask(head)
+        response: Head | None = None
+        if head.expects_continue:
+            response = self._response(server)
+            if response.first[1] == "100":
+                self.client.write(response.raw)
+                response = None
+        if response is None:
+            if isinstance(fault, CutRequest):
+                self.client.pump(server.write, int(note.request.nbytes * fault.at), up)
+                raise Aborted
+            flipped = _flipping(server.write, note.request.nbytes, fault) if isinstance(fault, FlipRequest) else None
+            with contextlib.suppress(ConnectionError):  # An early refusal closes the way up; its answer is still read.
+                note.sent = move_body(head, self.client, flipped or server.write, up)
+            response = self._response(server)
+            while response.first[1] == "100":
+                response = self._response(server)
+        note.status, note.head_received = int(response.first[1]), len(response.raw)
+        bodiless = head.first[0] == "HEAD" or response.first[1] in ("204", "304")
+        match fault:
+            case (
+                Reset(acted=True) | Stall(acted=True) | Refuse(acted=True) | ErrorInBody(acted=True) | Kill(acted=True)
+            ):
+                return self._lose(head, response, note, fault, bodiless=bodiless)
+            case SkewClock(seconds=seconds):
+                response = response.with_header("Date", email.utils.formatdate(time.time() + seconds, usegmt=True))
+        if self.faults.remembers(note.request) and not response.chunked and response.length <= REMEMBERED_BYTES:
+            kept = bytearray(response.raw)
+            if not bodiless:
+                note.received = move_body(response, server, kept.extend, down)
+            self.faults.remember(note.request, bytes(kept))
+            self.client.write(bytes(kept))
+            return head.keeps_alive and response.keeps_alive
+        self.client.write(response.raw)
+        if bodiless:
+            return head.keeps_alive and response.keeps_alive
+        write: Write = self.client.write
+        if isinstance(fault, CutReply) and not response.chunked:
+            server.pump(write, int(response.length * fault.at), down)
+            raise Aborted
+        if isinstance(fault, FlipReply) and note.status < 300:
+            write = _flipping(write, response.length, fault)
+        note.received = move_body(response, server, write, down)
+        return head.keeps_alive and response.keeps_alive
+
+    def _lose(self, head: Head, response: Head, note: Exchange, fault: Fault, *, bodiless: bool) -> bool:
+        """The store has acted. What it says goes nowhere."""
+        server = self._server
+        if server is not None and not bodiless:
+            note.received = move_body(response, server, nowhere, self._down)
+        match fault:
+            case Refuse(status=status, code=code):
+                self._answer(status, _error(code))
+                return head.keeps_alive
+            case ErrorInBody(code=code):
+                self._answer(200, _error(code))
+                return head.keeps_alive
+            case Stall(seconds=seconds):
+                time.sleep(seconds)
+            case Kill():
+                self._kill(fault)
+        raise Aborted
+
+    # -- the two sides ------------------------------------------------------------------------------------------------
+
+    def _ask(self, head: Head) -> Stream:
+        """Send the head to the store, over the connection that is there, or a new one."""
+        host = self.upstream.host
+        if head.first[1].startswith(("http://", "https://")):
+            parts = urlsplit(head.first[1])
+            host = parts.hostname or ""
+            if not self.upstream.serves(host):
+                raise Closed("a request for another host")
+            target = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
+            head = head.with_first(head.first[0], target, head.first[2])
+        if self.upstream.host_header is not None:
+            head = head.with_header("Host", self.upstream.host_header)
+        if self._server is None or self._server_host != host or self._server.ended():
+            self._drop_server()
+            self._server, self._server_host = self.upstream.connect(host), host
+        self._server.write(head.raw)
+        return self._server
+
+    def _response(self, server: Stream) -> Head:
+        raw = server.head()
+        if not raw:
+            raise Closed("the server ended the connection")
+        return Head.parse(raw)
+
+    def _refuse(self, head: Head, note: Exchange, status: int, body: bytes, *, date: float | None = None) -> bool:
+        """Answer in the store's place."""
+        if head.expects_continue:
+            # The client keeps its body, and what it would send next on this connection is anybody's guess.
+            self._answer(status, body, date=date, closing=True)
+            return False
+        self._drop_request(head, note)
+        self._answer(status, body, date=date)
+        return head.keeps_alive
+
+    def _drop_request(self, head: Head, note: Exchange) -> None:
+        note.sent = move_body(head, self.client, nowhere, self._up)
+
+    def _answer(self, status: int, body: bytes, *, date: float | None = None, closing: bool = False) -> None:
+        lines = [
+            f"HTTP/1.1 {status} {REASONS.get(status, 'Error')}",
+            "Content-Type: application/xml",
+            f"Content-Length: {len(body)}",
+            f"Date: {email.utils.formatdate(date, usegmt=True)}",
+            *(["Connection: close"] if closing else []),
+        ]
+        self.client.write("\r\n".join([*lines, "", ""]).encode() + body)
+
+    def _drop_server(self) -> None:
+        if self._server is not None:
+            self._server.abort()
+            self._server = None
+
+    def _kill(self, fault: Kill) -> None:
+        for group in fault.groups:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(group, signal.SIGKILL)
+        if not fault.others_live:
+            self.faults.killed()
+        raise Aborted
+
+
+def _error(code: str) -> bytes:
+    text = f"<Error><Code>{code}</Code><Message>by script</Message></Error>"
+    return f"<?xml version='1.0' encoding='UTF-8'?>\n{text}".encode()
+
+
+def _flipping(write: Callable[[memoryview], None], nbytes: int, fault: FlipRequest | FlipReply) -> Write:
+    """Passes bytes on, one of them with another lowest bit."""
+    target, passed = min(int(nbytes * fault.at), nbytes - 1), 0
+
+    def through(data: memoryview) -> None:
+        nonlocal passed
+        if passed <= target < passed + len(data):
+            changed = bytearray(data)
+            changed[target - passed] ^= 1
+            data = memoryview(changed)
+        passed += len(data)
+        write(data)
+
+    return through

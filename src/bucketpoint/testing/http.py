@@ -1,0 +1,206 @@
+"""HTTP messages on sockets: heads are parsed, bodies pumped at a pace. Knows no S3, and of no fault."""
+
+from __future__ import annotations
+
+import socket
+import ssl
+import struct
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+CHUNK_BYTES = 256 << 10
+MAX_HEAD_BYTES = 64 << 10
+SMALLEST_SLEEP_S = 0.002
+"""Shorter waits are carried over to the next chunk: the scheduler could not keep them."""
+
+Socket = socket.socket | ssl.SSLSocket
+
+Write = Callable[[memoryview], None]
+"""Takes the next bytes of a message."""
+
+
+@dataclass(frozen=True)
+class Wire:
+    """What the emulated wire does: seconds added to each request; bytes a second of each connection, and of all
+    connections of one process together (0: no cap)."""
+
+    delay_s: float = 0.0
+    bytes_per_s: float = 0.0
+    total_bytes_per_s: float = 0.0
+
+
+@dataclass
+class Pace:
+    """The cap of one direction of a connection, or of all: a clock that may not fall behind the bytes sent."""
+
+    bytes_per_s: float
+    shared: Pace | None = None
+    _free_at: float = 0.0
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def spend(self, nbytes: int) -> None:
+        if self.shared is not None:
+            self.shared.spend(nbytes)
+        if not self.bytes_per_s:
+            return
+        now = time.monotonic()
+        with self._lock:
+            self._free_at = max(self._free_at, now) + nbytes / self.bytes_per_s
+            wait = self._free_at - now
+        if wait > SMALLEST_SLEEP_S:
+            time.sleep(wait)
+
+
+class Closed(Exception):
+    """The other side went away."""
+
+
+@dataclass
+class Stream:
+    """A socket with a little buffered input, so that heads can be parsed and bodies pumped."""
+
+    sock: Socket
+    buffered: bytearray = field(default_factory=bytearray)
+    _chunk: memoryview = field(default_factory=lambda: memoryview(bytearray(CHUNK_BYTES)))
+
+    def head(self) -> bytes:
+        """Everything up to and including the empty line; empty if the connection ended between messages."""
+        while (end := self.buffered.find(b"\r\n\r\n")) < 0:
+            if len(self.buffered) > MAX_HEAD_BYTES:
+                raise Closed("the head is too long")
+            count = self._receive(CHUNK_BYTES)
+            if not count:
+                return b""
+            self.buffered += self._chunk[:count]
+        head = bytes(self.buffered[: end + 4])
+        del self.buffered[: end + 4]
+        return head
+
+    def line(self) -> bytes:
+        while (end := self.buffered.find(b"\r\n")) < 0:
+            count = self._receive(CHUNK_BYTES)
+            if not count:
+                raise Closed("ended within a chunked body")
+            self.buffered += self._chunk[:count]
+        line = bytes(self.buffered[: end + 2])
+        del self.buffered[: end + 2]
+        return line
+
+    def write(self, data: memoryview | bytes) -> None:
+        self.sock.sendall(data)
+
+    def pump(self, write: Write, nbytes: int, pace: Pace) -> None:
+        """Pass exactly `nbytes` on."""
+        if self.buffered and nbytes:
+            first = bytes(self.buffered[:nbytes])
+            del self.buffered[: len(first)]
+            write(memoryview(first))
+            pace.spend(len(first))
+            nbytes -= len(first)
+        while nbytes:
+            count = self._receive(min(nbytes, CHUNK_BYTES))
+            if not count:
+                raise Closed("ended within a body")
+            # One TLS read gives one record; what else has arrived already goes out in the same write.
+            while count < min(nbytes, CHUNK_BYTES) and isinstance(self.sock, ssl.SSLSocket) and self.sock.pending():
+                count += self.sock.recv_into(self._chunk[count : min(nbytes, CHUNK_BYTES)])
+            write(self._chunk[:count])
+            pace.spend(count)
+            nbytes -= count
+
+    def ended(self) -> bool:
+        """Whether the other side has closed, or broken the silence between two messages."""
+        if self.buffered:
+            return True
+        before = self.sock.gettimeout()
+        try:
+            self.sock.settimeout(0)
+            self.sock.recv(1)
+            return True
+        except (BlockingIOError, ssl.SSLWantReadError):
+            return False
+        except OSError:
+            return True
+        finally:
+            self.sock.settimeout(before)
+
+    def abort(self) -> None:
+        """Close with a reset and not in peace, as a machine that has gone would."""
+        try:
+            self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            self.sock.close()
+        except OSError:
+            return
+
+    def _receive(self, limit: int) -> int:
+        try:
+            return self.sock.recv_into(self._chunk[:limit])
+        except (ConnectionError, ssl.SSLError):
+            return 0
+
+
+@dataclass(frozen=True)
+class Head:
+    """A request's or response's first line and headers."""
+
+    raw: bytes
+    first: list[str]
+    headers: dict[str, str]
+
+    @classmethod
+    def parse(cls, raw: bytes) -> Head:
+        lines = raw.decode("latin-1").split("\r\n")
+        pairs = (line.partition(":") for line in lines[1:] if line)
+        return cls(raw, lines[0].split(" ", 2), {name.strip().lower(): value.strip() for name, _, value in pairs})
+
+    @property
+    def chunked(self) -> bool:
+        return "chunked" in self.headers.get("transfer-encoding", "").lower()
+
+    @property
+    def length(self) -> int:
+        return int(self.headers.get("content-length", "0"))
+
+    @property
+    def keeps_alive(self) -> bool:
+        return self.headers.get("connection", "").lower() != "close"
+
+    @property
+    def expects_continue(self) -> bool:
+        return self.headers.get("expect", "").lower() == "100-continue"
+
+    def with_first(self, *words: str) -> Head:
+        return Head.parse(" ".join(words).encode("latin-1") + self.raw[self.raw.index(b"\r\n") :])
+
+    def with_header(self, name: str, value: str) -> Head:
+        """The same with one header replaced, or added."""
+        lines = self.raw.decode("latin-1").split("\r\n")[:-2]
+        kept = [line for line in lines[1:] if line.partition(":")[0].strip().lower() != name.lower()]
+        return Head.parse("\r\n".join([lines[0], *kept, f"{name}: {value}", "", ""]).encode("latin-1"))
+
+
+def move_body(head: Head, source: Stream, write: Write, pace: Pace) -> int:
+    """Move one message's body, in its framing, and return its size on the wire."""
+    if not head.chunked:
+        source.pump(write, head.length, pace)
+        return head.length
+    total = 0
+    while True:
+        line = source.line()
+        write(memoryview(line))
+        size = int(line.split(b";")[0], 16)
+        if size:
+            source.pump(write, size + 2, pace)
+            total += size
+            continue
+        while True:
+            trailer = source.line()
+            write(memoryview(trailer))
+            if trailer == b"\r\n":
+                return total
+
+
+def nowhere(data: memoryview) -> None:
+    """A `Write` that drops what it gets."""

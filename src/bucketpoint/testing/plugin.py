@@ -1,0 +1,111 @@
+"""The pytest plugin: servers and the fault proxy as fixtures, and what was survived in the summary at the end.
+
+Every pytest run of an environment that has bucketpoint imports this, so nothing large is imported before it is used.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+import pytest
+
+if TYPE_CHECKING:
+    from bucketpoint.testing import FaultProxy, Script
+    from bucketpoint.testing.servers import S3Server
+    from bucketpoint.testing.tally import Tally
+
+NO_MINIO = "there is no MinIO server here: put `minio` on the PATH, or set $MINIO"
+
+_WORKER_OUTPUT = "bucketpoint_tally"
+
+_tally = pytest.StashKey["Tally"]()
+
+
+class MakeProxy(Protocol):
+    """Begins a proxy before a server, or before the store at a URL. It ends with the test."""
+
+    def __call__(self, upstream: S3Server | str, script: Script | None = None, **options: Any) -> FaultProxy: ...
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    from bucketpoint.testing.tally import Tally
+
+    config.stash[_tally] = Tally()
+
+
+@pytest.fixture(scope="session")
+def bucketpoint_tally(pytestconfig: pytest.Config) -> Tally:
+    """Counts of this run, which its summary shows."""
+    return pytestconfig.stash[_tally]
+
+
+@pytest.fixture(scope="session")
+def bucketpoint_moto() -> Iterator[S3Server]:
+    """moto's S3 server, for the session."""
+    from bucketpoint.testing import servers
+
+    with servers.moto() as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def bucketpoint_minio_binary() -> Path:
+    """The MinIO server's program. Override it to take another one."""
+    from bucketpoint.testing.servers import find_minio
+
+    binary = find_minio()
+    if binary is None:
+        pytest.skip(NO_MINIO)
+    return binary
+
+
+@pytest.fixture(scope="session")
+def bucketpoint_minio(bucketpoint_minio_binary: Path) -> Iterator[S3Server]:
+    """A MinIO server, for the session."""
+    from bucketpoint.testing import servers
+
+    with servers.minio(bucketpoint_minio_binary) as server:
+        yield server
+
+
+@pytest.fixture
+def fault_proxy(bucketpoint_tally: Tally) -> Iterator[MakeProxy]:
+    """`fault_proxy(server, script)`: a running `FaultProxy`. `server.at(proxy.url)` is the server behind it."""
+    from bucketpoint.testing import FaultProxy
+
+    with contextlib.ExitStack() as stack:
+
+        def make(upstream: S3Server | str, script: Script | None = None, **options: Any) -> FaultProxy:
+            if not isinstance(upstream, str):
+                options.setdefault("ca", str(upstream.ca) if upstream.ca else None)
+                upstream = upstream.endpoint
+            proxy = stack.enter_context(FaultProxy(upstream, script, **options))
+            stack.callback(lambda: bucketpoint_tally.passed(proxy.board.total))
+            return proxy
+
+        yield make
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    # Under xdist each worker has a tally of its own, and its output is what the main process gets to see.
+    output = getattr(session.config, "workeroutput", None)
+    if output is not None:
+        output[_WORKER_OUTPUT] = session.config.stash[_tally].as_dict()
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any, error: object) -> None:
+    told = getattr(node, "workeroutput", {}).get(_WORKER_OUTPUT)
+    if told is not None:
+        node.config.stash[_tally].add(told)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    lines = config.stash[_tally].lines()
+    if lines:
+        terminalreporter.section("bucketpoint: faults and kills")
+        for line in lines:
+            terminalreporter.line(line)

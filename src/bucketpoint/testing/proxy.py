@@ -1,0 +1,265 @@
+"""`FaultProxy`: an HTTP proxy on this machine, in threads of this process, between a client and a store.
+
+Its script may be changed at any time, and what has passed is counted. `process` runs the same in processes of its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import socket
+import ssl
+import threading
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any
+
+from bucketpoint.testing.exchange import Connection, Exchange, Upstream
+from bucketpoint.testing.faults import Fault, Player, Refuse, Reset, Script
+from bucketpoint.testing.http import Pace, Stream, Wire
+from bucketpoint.testing.kinds import Request
+
+SETTLED_S = 1.0
+"""How long to wait for exchanges under way before they are counted."""
+
+_DEAD = Reset()
+_EXPIRED = Refuse(400, "ExpiredToken")
+
+
+@dataclass
+class Counts:
+    """Requests and bytes of bodies by kind, and faults by name."""
+
+    requests: Counter[str] = field(default_factory=Counter)
+    sent: Counter[str] = field(default_factory=Counter)
+    received: Counter[str] = field(default_factory=Counter)
+    faults: Counter[str] = field(default_factory=Counter)
+
+    def add(self, exchange: Exchange) -> None:
+        kind = exchange.request.kind
+        self.requests[kind] += 1
+        self.sent[kind] += exchange.sent
+        self.received[kind] += exchange.received
+        if exchange.fault is not None:
+            self.faults[exchange.fault] += 1
+
+
+def counted(exchanges: Sequence[Exchange]) -> Counts:
+    counts = Counts()
+    for exchange in exchanges:
+        counts.add(exchange)
+    return counts
+
+
+class Board:
+    """What all connections of a proxy share: the script, what has passed, and what was seen before."""
+
+    def __init__(self, script: Script) -> None:
+        self._lock = threading.Condition()
+        self._under_way = 0
+        self._numbers = itertools.count(1)
+        self._first: dict[tuple[str, str, str | None], bytes] = {}
+        self._expired: set[str] = set()
+        self.exchanges: list[Exchange] = []
+        self.total = Counts()
+        self.play(script)
+
+    def play(self, script: Script) -> None:
+        with self._lock:
+            self._player = Player(script)
+            self._dead = False
+            self._expired.clear()
+            self._first.clear()
+
+    def begin(self, connection: str, request: Request) -> tuple[Exchange, Fault | None]:
+        with self._lock:
+            player, dead = self._player, self._dead
+            number = next(self._numbers)
+            self._under_way += 1
+            expired = request.access_key in self._expired
+        fault: Fault | None = None
+        if dead:
+            fault = _DEAD
+        elif expired:
+            fault = _EXPIRED
+        else:
+            fault = player.choose(request)
+        exchange = Exchange(number, connection, request, time.monotonic())
+        if fault is not None and not dead:
+            exchange.fault = fault.name
+        return exchange, fault
+
+    def end(self, exchange: Exchange) -> None:
+        exchange.end = time.monotonic()
+        with self._lock:
+            self.exchanges.append(exchange)
+            self.total.add(exchange)
+            self._under_way -= 1
+            self._lock.notify_all()
+
+    def settled(self) -> list[Exchange]:
+        """What has ended. A client has its answer a moment before its exchange has, so those are waited for."""
+        with self._lock:
+            self._lock.wait_for(lambda: not self._under_way, SETTLED_S)
+            return list(self.exchanges)
+
+    def clear(self) -> None:
+        with self._lock:
+            self.exchanges = []
+
+    def remembers(self, request: Request) -> bool:
+        return self._player.remembers(request)
+
+    def remembered(self, request: Request) -> bytes | None:
+        return self._first.get((request.method, request.target, request.range))
+
+    def remember(self, request: Request, reply: bytes) -> None:
+        self._first.setdefault((request.method, request.target, request.range), reply)
+
+    def expire(self, access_key: str) -> None:
+        with self._lock:
+            self._expired.add(access_key)
+
+    def killed(self) -> None:
+        with self._lock:
+            self._dead = True
+
+
+class FaultProxy:
+    """Stands before one store, on a port of this machine's loopback. Use as a context manager.
+
+    A client reaches the store through it in one of two ways. As the endpoint (`url`): the Host header goes through as
+    the client signed it, which MinIO, moto and others that do not look at it take. As a forward proxy (`options`), for
+    stores that do: the client names the store's true host, and requests go on over TLS if the store speaks that.
+
+    Args:
+        upstream: URL of the store: `http://127.0.0.1:9000`, `https://s3.eu-west-1.amazonaws.com`.
+        script: which requests meet which fault.
+        wire: delays and caps that all requests share.
+        ca: a file of authorities to trust, for a store under TLS.
+        host_header: see `Upstream`.
+        certificate: (certificate, key) files: clients then speak TLS to the proxy.
+    """
+
+    def __init__(
+        self,
+        upstream: str,
+        script: Script | None = None,
+        *,
+        wire: Wire | None = None,
+        ca: str | None = None,
+        host_header: str | None = None,
+        certificate: tuple[str, str] | None = None,
+    ) -> None:
+        self.upstream = Upstream.of(upstream, ca=ca, host_header=host_header)
+        self.board = Board(script or Script())
+        self._wire = wire or Wire()
+        self._total = Pace(self._wire.total_bytes_per_s)
+        self._context: ssl.SSLContext | None = None
+        if certificate is not None:
+            self._context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+            self._context.load_cert_chain(*certificate)
+        self._listener: socket.socket | None = None
+        self._open: set[socket.socket] = set()
+        self._lock = threading.Lock()
+        self.port = 0
+
+    # -- what a test does with it -------------------------------------------------------------------------------------
+
+    @property
+    def url(self) -> str:
+        """Of the proxy itself: an `endpoint_url`."""
+        return f"{'https' if self._context else 'http'}://127.0.0.1:{self.port}"
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """`storage_options` that lead through the proxy to the store's true host, for S3."""
+        host, port = self.upstream.host, self.upstream.port
+        default = port == (443 if self.upstream.tls else 80)
+        endpoint = f"http://{host}" if default else f"http://{host}:{port}"
+        return {"endpoint_url": endpoint, "config_kwargs": {"proxies": {"http": self.url}}}
+
+    @property
+    def exchanges(self) -> list[Exchange]:
+        """What has passed since the last `clear`, in the order in which it ended."""
+        return self.board.settled()
+
+    @property
+    def counts(self) -> Counts:
+        """Of what has passed since the last `clear`."""
+        return counted(self.exchanges)
+
+    def play(self, script: Script) -> None:
+        """Begin another script, and bring everything that died back to life."""
+        self.board.play(script)
+
+    def clear(self) -> None:
+        self.board.clear()
+
+    def cut(self) -> None:
+        """Drop every connection, as the death of the machine at the other end would."""
+        with self._lock:
+            for sock in self._open:
+                with contextlib.suppress(OSError):
+                    sock.shutdown(socket.SHUT_RDWR)
+
+    # -- running ------------------------------------------------------------------------------------------------------
+
+    def __enter__(self) -> FaultProxy:  # noqa: PYI034 (Self needs Python 3.11)
+        self._listener = socket.create_server(("127.0.0.1", 0), backlog=512)
+        self.port = self._listener.getsockname()[1]
+        threading.Thread(target=accept, args=(self._listener, self._serve), name="fault-proxy", daemon=True).start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        assert self._listener is not None
+        with contextlib.suppress(OSError):
+            # Closing alone does not wake a thread that waits in accept.
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+        self.cut()
+
+    def _serve(self, accepted: socket.socket) -> None:
+        with self._lock:
+            self._open.add(accepted)
+        try:
+            serve(accepted, self._context, self.upstream, self._wire, self._total, self.board)
+        finally:
+            with self._lock:
+                self._open.discard(accepted)
+
+
+_numbers = itertools.count()
+
+
+def accept(listener: socket.socket, serve_one: Any) -> None:
+    """Give every connection a thread, until the listener is closed."""
+    while True:
+        try:
+            accepted, _ = listener.accept()
+        except OSError:
+            return
+        threading.Thread(target=serve_one, args=(accepted,), name="fault-proxy-connection", daemon=True).start()
+
+
+def serve(
+    accepted: socket.socket,
+    context: ssl.SSLContext | None,
+    upstream: Upstream,
+    wire: Wire,
+    total: Pace,
+    board: Board,
+) -> None:
+    """Serve one connection to its end."""
+    name = f"{os.getpid()}-{next(_numbers)}"
+    with contextlib.suppress(OSError), accepted:
+        accepted.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        client = context.wrap_socket(accepted, server_side=True) if context is not None else accepted
+        with client:
+            Connection(Stream(client), upstream, wire, total, board, name).serve()

@@ -1,0 +1,256 @@
+"""Real S3 servers on 127.0.0.1 for tests, benchmarks and demos: moto and MinIO, plain and TLS. No pytest here."""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from shutil import which
+from typing import IO, Any
+from urllib.parse import quote
+
+import boto3
+from botocore.config import Config
+
+from bucketpoint.testing.certificates import CA_FILE, make_certificates
+
+REGION = "us-east-1"
+START_TIMEOUT_S = 60
+STOP_TIMEOUT_S = 15
+START_ATTEMPTS = 3
+SUPERVISE = Path(__file__).with_name("supervise.py")
+
+# The name of the key that the MinIO servers here know for SSE-KMS.
+KMS_KEY = "bucketpoint-test"
+
+_HOST_SETTINGS = ("AWS_", "MINIO_", "MOTO_")
+
+
+Command = Callable[[Path, int], list[str]]
+"""Builds a server's command line from its directory and its port."""
+
+
+@dataclass(frozen=True)
+class S3Server:
+    """A running server: how to reach it, and what tests do to it behind the back of the code under test."""
+
+    kind: str
+    endpoint: str
+    key: str
+    secret: str = field(repr=False)
+    ca: Path | None = None
+    region: str = REGION
+    pid: int = 0
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """`storage_options` in the style of s3fs. A new dict each time: callers may change it."""
+        client = {"endpoint_url": self.endpoint, "region_name": self.region}
+        if self.ca is not None:
+            client["verify"] = str(self.ca)
+        return {"key": self.key, "secret": self.secret, "client_kwargs": client}
+
+    @property
+    def env(self) -> dict[str, str]:
+        """The same settings as environment variables, for subprocesses and for tests of the environment."""
+        env = {
+            "AWS_ACCESS_KEY_ID": self.key,
+            "AWS_SECRET_ACCESS_KEY": self.secret,
+            "AWS_ENDPOINT_URL": self.endpoint,
+            "AWS_REGION": self.region,
+            "AWS_DEFAULT_REGION": self.region,
+            "AWS_EC2_METADATA_DISABLED": "true",
+        }
+        return env if self.ca is None else {**env, "AWS_CA_BUNDLE": str(self.ca)}
+
+    def at(self, endpoint: str) -> S3Server:
+        """The same server, reached by another way, such as through a proxy."""
+        return replace(self, endpoint=endpoint)
+
+    def client(self, service: str = "s3", **settings: Any) -> Any:
+        """A raw boto3 client that shares nothing with the code under test."""
+        return boto3.session.Session().client(
+            service,
+            endpoint_url=self.endpoint,
+            region_name=self.region,
+            aws_access_key_id=self.key,
+            aws_secret_access_key=self.secret,
+            verify=None if self.ca is None else str(self.ca),
+            config=Config(s3={"addressing_style": "path"}, retries={"mode": "standard", "max_attempts": 2}),
+            **settings,
+        )
+
+    def make_bucket(self, stem: str = "bucketpoint") -> str:
+        """A new, empty bucket with a name that nobody else has."""
+        name = f"{stem}-{os.urandom(6).hex()}"
+        self.client().create_bucket(Bucket=name)
+        return name
+
+    def url(self, bucket: str, key: str = "") -> str:
+        return f"s3://{bucket}/{key}" if key else f"s3://{bucket}"
+
+    def http_url(self, bucket: str, key: str) -> str:
+        return f"{self.endpoint}/{bucket}/{quote(key)}"
+
+    def keys(self, bucket: str, prefix: str = "") -> list[str]:
+        """Every key under the prefix, sorted."""
+        pages = self.client().get_paginator("list_objects_v2").paginate(Bucket=bucket, Prefix=prefix)
+        return sorted(entry["Key"] for page in pages for entry in page.get("Contents", []))
+
+    def open_uploads(self, bucket: str, prefix: str = "") -> list[str]:
+        """The keys of multipart uploads neither completed nor aborted. MinIO lists them for an exact key only."""
+        answer = self.client().list_multipart_uploads(Bucket=bucket, Prefix=prefix)
+        return sorted(upload["Key"] for upload in answer.get("Uploads", []))
+
+    def limited_options(self, *statements: dict[str, Any], lifetime_s: int = 900) -> dict[str, Any]:
+        """`storage_options` with session credentials that may do only what the statements allow (MinIO only)."""
+        policy = json.dumps({"Version": "2012-10-17", "Statement": list(statements)})
+        granted = self.client("sts").assume_role(
+            RoleArn="arn:aws:iam::000000000000:role/limited",
+            RoleSessionName="limited",
+            Policy=policy,
+            DurationSeconds=lifetime_s,
+        )["Credentials"]
+        return {
+            **self.options,
+            "key": granted["AccessKeyId"],
+            "secret": granted["SecretAccessKey"],
+            "token": granted["SessionToken"],
+        }
+
+
+def find_minio() -> Path | None:
+    """The MinIO server of this machine: `$MINIO`, or `minio` on the PATH."""
+    found = os.environ.get("MINIO") or which("minio")
+    return Path(found) if found else None
+
+
+@contextmanager
+def moto() -> Iterator[S3Server]:
+    """moto's server in a process of its own, so that its CPU time is not the test's. It keeps everything in memory."""
+
+    def command(scratch: Path, port: int) -> list[str]:
+        return [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
+
+    with _running(command, {}) as (_, port, pid):
+        yield S3Server("moto", f"http://127.0.0.1:{port}", "testing", "testing-secret", pid=pid)
+
+
+@contextmanager
+def minio(binary: Path, *, tls: bool = False, data: Path | None = None) -> Iterator[S3Server]:
+    """A MinIO server on a temporary directory, or on `data`; with `tls`, under an authority made just now."""
+    key, secret = "bucketpoint", os.urandom(16).hex()
+
+    def command(scratch: Path, port: int) -> list[str]:
+        certificates = scratch / "certificates"
+        certificates.mkdir()
+        if tls:
+            make_certificates(certificates)
+        return [
+            *(str(binary), "server", "--quiet", "--address", f"127.0.0.1:{port}"),
+            # Named without TLS too: the default is a folder in the user's home.
+            *("--certs-dir", str(certificates)),
+            str(data or scratch / "data"),
+        ]
+
+    env = {
+        "MINIO_ROOT_USER": key,
+        "MINIO_ROOT_PASSWORD": secret,
+        "MINIO_BROWSER": "off",
+        "MINIO_UPDATE": "off",
+        # A directory of the root disk is all that a test needs; MinIO otherwise asks for a mount of its own.
+        "MINIO_CI_CD": "1",
+        # With a key MinIO serves SSE-S3 and SSE-KMS; SSE-C needs TLS besides.
+        "MINIO_KMS_SECRET_KEY": f"{KMS_KEY}:{base64.b64encode(os.urandom(32)).decode()}",
+    }
+    with _running(command, env) as (scratch, port, pid):
+        ca = scratch / "certificates" / CA_FILE if tls else None
+        scheme = "https" if tls else "http"
+        server = S3Server("minio", f"{scheme}://127.0.0.1:{port}", key, secret, ca=ca, pid=pid)
+        _wait_until_served(server)
+        yield server
+
+
+@contextmanager
+def _running(command: Command, env: dict[str, str]) -> Iterator[tuple[Path, int, int]]:
+    """Runs the server and yields (its directory, its port, the supervisor's pid) once the port answers."""
+    for attempt in range(START_ATTEMPTS):
+        with _supervised(command, env) as (process, scratch, port, log):
+            if _wait_until_listening(process, port):
+                yield scratch, port, process.pid
+                return
+            if attempt == START_ATTEMPTS - 1:
+                log.seek(0)
+                raise RuntimeError(f"the server did not start: {log.read()[-2000:].decode(errors='replace')}")
+
+
+@contextmanager
+def _supervised(
+    command: Command, env: dict[str, str]
+) -> Iterator[tuple[subprocess.Popen[bytes], Path, int, IO[bytes]]]:
+    # The supervisor deletes the directory too, for the case that this process is killed.
+    scratch = Path(tempfile.mkdtemp(prefix="bucketpoint-server-"))
+    port = free_port()
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith(_HOST_SETTINGS)}
+    with tempfile.TemporaryFile() as log:
+        process = subprocess.Popen(
+            [sys.executable, str(SUPERVISE), str(scratch), *command(scratch, port)],
+            stdin=subprocess.PIPE,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            env={**inherited, "HOME": str(scratch), **env},
+            # A Ctrl-C at the terminal is for pytest; the server ends when the fixture does.
+            start_new_session=True,
+        )
+        try:
+            yield process, scratch, port, log
+        finally:
+            assert process.stdin is not None
+            process.stdin.close()
+            try:
+                process.wait(STOP_TIMEOUT_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+
+def free_port() -> int:
+    """A port that is free now. Another process may take it first, so starting a server on it is tried again."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def _wait_until_listening(process: subprocess.Popen[bytes], port: int) -> bool:
+    deadline = time.monotonic() + START_TIMEOUT_S
+    while process.poll() is None and time.monotonic() < deadline:
+        try:
+            with socket.create_connection(("127.0.0.1", port), timeout=1):
+                return True
+        except OSError:
+            time.sleep(0.05)
+    return False
+
+
+def _wait_until_served(server: S3Server) -> None:
+    """MinIO listens before its disks are ready, and answers 503 until then."""
+    deadline = time.monotonic() + START_TIMEOUT_S
+    client = server.client()
+    while True:
+        try:
+            client.list_buckets()
+            return
+        except Exception:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.1)

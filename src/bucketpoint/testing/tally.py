@@ -1,0 +1,49 @@
+"""What a run of tests has done, to be told at its end: faults made, kills, and cases. Sums only."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from bucketpoint.testing.proxy import Counts
+
+
+@dataclass
+class Tally:
+    """Counts by name."""
+
+    requests: int = 0
+    faults: Counter[str] = field(default_factory=Counter)
+    cases: Counter[str] = field(default_factory=Counter)
+
+    def passed(self, counts: Counts) -> None:
+        """Add what has passed through a proxy."""
+        self.requests += counts.requests.total()
+        self.faults.update(counts.faults)
+
+    def made(self, case: str, number: int = 1) -> None:
+        """Add cases of a kind, such as `kills of 4 ranks`."""
+        self.cases[case] += number
+
+    def as_dict(self) -> dict[str, object]:
+        return {"requests": self.requests, "faults": dict(self.faults), "cases": dict(self.cases)}
+
+    def add(self, other: Mapping[str, object]) -> None:
+        """Add what `as_dict` of another process's said."""
+        requests, faults, cases = other["requests"], other["faults"], other["cases"]
+        assert isinstance(requests, int)
+        assert isinstance(faults, dict)
+        assert isinstance(cases, dict)
+        self.requests += requests
+        self.faults.update(faults)
+        self.cases.update(cases)
+
+    def lines(self) -> list[str]:
+        """For a person; none if nothing happened."""
+        found = []
+        if self.faults:
+            found.append(f"{self.faults.total():,} faults in {self.requests:,} requests")
+            found += [f"  {count:6,}  {name}" for name, count in self.faults.most_common()]
+        found += [f"{count:,} {case}" for case, count in sorted(self.cases.items())]
+        return found

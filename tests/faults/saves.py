@@ -1,0 +1,138 @@
+"""The save that is killed, starved and cut off, what is loaded afterwards, and what may lie in the bucket then."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
+
+from bucketpoint import BucketReader, BucketWriter, TransferOptions
+from bucketpoint.catalog.catalog import Catalog, open_catalog
+from bucketpoint.catalog.save_log import SaveLog
+from bucketpoint.catalog.sweep import sweep
+from bucketpoint.dcp.saved import open_checkpoint
+from bucketpoint.dcp.verify import verify
+from bucketpoint.errors import BucketpointError, CheckpointNotFoundError, IncompleteCheckpointError
+from bucketpoint.format import catalogue, keys
+from bucketpoint.format.catalogue import CommitKey
+from bucketpoint.testing.exchange import Exchange
+from bucketpoint.testing.servers import S3Server
+
+STEP = 7
+LARGE = (5 << 20) + 1000
+"""Bytes: two parts, of which the first is the smallest that S3 takes."""
+
+OPTIONS = TransferOptions(part_bytes=5 << 20, connections=2, single_put_bytes=1 << 20)
+DAYS_S = 3 * 86400.0
+
+
+def state(world: int, value: int, *, own: int | None = None) -> dict[str, Any]:
+    """All of one value: what every rank has, and what rank `own` (None: all of them) has for itself."""
+    ranks = range(world) if own is None else [own]
+    return {
+        "model": {f"large_{rank}": torch.full((LARGE,), value, dtype=torch.uint8) for rank in ranks},
+        "optim": {f"small_{rank}": torch.full((100,), float(value)) for rank in ranks}
+        | {"shared": torch.ones(3) * value},
+        "value": value,
+    }
+
+
+@dataclass(frozen=True)
+class Place:
+    """A run of one checkpoint, and how to reach it."""
+
+    server: S3Server
+    bucket: str
+    name: str
+    world: int
+
+    @property
+    def root(self) -> str:
+        return f"s3://{self.bucket}/{self.name}"
+
+    @property
+    def url(self) -> str:
+        return f"{self.root}/step-{STEP}"
+
+    def through(self, endpoint: str) -> Place:
+        return replace(self, server=self.server.at(endpoint))
+
+    def catalog(self) -> Catalog:
+        return open_catalog(self.root, storage_options=self.server.options)
+
+    def writer(self, *, logged: bool = True, overwrite: bool = True, **options: Any) -> BucketWriter:
+        log = SaveLog(self.catalog(), overwrite=overwrite) if logged else None
+        storage = {**self.server.options, **options}
+        return BucketWriter(self.url, storage_options=storage, transfer=OPTIONS, log=log, overwrite=overwrite)
+
+    def save(self, value: int, *, planner: Any = None, logged: bool = True, **options: Any) -> None:
+        """Of all ranks' items, in this process."""
+        writer = self.writer(logged=logged, **options)
+        dcp.save(state(self.world, value), storage_writer=writer, planner=planner, no_dist=True)
+
+    def load(self, *, verified: bool = False) -> int | None:
+        """The one value of everything in the checkpoint; None if there is none."""
+        target = state(self.world, 0)
+        reader = BucketReader(self.url, storage_options=self.server.options, transfer=OPTIONS)
+        try:
+            dcp.load(target, storage_reader=reader, no_dist=True)
+        except dcp.CheckpointException as failure:
+            errors = [error for error, _ in failure.failures.values()]
+            assert all(isinstance(one, (CheckpointNotFoundError, IncompleteCheckpointError)) for one in errors), errors
+            return None
+        tensors = [*target["model"].values(), *target["optim"].values()]
+        values = {value for tensor in tensors for value in tensor.unique().tolist()} | {target["value"]}
+        assert len(values) == 1, f"a mix of {sorted(values)}"
+        if verified:
+            found = verify(open_checkpoint(self.url, storage_options=self.server.options))
+            assert found.ok, found.damage
+        return int(values.pop())
+
+    def sweep(self) -> None:
+        """`bucketpoint gc`, some days later."""
+        catalog = replace(self.catalog(), clock=lambda: time.time() + DAYS_S)
+        swept = sweep(catalog)
+        assert not swept.failures
+
+    def litter(self, exchanges: Sequence[Exchange]) -> list[str]:
+        """What lies there and belongs to no checkpoint. Uploads are asked for by the exact keys that were seen."""
+        store = self.catalog().store
+        there = {info.key for info in store.list(f"{self.name}/")}
+        folder = f"{self.name}/step-{STEP}/"
+        named: set[str] = set()
+        try:
+            saved = open_checkpoint(self.url, storage_options=self.server.options)
+            named = {folder + path for path in saved.by_object} | {folder + keys.METADATA, folder + keys.RECORD}
+        except CheckpointNotFoundError:
+            pass
+        records = {key for key in there if f"/{catalogue.STEPS}/" in key and CommitKey.parse(key.rpartition("/")[2])}
+        begun = {one.request.key for one in exchanges if one.request.kind == "CreateMultipartUpload"}
+        uploads = [f"upload of {key}" for key in begun if any(store.list_multipart(key))]
+        return sorted(there - named - records) + uploads
+
+
+def save_beside(rank: int, world: int, place: Place, value: int, executor: str) -> None:
+    """One rank's share of an asynchronous save, waited for."""
+    future = dcp.async_save(
+        state(world, value, own=rank),
+        storage_writer=place.writer(max_attempts=2),
+        async_checkpointer_type=AsyncCheckpointerType[executor],
+    )
+    future.result()  # type: ignore[union-attr]
+
+
+def committed(exchanges: Sequence[Exchange]) -> bool:
+    """Whether the store took the commit, as its answers say. They may have reached nobody."""
+    return any(
+        one.request.kind == "PutObject" and one.request.key.endswith("/" + keys.METADATA) and one.status == 200
+        for one in exchanges
+    )
+
+
+def kind_of(error: BaseException | None) -> str:
+    return type(error).__name__ if isinstance(error, BucketpointError) else repr(error)
