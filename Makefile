@@ -88,6 +88,10 @@ bench: $(VENV)/$(STAMP) minio ## the benchmark beside other writers and readers;
 	@uv="$$($(PYTHON3) tools/get_uv.py)"; \
 	PATH="$(CURDIR)/$(BIN):$$(dirname "$$uv"):$$PATH" $(BIN)/python bench/run.py $(ARGS)
 
+.PHONY: soak
+soak: $(VENV)/$(STAMP) minio ## 300 saves and 60 restores while requests fail, with retention on; ARGS="--saves 30" for less
+	@$(BIN)/python -W ignore tools/soak.py $(ARGS)
+
 .PHONY: simulate
 simulate: $(VENV)/$(STAMP) ## thousands of ranks and a million items, simulated; ARGS=--quick for a few of them
 	@$(BIN)/python -W ignore sim/run.py $(ARGS)

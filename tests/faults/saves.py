@@ -25,7 +25,7 @@ from bucketpoint.testing.servers import S3Server
 
 STEP = 7
 LARGE = (5 << 20) + 1000
-"""Bytes: two parts, of which the first is the smallest that S3 takes."""
+"""Bytes: an upload in parts, and as small as S3 lets one be."""
 
 OPTIONS = TransferOptions(part_bytes=5 << 20, connections=2, single_put_bytes=1 << 20)
 DAYS_S = 3 * 86400.0

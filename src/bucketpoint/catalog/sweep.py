@@ -40,7 +40,9 @@ def sweep(catalog: Catalog, *, older_than: float = SAFETY_AGE_S, deep: bool = Fa
     oldest = snapshot.taken - older_than
     announced = _announced(catalog)
     live = {one.folder for one in snapshot.attempts if not _is_old(one.started, oldest)}
-    folders = {one.folder for one in snapshot.attempts} | {key.folder for key, _ in announced}
+    # An intent that outlived its commit says that what this replaced may be there still.
+    begun = [*snapshot.attempts, *snapshot.finished]
+    folders = {one.folder for one in begun} | {key.folder for key, _ in announced}
     if deep:
         folders |= set(catalog.folders())
     swept = Swept()
@@ -50,8 +52,8 @@ def sweep(catalog: Catalog, *, older_than: float = SAFETY_AGE_S, deep: bool = Fa
             clean.add(folder)
     notes = [one.key for one in snapshot.attempts if one.folder in clean and _is_old(one.started, oldest)]
     notes += [key for upload, key in announced if upload.folder in clean]
-    # Intents of attempts that have their record stay only where the trainer may not delete.
-    notes += [one.key for one in snapshot.finished]
+    # Intents of attempts that have their record stay where the trainer may not delete, or was killed before it did.
+    notes += [one.key for one in snapshot.finished if one.folder in clean]
     notes += _stale(snapshot, oldest)
     swept.notes += dict.fromkeys(notes)
     if not dry_run:

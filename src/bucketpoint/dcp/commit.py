@@ -1,4 +1,4 @@
-"""The commit: every planned item accounted for, then one conditional PUT of `.metadata`, then the record and clean-up.
+"""The commit: every planned item accounted for, then one conditional PUT of `.metadata`, then clean-up and the record.
 
 `.metadata` alone is the truth. Everything after its PUT is best effort and never fails a save that has committed.
 """
@@ -120,12 +120,13 @@ def commit(
         _put_index(request, made.index)
     info, replaced = _put_commit(request, made.data)
     sizes = {path: fact["size"] for path, fact in made.objects.items()}
+    if replaced is not None:
+        _delete_replaced(request, replaced, kept={*made.objects, index_path(request.token)})
     if request.name == keys.METADATA:
         known = {**facts, "writer": __version__}
         record = make_record(metadata, known, made.data, sizes, items=made.items, metadata_etag=info.etag)
+        # Last: it takes the intent away, and without that no sweep would look for what is left of the old checkpoint.
         _write_record(request, record)
-    if replaced is not None:
-        _delete_replaced(request, replaced, kept={*made.objects, index_path(request.token)})
     return Committed(made.items, len(made.objects), sum(sizes.values()))
 
 
@@ -136,9 +137,9 @@ def commit_copy(request: Commit, data: bytes, record: CommitRecord, *, paths: Co
         CheckpointExistsError, CommitConflictError: as `commit`.
     """
     info, replaced = _put_commit(request, data)
-    _write_record(request, dataclasses.replace(record, metadata_etag=info.etag))
     if replaced is not None:
         _delete_replaced(request, replaced, kept=set(paths))
+    _write_record(request, dataclasses.replace(record, metadata_etag=info.etag))
 
 
 @dataclass(frozen=True)
