@@ -6,12 +6,11 @@ wrong in it is counted and told.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
@@ -121,27 +120,41 @@ class _Trial:
         standing: dict[str, int | None] = {}
         for value in range(1, saves + 1):
             url = f"{self.root}/step-{(value + 1) // 2}"
-            before = standing.get(url)
-            expected = {before, value} if self._save(url, value, options) is None else {value}
+            expected: set[int | None] = {value}
+            if not self._save(url, value, options):
+                expected.add(standing.get(url))
             standing[url] = self._look(url, expected)
             if standing[url] is not None:
                 self._load(url, standing[url], options)
 
-    def _save(self, url: str, value: int, options: Mapping[str, Any]) -> int | None:
-        """The value if the save says that it is committed."""
-        with _errors(self.report.refused, self.told, f"save {value} was refused"):
+    def _save(self, url: str, value: int, options: Mapping[str, Any]) -> bool:
+        """Whether the save says that it is committed."""
+        try:
             writer = BucketWriter(url, storage_options=options, transfer=OPTIONS)
             dcp.save(_state(value), storage_writer=writer, no_dist=True)
-            self.report.committed += 1
-            return value
-        return None
+        except dcp.CheckpointException as failure:
+            self._answered(self.report.refused, f"save {value} was refused", failure)
+            return False
+        self.report.committed += 1
+        return True
 
     def _load(self, url: str, value: int | None, options: Mapping[str, Any]) -> None:
-        with _errors(self.report.failed_loads, self.told, f"a load of {url} failed"):
+        try:
             found = _loaded(url, options)
-            self.report.loaded += 1
-            if found != {value}:
-                self._lost(f"{url} holds {value}, and a load returned {sorted(found)} without an error")
+        except dcp.CheckpointException as failure:
+            self._answered(self.report.failed_loads, f"a load of {url} failed", failure)
+            return
+        self.report.loaded += 1
+        if found != {value}:
+            self._lost(f"{url} holds {value}, and a load returned {sorted(found)} without an error")
+
+    def _answered(self, counter: Counter[str], what: str, failure: dcp.CheckpointException) -> None:
+        """An error of ours is an answer. Any other one is a fault of bucketpoint, and goes on."""
+        error = failure.failures[0][0]
+        if not isinstance(error, BucketpointError):
+            raise failure
+        counter[type(error).__name__] += 1
+        self.told(f"{what}: {type(error).__name__}: {error.message}")
 
     def _look(self, url: str, expected: set[int | None]) -> int | None:
         """What is there, read without faults; each byte is verified."""
@@ -162,19 +175,6 @@ class _Trial:
     def _lost(self, sentence: str) -> None:
         self.report.losses.append(sentence)
         self.told(f"LOST: {sentence}")
-
-
-@contextlib.contextmanager
-def _errors(counter: Counter[str], told: Callable[[str], None], what: str) -> Iterator[None]:
-    """An error of ours is an answer. Any other one is a fault of bucketpoint, and goes on."""
-    try:
-        yield
-    except dcp.CheckpointException as failure:
-        error = failure.failures[0][0]
-        if not isinstance(error, BucketpointError):
-            raise
-        counter[type(error).__name__] += 1
-        told(f"{what}: {type(error).__name__}: {error.message}")
 
 
 def _state(value: int) -> dict[str, Any]:
@@ -205,8 +205,6 @@ def _authorities(store: S3Store) -> str | None:
 
 def _through(options: S3Options, proxy: FaultProxy) -> dict[str, Any]:
     """The same options, through the proxy. The client signs for the store's true host, so it must go on naming it."""
-    from dataclasses import fields
-
     changed = options.replace(
         endpoint_url=proxy.options["endpoint_url"],
         config_kwargs={**options.config_kwargs, **proxy.options["config_kwargs"]},

@@ -1,0 +1,43 @@
+"""Death after the commit of an overwrite: the new checkpoint stands, and what it replaced is found and removed."""
+
+from __future__ import annotations
+
+import contextlib
+
+import pytest
+import torch.distributed.checkpoint as dcp
+
+from bucketpoint.testing import Kill, Rule, Script
+from bucketpoint.testing.plugin import MakeProxy
+from bucketpoint.testing.servers import S3Server
+from faults.saves import Place
+
+OLD, NEW = 1, 2
+
+THE_COMMIT = Rule((Kill(()),), kinds=("PutObject",), keys="*/.metadata", skip=1)
+"""The first PUT of an overwrite finds the old checkpoint and is refused."""
+
+THE_CLEAN_UP = Rule((Kill((), acted=False),), kinds=("DeleteObjects",), skip=1)
+"""The first delete takes away the note of the uploads."""
+
+THE_RECORD = Rule((Kill((), acted=False),), kinds=("PutObject",), keys="*/steps/*__model.*")
+
+
+@pytest.mark.contract
+@pytest.mark.parametrize("dies_at", [THE_COMMIT, THE_CLEAN_UP, THE_RECORD], ids=["commit", "clean-up", "record"])
+def test_what_an_overwrite_replaced_is_swept_though_its_save_died(
+    minio: S3Server, fault_proxy: MakeProxy, dies_at: Rule
+) -> None:
+    proxy = fault_proxy(minio)
+    place = Place(minio, minio.make_bucket("after"), "run", 1)
+    place.save(OLD)
+    proxy.play(Script((dies_at,)))
+    with contextlib.suppress(dcp.CheckpointException):
+        # Cut off at the commit, it cannot know whether that arrived.
+        place.through(proxy.url).save(NEW, max_attempts=1)
+    seen = proxy.exchanges
+    assert "kill" in {one.fault for one in seen}
+    assert place.load() == NEW
+    place.sweep()
+    assert place.load(verified=True) == NEW
+    assert place.litter(seen) == []
