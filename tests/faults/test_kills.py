@@ -22,6 +22,9 @@ OLD, KILLED, NEXT = 1, 2, 3
 SAMPLE = 6
 SEED = 20261121
 
+# Against hangs only: one test makes many kills, each of which forks, saves three times and loads three times.
+pytestmark = pytest.mark.timeout(3600)
+
 executors = pytest.mark.parametrize("executor", ["THREAD", "PROCESS"])
 bases = pytest.mark.parametrize("over", [False, True], ids=["fresh", "over an old one"])
 
@@ -109,7 +112,6 @@ def test_four_ranks_are_killed_after_some_requests(
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(3600)
 @executors
 @bases
 def test_four_ranks_are_killed_after_each_request(
