@@ -84,8 +84,10 @@ def prune(catalog: Catalog, decide: Decide, *, grace: float, holder: str, lock_s
         done = Pruned()
         orders = decide(snapshot.rows())
         _bury(catalog, snapshot, orders, catalog.clock() + grace, done)
-        # What a trainer without the right to delete has left; it lies in the listing that every restore asks for.
-        done.failures += catalog.store.delete([one.key for one in snapshot.finished])
+        # What a trainer without the right to delete has left; it lies in the listing that every restore asks for. The
+        # intent of an overwrite is the sweep's: it says that what was replaced may be there still.
+        replaced = {one.folder for one in snapshot.superseded}
+        done.failures += catalog.store.delete([one.key for one in snapshot.finished if one.folder not in replaced])
         collect(catalog, done, until=lock.expires)
         return done
     finally:
