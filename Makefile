@@ -32,7 +32,7 @@ PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' Makefile
 	@echo
-	@echo "  Variables: PYTHON, TORCH, TORCH_BACKEND=cpu, WORKERS, MATRIX, ARGS, MINIO (see the Makefile)"
+	@echo "  Variables: PYTHON, TORCH, TORCH_BACKEND=cpu, WORKERS, MATRIX, ARGS, MINIO, FAKE_GCS (see the Makefile)"
 
 .PHONY: demo
 demo: $(VENV)/$(STAMP) ## train, kill in the middle of an upload, resume on half the ranks
@@ -40,11 +40,11 @@ demo: $(VENV)/$(STAMP) ## train, kill in the middle of an upload, resume on half
 	@PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python examples/demo.py $(ARGS)
 
 .PHONY: test
-test: $(VENV)/$(STAMP) minio ## the suite, on moto and on MinIO
+test: $(VENV)/$(STAMP) minio fake-gcs ## the suite, on moto, on MinIO and on fake-gcs-server
 	@$(PYTEST) -m "not slow" $(ARGS)
 
 .PHONY: test-full
-test-full: $(VENV)/$(STAMP) minio ## the suite and what takes long
+test-full: $(VENV)/$(STAMP) minio fake-gcs ## the suite and what takes long
 	@$(PYTEST) $(ARGS)
 
 .PHONY: fuzz
@@ -57,13 +57,13 @@ test-matrix: $(foreach version,$(MATRIX),test-torch-$(version)) ## the contract 
 # One after another even under -j: the environments share uv's cache, and the machine its cores.
 .NOTPARALLEL:
 
-test-torch-%: .venv-torch-%/$(STAMP) minio
+test-torch-%: .venv-torch-%/$(STAMP) minio fake-gcs
 	@echo "== torch $*"
 	@.venv-torch-$*/bin/python -m pytest -n $(WORKERS) --dist worksteal -m "contract and not slow" \
-		-k "not minio" --ignore tests/stores --ignore tests/test_servers.py $(ARGS)
+		-k "not minio and not gcs" --ignore tests/stores --ignore tests/test_servers.py $(ARGS)
 
 .PHONY: test-xla
-test-xla: .venv-xla/$(STAMP) minio ## torch_xla's planners on virtual devices, where the index has torch_xla
+test-xla: .venv-xla/$(STAMP) minio fake-gcs ## torch_xla's planners on virtual devices, where the index has torch_xla
 	@if [ -e $< ]; then \
 		.venv-xla/bin/python -m pytest tests/xla $(ARGS); \
 	else \
@@ -104,11 +104,15 @@ docs: $(VENV)/$(STAMP) ## check the documents' links and Python examples
 minio: ## find, download or build a MinIO server; without CI its absence is only reported
 	@$(PYTHON3) tools/get_minio.py || [ -z "$${CI:-}" ]
 
+.PHONY: fake-gcs
+fake-gcs: ## the same for a GCS server
+	@$(PYTHON3) tools/get_fake_gcs.py || [ -z "$${CI:-}" ]
+
 .PHONY: env
 env: $(VENV)/$(STAMP) ## build the environment
 
 .PHONY: clean
-clean: ## delete environments, caches and builds, MinIO and uv too
+clean: ## delete environments, caches and builds, servers and uv too
 	rm -rf .venv .venv-torch-* .venv-xla .cache
 	rm -rf .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache build dist
 	find src tests tools examples bench sim -name __pycache__ -type d -prune -exec rm -rf {} +

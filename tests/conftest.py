@@ -10,16 +10,21 @@ from typing import Any
 import hypothesis
 import pytest
 
+import gcs_server
+import get_fake_gcs
 import get_minio
 from bucketpoint.testing import servers
 from bucketpoint.testing.servers import S3Server
+from gcs_server import GCSServer
+from gcs_xml import with_multipart
 
 # By its own name, which is that of its entry point too: an environment that was built without it has it all the same.
 pytest_plugins = ["bucketpoint.testing.plugin"]
 
 NO_MINIO = "there is no MinIO server here: run `make minio`, put `minio` on the PATH, or set $MINIO"
+NO_FAKE_GCS = "there is no fake-gcs-server here: run `make fake-gcs`, put it on the PATH, or set $FAKE_GCS"
 
-_missing_minio = pytest.StashKey[bool]()
+_missing = pytest.StashKey[list[str]]()
 
 # No deadline: a slow machine is not a failed test. The blob reproduces a failure that CI found.
 hypothesis.settings.register_profile(
@@ -31,18 +36,19 @@ hypothesis.settings.load_profile("bucketpoint")
 def pytest_configure(config: pytest.Config) -> None:
     # Here and not in the fixture: in CI one clear line must end the run, not a failure per test.
     try:
-        missing = get_minio.find() is None
+        wanted = {NO_MINIO: get_minio.find(), NO_FAKE_GCS: get_fake_gcs.find()}
     except SystemExit as refusal:
         raise pytest.UsageError(str(refusal)) from refusal
-    config.stash[_missing_minio] = missing
+    config.stash[_missing] = missing = [said for said, binary in wanted.items() if binary is None]
     if missing and os.environ.get("CI"):
-        raise pytest.UsageError(f"CI is set, and {NO_MINIO}")
+        raise pytest.UsageError(f"CI is set, and {'; '.join(missing)}")
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    if config.stash[_missing_minio]:
-        terminalreporter.section("INCOMPLETE: tests on MinIO were skipped", yellow=True)
-        terminalreporter.line(NO_MINIO)
+    if config.stash[_missing]:
+        terminalreporter.section("INCOMPLETE: tests on real servers were skipped", yellow=True)
+        for said in config.stash[_missing]:
+            terminalreporter.line(said)
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -61,8 +67,14 @@ def clean_aws_env(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _isolate(patch: pytest.MonkeyPatch) -> None:
     # requests and botocore read the CA variables too; a host's corporate bundle must not decide a TLS test.
-    for name in [name for name in os.environ if name.startswith("AWS_")] + ["REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE"]:
+    gcs = ["STORAGE_EMULATOR_HOST", "API_ENDPOINT_OVERRIDE"]
+    for name in [name for name in os.environ if name.startswith(("AWS_", "GOOGLE_", "CLOUDSDK_"))] + gcs:
         patch.delenv(name, raising=False)
+    for name in ("REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE"):
+        patch.delenv(name, raising=False)
+    # google-auth looks for a metadata server otherwise, for seconds where there is none.
+    patch.setenv("NO_GCE_CHECK", "true")
+    patch.setenv("CLOUDSDK_CONFIG", os.devnull)
     patch.setenv("AWS_EC2_METADATA_DISABLED", "true")
     patch.setenv("AWS_CONFIG_FILE", os.devnull)
     patch.setenv("AWS_SHARED_CREDENTIALS_FILE", os.devnull)
@@ -92,6 +104,24 @@ def minio(bucketpoint_minio: S3Server) -> S3Server:
 @pytest.fixture(scope="session")
 def minio_tls(bucketpoint_minio_binary: Path) -> Iterator[S3Server]:
     with servers.minio(bucketpoint_minio_binary, tls=True) as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def gcs() -> Iterator[GCSServer]:
+    """fake-gcs-server, which large objects reach by being composed."""
+    pytest.importorskip("google.cloud.storage")
+    binary = get_fake_gcs.find()
+    if binary is None:
+        pytest.skip(NO_FAKE_GCS)
+    with gcs_server.fake_gcs(binary) as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def gcs_xml(gcs: GCSServer) -> Iterator[GCSServer]:
+    """The same with the XML API's multipart uploads before it."""
+    with with_multipart(gcs) as server:
         yield server
 
 

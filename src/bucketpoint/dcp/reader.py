@@ -334,3 +334,9 @@ class S3Reader(BucketReader):
     """`BucketReader` for `s3://` URLs: Amazon S3, MinIO and every other store that speaks its protocol."""
 
     schemes = ("s3", "s3a")
+
+
+class GCSReader(BucketReader):
+    """`BucketReader` for `gs://` URLs: Google Cloud Storage."""
+
+    schemes = ("gs", "gcs")

@@ -401,6 +401,12 @@ class S3Writer(BucketWriter):
     schemes = ("s3", "s3a")
 
 
+class GCSWriter(BucketWriter):
+    """`BucketWriter` for `gs://` URLs: Google Cloud Storage."""
+
+    schemes = ("gs", "gcs")
+
+
 def _with_connections(options: TransferOptions, thread_count: int | None) -> TransferOptions:
     if thread_count is None or thread_count <= options.connections:
         return options

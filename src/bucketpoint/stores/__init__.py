@@ -10,6 +10,8 @@ from bucketpoint.stores.base import (
     Store,
 )
 from bucketpoint.stores.fsspec import FsspecStore
+from bucketpoint.stores.gcs import GCSStore
+from bucketpoint.stores.gcs_options import GCSOptions
 from bucketpoint.stores.local import LocalStore
 from bucketpoint.stores.open import accepts_url, open_store, parse_url
 from bucketpoint.stores.s3 import S3Store
@@ -20,6 +22,8 @@ __all__ = [
     "Capabilities",
     "DeleteFailure",
     "FsspecStore",
+    "GCSOptions",
+    "GCSStore",
     "LocalStore",
     "ObjectInfo",
     "OpenUpload",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -13,11 +14,15 @@ from fsspec.implementations.local import LocalFileSystem
 from bucketpoint.errors import BucketpointError, InvalidURLError
 from bucketpoint.stores.base import Store
 from bucketpoint.stores.fsspec import FsspecStore
+from bucketpoint.stores.gcs import GCSStore
+from bucketpoint.stores.gcs_client import INSTALL
+from bucketpoint.stores.gcs_options import GCSOptions
 from bucketpoint.stores.local import LocalStore
 from bucketpoint.stores.s3 import S3Store
 from bucketpoint.stores.s3_options import S3Options
 
 S3_SCHEMES = ("s3", "s3a")
+GCS_SCHEMES = ("gs", "gcs")
 
 # RFC 3986, section 3.1. One letter is a Windows drive.
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+)(://|::)")
@@ -26,9 +31,9 @@ _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+)(://|::)")
 def parse_url(url: str | os.PathLike[str]) -> tuple[str, str, str]:
     """Split a URL into its scheme (empty for a bare path), its root, and the key prefix below the root.
 
-    The root of an `s3://` URL is its bucket, and the key prefix is the rest as it stands: nothing is decoded, `?` and
-    `#` are letters like any other, and `//` stays. Slashes at its end are dropped: `prefix/` and `prefix` are the same
-    checkpoint. With any other scheme all of the path is the root, and the key prefix is empty.
+    The root of an `s3://` or `gs://` URL is its bucket, and the key prefix is the rest as it stands: nothing is
+    decoded, `?` and `#` are letters like any other, and `//` stays. Slashes at its end are dropped: `prefix/` and
+    `prefix` are the same checkpoint. With any other scheme all of the path is the root, and the key prefix is empty.
 
     Raises:
         InvalidURLError: the URL names no bucket, or is empty.
@@ -40,11 +45,13 @@ def parse_url(url: str | os.PathLike[str]) -> tuple[str, str, str]:
             raise InvalidURLError("the URL is empty", remedy="Pass something like s3://bucket/prefix")
         return "", text, ""
     scheme, rest = match[1].lower(), text[match.end() :]
-    if scheme not in S3_SCHEMES:
+    if scheme not in S3_SCHEMES + GCS_SCHEMES:
         return scheme, rest, ""
     bucket, _, key = rest.partition("/")
     if not bucket:
-        raise InvalidURLError("the URL names no bucket", url=text, remedy="Pass something like s3://bucket/prefix")
+        raise InvalidURLError(
+            "the URL names no bucket", url=text, remedy=f"Pass something like {scheme}://bucket/prefix"
+        )
     return scheme, bucket, key.rstrip("/")
 
 
@@ -68,7 +75,7 @@ def open_store(
 
     Args:
         storage_options: what fsspec's filesystem for this scheme takes; for S3 what s3fs takes, and the names of
-            `S3Options`.
+            `S3Options`; for GCS what gcsfs takes, and the names of `GCSOptions`.
         fs: a filesystem of the caller's own, which then serves the URL whatever its scheme.
         schemes: the schemes that are accepted; empty for any, and for paths without one.
 
@@ -81,6 +88,8 @@ def open_store(
     scheme, root, prefix = _check_scheme(url, schemes)
     if scheme in S3_SCHEMES:
         return S3Store(root, S3Options.from_storage_options(storage_options)), prefix
+    if scheme in GCS_SCHEMES and _has_gcs():
+        return GCSStore(root, GCSOptions.from_storage_options(storage_options)), prefix
     if scheme in ("", "file", "local") and not storage_options and "::" not in root:
         return LocalStore(_absolute(root)), ""
     failure: BucketpointError
@@ -88,12 +97,21 @@ def open_store(
         filesystem, path = fsspec.core.url_to_fs(os.fspath(url), **dict(storage_options or {}))
         return _store_on(filesystem, path), ""
     except ImportError as error:
-        failure = InvalidURLError(f"fsspec has no filesystem for this URL: {error}", url=os.fspath(url))
+        remedy = INSTALL if scheme in GCS_SCHEMES else None
+        failure = InvalidURLError(f"fsspec has no filesystem for this URL: {error}", url=os.fspath(url), remedy=remedy)
     except ValueError as error:
         failure = InvalidURLError(f"fsspec does not know this URL: {error}", url=os.fspath(url))
     except TypeError as error:
         failure = BucketpointError(f"storage_options do not fit the filesystem: {error}", url=os.fspath(url))
     raise failure
+
+
+def _has_gcs() -> bool:
+    """Without the extra, gcsfs serves `gs://` URLs where that is installed."""
+    try:
+        return importlib.util.find_spec("google.cloud.storage") is not None
+    except ModuleNotFoundError:
+        return False
 
 
 def _store_on(fs: Any, path: str) -> Store:

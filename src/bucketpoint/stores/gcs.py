@@ -1,0 +1,267 @@
+"""`GCSStore`: one bucket of Google Cloud Storage. What is asked and what the answers mean; requests are elsewhere."""
+
+from __future__ import annotations
+
+import builtins
+import http.client
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from email.utils import parsedate_to_datetime
+from typing import Any
+
+from bucketpoint.errors import CorruptDataError, ObjectNotFoundError, PreconditionFailedError, StoreError
+from bucketpoint.stores import gcs_composed, gcs_multipart
+from bucketpoint.stores.base import Buffers, Capabilities, DeleteFailure, ObjectInfo, OpenUpload, Part
+from bucketpoint.stores.gcs_body import BINARY, crc_of, receive_reply
+from bucketpoint.stores.gcs_bucket import Bucket, described
+from bucketpoint.stores.gcs_client import close_client
+from bucketpoint.stores.gcs_errors import failures, translate
+from bucketpoint.stores.gcs_options import GCSOptions
+
+_MAX_GENERATION = (1 << 63) - 1
+
+
+@dataclass(frozen=True)
+class GCSStore:
+    """A bucket. It pickles as configuration; its client is made in the process that first uses it.
+
+    The ETag of the contract is an object's generation here: every write gives it a new one, conditions are put on it,
+    and a pinned read asks for it. In a bucket that keeps versions a pinned read finds what was replaced, too.
+
+    `put` and `put_part` read the body's memory until they return, again for each retry: it must not change meanwhile.
+    """
+
+    bucket: str
+    options: GCSOptions = field(default_factory=GCSOptions)
+
+    @property
+    def url(self) -> str:
+        return self._requests.url
+
+    @property
+    def identity(self) -> str:
+        return self._requests.identity
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return gcs_multipart.CAPABILITIES if self.options.multipart else gcs_composed.CAPABILITIES
+
+    def put(
+        self,
+        key: str,
+        body: Buffers,
+        *,
+        crc32c: int | None = None,
+        if_none_match: bool = False,
+        if_match: str | None = None,
+    ) -> ObjectInfo:
+        generation = 0 if if_none_match else self._generation(key, if_match)
+        try:
+            return self._requests.insert(
+                key, body, crc32c=crc32c, generation=generation, storage_class=self.options.storage_class
+            )
+        except StoreError as error:
+            # The service says "invalid" of a body that does not fit its checksum, and of much else.
+            if type(error) is not StoreError or crc32c is None or crc_of(body, None) == crc32c:
+                raise
+            failure = CorruptDataError(error.message, url=error.url)
+        raise failure
+
+    def get(self, key: str, *, max_bytes: int | None = None, first: int | None = None) -> tuple[bytes, ObjectInfo]:
+        wanted = {} if first is None else {"Range": f"bytes=0-{first - 1}"}
+        try:
+            reply = self._media(key, wanted)
+        except CorruptDataError:
+            if first is None:
+                raise
+            # An empty object has no first byte.
+            return self.get(key, max_bytes=max_bytes)
+        size = int(reply.headers.get("Content-Length") or 0)
+        info = _info(key, reply, size)
+        if max_bytes is not None and size > max_bytes:
+            reply.raw.close()
+            raise CorruptDataError(
+                f"the object has {info.size} bytes, and at most {max_bytes} were expected", url=self._url(key)
+            )
+        data = bytearray(size)
+        self._receive(key, reply, [memoryview(data)])
+        return bytes(data), info
+
+    def read_into(self, key: str, offset: int, buffers: Buffers, *, if_match: str | None = None) -> None:
+        size = sum(view.nbytes for view in buffers)
+        if not size:
+            return
+        generation = self._generation(key, if_match)
+        wanted = {"Range": f"bytes={offset}-{offset + size - 1}"}
+        try:
+            reply = self._media(key, wanted, generation)
+        except ObjectNotFoundError:
+            if generation is None:
+                raise
+            # "Not found" is said of the generation. A second request, of those who will fail anyway, tells which.
+            self.head(key)
+            replaced = PreconditionFailedError("the object is not the one expected", url=self._url(key))
+        else:
+            self._check_range(key, reply, offset, size)
+            self._receive(key, reply, buffers)
+            return
+        raise replaced
+
+    def head(self, key: str) -> ObjectInfo:
+        return described(self._requests.describe(key), key)
+
+    def list(self, prefix: str, *, start_after: str | None = None) -> Iterator[ObjectInfo]:
+        start = {} if start_after is None else {"startOffset": start_after}
+        for page in self._requests.pages(prefix, **start):
+            for item in page.get("items", []):
+                info = described(item, "")
+                if info.key != start_after and not gcs_composed.is_component(info.key):
+                    yield info
+
+    def list_folders(self, prefix: str) -> Iterator[str]:
+        for page in self._requests.pages(prefix, delimiter="/"):
+            yield from page.get("prefixes", [])
+
+    def delete(self, keys: Sequence[str]) -> builtins.list[DeleteFailure]:
+        return self._requests.delete(keys)
+
+    def copy(self, source: str, target: str) -> ObjectInfo:
+        return self.copy_from(self, self.head(source), target)
+
+    def shares_endpoint(self, other: GCSStore) -> bool:
+        """Whether `copy_from` can work between these two: they are buckets of one service."""
+        return self.identity.removesuffix(self.bucket) == other.identity.removesuffix(other.bucket)
+
+    def copy_from(self, other: GCSStore, described_source: ObjectInfo, target: str) -> ObjectInfo:
+        """`copy` of what `other.head` described, from a bucket that this store's credentials can read."""
+        bucket = self._requests
+        query: dict[str, Any] = {}
+        if described_source.etag is not None:
+            query["ifSourceGenerationMatch"] = described_source.etag
+        if self.options.kms_key_name is not None:
+            query["destinationKmsKeyName"] = self.options.kms_key_name
+        chosen = self.options.storage_class
+        body = (
+            b""
+            if chosen is None
+            else b'{"storageClass": "%s", "contentType": "%s"}'
+            % (
+                chosen.encode(),
+                BINARY.encode(),
+            )
+        )
+        path = (
+            f"{other._requests.path(described_source.key)}/rewriteTo{bucket.path(target).removeprefix('/storage/v1')}"
+        )
+        while True:
+            reply = bucket.call(
+                "objects.rewrite",
+                described_source.key,
+                "POST",
+                path,
+                query=bucket.billed(query),
+                headers={"Content-Type": "application/json"},
+                body=body,
+                of_object=True,
+            ).json()
+            if reply.get("done"):
+                return described(reply.get("resource") or {}, target)
+            # Large objects that change their place or class are moved a piece at a time.
+            query["rewriteToken"] = reply["rewriteToken"]
+
+    def create_multipart(self, key: str) -> str:
+        return gcs_multipart.create(self._requests, key) if self.options.multipart else gcs_composed.create()
+
+    def put_part(self, key: str, upload_id: str, number: int, body: Buffers, *, crc32c: int | None = None) -> Part:
+        send = gcs_composed.put_part if gcs_composed.is_composed(upload_id) else gcs_multipart.put_part
+        try:
+            return send(self._requests, key, upload_id, number, body, crc32c)
+        except StoreError as error:
+            if type(error) is not StoreError or crc32c is None or crc_of(body, None) == crc32c:
+                raise
+            failure = CorruptDataError(error.message, url=error.url)
+        raise failure
+
+    def complete_multipart(self, key: str, upload_id: str, parts: Sequence[Part]) -> ObjectInfo:
+        complete = gcs_composed.complete if gcs_composed.is_composed(upload_id) else gcs_multipart.complete
+        return complete(self._requests, key, upload_id, parts)
+
+    def abort_multipart(self, key: str, upload_id: str) -> None:
+        abort = gcs_composed.abort if gcs_composed.is_composed(upload_id) else gcs_multipart.abort
+        abort(self._requests, key, upload_id)
+
+    def list_multipart(self, prefix: str) -> Iterator[OpenUpload]:
+        # Those that are composed may be another writer's, whose options are not these.
+        yield from gcs_composed.open_uploads(self._requests, prefix)
+        if self.options.multipart:
+            yield from gcs_multipart.open_uploads(self._requests, prefix)
+
+    def close(self) -> None:
+        close_client(self.options)
+
+    @property
+    def _requests(self) -> Bucket:
+        return Bucket(self.bucket, self.options)
+
+    def _url(self, key: str) -> str:
+        return f"{self.url}/{key}"
+
+    def _generation(self, key: str, etag: str | None) -> int | None:
+        if etag is None:
+            return None
+        generation = int(etag) if etag.isdecimal() and len(etag) < 20 else 0
+        if not 0 < generation <= _MAX_GENERATION:
+            # The ETag of another store, or none: no object here ever had it.
+            raise PreconditionFailedError("the object is not the one expected", url=self._url(key))
+        return generation
+
+    def _media(self, key: str, headers: dict[str, str], generation: int | None = None) -> Any:
+        bucket = self._requests
+        query: dict[str, Any] = {"alt": "media"}
+        if generation is not None:
+            query["generation"] = generation
+        return bucket.call(
+            "objects.get",
+            key,
+            "GET",
+            f"/download{bucket.path(key)}",
+            query=bucket.billed(query),
+            headers=headers,
+            stream=True,
+            of_object=True,
+        )
+
+    def _check_range(self, key: str, reply: Any, offset: int, size: int) -> None:
+        length = reply.headers.get("Content-Length")
+        failure: StoreError
+        if reply.status_code != http.client.PARTIAL_CONTENT and (offset or length != str(size)):
+            failure = StoreError("the store ignored the range of a read", url=self._url(key))
+        elif length is not None and length != str(size):
+            failure = CorruptDataError(
+                f"the object ends before the range does: {length} of the {size} bytes from {offset} are there",
+                url=self._url(key),
+            )
+        else:
+            return
+        reply.raw.close()
+        raise failure
+
+    def _receive(self, key: str, reply: Any, buffers: Buffers) -> None:
+        try:
+            receive_reply(reply, buffers)
+            return
+        except failures() as error:
+            failure = translate(error, "objects.get", self._url(key))
+        raise failure
+
+
+def _info(key: str, reply: Any, received: int) -> ObjectInfo:
+    """What the headers of a read say: of a range, `Content-Range: bytes 0-9/1234` tells the whole (RFC 9110, 14.4)."""
+    whole = str(reply.headers.get("Content-Range") or "").rpartition("/")[2]
+    modified = reply.headers.get("Last-Modified")
+    return ObjectInfo(
+        key,
+        int(whole) if whole.isdecimal() else received,
+        reply.headers.get("x-goog-generation"),
+        parsedate_to_datetime(modified).timestamp() if modified else None,
+    )

@@ -1,0 +1,238 @@
+"""One GCS bucket through the JSON API: the requests that the store and its uploads share. No multipart uploads.
+
+https://cloud.google.com/storage/docs/json_api/v1
+"""
+
+from __future__ import annotations
+
+import datetime
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import quote, urlencode, urlsplit
+
+from bucketpoint.errors import BucketNotFoundError, ObjectNotFoundError, StoreError
+from bucketpoint.stores.base import Buffers, DeleteFailure, ObjectInfo
+from bucketpoint.stores.gcs_body import (
+    BINARY,
+    batch_answers,
+    batch_of_deletes,
+    crc_of,
+    encoded_crc,
+    with_metadata,
+)
+from bucketpoint.stores.gcs_client import Client, client_for, delay
+from bucketpoint.stores.gcs_errors import RETRIED, failure_of, failures, translate
+from bucketpoint.stores.gcs_options import GCSOptions
+
+# https://cloud.google.com/storage/docs/batch
+MAX_BATCH_CALLS = 100
+
+# https://cloud.google.com/storage/docs/json_api/v1/objects/list
+MAX_PAGE_KEYS = 1_000
+
+OBJECT_FIELDS = "name,size,generation,timeCreated,crc32c"
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """A bucket's name, and how it is reached."""
+
+    name: str
+    options: GCSOptions
+
+    @property
+    def url(self) -> str:
+        return f"gs://{self.name}"
+
+    @property
+    def identity(self) -> str:
+        endpoint = self.options.endpoint
+        if endpoint is None:
+            return self.url
+        parts = urlsplit(endpoint)
+        # Without what may stand before an "@": credentials.
+        return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}/{self.name}"
+
+    def path(self, key: str | None = None) -> str:
+        """The path of the bucket's objects, or of one."""
+        objects = f"/storage/v1/b/{quote(self.name, safe='')}/o"
+        return objects if key is None else f"{objects}/{quote(key, safe='')}"
+
+    def billed(self, query: Mapping[str, Any]) -> dict[str, Any]:
+        """The query of a request of the JSON API, with the project that pays for it."""
+        payer = self.options.user_project
+        return dict(query) if payer is None else {**query, "userProject": payer}
+
+    def client(self) -> Client:
+        """Raises StoreError: there are no credentials, or they cannot be used."""
+        try:
+            return client_for(self.options)
+        except failures() as error:
+            failure = translate(error, "making the GCS client", self.url)
+        raise failure
+
+    def call(
+        self,
+        operation: str,
+        key: str | None,
+        method: str,
+        path: str,
+        *,
+        query: Mapping[str, Any] | None = None,
+        of_object: bool = False,
+        **request: Any,
+    ) -> Any:
+        """One request; its reply. `of_object`: "not found" may be said of the object, and not of the bucket."""
+        client = self.client()
+        url = f"{self.url}/{key}" if key else self.url
+        failure: StoreError
+        try:
+            reply = client.request(method, path, operation=operation, url=url, query=query, **request)
+        except ObjectNotFoundError as error:
+            failure = error if of_object and self.exists() else self.not_found()
+        else:
+            client.buckets.add(self.name)
+            return reply
+        raise failure
+
+    def exists(self) -> bool:
+        """Whether there is such a bucket, as far as these credentials can tell. Asked once a process at most."""
+        client = self.client()
+        if self.name in client.buckets:
+            return True
+        query = self.billed({"maxResults": 1, "fields": "kind"})
+        try:
+            client.request("GET", self.path(), operation="objects.list", url=self.url, query=query)
+        except ObjectNotFoundError:
+            return False
+        except StoreError:
+            # Who may not list is not told. Of an object that was not found there is no more to say then.
+            return True
+        client.buckets.add(self.name)
+        return True
+
+    def not_found(self) -> BucketNotFoundError:
+        return BucketNotFoundError("the bucket does not exist", url=self.url)
+
+    # -- objects ------------------------------------------------------------------------------------------------------
+
+    def insert(
+        self,
+        key: str,
+        body: Buffers,
+        *,
+        crc32c: int | None,
+        generation: int | None = None,
+        storage_class: str | None = None,
+    ) -> ObjectInfo:
+        """Write a whole object, which the service compares with its CRC32C; if given, over this generation only."""
+        metadata = {"name": key, "contentType": BINARY, "crc32c": encoded_crc(crc_of(body, crc32c))}
+        if storage_class is not None:
+            metadata["storageClass"] = storage_class
+        query: dict[str, Any] = {"uploadType": "multipart", "fields": OBJECT_FIELDS}
+        if generation is not None:
+            query["ifGenerationMatch"] = generation
+        if self.options.kms_key_name is not None:
+            query["kmsKeyName"] = self.options.kms_key_name
+        content_type, content = with_metadata(metadata, body)
+        reply = self.call(
+            "objects.insert",
+            key,
+            "POST",
+            f"/upload{self.path()}",
+            query=self.billed(query),
+            headers={"Content-Type": content_type},
+            body=content,
+        )
+        return described(reply.json(), key)
+
+    def describe(self, key: str) -> dict[str, Any]:
+        """The resource of an object, as far as `OBJECT_FIELDS` names it. Raises ObjectNotFoundError."""
+        query = self.billed({"fields": OBJECT_FIELDS})
+        reply = self.call("objects.get", key, "GET", self.path(key), query=query, of_object=True)
+        found: dict[str, Any] = reply.json()
+        return found
+
+    def pages(self, prefix: str, **query: Any) -> Iterator[dict[str, Any]]:
+        """The pages of a listing."""
+        wanted = self.billed(
+            {
+                "prefix": prefix,
+                "maxResults": MAX_PAGE_KEYS,
+                **query,
+                "fields": f"nextPageToken,prefixes,items({OBJECT_FIELDS})",
+            }
+        )
+        while True:
+            page = self.call("objects.list", prefix, "GET", self.path(), query=wanted).json()
+            yield page
+            if not page.get("nextPageToken"):
+                return
+            wanted["pageToken"] = page["nextPageToken"]
+
+    def delete(self, keys: Sequence[str]) -> list[DeleteFailure]:
+        """Delete many objects, 100 a request. Those that are not there count as deleted."""
+        failed: list[DeleteFailure] = []
+        for start in range(0, len(keys), MAX_BATCH_CALLS):
+            failed += self._delete_batch(list(keys[start : start + MAX_BATCH_CALLS]))
+        return failed
+
+    def _delete_batch(self, keys: list[str]) -> list[DeleteFailure]:
+        client = self.client()
+        failed: dict[str, DeleteFailure] = {}
+        for attempt in range(1, client.attempts + 1):
+            again: dict[str, DeleteFailure] = {}
+            for key, status, body in self._send_batch(client, keys):
+                if status < 300:
+                    client.buckets.add(self.name)
+                elif status == 404:
+                    if not self.exists():
+                        raise self.not_found()
+                else:
+                    failure, code = failure_of(status, body, "objects.delete", f"{self.url}/{key}")
+                    refused = DeleteFailure(key, code or str(status), failure.message)
+                    (again if isinstance(failure, RETRIED) else failed)[key] = refused
+            keys = list(again)
+            if not keys or attempt == client.attempts:
+                return [*failed.values(), *again.values()]
+            time.sleep(delay(attempt))
+        raise AssertionError("there is at least one attempt")
+
+    def _send_batch(self, client: Client, keys: Sequence[str]) -> Iterator[tuple[str, int, bytes]]:
+        query = urlencode(self.billed({}))
+        content_type, body = batch_of_deletes([f"{self.path(key)}{query and '?'}{query}" for key in keys])
+        reply = client.request(
+            "POST",
+            "/batch/storage/v1",
+            operation="a batch of objects.delete",
+            url=self.url,
+            headers={"Content-Type": content_type},
+            body=body,
+        )
+        answers = batch_answers(reply.headers.get("Content-Type", ""), reply.content)
+        for number, key in enumerate(keys):
+            # A call without an answer may have been made or not: like one that the service failed at.
+            status, answer = answers.get(number, (503, b""))
+            yield key, status, answer
+
+
+def described(resource: Mapping[str, Any], key: str) -> ObjectInfo:
+    """An object by its resource. Its generation is the ETag: every write of an object gives it another."""
+    generation = resource.get("generation")
+    return ObjectInfo(
+        str(resource.get("name") or key),
+        int(resource.get("size") or 0),
+        None if generation is None else str(generation),
+        seconds(resource.get("timeCreated")),
+    )
+
+
+def seconds(moment: str | None) -> float | None:
+    """Seconds since the epoch of an RFC 3339 time in UTC, with any number of digits after the second."""
+    if not moment:
+        return None
+    whole, _, digits = moment.rstrip("Z").partition(".")
+    parsed = datetime.datetime.fromisoformat(f"{whole}+00:00")
+    return parsed.timestamp() + (float(f"0.{digits}") if digits.isdecimal() else 0.0)

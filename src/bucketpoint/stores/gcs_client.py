@@ -1,0 +1,277 @@
+"""Sessions with GCS: one for each set of options and process, shared by every store that has them. No operations.
+
+Credentials and their renewal are google-cloud-storage's. Requests are made on its session, but with bodies of our own:
+its own calls copy what they send and what they receive.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import ipaddress
+import os
+import random
+import ssl
+import threading
+import time
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+from urllib.parse import urlencode, urlsplit
+
+from bucketpoint.errors import CredentialsError, EndpointError
+from bucketpoint.stores.gcs_errors import RETRIED, failures, from_reply, translate
+from bucketpoint.stores.gcs_options import GCSOptions
+
+CONNECT_TIMEOUT_S = 10
+READ_TIMEOUT_S = 60
+# Until an object of thousands of parts is made: "several minutes" by
+# https://cloud.google.com/storage/docs/xml-api/post-object-complete
+COMPLETE_TIMEOUT_S = 600
+
+# https://cloud.google.com/storage/docs/retry-strategy: exponential backoff with jitter.
+FIRST_DELAY_S = 0.5
+LONGEST_DELAY_S = 20.0
+
+INSTALL = "pip install 'bucketpoint[gcs]'"
+
+
+@dataclass(frozen=True)
+class Client:
+    """A session, and what every request of it has. `buckets` are those that have answered: they are known to exist."""
+
+    session: Any
+    endpoint: str
+    attempts: int
+    headers: Mapping[str, str] = field(repr=False)
+    buckets: set[str] = field(default_factory=set)
+
+    def request(
+        self,
+        method: str,
+        path: str,
+        *,
+        operation: str,
+        url: str,
+        query: Mapping[str, Any] | None = None,
+        headers: Mapping[str, str] | None = None,
+        body: Any = b"",
+        stream: bool = False,
+        timeout: float = READ_TIMEOUT_S,
+    ) -> Any:
+        """Send one request, again after failures that may pass, and return the reply of the one that succeeded.
+
+        Args:
+            path: of the resource, percent-encoded.
+            operation, url: for messages.
+            body: bytes, or something with a length whose iteration gives them, any number of times.
+            stream: leave the reply's body on its connection.
+
+        Raises:
+            StoreError: the reply is an error, or there is none. Each failure is named by its kind.
+        """
+        target = f"{self.endpoint}{path}?{urlencode(query)}" if query else f"{self.endpoint}{path}"
+        for attempt in range(1, self.attempts + 1):
+            pause = None
+            try:
+                reply = self.session.request(
+                    method,
+                    target,
+                    data=body,
+                    headers={**self.headers, **(headers or {})},
+                    timeout=(CONNECT_TIMEOUT_S, timeout),
+                    stream=stream,
+                    # A redirect is not part of this API, and would take the credentials elsewhere.
+                    allow_redirects=False,
+                )
+                if reply.status_code < 300:
+                    return reply
+                pause = reply.headers.get("Retry-After")
+                failure = from_reply(reply.status_code, reply.content, operation, url)
+            except failures() as error:
+                failure = translate(error, operation, url)
+            if attempt == self.attempts or not isinstance(failure, RETRIED):
+                break
+            time.sleep(delay(attempt, pause))
+        # Raised here, where no exception is being handled, so that none of the library's hangs on it: they hold the
+        # request, headers and all.
+        raise failure
+
+    def close(self) -> None:
+        """Close the idle connections. The session stays usable."""
+        for adapter in self.session.adapters.values():
+            adapter.close()
+
+
+def delay(attempt: int, asked: str | None = None) -> float:
+    """Seconds to wait after a failed attempt, at least as long as the service asked for within reason."""
+    longest = min(FIRST_DELAY_S * 2**attempt, LONGEST_DELAY_S)
+    wanted = float(asked) if asked is not None and asked.isdecimal() else 0.0
+    return min(wanted, LONGEST_DELAY_S) + random.uniform(0, longest)
+
+
+class _Clients:
+    """The clients of this process. Any thread may use one, and making one takes a second the first time."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._clients: dict[tuple[Any, ...], Client] = {}
+        self._watching_forks = False
+
+    def get(self, options: GCSOptions) -> Client:
+        key = options.cache_key()
+        client = self._clients.get(key)
+        if client is None:
+            with self._lock:
+                client = self._clients.get(key)
+                if client is None:
+                    self._watch_forks()
+                    client = self._clients[key] = build_client(options)
+        return client
+
+    def close(self, options: GCSOptions) -> None:
+        client = self._clients.get(options.cache_key())
+        if client is not None:
+            client.close()
+
+    def _watch_forks(self) -> None:
+        if not self._watching_forks and hasattr(os, "register_at_fork"):
+            os.register_at_fork(after_in_child=self._forget)
+            self._watching_forks = True
+
+    def _forget(self) -> None:
+        # Two processes on one TLS connection would garble it; the lock may be held by a thread that the child lacks.
+        self._lock = threading.Lock()
+        self._clients = {}
+
+
+_clients = _Clients()
+
+
+def client_for(options: GCSOptions) -> Client:
+    """The client of this process for these options, built at the first call."""
+    return _clients.get(options)
+
+
+def close_client(options: GCSOptions) -> None:
+    """Close the idle connections of the client for these options. It stays usable."""
+    _clients.close(options)
+
+
+def build_client(options: GCSOptions) -> Client:
+    """A new client. Use `client_for`, unless the client is to be changed.
+
+    Raises:
+        StoreError: there are no credentials, or the endpoint is none.
+    """
+    try:
+        from google.auth.transport.requests import AuthorizedSession
+        from google.cloud.storage import Client as Library
+    except ImportError as error:
+        raise EndpointError(f"GCS needs google-cloud-storage: {error}", remedy=INSTALL) from None
+    endpoint = options.endpoint
+    if endpoint is not None:
+        _check_endpoint(endpoint, secret=not options.anonymous)
+    settings = {"api_endpoint": endpoint, "universe_domain": os.environ.get("GOOGLE_CLOUD_UNIVERSE_DOMAIN")}
+    given = {name: value for name, value in settings.items() if value is not None}
+    try:
+        # A project would be asked for otherwise, which only the making of buckets needs.
+        library = Library(project=None, credentials=_credentials(options, Library.SCOPE), client_options=given or None)
+    except failures() as error:
+        raise translate(error, "making the GCS client", endpoint or "gs://") from None
+    except ValueError as error:
+        # google-auth's answer to a credentials file that is none; its text names what is missing and nothing secret.
+        raise CredentialsError(f"the GCS client cannot be made: {error}") from None
+    session = library._http
+    if isinstance(session, AuthorizedSession) and not session.is_mtls:
+        session.mount("https://", _adapter(options))
+        session.mount("http://", _adapter(options))
+    agent = [f"bucketpoint/{_version('bucketpoint')}", options.user_agent]
+    agent.append(f"google-cloud-storage/{_version('google-cloud-storage')}")
+    headers = {
+        "User-Agent": " ".join(name for name in agent if name),
+        # Without it an object that is stored compressed comes expanded, and ranges of it are not its bytes.
+        "Accept-Encoding": "gzip",
+    }
+    return Client(session, library.api_endpoint.rstrip("/"), options.max_attempts, headers)
+
+
+def _credentials(options: GCSOptions, scopes: Any) -> Any:
+    """What google-auth makes of `token`; None for application default credentials."""
+    import google.auth
+    import google.auth.compute_engine
+    from google.auth.credentials import AnonymousCredentials
+
+    token = options.token
+    if options.anonymous:
+        return AnonymousCredentials()
+    if token is None or token == "google_default":
+        return None
+    if isinstance(token, str) and token == "cloud":
+        return google.auth.compute_engine.Credentials()
+    if not isinstance(token, str | os.PathLike | Mapping):
+        return token
+    with warnings.catch_warnings():
+        # It warns of configurations that come from strangers. This one comes from whoever runs the program, like the
+        # file that GOOGLE_APPLICATION_CREDENTIALS names.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        if isinstance(token, Mapping):
+            return google.auth.load_credentials_from_dict(dict(token), scopes=scopes)[0]
+        return google.auth.load_credentials_from_file(os.fspath(token), scopes=scopes)[0]
+
+
+def _check_endpoint(endpoint: str, *, secret: bool) -> None:
+    parts = urlsplit(endpoint)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise EndpointError(
+            f"the endpoint {endpoint!r} is not a URL", remedy="Pass something like http://127.0.0.1:4443"
+        )
+    if secret and parts.scheme == "http" and not _is_loopback(parts.hostname):
+        raise EndpointError(
+            "credentials would be sent in clear over plain HTTP",
+            url=endpoint,
+            remedy="Use an https:// endpoint, or token='anon' for an emulator",
+        )
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _adapter(options: GCSOptions) -> Any:
+    import requests.adapters
+
+    class Adapter(requests.adapters.HTTPAdapter):
+        """Certificates are read once, and not again for each connection: that takes 16 ms, half a second for 32."""
+
+        def init_poolmanager(self, *args: Any, **settings: Any) -> None:
+            settings["ssl_context"] = context
+            super().init_poolmanager(*args, **settings)
+
+        def cert_verify(self, connection: Any, url: str, verify: Any, cert: Any) -> None:
+            if verify is not True or not url.startswith("https"):
+                super().cert_verify(connection, url, verify, cert)
+
+    context = _tls_context(options)
+    return Adapter(pool_connections=2, pool_maxsize=options.connections, max_retries=0)
+
+
+def _tls_context(options: GCSOptions) -> ssl.SSLContext:
+    import certifi
+
+    bundle = options.ca_bundle or os.environ.get("REQUESTS_CA_BUNDLE") or certifi.where()
+    try:
+        folder = os.path.isdir(bundle)
+        return ssl.create_default_context(cafile=None if folder else bundle, capath=bundle if folder else None)
+    except OSError as error:
+        raise EndpointError(f"the CA bundle {bundle} cannot be read: {error.strerror or error}") from None
+
+
+def _version(distribution: str) -> str:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return "unknown"

@@ -1,0 +1,172 @@
+"""Large objects by composing them of others, which go up in parallel and are deleted afterwards. For any GCS endpoint.
+
+The service knows no upload here: an upload is the objects that bear its id. Each is named after the key that it is for,
+so that whoever lists the data of an attempt finds what the attempt left.
+"""
+
+from __future__ import annotations
+
+import builtins
+import itertools
+import json
+import logging
+import os
+import re
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from awscrt import checksums
+
+from bucketpoint.errors import CorruptDataError, ObjectNotFoundError, StoreError, UploadNotFoundError
+from bucketpoint.stores.base import Buffers, Capabilities, ObjectInfo, OpenUpload, Part
+from bucketpoint.stores.gcs_body import BINARY, crc_of, encoded_crc
+from bucketpoint.stores.gcs_bucket import OBJECT_FIELDS, Bucket, described
+
+logger = logging.getLogger(__name__)
+
+# https://cloud.google.com/storage/docs/composite-objects
+MAX_COMPONENTS = 32
+# https://cloud.google.com/storage/quotas#objects
+MAX_OBJECT_BYTES = 5 << 40
+
+CAPABILITIES = Capabilities(
+    conditional_put=True,
+    checksums=True,
+    multipart=True,
+    pinned_reads=True,
+    max_part_bytes=MAX_OBJECT_BYTES,
+    # Two levels: more would write each byte's object once more for nothing.
+    max_parts=MAX_COMPONENTS * MAX_COMPONENTS,
+    max_put_bytes=MAX_OBJECT_BYTES,
+)
+
+_ID = "compose-"
+_COMPONENT = re.compile(r"(?P<key>.*)\.bucketpoint-part-(?P<id>[0-9a-f]{16})-[pg][0-9]{5}", re.ASCII | re.DOTALL)
+
+
+def is_component(key: str) -> bool:
+    """Whether a key is of a component and not of an object that anybody put."""
+    return _COMPONENT.fullmatch(key) is not None
+
+
+def is_composed(upload_id: str) -> bool:
+    """Whether an upload is one of these."""
+    return upload_id.startswith(_ID)
+
+
+def create() -> str:
+    return _ID + os.urandom(8).hex()
+
+
+def put_part(bucket: Bucket, key: str, upload_id: str, number: int, body: Buffers, crc32c: int | None) -> Part:
+    crc = crc_of(body, crc32c)
+    info = bucket.insert(_component(key, upload_id, "p", number), body, crc32c=crc)
+    return Part(number, info.size, info.etag or "", crc)
+
+
+def complete(bucket: Bucket, key: str, upload_id: str, parts: Sequence[Part]) -> ObjectInfo:
+    """Compose the object of its parts, by way of composed groups where there are more than one request takes."""
+    ordered = sorted(parts, key=lambda part: part.number)
+    sources = [(_component(key, upload_id, "p", part.number), part.etag) for part in ordered]
+    used = [name for name, _ in sources]
+    made = itertools.count(1)
+    while len(sources) > MAX_COMPONENTS:
+        groups: list[tuple[str, str]] = []
+        for start in range(0, len(sources), MAX_COMPONENTS):
+            name = _component(key, upload_id, "g", next(made))
+            resource = _compose(bucket, key, name, sources[start : start + MAX_COMPONENTS])
+            groups.append((name, str(resource["generation"])))
+        used += [name for name, _ in groups]
+        sources = groups
+    resource = _compose(bucket, key, key, sources, storage_class=bucket.options.storage_class)
+    if not fits(resource.get("crc32c"), ordered):
+        bucket.delete([key])
+        raise CorruptDataError("the composed object has another CRC32C than its parts", url=bucket.url, key=key)
+    _discard(bucket, key, used)
+    return described(resource, key)
+
+
+def abort(bucket: Bucket, key: str, upload_id: str) -> None:
+    prefix = _component(key, upload_id, "p", 0)[: -len("p00000")]
+    names = [str(item["name"]) for page in bucket.pages(prefix) for item in page.get("items", [])]
+    failures = bucket.delete(names)
+    if failures:
+        raise StoreError(f"{len(failures)} components stay: {failures[0].message}", url=bucket.url, key=failures[0].key)
+
+
+def open_uploads(bucket: Bucket, prefix: str) -> Iterator[OpenUpload]:
+    """Uploads of which there are components."""
+
+    def components() -> Iterator[tuple[tuple[str, str], float | None]]:
+        for page in bucket.pages(prefix):
+            for item in page.get("items", []):
+                info = described(item, "")
+                match = _COMPONENT.fullmatch(info.key)
+                if match is not None and match["key"].startswith(prefix):
+                    yield (match["key"], match["id"]), info.modified
+
+    # The components of one upload have a prefix of their own, so a listing gives them in a row.
+    for (key, number), found in itertools.groupby(components(), key=lambda component: component[0]):
+        times = [moment for _, moment in found if moment is not None]
+        yield OpenUpload(key, _ID + number, min(times, default=None))
+
+
+def fits(reported: Any, parts: Sequence[Part]) -> bool:
+    """Whether the CRC32C that the service reports of an object is that of its parts. True where either is not known."""
+    if not reported:
+        return True
+    crc = 0
+    for part in parts:
+        if part.crc32c is None:
+            return True
+        if part.size:
+            crc = int(checksums.combine_crc32c(crc, part.crc32c, part.size))
+    return bool(encoded_crc(crc) == reported)
+
+
+def _component(key: str, upload_id: str, kind: str, number: int) -> str:
+    return f"{key}.bucketpoint-part-{upload_id.removeprefix(_ID)}-{kind}{number:05}"
+
+
+def _compose(
+    bucket: Bucket,
+    key: str,
+    target: str,
+    sources: Sequence[tuple[str, str]],
+    *,
+    storage_class: str | None = None,
+) -> dict[str, Any]:
+    destination = {"contentType": BINARY} | ({} if storage_class is None else {"storageClass": storage_class})
+    query = {"fields": OBJECT_FIELDS}
+    if bucket.options.kms_key_name is not None:
+        query["kmsKeyName"] = bucket.options.kms_key_name
+    # By their generations: a component that was sent again after its answer was lost is the same bytes, or is refused.
+    listed = [{"name": name, "generation": generation} for name, generation in sources]
+    try:
+        reply = bucket.call(
+            "objects.compose",
+            key,
+            "POST",
+            f"{bucket.path(target)}/compose",
+            query=bucket.billed(query),
+            headers={"Content-Type": "application/json"},
+            body=json.dumps({"sourceObjects": listed, "destination": destination}).encode(),
+            of_object=True,
+        )
+    except ObjectNotFoundError as error:
+        gone = UploadNotFoundError(error.message, url=error.url)
+    else:
+        resource: dict[str, Any] = reply.json()
+        return resource
+    raise gone
+
+
+def _discard(bucket: Bucket, key: str, names: builtins.list[str]) -> None:
+    """The object is there: that components stay must not make its upload a failed one. A sweep finds them."""
+    try:
+        left = len(bucket.delete(names))
+    except StoreError as error:
+        logger.warning("the components of %s/%s stay until the next sweep: %s", bucket.url, key, error)
+        return
+    if left:
+        logger.warning("%d components of %s/%s stay until the next sweep", left, bucket.url, key)
