@@ -32,16 +32,18 @@ def test_any_key_comes_out_of_a_url_as_it_went_in(bucket: str, key: str, scheme:
         ("/a/b", ("", "/a/b", "")),
         ("relative/x", ("", "relative/x", "")),
         ("file:///a/b", ("file", "/a/b", "")),
-        ("gs://b/x", ("gs", "b/x", "")),
+        ("gs://b/x", ("gs", "b", "x")),
+        ("gcs://b//a?b/", ("gcs", "b", "/a?b")),
+        ("az://b/x", ("az", "b/x", "")),
     ],
 )
 def test_a_url_is_split_and_nothing_is_decoded(url: str, parts: tuple[str, str, str]) -> None:
     assert parse_url(url) == parts
 
 
-@pytest.mark.parametrize("url", ["", "s3://", "s3:///key", "s3a://"])
+@pytest.mark.parametrize("url", ["", "s3://", "s3:///key", "s3a://", "gs://"])
 def test_a_url_without_a_bucket_is_refused(url: str) -> None:
-    with pytest.raises(InvalidURLError, match="s3://bucket/prefix") as caught:
+    with pytest.raises(InvalidURLError, match=r"(s3|s3a|gs)://bucket/prefix") as caught:
         open_store(url)
     assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
 

@@ -197,16 +197,20 @@ def build_client(options: GCSOptions) -> Client:
 
 
 def _credentials(options: GCSOptions, scopes: Any) -> Any:
-    """What google-auth makes of `token`; None for application default credentials."""
+    """What google-auth makes of `token`; None where the library is to look for application default credentials."""
     import google.auth
     import google.auth.compute_engine
-    from google.auth.credentials import AnonymousCredentials
+    from google.auth.credentials import AnonymousCredentials, with_scopes_if_required
 
     token = options.token
     if options.anonymous:
         return AnonymousCredentials()
-    if token is None or token == "google_default":
-        return None
+    if token is None or (isinstance(token, str) and token == "google_default"):
+        # The library would look the file up itself, and then ask for the name of a workload's project, which needs a
+        # right of its own and serves nothing here.
+        token = os.environ.get("GOOGLE_APPLICATION_CREDENTIALS")
+        if not token:
+            return None
     if isinstance(token, str) and token == "cloud":
         return google.auth.compute_engine.Credentials()
     if not isinstance(token, str | os.PathLike | Mapping):
@@ -216,8 +220,10 @@ def _credentials(options: GCSOptions, scopes: Any) -> Any:
         # file that GOOGLE_APPLICATION_CREDENTIALS names.
         warnings.simplefilter("ignore", DeprecationWarning)
         if isinstance(token, Mapping):
-            return google.auth.load_credentials_from_dict(dict(token), scopes=scopes)[0]
-        return google.auth.load_credentials_from_file(os.fspath(token), scopes=scopes)[0]
+            found, _ = google.auth.load_credentials_from_dict(dict(token))
+        else:
+            found, _ = google.auth.load_credentials_from_file(os.fspath(token))
+    return with_scopes_if_required(found, scopes)
 
 
 def _check_endpoint(endpoint: str, *, secret: bool) -> None:

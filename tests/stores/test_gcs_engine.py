@@ -1,0 +1,570 @@
+"""How `GCSStore` moves bodies and takes failures: memory, retries, replies, batches, uploads in parts, processes."""
+
+from __future__ import annotations
+
+import json
+import logging
+import multiprocessing
+import os
+import pickle
+import re
+import threading
+import tracemalloc
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+from awscrt import checksums
+
+pytest.importorskip("google.cloud.storage")
+
+import gcs_xml as xml_api
+from bucketpoint.errors import (
+    AccessDeniedError,
+    BucketNotFoundError,
+    CorruptDataError,
+    CredentialsError,
+    EndpointError,
+    ObjectNotFoundError,
+    PreconditionFailedError,
+    StoreError,
+    ThrottledError,
+    TransientStoreError,
+    UploadNotFoundError,
+)
+from bucketpoint.stores import GCSOptions, GCSStore, Part, gcs_client, gcs_composed
+from gcs_server import GCSServer
+from stores.scripted import Answer, ScriptedServer, Seen, scripted
+
+pytestmark = pytest.mark.contract
+
+MIB = 1 << 20
+OBJECT = {"name": "k", "size": "5", "generation": "7"}
+
+
+def views(*chunks: bytes | bytearray) -> list[memoryview]:
+    return [memoryview(chunk) for chunk in chunks]
+
+
+@pytest.fixture(autouse=True)
+def _quick_retries(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gcs_client, "FIRST_DELAY_S", 0.01)
+
+
+def store_at(server: ScriptedServer, **options: Any) -> GCSStore:
+    given = {"token": "anon", "endpoint_url": server.endpoint, "max_attempts": 3, **options}
+    return GCSStore("bucket", GCSOptions(**given))
+
+
+def store_on(server: GCSServer, **options: Any) -> GCSStore:
+    return GCSStore(server.make_bucket(), GCSOptions.from_storage_options({**server.options, **options}))
+
+
+def reply(content: Any) -> Answer:
+    return Answer(200, {"Content-Type": "application/json"}, json.dumps(content).encode())
+
+
+def error(status: int, reason: str, message: str = "as scripted", **headers: str) -> Answer:
+    """An error as the JSON API words it."""
+    detail = {"code": status, "message": message, "errors": [{"reason": reason, "message": message}]}
+    return Answer(status, {"Content-Type": "application/json", **headers}, json.dumps({"error": detail}).encode())
+
+
+def media_of(body: bytes) -> bytes:
+    """The second part of a `multipart/related` body."""
+    boundary = body.split(b"\r\n", 1)[0]
+    return body.split(b"\r\n" + boundary)[1].split(b"\r\n\r\n", 1)[1]
+
+
+# Bodies
+
+
+def test_bodies_leave_and_arrive_without_a_copy(gcs: GCSServer) -> None:
+    store = store_on(gcs)
+    content = bytearray(os.urandom(MIB)) * 24
+    crc = checksums.crc32c(content)
+    store.put("warm", views(content[:MIB]))
+    store.read_into("warm", 0, views(bytearray(MIB)))
+    received = bytearray(len(content))
+    tracemalloc.start()
+    try:
+        upload = store.create_multipart("big")
+        part = store.put_part("big", upload, 1, views(content), crc32c=crc)
+        sent_peak = tracemalloc.get_traced_memory()[1]
+        store.complete_multipart("big", upload, [part])
+        tracemalloc.reset_peak()
+        store.read_into("big", 0, views(received))
+        received_peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert received == content
+    assert sent_peak < 4 * MIB
+    assert received_peak < 4 * MIB
+
+
+@pytest.mark.parametrize("failure", [error(500, "backendError"), error(429, "rateLimitExceeded"), Answer(drop=True)])
+def test_a_retry_sends_the_whole_body_again(failure: Answer) -> None:
+    content = os.urandom(700_000)
+    with scripted(lambda request, number: failure if number < 2 else reply(OBJECT)) as server:
+        small = [memoryview(content)[at : at + 10] for at in range(100_000, 100_100, 10)]
+        store_at(server).put("k", [*views(content[:1], content[1:100_000]), *small, memoryview(content)[100_100:]])
+    assert [media_of(request.body) for request in server.seen] == [content] * 3
+
+
+def test_a_refusal_is_not_sent_again() -> None:
+    with scripted(lambda request, number: error(403, "forbidden")) as server, pytest.raises(AccessDeniedError):
+        store_at(server).put("k", views(b"x"))
+    assert len(server.seen) == 1
+
+
+def serving(content: bytes, **answer: Any) -> Any:
+    def script(request: Seen, number: int) -> Answer:
+        start, _, end = request.headers["range"].removeprefix("bytes=").partition("-")
+        body = content[int(start) : int(end) + 1]
+        headers = {"Content-Range": f"bytes {start}-{end}/{len(content)}", "x-goog-generation": "7"}
+        return Answer(206, headers, body, **answer)
+
+    return script
+
+
+def test_connections_are_used_again_after_each_body() -> None:
+    content = os.urandom(500_000)
+    with scripted(serving(content)) as server:
+        store = store_at(server)
+        for _ in range(20):
+            data = bytearray(len(content))
+            store.read_into("k", 0, views(data))
+            assert data == content
+    assert (len(server.seen), server.connections) == (20, 1)
+
+
+@pytest.mark.parametrize("cut", [0, 1, 250_000, 499_999])
+def test_a_body_that_breaks_off_is_transient_and_its_connection_is_not_used_again(cut: int) -> None:
+    content = os.urandom(500_000)
+    whole = serving(content)
+
+    def script(request: Seen, number: int) -> Answer:
+        answer: Answer = whole(request, number)
+        answer.cut = cut if number == 0 else None
+        return answer
+
+    with scripted(script) as server:
+        store = store_at(server)
+        data = bytearray(len(content))
+        with pytest.raises(TransientStoreError, match="gs://bucket/k"):
+            store.read_into("k", 0, views(data))
+        store.read_into("k", 0, views(data))
+        assert data == content
+    assert server.connections == 2
+
+
+def test_a_body_without_a_length_is_received_by_the_public_way() -> None:
+    content = os.urandom(300_000)
+    with scripted(serving(content, chunked=True)) as server:
+        data = bytearray(200_000)
+        store_at(server).read_into("k", 50_000, views(data))
+    assert data == content[50_000:250_000]
+
+
+def test_a_store_that_ignores_ranges_is_found_out() -> None:
+    with scripted(lambda request, number: Answer(200, {}, b"x" * 100)) as server:
+        for offset, size in ((10, 20), (0, 20)):
+            with pytest.raises(StoreError, match="ignored the range"):
+                store_at(server).read_into("k", offset, views(bytearray(size)))
+
+
+# Failures
+
+
+@pytest.mark.parametrize(
+    ("status", "reason", "kind"),
+    [
+        (400, "invalid", StoreError),
+        (400, "userProjectMissing", AccessDeniedError),
+        (401, "authError", CredentialsError),
+        (403, "forbidden", AccessDeniedError),
+        (403, "rateLimitExceeded", ThrottledError),
+        (408, "uploadBrokenConnection", TransientStoreError),
+        (409, "conflict", TransientStoreError),
+        (412, "conditionNotMet", PreconditionFailedError),
+        (416, "requestedRangeNotSatisfiable", CorruptDataError),
+        (429, "rateLimitExceeded", ThrottledError),
+        (500, "backendError", TransientStoreError),
+        (502, "", TransientStoreError),
+        (503, "backendError", ThrottledError),
+    ],
+)
+def test_each_reply_becomes_the_kind_of_error_that_says_the_same(
+    status: int, reason: str, kind: type[StoreError]
+) -> None:
+    with scripted(lambda request, number: error(status, reason)) as server, pytest.raises(kind) as caught:
+        store_at(server, max_attempts=1).get("folder/the key")
+    found = caught.value
+    # Without credentials a 401 ends in google-auth, which cannot renew what is not there.
+    assert type(found) is kind
+    assert "objects.get" in found.message
+    assert found.url == "gs://bucket/folder/the key"
+    again = pickle.loads(pickle.dumps(found))
+    assert (type(again), str(again)) == (kind, str(found))
+    assert found.__cause__ is None
+    assert found.__context__ is None
+
+
+@pytest.mark.parametrize(
+    ("status", "code", "kind"),
+    [
+        (404, "NoSuchUpload", UploadNotFoundError),
+        (404, "NoSuchBucket", BucketNotFoundError),
+        (400, "BadDigest", CorruptDataError),
+        (403, "AccessDenied", AccessDeniedError),
+        (503, "SlowDown", ThrottledError),
+        (400, "EntityTooSmall", StoreError),
+        # An error may come under the status of a reply that had begun.
+        (200, "InternalError", TransientStoreError),
+    ],
+)
+def test_each_code_of_the_xml_api_becomes_the_kind_that_says_the_same(
+    status: int, code: str, kind: type[StoreError]
+) -> None:
+    said = f"<?xml version='1.0'?><Error><Code>{code}</Code><Message>as scripted</Message></Error>".encode()
+    with scripted(lambda request, number: Answer(status, {}, said)) as server:
+        store = store_at(server, max_attempts=1)
+        with pytest.raises(kind, match=code) as caught:
+            store.complete_multipart("k", "upload", [Part(1, 1, "e", 0)])
+    assert type(caught.value) is kind
+
+
+def test_a_missing_permission_is_named_and_says_what_a_trainer_needs() -> None:
+    said = "trainer@p.iam.gserviceaccount.com does not have storage.objects.create access to the object."
+    refused = error(403, "forbidden", said)
+    with scripted(lambda request, number: refused) as server, pytest.raises(AccessDeniedError) as caught:
+        store_at(server).put("k", views(b"x"))
+    assert said.rstrip(".") in caught.value.message
+    assert "storage.multipartUploads.create" in str(caught.value)
+
+
+def test_who_pays_is_asked_for_by_name() -> None:
+    missing = error(400, "userProjectMissing")
+    with scripted(lambda request, number: missing) as server, pytest.raises(AccessDeniedError, match="requester_pays="):
+        store_at(server).get("k")
+
+
+def test_a_missing_bucket_is_told_from_a_missing_object_and_asked_for_once(gcs: GCSServer) -> None:
+    nowhere = GCSStore("no-such-bucket-here", GCSOptions.from_storage_options(gcs.options))
+    upload = gcs_composed.create()
+    for call in (
+        lambda: nowhere.put("k", views(b"x")),
+        lambda: nowhere.get("k"),
+        lambda: nowhere.head("k"),
+        lambda: nowhere.put_part("k", upload, 1, views(b"x")),
+        lambda: list(nowhere.list("")),
+        lambda: nowhere.delete(["k"]),
+    ):
+        with pytest.raises(BucketNotFoundError, match="gs://no-such-bucket-here"):
+            call()
+
+    def script(request: Seen, number: int) -> Answer:
+        return reply({"kind": "storage#objects"}) if request.path.endswith("/o") else error(404, "notFound")
+
+    with scripted(script) as server:
+        for _ in range(3):
+            with pytest.raises(ObjectNotFoundError):
+                store_at(server).get("k")
+    assert [request.path.endswith("/o") for request in server.seen] == [False, True, False, False]
+
+
+def test_who_may_not_list_is_told_that_the_object_is_missing() -> None:
+    def script(request: Seen, number: int) -> Answer:
+        return error(403, "forbidden") if request.path.endswith("/o") else error(404, "notFound")
+
+    with scripted(script) as server, pytest.raises(ObjectNotFoundError):
+        store_at(server).get("k")
+
+
+def test_an_emulator_that_is_not_there_is_an_endpoint_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    import servers
+
+    monkeypatch.setenv("STORAGE_EMULATOR_HOST", f"127.0.0.1:{servers.free_port()}")
+    with pytest.raises(EndpointError, match="STORAGE_EMULATOR_HOST") as caught:
+        GCSStore("bucket", GCSOptions(max_attempts=2)).get("k")
+    assert caught.value.__context__ is None
+
+
+def test_a_silent_server_is_a_transient_error_after_the_read_timeout() -> None:
+    release = threading.Event()
+
+    def silent(request: Seen, number: int) -> Answer:
+        release.wait(20)
+        return Answer(drop=True)
+
+    with scripted(silent) as server:
+        client = gcs_client.build_client(store_at(server).options)
+        with pytest.raises(TransientStoreError, match="ReadTimeout"):
+            client.request("GET", "/x", operation="objects.get", url="gs://bucket/k", timeout=0.2)
+        release.set()
+
+
+# Conditions and pins
+
+
+def test_a_pinned_read_of_an_object_that_is_gone_says_that_it_is_gone(gcs: GCSServer) -> None:
+    store = store_on(gcs)
+    written = store.put("k", views(b"12345"))
+    store.delete(["k"])
+    with pytest.raises(ObjectNotFoundError):
+        store.read_into("k", 0, views(bytearray(5)), if_match=written.etag)
+
+
+@pytest.mark.parametrize("etag", ["0", "0" * 32, "d41d8cd98f00b204e9800998ecf8427e", "9" * 19, "-1", "²"])
+def test_an_etag_of_another_store_matches_no_object_here(gcs: GCSServer, etag: str) -> None:
+    store = store_on(gcs)
+    store.put("k", views(b"12345"))
+    with pytest.raises(PreconditionFailedError):
+        store.read_into("k", 0, views(bytearray(5)), if_match=etag)
+    with pytest.raises(PreconditionFailedError):
+        store.put("k", views(b"other"), if_match=etag)
+    assert store.get("k")[0] == b"12345"
+
+
+# Batches
+
+
+def batch(request: Seen, answers: dict[str, tuple[int, str]]) -> Answer:
+    """A reply to a batch: for the last part of each path, a status and a reason."""
+    parts = []
+    for number, path in re.findall(rb"Content-ID: <call\+(\d+)>\r\n\r\nDELETE (\S+) HTTP/1.1", request.body):
+        status, reason = answers[path.decode().partition("?")[0].rpartition("/")[2]]
+        content = error(status, reason).body.decode() if status >= 400 else ""
+        parts.append(
+            f"--b_oundary\r\nContent-Type: application/http\r\nContent-ID: <response-call+{number.decode()}>\r\n\r\n"
+            f"HTTP/1.1 {status} Said\r\nContent-Length: {len(content)}\r\n\r\n{content}\r\n"
+        )
+    body = "".join(reversed(parts)) + "--b_oundary--\r\n"
+    return Answer(200, {"Content-Type": 'multipart/mixed; boundary="b_oundary"'}, body.encode())
+
+
+def test_a_batched_delete_reports_each_key_that_stays_and_tries_again_what_may_pass() -> None:
+    answers = {"a": (204, ""), "b": (403, "forbidden"), "c": (404, "notFound"), "d": (503, "backendError")}
+
+    def script(request: Seen, number: int) -> Answer:
+        if number == 2:
+            answers["d"] = (204, "")
+        return reply({}) if request.path.endswith("/o") else batch(request, answers)
+
+    with scripted(script) as server:
+        failures = store_at(server, requester_pays="payer").delete(["a", "b", "c", "d"])
+    assert [(failure.key, failure.code) for failure in failures] == [("b", "forbidden")]
+    sent = [re.findall(rb"DELETE \S+/(\w)\?userProject=payer ", request.body) for request in server.seen]
+    assert sent == [[b"a", b"b", b"c", b"d"], [b"d"], [b"d"]]
+
+
+def test_calls_of_a_batch_that_get_no_answer_are_sent_again() -> None:
+    def script(request: Seen, number: int) -> Answer:
+        return batch(request, {"a": (204, ""), "b": (204, "")}) if number else Answer(200, {}, b"")
+
+    with scripted(script) as server:
+        assert store_at(server).delete(["a", "b"]) == []
+    assert len(server.seen) == 2
+
+
+# Objects that are composed
+
+
+def test_more_parts_than_one_request_takes_are_composed_in_groups(gcs: GCSServer) -> None:
+    store = store_on(gcs)
+    upload = store.create_multipart("run/k")
+    bodies = {number: os.urandom(100 + number) for number in range(1, 71)}
+
+    def send(number: int) -> Part:
+        return store.put_part("run/k", upload, number, views(bodies[number]), crc32c=checksums.crc32c(bodies[number]))
+
+    with ThreadPoolExecutor(4) as pool:
+        parts = list(pool.map(send, bodies))
+    assert [one.key for one in store.list_multipart("run/")] == ["run/k"]
+    assert next(store.list_multipart("")).started == pytest.approx(store.put("now", views(b"")).modified, abs=600)
+    info = store.complete_multipart("run/k", upload, parts)
+    assert store.get("run/k")[0] == b"".join(bodies.values())
+    assert info == store.head("run/k")
+    assert gcs.keys(store.bucket) == ["now", "run/k"]
+
+
+def test_components_that_were_left_are_named_after_their_object_and_found_by_its_prefix(gcs: GCSServer) -> None:
+    store = store_on(gcs)
+    uploads = [store.create_multipart(key) for key in ("run/data/one", "run/data/one", "run/data/two", "other")]
+    for key, upload in zip(("run/data/one", "run/data/one", "run/data/two", "other"), uploads, strict=True):
+        for number in (1, 2):
+            store.put_part(key, upload, number, views(b"x"))
+    assert all(name.startswith(("run/data/one.", "run/data/two.", "other.")) for name in gcs.keys(store.bucket))
+    found = [(one.key, one.upload_id) for one in store.list_multipart("run/")]
+    assert sorted(found) == sorted(zip(("run/data/one", "run/data/one", "run/data/two"), uploads[:3], strict=True))
+    assert list(store.list_multipart("run/data/one.bucketpoint-part-")) == []
+    assert list(store.list("")) == []
+    store.abort_multipart("run/data/one", uploads[0])
+    assert [one.upload_id for one in store.list_multipart("run/data/one")] == [uploads[1]]
+
+
+def test_an_upload_whose_components_a_sweep_removed_does_not_complete(gcs: GCSServer) -> None:
+    store = store_on(gcs)
+    upload = store.create_multipart("k")
+    parts = [store.put_part("k", upload, number, views(b"x")) for number in (1, 2)]
+    store.abort_multipart("k", upload)
+    with pytest.raises(StoreError):
+        store.complete_multipart("k", upload, parts)
+    assert gcs.keys(store.bucket) == []
+
+    def script(request: Seen, number: int) -> Answer:
+        return error(404, "notFound") if "compose" in request.path else reply({"kind": "storage#objects"})
+
+    # fake-gcs-server answers 500 for a component that is gone, and the service 404.
+    with scripted(script) as server, pytest.raises(UploadNotFoundError):
+        store_at(server).complete_multipart("k", upload, parts)
+
+
+def test_components_are_composed_by_the_generation_that_was_sent() -> None:
+    with scripted(lambda request, number: reply(OBJECT)) as server:
+        store = store_at(server)
+        upload = store.create_multipart("k")
+        part = store.put_part("k", upload, 1, views(b"12345"))
+        assert server.seen[0].path.startswith("/upload/")
+        store.complete_multipart("k", upload, [part])
+    composed = next(request for request in server.seen if request.path.endswith("/compose"))
+    assert [source["generation"] for source in json.loads(composed.body)["sourceObjects"]] == ["7"]
+
+
+def test_a_composed_object_that_is_not_the_sum_of_its_parts_is_refused_and_deleted() -> None:
+    def script(request: Seen, number: int) -> Answer:
+        if "batch" in request.path:
+            return batch(request, {"k": (204, "")})
+        return reply({**OBJECT, "crc32c": "AAAAAQ=="})
+
+    with scripted(script) as server:
+        store = store_at(server)
+        upload = store.create_multipart("k")
+        part = store.put_part("k", upload, 1, views(b"12345"))
+        with pytest.raises(CorruptDataError):
+            store.complete_multipart("k", upload, [part])
+    assert b"/o/k HTTP" in server.seen[-1].body
+
+
+def test_components_that_cannot_be_deleted_do_not_fail_the_upload(caplog: pytest.LogCaptureFixture) -> None:
+    def script(request: Seen, number: int) -> Answer:
+        return error(403, "forbidden") if "batch" in request.path else reply(OBJECT)
+
+    with scripted(script) as server, caplog.at_level(logging.WARNING):
+        store = store_at(server)
+        upload = store.create_multipart("k")
+        info = store.complete_multipart("k", upload, [store.put_part("k", upload, 1, views(b"12345"))])
+    assert info.etag == "7"
+    assert "until the next sweep" in caplog.text
+
+
+# Multipart uploads of the XML API
+
+
+def test_uploads_under_way_are_listed_page_by_page(gcs_xml: GCSServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(xml_api, "MAX_LISTED", 2)
+    store = store_on(gcs_xml)
+    begun = [(key, store.create_multipart(key)) for key in ("a/1", "a/1", "a/2", "a/3", "a/4", "b")]
+    assert [(one.key, one.upload_id) for one in store.list_multipart("a/")] == begun[:-1]
+    assert [one.started for one in store.list_multipart("b")] == [pytest.approx(1767323045.678)]
+
+
+def test_a_writer_of_multipart_uploads_finds_components_of_others_and_drops_them(gcs_xml: GCSServer) -> None:
+    store = store_on(gcs_xml)
+    composing = GCSStore(store.bucket, GCSOptions(**{**gcs_xml.options, "uploads": "compose"}))
+    left = composing.create_multipart("k")
+    composing.put_part("k", left, 1, views(b"x"))
+    own = store.create_multipart("k")
+    assert {one.upload_id for one in store.list_multipart("k")} == {left, own}
+    for upload in (left, own):
+        store.abort_multipart("k", upload)
+    assert list(store.list_multipart("")) == []
+    assert gcs_xml.keys(store.bucket) == []
+
+
+def test_a_multipart_object_that_is_not_the_sum_of_its_parts_is_refused_and_deleted() -> None:
+    completed = b"<CompleteMultipartUploadResult/>"
+
+    def script(request: Seen, number: int) -> Answer:
+        if "batch" in request.path:
+            return batch(request, {"k": (204, "")})
+        return Answer(200, {}, completed) if request.method == "POST" else reply({**OBJECT, "crc32c": "AAAAAQ=="})
+
+    with scripted(script) as server, pytest.raises(CorruptDataError):
+        store_at(server, uploads="xml").complete_multipart("k", "upload", [Part(1, 5, "e", 2)])
+    assert b"/o/k HTTP" in server.seen[-1].body
+
+
+# Copies
+
+
+def test_a_copy_that_takes_several_requests_goes_on_by_its_token_and_from_one_generation() -> None:
+    def script(request: Seen, number: int) -> Answer:
+        if request.method == "GET":
+            return reply({**OBJECT, "size": "11"})
+        if "rewriteToken=next" in request.target:
+            return reply({"done": True, "resource": {**OBJECT, "name": "t", "generation": "8", "size": "11"}})
+        return reply({"done": False, "rewriteToken": "next"})
+
+    with scripted(script) as server:
+        info = store_at(server, kms_key_name="key").copy("k", "t")
+    assert (info.key, info.size, info.etag) == ("t", 11, "8")
+    sent = [request.target for request in server.seen[1:]]
+    assert len(sent) == 2
+    assert all("ifSourceGenerationMatch=7" in target and "destinationKmsKeyName=key" in target for target in sent)
+
+
+def test_a_copy_between_two_buckets_of_one_service(gcs: GCSServer) -> None:
+    source, target = store_on(gcs), store_on(gcs)
+    source.put("k", views(b"content"))
+    assert target.shares_endpoint(source)
+    assert not target.shares_endpoint(GCSStore(source.bucket))
+    target.copy_from(source, source.head("k"), "copied/k")
+    assert target.get("copied/k")[0] == b"content"
+
+
+# Clients and processes
+
+
+def _read_in_child(store: GCSStore, parent_client: int, results: Any) -> None:
+    results.put((store.get("k")[0], id(gcs_client.client_for(store.options)) != parent_client))
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_a_child_process_makes_connections_of_its_own(gcs: GCSServer, method: Any) -> None:
+    store = store_on(gcs)
+    store.put("k", views(b"content"))
+    context = multiprocessing.get_context(method)
+    results = context.Queue()
+    parent_client = id(gcs_client.client_for(store.options)) if method == "fork" else 0
+    child = context.Process(target=_read_in_child, args=(store, parent_client, results))
+    child.start()
+    try:
+        content, own_client = results.get(timeout=240)
+    finally:
+        child.join(240)
+    assert content == b"content"
+    assert own_client
+    assert store.get("k")[0] == b"content"
+
+
+def test_threads_that_arrive_together_make_one_client(gcs: GCSServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[GCSOptions] = []
+    build = gcs_client.build_client
+
+    def counting(options: GCSOptions) -> Any:
+        made.append(options)
+        return build(options)
+
+    monkeypatch.setattr(gcs_client, "build_client", counting)
+    options = GCSOptions.from_storage_options({**gcs.options, "user_agent": os.urandom(4).hex()})
+    start = threading.Barrier(6)
+
+    def arrive(_: int) -> Any:
+        start.wait()
+        return gcs_client.client_for(options)
+
+    with ThreadPoolExecutor(6) as pool:
+        clients = list(pool.map(arrive, range(6)))
+    assert len(made) == 1
+    assert len({id(client) for client in clients}) == 1

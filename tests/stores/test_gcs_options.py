@@ -1,0 +1,385 @@
+"""Options: gcsfs's names mean what they mean there, each shows in the requests that are sent, and no secret shows."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qs, urlsplit
+
+import pytest
+from cryptography.hazmat.primitives import serialization
+from cryptography.hazmat.primitives.asymmetric import rsa
+
+pytest.importorskip("google.cloud.storage")
+
+from bucketpoint.errors import AccessDeniedError, BucketpointError, CredentialsError, EndpointError
+from bucketpoint.stores import GCSOptions, GCSStore, Part, gcs_client, gcs_composed, open_store
+from gcs_server import GCSServer
+from stores.scripted import Answer, ScriptedServer, Seen, scripted
+
+pytestmark = pytest.mark.contract
+
+OBJECT = {"name": "k", "size": "5", "generation": "7"}
+CREATED = b"<InitiateMultipartUploadResult><UploadId>up</UploadId></InitiateMultipartUploadResult>"
+COMPLETED = b"<CompleteMultipartUploadResult/>"
+KMS_KEY = "projects/p/locations/eu/keyRings/r/cryptoKeys/k"
+
+
+def views(*chunks: bytes | bytearray) -> list[memoryview]:
+    return [memoryview(chunk) for chunk in chunks]
+
+
+def reply(content: Any) -> Answer:
+    return Answer(200, {"Content-Type": "application/json"}, json.dumps(content).encode())
+
+
+def answer(request: Seen, number: int) -> Answer:
+    if request.path == "/token":
+        return reply({"access_token": "ya29.hush", "expires_in": 3600, "token_type": "Bearer"})
+    if "range" in request.headers:
+        return Answer(206, {"Content-Range": "bytes 0-4/5"}, b"12345")
+    if "uploads" in request.target and request.method == "POST" and request.path == "/bucket/k":
+        return Answer(200, {}, CREATED)
+    if "uploadId" in request.target:
+        return Answer(200, {"ETag": '"e"'}, COMPLETED)
+    if "rewriteTo" in request.path:
+        return reply({"done": True, "resource": OBJECT})
+    return reply(OBJECT)
+
+
+def sent_by_each_operation(**options: Any) -> dict[str, Seen]:
+    """What each operation puts on the wire under these options: the last request of it."""
+    with scripted(answer) as server:
+        store = GCSStore(
+            "bucket", GCSOptions(**{"token": "anon", "endpoint_url": server.endpoint, "max_attempts": 1, **options})
+        )
+        part = Part(1, 5, "7", None)
+        composed = gcs_composed.create()
+        operations: dict[str, tuple[str, Callable[[], Any]]] = {
+            "put": ("/upload/storage/v1/b/bucket/o", lambda: store.put("k", views(b"x"))),
+            "create": ("/bucket/k", lambda: store.create_multipart("k")),
+            "part": ("/bucket/k", lambda: store.put_part("k", "up", 1, views(b"x"))),
+            "complete": ("/bucket/k", lambda: store.complete_multipart("k", "up", [part])),
+            "abort": ("/bucket/k", lambda: store.abort_multipart("k", "up")),
+            "component": ("/upload/", lambda: store.put_part("k", composed, 1, views(b"x"))),
+            "compose": ("/compose", lambda: store.complete_multipart("k", composed, [part])),
+            "read": ("/download/", lambda: store.read_into("k", 0, views(bytearray(5)))),
+            "head": ("/storage/v1/b/bucket/o/k", lambda: store.head("k")),
+            "copy": ("/rewriteTo/", lambda: store.copy("k", "c")),
+            "list": ("/storage/v1/b/bucket/o", lambda: list(store.list(""))),
+        }
+        sent = {}
+        for name, (path, call) in operations.items():
+            before = len(server.seen)
+            call()
+            sent[name] = next(request for request in server.seen[before:] if path in request.path)
+        return sent
+
+
+def query(request: Seen) -> dict[str, list[str]]:
+    return parse_qs(urlsplit(request.target).query)
+
+
+def json_of(request: Seen) -> dict[str, Any]:
+    """The JSON of a request, or of the first part of an upload."""
+    body = request.body
+    found: dict[str, Any] = json.loads(body.split(b"\r\n\r\n")[1].split(b"\r\n--")[0] if body[:2] == b"--" else body)
+    return found
+
+
+# Names and values
+
+
+def test_the_names_of_gcsfs_are_taken_and_what_only_tunes_it_is_ignored() -> None:
+    theirs = {"project": "p", "token": "anon", "requester_pays": True, "endpoint_url": "http://127.0.0.1:1"}
+    tuning = {
+        "access": "full_control",
+        "block_size": 1,
+        "consistency": "none",
+        "cache_timeout": 1,
+        "version_aware": True,
+    }
+    more = {"check_connection": False, "default_location": "EU", "asynchronous": False, "loop": None, "batch_size": 2}
+    found = GCSOptions.from_storage_options({**theirs, **tuning, **more})
+    assert found == GCSOptions(project="p", token="anon", requester_pays=True, endpoint_url="http://127.0.0.1:1")
+    assert GCSOptions.from_storage_options(None) == GCSOptions()
+
+
+def test_unknown_options_and_values_are_named() -> None:
+    with pytest.raises(BucketpointError, match=r"projct, tokn.*connections"):
+        GCSOptions.from_storage_options({"tokn": "anon", "projct": "p"})
+    with pytest.raises(BucketpointError, match="uploads='multipart'"):
+        GCSOptions(uploads="multipart")
+    with pytest.raises(BucketpointError, match="gcloud auth application-default login"):
+        GCSOptions(token="browser")
+    with pytest.raises(BucketpointError, match="requester_pays="):
+        GCSOptions(requester_pays=True)
+    with pytest.raises(BucketpointError, match="max_attempts must be at least 1"):
+        GCSOptions(max_attempts=0)
+
+
+def test_large_objects_are_multipart_uploads_at_google_and_composed_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert GCSOptions().multipart
+    assert not GCSOptions(uploads="compose").multipart
+    assert not GCSOptions(endpoint_url="http://127.0.0.1:1").multipart
+    assert GCSOptions(endpoint_url="https://storage.europe-west1.rep.googleapis.com", uploads="xml").multipart
+    monkeypatch.setenv("STORAGE_EMULATOR_HOST", "127.0.0.1:4443")
+    assert not GCSOptions().multipart
+
+
+def test_a_bucket_at_google_is_known_by_its_name_and_one_elsewhere_by_its_endpoint(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert GCSStore("b").identity == "gs://b"
+    assert GCSStore("b", GCSOptions(endpoint_url="http://me:hush@h:1/")).identity == "http://h:1/b"
+    monkeypatch.setenv("STORAGE_EMULATOR_HOST", "127.0.0.1:4443")
+    assert GCSStore("b").identity == "http://127.0.0.1:4443/b"
+
+
+def test_opening_a_store_makes_no_request_and_no_client(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(_: object) -> object:
+        raise AssertionError("a client was made")
+
+    monkeypatch.setattr(gcs_client, "build_client", refuse)
+    store, prefix = open_store("gs://bucket/run [1]/*/x/", storage_options={"token": "anon"})
+    assert isinstance(store, GCSStore)
+    assert (store.bucket, prefix) == ("bucket", "run [1]/*/x")
+    assert isinstance(open_store("gcs://bucket/x")[0], GCSStore)
+
+
+def test_without_the_library_a_url_goes_to_gcsfs_or_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(BucketpointError, match=r"pip install 'bucketpoint\[gcs\]'"):
+        open_store("gs://bucket/x")
+
+
+# What is sent
+
+
+def test_who_pays_is_said_with_every_request() -> None:
+    for options in ({"requester_pays": "payer"}, {"requester_pays": True, "project": "payer"}):
+        for name, request in sent_by_each_operation(**options, uploads="xml").items():
+            if request.path == "/bucket/k":
+                assert request.headers["x-goog-user-project"] == "payer", name
+            else:
+                assert query(request)["userProject"] == ["payer"], name
+    for request in sent_by_each_operation(project="payer", uploads="xml").values():
+        assert "payer" not in request.target + str(request.headers)
+
+
+def test_a_kms_key_goes_with_what_makes_an_object_and_with_nothing_else() -> None:
+    sent = sent_by_each_operation(kms_key_name=KMS_KEY, uploads="xml")
+    assert query(sent["put"])["kmsKeyName"] == [KMS_KEY]
+    assert query(sent["component"])["kmsKeyName"] == [KMS_KEY]
+    assert query(sent["compose"])["kmsKeyName"] == [KMS_KEY]
+    assert query(sent["copy"])["destinationKmsKeyName"] == [KMS_KEY]
+    assert sent["create"].headers["x-goog-encryption-kms-key-name"] == KMS_KEY
+    for name in ("part", "complete", "abort", "read", "head", "list"):
+        assert "kms" not in sent[name].target.lower() + str(sent[name].headers).lower()
+
+
+def test_a_storage_class_goes_with_what_makes_an_object_and_not_with_components() -> None:
+    sent = sent_by_each_operation(storage_class="NEARLINE", uploads="xml")
+    assert json_of(sent["put"])["storageClass"] == "NEARLINE"
+    assert json_of(sent["compose"])["destination"]["storageClass"] == "NEARLINE"
+    assert json_of(sent["copy"])["storageClass"] == "NEARLINE"
+    assert sent["create"].headers["x-goog-storage-class"] == "NEARLINE"
+    # Those live for minutes, and an early deletion costs the minimum of their class.
+    assert "storageClass" not in json_of(sent["component"])
+
+
+def test_a_checksum_goes_with_every_body() -> None:
+    sent = sent_by_each_operation(uploads="xml")
+    assert json_of(sent["put"])["crc32c"] == json_of(sent["component"])["crc32c"]
+    assert sent["part"].headers["x-goog-hash"] == f"crc32c={json_of(sent['put'])['crc32c']}"
+
+
+def test_the_user_agent_names_us_the_user_and_the_library() -> None:
+    agent = sent_by_each_operation(user_agent="my-job/1", uploads="xml")["head"].headers["user-agent"]
+    assert agent.startswith("bucketpoint/")
+    assert " my-job/1 google-cloud-storage/" in agent
+
+
+# Credentials
+
+
+@pytest.fixture(scope="module")
+def private_key() -> str:
+    key = rsa.generate_private_key(public_exponent=65537, key_size=2048)
+    form = (serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
+    return key.private_bytes(*form).decode()
+
+
+def service_account(server: ScriptedServer, private_key: str) -> dict[str, str]:
+    return {
+        "type": "service_account",
+        "project_id": "p",
+        "private_key_id": "1",
+        "private_key": private_key,
+        "client_email": "trainer@p.iam.gserviceaccount.com",
+        "token_uri": f"{server.endpoint}/token",
+    }
+
+
+@pytest.mark.parametrize("way", ["dict", "path", "environment"])
+def test_a_service_account_signs_in_once_and_its_token_goes_with_every_request(
+    way: str, private_key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with scripted(answer) as server:
+        account = service_account(server, private_key)
+        path = tmp_path / "account.json"
+        path.write_text(json.dumps(account))
+        token: Any = {"dict": account, "path": str(path), "environment": None}[way]
+        if way == "environment":
+            monkeypatch.setenv("GOOGLE_APPLICATION_CREDENTIALS", str(path))
+        # Application default credentials are found for any token, so each of these is a client of its own.
+        options = GCSOptions(token=token, endpoint_url=server.endpoint, user_agent=way)
+        store = GCSStore("bucket", options)
+        store.put("k", views(b"x"))
+        store.head("k")
+        store.delete([])
+    assert [request.path == "/token" for request in server.seen] == [True, False, False]
+    assert all(request.headers["authorization"] == "Bearer ya29.hush" for request in server.seen[1:])
+    assert "hush" not in repr(store)
+    assert "PRIVATE" not in repr(store)
+
+
+def test_a_workload_signs_in_by_federation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "subject").write_text("from-the-cluster")
+    with scripted(answer) as server:
+        config = {
+            "type": "external_account",
+            "audience": "//iam.googleapis.com/projects/1/locations/global/workloadIdentityPools/pool/providers/x",
+            "subject_token_type": "urn:ietf:params:oauth:token-type:jwt",
+            "token_url": f"{server.endpoint}/token",
+            "credential_source": {"file": str(tmp_path / "subject")},
+        }
+        path = tmp_path / "workload.json"
+        path.write_text(json.dumps(config))
+        monkeypatch.setenv("GOOGLE_APPLICATION_CREDENTIALS", str(path))
+        GCSStore("bucket", GCSOptions(endpoint_url=server.endpoint)).head("k")
+    assert b"from-the-cluster" in server.seen[0].body
+    assert server.seen[1].headers["authorization"] == "Bearer ya29.hush"
+
+
+def test_a_token_that_is_refused_is_renewed_and_the_whole_body_sent_again(private_key: str) -> None:
+    def script(request: Seen, number: int) -> Answer:
+        return Answer(401, {}, b"{}") if number == 1 else answer(request, number)
+
+    body = b"x" * 300_000
+    with scripted(script) as server:
+        account = service_account(server, private_key)
+        GCSStore("bucket", GCSOptions(token=account, endpoint_url=server.endpoint)).put("k", views(body))
+    assert [request.path == "/token" for request in server.seen] == [True, False, True, False]
+    assert body in server.seen[1].body
+    assert body in server.seen[3].body
+
+
+def test_credentials_that_are_refused_or_not_there_are_credentials_errors(
+    private_key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refused = Answer(400, {"Content-Type": "application/json"}, b'{"error": "invalid_grant"}')
+    with scripted(lambda request, number: refused) as server:
+        store = GCSStore("bucket", GCSOptions(token=service_account(server, private_key), endpoint_url=server.endpoint))
+        with pytest.raises(CredentialsError, match="gcloud auth application-default login") as caught:
+            store.put("k", views(b"x"))
+    assert "PRIVATE" not in str(caught.value)
+    assert caught.value.__context__ is None
+    nowhere = {"endpoint_url": "http://127.0.0.1:9", "max_attempts": 1}
+    broken = tmp_path / "broken.json"
+    broken.write_text('{"type": "service_account", "private_key": "hush"}')
+    for token in (None, str(tmp_path / "absent.json"), str(broken), {"type": "service_account"}):
+        with pytest.raises(CredentialsError) as caught:
+            GCSStore("bucket", GCSOptions(token=token, **nowhere)).get("k")
+        assert "hush" not in str(caught.value)
+    monkeypatch.setenv("GOOGLE_APPLICATION_CREDENTIALS", str(tmp_path / "absent.json"))
+    with pytest.raises(CredentialsError, match=r"absent\.json"):
+        GCSStore("bucket", GCSOptions(**nowhere, user_agent="absent")).get("k")
+
+
+def test_credentials_of_the_programs_own_are_used() -> None:
+    from google.oauth2.credentials import Credentials
+
+    soon = datetime.datetime.now(datetime.timezone.utc).replace(tzinfo=None) + datetime.timedelta(hours=1)
+    with scripted(answer) as server:
+        own = Credentials("hush-own", expiry=soon)
+        GCSStore("bucket", GCSOptions(token=own, endpoint_url=server.endpoint)).head("k")
+    assert server.seen[0].headers["authorization"] == "Bearer hush-own"
+
+
+def test_anonymous_requests_carry_no_credentials_and_say_when_that_is_not_enough() -> None:
+    assert all("authorization" not in request.headers for request in sent_by_each_operation(uploads="xml").values())
+    denied = Answer(403, {}, json.dumps({"error": {"message": "Anonymous caller", "errors": []}}).encode())
+    with scripted(lambda request, number: denied) as server, pytest.raises(AccessDeniedError, match="Anonymous"):
+        GCSStore("bucket", GCSOptions(token="anon", endpoint_url=server.endpoint)).get("k")
+
+
+def test_the_environment_alone_is_enough(gcs: GCSServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    bucket = gcs.make_bucket()
+    for host in (gcs.endpoint, gcs.endpoint.removeprefix("http://")):
+        monkeypatch.setenv("STORAGE_EMULATOR_HOST", host)
+        GCSStore(bucket).put("k", views(b"x"))
+        assert gcs.read(bucket, "k") == b"x"
+
+
+def test_credentials_never_go_in_clear_over_a_network() -> None:
+    for endpoint in ("http://10.0.0.1:4443", "http://store.internal"):
+        with pytest.raises(EndpointError, match="in clear"):
+            gcs_client.build_client(GCSOptions(token={"type": "service_account"}, endpoint_url=endpoint))
+        gcs_client.build_client(GCSOptions(token="anon", endpoint_url=endpoint))
+    with pytest.raises(EndpointError, match="not a URL"):
+        gcs_client.build_client(GCSOptions(token="anon", endpoint_url="localhost:4443"))
+    with pytest.raises(EndpointError, match="CA bundle"):
+        gcs_client.build_client(GCSOptions(token="anon", ca_bundle="/nowhere.pem"))
+
+
+def test_options_pickle_as_names_and_places_and_never_with_what_is_secret(private_key: str) -> None:
+    options = GCSOptions(token="/etc/account.json", project="p", kms_key_name=KMS_KEY)
+    again = pickle.loads(pickle.dumps(options))
+    assert again == options
+    assert again.cache_key() == options.cache_key()
+    held = GCSOptions(token={"private_key": private_key})
+    assert "PRIVATE" not in repr(held)
+    with pytest.raises(BucketpointError, match="path of a credentials file"):
+        pickle.dumps(held)
+    assert hash(held.cache_key()) != hash(GCSOptions(token={"private_key": "other"}).cache_key())
+
+
+def test_the_certificates_to_trust_may_be_an_option_and_others_are_refused(tmp_path: Path) -> None:
+    import ssl
+    import threading
+    from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+    import servers
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            body = json.dumps(OBJECT).encode()
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    authority = servers.make_certificates(tmp_path)
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(tmp_path / "public.crt", tmp_path / "private.key")
+    server.socket = context.wrap_socket(server.socket, server_side=True)
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    try:
+        base = {"token": "anon", "endpoint_url": f"https://127.0.0.1:{server.server_port}", "max_attempts": 1}
+        assert GCSStore("bucket", GCSOptions(**base, ca_bundle=str(authority))).head("k").etag == "7"
+        with pytest.raises(EndpointError, match="SSL"):
+            GCSStore("bucket", GCSOptions(**base)).head("k")
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
