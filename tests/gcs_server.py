@@ -60,6 +60,9 @@ class GCSServer:
     def read(self, bucket: str, key: str) -> bytes:
         return self.ask("GET", f"/storage/v1/b/{bucket}/o/{quote(key, safe='')}?alt=media")
 
+    def generation(self, bucket: str, key: str) -> str:
+        return str(json.loads(self.ask("GET", f"/storage/v1/b/{bucket}/o/{quote(key, safe='')}"))["generation"])
+
     def write(self, bucket: str, key: str, body: bytes) -> None:
         path = f"/upload/storage/v1/b/{bucket}/o?uploadType=media&name={quote(key, safe='')}"
         self.ask("POST", path, body, "application/octet-stream")

@@ -34,12 +34,15 @@ MIB = 1 << 20
 PARTS = TransferOptions(part_bytes=5 * MIB, single_put_bytes=5 * MIB)
 
 
-@pytest.fixture(params=["moto", "minio", "local", "memory"])
+@pytest.fixture(params=["moto", "minio", "gcs", "local", "memory"])
 def run(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     """A run's root URL and its storage options."""
     if request.param in ("moto", "minio"):
         server = request.getfixturevalue(request.param)
         yield f"s3://{server.make_bucket()}/team/run", {"storage_options": server.options}
+    elif request.param == "gcs":
+        server = request.getfixturevalue(request.param)
+        yield f"gs://{server.make_bucket()}/team/run", {"storage_options": server.options}
     elif request.param == "local":
         yield f"{tmp_path}/run", {}
     else:

@@ -52,7 +52,7 @@ def program(capsys: pytest.CaptureFixture[str]) -> Program:
     return call
 
 
-@pytest.fixture(params=["moto", "minio", "file", "memory"])
+@pytest.fixture(params=["moto", "minio", "gcs", "file", "memory"])
 def root(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> str:
     """The URL of an empty place on each kind of store, reached as a person would: by the environment."""
     if request.param == "file":
@@ -62,7 +62,7 @@ def root(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_pa
     server = request.getfixturevalue(request.param)
     for name, value in server.env.items():
         monkeypatch.setenv(name, value)
-    return f"s3://{server.make_bucket()}/runs"
+    return f"{'gs' if request.param == 'gcs' else 's3'}://{server.make_bucket()}/runs"
 
 
 def state(value: float = 1.0) -> dict[str, Any]:
