@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from bucketpoint import BucketReader, BucketWriter, S3Reader, S3Writer
-from bucketpoint.dcp.reader import GCSReader
-from bucketpoint.dcp.writer import GCSWriter
+from bucketpoint.dcp import GCSReader, GCSWriter
 from gcs_server import GCSServer
 from servers import S3Server
 

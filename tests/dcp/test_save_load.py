@@ -1,4 +1,4 @@
-"""Saving and loading in one process, on real servers of S3 and GCS: what was saved comes back, bit for bit, by either library."""
+"""Saving and loading in one process, on real servers: what was saved comes back, bit for bit, by either library."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from servers import S3Server
 pytestmark = pytest.mark.contract
 
 
-@pytest.fixture(params=["moto", "minio", "gcs", "gcs_xml"])
+@pytest.fixture(params=["moto", "minio", "gcs"])
 def service(request: pytest.FixtureRequest) -> Service:
     return Service(request.getfixturevalue(request.param))
 

@@ -4,14 +4,16 @@ from bucketpoint.dcp.async_save import SaveHandle, async_save
 from bucketpoint.dcp.cooperative import Bandwidths
 from bucketpoint.dcp.planner import LoadPlanner
 from bucketpoint.dcp.rank_state import rank_state, saved_ranks
-from bucketpoint.dcp.reader import BucketReader, S3Reader
+from bucketpoint.dcp.reader import BucketReader, GCSReader, S3Reader
 from bucketpoint.dcp.save_planner import SavePlanner
-from bucketpoint.dcp.writer import BucketWriter, S3Writer
+from bucketpoint.dcp.writer import BucketWriter, GCSWriter, S3Writer
 
 __all__ = [
     "Bandwidths",
     "BucketReader",
     "BucketWriter",
+    "GCSReader",
+    "GCSWriter",
     "LoadPlanner",
     "S3Reader",
     "S3Writer",
