@@ -495,6 +495,16 @@ def test_a_multipart_object_that_is_not_the_sum_of_its_parts_is_refused_and_dele
     assert b"/o/k HTTP" in server.seen[-1].body
 
 
+def test_who_may_only_write_completes_an_upload_without_learning_its_generation() -> None:
+    def script(request: Seen, number: int) -> Answer:
+        made = Answer(200, {}, b"<CompleteMultipartUploadResult/>")
+        return made if request.method == "POST" else error(403, "forbidden")
+
+    with scripted(script) as server:
+        info = store_at(server, uploads="xml").complete_multipart("k", "upload", [Part(1, 5, "e", 2)])
+    assert (info.size, info.etag) == (5, None)
+
+
 # Copies
 
 

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from bucketpoint.errors import BucketpointError, InvalidURLError
 from bucketpoint.stores import FsspecStore, LocalStore, S3Store, accepts_url, open_store, parse_url
+from bucketpoint.stores.open import GCS_SCHEMES
 
 keys = st.text(st.characters(exclude_categories=["Cs"]), min_size=1).filter(lambda key: not key.endswith("/"))
 buckets = st.from_regex(r"[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]", fullmatch=True)
@@ -53,6 +54,8 @@ def test_a_class_for_one_scheme_refuses_the_others_and_says_what_to_pass() -> No
         with pytest.raises(InvalidURLError, match="s3://"):
             open_store(url, schemes=("s3",))
         assert not accepts_url(url, ("s3",))
+    with pytest.raises(InvalidURLError, match=r"s3:// URLs.*gs:// or gcs://"):
+        open_store("s3://b/x", schemes=GCS_SCHEMES)
     assert accepts_url("s3://b/x", ("s3",))
     assert accepts_url(Path("/a/b"))
     assert not accepts_url("s3://")
