@@ -160,12 +160,12 @@ def _ending(handle: SaveHandle) -> Callable[[Future[Any]], None]:
         if error is None:
             handle.set_result(upload.result())
         else:
-            handle.set_exception(_as_ours(error, handle.url))
+            handle.set_exception(as_ours(error, handle.url))
 
     return end
 
 
-def _as_ours(error: BaseException, url: str | None) -> BaseException:
+def as_ours(error: BaseException, url: str | None) -> BaseException:
     """The first error of ours among the ranks', or one that says what DCP said."""
     if isinstance(error, BucketpointError):
         error.url = error.url or url
