@@ -70,6 +70,14 @@ test-xla: .venv-xla/$(STAMP) minio fake-gcs ## torch_xla's planners on virtual d
 		echo "== test-xla: nothing was tested, as torch_xla is not to be had here (see above)"; \
 	fi
 
+.PHONY: test-titan
+test-titan: .venv-titan/$(STAMP) minio ## torchtitan's trainer with our override, where the index has torchtitan
+	@if [ -e $< ]; then \
+		.venv-titan/bin/python -m pytest tests/titan $(ARGS); \
+	else \
+		echo "== test-titan: nothing was tested, as torchtitan is not to be had here (see above)"; \
+	fi
+
 .PHONY: lint
 lint: $(VENV)/$(STAMP) ## ruff, mypy, import directions, links of the documents
 	$(BIN)/ruff check
@@ -113,7 +121,7 @@ env: $(VENV)/$(STAMP) ## build the environment
 
 .PHONY: clean
 clean: ## delete environments, caches and builds, servers and uv too
-	rm -rf .venv .venv-torch-* .venv-xla .cache
+	rm -rf .venv .venv-torch-* .venv-xla .venv-titan .cache
 	rm -rf .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache build dist
 	find src tests tools examples bench sim -name __pycache__ -type d -prune -exec rm -rf {} +
 
@@ -125,6 +133,11 @@ XLA_PYTHON := >=3.10,<3.14
 .venv-xla/$(STAMP): pyproject.toml tools/make_env.py
 	@$(PYTHON3) tools/make_env.py .venv-xla --torch "2.9.*" --beside "torch_xla==2.9.*" \
 		--python "$(or $(PYTHON),$(XLA_PYTHON))"
+
+# torchtitan wants a newer Python than the rest. Where the index does not have it, as with torch_xla.
+TITAN_PYTHON := >=3.11,<3.15
+.venv-titan/$(STAMP): pyproject.toml tools/make_env.py
+	@$(PYTHON3) tools/make_env.py .venv-titan --beside "torchtitan>=0.3,<0.4" --python "$(or $(PYTHON),$(TITAN_PYTHON))"
 
 .venv-torch-%/$(STAMP): pyproject.toml tools/make_env.py
 	@$(PYTHON3) tools/make_env.py .venv-torch-$* --torch "$*" --python "$(PYTHON)"

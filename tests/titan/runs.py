@@ -1,0 +1,118 @@
+"""Runs of torchtitan's trainer: a process for each rank, forked from one that has imported it, as that takes long."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import re
+import signal
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from multiprocessing.context import ForkServerContext
+from pathlib import Path
+from typing import TypeVar
+
+from servers import free_port
+
+T = TypeVar("T")
+
+TIMEOUT_S = 400
+
+_LOSS = re.compile(r"step:\s*(\d+)\s+\S*?loss:\s*([0-9.]+)")
+_COLOUR = re.compile(r"\x1b\[[0-9;]*m")
+
+OURS = "bucketpoint.integrations.torchtitan.use"
+
+
+@dataclass(frozen=True)
+class Ran:
+    """What became of a run.
+
+    Attributes:
+        exits: of each rank; negative for the signal that ended it.
+        logs: of each rank, without colours.
+    """
+
+    exits: list[int | None]
+    logs: list[str]
+
+    @property
+    def losses(self) -> dict[int, float]:
+        """By step, as rank 0 saw them."""
+        return {int(step): float(loss) for step, loss in _LOSS.findall(self.logs[0])}
+
+    def succeeded(self) -> Ran:
+        assert self.exits == [0] * len(self.exits), "\n".join(log[-6000:] for log in self.logs)
+        return self
+
+
+def called(function: Callable[..., T], *args: object) -> T:
+    """What a function returns in a process where torchtitan is imported."""
+    with _context().Pool(1) as pool:
+        return pool.apply(function, args)
+
+
+def train(
+    assets: Path,
+    dump: Path,
+    *flags: str,
+    world: int = 1,
+    env: Mapping[str, str] | None = None,
+    dies_before_commit: bool = False,
+) -> Ran:
+    """Run `torchtitan.train` on so many ranks, and wait for its end.
+
+    Args:
+        flags: of its command line, besides the model and its data.
+        dies_before_commit: rank 0 is killed once the data of its first save is uploaded, before the checkpoint exists.
+    """
+    context = _context()
+    dump.mkdir(parents=True, exist_ok=True)
+    command = ["--module", "titan.debug_model", "--config", "on_cpu"]
+    command += ["--hf_assets_path", str(assets / "tokenizer"), "--dataloader.dataset_path", str(assets / "text")]
+    command += ["--dump_folder", str(dump), "--checkpoint.enable", *flags]
+    shared = {**(env or {}), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(world)}
+    logs = [dump / f"rank-{rank}.log" for rank in range(world)]
+    ranks = []
+    for rank, log in enumerate(logs):
+        own = {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank), "GLOO_SOCKET_IFNAME": "lo"}
+        arguments = (own, command, log, dies_before_commit and rank == 0)
+        ranks.append(context.Process(target=_rank, args=arguments))
+    for one in ranks:
+        one.start()
+    try:
+        for one in ranks:
+            one.join(TIMEOUT_S)
+    finally:
+        for one in ranks:
+            if one.is_alive():
+                one.kill()
+                one.join()
+    return Ran([one.exitcode for one in ranks], [_COLOUR.sub("", log.read_text(errors="replace")) for log in logs])
+
+
+def _context() -> ForkServerContext:
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["titan.cpu"])
+    return context
+
+
+def _rank(env: Mapping[str, str], command: Sequence[str], log: Path, dies: bool) -> None:
+    os.environ.update(env)
+    with log.open("wb") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    sys.argv = ["train", *command]
+    if dies:
+        _die_before_commit()
+    # Imported already, by the server that this process was forked from.
+    from titan.cpu import main
+
+    main()
+
+
+def _die_before_commit() -> None:
+    from bucketpoint.dcp import BucketWriter
+
+    BucketWriter.finish = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment, method-assign]
