@@ -1,4 +1,4 @@
-"""What tests have looked at in a process where torchtitan is imported."""
+"""What tests have looked at where torchtitan is imported, which is not in the process of the tests."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import os
 from dataclasses import asdict
 from typing import Any
 
-from bucketpoint.integrations.torchtitan import POLICY_VARIABLE, _policy_of
-from titan.cpu import BucketpointManager
-
 
 def policies(configs: list[dict[str, Any]], variable: str | None = None) -> list[dict[str, Any]]:
     """The policies that options of torchtitan's stand for."""
+    from bucketpoint.integrations.torchtitan import POLICY_VARIABLE, _policy_of
+    from titan.cpu import BucketpointManager
+
     os.environ.pop(POLICY_VARIABLE, None)
     if variable is not None:
         os.environ[POLICY_VARIABLE] = variable
