@@ -54,6 +54,10 @@ def left_of(store: MemoryStore, step: int) -> list[str]:
     return [key for key in store.objects if f"/step-{step}/" in key or f"{step:016d}" in key]
 
 
+def records_of(store: MemoryStore, step: int) -> list[str]:
+    return [key for key in left_of(store, step) if "/steps/" in key and "__tombstone__" not in key]
+
+
 def steps_of(catalog: Catalog) -> list[int]:
     return [row.step for row in catalog.snapshot().rows()]
 

@@ -176,7 +176,7 @@ def test_three_pruners_at_once_some_of_them_killed_end_where_one_does(
     assert len(state(catalog)[0]) < full
 
     # Three at once, none of which the lock holds back for long. The trainer saves meanwhile.
-    worker = PruneWorker(catalog, policy, holder="trainer")
+    worker = PruneWorker(catalog, policy)
     over = threading.Event()
 
     def expiring() -> None:
