@@ -6,11 +6,8 @@ what is there, and what is kept. `docs/torchtitan.md` says how it is used.
 
 from __future__ import annotations
 
-import functools
 import logging
 import os
-import socket
-import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -28,15 +25,14 @@ from torchtitan.tools import filesystem
 from torchtitan.tools.utils import GarbageCollection
 
 from bucketpoint.catalog import notes
-from bucketpoint.catalog.catalog import open_catalog
 from bucketpoint.catalog.choose import Choice, choices
 from bucketpoint.catalog.policy_file import read_policy
-from bucketpoint.catalog.pruning import PruneWorker
+from bucketpoint.catalog.pruning import worker_of
+from bucketpoint.catalog.run import open_run
 from bucketpoint.catalog.save_log import SaveLog
 from bucketpoint.dcp import BucketWriter, SavePlanner, async_save
 from bucketpoint.dcp.async_save import as_ours
 from bucketpoint.errors import BucketpointError, IncompleteCheckpointError
-from bucketpoint.format.keys import new_token
 from bucketpoint.manager.loading import attempt
 from bucketpoint.manager.ranks import Ranks
 from bucketpoint.manager.triggers import Triggers
@@ -91,14 +87,13 @@ class BucketpointManager(CheckpointManager):
         self._exports = self.folder
         # What was typed beside the command wins over what a file says.
         self.folder = self.folder if filesystem.is_remote(self.folder) else policy.root or self.folder
-        self._catalog = open_catalog(self.folder, template=policy.layout.step_dir)
+        self._catalog = open_run(policy, self.folder)
         self._planner = SavePlanner()
-        self._settled = threading.Event()
         if self.async_mode != AsyncMode.DISABLED:
             # The base class makes torch's own only where there is none, and closes whichever there is.
             beside = self.async_mode == AsyncMode.ASYNC_WITH_PINNED_MEM
             self.stager = Stager(StagingOptions(use_async_staging=beside))
-        self._pruner = PruneWorker(self._catalog, policy, holder=f"{socket.gethostname()}-{os.getpid()}-{new_token()}")
+        self._pruner = worker_of(self._catalog, policy)
         self._triggers = Triggers(policy.save, ranks)
         logger.info("checkpoints are saved to and loaded from %s by bucketpoint", self._catalog.url)
 
@@ -132,7 +127,7 @@ class BucketpointManager(CheckpointManager):
         saving: dict[str, Any] = {
             "checkpoint_id": checkpoint_id,
             # A run that went back to an earlier step saves steps again, which torchtitan overwrites without asking.
-            "storage_writer": BucketWriter(checkpoint_id, log=SaveLog(self._catalog, kind, overwrite=True)),
+            "storage_writer": BucketWriter(checkpoint_id, log=self._log(kind)),
             "planner": self._planner,
             "process_group": self._ranks.group,
         }
@@ -143,37 +138,22 @@ class BucketpointManager(CheckpointManager):
             except CheckpointException as raised:
                 # torchtitan ends a run by `except Exception`, and this is none.
                 raise as_ours(raised, checkpoint_id) from raised
-            self._committed()
             if enable_garbage_collection:
                 GarbageCollection.collect("GC collection invoked by checkpointer.")
             return None
         handle: Any = async_save(state_dict, async_stager=self.stager, **saving)
-        settled = self._settled = threading.Event()
-        handle.add_done_callback(functools.partial(self._ended, settled))
         if async_mode == AsyncMode.ASYNC_WITH_PINNED_MEM:
             return AsyncSaveResponse(staging_completion=handle.staged, upload_completion=handle)
         return handle
 
-    def _ended(self, settled: threading.Event, handle: Any) -> None:
-        try:
-            if handle.exception() is None:
-                self._committed()
-        finally:
-            settled.set()
-
-    def _committed(self) -> None:
-        """Prune once the new checkpoint can be loaded, and never because a save has begun."""
-        if self._ranks.is_coordinator and self._policy.prune.when == "after_commit":
-            self._pruner.ask()
+    def _log(self, kind: str) -> SaveLog:
+        """Records the commit, and prunes after it and never because a save has begun."""
+        return SaveLog(self._catalog, kind, overwrite=True, pruner=self._pruner)
 
     def _wait_for_saving(self) -> None:
         # Forgotten first: a failure is told once, and `close` goes on.
         saving, self.save_future = self.save_future, None
-        try:
-            saving.result()
-        finally:
-            # A future tells those who wait before it calls back, and `close` must not miss the last prune.
-            self._settled.wait()
+        saving.result()
 
     # -- loading ------------------------------------------------------------------------------------------------------
 
