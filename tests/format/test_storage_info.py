@@ -56,7 +56,8 @@ def test_an_item_reads_back_as_it_was_written_after_a_stock_pickle(
 
 @given(nbytes=st.integers(2, 1 << 40), data=st.data())
 def test_an_item_says_where_the_table_of_its_blocks_lies(nbytes: int, data: Any) -> None:
-    block, table = data.draw(st.integers(1, nbytes - 1)), data.draw(st.integers(0, 1 << 50))
+    smallest = -(-nbytes // (16 << 20))
+    block, table = data.draw(st.integers(smallest, nbytes - 1)), data.draw(st.integers(0, 1 << 50))
     info = make_storage_info(
         "x", 7, nbytes + 704, payload_offset=384, payload_nbytes=nbytes, crc32c=9, block_nbytes=block,
         table_offset=table,
@@ -108,6 +109,7 @@ TABLED = make_storage_info(
         {"bp_to": "1000"},
         {"bp_crc": None},
         {"bp_bn": 100, "bp_bc": bytes(24)},
+        {"bp_pn": 1 << 50, "length": 1 << 51},
     ],
 )
 def test_a_damaged_place_of_a_table_is_refused(change: dict[str, Any]) -> None:

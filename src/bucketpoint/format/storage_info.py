@@ -25,12 +25,13 @@ SINGLE_BLOCK_NBYTES = MIB
 """Up to this size an item is one block: a slice of it costs a request, not bytes."""
 
 # A slice is read in whole blocks, so that it can be verified. Coarse blocks do where their borders fall on rows that
-# a resharding load is likely to cut at; else small ones keep the excess down, at 4 bytes of metadata each.
+# a resharding load is likely to cut at; else small ones keep the excess down, at 4 bytes behind the items each.
 _COARSE = (32, 256 * KIB, 4 * MIB)
 _FINE = (256, 32 * KIB, MIB)
-
 _SECTIONS = 8  # a resharding load that halves, quarters or eighths should find its borders
 _PIECES_TRIED = 256
+# Those of an item of 16 TiB. Metadata that claims more would have memory taken for its table before anything is read.
+_MOST_BLOCKS = 16 << 20
 
 _MAX_NUMBER = 1 << 62
 _MAX_PATH = 4096
@@ -146,6 +147,7 @@ def read_storage_info(info: Any, *, url: str | None = None) -> ItemInfo:
         reader.require(block_nbytes is None, "it has its block checksums twice")
         reader.require(table_nbytes > 0 and crc32c is not None, "nothing vouches for its table of checksums")
         reader.require(checked > table_nbytes, "it has a table of checksums for a single block")
+        reader.require(checked <= table_nbytes * _MOST_BLOCKS, "its table of checksums is absurdly long")
         block_nbytes = table_nbytes
     elif block_nbytes is not None and block_crcs is not None:
         reader.require(block_nbytes > 0, "its blocks are empty")
