@@ -35,7 +35,8 @@ def test_show_tells_what_a_checkpoint_is(root: str, program: Program) -> None:
     assert found["token"] == saved.facts["token"]
     assert found["torch"] == torch.__version__
     assert (found["objects"], found["items"], found["keys"], found["tensors"]) == (3, 5, 5, 4)
-    assert found["bytes"] == sum(found["groups"].values()) == sum(info.length for _, info in saved.items)
+    tables = sum(info.table_nbytes for _, info in saved.items)
+    assert found["bytes"] == sum(found["groups"].values()) == sum(info.length for _, info in saved.items) + tables
     assert set(found["groups"]) == {"model", "optim", "other"}
     assert found["dtypes"]["bfloat16"] == {"tensors": 1, "bytes": 60}
     assert [entry["key"] for entry in found["largest"]][:2] == ["model.large", "optim.large"]

@@ -368,7 +368,7 @@ def test_a_rank_that_is_killed_makes_all_others_raise(url: str, at: int) -> None
         texts = []
         for rank in (0, 2):
             assert ranks._pipes[rank].poll(DIES_WITHIN_S), f"rank {rank} still waits"
-            _, failed, answer = ranks._pipes[rank].recv()
+            _, failed, answer, _ = ranks._pipes[rank].recv()
             assert not failed, answer
             kind, text = answer
             assert kind in ("BucketpointError", "PeerFailedError")

@@ -222,7 +222,7 @@ def test_a_rank_that_is_killed_while_devices_exchange_makes_all_others_raise(url
         started = time.monotonic()
         for rank in (0, 2):
             assert ranks._pipes[rank].poll(DIES_WITHIN_S), f"rank {rank} still waits"
-            _, failed, answer = ranks._pipes[rank].recv()
+            _, failed, answer, _ = ranks._pipes[rank].recv()
             assert not failed, answer
             assert answer[0] in ("BucketpointError", "PeerFailedError")
         assert time.monotonic() - started < DIES_WITHIN_S
@@ -238,7 +238,7 @@ def test_a_rank_that_is_killed_unnoticed_by_the_devices_is_given_up_in_time(url:
             pipe.send((0, device_scenarios.one_rank_in_trouble, (url, SHAPE, 1, "killed, unnoticed", 4.0)))
         for rank in (0, 2):
             assert ranks._pipes[rank].poll(DIES_WITHIN_S), f"rank {rank} still waits"
-            _, failed, answer = ranks._pipes[rank].recv()
+            _, failed, answer, _ = ranks._pipes[rank].recv()
             assert not failed, answer
             assert "exchange between devices" in answer[1]
     finally:

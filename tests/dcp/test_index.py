@@ -180,7 +180,8 @@ def test_an_index_that_is_not_the_one_meant_is_left_alone(
         index.write_bytes(made[what])
     stores.clear()
     assert load(tmp_path / "a") is dict
-    assert calls(stores)["get"] == 3
+    # An object longer than it should be may have been damaged on the way, and is read once more.
+    assert calls(stores)["get"] == (4 if what in ("longer", "another's") else 3)
     if what in ("cut", "altered", "empty"):
         assert "is damaged" in caplog.text
 

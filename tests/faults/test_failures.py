@@ -23,6 +23,8 @@ from bucketpoint.testing.servers import S3Server
 from bucketpoint.testing.tally import Tally
 from faults.saves import Place, state
 
+pytestmark = pytest.mark.slow
+
 OLD, NEW, NEXT = 1, 2, 3
 GROUP_TIMEOUT_S = 20.0
 GENEROUS_S = 200.0

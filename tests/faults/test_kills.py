@@ -23,7 +23,7 @@ SAMPLE = 6
 SEED = 20261121
 
 # Against hangs only: one test makes many kills, each of which forks, saves three times and loads three times.
-pytestmark = pytest.mark.timeout(3600)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
 
 executors = pytest.mark.parametrize("executor", ["THREAD", "PROCESS"])
 bases = pytest.mark.parametrize("over", [False, True], ids=["fresh", "over an old one"])

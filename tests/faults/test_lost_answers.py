@@ -16,7 +16,7 @@ from faults.saves import Place
 
 OLD, NEW, NEXT = 1, 2, 3
 
-pytestmark = pytest.mark.contract
+pytestmark = [pytest.mark.contract, pytest.mark.slow]
 
 
 @pytest.mark.parametrize("over", [False, True], ids=["fresh", "over an old one"])
