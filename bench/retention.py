@@ -18,9 +18,9 @@ from typing import Any
 
 from bench import environments
 from bench.endpoints import client_env, proxied
-from bench.proxy import Wire
 from bench.requests_seen import kind_of
 from bench.retention_report import print_measurement
+from bucketpoint.testing.http import Wire
 from servers import S3Server, minio
 
 ROOT = Path(__file__).resolve().parent.parent
