@@ -21,7 +21,7 @@ from bench.endpoints import client_env, proxied
 from bench.requests_seen import kind_of
 from bench.retention_report import print_measurement
 from bucketpoint.testing.http import Wire
-from servers import S3Server, minio
+from bucketpoint.testing.servers import S3Server, minio
 
 ROOT = Path(__file__).resolve().parent.parent
 BUCKET = "bench-retention"
