@@ -107,7 +107,7 @@ class Process:
 
     def beside(self, root: str, idle_s: float) -> dict[str, Any]:
         """Steps without a prune before and after, and steps while one is under way."""
-        worker = PruneWorker(open_catalog(root), LATEST, holder="bench")
+        worker = PruneWorker(open_catalog(root), LATEST)
         idle = self._idle(idle_s / 2)
         begun = time.monotonic()
         worker.ask()
