@@ -29,7 +29,7 @@ def url(tmp_path: Path) -> str:
 
 
 @pytest.mark.contract
-@pytest.mark.parametrize("options", [None, SMALL], ids=["default", "small"])
+@pytest.mark.parametrize("options", [None, pytest.param(SMALL, marks=pytest.mark.slow)], ids=["default", "small"])
 def test_a_new_world_size_and_every_placement_are_loaded(
     four_ranks: Ranks, two_ranks: Ranks, url: str, options: TransferOptions | None
 ) -> None:
