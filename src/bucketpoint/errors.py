@@ -80,9 +80,11 @@ class StoreError(BucketpointError):
 
     Attributes:
         action: what it calls for; fatal once every attempt has been made.
+        wait_s: seconds that the service asked to wait at least before another attempt.
     """
 
     action: Action = Action.FATAL
+    wait_s: float = 0.0
 
 
 class EndpointError(StoreError):

@@ -32,7 +32,7 @@ from bucketpoint.errors import (
     TransientStoreError,
     UploadNotFoundError,
 )
-from bucketpoint.stores import GCSOptions, GCSStore, Part, gcs_client, gcs_composed
+from bucketpoint.stores import GCSOptions, GCSStore, Part, gcs_client, gcs_composed, retry
 from gcs_server import GCSServer
 from stores.scripted import Answer, ScriptedServer, Seen, scripted
 
@@ -48,7 +48,8 @@ def views(*chunks: bytes | bytearray) -> list[memoryview]:
 
 @pytest.fixture(autouse=True)
 def _quick_retries(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gcs_client, "FIRST_DELAY_S", 0.01)
+    monkeypatch.setattr(retry, "FIRST_DELAY_S", 0.01)
+    monkeypatch.setattr(retry, "FIRST_THROTTLED_DELAY_S", 0.01)
 
 
 def store_at(server: ScriptedServer, **options: Any) -> GCSStore:
@@ -109,6 +110,23 @@ def test_a_retry_sends_the_whole_body_again(failure: Answer) -> None:
         small = [memoryview(content)[at : at + 10] for at in range(100_000, 100_100, 10)]
         store_at(server).put("k", [*views(content[:1], content[1:100_000]), *small, memoryview(content)[100_100:]])
     assert [media_of(request.body) for request in server.seen] == [content] * 3
+
+
+def test_a_service_that_says_when_to_come_back_is_not_asked_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    waits: list[float] = []
+    monkeypatch.setattr(retry, "pause", waits.append)
+    asked = ["3", "7200", "Wed, 21 Oct 2026 07:28:00 GMT"]
+
+    def script(request: Seen, number: int) -> Answer:
+        if number < len(asked):
+            return error(503, "backendError", **{"Retry-After": asked[number]})
+        return reply(OBJECT)
+
+    with scripted(script) as server:
+        store_at(server, max_attempts=None).put("k", views(b"x"))
+    assert 3 <= waits[0] < 4
+    assert retry.LONGEST_THROTTLED_DELAY_S <= waits[1] < retry.LONGEST_THROTTLED_DELAY_S + 1
+    assert waits[2] < 1
 
 
 def test_a_refusal_is_not_sent_again() -> None:

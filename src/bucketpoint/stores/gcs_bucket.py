@@ -5,14 +5,15 @@ https://cloud.google.com/storage/docs/json_api/v1
 
 from __future__ import annotations
 
+import contextlib
 import datetime
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import quote, urlencode, urlsplit
 
-from bucketpoint.errors import BucketNotFoundError, ObjectNotFoundError, StoreError
+from bucketpoint.errors import Action, BucketNotFoundError, ObjectNotFoundError, StoreError
+from bucketpoint.stores import retry
 from bucketpoint.stores.base import Buffers, DeleteFailure, ObjectInfo
 from bucketpoint.stores.gcs_body import (
     BINARY,
@@ -22,8 +23,8 @@ from bucketpoint.stores.gcs_body import (
     encoded_crc,
     with_metadata,
 )
-from bucketpoint.stores.gcs_client import Client, client_for, delay
-from bucketpoint.stores.gcs_errors import RETRIED, failure_of, failures, translate
+from bucketpoint.stores.gcs_client import Client, client_for
+from bucketpoint.stores.gcs_errors import failure_of, failures, translate
 from bucketpoint.stores.gcs_options import GCSOptions
 
 # https://cloud.google.com/storage/docs/batch
@@ -33,6 +34,10 @@ MAX_BATCH_CALLS = 100
 MAX_PAGE_KEYS = 1_000
 
 OBJECT_FIELDS = "name,size,generation,timeCreated,crc32c"
+
+
+class _SomeLeft(StoreError):
+    """Some calls of a batch are to be made again."""
 
 
 @dataclass(frozen=True)
@@ -182,9 +187,14 @@ class Bucket:
     def _delete_batch(self, keys: list[str]) -> list[DeleteFailure]:
         client = self.client()
         failed: dict[str, DeleteFailure] = {}
-        for attempt in range(1, client.attempts + 1):
-            again: dict[str, DeleteFailure] = {}
-            for key, status, body in self._send_batch(client, keys):
+        left = keys
+
+        def attempt() -> None:
+            nonlocal left
+            sent, left = left, []
+            refusal: StoreError | None = None
+            for key, status, body in self._send_batch(client, sent):
+                failed.pop(key, None)
                 if status < 300:
                     client.buckets.add(self.name)
                 elif status == 404:
@@ -192,13 +202,17 @@ class Bucket:
                         raise self.not_found()
                 else:
                     failure, code = failure_of(status, body, "objects.delete", f"{self.url}/{key}")
-                    refused = DeleteFailure(key, code or str(status), failure.message)
-                    (again if isinstance(failure, RETRIED) else failed)[key] = refused
-            keys = list(again)
-            if not keys or attempt == client.attempts:
-                return [*failed.values(), *again.values()]
-            time.sleep(delay(attempt))
-        raise AssertionError("there is at least one attempt")
+                    failed[key] = DeleteFailure(key, code or str(status), failure.message)
+                    if failure.action is not Action.FATAL:
+                        left.append(key)
+                        refusal = _SomeLeft(failure.message, url=self.url)
+                        refusal.action = failure.action
+            if refusal is not None:
+                raise refusal
+
+        with contextlib.suppress(_SomeLeft):
+            retry.run(attempt, client.policy)
+        return list(failed.values())
 
     def _send_batch(self, client: Client, keys: Sequence[str]) -> Iterator[tuple[str, int, bytes]]:
         query = urlencode(self.billed({}))

@@ -9,10 +9,7 @@ from __future__ import annotations
 import importlib.metadata
 import ipaddress
 import os
-import random
 import ssl
-import threading
-import time
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -20,18 +17,17 @@ from typing import Any
 from urllib.parse import urlencode, urlsplit
 
 from bucketpoint.errors import CredentialsError, EndpointError
-from bucketpoint.stores.gcs_errors import RETRIED, failures, from_reply, translate
-from bucketpoint.stores.gcs_options import GCSOptions
+from bucketpoint.stores import retry
+from bucketpoint.stores.client_cache import ClientCache
+from bucketpoint.stores.gcs_errors import failures, from_reply, translate
+from bucketpoint.stores.gcs_options import DEFAULT_MAX_ATTEMPTS, GCSOptions
+from bucketpoint.stores.retry import Gate, RetryPolicy
 
 CONNECT_TIMEOUT_S = 10
 READ_TIMEOUT_S = 60
 # Until an object of thousands of parts is made: "several minutes" by
 # https://cloud.google.com/storage/docs/xml-api/post-object-complete
 COMPLETE_TIMEOUT_S = 600
-
-# https://cloud.google.com/storage/docs/retry-strategy: exponential backoff with jitter.
-FIRST_DELAY_S = 0.5
-LONGEST_DELAY_S = 20.0
 
 INSTALL = "pip install 'bucketpoint[gcs]'"
 
@@ -42,8 +38,9 @@ class Client:
 
     session: Any
     endpoint: str
-    attempts: int
+    policy: RetryPolicy
     headers: Mapping[str, str] = field(repr=False)
+    gate: Gate = field(default_factory=Gate)
     buckets: set[str] = field(default_factory=set)
 
     def request(
@@ -71,8 +68,8 @@ class Client:
             StoreError: the reply is an error, or there is none. Each failure is named by its kind.
         """
         target = f"{self.endpoint}{path}?{urlencode(query)}" if query else f"{self.endpoint}{path}"
-        for attempt in range(1, self.attempts + 1):
-            pause = None
+
+        def attempt() -> Any:
             try:
                 reply = self.session.request(
                     method,
@@ -86,16 +83,16 @@ class Client:
                 )
                 if reply.status_code < 300:
                     return reply
-                pause = reply.headers.get("Retry-After")
                 failure = from_reply(reply.status_code, reply.content, operation, url)
+                asked = reply.headers.get("Retry-After", "")
+                failure.wait_s = float(asked) if asked.isdecimal() else 0.0
             except failures() as error:
                 failure = translate(error, operation, url)
-            if attempt == self.attempts or not isinstance(failure, RETRIED):
-                break
-            time.sleep(delay(attempt, pause))
-        # Raised here, where no exception is being handled, so that none of the library's hangs on it: they hold the
-        # request, headers and all.
-        raise failure
+            # Raised here, where no exception is being handled, so that none of the library's hangs on it: they hold
+            # the request, headers and all.
+            raise failure
+
+        return retry.run(attempt, self.policy, gate=self.gate)
 
     def close(self) -> None:
         """Close the idle connections. The session stays usable."""
@@ -103,46 +100,11 @@ class Client:
             adapter.close()
 
 
-def delay(attempt: int, asked: str | None = None) -> float:
-    """Seconds to wait after a failed attempt, at least as long as the service asked for within reason."""
-    longest = min(FIRST_DELAY_S * 2**attempt, LONGEST_DELAY_S)
-    wanted = float(asked) if asked is not None and asked.isdecimal() else 0.0
-    return min(wanted, LONGEST_DELAY_S) + random.uniform(0, longest)
+class _Clients(ClientCache[GCSOptions, Client]):
+    """Making a client takes a second the first time, as the library is imported."""
 
-
-class _Clients:
-    """The clients of this process. Any thread may use one, and making one takes a second the first time."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._clients: dict[tuple[Any, ...], Client] = {}
-        self._watching_forks = False
-
-    def get(self, options: GCSOptions) -> Client:
-        key = options.cache_key()
-        client = self._clients.get(key)
-        if client is None:
-            with self._lock:
-                client = self._clients.get(key)
-                if client is None:
-                    self._watch_forks()
-                    client = self._clients[key] = build_client(options)
-        return client
-
-    def close(self, options: GCSOptions) -> None:
-        client = self._clients.get(options.cache_key())
-        if client is not None:
-            client.close()
-
-    def _watch_forks(self) -> None:
-        if not self._watching_forks and hasattr(os, "register_at_fork"):
-            os.register_at_fork(after_in_child=self._forget)
-            self._watching_forks = True
-
-    def _forget(self) -> None:
-        # Two processes on one TLS connection would garble it; the lock may be held by a thread that the child lacks.
-        self._lock = threading.Lock()
-        self._clients = {}
+    def build(self, options: GCSOptions) -> Client:
+        return build_client(options)
 
 
 _clients = _Clients()
@@ -155,7 +117,9 @@ def client_for(options: GCSOptions) -> Client:
 
 def close_client(options: GCSOptions) -> None:
     """Close the idle connections of the client for these options. It stays usable."""
-    _clients.close(options)
+    client = _clients.found(options)
+    if client is not None:
+        client.close()
 
 
 def build_client(options: GCSOptions) -> Client:
@@ -193,7 +157,12 @@ def build_client(options: GCSOptions) -> Client:
         # Without it an object that is stored compressed comes expanded, and ranges of it are not its bytes.
         "Accept-Encoding": "gzip",
     }
-    return Client(session, library.api_endpoint.rstrip("/"), options.max_attempts, headers)
+    policy = RetryPolicy(
+        attempts=options.max_attempts or DEFAULT_MAX_ATTEMPTS,
+        deadline_s=options.retry_deadline_s,
+        counts_throttled=options.max_attempts is not None,
+    )
+    return Client(session, library.api_endpoint.rstrip("/"), policy, headers)
 
 
 def _credentials(options: GCSOptions, scopes: Any) -> Any:

@@ -11,6 +11,7 @@ import urllib3.exceptions
 
 from bucketpoint.errors import (
     AccessDeniedError,
+    Action,
     BucketNotFoundError,
     CorruptDataError,
     CredentialsError,
@@ -59,9 +60,6 @@ KIND_BY_STATUS: dict[int, type[StoreError]] = {
     503: ThrottledError,
 }
 
-RETRIED = (TransientStoreError, ThrottledError, EndpointError)
-"""Kinds of failures after which a request is sent again."""
-
 _PAYER_CODES = frozenset({"userProjectMissing", "UserProjectMissing"})
 
 _REMEDIES: dict[type[StoreError], str] = {
@@ -98,7 +96,23 @@ def translate(error: BaseException, operation: str, url: str) -> StoreError:
     if isinstance(error, StoreError):
         return error
     kind = _kind(error)
-    return kind(f"{operation} failed: {type(error).__name__}: {error}", url=url, remedy=_REMEDIES.get(kind))
+    made = kind(f"{operation} failed: {type(error).__name__}: {error}", url=url, remedy=_REMEDIES.get(kind))
+    if kind is EndpointError and not _stays_so(error):
+        made.action = Action.RETRY
+    return made
+
+
+def _stays_so(error: BaseException) -> bool:
+    """Whether an endpoint will not be reached a moment later either: its certificate, or its URL, is at fault."""
+    import requests.exceptions
+
+    return isinstance(
+        error,
+        requests.exceptions.SSLError
+        | requests.exceptions.InvalidURL
+        | requests.exceptions.InvalidSchema
+        | requests.exceptions.MissingSchema,
+    )
 
 
 def _kind(error: BaseException) -> type[StoreError]:
@@ -110,15 +124,7 @@ def _kind(error: BaseException) -> type[StoreError]:
     if isinstance(error, google.auth.exceptions.GoogleAuthError):
         # A metadata server or a token service that is overloaded says so.
         return TransientStoreError if error.retryable else CredentialsError
-    if isinstance(
-        error,
-        requests.exceptions.SSLError
-        | requests.exceptions.ProxyError
-        | requests.exceptions.ConnectTimeout
-        | requests.exceptions.InvalidURL
-        | requests.exceptions.InvalidSchema
-        | requests.exceptions.MissingSchema,
-    ):
+    if _stays_so(error) or isinstance(error, requests.exceptions.ProxyError | requests.exceptions.ConnectTimeout):
         return EndpointError
     if isinstance(error, requests.exceptions.ConnectionError):
         inner = error.args[0] if error.args else None

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from bucketpoint.errors import BucketpointError
+from bucketpoint.stores.retry import DEADLINE_S
 
 DEFAULT_CONNECTIONS = 32
 """Connections kept open, as for S3."""
@@ -62,7 +63,9 @@ class GCSOptions:
             others, "auto" for "xml" at Google and "compose" elsewhere, as no emulator knows multipart uploads.
         user_agent: added to the user agent, after bucketpoint's own name.
         connections: connections kept open in the pool.
-        max_attempts: attempts of one request, the first included.
+        max_attempts: attempts of one request, the first included. Default: 6 of those that fail; a request that is
+            throttled (429, 503) then waits until the deadline, however often.
+        retry_deadline_s: seconds for all attempts of one request together.
         ca_bundle: a file of certificates to trust. Default: REQUESTS_CA_BUNDLE, then those of the certifi package.
     """
 
@@ -75,7 +78,8 @@ class GCSOptions:
     uploads: str = "auto"
     user_agent: str | None = None
     connections: int = DEFAULT_CONNECTIONS
-    max_attempts: int = DEFAULT_MAX_ATTEMPTS
+    max_attempts: int | None = None
+    retry_deadline_s: float = DEADLINE_S
     ca_bundle: str | None = None
 
     def __post_init__(self) -> None:
@@ -91,8 +95,9 @@ class GCSOptions:
                 "requester_pays=True does not say who pays", remedy="Name the project: requester_pays='my-project'"
             )
         for name in ("connections", "max_attempts"):
-            if getattr(self, name) < 1:
-                raise BucketpointError(f"{name} must be at least 1, not {getattr(self, name)}")
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise BucketpointError(f"{name} must be at least 1, not {value}")
 
     @classmethod
     def from_storage_options(cls, storage_options: Mapping[str, Any] | None = None) -> GCSOptions:

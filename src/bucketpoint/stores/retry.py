@@ -1,4 +1,5 @@
-"""Trying again: how often, how long, how many requests at once. What a failure calls for is said in `s3_errors`.
+"""Trying again: how often, how long, how many requests at once. What a failure calls for is said in
+`s3_errors` and `gcs_errors`.
 
 One loop for every request. Whoever calls another such loop from within shares its deadline, and an error that a loop
 has given up on is fatal to those around it, so that attempts never multiply.
@@ -251,7 +252,7 @@ class _Tries:
         # What is throttled is bounded by the gate and the deadline: it takes nothing of the budget.
         elif action is Action.RETRY and not self.budget.take():
             return False
-        _wait(action, self._throttled if action is Action.THROTTLE else self._failed, ends)
+        _wait(action, self._throttled if action is Action.THROTTLE else self._failed, error.wait_s, ends)
         return not _stopped()
 
     def cause(self, last: StoreError) -> StoreError | None:
@@ -285,13 +286,14 @@ def _through(gate: Gate, attempt: Callable[[], T], ends: float) -> T:
         gate.leave(epoch, throttled=throttled, succeeded=succeeded)
 
 
-def _wait(action: Action, number: int, ends: float) -> None:
+def _wait(action: Action, number: int, asked_s: float, ends: float) -> None:
     low, high = (
         (FIRST_THROTTLED_DELAY_S, LONGEST_THROTTLED_DELAY_S)
         if action is Action.THROTTLE
         else (FIRST_DELAY_S, LONGEST_DELAY_S)
     )
-    delay = random.uniform(0, min(low * 2.0 ** min(number - 1, 30), high))
+    # What a service asks for is waited at least, but not for ever: it would also ask for an hour.
+    delay = min(asked_s, high) + random.uniform(0, min(low * 2.0 ** min(number - 1, 30), high))
     pause(max(min(delay, ends - time.monotonic()), 0))
 
 

@@ -7,7 +7,6 @@ import importlib.metadata
 import ipaddress
 import os
 import ssl
-import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -19,6 +18,7 @@ import botocore.session
 from botocore.config import Config
 
 from bucketpoint.errors import BucketpointError, EndpointError
+from bucketpoint.stores.client_cache import ClientCache
 from bucketpoint.stores.retry import Gate, RetryPolicy
 from bucketpoint.stores.s3_body import send_from_memory
 from bucketpoint.stores.s3_options import DEFAULT_MAX_ATTEMPTS, S3Options
@@ -64,24 +64,11 @@ class Client:
         return method(**{**self.parameters[operation], **parameters})
 
 
-class _Clients:
-    """The clients of this process. A boto3 client takes some 100 ms to build and may be used from many threads."""
+class _Clients(ClientCache[S3Options, Client]):
+    """A boto3 client takes some 100 ms to build and may be used from many threads."""
 
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._clients: dict[tuple[Any, ...], Client] = {}
-        self._watching_forks = False
-
-    def get(self, options: S3Options) -> Client:
-        key = options.cache_key()
-        client = self._clients.get(key)
-        if client is None:
-            with self._lock:
-                client = self._clients.get(key)
-                if client is None:
-                    self._watch_forks()
-                    client = self._clients[key] = build_client(options)
-        return client
+    def build(self, options: S3Options) -> Client:
+        return build_client(options)
 
     def renew(self, options: S3Options, stale: Client) -> bool:
         if _are_fixed(options):
@@ -92,21 +79,6 @@ class _Clients:
                 # A new session asks every source again; the service and what it can bear are the same.
                 self._clients[options.cache_key()] = replace(build_client(options), gate=stale.gate)
         return True
-
-    def close(self, options: S3Options) -> None:
-        client = self._clients.get(options.cache_key())
-        if client is not None:
-            client.api.close()
-
-    def _watch_forks(self) -> None:
-        if not self._watching_forks and hasattr(os, "register_at_fork"):
-            os.register_at_fork(after_in_child=self._forget)
-            self._watching_forks = True
-
-    def _forget(self) -> None:
-        # Two processes on one TLS connection would garble it; the lock may be held by a thread that the child lacks.
-        self._lock = threading.Lock()
-        self._clients = {}
 
 
 _clients = _Clients()
@@ -124,7 +96,9 @@ def renew_client(options: S3Options, stale: Client) -> bool:
 
 def close_client(options: S3Options) -> None:
     """Close the idle connections of the client for these options. It stays usable."""
-    _clients.close(options)
+    client = _clients.found(options)
+    if client is not None:
+        client.api.close()
 
 
 def build_client(options: S3Options) -> Client:
