@@ -71,7 +71,7 @@ test-xla: .venv-xla/$(STAMP) minio fake-gcs ## torch_xla's planners on virtual d
 	fi
 
 .PHONY: test-titan
-test-titan: .venv-titan/$(STAMP) minio fake-gcs  torchtitan's trainer with our override, where the index has torchtitan
+test-titan: .venv-titan/$(STAMP) minio fake-gcs ## torchtitan's trainer with our override, where the index has torchtitan
 	@if [ -e $< ]; then \
 		.venv-titan/bin/python -m pytest tests/titan $(ARGS); \
 	else \
