@@ -104,6 +104,10 @@ soak: $(VENV)/$(STAMP) minio ## 300 saves and 60 restores while requests fail, w
 simulate: $(VENV)/$(STAMP) ## thousands of ranks and a million items, simulated; ARGS=--quick for a few of them
 	@$(BIN)/python -W ignore sim/run.py $(ARGS)
 
+.PHONY: terraform
+terraform: $(VENV)/$(STAMP) ## check the Terraform modules; what needs a provider is "not run" where none is to be had
+	@$(BIN)/python tools/check_terraform.py
+
 .PHONY: docs
 docs: $(VENV)/$(STAMP) ## check the documents' links and Python examples
 	$(BIN)/python tools/check_docs.py

@@ -16,7 +16,7 @@ _HEADING = re.compile(r"^#{1,6}\s+(.*?)\s*#*$", re.MULTILINE)
 
 
 def documents() -> Iterator[Path]:
-    for pattern in ("*.md", "docs/**/*.md", "examples/**/*.md", "bench/**/*.md"):
+    for pattern in ("*.md", "docs/**/*.md", "examples/**/*.md", "bench/**/*.md", "terraform/**/*.md"):
         yield from sorted(ROOT.glob(pattern))
 
 

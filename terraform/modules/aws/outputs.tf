@@ -1,0 +1,34 @@
+output "bucket" {
+  description = "The bucket's name."
+  value       = aws_s3_bucket.this.id
+}
+
+output "root" {
+  description = "The URL below which all runs lie."
+  value       = trimsuffix("s3://${aws_s3_bucket.this.id}/${local.below}", "/")
+}
+
+output "roles" {
+  description = "ARNs of the roles that were made."
+  value       = { for role, made in aws_iam_role.this : role => made.arn }
+}
+
+output "kms_key_arn" {
+  description = "The key that objects are encrypted with; null for SSE-S3."
+  value       = local.kms_key
+}
+
+output "environment" {
+  description = "What a job's environment wants: `terraform output -json environment`."
+  value = {
+    AWS_REGION       = data.aws_region.current.name
+    BUCKETPOINT_ROOT = trimsuffix("s3://${aws_s3_bucket.this.id}/${local.below}", "/")
+  }
+}
+
+output "retention_yaml" {
+  description = "A policy for a run below the root: `terraform output -raw retention_yaml > retention.yaml`."
+  value = templatefile("${path.module}/../retention.yaml.tftpl", {
+    root = trimsuffix("s3://${aws_s3_bucket.this.id}/${local.below}", "/")
+  })
+}

@@ -1,0 +1,127 @@
+# Who may do what. The rights are those of policies/ at the root of this repository, which its tests hold MinIO to.
+
+locals {
+  policies = {
+    for role in ["trainer", "reader", "pruner"] : role => replace(replace(replace(
+      file("${path.module}/../../../policies/${role}.json"),
+      "PREFIX/", local.below),
+      "BUCKET", var.bucket),
+      "arn:aws:", "arn:${local.partition}:"
+    )
+  }
+
+  kms_actions = {
+    trainer = ["kms:Decrypt", "kms:GenerateDataKey"]
+    reader  = ["kms:Decrypt"]
+    pruner  = ["kms:Decrypt", "kms:GenerateDataKey"]
+  }
+}
+
+data "aws_iam_policy_document" "trust" {
+  for_each = var.principals
+
+  dynamic "statement" {
+    for_each = length(each.value.arns) > 0 ? [each.value.arns] : []
+
+    content {
+      actions = ["sts:AssumeRole"]
+
+      principals {
+        type        = "AWS"
+        identifiers = statement.value
+      }
+    }
+  }
+
+  dynamic "statement" {
+    for_each = each.value.service_accounts == null ? [] : [each.value.service_accounts]
+
+    content {
+      actions = ["sts:AssumeRoleWithWebIdentity"]
+
+      principals {
+        type        = "Federated"
+        identifiers = [statement.value.provider_arn]
+      }
+
+      condition {
+        test     = "StringEquals"
+        variable = "${split("oidc-provider/", statement.value.provider_arn)[1]}:aud"
+        values   = ["sts.amazonaws.com"]
+      }
+
+      condition {
+        test     = "StringLike"
+        variable = "${split("oidc-provider/", statement.value.provider_arn)[1]}:sub"
+        values   = statement.value.subjects
+      }
+    }
+  }
+
+  dynamic "statement" {
+    for_each = each.value.oidc == null ? [] : [each.value.oidc]
+
+    content {
+      actions = ["sts:AssumeRoleWithWebIdentity"]
+
+      principals {
+        type        = "Federated"
+        identifiers = [statement.value.provider_arn]
+      }
+
+      condition {
+        test     = "StringEquals"
+        variable = "${split("oidc-provider/", statement.value.provider_arn)[1]}:aud"
+        values   = [statement.value.audience]
+      }
+
+      condition {
+        test     = "StringLike"
+        variable = "${split("oidc-provider/", statement.value.provider_arn)[1]}:sub"
+        values   = statement.value.subjects
+      }
+    }
+  }
+}
+
+resource "aws_iam_role" "this" {
+  for_each = var.principals
+
+  name               = "${local.name}-${each.key}"
+  description        = "bucketpoint ${each.key} of s3://${var.bucket}/${local.below}"
+  assume_role_policy = data.aws_iam_policy_document.trust[each.key].json
+  # A training job outlives the default of an hour; its credentials are renewed all the same.
+  max_session_duration = 43200
+  tags                 = var.tags
+}
+
+resource "aws_iam_role_policy" "objects" {
+  for_each = var.principals
+
+  name   = "checkpoints"
+  role   = aws_iam_role.this[each.key].id
+  policy = local.policies[each.key]
+}
+
+data "aws_iam_policy_document" "key" {
+  for_each = local.own_key ? local.kms_actions : {}
+
+  statement {
+    actions   = each.value
+    resources = [local.kms_key]
+
+    condition {
+      test     = "StringEquals"
+      variable = "kms:ViaService"
+      values   = ["s3.${data.aws_region.current.name}.amazonaws.com"]
+    }
+  }
+}
+
+resource "aws_iam_role_policy" "key" {
+  for_each = local.own_key ? var.principals : {}
+
+  name   = "key"
+  role   = aws_iam_role.this[each.key].id
+  policy = data.aws_iam_policy_document.key[each.key].json
+}

@@ -1,0 +1,78 @@
+# Plans against a mocked provider: no account, no network.
+
+mock_provider "aws" {
+  mock_data "aws_partition" {
+    defaults = { partition = "aws" }
+  }
+  mock_data "aws_iam_policy_document" {
+    defaults = { json = "{\"Version\": \"2012-10-17\", \"Statement\": []}" }
+  }
+}
+
+variables {
+  bucket = "acme-checkpoints"
+}
+
+run "a_bucket_is_closed_and_frees_what_is_deleted" {
+  command = plan
+
+  assert {
+    condition     = aws_s3_bucket_public_access_block.this.block_public_policy && aws_s3_bucket_public_access_block.this.restrict_public_buckets
+    error_message = "public access is not blocked"
+  }
+
+  assert {
+    condition     = aws_s3_bucket_versioning.this.versioning_configuration[0].status == "Suspended"
+    error_message = "versions would keep what retention deletes"
+  }
+
+  assert {
+    condition     = length(aws_iam_role.this) == 0
+    error_message = "a role was made that nobody may take"
+  }
+}
+
+run "roles_reach_nothing_outside_the_prefix" {
+  command = plan
+
+  variables {
+    principals = { trainer = { arns = ["arn:aws:iam::123456789012:root"] }, reader = {}, pruner = {} }
+  }
+
+  assert {
+    condition = alltrue([
+      for policy in values(aws_iam_role_policy.objects) : alltrue([
+        for statement in jsondecode(policy.policy).Statement : alltrue([
+          for resource in statement.Resource :
+          startswith(resource, "arn:aws:s3:::acme-checkpoints/runs/") || resource == "arn:aws:s3:::acme-checkpoints"
+        ])
+      ])
+    ])
+    error_message = "a role reaches other objects"
+  }
+
+  assert {
+    condition     = !strcontains(aws_iam_role_policy.objects["reader"].policy, "Put") && !strcontains(aws_iam_role_policy.objects["reader"].policy, "Delete")
+    error_message = "a reader may write"
+  }
+}
+
+run "an_unknown_role_is_refused" {
+  command = plan
+
+  variables {
+    principals = { admin = {} }
+  }
+
+  expect_failures = [var.principals]
+}
+
+run "a_subject_that_lets_everybody_in_is_refused" {
+  command = plan
+
+  variables {
+    principals = { trainer = { oidc = { provider_arn = "arn:aws:iam::1:oidc-provider/x", subjects = ["*"] } } }
+  }
+
+  expect_failures = [var.principals]
+}

@@ -1,0 +1,66 @@
+# A bucket for checkpoints. What retention deletes is gone, and what a dead job left is not billed for ever.
+
+locals {
+  below   = var.prefix == "" ? "" : "${var.prefix}/"
+  own_key = var.create_kms_key || var.kms_key_name != null
+  kms_key = var.create_kms_key ? google_kms_crypto_key.this[0].id : var.kms_key_name
+}
+
+resource "google_storage_bucket" "this" {
+  # checkov:skip=CKV_GCP_78: versions keep what retention deletes, at full price; the variable versioning switches them on
+  # checkov:skip=CKV_GCP_62: usage logs where log_bucket names a bucket for them
+  name          = var.bucket
+  project       = var.project
+  location      = var.location
+  force_destroy = var.force_destroy
+  labels        = var.labels
+
+  uniform_bucket_level_access = true
+  public_access_prevention    = "enforced"
+
+  versioning {
+    enabled = var.versioning
+  }
+
+  soft_delete_policy {
+    retention_duration_seconds = var.soft_delete_days * 86400
+  }
+
+  lifecycle_rule {
+    condition {
+      age = var.abort_uploads_days
+    }
+    action {
+      type = "AbortIncompleteMultipartUpload"
+    }
+  }
+
+  lifecycle_rule {
+    condition {
+      days_since_noncurrent_time = var.noncurrent_days
+      with_state                 = "ARCHIVED"
+    }
+    action {
+      type = "Delete"
+    }
+  }
+
+  dynamic "encryption" {
+    for_each = local.own_key ? [local.kms_key] : []
+
+    content {
+      default_kms_key_name = encryption.value
+    }
+  }
+
+  dynamic "logging" {
+    for_each = var.log_bucket == null ? [] : [var.log_bucket]
+
+    content {
+      log_bucket = logging.value
+    }
+  }
+
+  # The bucket is refused a key that its service may not use yet.
+  depends_on = [google_kms_crypto_key_iam_member.storage]
+}
