@@ -34,7 +34,7 @@ data "aws_iam_policy_document" "trust" {
   }
 
   dynamic "statement" {
-    for_each = each.value.service_accounts == null ? [] : [each.value.service_accounts]
+    for_each = [for found in [each.value.service_accounts, each.value.oidc] : found if found != null]
 
     content {
       actions = ["sts:AssumeRoleWithWebIdentity"]
@@ -47,32 +47,7 @@ data "aws_iam_policy_document" "trust" {
       condition {
         test     = "StringEquals"
         variable = "${split("oidc-provider/", statement.value.provider_arn)[1]}:aud"
-        values   = ["sts.amazonaws.com"]
-      }
-
-      condition {
-        test     = "StringLike"
-        variable = "${split("oidc-provider/", statement.value.provider_arn)[1]}:sub"
-        values   = statement.value.subjects
-      }
-    }
-  }
-
-  dynamic "statement" {
-    for_each = each.value.oidc == null ? [] : [each.value.oidc]
-
-    content {
-      actions = ["sts:AssumeRoleWithWebIdentity"]
-
-      principals {
-        type        = "Federated"
-        identifiers = [statement.value.provider_arn]
-      }
-
-      condition {
-        test     = "StringEquals"
-        variable = "${split("oidc-provider/", statement.value.provider_arn)[1]}:aud"
-        values   = [statement.value.audience]
+        values   = [try(statement.value.audience, "sts.amazonaws.com")]
       }
 
       condition {
