@@ -13,6 +13,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -60,11 +61,11 @@ def main() -> int:
     return int(failed)
 
 
-def steps() -> Iterator[tuple[str, Callable[[], None]]]:
+def steps() -> Iterator[tuple[str, Callable[[], object]]]:
     """Every step with its name."""
     yield "terraform fmt", lambda: _ran(terraform(), "fmt", "-check", "-recursive", "-diff", str(TERRAFORM))
     for module in MODULES:
-        yield f"terraform validate and test, {module}", lambda module=module: _validate_and_test(module)
+        yield f"terraform validate and test, {module}", partial(_validate_and_test, module)
     yield "checkov", _checkov
     yield "terraform apply on moto's server, a run in its bucket, terraform destroy", _apply
 
