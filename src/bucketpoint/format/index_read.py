@@ -23,12 +23,9 @@ from bucketpoint.format.index import (
     HEAD,
     MAGIC,
     PARTS,
-    count_blocks,
     largest_part,
-    payload_sizes,
-    size_guess,
-    table_places,
 )
+from bucketpoint.format.index_derived import count_blocks, payload_sizes, size_guess, table_places
 from bucketpoint.format.int_columns import CPU, Decoder, Segments, narrow
 from bucketpoint.format.memory import tensor_bytes
 
