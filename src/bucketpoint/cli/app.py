@@ -14,6 +14,7 @@ from bucketpoint.version import __version__
 
 COMMANDS = {
     "adopt": "bucketpoint.cli.sweep:adopt",
+    "convert": "bucketpoint.cli.convert:convert",
     "cost": "bucketpoint.cli.cost:cost",
     "cp": "bucketpoint.cli.cp:cp",
     "diff": "bucketpoint.cli.diff:diff",

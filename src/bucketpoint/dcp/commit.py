@@ -8,8 +8,8 @@ from __future__ import annotations
 import dataclasses
 import logging
 import math
-from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -60,6 +60,8 @@ class Commit:
     """`.metadata`, or `__{rank}.metadata` for a save without collectives."""
     overwrite: bool
     log: CommitLog | None = None
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    """Further plain values to put into the metadata. What the log says counts more."""
 
 
 def complete_metadata(
@@ -113,12 +115,13 @@ def commit(
         "world_size": world_size,
         "created": created,
         "torch": str(torch.__version__),
+        **request.facts,
         **(request.log.facts(request.url) if request.log is not None else {}),
     }
     made = _encoded(request, metadata, told, facts)
     if made.index is not None:
         _put_index(request, made.index)
-    info, replaced = _put_commit(request, made.data)
+    info, replaced = put_commit(request, made.data)
     sizes = {path: fact["size"] for path, fact in made.objects.items()}
     if replaced is not None:
         _delete_replaced(request, replaced, kept={*made.objects, index_path(request.token)})
@@ -136,7 +139,7 @@ def commit_copy(request: Commit, data: bytes, record: CommitRecord, *, paths: Co
     Raises:
         CheckpointExistsError, CommitConflictError: as `commit`.
     """
-    info, replaced = _put_commit(request, data)
+    info, replaced = put_commit(request, data)
     if replaced is not None:
         _delete_replaced(request, replaced, kept=set(paths))
     _write_record(request, dataclasses.replace(record, metadata_etag=info.etag))
@@ -196,8 +199,12 @@ def _put_index(request: Commit, index: bytes) -> None:
     retry_transient(lambda: request.store.put(key, [body], crc32c=crc32c(body)), attempts=COMMIT_ATTEMPTS)
 
 
-def _put_commit(request: Commit, data: bytes) -> tuple[ObjectInfo, Metadata | None]:
-    """Commit over nothing, or over exactly the checkpoint that was seen there. Returns what was replaced."""
+def put_commit(request: Commit, data: bytes) -> tuple[ObjectInfo, Metadata | None]:
+    """Commit over nothing, or over exactly the checkpoint that was seen there. Returns what was replaced.
+
+    Raises:
+        CheckpointExistsError, CommitConflictError: as `commit`.
+    """
     store, key = request.store, keys.join(request.prefix, request.name)
     if not store.capabilities.conditional_put:
         return _put_unconditionally(request, key, data)

@@ -21,6 +21,8 @@ from bucketpoint.format.probe import PROBE_BYTES, STORAGE_NAMES, ProbedFrame, pr
 __all__ = [
     "ALIGNMENT",
     "PROBE_BYTES",
+    "VERSION_RECORD",
+    "ArchiveWriter",
     "Frame",
     "ProbedFrame",
     "contiguous_strides",
@@ -34,7 +36,10 @@ ALIGNMENT = 64
 
 _CACHED_FRAMES = 4096
 _ARCHIVE = b"archive/"
-_VERSION_RECORD = b"3\n"  # PyTorchFileWriter's kProducedFileFormatVersion, as text
+VERSION_RECORD = b"3\n"
+"""PyTorchFileWriter's kProducedFileFormatVersion, as text."""
+
+_ZIP16_LIMIT = 0xFFFF
 _ZIP32_LIMIT = 0xFFFFFFFF  # APPNOTE.TXT 4.4.8: this value in a field says that zip64 has the number
 
 _LOCAL = struct.Struct("<4s5H3I2H")
@@ -106,39 +111,48 @@ def _tensor_frame(dtype: torch.dtype, shape: tuple[int, ...]) -> Frame:
     payload_nbytes = prod(shape) * dtype.itemsize
     if any(size < 0 for size in shape):
         raise ValueError(f"shape {shape} has a negative size")
-    archive = _Archive()
+    archive = ArchiveWriter()
     # What torch.load needs, and no more: it does without .format_version, .storage_alignment (it then asks the archive
     # where the payload is instead of computing it) and .data/serialization_id, which halves the frame. They all
     # precede the payload, so that one read of the first bytes tells everything.
     archive.add(b"data.pkl", _rebuild_pickle(dtype, shape))
     archive.add(b"byteorder", b"little")
-    archive.add(b"version", _VERSION_RECORD)
-    archive.add_payload_header(b"data/0", payload_nbytes)
-    return Frame(bytes(archive.header), archive.trailer(payload_nbytes), payload_nbytes)
+    archive.add(b"version", VERSION_RECORD)
+    header = archive.add_payload(b"data/0", payload_nbytes)
+    return Frame(header, archive.trailer(), payload_nbytes)
 
 
-class _Archive:
-    """A zip archive of stored records of which the last one's bytes are elsewhere."""
+class ArchiveWriter:
+    """A zip archive of stored records, some of whose bytes are elsewhere: all that stands around those."""
 
     def __init__(self) -> None:
-        self.header = bytearray()
+        self._pending = bytearray()
+        self._position = 0
         self._directory = bytearray()
         self._count = 0
 
     def add(self, name: bytes, body: bytes) -> None:
+        """A record whose bytes are here."""
         self._local_header(name, zlib.crc32(body), len(body), align=False)
-        self.header += body
+        self._pending += body
+        self._position += len(body)
 
-    def add_payload_header(self, name: bytes, nbytes: int) -> None:
+    def add_payload(self, name: bytes, nbytes: int) -> bytes:
+        """A record whose bytes are elsewhere. Returns what stands between the payload before it and this one."""
         # CRC32 stays 0: torch's reader does not check it, and computing it would be a second pass over every byte
         # that buys nothing, as the CRC32C of each block is kept in the metadata and checked at load.
         self._local_header(name, 0, nbytes, align=True)
+        head = bytes(self._pending)
+        self._pending.clear()
+        self._position += nbytes
+        return head
 
     def _local_header(self, name: bytes, crc: int, nbytes: int, *, align: bool) -> None:
         path = _ARCHIVE + name
-        offset = len(self.header)
+        offset = self._position
         needs_zip64 = nbytes >= _ZIP32_LIMIT
-        version = _VERSION_ZIP64 if needs_zip64 else _VERSION_PLAIN
+        far = offset >= _ZIP32_LIMIT
+        version = _VERSION_ZIP64 if needs_zip64 or far else _VERSION_PLAIN
         zip64 = _ZIP64_SIZES.pack(1, 16, nbytes, nbytes) if needs_zip64 else b""
         short = _ZIP32_LIMIT if needs_zip64 else nbytes
         extra = zip64
@@ -147,25 +161,29 @@ class _Archive:
             padding = -unpadded % ALIGNMENT
             # "FB" is the extra field in which PyTorch's own writer pads.
             extra += _PADDING_HEAD.pack(b"FB", padding) + b"Z" * padding
-        self.header += _LOCAL.pack(
-            b"PK\x03\x04", version, _UTF8_NAMES, 0, 0, 0, crc, short, short, len(path), len(extra)
-        )
-        self.header += path + extra
+        header = _LOCAL.pack(b"PK\x03\x04", version, _UTF8_NAMES, 0, 0, 0, crc, short, short, len(path), len(extra))
+        header += path + extra
+        self._pending += header
+        self._position += len(header)
+        if far:
+            sizes = (nbytes, nbytes) if needs_zip64 else ()
+            zip64 = struct.pack(f"<2H{len(sizes) + 1}Q", 1, 8 * (len(sizes) + 1), *sizes, offset)
         self._directory += _CENTRAL.pack(
             b"PK\x01\x02", version, version, _UTF8_NAMES, 0, 0, 0, crc, short, short,
-            len(path), len(zip64), 0, 0, 0, 0, offset,
+            len(path), len(zip64), 0, 0, 0, 0, _ZIP32_LIMIT if far else offset,
         )  # fmt: skip
         self._directory += path + zip64
         self._count += 1
 
-    def trailer(self, payload_nbytes: int) -> bytes:
-        payload_end = len(self.header) + payload_nbytes
+    def trailer(self) -> bytes:
+        """What stands after the last payload."""
+        body, end_of_body = bytes(self._pending), self._position
         # Which of the two ends is needed depends on the directory's offset, which the padding moves by < ALIGNMENT;
         # deciding with the largest possible offset is always right and never circular.
-        needs_zip64 = payload_end + ALIGNMENT >= _ZIP32_LIMIT
+        needs_zip64 = end_of_body + ALIGNMENT >= _ZIP32_LIMIT or self._count >= _ZIP16_LIMIT
         end_size = _END.size + (_END64.size + _END64_LOCATOR.size if needs_zip64 else 0)
-        gap = -(payload_end + len(self._directory) + end_size) % ALIGNMENT
-        directory_offset = payload_end + gap
+        gap = -(end_of_body + len(self._directory) + end_size) % ALIGNMENT
+        directory_offset = end_of_body + gap
         directory_end = directory_offset + len(self._directory)
         end = b""
         if needs_zip64:
@@ -175,8 +193,9 @@ class _Archive:
             )  # fmt: skip
             end += _END64_LOCATOR.pack(b"PK\x06\x07", 0, directory_end, 1)
         short_offset = _ZIP32_LIMIT if needs_zip64 else directory_offset
-        end += _END.pack(b"PK\x05\x06", 0, 0, self._count, self._count, len(self._directory), short_offset, 0)
-        return b"\0" * gap + bytes(self._directory) + end
+        count = min(self._count, _ZIP16_LIMIT)
+        end += _END.pack(b"PK\x05\x06", 0, 0, count, count, len(self._directory), short_offset, 0)
+        return body + b"\0" * gap + bytes(self._directory) + end
 
 
 def _rebuild_pickle(dtype: torch.dtype, shape: tuple[int, ...]) -> bytes:

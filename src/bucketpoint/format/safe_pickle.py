@@ -20,7 +20,7 @@ from bucketpoint.errors import UnsafeDataError
 from bucketpoint.format.allow_list import ITEM_GLOBALS
 from bucketpoint.format.pickle_survey import MalformedPickleError, survey
 
-__all__ = ["AllowListUnpickler", "MalformedPickleError", "check_stream", "refused_globals"]
+__all__ = ["AllowListUnpickler", "MalformedPickleError", "check_stream", "refused_globals", "registered_globals"]
 
 _ZIP_MAGIC = b"PK\x03\x04"  # what torch.load itself goes by
 _LEGACY_PICKLES = 5  # magic number, protocol, system, object, storage keys: torch.save's format before 1.6
@@ -63,7 +63,7 @@ def refused_globals(data: bytes | bytearray | memoryview) -> list[str] | None:
         None if this is neither a pickle nor torch.save's zip, so that loading it as one runs nothing.
     """
     raw = bytes(data)
-    allowed = ITEM_GLOBALS | _registered()
+    allowed = ITEM_GLOBALS | registered_globals()
     if raw[:4] == _ZIP_MAGIC:
         return _refused_in_zip(raw, allowed)
     refused: dict[str, None] = {}
@@ -108,7 +108,8 @@ def _is_stored(raw: bytes) -> bool:
     return all(one.compress_type == zipfile.ZIP_STORED and one.file_size <= len(raw) for one in entries)
 
 
-def _registered() -> frozenset[tuple[str, str]]:
+def registered_globals() -> frozenset[tuple[str, str]]:
+    """What the user added with `torch.serialization.add_safe_globals`."""
     names = []
     for item in torch.serialization.get_safe_globals():
         full = item[1] if isinstance(item, tuple) else f"{item.__module__}.{item.__qualname__}"

@@ -3,6 +3,7 @@
 from bucketpoint.stores.base import (
     Buffers,
     Capabilities,
+    CopiesInside,
     DeleteFailure,
     ObjectInfo,
     OpenUpload,
@@ -20,6 +21,7 @@ from bucketpoint.stores.s3_options import S3Options
 __all__ = [
     "Buffers",
     "Capabilities",
+    "CopiesInside",
     "DeleteFailure",
     "FsspecStore",
     "GCSOptions",

@@ -10,7 +10,7 @@ from __future__ import annotations
 import builtins
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 Buffers = Sequence[memoryview]
 """Byte-format (`"B"`), C-contiguous views that follow each other in an object."""
@@ -192,4 +192,17 @@ class Store(Protocol):
 
     def close(self) -> None:
         """Release connections. The store may be used again afterwards; it then opens new ones."""
+        ...
+
+
+@runtime_checkable
+class CopiesInside(Protocol):
+    """A store whose service can copy from another of its buckets, so that no byte passes through this process."""
+
+    def can_copy_from(self, other: Store) -> bool:
+        """Whether the service may be asked to. That it will not refuse is found out by asking."""
+        ...
+
+    def copy_from(self, other: Any, source: ObjectInfo, target: str) -> ObjectInfo:
+        """Copy what `other.head` described, of a store that `can_copy_from` said yes to."""
         ...

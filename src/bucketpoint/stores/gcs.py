@@ -11,7 +11,7 @@ from typing import Any
 
 from bucketpoint.errors import CorruptDataError, ObjectNotFoundError, PreconditionFailedError, StoreError
 from bucketpoint.stores import gcs_composed, gcs_multipart
-from bucketpoint.stores.base import Buffers, Capabilities, DeleteFailure, ObjectInfo, OpenUpload, Part
+from bucketpoint.stores.base import Buffers, Capabilities, DeleteFailure, ObjectInfo, OpenUpload, Part, Store
 from bucketpoint.stores.gcs_body import BINARY, crc_of, receive_reply
 from bucketpoint.stores.gcs_bucket import Bucket, described
 from bucketpoint.stores.gcs_client import close_client
@@ -128,16 +128,18 @@ class GCSStore:
     def copy(self, source: str, target: str) -> ObjectInfo:
         return self.copy_from(self, self.head(source), target)
 
-    def shares_endpoint(self, other: GCSStore) -> bool:
+    def can_copy_from(self, other: Store) -> bool:
         """Whether `copy_from` can work between these two: they are buckets of one service."""
+        if not isinstance(other, GCSStore):
+            return False
         return self.identity.removesuffix(self.bucket) == other.identity.removesuffix(other.bucket)
 
-    def copy_from(self, other: GCSStore, described_source: ObjectInfo, target: str) -> ObjectInfo:
+    def copy_from(self, other: GCSStore, source: ObjectInfo, target: str) -> ObjectInfo:
         """`copy` of what `other.head` described, from a bucket that this store's credentials can read."""
         bucket = self._requests
         query: dict[str, Any] = {}
-        if described_source.etag is not None:
-            query["ifSourceGenerationMatch"] = described_source.etag
+        if source.etag is not None:
+            query["ifSourceGenerationMatch"] = source.etag
         if self.options.kms_key_name is not None:
             query["destinationKmsKeyName"] = self.options.kms_key_name
         chosen = self.options.storage_class
@@ -150,13 +152,11 @@ class GCSStore:
                 BINARY.encode(),
             )
         )
-        path = (
-            f"{other._requests.path(described_source.key)}/rewriteTo{bucket.path(target).removeprefix('/storage/v1')}"
-        )
+        path = f"{other._requests.path(source.key)}/rewriteTo{bucket.path(target).removeprefix('/storage/v1')}"
         while True:
             reply = bucket.call(
                 "objects.rewrite",
-                described_source.key,
+                source.key,
                 "POST",
                 path,
                 query=bucket.billed(query),

@@ -23,7 +23,7 @@ from bucketpoint.errors import (
     UploadNotFoundError,
 )
 from bucketpoint.stores import retry
-from bucketpoint.stores.base import Buffers, Capabilities, DeleteFailure, ObjectInfo, OpenUpload, Part
+from bucketpoint.stores.base import Buffers, Capabilities, DeleteFailure, ObjectInfo, OpenUpload, Part, Store
 from bucketpoint.stores.s3_body import OutgoingBody, discard, receive
 from bucketpoint.stores.s3_client import Client, client_for, close_client, renew_client
 from bucketpoint.stores.s3_errors import translate
@@ -197,20 +197,26 @@ class S3Store:
     def copy(self, source: str, target: str) -> ObjectInfo:
         return self.copy_from(self, self.head(source), target)
 
-    def shares_endpoint(self, other: S3Store) -> bool:
+    def can_copy_from(self, other: Store) -> bool:
         """Whether `copy_from` can work between these two: they are buckets of one service."""
+        if not isinstance(other, S3Store) or not self._shares_endpoint(other):
+            return False
+        # A copy reads and writes with one set of credentials and keys. Whether those may read is found out by trying.
+        return self.options == other.options or "SSECustomerKey" not in other.options.request_parameters()
+
+    def _shares_endpoint(self, other: S3Store) -> bool:
         return self.identity.removesuffix(self.bucket) == other.identity.removesuffix(other.bucket)
 
-    def copy_from(self, other: S3Store, described: ObjectInfo, target: str) -> ObjectInfo:
+    def copy_from(self, other: S3Store, source: ObjectInfo, target: str) -> ObjectInfo:
         """`copy` of what `other.head` described, from a bucket that this store's credentials can read."""
-        origin: dict[str, Any] = {"CopySource": {"Bucket": other.bucket, "Key": described.key}}
-        if described.etag is not None:
+        origin: dict[str, Any] = {"CopySource": {"Bucket": other.bucket, "Key": source.key}}
+        if source.etag is not None:
             # The size decides how to copy, so what is copied has to be what was measured.
-            origin["CopySourceIfMatch"] = _quoted(described.etag)
-        if described.size > MAX_COPY_BYTES:
-            return self._copy_in_parts(described, origin, target)
+            origin["CopySourceIfMatch"] = _quoted(source.etag)
+        if source.size > MAX_COPY_BYTES:
+            return self._copy_in_parts(source, origin, target)
         reply = self._call("CopyObject", target, Key=target, **origin)
-        return ObjectInfo(target, described.size, _unquoted(reply["CopyObjectResult"].get("ETag")))
+        return ObjectInfo(target, source.size, _unquoted(reply["CopyObjectResult"].get("ETag")))
 
     def _copy_in_parts(self, source: ObjectInfo, origin: dict[str, Any], target: str) -> ObjectInfo:
         # Without a checksum algorithm: the bytes do not pass through here, and S3 computes its own.

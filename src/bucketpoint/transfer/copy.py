@@ -18,7 +18,7 @@ from bucketpoint.errors import (
     ThrottledError,
     TransientStoreError,
 )
-from bucketpoint.stores import ObjectInfo, S3Store, Store
+from bucketpoint.stores import CopiesInside, ObjectInfo, Store
 from bucketpoint.transfer.budget import BufferPool
 from bucketpoint.transfer.options import TransferOptions
 from bucketpoint.transfer.pieces import each
@@ -43,10 +43,7 @@ class CopyJob:
 
 def inside_one_service(source: Store, target: Store) -> bool:
     """Whether the service can be asked to copy between these stores by itself."""
-    if not isinstance(source, S3Store) or not isinstance(target, S3Store) or not target.shares_endpoint(source):
-        return False
-    # A copy reads and writes with one set of credentials and keys. Whether those may read is found out by trying.
-    return source.options == target.options or not _has_own_key(source)
+    return isinstance(target, CopiesInside) and target.can_copy_from(source)
 
 
 def copy_objects(
@@ -61,7 +58,7 @@ def copy_objects(
         CorruptDataError: an object has another size afterwards.
         StoreError: a request failed for good. What was begun is aborted; whole objects stay.
     """
-    if jobs and isinstance(source, S3Store) and isinstance(target, S3Store) and inside_one_service(source, target):
+    if jobs and isinstance(target, CopiesInside) and target.can_copy_from(source):
         try:
             first = _copy_inside(source, target, jobs[0], options, meter)
         except StoreError as error:
@@ -80,10 +77,12 @@ def copy_objects(
     return _stream(source, target, jobs, options, meter), False
 
 
-def _copy_inside(source: S3Store, target: S3Store, job: CopyJob, options: TransferOptions, meter: Meter) -> ObjectInfo:
+def _copy_inside(source: Store, target: Store, job: CopyJob, options: TransferOptions, meter: Meter) -> ObjectInfo:
+    assert isinstance(target, CopiesInside)
+    copies: CopiesInside = target
     attempts = options.read_attempts
-    retry_transient(lambda: target.copy_from(source, job.source, job.target), attempts=attempts)
-    # The answer to a copy does not tell the size.
+    retry_transient(lambda: copies.copy_from(source, job.source, job.target), attempts=attempts)
+    # The answer to a copy does not always tell the size.
     info = retry_transient(lambda: target.head(job.target), attempts=attempts)
     _check_size(target, job, info.size)
     meter.add(info.size)
@@ -121,7 +120,3 @@ def _check_size(target: Store, job: CopyJob, size: int) -> None:
             url=target.url,
             key=job.target,
         )
-
-
-def _has_own_key(store: S3Store) -> bool:
-    return "SSECustomerKey" in store.options.request_parameters()

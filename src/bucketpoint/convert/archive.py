@@ -1,0 +1,271 @@
+"""Archives of torch.save, read in place: where each storage lies, and the objects around them, without any tensor data.
+
+A pickle is surveyed before it is run, and can name nothing outside the allow-list unless it is trusted.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+import struct
+import zipfile
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any
+
+import torch
+
+from bucketpoint.convert.reading import SourceBytes
+from bucketpoint.convert.source import Checksum, Decoded, Stretch
+from bucketpoint.errors import MetadataError, MismatchError, UnsafeDataError
+from bucketpoint.format.allow_list import ITEM_GLOBALS
+from bucketpoint.format.frames import contiguous_strides
+from bucketpoint.format.pickle_survey import survey
+from bucketpoint.format.probe import STORAGE_NAMES
+from bucketpoint.format.safe_pickle import registered_globals
+from bucketpoint.transfer.pieces import each
+
+MAGIC = b"PK\x03\x04"
+
+_FEW = 8
+_LOCAL = struct.Struct("<4s5H3I2H")
+_DTYPE_OF = {name: dtype for dtype, name in STORAGE_NAMES.items()}
+# Modules of DTensor's parts. Unpickling them would make a mesh of processes that are not there.
+_DISTRIBUTED = "torch.distributed"
+_DAMAGED = (zipfile.BadZipFile, NotImplementedError, ValueError, struct.error, OverflowError, EOFError)
+
+
+@dataclass(frozen=True)
+class Record:
+    """A stored file of an archive: its first byte in the object, its length, and its CRC32 where there is one."""
+
+    start: int
+    nbytes: int
+    crc32: int | None
+
+
+@dataclass(frozen=True)
+class Archive:
+    """What `open_archive` found: the pickle, and the storages by their keys."""
+
+    source: SourceBytes = field(repr=False)
+    key: str
+    pickle: bytes = field(repr=False)
+    storages: dict[str, Record] = field(repr=False)
+
+
+def open_archive(source: SourceBytes, key: str, start: int, stop: int) -> Archive | None:
+    """The archive in bytes `[start, stop)` of an object; None if those do not begin as one.
+
+    Raises:
+        MetadataError: it is damaged, or none of torch.save's.
+    """
+    if stop - start < len(MAGIC) or bytes(source.take(key, start, len(MAGIC))) != MAGIC:
+        return None
+    try:
+        with zipfile.ZipFile(source.file(key, start, stop)) as archive:
+            entries = archive.infolist()
+    except _DAMAGED as error:
+        raise _malformed(source, key, f"its directory cannot be read: {error}") from None
+    # torch writes a zero for each once `set_crc32_options(False)` was called; a single one may be what is damaged.
+    has_crc = any(entry.CRC for entry in entries)
+    wanted: dict[str, zipfile.ZipInfo] = {}
+    for entry in entries:
+        _, _, name = entry.filename.partition("/")
+        if name in ("data.pkl", "byteorder", "constants.pkl") or name.startswith("data/"):
+            wanted[name] = entry
+    if "constants.pkl" in wanted or "data.pkl" not in wanted:
+        raise _malformed(source, key, "it was not written by torch.save")
+    records: dict[str, Record] = {}
+
+    def locate(name: str) -> None:
+        entry = wanted[name]
+        at = start + entry.header_offset
+        if entry.compress_type != zipfile.ZIP_STORED or at < start or at + _LOCAL.size > stop:
+            raise _malformed(source, key, f"{name} does not lie in it as torch.save has it")
+        head = _LOCAL.unpack(source.take(key, at, _LOCAL.size))
+        first = at + _LOCAL.size + head[-2] + head[-1]
+        if head[0] != MAGIC or first + entry.file_size > stop:
+            raise _malformed(source, key, f"{name} does not lie within it")
+        records[name] = Record(first, entry.file_size, entry.CRC if has_crc else None)
+
+    if len(wanted) > _FEW:
+        each(wanted, locate, source.options)
+    else:
+        for name in wanted:
+            locate(name)
+    if "byteorder" in records and _content(source, key, records["byteorder"]) != b"little":
+        raise _malformed(source, key, "it is big-endian")
+    body = _content(source, key, records["data.pkl"])
+    storages = {name[len("data/") :]: record for name, record in records.items() if name.startswith("data/")}
+    return Archive(source, key, body, storages)
+
+
+def _content(source: SourceBytes, key: str, record: Record) -> bytes:
+    return source.file(key, record.start, record.start + record.nbytes).read()
+
+
+def _malformed(source: SourceBytes, key: str, reason: str) -> MetadataError:
+    return MetadataError(f"This archive cannot be converted: {reason}", url=source.store.url, key=key)
+
+
+class Skeleton:
+    """The objects of an archive. Tensors are on the `meta` device, but for those of the storages in `loaded`.
+
+    Args:
+        loaded: keys of storages whose bytes are read.
+        trusted: run the pickle whatever it names.
+
+    Raises:
+        UnsafeDataError: the pickle names something outside the allow-list; nothing was run.
+        MismatchError: it holds DTensors, which are shards of one process.
+        MetadataError: it is damaged.
+    """
+
+    def __init__(self, archive: Archive, *, loaded: Collection[str] = (), trusted: bool = False) -> None:
+        self.archive = archive
+        self._keys: dict[int, str] = {}
+        self._kept: dict[str, Any] = {}
+        allowed = _allowed()
+        if not trusted:
+            _check(archive, allowed)
+        unpickler = _Unpickler(archive, None if trusted else allowed, lambda key: self._storage(key, loaded))
+        try:
+            self.root: Any = unpickler.load()
+        except (MetadataError, UnsafeDataError):
+            raise
+        except Exception as error:  # noqa: BLE001 - damaged pickles make the unpickler raise nearly everything
+            reason = f"{type(error).__name__}: {error}"[:300]
+            raise _malformed(archive.source, archive.key, reason) from None
+
+    def storage_of(self, tensor: torch.Tensor) -> str | None:
+        """The key of the storage that a tensor of the skeleton lies in."""
+        return self._keys.get(tensor.untyped_storage()._cdata)
+
+    def payload(self, tensor: torch.Tensor, name: str) -> Stretch | Decoded:
+        """Where the elements of a tensor of the skeleton lie.
+
+        Raises:
+            MismatchError: it is of a kind that has no plain elements: sparse, quantised, or a subclass.
+            MetadataError: it does not lie within its storage.
+        """
+        if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.layout is not torch.strided:
+            raise _unfit(name, f"a {type(tensor).__name__} of layout {tensor.layout}")
+        if tensor.is_quantized or tensor.is_nested:
+            raise _unfit(name, "quantised or nested")
+        key = self.storage_of(tensor)
+        record = None if key is None else self.archive.storages.get(key)
+        if record is None:
+            raise _malformed(self.archive.source, self.archive.key, f"it has no bytes for {name}")
+        itemsize, shape, strides = tensor.dtype.itemsize, tuple(tensor.shape), tuple(tensor.stride())
+        first, nbytes = int(tensor.storage_offset()) * itemsize, prod(shape) * itemsize
+        span = 0
+        if nbytes:
+            span = (1 + sum((size - 1) * step for size, step in zip(shape, strides, strict=True))) * itemsize
+        if first + span > record.nbytes:
+            raise _malformed(self.archive.source, self.archive.key, f"{name} does not lie within its storage")
+        start = record.start + first
+        if not (_in_c_order(shape, strides) and not tensor.is_conj() and not tensor.is_neg()):
+            return Decoded(nbytes, lambda: self._decode(tensor, start, span), (self.archive.key, start))
+        known = record.crc32 if (first, nbytes) == (0, record.nbytes) else None
+        checksum = None if known is None else Checksum("crc32", known)
+        return Stretch(self.archive.key, start, nbytes, checksum)
+
+    def _decode(self, tensor: torch.Tensor, start: int, span: int) -> torch.Tensor:
+        if not span:
+            return torch.empty(tensor.shape, dtype=tensor.dtype)
+        raw = self.archive.source.take(self.archive.key, start, span)
+        flat = torch.frombuffer(raw, dtype=torch.uint8).view(tensor.dtype)
+        found = flat.as_strided(tuple(tensor.shape), tuple(tensor.stride()))
+        found = found.conj() if tensor.is_conj() else found
+        return torch._neg_view(found) if tensor.is_neg() else found
+
+    def _storage(self, key: str, loaded: Collection[str]) -> torch.UntypedStorage:
+        found = self._kept.get(key)
+        if found is None:
+            record = self.archive.storages.get(key)
+            if record is None:
+                raise _malformed(self.archive.source, self.archive.key, f"it has no storage {key[:100]!r}")
+            if key in loaded:
+                # One byte at least: an empty buffer is refused.
+                raw = bytearray(record.nbytes or 1)
+                self.archive.source.read(self.archive.key, record.start, memoryview(raw)[: record.nbytes])
+                found = torch.frombuffer(raw, dtype=torch.uint8)[: record.nbytes].clone().untyped_storage()
+            else:
+                found = torch.UntypedStorage(record.nbytes, device="meta")  # type: ignore[no-untyped-call]
+            self._kept[key] = found
+            self._keys[found._cdata] = key
+        return found
+
+
+def _in_c_order(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
+    expected = contiguous_strides(shape)
+    pairs = zip(shape, strides, expected, strict=True)
+    return 0 in shape or all(size == 1 or stride == wanted for size, stride, wanted in pairs)
+
+
+def _unfit(name: str, what: str) -> MismatchError:
+    return MismatchError(
+        f"A tensor cannot be converted, as it is {what}", key=name, remedy="Save it as a plain, dense tensor"
+    )
+
+
+def _check(archive: Archive, allowed: frozenset[tuple[str, str]]) -> None:
+    found = survey(archive.pickle, 0, allowed)
+    refused = list(dict.fromkeys(found.refused))
+    distributed = {f"{module}.{name}" for module, name in ITEM_GLOBALS - allowed}
+    if refused and distributed.issuperset(refused):
+        raise MismatchError(
+            "The file holds DTensors, which are the shards of one process",
+            key=archive.key,
+            remedy="Save with torch.distributed.checkpoint, or what `full_tensor()` returns",
+        )
+    if refused:
+        raise UnsafeDataError(f"The pickle names {', '.join(refused)[:500]}", key=archive.key)
+    if found.end is None:
+        raise _malformed(archive.source, archive.key, "its pickle breaks off")
+
+
+def _allowed() -> frozenset[tuple[str, str]]:
+    known = ITEM_GLOBALS | registered_globals()
+    return frozenset((module, name) for module, name in known if not module.startswith(_DISTRIBUTED))
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """The class of a typed storage, of which only the dtype matters."""
+
+    dtype: torch.dtype
+
+
+class _Unpickler(pickle.Unpickler):
+    """Runs a pickle that was surveyed, with storages in place of what its persistent ids name."""
+
+    def __init__(
+        self,
+        archive: Archive,
+        allowed: frozenset[tuple[str, str]] | None,
+        storage: Callable[[str], torch.UntypedStorage],
+    ) -> None:
+        # torch.load's own encoding, for the text of Python 2.
+        super().__init__(io.BytesIO(archive.pickle), encoding="utf-8")
+        self._allowed = allowed
+        self._storage = storage
+
+    def find_class(self, module: str, name: str, /) -> Any:
+        if module in ("torch", "torch.storage") and name in _DTYPE_OF:
+            return _Kind(_DTYPE_OF[name])
+        if self._allowed is not None and (module, name) not in self._allowed:
+            raise UnsafeDataError(f"The pickle names {module}.{name}, which is not on the allow-list")
+        return super().find_class(module, name)
+
+    def persistent_load(self, pid: Any, /) -> Any:
+        if type(pid) is not tuple or len(pid) < 5 or pid[0] != "storage" or type(pid[2]) is not str:
+            raise MetadataError("The pickle refers to something that torch.save does not write")
+        kind = pid[1]
+        dtype = kind.dtype if isinstance(kind, _Kind) else torch.uint8
+        storage = self._storage(pid[2])
+        return torch.storage.TypedStorage(  # type: ignore[no-untyped-call]
+            wrap_storage=storage, dtype=dtype, _internal=True
+        )

@@ -1,0 +1,340 @@
+"""A conversion from beginning to end: what will be written, writing it within the budget, and the commit, last.
+
+What is written is decided by the `to_` modules; here it is carried out, the same way for all of them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from bucketpoint.catalog.run import catalog_above
+from bucketpoint.catalog.save_log import SaveLog
+from bucketpoint.convert.detect import AUTO, TORCH_SUFFIXES, open_object, open_place, open_source
+from bucketpoint.convert.filling import Filling
+from bucketpoint.convert.journal import Journal, open_journal, remove_leftovers
+from bucketpoint.convert.occupied import is_committed, is_finished, refuse_to_replace
+from bucketpoint.convert.source import BUCKETPOINT, DCP, FORMATS, SAFETENSORS, TORCH, Source
+from bucketpoint.convert.target import Layout, Place, TargetObject
+from bucketpoint.convert.to_dcp import plan_bucketpoint, plan_stock
+from bucketpoint.convert.to_safetensors import SHARD_BYTES, plan_safetensors
+from bucketpoint.convert.to_torch import plan_torch
+from bucketpoint.convert.verifying import read_again
+from bucketpoint.dcp.session import as_url
+from bucketpoint.errors import AccessDeniedError, BucketpointError, CommitConflictError, InvalidURLError
+from bucketpoint.format import keys
+from bucketpoint.transfer import (
+    BufferPool,
+    Meter,
+    ObjectSource,
+    ProgressCallback,
+    TransferOptions,
+    Uploaded,
+    retry_transient,
+    upload_objects,
+)
+from bucketpoint.transfer.pieces import each
+from bucketpoint.version import __version__
+
+CONVERT_OPTIONS = TransferOptions(max_inflight_bytes=256 << 20)
+"""All bytes pass through memory of our own, so the budget decides the size of parts: about 5 MiB."""
+
+OBJECT_BYTES = 1 << 30
+"""Of an object of a DCP checkpoint. What an interruption costs at most, and few enough objects all the same."""
+
+_BATCH_BYTES = 1 << 29
+_SMALLEST_BUDGET = 1 << 20
+
+
+@dataclass(frozen=True)
+class ConvertOptions:
+    """What decides about the target.
+
+    Attributes:
+        prefix: of keys that a DCP checkpoint has before what safetensors has, such as `model.`: taken off on the way
+            there, where other keys are left out, and put before on the way back.
+        shard_bytes: of tensors in one safetensors file.
+        object_bytes: of an object of a DCP checkpoint.
+        overwrite: replace what is at the target, if that can be done at one moment.
+        trusted: unpickle without the allow-list.
+    """
+
+    prefix: str = ""
+    shard_bytes: int = SHARD_BYTES
+    object_bytes: int = OBJECT_BYTES
+    overwrite: bool = False
+    trusted: bool = False
+
+
+@dataclass(frozen=True)
+class ConvertPlan:
+    """What a conversion will do.
+
+    Attributes:
+        format: of the target.
+        journal: None where there is one object only, which is there whole or not at all.
+        finished: an earlier run has committed, and only its journal is left.
+        log: of the run that the target becomes a checkpoint of, if it lies in one.
+    """
+
+    source: Source
+    format: str
+    place: Place
+    layout: Layout
+    filling: Filling
+    transfer: TransferOptions
+    journal: Journal | None = None
+    other: Journal | None = None
+    finished: bool = False
+    log: SaveLog | None = None
+    token: str = ""
+    there: Mapping[str, Uploaded] = field(default_factory=dict, repr=False)
+
+    @property
+    def nbytes(self) -> int:
+        """Of all objects of the target, but for what commits them."""
+        return sum(entry.nbytes for entry in self.layout.objects)
+
+    @property
+    def left_nbytes(self) -> int:
+        """Bytes that are not at the target yet."""
+        return sum(entry.nbytes for entry in self.layout.objects if entry.path not in self.there)
+
+
+@dataclass(frozen=True)
+class Converted:
+    """What a conversion did.
+
+    Attributes:
+        skipped: objects that an interrupted run had written.
+        checked_bytes: of the source, that were compared with its checksums.
+        verified_bytes: read again at the target; None where that was not asked for.
+        damaged: objects that were not read as they were written.
+        peak_bytes: the most memory that was held for bytes on their way.
+    """
+
+    objects: int
+    nbytes: int
+    skipped: int
+    checked_bytes: int
+    verified_bytes: int | None
+    damaged: Sequence[str]
+    peak_bytes: int
+
+
+def plan_conversion(
+    source: str | os.PathLike[str],
+    target: str | os.PathLike[str],
+    *,
+    from_format: str = AUTO,
+    to_format: str = AUTO,
+    options: ConvertOptions | None = None,
+    source_options: Mapping[str, Any] | None = None,
+    target_options: Mapping[str, Any] | None = None,
+    source_fs: Any = None,
+    target_fs: Any = None,
+    transfer: TransferOptions = CONVERT_OPTIONS,
+) -> ConvertPlan:
+    """Look at source and target. Writes nothing.
+
+    Args:
+        from_format, to_format: of `FORMATS`, or `"auto"`: of the source by what lies there, of the target by its name:
+            a file of torch.save where it ends like one, else bucketpoint's.
+
+    Raises:
+        CheckpointNotFoundError: there is nothing to convert.
+        CheckpointExistsError: something is at the target.
+        UnsafeDataError: the source names something outside the allow-list.
+        MismatchError: the target's format has no place for what the source holds.
+        MetadataError, CorruptDataError: the source is damaged.
+    """
+    chosen = options or ConvertOptions()
+    transfer = _within(transfer)
+    url = as_url(target) or ""
+    found = open_source(
+        source,
+        from_format,
+        storage_options=source_options,
+        fs=source_fs,
+        prefix=chosen.prefix,
+        trusted=chosen.trusted,
+        transfer=transfer,
+    )
+    wanted = _format_of(url, to_format, found)
+    name = ""
+    if wanted == TORCH:
+        store, key = open_object(url, storage_options=target_options, fs=target_fs)
+        folder, _, name = key.rpartition("/")
+    else:
+        store, folder = open_place(url, storage_options=target_options, fs=target_fs)
+    place = Place(store, folder, url)
+    digest = _digest(found, wanted, chosen)
+    journal, other = open_journal(store, folder, digest) if wanted != TORCH else (None, None)
+    token = journal.token if journal is not None else keys.new_token()
+    finished = is_finished(place, wanted, journal)
+    if not finished:
+        refuse_to_replace(place, wanted, name, chosen.overwrite)
+    log = _log_there(place, found, chosen, target_options, target_fs) if wanted == BUCKETPOINT else None
+    filling = Filling(found.bytes, transfer.max_inflight_bytes // 4)
+    layout = _layout(found, wanted, place, name, filling, chosen, token, log)
+    if len(layout.objects) < 2 and not finished:
+        journal = None
+    there = journal.done(layout.objects, transfer) if journal is not None and journal.notes else {}
+    return ConvertPlan(
+        found, wanted, place, layout, filling, transfer, journal, other, finished, log, token, there
+    )  # fmt: skip
+
+
+def run_conversion(plan: ConvertPlan, *, verify: bool = False, progress: ProgressCallback | None = None) -> Converted:
+    """Do what the plan says. The target exists once all of it is there, or not at all.
+
+    Args:
+        verify: read the target again, and compare it with the checksums that were taken on the way.
+
+    Raises:
+        CorruptDataError: the source is damaged, or changed meanwhile; nothing was committed.
+        CheckpointExistsError, CommitConflictError: somebody else wrote to the target meanwhile.
+        StoreError: a request failed for good. Running it again goes on where this one stopped.
+    """
+    objects, done = plan.layout.objects, dict(plan.there)
+    skipped = len(done)
+    pool = BufferPool(_on_the_way(plan.transfer).max_inflight_bytes)
+    meter = Meter("convert", plan.place.url, plan.left_nbytes, progress)
+    if not plan.finished:
+        if plan.other is not None and not is_committed(plan.place):
+            remove_leftovers(plan.other, plan.transfer)
+        if plan.log is not None:
+            plan.log.begin(plan.place.url, plan.token)
+        waiting = [entry for entry in objects if entry.path not in done]
+        for batch in _batches(waiting):
+            uploaded = _upload(plan, batch, pool, meter)
+            if plan.journal is not None:
+                plan.journal.add(batch, uploaded)
+            done.update(zip((entry.path for entry in batch), uploaded, strict=True))
+        ordered = [done[entry.path] for entry in objects]
+        _check_unchanged(plan, ordered)
+        plan.layout.commit(ordered)
+    damaged: list[str] = []
+    if verify:
+        damaged = read_again(plan.place, objects, done, _on_the_way(plan.transfer), meter)
+    if plan.journal is not None:
+        plan.journal.remove()
+    meter.finish()
+    return Converted(
+        len(objects),
+        plan.nbytes,
+        skipped,
+        plan.filling.checked_bytes,
+        plan.nbytes if verify else None,
+        damaged,
+        pool.peak_bytes + plan.filling.pool.peak_bytes + plan.source.bytes.peak_bytes,
+    )
+
+
+def _within(transfer: TransferOptions) -> TransferOptions:
+    """Half of the budget is for what is on its way, and one object that goes up at once must not take more."""
+    budget = max(transfer.max_inflight_bytes, _SMALLEST_BUDGET)
+    return replace(transfer, max_inflight_bytes=budget, single_put_bytes=min(transfer.single_put_bytes, budget // 4))
+
+
+def _on_the_way(transfer: TransferOptions) -> TransferOptions:
+    """The rest of the budget is for chunks that are taken apart, and for small reads."""
+    return replace(transfer, max_inflight_bytes=transfer.max_inflight_bytes // 2)
+
+
+def _format_of(url: str, wanted: str, source: Source) -> str:
+    if wanted not in (AUTO, *FORMATS):
+        raise BucketpointError(f"There is no format {wanted!r}", remedy=f"Use one of {', '.join(FORMATS)}")
+    if wanted != AUTO:
+        return wanted
+    if url.endswith(TORCH_SUFFIXES):
+        return TORCH
+    if source.format == BUCKETPOINT:
+        raise InvalidURLError(
+            "The source is a checkpoint of bucketpoint's already",
+            url=source.url,
+            remedy="Say what it is to become, with --to; `bucketpoint cp` copies it as it is",
+        )
+    return BUCKETPOINT
+
+
+def _digest(source: Source, wanted: str, options: ConvertOptions) -> str:
+    said = (__version__, source.format, source.fingerprint, wanted, options.prefix)
+    sizes = (options.shard_bytes, options.object_bytes)
+    return hashlib.sha256(repr((said, sizes)).encode()).hexdigest()
+
+
+def _layout(
+    source: Source,
+    wanted: str,
+    place: Place,
+    name: str,
+    filling: Filling,
+    options: ConvertOptions,
+    token: str,
+    log: SaveLog | None,
+) -> Layout:
+    if wanted == TORCH:
+        return plan_torch(source, filling, name)
+    if wanted == SAFETENSORS:
+        return plan_safetensors(source, filling, place, prefix=options.prefix, shard_bytes=options.shard_bytes)
+    if wanted == DCP:
+        return plan_stock(source, filling, place, token=token, object_bytes=options.object_bytes)
+    return plan_bucketpoint(
+        source,
+        filling,
+        place,
+        token=token,
+        object_bytes=options.object_bytes,
+        overwrite=options.overwrite,
+        log=log,
+    )
+
+
+def _log_there(
+    place: Place, source: Source, options: ConvertOptions, storage_options: Mapping[str, Any] | None, fs: Any
+) -> SaveLog | None:
+    """A conversion into a run is a save of that run."""
+    try:
+        found = catalog_above(place.url, storage_options=storage_options, fs=fs)
+    except AccessDeniedError:
+        # Whoever may only write there leaves the record beside the metadata, as any writer without a catalogue does.
+        return None
+    return None if found is None else SaveLog(found[0], source.kind, source.metrics, overwrite=options.overwrite)
+
+
+def _batches(objects: Sequence[TargetObject]) -> Iterator[list[TargetObject]]:
+    """A few objects at a time: those of a batch go up together, and are noted in the journal together."""
+    batch: list[TargetObject] = []
+    for entry in objects:
+        batch.append(entry)
+        if sum(one.nbytes for one in batch) >= _BATCH_BYTES:
+            yield batch
+            batch = []
+    if batch:
+        yield batch
+
+
+def _upload(plan: ConvertPlan, batch: Sequence[TargetObject], pool: BufferPool, meter: Meter) -> list[Uploaded]:
+    options = _on_the_way(plan.transfer)
+    sources = [ObjectSource(keys.join(plan.place.prefix, entry.path), entry.segments) for entry in batch]
+    return upload_objects(plan.place.store, sources, options, pool=pool, meter=meter)
+
+
+def _check_unchanged(plan: ConvertPlan, uploaded: Sequence[Uploaded]) -> None:
+    """Where names are fixed, two conversions to one place would write over each other: neither may then commit."""
+    expected = dict(zip((entry.path for entry in plan.layout.objects), uploaded, strict=True))
+    store, attempts = plan.place.store, plan.transfer.read_attempts
+
+    def look(entry: TargetObject) -> None:
+        key, known = keys.join(plan.place.prefix, entry.path), expected[entry.path].info
+        info = retry_transient(lambda: store.head(key), attempts=attempts)
+        if info.size != entry.nbytes or (known.etag is not None and info.etag != known.etag):
+            raise CommitConflictError(
+                "Somebody else wrote to the target meanwhile, so nothing was committed", url=plan.place.url, key=key
+            )
+
+    each(plan.layout.objects, look, plan.transfer)

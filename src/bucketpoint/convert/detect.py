@@ -1,0 +1,129 @@
+"""From a URL to a source: which format lies there, and who reads it. Also the way to an object that a URL names."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from bucketpoint.convert.from_dcp import read_dcp
+from bucketpoint.convert.from_safetensors import INDEX_NAME, SINGLE_NAME, read_file, read_index
+from bucketpoint.convert.from_torch import read_torch
+from bucketpoint.convert.reading import SourceBytes
+from bucketpoint.convert.source import BUCKETPOINT, DCP, SAFETENSORS, TORCH, Source
+from bucketpoint.dcp.saved import open_checkpoint
+from bucketpoint.dcp.session import as_url
+from bucketpoint.errors import CheckpointNotFoundError, InvalidURLError, ObjectNotFoundError
+from bucketpoint.format import keys
+from bucketpoint.stores import Store, open_store, parse_url
+from bucketpoint.transfer import TransferOptions
+
+AUTO = "auto"
+
+TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
+SAFETENSORS_SUFFIX = ".safetensors"
+
+_EXTRAS = {"msc": "pip install multi-storage-client, or name the place by the URL that its profile stands for"}
+"""Filesystems of other writers, which fsspec does not list by itself."""
+
+
+def open_place(url: str | os.PathLike[str], *, storage_options: Mapping[str, Any] | None, fs: Any) -> tuple[Store, str]:
+    """As `open_store`; where a scheme is unknown for want of a package, the error says which."""
+    try:
+        return open_store(url, storage_options=storage_options, fs=fs)
+    except InvalidURLError as error:
+        wanted = _EXTRAS.get(parse_url(url)[0]) if fs is None else None
+        if wanted is not None:
+            error.remedy = wanted
+        raise
+
+
+def open_object(url: str, *, storage_options: Mapping[str, Any] | None, fs: Any) -> tuple[Store, str]:
+    """The store and the key of the object that a URL names: a store's root is a folder.
+
+    Raises:
+        InvalidURLError: it names no object.
+    """
+    above, slash, name = url.rpartition("/")
+    if slash and (not above or above.endswith((":", "/"))):
+        above += "/"
+    if not name or name in (".", "..") or above.endswith("://"):
+        raise InvalidURLError("the URL names no file", url=url, remedy="Name one, such as s3://bucket/model.pt")
+    store, prefix = open_place(above or ".", storage_options=storage_options, fs=fs)
+    return store, keys.join(prefix, name)
+
+
+def open_source(
+    url: str | os.PathLike[str],
+    format: str = AUTO,  # noqa: A002
+    *,
+    storage_options: Mapping[str, Any] | None = None,
+    fs: Any = None,
+    prefix: str = "",
+    trusted: bool = False,
+    transfer: TransferOptions,
+) -> Source:
+    """Plan the reading of whatever lies at a URL. Of the data itself, no more is read than what is no tensor.
+
+    Args:
+        format: one of `FORMATS`, or `"auto"`: a commit, a safetensors index or file, or a file of torch.save, whichever
+            is there.
+        prefix: of keys, where the source is safetensors.
+
+    Raises:
+        CheckpointNotFoundError: nothing that is known lies there.
+        BucketpointError: what is there cannot or must not be read; see the `from_` modules.
+    """
+    text = as_url(url) or ""
+    reasons: list[CheckpointNotFoundError] = []
+    if format in (AUTO, BUCKETPOINT, DCP):
+        try:
+            open_place(text, storage_options=storage_options, fs=fs)
+            saved = open_checkpoint(text, storage_options=storage_options, fs=fs, trusted=trusted)
+            return read_dcp(SourceBytes(saved.store, transfer), saved, trusted=trusted)
+        except CheckpointNotFoundError as error:
+            if format != AUTO:
+                raise
+            reasons.append(error)
+    if format in (AUTO, SAFETENSORS):
+        store, folder = open_place(text, storage_options=storage_options, fs=fs)
+        source = SourceBytes(store, transfer)
+        if _is_there(source, keys.join(folder, INDEX_NAME)):
+            return read_index(source, folder, text, prefix=prefix)
+        if _is_there(source, keys.join(folder, SINGLE_NAME)):
+            return read_file(source, keys.join(folder, SINGLE_NAME), text, prefix=prefix)
+    found = _open_file(text, format, storage_options, fs, prefix, trusted, transfer)
+    if found is not None:
+        return found
+    if reasons:
+        raise reasons[0]
+    raise CheckpointNotFoundError(f"There is nothing of the format {format} here", url=text)
+
+
+def _open_file(
+    text: str,
+    format: str,  # noqa: A002
+    storage_options: Mapping[str, Any] | None,
+    fs: Any,
+    prefix: str,
+    trusted: bool,
+    transfer: TransferOptions,
+) -> Source | None:
+    try:
+        store, key = open_object(text, storage_options=storage_options, fs=fs)
+    except InvalidURLError:
+        return None
+    source = SourceBytes(store, transfer)
+    if not _is_there(source, key):
+        return None
+    if format == TORCH or (format == AUTO and not text.endswith(SAFETENSORS_SUFFIX)):
+        return read_torch(source, key, text, trusted=trusted)
+    return read_file(source, key, text, prefix=prefix)
+
+
+def _is_there(source: SourceBytes, key: str) -> bool:
+    try:
+        source.look(key)
+    except ObjectNotFoundError:
+        return False
+    return True

@@ -1,0 +1,154 @@
+"""Bytes of a target, fetched as they are about to be sent: of one payload, or of a whole tensor out of its chunks.
+
+What is fetched is compared with the source's checksums on the way. Memory of its own is leased within a budget.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from awscrt.checksums import combine_crc32, combine_crc32c, crc32, crc32c
+
+from bucketpoint.convert.boxes import Box, cut, shared, stretch_start
+from bucketpoint.convert.reading import SourceBytes
+from bucketpoint.convert.source import Checksum, Decoded, Held, Payload, Stretch
+from bucketpoint.errors import CorruptDataError
+from bucketpoint.format.memory import copy_stretch
+from bucketpoint.transfer import BufferPool, Segment
+
+_CRC = {"crc32": crc32, "crc32c": crc32c}
+_COMBINE = {"crc32": combine_crc32, "crc32c": combine_crc32c}
+
+
+@dataclass
+class _Seen:
+    """What has come by of a stretch: the checksum and length of each piece, by where it begins."""
+
+    pieces: dict[int, tuple[int, int]] = field(default_factory=dict)
+    nbytes: int = 0
+
+
+class Filling:
+    """Fetches what a conversion needs, from several threads at once.
+
+    Args:
+        lease_bytes: what may be held at once of chunks that are taken apart.
+    """
+
+    def __init__(self, source: SourceBytes, lease_bytes: int) -> None:
+        self.pool = BufferPool(lease_bytes)
+        self.checked_bytes = 0
+        """Bytes of stretches that came whole and have the checksum that their writer recorded."""
+        self._source = source
+        self._lock = threading.Lock()
+        self._seen: dict[Stretch, _Seen] = {}
+        self._decoding = threading.Lock()
+        self._decoded: tuple[Decoded, torch.Tensor] | None = None
+
+    def segment(self, payload: Payload, *, block_nbytes: int) -> Segment:
+        """A payload as a stretch of an object to be sent."""
+        if isinstance(payload, Held):
+            return Segment(payload.nbytes, memoryview(payload.data), block_nbytes=block_nbytes)
+        return Segment(
+            payload.nbytes,
+            fill=lambda start, out: self.fill(payload, start, out),
+            block_nbytes=block_nbytes,
+        )
+
+    def whole(self, shape: Sequence[int], itemsize: int, chunks: Sequence[tuple[Box, Payload]]) -> Segment:
+        """All elements of a tensor, in C order, as a stretch of an object to be sent.
+
+        Args:
+            shape: of the tensor.
+            chunks: which fill it, each with its place. Their last dimension counts bytes.
+        """
+        counted = (*shape, itemsize)
+        nbytes = Box(counted, counted).nbytes
+        if len(chunks) == 1:
+            return self.segment(chunks[0][1], block_nbytes=nbytes)
+        ordered = sorted(chunks, key=lambda chunk: chunk[0].offsets)
+        return Segment(
+            nbytes,
+            fill=lambda start, out: self._gather(counted, ordered, start, out),
+            block_nbytes=nbytes,
+        )
+
+    def fill(self, payload: Payload, start: int, out: memoryview) -> None:
+        """Bytes `[start, start + len(out))` of a payload."""
+        if isinstance(payload, Stretch):
+            self._source.read(payload.key, payload.start + start, out)
+            self._compare(payload, start, out)
+        elif isinstance(payload, Decoded):
+            copy_stretch(self._tensor(payload), start, out)
+        else:
+            out[:] = payload.data[start : start + len(out)]
+
+    def _gather(self, shape: Sequence[int], chunks: Sequence[tuple[Box, Payload]], start: int, out: memoryview) -> None:
+        done = 0
+        for box in cut(shape, start, start + len(out)):
+            view = out[done : done + box.nbytes]
+            done += box.nbytes
+            low, high = box.offsets[0], box.offsets[0] + box.sizes[0]
+            for place, payload in chunks:
+                if place.offsets[0] >= high:
+                    break
+                if place.offsets[0] + place.sizes[0] > low:
+                    common = shared(box, place)
+                    if common is not None:
+                        self._put(box, view, place, payload, common)
+
+    def _put(self, box: Box, view: memoryview, place: Box, payload: Payload, common: Box) -> None:
+        """Fetch what a chunk has of a box, one stretch of it, and lay it where it belongs in the box's bytes."""
+        start = stretch_start(place.sizes, common.within(place))
+        target = torch.frombuffer(view, dtype=torch.uint8).view(box.sizes)
+        inside = common.within(box)
+        for axis, (offset, size) in enumerate(zip(inside.offsets, inside.sizes, strict=True)):
+            target = target.narrow(axis, offset, size)
+        if target.is_contiguous():
+            at = stretch_start(box.sizes, inside)
+            self.fill(payload, start, view[at : at + common.nbytes])
+            return
+        with self.pool.lease(common.nbytes) as lease:
+            self.fill(payload, start, lease)
+            target.copy_(torch.frombuffer(lease, dtype=torch.uint8).view(common.sizes))
+
+    def _tensor(self, payload: Decoded) -> torch.Tensor:
+        # One at a time, whichever thread asks: each may be as large as the largest tensor.
+        with self._decoding:
+            if self._decoded is None or self._decoded[0] is not payload:
+                self._decoded = None
+                self._decoded = payload, payload.decode()
+            return self._decoded[1]
+
+    def _compare(self, stretch: Stretch, start: int, view: memoryview) -> None:
+        checksum = stretch.checksum
+        if checksum is None:
+            return
+        crc = int(_CRC[checksum.kind](view))
+        with self._lock:
+            seen = self._seen.setdefault(stretch, _Seen())
+            if start not in seen.pieces:
+                seen.nbytes += len(view)
+            seen.pieces[start] = crc, len(view)
+            if seen.nbytes < stretch.nbytes:
+                return
+            del self._seen[stretch]
+            self.checked_bytes += stretch.nbytes
+        if _combined(seen.pieces, checksum) != checksum.value:
+            raise CorruptDataError(
+                f"The checkpoint to be converted is damaged: {stretch.nbytes} bytes of an object, from byte "
+                f"{stretch.start} on, have another {checksum.kind.upper()} than was written",
+                url=self._source.store.url,
+                key=stretch.key,
+                remedy="Convert another one; `bucketpoint verify` lists all that is damaged in this one",
+            )
+
+
+def _combined(pieces: dict[int, tuple[int, int]], checksum: Checksum) -> int:
+    total = 0
+    for _, (crc, nbytes) in sorted(pieces.items()):
+        total = int(_COMBINE[checksum.kind](total, crc, nbytes)) if nbytes else total
+    return total

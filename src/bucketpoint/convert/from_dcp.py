@@ -1,0 +1,197 @@
+"""A committed DCP checkpoint as a source, whoever wrote it: ours, torch's writers', s3torchconnector's.
+
+Frames of others are looked into, a few small reads each, so that their elements can be passed on without being held.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint import TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import MetadataIndex
+
+from bucketpoint.convert.archive import Skeleton, open_archive
+from bucketpoint.convert.reading import SourceBytes
+from bucketpoint.convert.source import BUCKETPOINT, DCP, Checksum, Decoded, Held, Payload, Source, Stretch
+from bucketpoint.dcp.decode import decode_item, undo_transforms
+from bucketpoint.dcp.regions import ChunkShapes
+from bucketpoint.dcp.saved import SavedCheckpoint
+from bucketpoint.errors import CorruptDataError, MetadataError, ObjectNotFoundError, UnsafeDataError
+from bucketpoint.format.safe_pickle import refused_globals
+from bucketpoint.format.storage_info import ItemInfo
+from bucketpoint.transfer import BufferPool
+from bucketpoint.transfer.checksum import crc32c
+from bucketpoint.transfer.pieces import each
+
+
+def read_dcp(source: SourceBytes, saved: SavedCheckpoint, *, trusted: bool = False) -> Source:
+    """Plan the reading of a checkpoint. Bytes items are read, and judged by the allow-list.
+
+    Raises:
+        UnsafeDataError: an item names something outside the allow-list.
+        CorruptDataError: an object is missing, too short, or was replaced since the commit.
+        MetadataError: an item has no data, or is not what the metadata says.
+    """
+    _look(source, saved)
+    reading = _Reading(source, saved, trusted)
+    payloads: dict[MetadataIndex, Payload] = {}
+
+    def read(item: tuple[MetadataIndex, ItemInfo]) -> None:
+        payloads[item[0]] = reading.payload(*item)
+
+    each(saved.items, read, source.options)
+    _check_complete(saved, payloads)
+    record = saved.record
+    return Source(
+        BUCKETPOINT if saved.facts else DCP,
+        saved.url,
+        source,
+        # Without what bucketpoint wrote beside DCP's own fields: it is of the place where the source lies.
+        dataclasses.replace(saved.metadata, storage_data=None, storage_meta=None),
+        {index: payloads[index] for index in sorted(payloads, key=_in_order)},
+        source.fingerprint(),
+        record.kind,
+        record.metrics,
+    )
+
+
+def _look(source: SourceBytes, saved: SavedCheckpoint) -> None:
+    def look(path: str) -> None:
+        try:
+            info = source.look(saved.key(path))
+        except ObjectNotFoundError:
+            raise _damaged(saved, path, "an object is missing") from None
+        wanted = saved.size_of(path)
+        needed = max((item.offset + item.length for _, item in saved.by_object[path]), default=0)
+        if info.size < needed or (wanted is not None and info.size != wanted):
+            raise _damaged(saved, path, f"an object has {info.size} bytes, and {wanted or needed} were written")
+        if saved.etag_of(path) not in (None, info.etag):
+            raise _damaged(saved, path, "an object was replaced since the commit")
+
+    each(saved.by_object, look, source.options)
+
+
+def _damaged(saved: SavedCheckpoint, path: str, reason: str) -> CorruptDataError:
+    return CorruptDataError(
+        f"The checkpoint to be converted is damaged: {reason}",
+        url=saved.url,
+        key=path,
+        remedy="Convert another one; `bucketpoint verify` lists all that is damaged in this one",
+    )
+
+
+def _in_order(index: MetadataIndex) -> tuple[str, tuple[int, ...]]:
+    return index.fqn, tuple(index.offset or ())
+
+
+def _check_complete(saved: SavedCheckpoint, payloads: dict[MetadataIndex, Payload]) -> None:
+    for fqn, entry in saved.metadata.state_dict_metadata.items():
+        chunks: Sequence[Any] = entry.chunks if isinstance(entry, TensorStorageMetadata) else (None,)
+        for chunk in chunks:
+            if MetadataIndex(fqn, None if chunk is None else chunk.offsets) not in payloads:
+                raise MetadataError("The metadata names no data for this item", url=saved.url, key=fqn)
+
+
+class _Reading:
+    """What is known of all items while they are looked at, on several threads."""
+
+    def __init__(self, source: SourceBytes, saved: SavedCheckpoint, trusted: bool) -> None:
+        self._source = source
+        self._saved = saved
+        self._trusted = trusted
+        self._shapes = ChunkShapes(saved.metadata)
+        self._transforms: Any = None
+        self._pool = BufferPool(source.options.max_inflight_bytes // 2)
+
+    def payload(self, index: MetadataIndex, info: ItemInfo) -> Payload:
+        key = self._saved.key(info.path)
+        entry = self._saved.metadata.state_dict_metadata.get(index.fqn)
+        if not isinstance(entry, TensorStorageMetadata):
+            return self._bytes(key, index.fqn, info)
+        shape = self._shapes.of(index)
+        if shape is None:
+            raise MetadataError("An item is no chunk of its tensor", url=self._saved.url, key=index.fqn)
+        dtype = entry.properties.dtype
+        nbytes = math.prod(shape) * dtype.itemsize
+        if info.payload_offset is not None and not info.transform_descriptors:
+            if info.payload_nbytes != nbytes:
+                raise self._unlike(index.fqn)
+            start = info.offset + info.payload_offset
+            return Stretch(key, start, nbytes, _crc32c(info))
+        if not info.transform_descriptors:
+            found = self._framed(key, index.fqn, info, dtype, shape)
+            return found or Stretch(key, info.offset, info.length, _crc32c(info), opaque=True)
+        return Decoded(nbytes, lambda: self._decoded(key, index.fqn, info, dtype, shape), (key, info.offset))
+
+    def _framed(
+        self, key: str, fqn: str, info: ItemInfo, dtype: torch.dtype, shape: tuple[int, ...]
+    ) -> Stretch | Decoded | None:
+        archive = open_archive(self._source, key, info.offset, info.offset + info.length)
+        if archive is None:
+            with self._pool.lease(info.length) as raw:
+                self._source.read(key, info.offset, raw)
+                self._judge(fqn, raw)
+            return None
+        try:
+            skeleton = Skeleton(archive, trusted=self._trusted)
+        except MetadataError:
+            # Some kinds of tensors cannot be rebuilt without their elements. The pickle has been judged by now.
+            return None
+        tensor = skeleton.root
+        if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.layout is not torch.strided:
+            return None
+        if tensor.dtype != dtype or tuple(tensor.shape) != shape:
+            raise self._unlike(fqn)
+        return skeleton.payload(tensor, fqn)
+
+    def _decoded(self, key: str, fqn: str, info: ItemInfo, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+        raw = self._source.take(key, info.offset, info.length)
+        self._check(key, info, raw)
+        tensor = decode_item(raw, info, self._registry(), key=fqn)
+        if tensor.dtype != dtype or tuple(tensor.shape) != shape:
+            raise self._unlike(fqn)
+        return tensor
+
+    def _bytes(self, key: str, fqn: str, info: ItemInfo) -> Payload:
+        with self._pool.lease(info.length) as raw:
+            self._source.read(key, info.offset, raw)
+            self._check(key, info, raw)
+            if not info.transform_descriptors:
+                self._judge(fqn, raw)
+                return Stretch(key, info.offset, info.length, _crc32c(info))
+            data = undo_transforms(raw, info, self._registry(), key=fqn)
+            self._judge(fqn, data)
+            return Held(data)
+
+    def _judge(self, fqn: str, data: bytes | memoryview) -> None:
+        """Nothing is unpickled here, but what was converted looks like the work of whoever converted it."""
+        if self._trusted:
+            return
+        refused = refused_globals(data)
+        if refused is None or refused:
+            named = f"names {', '.join(refused)}" if refused else "is not in torch.save's format"
+            raise UnsafeDataError(f"This item {named}", url=self._saved.url, key=fqn)
+
+    def _check(self, key: str, info: ItemInfo, raw: memoryview) -> None:
+        if info.crc32c is not None and info.payload_offset is None and crc32c(raw) != info.crc32c:
+            raise _damaged(self._saved, info.path, f"the item at byte {info.offset} has another checksum")
+
+    def _registry(self) -> Any:
+        if self._transforms is None:
+            from torch.distributed.checkpoint._extension import ExtensionRegistry
+
+            self._transforms = ExtensionRegistry()
+        return self._transforms
+
+    def _unlike(self, fqn: str) -> MetadataError:
+        return MetadataError(
+            "An item is not of the dtype and shape that the metadata says", url=self._saved.url, key=fqn
+        )
+
+
+def _crc32c(info: ItemInfo) -> Checksum | None:
+    return None if info.crc32c is None else Checksum("crc32c", info.crc32c)

@@ -1,0 +1,176 @@
+"""The header of a safetensors file, written and read. Text and numbers only: no requests, no tensors.
+
+The format: 8 bytes that say how long the header is, little-endian; the header, JSON; the tensors' bytes, without gaps.
+https://huggingface.co/docs/safetensors/index#format
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, TypeGuard
+
+import torch
+
+from bucketpoint.errors import MetadataError, MismatchError
+
+MAX_HEADER_BYTES = 100_000_000
+"""The safetensors library's own limit."""
+
+LENGTH_BYTES = 8
+
+_ALIGNMENT = 8
+_METADATA = "__metadata__"
+_MAX_DIMS = 64
+_MAX_NBYTES = 1 << 62
+
+_NAMES: dict[torch.dtype, str] = {
+    torch.bool: "BOOL",
+    torch.uint8: "U8",
+    torch.int8: "I8",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e8m0fnu: "F8_E8M0",
+    torch.int16: "I16",
+    torch.uint16: "U16",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int32: "I32",
+    torch.uint32: "U32",
+    torch.float32: "F32",
+    torch.complex64: "C64",
+    torch.float64: "F64",
+    torch.int64: "I64",
+    torch.uint64: "U64",
+}
+_DTYPES = {name: dtype for dtype, name in _NAMES.items()}
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A tensor in a file. `start` counts from the end of the header."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    start: int
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+def writable(dtype: torch.dtype) -> bool:
+    """Whether safetensors has a name for this dtype."""
+    return dtype in _NAMES
+
+
+def encode_header(entries: Sequence[Entry]) -> bytes:
+    """The first bytes of a file, up to the tensors. Its length is a multiple of 8, so that these are aligned.
+
+    Raises:
+        MismatchError: it would be longer than any reader takes.
+    """
+    content: dict[str, Any] = {
+        # transformers asks which framework's the tensors are.
+        _METADATA: {"format": "pt"},
+        **{
+            entry.name: {
+                "dtype": _NAMES[entry.dtype],
+                "shape": list(entry.shape),
+                "data_offsets": [entry.start, entry.start + entry.nbytes],
+            }
+            for entry in entries
+        },
+    }
+    text = json.dumps(content, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % _ALIGNMENT)
+    if len(text) > MAX_HEADER_BYTES:
+        raise MismatchError(
+            f"A file with {len(entries)} tensors has a header of {len(text)} bytes, which no reader takes",
+            remedy="Choose a smaller --max-shard-size",
+        )
+    return len(text).to_bytes(LENGTH_BYTES, "little") + text
+
+
+def header_nbytes(head: bytes, size: int, *, key: str) -> int:
+    """How long the header is, by the first 8 bytes of a file of so many bytes.
+
+    Raises:
+        MetadataError: longer than the file, or than any writer makes.
+    """
+    nbytes = int.from_bytes(head, "little")
+    if len(head) != LENGTH_BYTES or not 2 <= nbytes <= min(MAX_HEADER_BYTES, size - LENGTH_BYTES):
+        raise _malformed(f"its header claims to have {nbytes} bytes, and the file has {size}", key)
+    return nbytes
+
+
+def decode_header(text: bytes, data_nbytes: int, *, key: str) -> list[Entry]:
+    """The tensors of a file, in the order in which they lie in it.
+
+    Args:
+        text: the header, without its length.
+        data_nbytes: bytes of the file after it.
+
+    Raises:
+        MetadataError: it is malformed, or its tensors do not fill the file without gaps.
+    """
+    content = decode_json(text, key=key)
+    content.pop(_METADATA, None)
+    entries = sorted(
+        (_entry(name, said, key) for name, said in content.items()), key=lambda entry: (entry.start, entry.nbytes)
+    )
+    position = 0
+    for entry in entries:
+        if entry.start != position:
+            raise _malformed(f"{entry.name[:200]} does not begin where the tensor before it ends", key)
+        position += entry.nbytes
+    if position != data_nbytes:
+        raise _malformed(f"its tensors have {position} bytes, and {data_nbytes} are there", key)
+    return entries
+
+
+def decode_json(text: bytes, *, key: str) -> dict[str, Any]:
+    """A JSON object in which no name occurs twice.
+
+    Raises:
+        MetadataError: it is none.
+    """
+    try:
+        content = json.loads(text.decode("utf-8"), object_pairs_hook=_once)
+    except (ValueError, RecursionError) as error:
+        raise _malformed(f"it is not JSON: {str(error)[:200]}", key) from None
+    if type(content) is not dict:
+        raise _malformed("it is no JSON object", key)
+    return content
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError("a name occurs twice")
+    return found
+
+
+def _entry(name: str, said: Any, key: str) -> Entry:
+    if type(said) is not dict:
+        raise _malformed(f"{name[:200]} is no tensor", key)
+    dtype, shape, offsets = said.get("dtype"), said.get("shape"), said.get("data_offsets")
+    if type(dtype) is not str or dtype not in _DTYPES:
+        raise _malformed(f"{name[:200]} has the dtype {str(dtype)[:50]}, which is not known here", key)
+    if not _are_counts(shape) or len(shape) > _MAX_DIMS or not _are_counts(offsets) or len(offsets) != 2:
+        raise _malformed(f"{name[:200]} has no shape or no place", key)
+    entry = Entry(name, _DTYPES[dtype], tuple(shape), offsets[0])
+    if entry.nbytes >= _MAX_NBYTES or entry.nbytes != offsets[1] - offsets[0]:
+        raise _malformed(f"{name[:200]} has another number of bytes than its shape says", key)
+    return entry
+
+
+def _are_counts(value: Any) -> TypeGuard[list[int]]:
+    return type(value) is list and all(type(number) is int and 0 <= number < _MAX_NBYTES for number in value)
+
+
+def _malformed(reason: str, key: str) -> MetadataError:
+    return MetadataError(f"This is no safetensors file that can be read: {reason}", key=key)

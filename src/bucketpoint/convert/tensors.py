@@ -1,0 +1,69 @@
+"""Tensors of a source as wholes, for formats that know no chunks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch.distributed.checkpoint import TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import MetadataIndex
+
+from bucketpoint.convert.boxes import Box, covers
+from bucketpoint.convert.filling import Filling
+from bucketpoint.convert.source import Payload, Source
+from bucketpoint.errors import MismatchError
+from bucketpoint.transfer import Segment
+
+
+@dataclass(frozen=True)
+class WholeTensor:
+    """A tensor and the chunks that fill it. The last dimension of their places counts bytes."""
+
+    fqn: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    chunks: tuple[tuple[Box, Payload], ...]
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def segment(self, filling: Filling) -> Segment:
+        """All of it, as a stretch of an object to be sent."""
+        return filling.whole(self.shape, self.dtype.itemsize, self.chunks)
+
+
+def whole_tensors(source: Source, without: Collection[str] = ()) -> Iterator[WholeTensor]:
+    """The tensors of a source, in the order in which they lie in it.
+
+    Raises:
+        MismatchError: the chunks of one do not fill it, or it has no plain elements.
+    """
+    found = [
+        _whole(source, fqn, entry)
+        for fqn, entry in source.metadata.state_dict_metadata.items()
+        if isinstance(entry, TensorStorageMetadata) and fqn not in without
+    ]
+    found.sort(key=lambda tensor: min(payload.place for _, payload in tensor.chunks))
+    yield from found
+
+
+def _whole(source: Source, fqn: str, entry: TensorStorageMetadata) -> WholeTensor:
+    itemsize, shape = entry.properties.dtype.itemsize, tuple(entry.size)
+    chunks = []
+    for chunk in entry.chunks:
+        payload = source.payloads[MetadataIndex(fqn, chunk.offsets)]
+        if payload.opaque:
+            raise MismatchError(
+                "A tensor cannot be converted, as it is sparse, quantised or of a class of its own",
+                key=fqn,
+                remedy="Convert to bucketpoint or dcp, which keep it as it is",
+            )
+        chunks.append((Box((*chunk.offsets, 0), (*chunk.sizes, itemsize)), payload))
+    if not chunks or not covers((*shape, itemsize), [place for place, _ in chunks]):
+        raise MismatchError(
+            "The chunks of a tensor do not fill it, each byte once: no format but DCP has a place for it", key=fqn
+        )
+    return WholeTensor(fqn, entry.properties.dtype, shape, tuple(chunks))

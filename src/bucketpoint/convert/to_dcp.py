@@ -1,0 +1,150 @@
+"""DCP checkpoints as a target: with our names and our commit, or with the names that torch's own writer gives.
+
+Items keep the chunks that they were saved in. Both kinds are read by stock readers, and checked by ours.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from torch.distributed.checkpoint import TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import MetadataIndex, StorageMeta
+from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
+from torch.distributed.checkpoint.storage import WriteResult
+
+from bucketpoint.convert.filling import Filling
+from bucketpoint.convert.source import Payload, Source
+from bucketpoint.convert.target import Layout, Place, TargetObject, held
+from bucketpoint.dcp.commit import Commit, commit, complete_metadata, put_commit
+from bucketpoint.dcp.commit_log import CommitLog
+from bucketpoint.dcp.planned import reported
+from bucketpoint.dcp.regions import ChunkShapes
+from bucketpoint.dcp.upload_plan import PlacedItem, PlannedObject, results_of
+from bucketpoint.errors import MismatchError
+from bucketpoint.format import keys
+from bucketpoint.format.frames import tensor_frame
+from bucketpoint.format.groups import group_of
+from bucketpoint.format.metadata import pickled
+from bucketpoint.format.storage_info import plan_blocks
+from bucketpoint.transfer import ObjectSource, Segment, Uploaded
+
+Items = Sequence[tuple[MetadataIndex, Payload]]
+
+
+def plan_bucketpoint(
+    source: Source,
+    filling: Filling,
+    place: Place,
+    *,
+    token: str,
+    object_bytes: int,
+    overwrite: bool,
+    log: CommitLog | None,
+) -> Layout:
+    """A checkpoint as our writer makes it: model and optimizer apart, names of this attempt's own, one commit."""
+    groups: dict[str, list[tuple[MetadataIndex, Payload]]] = {}
+    for index, payload in _ordered(source):
+        tensor = isinstance(source.metadata.state_dict_metadata[index.fqn], TensorStorageMetadata)
+        groups.setdefault(group_of(index.fqn, tensor=tensor), []).append((index, payload))
+    batches = [
+        (keys.data_path(token, 0, group, number), batch)
+        for group, items in groups.items()
+        for number, batch in enumerate(_batches(items, object_bytes))
+    ]
+    planned = [_lay_out(source, filling, path, batch) for path, batch in batches]
+
+    def finish(uploaded: Sequence[Uploaded]) -> None:
+        facts = {"kind": source.kind, "metrics": dict(source.metrics), "converted_from": source.url}
+        request = Commit(
+            place.store, place.prefix, place.url, token, keys.METADATA, overwrite=overwrite, log=log, facts=facts
+        )
+        told = reported([_results(planned, uploaded)], source.metadata)
+        endpoint = place.store.identity
+        commit(request, source.metadata, told, world_size=1, created=time.time(), endpoint=endpoint)
+
+    return _layout(source, planned, finish)
+
+
+def plan_stock(source: Source, filling: Filling, place: Place, *, token: str, object_bytes: int) -> Layout:
+    """A checkpoint under the names that torch's `FileSystemWriter` gives, with its metadata and nothing beside it."""
+    batches = _batches(_ordered(source), object_bytes)
+    planned = [_lay_out(source, filling, f"__0_{number}.distcp", batch) for number, batch in enumerate(batches)]
+
+    def finish(uploaded: Sequence[Uploaded]) -> None:
+        meta = StorageMeta(checkpoint_id=place.url, save_id=token)
+        whole, _ = complete_metadata(source.metadata, [_results(planned, uploaded)], storage_meta=meta)
+        request = Commit(place.store, place.prefix, place.url, token, keys.METADATA, overwrite=False)
+        put_commit(request, pickled(whole))
+
+    return _layout(source, planned, finish)
+
+
+def _layout(source: Source, planned: Sequence[PlannedObject], finish: Callable[[Sequence[Uploaded]], None]) -> Layout:
+    entries = source.metadata.state_dict_metadata.values()
+    return Layout(
+        [TargetObject(entry.path, entry.source.segments) for entry in planned],
+        finish,
+        tensors=sum(isinstance(entry, TensorStorageMetadata) for entry in entries),
+    )
+
+
+def _results(planned: Sequence[PlannedObject], uploaded: Sequence[Uploaded]) -> list[WriteResult]:
+    return [result for entry, done in zip(planned, uploaded, strict=True) for result in results_of(entry, done)]
+
+
+def _ordered(source: Source) -> list[tuple[MetadataIndex, Payload]]:
+    """In the order in which the items lie in the source, so that what is read together lies together."""
+    return sorted(source.payloads.items(), key=lambda item: item[1].place)
+
+
+def _batches(items: Items, object_bytes: int) -> list[list[tuple[MetadataIndex, Payload]]]:
+    batches: list[list[tuple[MetadataIndex, Payload]]] = []
+    size = 0
+    for index, payload in items:
+        if not batches or size + payload.nbytes > object_bytes:
+            batches.append([])
+            size = 0
+        batches[-1].append((index, payload))
+        size += payload.nbytes
+    return batches
+
+
+def _lay_out(source: Source, filling: Filling, path: str, batch: Items) -> PlannedObject:
+    """As our writer lays out an object, with stretches that are fetched instead of tensors."""
+    shapes = ChunkShapes(source.metadata)
+    segments: list[Segment] = []
+    placed: list[PlacedItem] = []
+    offset = 0
+    for index, payload in batch:
+        entry = source.metadata.state_dict_metadata[index.fqn]
+        shape = shapes.of(index)
+        tensor = isinstance(entry, TensorStorageMetadata)
+        item = WriteItem(index, WriteItemType.TENSOR if tensor else WriteItemType.BYTE_IO)
+        if isinstance(entry, TensorStorageMetadata) and shape is not None and not payload.opaque:
+            try:
+                frame = tensor_frame(entry.properties.dtype, shape)
+            except TypeError as error:
+                raise MismatchError(f"A tensor cannot be converted: {error}", key=index.fqn) from None
+            row = payload.nbytes // shape[0] if shape and shape[0] else payload.nbytes
+            body = filling.segment(payload, block_nbytes=plan_blocks(payload.nbytes, row))
+            parts = [held(frame.header), body, held(frame.trailer)]
+            placed.append(PlacedItem(item, offset, frame.nbytes, len(segments) + 1, frame.payload_offset, None))
+        else:
+            parts = [filling.segment(payload, block_nbytes=payload.nbytes)]
+            placed.append(PlacedItem(item, offset, payload.nbytes, len(segments), None, None))
+        segments += parts
+        offset += sum(part.nbytes for part in parts)
+    tabled = []
+    for number, found in enumerate(placed):
+        segment = segments[found.payload]
+        if segment.nbytes > segment.block_nbytes:
+            # Behind all items, as nobody knows the checksums until everything before them is about to be sent.
+            placed[number] = replace(found, table=offset)
+            tabled.append(found.payload)
+            offset += 4 * -(-segment.nbytes // segment.block_nbytes)
+    if tabled:
+        nbytes = offset - sum(segment.nbytes for segment in segments)
+        segments.append(Segment(nbytes, table_of=tabled, block_nbytes=nbytes))
+    return PlannedObject(path, ObjectSource(path, segments), placed)

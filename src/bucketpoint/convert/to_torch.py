@@ -1,0 +1,157 @@
+"""One file of torch.save as a target: the nested state as it was before DCP flattened it.
+
+The pickle is made here, and refers to the tensors' bytes as torch.save does; nothing but the pickle is held.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint import TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import MetadataIndex
+
+from bucketpoint.convert.filling import Filling
+from bucketpoint.convert.source import Source
+from bucketpoint.convert.target import Layout, TargetObject, held
+from bucketpoint.convert.tensors import whole_tensors
+from bucketpoint.errors import MetadataError, MismatchError
+from bucketpoint.format.frames import VERSION_RECORD, ArchiveWriter, contiguous_strides, frameable
+from bucketpoint.format.memory import tensor_bytes
+from bucketpoint.format.probe import STORAGE_NAMES
+from bucketpoint.transfer import Segment, Uploaded
+
+_PROTOCOL = 2  # torch.save's own
+
+
+def plan_torch(source: Source, filling: Filling, name: str) -> Layout:
+    """Lay the whole state out in one file.
+
+    Raises:
+        MismatchError: a tensor is of a kind that has no plain elements.
+        MetadataError: the metadata names no place for an item, or an impossible one.
+    """
+    state: dict[str, Any] = {}
+    later: dict[str, _Later] = {}
+    segments: dict[str, Segment] = {}
+    for tensor in whole_tensors(source):
+        later[tensor.fqn] = _Later(tensor.dtype, tensor.shape, tensor.segment(filling))
+    mapping = source.metadata.planner_data
+    places = mapping if isinstance(mapping, Mapping) else {}
+    most = len(source.metadata.state_dict_metadata)
+    for fqn, entry in source.metadata.state_dict_metadata.items():
+        value = later[fqn] if isinstance(entry, TensorStorageMetadata) else _loaded(source, filling, fqn)
+        _put(state, places.get(fqn, (fqn,)), value, most, fqn)
+    file = io.BytesIO()
+    _Pickler(file, segments).dump(state)
+    archive = ArchiveWriter()
+    archive.add(b"data.pkl", file.getvalue())
+    archive.add(b"byteorder", b"little")
+    archive.add(b"version", VERSION_RECORD)
+    parts: list[Segment] = []
+    for key, segment in segments.items():
+        parts += [held(archive.add_payload(f"data/{key}".encode(), segment.nbytes)), segment]
+    parts.append(held(archive.trailer()))
+
+    def finish(uploaded: Sequence[Uploaded]) -> None:
+        """The file is there whole or not at all by itself."""
+
+    return Layout([TargetObject(name, parts)], finish, tensors=len(later))
+
+
+@dataclass(frozen=True)
+class _Later:
+    """A tensor whose bytes are sent when their turn comes."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    segment: Segment
+
+
+@dataclass(frozen=True)
+class _Storage:
+    """What a tensor in the pickle refers to: pickled as a persistent id."""
+
+    key: str
+    kind: Any
+    count: int
+
+
+def _loaded(source: Source, filling: Filling, fqn: str) -> Any:
+    """What is no tensor. The source has been judged by the allow-list, unless it is trusted."""
+    payload = source.payloads[MetadataIndex(fqn)]
+    data = bytearray(payload.nbytes)
+    filling.fill(payload, 0, memoryview(data))
+    try:
+        return torch.load(io.BytesIO(data), map_location="cpu", weights_only=False)
+    except Exception as error:
+        reason = f"{type(error).__name__}: {error}"[:300]
+        raise MetadataError(f"This item cannot be loaded: {reason}", url=source.url, key=fqn) from error
+
+
+def _put(state: dict[str, Any], path: Any, value: Any, most: int, fqn: str) -> None:
+    """Put a value where DCP took it from: text leads into dictionaries, numbers into lists."""
+    sound = isinstance(path, tuple | list) and path and type(path[0]) is str
+    if not sound or not all(type(step) is str or (type(step) is int and 0 <= step < most) for step in path):
+        raise MetadataError("The metadata says no place in the state for this item", key=fqn)
+    at: Any = state
+    for step, following in zip(path, [*path[1:], None], strict=True):
+        if isinstance(at, list) != (type(step) is int):
+            raise MetadataError("The metadata says two things of a place in the state", key=fqn)
+        if isinstance(at, list):
+            at.extend([None] * (step + 1 - len(at)))
+        if following is None:
+            at[step] = value
+            return
+        known = at[step] if isinstance(at, list) else at.get(step)
+        if known is None:
+            known = at[step] = [] if type(following) is int else {}
+        if not isinstance(known, list | dict):
+            raise MetadataError("The metadata says two things of a place in the state", key=fqn)
+        at = known
+
+
+class _Pickler(pickle.Pickler):
+    """Pickles a state with its tensors as torch.save refers to them, and notes their bytes by their keys."""
+
+    def __init__(self, file: io.BytesIO, segments: dict[str, Segment]) -> None:
+        super().__init__(file, protocol=_PROTOCOL)
+        self._segments = segments
+
+    def persistent_id(self, value: Any) -> Any:
+        if isinstance(value, _Storage):
+            return "storage", value.kind, value.key, "cpu", value.count
+        return None
+
+    def reducer_override(self, value: Any, /) -> Any:
+        if isinstance(value, _Later):
+            return self._reduced(value.dtype, value.shape, value.segment)
+        if isinstance(value, torch.Tensor):
+            # In a tuple or an object, which DCP saves as one item.
+            return self._reduced(value.dtype, tuple(value.shape), _bytes_of(value))
+        return NotImplemented
+
+    def _reduced(self, dtype: torch.dtype, shape: tuple[int, ...], segment: Segment) -> Any:
+        key = str(len(self._segments))
+        self._segments[key] = segment
+        count, strides, hooks = prod(shape), contiguous_strides(shape), OrderedDict[str, Any]()
+        kind = STORAGE_NAMES.get(dtype)
+        if kind is not None:
+            storage = _Storage(key, getattr(torch, kind), count)
+            return torch._utils._rebuild_tensor_v2, (storage, 0, shape, strides, False, hooks)
+        storage = _Storage(key, torch.storage.UntypedStorage, count * dtype.itemsize)
+        return torch._utils._rebuild_tensor_v3, (storage, 0, shape, strides, False, hooks, dtype)
+
+
+def _bytes_of(tensor: torch.Tensor) -> Segment:
+    plain = tensor.detach().resolve_conj().resolve_neg()
+    if not frameable(plain):
+        raise MismatchError(f"A tensor of layout {tensor.layout} inside of another object cannot be converted")
+    data = bytes(tensor_bytes(plain.cpu().clone(memory_format=torch.contiguous_format)))
+    return held(data)

@@ -1,0 +1,46 @@
+"""Reading a target again: whether the store gives back what was sent. Knows objects and checksums, and no formats."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from bucketpoint.convert.target import Place, TargetObject
+from bucketpoint.format import keys
+from bucketpoint.transfer import BufferPool, Meter, TransferOptions, Uploaded, retry_transient
+from bucketpoint.transfer.checksum import combine, crc32c, fold_blocks
+from bucketpoint.transfer.pieces import each, piece_bytes
+
+
+def read_again(
+    place: Place, objects: Sequence[TargetObject], done: Mapping[str, Uploaded], options: TransferOptions, meter: Meter
+) -> list[str]:
+    """Read all objects, and return the paths of those that are not what was sent."""
+    pool, step = BufferPool(options.max_inflight_bytes), piece_bytes(options)
+    found: dict[tuple[str, int], tuple[int, int]] = {}
+
+    def read(piece: tuple[TargetObject, int]) -> None:
+        entry, start = piece
+        key, nbytes = keys.join(place.prefix, entry.path), min(step, entry.nbytes - start)
+        with pool.lease(nbytes) as view:
+            retry_transient(lambda: place.store.read_into(key, start, [view]), attempts=options.read_attempts)
+            found[entry.path, start] = crc32c(view), nbytes
+        meter.add(nbytes)
+
+    meter.total_bytes += sum(entry.nbytes for entry in objects)
+    each(((entry, start) for entry in objects for start in range(0, entry.nbytes, step)), read, options)
+    damaged = []
+    for entry in objects:
+        there = 0
+        for start in range(0, entry.nbytes, step):
+            there = combine(there, *found[entry.path, start])
+        if entry.path not in done or there != _sent(entry, done[entry.path]):
+            damaged.append(entry.path)
+    return damaged
+
+
+def _sent(entry: TargetObject, uploaded: Uploaded) -> int:
+    """The CRC32C of an object, from those of its blocks."""
+    total = 0
+    for segment, crcs in zip(entry.segments, uploaded.block_crcs, strict=True):
+        total = combine(total, fold_blocks(crcs, segment.nbytes, segment.block_nbytes), segment.nbytes)
+    return total

@@ -1,0 +1,83 @@
+"""A stretch of a tensor's bytes is what its boxes hold, in order, and each box is one stretch of each chunk."""
+
+from __future__ import annotations
+
+import itertools
+from math import prod
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bucketpoint.convert.boxes import Box, covers, cut, shared, stretch_start
+
+SHAPES = st.lists(st.integers(1, 5), min_size=1, max_size=4).map(tuple)
+
+
+@st.composite
+def stretches(draw: st.DrawFn) -> tuple[tuple[int, ...], int, int]:
+    shape = draw(SHAPES)
+    start = draw(st.integers(0, prod(shape)))
+    return shape, start, draw(st.integers(start, prod(shape)))
+
+
+@st.composite
+def grids(draw: st.DrawFn) -> tuple[tuple[int, ...], list[Box]]:
+    shape = draw(SHAPES)
+    axes = []
+    for size in shape:
+        borders = sorted({0, size, *draw(st.lists(st.integers(0, size), max_size=2))})
+        axes.append([(low, high - low) for low, high in itertools.pairwise(borders)])
+    return shape, [Box(tuple(o for o, _ in box), tuple(s for _, s in box)) for box in itertools.product(*axes)]
+
+
+def part(whole: torch.Tensor, box: Box) -> torch.Tensor:
+    for axis, (offset, size) in enumerate(zip(box.offsets, box.sizes, strict=True)):
+        whole = whole.narrow(axis, offset, size)
+    return whole
+
+
+@given(stretches())
+def test_boxes_one_after_another_are_the_stretch(case: tuple[tuple[int, ...], int, int]) -> None:
+    shape, start, stop = case
+    whole = torch.arange(prod(shape)).view(shape)
+    boxes = list(cut(shape, start, stop))
+    found = [number for box in boxes for number in part(whole, box).reshape(-1).tolist()]
+    assert found == list(range(start, stop))
+    assert len(boxes) <= 2 * len(shape)
+
+
+@given(grids(), st.data())
+def test_what_a_box_shares_with_a_chunk_is_one_stretch_of_it(
+    grid: tuple[tuple[int, ...], list[Box]], data: st.DataObject
+) -> None:
+    shape, chunks = grid
+    start = data.draw(st.integers(0, prod(shape)))
+    stop = data.draw(st.integers(start, prod(shape)))
+    whole = torch.arange(prod(shape)).view(shape)
+    for box in cut(shape, start, stop):
+        seen = []
+        for chunk in chunks:
+            common = shared(box, chunk)
+            if common is None:
+                continue
+            held = part(whole, chunk).reshape(-1).tolist()
+            at = stretch_start(chunk.sizes, common.within(chunk))
+            assert held[at : at + common.nbytes] == part(whole, common).reshape(-1).tolist()
+            seen += held[at : at + common.nbytes]
+        assert sorted(seen) == part(whole, box).reshape(-1).tolist()
+
+
+@given(grids(), st.data())
+def test_chunks_cover_a_tensor_only_if_none_is_missing_or_there_twice(
+    grid: tuple[tuple[int, ...], list[Box]], data: st.DataObject
+) -> None:
+    shape, chunks = grid
+    assert covers(shape, chunks)
+    number = data.draw(st.integers(0, len(chunks) - 1))
+    assert not covers(shape, chunks[:number] + chunks[number + 1 :])
+    assert not covers(shape, [*chunks, chunks[number]])
+    other = data.draw(st.integers(0, len(chunks) - 1))
+    if other != number:
+        # The right volume, if the two are of one size, and still one of them is missing.
+        assert not covers(shape, [chunks[other] if at == number else chunk for at, chunk in enumerate(chunks)])

@@ -1,0 +1,233 @@
+"""Each format becomes each other one, value for value, whoever wrote it; and those whose format it is read it."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint._fsspec_filesystem import FsspecWriter
+
+from bucketpoint import BucketWriter
+from bucketpoint.convert.from_safetensors import INDEX_NAME, SINGLE_NAME
+from bucketpoint.dcp.saved import open_checkpoint
+from bucketpoint.dcp.verify import verify
+from bucketpoint.errors import CheckpointExistsError, InvalidURLError, MismatchError
+from convert.chunked import GridPlanner
+from convert.conftest import contents, converted, in_minio, load, names, state
+from dcp.states import assert_same, blank, filled, varied
+from servers import S3Server
+
+safetensors = pytest.importorskip("safetensors.torch")
+
+GRIDS = [(1,), (3,), (1, 4), (2, 3)]
+
+
+def ours(url: Any, value: Any, **options: Any) -> None:
+    dcp.save(value, checkpoint_id=str(url), storage_writer=BucketWriter(), no_dist=True, **options)
+
+
+@pytest.mark.contract
+def test_ours_becomes_stock_and_stock_readers_load_it(tmp_path: Path) -> None:
+    value = varied()
+    ours(tmp_path / "ours", value)
+    done = converted(tmp_path / "ours", tmp_path / "stock", "dcp", object_bytes=4 << 20)
+    assert names(str(tmp_path / "stock")) == {".metadata", *(f"__0_{n}.distcp" for n in range(done.objects))}
+    assert done.objects > 2
+    target = blank(value)
+    dcp.load(target, storage_reader=FileSystemReader(str(tmp_path / "stock")), no_dist=True)
+    assert_same(target, value)
+    saved = open_checkpoint(tmp_path / "stock")
+    assert saved.facts == {}
+    found = verify(saved)
+    assert found.ok
+    assert found.unchecked == {}
+    assert_same(load(tmp_path / "stock", value), value)
+
+
+@pytest.mark.contract
+@pytest.mark.parametrize("single_file", [True, False])
+def test_what_torch_wrote_becomes_ours_and_back(tmp_path: Path, single_file: bool) -> None:
+    value = varied()
+    writer = FileSystemWriter(str(tmp_path / "a"), single_file_per_rank=single_file)
+    dcp.save(value, storage_writer=writer, no_dist=True)
+    done = converted(tmp_path / "a", tmp_path / "b")
+    # All but what does not fill its storage, or not in its order.
+    assert done.checked_bytes > 20_000_000
+    assert_same(load(tmp_path / "b", value), value)
+    assert verify(open_checkpoint(tmp_path / "b")).ok
+    facts = open_checkpoint(tmp_path / "b").facts
+    assert facts["converted_from"] == str(tmp_path / "a")
+    converted(tmp_path / "b", tmp_path / "c", "dcp")
+    target = blank(value)
+    dcp.load(target, storage_reader=FileSystemReader(str(tmp_path / "c")), no_dist=True)
+    assert_same(target, value)
+
+
+def test_from_a_bucket_by_fsspec_into_a_bucket(root: str) -> None:
+    url, value = "memory://convert/theirs", state()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.save(value, storage_writer=FsspecWriter(url), no_dist=True)
+    converted(url, f"{root}/ours")
+    assert_same(load(f"{root}/ours", value), value)
+
+
+@pytest.mark.parametrize("strategy", ["default", "round robin", "hex"])
+def test_what_s3torchconnector_wrote_becomes_ours(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, minio: S3Server, strategy: str
+) -> None:
+    connector = pytest.importorskip("s3torchconnector.dcp", reason="the crt extra is not installed")
+    from s3torchconnector import S3ClientConfig
+    from s3torchconnector.dcp import s3_prefix_strategy as known
+
+    root, value = in_minio(request, monkeypatch), state()
+    prefixes = {
+        "default": known.DefaultPrefixStrategy,
+        "round robin": lambda: known.RoundRobinPrefixStrategy(["shard1", "shard2"], epoch_num=3),
+        "hex": known.HexPrefixStrategy,
+    }
+    writer = connector.S3StorageWriter(
+        region=minio.region,
+        path=f"{root}/theirs",
+        s3client_config=S3ClientConfig(force_path_style=True),
+        prefix_strategy=prefixes[strategy](),
+    )
+    dcp.save(value, storage_writer=writer, no_dist=True)
+    converted(f"{root}/theirs", f"{root}/ours")
+    assert_same(load(f"{root}/ours", value), value)
+
+
+@pytest.mark.contract
+def test_a_file_of_torch_save_becomes_ours_and_back(root: str, tmp_path: Path) -> None:
+    value = varied()
+    torch.save(value, tmp_path / "a.pt")
+    converted(tmp_path / "a.pt", f"{root}/ours")
+    assert_same(load(f"{root}/ours", value), value)
+    converted(f"{root}/ours", f"{root}/back.pt")
+    (tmp_path / "back.pt").write_bytes(contents(root, "back.pt"))
+    for mmap in (False, True):
+        found = torch.load(tmp_path / "back.pt", weights_only=False, mmap=mmap)
+        assert_same(found, value)
+    assert type(found["ordered"]["a"]) is int
+
+
+@pytest.mark.contract
+@pytest.mark.parametrize("cuts", GRIDS, ids=str)
+def test_chunks_become_whole_tensors(tmp_path: Path, cuts: tuple[int, ...]) -> None:
+    value = {"model": {**state()["model"], "deep": filled((5, 4, 3, 2), torch.float64, seed=9)}}
+    ours(tmp_path / "ours", value, planner=GridPlanner(*cuts))
+    assert len(open_checkpoint(tmp_path / "ours").items) >= 6
+    done = converted(tmp_path / "ours", tmp_path / "x.pt")
+    assert_same(torch.load(tmp_path / "x.pt"), value)
+    assert done.checked_bytes == sum(part.nbytes for part in value["model"].values())
+    converted(tmp_path / "ours", tmp_path / "hf", "safetensors", prefix="model.")
+    found = safetensors.load_file(tmp_path / "hf" / SINGLE_NAME)
+    assert_same(found, value["model"])
+    # And what was saved in chunks stays so where the format knows them.
+    converted(tmp_path / "ours", tmp_path / "stock", "dcp")
+    assert len(open_checkpoint(tmp_path / "stock").items) == len(open_checkpoint(tmp_path / "ours").items)
+    assert_same(load(tmp_path / "stock", value), value)
+
+
+@pytest.mark.parametrize("prefix", ["", "model."])
+def test_sharded_safetensors_and_back_from_bucket_to_bucket(root: str, tmp_path: Path, prefix: str) -> None:
+    value = state()
+    ours(f"{root}/ours", value)
+    done = converted(f"{root}/ours", f"{root}/hf", "safetensors", prefix=prefix, shard_bytes=5_000)
+    files = [f"model-{number:05d}-of-{done.objects:05d}.safetensors" for number in range(1, done.objects + 1)]
+    assert names(f"{root}/hf") == {INDEX_NAME, *files}
+    index = json.loads(contents(f"{root}/hf", INDEX_NAME))
+    found: dict[str, torch.Tensor] = {}
+    for name in files:
+        part = safetensors.load(contents(f"{root}/hf", name))
+        assert {key for key, file in index["weight_map"].items() if file == name} == part.keys()
+        found.update(part)
+    wanted = dict(value["model"])
+    if not prefix:
+        wanted = {f"model.{key}": tensor for key, tensor in wanted.items()}
+        wanted["optim.state.large.step"] = value["optim"]["state"]["large"]["step"]
+    assert_same(dict(sorted(found.items())), dict(sorted(wanted.items())))
+    assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in wanted.values())
+    converted(f"{root}/hf", f"{root}/back", prefix=prefix)
+    back = {"model": value["model"]}
+    assert_same(load(f"{root}/back", back), back)
+
+
+def test_what_the_library_wrote_is_read(tmp_path: Path) -> None:
+    value = {f"dtype {dtype}": filled((3, 5), dtype) for dtype in (torch.float8_e5m2, torch.uint64, torch.complex64)}
+    safetensors.save_file(value, tmp_path / "weights.safetensors")
+    converted(tmp_path / "weights.safetensors", tmp_path / "ours", prefix="model.")
+    wanted = {"model": value}
+    assert_same(load(tmp_path / "ours", wanted), wanted)
+
+
+def test_what_has_no_place_in_safetensors_is_named(tmp_path: Path) -> None:
+    ours(tmp_path / "ours", state())
+    from bucketpoint.convert import ConvertOptions, plan_conversion
+
+    plan = plan_conversion(
+        tmp_path / "ours", tmp_path / "hf", to_format="safetensors", options=ConvertOptions(prefix="model.")
+    )
+    assert set(plan.layout.left_out) == {"optim.state.large.step", "optim.param_groups", "step"}
+    with pytest.raises(MismatchError, match="no tensor whose key"):
+        converted(tmp_path / "ours", tmp_path / "hf", "safetensors", prefix="modell.")
+    ours(tmp_path / "wide", {"w": torch.zeros(2, dtype=torch.complex128)})
+    with pytest.raises(MismatchError, match="complex128"):
+        converted(tmp_path / "wide", tmp_path / "hf", "safetensors")
+
+
+def test_sparse_tensors_stay_as_they_are_where_dcp_is_kept(tmp_path: Path) -> None:
+    value = {"w": torch.eye(4).to_sparse(), "v": torch.ones(3)}
+    ours(tmp_path / "a", value)
+    converted(tmp_path / "a", tmp_path / "b", "dcp")
+    theirs, copied = open_checkpoint(tmp_path / "a"), open_checkpoint(tmp_path / "b")
+    for index, info in theirs.items:
+        there = dict(copied.items)[index]
+        assert (there.crc32c, there.length) == (info.crc32c, info.length)
+    with pytest.raises(MismatchError, match="sparse"):
+        converted(tmp_path / "a", tmp_path / "x.pt")
+
+
+def test_what_is_there_is_not_replaced_unless_told(tmp_path: Path) -> None:
+    ours(tmp_path / "ours", state())
+    targets: list[tuple[str, str, Callable[[], object]]] = [
+        ("stock", "dcp", lambda: (tmp_path / "stock" / ".metadata").read_bytes()),
+        ("hf", "safetensors", lambda: (tmp_path / "hf" / SINGLE_NAME).read_bytes()),
+        ("x.pt", "torch", lambda: (tmp_path / "x.pt").read_bytes()),
+    ]
+    for name, to, content in targets:
+        converted(tmp_path / "ours", tmp_path / name, to)
+        before = content()
+        with pytest.raises(CheckpointExistsError):
+            converted(tmp_path / "ours", tmp_path / name, to)
+        assert content() == before
+    converted(tmp_path / "stock", tmp_path / "again")
+    with pytest.raises(CheckpointExistsError):
+        converted(tmp_path / "stock", tmp_path / "again")
+    other = {"v": torch.ones(3)}
+    torch.save(other, tmp_path / "y.pt")
+    converted(tmp_path / "y.pt", tmp_path / "again", overwrite=True)
+    assert_same(load(tmp_path / "again", other), other)
+    # What was replaced is gone.
+    assert len(names(str(tmp_path / "again"))) == 3
+    with pytest.raises(InvalidURLError, match="already"):
+        converted(tmp_path / "again", tmp_path / "more")
+
+
+def test_a_file_whose_tensors_cannot_be_taken_apart_is_refused(tmp_path: Path) -> None:
+    for name, value, reason in [
+        ("list", [torch.ones(3)], "a list"),
+        ("sparse", {"w": torch.eye(3).to_sparse()}, "cannot be converted"),
+        ("twice", {"a": {"b": 1}, "a.b": 2}, "duplicate"),
+    ]:
+        torch.save(value, tmp_path / name)
+        with pytest.raises(Exception, match=reason):
+            converted(tmp_path / name, tmp_path / "out")
+        assert not (tmp_path / "out").exists()

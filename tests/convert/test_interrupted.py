@@ -1,0 +1,285 @@
+"""A conversion is there whole or not at all, goes on where it stopped, and holds no more memory than it may."""
+
+from __future__ import annotations
+
+import tracemalloc
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import FileSystemWriter
+
+import bucketpoint.convert.convert as run
+from bucketpoint import BucketWriter
+from bucketpoint.catalog.catalog import open_catalog
+from bucketpoint.convert import ConvertOptions, plan_conversion, run_conversion
+from bucketpoint.convert.journal import NAME
+from bucketpoint.dcp.saved import open_checkpoint
+from bucketpoint.dcp.verify import verify
+from bucketpoint.errors import BucketpointError, CommitConflictError, CorruptDataError, StoreError
+from bucketpoint.stores import open_store
+from bucketpoint.transfer import TransferOptions
+from convert.chunked import GridPlanner
+from convert.conftest import SMALL, converted, in_minio, load, state
+from dcp.states import assert_same, filled
+from servers import S3Server
+from transfer.wrappers import CountingStore, FailingStore
+
+ONE_BY_ONE = TransferOptions(max_inflight_bytes=8 << 20, connections=1)
+KEPT = ConvertOptions(object_bytes=2 << 20, shard_bytes=2 << 20)
+
+
+@pytest.fixture(autouse=True)
+def small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each object is noted as soon as it is there."""
+    monkeypatch.setattr(run, "_BATCH_BYTES", 1)
+
+
+def layers(value: float = 1.0) -> dict[str, Any]:
+    return {"model": {f"layer {n}": torch.full((1 << 19,), value + n) for n in range(4)}, "step": 3}
+
+
+def source_of(path: Path, value: float = 1.0) -> Path:
+    dcp.save(layers(value), storage_writer=FileSystemWriter(str(path)), no_dist=True)
+    return path
+
+
+def planned(source: Any, target: Any, to: str, store: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A plan whose target is behind a wrapper."""
+    with monkeypatch.context() as patch:
+        original = run.open_place
+
+        def opened(url: Any, **options: Any) -> Any:
+            inner, prefix = original(url, **options)
+            return store(inner), prefix
+
+        patch.setattr(run, "open_place", opened)
+        return plan_conversion(source, target, to_format=to, options=KEPT, transfer=ONE_BY_ONE)
+
+
+def loads(target: Any, to: str) -> bool:
+    """Whether a whole checkpoint is there. Raises if there is one that is not what it should be."""
+    try:
+        if to == "safetensors":
+            plan_conversion(target, f"{target} as it is", from_format=to)
+            return True
+        found = load(target, layers())
+    except BucketpointError:
+        return False
+    assert_same(found, layers())
+    return True
+
+
+@pytest.mark.parametrize("to", ["bucketpoint", "dcp", "safetensors"])
+def test_wherever_it_fails_there_is_nothing_and_the_next_run_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, to: str
+) -> None:
+    source = source_of(tmp_path / "a")
+    number, most = 0, 0
+    while True:
+        number += 1
+        target = tmp_path / f"b{number}"
+
+        def wrapped(inner: Any, number: int = number) -> Any:
+            return FailingStore(inner, lambda name, n: name == "put" and n == number, lambda: StoreError("killed"))
+
+        plan = planned(source, target, to, wrapped, monkeypatch)
+        try:
+            run_conversion(plan)
+        except StoreError:
+            committed = loads(target, to)
+        else:
+            assert loads(target, to)
+            if plan.place.store.calls["put"] < number:
+                break
+            # The record, or what else comes after the commit: its failure is none of the conversion's.
+            continue
+        assert not committed
+        again = planned(source, target, to, CountingStore, monkeypatch)
+        most = max(most, len(again.there))
+        done = run_conversion(again)
+        assert done.skipped == len(again.there)
+        assert again.place.store.sent < again.left_nbytes + 100_000
+        assert loads(target, to)
+        assert not (target / NAME).exists()
+        if to != "safetensors":
+            assert verify(open_checkpoint(target)).ok
+    # Once all of the data was there and the commit alone was missing.
+    assert number > len(plan.layout.objects) > 2
+    assert most == len(plan.layout.objects)
+
+
+@pytest.mark.parametrize("to", ["bucketpoint", "dcp", "safetensors"])
+def test_killed_after_the_commit_the_next_run_only_tidies(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, to: str
+) -> None:
+    source, target = source_of(tmp_path / "a"), tmp_path / "b"
+
+    def wrapped(inner: Any) -> Any:
+        return FailingStore(inner, lambda name, n: name == "delete", lambda: StoreError("killed"))
+
+    with pytest.raises(StoreError):
+        run_conversion(planned(source, target, to, wrapped, monkeypatch))
+    assert loads(target, to)
+    assert (target / NAME).exists()
+    again = planned(source, target, to, CountingStore, monkeypatch)
+    assert again.finished
+    run_conversion(again, verify=True)
+    assert again.place.store.calls["put"] == 0
+    assert loads(target, to)
+    assert not (target / NAME).exists()
+
+
+def interrupted(source: Path, target: Path, to: str, monkeypatch: pytest.MonkeyPatch, after: int = 4) -> None:
+    def wrapped(inner: Any) -> Any:
+        return FailingStore(inner, lambda name, n: name == "put" and n > after, lambda: StoreError("killed"))
+
+    with pytest.raises(StoreError):
+        run_conversion(planned(source, target, to, wrapped, monkeypatch))
+
+
+@pytest.mark.parametrize("to", ["bucketpoint", "dcp"])
+def test_another_source_or_object_is_never_taken_for_what_was_begun(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, to: str
+) -> None:
+    other, source, target = source_of(tmp_path / "other", 5.0), source_of(tmp_path / "a"), tmp_path / "b"
+    interrupted(other, target, to, monkeypatch)
+    left = set(target.rglob("*.distcp"))
+    assert len(left) == 2
+    plan = planned(source, target, to, CountingStore, monkeypatch)
+    assert plan.there == {}
+    run_conversion(plan)
+    assert loads(target, to)
+    if to == "bucketpoint":
+        # What the other one left is gone.
+        assert not any(path.exists() for path in left)
+    # And where somebody wrote over an object between two runs, that one is written again.
+    target = tmp_path / "c"
+    interrupted(source, target, to, monkeypatch)
+    first = min(target.rglob("*.distcp"))
+    first.write_bytes(bytes(first.stat().st_size))
+    plan = planned(source, target, to, CountingStore, monkeypatch)
+    assert len(plan.there) == 1
+    run_conversion(plan)
+    assert loads(target, to)
+
+
+def test_two_conversions_to_one_place_do_not_mix(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    one, two, target = source_of(tmp_path / "a"), source_of(tmp_path / "other", 5.0), tmp_path / "b"
+    first = planned(one, target, "dcp", CountingStore, monkeypatch)
+    commit = first.layout.commit
+
+    def late(uploaded: Any) -> None:
+        raise AssertionError("it must not come to this")
+
+    def between(*arguments: Any) -> None:
+        converted(two, target, "dcp", object_bytes=2 << 20)
+        original(*arguments)
+
+    original = run._check_unchanged
+    object.__setattr__(first.layout, "commit", late)
+    with monkeypatch.context() as patch:
+        patch.setattr(run, "_check_unchanged", lambda *rest: (patch.undo(), between(*rest)))
+        with pytest.raises(CommitConflictError, match="Somebody else"):
+            run_conversion(first)
+    assert commit is not late
+    assert_same(load(target, layers(5.0)), layers(5.0))
+
+
+@pytest.mark.parametrize("writer", ["ours", "theirs"])
+@pytest.mark.parametrize("to", ["bucketpoint", "dcp", "torch", "safetensors"])
+def test_a_damaged_source_is_not_converted(tmp_path: Path, writer: str, to: str) -> None:
+    value = {"model": {"w": filled((3, 1 << 18), torch.float32)}}
+    source = tmp_path / "a"
+    made = BucketWriter(str(source)) if writer == "ours" else FileSystemWriter(str(source))
+    planner = GridPlanner(3) if writer == "ours" else None
+    dcp.save(value, storage_writer=made, planner=planner, no_dist=True)
+    (path,) = source.rglob("*.distcp")
+    raw = bytearray(path.read_bytes())
+    raw[len(raw) // 2] ^= 0x10
+    status = path.stat()
+    with path.open("r+b") as file:
+        file.write(raw)
+    import os
+
+    # As a bit that flips on a disk: nothing but its checksum tells.
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+    target = tmp_path / ("x.pt" if to == "torch" else "b")
+    with pytest.raises(CorruptDataError, match="damaged"):
+        converted(source, target, to)
+    assert not target.is_file()
+    assert not list(target.glob("*.distcp")) or not (target / ".metadata").exists()
+
+
+def test_a_source_that_changes_meanwhile_is_not_converted(tmp_path: Path) -> None:
+    source = source_of(tmp_path / "a")
+    plan = plan_conversion(source, tmp_path / "b", transfer=SMALL)
+    (path,) = source.glob("*.distcp")
+    path.write_bytes(path.read_bytes())
+    with pytest.raises(CorruptDataError, match="changed while"):
+        run_conversion(plan)
+    assert not (tmp_path / "b" / ".metadata").exists()
+
+
+@pytest.mark.parametrize("to", ["bucketpoint", "dcp", "torch", "safetensors"])
+@pytest.mark.parametrize("cuts", [(1,), (1, 4)], ids=["whole", "columns"])
+def test_memory_stays_within_the_budget(tmp_path: Path, to: str, cuts: tuple[int, ...]) -> None:
+    budget = 8 << 20
+    value = {"model": {f"w{n}": filled((2048, 2048), torch.float32, seed=n) for n in range(4)}}
+    dcp.save(value, storage_writer=BucketWriter(str(tmp_path / "a")), planner=GridPlanner(*cuts), no_dist=True)
+    nbytes = sum(tensor.nbytes for tensor in value["model"].values())
+    target = tmp_path / ("x.pt" if to == "torch" else "b")
+    options = TransferOptions(max_inflight_bytes=budget, connections=4)
+    tracemalloc.start()
+    plan = (
+        plan_conversion(
+            tmp_path / "a", target, from_format="auto", to_format=to, options=ConvertOptions(), transfer=options
+        )
+        if to != "bucketpoint"
+        else plan_conversion(tmp_path / "a", target, to_format=to, transfer=options)
+    )
+    done = run_conversion(plan, verify=True)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert nbytes == 8 * budget
+    assert done.peak_bytes <= budget
+    # Leases are anonymous maps, which tracemalloc does not see: this is everything besides.
+    assert peak < budget
+    assert done.checked_bytes == nbytes
+
+
+def test_into_a_bucket_in_parts_and_within_the_budget(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, minio: S3Server, tmp_path: Path
+) -> None:
+    root = in_minio(request, monkeypatch)
+    value = {"w": filled((8 << 20,), torch.float32)}
+    torch.save(value, tmp_path / "a.pt")
+    budget = 24 << 20
+    options = TransferOptions(max_inflight_bytes=budget, connections=4)
+    plan = planned_in_bucket(tmp_path / "a.pt", f"{root}/ours", options, monkeypatch)
+    done = run_conversion(plan)
+    assert plan.place.store.calls["put_part"] == 7
+    assert done.peak_bytes <= budget
+    assert_same(load(f"{root}/ours", value), value)
+
+
+def planned_in_bucket(source: Any, target: str, options: TransferOptions, monkeypatch: pytest.MonkeyPatch) -> Any:
+    original = run.open_place
+    with monkeypatch.context() as patch:
+        patch.setattr(run, "open_place", lambda url, **rest: (CountingStore(original(url, **rest)[0]), "there/ours"))
+        return plan_conversion(source, target, transfer=options)
+
+
+def test_into_a_run_it_is_a_checkpoint_of_the_run(tmp_path: Path) -> None:
+    root = tmp_path / "run"
+    dcp.save(state(), storage_writer=BucketWriter(f"{root}/step-5"), no_dist=True)
+    catalog = open_catalog(str(root))
+    from bucketpoint.catalog.adopt import adopt
+
+    adopt(catalog)
+    converted(source_of(tmp_path / "a"), f"{root}/step-7")
+    assert [row.step for row in open_catalog(str(root)).snapshot().rows] == [5, 7]
+    store, _ = open_store(str(root))
+    assert "step-7/.bucketpoint.json" not in [info.key for info in store.list("")]

@@ -1,0 +1,143 @@
+"""Pickles that would run something are refused wherever a foreign checkpoint has one, and nothing is written."""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import FileSystemWriter
+
+from bucketpoint.convert import plan_conversion
+from bucketpoint.errors import BucketpointError, MetadataError, MismatchError, UnsafeDataError
+from convert.conftest import converted, load
+from security.corpus import Call
+
+
+class Own:
+    """A class of a user's own, which only a trusted source may name."""
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Own)
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def evil(path: Path) -> Any:
+    return Call(exec, f"open({str(path)!r}, 'w').close()")
+
+
+def theirs(path: Path, value: Any) -> None:
+    dcp.save(value, storage_writer=FileSystemWriter(str(path)), no_dist=True)
+
+
+@pytest.mark.parametrize("where", ["metadata", "item", "tensor", "file"])
+def test_nothing_of_it_is_run_and_nothing_written(tmp_path: Path, where: str) -> None:
+    source, ran, out = tmp_path / "a", tmp_path / "ran", tmp_path / "out"
+    if where == "file":
+        torch.save({"w": torch.ones(3), "x": [evil(ran)]}, source)
+    elif where == "item":
+        theirs(source, {"w": torch.ones(3), "x": evil(ran)})
+    else:
+        theirs(source, {"w": torch.ones(3)})
+    if where == "metadata":
+        (source / ".metadata").write_bytes(pickle.dumps(evil(ran)))
+    elif where == "tensor":
+        # In place of the tensor's own frame, an archive of the same length at most.
+        torch.save(evil(ran), tmp_path / "frame")
+        data = bytearray((source / "__0_0.distcp").read_bytes())
+        frame = (tmp_path / "frame").read_bytes()
+        metadata = pickle.loads((source / ".metadata").read_bytes())
+        (info,) = metadata.storage_data.values()
+        info.length = len(frame)
+        (source / ".metadata").write_bytes(pickle.dumps(metadata))
+        (source / "__0_0.distcp").write_bytes(frame + data[len(frame) :])
+    with pytest.raises(UnsafeDataError):
+        plan_conversion(source, out)
+    assert not ran.exists()
+    assert not out.exists()
+
+
+def test_trusted_sources_may_name_what_they_like(tmp_path: Path) -> None:
+    value = {"w": torch.ones(3), "own": Own()}
+    theirs(tmp_path / "a", value)
+    torch.save(value, tmp_path / "a.pt")
+    for source in ("a", "a.pt"):
+        with pytest.raises(UnsafeDataError, match="Own"):
+            converted(tmp_path / source, tmp_path / f"from {source}")
+        converted(tmp_path / source, tmp_path / f"from {source}", trusted=True)
+        converted(tmp_path / f"from {source}", tmp_path / f"{source} back.pt", trusted=True)
+        found = torch.load(tmp_path / f"{source} back.pt", weights_only=False)
+        assert found["own"] == Own()
+
+
+def test_dtensors_in_a_file_are_named(tmp_path: Path) -> None:
+    body = b"\x80\x02}X\x01\x00\x00\x00wctorch.distributed.tensor\nDTensor\ns."
+    archive(tmp_path / "x.pt", body)
+    with pytest.raises(MismatchError, match="DTensor"):
+        plan_conversion(tmp_path / "x.pt", tmp_path / "out")
+
+
+def archive(path: Path, body: bytes, storage: bytes = b"") -> None:
+    writer = torch._C.PyTorchFileWriter(str(path))
+    writer.write_record("data.pkl", body, len(body))
+    writer.write_record("data/0", storage, len(storage))
+    writer.write_end_of_file()
+
+
+def tensor_of(size: int, offset: int, shape: str, stride: str) -> bytes:
+    """A pickle of `{"w": tensor}` whose claims about its storage are these."""
+    return (
+        b"\x80\x02}X\x01\x00\x00\x00wctorch._utils\n_rebuild_tensor_v2\n(("
+        b"X\x07\x00\x00\x00storagectorch\nFloatStorage\nX\x01\x00\x00\x000X\x03\x00\x00\x00cpuJ"
+        + size.to_bytes(4, "little")
+        + b"tQJ"
+        + offset.to_bytes(4, "little")
+        + eval(shape)
+        + eval(stride)
+        + b"\x89ccollections\nOrderedDict\n)RtRs."
+    )
+
+
+@pytest.mark.parametrize(
+    ("shape", "stride", "offset"),
+    [
+        ('b"J\\x00\\x00\\x00\\x40\\x85"', 'b"K\\x01\\x85"', 0),
+        ('b"K\\x04\\x85"', 'b"J\\x00\\x00\\x00\\x40\\x85"', 0),
+        ('b"K\\x04\\x85"', 'b"K\\x01\\x85"', 1 << 30),
+        ('b"K\\x04\\x85"', 'b"K\\x01\\x85"', 1),
+    ],
+)
+def test_a_tensor_beyond_its_storage_is_refused(tmp_path: Path, shape: str, stride: str, offset: int) -> None:
+    archive(tmp_path / "x.pt", tensor_of(4, offset, shape, stride), bytes(16))
+    with pytest.raises(MetadataError):
+        plan_conversion(tmp_path / "x.pt", tmp_path / "out")
+
+
+def test_the_same_tensor_within_its_storage_is_not(tmp_path: Path) -> None:
+    archive(tmp_path / "x.pt", tensor_of(4, 0, 'b"K\\x04\\x85"', 'b"K\\x01\\x85"'), bytes(16))
+    converted(tmp_path / "x.pt", tmp_path / "out")
+    assert torch.equal(load(tmp_path / "out", {"w": torch.ones(4)})["w"], torch.zeros(4))
+
+
+@pytest.mark.parametrize("at", [0.0, 0.3, 0.6, 0.9, 0.97, 0.999])
+def test_a_truncated_or_damaged_file_ends_in_an_error_of_ours(tmp_path: Path, at: float) -> None:
+    torch.save({"w": torch.ones(300), "x": {"y": (1, "z")}}, tmp_path / "x.pt")
+    raw = (tmp_path / "x.pt").read_bytes()
+    cut = int(len(raw) * at)
+    (tmp_path / "x.pt").write_bytes(raw[:cut])
+    with pytest.raises(BucketpointError):
+        converted(tmp_path / "x.pt", tmp_path / "out")
+    flipped = bytearray(raw)
+    flipped[cut] ^= 0xFF
+    (tmp_path / "y.pt").write_bytes(flipped)
+    try:
+        converted(tmp_path / "y.pt", tmp_path / "out")
+    except BucketpointError:
+        assert not (tmp_path / "out" / ".metadata").exists()
+    else:
+        # Of the padding and the like, on which nothing depends.
+        assert torch.equal(load(tmp_path / "out", {"w": torch.zeros(300)})["w"], torch.ones(300))
