@@ -53,7 +53,7 @@ def test_a_copy_loads_and_is_pinned_where_it_lies(root: str, tmp_path: Path, pro
     ]
     done = program("cp", source, target, "--verify", "--json")
     assert done.code == 0, done.err
-    assert done.json["server_side"] == (there == "same" and root.startswith("s3"))
+    assert done.json["server_side"] == (there == "same" and root.startswith(("s3", "gs")))
     assert done.json["verification"]["unchecked_bytes"] == {}
     assert done.json["verification"]["notes"] == []
     assert done.json["checked_bytes"] in (0, done.json["bytes"])

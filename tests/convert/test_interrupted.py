@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import tracemalloc
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from torch.distributed.checkpoint import FileSystemWriter
 
 import bucketpoint.convert.convert as run
 from bucketpoint import BucketWriter
+from bucketpoint.catalog.adopt import adopt
 from bucketpoint.catalog.catalog import open_catalog
 from bucketpoint.convert import ConvertOptions, plan_conversion, run_conversion
 from bucketpoint.convert.journal import NAME
@@ -27,8 +29,8 @@ from dcp.states import assert_same, filled
 from servers import S3Server
 from transfer.wrappers import CountingStore, FailingStore
 
-ONE_BY_ONE = TransferOptions(max_inflight_bytes=8 << 20, connections=1)
-KEPT = ConvertOptions(object_bytes=2 << 20, shard_bytes=2 << 20)
+ONE_BY_ONE = TransferOptions(max_inflight_bytes=16 << 20, connections=1)
+KEPT = ConvertOptions(object_bytes=64 << 10, shard_bytes=64 << 10)
 
 
 @pytest.fixture(autouse=True)
@@ -38,7 +40,7 @@ def small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def layers(value: float = 1.0) -> dict[str, Any]:
-    return {"model": {f"layer {n}": torch.full((1 << 19,), value + n) for n in range(4)}, "step": 3}
+    return {"model": {f"layer {n}": torch.full((1 << 14,), value + n) for n in range(3)}, "step": 3}
 
 
 def source_of(path: Path, value: float = 1.0) -> Path:
@@ -65,10 +67,10 @@ def loads(target: Any, to: str) -> bool:
         if to == "safetensors":
             plan_conversion(target, f"{target} as it is", from_format=to)
             return True
-        found = load(target, layers())
+        open_checkpoint(target)
     except BucketpointError:
         return False
-    assert_same(found, layers())
+    assert_same(load(target, layers()), layers())
     return True
 
 
@@ -101,7 +103,7 @@ def test_wherever_it_fails_there_is_nothing_and_the_next_run_goes_on(
         most = max(most, len(again.there))
         done = run_conversion(again)
         assert done.skipped == len(again.there)
-        assert again.place.store.sent < again.left_nbytes + 100_000
+        assert again.place.store.sent < again.left_nbytes + 50_000
         assert loads(target, to)
         assert not (target / NAME).exists()
         if to != "safetensors":
@@ -175,7 +177,7 @@ def test_two_conversions_to_one_place_do_not_mix(tmp_path: Path, monkeypatch: py
         raise AssertionError("it must not come to this")
 
     def between(*arguments: Any) -> None:
-        converted(two, target, "dcp", object_bytes=2 << 20)
+        converted(two, target, "dcp", object_bytes=64 << 10)
         original(*arguments)
 
     original = run._check_unchanged
@@ -202,8 +204,6 @@ def test_a_damaged_source_is_not_converted(tmp_path: Path, writer: str, to: str)
     status = path.stat()
     with path.open("r+b") as file:
         file.write(raw)
-    import os
-
     # As a bit that flips on a disk: nothing but its checksum tells.
     os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
     target = tmp_path / ("x.pt" if to == "torch" else "b")
@@ -214,7 +214,8 @@ def test_a_damaged_source_is_not_converted(tmp_path: Path, writer: str, to: str)
 
 
 def test_a_source_that_changes_meanwhile_is_not_converted(tmp_path: Path) -> None:
-    source = source_of(tmp_path / "a")
+    source = tmp_path / "a"
+    dcp.save({"w": torch.ones(1 << 18)}, storage_writer=FileSystemWriter(str(source)), no_dist=True)
     plan = plan_conversion(source, tmp_path / "b", transfer=SMALL)
     (path,) = source.glob("*.distcp")
     path.write_bytes(path.read_bytes())
@@ -223,23 +224,19 @@ def test_a_source_that_changes_meanwhile_is_not_converted(tmp_path: Path) -> Non
     assert not (tmp_path / "b" / ".metadata").exists()
 
 
-@pytest.mark.parametrize("to", ["bucketpoint", "dcp", "torch", "safetensors"])
-@pytest.mark.parametrize("cuts", [(1,), (1, 4)], ids=["whole", "columns"])
+@pytest.mark.parametrize(
+    ("to", "cuts"),
+    [("bucketpoint", (1,)), ("dcp", (1, 4)), ("torch", (1,)), ("torch", (1, 4)), ("safetensors", (1, 4))],
+)
 def test_memory_stays_within_the_budget(tmp_path: Path, to: str, cuts: tuple[int, ...]) -> None:
-    budget = 8 << 20
-    value = {"model": {f"w{n}": filled((2048, 2048), torch.float32, seed=n) for n in range(4)}}
+    budget = 4 << 20
+    value = {"model": {f"w{n}": filled((1024, 2048), torch.float32, seed=n) for n in range(4)}}
     dcp.save(value, storage_writer=BucketWriter(str(tmp_path / "a")), planner=GridPlanner(*cuts), no_dist=True)
     nbytes = sum(tensor.nbytes for tensor in value["model"].values())
     target = tmp_path / ("x.pt" if to == "torch" else "b")
     options = TransferOptions(max_inflight_bytes=budget, connections=4)
     tracemalloc.start()
-    plan = (
-        plan_conversion(
-            tmp_path / "a", target, from_format="auto", to_format=to, options=ConvertOptions(), transfer=options
-        )
-        if to != "bucketpoint"
-        else plan_conversion(tmp_path / "a", target, to_format=to, transfer=options)
-    )
+    plan = plan_conversion(tmp_path / "a", target, to_format=to, transfer=options)
     done = run_conversion(plan, verify=True)
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
@@ -254,13 +251,13 @@ def test_into_a_bucket_in_parts_and_within_the_budget(
     request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, minio: S3Server, tmp_path: Path
 ) -> None:
     root = in_minio(request, monkeypatch)
-    value = {"w": filled((8 << 20,), torch.float32)}
+    value = {"w": filled((6 << 20,), torch.float32)}
     torch.save(value, tmp_path / "a.pt")
     budget = 24 << 20
     options = TransferOptions(max_inflight_bytes=budget, connections=4)
     plan = planned_in_bucket(tmp_path / "a.pt", f"{root}/ours", options, monkeypatch)
     done = run_conversion(plan)
-    assert plan.place.store.calls["put_part"] == 7
+    assert plan.place.store.calls["put_part"] == 5
     assert done.peak_bytes <= budget
     assert_same(load(f"{root}/ours", value), value)
 
@@ -276,10 +273,8 @@ def test_into_a_run_it_is_a_checkpoint_of_the_run(tmp_path: Path) -> None:
     root = tmp_path / "run"
     dcp.save(state(), storage_writer=BucketWriter(f"{root}/step-5"), no_dist=True)
     catalog = open_catalog(str(root))
-    from bucketpoint.catalog.adopt import adopt
-
     adopt(catalog)
     converted(source_of(tmp_path / "a"), f"{root}/step-7")
-    assert [row.step for row in open_catalog(str(root)).snapshot().rows] == [5, 7]
+    assert [row.step for row in open_catalog(str(root)).snapshot().rows()] == [5, 7]
     store, _ = open_store(str(root))
     assert "step-7/.bucketpoint.json" not in [info.key for info in store.list("")]

@@ -66,10 +66,11 @@ def test_trusted_sources_may_name_what_they_like(tmp_path: Path) -> None:
     theirs(tmp_path / "a", value)
     torch.save(value, tmp_path / "a.pt")
     for source in ("a", "a.pt"):
+        ours = tmp_path / f"{source} ours"
         with pytest.raises(UnsafeDataError, match="Own"):
-            converted(tmp_path / source, tmp_path / f"from {source}")
-        converted(tmp_path / source, tmp_path / f"from {source}", trusted=True)
-        converted(tmp_path / f"from {source}", tmp_path / f"{source} back.pt", trusted=True)
+            converted(tmp_path / source, ours)
+        converted(tmp_path / source, ours, trusted=True)
+        assert converted(ours, tmp_path / f"{source} back.pt", trusted=True).checked_bytes
         found = torch.load(tmp_path / f"{source} back.pt", weights_only=False)
         assert found["own"] == Own()
 

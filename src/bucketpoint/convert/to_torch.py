@@ -9,11 +9,12 @@ import io
 import pickle
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
 import torch
+from awscrt.checksums import combine_crc32, crc32
 from torch.distributed.checkpoint import TensorStorageMetadata
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
@@ -55,9 +56,17 @@ def plan_torch(source: Source, filling: Filling, name: str) -> Layout:
     archive.add(b"byteorder", b"little")
     archive.add(b"version", VERSION_RECORD)
     parts: list[Segment] = []
+    sums: list[_Sum] = []
     for key, segment in segments.items():
-        parts += [held(archive.add_payload(f"data/{key}".encode(), segment.nbytes)), segment]
-    parts.append(held(archive.trailer()))
+        sums.append(_Sum())
+        parts += [held(archive.add_payload(f"data/{key}".encode(), segment.nbytes)), sums[-1].watching(segment)]
+    nbytes = len(archive.trailer())
+
+    def trailer(start: int, out: memoryview) -> None:
+        # With the payloads' CRC32, which torch does not check and other tools do.
+        out[:] = archive.trailer([one.total() for one in sums])[start : start + len(out)]
+
+    parts.append(Segment(nbytes, fill=trailer, late=True, block_nbytes=nbytes))
 
     def finish(uploaded: Sequence[Uploaded]) -> None:
         """The file is there whole or not at all by itself."""
@@ -117,6 +126,34 @@ def _put(state: dict[str, Any], path: Any, value: Any, most: int, fqn: str) -> N
         at = known
 
 
+class _Sum:
+    """The CRC32 of a stretch, of the pieces in which it comes by."""
+
+    def __init__(self) -> None:
+        self._pieces: dict[int, tuple[int, int]] = {}
+
+    def watching(self, segment: Segment) -> Segment:
+        """The same stretch, whose pieces are noted."""
+        if segment.fill is None:
+            assert segment.data is not None
+            self._pieces[0] = crc32(segment.data), segment.nbytes
+            return segment
+        fetch = segment.fill
+
+        def fill(start: int, out: memoryview) -> None:
+            fetch(start, out)
+            self._pieces[start] = crc32(out), len(out)
+
+        return replace(segment, fill=fill)
+
+    def total(self) -> int:
+        """Once all pieces have come."""
+        total = 0
+        for _, (crc, nbytes) in sorted(self._pieces.items()):
+            total = int(combine_crc32(total, crc, nbytes)) if nbytes else total
+        return total
+
+
 class _Pickler(pickle.Pickler):
     """Pickles a state with its tensors as torch.save refers to them, and notes their bytes by their keys."""
 
@@ -140,7 +177,8 @@ class _Pickler(pickle.Pickler):
     def _reduced(self, dtype: torch.dtype, shape: tuple[int, ...], segment: Segment) -> Any:
         key = str(len(self._segments))
         self._segments[key] = segment
-        count, strides, hooks = prod(shape), contiguous_strides(shape), OrderedDict[str, Any]()
+        count, strides = prod(shape), contiguous_strides(shape)
+        hooks: OrderedDict[str, Any] = OrderedDict()
         kind = STORAGE_NAMES.get(dtype)
         if kind is not None:
             storage = _Storage(key, getattr(torch, kind), count)
@@ -153,5 +191,6 @@ def _bytes_of(tensor: torch.Tensor) -> Segment:
     plain = tensor.detach().resolve_conj().resolve_neg()
     if not frameable(plain):
         raise MismatchError(f"A tensor of layout {tensor.layout} inside of another object cannot be converted")
-    data = bytes(tensor_bytes(plain.cpu().clone(memory_format=torch.contiguous_format)))
-    return held(data)
+    # Held by its name: the view into it does not keep it.
+    whole = plain.cpu().clone(memory_format=torch.contiguous_format)
+    return held(bytes(tensor_bytes(whole)))

@@ -50,6 +50,9 @@ _END64_LOCATOR = struct.Struct("<4sIQI")
 _ZIP64_SIZES = struct.Struct("<2H2Q")
 _PADDING_HEAD = struct.Struct("<2s1H")
 
+_CRC = struct.Struct("<I")
+_CRC_AT = 16  # APPNOTE.TXT 4.3.12: in an entry of the directory
+
 _VERSION_PLAIN = 20
 _VERSION_ZIP64 = 45
 _UTF8_NAMES = 0x0800
@@ -129,6 +132,7 @@ class ArchiveWriter:
         self._pending = bytearray()
         self._position = 0
         self._directory = bytearray()
+        self._payloads: list[int] = []
         self._count = 0
 
     def add(self, name: bytes, body: bytes) -> None:
@@ -139,8 +143,9 @@ class ArchiveWriter:
 
     def add_payload(self, name: bytes, nbytes: int) -> bytes:
         """A record whose bytes are elsewhere. Returns what stands between the payload before it and this one."""
-        # CRC32 stays 0: torch's reader does not check it, and computing it would be a second pass over every byte
+        # CRC32 stays 0 here: torch's reader does not check it, and computing it would be a second pass over every byte
         # that buys nothing, as the CRC32C of each block is kept in the metadata and checked at load.
+        self._payloads.append(len(self._directory) + _CRC_AT)
         self._local_header(name, 0, nbytes, align=True)
         head = bytes(self._pending)
         self._pending.clear()
@@ -175,8 +180,15 @@ class ArchiveWriter:
         self._directory += path + zip64
         self._count += 1
 
-    def trailer(self) -> bytes:
-        """What stands after the last payload."""
+    def trailer(self, crcs: Sequence[int] = ()) -> bytes:
+        """What stands after the last payload.
+
+        Args:
+            crcs: CRC32 of each payload, in order, for readers that check it; none for zeros.
+        """
+        directory = bytearray(self._directory)
+        for at, crc in zip(self._payloads, crcs, strict=bool(crcs)):
+            _CRC.pack_into(directory, at, crc)
         body, end_of_body = bytes(self._pending), self._position
         # Which of the two ends is needed depends on the directory's offset, which the padding moves by < ALIGNMENT;
         # deciding with the largest possible offset is always right and never circular.
@@ -195,7 +207,7 @@ class ArchiveWriter:
         short_offset = _ZIP32_LIMIT if needs_zip64 else directory_offset
         count = min(self._count, _ZIP16_LIMIT)
         end += _END.pack(b"PK\x05\x06", 0, 0, count, count, len(self._directory), short_offset, 0)
-        return body + b"\0" * gap + bytes(self._directory) + end
+        return body + b"\0" * gap + bytes(directory) + end
 
 
 def _rebuild_pickle(dtype: torch.dtype, shape: tuple[int, ...]) -> bytes:

@@ -32,6 +32,8 @@ class Segment:
     """A stretch of an object: bytes that lie in memory (`data`), are produced on demand (`fill`), or are a table.
 
     Attributes:
+        late: `fill` is not called before all that lies before the stretch has been read. Only more of the kind, and
+            tables, come after it.
         block_nbytes: cuts the stretch into blocks whose CRC32C are wanted; 0 for none.
         table_of: the stretch holds the CRC32C of the blocks of these segments, by number, 4 bytes each, little-endian.
             They all come before it, and nothing but another table comes after it.
@@ -40,6 +42,7 @@ class Segment:
     nbytes: int
     data: memoryview | None = None
     fill: Fill | None = None
+    late: bool = False
     block_nbytes: int = 0
     table_of: Sequence[int] = ()
 
@@ -140,8 +143,8 @@ class _ObjectUpload:
             group.start(lambda number=number: self._send(group, plan, number))  # type: ignore[misc]
 
     def _before_tables(self, plan: PartPlan) -> int:
-        """How many parts hold nothing of a table."""
-        tables = sum(segment.nbytes for segment in self.source.segments if segment.table_of)
+        """How many parts hold nothing of a table, and nothing that is late."""
+        tables = sum(segment.nbytes for segment in self.source.segments if segment.table_of or segment.late)
         return (self._nbytes - tables) // plan.part_bytes if tables else plan.count
 
     def _start_next(self, group: TaskGroup, plan: PartPlan) -> None:
