@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
+import pickle
+import sys
+import types
 import warnings
 import zipfile
 from collections.abc import Callable
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import pytest
@@ -103,6 +107,28 @@ def test_what_s3torchconnector_wrote_becomes_ours(
     dcp.save(value, storage_writer=writer, no_dist=True)
     converted(f"{root}/theirs", f"{root}/ours")
     assert_same(load(f"{root}/ours", value), value)
+
+
+def test_metadata_that_names_a_path_of_multi_storage_client_is_read_without_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    value = {"w": torch.ones(3)}
+    dcp.save(value, storage_writer=FileSystemWriter(str(tmp_path / "a")), no_dist=True)
+    metadata = pickle.loads((tmp_path / "a" / ".metadata").read_bytes())
+    module = types.ModuleType("multistorageclient.pathlib")
+    kind = type("MultiStoragePath", (), {"__module__": module.__name__})
+    module.MultiStoragePath = kind  # type: ignore[attr-defined]
+    metadata.storage_meta.checkpoint_id = there = kind()
+    there.__dict__.update({"_path": "msc://profile/a", "_internal_path": PurePosixPath("/a")})
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, module.__name__.partition(".")[0], module)
+        patch.setitem(sys.modules, module.__name__, module)
+        (tmp_path / "a" / ".metadata").write_bytes(pickle.dumps(metadata))
+    converted(tmp_path / "a", tmp_path / "b")
+    assert_same(load(tmp_path / "b", value), value)
+    found = open_checkpoint(tmp_path / "a").metadata.storage_meta
+    assert found is not None
+    assert os.fspath(found.checkpoint_id) == "msc://profile/a"  # type: ignore[arg-type]
 
 
 @pytest.mark.contract

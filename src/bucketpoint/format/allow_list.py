@@ -114,6 +114,7 @@ METADATA_REASONS: Mapping[str, tuple[str, ...]] = MappingProxyType({
     "a checkpoint_id may be a path": (
         *_names("pathlib", "PosixPath PurePosixPath PureWindowsPath WindowsPath"),
         *_names("pathlib._local", "PosixPath PurePosixPath PureWindowsPath WindowsPath"),
+        "multistorageclient.pathlib.MultiStoragePath",
     ),
 })  # fmt: skip
 """For the `.metadata` pickle."""

@@ -45,6 +45,18 @@ class Properties:
         self.real = real
 
 
+class ForeignPath(os.PathLike[str]):
+    """Stands for the path class of multi-storage-client, which looks for its own configuration when it is unpickled."""
+
+    def __setstate__(self, state: Any) -> None:
+        if type(state) is not dict or type(state.get("_path")) is not str:
+            raise TypeError("a path without a text")
+        self._text: str = state["_path"]
+
+    def __fspath__(self) -> str:
+        return self._text
+
+
 def stand_ins() -> dict[tuple[str, str], Any]:
     """What the names of the allow-list mean during one load.
 
@@ -68,6 +80,7 @@ def stand_ins() -> dict[tuple[str, str], Any]:
         ("torch", "Size"): torch.Size,
         ("torch.serialization", "_get_layout"): {"torch.strided": torch.strided, **_layouts()}.__getitem__,
         ("collections", "OrderedDict"): OrderedDict,
+        ("multistorageclient.pathlib", "MultiStoragePath"): type("MultiStoragePath", (ForeignPath,), {}),
     }
     plain = (Metadata, TensorStorageMetadata, BytesStorageMetadata, ChunkStorageMetadata, MetadataIndex, StorageMeta)
     for kind in plain:

@@ -1,0 +1,81 @@
+"""What other libraries make of our exports, and we of their checkpoints. They are large, so they are not asked for."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from bucketpoint import BucketWriter
+from convert.conftest import converted, in_minio, load, names, state
+from dcp.states import assert_same
+from servers import S3Server
+
+pytestmark = pytest.mark.slow
+
+
+def test_transformers_loads_what_was_exported_and_its_own_is_read(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers", reason="pip install transformers")
+    pytest.importorskip("safetensors", reason="pip install safetensors")
+    config = transformers.LlamaConfig(
+        hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2, vocab_size=64
+    )
+    model = transformers.LlamaForCausalLM(config)
+    value = {"model": model.state_dict(), "step": 3}
+    dcp.save(value, storage_writer=BucketWriter(str(tmp_path / "ours")), no_dist=True)
+    done = converted(tmp_path / "ours", tmp_path / "hf", "safetensors", prefix="model.", shard_bytes=8_000)
+    assert done.objects > 2
+    config.save_pretrained(tmp_path / "hf")
+    found, report = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "hf", output_loading_info=True)
+    assert not report["missing_keys"]
+    assert not report["unexpected_keys"]
+    assert_same(dict(found.state_dict()), dict(model.state_dict()))
+    tokens = torch.arange(8).reshape(1, 8)
+    model.eval()
+    assert torch.equal(found(tokens).logits, model(tokens).logits)
+    model.save_pretrained(tmp_path / "theirs", max_shard_size="10KB")
+    assert len(list((tmp_path / "theirs").glob("*.safetensors"))) > 1
+    converted(tmp_path / "theirs", tmp_path / "back", prefix="model.")
+    back = {"model": dict(model.state_dict())}
+    assert_same(load(tmp_path / "back", back), back)
+
+
+def test_what_multi_storage_client_wrote_becomes_ours(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, minio: S3Server, tmp_path: Path
+) -> None:
+    client = pytest.importorskip("multistorageclient", reason="pip install 'multi-storage-client[boto3]'")
+    writer = pytest.importorskip("multistorageclient.contrib.torch")
+    root = in_minio(request, monkeypatch)
+    bucket = root.removeprefix("s3://").split("/")[0]
+    (tmp_path / "msc.json").write_text(
+        json.dumps(
+            {
+                "profiles": {
+                    "there": {
+                        "storage_provider": {
+                            "type": "s3",
+                            "options": {
+                                "base_path": bucket,
+                                "region_name": minio.region,
+                                "endpoint_url": minio.endpoint,
+                            },
+                        }
+                    }
+                }
+            }
+        )
+    )
+    monkeypatch.setenv("MSC_CONFIG", str(tmp_path / "msc.json"))
+    assert client
+    value = state()
+    made = writer.MultiStorageFileSystemWriter("msc://there/there/theirs")
+    dcp.save(value, storage_writer=made, no_dist=True)
+    assert ".metadata" in names(f"{root}/theirs")
+    converted(f"{root}/theirs", f"{root}/ours")
+    assert_same(load(f"{root}/ours", value), value)
+    # And by its own URLs, which fsspec then knows.
+    converted("msc://there/there/theirs", f"{root}/again")
+    assert_same(load(f"{root}/again", value), value)
