@@ -122,8 +122,8 @@ def test_killed_after_the_commit_the_next_run_only_tidies(
     def wrapped(inner: Any) -> Any:
         return FailingStore(inner, lambda name, n: name == "delete", lambda: StoreError("killed"))
 
-    with pytest.raises(StoreError):
-        run_conversion(planned(source, target, to, wrapped, monkeypatch))
+    # What is committed is committed, whether or not its journal can be removed.
+    run_conversion(planned(source, target, to, wrapped, monkeypatch))
     assert loads(target, to)
     assert (target / NAME).exists()
     again = planned(source, target, to, CountingStore, monkeypatch)

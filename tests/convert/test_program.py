@@ -31,23 +31,35 @@ def program(capsys: pytest.CaptureFixture[str]) -> Any:
     return call
 
 
-def test_what_it_says_and_does(root: str, program: Any, tmp_path: Path) -> None:
+@pytest.fixture(params=["file", "minio", "gcs", "memory"])
+def anywhere(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> str:
+    if request.param == "file":
+        return f"{tmp_path}/there"
+    if request.param == "memory":
+        return f"memory://convert/{tmp_path.name}-{id(tmp_path)}"
+    server = request.getfixturevalue(request.param)
+    for name, value in server.env.items():
+        monkeypatch.setenv(name, value)
+    return f"{'gs' if request.param == 'gcs' else 's3'}://{server.make_bucket()}/there"
+
+
+def test_what_it_says_and_does(anywhere: str, program: Any, tmp_path: Path) -> None:
     value = state()
     dcp.save(value, storage_writer=FileSystemWriter(str(tmp_path / "a")), no_dist=True)
-    code, out, err = program(tmp_path / "a", f"{root}/b", "--dry-run", "--json")
+    code, out, err = program(tmp_path / "a", f"{anywhere}/b", "--dry-run", "--json")
     assert code == 0, err
     document = json.loads(out)
     assert document["dry_run"] is True
     assert document["checked_bytes"] is None
-    assert names(root) == set()
-    code, out, err = program(tmp_path / "a", f"{root}/b", "--verify", "--json", "--no-progress")
+    assert names(anywhere) == set()
+    code, out, err = program(tmp_path / "a", f"{anywhere}/b", "--verify", "--json", "--no-progress")
     assert code == 0, err
     said = json.loads(out)
     assert {**document, "dry_run": False} == {**said, "checked_bytes": None, "verification": None}
     assert (said["from"], said["to"], said["tensors"]) == ("dcp", "bucketpoint", 6)
     assert said["verification"] == {"read_bytes": said["bytes"], "damaged": []}
-    assert_same(load(f"{root}/b", value), value)
-    code, out, err = program(f"{root}/b", tmp_path / "hf", "--to", "safetensors", "--prefix", "model.", "--verify")
+    assert_same(load(f"{anywhere}/b", value), value)
+    code, out, err = program(f"{anywhere}/b", tmp_path / "hf", "--to", "safetensors", "--prefix", "model.", "--verify")
     assert code == 0, err
     assert "bucketpoint to safetensors" in out
     assert "left out" in out

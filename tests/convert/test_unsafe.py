@@ -82,6 +82,26 @@ def test_dtensors_in_a_file_are_named(tmp_path: Path) -> None:
         plan_conversion(tmp_path / "x.pt", tmp_path / "out")
 
 
+@pytest.mark.parametrize(
+    ("mapping", "said"),
+    [
+        ({"a": ("a", 1 << 40), "b": ("b",)}, "many more"),
+        ({"a": (1,), "b": ("b",)}, "no place"),
+        ({"a": (), "b": ("b",)}, "no place"),
+        ({"a": ("x", "y"), "b": ("x", 0)}, "two things"),
+        ({"a": ("x",), "b": ("x", "y")}, "two things"),
+        ({"a": ("x", "y"), "b": ("x",)}, "two things"),
+    ],
+)
+def test_places_that_cannot_be_are_refused(tmp_path: Path, mapping: dict[str, Any], said: str) -> None:
+    theirs(tmp_path / "a", {"a": torch.ones(3), "b": 1})
+    metadata = pickle.loads((tmp_path / "a" / ".metadata").read_bytes())
+    metadata.planner_data = mapping
+    (tmp_path / "a" / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(MetadataError, match=said):
+        plan_conversion(tmp_path / "a", tmp_path / "x.pt")
+
+
 def archive(path: Path, body: bytes, storage: bytes = b"") -> None:
     writer = torch._C.PyTorchFileWriter(str(path))
     writer.write_record("data.pkl", body, len(body))

@@ -51,7 +51,7 @@ class _Size(click.ParamType):  # type: ignore[type-arg, unused-ignore]  # generi
     "on the way back.",
 )
 @click.option("--max-shard-size", type=_Size(), default="5GB", show_default=True, help="Of a safetensors file.")
-@click.option("--overwrite", is_flag=True, help="Replace what is at the target. Not where dcp or safetensors is written.")
+@click.option("--overwrite", is_flag=True, help="Replace what is at the target; not with dcp or safetensors.")
 @click.option("--dry-run", is_flag=True, help="Say what would be written, and write nothing.")
 @click.option("--verify", "verified", is_flag=True, help="Read the target again and check it, once it is there.")
 @click.option("--from-option", multiple=True, metavar="NAME=VALUE", help="A --storage-option of the source alone.")

@@ -6,9 +6,11 @@ What is written is decided by the `to_` modules; here it is carried out, the sam
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from bucketpoint.catalog.run import catalog_above
@@ -38,6 +40,8 @@ from bucketpoint.transfer import (
 )
 from bucketpoint.transfer.pieces import each
 from bucketpoint.version import __version__
+
+logger = logging.getLogger(__name__)
 
 CONVERT_OPTIONS = TransferOptions(max_inflight_bytes=256 << 20)
 """All bytes pass through memory of our own, so the budget decides the size of parts: about 5 MiB."""
@@ -205,7 +209,7 @@ def run_conversion(plan: ConvertPlan, *, verify: bool = False, progress: Progres
     meter = Meter("convert", plan.place.url, plan.left_nbytes, progress)
     if not plan.finished:
         if plan.other is not None and not is_committed(plan.place):
-            remove_leftovers(plan.other, plan.transfer)
+            _tidy(plan, partial(remove_leftovers, plan.other, plan.transfer))
         if plan.log is not None:
             plan.log.begin(plan.place.url, plan.token)
         waiting = [entry for entry in objects if entry.path not in done]
@@ -221,7 +225,7 @@ def run_conversion(plan: ConvertPlan, *, verify: bool = False, progress: Progres
     if verify:
         damaged = read_again(plan.place, objects, done, _on_the_way(plan.transfer), meter)
     if plan.journal is not None:
-        plan.journal.remove()
+        _tidy(plan, plan.journal.remove)
     meter.finish()
     return Converted(
         len(objects),
@@ -278,7 +282,7 @@ def _layout(
     log: SaveLog | None,
 ) -> Layout:
     if wanted == TORCH:
-        return plan_torch(source, filling, name)
+        return plan_torch(source, filling, name, trusted=options.trusted)
     if wanted == SAFETENSORS:
         return plan_safetensors(source, filling, place, prefix=options.prefix, shard_bytes=options.shard_bytes)
     if wanted == DCP:
@@ -322,6 +326,14 @@ def _upload(plan: ConvertPlan, batch: Sequence[TargetObject], pool: BufferPool, 
     options = _on_the_way(plan.transfer)
     sources = [ObjectSource(keys.join(plan.place.prefix, entry.path), entry.segments) for entry in batch]
     return upload_objects(plan.place.store, sources, options, pool=pool, meter=meter)
+
+
+def _tidy(plan: ConvertPlan, remove: Callable[[], None]) -> None:
+    """Nothing depends on what is left, and whoever may write may not always delete."""
+    try:
+        remove()
+    except BucketpointError as error:
+        logger.warning("what a conversion no longer needs was left at %s: %s", plan.place.url, error)
 
 
 def _check_unchanged(plan: ConvertPlan, uploaded: Sequence[Uploaded]) -> None:

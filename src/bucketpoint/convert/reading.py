@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import io
+import os
 import threading
 from collections import OrderedDict
 
@@ -52,10 +53,14 @@ class SourceBytes:
         return info
 
     def fingerprint(self) -> str:
-        """A digest of all objects that were looked at: another one where any of them was replaced."""
+        """A digest of all objects that were looked at: another one where any of them was replaced.
+
+        Where the store has no ETags nobody can tell, so it is another one each time.
+        """
         said = hashlib.sha256(self.store.identity.encode())
         for key, info in sorted(self._infos.items()):
             said.update(f"\n{key}\n{info.size} {info.etag}".encode())
+            said.update(os.urandom(16) if info.etag is None else b"")
         return said.hexdigest()
 
     def read(self, key: str, start: int, out: memoryview) -> None:

@@ -6,6 +6,7 @@ The pickle is made here, and refers to the tensors' bytes as torch.save does; no
 from __future__ import annotations
 
 import io
+import itertools
 import pickle
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
@@ -22,35 +23,40 @@ from bucketpoint.convert.filling import Filling
 from bucketpoint.convert.source import Source
 from bucketpoint.convert.target import Layout, TargetObject, held
 from bucketpoint.convert.tensors import whole_tensors
-from bucketpoint.errors import MetadataError, MismatchError
+from bucketpoint.errors import MetadataError, MismatchError, UnsafeDataError
 from bucketpoint.format.frames import VERSION_RECORD, ArchiveWriter, contiguous_strides, frameable
 from bucketpoint.format.memory import tensor_bytes
 from bucketpoint.format.probe import STORAGE_NAMES
+from bucketpoint.format.safe_pickle import refused_globals
 from bucketpoint.transfer import Segment, Uploaded
 
 _PROTOCOL = 2  # torch.save's own
+_SPARE_ELEMENTS = 1000
 
 
-def plan_torch(source: Source, filling: Filling, name: str) -> Layout:
+def plan_torch(source: Source, filling: Filling, name: str, *, trusted: bool = False) -> Layout:
     """Lay the whole state out in one file.
 
+    Args:
+        trusted: load what is no tensor whatever it names.
+
     Raises:
+        UnsafeDataError: an item names something outside the allow-list.
         MismatchError: a tensor is of a kind that has no plain elements.
         MetadataError: the metadata names no place for an item, or an impossible one.
     """
-    state: dict[str, Any] = {}
     later: dict[str, _Later] = {}
     segments: dict[str, Segment] = {}
     for tensor in whole_tensors(source):
         later[tensor.fqn] = _Later(tensor.dtype, tensor.shape, tensor.segment(filling))
     mapping = source.metadata.planner_data
     places = mapping if isinstance(mapping, Mapping) else {}
-    most = len(source.metadata.state_dict_metadata)
+    nest = _Nest(len(source.metadata.state_dict_metadata))
     for fqn, entry in source.metadata.state_dict_metadata.items():
-        value = later[fqn] if isinstance(entry, TensorStorageMetadata) else _loaded(source, filling, fqn)
-        _put(state, places.get(fqn, (fqn,)), value, most, fqn)
+        value = later[fqn] if isinstance(entry, TensorStorageMetadata) else _loaded(source, filling, fqn, trusted)
+        nest.put(places.get(fqn, (fqn,)), value, fqn)
     file = io.BytesIO()
-    _Pickler(file, segments).dump(state)
+    _Pickler(file, segments).dump(nest.state)
     archive = ArchiveWriter()
     archive.add(b"data.pkl", file.getvalue())
     archive.add(b"byteorder", b"little")
@@ -92,11 +98,16 @@ class _Storage:
     count: int
 
 
-def _loaded(source: Source, filling: Filling, fqn: str) -> Any:
-    """What is no tensor. The source has been judged by the allow-list, unless it is trusted."""
+def _loaded(source: Source, filling: Filling, fqn: str, trusted: bool) -> Any:
+    """What is no tensor."""
     payload = source.payloads[MetadataIndex(fqn)]
     data = bytearray(payload.nbytes)
     filling.fill(payload, 0, memoryview(data))
+    # Of these very bytes: not every store promises that they are those that were judged when the source was read.
+    refused = [] if trusted else refused_globals(data)
+    if refused is None or refused:
+        named = f"names {', '.join(refused)}" if refused else "is not in torch.save's format"
+        raise UnsafeDataError(f"This item {named}", url=source.url, key=fqn)
     try:
         return torch.load(io.BytesIO(data), map_location="cpu", weights_only=False)
     except Exception as error:
@@ -104,26 +115,43 @@ def _loaded(source: Source, filling: Filling, fqn: str) -> Any:
         raise MetadataError(f"This item cannot be loaded: {reason}", url=source.url, key=fqn) from error
 
 
-def _put(state: dict[str, Any], path: Any, value: Any, most: int, fqn: str) -> None:
-    """Put a value where DCP took it from: text leads into dictionaries, numbers into lists."""
-    sound = isinstance(path, tuple | list) and path and type(path[0]) is str
-    if not sound or not all(type(step) is str or (type(step) is int and 0 <= step < most) for step in path):
-        raise MetadataError("The metadata says no place in the state for this item", key=fqn)
-    at: Any = state
-    for step, following in zip(path, [*path[1:], None], strict=True):
-        if isinstance(at, list) != (type(step) is int):
+class _Nest:
+    """A nested state as it is put together, of `count` items."""
+
+    def __init__(self, count: int) -> None:
+        self.state: dict[str, Any] = {}
+        # Empty dictionaries leave gaps in lists. What claims many more elements than there are items is refused.
+        self._room = 4 * count + _SPARE_ELEMENTS
+
+    def put(self, path: Any, value: Any, fqn: str) -> None:
+        """Put a value where DCP took it from: text leads into dictionaries, numbers into lists."""
+        sound = isinstance(path, tuple | list) and path and type(path[0]) is str
+        if not sound or not all(type(step) is str or (type(step) is int and step >= 0) for step in path):
+            raise MetadataError("The metadata says no place in the state for this item", key=fqn)
+        at: Any = self.state
+        for step, following in itertools.pairwise(path):
+            self._open(at, step, fqn)
+            known = at[step]
+            if known is None:
+                known = at[step] = [] if type(following) is int else {}
+            at = known
+        self._open(at, path[-1], fqn)
+        if at[path[-1]] is not None:
             raise MetadataError("The metadata says two things of a place in the state", key=fqn)
-        if isinstance(at, list):
-            at.extend([None] * (step + 1 - len(at)))
-        if following is None:
-            at[step] = value
+        at[path[-1]] = value
+
+    def _open(self, at: Any, step: str | int, fqn: str) -> None:
+        """Make sure that there is such an element, or None in its place."""
+        if type(at) is dict and type(step) is str:
+            at.setdefault(step, None)
             return
-        known = at[step] if isinstance(at, list) else at.get(step)
-        if known is None:
-            known = at[step] = [] if type(following) is int else {}
-        if not isinstance(known, list | dict):
+        if type(at) is not list or type(step) is not int:
             raise MetadataError("The metadata says two things of a place in the state", key=fqn)
-        at = known
+        missing = max(step + 1 - len(at), 0)
+        self._room -= missing
+        if self._room < 0:
+            raise MetadataError("The metadata claims lists with many more elements than there are items", key=fqn)
+        at.extend([None] * missing)
 
 
 class _Sum:
