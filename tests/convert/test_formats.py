@@ -165,6 +165,22 @@ def test_chunks_become_whole_tensors(tmp_path: Path, cuts: tuple[int, ...]) -> N
     assert_same(load(tmp_path / "stock", value), value)
 
 
+@pytest.mark.parametrize("to", ["torch", "safetensors"])
+def test_a_tensor_with_a_hole_is_not_made_whole(tmp_path: Path, to: str) -> None:
+    writer = FileSystemWriter(str(tmp_path / "a"))
+    dcp.save({"w": torch.ones(6, 4)}, storage_writer=writer, planner=GridPlanner(3), no_dist=True)
+    metadata = pickle.loads((tmp_path / "a" / ".metadata").read_bytes())
+    entry = metadata.state_dict_metadata["w"]
+    gone = entry.chunks.pop(1)
+    metadata.storage_data = {
+        index: info for index, info in metadata.storage_data.items() if index.offset != gone.offsets
+    }
+    (tmp_path / "a" / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(MismatchError, match="do not fill"):
+        converted(tmp_path / "a", tmp_path / "out", to)
+    assert not (tmp_path / "out").exists()
+
+
 @pytest.mark.parametrize("prefix", ["", "model."])
 def test_sharded_safetensors_and_back_from_bucket_to_bucket(root: str, tmp_path: Path, prefix: str) -> None:
     value = state()
