@@ -2,6 +2,9 @@
 
 Orchestration only. What is measured is in `retention_worker.py`, a process of its own. The server runs on this
 machine too, so training has one core fewer than there are.
+
+Steps are measured in windows that take turns: without a prune, again without (the control, which tells the noise), and
+beside one. It is the same prune all along; it stands still where none is wanted.
 """
 
 from __future__ import annotations
@@ -31,17 +34,17 @@ OBJECTS = 64
 
 @dataclass(frozen=True)
 class Extent:
-    """How much is measured. Times in seconds."""
+    """How much is measured. Times in seconds; `cycles` of three windows each."""
 
     rows: int = 100_000
     plans: int = 7
-    rounds: int = 7
-    pruned: int = 12
-    idle_s: float = 3.0
+    pruned: int = 120
+    cycles: int = 15
+    window_s: float = 2.0
 
 
 WHOLE = Extent()
-QUICK = Extent(plans=2, rounds=2, pruned=4, idle_s=1.0)
+QUICK = Extent(plans=2, pruned=20, cycles=2, window_s=1.0)
 
 
 @dataclass
@@ -105,17 +108,20 @@ class Retention:
                 self.counted(server, proxy)
 
     def timed(self, server: S3Server) -> None:
-        """Plans and steps in turns."""
+        """Plans, then steps beside a prune, and beside one that takes no rests."""
         worker, root = Worker.start(client_env(server)), server.url(BUCKET, "run")
+        extent = self.extent
         try:
-            first = 1
-            for round_ in range(max(self.extent.plans, self.extent.rounds)):
-                if round_ < self.extent.plans:
-                    self.note("engine", "memory", round_, worker.ask("engine", number=self.extent.rows))
-                if round_ < self.extent.rounds:
-                    worker.ask("fill", root=root, first=first, number=self.extent.pruned + 1, objects=OBJECTS)
-                    first += self.extent.pruned + 1
-                    self.note("beside", "minio", round_, worker.ask("beside", root=root, idle_s=self.extent.idle_s))
+            for round_ in range(extent.plans):
+                self.note("engine", "memory", round_, worker.ask("engine", number=extent.rows))
+            for number, op in enumerate(("beside", "restless")):
+                first = 1 + number * (extent.pruned + 1)
+                worker.ask("fill", root=root, first=first, number=extent.pruned + 1, objects=OBJECTS)
+                windows = {"cycles": extent.cycles, "window_s": extent.window_s}
+                found = worker.ask("beside", root=root, rests=op == "beside", **windows)
+                for round_, cycle in enumerate(found.pop("cycles", [])):
+                    self.note(op, "minio", round_, cycle)
+                self.note(f"{op} in all", "minio", 0, found)
         finally:
             worker.stop()
 
@@ -149,5 +155,6 @@ def measure(scratch: Path, fast: Path, binary: Path, *, quick: bool) -> dict[str
         "seconds": round(time.monotonic() - began),
         "objects": OBJECTS,
         "pruned": part.extent.pruned,
+        "window_s": part.extent.window_s,
         "measurements": part.measurements,
     }

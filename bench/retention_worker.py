@@ -6,11 +6,13 @@ A process of its own. Reads one JSON command a line and answers with one JSON li
 from __future__ import annotations
 
 import gc
+import itertools
 import json
 import os
 import random
 import statistics
 import sys
+import threading
 import time
 import warnings
 from concurrent.futures import ThreadPoolExecutor
@@ -21,6 +23,7 @@ import torch
 
 from bench.staging_steps import SETTLE_S, Trainer
 from bucketpoint.catalog.catalog import open_catalog
+from bucketpoint.catalog.pace import Pace
 from bucketpoint.catalog.pruning import PruneWorker, prune_by
 from bucketpoint.retention import (
     Await,
@@ -40,6 +43,8 @@ from catalog.memory import save
 
 OWN = 3
 """Objects that the tests' smallest checkpoint has: `.metadata`, weights, moments."""
+
+IDLE, CONTROL, PRUNING = WINDOWS = ("idle", "control", "pruning")
 
 RULES = RetentionPolicy(
     Keep(
@@ -105,25 +110,62 @@ class Process:
         save(catalog, first + number - 1, objects=objects - OWN)
         return {}
 
-    def beside(self, root: str, idle_s: float) -> dict[str, Any]:
-        """Steps without a prune before and after, and steps while one is under way."""
-        worker = PruneWorker(open_catalog(root), LATEST)
-        idle = self._idle(idle_s / 2)
+    def beside(self, root: str, rests: bool, cycles: int, window_s: float) -> dict[str, Any]:
+        """Steps without a prune, again without, and beside one, in turns; and what the prune came to."""
+        going = threading.Event()
+
+        def wait(seconds: float) -> None:
+            time.sleep(seconds if rests else 0.0)
+            going.wait()
+
+        # A clock that hardly moves makes rests of nothing.
+        clock = time.monotonic if rests else itertools.count(0.0, 1e-9).__next__
+        worker = PruneWorker(open_catalog(root), LATEST, pace=Pace(clock=clock, wait=wait))
+        found: list[dict[str, Any]] = []
         begun = time.monotonic()
         worker.ask()
         asked = time.monotonic() - begun
-        busy = self._trainer.steps(lambda: worker.drain(0))
-        lasted = time.monotonic() - begun
-        idle += self._idle(idle_s / 2)
+        pruning_s = 0.0
+        while len(found) < cycles:
+            cycle: dict[str, Any] = {}
+            # Each has every place in turn, so that a machine that slows down favours none.
+            turn = len(found) % len(WINDOWS)
+            for name in WINDOWS[turn:] + WINDOWS[:turn]:
+                cycle[name] = self._window(window_s, going if name == PRUNING else None)
+                pruning_s += window_s * (name == PRUNING)
+            if not worker.busy:
+                break
+            found.append(cycle)
+        begun = time.monotonic()
+        going.set()
+        worker.drain()
         if worker.failure is not None or worker.last is None:
             raise RuntimeError(f"the pruner failed: {worker.failure}")
         return {
-            "idle_s": statistics.median(idle),
-            "busy_s": statistics.median(busy),
-            "steps": len(busy),
+            "cycles": found,
             "asked_s": asked,
-            "prune_s": lasted,
+            "beside_s": pruning_s,
+            "hurried_s": time.monotonic() - begun,
             "deleted": len(worker.last.done.deleted),
+        }
+
+    def _window(self, seconds: float, going: threading.Event | None) -> dict[str, float]:
+        """Steps for so long, while the pruner may go on if there is an event to tell it so."""
+        gc.collect()
+        # The request that is under way at the end of a window.
+        time.sleep(SETTLE_S)
+        if going is not None:
+            going.set()
+        begun, cpu = time.monotonic(), time.process_time()
+        steps = self._trainer.steps(lambda: time.monotonic() - begun >= seconds)
+        lasted, cpu = time.monotonic() - begun, time.process_time() - cpu
+        if going is not None:
+            going.clear()
+        return {
+            "steps": len(steps),
+            "median_s": statistics.median(steps),
+            "mean_s": statistics.mean(steps),
+            "cpu": cpu / lasted,
         }
 
     def once(self, root: str, what: str) -> dict[str, Any]:
@@ -138,12 +180,6 @@ class Process:
             done = next(catalog.candidates()).step
         end = time.monotonic()
         return {"start": begun, "end": end, "wall_s": end - begun, "done": done}
-
-    def _idle(self, seconds: float) -> list[float]:
-        gc.collect()
-        time.sleep(SETTLE_S)
-        end = time.monotonic() + seconds
-        return self._trainer.steps(lambda: time.monotonic() >= end)
 
 
 def _words(made: Plan) -> int:

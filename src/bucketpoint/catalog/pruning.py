@@ -7,10 +7,11 @@ import os
 import socket
 import threading
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from bucketpoint.catalog.catalog import Catalog
+from bucketpoint.catalog.pace import Pace, paced
 from bucketpoint.catalog.pruner import Order, Pruned, prune
 from bucketpoint.catalog.snapshot import DELETE, THIN
 from bucketpoint.catalog.sweep import sweep
@@ -76,7 +77,11 @@ def orders(planned: Plan) -> list[Order]:
 class PruneWorker:
     """Prunes on a thread of its own, one round at a time, with the lowest priority. Never fatal to training.
 
-    Asked while a round is under way it makes one more afterwards, however often it is asked.
+    Asked while a round is under way it makes one more afterwards, however often it is asked. It rests after every
+    request, until somebody waits for it or the program ends.
+
+    Args:
+        pace: of the rests.
 
     Attributes:
         holder: its name for the lock.
@@ -84,9 +89,10 @@ class PruneWorker:
         failure: why the last round failed; None if it did not.
     """
 
-    def __init__(self, catalog: Catalog, policy: RetentionPolicy) -> None:
+    def __init__(self, catalog: Catalog, policy: RetentionPolicy, *, pace: Pace | None = None) -> None:
         self.catalog = catalog
         self.policy = policy
+        self._pace = pace or Pace()
         self.holder = f"{socket.gethostname()}-{os.getpid()}-{new_token()}"
         self.last: Round | None = None
         self.failure: BucketpointError | None = None
@@ -116,6 +122,7 @@ class PruneWorker:
             self._asked = True
             if self._thread is not None:
                 return
+            self._pace.calm()
             # No daemon: an interpreter that exits lets a round end, as it would a save.
             thread = threading.Thread(target=self._work, name="bucketpoint-prune")
             try:
@@ -130,17 +137,25 @@ class PruneWorker:
             self._thread = thread
 
     def now(self, *, force: bool = False) -> Round:
-        """One round on the caller's thread. Raises as `prune_by`."""
+        """One round on the caller's thread, without rests, once the one under way has ended. Raises as `prune_by`."""
+        self.drain()
         return prune_by(self.catalog, self.policy, holder=self.holder, force=force)
 
+    @property
+    def busy(self) -> bool:
+        """Whether a round is under way, or has been asked for."""
+        with self._lock:
+            return self._thread is not None
+
     def drain(self, timeout: float | None = None) -> bool:
-        """Wait for what was asked for. Whether it has ended in time, in seconds."""
+        """Wait for what was asked for, which now hurries. Whether it has ended in time, in seconds."""
         with self._lock:
             thread = self._thread
-        if thread is not None:
-            thread.join(timeout)
-            return not thread.is_alive()
-        return True
+        if thread is None:
+            return True
+        self._pace.hurry()
+        thread.join(timeout)
+        return not thread.is_alive()
 
     def __reduce__(self) -> tuple[Any, ...]:
         return worker_of, (self.catalog, self.policy)
@@ -162,12 +177,14 @@ class PruneWorker:
             self._round()
 
     def _round(self) -> None:
+        catalog = replace(self.catalog, store=paced(self.catalog.store, self._pace))
+        self._pace.begin()
         try:
-            self.last, self.failure = self.now(), None
+            self.last, self.failure = prune_by(catalog, self.policy, holder=self.holder), None
             if not self._swept:
                 # Once for each job: debris is what earlier ones left.
                 self._swept = True
-                sweep(self.catalog, older_than=self.policy.prune.debris_after.total_seconds())
+                sweep(catalog, older_than=self.policy.prune.debris_after.total_seconds())
         except BucketpointError as error:
             self._failed(error)
             return

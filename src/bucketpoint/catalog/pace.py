@@ -1,0 +1,105 @@
+"""How a pruner beside training holds back: it rests after every request. Knows nothing of what is pruned."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, cast
+
+from bucketpoint.stores import DeleteFailure, Store
+
+RESTS = 19
+"""How many times as long as it worked a pruner rests: one part in twenty is work.
+
+Wall time, not CPU time: where training keeps the interpreter's lock or the cores busy, a request takes longer, and so
+does the rest after it.
+"""
+
+LONGEST_REST_S = 1.0
+"""So that a program that ends, which nothing tells this thread of, is not held up for longer."""
+
+REST_AT_MOST_S = 300.0
+"""In one round. A third of the time for which the pruner's lock holds, so that a paced round ends within it."""
+
+PAGE = 1000
+"""Keys that one request lists or deletes."""
+
+
+class Pace:
+    """Rests of one thread. Without `begin`, and once it is told to hurry, there are none.
+
+    Args:
+        clock: seconds, as `time.monotonic`.
+        wait: rests for so many seconds; by default until then, or until `hurry`.
+    """
+
+    def __init__(
+        self, *, clock: Callable[[], float] = time.monotonic, wait: Callable[[float], object] | None = None
+    ) -> None:
+        self._hurried = threading.Event()
+        self._clock = clock
+        self._wait = wait or self._hurried.wait
+        self._left = 0.0
+        self._since = clock()
+
+    def begin(self) -> None:
+        """A round of work begins."""
+        self._left, self._since = REST_AT_MOST_S, self._clock()
+
+    def hurry(self) -> None:
+        """Somebody waits: no rests until `calm`, and the one under way ends. From any thread."""
+        self._hurried.set()
+
+    def calm(self) -> None:
+        """Nobody waits any more."""
+        self._hurried.clear()
+
+    def rest(self) -> None:
+        """Rest for what has been done since the last rest."""
+        # A program whose main thread has ended waits for this one.
+        if not self._hurried.is_set() and threading.main_thread().is_alive():
+            rest = min(RESTS * (self._clock() - self._since), LONGEST_REST_S, self._left)
+            if rest > 0:
+                self._left -= rest
+                self._wait(rest)
+        self._since = self._clock()
+
+
+def paced(store: Store, pace: Pace) -> Store:
+    """The same store, which rests after each request."""
+    return cast("Store", _PacedStore(store, pace))
+
+
+class _PacedStore:
+    def __init__(self, store: Store, pace: Pace) -> None:
+        self._store = store
+        self._pace = pace
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._store, name)
+        if not callable(found):
+            return found
+
+        def call(*given: Any, **named: Any) -> Any:
+            answer = found(*given, **named)
+            if isinstance(answer, Iterator):
+                return self._page_by_page(answer)
+            self._pace.rest()
+            return answer
+
+        return call
+
+    def delete(self, keys: Sequence[str]) -> list[DeleteFailure]:
+        failures: list[DeleteFailure] = []
+        for start in range(0, len(keys), PAGE):
+            failures += self._store.delete(keys[start : start + PAGE])
+            self._pace.rest()
+        return failures
+
+    def _page_by_page(self, found: Iterator[Any]) -> Iterator[Any]:
+        for number, one in enumerate(found, 1):
+            yield one
+            if number % PAGE == 0:
+                self._pace.rest()
+        self._pace.rest()

@@ -1,0 +1,158 @@
+"""A pruner beside training rests after each request, and not where somebody waits for it. Counted, never timed."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+import threading
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bucketpoint.catalog.catalog import open_catalog
+from bucketpoint.catalog.pace import LONGEST_REST_S, PAGE, REST_AT_MOST_S, RESTS, Pace, paced
+from bucketpoint.catalog.pruning import PruneWorker
+from bucketpoint.retention import Keep, MaxDelete, Prune, RetentionPolicy
+from catalog.memory import MemoryStore, memory_catalog, save
+
+POLICY = RetentionPolicy(Keep(1), prune=Prune(grace=timedelta(0), max_delete=MaxDelete(fraction=1.0)))
+WAIT_S = 240
+"""Against hangs only."""
+
+
+class Time:
+    """A clock that passes by a fixed time for each request that a store answers, and by the rests."""
+
+    def __init__(self, request_s: float) -> None:
+        self.now = 0.0
+        self.rests: list[float] = []
+        self.store = MemoryStore(between=self._request)
+        self.request_s = request_s
+        self.pace = Pace(clock=lambda: self.now, wait=self._rest)
+
+    def _request(self, number: int, name: str) -> None:
+        self.now += self.request_s
+
+    def _rest(self, seconds: float) -> None:
+        self.now += seconds
+        self.rests.append(seconds)
+
+
+def test_after_each_request_it_rests_for_a_multiple_of_what_that_took() -> None:
+    time = Time(0.01)
+    store: Any = paced(time.store, time.pace)  # type: ignore[arg-type]
+    assert store.url == time.store.url
+    time.pace.begin()
+    store.put("a", [])
+    store.head("a")
+    assert [one.key for one in store.list("")] == ["a"]
+    assert time.rests == pytest.approx([RESTS * 0.01] * 3)
+    time.request_s = 60.0
+    store.head("a")
+    assert time.rests[-1] == LONGEST_REST_S
+
+
+def test_long_listings_and_deletions_are_paced_by_the_page() -> None:
+    time = Time(0.001)
+    store: Any = paced(time.store, time.pace)  # type: ignore[arg-type]
+    many = [f"{number:05}" for number in range(3 * PAGE)]
+    for key in many:
+        time.store.put(key, [])
+    time.pace.begin()
+    assert len(list(store.list(""))) == 3 * PAGE
+    # The last page is empty: only it tells that there are no more.
+    assert (time.store.calls["list"], len([rest for rest in time.rests if rest])) == (4, 4)
+    time.rests.clear()
+    assert store.delete(many) == []
+    assert (time.store.calls["delete"], len(time.rests)) == (3, 3)
+    assert store.delete([]) == []
+    assert time.store.calls["delete"] == 3
+
+
+def test_the_rests_of_one_round_are_bounded() -> None:
+    time = Time(1000.0)
+    store: Any = paced(time.store, time.pace)  # type: ignore[arg-type]
+    for _ in range(2):
+        time.rests.clear()
+        time.pace.begin()
+        for _ in range(int(REST_AT_MOST_S / LONGEST_REST_S) + 50):
+            store.put("a", [])
+        assert sum(time.rests) == pytest.approx(REST_AT_MOST_S)
+        assert len(time.rests) == pytest.approx(REST_AT_MOST_S / LONGEST_REST_S)
+
+
+def test_a_worker_rests_as_often_as_it_asks_the_store_until_somebody_waits_for_it() -> None:
+    time = Time(0.01)
+    catalog = memory_catalog(time.store)
+    for step in (100, 200, 300):
+        save(catalog, step)
+    resting, go_on = threading.Event(), threading.Event()
+
+    def rest(seconds: float) -> None:
+        time._rest(seconds)
+        if len(time.rests) == 5:
+            resting.set()
+            assert go_on.wait(WAIT_S)
+
+    worker = PruneWorker(catalog, POLICY, pace=Pace(clock=lambda: time.now, wait=rest))
+    time.store.calls.clear()
+    worker.ask()
+    assert worker.busy
+    assert resting.wait(WAIT_S)
+    assert sum(time.store.calls.values()) == 5
+    assert not worker.drain(0)
+    go_on.set()
+    assert worker.drain(WAIT_S)
+    assert not worker.busy
+    assert worker.failure is None
+    assert (len(time.rests), sum(time.store.calls.values()) > 15) == (5, True)
+    assert [one.step for one in catalog.steps().checkpoints] == [300]
+
+    # Whoever calls it himself waits too; and the next commit's round rests again.
+    save(catalog, 400)
+    worker.now()
+    assert len(time.rests) == 5
+    save(catalog, 500)
+    time.store.calls.clear()
+    worker.ask()
+    while worker.busy:
+        threading.Event().wait(0.01)
+    assert len(time.rests) - 5 == sum(time.store.calls.values())
+
+
+def test_a_program_that_ends_is_not_held_up(tmp_path: Path) -> None:
+    """The main thread has ended while the worker is at its first rest; it takes the others for nothing."""
+    catalog = open_catalog(str(tmp_path / "run"))
+    for step in range(20):
+        save(catalog, step)
+    program = f"""
+        import threading
+        from datetime import timedelta
+        from bucketpoint.catalog.catalog import open_catalog
+        from bucketpoint.catalog.pace import Pace
+        from bucketpoint.catalog.pruning import PruneWorker
+        from bucketpoint.retention import Keep, MaxDelete, Prune, RetentionPolicy
+        main, resting, rests = threading.main_thread(), threading.Event(), []
+        def wait(seconds):
+            rests.append(seconds)
+            resting.set()
+            main.join()
+        policy = RetentionPolicy(Keep(1), prune=Prune(grace=timedelta(0), max_delete=MaxDelete(fraction=1.0)))
+        worker = PruneWorker(open_catalog({str(tmp_path / "run")!r}), policy, pace=Pace(wait=wait))
+        worker.ask()
+        pruning = worker._thread
+        resting.wait()
+        threading.Thread(target=lambda: (pruning.join(), print(len(rests)))).start()
+    """
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", textwrap.dedent(program)],
+        capture_output=True,
+        text=True,
+        timeout=500,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "1"
+    assert [one.step for one in catalog.steps().checkpoints] == [19]
