@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from hypothesis import HealthCheck, settings
@@ -34,10 +35,11 @@ class Run(RuleBasedStateMachine):
         self.store = MemoryStore()
         self.catalog = memory_catalog(self.store)
         self.newest = 0
+        self.saves = 0
         self.pinned: set[int] = set()
         self.leased: dict[int, float] = {}
         self.other = memory_catalog(self.store, "other-{step}")
-        save(self.other, 100)
+        save(self.other, 100, token="0" * 12)
         self.foreign = {key for key in self.store.objects if "other-" in key} | {"run/backup-of-step-100/x"}
         self.store.objects["run/backup-of-step-100/x"] = (b"x", "e", 0.0)
 
@@ -71,17 +73,23 @@ class Run(RuleBasedStateMachine):
             full = [step for step, kind in self.committed().items() if kind == "full"]
             self.newest = max([self.newest, *full])
 
+    def saved(self, step: int, clock: int = 0) -> None:
+        """By a job whose clock is so far ahead. Tokens are as unordered as a writer's, but the same in each run."""
+        self.saves += 1
+        token = f"{40503 * self.saves % 65536:04x}{self.saves:08x}"
+        save(replace(self.catalog, clock=lambda: self.store.now + clock), step, token=token, overwrite=True)
+
     # -- what anybody does -------------------------------------------------------------------------------------------
 
-    @rule(step=known_steps, fault=faults, tick=st.integers(0, 100))
-    def a_trainer_saves(self, step: int, fault: Fault | None, tick: int) -> None:
+    @rule(step=known_steps, fault=faults, tick=st.integers(0, 100), clock=st.integers(-100, 100))
+    def a_trainer_saves(self, step: int, fault: Fault | None, tick: int, clock: int) -> None:
         self.store.now += tick
-        self.act(fault, lambda: save(self.catalog, step, overwrite=True))
+        self.act(fault, lambda: self.saved(step, clock))
 
     @rule(fault=faults)
     def a_trainer_saves_the_next_step(self, fault: Fault | None) -> None:
         self.store.now += 60
-        self.act(fault, lambda: save(self.catalog, self.newest + 100, overwrite=True))
+        self.act(fault, lambda: self.saved(self.newest + 100))
 
     @rule(actor=actors, keep=st.integers(0, 3), thin=st.booleans(), grace=st.sampled_from([0.0, 3600.0]), fault=faults)
     def somebody_prunes(self, actor: str, keep: int, thin: bool, grace: float, fault: Fault | None) -> None:
@@ -110,7 +118,7 @@ class Run(RuleBasedStateMachine):
     def someone_else(self, what: int, step: int) -> None:
         with contextlib.suppress(GoneError):
             if what == 0:
-                save(self.catalog, step, overwrite=True)
+                self.saved(step)
             elif what == 1:
                 self.pins(step)
             elif what == 2:

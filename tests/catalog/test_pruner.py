@@ -12,7 +12,7 @@ from bucketpoint.catalog.catalog import Catalog
 from bucketpoint.catalog.notes import lease, note_restored, pin, report
 from bucketpoint.catalog.pruner import LOCK_SECONDS, Decide, Order, Pruned, prune
 from bucketpoint.catalog.save_log import SaveLog
-from bucketpoint.catalog.snapshot import THIN
+from bucketpoint.catalog.snapshot import CLOCKS_S, THIN
 from bucketpoint.catalog.sweep import SAFETY_AGE_S, sweep
 from bucketpoint.catalog.tombstones import GoneError, undo
 from bucketpoint.errors import PreconditionFailedError
@@ -599,7 +599,7 @@ def test_a_sweep_removes_notes_that_say_nothing_any_more(store: MemoryStore, cat
     pin(catalog, 100, expires=START + 1)
     pin(catalog, 100)
     lease(catalog, 100, "eval", seconds=1)
-    store.now += SAFETY_AGE_S + 2
+    store.now += SAFETY_AGE_S + CLOCKS_S + 2
     assert len(sweep(catalog).notes) == 3
     assert sorted(key.split("__")[1] for key in store.objects if "/notes/" in key) == ["metrics", "pin"]
 

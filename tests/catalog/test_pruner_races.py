@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -351,3 +352,37 @@ def test_thinning_takes_the_index_of_the_whole_checkpoint_away_and_keeps_its_rec
     record = read_record(catalog, catalog.steps().checkpoints[0].key or "")
     assert record is not None
     assert (record.metrics, record.git_sha, record.kind) == ({"loss": 1.0}, "abc", "weights")
+
+
+def test_a_thinning_that_is_taken_up_again_makes_no_record_of_what_another_pruner_deletes_meanwhile() -> None:
+    """The second one's lock had expired. A record of nothing would be there for ever, once it is pinned."""
+
+    def thinned_but_for_the_objects() -> tuple[MemoryStore, Catalog]:
+        store = MemoryStore()
+        catalog = memory_catalog(store)
+        for step in (100, 200):
+            save(catalog, step)
+        for at in range(1, 40):
+            die(store, at, lambda: run(catalog, drop(100, action="thin")))
+            release_lock(catalog)
+            if [one.kind for one in catalog.steps().checkpoints] == ["weights", "full"]:
+                assert catalog.steps().notes.tombstones
+                return store, catalog
+        raise AssertionError("it was never thinned")
+
+    deleted = 0
+    for at in range(1, 30):
+        store, catalog = thinned_but_for_the_objects()
+        counted = itertools.count(1)
+
+        def deletes(catalog: Catalog = catalog) -> None:
+            release_lock(catalog)
+            run(catalog, drop(100), holder="another")
+
+        seen = once(store, lambda name, at=at, counted=counted: next(counted) == at, deletes)
+        run(catalog, drop())
+        store.between = None
+        there = [step for step in (100, 200) if catalog.metadata_info(f"step-{step}") is not None]
+        assert [one.step for one in catalog.steps().checkpoints] == there
+        deleted += bool(seen) and there == [200]
+    assert deleted > 5

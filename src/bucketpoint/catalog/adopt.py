@@ -7,19 +7,22 @@ from dataclasses import replace
 
 from bucketpoint.catalog.catalog import Catalog
 from bucketpoint.catalog.save_log import write_record
-from bucketpoint.catalog.snapshot import Snapshot
+from bucketpoint.catalog.snapshot import Checkpoint, Snapshot
 from bucketpoint.errors import MetadataError, ObjectNotFoundError, UnsafeDataError
+from bucketpoint.format import catalogue
 from bucketpoint.format.record import CommitRecord
 from bucketpoint.stores import ObjectInfo
 
 
 def heal(catalog: Catalog, snapshot: Snapshot) -> Snapshot:
-    """Give their records to attempts that have committed without. Returns the snapshot to go on with.
+    """Make records say what `.metadata` says, where a listing shows that they may not. Returns the one to go on with.
 
-    One GET for each attempt, which there are none of as a rule, and a PUT for each that has committed.
+    Attempts that have committed without a record get theirs: one GET for each attempt, which there are none of as a
+    rule, and a PUT and a HEAD for each that has committed. Of a folder with several records the youngest counts, and
+    where clocks disagree about that, those go that its `.metadata` has replaced: one HEAD for each such folder.
     """
     known = {one.folder: one for one in snapshot.checkpoints}
-    healed = False
+    healed = _drop_replaced(catalog, snapshot)
     for attempt in snapshot.attempts:
         record = metadata_record(catalog, attempt.folder)
         # Metadata of another attempt is an older checkpoint, which this one would replace.
@@ -27,9 +30,41 @@ def heal(catalog: Catalog, snapshot: Snapshot) -> Snapshot:
             continue
         if attempt.folder in known and known[attempt.folder].id == record.token:
             continue
-        write_record(catalog, attempt.folder, attempt.step, record)
+        written = write_record(catalog, attempt.folder, attempt.step, record)
+        if catalog.metadata_info(attempt.folder) is None:
+            # Deleted since it was read, by a pruner who did not see the record.
+            catalog.store.delete([written])
         healed = True
     return catalog.snapshot() if healed else snapshot
+
+
+def _drop_replaced(catalog: Catalog, snapshot: Snapshot) -> bool:
+    """Whether there were any.
+
+    A job that saves a step again may have a clock that is behind. Its record would be taken for the older one: the
+    sweep would delete it, and the pruner find that nothing fits any more.
+    """
+    dead: list[str] = []
+    for youngest in snapshot.checkpoints:
+        others = [one for one in snapshot.superseded if one.folder == youngest.folder]
+        if not any(_may_be_younger(one, youngest) for one in others):
+            continue
+        committed = catalog.metadata_info(youngest.folder)
+        mark = catalogue.mark_of(committed.etag if committed is not None else None)
+        records = [youngest, *others]
+        # Where none fits, `.metadata` is just being replaced.
+        if mark != catalogue.UNKNOWN and any(one.mark == mark for one in records):
+            dead += [one.key for one in records if one.mark != mark and one.key is not None]
+    # What cannot be deleted is tried again by the next round.
+    catalog.store.delete(dead)
+    return bool(dead)
+
+
+def _may_be_younger(one: Checkpoint, youngest: Checkpoint) -> bool:
+    """Whether the store's clock, by which records were written, says other than those of the jobs; or these nothing."""
+    if one.created == youngest.created:
+        return True
+    return one.written is not None and youngest.written is not None and one.written > youngest.written
 
 
 def adopt(catalog: Catalog) -> list[str]:

@@ -96,6 +96,8 @@ def pins(catalog: Catalog) -> list[PinInfo]:
 def lease(catalog: Catalog, step: int, holder: str, *, seconds: int = 600) -> None:
     """Keep a step while it is read: for `seconds` from now by the store's clock. Call it again to renew.
 
+    A pruner goes by its own clock, and lets it hold for a quarter of an hour more.
+
     Args:
         holder: who reads; the same name renews, another one is a lease of its own.
 

@@ -5,7 +5,6 @@ Killed at any request, it is finished by whoever prunes next.
 
 from __future__ import annotations
 
-import contextlib
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -170,10 +169,10 @@ def collect(catalog: Catalog, done: Pruned, *, until: float) -> None:
 def _still_goes(catalog: Catalog, snapshot: Snapshot, one: Tombstone, done: Pruned) -> bool:
     current = next((other for other in snapshot.checkpoints if other.folder == one.folder), None)
     void = (current is not None and current.id != one.id) or _held(snapshot, one, one.action) is not None
+    if void:
+        withdraw(catalog, one, done)
+        return False
     try:
-        if void:
-            withdraw(catalog, one, done)
-            return False
         if any(attempt.folder == one.folder and attempt.is_live(snapshot.taken) for attempt in snapshot.attempts):
             unclaim(catalog, one)
             done.refused[one.step, one.id] = "a save to its folder is under way"
@@ -185,7 +184,11 @@ def _still_goes(catalog: Catalog, snapshot: Snapshot, one: Tombstone, done: Prun
 
 
 def withdraw(catalog: Catalog, one: Tombstone, done: Pruned) -> None:
-    empty(catalog, one)
+    try:
+        empty(catalog, one)
+    except PreconditionFailedError:
+        # Another pruner has taken over, and decides the same.
+        return
     done.withdrawn.append((one.step, one.id))
 
 
@@ -196,8 +199,7 @@ def _delete(catalog: Catalog, snapshot: Snapshot, going: list[Tombstone], done: 
         found = own_objects(catalog, one.folder)
         committed = next((info for info in found if info.key == catalog.metadata_key(one.folder)), None)
         if committed is not None and replaced(one, committed):
-            with contextlib.suppress(PreconditionFailedError):  # another pruner has taken over
-                withdraw(catalog, one, done)
+            withdraw(catalog, one, done)
             continue
         objects[one] = found
     records = {one: _records(snapshot, one) for one in objects}

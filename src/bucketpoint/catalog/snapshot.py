@@ -17,6 +17,10 @@ SAFETY_AGE_S = 48 * 3600.0
 """An attempt that began so long ago is dead. Far above the longest save."""
 
 
+CLOCKS_S = 900.0
+"""How far a pruner's clock may be ahead of the store's: S3 refuses requests whose time is further off (15 minutes)."""
+
+
 @dataclass(frozen=True)
 class Checkpoint:
     """A commit as its record's key tells it.
@@ -27,6 +31,7 @@ class Checkpoint:
         folder: below the run's root.
         groups: bytes by object group.
         key: of the record; None where there is none yet.
+        written: when the record was, by the store's clock, in seconds since the epoch.
     """
 
     step: int
@@ -37,6 +42,7 @@ class Checkpoint:
     folder: str
     groups: Mapping[str, int] = field(default_factory=dict)
     key: str | None = None
+    written: float | None = None
 
     @property
     def order(self) -> tuple[int, float, str]:
@@ -86,7 +92,7 @@ class Pin:
 
 @dataclass(frozen=True)
 class Lease:
-    """Valid for `seconds` after its last heartbeat."""
+    """Valid for `seconds` after its last heartbeat, and then for as long as clocks may differ."""
 
     step: int
     holder: str
@@ -95,8 +101,9 @@ class Lease:
     key: str
 
     def valid(self, now: float) -> bool:
-        # A store that tells no times must not end a lease early.
-        return self.beaten is None or now <= self.beaten + self.seconds
+        # The heartbeat is by the store's clock and `now` by the pruner's; neither that nor a store that tells no times
+        # may end a lease early.
+        return self.beaten is None or now <= self.beaten + self.seconds + CLOCKS_S
 
 
 @dataclass(frozen=True)
@@ -240,6 +247,7 @@ def read_steps(listed: Iterable[tuple[str, ObjectInfo]], *, taken: float) -> Sna
                 commit.folder,
                 commit.groups,
                 info.key,
+                info.modified,
             )
             by_folder.setdefault(one.folder, []).append(one)
         elif attempt := AttemptKey.parse(name):

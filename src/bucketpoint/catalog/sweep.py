@@ -34,7 +34,7 @@ def sweep(catalog: Catalog, *, older_than: float = SAFETY_AGE_S, deep: bool = Fa
 
     Args:
         deep: look into every folder of the run, and not only where an intent says that an attempt began. One LIST for
-            each 1,000 objects, and one GET for each checkpoint.
+            each 1,000 objects, and one GET for each checkpoint. Records whose `.metadata` is gone go as well.
     """
     snapshot = catalog.snapshot() if dry_run else heal(catalog, catalog.snapshot())
     oldest = snapshot.taken - older_than
@@ -44,16 +44,25 @@ def sweep(catalog: Catalog, *, older_than: float = SAFETY_AGE_S, deep: bool = Fa
     begun = [*snapshot.attempts, *snapshot.finished]
     folders = {one.folder for one in begun} | {key.folder for key, _ in announced}
     if deep:
-        folders |= set(catalog.folders())
+        folders |= {*catalog.folders(), *(one.folder for one in snapshot.checkpoints)}
     swept = Swept()
-    clean = set()
+    clean, uncommitted = set(), set()
     for folder in sorted(folders - live):
-        if _sweep_folder(catalog, folder, oldest, announced, swept, dry_run=dry_run):
+        try:
+            named = _named_by_metadata(catalog, folder)
+        except (MetadataError, UnsafeDataError):
+            # It could name anything.
+            continue
+        if named is None:
+            uncommitted.add(folder)
+        if _sweep_folder(catalog, folder, named or set(), oldest, announced, swept, dry_run=dry_run):
             clean.add(folder)
     notes = [one.key for one in snapshot.attempts if one.folder in clean and _is_old(one.started, oldest)]
     notes += [key for upload, key in announced if upload.folder in clean]
     # Intents of attempts that have their record stay where the trainer may not delete, or was killed before it did.
     notes += [one.key for one in snapshot.finished if one.folder in clean]
+    # Records whose `.metadata` is gone, by hand or beside a pruner whose lock had expired: a pin would keep them.
+    notes += [one.key for one in snapshot.checkpoints if one.folder in uncommitted and one.key is not None]
     notes += _stale(snapshot, oldest)
     swept.notes += dict.fromkeys(notes)
     if not dry_run:
@@ -64,16 +73,14 @@ def sweep(catalog: Catalog, *, older_than: float = SAFETY_AGE_S, deep: bool = Fa
 def _sweep_folder(
     catalog: Catalog,
     folder: str,
+    named: set[str],
     oldest: float,
     announced: list[tuple[UploadKey, str]],
     swept: Swept,
     *,
     dry_run: bool,
 ) -> bool:
-    """True if nothing of a dead attempt is left there, so that its intent may go."""
-    named = _named_by_metadata(catalog, folder)
-    if named is None:
-        return False
+    """True if nothing of a dead attempt is left there, so that its intent may go. `named` are the commit's paths."""
     uploads = list(catalog.store.list_multipart(catalog.key(f"{folder}/")))
     if not catalog.store.capabilities.lists_uploads:
         for upload, key in announced:
@@ -104,7 +111,11 @@ def _sweep_folder(
 
 
 def _named_by_metadata(catalog: Catalog, folder: str) -> set[str] | None:
-    """Paths that the folder's commit names; empty without a commit, None if it cannot be read."""
+    """Paths that the folder's commit names; None without a commit.
+
+    Raises:
+        MetadataError, UnsafeDataError: it cannot be read.
+    """
     from bucketpoint.format.index_ref import ref_of
     from bucketpoint.format.metadata import decode_metadata
     from bucketpoint.format.storage_info import read_storage_info
@@ -116,8 +127,6 @@ def _named_by_metadata(catalog: Catalog, folder: str) -> set[str] | None:
         named = {read_storage_info(info).path for info in (metadata.storage_data or {}).values()}
         return named | ({index.path} if index is not None else set())
     except ObjectNotFoundError:
-        return set()
-    except (MetadataError, UnsafeDataError):
         return None
 
 

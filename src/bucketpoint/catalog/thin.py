@@ -61,6 +61,11 @@ def thin(catalog: Catalog, snapshot: Snapshot, one: Tombstone, done: Pruned) -> 
     stays = {catalog.key(f"{one.folder}/{path}") for path in _paths(decode_metadata(data))}
     prefix = len(catalog.key(f"{one.folder}/"))
     found = [info.key for info in own_objects(catalog, one.folder)]
+    if key not in found:
+        # Another pruner, unseen by this one, has deleted the checkpoint meanwhile: the record speaks of nothing.
+        done.failures += failures + catalog.store.delete([written])
+        withdraw(catalog, one, done)
+        return
     # The index says what the metadata said before, and is no longer named.
     goes = [key for key in found if key not in stays and _group(key[prefix:]) in (OPTIM, INDEX_GROUP)]
     failures += catalog.store.delete(goes)

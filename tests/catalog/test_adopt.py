@@ -1,0 +1,81 @@
+"""Records and what is committed, where the two have come apart."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from bucketpoint.catalog.adopt import heal
+from bucketpoint.catalog.catalog import Catalog
+from bucketpoint.catalog.notes import pin
+from bucketpoint.catalog.pruner import prune
+from bucketpoint.catalog.sweep import sweep
+from catalog.memory import MemoryStore, memory_catalog, save
+from catalog.test_pruner import drop
+
+FIRST, SECOND = "f" * 12, "0" * 12
+"""Tokens: the order of the second is before the first's."""
+
+
+@pytest.fixture
+def store() -> MemoryStore:
+    return MemoryStore()
+
+
+@pytest.fixture
+def catalog(store: MemoryStore) -> Catalog:
+    return memory_catalog(store)
+
+
+def saved_twice(store: MemoryStore, catalog: Catalog, clock_s: float) -> None:
+    """The second time by a job whose clock is so far ahead."""
+    other = replace(catalog, clock=lambda: store.now + clock_s)
+    for step in (100, 200):
+        save(catalog, step, token=FIRST)
+        store.now += 60
+        save(other, step, token=SECOND, overwrite=True)
+    store.now += 60
+
+
+@pytest.mark.parametrize("clock_s", [0.0, -60.0, -3600.0], ids=["right", "a minute behind", "an hour behind"])
+def test_of_a_step_that_is_saved_again_the_later_save_counts_whatever_the_clocks_say(
+    store: MemoryStore, catalog: Catalog, clock_s: float
+) -> None:
+    saved_twice(store, catalog, clock_s)
+    assert len(catalog.steps().superseded) == 2
+    store.calls.clear()
+    healed = heal(catalog, catalog.snapshot())
+    assert [(one.step, one.id) for one in healed.checkpoints] == [(100, SECOND), (200, SECOND)]
+    # Where the clocks agree it costs nothing.
+    assert store.calls["head"] == (0 if clock_s == 0 else 2)
+    store.calls.clear()
+    assert heal(catalog, healed) == healed
+    assert sum(store.calls.values()) == 0
+
+
+@pytest.mark.parametrize("clock_s", [-60.0, -3600.0])
+def test_such_a_step_is_swept_and_pruned_as_any_other(store: MemoryStore, catalog: Catalog, clock_s: float) -> None:
+    saved_twice(store, catalog, clock_s)
+    sweep(catalog, older_than=-1.0, deep=True)
+    assert [one.id for one in catalog.steps().checkpoints] == [SECOND, SECOND]
+    done = prune(catalog, drop(100), grace=0.0, holder="me")
+    assert (done.stopped, done.deleted) == (None, [(100, SECOND)])
+    assert [key for key in store.objects if "step-100" in key] == []
+    assert [row.step for row in catalog.snapshot().rows()] == [200]
+
+
+def test_a_record_whose_metadata_is_gone_goes_with_a_deep_sweep_although_it_is_pinned(
+    store: MemoryStore, catalog: Catalog
+) -> None:
+    for step in (100, 200):
+        save(catalog, step)
+    for key in [key for key in store.objects if key.startswith("run/step-100/")]:
+        del store.objects[key]
+    pin(catalog, 100)
+    assert prune(catalog, drop(100), grace=0.0, holder="me").deleted == []
+    assert [row.step for row in catalog.snapshot().rows()] == [100, 200]
+
+    would = sweep(catalog, deep=True, dry_run=True)
+    assert sweep(catalog, deep=True).notes == would.notes
+    assert [row.step for row in catalog.snapshot().rows()] == [200]
