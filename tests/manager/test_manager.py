@@ -18,7 +18,6 @@ import torch.distributed.checkpoint as dcp
 
 from bucketpoint import BucketReader, BucketWriter
 from bucketpoint.catalog import catalog
-from bucketpoint.catalog.claim import name_run
 from bucketpoint.catalog.pruner import Order, prune
 from bucketpoint.catalog.sweep import sweep
 from bucketpoint.dcp import session
@@ -28,7 +27,6 @@ from bucketpoint.errors import (
     CheckpointNotFoundError,
     IncompleteCheckpointError,
     MismatchError,
-    OtherRunError,
 )
 from bucketpoint.manager.manager import CheckpointManager
 from bucketpoint.retention import InFlight, MaxDelete, Prune, Save, SaveEvery
@@ -463,39 +461,3 @@ def test_a_run_that_went_back_does_not_go_on_from_what_it_discarded(root: str) -
     with CheckpointManager(root, policy=later) as manager:
         assert manager.restore(target, 30).step == 30  # type: ignore[union-attr]
         assert "restored from" in manager.catalog.snapshot().held()[30]
-
-
-# -- whose run it is --------------------------------------------------------------------------------------------------
-
-
-def test_a_run_with_a_name_goes_on_after_a_crash_and_others_are_told(root: str) -> None:
-    target = state(0)
-    for step in (10, 20):
-        with CheckpointManager(root, policy=policy(run="a")) as manager:
-            restored = manager.restore(target, fresh=True)
-            assert (restored.step if restored else None) == (10 if step == 20 else None)
-            manager.save(step, state(step))
-    for other in ("b", None):
-        with CheckpointManager(root, policy=policy(run=other)) as manager:
-            with pytest.raises(OtherRunError, match="These are the checkpoints of run 'a'"):
-                manager.restore(target)
-            with pytest.raises(OtherRunError, match="Set run: a in the policy"):
-                manager.save(30, state(30))
-            with pytest.raises(OtherRunError):
-                manager.prune()
-    assert committed(root) == ["step-10", "step-20"]
-
-
-def test_a_run_that_began_without_a_name_is_no_named_ones_until_somebody_says_so(root: str) -> None:
-    save(root, 10)
-    target = state(0)
-    with CheckpointManager(root, policy=policy(run="a")) as manager:
-        with pytest.raises(OtherRunError, match=f"bucketpoint name {root} a"):
-            manager.restore(target)
-        with pytest.raises(OtherRunError, match="a run without a name"):
-            manager.save(20, state(20))
-        assert name_run(manager.catalog, "a") == "a"
-        assert name_run(manager.catalog, "b") == "a"
-        assert manager.restore(target).step == 10  # type: ignore[union-attr]
-        manager.save(20, state(20))
-    assert committed(root) == ["step-10", "step-20"]

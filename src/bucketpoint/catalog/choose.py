@@ -43,7 +43,7 @@ def choices(catalog: Catalog, policy: RetentionPolicy, which: str | int, metric:
         raise IncompleteCheckpointError(
             f"There are {len(dead)} saves here that never committed, and no checkpoint",
             url=catalog.url,
-            remedy="Look at them first; fresh=True starts from scratch beside them",
+            remedy="Look at them first",
         )
     return found
 

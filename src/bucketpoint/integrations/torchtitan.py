@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
@@ -24,17 +23,16 @@ from torchtitan.observability import structured_logger
 from torchtitan.tools import filesystem
 from torchtitan.tools.utils import GarbageCollection
 
-from bucketpoint.catalog import notes
-from bucketpoint.catalog.choose import Choice, choices
 from bucketpoint.catalog.policy_file import read_policy
 from bucketpoint.catalog.pruning import worker_of
 from bucketpoint.catalog.run import open_run
 from bucketpoint.catalog.save_log import SaveLog
 from bucketpoint.dcp import BucketWriter, SavePlanner, async_save
 from bucketpoint.dcp.async_save import as_ours
-from bucketpoint.errors import BucketpointError, IncompleteCheckpointError
-from bucketpoint.manager.loading import attempt
+from bucketpoint.errors import BucketpointError
+from bucketpoint.manager.loading import Outcome, attempt
 from bucketpoint.manager.ranks import Ranks
+from bucketpoint.manager.restoring import Wanted, restored
 from bucketpoint.manager.triggers import Triggers
 from bucketpoint.retention import Keep, Prune, RetentionPolicy
 from bucketpoint.retention.row import FULL, WEIGHTS
@@ -164,58 +162,28 @@ class BucketpointManager(CheckpointManager):
         return self._resume(step) or self._begin()
 
     def _resume(self, step: int) -> bool:
-        named = step != -1
-        passed: list[BaseException] = []
-        for one in self._to_try(step if named else "latest"):
-            url = self._catalog.url_of_folder(one.folder)
-            logger.info("loading %s", url)
-            begun = time.monotonic()
-            outcome = self._attempt(self._states_to_load(one.step == SEED_STEP), url)
-            if outcome is None:
-                self._hold(one.step)
-                GarbageCollection.collect("GC collection for checkpoint loading.")
-                logger.info("loaded %s in %.2f s", url, time.monotonic() - begun)
-                return True
-            error, damaged = outcome
-            if named or not damaged:
-                raise error
-            logger.error("step %d cannot be loaded, and an older one is tried: %s", one.step, error)
-            passed.append(error)
-        if passed and not self._fresh:
-            raise BucketpointError(
-                f"None of {len(passed)} checkpoints can be loaded, the first because: {passed[0]}",
-                url=self._catalog.url,
-                remedy='Look at them with `bucketpoint verify`; {"fresh": true} in the override starts from scratch',
-            )
-        return False
+        wanted = Wanted("latest" if step == -1 else step, None, self._fresh, '{"fresh": true} in the override')
+        found = restored(self._catalog, self._policy, self._ranks, wanted, self._try)
+        if found is None:
+            return False
+        self._triggers.resumed(found.step)
+        GarbageCollection.collect("GC collection for checkpoint loading.")
+        return True
 
-    def _to_try(self, which: str | int) -> Sequence[Choice]:
-        """The coordinator lists, and the others are told."""
-        try:
-            return self._ranks.told(lambda: choices(self._catalog, self._policy, which, None))
-        except IncompleteCheckpointError as error:
-            if self._fresh:
-                return []
-            error.remedy = 'Look at them first; {"fresh": true} in the override starts from scratch beside them'
-            raise
+    def _try(self, step: int, url: str) -> Outcome:
+        begun = time.monotonic()
+        logger.info("loading %s", url)
+        outcome = self._attempt(self._states_to_load(step == SEED_STEP), url)
+        if outcome.loaded:
+            logger.info("loaded %s in %.2f s", url, time.monotonic() - begun)
+        return outcome
 
-    def _attempt(self, states: dict[str, Any], url: str) -> tuple[BaseException, bool] | None:
-        """None if all ranks have loaded it; else why not, and whether the checkpoint is to blame."""
+    def _attempt(self, states: dict[str, Any], url: str) -> Outcome:
         outcome = attempt(states, url, self._ranks)
-        if outcome.error is not None:
-            return outcome.error, outcome.damaged
-        # Its states are flattened, so that DCP cannot hand them to the model by itself.
-        self.states[MODEL].load_state_dict(states)
-        return None
-
-    def _hold(self, step: int) -> None:
-        self._triggers.resumed(step)
-        if not self._ranks.is_coordinator:
-            return
-        try:
-            notes.note_restored(self._catalog, step)
-        except BucketpointError as error:
-            logger.warning("that step %d was restored is not noted, so it may be pruned: %s", step, error)
+        if outcome.loaded:
+            # Its states are flattened, so that DCP cannot hand them to the model by itself.
+            self.states[MODEL].load_state_dict(states)
+        return outcome
 
     def _begin(self) -> bool:
         """What torchtitan's `initial_load_*` say, for a run that has no checkpoint yet."""
@@ -238,9 +206,9 @@ class BucketpointManager(CheckpointManager):
         if from_hf:
             super().dcp_load(state_dict, checkpoint_id, from_hf, from_quantized)
             return
-        failed = self._attempt(state_dict, checkpoint_id)
-        if failed is not None:
-            raise failed[0]
+        outcome = self._attempt(state_dict, checkpoint_id)
+        if outcome.error is not None:
+            raise outcome.error
 
     # -- ending -------------------------------------------------------------------------------------------------------
 

@@ -6,11 +6,9 @@ import atexit
 import functools
 import logging
 import os
-import threading
 import time
 import weakref
 from collections.abc import Mapping
-from dataclasses import dataclass
 from datetime import timedelta
 from types import TracebackType
 from typing import Any, Literal
@@ -18,15 +16,16 @@ from typing import Any, Literal
 from typing_extensions import Self
 
 from bucketpoint.catalog import notes
-from bucketpoint.catalog.choose import choices
 from bucketpoint.catalog.pruning import PruneWorker, Round
 from bucketpoint.catalog.run import open_run
 from bucketpoint.catalog.save_log import SaveLog
 from bucketpoint.catalog.snapshot import Snapshot
 from bucketpoint.dcp import BucketWriter, SaveHandle, SavePlanner, async_save
 from bucketpoint.errors import BucketpointError, CheckpointExistsError
-from bucketpoint.manager.loading import Outcome, attempt
+from bucketpoint.manager.loading import attempt
 from bucketpoint.manager.ranks import Ranks
+from bucketpoint.manager.restoring import Restored, Wanted, restored
+from bucketpoint.manager.running import Running
 from bucketpoint.manager.triggers import Triggers
 from bucketpoint.retention import RetentionPolicy
 from bucketpoint.retention.row import FULL
@@ -39,33 +38,6 @@ _COLLECTIVE_TIMEOUT = timedelta(minutes=30)
 """How long ranks wait for each other's uploads at least, torch's default."""
 
 Newer = Literal["error", "keep", "discard"]
-
-
-@dataclass(frozen=True)
-class Restored:
-    """What `restore` loaded.
-
-    Attributes:
-        passed: steps that were tried first and could not be loaded, with the reason.
-    """
-
-    step: int
-    url: str
-    passed: tuple[tuple[int, str], ...] = ()
-
-
-@dataclass
-class _Running:
-    """Attributes:
-    settled: what follows the save has been seen to: a future tells those who wait for it before it calls back.
-    """
-
-    step: int
-    handle: SaveHandle
-    settled: threading.Event
-
-    def wait(self, timeout: float | None = None) -> bool:
-        return self.handle.wait(timeout) and self.settled.wait(timeout)
 
 
 class CheckpointManager:
@@ -111,7 +83,7 @@ class CheckpointManager:
         self._planner = SavePlanner()
         self._triggers = Triggers(policy.save, self._ranks)
         self._pruner = PruneWorker(self.catalog, policy)
-        self._running: _Running | None = None
+        self._running: Running | None = None
         self._newest: int | None = None
         self._looked = False
         self.skipped = 0
@@ -187,7 +159,7 @@ class CheckpointManager:
             async_stager=self._stager,
         )
         self._triggers.saved()
-        self._running = _Running(step, handle, threading.Event())
+        self._running = Running(step, handle)
         after = functools.partial(_ended, weakref.ref(self), self._running, later)
         handle.add_done_callback(after)
         return handle
@@ -199,12 +171,12 @@ class CheckpointManager:
             return True
         if how.when_busy == "wait":
             running.wait(how.timeout.total_seconds())
-        busy, failed = self._ranks.most([int(not running.handle.done()), int(_failed(running.handle))])
+        busy, failed = self._ranks.most([int(not running.handle.done()), int(running.failed)])
         if failed:
             # Others may still be on their way to the same end.
             running.wait(how.timeout.total_seconds())
             self._running = None
-            raise _error_of(running)
+            raise running.error
         if not busy:
             self._running = None
             return True
@@ -271,43 +243,17 @@ class CheckpointManager:
             MismatchError: the state is another one than was saved.
         """
         self._refuse_if_closed()
-        try:
-            found = self._ranks.told(lambda: choices(self.catalog, self.policy, which, metric))
-        except BucketpointError:
-            if fresh and isinstance(which, str):
-                return None
-            raise
-        passed: list[tuple[int, str]] = []
-        for one in found:
-            url = self.catalog.url_of_folder(one.folder)
-            outcome = attempt(state, url, self._ranks, planner=planner, **{**self._store_arguments, **self._reading})
-            if outcome.loaded:
-                self._went_on(one.step)
-                return Restored(one.step, url, tuple(passed))
-            self._pass_over(one.step, url, outcome, named=isinstance(which, int))
-            passed.append((one.step, str(outcome.error)))
-        if not passed or fresh:
-            return None
-        raise BucketpointError(
-            f"None of {len(passed)} checkpoints can be loaded, the first because: {passed[0][1]}",
-            url=self.catalog.url,
-            remedy="Look at them with `bucketpoint verify`; fresh=True starts from scratch",
+        reading = {"planner": planner, **self._store_arguments, **self._reading}
+        found = restored(
+            self.catalog,
+            self.policy,
+            self._ranks,
+            Wanted(which, metric, fresh),
+            lambda step, url: attempt(state, url, self._ranks, **reading),
         )
-
-    def _pass_over(self, step: int, url: str, outcome: Outcome, *, named: bool) -> None:
-        assert outcome.error is not None
-        if named or not outcome.damaged:
-            raise outcome.error
-        logger.error("step %d cannot be loaded, and an older one is tried: %s", step, outcome.error)
-
-    def _went_on(self, step: int) -> None:
-        self._triggers.resumed(step)
-        if not self._ranks.is_coordinator:
-            return
-        try:
-            notes.note_restored(self.catalog, step)
-        except BucketpointError as error:
-            logger.warning("that step %d was restored is not noted, so it may be pruned: %s", step, error)
+        if found is not None:
+            self._triggers.resumed(found.step)
+        return found
 
     # -- what there is ------------------------------------------------------------------------------------------------
 
@@ -360,8 +306,8 @@ class CheckpointManager:
         if not running.wait(timeout):
             return False
         self._running = None
-        if _failed(running.handle):
-            raise _error_of(running)
+        if running.failed:
+            raise running.error
         return True
 
     def close(self) -> None:
@@ -413,18 +359,7 @@ class CheckpointManager:
             raise BucketpointError("This manager is closed", remedy="Make another one")
 
 
-def _failed(handle: SaveHandle) -> bool:
-    return handle.done() and handle.exception() is not None
-
-
-def _error_of(running: _Running) -> BaseException:
-    error = running.handle.exception() if running.handle.done() else None
-    return error or BucketpointError(f"The save of step {running.step} failed on another rank", url=running.handle.url)
-
-
-def _ended(
-    manager: weakref.ref[CheckpointManager], running: _Running, discarded: list[int], handle: SaveHandle
-) -> None:
+def _ended(manager: weakref.ref[CheckpointManager], running: Running, discarded: list[int], handle: SaveHandle) -> None:
     alive = manager()
     if alive is not None and handle.exception() is None:
         alive._after_commit(running.step, discarded)

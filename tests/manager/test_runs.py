@@ -1,0 +1,85 @@
+"""Whose run it is: jobs that save to one root, of one run or of several."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from bucketpoint.catalog.claim import name_run
+from bucketpoint.errors import BucketpointError, CheckpointExistsError, OtherRunError
+from bucketpoint.manager.manager import CheckpointManager
+from bucketpoint.retention import Layout
+from manager.manager_scenarios import policy, state, value_of
+from manager.test_manager import committed, save
+
+pytestmark = pytest.mark.contract
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> str:
+    return str(tmp_path / "run")
+
+
+def test_a_run_with_a_name_goes_on_after_a_crash_and_others_are_told(root: str) -> None:
+    target = state(0)
+    for step in (10, 20):
+        with CheckpointManager(root, policy=policy(run="a")) as manager:
+            restored = manager.restore(target, fresh=True)
+            assert (restored.step if restored else None) == (10 if step == 20 else None)
+            manager.save(step, state(step))
+    for other in ("b", None):
+        with CheckpointManager(root, policy=policy(run=other)) as manager:
+            # To begin from scratch is no way in.
+            for fresh in (False, True):
+                with pytest.raises(OtherRunError, match="These are the checkpoints of run 'a'"):
+                    manager.restore(target, fresh=fresh)
+            with pytest.raises(OtherRunError, match="Set run: a in the policy"):
+                manager.save(30, state(30))
+            with pytest.raises(OtherRunError):
+                manager.prune()
+    assert committed(root) == ["step-10", "step-20"]
+
+
+def test_a_run_that_began_without_a_name_is_no_named_ones_until_somebody_says_so(root: str) -> None:
+    save(root, 10)
+    target = state(0)
+    with CheckpointManager(root, policy=policy(run="a")) as manager:
+        with pytest.raises(OtherRunError, match=f"bucketpoint name {root} a"):
+            manager.restore(target)
+        with pytest.raises(OtherRunError, match="a run without a name"):
+            manager.save(20, state(20))
+        assert name_run(manager.catalog, "a") == "a"
+        assert name_run(manager.catalog, "b") == "a"
+        assert manager.restore(target).step == 10  # type: ignore[union-attr]
+        manager.save(20, state(20))
+    assert committed(root) == ["step-10", "step-20"]
+
+
+def test_runs_with_folders_of_their_own_never_see_each_other_at_one_root(root: str) -> None:
+    policies = {name: policy(1, layout=Layout(f"{name}-step-{{step}}")) for name in ("a", "b")}
+    for step in (10, 20):
+        for name, own in policies.items():
+            with CheckpointManager(root, policy=own) as manager:
+                manager.save(step + (name == "b"), state(step))
+    assert committed(root) == ["a-step-20", "b-step-21"]
+    target = state(0)
+    for name, own in policies.items():
+        with CheckpointManager(root, policy=own) as manager:
+            assert manager.steps() == [20 + (name == "b")]
+            assert manager.restore(target).step == 20 + (name == "b")  # type: ignore[union-attr]
+
+
+def test_jobs_without_a_name_are_one_run_and_a_second_run_among_them_is_stopped_at_its_first_save(root: str) -> None:
+    save(root, 10, 20, 30)
+    with CheckpointManager(root, policy=policy()) as second:
+        # Nothing tells it from the first one, gone on after a crash.
+        target = state(0)
+        assert second.restore(target).step == 30  # type: ignore[union-attr]
+        assert value_of(target) == 30.0
+    with CheckpointManager(root, policy=policy(1)) as second:
+        with pytest.raises(BucketpointError, match="Step 5 is behind 3 checkpoints"):
+            second.save(5, state(5))
+        with pytest.raises(CheckpointExistsError, match="Step 10 is committed"):
+            second.save(10, state(10))
+    assert committed(root) == ["step-10", "step-20", "step-30"]
