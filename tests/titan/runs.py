@@ -60,12 +60,14 @@ def train(
     world: int = 1,
     env: Mapping[str, str] | None = None,
     dies_before_commit: bool = False,
+    sigterm_at: int = 0,
 ) -> Ran:
     """Run `torchtitan.train` on so many ranks, and wait for its end.
 
     Args:
         flags: of its command line, besides the model and its data.
         dies_before_commit: rank 0 is killed once the data of its first save is uploaded, before the checkpoint exists.
+        sigterm_at: the step at which SIGTERM reaches the last rank.
     """
     context = _context()
     dump.mkdir(parents=True, exist_ok=True)
@@ -77,7 +79,7 @@ def train(
     ranks = []
     for rank, log in enumerate(logs):
         own = {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank), "GLOO_SOCKET_IFNAME": "lo"}
-        arguments = (own, command, log, dies_before_commit and rank == 0)
+        arguments = (own, command, log, dies_before_commit and rank == 0, sigterm_at if rank == world - 1 else 0)
         ranks.append(context.Process(target=_rank, args=arguments))
     for one in ranks:
         one.start()
@@ -98,7 +100,7 @@ def _context() -> ForkServerContext:
     return context
 
 
-def _rank(env: Mapping[str, str], command: Sequence[str], log: Path, dies: bool) -> None:
+def _rank(env: Mapping[str, str], command: Sequence[str], log: Path, dies: bool, sigterm_at: int) -> None:
     os.environ.update(env)
     with log.open("wb") as file:
         os.dup2(file.fileno(), 1)
@@ -106,6 +108,8 @@ def _rank(env: Mapping[str, str], command: Sequence[str], log: Path, dies: bool)
     sys.argv = ["train", *command]
     if dies:
         _die_before_commit()
+    if sigterm_at:
+        _send_sigterm(sigterm_at)
     # Imported already, by the server that this process was forked from.
     from titan.cpu import main
 
@@ -116,3 +120,16 @@ def _die_before_commit() -> None:
     from bucketpoint.dcp import BucketWriter
 
     BucketWriter.finish = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment, method-assign]
+
+
+def _send_sigterm(at: int) -> None:
+    from titan.cpu import BucketpointManager
+
+    asked = BucketpointManager._should_save
+
+    def told(self: BucketpointManager, curr_step: int, last_step: bool = False) -> bool:
+        if curr_step == at:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return asked(self, curr_step, last_step)
+
+    BucketpointManager._should_save = told  # type: ignore[method-assign]

@@ -16,3 +16,14 @@ def policies(configs: list[dict[str, Any]], variable: str | None = None) -> list
     if variable is not None:
         os.environ[POLICY_VARIABLE] = variable
     return [asdict(_policy_of(BucketpointManager.Config(enable=True, **config))) for config in configs]
+
+
+def refusal(config: dict[str, Any]) -> str:
+    """What is wrong with options of torchtitan's, by the error that they are refused with."""
+    from titan.cpu import BucketpointManager
+
+    try:
+        BucketpointManager.Config(enable=True, **config)
+    except ValueError as error:
+        return str(error)
+    return ""

@@ -9,6 +9,7 @@ from datetime import timedelta
 from pathlib import Path
 
 import pytest
+import torch
 
 from bucketpoint.catalog.catalog import Catalog, open_catalog
 from servers import S3Server
@@ -123,6 +124,36 @@ prune: {grace: 0s}
     again = train(assets, tmp_path / "one", *common, *less, env=env).succeeded()
     assert list(again.losses) == [4]
     assert there(catalog) == [(2, "full"), (3, "full"), (4, "weights")]
+
+
+def test_a_seed_is_gone_on_from_a_signal_has_a_step_saved_and_the_last_one_is_exported(
+    minio: S3Server, root: str, assets: Path, tmp_path: Path
+) -> None:
+    from safetensors.torch import load_file
+
+    policy = tmp_path / "policy.yaml"
+    policy.write_text("version: 1\nroot: ${RUN}\nsave: {on: [sigterm]}\nkeep: {latest: 5}\n")
+    env = {**minio.env, "RUN": root, "BUCKETPOINT_POLICY": str(policy)}
+    catalog = open_catalog(root, storage_options=minio.options)
+    common = flags("checkpoint", steps=4, interval=100)
+    train(assets, tmp_path / "seed", *common, "--checkpoint.create_seed_checkpoint", env=env).succeeded()
+    assert there(catalog) == [(0, "full")]
+
+    common += ["--checkpoint.async_mode", "async"]
+    export = ["--checkpoint.last_save_in_hf", "--checkpoint.export_dtype", "bfloat16"]
+    ran = train(assets, tmp_path / "two", *common, *export, world=2, env=env, sigterm_at=2).succeeded()
+    assert f"loaded {root}/step-0 in" in ran.logs[0]
+    assert list(ran.losses) == [1, 2, 3, 4]
+    assert there(catalog) == [(0, "full"), (2, "full")]
+    # torchtitan writes these to a local folder whatever the root is.
+    exported = load_file(next((tmp_path / "two/checkpoint/step-4").glob("*.safetensors")))
+    assert exported
+    assert {tensor.dtype for tensor in exported.values()} == {torch.bfloat16}
+
+
+def test_an_export_to_a_bucket_is_refused_before_training_begins() -> None:
+    refused = called(scenarios.refusal, {"folder": "s3://bucket/run", "last_save_in_hf": True})
+    assert "last_save_in_hf is not supported with a remote" in refused
 
 
 def test_the_number_to_keep_is_the_policy_where_there_is_no_file(tmp_path: Path) -> None:
