@@ -386,3 +386,14 @@ def test_a_thinning_that_is_taken_up_again_makes_no_record_of_what_another_prune
         assert [one.step for one in catalog.steps().checkpoints] == there
         deleted += bool(seen) and there == [200]
     assert deleted > 5
+
+
+def test_a_deletion_takes_with_it_the_tombstone_of_a_thinning_that_was_to_come(
+    store: MemoryStore, catalog: Catalog
+) -> None:
+    save(catalog, 100)
+    save(catalog, 200)
+    run(catalog, drop(100, action="thin"), grace=HOUR)
+    assert [step for step, _ in run(catalog, drop(100)).deleted] == [100]
+    assert states(store) == []
+    assert undo(catalog, 100) == 0

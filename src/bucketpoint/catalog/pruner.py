@@ -209,7 +209,7 @@ def _delete(catalog: Catalog, snapshot: Snapshot, going: list[Tombstone], done: 
     data = {one: [info.key for info in found if not _is_commit(info.key)] for one, found in objects.items()}
     _delete_all(catalog, data, objects, done)
     alone = Counter(one.step for one in snapshot.checkpoints)
-    notes = {one: [*_notes(snapshot, one.step, alone[one.step] <= 1), one.key] for one in objects}
+    notes = {one: _notes(snapshot, one.step, alone[one.step] <= 1) + _tombstones(snapshot, one) for one in objects}
     _delete_all(catalog, notes, objects, done)
     done.deleted += [(one.step, one.id) for one in objects]
 
@@ -256,6 +256,12 @@ def _notes(snapshot: Snapshot, step: int, alone: bool) -> list[str]:
     about += [(one.step, one.key) for one in said.leases]
     about += [(one.step, one.key) for one in said.resumes]
     return list(dict.fromkeys(key for of, key in about if of == step))
+
+
+def _tombstones(snapshot: Snapshot, one: Tombstone) -> list[str]:
+    # Of a thinning that was to come as well: taking it back would say that there is something left.
+    same = [other.key for other in snapshot.notes.tombstones if (other.folder, other.id) == (one.folder, one.id)]
+    return [*same, one.key] if one.key not in same else same
 
 
 def _delete_all(
