@@ -115,7 +115,7 @@ _STEPS: dict[str, Metric] = {
     "without over without, mean": over_idle("control", "mean_s"),
     "beside a prune over without, median": over_idle("pruning", "median_s"),
     "without over without, median": over_idle("control", "median_s"),
-    "CPU beside a prune less that without, cores": lambda found: found["pruning"]["cpu"] - found["idle"]["cpu"],
+    "the pruner's CPU, cores": lambda found: float(found["pruning"]["others_cpu"] - found["idle"]["others_cpu"]),
 }
 
 _WHOLE: dict[str, Metric] = {

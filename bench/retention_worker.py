@@ -156,16 +156,16 @@ class Process:
         time.sleep(SETTLE_S)
         if going is not None:
             going.set()
-        begun, cpu = time.monotonic(), time.process_time()
+        begun, others = time.monotonic(), time.process_time() - time.thread_time()
         steps = self._trainer.steps(lambda: time.monotonic() - begun >= seconds)
-        lasted, cpu = time.monotonic() - begun, time.process_time() - cpu
+        lasted, others = time.monotonic() - begun, time.process_time() - time.thread_time() - others
         if going is not None:
             going.clear()
         return {
             "steps": len(steps),
             "median_s": statistics.median(steps),
             "mean_s": statistics.mean(steps),
-            "cpu": cpu / lasted,
+            "others_cpu": others / lasted,
         }
 
     def once(self, root: str, what: str) -> dict[str, Any]:

@@ -135,7 +135,7 @@ def test_a_seed_is_gone_on_from_a_signal_has_a_step_saved_and_the_last_one_is_ex
     policy.write_text("version: 1\nroot: ${RUN}\nsave: {on: [sigterm]}\nkeep: {latest: 5}\n")
     env = {**minio.env, "RUN": root, "BUCKETPOINT_POLICY": str(policy)}
     catalog = open_catalog(root, storage_options=minio.options)
-    common = flags("checkpoint", steps=4, interval=100)
+    common = [*flags("checkpoint", steps=4, interval=100), "--checkpoint.last_save_model_only"]
     train(assets, tmp_path / "seed", *common, "--checkpoint.create_seed_checkpoint", env=env).succeeded()
     assert there(catalog) == [(0, "full")]
 
