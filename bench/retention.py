@@ -39,7 +39,7 @@ class Extent:
     rows: int = 100_000
     plans: int = 7
     pruned: int = 120
-    cycles: int = 15
+    cycles: int = 12
     window_s: float = 2.0
 
 

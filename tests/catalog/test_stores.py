@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -206,7 +207,7 @@ def copy_of_a_save(catalog: Catalog, step: int, token: str, options: dict[str, A
     from catalog.memory import metadata_bytes
 
     folder = f"step-{step}"
-    data, content = metadata_bytes(token, created=1_700_000_000.0 + step)
+    data, content = metadata_bytes(token, created=time.time())
     for path, body in content.items():
         catalog.store.put(catalog.key(f"{folder}/{path}"), [memoryview(body)])
     info = catalog.store.put(catalog.metadata_key(folder), [memoryview(data)])
