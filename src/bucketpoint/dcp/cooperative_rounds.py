@@ -23,6 +23,7 @@ from bucketpoint.errors import BucketpointError
 from bucketpoint.stores import Store
 from bucketpoint.transfer import BufferPool, Meter, Request, TaskGroup, TransferOptions, retry_transient
 from bucketpoint.transfer.download import Assembly, fetch_one
+from bucketpoint.transfer.hedge import hedged
 
 _FINISHERS = 2
 """Threads that check and deliver: a checksum takes a tenth of the time in which its bytes arrived."""
@@ -66,11 +67,11 @@ class SharedLoad:
     ) -> None:
         self._exchange = exchange
         self._schedule = schedule
-        self._store = store
         self._options = options
         self._meter = meter
         self._done_before = meter.done_bytes
         self._pool = BufferPool(max(int(options.max_inflight_bytes * _ALONE), 1))
+        self._ranges = hedged(store, options, self._pool, meter)
         self._memory = HeldMemory(int(options.max_inflight_bytes * _KEPT))
         there = None if carrier is None else DeviceMemory(carrier.device)
         self._there = there
@@ -184,7 +185,7 @@ class SharedLoad:
         key, etag = self._targets.source(cell.obj)
         with self._reading():
             retry_transient(
-                lambda: self._store.read_into(key, cell.start, [view], if_match=etag),
+                lambda: self._ranges.read_into(key, cell.start, [view], if_match=etag),
                 attempts=self._options.read_attempts,
             )
         self._meter.add(cell.nbytes)
@@ -200,7 +201,7 @@ class SharedLoad:
         except IndexError:
             return
         with self._reading():
-            fetch_one(self._store, request, self._options, self._pool, self._meter)
+            fetch_one(self._ranges, request, self._options, self._pool, self._meter)
         with self._state:
             self._alone_left -= 1
         reading.start(self._watched(lambda: self._fetch_alone(reading)))

@@ -6,8 +6,10 @@ from bucketpoint.stores.base import (
     CopiesInside,
     DeleteFailure,
     ObjectInfo,
+    OpensRanges,
     OpenUpload,
     Part,
+    RangeReply,
     Store,
 )
 from bucketpoint.stores.fsspec import FsspecStore
@@ -29,7 +31,9 @@ __all__ = [
     "LocalStore",
     "ObjectInfo",
     "OpenUpload",
+    "OpensRanges",
     "Part",
+    "RangeReply",
     "S3Options",
     "S3Store",
     "Store",

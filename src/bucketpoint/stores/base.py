@@ -80,6 +80,32 @@ class OpenUpload:
     started: float | None = None
 
 
+class RangeReply(Protocol):
+    """The reply to a ranged read, whose body is still on its connection."""
+
+    def receive(self, buffers: Buffers) -> None:
+        """Receive the body, once, into writable `buffers`, whose length is that of the range.
+
+        Raises:
+            TransientStoreError: the body broke off, or was dropped; the buffers' content is undefined.
+        """
+        ...
+
+    def drop(self) -> None:
+        """Close the connection. From any thread and at any time: a `receive` under way then raises, and nothing is
+        written any more once it has. Without effect on a reply that has been received."""
+        ...
+
+
+@runtime_checkable
+class OpensRanges(Protocol):
+    """A store that reads a range in two steps, so that a reply can be given up before anything is written."""
+
+    def open_range(self, key: str, offset: int, nbytes: int, *, if_match: str | None = None) -> RangeReply:
+        """Ask for a range of at least one byte. Returns when the reply's head is there; raises as `read_into` does."""
+        ...
+
+
 @runtime_checkable
 class Store(Protocol):
     """Objects under string keys. Keys are relative to `url`, never begin with a slash, and are never normalised."""

@@ -4,19 +4,29 @@ from __future__ import annotations
 
 import builtins
 import http.client
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from email.utils import parsedate_to_datetime
 from typing import Any
 
 from bucketpoint.errors import CorruptDataError, ObjectNotFoundError, PreconditionFailedError, StoreError
 from bucketpoint.stores import gcs_composed, gcs_multipart
-from bucketpoint.stores.base import Buffers, Capabilities, DeleteFailure, ObjectInfo, OpenUpload, Part, Store
-from bucketpoint.stores.gcs_body import BINARY, crc_of, receive_reply
+from bucketpoint.stores.base import (
+    Buffers,
+    Capabilities,
+    DeleteFailure,
+    ObjectInfo,
+    OpenUpload,
+    Part,
+    RangeReply,
+    Store,
+)
+from bucketpoint.stores.gcs_body import BINARY, Incoming, crc_of
 from bucketpoint.stores.gcs_bucket import Bucket, described
 from bucketpoint.stores.gcs_client import close_client
 from bucketpoint.stores.gcs_errors import failures, translate
 from bucketpoint.stores.gcs_options import GCSOptions
+from bucketpoint.stores.s3_body import OpenReply, receive
 
 _MAX_GENERATION = (1 << 63) - 1
 
@@ -84,15 +94,17 @@ class GCSStore:
                 f"the object has {info.size} bytes, and at most {max_bytes} were expected", url=self._url(key)
             )
         data = bytearray(size)
-        self._receive(key, reply, [memoryview(data)])
+        self._receive(key, Incoming(reply.raw), [memoryview(data)])
         return bytes(data), info
 
     def read_into(self, key: str, offset: int, buffers: Buffers, *, if_match: str | None = None) -> None:
         size = sum(view.nbytes for view in buffers)
-        if not size:
-            return
+        if size:
+            self.open_range(key, offset, size, if_match=if_match).receive(buffers)
+
+    def open_range(self, key: str, offset: int, nbytes: int, *, if_match: str | None = None) -> RangeReply:
         generation = self._generation(key, if_match)
-        wanted = {"Range": f"bytes={offset}-{offset + size - 1}"}
+        wanted = {"Range": f"bytes={offset}-{offset + nbytes - 1}"}
         try:
             reply = self._media(key, wanted, generation)
         except ObjectNotFoundError:
@@ -102,9 +114,9 @@ class GCSStore:
             self.head(key)
             replaced = PreconditionFailedError("the object is not the one expected", url=self._url(key))
         else:
-            self._check_range(key, reply, offset, size)
-            self._receive(key, reply, buffers)
-            return
+            self._check_range(key, reply, offset, nbytes)
+            body = Incoming(reply.raw)
+            return OpenReply(body, nbytes, lambda buffers, filled: self._receive(key, body, buffers, filled))
         raise replaced
 
     def head(self, key: str) -> ObjectInfo:
@@ -246,9 +258,9 @@ class GCSStore:
         reply.raw.close()
         raise failure
 
-    def _receive(self, key: str, reply: Any, buffers: Buffers) -> None:
+    def _receive(self, key: str, body: Any, buffers: Buffers, *filled: Callable[[], None]) -> None:
         try:
-            receive_reply(reply, buffers)
+            receive(body, buffers, *filled)
             return
         except failures() as error:
             failure = translate(error, "objects.get", self._url(key))

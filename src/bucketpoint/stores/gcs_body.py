@@ -13,7 +13,7 @@ from typing import Any
 from awscrt import checksums
 
 from bucketpoint.stores.base import Buffers
-from bucketpoint.stores.s3_body import pieces, receive
+from bucketpoint.stores.s3_body import pieces
 
 BINARY = "application/octet-stream"
 
@@ -77,13 +77,8 @@ def batch_answers(content_type: str, body: bytes) -> dict[int, tuple[int, bytes]
     return found
 
 
-def receive_reply(reply: Any, buffers: Buffers) -> None:
-    """Fill `buffers` from the body of a streamed reply whose length is theirs: see `s3_body.receive`."""
-    receive(_Body(reply.raw), buffers)
-
-
-class _Body:
-    """What `receive` knows of a body, on a reply of requests."""
+class Incoming:
+    """The body of a streamed reply of requests, as `s3_body.receive` knows bodies."""
 
     def __init__(self, raw: Any) -> None:
         self._raw_stream = raw

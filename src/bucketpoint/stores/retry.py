@@ -98,7 +98,7 @@ class Gate:
         with self._state:
             while self._running >= self._limit:
                 left = ends - time.monotonic()
-                if left <= 0 or _stopped():
+                if left <= 0 or stopped():
                     raise ThrottledError("the store asks for fewer requests, and this one never got its turn")
                 self._state.wait(min(left, _POLL_S))
             self._running += 1
@@ -241,7 +241,7 @@ class _Tries:
         else:
             self._failed += 1
         counted = self._failed + (self._throttled if self._policy.counts_throttled else 0)
-        if action is Action.FATAL or counted >= self._policy.attempts or time.monotonic() >= ends or _stopped():
+        if action is Action.FATAL or counted >= self._policy.attempts or time.monotonic() >= ends or stopped():
             return False
         if action is Action.REFRESH:
             # Credentials that are refused as soon as they are made will not do the next time.
@@ -253,7 +253,7 @@ class _Tries:
         elif action is Action.RETRY and not self.budget.take():
             return False
         _wait(action, self._throttled if action is Action.THROTTLE else self._failed, error.wait_s, ends)
-        return not _stopped()
+        return not stopped()
 
     def cause(self, last: StoreError) -> StoreError | None:
         return self._first if self._first is not last else None
@@ -306,6 +306,7 @@ def pause(seconds: float) -> None:
         stop.wait(seconds)
 
 
-def _stopped() -> bool:
+def stopped() -> bool:
+    """Whether what this thread works for has been given up."""
     stop = _stop.get()
     return stop is not None and stop.is_set()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import builtins
 import http.client
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 from urllib.parse import urlsplit
@@ -23,8 +23,17 @@ from bucketpoint.errors import (
     UploadNotFoundError,
 )
 from bucketpoint.stores import retry
-from bucketpoint.stores.base import Buffers, Capabilities, DeleteFailure, ObjectInfo, OpenUpload, Part, Store
-from bucketpoint.stores.s3_body import OutgoingBody, discard, receive
+from bucketpoint.stores.base import (
+    Buffers,
+    Capabilities,
+    DeleteFailure,
+    ObjectInfo,
+    OpenUpload,
+    Part,
+    RangeReply,
+    Store,
+)
+from bucketpoint.stores.s3_body import OpenReply, OutgoingBody, discard, receive
 from bucketpoint.stores.s3_client import Client, client_for, close_client, renew_client
 from bucketpoint.stores.s3_errors import translate
 from bucketpoint.stores.s3_options import S3Options
@@ -150,22 +159,25 @@ class S3Store:
 
     def read_into(self, key: str, offset: int, buffers: Buffers, *, if_match: str | None = None) -> None:
         size = sum(view.nbytes for view in buffers)
-        if not size:
-            return
+        if size:
+            self.open_range(key, offset, size, if_match=if_match).receive(buffers)
+
+    def open_range(self, key: str, offset: int, nbytes: int, *, if_match: str | None = None) -> RangeReply:
         condition = {} if if_match is None else {"IfMatch": _quoted(if_match)}
-        reply = self._call("GetObject", key, Key=key, Range=f"bytes={offset}-{offset + size - 1}", **condition)
+        reply = self._call("GetObject", key, Key=key, Range=f"bytes={offset}-{offset + nbytes - 1}", **condition)
         length = reply.get("ContentLength")
         partial = reply["ResponseMetadata"]["HTTPStatusCode"] == http.client.PARTIAL_CONTENT
-        if not partial and (offset or length != size):
+        if not partial and (offset or length != nbytes):
             discard(reply["Body"])
             raise StoreError("the store ignored the range of a read", url=self._url(key))
-        if length is not None and length != size:
+        if length is not None and length != nbytes:
             discard(reply["Body"])
             raise CorruptDataError(
-                f"the object ends before the range does: {length} of the {size} bytes from {offset} are there",
+                f"the object ends before the range does: {length} of the {nbytes} bytes from {offset} are there",
                 url=self._url(key),
             )
-        self._receive(key, reply["Body"], buffers)
+        body = reply["Body"]
+        return OpenReply(body, nbytes, lambda buffers, filled: self._receive(key, body, buffers, filled))
 
     def head(self, key: str) -> ObjectInfo:
         reply = self._call("HeadObject", key, Key=key)
@@ -299,9 +311,9 @@ class S3Store:
                 crc32c = checksums.crc32c(view, crc32c)
         return {"ChecksumCRC32C": _encoded_crc(crc32c)}
 
-    def _receive(self, key: str, body: Any, buffers: Buffers) -> None:
+    def _receive(self, key: str, body: Any, buffers: Buffers, *filled: Callable[[], None]) -> None:
         try:
-            receive(body, buffers)
+            receive(body, buffers, *filled)
             return
         except _FAILURES as error:
             failure = translate(error, "GetObject", self._url(key))

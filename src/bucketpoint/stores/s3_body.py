@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import http.client
 import io
 import os
 import socket
 import ssl
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from bucketpoint.errors import TransientStoreError
 from bucketpoint.stores.base import Buffers
 
 PIECE_BYTES = 256 * 1024
@@ -112,8 +115,76 @@ class BrokenBody(OSError):
     """The body of a reply ended before its announced length."""
 
 
-def receive(body: Any, buffers: Buffers) -> None:
+class OpenReply:
+    """The store's `RangeReply`: received by the thread that asked for it, dropped by any.
+
+    Args:
+        nbytes: of the body.
+        fill: receives the body into buffers, and calls the function that it is given as soon as all of it is there,
+            while the connection is still this reply's.
+    """
+
+    def __init__(self, body: Any, nbytes: int, fill: Callable[[Buffers, Callable[[], None]], None]) -> None:
+        self._body = body
+        self._fill = fill
+        self._lock = threading.Lock()
+        # None where urllib3 gives the connection back by itself, at a moment that nobody is told: then it is read out.
+        self._socket = _socket_of(body, nbytes)
+        self._receiving = self._ended = False
+
+    def receive(self, buffers: Buffers) -> None:
+        with self._lock:
+            self._receiving = not self._ended
+        if not self._receiving:
+            raise TransientStoreError("the reply was dropped")
+        try:
+            self._fill(buffers, self._end)
+        finally:
+            self._end()
+
+    def drop(self) -> None:
+        with self._lock:
+            if self._ended:
+                return
+            if not self._receiving:
+                self._ended = True
+                discard(self._body)
+            elif self._socket is not None:
+                # Wakes a thread that waits in `recv`, which closing would not. Not SSLSocket's own: that changes the
+                # object under the other thread.
+                with contextlib.suppress(OSError):
+                    socket.socket.shutdown(self._socket, socket.SHUT_RDWR)
+
+    def _end(self) -> None:
+        # From here on the connection may serve another request, which must not be cut off.
+        with self._lock:
+            self._ended = True
+            self._socket = None
+
+
+def _socket_of(body: Any, size: int) -> socket.socket | None:
+    """The socket under a reply of so many bytes, if all of its layers are what they are known to be."""
+    raw = getattr(body, "_raw_stream", None)
+    reply = getattr(raw, "_fp", None)
+    if size == 0 or not hasattr(raw, "release_conn") or not isinstance(reply, http.client.HTTPResponse):
+        return None
+    if reply.chunked or reply.length != size or not isinstance(reply.fp, io.BufferedReader):
+        return None
+    if not hasattr(reply, "_close_conn"):
+        return None
+    sock = getattr(reply.fp.raw, "_sock", None)
+    return sock if isinstance(sock, socket.socket) else None
+
+
+def _nothing() -> None:
+    pass
+
+
+def receive(body: Any, buffers: Buffers, filled: Callable[[], None] = _nothing) -> None:
     """Fill `buffers` from a reply's `StreamingBody`, whose length is theirs, and give its connection back to the pool.
+
+    Args:
+        filled: called before the connection is given back.
 
     Raises:
         BrokenBody, OSError, ssl.SSLError, HTTPException, urllib3 and botocore errors: the body broke off. Its
@@ -128,10 +199,11 @@ def receive(body: Any, buffers: Buffers) -> None:
             for view in scattered:
                 view[:] = target[start : start + view.nbytes]
                 start += view.nbytes
+        if not wire and body.read():
+            raise BrokenBody("the body is longer than was announced")
+        filled()
         if wire:
             wire.finish()
-        elif body.read():
-            raise BrokenBody("the body is longer than was announced")
     except BaseException:
         discard(body)
         raise
@@ -196,21 +268,12 @@ class _Wire:
 
     @classmethod
     def of(cls, body: Any, size: int) -> _Wire | None:
-        raw = getattr(body, "_raw_stream", None)
-        reply = getattr(raw, "_fp", None)
-        if size == 0 or not hasattr(raw, "release_conn") or not isinstance(reply, http.client.HTTPResponse):
+        raw = body._raw_stream if _socket_of(body, size) is not None else None
+        if raw is None:
             return None
-        if reply.chunked or reply.length != size or not isinstance(reply.fp, io.BufferedReader):
-            return None
-        if not hasattr(reply, "_close_conn"):
-            return None
-        sock = getattr(reply.fp.raw, "_sock", None)
-        if isinstance(sock, ssl.SSLSocket):
-            read = getattr(getattr(sock, "_sslobj", None), "read", None)
-            return cls(raw, reply, functools.partial(read, _READ_BYTES) if read else sock.recv_into)
-        if isinstance(sock, socket.socket):
-            return cls(raw, reply, sock.recv_into)
-        return None
+        reply, sock = raw._fp, raw._fp.fp.raw._sock
+        read = getattr(getattr(sock, "_sslobj", None), "read", None) if isinstance(sock, ssl.SSLSocket) else None
+        return cls(raw, reply, functools.partial(read, _READ_BYTES) if read else sock.recv_into)
 
     def fill(self, view: memoryview) -> None:
         count = min(self._buffered, view.nbytes)

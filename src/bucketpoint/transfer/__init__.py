@@ -2,7 +2,7 @@
 
 from bucketpoint.transfer.budget import BufferPool
 from bucketpoint.transfer.download import Block, Extent, Request, Whole, fetch, plan_requests
-from bucketpoint.transfer.options import TransferOptions
+from bucketpoint.transfer.options import Hedge, TransferOptions
 from bucketpoint.transfer.progress import Meter, Progress, ProgressCallback
 from bucketpoint.transfer.retry import retry_transient
 from bucketpoint.transfer.stream import StreamUpload
@@ -13,6 +13,7 @@ __all__ = [
     "Block",
     "BufferPool",
     "Extent",
+    "Hedge",
     "Meter",
     "ObjectSource",
     "Progress",

@@ -15,6 +15,7 @@ from bucketpoint.errors import CorruptDataError
 from bucketpoint.stores import Store
 from bucketpoint.transfer.budget import BufferPool
 from bucketpoint.transfer.checksum import combine, crc32c
+from bucketpoint.transfer.hedge import Reads, hedged
 from bucketpoint.transfer.options import TransferOptions
 from bucketpoint.transfer.progress import Meter
 from bucketpoint.transfer.retry import retry_transient
@@ -158,20 +159,21 @@ def fetch(
     store: Store, requests: Sequence[Request], options: TransferOptions, *, pool: BufferPool, meter: Meter
 ) -> None:
     """Run all requests in parallel; every extent is verified and delivered, or the first error is raised."""
+    reads = hedged(store, options, pool, meter)
     with TaskGroup(options.connections, name="bucketpoint-download", nice=options.nice) as group:
         for request in requests:
-            group.start(lambda request=request: fetch_one(store, request, options, pool, meter))  # type: ignore[misc]
+            group.start(lambda request=request: fetch_one(reads, request, options, pool, meter))  # type: ignore[misc]
 
 
-def fetch_one(store: Store, request: Request, options: TransferOptions, pool: BufferPool, meter: Meter) -> None:
+def fetch_one(reads: Reads, request: Request, options: TransferOptions, pool: BufferPool, meter: Meter) -> None:
     """Run one request on the current thread, as `fetch` does."""
     with pool.lease(request.leased) as lease:
         buffers, pieces = _lay_out(request, lease)
 
         def attempt() -> None:
-            store.read_into(request.key, request.start, buffers, if_match=request.etag)
+            reads.read_into(request.key, request.start, buffers, if_match=request.etag)
             for extent, views in zip(request.extents, pieces, strict=True):
-                _verify(store.url, extent, views)
+                _verify(reads.url, extent, views)
 
         retry_transient(attempt, attempts=options.read_attempts)
         _hand_over(request, pieces)

@@ -10,6 +10,32 @@ MIB = 1 << 20
 
 
 @dataclass(frozen=True)
+class Hedge:
+    """When a range that is late is asked for a second time, over another connection. The reply that is whole first
+    counts. After "The Tail at Scale" (Dean and Barroso, 2013), and S3's advice to repeat the slowest requests.
+
+    Attributes:
+        quantile: a range is late when it takes longer than this share of recent ranges of about its size did, and at
+            least twice as long as half of them. 0.95: one in twenty is looked at twice.
+        after_s: seconds after which a range is late, instead of the quantile. For loads of few ranges: the quantile is
+            known after ten of them.
+        most_extra: second requests over requests, at most. A store that is slow as a whole is not asked twice as much.
+    """
+
+    quantile: float = 0.95
+    after_s: float | None = None
+    most_extra: float = 0.05
+
+    def __post_init__(self) -> None:
+        if not 0.5 <= self.quantile < 1:
+            raise BucketpointError(f"Hedge.quantile must be at least 0.5 and less than 1, not {self.quantile}")
+        if self.after_s is not None and not self.after_s > 0:
+            raise BucketpointError(f"Hedge.after_s must be more than 0 seconds, not {self.after_s}")
+        if not 0 < self.most_extra <= 1:
+            raise BucketpointError(f"Hedge.most_extra must be more than 0 and at most 1, not {self.most_extra}")
+
+
+@dataclass(frozen=True)
 class TransferOptions:
     """Sizes in bytes.
 
@@ -28,6 +54,8 @@ class TransferOptions:
             since every rank of a large job pays for it, and a store's bandwidth is what they share.
         free_gap_bytes: gaps so small that they are always read over.
         read_attempts: how often a range whose body broke off is asked for in all.
+        hedge: when a load asks for a late range a second time (S3 and GCS). None, the default: never. It costs
+            requests, and helps where a few ranges take much longer than the others.
         nice: niceness (Linux) of the threads that move bytes.
         background_nice: the same for those that upload while training goes on. 19, the highest: where every core is
             busy the upload takes longer, and training steps do not. 0 where uploads must keep their share.
@@ -41,6 +69,7 @@ class TransferOptions:
     max_overread: float = 1.02
     free_gap_bytes: int = 64 << 10
     read_attempts: int = 5
+    hedge: Hedge | None = None
     nice: int = 0
     background_nice: int = 19
 
