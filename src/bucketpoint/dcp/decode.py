@@ -9,23 +9,53 @@ from typing import Any, cast
 import torch
 from torch.distributed.checkpoint import DefaultLoadPlanner, LoadPlanner
 
-from bucketpoint.errors import BucketpointError, MetadataError, UnsafeDataError
+from bucketpoint.errors import BucketpointError, CorruptDataError, MetadataError, UnsafeDataError
 from bucketpoint.format.frames import PROBE_BYTES, probe_frame
-from bucketpoint.format.safe_pickle import refused_globals
+from bucketpoint.format.safe_pickle import has_bounded_records, refused_globals
 from bucketpoint.format.storage_info import ItemInfo
 
+FRAME_BYTES = 1 << 20
+"""What torch.save puts around a tensor's own bytes, at most: some kilobytes for any tensor that DCP saves."""
 
-def decode_item(view: memoryview, info: ItemInfo, transforms: Any, *, key: str) -> torch.Tensor:
-    """The tensor in a whole item. It may share the memory of `view`, which is valid during the call alone."""
+FREE_BYTES, MOST_GROWTH = 64 << 20, 64
+"""What an item of bytes may become when its transforms are undone, where nothing tells its size: so many bytes in any
+case, or so many times its length. zstd shrinks real states to a half or a tenth, and a bomb to a 30,000th."""
+
+_PIECE_BYTES = 1 << 20
+
+
+def decode_item(
+    view: memoryview, info: ItemInfo, transforms: Any, *, key: str, tensor_nbytes: int | None = None
+) -> torch.Tensor:
+    """The tensor in a whole item. It may share the memory of `view`, which is valid during the call alone.
+
+    Args:
+        tensor_nbytes: of the saved chunk by its shape and dtype. None: what an item of bytes may become is the bound.
+
+    Raises:
+        CorruptDataError: it would become more than that.
+        UnsafeDataError: it is no plain tensor.
+        MetadataError: it is nothing that torch saves.
+    """
     if info.transform_descriptors:
-        view = memoryview(bytearray(undo_transforms(view, info, transforms, key=key)))
+        most = _most_bytes(info) if tensor_nbytes is None else tensor_nbytes + FRAME_BYTES
+        data = undo_transforms(view, info, transforms, key=key, most=most)
+        if data is None:
+            raise CorruptDataError(
+                f"This item becomes more than {most} bytes when its transforms are undone, and its tensor is smaller",
+                key=key,
+            )
+        view = memoryview(data)
     probe = probe_frame(bytes(view[:PROBE_BYTES]))
     if probe is not None and 0 < probe.payload_nbytes <= len(view) - probe.payload_offset:
         raw = torch.frombuffer(view, dtype=torch.uint8, offset=probe.payload_offset, count=probe.payload_nbytes)
         flat = (raw.clone() if raw.data_ptr() % probe.dtype.itemsize else raw).view(probe.dtype)
         return flat.as_strided(tuple(probe.shape), tuple(probe.stride), probe.storage_offset)
+    file = io.BytesIO(view)
+    if not has_bounded_records(file):
+        raise MetadataError("This item is no archive as torch saves them, of records that are not compressed", key=key)
     try:
-        return cast(torch.Tensor, torch.load(io.BytesIO(view), map_location="cpu", weights_only=True))
+        return cast(torch.Tensor, torch.load(file, map_location="cpu", weights_only=True))
     except pickle.UnpicklingError as error:
         raise UnsafeDataError(f"This item is no plain tensor, and a safe load refuses it: {error}", key=key) from None
     except Exception as error:  # noqa: BLE001 - damaged pickles make torch's unpickler raise nearly everything
@@ -39,9 +69,19 @@ def load_bytes(
     """The bytes of an item, once it is known that the planner's unrestricted `torch.load` can do no harm with them.
 
     Raises:
-        UnsafeDataError: they name something outside the allow-list; nothing was run.
+        UnsafeDataError: they name something outside the allow-list; nothing was run. Or they would become absurdly
+            many when their transforms are undone.
     """
-    data = undo_transforms(view, info, transforms, key=key) if info.transform_descriptors else bytes(view)
+    data = bytes(view)
+    if info.transform_descriptors:
+        most = None if trusted else _most_bytes(info)
+        undone = undo_transforms(view, info, transforms, key=key, most=most)
+        if undone is None:
+            raise UnsafeDataError(
+                f"This item has {info.length} bytes, and becomes more than {most} when its transforms are undone",
+                key=key,
+            )
+        data = bytes(undone)
     if trusted:
         return data
     refused = refused_globals(data)
@@ -55,11 +95,17 @@ def load_bytes(
     return data
 
 
-def undo_transforms(view: memoryview, info: ItemInfo, transforms: Any, *, key: str) -> bytes:
-    """Run an item through the transforms that its descriptors name.
+def undo_transforms(
+    view: memoryview, info: ItemInfo, transforms: Any, *, key: str, most: int | None
+) -> bytearray | None:
+    """Run an item through the transforms that its descriptors name. It is never more than a piece above `most` bytes.
+
+    Returns:
+        None if it has more than `most` bytes; there is no bound without it.
 
     Raises:
         BucketpointError: a transform is not registered here.
+        MetadataError: a transform cannot be undone.
     """
     try:
         extensions = transforms.from_descriptor_list(list(info.transform_descriptors or ()))
@@ -70,6 +116,22 @@ def undo_transforms(view: memoryview, info: ItemInfo, transforms: Any, *, key: s
             remedy="Install it (zstandard for stream.zstd) or pass _extension_registry=",
         ) from None
     stream: Any = io.BytesIO(view)
-    for extension in extensions:
-        stream = extension.transform_from(stream)
-    return cast(bytes, stream.read(-1))
+    data = bytearray()
+    try:
+        for extension in extensions:
+            stream = extension.transform_from(stream)
+        while piece := stream.read(_PIECE_BYTES):
+            data += piece
+            if most is not None and len(data) > most:
+                return None
+    except BucketpointError:
+        raise
+    except Exception as error:  # noqa: BLE001 (each transform has exceptions of its own; none may escape unnamed)
+        raise MetadataError(
+            f"The transforms of this item cannot be undone: {type(error).__name__}: {error}"[:400], key=key
+        ) from None
+    return data
+
+
+def _most_bytes(info: ItemInfo) -> int:
+    return max(FREE_BYTES, MOST_GROWTH * info.length)

@@ -339,7 +339,7 @@ class ReadPlan:
                 with self._lock:
                     self._planner.load_bytes(item.read, io.BytesIO(data))
                 return
-            saved = decode_item(view, info, self._transforms, key=fqn)
+            saved = decode_item(view, info, self._transforms, key=fqn, tensor_nbytes=self._saved_nbytes(item))
             for axis, (at, size) in enumerate(zip(item.read.storage_offsets, item.read.lengths, strict=True)):
                 saved = saved.narrow(axis, at, size)
             item.target.copy_(saved)
@@ -378,6 +378,15 @@ class ReadPlan:
         assert item.target is not None
         with self._lock:
             self._planner.commit_tensor(item.read, item.target)
+
+    def _saved_nbytes(self, item: PlannedItem) -> int | None:
+        """Of an item's chunk by its shape and dtype, and no more than its whole tensor has."""
+        entry = self._metadata.state_dict_metadata.get(item.read.storage_index.fqn)
+        if not isinstance(entry, TensorStorageMetadata):
+            return None
+        shape = self._saved_shape(item.read.storage_index, entry)
+        most = math.prod(entry.size)
+        return min(most, most if shape is None else math.prod(shape)) * entry.properties.dtype.itemsize
 
     def _saved_shape(self, index: MetadataIndex, entry: TensorStorageMetadata) -> tuple[int, ...] | None:
         offset = tuple(index.offset) if index.offset is not None else (0,) * len(entry.size)

@@ -20,7 +20,14 @@ from bucketpoint.errors import UnsafeDataError
 from bucketpoint.format.allow_list import ITEM_GLOBALS
 from bucketpoint.format.pickle_survey import MalformedPickleError, survey
 
-__all__ = ["AllowListUnpickler", "MalformedPickleError", "check_stream", "refused_globals", "registered_globals"]
+__all__ = [
+    "AllowListUnpickler",
+    "MalformedPickleError",
+    "check_stream",
+    "has_bounded_records",
+    "refused_globals",
+    "registered_globals",
+]
 
 _ZIP_MAGIC = b"PK\x03\x04"  # what torch.load itself goes by
 _LEGACY_PICKLES = 5  # magic number, protocol, system, object, storage keys: torch.save's format before 1.6
@@ -81,7 +88,7 @@ def refused_globals(data: bytes | bytearray | memoryview) -> list[str] | None:
 
 
 def _refused_in_zip(raw: bytes, allowed: frozenset[tuple[str, str]]) -> list[str] | None:
-    if not _is_stored(raw):
+    if not _is_stored(io.BytesIO(raw), len(raw)):
         return ["<a compressed archive>"]
     # torch's own reader, so that a zip with two directories cannot show one data.pkl here and another one there.
     try:
@@ -98,14 +105,26 @@ def _refused_in_zip(raw: bytes, allowed: frozenset[tuple[str, str]]) -> list[str
     return list(dict.fromkeys(survey(body, 0, allowed).refused))
 
 
-def _is_stored(raw: bytes) -> bool:
+def has_bounded_records(file: io.BytesIO) -> bool:
+    """Whether this is torch.save's zip, and no record of it becomes more than there is of it. Rewinds the file.
+
+    torch's older formats, which DCP has never written, take memory by sizes in them before they are compared with it.
+    """
+    nbytes = file.seek(0, io.SEEK_END)
+    file.seek(0)
+    bounded = file.read(len(_ZIP_MAGIC)) == _ZIP_MAGIC and _is_stored(file, nbytes)
+    file.seek(0)
+    return bounded
+
+
+def _is_stored(file: io.BytesIO, nbytes: int) -> bool:
     """Whether no record is compressed: torch compresses none, and a small one could become any amount of memory."""
     try:
-        with zipfile.ZipFile(io.BytesIO(raw)) as archive:
+        with zipfile.ZipFile(file) as archive:
             entries = archive.infolist()
     except (zipfile.BadZipFile, NotImplementedError, ValueError, struct.error, OverflowError):
         return True  # torch reads no more of it than its own bounds allow, or refuses it
-    return all(one.compress_type == zipfile.ZIP_STORED and one.file_size <= len(raw) for one in entries)
+    return all(one.compress_type == zipfile.ZIP_STORED and one.file_size <= nbytes for one in entries)
 
 
 def registered_globals() -> frozenset[tuple[str, str]]:

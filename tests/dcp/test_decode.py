@@ -1,0 +1,229 @@
+"""Items that are not what they claim: refused before they take the memory that they would become."""
+
+from __future__ import annotations
+
+import functools
+import io
+import pickle
+import tracemalloc
+import zipfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+import zstandard
+from torch.distributed.checkpoint import DefaultLoadPlanner
+from torch.distributed.checkpoint._extension import ExtensionRegistry, StreamTransformExtension, ZStandard
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+
+from bucketpoint import BucketReader, BucketWriter
+from bucketpoint.dcp import decode
+from bucketpoint.dcp.decode import FRAME_BYTES, decode_item, load_bytes
+from bucketpoint.errors import BucketpointError, CorruptDataError, MetadataError, UnsafeDataError
+from bucketpoint.format.storage_info import ItemInfo
+
+MIB = 1 << 20
+TENSOR = torch.arange(50_000.0)
+BOMB_BYTES = 1 << 30
+ZSTD = ("stream.zstd/1",)
+
+
+def saved(value: Any, **options: Any) -> bytes:
+    stream = io.BytesIO()
+    torch.save(value, stream, **options)
+    return stream.getvalue()
+
+
+def packed(pieces: Any) -> bytes:
+    machine = zstandard.ZstdCompressor().compressobj()
+    return b"".join([*map(machine.compress, pieces), machine.flush()])
+
+
+@functools.cache
+def bomb(head: bytes = b"") -> bytes:
+    """What becomes a gigabyte of zeros behind `head`."""
+    zeros = bytes(4 * MIB)
+    return packed([head, *(zeros for _ in range(BOMB_BYTES // len(zeros)))])
+
+
+def of(data: bytes, transforms: tuple[str, ...] | None = ZSTD) -> ItemInfo:
+    return ItemInfo("x", 0, len(data), transforms)
+
+
+def tensor_of(data: bytes, **options: Any) -> torch.Tensor:
+    return decode_item(memoryview(bytearray(data)), of(data), ExtensionRegistry(), key="w", **options)
+
+
+def bytes_of(data: bytes, *, trusted: bool = False) -> bytes:
+    registry = ExtensionRegistry()
+    return load_bytes(memoryview(data), of(data), registry, key="b", trusted=trusted, planner=DefaultLoadPlanner())
+
+
+@contextmanager
+def traced(most: int) -> Iterator[None]:
+    """No more than so many bytes are allocated within."""
+    tracemalloc.start()
+    try:
+        yield
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < most
+
+
+@pytest.mark.contract
+def test_a_compressed_tensor_is_read_within_the_size_of_its_shape() -> None:
+    nbytes = TENSOR.numel() * 4
+    assert torch.equal(tensor_of(packed([saved(TENSOR)]), tensor_nbytes=nbytes), TENSOR)
+    assert torch.equal(tensor_of(packed([saved(torch.zeros(0, 5))]), tensor_nbytes=0), torch.zeros(0, 5))
+
+
+@pytest.mark.parametrize("head", [b"", saved(TENSOR)], ids=["zeros", "a tensor and zeros behind it"])
+def test_a_bomb_in_place_of_a_tensor_is_refused_at_the_size_of_its_shape(head: bytes) -> None:
+    data = bomb(head)
+    assert len(data) < MIB
+    with traced(8 * MIB), pytest.raises(CorruptDataError, match="transforms are undone") as caught:
+        tensor_of(data, tensor_nbytes=TENSOR.numel() * 4)
+    assert caught.value.key == "w"
+
+
+def test_a_bomb_in_place_of_bytes_is_refused_at_the_stated_size_unless_trusted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decode, "FREE_BYTES", 2 * MIB)
+    data = bomb()
+    most = max(2 * MIB, 64 * len(data))
+    with traced(2 * most + 8 * MIB), pytest.raises(UnsafeDataError, match=f"more than {most} ") as caught:
+        bytes_of(data)
+    assert "trusted=True" in str(caught.value)
+    small = packed([bytes(3 * MIB)])
+    with pytest.raises(UnsafeDataError):
+        bytes_of(small)
+    assert bytes_of(small, trusted=True) == bytes(3 * MIB)
+
+
+def test_items_that_shrink_as_states_do_are_never_refused() -> None:
+    value = {"text": "the quick brown fox " * 100_000, "zeros": b"\0" * (8 * MIB)}
+    data = saved(value)
+    assert len(packed([data])) * 100 < len(data)
+    assert bytes_of(packed([data])) == data
+
+
+@pytest.mark.parametrize("cut", [0, 3, 100])
+def test_what_cannot_be_expanded_is_a_named_error(cut: int) -> None:
+    data = packed([saved(TENSOR)])
+    broken = data[: len(data) // 2] + b"\xff" * cut
+    with pytest.raises(BucketpointError):
+        tensor_of(broken, tensor_nbytes=TENSOR.numel() * 4)
+    with pytest.raises(MetadataError, match="cannot be undone"):
+        tensor_of(b"no zstd at all", tensor_nbytes=100)
+
+
+class Endless(StreamTransformExtension):
+    """A transform that grows without end, a few bytes a read, and counts what was asked of it."""
+
+    read = 0
+
+    @staticmethod
+    def registry_name() -> str:
+        return "stream.endless"
+
+    @staticmethod
+    def from_descriptor(version: str) -> Endless:
+        return Endless()
+
+    def get_descriptor(self) -> str:
+        return "stream.endless/1"
+
+    def transform_to(self, output: Any) -> Any:
+        return output
+
+    def transform_from(self, source: Any) -> Any:
+        class Stream(io.RawIOBase):
+            def readable(self) -> bool:
+                return True
+
+            def readinto(self, buffer: Any) -> int:
+                count = min(len(buffer), 4096)
+                Endless.read += count
+                buffer[:count] = bytes(count)
+                return count
+
+        return Stream()
+
+
+def test_a_transform_of_the_users_that_never_ends_is_stopped() -> None:
+    registry = ExtensionRegistry()
+    registry.register(Endless)
+    Endless.read = 0
+    with pytest.raises(CorruptDataError):
+        decode_item(memoryview(b"x"), of(b"x", ("stream.endless/1",)), registry, key="w", tensor_nbytes=4)
+    assert Endless.read <= FRAME_BYTES + 8192
+
+
+# Archives that torch.load would expand by itself
+
+
+def repacked(data: bytes, method: int, record: bytes | None = None) -> bytes:
+    """The same archive with its records compressed, the tensor's replaced."""
+    stream = io.BytesIO()
+    with zipfile.ZipFile(io.BytesIO(data)) as old, zipfile.ZipFile(stream, "w", method) as new:
+        for name in old.namelist():
+            body = record if record is not None and "/data/" in name else old.read(name)
+            new.writestr(name, body)
+    return stream.getvalue()
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: repacked(saved(TENSOR), zipfile.ZIP_DEFLATED, bytes(32 * MIB)),
+        lambda: saved(TENSOR, _use_new_zipfile_serialization=False),
+    ],
+    ids=["a deflated record of 32 MiB", "a format that says how much it takes"],
+)
+def test_archives_that_torch_would_expand_are_refused(make: Callable[[], bytes]) -> None:
+    data = make()
+    with pytest.raises(MetadataError, match="not compressed"):
+        decode_item(memoryview(bytearray(data)), of(data, None), None, key="w", tensor_nbytes=TENSOR.numel() * 4)
+
+
+# Through a load
+
+
+@pytest.mark.contract
+@pytest.mark.parametrize("value", [torch.zeros(16), 5], ids=["tensor", "bytes"])
+def test_a_load_refuses_a_bomb_in_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, value: Any) -> None:
+    monkeypatch.setattr(decode, "FREE_BYTES", 2 * MIB)
+    # A writer without checksums, which would find what is put in its place before.
+    dcp.save({"w": value}, storage_writer=FileSystemWriter(tmp_path, _extensions=[ZStandard()]), no_dist=True)
+    (path,) = tmp_path.glob("*.distcp")
+    data = bomb()
+    path.write_bytes(data)
+    metadata = pickle.loads((tmp_path / ".metadata").read_bytes())
+    (info,) = metadata.storage_data.values()
+    info.length = len(data)
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(metadata))
+    kind = CorruptDataError if isinstance(value, torch.Tensor) else UnsafeDataError
+    with pytest.raises(dcp.CheckpointException) as caught, traced(16 * MIB):
+        dcp.load({"w": value}, storage_reader=BucketReader(f"file://{tmp_path}"), no_dist=True)
+    assert isinstance(caught.value.failures[0][0], kind)
+
+
+@pytest.mark.contract
+def test_compressed_checkpoints_of_ours_and_of_torch_are_loaded(tmp_path: Path) -> None:
+    state = {"w": TENSOR, "zeros": torch.zeros(1000, 1000), "step": 5, "text": "x" * 5 * MIB}
+    ours, torchs = tmp_path / "ours", tmp_path / "torchs"
+    writers = (
+        BucketWriter(f"file://{ours}", _extensions=[ZStandard()]),
+        FileSystemWriter(torchs, _extensions=[ZStandard()]),
+    )
+    for folder, writer in zip((ours, torchs), writers, strict=True):
+        dcp.save(state, storage_writer=writer, no_dist=True)
+        target = {"w": torch.zeros(50_000), "zeros": torch.ones(1000, 1000), "step": 0, "text": ""}
+        dcp.load(target, storage_reader=BucketReader(f"file://{folder}"), no_dist=True)
+        assert torch.equal(target["w"], TENSOR)
+        assert not target["zeros"].any()
+        assert (target["step"], target["text"]) == (5, state["text"])
