@@ -6,12 +6,13 @@
     python bench/run.py --only staging      what asynchronous saves cost training; the rest of the report stays
     python bench/run.py --only ranks        what many ranks write and read together
     python bench/run.py --only retention    what plans and prunes cost
+    python bench/run.py --only hedge        what asking twice for late ranges gains
 
 Transfers, in three passes. "loopback": a MinIO over TLS, timed. "count": the same operations through a proxy that only
 writes down every request. "wire": through the proxy with 20 ms added to every request and 25 MB/s a connection, timed.
 Each measurement is a forked child; a round runs every contender once, in an order that shifts by one each round, so a
 ratio is taken between neighbours in time. The server's data lies on tmpfs, and only the client's CPU time counts.
-Staging is described in `staging.py`, many ranks in `ranks.py`, retention in `retention.py`.
+Staging is described in `staging.py`, many ranks in `ranks.py`, retention in `retention.py`, late ranges in `hedge.py`.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "tools"), str(ROOT / "src")]
 
 import get_minio  # noqa: E402
-from bench import environments, ranks, report, retention, staging  # noqa: E402
+from bench import environments, hedge, ranks, report, retention, staging  # noqa: E402
 from bench.contenders import CONTENDERS, Setting, bucket_and_prefix  # noqa: E402
 from bench.endpoints import client_env, proxied  # noqa: E402
 from bench.requests_seen import summary  # noqa: E402
@@ -51,7 +52,12 @@ FALLBACK_LAYOUT = (199_904_256, 799_617_024)
 SELDOM = ("s3fs", "bucketpoint-lean")
 """Contenders whose ratios no threshold needs: they run in few rounds, and s3fs would take most of the time."""
 
-PARTS = {"staging": staging.measure, "ranks": ranks.measure, "retention": retention.measure}
+PARTS = {
+    "staging": staging.measure,
+    "ranks": ranks.measure,
+    "retention": retention.measure,
+    "hedge": hedge.measure,
+}
 """Among the operations of `--only`: the parts of the benchmark in modules of their own."""
 
 ALL_OPS = ",".join(["save", "load", "quarter0", "quarter1", *PARTS])
