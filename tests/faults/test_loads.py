@@ -5,7 +5,6 @@ What is loaded is what was saved, or the load raises an error of ours on every r
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -25,6 +24,7 @@ from bucketpoint.errors import (
 )
 from bucketpoint.testing import (
     CutReply,
+    Delay,
     ExpireCredentials,
     Fault,
     FaultProxy,
@@ -132,10 +132,10 @@ def load(url: str, options: dict[str, Any], transfer: TransferOptions = OPTIONS,
     return Outcome(values_in(target))
 
 
-def load_together(rank: int, world: int, url: str, options: dict[str, Any]) -> Outcome:
-    # What the rank before had in its environment is not what this test is about.
-    os.environ.setdefault("NO_PROXY", "127.0.0.1")
-    return load(url, options, mode="group")
+def load_together(
+    rank: int, world: int, url: str, options: dict[str, Any], transfer: TransferOptions = OPTIONS
+) -> Outcome:
+    return load(url, options, transfer, mode="group")
 
 
 class Loads:
@@ -150,7 +150,7 @@ class Loads:
         self.proxy.play(script)
         if self.ranks is None:
             return [load(self.saved.url, self.server.options, transfer)]
-        return self.ranks.run(load_together, self.saved.url, self.server.options)
+        return self.ranks.run(load_together, self.saved.url, self.server.options, transfer)
 
     def struck(self) -> str:
         """The request that met the fault; empty if none did."""
@@ -272,6 +272,14 @@ def test_a_load_that_asks_twice_survives_a_stall_at_each_request(
         bucketpoint_tally.made("requests of a load that each met a fault once")
         number += 1
     assert number >= 4
+
+
+@pytest.mark.contract
+def test_ranks_that_ask_twice_load_together(saved: Saved, fault_proxy: MakeProxy, ranks: Ranks) -> None:
+    loads = Loads(saved, fault_proxy(saved.server), ranks)
+    late = always(Delay(1.0), kinds=["GetObject"], keys="*.distcp", skip=1, times=2)
+    assert_right(loads.load(late, HEDGED), saved.value, "two late ranges")
+    assert loads.struck()
 
 
 # What does not pass
