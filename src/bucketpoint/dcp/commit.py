@@ -34,7 +34,7 @@ from bucketpoint.format.index_ref import index_path, make_ref, ref_of
 from bucketpoint.format.metadata import decode_metadata, encode_metadata, extension, make_record
 from bucketpoint.format.record import CommitRecord
 from bucketpoint.format.storage_info import pop_object_facts, read_storage_info
-from bucketpoint.stores import ObjectInfo, Store
+from bucketpoint.stores import ObjectInfo, Store, proven
 from bucketpoint.transfer import retry_transient
 from bucketpoint.transfer.checksum import crc32c
 from bucketpoint.version import __version__
@@ -206,12 +206,13 @@ def put_commit(request: Commit, data: bytes) -> tuple[ObjectInfo, Metadata | Non
         CheckpointExistsError, CommitConflictError: as `commit`.
     """
     store, key = request.store, keys.join(request.prefix, request.name)
-    if not store.capabilities.conditional_put:
+    able = retry_transient(lambda: proven(store, request.prefix), attempts=COMMIT_ATTEMPTS)
+    if not able.conditional_put:
         return _put_unconditionally(request, key, data)
     gone: BucketpointError | None = None
     for _ in range(COMMIT_ATTEMPTS):
         try:
-            return _put_conditionally(request, key, data)
+            return _put_conditionally(request, key, data, verified=not able.conditional_replace)
         except _GoneError as error:
             gone = error.reason
     if isinstance(gone, AccessDeniedError):
@@ -237,7 +238,8 @@ def _get_committed(store: Store, key: str) -> tuple[bytes, ObjectInfo]:
         raise _GoneError(error) from None
 
 
-def _put_conditionally(request: Commit, key: str, data: bytes) -> tuple[ObjectInfo, Metadata | None]:
+def _put_conditionally(request: Commit, key: str, data: bytes, *, verified: bool) -> tuple[ObjectInfo, Metadata | None]:
+    """With `verified`, what replaces a checkpoint is read back: the store looks before it writes, and no more."""
     store, body, crc = request.store, [memoryview(data)], crc32c(memoryview(data))
     try:
         return retry_transient(
@@ -252,9 +254,10 @@ def _put_conditionally(request: Commit, key: str, data: bytes) -> tuple[ObjectIn
         raise CheckpointExistsError("A checkpoint is already committed here", url=request.url) from None
     replaced = _readable(there, request.url)
     try:
-        return retry_transient(
-            lambda: store.put(key, body, crc32c=crc, if_match=info.etag), attempts=COMMIT_ATTEMPTS
-        ), replaced
+        info = retry_transient(lambda: store.put(key, body, crc32c=crc, if_match=info.etag), attempts=COMMIT_ATTEMPTS)
+        if verified:
+            _check_ours(request, key, data)
+        return info, replaced
     except PreconditionFailedError:
         now, info = _get_committed(store, key)
         if now == data:
@@ -277,10 +280,13 @@ def _put_unconditionally(request: Commit, key: str, data: bytes) -> tuple[Object
     except ObjectNotFoundError:
         pass
     info = request.store.put(key, [memoryview(data)], crc32c=crc32c(memoryview(data)))
-    now, _ = request.store.get(key)
-    if now != data:
-        raise CommitConflictError("Another job committed a checkpoint to this URL at the same time", url=request.url)
+    _check_ours(request, key, data)
     return info, replaced
+
+
+def _check_ours(request: Commit, key: str, data: bytes) -> None:
+    if request.store.get(key)[0] != data:
+        raise CommitConflictError("Another job committed a checkpoint to this URL at the same time", url=request.url)
 
 
 def _readable(data: bytes, url: str) -> Metadata | None:

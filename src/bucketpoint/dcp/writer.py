@@ -36,7 +36,7 @@ from bucketpoint.format import keys
 from bucketpoint.format.groups import DEFAULT_RULES, GroupRule
 from bucketpoint.retention import RetentionPolicy
 from bucketpoint.staging import StagedState, Stager, StagingOptions, as_staging_options, current_lease, take_turn
-from bucketpoint.stores import Store, accepts_url
+from bucketpoint.stores import Capabilities, Store, accepts_url
 from bucketpoint.transfer import BufferPool, Meter, ProgressCallback, TransferOptions, upload_objects
 
 logger = logging.getLogger(__name__)
@@ -45,7 +45,7 @@ DEFAULT_OBJECT_BYTES = 4 << 30
 """Objects stay below 5 GiB, the most that one server-side CopyObject moves (Amazon S3 service limit)."""
 
 WHOLE_OBJECT_BYTES = 64 << 20
-"""The same for stores that take an object in one piece only, which must then be held in memory as one."""
+"""The same for stores that take an object in one piece only."""
 
 
 class BucketWriter(StorageWriter):
@@ -64,7 +64,8 @@ class BucketWriter(StorageWriter):
         thread_count: a hint, as in `FileSystemWriter`: at least this many requests are in flight.
         transfer: sizes and limits of the transfer.
         target_object_bytes: how much of a group one object holds before another is begun: 4 GiB by default, 64 MiB
-            where the store takes an object in one piece only.
+            where the store takes an object in one piece only, and a quarter of `max_inflight_bytes` at most where a
+            copy of that piece is held.
         groups: which name segments put an item into which group of objects.
         progress: True for a bar on the terminal (needs `rich`), a callable that gets `Progress` events, or None: no
             bar unless the standard error stream is an interactive terminal and this is rank 0.
@@ -338,8 +339,7 @@ class BucketWriter(StorageWriter):
                         plan.items, planner, self._extensions, place, store=store, options=options, meter=meter
                     )
             else:
-                limit = DEFAULT_OBJECT_BYTES if store.capabilities.multipart else WHOLE_OBJECT_BYTES
-                size = self.target_object_bytes or limit
+                size = self.target_object_bytes or _object_bytes(store.capabilities, options)
                 planned = plan_objects(plan.items, planner, place, target_object_bytes=size)
                 meter.total_bytes = sum(entry.source.nbytes for entry in planned)
                 pool = BufferPool(options.max_inflight_bytes)
@@ -405,6 +405,13 @@ class GCSWriter(BucketWriter):
     """`BucketWriter` for `gs://` URLs: Google Cloud Storage."""
 
     schemes = ("gs", "gcs")
+
+
+def _object_bytes(store: Capabilities, options: TransferOptions) -> int:
+    if store.multipart:
+        return DEFAULT_OBJECT_BYTES
+    # Where a copy of the whole object is held while it goes up, several should fit the budget.
+    return min(WHOLE_OBJECT_BYTES, 2 * options.copied_part_bytes) if store.copies_bodies else WHOLE_OBJECT_BYTES
 
 
 def _with_connections(options: TransferOptions, thread_count: int | None) -> TransferOptions:

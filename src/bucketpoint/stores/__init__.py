@@ -5,14 +5,16 @@ from bucketpoint.stores.base import (
     Capabilities,
     CopiesInside,
     DeleteFailure,
+    ManyRanges,
     ObjectInfo,
     OpensRanges,
     OpenUpload,
     Part,
+    Range,
     RangeReply,
     Store,
 )
-from bucketpoint.stores.fsspec import FsspecStore
+from bucketpoint.stores.fsspec import FsspecStore, proven
 from bucketpoint.stores.gcs import GCSStore
 from bucketpoint.stores.gcs_options import GCSOptions
 from bucketpoint.stores.local import LocalStore
@@ -29,10 +31,12 @@ __all__ = [
     "GCSOptions",
     "GCSStore",
     "LocalStore",
+    "ManyRanges",
     "ObjectInfo",
     "OpenUpload",
     "OpensRanges",
     "Part",
+    "Range",
     "RangeReply",
     "S3Options",
     "S3Store",
@@ -40,4 +44,5 @@ __all__ = [
     "accepts_url",
     "open_store",
     "parse_url",
+    "proven",
 ]

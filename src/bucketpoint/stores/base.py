@@ -12,6 +12,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
+from bucketpoint.errors import StoreError
+
 Buffers = Sequence[memoryview]
 """Byte-format (`"B"`), C-contiguous views that follow each other in an object."""
 
@@ -28,6 +30,9 @@ class Capabilities:
         max_put_bytes: the largest body of a single PUT.
         pinned_reads: `if_match` on a read is honoured.
         lists_uploads: `list_multipart` finds uploads by any prefix of their keys, and not by the whole key only.
+        conditional_replace: where there is `conditional_put`, `if_match` is one too; otherwise only `if_none_match` is.
+        copies_bodies: a copy of each body is held while it goes up, and of each range as it comes down.
+        many_ranges: the store has `read_many`, which asks for many ranges in one call: see `ManyRanges`.
     """
 
     conditional_put: bool
@@ -39,6 +44,9 @@ class Capabilities:
     max_parts: int = 1 << 31
     max_put_bytes: int = 1 << 62
     lists_uploads: bool = True
+    conditional_replace: bool = True
+    copies_bodies: bool = False
+    many_ranges: bool = False
 
 
 @dataclass(frozen=True)
@@ -231,4 +239,22 @@ class CopiesInside(Protocol):
 
     def copy_from(self, other: Any, source: ObjectInfo, target: str) -> ObjectInfo:
         """Copy what `other.head` described, of a store that `can_copy_from` said yes to."""
+        ...
+
+
+@dataclass(frozen=True)
+class Range:
+    """Bytes `[start, stop)` of the object at `key`."""
+
+    key: str
+    start: int
+    stop: int
+
+
+@runtime_checkable
+class ManyRanges(Protocol):
+    """What a store has besides where one call for many ranges costs less than a thread for each."""
+
+    def read_many(self, ranges: Sequence[Range], *, at_once: int) -> Sequence[bytes | StoreError]:
+        """The bytes of each range, exactly so many, or why they could not be had. So many ranges are under way `at_once`."""
         ...

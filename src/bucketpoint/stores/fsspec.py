@@ -1,40 +1,43 @@
-"""`FsspecStore`: any filesystem that fsspec knows, by its public, blocking methods. Nothing here is for one service."""
+"""`FsspecStore`: any filesystem that fsspec knows, by its public, blocking methods.
+
+Nothing here is for one service: see `fsspec_ways` for what single filesystems can do, and `fsspec_probe` for what they
+were found to do.
+"""
 
 from __future__ import annotations
 
+import base64
 import builtins
+import contextlib
+import dataclasses
 import datetime
-import secrets
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from fsspec.implementations.memory import MemoryFileSystem
 from fsspec.spec import AbstractFileSystem
 
 from bucketpoint.errors import (
-    AccessDeniedError,
     BucketpointError,
     CorruptDataError,
     ObjectNotFoundError,
     PreconditionFailedError,
     StoreError,
-    TransientStoreError,
     UploadNotFoundError,
 )
-from bucketpoint.stores.base import Buffers, Capabilities, DeleteFailure, ObjectInfo, OpenUpload, Part
-
-_UPLOAD = ".bucketpoint-upload-"
-
-# Only here are folders made: on an object store makedirs would create the bucket.
-_WITH_FOLDERS = frozenset({"file", "local", "ftp", "sftp", "ssh", "smb", "hdfs", "webhdfs", "arrow_hdfs", "dbfs"})
+from bucketpoint.stores.base import Buffers, Capabilities, DeleteFailure, ObjectInfo, OpenUpload, Part, Range, Store
+from bucketpoint.stores.fsspec_errors import translate
+from bucketpoint.stores.fsspec_probe import known, probe
+from bucketpoint.stores.fsspec_services import ways_of
+from bucketpoint.stores.fsspec_ways import Told, Ways, files_below, is_hidden, make_folder_of
+from bucketpoint.stores.gcs_body import crc_of
 
 _ETAG_NAMES = ("ETag", "etag", "generation", "md5Hash", "content_md5", "checksum")
 _TIME_NAMES = ("mtime", "LastModified", "last_modified", "updated", "modified", "created")
 
-# fsspec's conditional writes are there for some filesystems only, so conditions are checked here, one writer at a time.
+# Where a condition is not the service's, it is checked here, one writer at a time.
 _one_writer = threading.Lock()
 
 
@@ -43,9 +46,11 @@ class FsspecStore:
     """Objects below `root` of a filesystem.
 
     Bodies are joined and written whole by `pipe_file`: of all the ways to write, it alone cannot publish half an object
-    when it fails. Conditions are checked before the write; only in memory, which no other process has, is that atomic.
-    Multipart uploads are emulated: parts are objects of their own, read back and written as one at the end. That moves
-    each byte three times, so the capabilities say that there is no multipart, and callers do better with one `put`.
+    when it fails. Where there are folders it can, and a file gets its name once it is whole. Conditions are the
+    service's where it has them; elsewhere they are checked before the write, which is atomic only in memory, which no
+    other process has. Parts go up in any order where the filesystem has an upload in parts of its own. Elsewhere they
+    are objects of their own, read back and written as one at the end: that moves each byte three times, so the
+    capabilities say that there is no multipart, and callers do better with one `put`.
     """
 
     fs: AbstractFileSystem
@@ -67,9 +72,33 @@ class FsspecStore:
         return self.url
 
     @property
+    def ways(self) -> Ways:
+        """How this filesystem is used."""
+        return ways_of(self.fs)
+
+    @property
     def capabilities(self) -> Capabilities:
-        private = isinstance(self.fs, MemoryFileSystem)
-        return Capabilities(conditional_put=private, checksums=False, multipart=False, pinned_reads=private)
+        """What this filesystem's library is known to do; of conditions, what `prove` has found, once it was called."""
+        ways, found = self.ways, known(self)
+        creates = ways.creates if found is None else found.creates
+        parts = {} if ways.limits is None else dataclasses.asdict(ways.limits)
+        return Capabilities(
+            conditional_put=ways.private or creates,
+            conditional_replace=ways.private or (ways.replaces if found is None else found.replaces),
+            checksums=ways.checks if found is None else found.checks,
+            multipart=ways.limits is not None,
+            pinned_reads=ways.private,
+            max_put_bytes=ways.max_put_bytes,
+            # What is in memory is there once more anyway, and its calls end at once.
+            copies_bodies=not ways.private,
+            many_ranges=bool(getattr(self.fs, "async_impl", False)),
+            **parts,
+        )
+
+    def prove(self, prefix: str) -> Capabilities:
+        """`capabilities`, of which conditions and checksums were tried out. Writes below `prefix`: see `probe`."""
+        probe(self, prefix)
+        return self.capabilities
 
     def put(
         self,
@@ -81,18 +110,32 @@ class FsspecStore:
         if_match: str | None = None,
     ) -> ObjectInfo:
         data = b"".join(body)
+        ways, found = self.ways, known(self)
+        if if_match is not None:
+            native = ways.replaces if found is None else found.replaces
+        else:
+            native = if_none_match and (ways.creates if found is None else found.creates)
+        conditional = if_none_match or if_match is not None
+        # What was not tried out yet is not relied upon.
+        looks = conditional and (found is None or not native)
+        with self._errors("put", key), _one_writer if looks else contextlib.nullcontext():
+            if looks:
+                self._look(key, if_none_match=if_none_match, if_match=if_match)
+            if native and if_match is not None:
+                return self._replace(key, data, if_match, crc32c)
+            if native:
+                return self._create(key, data, crc32c)
+            return self._write(key, data, crc32c)
+
+    def create_unseen(self, key: str, data: bytes) -> None:
+        """Create an object by the service's condition alone, for the probe."""
         with self._errors("put", key):
-            if not if_none_match and if_match is None:
-                self._write(key, data)
-                return self._written(key, len(data))
-            with _one_writer:
-                present = self._find(key)
-                if if_none_match and present is not None:
-                    raise PreconditionFailedError("the object exists", url=self._url(key))
-                if if_match is not None and (present is None or present.etag != if_match):
-                    raise PreconditionFailedError("the object is not the one expected", url=self._url(key))
-                self._write(key, data)
-                return self._written(key, len(data))
+            self._create(key, data, None)
+
+    def replace_unseen(self, key: str, data: bytes, etag: str) -> None:
+        """Replace an object by the service's condition alone, for the probe."""
+        with self._errors("put", key):
+            self._replace(key, data, etag, None)
 
     def get(self, key: str, *, max_bytes: int | None = None, first: int | None = None) -> tuple[bytes, ObjectInfo]:
         info = self.head(key)
@@ -101,9 +144,11 @@ class FsspecStore:
             raise CorruptDataError(
                 f"the object has {info.size} bytes, and at most {max_bytes} were expected", url=self._url(key)
             )
+        if not info.size:
+            return b"", info
         with self._errors("get", key):
-            limits = {"start": 0, "end": first} if part else {}
-            return bytes(self.fs.cat_file(self._path(key), **limits)), info
+            # With both ends, as some filesystems ask for a size or cut a read into pieces without them.
+            return bytes(self.fs.cat_file(self._path(key), start=0, end=first if part else info.size)), info
 
     def read_into(self, key: str, offset: int, buffers: Buffers, *, if_match: str | None = None) -> None:
         size = sum(view.nbytes for view in buffers)
@@ -111,7 +156,12 @@ class FsspecStore:
             return
         self._check_etag(key, if_match)
         with self._errors("read", key):
-            data = memoryview(self.fs.cat_file(self._path(key), start=offset, end=offset + size))
+            try:
+                data = memoryview(self.fs.cat_file(self._path(key), start=offset, end=offset + size))
+            except Exception:
+                # Some say of a range beyond the end that the request was wrong, and of much else.
+                self._check_size(key, offset + size)
+                raise
         if data.nbytes != size:
             raise CorruptDataError("the object ends before the range does", url=self._url(key))
         # Again: what was read between two equal ETags is what they stand for.
@@ -120,6 +170,16 @@ class FsspecStore:
         for view in buffers:
             view[:] = data[start : start + view.nbytes]
             start += view.nbytes
+
+    def read_many(self, ranges: Sequence[Range], *, at_once: int) -> Sequence[bytes | StoreError]:
+        """See `ManyRanges`: on the event loop of the filesystem."""
+        if not ranges:
+            return []
+        paths = [self._path(one.key) for one in ranges]
+        starts, ends = [one.start for one in ranges], [one.stop for one in ranges]
+        with self._errors("read", ranges[0].key):
+            found = self.fs.cat_ranges(paths, starts, ends, on_error="return", batch_size=at_once)
+        return [self._read(one, data) for one, data in zip(ranges, found, strict=True)]
 
     def head(self, key: str) -> ObjectInfo:
         with self._errors("head", key):
@@ -134,7 +194,7 @@ class FsspecStore:
             self.fs.invalidate_cache()
             found = self._descend(folder)
         for key, info in sorted(found.items()):
-            if key.startswith(prefix) and (start_after is None or key > start_after) and _UPLOAD not in key:
+            if key.startswith(prefix) and (start_after is None or key > start_after) and not is_hidden(key):
                 yield _info(key, info)
 
     def list_folders(self, prefix: str) -> Iterator[str]:
@@ -163,74 +223,82 @@ class FsspecStore:
     def copy(self, source: str, target: str) -> ObjectInfo:
         size = self.head(source).size
         with self._errors("copy", source):
-            self._make_folder(target)
+            make_folder_of(self.fs, self._path(target))
             self.fs.cp_file(self._path(source), self._path(target))
-            return self._written(target, size)
+            return self._written(target, size, {})
 
     def create_multipart(self, key: str) -> str:
-        upload_id = secrets.token_hex(8)
         with self._errors("create_multipart", key):
-            self._write(self._part(key, upload_id, 0), key.encode())
-        return upload_id
+            return self.ways.begin(self.fs, self._path(key))
 
     def put_part(self, key: str, upload_id: str, number: int, body: Buffers, *, crc32c: int | None = None) -> Part:
-        self._check_upload(key, upload_id)
         data = b"".join(body)
-        part = self._part(key, upload_id, number)
-        with self._errors("put_part", key):
-            self._write(part, data)
-        return Part(number, len(data), self.head(part).etag or "", crc32c)
+        with self._errors("put_part", key, missing=UploadNotFoundError), self._compared(key, data, crc32c):
+            etag = self.ways.send(self.fs, self._path(key), upload_id, number, data, crc32c)
+        return Part(number, len(data), etag, crc32c)
 
     def complete_multipart(self, key: str, upload_id: str, parts: Sequence[Part]) -> ObjectInfo:
-        self._check_upload(key, upload_id)
         ordered = sorted(parts, key=lambda part: part.number)
-        with self._errors("complete_multipart", key):
-            names = [self._path(self._part(key, upload_id, part.number)) for part in ordered]
-            data = b"".join(self.fs.cat_file(name) for name in names)
-            if len(data) != sum(part.size for part in ordered):
-                raise StoreError("the parts are not the ones listed", url=self._url(key))
-            self._write(key, data)
-            info = self._written(key, len(data))
-        self.abort_multipart(key, upload_id)
-        return info
+        with self._errors("complete_multipart", key, missing=UploadNotFoundError):
+            told = self.ways.complete(self.fs, self._path(key), upload_id, ordered)
+            return self._written(key, sum(part.size for part in ordered), told)
 
     def abort_multipart(self, key: str, upload_id: str) -> None:
-        folder = self._part(key, upload_id, 0).rsplit("/", 1)[0] + "/"
-        with self._errors("abort_multipart", key):
-            self.fs.invalidate_cache()
-            names = self._descend(folder)
-            for name in sorted(names, reverse=True):
-                self.fs.rm_file(self._path(name))
-            if _has_folders(self.fs) and names:
-                self.fs.rmdir(self._path(folder.rstrip("/")))
+        with self._errors("abort_multipart", key), contextlib.suppress(FileNotFoundError):
+            self.ways.abort(self.fs, self._path(key), upload_id)
 
     def list_multipart(self, prefix: str) -> Iterator[OpenUpload]:
-        folder = prefix[: prefix.rfind("/") + 1]
+        above = len(self._path(""))
         with self._errors("list_multipart", prefix):
-            self.fs.invalidate_cache()
-            found = self._descend(folder)
-        for name, info in sorted(found.items()):
-            above, _, number = name.rpartition("/")
-            upload = above.rpartition("/")[2]
-            if upload.startswith(_UPLOAD) and number == "0":
-                key = self.get(name)[0].decode()
-                if key.startswith(prefix):
-                    yield OpenUpload(key, upload[len(_UPLOAD) :], _seconds(info))
+            for path, upload_id, info in self.ways.uploads(self.fs, self._path(prefix)):
+                yield OpenUpload(path[above:], upload_id, _seconds(info))
 
     def close(self) -> None:
         """The filesystem belongs to whoever made it."""
 
-    def _write(self, key: str, data: bytes) -> None:
-        self._make_folder(key)
-        self.fs.pipe_file(self._path(key), data)
+    def _look(self, key: str, *, if_none_match: bool, if_match: str | None) -> None:
+        present = self._find(key)
+        if if_none_match and present is not None:
+            raise PreconditionFailedError("the object exists", url=self._url(key))
+        if if_match is not None and (present is None or present.etag != if_match):
+            raise PreconditionFailedError("the object is not the one expected", url=self._url(key))
 
-    def _written(self, key: str, size: int) -> ObjectInfo:
+    def _write(self, key: str, data: bytes, crc32c: int | None) -> ObjectInfo:
+        return self._sent(key, data, crc32c, lambda: self.ways.write(self.fs, self._path(key), data, crc32c))
+
+    def _create(self, key: str, data: bytes, crc32c: int | None) -> ObjectInfo:
+        return self._sent(key, data, crc32c, lambda: self.ways.create(self.fs, self._path(key), data, crc32c))
+
+    def _replace(self, key: str, data: bytes, etag: str, crc32c: int | None) -> ObjectInfo:
+        return self._sent(key, data, crc32c, lambda: self.ways.replace(self.fs, self._path(key), data, etag, crc32c))
+
+    def _sent(self, key: str, data: bytes, crc32c: int | None, send: Callable[[], Told]) -> ObjectInfo:
+        with self._compared(key, data, crc32c):
+            told = send()
+        if crc32c is not None and not _told_right(told, crc32c):
+            with contextlib.suppress(Exception):
+                self.fs.rm_file(self._path(key))
+            raise CorruptDataError("the service has another CRC32C of the object", url=self._url(key))
+        return self._written(key, len(data), told)
+
+    def _written(self, key: str, size: int, told: Told) -> ObjectInfo:
+        if any(told.get(name) for name in _ETAG_NAMES):
+            return ObjectInfo(key, size, _etag(dict(told)), _seconds(dict(told)))
         found = self._find(key)
         return ObjectInfo(key, size) if found is None else found
 
-    def _make_folder(self, key: str) -> None:
-        if _has_folders(self.fs):
-            self.fs.makedirs(self._path(key).rpartition("/")[0], exist_ok=True)
+    def _read(self, one: Range, found: Any) -> bytes | StoreError:
+        if isinstance(found, Exception):
+            return translate(found, "read", self._url(one.key))
+        if len(found) != one.stop - one.start:
+            return CorruptDataError("the object ends before the range does", url=self._url(one.key))
+        data: bytes = found
+        return data
+
+    def _check_size(self, key: str, needed: int) -> None:
+        found = self._find(key)
+        if found is not None and found.size < needed:
+            raise CorruptDataError("the object ends before the range does", url=self._url(key)) from None
 
     def _find(self, key: str) -> ObjectInfo | None:
         self.fs.invalidate_cache(self._path(key))
@@ -242,25 +310,12 @@ class FsspecStore:
 
     def _descend(self, folder: str) -> dict[str, dict[str, Any]]:
         """What lies below a folder, by key."""
-        try:
-            found = self.fs.find(self._path(folder).rstrip("/") or "/", detail=True)
-        except (FileNotFoundError, NotADirectoryError):
-            return {}
         above = len(self._path(""))
-        return {name[above:]: info for name, info in found.items() if info.get("type") == "file"}
+        return {name[above:]: info for name, info in files_below(self.fs, self._path(folder)).items()}
 
     def _check_etag(self, key: str, if_match: str | None) -> None:
         if if_match is not None and self.head(key).etag != if_match:
             raise PreconditionFailedError("the object is not the one expected", url=self._url(key))
-
-    def _check_upload(self, key: str, upload_id: str) -> None:
-        with self._errors("upload", key):
-            found = self._find(self._part(key, upload_id, 0))
-        if found is None:
-            raise UploadNotFoundError("no such multipart upload", url=self._url(key))
-
-    def _part(self, key: str, upload_id: str, number: int) -> str:
-        return f"{key[: key.rfind('/') + 1]}{_UPLOAD}{upload_id}/{number}"
 
     def _path(self, key: str) -> str:
         return f"{self.root.rstrip('/')}/{key}"
@@ -269,30 +324,43 @@ class FsspecStore:
         return f"{self.url.rstrip('/')}/{key}"
 
     @contextmanager
-    def _errors(self, operation: str, key: str) -> Iterator[None]:
+    def _compared(self, key: str, data: bytes, crc32c: int | None) -> Iterator[None]:
+        """Services say "invalid" of a body that does not fit its checksum, and of much else: look which it was."""
+        try:
+            yield
+            return
+        except (OSError, ValueError) as error:
+            if crc32c is None or isinstance(error, FileExistsError) or crc_of([memoryview(data)], None) == crc32c:
+                raise
+        raise CorruptDataError("the body does not have the CRC32C that was sent with it", url=self._url(key))
+
+    @contextmanager
+    def _errors(self, operation: str, key: str, *, missing: type[StoreError] = ObjectNotFoundError) -> Iterator[None]:
         failure: StoreError
         try:
             yield
             return
         except BucketpointError:
             raise
-        except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
-            failure = ObjectNotFoundError(f"{operation} failed: no such object or bucket", url=self._url(key))
-        except PermissionError as error:
-            failure = AccessDeniedError(f"{operation} failed: {error.strerror or 'not permitted'}", url=self._url(key))
-        except (TimeoutError, ConnectionError) as error:
-            failure = TransientStoreError(f"{operation} failed: {type(error).__name__}: {error}", url=self._url(key))
         except Exception as error:  # noqa: BLE001 (each filesystem has exceptions of its own; none may escape unnamed)
-            failure = StoreError(f"{operation} failed: {type(error).__name__}: {error}", url=self._url(key))
+            failure = translate(error, operation, self._url(key))
+            if isinstance(failure, ObjectNotFoundError):
+                failure = missing(failure.message, url=failure.url)
         raise failure
 
 
-def _has_folders(fs: AbstractFileSystem) -> bool:
-    inner = getattr(fs, "fs", None)
-    if isinstance(inner, AbstractFileSystem):
-        return _has_folders(inner)
-    protocols = (fs.protocol,) if isinstance(fs.protocol, str) else fs.protocol
-    return not _WITH_FOLDERS.isdisjoint(protocols)
+def proven(store: Store, prefix: str) -> Capabilities:
+    """What a store can do, for those about to rely on its conditions: tried out where only a trial tells.
+
+    Writes below `prefix` then, once a process. Raises StoreError where nothing could be found out.
+    """
+    return store.prove(prefix) if isinstance(store, FsspecStore) else store.capabilities
+
+
+def _told_right(told: Told, crc32c: int) -> bool:
+    """Whether the CRC32C that the service says of an object, if it says one, is this one."""
+    held = told.get("crc32c")
+    return not isinstance(held, str) or base64.b64decode(held) == crc32c.to_bytes(4, "big")
 
 
 def _info(key: str, info: dict[str, Any]) -> ObjectInfo:

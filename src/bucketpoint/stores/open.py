@@ -24,6 +24,12 @@ from bucketpoint.stores.s3_options import S3Options
 S3_SCHEMES = ("s3", "s3a")
 GCS_SCHEMES = ("gs", "gcs")
 
+# What serves a scheme that fsspec knows and whose library it does not bring.
+_INSTALL = {
+    **dict.fromkeys(GCS_SCHEMES, INSTALL),
+    **dict.fromkeys(("az", "abfs", "abfss", "adl"), "pip install 'bucketpoint[azure]'"),
+}
+
 # RFC 3986, section 3.1. One letter is a Windows drive.
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+)(://|::)")
 
@@ -84,6 +90,8 @@ def open_store(
         BucketpointError: an option is not known.
     """
     if fs is not None:
+        if schemes and parse_url(url)[0]:
+            _check_scheme(url, schemes)
         return _store_on(fs, fs._strip_protocol(os.fspath(url))), ""
     scheme, root, prefix = _check_scheme(url, schemes)
     if scheme in S3_SCHEMES:
@@ -97,8 +105,9 @@ def open_store(
         filesystem, path = fsspec.core.url_to_fs(os.fspath(url), **dict(storage_options or {}))
         return _store_on(filesystem, path), ""
     except ImportError as error:
-        remedy = INSTALL if scheme in GCS_SCHEMES else None
-        failure = InvalidURLError(f"fsspec has no filesystem for this URL: {error}", url=os.fspath(url), remedy=remedy)
+        # fsspec says what to install, of each scheme that it knows.
+        message = f"the library that serves {scheme}:// URLs is not installed: {error}"
+        failure = InvalidURLError(message, url=os.fspath(url), remedy=_INSTALL.get(scheme))
     except ValueError as error:
         failure = InvalidURLError(f"fsspec does not know this URL: {error}", url=os.fspath(url))
     except TypeError as error:

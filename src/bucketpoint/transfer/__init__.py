@@ -1,7 +1,8 @@
 """Moving bytes under one budget. Knows nothing of tensors and nothing of DCP."""
 
 from bucketpoint.transfer.budget import BufferPool
-from bucketpoint.transfer.download import Block, Extent, Request, Whole, fetch, plan_requests
+from bucketpoint.transfer.download import Block, Extent, Request, Whole, plan_requests
+from bucketpoint.transfer.fetch import fetch
 from bucketpoint.transfer.options import Hedge, TransferOptions
 from bucketpoint.transfer.progress import Meter, Progress, ProgressCallback
 from bucketpoint.transfer.retry import retry_transient

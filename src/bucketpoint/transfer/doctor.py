@@ -21,9 +21,10 @@ from bucketpoint.errors import (
     StoreError,
     WrongRegionError,
 )
-from bucketpoint.stores import LocalStore, S3Store, Store
+from bucketpoint.stores import FsspecStore, LocalStore, S3Store, Store
 from bucketpoint.transfer.checksum import crc32c
 from bucketpoint.transfer.doctor_bucket import Finding, bucket_findings, clock_finding
+from bucketpoint.transfer.doctor_fsspec import fsspec_findings
 from bucketpoint.transfer.speed import Speed, probe
 from bucketpoint.transfer.tasks import TaskGroup
 
@@ -97,6 +98,10 @@ class _Examination:
         if isinstance(self._store, S3Store):
             self._add(clock_finding(self._store))
         if written:
+            if isinstance(self._store, FsspecStore):
+                # First: what they find is what the store then says of itself.
+                for finding in fsspec_findings(self._store, self._folder.rstrip("/")):
+                    self._add(finding)
             self._create_only()
             self._if_match()
             self._pinned_reads()
@@ -181,7 +186,8 @@ class _Examination:
         self._try(check, trial, f"refused twice, and won by one of {RACERS} at once", remedy=_WITHOUT_CONDITIONS)
 
     def _if_match(self) -> None:
-        if not self._store.capabilities.conditional_put:
+        able = self._store.capabilities
+        if not (able.conditional_put and able.conditional_replace):
             return
         key = self._key("if-match")
 

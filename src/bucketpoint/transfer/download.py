@@ -12,14 +12,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from bucketpoint.errors import CorruptDataError
-from bucketpoint.stores import Store
 from bucketpoint.transfer.budget import BufferPool
 from bucketpoint.transfer.checksum import combine, crc32c
-from bucketpoint.transfer.hedge import Reads, hedged
+from bucketpoint.transfer.hedge import Reads
 from bucketpoint.transfer.options import TransferOptions
 from bucketpoint.transfer.progress import Meter
 from bucketpoint.transfer.retry import retry_transient
-from bucketpoint.transfer.tasks import TaskGroup
 
 SMALL_EXTENT_BYTES = 64 << 10
 """Direct extents below this are copied out of a leased buffer instead: a socket read for each would cost more."""
@@ -155,18 +153,8 @@ def _leased(extent: Extent) -> int:
     return extent.nbytes - (len(extent.direct) if extent.direct is not None and _is_direct(extent) else 0)
 
 
-def fetch(
-    store: Store, requests: Sequence[Request], options: TransferOptions, *, pool: BufferPool, meter: Meter
-) -> None:
-    """Run all requests in parallel; every extent is verified and delivered, or the first error is raised."""
-    reads = hedged(store, options, pool, meter)
-    with TaskGroup(options.connections, name="bucketpoint-download", nice=options.nice) as group:
-        for request in requests:
-            group.start(lambda request=request: fetch_one(reads, request, options, pool, meter))  # type: ignore[misc]
-
-
 def fetch_one(reads: Reads, request: Request, options: TransferOptions, pool: BufferPool, meter: Meter) -> None:
-    """Run one request on the current thread, as `fetch` does."""
+    """Run one request on the current thread: its bytes are received, verified and delivered."""
     with pool.lease(request.leased) as lease:
         buffers, pieces = _lay_out(request, lease)
 

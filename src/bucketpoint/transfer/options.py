@@ -88,6 +88,11 @@ class TransferOptions:
         return replace(self, nice=max(self.nice, self.background_nice))
 
     @property
+    def copied_part_bytes(self) -> int:
+        """Size of a part of which the store holds a copy: eight are under way within the budget."""
+        return max(self.max_inflight_bytes // 8, 1)
+
+    @property
     def lease_bytes(self) -> int:
         """Size of one leased buffer: small enough that every connection gets one within the budget."""
         return max(self.max_inflight_bytes // self.connections, min(MIB, self.max_inflight_bytes))

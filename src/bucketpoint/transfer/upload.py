@@ -118,6 +118,8 @@ class _ObjectUpload:
         copied = any(segment.fill is not None for segment in self.source.segments)
         # Parts that need a buffer of ours are kept small, so that every connection gets one within the budget.
         size = min(self.part_bytes, self.options.lease_bytes) if copied else self.part_bytes
+        if limits.copies_bodies:
+            size = min(size, self.options.copied_part_bytes)
         plan = plan_parts(self._nbytes, size, limits)
         group.start(lambda: self._create(group, plan))
 
@@ -177,7 +179,9 @@ class _ObjectUpload:
         """The buffers of bytes `[start, stop)` and their CRC32C, valid within the block."""
         stretches = list(self._stretches(start, stop))
         copied = sum(high - low for index, low, high in stretches if self.source.segments[index].fill is not None)
-        with self.pool.lease(copied) as lease:
+        # What the store copies lies elsewhere, and is of ours all the same. Pages that nobody touches take no memory.
+        held = stop - start if self.store.capabilities.copies_bodies else 0
+        with self.pool.lease(copied + held) as lease:
             body: list[memoryview] = []
             crc = used = 0
             for index, low, high in stretches:

@@ -1,0 +1,104 @@
+"""What the exceptions of fsspec's filesystems mean, as kinds of `bucketpoint.errors`. No requests, and no library's types.
+
+Each filesystem raises what its client library does: an exception of Python's, or one that carries an HTTP status in a
+field of its own. Both are looked for along the chain of causes; what an exception says in words decides nothing.
+"""
+
+from __future__ import annotations
+
+import errno
+import http.client
+import socket
+from collections.abc import Iterator
+
+from bucketpoint.errors import (
+    AccessDeniedError,
+    BucketpointError,
+    CredentialsError,
+    EndpointError,
+    ObjectNotFoundError,
+    PreconditionFailedError,
+    StoreError,
+    ThrottledError,
+    TransientStoreError,
+)
+
+CHECK_ENDPOINT = "Check the endpoint, the host or the connection string in storage_options, and the network"
+
+_MISSING = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
+_UNREACHABLE = (ConnectionRefusedError, socket.gaierror)
+_PASSING = (TimeoutError, ConnectionError)
+
+# s3fs says so of InternalError, RequestTimeout and SlowDown; EREMOTEIO is Linux's alone.
+_PASSING_NUMBERS = frozenset(
+    {errno.EBUSY, errno.EAGAIN, errno.EINTR, errno.ETIMEDOUT, getattr(errno, "EREMOTEIO", errno.EBUSY)}
+)
+_UNREACHABLE_NUMBERS = frozenset({errno.ECONNREFUSED, errno.EHOSTUNREACH, errno.ENETUNREACH})
+
+_REFUSED = frozenset({http.client.CONFLICT, http.client.PRECONDITION_FAILED})
+_TOO_MANY = frozenset({http.client.TOO_MANY_REQUESTS, http.client.SERVICE_UNAVAILABLE})
+
+
+def translate(error: Exception, operation: str, url: str) -> StoreError:
+    """The kind of error that this is one of. One of ours is what it is."""
+    if isinstance(error, StoreError):
+        return error
+    kind, remedy = _kind(error)
+    text = error.message if isinstance(error, BucketpointError) else f"{type(error).__name__}: {error}"
+    return kind(f"{operation} failed: {text}", url=url, remedy=remedy)
+
+
+def status_of(error: BaseException) -> int | None:
+    """The HTTP status that led to an error, if it or one of its causes carries one."""
+    for one in _chain(error):
+        response = getattr(one, "response", None)
+        # botocore keeps it there; azure's errors have `status_code`, aiohttp's `status`, gcsfs's `code`.
+        held = response.get("ResponseMetadata", {}).get("HTTPStatusCode") if isinstance(response, dict) else None
+        for value in (held, *(getattr(one, name, None) for name in ("status_code", "status", "code"))):
+            if isinstance(value, int) and not isinstance(value, bool) and 300 <= value < 600:
+                return value
+    return None
+
+
+def _kind(error: Exception) -> tuple[type[StoreError], str | None]:
+    if isinstance(error, FileExistsError):
+        return PreconditionFailedError, None
+    if isinstance(error, _MISSING):
+        return ObjectNotFoundError, None
+    status = status_of(error)
+    if status in _REFUSED:
+        return PreconditionFailedError, None
+    if status == http.client.NOT_FOUND:
+        return ObjectNotFoundError, None
+    if status == http.client.UNAUTHORIZED:
+        return CredentialsError, "Check the credentials in storage_options"
+    if status == http.client.FORBIDDEN or isinstance(error, PermissionError):
+        return AccessDeniedError, "A trainer needs the right to write and to read here; a reader, to read"
+    if status in _TOO_MANY:
+        return ThrottledError, None
+    if status is not None and status >= http.client.INTERNAL_SERVER_ERROR:
+        return TransientStoreError, None
+    chain = list(_chain(error))
+    if any(isinstance(one, _UNREACHABLE) or _number(one) in _UNREACHABLE_NUMBERS for one in chain):
+        return EndpointError, CHECK_ENDPOINT
+    if status is None and any(isinstance(one, _PASSING) or _number(one) in _PASSING_NUMBERS for one in chain):
+        return TransientStoreError, None
+    return StoreError, None
+
+
+def _number(error: BaseException) -> int | None:
+    return error.errno if isinstance(error, OSError) else None
+
+
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    seen: set[int] = set()
+    waiting: list[BaseException | None] = [error]
+    while waiting:
+        one = waiting.pop()
+        if one is None or id(one) in seen:
+            continue
+        seen.add(id(one))
+        yield one
+        # The last is azure's and aiohttp's: what they wrap is no cause in Python's sense everywhere.
+        inner = getattr(one, "inner_exception", None) or getattr(one, "os_error", None)
+        waiting += [inner if isinstance(inner, BaseException) else None, one.__context__, one.__cause__]

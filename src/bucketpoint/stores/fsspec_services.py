@@ -1,0 +1,206 @@
+"""What single filesystems can do beyond the methods that all have: conditions, checksums, and parts of an object."""
+
+from __future__ import annotations
+
+import base64
+import secrets
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import fsspec.asyn
+from fsspec.implementations.memory import MemoryFileSystem
+from fsspec.spec import AbstractFileSystem
+
+from bucketpoint.stores.base import Part
+from bucketpoint.stores.fsspec_ways import Limits, Told, Ways, told
+
+MIB = 1 << 20
+
+
+class Memory(Ways):
+    """A dict in this process. Its conditions are not atomic, and nobody outside this process can break them."""
+
+    name = "memory"
+    private = True
+
+
+class S3FS(Ways):
+    """s3fs passes what it is given beyond its own arguments on to the S3 operation.
+
+    https://docs.aws.amazon.com/AmazonS3/latest/API/API_PutObject.html, and limits from
+    https://docs.aws.amazon.com/AmazonS3/latest/userguide/qfacts.html.
+    """
+
+    name = "s3fs"
+    creates = replaces = checks = True
+    limits = Limits(5 * MIB, 5 << 30, 10_000)
+    # From twice its own part size on pipe_file sends parts, to which a checksum of the whole does not belong.
+    max_put_bytes = 100 * MIB - 1
+
+    def write(self, fs: AbstractFileSystem, path: str, data: bytes, crc32c: int | None) -> Told:
+        return told(fs.pipe_file(path, data, **_sum("ChecksumCRC32C", crc32c)))
+
+    def create(self, fs: AbstractFileSystem, path: str, data: bytes, crc32c: int | None) -> Told:
+        return told(fs.pipe_file(path, data, mode="create", **_sum("ChecksumCRC32C", crc32c)))
+
+    def replace(self, fs: AbstractFileSystem, path: str, data: bytes, etag: str, crc32c: int | None) -> Told:
+        return told(fs.pipe_file(path, data, IfMatch=f'"{etag}"', **_sum("ChecksumCRC32C", crc32c)))
+
+    def begin(self, fs: AbstractFileSystem, path: str) -> str:
+        reply = fs.call_s3("create_multipart_upload", **_bucket_and_key(fs, path), ChecksumAlgorithm="CRC32C")
+        return str(reply["UploadId"])
+
+    def send(
+        self, fs: AbstractFileSystem, path: str, upload_id: str, number: int, data: bytes, crc32c: int | None
+    ) -> str:
+        where = {**_bucket_and_key(fs, path), "UploadId": upload_id, "PartNumber": number}
+        reply = fs.call_s3("upload_part", **where, Body=data, **_sum("ChecksumCRC32C", crc32c))
+        return str(reply["ETag"]).strip('"')
+
+    def complete(self, fs: AbstractFileSystem, path: str, upload_id: str, parts: Sequence[Part]) -> Told:
+        listed = [
+            {"PartNumber": part.number, "ETag": f'"{part.etag}"', **_sum("ChecksumCRC32C", part.crc32c)}
+            for part in parts
+        ]
+        where = {**_bucket_and_key(fs, path), "UploadId": upload_id}
+        reply = fs.call_s3("complete_multipart_upload", **where, MultipartUpload={"Parts": listed})
+        return told(reply)
+
+    def abort(self, fs: AbstractFileSystem, path: str, upload_id: str) -> None:
+        fs.call_s3("abort_multipart_upload", **_bucket_and_key(fs, path), UploadId=upload_id)
+
+    def uploads(self, fs: AbstractFileSystem, path: str) -> Iterator[tuple[str, str, Any]]:
+        where = _bucket_and_key(fs, path)
+        marker: dict[str, str] = {}
+        while True:
+            page = fs.call_s3("list_multipart_uploads", Bucket=where["Bucket"], Prefix=where["Key"], **marker)
+            for upload in page.get("Uploads", []):
+                started = {"modified": upload.get("Initiated")}
+                yield f"{where['Bucket']}/{upload['Key']}", str(upload["UploadId"]), started
+            if not page.get("IsTruncated"):
+                return
+            marker = {"KeyMarker": page["NextKeyMarker"], "UploadIdMarker": page["NextUploadIdMarker"]}
+
+
+class GCSFS(Ways):
+    """gcsfs has the condition for what is not there, and none for what is. Google says the CRC32C of what it holds.
+
+    https://cloud.google.com/storage/docs/json_api/v1/objects
+    """
+
+    name = "gcsfs"
+    creates = checks = True
+    # From there on gcsfs sends one chunk after another, and hands back no description.
+    max_put_bytes = 50 * MIB - 1
+
+
+class ADLFS(Ways):
+    """Azure's block blobs: parts are blocks that are named beforehand and listed in one commit.
+
+    Limits: https://learn.microsoft.com/azure/storage/blobs/scalability-targets. Blocks that were never committed go
+    after a week, or with the next write of the blob.
+    """
+
+    name = "adlfs"
+    creates = replaces = True
+    limits = Limits(1, 4000 * MIB, 50_000)
+    max_put_bytes = 5000 * MIB
+
+    def replace(self, fs: AbstractFileSystem, path: str, data: bytes, etag: str, crc32c: int | None) -> Told:
+        from azure.core import MatchConditions
+
+        condition = {"etag": f'"{etag}"', "match_condition": MatchConditions.IfNotModified}
+        return told(fs.pipe_file(path, data, **condition))
+
+    def begin(self, fs: AbstractFileSystem, path: str) -> str:
+        upload_id = secrets.token_hex(8)
+        # The blocks alone show that there is an upload, so the first one is there from its beginning.
+        self.send(fs, path, upload_id, 0, b"\0", None)
+        return upload_id
+
+    def send(
+        self, fs: AbstractFileSystem, path: str, upload_id: str, number: int, data: bytes, crc32c: int | None
+    ) -> str:
+        block = _block(upload_id, number)
+        _azure(fs, path, lambda blob: blob.stage_block(block_id=block, data=data, length=len(data)))
+        return block
+
+    def complete(self, fs: AbstractFileSystem, path: str, upload_id: str, parts: Sequence[Part]) -> Told:
+        from azure.core.exceptions import HttpResponseError
+        from azure.storage.blob import BlobBlock
+
+        blocks = [BlobBlock(part.etag) for part in parts]
+        # adlfs takes a blob without this for what may be a folder.
+        metadata = {"is_directory": "false"}
+        try:
+            return told(_azure(fs, path, lambda blob: blob.commit_block_list(blocks, metadata=metadata)))
+        except HttpResponseError as error:
+            if error.error_code != "InvalidBlockList":
+                raise
+        raise FileNotFoundError("the blocks of the upload are gone")
+
+    def abort(self, fs: AbstractFileSystem, path: str, upload_id: str) -> None:
+        if not any(found == upload_id for _, found, _ in self.uploads(fs, path)):
+            return
+        # There is no request that drops blocks. Committing none of them does, and leaves an empty blob to delete.
+        _azure(fs, path, lambda blob: blob.commit_block_list([]))
+        fs.rm_file(path)
+
+    def uploads(self, fs: AbstractFileSystem, path: str) -> Iterator[tuple[str, str, Any]]:
+        container, prefix, _ = fs.split_path(path)
+
+        async def found() -> list[tuple[str, str, Any]]:
+            listed = []
+            async with fs.service_client.get_container_client(container=container) as client:
+                async for blob in client.list_blobs(name_starts_with=prefix, include=["uncommittedblobs"]):
+                    async with client.get_blob_client(blob.name) as one:
+                        _, blocks = await one.get_block_list("uncommitted")
+                    ids = {_upload_of(block.id) for block in blocks} - {""}
+                    begun = {"modified": blob.last_modified}
+                    listed += [(f"{container}/{blob.name}", upload_id, begun) for upload_id in sorted(ids)]
+            return listed
+
+        yield from fsspec.asyn.sync(fs.loop, found)
+
+
+_LIBRARIES: dict[str, Ways] = {ways.name: ways for ways in (S3FS(), GCSFS(), ADLFS())}
+_PLAIN, _MEMORY = Ways(), Memory()
+
+
+def ways_of(fs: AbstractFileSystem) -> Ways:
+    """How to use a filesystem: what its own library is known to do, or what all do."""
+    if isinstance(fs, MemoryFileSystem):
+        return _MEMORY
+    # By the library and not by the protocol: others serve s3:// too, with methods of their own.
+    libraries = [kind.__module__.partition(".")[0] for kind in type(fs).__mro__]
+    return next((_LIBRARIES[name] for name in libraries if name in _LIBRARIES), _PLAIN)
+
+
+def _sum(name: str, crc32c: int | None) -> dict[str, str]:
+    return {} if crc32c is None else {name: base64.b64encode(crc32c.to_bytes(4, "big")).decode()}
+
+
+def _bucket_and_key(fs: AbstractFileSystem, path: str) -> dict[str, str]:
+    bucket, key, _ = fs.split_path(path)
+    return {"Bucket": bucket, "Key": key}
+
+
+def _azure(fs: AbstractFileSystem, path: str, ask: Any) -> Any:
+    container, name, _ = fs.split_path(path)
+
+    async def call() -> Any:
+        async with fs.service_client.get_blob_client(container=container, blob=name) as blob:
+            return await ask(blob)
+
+    return fsspec.asyn.sync(fs.loop, call)
+
+
+def _block(upload_id: str, number: int) -> str:
+    # All ids of a blob's blocks must be of one length.
+    return f"bucketpoint-{upload_id}-{number:08}"
+
+
+def _upload_of(block: str) -> str:
+    """The id of the upload that a block is of; empty for another program's."""
+    start, _, rest = block.partition("-")
+    return rest.rpartition("-")[0] if start == "bucketpoint" else ""

@@ -1,0 +1,115 @@
+"""All requests of a load come down: a thread for each, or many in one call of a store that has an event loop of its own.
+
+Of such calls there are two at a time, so that what one has brought is copied and verified while the other waits. What a
+call brings is held in memory as it arrives, and counts against the budget.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from bucketpoint.errors import CorruptDataError, StoreError
+from bucketpoint.stores import ManyRanges, Range, Store
+from bucketpoint.transfer.budget import BufferPool
+from bucketpoint.transfer.download import Assembly, Request, fetch_one
+from bucketpoint.transfer.hedge import hedged
+from bucketpoint.transfer.options import TransferOptions
+from bucketpoint.transfer.progress import Meter
+from bucketpoint.transfer.tasks import TaskGroup
+
+CALLS = 2
+"""Batches under way at once."""
+
+_SMALLEST_PIECE = 1 << 20
+
+
+@dataclass
+class Batch:
+    """Requests that are asked for in one call, and the ranges that they are cut into."""
+
+    requests: list[Request] = field(default_factory=list)
+    ranges: list[Range] = field(default_factory=list)
+    nbytes: int = 0
+    leased: int = 0
+
+
+def fetch(
+    store: Store, requests: Sequence[Request], options: TransferOptions, *, pool: BufferPool, meter: Meter
+) -> None:
+    """Run all requests in parallel; every extent is verified and delivered, or the first error is raised."""
+    # No call for many ranges takes conditions.
+    if store.capabilities.many_ranges and not any(request.etag for request in requests):
+        with TaskGroup(CALLS, name="bucketpoint-download", nice=options.nice) as group:
+            for batch in batches(requests, options):
+                group.start(lambda batch=batch: _fetch_batch(store, batch, options, pool, meter))  # type: ignore[misc]
+        return
+    reads = hedged(store, options, pool, meter)
+    with TaskGroup(options.connections, name="bucketpoint-download", nice=options.nice) as group:
+        for request in requests:
+            group.start(lambda request=request: fetch_one(reads, request, options, pool, meter))  # type: ignore[misc]
+
+
+def batches(requests: Sequence[Request], options: TransferOptions) -> Iterator[Batch]:
+    """Cut large requests into ranges, so that a call has enough of them to fill its connections, and deal requests out
+    to calls: each holds at most its share of the budget.
+    """
+    share = max(options.max_inflight_bytes // CALLS, 1)
+    piece = max(share // options.connections, _SMALLEST_PIECE)
+    batch = Batch()
+    for request in requests:
+        held = request.stop - request.start + request.leased
+        if batch.requests and batch.nbytes + batch.leased + held > share:
+            yield batch
+            batch = Batch()
+        starts = range(request.start, request.stop, piece)
+        batch.requests.append(request)
+        batch.ranges += [Range(request.key, start, min(start + piece, request.stop)) for start in starts]
+        batch.nbytes += request.stop - request.start
+        batch.leased += request.leased
+    if batch.requests:
+        yield batch
+
+
+def _fetch_batch(store: Store, batch: Batch, options: TransferOptions, pool: BufferPool, meter: Meter) -> None:
+    failed: list[Request] = []
+    with pool.lease(batch.nbytes + batch.leased) as lease:
+        assert isinstance(store, ManyRanges)
+        found = iter(store.read_many(batch.ranges, at_once=options.connections))
+        used = 0
+        ranges = iter(batch.ranges)
+        for request in batch.requests:
+            room, used = lease[used : used + request.leased], used + request.leased
+            assembly = Assembly(store.url, request, take=lambda nbytes, room=room: room[:nbytes])  # type: ignore[misc]
+            try:
+                whole = _assemble(assembly, request, ranges, found)
+            except CorruptDataError:
+                whole = False
+            if whole:
+                meter.add(request.stop - request.start)
+            else:
+                failed.append(request)
+    # Without the lease: on its own each takes one, and tries again as often as is allowed.
+    for request in failed:
+        fetch_one(store, request, options, pool, meter)
+
+
+def _assemble(
+    assembly: Assembly, request: Request, ranges: Iterator[Range], found: Iterator[bytes | StoreError]
+) -> bool:
+    whole = request.start == request.stop
+    failed = False
+    position = request.start
+    while position < request.stop:
+        one, data = next(ranges), next(found)
+        position = one.stop
+        if isinstance(data, StoreError):
+            failed = True
+        elif not failed:
+            assembly.put(one.start, memoryview(data))
+            whole = assembly.arrived(len(data))
+    if failed:
+        return False
+    if whole:
+        assembly.finish()
+    return whole
