@@ -78,6 +78,10 @@ test-titan: .venv-titan/$(STAMP) minio fake-gcs ## torchtitan's trainer with our
 		echo "== test-titan: nothing was tested, as torchtitan is not to be had here (see above)"; \
 	fi
 
+.PHONY: test-fsspec
+test-fsspec: .venv-fsspec/$(STAMP) minio fake-gcs azurite ## fsspec's filesystems on real servers, in an environment that has s3fs, gcsfs and adlfs
+	@.venv-fsspec/bin/python -m pytest -n $(WORKERS) --dist worksteal -k "fsspec or s3fs or gcsfs or adlfs" tests/stores $(ARGS)
+
 .PHONY: lint
 lint: $(VENV)/$(STAMP) ## ruff, mypy, import directions, links of the documents
 	$(BIN)/ruff check
@@ -120,12 +124,18 @@ minio: ## find, download or build a MinIO server; without CI its absence is only
 fake-gcs: ## the same for a GCS server
 	@$(PYTHON3) tools/get_fake_gcs.py || [ -z "$${CI:-}" ]
 
+.PHONY: azurite
+azurite: ## find Azurite, or install it from npm below .cache; without npm its tests are skipped
+	@[ -n "$${AZURITE:-}" ] || command -v azurite-blob >/dev/null || [ -e .cache/azurite/node_modules/.bin/azurite-blob ] \
+		|| npm install --silent --no-audit --no-fund --prefix .cache/azurite azurite@3 \
+		|| echo "== azurite: there is no npm here, or no registry: the tests on Azure's filesystem are skipped"
+
 .PHONY: env
 env: $(VENV)/$(STAMP) ## build the environment
 
 .PHONY: clean
 clean: ## delete environments, caches and builds, servers and uv too
-	rm -rf .venv .venv-torch-* .venv-xla .venv-titan .cache
+	rm -rf .venv .venv-torch-* .venv-xla .venv-titan .venv-fsspec .cache
 	rm -rf .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache build dist
 	find src tests tools examples bench sim -name __pycache__ -type d -prune -exec rm -rf {} +
 
@@ -142,6 +152,10 @@ XLA_PYTHON := >=3.10,<3.14
 TITAN_PYTHON := >=3.11,<3.15
 .venv-titan/$(STAMP): pyproject.toml tools/make_env.py
 	@$(PYTHON3) tools/make_env.py .venv-titan --beside "torchtitan>=0.3,<0.4" --python "$(or $(PYTHON),$(TITAN_PYTHON))"
+
+# An environment of its own: s3fs pins a botocore that holds boto3 back.
+.venv-fsspec/$(STAMP): pyproject.toml tools/make_env.py
+	@$(PYTHON3) tools/make_env.py .venv-fsspec --extra dev,fsspec --python "$(PYTHON)"
 
 .venv-torch-%/$(STAMP): pyproject.toml tools/make_env.py
 	@$(PYTHON3) tools/make_env.py .venv-torch-$* --torch "$*" --python "$(PYTHON)"

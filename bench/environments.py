@@ -26,7 +26,9 @@ def python_of(env: str) -> str:
         return sys.executable
     version = f"{sys.version_info.major}.{sys.version_info.minor}"
     torch_version = importlib.metadata.version("torch").partition("+")[0]
-    return str(_built(S3FS_ENV, version, [f"torch=={torch_version}", "numpy", "s3fs"]) / "python")
+    # The last two are for bucketpoint itself, over s3fs: the newest boto3 that gets on with its botocore.
+    packages = [f"torch=={torch_version}", "numpy", "s3fs", "boto3", "awscrt"]
+    return str(_built(S3FS_ENV, version, packages) / "python")
 
 
 def s5cmd_binary() -> str | None:

@@ -10,9 +10,11 @@ from typing import Any
 import hypothesis
 import pytest
 
+import fsspec_backends
 import gcs_server
 import get_fake_gcs
 import get_minio
+from azurite import AzureServer
 from bucketpoint.testing import servers
 from bucketpoint.testing.servers import S3Server
 from gcs_server import GCSServer
@@ -122,6 +124,13 @@ def gcs() -> Iterator[GCSServer]:
 def gcs_xml(gcs: GCSServer) -> Iterator[GCSServer]:
     """The same with the XML API's multipart uploads before it."""
     with with_multipart(gcs) as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def azure() -> Iterator[AzureServer]:
+    """Azurite, where adlfs is."""
+    with fsspec_backends.azure_server() as server:
         yield server
 
 

@@ -256,5 +256,5 @@ class ManyRanges(Protocol):
     """What a store has besides where one call for many ranges costs less than a thread for each."""
 
     def read_many(self, ranges: Sequence[Range], *, at_once: int) -> Sequence[bytes | StoreError]:
-        """The bytes of each range, exactly so many, or why they could not be had. So many ranges are under way `at_once`."""
+        """The bytes of each range, exactly so many, or why they could not be had; so many under way `at_once`."""
         ...

@@ -6,7 +6,6 @@ were found to do.
 
 from __future__ import annotations
 
-import base64
 import builtins
 import contextlib
 import dataclasses
@@ -31,7 +30,7 @@ from bucketpoint.stores.base import Buffers, Capabilities, DeleteFailure, Object
 from bucketpoint.stores.fsspec_errors import translate
 from bucketpoint.stores.fsspec_probe import known, probe
 from bucketpoint.stores.fsspec_services import ways_of
-from bucketpoint.stores.fsspec_ways import Told, Ways, files_below, is_hidden, make_folder_of
+from bucketpoint.stores.fsspec_ways import Told, Ways, files_below, is_hidden, is_right, make_folder_of, remove
 from bucketpoint.stores.gcs_body import crc_of
 
 _ETAG_NAMES = ("ETag", "etag", "generation", "md5Hash", "content_md5", "checksum")
@@ -118,7 +117,9 @@ class FsspecStore:
         conditional = if_none_match or if_match is not None
         # What was not tried out yet is not relied upon.
         looks = conditional and (found is None or not native)
-        with self._errors("put", key), _one_writer if looks else contextlib.nullcontext():
+        # A service may say of what is to be replaced that it is not there, and not that it is another.
+        missing = ObjectNotFoundError if if_match is None else PreconditionFailedError
+        with self._errors("put", key, missing=missing), _one_writer if looks else contextlib.nullcontext():
             if looks:
                 self._look(key, if_none_match=if_none_match, if_match=if_match)
             if native and if_match is not None:
@@ -209,15 +210,12 @@ class FsspecStore:
 
     def delete(self, keys: Sequence[str]) -> builtins.list[DeleteFailure]:
         failures = []
-        for key in keys:
-            try:
-                with self._errors("delete", key):
-                    # Not `rm`: it takes `[`, `]` and `*` in a key for a pattern.
-                    self.fs.rm_file(self._path(key))
-            except ObjectNotFoundError:
-                continue
-            except StoreError as error:
-                failures.append(DeleteFailure(key, type(error).__name__, error.message))
+        with self._errors("delete", keys[0] if keys else ""):
+            found = remove(self.fs, [self._path(key) for key in keys])
+        for key, problem in zip(keys, found, strict=True):
+            failure = None if problem is None else translate(problem, "delete", self._url(key))
+            if failure is not None and not isinstance(failure, ObjectNotFoundError):
+                failures.append(DeleteFailure(key, type(failure).__name__, failure.message))
         return failures
 
     def copy(self, source: str, target: str) -> ObjectInfo:
@@ -233,6 +231,9 @@ class FsspecStore:
 
     def put_part(self, key: str, upload_id: str, number: int, body: Buffers, *, crc32c: int | None = None) -> Part:
         data = b"".join(body)
+        if self.ways.checks:
+            # An upload that was begun with checksums takes no part without.
+            crc32c = crc_of(body, crc32c)
         with self._errors("put_part", key, missing=UploadNotFoundError), self._compared(key, data, crc32c):
             etag = self.ways.send(self.fs, self._path(key), upload_id, number, data, crc32c)
         return Part(number, len(data), etag, crc32c)
@@ -275,17 +276,17 @@ class FsspecStore:
     def _sent(self, key: str, data: bytes, crc32c: int | None, send: Callable[[], Told]) -> ObjectInfo:
         with self._compared(key, data, crc32c):
             told = send()
-        if crc32c is not None and not _told_right(told, crc32c):
+        if not _etag(told):
+            told = self._describe(key) or {}
+        if not is_right(told, crc32c):
             with contextlib.suppress(Exception):
                 self.fs.rm_file(self._path(key))
             raise CorruptDataError("the service has another CRC32C of the object", url=self._url(key))
-        return self._written(key, len(data), told)
+        return ObjectInfo(key, len(data), _etag(told), _seconds(told))
 
     def _written(self, key: str, size: int, told: Told) -> ObjectInfo:
-        if any(told.get(name) for name in _ETAG_NAMES):
-            return ObjectInfo(key, size, _etag(dict(told)), _seconds(dict(told)))
-        found = self._find(key)
-        return ObjectInfo(key, size) if found is None else found
+        found = told if _etag(told) else self._describe(key) or {}
+        return ObjectInfo(key, size, _etag(found), _seconds(found))
 
     def _read(self, one: Range, found: Any) -> bytes | StoreError:
         if isinstance(found, Exception):
@@ -301,12 +302,16 @@ class FsspecStore:
             raise CorruptDataError("the object ends before the range does", url=self._url(key)) from None
 
     def _find(self, key: str) -> ObjectInfo | None:
+        info = self._describe(key)
+        return None if info is None else _info(key, info)
+
+    def _describe(self, key: str) -> Told | None:
         self.fs.invalidate_cache(self._path(key))
         try:
-            info = self.fs.info(self._path(key))
+            info: Told = self.fs.info(self._path(key))
         except (FileNotFoundError, NotADirectoryError):
             return None
-        return _info(key, info) if info.get("type") == "file" else None
+        return info if info.get("type") == "file" else None
 
     def _descend(self, folder: str) -> dict[str, dict[str, Any]]:
         """What lies below a folder, by key."""
@@ -357,17 +362,11 @@ def proven(store: Store, prefix: str) -> Capabilities:
     return store.prove(prefix) if isinstance(store, FsspecStore) else store.capabilities
 
 
-def _told_right(told: Told, crc32c: int) -> bool:
-    """Whether the CRC32C that the service says of an object, if it says one, is this one."""
-    held = told.get("crc32c")
-    return not isinstance(held, str) or base64.b64decode(held) == crc32c.to_bytes(4, "big")
-
-
-def _info(key: str, info: dict[str, Any]) -> ObjectInfo:
+def _info(key: str, info: Told) -> ObjectInfo:
     return ObjectInfo(key, int(info.get("size") or 0), _etag(info), _seconds(info))
 
 
-def _etag(info: dict[str, Any]) -> str | None:
+def _etag(info: Told) -> str | None:
     for name in _ETAG_NAMES:
         if info.get(name):
             return str(info[name]).strip('"')
@@ -375,7 +374,7 @@ def _etag(info: dict[str, Any]) -> str | None:
     return None if seconds is None else f"{seconds:.6f}-{info.get('size')}-{info.get('ino', '')}"
 
 
-def _seconds(info: dict[str, Any]) -> float | None:
+def _seconds(info: Told) -> float | None:
     for name in _TIME_NAMES:
         value = info.get(name)
         if isinstance(value, int | float):

@@ -1,4 +1,4 @@
-"""What the exceptions of fsspec's filesystems mean, as kinds of `bucketpoint.errors`. No requests, and no library's types.
+"""What the exceptions of fsspec's filesystems mean, as kinds of `bucketpoint.errors`. No requests.
 
 Each filesystem raises what its client library does: an exception of Python's, or one that carries an HTTP status in a
 field of its own. Both are looked for along the chain of causes; what an exception says in words decides nothing.

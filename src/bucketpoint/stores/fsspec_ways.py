@@ -5,12 +5,15 @@ Paths are the filesystem's own, and so are the exceptions: who calls translates 
 
 from __future__ import annotations
 
+import asyncio
+import base64
 import contextlib
 import secrets
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import fsspec.asyn
 from fsspec.spec import AbstractFileSystem
 
 from bucketpoint.stores.base import Part
@@ -21,6 +24,8 @@ Told = Mapping[str, Any]
 _HIDDEN = ".bucketpoint-"
 _UPLOAD = _HIDDEN + "upload-"
 _TEMPORARY = _HIDDEN + "tmp-"
+
+_DELETES_AT_ONCE = 32
 
 # Only here are folders made: on an object store makedirs would create the bucket.
 _WITH_FOLDERS = frozenset({"file", "local", "ftp", "sftp", "ssh", "smb", "hdfs", "webhdfs", "arrow_hdfs", "dbfs"})
@@ -90,7 +95,9 @@ class Ways:
     ) -> str:
         """The ETag of a part. Raises FileNotFoundError if there is no such upload."""
         self._check(fs, path, upload_id)
-        self.write(fs, _part(path, upload_id, number), data, crc32c)
+        said = self.write(fs, _part(path, upload_id, number), data, crc32c)
+        if not is_right(said, crc32c):
+            raise OSError("the service has another CRC32C of the part")
         return ""
 
     def complete(self, fs: AbstractFileSystem, path: str, upload_id: str, parts: Sequence[Part]) -> Told:
@@ -163,9 +170,45 @@ def files_below(fs: AbstractFileSystem, folder: str) -> dict[str, dict[str, Any]
     return {name: info for name, info in found.items() if info.get("type") == "file"}
 
 
+def remove(fs: AbstractFileSystem, paths: Sequence[str]) -> list[Exception | None]:
+    """Delete files, and say of each what went wrong. At once where the filesystem is asynchronous."""
+    # Not `rm`: it takes `[`, `]` and `*` in a name for a pattern.
+    if not getattr(fs, "async_impl", False):
+        return [_failure(lambda path=path: fs.rm_file(path)) for path in paths]  # type: ignore[misc]
+
+    async def all_of_them() -> list[Exception | None]:
+        turns = asyncio.Semaphore(_DELETES_AT_ONCE)
+
+        async def one(path: str) -> Exception | None:
+            async with turns:
+                try:
+                    await fs._rm_file(path)
+                except Exception as error:  # noqa: BLE001 (returned)
+                    return error
+            return None
+
+        return await asyncio.gather(*map(one, paths))
+
+    return fsspec.asyn.sync(fs.loop, all_of_them)  # type: ignore[no-any-return]
+
+
+def _failure(action: Callable[[], None]) -> Exception | None:
+    try:
+        action()
+    except Exception as error:  # noqa: BLE001 (returned)
+        return error
+    return None
+
+
 def told(reply: Any) -> Told:
     """What a method answered, if that is a description."""
     return reply if isinstance(reply, Mapping) else {}
+
+
+def is_right(said: Told, crc32c: int | None) -> bool:
+    """Whether the CRC32C that the service says of an object, if it says one, is this one."""
+    held = said.get("crc32c")
+    return crc32c is None or not isinstance(held, str) or base64.b64decode(held) == crc32c.to_bytes(4, "big")
 
 
 def _part(path: str, upload_id: str, number: int) -> str:

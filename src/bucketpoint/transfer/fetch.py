@@ -1,4 +1,4 @@
-"""All requests of a load come down: a thread for each, or many in one call of a store that has an event loop of its own.
+"""All requests of a load come down: a thread for each, or many in one call of a store that has an event loop.
 
 Of such calls there are two at a time, so that what one has brought is copied and verified while the other waits. What a
 call brings is held in memory as it arrives, and counts against the budget.

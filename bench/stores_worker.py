@@ -1,0 +1,147 @@
+"""The measuring process of the part for stores: saves and loads through one library, each in a forked child of its own.
+
+Reads one JSON command a line on standard input and answers with one JSON line, as `worker` does for S3. What is here
+and in no other part: who saves and loads in which way, in `CONTENDERS`, one row each.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import json
+import os
+import sys
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+import torch.distributed.tensor
+
+from bench import state as states
+from bench.resident import forget_peak, memory
+
+SHAPE = states.Shape(hidden=512, ffn=1536, layers=4, vocab=16384)
+"""22 million parameters: 220 MB with both moments."""
+
+
+@dataclass(frozen=True)
+class Contender:
+    """`save(state, url)` and `load(state, url)`; the modules are imported before the fork."""
+
+    save: Callable[[Any, str], None]
+    load: Callable[[Any, str], None]
+    modules: Sequence[str] = ()
+
+
+def _s3fs() -> Any:
+    import s3fs
+
+    return s3fs.S3FileSystem()
+
+
+def _save_generic(state: Any, url: str) -> None:
+    from bucketpoint import BucketWriter
+
+    dcp.save(state, checkpoint_id=url, storage_writer=BucketWriter(fs=_s3fs()), no_dist=True)
+
+
+def _load_generic(state: Any, url: str) -> None:
+    from bucketpoint import BucketReader
+
+    dcp.load(state, checkpoint_id=url, storage_reader=BucketReader(fs=_s3fs()), no_dist=True)
+
+
+def _save_torch(state: Any, url: str) -> None:
+    from torch.distributed.checkpoint import FsspecWriter
+
+    dcp.save(state, storage_writer=FsspecWriter(url), no_dist=True)
+
+
+def _load_torch(state: Any, url: str) -> None:
+    from torch.distributed.checkpoint import FsspecReader
+
+    dcp.load(state, storage_reader=FsspecReader(url), no_dist=True)
+
+
+CONTENDERS = {
+    "bucketpoint + s3fs": Contender(_save_generic, _load_generic, ("s3fs", "bucketpoint", "awscrt")),
+    "torch + s3fs": Contender(_save_torch, _load_torch, ("s3fs",)),
+}
+
+
+def main() -> None:
+    # Answers go to the original standard output alone; what libraries print goes to standard error.
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    warnings.simplefilter("ignore")
+    # OpenMP's threads do not survive a fork: the parent must never start them.
+    torch.set_num_threads(1)
+    full, tiny = states.training_state(SHAPE), states.training_state(states.TINY)
+    for line in sys.stdin:
+        answers.write(json.dumps(_in_child(json.loads(line), full, tiny)) + "\n")
+        answers.flush()
+
+
+def _in_child(command: dict[str, Any], full: Any, tiny: Any) -> dict[str, Any]:
+    for module in CONTENDERS[command["contender"]].modules:
+        try:
+            importlib.import_module(module)
+        except ImportError as error:
+            return {"error": f"cannot import {module}: {error}"}
+    gc.collect()
+    gc.freeze()
+    read, write = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        os.close(read)
+        try:
+            answer = _measure(command, full, tiny)
+        except BaseException as error:  # noqa: BLE001 (reported to the parent)
+            answer = {"error": f"{type(error).__name__}: {error}", "traceback": traceback.format_exc()}
+        with os.fdopen(write, "w") as out:
+            out.write(json.dumps(answer))
+        # Not exit(): the teardown of event loops is not what is measured.
+        os._exit(0)
+    os.close(write)
+    with os.fdopen(read) as source:
+        text = source.read()
+    _, status = os.waitpid(pid, 0)
+    return json.loads(text) if text else {"error": f"the measured process ended with status {status}"}
+
+
+def _measure(command: dict[str, Any], full: Any, tiny: Any) -> dict[str, Any]:
+    os.environ.update(command["env"])
+    torch.set_num_threads(os.cpu_count() or 1)
+    contender, op, url = CONTENDERS[command["contender"]], command["op"], command["url"]
+    target = full if op == "save" else states.blank_state(SHAPE) if op == "load" else states.quarter_state(SHAPE, 0)
+    before = memory()
+    if command["warm_url"]:
+        # What is measured is a job's second save, and not its first.
+        contender.save(tiny, command["warm_url"])
+        contender.load(states.blank_state(states.TINY), command["warm_url"])
+    forget_peak()
+    used, start = os.times(), time.monotonic()
+    (contender.save if op == "save" else contender.load)(target, url)
+    end, now, after = time.monotonic(), os.times(), memory()
+    answer = {
+        "start": start,
+        "end": end,
+        "wall_s": end - start,
+        "user_s": now.user - used.user,
+        "system_s": now.system - used.system,
+        "needed_bytes": states.nbytes(target),
+        "peak_bytes": max(after["VmHWM"] - after["RssFile"] - before["anonymous"], 0),
+    }
+    wrong = [] if op == "save" else states.differences(full, target, 0 if op == "quarter0" else None)
+    if wrong:
+        answer["error"] = f"{len(wrong)} tensors differ after the load, {wrong[0]} first"
+    return answer
+
+
+if __name__ == "__main__":
+    main()

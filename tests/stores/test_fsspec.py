@@ -1,0 +1,367 @@
+"""What a filesystem of fsspec is found to guarantee, and what a commit makes of it."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import logging
+import os
+import pickle
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+from awscrt import checksums
+from fsspec.asyn import AsyncFileSystem
+from fsspec.implementations.memory import MemoryFileSystem
+
+from bucketpoint.errors import (
+    BucketpointError,
+    CorruptDataError,
+    EndpointError,
+    InvalidURLError,
+    ObjectNotFoundError,
+    PreconditionFailedError,
+    StoreError,
+    ThrottledError,
+    TransientStoreError,
+)
+from bucketpoint.stores import FsspecStore, Range, fsspec_services, open_store, proven
+from bucketpoint.stores.fsspec_errors import translate
+from bucketpoint.stores.fsspec_probe import SCRATCH
+from bucketpoint.transfer import BufferPool, Extent, Meter, TransferOptions, fetch, plan_requests
+from bucketpoint.transfer.doctor import examine
+from bucketpoint.transfer.fetch import batches
+from fsspec_backends import IN_PROCESS, SERVED, Backend, backend
+from servers import free_port
+
+MIB = 1 << 20
+
+
+@pytest.fixture(params=[*IN_PROCESS, *SERVED])
+def found(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Backend]:
+    with backend(request.param, request, tmp_path) as one:
+        yield one
+
+
+class RecordingFileSystem(AsyncFileSystem):
+    """A dict with an event loop: remembers what was asked for, and how many at once."""
+
+    protocol = "recording"
+    cachable = False
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.content: dict[str, bytes] = {}
+        self.calls: list[list[tuple[str, int, int]]] = []
+        self.at_once = self.most_at_once = 0
+        self.broken: set[str] = set()
+
+    def cat_ranges(self, paths: Any, starts: Any, ends: Any, **settings: Any) -> Any:
+        self.calls.append(list(zip(paths, starts, ends, strict=True)))
+        from fsspec.asyn import sync
+
+        return sync(self.loop, self._cat_ranges, paths, starts, ends, **settings)
+
+    async def _cat_file(self, path: str, start: Any = None, end: Any = None, **settings: Any) -> bytes:
+        self.at_once += 1
+        self.most_at_once = max(self.most_at_once, self.at_once)
+        await asyncio.sleep(0.001)
+        self.at_once -= 1
+        if path in self.broken:
+            self.broken.discard(path)
+            raise TimeoutError("the connection was lost")
+        return self.content[self._strip_protocol(path)][start:end]
+
+    async def _pipe_file(self, path: str, value: bytes, mode: str = "overwrite", **settings: Any) -> None:
+        self.content[self._strip_protocol(path)] = bytes(value)
+
+    async def _info(self, path: str, **settings: Any) -> dict[str, Any]:
+        path = self._strip_protocol(path)
+        if path not in self.content:
+            raise FileNotFoundError(path)
+        return {"name": path, "size": len(self.content[path]), "type": "file", "etag": str(hash(self.content[path]))}
+
+    async def _rm_file(self, path: str, **settings: Any) -> None:
+        self.content.pop(self._strip_protocol(path), None)
+
+
+@pytest.mark.contract
+def test_the_probe_finds_what_the_table_of_guarantees_says(found: Backend) -> None:
+    store = FsspecStore(found.fs, found.root)
+    able = proven(store, "")
+    assert (able.conditional_put, able.conditional_put and able.conditional_replace) == (found.creates, found.replaces)
+    assert (able.checksums, able.multipart) == (found.checks, found.parts)
+    assert found.left_behind() == []
+    assert able == store.capabilities
+
+
+@pytest.mark.contract
+def test_doctor_shows_each_guarantee_and_leaves_nothing(found: Backend) -> None:
+    seen = examine(FsspecStore(found.fs, found.root), "", probe_bytes=0)
+    status = {one.check: one.status for one in seen.findings}
+    assert seen.ok, [one for one in seen.findings if one.status == "fail"]
+    assert status["filesystem"] == "ok"
+    assert status["conditional commit"] == ("ok" if found.creates else "warn")
+    if found.creates:
+        assert status["conditional overwrite"] == ("ok" if found.replaces else "warn")
+        assert status["create-only put"] == "ok"
+    assert status["upload checksum"] == ("ok" if found.checks else "skip")
+    assert status["parallel parts"] == ("ok" if found.parts else "skip")
+    assert found.left_behind() == []
+
+
+class ForgetfulFileSystem(MemoryFileSystem):
+    """Looks like s3fs and passes every condition on, to a service that ignores them."""
+
+    protocol = "forgetful"
+    cachable = False
+    store: dict[str, Any] = {}  # noqa: RUF012 (fsspec's own shape)
+    pseudo_dirs = [""]  # noqa: RUF012
+
+    def pipe_file(self, path: str, value: bytes, mode: str = "overwrite", **settings: Any) -> None:
+        super().pipe_file(path, value)
+
+
+@pytest.fixture
+def forgetful(monkeypatch: pytest.MonkeyPatch) -> FsspecStore:
+    class Trusting(fsspec_services.S3FS):
+        limits = None
+
+    fs = ForgetfulFileSystem()
+    monkeypatch.setattr("bucketpoint.stores.fsspec.ways_of", lambda _: Trusting())
+    return FsspecStore(fs, f"/forgetful-{os.urandom(4).hex()}")
+
+
+def test_conditions_that_a_service_ignores_are_not_relied_upon_and_that_is_said_once(
+    forgetful: FsspecStore, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert forgetful.capabilities.conditional_put
+    with caplog.at_level(logging.WARNING, logger="bucketpoint"):
+        able = proven(forgetful, "run")
+        assert able == proven(forgetful, "run")
+    assert not able.conditional_put
+    assert not able.checksums
+    said = [record.getMessage() for record in caplog.records]
+    assert len(said) == 1
+    assert "looks, writes and looks again" in said[0]
+    assert "ignores the condition" in said[0]
+    assert not any(SCRATCH in name for name in forgetful.fs.store)
+    forgetful.put("k", [memoryview(b"first")], if_none_match=True)
+    with pytest.raises(PreconditionFailedError):
+        forgetful.put("k", [memoryview(b"second")], if_none_match=True)
+
+
+def test_a_probe_that_could_not_be_made_finds_out_nothing(
+    forgetful: FsspecStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unreachable(*_: Any, **__: Any) -> None:
+        raise ConnectionRefusedError("nobody listens")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ForgetfulFileSystem, "pipe_file", unreachable)
+        with pytest.raises(EndpointError, match="storage_options"):
+            proven(forgetful, "")
+    assert forgetful.capabilities.conditional_put
+    assert not proven(forgetful, "").conditional_put
+
+
+def test_a_body_whose_checksum_differs_at_the_service_is_removed_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fs = RecordingFileSystem()
+    store = FsspecStore(fs, "bucket/run")
+    monkeypatch.setattr("bucketpoint.stores.fsspec.ways_of", lambda _: fsspec_services.GCSFS())
+    good = checksums.crc32c(b"body")
+
+    async def info(path: str, **_: Any) -> dict[str, Any]:
+        return {"name": path, "size": 4, "type": "file", "etag": "1", "crc32c": "AAAAAA=="}
+
+    monkeypatch.setattr(fs, "_info", info)
+    monkeypatch.setattr(fs, "info", lambda path, **_: asyncio.run(info(path)))
+    with pytest.raises(CorruptDataError):
+        store.put("k", [memoryview(b"body")], crc32c=good)
+    assert fs.content == {}
+
+
+def test_a_file_appears_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = FsspecStore(fsspec.filesystem("file"), str(tmp_path))
+    store.put("folder/k", [memoryview(b"old")])
+    written = type(store.fs).pipe_file
+
+    def half(fs: Any, path: str, data: bytes, **settings: Any) -> None:
+        written(fs, path, data[: len(data) // 2])
+        raise OSError("the disk is full")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(type(store.fs), "pipe_file", half)
+        with pytest.raises(StoreError, match="disk is full"):
+            store.put("folder/k", [memoryview(b"new one")])
+    assert store.get("folder/k")[0] == b"old"
+    assert [path.name for path in (tmp_path / "folder").iterdir()] == ["k"]
+
+
+def extents(content: bytes, cuts: list[tuple[int, int]], into: bytearray) -> list[Extent]:
+    made, at = [], 0
+    for start, stop in cuts:
+        view = memoryview(into)[at : at + stop - start]
+        at += stop - start
+        made.append(Extent("k", start, stop, lambda _: None, direct=view, direct_start=start))
+    return made
+
+
+def read_through(store: FsspecStore, cuts: list[tuple[int, int]], content: bytes, **settings: Any) -> bytearray:
+    into = bytearray(sum(stop - start for start, stop in cuts))
+    options = TransferOptions(**settings)
+    requests = plan_requests(extents(content, cuts, into), options)
+    pool = BufferPool(options.max_inflight_bytes)
+    fetch(store, requests, options, pool=pool, meter=Meter("load", "x", 0, None))
+    return into
+
+
+def test_many_ranges_come_in_few_calls_and_no_byte_more_than_asked_for() -> None:
+    fs = RecordingFileSystem()
+    store, content = FsspecStore(fs, "bucket"), os.urandom(4 * MIB)
+    fs.content["bucket/k"] = content
+    # Too far apart to be joined: each is a range of its own.
+    cuts = [(at, at + 1000) for at in range(0, len(content), 100_000)]
+    assert read_through(store, cuts, content, connections=8) == b"".join(content[a:b] for a, b in cuts)
+    assert len(fs.calls) == 1
+    assert sorted((start, end) for _, start, end in fs.calls[0]) == cuts
+    assert 1 < fs.most_at_once <= 8
+
+
+def test_a_large_range_is_cut_for_a_call_and_what_is_held_stays_within_the_budget() -> None:
+    fs = RecordingFileSystem()
+    store, content = FsspecStore(fs, "bucket"), os.urandom(12 * MIB)
+    fs.content["bucket/k"] = content
+    cuts = [(at, min(at + 3 * MIB, len(content))) for at in range(0, len(content), 3 * MIB)]
+    settings = {"connections": 4, "max_inflight_bytes": 8 * MIB, "part_bytes": 3 * MIB}
+    assert read_through(store, cuts, content, **settings) == content
+    for call in fs.calls:
+        assert len(call) > 1
+        assert sum(end - start for _, start, end in call) <= 4 * MIB
+    asked = sorted((start, end) for call in fs.calls for _, start, end in call)
+    assert [start for start, _ in asked] == [0, *(end for _, end in asked[:-1])]
+
+
+def test_a_range_that_fails_for_now_is_asked_for_again_and_one_that_is_short_is_an_error() -> None:
+    fs = RecordingFileSystem()
+    store, content = FsspecStore(fs, "bucket"), os.urandom(MIB)
+    fs.content["bucket/k"] = content
+    fs.broken.add("bucket/k")
+    assert read_through(store, [(0, 1000), (500_000, 600_000)], content) == content[:1000] + content[500_000:600_000]
+    with pytest.raises(CorruptDataError):
+        read_through(store, [(MIB - 10, MIB + 10)], content)
+
+
+def test_read_many_says_of_each_range_what_became_of_it() -> None:
+    fs = RecordingFileSystem()
+    store = FsspecStore(fs, "bucket")
+    fs.content["bucket/k"] = b"0123456789"
+    answers = store.read_many([Range("k", 2, 5), Range("k", 8, 20)], at_once=2)
+    assert answers[0] == b"234"
+    assert isinstance(answers[1], CorruptDataError)
+    assert store.read_many([], at_once=2) == []
+
+
+def test_batches_hold_every_request_once() -> None:
+    options = TransferOptions(max_inflight_bytes=MIB, part_bytes=400_000)
+    made = [Extent("k", at, at + 300_000, lambda _: None) for at in range(0, 10 * MIB, MIB)]
+    requests = plan_requests(made, options)
+    dealt = list(batches(requests, options))
+    assert [request for batch in dealt for request in batch.requests] == requests
+    assert all(batch.nbytes + batch.leased <= MIB // 2 or len(batch.requests) == 1 for batch in dealt)
+
+
+@pytest.mark.contract
+def test_ranges_of_every_filesystem_are_exactly_what_was_asked_for(found: Backend) -> None:
+    store, content = FsspecStore(found.fs, found.root), os.urandom(MIB)
+    store.put("k", [memoryview(content)])
+    cuts = [(0, 1), (70_000, 170_000), (500_000, 500_001), (MIB - 1, MIB)]
+    assert read_through(store, cuts, content, free_gap_bytes=0) == b"".join(content[a:b] for a, b in cuts)
+
+
+# -- bad input --------------------------------------------------------------------------------------------------------
+
+
+class HTTPFailure(Exception):
+    """As client libraries raise them: the status is in a field."""
+
+    def __init__(self, status: int) -> None:
+        super().__init__("it went wrong")
+        self.status_code = status
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (FileExistsError("x"), PreconditionFailedError),
+        (HTTPFailure(412), PreconditionFailedError),
+        (HTTPFailure(409), PreconditionFailedError),
+        (HTTPFailure(404), ObjectNotFoundError),
+        (HTTPFailure(429), ThrottledError),
+        (HTTPFailure(503), ThrottledError),
+        (HTTPFailure(500), TransientStoreError),
+        (TimeoutError("x"), TransientStoreError),
+        (OSError(16, "busy"), TransientStoreError),
+        (ConnectionRefusedError("x"), EndpointError),
+        (OSError(22, "invalid"), StoreError),
+        (RuntimeError("x"), StoreError),
+    ],
+)
+def test_errors_of_libraries_become_kinds_of_ours(error: Exception, kind: type[StoreError]) -> None:
+    failure = translate(error, "put", "s3://b/k")
+    assert type(failure) is kind
+    assert failure.url == "s3://b/k"
+    assert str(pickle.loads(pickle.dumps(failure))) == str(failure)
+    wrapped = OSError("wrapped")
+    wrapped.__cause__ = error
+    if not isinstance(error, FileExistsError | RuntimeError):
+        assert type(translate(wrapped, "put", "s3://b/k")) is kind
+
+
+@pytest.mark.parametrize(("scheme", "package"), [("az", "azure"), ("abfs", "azure"), ("gs", "gcs")])
+def test_a_library_that_is_missing_is_named_with_what_installs_it(
+    scheme: str, package: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("bucketpoint.stores.open._has_gcs", lambda: False)
+
+    def absent(*_: Any, **__: Any) -> Any:
+        raise ImportError("Install it first")
+
+    monkeypatch.setattr("fsspec.core.url_to_fs", absent)
+    with pytest.raises(InvalidURLError, match=rf"{scheme}:// URLs is not installed.*bucketpoint\[{package}\]"):
+        open_store(f"{scheme}://bucket/x")
+
+
+def test_a_class_for_one_scheme_refuses_others_on_a_filesystem_of_the_callers_own_too() -> None:
+    memory = fsspec.filesystem("memory")
+    with pytest.raises(InvalidURLError, match="gs://"):
+        open_store("s3://bucket/x", fs=memory, schemes=("gs", "gcs"))
+    assert open_store("memory://x", fs=memory)[0]
+    with pytest.raises(BucketpointError, match="asynchronous"):
+        open_store("recording://x", fs=RecordingFileSystem(asynchronous=True, loop=asyncio.new_event_loop()))
+
+
+# The others' libraries try for a minute before they give up, and cannot be told otherwise.
+@pytest.mark.parametrize("name", [pytest.param(one, marks=[] if one == "s3fs" else pytest.mark.slow) for one in SERVED])
+def test_a_server_that_is_not_there_is_an_endpoint_error(name: str) -> None:
+    library = importlib.import_module(name)
+    nobody = f"http://127.0.0.1:{free_port()}"
+    if name == "s3fs":
+        fs = library.S3FileSystem(
+            key="k", secret="s", endpoint_url=nobody, config_kwargs={"retries": {"max_attempts": 0}}
+        )
+        fs.retries = 1
+    elif name == "gcsfs":
+        fs = library.core.GCSFileSystem(token="anon", project="test", endpoint_url=nobody)
+    else:
+        import azurite
+
+        said = azurite.AzureServer(nobody).options["connection_string"]
+        fs = library.AzureBlobFileSystem(connection_string=said)
+    with pytest.raises(EndpointError, match="storage_options"):
+        FsspecStore(fs, "bucket/run").get("k")

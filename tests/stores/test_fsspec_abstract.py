@@ -1,0 +1,74 @@
+"""fsspec's own abstract test suite, on each filesystem that the documentation names.
+
+It tests the libraries and their servers and none of our code: what we build on is what it says it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fsspec.tests.abstract import (
+    AbstractCopyTests,
+    AbstractFixtures,
+    AbstractGetTests,
+    AbstractOpenTests,
+    AbstractPipeTests,
+    AbstractPutTests,
+)
+
+from fsspec_backends import SERVED, Backend, backend
+
+WITH_FOLDERS = ("memory", "file", "dir")
+
+
+class OnEach(AbstractFixtures):
+    """The suite's fixtures, filled from ours."""
+
+    @pytest.fixture(params=[*WITH_FOLDERS, *SERVED])
+    def found(self, request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Backend]:
+        with backend(request.param, request, tmp_path) as one:
+            if one.name in WITH_FOLDERS:
+                one.fs.makedirs(one.root, exist_ok=True)
+            yield one
+
+    @pytest.fixture
+    def fs(self, found: Backend) -> Any:
+        return found.fs
+
+    @pytest.fixture
+    def fs_path(self, found: Backend) -> str:
+        return found.root
+
+    @pytest.fixture
+    def fs_join(self) -> Callable[..., str]:
+        return lambda *parts: "/".join(parts)
+
+    @pytest.fixture
+    def supports_empty_directories(self, found: Backend) -> bool:
+        return found.name in WITH_FOLDERS
+
+
+class TestOpen(OnEach, AbstractOpenTests):
+    pass
+
+
+class TestPipe(OnEach, AbstractPipeTests):
+    pass
+
+
+@pytest.mark.slow
+class TestGet(OnEach, AbstractGetTests):
+    pass
+
+
+@pytest.mark.slow
+class TestPut(OnEach, AbstractPutTests):
+    pass
+
+
+@pytest.mark.slow
+class TestCopy(OnEach, AbstractCopyTests):
+    pass
