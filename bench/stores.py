@@ -142,7 +142,7 @@ def _command(name: str, op: str, round_: int, env: dict[str, str], *, warm: bool
 def measure(scratch: Path, fast: Path, binary: Path, *, quick: bool) -> dict[str, Any]:
     """The `stores` part of the result."""
     began = time.monotonic()
-    part = Stores(scratch, fast, binary, rounds=2 if quick else 7)
+    part = Stores(scratch, fast, binary, rounds=2 if quick else 5)
     for match in MATCHES.values():
         part.run(match)
     return {

@@ -46,7 +46,7 @@ def sections(stores: dict[str, Any]) -> Iterator[str]:
         yield "**A quick run: too few rounds to decide anything.**"
     yield (
         f"`make bench`, or `bench/run.py --only stores`; {stores['seconds']} s on {stores['machine']['cores']} cores.\n"
-        "220 MB of a transformer's state, to MinIO over TLS, with `BucketWriter(fs=...)` and `BucketReader(fs=...)`\n"
+        "252 MB of a transformer's state, to MinIO over TLS, with `BucketWriter(fs=...)` and `BucketReader(fs=...)`\n"
         "on a filesystem of s3fs, and with torch's own writer and reader on the same library. Bytes are counted by a\n"
         "proxy before the server. Medians; `[smallest, largest]`."
     )

@@ -30,7 +30,16 @@ from bucketpoint.stores.base import Buffers, Capabilities, DeleteFailure, Object
 from bucketpoint.stores.fsspec_errors import translate
 from bucketpoint.stores.fsspec_probe import known, probe
 from bucketpoint.stores.fsspec_services import ways_of
-from bucketpoint.stores.fsspec_ways import Told, Ways, files_below, is_hidden, is_right, make_folder_of, remove
+from bucketpoint.stores.fsspec_ways import (
+    Told,
+    Ways,
+    WrongSumError,
+    check,
+    files_below,
+    is_hidden,
+    make_folder_of,
+    remove,
+)
 from bucketpoint.stores.gcs_body import crc_of
 
 _ETAG_NAMES = ("ETag", "etag", "generation", "md5Hash", "content_md5", "checksum")
@@ -234,7 +243,7 @@ class FsspecStore:
         if self.ways.checks:
             # An upload that was begun with checksums takes no part without.
             crc32c = crc_of(body, crc32c)
-        with self._errors("put_part", key, missing=UploadNotFoundError), self._compared(key, data, crc32c):
+        with self._errors("put_part", key, missing=UploadNotFoundError):
             etag = self.ways.send(self.fs, self._path(key), upload_id, number, data, crc32c)
         return Part(number, len(data), etag, crc32c)
 
@@ -274,14 +283,15 @@ class FsspecStore:
         return self._sent(key, data, crc32c, lambda: self.ways.replace(self.fs, self._path(key), data, etag, crc32c))
 
     def _sent(self, key: str, data: bytes, crc32c: int | None, send: Callable[[], Told]) -> ObjectInfo:
-        with self._compared(key, data, crc32c):
-            told = send()
+        told = send()
         if not _etag(told):
             told = self._describe(key) or {}
-        if not is_right(told, crc32c):
+        try:
+            check(told, crc32c)
+        except WrongSumError:
             with contextlib.suppress(Exception):
                 self.fs.rm_file(self._path(key))
-            raise CorruptDataError("the service has another CRC32C of the object", url=self._url(key))
+            raise
         return ObjectInfo(key, len(data), _etag(told), _seconds(told))
 
     def _written(self, key: str, size: int, told: Told) -> ObjectInfo:
@@ -329,17 +339,6 @@ class FsspecStore:
         return f"{self.url.rstrip('/')}/{key}"
 
     @contextmanager
-    def _compared(self, key: str, data: bytes, crc32c: int | None) -> Iterator[None]:
-        """Services say "invalid" of a body that does not fit its checksum, and of much else: look which it was."""
-        try:
-            yield
-            return
-        except (OSError, ValueError) as error:
-            if crc32c is None or isinstance(error, FileExistsError) or crc_of([memoryview(data)], None) == crc32c:
-                raise
-        raise CorruptDataError("the body does not have the CRC32C that was sent with it", url=self._url(key))
-
-    @contextmanager
     def _errors(self, operation: str, key: str, *, missing: type[StoreError] = ObjectNotFoundError) -> Iterator[None]:
         failure: StoreError
         try:
@@ -347,6 +346,8 @@ class FsspecStore:
             return
         except BucketpointError:
             raise
+        except WrongSumError as error:
+            failure = CorruptDataError(f"{operation} failed: {error}", url=self._url(key))
         except Exception as error:  # noqa: BLE001 (each filesystem has exceptions of its own; none may escape unnamed)
             failure = translate(error, operation, self._url(key))
             if isinstance(failure, ObjectNotFoundError):

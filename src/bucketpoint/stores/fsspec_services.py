@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import secrets
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -12,7 +11,8 @@ from fsspec.implementations.memory import MemoryFileSystem
 from fsspec.spec import AbstractFileSystem
 
 from bucketpoint.stores.base import Part
-from bucketpoint.stores.fsspec_ways import Limits, Told, Ways, told
+from bucketpoint.stores.fsspec_ways import Limits, Told, Ways, check, told
+from bucketpoint.stores.gcs_body import encoded_crc
 
 MIB = 1 << 20
 
@@ -24,8 +24,14 @@ class Memory(Ways):
     private = True
 
 
+_SUMMED = {"ChecksumAlgorithm": "CRC32C"}
+
+
 class S3FS(Ways):
     """s3fs passes what it is given beyond its own arguments on to the S3 operation.
+
+    Of the checksum only the kind is given, and what the service answers is compared with ours: with a checksum of ours
+    in the request botocore would take a SHA-256 of the body besides.
 
     https://docs.aws.amazon.com/AmazonS3/latest/API/API_PutObject.html, and limits from
     https://docs.aws.amazon.com/AmazonS3/latest/userguide/qfacts.html.
@@ -38,28 +44,33 @@ class S3FS(Ways):
     max_put_bytes = 100 * MIB - 1
 
     def write(self, fs: AbstractFileSystem, path: str, data: bytes, crc32c: int | None) -> Told:
-        return told(fs.pipe_file(path, data, **_sum("ChecksumCRC32C", crc32c)))
+        return told(fs.pipe_file(path, data, **_SUMMED))
 
     def create(self, fs: AbstractFileSystem, path: str, data: bytes, crc32c: int | None) -> Told:
-        return told(fs.pipe_file(path, data, mode="create", **_sum("ChecksumCRC32C", crc32c)))
+        return told(fs.pipe_file(path, data, mode="create", **_SUMMED))
 
     def replace(self, fs: AbstractFileSystem, path: str, data: bytes, etag: str, crc32c: int | None) -> Told:
-        return told(fs.pipe_file(path, data, IfMatch=f'"{etag}"', **_sum("ChecksumCRC32C", crc32c)))
+        return told(fs.pipe_file(path, data, IfMatch=f'"{etag}"', **_SUMMED))
 
     def begin(self, fs: AbstractFileSystem, path: str) -> str:
-        reply = fs.call_s3("create_multipart_upload", **_bucket_and_key(fs, path), ChecksumAlgorithm="CRC32C")
+        reply = fs.call_s3("create_multipart_upload", **_bucket_and_key(fs, path), **_SUMMED)
         return str(reply["UploadId"])
 
     def send(
         self, fs: AbstractFileSystem, path: str, upload_id: str, number: int, data: bytes, crc32c: int | None
     ) -> str:
         where = {**_bucket_and_key(fs, path), "UploadId": upload_id, "PartNumber": number}
-        reply = fs.call_s3("upload_part", **where, Body=data, **_sum("ChecksumCRC32C", crc32c))
+        reply = fs.call_s3("upload_part", **where, Body=data, **_SUMMED)
+        check(reply, crc32c)
         return str(reply["ETag"]).strip('"')
 
     def complete(self, fs: AbstractFileSystem, path: str, upload_id: str, parts: Sequence[Part]) -> Told:
         listed = [
-            {"PartNumber": part.number, "ETag": f'"{part.etag}"', **_sum("ChecksumCRC32C", part.crc32c)}
+            {
+                "PartNumber": part.number,
+                "ETag": f'"{part.etag}"',
+                **({} if part.crc32c is None else {"ChecksumCRC32C": encoded_crc(part.crc32c)}),
+            }
             for part in parts
         ]
         where = {**_bucket_and_key(fs, path), "UploadId": upload_id}
@@ -174,10 +185,6 @@ def ways_of(fs: AbstractFileSystem) -> Ways:
     # By the library and not by the protocol: others serve s3:// too, with methods of their own.
     libraries = [kind.__module__.partition(".")[0] for kind in type(fs).__mro__]
     return next((_LIBRARIES[name] for name in libraries if name in _LIBRARIES), _PLAIN)
-
-
-def _sum(name: str, crc32c: int | None) -> dict[str, str]:
-    return {} if crc32c is None else {name: base64.b64encode(crc32c.to_bytes(4, "big")).decode()}
 
 
 def _bucket_and_key(fs: AbstractFileSystem, path: str) -> dict[str, str]:

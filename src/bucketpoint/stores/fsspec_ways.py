@@ -47,7 +47,7 @@ class Ways:
         name: of the library, for tables.
         creates: `create` is one request, whose condition the service itself checks.
         replaces: `replace` is.
-        checks: the service compares a body with a checksum that is sent along, or says its own of what it holds.
+        checks: the service says the CRC32C of what it was sent.
         limits: of parts that may be sent in any order and at once. None where parts are objects of their own, which
             `complete` reads back and writes as one: that moves each byte three times.
         max_put_bytes: the largest body that goes up in one request.
@@ -96,8 +96,7 @@ class Ways:
         """The ETag of a part. Raises FileNotFoundError if there is no such upload."""
         self._check(fs, path, upload_id)
         said = self.write(fs, _part(path, upload_id, number), data, crc32c)
-        if not is_right(said, crc32c):
-            raise OSError("the service has another CRC32C of the part")
+        check(said, crc32c)
         return ""
 
     def complete(self, fs: AbstractFileSystem, path: str, upload_id: str, parts: Sequence[Part]) -> Told:
@@ -205,10 +204,15 @@ def told(reply: Any) -> Told:
     return reply if isinstance(reply, Mapping) else {}
 
 
-def is_right(said: Told, crc32c: int | None) -> bool:
-    """Whether the CRC32C that the service says of an object, if it says one, is this one."""
-    held = said.get("crc32c")
-    return crc32c is None or not isinstance(held, str) or base64.b64decode(held) == crc32c.to_bytes(4, "big")
+class WrongSumError(Exception):
+    """The service says of what it was sent that it has another CRC32C."""
+
+
+def check(said: Told, crc32c: int | None) -> None:
+    """Raises WrongSumError if the service says a CRC32C, and it is not this one."""
+    held = said.get("ChecksumCRC32C") or said.get("crc32c")
+    if crc32c is not None and isinstance(held, str) and base64.b64decode(held) != crc32c.to_bytes(4, "big"):
+        raise WrongSumError(f"the service has CRC32C {held} of it")
 
 
 def _part(path: str, upload_id: str, number: int) -> str:
