@@ -36,6 +36,7 @@ from bucketpoint.stores.fsspec_ways import (
     WrongSumError,
     check,
     files_below,
+    is_asynchronous,
     is_hidden,
     make_folder_of,
     remove,
@@ -99,7 +100,7 @@ class FsspecStore:
             max_put_bytes=ways.max_put_bytes,
             # What is in memory is there once more anyway, and its calls end at once.
             copies_bodies=not ways.private,
-            many_ranges=bool(getattr(self.fs, "async_impl", False)),
+            many_ranges=is_asynchronous(self.fs),
             **parts,
         )
 

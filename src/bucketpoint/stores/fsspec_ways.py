@@ -155,6 +155,14 @@ def has_folders(fs: AbstractFileSystem) -> bool:
     return not _WITH_FOLDERS.isdisjoint(protocols(fs))
 
 
+def is_asynchronous(fs: AbstractFileSystem) -> bool:
+    """Whether a filesystem does its work on an event loop. One around another says yes of itself in either case."""
+    inner = getattr(fs, "fs", None)
+    if isinstance(inner, AbstractFileSystem):
+        return is_asynchronous(inner)
+    return bool(getattr(fs, "async_impl", False))
+
+
 def make_folder_of(fs: AbstractFileSystem, path: str) -> None:
     if has_folders(fs):
         fs.makedirs(path.rpartition("/")[0], exist_ok=True)
@@ -172,7 +180,7 @@ def files_below(fs: AbstractFileSystem, folder: str) -> dict[str, dict[str, Any]
 def remove(fs: AbstractFileSystem, paths: Sequence[str]) -> list[Exception | None]:
     """Delete files, and say of each what went wrong. At once where the filesystem is asynchronous."""
     # Not `rm`: it takes `[`, `]` and `*` in a name for a pattern.
-    if not getattr(fs, "async_impl", False):
+    if not is_asynchronous(fs):
         return [_failure(lambda path=path: fs.rm_file(path)) for path in paths]  # type: ignore[misc]
 
     async def all_of_them() -> list[Exception | None]:
