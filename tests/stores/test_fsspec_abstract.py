@@ -23,12 +23,22 @@ from fsspec_backends import SERVED, Backend, backend
 
 WITH_FOLDERS = ("memory", "file", "dir")
 
+OTHERWISE = {
+    **{("test_open_exclusive", name): "says so when the file is closed" for name in ("s3fs", "gcsfs", "adlfs")},
+    # s3fs looks for the name of the condition, which Amazon S3 gives and MinIO does not.
+    ("test_pipe_exclusive", "s3fs"): "says so on MinIO by an OSError of another kind",
+}
+"""What the libraries do otherwise than the suite has it, and we do not depend on."""
+
 
 class OnEach(AbstractFixtures):
     """The suite's fixtures, filled from ours."""
 
     @pytest.fixture(params=[*WITH_FOLDERS, *SERVED])
     def found(self, request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Backend]:
+        reason = OTHERWISE.get((request.node.originalname, request.param))
+        if reason is not None:
+            request.applymarker(pytest.mark.xfail(reason=reason))
         with backend(request.param, request, tmp_path) as one:
             if one.name in WITH_FOLDERS:
                 one.fs.makedirs(one.root, exist_ok=True)
