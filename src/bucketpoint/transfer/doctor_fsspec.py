@@ -38,9 +38,11 @@ def fsspec_findings(store: FsspecStore, prefix: str) -> Iterator[Finding]:
     elif able.conditional_put:
         yield Finding("conditional overwrite", "ok", "a checkpoint is replaced only if it is still the one expected")
     if able.checksums:
-        yield Finding("upload checksum", "ok", "a body that does not fit its CRC32C is refused")
+        yield Finding(
+            "upload checksum", "ok", "the CRC32C that the service has of what it was sent is compared with ours"
+        )
     else:
-        yield Finding("upload checksum", "skip", f"the service compares none with what it was sent. {_SUMS}")
+        yield Finding("upload checksum", "skip", f"the service says none of what it was sent. {_SUMS}")
     if able.multipart:
         said = f"in any order and in parallel, from {able.min_part_bytes} bytes on"
         yield Finding("parallel parts", "ok", f"parts of one object go up {said}")
