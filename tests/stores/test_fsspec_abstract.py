@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import pytest
 from fsspec.tests.abstract import (
     AbstractCopyTests,
@@ -69,16 +70,31 @@ class TestPipe(OnEach, AbstractPipeTests):
     pass
 
 
+class OnFolders(OnEach):
+    """Where the suite's tests of whole trees apply as they are; nothing of ours moves trees."""
+
+    @pytest.fixture(params=["memory", "file"])
+    def found(self, request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Backend]:
+        if request.param == "memory":
+            with backend("memory", request, tmp_path) as one:
+                one.fs.makedirs(one.root, exist_ok=True)
+                yield one
+        else:
+            # Beside the suite's own local files.
+            (tmp_path / "remote").mkdir()
+            yield Backend("file", fsspec.filesystem("file", auto_mkdir=True), str(tmp_path / "remote"))
+
+
 @pytest.mark.slow
-class TestGet(OnEach, AbstractGetTests):
+class TestGet(OnFolders, AbstractGetTests):
     pass
 
 
 @pytest.mark.slow
-class TestPut(OnEach, AbstractPutTests):
+class TestPut(OnFolders, AbstractPutTests):
     pass
 
 
 @pytest.mark.slow
-class TestCopy(OnEach, AbstractCopyTests):
+class TestCopy(OnFolders, AbstractCopyTests):
     pass
