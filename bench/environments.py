@@ -26,8 +26,8 @@ def python_of(env: str) -> str:
         return sys.executable
     version = f"{sys.version_info.major}.{sys.version_info.minor}"
     torch_version = importlib.metadata.version("torch").partition("+")[0]
-    # The last two are for bucketpoint itself, over s3fs: the newest boto3 that gets on with its botocore.
-    packages = [f"torch=={torch_version}", "numpy", "s3fs", "boto3", "awscrt"]
+    # The last three are for bucketpoint itself, over s3fs: the newest boto3 that gets on with its botocore.
+    packages = [f"torch=={torch_version}", "numpy", "s3fs", "boto3", "awscrt", "pyyaml"]
     return str(_built(S3FS_ENV, version, packages) / "python")
 
 
