@@ -11,6 +11,7 @@ from bucketpoint.errors import InvalidURLError
 from bucketpoint.testing import servers
 from bucketpoint.testing.chaos import chaos
 from bucketpoint.testing.servers import S3Server
+from gcs_server import GCSServer
 
 
 def test_a_trial_survives_its_faults_and_leaves_nothing(minio: S3Server) -> None:
@@ -27,6 +28,18 @@ def test_a_trial_survives_its_faults_and_leaves_nothing(minio: S3Server) -> None
     assert len(lines) == report.refused.total() + report.failed_loads.total()
     assert report.left == []
     assert minio.keys(bucket) == ["runs/mine"]
+
+
+def test_a_trial_before_gcs_survives_its_faults_and_leaves_nothing(gcs: GCSServer) -> None:
+    bucket = gcs.make_bucket()
+    gcs.write(bucket, "runs/mine", b"stays")
+    options = {"token": "anon", "endpoint_url": gcs.endpoint}
+    report = chaos(f"gs://{bucket}/runs", storage_options=options, seed=3, saves=2, probability=0.2)
+    assert report.ok, report.losses
+    assert report.committed + report.refused.total() == 2
+    assert report.faults.total() >= 3
+    assert report.left == []
+    assert gcs.keys(bucket) == ["runs/mine"]
 
 
 def test_without_faults_everything_commits_and_loads(minio: S3Server) -> None:
@@ -52,7 +65,7 @@ def _nothing() -> Any:
 
 
 def test_a_store_that_no_proxy_stands_before_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(InvalidURLError, match="S3 endpoints only"):
+    with pytest.raises(InvalidURLError, match="S3 and GCS only"):
         chaos(str(tmp_path))
 
 

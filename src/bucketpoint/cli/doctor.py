@@ -40,7 +40,7 @@ def parse_size(text: str) -> int:
 @click.option(
     "--chaos",
     is_flag=True,
-    help="Then save and load there while requests fail on purpose, and tell what was survived. S3 only.",
+    help="Then save and load there while requests fail on purpose, and tell what was survived. S3 and GCS.",
 )
 @click.option("--seed", type=int, default=0, show_default=True, help="With --chaos: of its script of faults.")
 @click.option(

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
+from urllib.parse import urlsplit
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -20,8 +21,7 @@ from bucketpoint.dcp import BucketReader, BucketWriter
 from bucketpoint.dcp.saved import open_checkpoint
 from bucketpoint.dcp.verify import verify
 from bucketpoint.errors import BucketpointError, CheckpointNotFoundError, InvalidURLError
-from bucketpoint.stores import S3Options, S3Store, open_store
-from bucketpoint.stores.s3_client import client_for
+from bucketpoint.stores import GCSStore, S3Store, Store, gcs_client, open_store, s3_client
 from bucketpoint.testing.faults import TRANSIENT, FlipReply, FlipRequest, Rule, Script
 from bucketpoint.testing.proxy import FaultProxy
 from bucketpoint.transfer import TransferOptions
@@ -79,18 +79,18 @@ def chaos(
         told: called with each thing worth telling, as it happens.
 
     Raises:
-        InvalidURLError: not an `s3://` URL: other stores are not reached by a URL that could lead through a proxy.
+        InvalidURLError: neither an `s3://` nor a `gs://` URL: no proxy leads to other stores.
         StoreError: the store cannot be reached at all.
     """
     store, prefix = open_store(url.rstrip("/") or url, storage_options=storage_options)
-    if not isinstance(store, S3Store):
-        raise InvalidURLError("Faults are put before S3 endpoints only", url=url, remedy="Name an s3:// URL")
+    if not isinstance(store, S3Store | GCSStore):
+        raise InvalidURLError("Faults are put before S3 and GCS only", url=url, remedy="Name an s3:// or gs:// URL")
     folder = f"{prefix}/" if prefix else ""
     folder += f"bucketpoint-chaos-{os.urandom(6).hex()}"
     report = ChaosReport(seed)
     faults = (*TRANSIENT, FlipRequest(), FlipReply())
     script = Script((Rule(faults, probability=probability),), seed)
-    with warnings.catch_warnings(), FaultProxy(_endpoint(store), ca=_authorities(store)) as proxy:
+    with warnings.catch_warnings(), _before(store) as proxy:
         # DCP's, that this process is alone.
         warnings.simplefilter("ignore")
         trial = _Trial(store, f"{store.url}/{folder}", dict(storage_options or {}), proxy, script, report, told)
@@ -106,7 +106,7 @@ def chaos(
 
 @dataclass
 class _Trial:
-    store: S3Store
+    store: S3Store | GCSStore
     root: str
     calm: dict[str, Any]
     proxy: FaultProxy
@@ -116,7 +116,7 @@ class _Trial:
 
     def run(self, saves: int) -> None:
         self.proxy.play(self.script)
-        options = _through(self.store.options, self.proxy)
+        options = _through(self.store, self.proxy)
         standing: dict[str, int | None] = {}
         for value in range(1, saves + 1):
             url = f"{self.root}/step-{(value + 1) // 2}"
@@ -193,28 +193,34 @@ def _loaded(url: str, options: Mapping[str, Any]) -> set[int]:
     return found | {low.get(value, -1) for value in state["model"]["large"].unique().tolist()}
 
 
-def _endpoint(store: S3Store) -> str:
-    return str(client_for(store.options).api.meta.endpoint_url)
-
-
-def _authorities(store: S3Store) -> str | None:
-    """The bundle that the user's own clients trust, for the proxy's connection to the store."""
+def _before(store: S3Store | GCSStore) -> FaultProxy:
+    """A proxy before the store, which trusts what the user's own clients trust."""
+    if isinstance(store, GCSStore):
+        endpoint = gcs_client.client_for(store.options).endpoint
+        ca = store.options.ca_bundle or os.environ.get("REQUESTS_CA_BUNDLE")
+        # Nothing is signed there, so the proxy can name the host that the store goes by.
+        return FaultProxy(endpoint, ca=ca, host_header=urlsplit(endpoint).netloc.rpartition("@")[2])
     given = store.options.ca_bundle or store.options.client_kwargs.get("verify") or os.environ.get("AWS_CA_BUNDLE")
-    return given if isinstance(given, str) else None
+    endpoint = str(s3_client.client_for(store.options).api.meta.endpoint_url)
+    return FaultProxy(endpoint, ca=given if isinstance(given, str) else None)
 
 
-def _through(options: S3Options, proxy: FaultProxy) -> dict[str, Any]:
-    """The same options, through the proxy. The client signs for the store's true host, so it must go on naming it."""
-    changed = options.replace(
-        endpoint_url=proxy.options["endpoint_url"],
-        config_kwargs={**options.config_kwargs, **proxy.options["config_kwargs"]},
-    )
-    return {one.name: getattr(changed, one.name) for one in fields(changed)}
+def _through(store: S3Store | GCSStore, proxy: FaultProxy) -> dict[str, Any]:
+    """The same options, through the proxy."""
+    options = {one.name: getattr(store.options, one.name) for one in fields(store.options)}
+    if isinstance(store, GCSStore):
+        # What these two are by default depends on the endpoint.
+        token = "anon" if store.options.anonymous else store.options.token
+        uploads = "xml" if store.options.multipart else "compose"
+        return {**options, "endpoint_url": proxy.url, "token": token, "uploads": uploads}
+    # The client signs for the store's true host, so it must go on naming it.
+    config = {**store.options.config_kwargs, **proxy.options["config_kwargs"]}
+    return {**options, "endpoint_url": proxy.options["endpoint_url"], "config_kwargs": config}
 
 
-def _clean_up(store: S3Store, folder: str, proxy: FaultProxy, report: ChaosReport) -> None:
+def _clean_up(store: Store, folder: str, proxy: FaultProxy, report: ChaosReport) -> None:
     begun = {one.request.key for one in proxy.exchanges if one.request.kind == "CreateMultipartUpload"}
-    for key in sorted(begun):
-        for upload in store.list_multipart(key):
+    for key in [f"{folder}/"] if store.capabilities.lists_uploads else sorted(begun):
+        for upload in list(store.list_multipart(key)):
             store.abort_multipart(upload.key, upload.upload_id)
     report.left += [failure.key for failure in store.delete([info.key for info in store.list(f"{folder}/")])]

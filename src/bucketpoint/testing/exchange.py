@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import email.utils
+import json
 import os
 import signal
 import socket
@@ -32,12 +33,22 @@ from bucketpoint.testing.faults import (
     Stall,
 )
 from bucketpoint.testing.http import Closed, Head, Pace, Stream, Wire, Write, move_body, nowhere
-from bucketpoint.testing.kinds import Request
+from bucketpoint.testing.kinds import NEXT_PART, Api, Request, names_key_in_body
 
 REMEMBERED_BYTES = 8 << 20
 """Larger replies are never served again as stale ones."""
 
-REASONS = {200: "OK", 400: "Bad Request", 403: "Forbidden", 429: "Too Many Requests", 500: "Internal Server Error"}
+LONGEST_NAME_BYTES = 16 << 10
+"""Of what stands before an upload's bytes: a key of 1,024 bytes and a few facts, escaped."""
+
+REASONS = {
+    200: "OK",
+    400: "Bad Request",
+    401: "Unauthorized",
+    403: "Forbidden",
+    429: "Too Many Requests",
+    500: "Internal Server Error",
+}
 
 
 @dataclass(frozen=True)
@@ -149,7 +160,10 @@ class Connection:
 
     def _exchange(self, head: Head) -> bool:
         """Whether the connection goes on."""
-        note, fault = self.faults.begin(self.name, Request.of(head))
+        beginning = b""
+        if names_key_in_body(head) and not head.expects_continue:
+            beginning = self.client.peek(NEXT_PART, LONGEST_NAME_BYTES)
+        note, fault = self.faults.begin(self.name, Request.of(head, beginning))
         note.head_sent = len(head.raw)
         try:
             if self.wire.delay_s:
@@ -167,14 +181,16 @@ class Connection:
                     time.sleep(seconds)
                     raise Aborted
                 case Refuse(status=status, code=code, acted=False):
-                    return self._refuse(head, note, status, _error(code))
+                    return self._refuse(head, note, status, code)
                 case ErrorInBody(code=code, acted=False):
-                    return self._refuse(head, note, 200, _error(code))
+                    return self._refuse(head, note, 200, code)
                 case ExpireCredentials():
                     self.faults.expire(note.request.access_key)
-                    return self._refuse(head, note, 400, _error("ExpiredToken"))
+                    # https://cloud.google.com/storage/docs/json_api/v1/status-codes#401-unauthorized
+                    refusal = (400, "ExpiredToken") if note.request.api is Api.S3 else (401, "authError")
+                    return self._refuse(head, note, *refusal)
                 case SkewClock(seconds=seconds) if abs(seconds) > SkewClock.LARGEST_S:
-                    return self._refuse(head, note, 403, _error("RequestTimeTooSkewed"), date=time.time() + seconds)
+                    return self._refuse(head, note, 403, "RequestTimeTooSkewed", date=time.time() + seconds)
                 case Stale():
                     remembered = self.faults.remembered(note.request)
                     if remembered is not None:
@@ -239,10 +255,10 @@ class Connection:
             note.received = move_body(response, server, nowhere, self._down)
         match fault:
             case Refuse(status=status, code=code):
-                self._answer(status, _error(code))
+                self._answer(note.request, status, code)
                 return head.keeps_alive
             case ErrorInBody(code=code):
-                self._answer(200, _error(code))
+                self._answer(note.request, 200, code)
                 return head.keeps_alive
             case Stall(seconds=seconds):
                 time.sleep(seconds)
@@ -276,23 +292,26 @@ class Connection:
             raise Closed("the server ended the connection")
         return Head.parse(raw)
 
-    def _refuse(self, head: Head, note: Exchange, status: int, body: bytes, *, date: float | None = None) -> bool:
+    def _refuse(self, head: Head, note: Exchange, status: int, code: str, *, date: float | None = None) -> bool:
         """Answer in the store's place."""
         if head.expects_continue:
             # The client keeps its body, and what it would send next on this connection is anybody's guess.
-            self._answer(status, body, date=date, closing=True)
+            self._answer(note.request, status, code, date=date, closing=True)
             return False
         self._drop_request(head, note)
-        self._answer(status, body, date=date)
+        self._answer(note.request, status, code, date=date)
         return head.keeps_alive
 
     def _drop_request(self, head: Head, note: Exchange) -> None:
         note.sent = move_body(head, self.client, nowhere, self._up)
 
-    def _answer(self, status: int, body: bytes, *, date: float | None = None, closing: bool = False) -> None:
+    def _answer(
+        self, request: Request, status: int, code: str, *, date: float | None = None, closing: bool = False
+    ) -> None:
+        body = _error(request, status, code)
         lines = [
             f"HTTP/1.1 {status} {REASONS.get(status, 'Error')}",
-            "Content-Type: application/xml",
+            f"Content-Type: application/{'json' if request.api is Api.GCS_JSON else 'xml'}",
             f"Content-Length: {len(body)}",
             f"Date: {email.utils.formatdate(date, usegmt=True)}",
             *(["Connection: close"] if closing else []),
@@ -313,7 +332,11 @@ class Connection:
         raise Aborted
 
 
-def _error(code: str) -> bytes:
+def _error(request: Request, status: int, code: str) -> bytes:
+    """An error in the words of the API that was asked."""
+    if request.api is Api.GCS_JSON:
+        said = {"domain": "global", "reason": code, "message": "by script"}
+        return json.dumps({"error": {"code": status, "message": "by script", "errors": [said]}}).encode()
     text = f"<Error><Code>{code}</Code><Message>by script</Message></Error>"
     return f"<?xml version='1.0' encoding='UTF-8'?>\n{text}".encode()
 

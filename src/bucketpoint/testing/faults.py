@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
-from bucketpoint.testing.kinds import BODIES_UP, READS, Request
+from bucketpoint.testing.kinds import BODIES_UP, READS, Api, Request
 
 # -- faults ------------------------------------------------------------------------------------------------------------
 
@@ -33,7 +33,8 @@ class Fault:
 
 @dataclass(frozen=True)
 class Refuse(Fault):
-    """An error in S3's words. With `acted` the store has done what it was asked, and only its answer is lost."""
+    """An error in the words of the API that is asked. With `acted` the store has done what it was asked, and only its
+    answer is lost."""
 
     status: int = 503
     code: str = "SlowDown"
@@ -160,7 +161,7 @@ class ErrorInBody(Fault):
         return "200 with an error in its body"
 
     def fits(self, request: Request) -> bool:
-        return request.kind == "CompleteMultipartUpload"
+        return request.kind == "CompleteMultipartUpload" and request.api is not Api.GCS_JSON
 
 
 @dataclass(frozen=True)
@@ -193,7 +194,8 @@ class SkewClock(Fault):
 
 @dataclass(frozen=True)
 class ExpireCredentials(Fault):
-    """From this request on, whatever is signed with the same access key is refused with ExpiredToken."""
+    """From this request on, whatever is signed with the same access key, or has the same token, is refused: by S3 with
+    ExpiredToken, by GCS with 401."""
 
     @property
     def name(self) -> str:

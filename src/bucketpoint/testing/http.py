@@ -88,6 +88,15 @@ class Stream:
         del self.buffered[: end + 2]
         return line
 
+    def peek(self, mark: bytes, limit: int) -> bytes:
+        """What comes next, up to a mark or about so many bytes. It stays to be read."""
+        while mark not in self.buffered and len(self.buffered) < limit:
+            count = self._receive(CHUNK_BYTES)
+            if not count:
+                break
+            self.buffered += self._chunk[:count]
+        return bytes(self.buffered[:limit])
+
     def write(self, data: memoryview | bytes) -> None:
         self.sock.sendall(data)
 

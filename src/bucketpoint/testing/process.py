@@ -90,6 +90,7 @@ class _Log(Board):
         request = fields.pop("request")
         # Not a secret, and yet nobody's business in a log.
         request.pop("access_key")
+        request["api"] = request["api"].value
         line = json.dumps({**request, **fields})
         with self._writing:
             self._file.write(line + "\n")

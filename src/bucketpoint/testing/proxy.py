@@ -19,7 +19,7 @@ from types import TracebackType
 from typing import Any
 
 from bucketpoint.testing.exchange import Connection, Exchange, Upstream
-from bucketpoint.testing.faults import Fault, Player, Refuse, Reset, Script
+from bucketpoint.testing.faults import ExpireCredentials, Fault, Player, Reset, Script
 from bucketpoint.testing.http import Pace, Stream, Wire
 from bucketpoint.testing.kinds import Request
 
@@ -27,7 +27,7 @@ SETTLED_S = 1.0
 """How long to wait for exchanges under way before they are counted."""
 
 _DEAD = Reset()
-_EXPIRED = Refuse(400, "ExpiredToken")
+_EXPIRED = ExpireCredentials()
 
 
 @dataclass

@@ -1,0 +1,66 @@
+"""The pytest plugin as a user has it: in a project of their own, without this suite's conftest."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+from bucketpoint.testing.tally import Tally
+
+NAME = "bucketpoint.testing.plugin"
+DOCUMENT = Path(__file__).parents[2] / "docs" / "testing.md"
+
+CONFTEST = """
+import sys
+
+def pytest_sessionstart(session):
+    # Every run of an environment that has bucketpoint imports the plugin.
+    large = {"torch", "boto3", "moto", "bucketpoint.dcp"} & set(sys.modules)
+    assert not large, large
+"""
+
+MORE = """
+
+def test_of_mine(bucketpoint_minio, fault_proxy, bucketpoint_tally):
+    proxy = fault_proxy(bucketpoint_minio)
+    bucketpoint_minio.at(proxy.url).client().list_buckets()
+    assert proxy.counts.requests.total() == 1
+    bucketpoint_tally.made("cases of mine", 1200)
+"""
+
+
+def test_the_example_of_the_documents_runs_in_a_project_of_its_own(
+    bucketpoint_minio_binary: Path, tmp_path: Path
+) -> None:
+    section = DOCUMENT.read_text().partition("## In pytest")[2]
+    example = re.search(r"```python\n(.*?)```", section, re.DOTALL)
+    assert example is not None
+    (tmp_path / "test_mine.py").write_text(example[1] + MORE)
+    (tmp_path / "conftest.py").write_text(CONFTEST)
+    env = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    env |= {"MINIO": str(bucketpoint_minio_binary), "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
+    known = {one.name for one in importlib.metadata.entry_points(group="pytest11")}
+    by_name = [] if NAME in known else ["-p", NAME]
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-W", "ignore", *by_name]
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=480)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "2 passed" in done.stdout
+    lines = [line.split() for line in done.stdout.partition("bucketpoint: faults and kills")[2].splitlines()]
+    assert ["1", "reset", "after", "the", "store", "acted"] in lines
+    assert ["1,200", "cases", "of", "mine"] in lines
+
+
+def test_tallies_of_several_processes_add_up() -> None:
+    first, second = Tally(), Tally()
+    for number, tally in enumerate((first, second), 1):
+        tally.made("kills", number)
+        tally.faults["reset"] += number
+        tally.requests += 10
+    second.made("inputs", 5000)
+    first.add(second.as_dict())
+    assert first.lines() == ["3 faults in 20 requests", "       3  reset", "5,000 inputs", "3 kills"]
+    assert Tally().lines() == []
