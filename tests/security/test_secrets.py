@@ -2,15 +2,8 @@
 
 from __future__ import annotations
 
-import base64
 import io
-import json
-import logging
-import pickle
-import traceback
-from collections.abc import Iterator
 from typing import Any
-from urllib.parse import quote
 
 import pytest
 import torch
@@ -22,44 +15,9 @@ from bucketpoint.dcp.saved import open_checkpoint
 from bucketpoint.dcp.verify import verify
 from bucketpoint.errors import BucketpointError, EndpointError
 from bucketpoint.stores import S3Options, S3Store, open_store, retry, s3_client
+from security.planted import SECRETS, assert_clean, assert_failure_is_clean
 from servers import KMS_KEY, S3Server, free_port
 from stores.scripted import error, scripted
-
-SECRETS = {
-    "access key": "AKIAPLANTEDACCESSKEY",
-    "secret key": "planted/secret+KEY-1234567890",
-    "session token": "planted//session==TOKEN",
-    "customer key": "planted-customer-key-of-32-bytes",
-    "proxy password": "planted-proxy-password",
-    "url password": "planted-url-password",
-    "url signature": "planted-url-signature",
-}
-FORMS = sorted(
-    {
-        form
-        for secret in SECRETS.values()
-        for form in (secret, quote(secret, safe=""), base64.b64encode(secret.encode()).decode())
-    }
-)
-
-
-def assert_clean(text: Any, where: str) -> None:
-    raw = text if isinstance(text, bytes) else str(text).encode()
-    assert [form for form in FORMS if form.encode() in raw] == [], where
-
-
-@pytest.fixture
-def log() -> Iterator[io.StringIO]:
-    """Everything that anybody logs below `bucketpoint`, and what the root logger gets from us."""
-    stream = io.StringIO()
-    handler = logging.StreamHandler(stream)
-    logger = logging.getLogger("bucketpoint")
-    before = logger.level
-    logger.addHandler(handler)
-    logger.setLevel(logging.DEBUG)
-    yield stream
-    logger.removeHandler(handler)
-    logger.setLevel(before)
 
 
 @pytest.fixture(autouse=True)
@@ -75,30 +33,6 @@ def planted(endpoint: str, **more: Any) -> dict[str, Any]:
         "client_kwargs": {"endpoint_url": endpoint, "region_name": "us-east-1"},
         **more,
     }
-
-
-def chain(failure: BaseException) -> Iterator[BaseException]:
-    seen: set[int] = set()
-    todo: list[BaseException | None] = [failure]
-    while todo:
-        one = todo.pop()
-        if one is None or id(one) in seen:
-            continue
-        seen.add(id(one))
-        yield one
-        todo += [one.__cause__, one.__context__]
-        if isinstance(one, dcp.CheckpointException):
-            todo += [wrapped[0] for wrapped in one.failures.values()]
-
-
-def assert_failure_is_clean(failure: BaseException, where: str) -> None:
-    for one in chain(failure):
-        assert_clean("".join(traceback.format_exception(one)), f"{where}: traceback")
-        assert_clean(repr(one), f"{where}: repr")
-        assert_clean(vars(one), f"{where}: attributes")
-        if isinstance(one, BucketpointError):
-            assert_clean(pickle.dumps(one), f"{where}: pickle")
-            assert_clean(json.dumps({"message": one.message, **one.fields()}, default=str), f"{where}: fields")
 
 
 FAILURES = {
@@ -185,8 +119,9 @@ def test_nothing_that_a_save_writes_holds_a_secret(s3_tls: S3Server, bucket_tls:
     url = f"s3://{bucket_tls}/run/step-1"
     state = {"w": torch.ones(3_000_000), "o": {"x": 1}}
     small = bp.TransferOptions(part_bytes=5 << 20, single_put_bytes=5 << 20)
+    told: list[bp.Progress] = []
     for _ in range(2):
-        writer = bp.S3Writer(storage_options=options, transfer=small)
+        writer = bp.S3Writer(storage_options=options, transfer=small, progress=told.append)
         dcp.save(state, checkpoint_id=url, storage_writer=writer, no_dist=True)
     target = {"w": torch.zeros(3_000_000), "o": {"x": 0}}
     dcp.load(target, checkpoint_id=url, storage_reader=bp.S3Reader(storage_options=options), no_dist=True)
@@ -199,6 +134,8 @@ def test_nothing_that_a_save_writes_holds_a_secret(s3_tls: S3Server, bucket_tls:
         assert_clean(found["Body"].read(), name)
         assert s3_tls.secret.encode() not in client.get_object(Bucket=bucket_tls, Key=name, **customer)["Body"].read()
     assert_clean(log.getvalue(), "log")
+    assert told
+    assert_clean(told, "progress")
     with pytest.raises(dcp.CheckpointException) as caught:
         dcp.load(target, checkpoint_id=url, storage_reader=bp.S3Reader(storage_options=s3_tls.options), no_dist=True)
     assert isinstance(caught.value.failures[0][0], BucketpointError)

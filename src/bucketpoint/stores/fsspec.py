@@ -223,7 +223,7 @@ class FsspecStore:
         with self._errors("delete", keys[0] if keys else ""):
             found = remove(self.fs, [self._path(key) for key in keys])
         for key, problem in zip(keys, found, strict=True):
-            failure = None if problem is None else translate(problem, "delete", self._url(key))
+            failure = None if problem is None else self._translated(problem, "delete", key)
             if failure is not None and not isinstance(failure, ObjectNotFoundError):
                 failures.append(DeleteFailure(key, type(failure).__name__, failure.message))
         return failures
@@ -301,7 +301,7 @@ class FsspecStore:
 
     def _read(self, one: Range, found: Any) -> bytes | StoreError:
         if isinstance(found, Exception):
-            return translate(found, "read", self._url(one.key))
+            return self._translated(found, "read", one.key)
         if len(found) != one.stop - one.start:
             return CorruptDataError("the object ends before the range does", url=self._url(one.key))
         data: bytes = found
@@ -339,6 +339,9 @@ class FsspecStore:
     def _url(self, key: str) -> str:
         return f"{self.url.rstrip('/')}/{key}"
 
+    def _translated(self, error: Exception, operation: str, key: str) -> StoreError:
+        return translate(error, operation, self._url(key), _options(self.fs))
+
     @contextmanager
     def _errors(self, operation: str, key: str, *, missing: type[StoreError] = ObjectNotFoundError) -> Iterator[None]:
         failure: StoreError
@@ -350,10 +353,17 @@ class FsspecStore:
         except WrongSumError as error:
             failure = CorruptDataError(f"{operation} failed: {error}", url=self._url(key))
         except Exception as error:  # noqa: BLE001 (each filesystem has exceptions of its own; none may escape unnamed)
-            failure = translate(error, operation, self._url(key))
+            failure = self._translated(error, operation, key)
             if isinstance(failure, ObjectNotFoundError):
                 failure = missing(failure.message, url=failure.url)
         raise failure
+
+
+def _options(fs: AbstractFileSystem) -> dict[str, Any]:
+    """What the filesystem was made with, and those that it stands on."""
+    inner = getattr(fs, "fs", None)
+    below = _options(inner) if isinstance(inner, AbstractFileSystem) else {}
+    return {"below": below, **getattr(fs, "storage_options", {})}
 
 
 def proven(store: Store, prefix: str) -> Capabilities:

@@ -9,7 +9,8 @@ from __future__ import annotations
 import errno
 import http.client
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 from bucketpoint.errors import (
     AccessDeniedError,
@@ -22,6 +23,7 @@ from bucketpoint.errors import (
     ThrottledError,
     TransientStoreError,
 )
+from bucketpoint.stores.wording import describe
 
 CHECK_ENDPOINT = "Check the endpoint, the host or the connection string in storage_options, and the network"
 
@@ -39,12 +41,16 @@ _REFUSED = frozenset({http.client.CONFLICT, http.client.PRECONDITION_FAILED})
 _TOO_MANY = frozenset({http.client.TOO_MANY_REQUESTS, http.client.SERVICE_UNAVAILABLE})
 
 
-def translate(error: Exception, operation: str, url: str) -> StoreError:
-    """The kind of error that this is one of. One of ours is what it is."""
+def translate(error: Exception, operation: str, url: str, options: Mapping[str, Any]) -> StoreError:
+    """The kind of error that this is one of. One of ours is what it is.
+
+    Args:
+        options: the filesystem's, whose secrets its error may quote.
+    """
     if isinstance(error, StoreError):
         return error
     kind, remedy = _kind(error)
-    text = error.message if isinstance(error, BucketpointError) else f"{type(error).__name__}: {error}"
+    text = error.message if isinstance(error, BucketpointError) else describe(error, options)
     return kind(f"{operation} failed: {text}", url=url, remedy=remedy)
 
 

@@ -7,7 +7,7 @@ import http.client
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from email.utils import parsedate_to_datetime
-from typing import Any
+from typing import Any, TypeVar
 
 from bucketpoint.errors import CorruptDataError, ObjectNotFoundError, PreconditionFailedError, StoreError
 from bucketpoint.stores import gcs_composed, gcs_multipart
@@ -27,6 +27,8 @@ from bucketpoint.stores.gcs_client import close_client
 from bucketpoint.stores.gcs_errors import failures, translate
 from bucketpoint.stores.gcs_options import GCSOptions
 from bucketpoint.stores.s3_body import OpenReply, receive
+
+T = TypeVar("T")
 
 _MAX_GENERATION = (1 << 63) - 1
 
@@ -66,16 +68,12 @@ class GCSStore:
         if_match: str | None = None,
     ) -> ObjectInfo:
         generation = 0 if if_none_match else self._generation(key, if_match)
-        try:
-            return self._requests.insert(
-                key, body, crc32c=crc32c, generation=generation, storage_class=self.options.storage_class
-            )
-        except StoreError as error:
-            # The service says "invalid" of a body that does not fit its checksum, and of much else.
-            if type(error) is not StoreError or crc32c is None or crc_of(body, None) == crc32c:
-                raise
-            failure = CorruptDataError(error.message, url=error.url)
-        raise failure
+        chosen = self.options.storage_class
+        return self._sent(
+            body,
+            crc32c,
+            lambda: self._requests.insert(key, body, crc32c=crc32c, generation=generation, storage_class=chosen),
+        )
 
     def get(self, key: str, *, max_bytes: int | None = None, first: int | None = None) -> tuple[bytes, ObjectInfo]:
         wanted = {} if first is None else {"Range": f"bytes=0-{first - 1}"}
@@ -186,13 +184,7 @@ class GCSStore:
 
     def put_part(self, key: str, upload_id: str, number: int, body: Buffers, *, crc32c: int | None = None) -> Part:
         send = gcs_composed.put_part if gcs_composed.is_composed(upload_id) else gcs_multipart.put_part
-        try:
-            return send(self._requests, key, upload_id, number, body, crc32c)
-        except StoreError as error:
-            if type(error) is not StoreError or crc32c is None or crc_of(body, None) == crc32c:
-                raise
-            failure = CorruptDataError(error.message, url=error.url)
-        raise failure
+        return self._sent(body, crc32c, lambda: send(self._requests, key, upload_id, number, body, crc32c))
 
     def complete_multipart(self, key: str, upload_id: str, parts: Sequence[Part]) -> ObjectInfo:
         complete = gcs_composed.complete if gcs_composed.is_composed(upload_id) else gcs_multipart.complete
@@ -210,6 +202,24 @@ class GCSStore:
 
     def close(self) -> None:
         close_client(self.options)
+
+    def _sent(self, body: Buffers, crc32c: int | None, send: Callable[[], T]) -> T:
+        """Send a body; once more where it is refused although it fits its checksum, as it was damaged on the way.
+
+        The service says "invalid" of a body that does not fit, and of much else.
+        """
+        for last in (False, True):
+            try:
+                return send()
+            except StoreError as error:
+                if type(error) is not StoreError:
+                    raise
+                if crc32c is not None and crc_of(body, None) != crc32c:
+                    failure: StoreError = CorruptDataError(error.message, url=error.url)
+                    break
+                if last:
+                    raise
+        raise failure
 
     @property
     def _requests(self) -> Bucket:

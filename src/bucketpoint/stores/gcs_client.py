@@ -22,6 +22,7 @@ from bucketpoint.stores.client_cache import ClientCache
 from bucketpoint.stores.gcs_errors import failures, from_reply, translate
 from bucketpoint.stores.gcs_options import DEFAULT_MAX_ATTEMPTS, GCSOptions
 from bucketpoint.stores.retry import Gate, RetryPolicy
+from bucketpoint.stores.wording import clean, hide
 
 CONNECT_TIMEOUT_S = 10
 READ_TIMEOUT_S = 60
@@ -142,10 +143,11 @@ def build_client(options: GCSOptions) -> Client:
         # A project would be asked for otherwise, which only the making of buckets needs.
         library = Library(project=None, credentials=_credentials(options, Library.SCOPE), client_options=given or None)
     except failures() as error:
-        raise translate(error, "making the GCS client", endpoint or "gs://") from None
+        failure = translate(error, "making the GCS client", clean(endpoint or "gs://"))
+        raise type(failure)(hide(failure.message, _given(options)), **failure.fields()) from None
     except ValueError as error:
-        # google-auth's answer to a credentials file that is none; its text names what is missing and nothing secret.
-        raise CredentialsError(f"the GCS client cannot be made: {error}") from None
+        # google-auth's answer to credentials that are none.
+        raise CredentialsError(f"the GCS client cannot be made: {hide(str(error), _given(options))}") from None
     session = library._http
     if isinstance(session, AuthorizedSession) and not session.is_mtls:
         session.mount("https://", _adapter(options))
@@ -163,6 +165,13 @@ def build_client(options: GCSOptions) -> Client:
         counts_throttled=options.max_attempts is not None,
     )
     return Client(session, library.api_endpoint.rstrip("/"), policy, headers)
+
+
+def _given(options: GCSOptions) -> dict[str, Any]:
+    """What errors may not quote: a token that somebody passed in place of a file's path, and what a dict holds."""
+    token = options.token
+    is_path = isinstance(token, str) and (os.sep in token or token.endswith(".json"))
+    return {} if is_path else {"token": token}
 
 
 def _credentials(options: GCSOptions, scopes: Any) -> Any:
@@ -198,13 +207,12 @@ def _credentials(options: GCSOptions, scopes: Any) -> Any:
 def _check_endpoint(endpoint: str, *, secret: bool) -> None:
     parts = urlsplit(endpoint)
     if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise EndpointError(
-            f"the endpoint {endpoint!r} is not a URL", remedy="Pass something like http://127.0.0.1:4443"
-        )
+        # Not quoted: whatever it is, a password may be in it.
+        raise EndpointError("the endpoint is not a URL", remedy="Pass something like http://127.0.0.1:4443")
     if secret and parts.scheme == "http" and not _is_loopback(parts.hostname):
         raise EndpointError(
             "credentials would be sent in clear over plain HTTP",
-            url=endpoint,
+            url=clean(endpoint),
             remedy="Use an https:// endpoint, or token='anon' for an emulator",
         )
 

@@ -23,6 +23,7 @@ from bucketpoint.errors import (
     TransientStoreError,
     UploadNotFoundError,
 )
+from bucketpoint.stores.wording import describe
 
 # The JSON API's reasons (https://cloud.google.com/storage/docs/json_api/v1/status-codes), and the XML API's codes
 # (https://cloud.google.com/storage/docs/xml-api/reference-status). What is not here is decided by its status.
@@ -96,7 +97,7 @@ def translate(error: BaseException, operation: str, url: str) -> StoreError:
     if isinstance(error, StoreError):
         return error
     kind = _kind(error)
-    made = kind(f"{operation} failed: {type(error).__name__}: {error}", url=url, remedy=_REMEDIES.get(kind))
+    made = kind(f"{operation} failed: {describe(error)}", url=url, remedy=_REMEDIES.get(kind))
     if kind is EndpointError and not _stays_so(error):
         made.action = Action.RETRY
     return made

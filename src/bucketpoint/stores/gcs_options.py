@@ -71,7 +71,7 @@ class GCSOptions:
 
     token: Any = field(default=None, repr=False)
     project: str | None = None
-    endpoint_url: str | None = None
+    endpoint_url: str | None = field(default=None, repr=False)
     requester_pays: bool | str = False
     kms_key_name: str | None = None
     storage_class: str | None = None

@@ -20,6 +20,7 @@ from bucketpoint.stores.gcs_options import GCSOptions
 from bucketpoint.stores.local import LocalStore
 from bucketpoint.stores.s3 import S3Store
 from bucketpoint.stores.s3_options import S3Options
+from bucketpoint.stores.wording import clean, hide, holds_password
 
 S3_SCHEMES = ("s3", "s3a")
 GCS_SCHEMES = ("gs", "gcs")
@@ -42,9 +43,10 @@ def parse_url(url: str | os.PathLike[str]) -> tuple[str, str, str]:
     `prefix` are the same checkpoint. With any other scheme all of the path is the root, and the key prefix is empty.
 
     Raises:
-        InvalidURLError: the URL names no bucket, or is empty.
+        InvalidURLError: the URL names no bucket, is empty, or holds a password.
     """
     text = os.fspath(url)
+    _refuse_password(text)
     match = _SCHEME.match(text)
     if match is None or match[2] == "::":
         if not text:
@@ -90,6 +92,7 @@ def open_store(
         BucketpointError: an option is not known.
     """
     if fs is not None:
+        _refuse_password(os.fspath(url))
         if schemes and parse_url(url)[0]:
             _check_scheme(url, schemes)
         return _store_on(fs, fs._strip_protocol(os.fspath(url))), ""
@@ -101,18 +104,32 @@ def open_store(
     if scheme in ("", "file", "local") and not storage_options and "::" not in root:
         return LocalStore(_absolute(root)), ""
     failure: BucketpointError
+    options = dict(storage_options or {})
     try:
-        filesystem, path = fsspec.core.url_to_fs(os.fspath(url), **dict(storage_options or {}))
+        filesystem, path = fsspec.core.url_to_fs(os.fspath(url), **options)
         return _store_on(filesystem, path), ""
     except ImportError as error:
         # fsspec says what to install, of each scheme that it knows.
         message = f"the library that serves {scheme}:// URLs is not installed: {error}"
         failure = InvalidURLError(message, url=os.fspath(url), remedy=_INSTALL.get(scheme))
     except ValueError as error:
-        failure = InvalidURLError(f"fsspec does not know this URL: {error}", url=os.fspath(url))
+        failure = InvalidURLError(
+            f"fsspec does not know this URL: {hide(clean(str(error)), options)}", url=os.fspath(url)
+        )
     except TypeError as error:
-        failure = BucketpointError(f"storage_options do not fit the filesystem: {error}", url=os.fspath(url))
+        failure = BucketpointError(
+            f"storage_options do not fit the filesystem: {hide(clean(str(error)), options)}", url=os.fspath(url)
+        )
     raise failure
+
+
+def _refuse_password(url: str) -> None:
+    if holds_password(url):
+        raise InvalidURLError(
+            "the URL holds a password",
+            url=clean(url),
+            remedy="Pass it in storage_options: URLs are logged, and stand in the checkpoint",
+        )
 
 
 def _has_gcs() -> bool:

@@ -6,7 +6,6 @@ The one table of what is tried again. Never by text. How often and how long is t
 from __future__ import annotations
 
 import http.client
-import re
 import ssl
 from typing import Any, NamedTuple
 
@@ -29,6 +28,7 @@ from bucketpoint.errors import (
     UploadNotFoundError,
     WrongRegionError,
 )
+from bucketpoint.stores.wording import describe
 
 _RETRY, _THROTTLE, _REFRESH, _FATAL = Action.RETRY, Action.THROTTLE, Action.REFRESH, Action.FATAL
 
@@ -157,7 +157,7 @@ def translate(error: BaseException, operation: str, url: str, *, region: str | N
     rule = next((rule for known, rule in RULE_BY_TYPE if isinstance(error, known)), _UNKNOWN)
     if _is_untrusted(error):
         rule = _UNTRUSTED
-    return _made(rule, f"{operation} failed: {_describe(error)}", url=url)
+    return _made(rule, f"{operation} failed: {describe(error)}", url=url)
 
 
 def _made(rule: Rule, message: str, *, url: str, remedy: str | None = None) -> StoreError:
@@ -172,16 +172,6 @@ def _is_untrusted(error: BaseException, depth: int = 6) -> bool:
         return True
     inner = [getattr(error, "kwargs", {}).get("error"), getattr(error, "reason", None), *error.args, error.__cause__]
     return depth > 0 and any(_is_untrusted(one, depth - 1) for one in inner if isinstance(one, BaseException))
-
-
-_USER_INFO = re.compile(r"(?<=://)[^\s/@\"']*@")
-_QUERY = re.compile(r"\?[^\s\"')]*")
-
-
-def _describe(error: BaseException) -> str:
-    # The text of a connection's error names the URL of the request or of the proxy: with the name and password that
-    # somebody put there, and with the query, in which a signature may stand. A header is in none of them.
-    return _QUERY.sub("", _USER_INFO.sub("", f"{type(error).__name__}: {error}"))
 
 
 def _from_reply(reply: dict[str, Any], operation: str, url: str, region: str | None) -> StoreError:

@@ -82,7 +82,7 @@ class S3Options:
     """
 
     region: str | None = None
-    endpoint_url: str | None = None
+    endpoint_url: str | None = field(default=None, repr=False)
     profile: str | None = None
     addressing_style: str | None = None
     anon: bool = False

@@ -1,0 +1,228 @@
+"""The same search before GCS, on filesystems of fsspec, and in URLs."""
+
+from __future__ import annotations
+
+import io
+import json
+import pickle
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from fsspec.implementations.memory import MemoryFileSystem
+
+import bucketpoint as bp
+from bucketpoint.cli.app import run
+from bucketpoint.errors import BucketpointError, CredentialsError, InvalidURLError
+from bucketpoint.stores import GCSOptions, open_store, retry
+from bucketpoint.stores.wording import HIDDEN, clean, hide, holds_password
+from security.planted import SECRETS, assert_clean, assert_failure_is_clean
+from servers import free_port
+from stores.scripted import Answer, scripted
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(retry, "pause", lambda seconds: None)
+
+
+# fsspec
+
+
+class Talkative(MemoryFileSystem):  # type: ignore[misc]
+    """A filesystem whose errors quote all that it was given, as some do."""
+
+    protocol = "talkative"
+    store: dict[str, Any] = {}  # noqa: RUF012 (as its base has it)
+    pseudo_dirs = [""]  # noqa: RUF012
+    cachable = False
+    failing = False
+
+    def pipe_file(self, path: str, value: bytes, **kwargs: Any) -> None:
+        self._fail()
+        super().pipe_file(path, value, **kwargs)
+
+    def cat_file(self, path: str, **kwargs: Any) -> Any:
+        self._fail()
+        return super().cat_file(path, **kwargs)
+
+    def _fail(self) -> None:
+        if self.failing:
+            raise RuntimeError(
+                f"refused with {self.storage_options} by https://me:{SECRETS['url password']}@host/x?sig=y"
+            )
+
+
+@pytest.fixture
+def talkative() -> Iterator[dict[str, Any]]:
+    fsspec.register_implementation("talkative", Talkative, clobber=True)
+    yield {
+        "account_key": SECRETS["secret key"],
+        "client_kwargs": {"password": SECRETS["proxy password"], "credential": {"a": SECRETS["session token"]}},
+    }
+    Talkative.failing = False
+    Talkative.store.clear()
+
+
+def test_a_filesystem_that_quotes_its_options_is_not_quoted(talkative: dict[str, Any], log: io.StringIO) -> None:
+    url, state = "talkative://run/step-1", {"w": torch.ones(3), "step": 1}
+    writer, reader = bp.BucketWriter(storage_options=talkative), bp.BucketReader(storage_options=talkative)
+    store, _ = open_store(url, storage_options=talkative)
+    for what in (writer, reader, store):
+        assert_clean(repr(what), "repr")
+    dcp.save(state, checkpoint_id=url, storage_writer=writer, no_dist=True)
+    assert len(Talkative.store) >= 3
+    for path, file in Talkative.store.items():
+        assert_clean(file.getvalue(), path)
+    Talkative.failing = True
+    for call in (
+        lambda: dcp.save(state, checkpoint_id=url, storage_writer=writer, no_dist=True),
+        lambda: dcp.load(dict(state), checkpoint_id=url, storage_reader=reader, no_dist=True),
+        lambda: store.put("k", [memoryview(b"x")]),
+    ):
+        with pytest.raises((dcp.CheckpointException, BucketpointError)) as caught:
+            call()
+        assert HIDDEN in str(caught.value)
+        assert_failure_is_clean(caught.value, "talkative")
+    assert_clean(log.getvalue(), "log")
+
+
+def test_options_that_do_not_fit_a_filesystem_are_not_quoted(tmp_path: Path) -> None:
+    class Picky(MemoryFileSystem):  # type: ignore[misc]
+        protocol = "picky"
+
+        def __init__(self, **options: Any) -> None:
+            raise self.kind(f"cannot use {options}")
+
+    fsspec.register_implementation("picky", Picky, clobber=True)
+    for kind in (TypeError, ValueError):
+        Picky.kind = kind
+        with pytest.raises(BucketpointError) as caught:
+            open_store("picky://x", storage_options={"token": SECRETS["session token"]})
+        assert_failure_is_clean(caught.value, kind.__name__)
+
+
+# URLs
+
+
+@pytest.mark.parametrize("url", ["ftp://me:{}@host/run", "sftp://:{}@host/run", "simplecache::ftp://me:{}@host/x"])
+@pytest.mark.parametrize("own", [False, True], ids=["by its scheme", "with a filesystem"])
+def test_a_password_in_a_url_is_refused_and_not_told(
+    url: str, own: bool, capsys: pytest.CaptureFixture[str], log: io.StringIO
+) -> None:
+    """The URL of a checkpoint is logged, and written into it."""
+    url = url.format(SECRETS["url password"])
+    with pytest.raises(InvalidURLError, match="password") as caught:
+        open_store(url, fs=MemoryFileSystem() if own else None)
+    assert_failure_is_clean(caught.value, "open_store")
+    for make in (bp.BucketWriter, bp.BucketReader, bp.latest_checkpoint):
+        with pytest.raises(InvalidURLError) as refused:
+            make(url)  # type: ignore[operator]
+        assert_failure_is_clean(refused.value, str(make))
+    assert not bp.BucketReader.validate_checkpoint_id(url)
+    assert run(["show", url]) != 0
+    said = capsys.readouterr()
+    assert_clean(said.out + said.err + log.getvalue(), "the program")
+
+
+def test_urls_without_a_password_are_taken() -> None:
+    for url in (
+        "s3://arn:aws:s3:us-west-2:123456789012:accesspoint/name/x",
+        "abfs://container@account.dfs.core.windows.net/x",
+        "sftp://me@host:22/x",
+        "s3://bucket/a:b@c",
+        "/a/b:c@d",
+    ):
+        assert not holds_password(url), url
+
+
+def test_texts_are_cleaned_of_what_is_secret_and_of_nothing_else() -> None:
+    assert clean("GET https://me:hush@host/x?sig=hush failed") == "GET https://host/x failed"
+    assert hide("token abcdef at us-east-1", {"token": "abcdef", "region": "us-east-1"}) == "token *** at us-east-1"
+    # A longer secret goes first, and what is too short to be one stays.
+    assert hide("abcdef-1 ab", {"a_key": "abcdef", "b_key": "abcdef-1", "c_key": "ab"}) == "*** ab"
+    assert hide("a%2Fb%2Bcd", {"secret": "a/b+cd"}) == HIDDEN
+
+
+# GCS
+
+
+def account(server: str) -> dict[str, str]:
+    return {
+        "type": "service_account",
+        "client_email": "trainer@p.iam.gserviceaccount.com",
+        "token_uri": f"{server}/token",
+        "private_key_id": SECRETS["access key"],
+        "private_key": SECRETS["secret key"],
+    }
+
+
+def test_no_way_of_not_reaching_gcs_tells_a_secret(log: io.StringIO, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("google.cloud.storage")
+    dead = f"127.0.0.1:{free_port()}"
+    proxy = f"http://user:{SECRETS['proxy password']}@{dead}"
+    for options, proxied in (
+        ({"token": "anon", "endpoint_url": f"http://me:{SECRETS['url password']}@{dead}"}, False),
+        ({"token": "anon", "endpoint_url": f"no-url:{SECRETS['url password']}@"}, False),
+        ({"token": "anon", "endpoint_url": "https://store.invalid"}, True),
+        ({"token": account(f"http://{dead}")}, False),
+        ({"token": SECRETS["session token"].replace("/", ".")}, False),
+        ({"tokens": SECRETS["session token"]}, False),
+    ):
+        if proxied:
+            monkeypatch.setenv("HTTPS_PROXY", proxy)
+        with pytest.raises(BucketpointError) as caught:
+            store, _ = open_store("gs://bucket/x", storage_options={**options, "max_attempts": 1})
+            assert_clean(repr(store), "repr")
+            store.get("k")
+        assert_failure_is_clean(caught.value, str(sorted(options)))
+        assert "planted" not in str(caught.value)
+    assert_clean(log.getvalue(), "log")
+
+
+@pytest.mark.parametrize("status", [400, 401, 403, 429, 500])
+def test_no_failure_of_gcs_tells_a_token(status: int, log: io.StringIO) -> None:
+    """Not even where the service sends the request's headers back to us, in its own words."""
+    credentials = pytest.importorskip("google.oauth2.credentials")
+    pytest.importorskip("google.cloud.storage")
+    body = json.dumps({"error": {"code": status, "message": "no", "errors": [{"reason": "x", "message": "no"}]}})
+    with scripted(
+        lambda request, number: Answer(status, {"Content-Type": "application/json"}, body.encode())
+    ) as server:
+        options = {
+            "token": credentials.Credentials(SECRETS["session token"]),
+            "endpoint_url": server.endpoint,
+            "max_attempts": 1,
+        }
+        writer, reader = bp.GCSWriter(storage_options=options), bp.GCSReader(storage_options=options)
+        url = "gs://bucket/run/step-1"
+        for what in (writer, reader, GCSOptions.from_storage_options(options)):
+            assert_clean(repr(what), "repr")
+        for call in (
+            lambda: dcp.save({"w": torch.ones(2)}, checkpoint_id=url, storage_writer=writer, no_dist=True),
+            lambda: dcp.load({"w": torch.ones(2)}, checkpoint_id=url, storage_reader=reader, no_dist=True),
+            lambda: open_store(url, storage_options=options)[0].get("k"),
+        ):
+            with pytest.raises((dcp.CheckpointException, BucketpointError)) as caught:
+                call()
+            assert_failure_is_clean(caught.value, str(status))
+        assert any(SECRETS["session token"] in one.headers.get("authorization", "") for one in server.seen)
+    assert_clean(log.getvalue(), "log")
+
+
+def test_a_token_in_memory_does_not_pickle() -> None:
+    with pytest.raises(BucketpointError) as caught:
+        pickle.dumps(GCSOptions(token=account("https://x")))
+    assert_failure_is_clean(caught.value, "pickle")
+
+
+def test_a_file_that_is_not_there_is_named_and_a_token_in_its_place_is_not(tmp_path: Path) -> None:
+    pytest.importorskip("google.cloud.storage")
+    for token, told in ((str(tmp_path / "missing"), True), ("ya29.planted-token-of-an-hour", False)):
+        with pytest.raises(CredentialsError) as caught:
+            open_store("gs://b/x", storage_options={"token": token})[0].get("k")
+        assert (token in str(caught.value)) == told
