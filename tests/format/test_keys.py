@@ -96,6 +96,18 @@ def test_a_path_that_leaves_the_checkpoint_is_refused(relative: str) -> None:
         keys.join("", relative)
 
 
+@pytest.mark.parametrize(
+    "path",
+    [
+        *(".metadata", "./.metadata", "step-2/.metadata", ".METADATA", ".metadata/", "__3.metadata"),
+        *(".bucketpoint.json", "a/.Bucketpoint.json", "_bucketpoint/run.json", "x/_bucketpoint/steps/y"),
+    ],
+)
+def test_what_is_no_data_is_not_deleted_as_such(path: str) -> None:
+    assert not keys.may_be_data(path)
+    assert keys.may_be_data(f"data/00/{path.replace('/', '-')}.distcp")
+
+
 @pytest.mark.parametrize("relative", ["__0_0.distcp", "a b/ü#%+.distcp", "a..b/c", "shard//x", "...", "1/x:y"])
 def test_a_path_within_the_checkpoint_is_left_as_it_is(relative: str) -> None:
     assert keys.join("run [1]/*", relative) == f"run [1]/*/{relative}"

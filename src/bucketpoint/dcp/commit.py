@@ -315,6 +315,8 @@ def _delete_replaced(request: Commit, replaced: Metadata, *, kept: set[str]) -> 
         paths = {read_storage_info(info).path for info in (replaced.storage_data or {}).values()}
         index = ref_of(replaced)
         paths = (paths if index is None else {*paths, index.path}) - kept
+        # Whoever wrote it may have named the commit that has just been made, or another one below this URL.
+        paths = {path for path in paths if keys.may_be_data(path)}
         failures = request.store.delete([keys.join(request.prefix, path) for path in sorted(paths)])
     except BucketpointError as error:
         logger.warning("the data of the overwritten checkpoint was not deleted: %s", error)

@@ -7,6 +7,7 @@ import re
 import zlib
 
 from bucketpoint.errors import UnsafeDataError
+from bucketpoint.format.catalogue import CATALOGUE
 
 METADATA = ".metadata"
 """The commit: DCP's own name for its metadata, so that stock readers find it."""
@@ -80,6 +81,13 @@ def join(prefix: str, relative: str) -> str:
             remedy="The checkpoint is damaged or hostile; nothing was read through this path",
         )
     return f"{prefix}/{relative}" if prefix else relative
+
+
+def may_be_data(path: str) -> bool:
+    """Whether what lies at a path that metadata names may be deleted with its data: no commit, no record, and nothing
+    of a catalogue, whoever wrote that it is data."""
+    parts = path.casefold().split("/")
+    return not any(part.endswith(METADATA) or part in (RECORD, CATALOGUE) for part in parts)
 
 
 def _entropy(rank: int, group: str, n: int) -> str:

@@ -1,0 +1,139 @@
+"""Well-formed metadata that somebody wrote to do harm: paths that lead elsewhere, and sizes that nothing has."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import resource
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import Metadata
+
+import bucketpoint as bp
+from bucketpoint.catalog.catalog import open_catalog
+from bucketpoint.catalog.pruner import unreadable
+from bucketpoint.catalog.save_log import read_record
+from bucketpoint.dcp.copy import copy_checkpoint, plan_copy
+from bucketpoint.dcp.saved import open_checkpoint
+from bucketpoint.dcp.verify import verify
+from bucketpoint.errors import BucketpointError, MetadataError
+from bucketpoint.format import keys
+from bucketpoint.format.metadata import decode_metadata, encode_metadata
+from bucketpoint.format.record import MAX_RECORD_BYTES
+from bucketpoint.format.storage_info import read_storage_info
+from bucketpoint.retention import Keep, Prune, RetentionPolicy
+from bucketpoint.stores import open_store
+
+GROWTH_BYTES = 64 << 20
+ELSEWHERE = [
+    *("../secret", "a/../../secret", "/etc/passwd", "..\\secret", "file:///etc/passwd", "s3://other/secret"),
+    *("./../secret", "data/\x00", "C:secret"),
+]
+
+
+def state(value: float) -> dict[str, Any]:
+    return {"model": {"w": torch.full((100,), value)}, "step": int(value)}
+
+
+def save(url: str, value: float, **options: Any) -> None:
+    dcp.save(state(value), checkpoint_id=url, storage_writer=bp.BucketWriter(**options), no_dist=True)
+
+
+def load(url: str) -> float:
+    target = state(0)
+    dcp.load(target, checkpoint_id=url, storage_reader=bp.BucketReader(), no_dist=True)
+    return float(target["model"]["w"][0])
+
+
+def tampered(url: str, change: Callable[[Any], Any]) -> None:
+    """Rewrite where each item lies."""
+    store, prefix = open_store(url)
+    key = f"{prefix}/{keys.METADATA}".lstrip("/")
+    metadata: Metadata = decode_metadata(store.get(key)[0])
+    metadata.storage_data = {index: change(info) for index, info in (metadata.storage_data or {}).items()}
+    store.put(key, [memoryview(encode_metadata(metadata, bucketpoint={}))])
+
+
+def error_of(action: Callable[[], Any]) -> BucketpointError:
+    try:
+        action()
+    except dcp.CheckpointException as failed:
+        error = next(iter(failed.failures.values()))[0]
+        assert isinstance(error, BucketpointError), error
+        return error
+    except BucketpointError as error:
+        return error
+    raise AssertionError("nothing was raised")
+
+
+@pytest.mark.parametrize("path", ELSEWHERE)
+def test_no_path_leads_out_of_the_checkpoint(path: str, tmp_path: Path) -> None:
+    """A load, a verification and a copy refuse it; an overwrite leaves alone what it names."""
+    root, url = f"file://{tmp_path}", f"file://{tmp_path}/run/step-1"
+    save(url, 1)
+    (path_here,) = {info.path for _, info in open_checkpoint(url).items if "-model-" in info.path}
+    secret = (tmp_path / "run" / "step-1" / path_here).read_bytes()
+    for place in ("secret", "run/secret"):
+        (tmp_path / place).write_bytes(secret)
+    tampered(url, lambda info: dataclasses.replace(info, relative_path=path))
+    assert error_of(lambda: load(url)).message.startswith("The metadata names an object path")
+    assert isinstance(error_of(lambda: verify(open_checkpoint(url))), BucketpointError)
+    saved = open_checkpoint(url)
+    assert isinstance(error_of(lambda: copy_checkpoint(plan_copy(saved, f"{root}/copy"))), BucketpointError)
+    save(url, 2)
+    assert load(url) == 2
+    assert (tmp_path / "secret").read_bytes() == (tmp_path / "run" / "secret").read_bytes() == secret
+
+
+@pytest.mark.parametrize("path", [".metadata", "./.metadata", ".bucketpoint.json", "inner/.metadata"])
+def test_an_overwrite_never_deletes_a_commit_that_old_metadata_calls_data(path: str, tmp_path: Path) -> None:
+    url = f"file://{tmp_path}/run"
+    save(f"{url}/inner", 3)
+    save(url, 1)
+    tampered(url, lambda info: dataclasses.replace(info, relative_path=path))
+    save(url, 2)
+    assert (load(url), load(f"{url}/inner")) == (2, 3)
+    assert (tmp_path / "run" / ".bucketpoint.json").exists()
+
+
+@pytest.mark.parametrize("nbytes", [1 << 33, 1 << 45, (1 << 63) - 1, 1 << 70, -1], ids=hex)
+@pytest.mark.parametrize("field", ["length", "offset"])
+def test_sizes_that_no_object_has_are_refused_before_they_are_allocated(
+    field: str, nbytes: int, tmp_path: Path
+) -> None:
+    """Of the items that are taken whole: those of bytes, and those of other writers."""
+    url = f"file://{tmp_path}/run"
+    save(url, 1)
+
+    def change(info: Any) -> Any:
+        known = read_storage_info(info)
+        sizes = {"offset": known.offset, "length": known.length, field: nbytes}
+        return _StorageInfo(known.path, sizes["offset"], sizes["length"])
+
+    tampered(url, change)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    assert isinstance(error_of(lambda: load(url)), BucketpointError)
+    with contextlib.suppress(BucketpointError):
+        assert verify(open_checkpoint(url)).damage
+    assert (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) << 10 <= GROWTH_BYTES
+
+
+def test_a_record_larger_than_any_is_not_read(tmp_path: Path) -> None:
+    url = f"file://{tmp_path}/run"
+    policy = RetentionPolicy(Keep(latest=3), prune=Prune(when="manual"))
+    with bp.CheckpointManager(url, policy=policy) as manager:
+        manager.save(1, {"model": {"w": torch.ones(3)}})
+    catalog = open_catalog(url)
+    (one,) = catalog.snapshot().checkpoints
+    assert one.key is not None
+    with (tmp_path / "run" / one.key).open("wb") as file:
+        file.truncate(MAX_RECORD_BYTES + 1)
+    with pytest.raises(MetadataError):
+        read_record(catalog, one.key)
+    assert "cannot be read" in str(unreadable(catalog, catalog.snapshot()))
