@@ -72,9 +72,9 @@ def describe(minio: Path, s5cmd: str | None) -> dict[str, Any]:
     ).stdout.split()
     if len(listed) == 2:
         versions["s3fs"], versions["aiobotocore"] = listed
-    versions["minio"] = _first_line([str(minio), "--version"]).removeprefix("minio version ")
+    versions["minio"] = first_line([str(minio), "--version"]).removeprefix("minio version ")
     if s5cmd:
-        versions["s5cmd"] = _first_line([s5cmd, "version"])
+        versions["s5cmd"] = first_line([s5cmd, "version"])
     return {
         "cpu": _proc_field("/proc/cpuinfo", "model name") or platform.machine(),
         "cores": len(os.sched_getaffinity(0)),
@@ -85,7 +85,8 @@ def describe(minio: Path, s5cmd: str | None) -> dict[str, Any]:
     }
 
 
-def _first_line(command: list[str]) -> str:
+def first_line(command: list[str]) -> str:
+    """What a program says of itself."""
     return subprocess.run(command, capture_output=True, text=True).stdout.partition("\n")[0].strip()
 
 

@@ -1,10 +1,11 @@
-"""What each writer and reader loses under the same faults: exceptions, kills and flipped bits, counted.
+"""What each writer and reader loses under the same faults: exceptions, kills, lost answers and flipped bits, counted.
 
     python bench/losses.py          some minutes on 2 cores; prints a table
     python bench/losses.py --contenders bucketpoint,s3torchconnector
 
 Every case begins with a checkpoint of one value and saves another one over it, or loads it. A loss is a checkpoint that
 then holds a mix, or the wrong one, or none, or a load that returns other values without an error. An error is no loss.
+A fault that finds nothing to strike, such as a Complete where nothing is sent in parts, is no case.
 """
 
 from __future__ import annotations
@@ -29,7 +30,17 @@ from bench import environments  # noqa: E402
 from bench.contenders import CONTENDERS  # noqa: E402
 from bench.endpoints import client_env  # noqa: E402
 from bench.losses_worker import ITEMS  # noqa: E402
-from bucketpoint.testing import FaultProxy, FlipReply, FlipRequest, Kill, Script, always  # noqa: E402
+from bucketpoint.testing import (  # noqa: E402
+    CutReply,
+    ErrorInBody,
+    FaultProxy,
+    FlipReply,
+    FlipRequest,
+    Kill,
+    Reset,
+    Script,
+    always,
+)
 from bucketpoint.testing.servers import S3Server, minio  # noqa: E402
 
 OLD, NEW = 1, 2
@@ -90,14 +101,22 @@ class Trial:
     server: S3Server
     worker: Worker
     scores: dict[str, Score] = field(default_factory=dict)
+    bucket: str = ""
+    places: int = 0
 
     def run(self) -> None:
+        self.bucket = self.server.make_bucket("losses")
         self.fail_at_each_item()
         self.kill_after_each_request()
-        self.flip_bits()
+        self.lose_each_answer()
+        self.refuse_in_the_body()
+        self.damage_what_goes_up()
+        self.damage_what_comes_down()
 
-    def place(self, name: str) -> str:
-        url = self.server.url(self.server.make_bucket("losses"), name)
+    def place(self) -> str:
+        """A checkpoint of the old value, at a URL of its own."""
+        self.places += 1
+        url = self.server.url(self.bucket, f"case-{self.places}")
         told = self.worker.ask("save", url, value=OLD)
         assert "values" in told, told
         return url
@@ -107,28 +126,48 @@ class Trial:
 
     def fail_at_each_item(self) -> None:
         for number in range(ITEMS):
-            url = self.place("failed")
+            url = self.place()
             self.worker.ask("save", url, value=NEW, fail_at=number)
             self.note("an exception at an item of an overwrite", self._not_one_of(url, OLD))
 
     def kill_after_each_request(self) -> None:
-        url = self.place("counted")
-        self.worker.ask("save", url, value=NEW)
+        self.worker.ask("save", self.place(), value=NEW)
         for number in range(1, len(self.worker.proxy.exchanges) + 1):
-            url = self.place("killed")
+            url = self.place()
             self.worker.ask("save", url, kill_after=number, value=NEW)
             self.note("SIGKILL after a request of an overwrite", self._not_one_of(url, OLD, NEW))
 
-    def flip_bits(self) -> None:
+    def lose_each_answer(self) -> None:
+        self.worker.ask("save", self.place(), value=NEW)
+        for number in range(len(self.worker.proxy.exchanges)):
+            self._overwrite(
+                "the answer to a request of an overwrite is lost", always(Reset(acted=True), skip=number, times=1)
+            )
+
+    def refuse_in_the_body(self) -> None:
+        for acted in (False, True):
+            self._overwrite("Complete answers 200 with an error in its body", always(ErrorInBody(acted=acted), times=1))
+
+    def damage_what_goes_up(self) -> None:
         for at in FRACTIONS:
-            url = self.place("flipped")
-            up = always(FlipRequest(at), kinds=["UploadPart", "PutObject"], keys="*.distcp", times=1)
-            saved = self.worker.ask("save", url, up, value=NEW)
-            expected = [NEW] if "values" in saved else [OLD, NEW]
-            self.note("a bit flipped on the way up", self._not_one_of(url, *expected))
-            url = self.place("flipped")
-            down = always(FlipReply(at), kinds=["GetObject"], keys="*.distcp", times=1)
-            self.note("a bit flipped on the way down", self._not_one_of(url, OLD, script=down, errors=True))
+            script = always(FlipRequest(at), kinds=["UploadPart", "PutObject"], keys="*.distcp", times=1)
+            self._overwrite("a bit flipped on the way up", script)
+
+    def damage_what_comes_down(self) -> None:
+        url = self.place()
+        for kind, fault in (("a bit flipped on the way down", FlipReply), ("an answer cut short", CutReply)):
+            for at in FRACTIONS:
+                script = always(fault(at), kinds=["GetObject"], keys="*.distcp", times=1)
+                lost = self._not_one_of(url, OLD, script=script, errors=True)
+                if self.worker.proxy.counts.faults:
+                    self.note(kind, lost)
+
+    def _overwrite(self, kind: str, script: Script) -> None:
+        """A save that says that it is done must have been done; one that raises may have been, too."""
+        url = self.place()
+        saved = self.worker.ask("save", url, script, value=NEW)
+        if self.worker.proxy.counts.faults:
+            self.note(kind, self._not_one_of(url, NEW, *([] if "values" in saved else [OLD])))
 
     def _not_one_of(self, url: str, *values: int, script: Script | None = None, errors: bool = False) -> str | None:
         """What is wrong with what is loaded."""
@@ -177,12 +216,30 @@ def main() -> int:
                 trials.append(trial)
             for kind, score in trial.scores.items():
                 print(f"{name}: {kind}: {score.losses} of {score.cases} lost. {score.example}", flush=True)
-    print("\n| | " + " | ".join(trial.name for trial in trials) + " |")
+    print(f"\n{', '.join(f'{name} {version}' for name, version in versions(binary, names).items())}")
+    print("\n| | " + " | ".join(CONTENDERS[trial.name].title for trial in trials) + " |")
     print("|---" * (len(trials) + 1) + "|")
-    for kind in trials[0].scores:
-        cells = [f"{trial.scores[kind].losses} of {trial.scores[kind].cases}" for trial in trials]
+    for kind in dict.fromkeys(kind for trial in trials for kind in trial.scores):
+        found = [trial.scores.get(kind, Score()) for trial in trials]
+        cells = [f"{score.losses} of {score.cases}" if score.cases else "no case" for score in found]
         print(f"| {kind} | " + " | ".join(cells) + " |")
     return 0
+
+
+def versions(minio: Path, names: list[str]) -> dict[str, str]:
+    """Of what was tried, as each environment has it."""
+    wanted = {
+        "main": ["bucketpoint", "torch", "boto3", *(["s3torchconnector"] if "s3torchconnector" in names else [])],
+        "s3fs": ["torch", "s3fs"],
+    }
+    program = "import importlib.metadata as m, sys; print(*(m.version(name) for name in sys.argv[1:]))"
+    found: dict[str, str] = {}
+    for env in dict.fromkeys(CONTENDERS[name].env for name in names):
+        told = subprocess.run(
+            [environments.python_of(env), "-c", program, *wanted[env]], capture_output=True, text=True, check=True
+        ).stdout.split()
+        found |= dict(zip(wanted[env], told, strict=True))
+    return {**found, "minio": environments.first_line([str(minio), "--version"]).removeprefix("minio version ")}
 
 
 if __name__ == "__main__":
