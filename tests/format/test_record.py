@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import subprocess
 import sys
 from pathlib import Path
@@ -117,3 +118,19 @@ def test_the_module_itself_needs_no_torch() -> None:
     )
     package = Path(module.__file__).parents[1]
     subprocess.run([sys.executable, "-c", code, str(package)], check=True)
+
+
+@pytest.mark.parametrize("change", [{"bytes": 6}, {"step": None}, {"unknown": 1}, {"metrics": {"loss": 0.25}}], ids=str)
+def test_a_record_that_is_not_the_one_that_was_written_is_damaged(change: dict[str, Any]) -> None:
+    content = json.loads(CommitRecord(bytes=5, step=3, metrics={"loss": 0.5}).to_json())
+    with pytest.raises(MetadataError, match="damaged"):
+        CommitRecord.from_json(json.dumps({**content, **change}).encode())
+
+
+def test_the_checksum_of_a_record_is_of_what_it_says_and_not_of_how() -> None:
+    record = CommitRecord(bytes=5, metrics={"loss": math.nan, "lr": 1e-4})
+    content = json.loads(record.to_json())
+    assert CommitRecord.from_json(json.dumps(content, indent=2).encode()).to_json() == record.to_json()
+    # Those of before there was one have none.
+    del content["check"]
+    assert CommitRecord.from_json(json.dumps(content).encode()).bytes == 5

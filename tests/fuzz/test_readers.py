@@ -22,10 +22,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.checkpoint import DefaultLoadPlanner
 
+from bucketpoint.catalog import lock, tombstones
 from bucketpoint.dcp.decode import decode_item, load_bytes
 from bucketpoint.errors import BucketpointError, InvalidURLError
 from bucketpoint.format import keys
-from bucketpoint.format.catalogue import AttemptKey, CommitKey, NoteKey, StepTemplate, UploadKey, decode
+from bucketpoint.format.catalogue import AttemptKey, CommitKey, NoteKey, StepTemplate, UploadKey, content_of, decode
 from bucketpoint.format.frames import probe_frame, tensor_frame
 from bucketpoint.format.index_ref import find_ref
 from bucketpoint.format.index_view import decode_index
@@ -35,6 +36,7 @@ from bucketpoint.format.safe_pickle import refused_globals
 from bucketpoint.format.storage_info import ItemInfo, read_storage_info
 from bucketpoint.retention import from_yaml
 from bucketpoint.stores import open_store, parse_url
+from bucketpoint.testing.tally import Tally
 from fuzz.mutations import INPUTS, mutated
 from fuzz.seeds import index_seed, metadata_seeds, policy_seeds
 
@@ -107,6 +109,13 @@ def read_catalogue(data: bytes) -> None:
     StepTemplate(name).step_of("step-5")
 
 
+def read_note(data: bytes) -> None:
+    assert isinstance(content_of(data), dict)
+    assert lock._expires(data) != "soon"
+    assert lock._holder(data) != 5
+    assert isinstance(tombstones.state_of(data), str)
+
+
 def read_policy(data: bytes) -> None:
     from_yaml(data.decode("utf-8", "surrogateescape"), environ={"HOME": "/h", "RUN": "s3://b/r"})
 
@@ -114,7 +123,7 @@ def read_policy(data: bytes) -> None:
 def read_url(data: bytes) -> None:
     url = data.decode("utf-8", "surrogateescape")
     scheme, _, _ = parse_url(url)
-    if scheme in ("", "s3", "s3a", "file"):
+    if scheme in ("", "s3", "s3a", "gs", "gcs", "file", "memory") and "::" not in url:
         store, prefix = open_store(url)
         assert store.url
         assert not prefix.endswith("/")
@@ -149,9 +158,15 @@ KEYS = [
     "step-{step:08d}",
     "runs/{step}/x",
 ]
+NOTES = [
+    b'{"expires": 1790000000.5, "holder": "pruner-1"}',
+    b'{"reason": "latest", "state": "begun"}',
+    b'{"run": "mine", "version": 1}',
+    b'{"paths": ["data/00/0123456789ab-0-model-0.distcp"]}',
+]
 URLS = [
     *("s3://bucket/a/b", "s3a://bucket//x/", "file:///tmp/x", "memory://x/y"),
-    *("/tmp/a b", "gs://b/k?x=1#y", "s3://b", "C:\\x"),
+    *("/tmp/a b", "gs://b/k?x=1#y", "s3://b", "C:\\x", "sftp://user:word@host/x"),
 ]
 PATHS = [
     *("data/00/0123456789ab-0-model-0.distcp", "../../etc/passwd", "a/../../b", "/abs"),
@@ -179,6 +194,7 @@ TARGETS = {
     "tensor items": Target(read_tensor, TENSORS),
     "records": Target(read_record, [RECORD.to_json(), CommitRecord().to_json()]),
     "catalogue keys": Target(read_catalogue, [key.encode() for key in KEYS]),
+    "notes": Target(read_note, NOTES, 0.5),
     "policies": Target(read_policy, policy_seeds()),
     "urls": Target(read_url, [url.encode() for url in URLS]),
     "references": Target(read_ref, [data[:700] for data in METADATA], 0.5),
@@ -197,9 +213,7 @@ def test_every_seed_is_read_as_it_is() -> None:
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", TARGETS)
-def test_no_input_does_more_than_raise_an_error_of_ours(
-    name: str, record_property: Callable[[str, object], None]
-) -> None:
+def test_no_input_does_more_than_raise_an_error_of_ours(name: str, bucketpoint_tally: Tally) -> None:
     target, tried = TARGETS[name], 0
     inputs = max(int(INPUTS * target.share / SHARES), 20)
 
@@ -223,11 +237,21 @@ def test_no_input_does_more_than_raise_an_error_of_ours(
     finally:
         tracemalloc.stop()
     assert (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - resident) << 10 <= RESIDENT_BYTES
-    record_property("inputs", tried)
+    bucketpoint_tally.made(f"damaged inputs tried: {name}", tried)
     print(f"{name}: {tried} inputs")
 
 
 # What was found once
+
+
+@pytest.mark.parametrize(
+    "data", [b"[" * 100_000, b'{"expires": ' + b"9" * 4000 + b"}", b'{"expires": "soon"}', b'{"holder": 5}'], ids=len
+)
+def test_a_note_that_is_none_is_nobodys(data: bytes) -> None:
+    """JSON that is too deep is a RecursionError, and a number that is too large for a float an OverflowError."""
+    read_note(data)
+    assert lock._holder(data) is None
+    assert tombstones.state_of(data) == tombstones.BEGUN
 
 
 def test_a_template_with_half_a_surrogate_pair_is_refused() -> None:

@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from bucketpoint.format.safe_pickle import refused_globals
+from bucketpoint.testing.tally import Tally
 from security.corpus import bombs, programs
 
 LIMIT = 64 << 20
@@ -34,8 +35,7 @@ from bucketpoint.format.metadata import decode_metadata, encode_metadata
 from bucketpoint.format.storage_info import ItemInfo
 from security import corpus
 
-canary, part = sys.argv[1:]
-samples = corpus.programs(canary) if part == "programs" else corpus.bombs()
+canary = sys.argv[1]
 
 
 def as_item(data):
@@ -65,50 +65,63 @@ for reader in READERS.values():  # whatever they import, they import now
 seen, WATCHED = [], ("import", "os.", "subprocess.", "exec", "compile", "open", "ctypes.", "socket.", "shutil.",
                      "pty.", "marshal.", "code.", "webbrowser.")
 sys.addaudithook(lambda name, _: seen.append(name) if name.startswith(WATCHED) and name != "os.putenv" else None)
-if part == "bombs":
+
+
+def outcomes(samples, traced):
+    found = {}
+    for name, data in samples.items():
+        for kind, reader in READERS.items():
+            seen.clear()
+            if traced:
+                tracemalloc.reset_peak()
+                before = tracemalloc.get_traced_memory()[0]
+            try:
+                reader(data)
+                outcome = "read"
+            except BucketpointError as error:
+                outcome = type(error).__name__
+            except BaseException as error:
+                outcome = f"RAISED {type(error).__name__}: {error}"
+            ran = sorted(set(seen))
+            # A claim that would be allocated in one piece is beyond the limit of the address space, and would raise.
+            grown = tracemalloc.get_traced_memory()[1] - before if traced else 0
+            found[f"{name} as {kind}"] = [outcome, ran, grown, len(data)]
+    return found
+
+
+found = {"programs": outcomes(corpus.programs(canary), False)}
+if sys.platform == "linux":
     now = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (now + (512 << 20), resource.RLIM_INFINITY))
     tracemalloc.start()
-found = {}
-for name, data in samples.items():
-    for kind, reader in READERS.items():
-        seen.clear()
-        if part == "bombs":
-            tracemalloc.reset_peak()
-            before = tracemalloc.get_traced_memory()[0]
-        try:
-            reader(data)
-            outcome = "read"
-        except BucketpointError as error:
-            outcome = type(error).__name__
-        except BaseException as error:
-            outcome = f"RAISED {type(error).__name__}: {error}"
-        ran = sorted(set(seen))
-        grown = tracemalloc.get_traced_memory()[1] - before if part == "bombs" else 0
-        found[f"{name} as {kind}"] = [outcome, ran, grown, len(data)]
+    found["bombs"] = outcomes(corpus.bombs(), True)
 print(json.dumps(found))
 """
 
 
-def outcomes(tmp_path: Path, part: str) -> dict[str, tuple[str, list[str], int, int]]:
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, tuple[str, list[str], int, int]]]:
+    """What became of each sample, in a process of its own: outcome, what ran, bytes allocated, bytes of the pickle."""
     folder = Path(__file__).parents[1]
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(folder), *sys.path])}
+    place = tmp_path_factory.mktemp("corpus")
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", PROGRAM, str(tmp_path / "canary"), part],
-        capture_output=True, text=True, timeout=480, env=env, cwd=tmp_path,
+        [sys.executable, "-W", "ignore", "-c", PROGRAM, str(place / "canary")],
+        capture_output=True, text=True, timeout=480, env=env, cwd=place,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
+    assert list(place.iterdir()) == []
     found: dict[str, Any] = json.loads(done.stdout)
     return found
 
 
-def test_no_pickle_of_the_corpus_is_read_and_none_runs(tmp_path: Path) -> None:
-    found = outcomes(tmp_path, "programs")
+def test_no_pickle_of_the_corpus_is_read_and_none_runs(outcomes: dict[str, Any], bucketpoint_tally: Tally) -> None:
+    found = outcomes["programs"]
+    bucketpoint_tally.made("malicious pickles refused", len(found))
     assert len(found) >= 3 * 75
     unsafe = {"UnsafeDataError", "MetadataError"}
     assert {name: told for name, told in found.items() if told[0] not in unsafe} == {}
     assert {name: told[1] for name, told in found.items() if told[1]} == {}
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_the_corpus_is_not_harmless(tmp_path: Path) -> None:
@@ -121,9 +134,9 @@ def test_the_corpus_is_not_harmless(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the address space is limited on Linux")
-def test_no_bomb_of_the_corpus_goes_off(tmp_path: Path) -> None:
+def test_no_bomb_of_the_corpus_goes_off(outcomes: dict[str, Any]) -> None:
     """Refused, or read, within a bound: 64 MiB, or 200 bytes for each byte of the pickle."""
-    found = outcomes(tmp_path, "bombs")
+    found = outcomes["bombs"]
     assert len(found) >= 3 * 20
     assert {name: told for name, told in found.items() if told[0].startswith("RAISED")} == {}
     assert {name: told[2] for name, told in found.items() if told[2] > max(LIMIT, 200 * told[3])} == {}

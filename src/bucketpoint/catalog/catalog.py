@@ -10,7 +10,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from bucketpoint.catalog.snapshot import Attempt, Checkpoint, Snapshot, read_notes, read_steps
-from bucketpoint.errors import InvalidURLError, ObjectNotFoundError, OtherRunError, PreconditionFailedError
+from bucketpoint.errors import (
+    CorruptDataError,
+    InvalidURLError,
+    ObjectNotFoundError,
+    OtherRunError,
+    PreconditionFailedError,
+)
 from bucketpoint.format import catalogue, keys
 from bucketpoint.format.catalogue import StepTemplate
 from bucketpoint.stores import ObjectInfo, Store, open_store
@@ -187,8 +193,8 @@ class Catalog:
             self.store.put(key, [body], crc32c=crc32c(body), if_none_match=True)
         except PreconditionFailedError:
             try:
-                return self.store.get(key)[0] == data
-            except ObjectNotFoundError:
+                return self.store.get(key, max_bytes=len(data))[0] == data
+            except (CorruptDataError, ObjectNotFoundError):
                 return False
         return True
 

@@ -28,10 +28,10 @@ def hold(catalog: Catalog) -> None:
 def claimed_by(catalog: Catalog) -> str | None:
     """The name of the run that has claimed the folders, or None. One GET."""
     try:
-        content = json.loads(catalog.store.get(catalog.own_key(catalogue.CLAIM), max_bytes=1 << 16)[0])
-    except (ObjectNotFoundError, ValueError):
+        data, _ = catalog.store.get(catalog.own_key(catalogue.CLAIM), max_bytes=1 << 16)
+    except ObjectNotFoundError:
         return None
-    name = content.get("run") if isinstance(content, dict) else None
+    name = catalogue.content_of(data).get("run")
     return name if isinstance(name, str) and name else None
 
 

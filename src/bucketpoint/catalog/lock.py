@@ -48,19 +48,11 @@ def _body(lock: Lock) -> bytes:
 
 
 def _expires(data: bytes) -> float:
-    content = _content(data)
-    expires = content.get("expires")
+    expires = catalogue.content_of(data).get("expires")
     # A lock that cannot be read is nobody's.
-    return float(expires) if isinstance(expires, (int, float)) else 0.0
+    return expires if isinstance(expires, (int, float)) else 0.0
 
 
 def _holder(data: bytes) -> str | None:
-    return _content(data).get("holder")  # type: ignore[return-value]
-
-
-def _content(data: bytes) -> dict[str, object]:
-    try:
-        content = json.loads(data)
-    except ValueError:
-        return {}
-    return content if isinstance(content, dict) else {}
+    holder = catalogue.content_of(data).get("holder")
+    return holder if isinstance(holder, str) else None

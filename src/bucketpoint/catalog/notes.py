@@ -85,10 +85,9 @@ def pins(catalog: Catalog) -> list[PinInfo]:
     found = []
     for one in catalog.snapshot().notes.pins:
         try:
-            said = json.loads(catalog.store.get(one.key, max_bytes=1 << 20)[0])
-        except (StoreError, ValueError):
+            said = catalogue.content_of(catalog.store.get(one.key, max_bytes=1 << 20)[0])
+        except StoreError:
             said = {}
-        said = said if isinstance(said, dict) else {}
         found.append(PinInfo(one.step, one.id, str(said.get("reason", "")), str(said.get("author", "")), one.expires))
     return found
 

@@ -16,7 +16,7 @@ from bucketpoint.catalog.catalog import Catalog
 from bucketpoint.catalog.save_log import read_record
 from bucketpoint.catalog.snapshot import DELETE, Checkpoint, Snapshot, Tombstone
 from bucketpoint.catalog.tombstones import bury, claim, empty, unclaim
-from bucketpoint.errors import ObjectNotFoundError, PreconditionFailedError
+from bucketpoint.errors import MetadataError, ObjectNotFoundError, PreconditionFailedError
 from bucketpoint.format import catalogue, keys
 from bucketpoint.retention.row import FULL, Row
 from bucketpoint.stores import DeleteFailure, ObjectInfo
@@ -104,6 +104,8 @@ def unreadable(catalog: Catalog, snapshot: Snapshot) -> str | None:
         data, _ = catalog.store.get(catalog.metadata_key(newest.folder))
     except ObjectNotFoundError:
         return f"the newest checkpoint, {newest.folder}, has no metadata"
+    except MetadataError as error:
+        return f"the record of the newest checkpoint, {newest.folder}, cannot be read: {error.message}"
     if record is None or record.metadata_crc32c != crc32c(memoryview(data)):
         return f"the metadata of the newest checkpoint, {newest.folder}, is not what its record says"
     return None

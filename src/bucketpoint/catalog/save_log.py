@@ -12,11 +12,11 @@ from bucketpoint.catalog.catalog import Catalog
 from bucketpoint.catalog.claim import hold
 from bucketpoint.catalog.notes import report
 from bucketpoint.catalog.tombstones import GoneError, undo
-from bucketpoint.errors import BucketpointError, ObjectNotFoundError
+from bucketpoint.errors import BucketpointError, CorruptDataError, MetadataError, ObjectNotFoundError
 from bucketpoint.format import catalogue
 from bucketpoint.format.catalogue import AttemptKey, CommitKey, UploadKey
 from bucketpoint.format.groups import OTHER
-from bucketpoint.format.record import CommitRecord
+from bucketpoint.format.record import MAX_RECORD_BYTES, CommitRecord
 from bucketpoint.retention.row import FULL, KINDS
 
 if TYPE_CHECKING:
@@ -134,10 +134,14 @@ def read_record(catalog: Catalog, key: str) -> CommitRecord | None:
     Raises:
         MetadataError: there is something else.
     """
+    url = f"{catalog.store.url}/{key}"
     try:
-        return CommitRecord.from_json(catalog.store.get(key)[0], url=f"{catalog.store.url}/{key}")
+        data, _ = catalog.store.get(key, max_bytes=MAX_RECORD_BYTES)
     except ObjectNotFoundError:
         return None
+    except CorruptDataError as error:
+        raise MetadataError(f"This is no commit record: {error.message}", url=url) from None
+    return CommitRecord.from_json(data, url=url)
 
 
 def _json(content: Mapping[str, Any]) -> bytes:

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, field
 
 from bucketpoint.catalog.adopt import heal
 from bucketpoint.catalog.catalog import Catalog
 from bucketpoint.catalog.pruner import own_objects
 from bucketpoint.catalog.snapshot import SAFETY_AGE_S, Snapshot
-from bucketpoint.errors import MetadataError, ObjectNotFoundError, UnsafeDataError
+from bucketpoint.errors import CorruptDataError, MetadataError, ObjectNotFoundError, UnsafeDataError
 from bucketpoint.format import keys
-from bucketpoint.format.catalogue import UploadKey
+from bucketpoint.format.catalogue import UploadKey, content_of
 from bucketpoint.stores import DeleteFailure, OpenUpload
+
+MAX_NOTE_BYTES = 64 << 20
+"""Of the list of one rank's uploads: far above what any rank writes."""
 
 
 @dataclass
@@ -133,10 +135,10 @@ def _named_by_metadata(catalog: Catalog, folder: str) -> set[str] | None:
 def _listed_by_key(catalog: Catalog, folder: str, note: str) -> list[OpenUpload]:
     """Uploads of one rank, each asked for by its whole key."""
     try:
-        content = json.loads(catalog.store.get(note)[0])
-    except (ObjectNotFoundError, ValueError):
+        data, _ = catalog.store.get(note, max_bytes=MAX_NOTE_BYTES)
+    except (CorruptDataError, ObjectNotFoundError):
         return []
-    paths = content.get("paths") if isinstance(content, dict) else None
+    paths = content_of(data).get("paths")
     found = []
     for path in paths if isinstance(paths, list) else []:
         if isinstance(path, str) and keys.parse_data_path(path) is not None:

@@ -9,12 +9,13 @@ from torch.distributed.checkpoint import Metadata
 from bucketpoint.catalog.catalog import Catalog
 from bucketpoint.catalog.pruner import Pruned, own_objects, withdraw
 from bucketpoint.catalog.save_log import read_record, write_record
-from bucketpoint.catalog.snapshot import Snapshot, Tombstone
+from bucketpoint.catalog.snapshot import Checkpoint, Snapshot, Tombstone
 from bucketpoint.errors import MetadataError, ObjectNotFoundError, PreconditionFailedError, UnsafeDataError
 from bucketpoint.format import keys
 from bucketpoint.format.groups import OPTIM
 from bucketpoint.format.index_ref import INDEX_GROUP
 from bucketpoint.format.metadata import decode_metadata, encode_metadata, extra, record_from_metadata
+from bucketpoint.format.record import CommitRecord
 from bucketpoint.format.storage_info import read_storage_info
 
 WEIGHTS = "weights"
@@ -50,7 +51,7 @@ def thin(catalog: Catalog, snapshot: Snapshot, one: Tombstone, done: Pruned) -> 
     old = [other for other in records if (other.folder, other.id) == (one.folder, one.id)]
     for other in old:
         # A foreign checkpoint's metadata tells no time and no token.
-        former = read_record(catalog, other.key) if other.key else None
+        former = _record_of(catalog, other)
         created = record.created if record.created is not None else other.created
         metrics = {**(former.metrics if former else {}), **record.metrics}
         record = dataclasses.replace(record, token=other.id, created=created, metrics=metrics)
@@ -73,6 +74,14 @@ def thin(catalog: Catalog, snapshot: Snapshot, one: Tombstone, done: Pruned) -> 
     if not failures:
         done.failures += catalog.store.delete([one.key])
         done.thinned.append(name)
+
+
+def _record_of(catalog: Catalog, one: Checkpoint) -> CommitRecord | None:
+    """What was recorded of it; None too where that is damaged: its metrics are then those that were reported."""
+    try:
+        return read_record(catalog, one.key) if one.key else None
+    except MetadataError:
+        return None
 
 
 def thinned_metadata(metadata: Metadata) -> bytes:

@@ -97,11 +97,7 @@ def unclaim(catalog: Catalog, tombstone: Tombstone) -> None:
 
 
 def state_of(data: bytes) -> str:
-    try:
-        content = json.loads(data)
-    except ValueError:
-        return BEGUN
-    return str(content.get("state", BEGUN)) if isinstance(content, dict) else BEGUN
+    return str(catalogue.content_of(data).get("state", BEGUN))
 
 
 def _body(state: str, reason: str = "") -> bytes:

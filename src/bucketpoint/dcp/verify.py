@@ -51,7 +51,7 @@ class Damage:
     """One thing that is wrong.
 
     Attributes:
-        kind: `missing-object`, `wrong-size`, `replaced-object`, `checksum`, `missing-item` or `metadata`.
+        kind: `missing-object`, `wrong-size`, `replaced-object`, `checksum`, `missing-item`, `metadata` or `record`.
         path: of the object within the checkpoint.
         item: the state-dict key, where one is concerned.
         start, stop: the bytes of the object.
@@ -146,13 +146,19 @@ class _Run:
     # -- the metadata -------------------------------------------------------------------------------------------------
 
     def check_metadata(self) -> None:
-        """The record holds the checksum of the metadata it was made of. A cache: that it is missing is no damage."""
-        reasons = []
-        for where, read in (("beside it", self._record_beside), ("in a catalogue above it", self._record_above)):
+        """The record holds the checksum of the metadata it was made of, and one of its own. A cache: that it is missing
+        is no damage."""
+        reasons, beside = [], "beside it"
+        for where, read in ((beside, self._record_beside), ("in a catalogue above it", self._record_above)):
             try:
                 record = read()
-            except (AccessDeniedError, CorruptDataError, MetadataError) as error:
+            except AccessDeniedError as error:
                 reasons.append(error.message)
+                continue
+            except (CorruptDataError, MetadataError) as error:
+                reasons.append(error.message)
+                if where == beside:
+                    self._add("record", keys.RECORD, error.message)
                 continue
             if record is None:
                 reasons.append(f"there is no record {where}")

@@ -5,11 +5,13 @@ A key says all that a restore or a plan needs, so that a listing suffices and no
 
 from __future__ import annotations
 
+import json
 import re
 import string
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from bucketpoint.errors import InvalidURLError
 from bucketpoint.format.groups import MODEL, OPTIM, OTHER
@@ -230,6 +232,15 @@ def decode(name: str) -> list[str] | None:
         except UnicodeError:
             return None
     return parts if encode(parts) == name else None
+
+
+def content_of(data: bytes) -> dict[str, Any]:
+    """The JSON object that a small note holds; empty where it holds none, whatever else it is."""
+    try:
+        content = json.loads(data)
+    except (ValueError, RecursionError):
+        return {}
+    return content if isinstance(content, dict) else {}
 
 
 def milliseconds(seconds: float) -> str:

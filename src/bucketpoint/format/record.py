@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import zlib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
@@ -58,7 +59,7 @@ class CommitRecord:
     def to_json(self) -> bytes_:
         """The record as it is stored: one line of JSON with sorted keys, so that equal records are equal bytes."""
         content = {**asdict(self), "metrics": plain_metrics(self.metrics)}
-        return json.dumps(content, sort_keys=True, allow_nan=False).encode() + b"\n"
+        return json.dumps({**content, _CHECK: _check(content)}, sort_keys=True, allow_nan=False).encode() + b"\n"
 
     @classmethod
     def from_json(cls, data: bytes_, *, url: str | None = None) -> CommitRecord:
@@ -71,10 +72,14 @@ class CommitRecord:
             if len(data) > MAX_RECORD_BYTES:
                 raise ValueError(f"{len(data)} bytes are too many")
             value = json.loads(data.decode("utf-8"))
+            # Records of before there was one have none.
+            sound = not isinstance(value, dict) or value.pop(_CHECK, None) in (None, _check(value))
         except (ValueError, RecursionError) as error:
             raise MetadataError(f"The commit record is not JSON: {error}", url=url) from None
         if not isinstance(value, dict):
             raise MetadataError("The commit record is not a JSON object", url=url)
+        if not sound:
+            raise MetadataError("The commit record is damaged: it is not the one that was written", url=url)
         known = {one.name for one in fields(cls)}
         given = {name: content for name, content in value.items() if name in known}
         for name, content in given.items():
@@ -85,6 +90,14 @@ class CommitRecord:
         if "metrics" in given:
             given["metrics"] = {name: float(content) for name, content in given["metrics"].items()}
         return cls(**given)
+
+
+_CHECK = "check"
+
+
+def _check(content: Mapping[str, Any]) -> int:
+    """A checksum of all other fields, those of later versions too. Not of the bytes: other tools may indent them."""
+    return zlib.crc32(json.dumps(content, sort_keys=True).encode())
 
 
 def plain_metrics(metrics: Mapping[str, float]) -> dict[str, float | str]:
