@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from bucketpoint.convert.archive import Skeleton, open_archive
 from bucketpoint.convert.reading import SourceBytes
 from bucketpoint.convert.source import BUCKETPOINT, DCP, Checksum, Decoded, Held, Payload, Source, Stretch
-from bucketpoint.dcp.decode import decode_item, undo_transforms
+from bucketpoint.dcp.decode import decode_item, undone_bytes
 from bucketpoint.dcp.regions import ChunkShapes
 from bucketpoint.dcp.saved import SavedCheckpoint
 from bucketpoint.errors import CorruptDataError, MetadataError, ObjectNotFoundError, UnsafeDataError
@@ -151,7 +151,8 @@ class _Reading:
     def _decoded(self, key: str, fqn: str, info: ItemInfo, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
         raw = self._source.take(key, info.offset, info.length)
         self._check(key, info, raw)
-        tensor = decode_item(raw, info, self._registry(), key=fqn)
+        nbytes = math.prod(shape) * dtype.itemsize
+        tensor = decode_item(raw, info, self._registry(), key=fqn, tensor_nbytes=nbytes)
         if tensor.dtype != dtype or tuple(tensor.shape) != shape:
             raise self._unlike(fqn)
         return tensor
@@ -163,7 +164,7 @@ class _Reading:
             if not info.transform_descriptors:
                 self._judge(fqn, raw)
                 return Stretch(key, info.offset, info.length, _crc32c(info))
-            data = undo_transforms(raw, info, self._registry(), key=fqn)
+            data = undone_bytes(raw, info, self._registry(), key=fqn, trusted=self._trusted)
             self._judge(fqn, data)
             return Held(data)
 

@@ -72,16 +72,7 @@ def load_bytes(
         UnsafeDataError: they name something outside the allow-list; nothing was run. Or they would become absurdly
             many when their transforms are undone.
     """
-    data = bytes(view)
-    if info.transform_descriptors:
-        most = None if trusted else _most_bytes(info)
-        undone = undo_transforms(view, info, transforms, key=key, most=most)
-        if undone is None:
-            raise UnsafeDataError(
-                f"This item has {info.length} bytes, and becomes more than {most} when its transforms are undone",
-                key=key,
-            )
-        data = bytes(undone)
+    data = undone_bytes(view, info, transforms, key=key, trusted=trusted)
     if trusted:
         return data
     refused = refused_globals(data)
@@ -93,6 +84,19 @@ def load_bytes(
     if refused:
         raise UnsafeDataError(f"This item names {', '.join(refused)}", key=key)
     return data
+
+
+def undone_bytes(view: memoryview, info: ItemInfo, transforms: Any, *, key: str, trusted: bool) -> bytes:
+    """The bytes of an item without its transforms. Raises UnsafeDataError: they would become absurdly many."""
+    if not info.transform_descriptors:
+        return bytes(view)
+    most = None if trusted else _most_bytes(info)
+    undone = undo_transforms(view, info, transforms, key=key, most=most)
+    if undone is None:
+        raise UnsafeDataError(
+            f"This item has {info.length} bytes, and becomes more than {most} when its transforms are undone", key=key
+        )
+    return bytes(undone)
 
 
 def undo_transforms(
