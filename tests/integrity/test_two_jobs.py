@@ -20,11 +20,11 @@ from servers import S3Server
 JOBS = 4
 
 
-def save(number: int, url: str, options: dict[str, Any], overwrite: bool) -> str:
+def save(number: int, url: str, options: dict[str, Any], overwrite: bool, planner: Any = None) -> str:
     state = {"w": torch.full((100_000,), float(number)), "o": {"m": torch.full((10,), float(number))}}
     writer = bp.BucketWriter(overwrite=overwrite, storage_options=options)
     try:
-        dcp.save(state, checkpoint_id=url, storage_writer=writer, no_dist=True)
+        dcp.save(state, checkpoint_id=url, storage_writer=writer, planner=planner, no_dist=True)
     except dcp.CheckpointException as failed:
         return type(next(iter(failed.failures.values()))[0]).__name__
     return "won"
@@ -62,12 +62,51 @@ def test_one_of_several_jobs_wins_and_the_others_are_told(minio: S3Server, race:
     assert sum(told.values()) == JOBS
     if not overwrite:
         assert told["won"] == 1
-    # With overwrite=True a job that commits later replaces the earlier one, as it was asked to.
+    # With overwrite=True a job that commits that begins after another's commit replaces that one, as it was asked to.
     assert told["won"] >= 1
     assert set(told) <= {"won", "CheckpointExistsError", "CommitConflictError"}
+    assert whole_at(url, options) in set(map(float, range(1, JOBS + 1)))
+
+
+def whole_at(url: str, options: dict[str, Any]) -> float:
+    """The one value of what is committed there, all of it verified."""
     target = {"w": torch.zeros(100_000), "o": {"m": torch.zeros(10)}}
     dcp.load(target, checkpoint_id=url, storage_reader=bp.BucketReader(storage_options=options), no_dist=True)
     values = {*target["w"].unique().tolist(), *target["o"]["m"].unique().tolist()}
     assert len(values) == 1, "never a mix"
-    assert values <= set(map(float, range(1, JOBS + 1)))
     assert verify(open_checkpoint(url, storage_options=options)).ok
+    return float(values.pop())
+
+
+@pytest.mark.parametrize("over", [False, True], ids=["fresh", "over an old one"])
+def test_of_two_jobs_that_overwrite_at_once_the_first_to_commit_stands_and_the_other_is_told(
+    minio: S3Server, over: bool
+) -> None:
+    options, url = minio.options, f"s3://{minio.make_bucket()}/run/step-1"
+    if over:
+        assert save(9, url, options, overwrite=True) == "won"
+    jobs = (1, 2)
+    began, may_go = {number: threading.Event() for number in jobs}, {number: threading.Event() for number in jobs}
+
+    class Waits(bp.SavePlanner):
+        def __init__(self, number: int) -> None:
+            super().__init__()
+            self.number = number
+
+        def resolve_data(self, item: Any) -> Any:
+            began[self.number].set()
+            assert may_go[self.number].wait(240)
+            return super().resolve_data(item)
+
+    with ThreadPoolExecutor(len(jobs)) as pool:
+        running = {number: pool.submit(save, number, url, options, True, Waits(number)) for number in jobs}
+        assert all(event.wait(240) for event in began.values())
+        told = {}
+        for number in jobs:
+            may_go[number].set()
+            told[number] = running[number].result(240)
+    assert told == {1: "won", 2: "CommitConflictError"}
+    assert whole_at(url, options) == 1.0
+    # A save that begins now has seen it.
+    assert save(9, url, options, overwrite=True) == "won"
+    assert whole_at(url, options) == 9.0

@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from bucketpoint.dcp.commit_log import CommitLog
 from bucketpoint.dcp.planned import Reported, stock
+from bucketpoint.dcp.session import Seen
 from bucketpoint.errors import (
     AccessDeniedError,
     BucketpointError,
@@ -50,18 +51,35 @@ VERSION = "1.0.0"
 
 @dataclass(frozen=True)
 class Commit:
-    """What is committed, and under which name."""
+    """What is committed, and under which name.
+
+    Attributes:
+        name: `.metadata`, or `__{rank}.metadata` for a save without collectives.
+        seen: what the attempt may replace, and nothing else; None if that is not known: then whatever is there.
+    """
 
     store: Store
     prefix: str
     url: str
     token: str
     name: str
-    """`.metadata`, or `__{rank}.metadata` for a save without collectives."""
     overwrite: bool
     log: CommitLog | None = None
     facts: Mapping[str, Any] = field(default_factory=dict)
     """Further plain values to put into the metadata. What the log says counts more."""
+    seen: Seen | None = None
+
+
+def look(store: Store, prefix: str, name: str) -> Seen | None:
+    """What is committed now. None if those who ask may not know."""
+    try:
+        _, info = retry_transient(lambda: store.get(keys.join(prefix, name), first=1), attempts=COMMIT_ATTEMPTS)
+    except ObjectNotFoundError:
+        return Seen(there=False)
+    except AccessDeniedError:
+        # S3's answer for a key that is not there, to those who may not list.
+        return None
+    return Seen(there=True, etag=info.etag)
 
 
 def complete_metadata(
@@ -212,6 +230,8 @@ def put_commit(request: Commit, data: bytes) -> tuple[ObjectInfo, Metadata | Non
     gone: BucketpointError | None = None
     for _ in range(COMMIT_ATTEMPTS):
         try:
+            if request.seen is not None and request.seen.there and gone is None:
+                return _put_over(request, key, data, verified=not able.conditional_replace)
             return _put_conditionally(request, key, data, verified=not able.conditional_replace)
         except _GoneError as error:
             gone = error.reason
@@ -223,7 +243,7 @@ def put_commit(request: Commit, data: bytes) -> tuple[ObjectInfo, Metadata | Non
 
 
 class _GoneError(Exception):
-    """What had refused a condition is not there any more."""
+    """What had refused a condition, or was to be replaced, is not there any more."""
 
     def __init__(self, reason: BucketpointError) -> None:
         super().__init__(str(reason))
@@ -238,8 +258,14 @@ def _get_committed(store: Store, key: str) -> tuple[bytes, ObjectInfo]:
         raise _GoneError(error) from None
 
 
+def _put_over(request: Commit, key: str, data: bytes, *, verified: bool) -> tuple[ObjectInfo, Metadata | None]:
+    """Replace what was there when the attempt began, if it is still that."""
+    there, info = _get_committed(request.store, key)
+    _refuse_others(request, info)
+    return _replace(request, key, data, there, info, verified=verified)
+
+
 def _put_conditionally(request: Commit, key: str, data: bytes, *, verified: bool) -> tuple[ObjectInfo, Metadata | None]:
-    """With `verified`, what replaces a checkpoint is read back: the store looks before it writes, and no more."""
     store, body, crc = request.store, [memoryview(data)], crc32c(memoryview(data))
     try:
         return retry_transient(
@@ -252,6 +278,15 @@ def _put_conditionally(request: Commit, key: str, data: bytes, *, verified: bool
         return info, None
     if not request.overwrite:
         raise CheckpointExistsError("A checkpoint is already committed here", url=request.url) from None
+    _refuse_others(request, info)
+    return _replace(request, key, data, there, info, verified=verified)
+
+
+def _replace(
+    request: Commit, key: str, data: bytes, there: bytes, info: ObjectInfo, *, verified: bool
+) -> tuple[ObjectInfo, Metadata | None]:
+    """With `verified`, what replaces a checkpoint is read back: the store looks before it writes, and no more."""
+    store, body, crc = request.store, [memoryview(data)], crc32c(memoryview(data))
     replaced = _readable(there, request.url)
     try:
         info = retry_transient(lambda: store.put(key, body, crc32c=crc, if_match=info.etag), attempts=COMMIT_ATTEMPTS)
@@ -259,23 +294,35 @@ def _put_conditionally(request: Commit, key: str, data: bytes, *, verified: bool
             _check_ours(request, key, data)
         return info, replaced
     except PreconditionFailedError:
-        now, info = _get_committed(store, key)
+        now, found = _get_committed(store, key)
         if now == data:
-            return info, replaced
-        raise CommitConflictError(
-            "Another job committed a checkpoint to this URL while this one was being saved; this save is discarded",
-            url=request.url,
-            remedy="Give every job its own URL, or save again",
-        ) from None
+            return found, replaced
+        raise _conflict(request) from None
+
+
+def _refuse_others(request: Commit, found: ObjectInfo) -> None:
+    """Raise if what is there was committed after this attempt began: its job believes that it stands."""
+    seen = request.seen
+    if seen is not None and not (seen.there and seen.etag == found.etag):
+        raise _conflict(request)
+
+
+def _conflict(request: Commit) -> CommitConflictError:
+    return CommitConflictError(
+        "Another job committed a checkpoint to this URL while this one was being saved; this save is discarded",
+        url=request.url,
+        remedy="Give every job its own URL, or save again",
+    )
 
 
 def _put_unconditionally(request: Commit, key: str, data: bytes) -> tuple[ObjectInfo, Metadata | None]:
     """For stores without conditional writes: look, write, and look again. Two jobs at once may still collide."""
     replaced = None
     try:
-        there, _ = request.store.get(key)
+        there, found = request.store.get(key)
         if not request.overwrite:
             raise CheckpointExistsError("A checkpoint is already committed here", url=request.url)
+        _refuse_others(request, found)
         replaced = _readable(there, request.url)
     except ObjectNotFoundError:
         pass

@@ -70,9 +70,25 @@ _MOVES = {
 }
 
 
+@dataclass(frozen=True)
+class Seen:
+    """What was committed at a URL when an attempt began.
+
+    Attributes:
+        etag: of the checkpoint's metadata; None where there was none, and where the store has no ETags.
+    """
+
+    there: bool
+    etag: str | None = None
+
+
 @dataclass
 class SaveSession:
-    """What one save of this rank needs to know. Lives on the thread that DCP runs the save on."""
+    """What one save of this rank needs to know. Lives on the thread that DCP runs the save on.
+
+    Attributes:
+        seen: by the coordinator, when the save began; None if that is not known.
+    """
 
     url: str | None
     token: str = field(default_factory=new_token)
@@ -80,6 +96,7 @@ class SaveSession:
     rank: int = 0
     use_collectives: bool = True
     started: float = field(default_factory=time.monotonic)
+    seen: Seen | None = None
 
     def move(self, state: SaveState) -> None:
         """Raises BucketpointError on an illegal move: DCP's calls came out of order."""

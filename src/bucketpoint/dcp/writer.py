@@ -23,15 +23,15 @@ from torch.futures import Future
 from bucketpoint.catalog.keeping import Keeping
 from bucketpoint.catalog.pruning import PruneWorker
 from bucketpoint.dcp.boundary import dcp_call
-from bucketpoint.dcp.commit import Commit, commit
+from bucketpoint.dcp.commit import Commit, commit, look
 from bucketpoint.dcp.commit_log import CommitLog
 from bucketpoint.dcp.console import describe, noted, progress_callback
 from bucketpoint.dcp.planned import PlannedMetadata, WriterMeta, reported
 from bucketpoint.dcp.results import Results
-from bucketpoint.dcp.session import Location, SaveSession, SaveState, as_url, world_size
+from bucketpoint.dcp.session import Location, SaveSession, SaveState, Seen, as_url, world_size
 from bucketpoint.dcp.transformed import transformed_paths, write_transformed
 from bucketpoint.dcp.upload_plan import Place, plan_objects, results_of
-from bucketpoint.errors import AccessDeniedError, BucketpointError, CheckpointExistsError, ObjectNotFoundError
+from bucketpoint.errors import BucketpointError, CheckpointExistsError
 from bucketpoint.format import keys
 from bucketpoint.format.groups import DEFAULT_RULES, GroupRule
 from bucketpoint.retention import RetentionPolicy
@@ -59,8 +59,8 @@ class BucketWriter(StorageWriter):
         path: URL of the checkpoint, such as `"s3://bucket/run/step-500"`; or none, with `checkpoint_id=` on each save.
         storage_options: credentials, endpoint and settings, spelt as fsspec's filesystem for that scheme spells them.
         fs: an fsspec filesystem of your own, which then serves every URL.
-        overwrite: replace a checkpoint that is committed at the same URL (DCP's default). The old one stays loadable
-            until the new one commits.
+        overwrite: replace a checkpoint that is committed at the same URL when the save begins (DCP's default). The old
+            one stays loadable until the new one commits. One that another job commits meanwhile is not replaced.
         thread_count: a hint, as in `FileSystemWriter`: at least this many requests are in flight.
         transfer: sizes and limits of the transfer.
         target_object_bytes: how much of a group one object holds before another is begun: 4 GiB by default, 64 MiB
@@ -150,8 +150,11 @@ class BucketWriter(StorageWriter):
         session.use_collectives = bool(kwargs.get("use_collectives", True))
         if not session.use_collectives:
             self._refuse_to_hide(session)
-        elif is_coordinator and not self.overwrite:
-            self._refuse_to_replace(session)
+        elif is_coordinator:
+            session.seen = self._look(session)
+            if session.seen is not None and session.seen.there and not self.overwrite:
+                # Before terabytes are sent for nothing.
+                raise CheckpointExistsError("A checkpoint is already committed here", url=session.url)
 
     @dcp_call
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
@@ -198,6 +201,7 @@ class BucketWriter(StorageWriter):
             name=keys.METADATA if session.use_collectives else keys.rank_metadata(session.rank),
             overwrite=self.overwrite,
             log=self._log_of(session),
+            seen=session.seen,
         )
         committed = commit(
             request,
@@ -371,28 +375,18 @@ class BucketWriter(StorageWriter):
 
     def _refuse_to_hide(self, session: SaveSession) -> None:
         """Readers take `.metadata` before `__{rank}.metadata`: beside one, a save without collectives is never read."""
-        if self._is_committed(session):
+        seen = self._look(session)
+        if seen is not None and seen.there:
             raise CheckpointExistsError(
                 "A checkpoint saved with collectives is committed here, and would hide one saved without",
                 url=session.url,
                 remedy="Choose another checkpoint_id",
             )
 
-    def _refuse_to_replace(self, session: SaveSession) -> None:
-        """Before terabytes are sent for nothing. What is committed from now on is found by the commit's condition."""
-        if self._is_committed(session):
-            raise CheckpointExistsError("A checkpoint is already committed here", url=session.url)
-
-    def _is_committed(self, session: SaveSession) -> bool:
+    def _look(self, session: SaveSession) -> Seen | None:
+        """What is committed when the attempt begins: another job's commit from now on is not ours to replace."""
         store, prefix = self._location.open(session.url)
-        try:
-            store.read_into(keys.join(prefix, keys.METADATA), 0, [memoryview(bytearray(1))])
-        except ObjectNotFoundError:
-            return False
-        except AccessDeniedError:
-            # S3's answer for a key that is not there, to those who may not list.
-            return False
-        return True
+        return look(store, prefix, keys.METADATA)
 
 
 class S3Writer(BucketWriter):
