@@ -50,7 +50,9 @@ if TYPE_CHECKING:
         SaveHandle,
         SavePlanner,
         async_save,
+        load,
         rank_state,
+        save,
         saved_ranks,
     )
     from bucketpoint.manager import CheckpointManager
@@ -104,7 +106,9 @@ __all__ = [
     "__version__",
     "async_save",
     "latest_checkpoint",
+    "load",
     "rank_state",
+    "save",
     "saved_ranks",
 ]
 
@@ -122,7 +126,9 @@ _ROOMS = {
             "SaveHandle",
             "SavePlanner",
             "async_save",
+            "load",
             "rank_state",
+            "save",
             "saved_ranks",
         ),
         "bucketpoint.dcp",

@@ -2,6 +2,7 @@
 
 from bucketpoint.dcp.async_save import SaveHandle, async_save
 from bucketpoint.dcp.cooperative import Bandwidths
+from bucketpoint.dcp.one_call import load, save
 from bucketpoint.dcp.planner import LoadPlanner
 from bucketpoint.dcp.rank_state import rank_state, saved_ranks
 from bucketpoint.dcp.reader import BucketReader, GCSReader, S3Reader
@@ -20,6 +21,8 @@ __all__ = [
     "SaveHandle",
     "SavePlanner",
     "async_save",
+    "load",
     "rank_state",
+    "save",
     "saved_ranks",
 ]

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint import CheckpointException, Metadata, SavePlan
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 from bucketpoint.dcp.writer import BucketWriter
-from bucketpoint.errors import BucketpointError
+from bucketpoint.errors import BucketpointError, PeerFailedError
 from bucketpoint.staging import Lease, StagedState, Stager, dead_checkpoint_process
 from bucketpoint.transfer import Progress
 
@@ -165,17 +165,20 @@ def _ending(handle: SaveHandle) -> Callable[[Future[Any]], None]:
     return end
 
 
-def as_ours(error: BaseException, url: str | None) -> BaseException:
-    """The first error of ours among the ranks', or one that says what DCP said."""
+def as_ours(error: BaseException, url: str | None, what: str = "The save") -> BaseException:
+    """The first error of ours among the ranks', or one that says what DCP said. One that tells of a peer comes last."""
     if isinstance(error, BucketpointError):
         error.url = error.url or url
         return error
     if isinstance(error, CheckpointException):
         by_rank = {rank: failure[0] for rank, failure in sorted(error.failures.items())}
-        ours = next((failure for failure in by_rank.values() if isinstance(failure, BucketpointError)), None)
+        known = [failure for failure in by_rank.values() if isinstance(failure, BucketpointError)]
+        ours = next(
+            (failure for failure in known if not isinstance(failure, PeerFailedError)), known[0] if known else None
+        )
         if ours is None:
             said = "; ".join(f"rank {rank}: {type(failure).__name__}: {failure}" for rank, failure in by_rank.items())
-            ours = BucketpointError(f"The save failed: {said}", url=url)
+            ours = BucketpointError(f"{what} failed: {said}", url=url)
         ours.__cause__ = error
         return ours
     dead = dead_checkpoint_process(_DYING_S)

@@ -19,6 +19,7 @@ from urllib.parse import urlencode, urlsplit
 from bucketpoint.errors import CredentialsError, EndpointError
 from bucketpoint.stores import retry
 from bucketpoint.stores.client_cache import ClientCache
+from bucketpoint.stores.cut import make_cuttable
 from bucketpoint.stores.gcs_errors import failures, from_reply, translate
 from bucketpoint.stores.gcs_options import DEFAULT_MAX_ATTEMPTS, GCSOptions
 from bucketpoint.stores.retry import Gate, RetryPolicy
@@ -233,6 +234,7 @@ def _adapter(options: GCSOptions) -> Any:
         def init_poolmanager(self, *args: Any, **settings: Any) -> None:
             settings["ssl_context"] = context
             super().init_poolmanager(*args, **settings)
+            make_cuttable(self.poolmanager)
 
         def cert_verify(self, connection: Any, url: str, verify: Any, cert: Any) -> None:
             if verify is not True or not url.startswith("https"):

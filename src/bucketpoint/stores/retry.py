@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from bucketpoint.errors import Action, BucketpointError, StoreError, ThrottledError
+from bucketpoint.stores.cut import current_cut
 
 T = TypeVar("T")
 
@@ -298,15 +299,17 @@ def _wait(action: Action, number: int, asked_s: float, ends: float) -> None:
 
 
 def pause(seconds: float) -> None:
-    """Sleep, or less if this thread's work is cancelled meanwhile."""
-    stop = _stop.get()
-    if stop is None:
-        time.sleep(seconds)
-    else:
-        stop.wait(seconds)
+    """Sleep, or less if this thread's work is cancelled or cut off meanwhile."""
+    stop, cut = _stop.get(), current_cut()
+    if cut is None:
+        (stop or threading.Event()).wait(seconds)
+        return
+    ends = time.monotonic() + seconds
+    while not stopped() and (left := ends - time.monotonic()) > 0:
+        cut.wait(min(left, _POLL_S))
 
 
 def stopped() -> bool:
-    """Whether what this thread works for has been given up."""
-    stop = _stop.get()
-    return stop is not None and stop.is_set()
+    """Whether what this thread works for has been given up, or cut off."""
+    stop, cut = _stop.get(), current_cut()
+    return (stop is not None and stop.is_set()) or (cut is not None and cut.is_made)

@@ -19,6 +19,7 @@ from botocore.config import Config
 
 from bucketpoint.errors import BucketpointError, EndpointError
 from bucketpoint.stores.client_cache import ClientCache
+from bucketpoint.stores.cut import make_cuttable
 from bucketpoint.stores.retry import Gate, RetryPolicy
 from bucketpoint.stores.s3_body import send_from_memory
 from bucketpoint.stores.s3_options import DEFAULT_MAX_ATTEMPTS, S3Options
@@ -123,6 +124,9 @@ def build_client(options: S3Options) -> Client:
         raise EndpointError("SSE-C would send the key in clear over plain HTTP", remedy="Use an https:// endpoint")
     api.meta.events.register("before-send.s3", send_from_memory)
     _share_trust_store(api)
+    manager = _pool_manager(api)
+    if manager is not None:
+        make_cuttable(manager)
     policy = _retry_policy(options, core)
     return Client(api, str(api.meta.region_name), _parameters_by_operation(api, parameters), policy)
 
@@ -285,9 +289,13 @@ class _SharedTrust(ssl.SSLContext):
             self._loaded = loaded | {bundle}
 
 
+def _pool_manager(api: Any) -> Any:
+    """urllib3's, under boto3; None where that is not what it was."""
+    return getattr(getattr(getattr(api, "_endpoint", None), "http_session", None), "_manager", None)
+
+
 def _share_trust_store(api: Any) -> None:
     """Parsing the public authorities takes 16 ms, and urllib3 does it for each connection: half a second for 32."""
-    manager = getattr(getattr(getattr(api, "_endpoint", None), "http_session", None), "_manager", None)
-    context = getattr(manager, "connection_pool_kw", {}).get("ssl_context")
+    context = getattr(_pool_manager(api), "connection_pool_kw", {}).get("ssl_context")
     if type(context) is ssl.SSLContext:
         context.__class__ = _SharedTrust

@@ -6,6 +6,8 @@ training script that ends while its last asynchronous save is still uploading mu
 
 from __future__ import annotations
 
+import contextvars
+import functools
 import logging
 import os
 import sys
@@ -56,7 +58,9 @@ class TaskGroup:
             if self._idle:
                 self._state.notify()
             elif len(self._threads) < self._workers:
-                thread = threading.Thread(target=self._work, name=f"{self._name}-{len(self._threads)}")
+                # In the starter's context: a deadline for requests, and a cut, hold on these threads too.
+                work = functools.partial(contextvars.copy_context().run, self._work)
+                thread = threading.Thread(target=work, name=f"{self._name}-{len(self._threads)}")
                 self._threads.append(thread)
                 thread.start()
 

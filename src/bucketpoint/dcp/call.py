@@ -1,0 +1,503 @@
+"""One call that all ranks of a group make together, and that all of them leave by a deadline. Knows no checkpoints.
+
+Ranks meet over the job's own store, get a gloo group that lasts for this call, and a thread each that tells the others
+of a failure and hears of theirs. What ends a call early, a failure, a lost rank or the deadline, closes the group's
+connections and breaks off the requests under way, so that whoever waits wakes up.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import pickle
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint import CheckpointException
+
+from bucketpoint.dcp.async_save import as_ours
+from bucketpoint.errors import BucketpointError
+from bucketpoint.stores import retry
+from bucketpoint.stores.cut import Cut
+
+DEADLINE_S = 1800.0
+"""As long as a gloo group waits by default (torch's `default_pg_timeout`)."""
+
+ANSWER_S = 5.0
+"""What is kept of the deadline for finding out which ranks are missing. A live rank answers in a fraction of it."""
+
+WAITS = ""
+"""The stage of a rank that waits for others: it holds nobody up."""
+
+_LOOK_S = 0.25
+_FIRST_POLL_S, _LONGEST_POLL_S = 0.002, 0.25
+_AT_ONCE = timedelta(milliseconds=1)
+_UNUSED_TAG = 1 << 30
+
+Kind = Literal["error", "lost", "late"]
+
+
+@dataclass(frozen=True)
+class _Failure:
+    """Why a call ends. Of an `"error"` all ranks raise the same; otherwise they find out who is missing."""
+
+    rank: int
+    kind: Kind
+    error: BucketpointError
+
+
+class _Refused(Exception):
+    """The call has ended before it began; the reason is noted."""
+
+
+@contextlib.contextmanager
+def together(what: str, parent: Any, deadline_s: float, *, url: str) -> Iterator[Call]:
+    """Do something on all ranks of a group, which begin it together and raise together.
+
+    Args:
+        what: for messages; the same on all ranks.
+        parent: torch's process group, of any backend; None for all ranks of the job, or this process alone where
+            torch.distributed is not initialised.
+        deadline_s: seconds from here until the last rank has raised.
+
+    Raises:
+        BucketpointError: another rank failed: its error. A rank is missing: names it.
+    """
+    if not deadline_s > 0:
+        raise BucketpointError(f"deadline_s must be more than 0, not {deadline_s}")
+    call = Call(what, parent, deadline_s, url)
+    try:
+        call.join()
+        with retry.deadline(call.stops - time.monotonic()), call.cut.over_here():
+            yield call
+    except BaseException as error:
+        found = call.failed(error)
+        if found is error:
+            raise
+        for one in (error, found):
+            # They hold the group, and the whole state.
+            traceback.clear_frames(one.__traceback__)
+        raise found from found.__cause__ or error
+    finally:
+        call.leave()
+
+
+class Call:
+    """This rank's part in a call. Made by `together`.
+
+    Attributes:
+        group: for the collectives of this call; None in a process alone.
+        cut: breaks off the requests of this call.
+        stops, ends: by the monotonic clock, when this rank gives up, and when it has raised.
+    """
+
+    def __init__(self, what: str, parent: Any, deadline_s: float, url: str) -> None:
+        self._what, self._url, self._deadline_s = what, url, deadline_s
+        self.ends = time.monotonic() + deadline_s
+        self.stops = self.ends - min(ANSWER_S, deadline_s / 4)
+        self.cut = Cut(self.stops)
+        self.group: Any = None
+        self._ranks = _ranks_of(parent)
+        self._stage = "had not begun"
+        self._stopped: Kind | None = None
+        self._stage_then = WAITS
+        self._own: _Failure | None = None
+        self._interrupt: BaseException | None = None
+        self._heard: _Failure | None = None
+        self._answers: dict[int, str | None] | None = None
+        self._storeless = False
+        self._leaving = False
+        self._changed = threading.Condition()
+        self._timer = threading.Timer(self.stops - time.monotonic(), self._stop, ("late",))
+        self._timer.daemon = True
+        self._line: _Line | None = _Line(self) if len(self._ranks) > 1 else None
+
+    # -- what the work says -------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def doing(self, stage: str) -> Iterator[None]:
+        """The block is what others may have to wait for. Whatever it raises, they are told at once."""
+        self._stage = stage
+        try:
+            yield
+        except BaseException as error:
+            if self._stopped is None:
+                self._tell("error", error)
+            raise
+        finally:
+            self._stage = WAITS
+
+    def stage(self, stage: str) -> None:
+        self._stage = stage
+
+    # -- beginning and end --------------------------------------------------------------------------------------------
+
+    def join(self) -> None:
+        """Wait for the other ranks to make the same call."""
+        self._timer.start()
+        self._stage = WAITS
+        if self._line is None:
+            self._stage = "was still at it"
+            return
+        self._line.start()
+        self._wait(lambda: self.group is not None or self._stopped is not None, self.ends)
+        if self._stopped is not None or self.group is None:
+            raise _Refused
+        self._stage = "was planning"
+
+    def failed(self, error: BaseException) -> BaseException:
+        """What this rank is to raise. The others know of it, or know as much as this one."""
+        if self._own is not None and self._own.kind == "error":
+            # What came afterwards, from DCP or from connections that were closed, only tells of it.
+            return self._own.error if self._interrupt is None else self._interrupt
+        if not isinstance(error, Exception | CheckpointException):
+            if self._stopped is None:
+                self._tell("error", error)
+            return error
+        if self._stopped is None:
+            if isinstance(error, CheckpointException):
+                # DCP has told all ranks.
+                return as_ours(error, self._url, self._what)
+            if self._line is None or not isinstance(error, RuntimeError):
+                self._tell("error", error)
+                return error
+            # What a broken connection looks like. So may an error of the user's: then no rank is missing.
+            self._tell("lost", error)
+            self._stop("lost")
+        return self._reason(error)
+
+    def leave(self) -> None:
+        """Give back all that the call had. After a success once all ranks have come so far."""
+        self._leaving = True
+        if self._timer.ident is not None:
+            self._timer.cancel()
+            self._timer.join()
+        if self._line is not None:
+            self._line.end(self.ends)
+
+    def _tell(self, kind: Kind, error: BaseException) -> None:
+        if not isinstance(error, Exception | CheckpointException):
+            self._interrupt = error
+        ours = error if isinstance(error, BucketpointError) else None
+        if isinstance(error, CheckpointException):
+            found = as_ours(error, self._url, self._what)
+            ours = found if isinstance(found, BucketpointError) else None
+        if ours is None:
+            ours = BucketpointError(f"{self._what} failed with {type(error).__name__}: {error}")
+        ours.url = ours.url or self._url
+        rank = dist.get_rank() if self._line is not None else 0
+        ours.rank = rank if ours.rank is None else ours.rank
+        self._own = _Failure(rank, kind, ours)
+        if self._line is not None:
+            self._line.wake()
+            # Connections that close before the reason is known would be all that the others learn.
+            told = min(self.ends, time.monotonic() + ANSWER_S)
+            self._wait(lambda: self._heard is not None or self._storeless, told)
+
+    def _reason(self, error: BaseException) -> BaseException:
+        """Why the call has stopped, as far as can be found out by its end."""
+        if self._line is None:
+            return self._late({0: self._stage_then})
+        self._wait(lambda: self._decided(), self.ends)
+        heard = self._heard
+        if heard is not None and heard.kind == "error":
+            return heard.error
+        found = self._answers
+        if found is None:
+            return self._error(
+                f"{self._what} failed, and nobody knows which rank is missing: the job's store does not answer",
+                "Look at the log of rank 0, or of the agent that started it: the store is there",
+            )
+        if heard is not None and heard.kind == "lost" and not any(stage is None for stage in found.values()):
+            # All are there. It was no connection that broke.
+            mine = self._own is not None and heard.rank == self._own.rank and not isinstance(error, _Refused)
+            return error if mine else heard.error
+        return self._late(found)
+
+    def _decided(self) -> bool:
+        heard = self._heard
+        return (heard is not None and heard.kind == "error") or self._answers is not None or self._storeless
+
+    def _late(self, found: Mapping[int, str | None]) -> BucketpointError:
+        gone = [rank for rank, stage in found.items() if stage is None]
+        busy = [f"rank {rank} {stage}" for rank, stage in found.items() if stage]
+        said = []
+        if gone:
+            plural = len(gone) > 1
+            listed = ", ".join(map(str, gone[:16])) + (", ..." if len(gone) > 16 else "")
+            said.append(
+                f"rank{'s' * plural} {listed} {'do' if plural else 'does'} not answer (died, stopped, or cut off)"
+            )
+        if self._heard is not None and self._heard.kind == "lost":
+            return self._error(f"{self._what} failed: {said[0]}", "Look at that rank's own error or log", *gone)
+        said += busy[:16]
+        why = "; ".join(said) or "all ranks waited for each other"
+        blamed = gone or [rank for rank, stage in found.items() if stage]
+        return self._error(
+            f"{self._what} was not complete after {self._deadline_s:.0f} s: {why}",
+            "Look at that rank's log, or allow for more time with deadline_s=",
+            *blamed,
+        )
+
+    def _error(self, message: str, remedy: str, *ranks: int) -> BucketpointError:
+        return BucketpointError(message, url=self._url, rank=ranks[0] if ranks else None, remedy=remedy)
+
+    # -- on any thread ------------------------------------------------------------------------------------------------
+
+    def _stop(self, kind: Kind) -> None:
+        """No more waiting: for other ranks, nor for the store."""
+        with self._changed:
+            if self._stopped is not None or self._leaving:
+                return
+            self._stopped, self._stage_then = kind, self._stage
+            self._changed.notify_all()
+        self.cut.make()
+        group = self.group
+        if group is not None:
+            _disconnect(group)
+        if self._line is not None:
+            self._line.wake()
+
+    def _note(self, **facts: Any) -> None:
+        with self._changed:
+            for name, value in facts.items():
+                setattr(self, name, value)
+            self._changed.notify_all()
+
+    def _wait(self, until: Callable[[], bool], ends: float) -> None:
+        with self._changed:
+            self._changed.wait_for(until, max(ends - time.monotonic(), 0))
+
+
+class _Line:
+    """The thread that talks to the job's store for one call: nobody else waits for that store."""
+
+    def __init__(self, call: Call) -> None:
+        self._call = call
+        self._ranks = call._ranks
+        self._index = self._ranks.index(dist.get_rank())
+        self._store: Any = None
+        self._number = 0
+        self._told = False
+        self._wake = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="bucketpoint-call", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def wake(self) -> None:
+        self._wake.set()
+
+    def end(self, ends: float) -> None:
+        """Wait until the thread has ended, which it does unless the store stalls, and then it does so later."""
+        self._wake.set()
+        self._thread.join(min(max(ends - time.monotonic(), 0.5), 2 * ANSWER_S))
+
+    def _run(self) -> None:
+        call, group = self._call, None
+        try:
+            try:
+                self._meet()
+                group = self._connect()
+                call._note(group=group)
+            except Exception as error:  # noqa: BLE001 (told, and raised by the call)
+                self._own_up(error)
+            self._serve()
+        except Exception:  # noqa: BLE001 (the store is gone, and with it whom to tell)
+            call._note(_storeless=True)
+            call._stop("lost")
+        finally:
+            call._note(group=None)
+            if group is not None:
+                with contextlib.suppress(Exception):
+                    dist.destroy_process_group(group)
+
+    def _own_up(self, error: Exception) -> None:
+        """The call ends before it has begun."""
+        call, rank = self._call, dist.get_rank()
+        if call._stopped is not None:
+            return
+        if isinstance(error, BucketpointError):
+            call._own = _Failure(rank, "error", error)
+            call._stop("error")
+        elif isinstance(error, _Refused) or time.monotonic() > call.stops - _LOOK_S:
+            call._stop("late")
+        else:
+            call._own = _Failure(rank, "lost", BucketpointError(f"{type(error).__name__}: {error}"))
+            call._stop("lost")
+
+    def _meet(self) -> None:
+        """Wait until all ranks make this call. Numbers of calls that have failed are passed over: a rank that was not
+        there is at its next call where the others are.
+        """
+        call, world = self._call, len(self._ranks)
+        job = _job_store(self._ranks)
+        number = job.add(f"calls/{self._index}", 1)
+        while job.check([f"{number}/failed/1"]):
+            number = job.add(f"calls/{self._index}", 1)
+        self._number = number
+        self._store = store = dist.PrefixStore(str(number), job)
+        store.set(f"here/{self._index}", call._what)
+        if store.add("here", 1) == world:
+            found = [store.get(f"here/{index}").decode() for index in range(world)]
+            other = next((index for index, what in enumerate(found) if what != found[0]), None)
+            store.set("all", "yes" if other is None else f"{found[0]}, but rank {self._ranks[other]} {found[other]}")
+        self._poll(lambda: store.check(["all"]) or self._hears() or call._stopped is not None, call.stops)
+        if call._stopped is not None or not store.check(["all"]):
+            raise _Refused
+        said = store.get("all").decode()
+        if said != "yes":
+            raise BucketpointError(
+                f"Ranks do not do the same: rank {self._ranks[0]} began {said}",
+                url=call._url,
+                remedy="Make the same call on all ranks of the process group",
+            )
+
+    def _connect(self) -> Any:
+        from torch.distributed import distributed_c10d as c10d
+
+        left = max(self._call.stops - time.monotonic(), 0.001)
+        # `new_group` needs all ranks of the job, and repeats its names after a failure.
+        name = f"bucketpoint-{_digest(self._ranks)}-{self._number}"
+        make: Any = c10d._new_process_group_helper
+        group, _ = make(
+            len(self._ranks),
+            self._index,
+            list(self._ranks),
+            c10d.Backend("gloo"),
+            dist.PrefixStore("group", self._store),
+            name,
+            timeout=timedelta(seconds=left),
+            group_desc="bucketpoint",
+        )
+        c10d._world.pg_group_ranks[group] = {rank: index for index, rank in enumerate(self._ranks)}
+        return group
+
+    def _serve(self) -> None:
+        call = self._call
+        while True:
+            self._wake.wait(_LOOK_S)
+            self._wake.clear()
+            if call._own is not None and not self._told:
+                self._tell(call._own)
+            elif call._stopped == "late" and call._heard is None and not self._told:
+                self._tell(_Failure(dist.get_rank(), "late", call._late({})))
+            else:
+                self._hears()
+            if call._stopped is not None:
+                # Again, for connections that were only being opened.
+                call.cut.make()
+                if call._heard is not None and call._heard.kind != "error" and call._answers is None:
+                    self._call_roll()
+            if call._leaving:
+                self._part()
+                return
+
+    def _tell(self, failure: _Failure) -> None:
+        self._told = True
+        number = self._store.add("failures", 1)
+        self._store.set(f"failed/{number}", pickle.dumps(failure))
+        self._hear()
+
+    def _hears(self) -> bool:
+        """Whether a rank has failed."""
+        if self._call._heard is None and self._store.check(["failed/1"]):
+            self._hear()
+        return self._call._heard is not None
+
+    def _hear(self) -> None:
+        """The first failure is the one that all ranks raise; an error, if there is one, before what follows from it."""
+        failures = [self._failure(number) for number in range(1, int(self._store.add("failures", 0)) + 1)]
+        known = [failure for failure in failures if failure is not None]
+        if known:
+            first = next((failure for failure in known if failure.kind == "error"), known[0])
+            self._call._note(_heard=first)
+            self._call._stop(first.kind)
+
+    def _failure(self, number: int) -> _Failure | None:
+        key = f"failed/{number}"
+        # Counted first and said then: it may be on its way.
+        self._poll(lambda: self._store.check([key]), time.monotonic() + 1)
+        if not self._store.check([key]):
+            return None
+        found: _Failure = pickle.loads(self._store.get(key))
+        return found
+
+    def _call_roll(self) -> None:
+        """Say what this rank was doing, and hear it of the others."""
+        call, store, world = self._call, self._store, len(self._ranks)
+        store.set(f"answer/{self._index}", call._stage_then or "-")
+        if store.add("answers", 1) == world:
+            store.set("answered", "yes")
+        ends = min(time.monotonic() + ANSWER_S, call.ends - min(1.0, call._deadline_s / 10))
+        self._poll(lambda: store.check(["answered"]), ends)
+        # An error may have been told since, of which all the rest is a consequence.
+        self._hear()
+        found: dict[int, str | None] = {}
+        for index, rank in enumerate(self._ranks):
+            key = f"answer/{index}"
+            said = store.get(key).decode() if store.check([key]) else None
+            found[rank] = WAITS if said == "-" else said
+        call._note(_answers=found)
+
+    def _part(self) -> None:
+        """After a success: connections that close while another still reads from them would break off its reading."""
+        call, store = self._call, self._store
+        if call._stopped is not None or store is None:
+            return
+        if store.add("done", 1) == len(self._ranks):
+            store.set("parted", "yes")
+        self._poll(lambda: store.check(["parted"]) or store.check(["failed/1"]), time.monotonic() + ANSWER_S)
+        if not store.check(["parted"]):
+            # Whoever looks for missing ranks finds this one.
+            store.set(f"answer/{self._index}", "-")
+            if store.add("answers", 1) == len(self._ranks):
+                store.set("answered", "yes")
+
+    def _poll(self, until: Callable[[], bool], ends: float) -> None:
+        pause = _FIRST_POLL_S
+        while not until() and time.monotonic() < ends:
+            time.sleep(max(min(pause, ends - time.monotonic()), 0))
+            pause = min(2 * pause, _LONGEST_POLL_S)
+
+
+def _ranks_of(parent: Any) -> tuple[int, ...]:
+    if not (dist.is_available() and dist.is_initialized()):
+        return (0,)
+    ranks = tuple(range(dist.get_world_size())) if parent is None else tuple(dist.get_process_group_ranks(parent))
+    if dist.get_rank() not in ranks:
+        raise BucketpointError(
+            f"Rank {dist.get_rank()} is not in the process group that was given",
+            remedy="Pass each rank a group that it is in, or make the call on the group's ranks alone",
+        )
+    return ranks
+
+
+def _job_store(ranks: tuple[int, ...]) -> Any:
+    from torch.distributed.distributed_c10d import _get_default_store
+
+    return dist.PrefixStore(f"bucketpoint/{_digest(ranks)}", _get_default_store())
+
+
+def _digest(ranks: tuple[int, ...]) -> str:
+    return hashlib.sha256(",".join(map(str, ranks)).encode()).hexdigest()[:16]
+
+
+def _disconnect(group: Any) -> None:
+    """Close the group's connections. Whoever waits in a collective of it raises, here and on the other ranks."""
+    try:
+        backend, here = group._get_backend(torch.device("cpu")), group.rank()
+    except RuntimeError:
+        return
+    # A wait that ends in vain closes all connections, and there is no other way to on every torch that is supported.
+    for peer in range(group.size()):
+        if peer != here:
+            with contextlib.suppress(RuntimeError):
+                backend.recv([torch.zeros(1, dtype=torch.uint8, device="cpu")], peer, _UNUSED_TAG).wait(_AT_ONCE)

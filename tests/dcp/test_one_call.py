@@ -1,0 +1,242 @@
+"""`bucketpoint.save` and `load`: all ranks or none, by the deadline, whichever rank fails, stalls or dies."""
+
+from __future__ import annotations
+
+import signal
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+import bucketpoint as bp
+from bucketpoint.errors import BucketpointError, CheckpointNotFoundError
+from bucketpoint.testing import Stall, always
+from bucketpoint.testing.kills import Job, Outcome
+from bucketpoint.testing.plugin import MakeProxy
+from dcp import one_call_scenarios as scenarios
+from dcp.one_call_scenarios import state, values
+from dcp.ranks import Ranks
+from servers import S3Server
+
+OLD, NEW = 1.0, 2.0
+
+
+def saved(url: str, ranks: int = 2, **where: Any) -> None:
+    """A checkpoint of so many ranks, which one process saves."""
+    merged = state(0, OLD)
+    for rank in range(1, ranks):
+        merged["model"].update(state(rank, OLD)["model"])
+    bp.save(merged, url, **where)
+
+
+def what_lies_at(url: str, **where: Any) -> float | None:
+    """The one value of all that a load finds there; None if there is no checkpoint."""
+    found = state(0, 0.0)
+    try:
+        bp.load(found, url, **where)
+    except CheckpointNotFoundError:
+        return None
+    (value,) = values(found)
+    return value
+
+
+def test_a_process_alone_saves_and_loads(tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:
+    url = f"file://{tmp_path}/step-1"
+    metadata = bp.save(state(0, NEW), url)
+    assert "model.shared" in metadata.state_dict_metadata
+    assert what_lies_at(url) == NEW
+    with pytest.raises(CheckpointNotFoundError):
+        bp.load(state(0, 0.0), f"file://{tmp_path}/step-2")
+    with pytest.raises(BucketpointError, match="deadline_s"):
+        bp.save(state(0, NEW), url, deadline_s=0)
+    assert not [warning for warning in recwarn if "torch.distributed is disabled" in str(warning.message)]
+
+
+def test_what_a_process_alone_raises_is_ours(tmp_path: Path) -> None:
+    with pytest.raises(BucketpointError, match="this disk is on fire") as caught:
+        bp.save(state(0, NEW), f"file://{tmp_path}/a", planner=scenarios.At(1, scenarios.on_fire))
+    assert caught.value.rank == 0
+    with pytest.raises(KeyError, match="no such layer"):
+        bp.save({"broken": scenarios.Broken()}, f"file://{tmp_path}/a")
+
+
+def test_ranks_save_and_load_in_one_call(two_ranks: Ranks, tmp_path: Path) -> None:
+    answers = two_ranks.run(scenarios.save_and_load, f"file://{tmp_path}/step-1")
+    assert [found for found, _ in answers] == [{OLD}, {OLD}]
+
+
+def test_calls_leave_no_threads_behind(two_ranks: Ranks, tmp_path: Path) -> None:
+    for before, after in two_ranks.run(scenarios.threads_after, f"file://{tmp_path}/step-1", 8):
+        assert after <= before
+
+
+def test_an_exception_at_each_item_is_raised_by_all_and_harms_nothing(two_ranks: Ranks, tmp_path: Path) -> None:
+    url = f"file://{tmp_path}/step-1"
+    saved(url)
+    first, second = two_ranks.run(scenarios.fail_at_each_item, url)
+    assert len(first) == len(second) >= 5
+    assert first[-1] is second[-1] is None
+    for errors in zip(first[:-1], second[:-1], strict=True):
+        for kind, text, rank in errors:
+            assert (kind, rank) == ("BucketpointError", 1)
+            assert "this disk is on fire" in text
+    assert what_lies_at(url) == NEW
+
+
+def test_an_error_reaches_ranks_that_wait_for_a_store(
+    two_ranks: Ranks, minio: S3Server, fault_proxy: MakeProxy
+) -> None:
+    bucket = minio.make_bucket("told")
+    # Longer than all else: without being told, rank 0 would come to an error of its own.
+    proxy = fault_proxy(minio, always(Stall(scenarios.HANGS_S), kinds=["PutObject"], keys="*-0-model-*"))
+    options = minio.at(proxy.url).options
+    first, second = two_ranks.run(scenarios.fail_beside_a_stalled_store, f"s3://{bucket}/a", options)
+    assert second is not None
+    assert first == second
+    assert "this disk is on fire" in first[1]
+    assert first[2] == 1
+
+
+@pytest.mark.parametrize("loads", [False, True], ids=["save", "load"])
+def test_a_store_that_stalls_one_rank_makes_all_raise_by_the_deadline(
+    two_ranks: Ranks, minio: S3Server, fault_proxy: MakeProxy, loads: bool
+) -> None:
+    url = f"s3://{minio.make_bucket('stalled')}/a"
+    saved(url, storage_options=minio.options)
+    kind, keys = ("GetObject", "*/data/*") if loads else ("PutObject", "*-1-model-*")
+    proxy = fault_proxy(minio, always(Stall(scenarios.HANGS_S), kinds=[kind], keys=keys))
+    call = scenarios.load_by if loads else scenarios.save_by
+    errors = two_ranks.run(call, url, 8.0, minio.at(proxy.url).options)
+    doing = "was reading its items" if loads else "was uploading its items"
+    for error in errors:
+        assert error is not None
+        assert f"was not complete after 8 s: rank {0 if loads else 1} {doing}" in error[1]
+    assert what_lies_at(url, storage_options=minio.options) == OLD
+
+
+@pytest.mark.parametrize("loads", [False, True], ids=["save", "load"])
+def test_a_rank_that_stalls_is_named_and_raises_when_it_goes_on(two_ranks: Ranks, tmp_path: Path, loads: bool) -> None:
+    url = f"file://{tmp_path}/step-1"
+    saved(url)
+    first, second = two_ranks.run(scenarios.stall_until_the_others_raised, url, str(tmp_path), loads)
+    assert first is not None
+    assert first[2] == 1
+    assert "was not complete after 6 s: rank 1 was" in first[1]
+    assert second is not None
+    assert second[0] == "BucketpointError"
+    assert what_lies_at(url) == OLD
+    # Nothing of it is left in the way of the next call.
+    assert two_ranks.run(scenarios.save_and_load, url)[1][0] == {OLD}
+
+
+def test_a_rank_that_never_comes_is_named_and_is_with_the_others_again_at_its_next_call(
+    two_ranks: Ranks, tmp_path: Path
+) -> None:
+    (first, again), (_, second) = two_ranks.run(scenarios.stay_away_once, f"file://{tmp_path}/step-1")
+    assert first is not None
+    assert "rank 1 does not answer" in first[1]
+    assert first[2] == 1
+    assert again is None
+    assert second is None
+    assert what_lies_at(f"file://{tmp_path}/step-1") == 3.0
+
+
+def test_ranks_that_do_different_things_are_told_at_once(two_ranks: Ranks, tmp_path: Path) -> None:
+    for error in two_ranks.run(scenarios.save_to_different, f"file://{tmp_path}/step"):
+        assert error is not None
+        assert "Ranks do not do the same" in error[1]
+        assert "step-0, but rank 1" in error[1]
+
+
+def test_what_a_state_raises_is_raised_there_and_told_to_the_others(two_ranks: Ranks, tmp_path: Path) -> None:
+    first, second = two_ranks.run(scenarios.fail_before_planning, f"file://{tmp_path}/step-1")
+    assert second is not None
+    assert second[0] == "KeyError"
+    assert first is not None
+    assert first[0] == "BucketpointError"
+    assert "KeyError: 'no such layer'" in first[1]
+    assert first[2] == 1
+
+
+def test_every_rank_raises_the_coordinators_error(two_ranks: Ranks, tmp_path: Path) -> None:
+    url = f"file://{tmp_path}/step-1"
+    saved(url)
+    for error in two_ranks.run(scenarios.overwrite_not, url):
+        assert error is not None
+        assert error[0] == "CheckpointExistsError"
+    for error in two_ranks.run(scenarios.load_nothing, url):
+        assert error is not None
+        assert error[0] == "CheckpointNotFoundError"
+
+
+def test_two_groups_of_a_job_save_side_by_side(four_ranks: Ranks, tmp_path: Path) -> None:
+    answers = four_ranks.run(scenarios.save_in_two_groups, f"file://{tmp_path}/step")
+    assert answers == [{0.0}, {1.0}, {0.0}, {1.0}]
+
+
+def check_lost(outcomes: list[Outcome], number: int, text: str) -> None:
+    *others, lost = outcomes
+    for outcome in others:
+        assert outcome.value is not None, outcome
+        assert text in outcome.value[1]
+        assert outcome.value[2] == 2
+    if number == signal.SIGKILL:
+        assert lost.died
+    else:
+        assert lost.value is not None, "it raises too, once it goes on"
+        assert lost.value[0] == "BucketpointError"
+
+
+@pytest.mark.parametrize(
+    ("number", "loads"),
+    [
+        pytest.param(signal.SIGKILL, False, id="a save, killed"),
+        pytest.param(signal.SIGSTOP, False, id="a save, stopped"),
+        pytest.param(signal.SIGKILL, True, id="a load, killed", marks=pytest.mark.slow),
+        pytest.param(signal.SIGSTOP, True, id="a load, stopped", marks=pytest.mark.slow),
+    ],
+)
+@pytest.mark.contract
+def test_a_rank_that_is_lost_is_named_by_all_others(tmp_path: Path, number: int, loads: bool) -> None:
+    url = f"file://{tmp_path}/step-1"
+    saved(url, 3)
+    # That a connection has closed is seen long before the deadline; of a stopped process nothing is seen.
+    deadline_s = 6 if number == signal.SIGSTOP else 2 * scenarios.HANGS_S
+    with Job(3) as job:
+        job.ready()
+        outcomes = job.run(
+            scenarios.lose_the_last, url, number, loads, deadline_s, job.groups, timeout_s=2 * scenarios.HANGS_S
+        )
+    late = number == signal.SIGSTOP
+    check_lost(outcomes, number, "6 s: rank 2 does not answer" if late else "failed: rank 2 does not answer")
+    assert what_lies_at(url) == OLD
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=lambda one: one.name)
+def test_ranks_raise_though_the_jobs_store_is_lost_with_rank_0(tmp_path: Path, number: int) -> None:
+    url = f"file://{tmp_path}/step-1"
+    saved(url, 3)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    with Job(3) as job:
+        job.ready()
+        for pipe in job._pipes:
+            pipe.send((scenarios.lose_the_host_of_the_store, (url, port, number)))
+        answers = [job._answer(rank, scenarios.HANGS_S) for rank in (1, 2)]
+    for answer in answers:
+        assert isinstance(answer, Outcome)
+        assert answer.value is not None, answer
+        assert "store does not answer" in answer.value[1] or "rank 0 does not answer" in answer.value[1]
+    assert what_lies_at(url) == OLD
+
+
+def test_stock_dcp_loads_what_one_call_saved(tmp_path: Path) -> None:
+    bp.save({"w": torch.arange(10.0)}, f"file://{tmp_path}/a")
+    target = {"w": torch.zeros(10)}
+    dcp.load(target, checkpoint_id=tmp_path / "a", no_dist=True)
+    assert torch.equal(target["w"], torch.arange(10.0))
