@@ -204,7 +204,7 @@ def test_overwrite_false_is_told_before_anything_is_uploaded(
     stores = wrap(CountingStore)
     with pytest.raises(dcp.CheckpointException):
         save(s3, f"s3://{bucket}/a", 2.0, overwrite=False)
-    assert dict(stores[0].calls) == {"read_into": 1}
+    assert dict(stores[0].calls) == {"get": 1}
 
 
 def test_overwrite_false_is_refused_by_the_commit_itself_too(
@@ -216,7 +216,7 @@ def test_overwrite_false_is_refused_by_the_commit_itself_too(
     def not_there_yet() -> BaseException:
         return ObjectNotFoundError("the other job has not committed yet")
 
-    wrap(lambda inner: FailingStore(inner, lambda name, n: name == "read_into", not_there_yet))
+    wrap(lambda inner: FailingStore(inner, lambda name, n: name == "get" and n == 1, not_there_yet))
     with pytest.raises(dcp.CheckpointException) as caught:
         save(s3, url, 2.0, overwrite=False)
     assert isinstance(error_of(caught), CheckpointExistsError)

@@ -8,6 +8,7 @@ connections and breaks off the requests under way, so that whoever waits wakes u
 from __future__ import annotations
 
 import contextlib
+import gc
 import hashlib
 import pickle
 import threading
@@ -75,18 +76,21 @@ def together(what: str, parent: Any, deadline_s: float, *, url: str) -> Iterator
     call = Call(what, parent, deadline_s, url)
     try:
         call.join()
-        with retry.deadline(call.stops - time.monotonic()), call.cut.over_here():
+        # Requests have a little more than the call: what ends them is the cut, and not an error of their own.
+        with retry.deadline(call.ends - time.monotonic()), call.cut.over_here():
             yield call
     except BaseException as error:
         found = call.failed(error)
         if found is error:
             raise
-        for one in (error, found):
-            # They hold the group, and the whole state.
-            traceback.clear_frames(one.__traceback__)
+        _let_go(error)
+        _let_go(found)
         raise found from found.__cause__ or error
     finally:
         call.leave()
+        if call.has_failed:
+            # What is left of DCP's frames is in cycles, and would keep the group's threads until it is collected.
+            gc.collect()
 
 
 class Call:
@@ -102,7 +106,7 @@ class Call:
         self._what, self._url, self._deadline_s = what, url, deadline_s
         self.ends = time.monotonic() + deadline_s
         self.stops = self.ends - min(ANSWER_S, deadline_s / 4)
-        self.cut = Cut(self.stops)
+        self.cut = Cut(self.ends)
         self.group: Any = None
         self._ranks = _ranks_of(parent)
         self._stage = "had not begun"
@@ -128,7 +132,9 @@ class Call:
         try:
             yield
         except BaseException as error:
-            if self._stopped is None:
+            if time.monotonic() >= self.stops:
+                self._stop("late")
+            elif self._stopped is None:
                 self._tell("error", error)
             raise
         finally:
@@ -136,6 +142,10 @@ class Call:
 
     def stage(self, stage: str) -> None:
         self._stage = stage
+
+    @property
+    def has_failed(self) -> bool:
+        return self._own is not None or self._stopped is not None
 
     # -- beginning and end --------------------------------------------------------------------------------------------
 
@@ -466,6 +476,18 @@ class _Line:
         while not until() and time.monotonic() < ends:
             time.sleep(max(min(pause, ends - time.monotonic()), 0))
             pause = min(2 * pause, _LONGEST_POLL_S)
+
+
+def _let_go(error: BaseException | None) -> None:
+    """Forget what the frames of an error hold, and those of its causes: the group, with its threads, and the state."""
+    seen: set[int] = set()
+    waiting = [error]
+    while waiting:
+        one = waiting.pop()
+        if one is not None and id(one) not in seen:
+            seen.add(id(one))
+            traceback.clear_frames(one.__traceback__)
+            waiting += [one.__cause__, one.__context__]
 
 
 def _ranks_of(parent: Any) -> tuple[int, ...]:
