@@ -8,7 +8,6 @@ connections and breaks off the requests under way, so that whoever waits wakes u
 from __future__ import annotations
 
 import contextlib
-import gc
 import hashlib
 import pickle
 import threading
@@ -85,12 +84,13 @@ def together(what: str, parent: Any, deadline_s: float, *, url: str) -> Iterator
             raise
         _let_go(error)
         _let_go(found)
-        raise found from found.__cause__ or error
+        try:
+            raise found from found.__cause__ or error
+        finally:
+            # Otherwise it is in a cycle with its own traceback.
+            del found
     finally:
         call.leave()
-        if call.has_failed:
-            # What is left of DCP's frames is in cycles, and would keep the group's threads until it is collected.
-            gc.collect()
 
 
 class Call:
@@ -143,10 +143,6 @@ class Call:
     def stage(self, stage: str) -> None:
         self._stage = stage
 
-    @property
-    def has_failed(self) -> bool:
-        return self._own is not None or self._stopped is not None
-
     # -- beginning and end --------------------------------------------------------------------------------------------
 
     def join(self) -> None:
@@ -191,6 +187,8 @@ class Call:
             self._timer.join()
         if self._line is not None:
             self._line.end(self.ends)
+        # An error and the frames that know this call would keep each other, and with them the group's threads.
+        self._own = self._heard = self._interrupt = None
 
     def _tell(self, kind: Kind, error: BaseException) -> None:
         if not isinstance(error, Exception | CheckpointException):
