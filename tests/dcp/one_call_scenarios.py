@@ -150,9 +150,9 @@ def stall_until_the_others_raised(rank: int, world: int, url: str, folder: str, 
     raised = Path(folder, "raised")
     action = (lambda: until_there(raised)) if rank == 1 else None
     if loads:
-        error = told(lambda: bp.load(state(rank, 0.0), url, planner=ReadsAt(action), deadline_s=6))
+        error = told(lambda: bp.load(state(rank, 0.0), url, planner=ReadsAt(action), deadline_s=8))
     else:
-        error = told(lambda: bp.save(state(rank, 2.0), url, planner=At(1, action), deadline_s=6))
+        error = told(lambda: bp.save(state(rank, 2.0), url, planner=At(1, action), deadline_s=8))
     if rank == 0:
         raised.touch()
     return error
@@ -215,7 +215,12 @@ def lose_the_last(
         error = told(lambda: bp.load(state(rank, 0.0), url, planner=ReadsAt(action), deadline_s=deadline_s))
     else:
         error = told(lambda: bp.save(state(rank, 2.0), url, planner=At(1, action), deadline_s=deadline_s))
+    folder = Path(url.removeprefix("file://")).parent
+    Path(folder, f"raised-{rank}").touch()
     if rank == 0 and number == signal.SIGSTOP:
+        # Not before all the others have found that it does not answer.
+        for other in range(lost):
+            until_there(Path(folder, f"raised-{other}"))
         os.kill(pids[lost], signal.SIGCONT)
     return error
 
