@@ -8,21 +8,19 @@ connections and breaks off the requests under way, so that whoever waits wakes u
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import pickle
 import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint import CheckpointException
 
 from bucketpoint.dcp.async_save import as_ours
+from bucketpoint.dcp.call_line import ANSWER_S, WAITS, Failure, Kind, Line, Refused
 from bucketpoint.errors import BucketpointError
 from bucketpoint.stores import retry
 from bucketpoint.stores.cut import Cut
@@ -30,31 +28,8 @@ from bucketpoint.stores.cut import Cut
 DEADLINE_S = 1800.0
 """As long as a gloo group waits by default (torch's `default_pg_timeout`)."""
 
-ANSWER_S = 5.0
-"""What is kept of the deadline for finding out which ranks are missing. A live rank answers in a fraction of it."""
-
-WAITS = ""
-"""The stage of a rank that waits for others: it holds nobody up."""
-
-_LOOK_S = 0.25
-_FIRST_POLL_S, _LONGEST_POLL_S = 0.002, 0.25
 _AT_ONCE = timedelta(milliseconds=1)
 _UNUSED_TAG = 1 << 30
-
-Kind = Literal["error", "lost", "late"]
-
-
-@dataclass(frozen=True)
-class _Failure:
-    """Why a call ends. Of an `"error"` all ranks raise the same; otherwise they find out who is missing."""
-
-    rank: int
-    kind: Kind
-    error: BucketpointError
-
-
-class _Refused(Exception):
-    """The call has ended before it began; the reason is noted."""
 
 
 @contextlib.contextmanager
@@ -112,16 +87,16 @@ class Call:
         self._stage = "had not begun"
         self._stopped: Kind | None = None
         self._stage_then = WAITS
-        self._own: _Failure | None = None
+        self._own: Failure | None = None
         self._interrupt: BaseException | None = None
-        self._heard: _Failure | None = None
+        self._heard: Failure | None = None
         self._answers: dict[int, str | None] | None = None
         self._storeless = False
         self._leaving = False
         self._changed = threading.Condition()
         self._timer = threading.Timer(self.stops - time.monotonic(), self._stop, ("late",))
         self._timer.daemon = True
-        self._line: _Line | None = _Line(self) if len(self._ranks) > 1 else None
+        self._line: Line | None = Line(self) if len(self._ranks) > 1 else None
 
     # -- what the work says -------------------------------------------------------------------------------------------
 
@@ -155,7 +130,7 @@ class Call:
         self._line.start()
         self._wait(lambda: self.group is not None or self._stopped is not None, self.ends)
         if self._stopped is not None or self.group is None:
-            raise _Refused
+            raise Refused
         self._stage = "was planning"
 
     def failed(self, error: BaseException) -> BaseException:
@@ -202,7 +177,7 @@ class Call:
         ours.url = ours.url or self._url
         rank = dist.get_rank() if self._line is not None else 0
         ours.rank = rank if ours.rank is None else ours.rank
-        self._own = _Failure(rank, kind, ours)
+        self._own = Failure(rank, kind, ours)
         if self._line is not None:
             self._line.wake()
             # Connections that close before the reason is known would be all that the others learn.
@@ -225,7 +200,7 @@ class Call:
             )
         if heard is not None and heard.kind == "lost" and not any(stage is None for stage in found.values()):
             # All are there. It was no connection that broke.
-            mine = self._own is not None and heard.rank == self._own.rank and not isinstance(error, _Refused)
+            mine = self._own is not None and heard.rank == self._own.rank and not isinstance(error, Refused)
             return error if mine else heard.error
         return self._late(found)
 
@@ -284,198 +259,6 @@ class Call:
             self._changed.wait_for(until, max(ends - time.monotonic(), 0))
 
 
-class _Line:
-    """The thread that talks to the job's store for one call: nobody else waits for that store."""
-
-    def __init__(self, call: Call) -> None:
-        self._call = call
-        self._ranks = call._ranks
-        self._index = self._ranks.index(dist.get_rank())
-        self._store: Any = None
-        self._number = 0
-        self._told = False
-        self._wake = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="bucketpoint-call", daemon=True)
-
-    def start(self) -> None:
-        self._thread.start()
-
-    def wake(self) -> None:
-        self._wake.set()
-
-    def end(self, ends: float) -> None:
-        """Wait until the thread has ended, which it does unless the store stalls, and then it does so later."""
-        self._wake.set()
-        self._thread.join(min(max(ends - time.monotonic(), 0.5), 2 * ANSWER_S))
-
-    def _run(self) -> None:
-        call, group = self._call, None
-        try:
-            try:
-                self._meet()
-                group = self._connect()
-                call._note(group=group)
-            except Exception as error:  # noqa: BLE001 (told, and raised by the call)
-                self._own_up(error)
-            self._serve()
-        except Exception:  # noqa: BLE001 (the store is gone, and with it whom to tell)
-            call._note(_storeless=True)
-            call._stop("lost")
-        finally:
-            call._note(group=None)
-            if group is not None:
-                with contextlib.suppress(Exception):
-                    dist.destroy_process_group(group)
-
-    def _own_up(self, error: Exception) -> None:
-        """The call ends before it has begun."""
-        call, rank = self._call, dist.get_rank()
-        if call._stopped is not None:
-            return
-        if isinstance(error, BucketpointError):
-            call._own = _Failure(rank, "error", error)
-            call._stop("error")
-        elif isinstance(error, _Refused) or time.monotonic() > call.stops - _LOOK_S:
-            call._stop("late")
-        else:
-            call._own = _Failure(rank, "lost", BucketpointError(f"{type(error).__name__}: {error}"))
-            call._stop("lost")
-
-    def _meet(self) -> None:
-        """Wait until all ranks make this call. Numbers of calls that have failed are passed over: a rank that was not
-        there is at its next call where the others are.
-        """
-        call, world = self._call, len(self._ranks)
-        job = _job_store(self._ranks)
-        number = job.add(f"calls/{self._index}", 1)
-        while job.check([f"{number}/failed/1"]):
-            number = job.add(f"calls/{self._index}", 1)
-        self._number = number
-        self._store = store = dist.PrefixStore(str(number), job)
-        store.set(f"here/{self._index}", call._what)
-        if store.add("here", 1) == world:
-            found = [store.get(f"here/{index}").decode() for index in range(world)]
-            other = next((index for index, what in enumerate(found) if what != found[0]), None)
-            store.set("all", "yes" if other is None else f"{found[0]}, but rank {self._ranks[other]} {found[other]}")
-        self._poll(lambda: store.check(["all"]) or self._hears() or call._stopped is not None, call.stops)
-        if call._stopped is not None or not store.check(["all"]):
-            raise _Refused
-        said = store.get("all").decode()
-        if said != "yes":
-            raise BucketpointError(
-                f"Ranks do not do the same: rank {self._ranks[0]} began {said}",
-                url=call._url,
-                remedy="Make the same call on all ranks of the process group",
-            )
-
-    def _connect(self) -> Any:
-        from torch.distributed import distributed_c10d as c10d
-
-        left = max(self._call.stops - time.monotonic(), 0.001)
-        # `new_group` needs all ranks of the job, and repeats its names after a failure.
-        name = f"bucketpoint-{_digest(self._ranks)}-{self._number}"
-        make: Any = c10d._new_process_group_helper
-        group, _ = make(
-            len(self._ranks),
-            self._index,
-            list(self._ranks),
-            c10d.Backend("gloo"),
-            dist.PrefixStore("group", self._store),
-            name,
-            timeout=timedelta(seconds=left),
-            group_desc="bucketpoint",
-        )
-        c10d._world.pg_group_ranks[group] = {rank: index for index, rank in enumerate(self._ranks)}
-        return group
-
-    def _serve(self) -> None:
-        call = self._call
-        while True:
-            self._wake.wait(_LOOK_S)
-            self._wake.clear()
-            if call._own is not None and not self._told:
-                self._tell(call._own)
-            elif call._stopped == "late" and call._heard is None and not self._told:
-                self._tell(_Failure(dist.get_rank(), "late", call._late({})))
-            else:
-                self._hears()
-            if call._stopped is not None:
-                # Again, for connections that were only being opened.
-                call.cut.make()
-                if call._heard is not None and call._heard.kind != "error" and call._answers is None:
-                    self._call_roll()
-            if call._leaving:
-                self._part()
-                return
-
-    def _tell(self, failure: _Failure) -> None:
-        self._told = True
-        number = self._store.add("failures", 1)
-        self._store.set(f"failed/{number}", pickle.dumps(failure))
-        self._hear()
-
-    def _hears(self) -> bool:
-        """Whether a rank has failed."""
-        if self._call._heard is None and self._store.check(["failed/1"]):
-            self._hear()
-        return self._call._heard is not None
-
-    def _hear(self) -> None:
-        """The first failure is the one that all ranks raise; an error, if there is one, before what follows from it."""
-        failures = [self._failure(number) for number in range(1, int(self._store.add("failures", 0)) + 1)]
-        known = [failure for failure in failures if failure is not None]
-        if known:
-            first = next((failure for failure in known if failure.kind == "error"), known[0])
-            self._call._note(_heard=first)
-            self._call._stop(first.kind)
-
-    def _failure(self, number: int) -> _Failure | None:
-        key = f"failed/{number}"
-        # Counted first and said then: it may be on its way.
-        self._poll(lambda: self._store.check([key]), time.monotonic() + 1)
-        if not self._store.check([key]):
-            return None
-        found: _Failure = pickle.loads(self._store.get(key))
-        return found
-
-    def _call_roll(self) -> None:
-        """Say what this rank was doing, and hear it of the others."""
-        call, store, world = self._call, self._store, len(self._ranks)
-        store.set(f"answer/{self._index}", call._stage_then or "-")
-        if store.add("answers", 1) == world:
-            store.set("answered", "yes")
-        ends = min(time.monotonic() + ANSWER_S, call.ends - min(1.0, call._deadline_s / 10))
-        self._poll(lambda: store.check(["answered"]), ends)
-        # An error may have been told since, of which all the rest is a consequence.
-        self._hear()
-        found: dict[int, str | None] = {}
-        for index, rank in enumerate(self._ranks):
-            key = f"answer/{index}"
-            said = store.get(key).decode() if store.check([key]) else None
-            found[rank] = WAITS if said == "-" else said
-        call._note(_answers=found)
-
-    def _part(self) -> None:
-        """After a success: connections that close while another still reads from them would break off its reading."""
-        call, store = self._call, self._store
-        if call._stopped is not None or store is None:
-            return
-        if store.add("done", 1) == len(self._ranks):
-            store.set("parted", "yes")
-        self._poll(lambda: store.check(["parted"]) or store.check(["failed/1"]), time.monotonic() + ANSWER_S)
-        if not store.check(["parted"]):
-            # Whoever looks for missing ranks finds this one.
-            store.set(f"answer/{self._index}", "-")
-            if store.add("answers", 1) == len(self._ranks):
-                store.set("answered", "yes")
-
-    def _poll(self, until: Callable[[], bool], ends: float) -> None:
-        pause = _FIRST_POLL_S
-        while not until() and time.monotonic() < ends:
-            time.sleep(max(min(pause, ends - time.monotonic()), 0))
-            pause = min(2 * pause, _LONGEST_POLL_S)
-
-
 def _let_go(error: BaseException | None) -> None:
     """Forget what the frames of an error hold, and those of its causes: the group, with its threads, and the state."""
     seen: set[int] = set()
@@ -498,16 +281,6 @@ def _ranks_of(parent: Any) -> tuple[int, ...]:
             remedy="Pass each rank a group that it is in, or make the call on the group's ranks alone",
         )
     return ranks
-
-
-def _job_store(ranks: tuple[int, ...]) -> Any:
-    from torch.distributed.distributed_c10d import _get_default_store
-
-    return dist.PrefixStore(f"bucketpoint/{_digest(ranks)}", _get_default_store())
-
-
-def _digest(ranks: tuple[int, ...]) -> str:
-    return hashlib.sha256(",".join(map(str, ranks)).encode()).hexdigest()[:16]
 
 
 def _disconnect(group: Any) -> None:

@@ -1,0 +1,249 @@
+"""What the ranks of a call say to each other over the job's own store: that they are there, and why one ends it.
+
+One thread a call. It meets the others, makes the group, tells and hears. What is done with that is `call`'s.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import pickle
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch.distributed as dist
+
+from bucketpoint.errors import BucketpointError
+
+if TYPE_CHECKING:
+    from bucketpoint.dcp.call import Call
+
+ANSWER_S = 5.0
+"""What is kept of the deadline for finding out which ranks are missing. A live rank answers in a fraction of it."""
+
+WAITS = ""
+"""The stage of a rank that waits for others: it holds nobody up."""
+
+_LOOK_S = 0.25
+_FIRST_POLL_S, _LONGEST_POLL_S = 0.002, 0.25
+
+Kind = Literal["error", "lost", "late"]
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why a call ends. Of an `"error"` all ranks raise the same; otherwise they find out who is missing."""
+
+    rank: int
+    kind: Kind
+    error: BucketpointError
+
+
+class Refused(Exception):
+    """The call has ended before it began; the reason is noted."""
+
+
+class Line:
+    """The thread that talks to the job's store for one call: nobody else waits for that store."""
+
+    def __init__(self, call: Call) -> None:
+        self._call = call
+        self._ranks = call._ranks
+        self._index = self._ranks.index(dist.get_rank())
+        self._store: Any = None
+        self._number = 0
+        self._told = False
+        self._wake = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="bucketpoint-call", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def wake(self) -> None:
+        self._wake.set()
+
+    def end(self, ends: float) -> None:
+        """Wait until the thread has ended, which it does unless the store stalls, and then it does so later."""
+        self._wake.set()
+        self._thread.join(min(max(ends - time.monotonic(), 0.5), 2 * ANSWER_S))
+
+    def _run(self) -> None:
+        call, group = self._call, None
+        try:
+            try:
+                self._meet()
+                group = self._connect()
+                call._note(group=group)
+            except Exception as error:  # noqa: BLE001 (told, and raised by the call)
+                self._own_up(error)
+            self._serve()
+        except Exception:  # noqa: BLE001 (the store is gone, and with it whom to tell)
+            call._note(_storeless=True)
+            call._stop("lost")
+        finally:
+            call._note(group=None)
+            if group is not None:
+                with contextlib.suppress(Exception):
+                    dist.destroy_process_group(group)
+
+    def _own_up(self, error: Exception) -> None:
+        """The call ends before it has begun."""
+        call, rank = self._call, dist.get_rank()
+        if call._stopped is not None:
+            return
+        if isinstance(error, BucketpointError):
+            call._own = Failure(rank, "error", error)
+            call._stop("error")
+        elif isinstance(error, Refused) or time.monotonic() > call.stops - _LOOK_S:
+            call._stop("late")
+        else:
+            call._own = Failure(rank, "lost", BucketpointError(f"{type(error).__name__}: {error}"))
+            call._stop("lost")
+
+    def _meet(self) -> None:
+        """Wait until all ranks make this call. Numbers of calls that have failed are passed over: a rank that was not
+        there is at its next call where the others are.
+        """
+        call, world = self._call, len(self._ranks)
+        job = _job_store(self._ranks)
+        number = job.add(f"calls/{self._index}", 1)
+        while job.check([f"{number}/failed/1"]):
+            number = job.add(f"calls/{self._index}", 1)
+        self._number = number
+        self._store = store = dist.PrefixStore(str(number), job)
+        store.set(f"here/{self._index}", call._what)
+        if store.add("here", 1) == world:
+            found = [store.get(f"here/{index}").decode() for index in range(world)]
+            other = next((index for index, what in enumerate(found) if what != found[0]), None)
+            store.set("all", "yes" if other is None else f"{found[0]}, but rank {self._ranks[other]} {found[other]}")
+        self._poll(lambda: store.check(["all"]) or self._hears() or call._stopped is not None, call.stops)
+        if call._stopped is not None or not store.check(["all"]):
+            raise Refused
+        said = store.get("all").decode()
+        if said != "yes":
+            raise BucketpointError(
+                f"Ranks do not do the same: rank {self._ranks[0]} began {said}",
+                url=call._url,
+                remedy="Make the same call on all ranks of the process group",
+            )
+
+    def _connect(self) -> Any:
+        from torch.distributed import distributed_c10d as c10d
+
+        left = max(self._call.stops - time.monotonic(), 0.001)
+        # `new_group` needs all ranks of the job, and repeats its names after a failure.
+        name = f"bucketpoint-{_digest(self._ranks)}-{self._number}"
+        make: Any = c10d._new_process_group_helper
+        group, _ = make(
+            len(self._ranks),
+            self._index,
+            list(self._ranks),
+            c10d.Backend("gloo"),
+            dist.PrefixStore("group", self._store),
+            name,
+            timeout=timedelta(seconds=left),
+            group_desc="bucketpoint",
+        )
+        c10d._world.pg_group_ranks[group] = {rank: index for index, rank in enumerate(self._ranks)}
+        return group
+
+    def _serve(self) -> None:
+        call = self._call
+        while True:
+            self._wake.wait(_LOOK_S)
+            self._wake.clear()
+            if call._own is not None and not self._told:
+                self._tell(call._own)
+            elif call._stopped == "late" and call._heard is None and not self._told:
+                self._tell(Failure(dist.get_rank(), "late", call._late({})))
+            else:
+                self._hears()
+            if call._stopped is not None:
+                # Again, for connections that were only being opened.
+                call.cut.make()
+                if call._heard is not None and call._heard.kind != "error" and call._answers is None:
+                    self._call_roll()
+            if call._leaving:
+                self._part()
+                return
+
+    def _tell(self, failure: Failure) -> None:
+        self._told = True
+        number = self._store.add("failures", 1)
+        self._store.set(f"failed/{number}", pickle.dumps(failure))
+        self._hear()
+
+    def _hears(self) -> bool:
+        """Whether a rank has failed."""
+        if self._call._heard is None and self._store.check(["failed/1"]):
+            self._hear()
+        return self._call._heard is not None
+
+    def _hear(self) -> None:
+        """The first failure is the one that all ranks raise; an error, if there is one, before what follows from it."""
+        failures = [self._failure(number) for number in range(1, int(self._store.add("failures", 0)) + 1)]
+        known = [failure for failure in failures if failure is not None]
+        if known:
+            first = next((failure for failure in known if failure.kind == "error"), known[0])
+            self._call._note(_heard=first)
+            self._call._stop(first.kind)
+
+    def _failure(self, number: int) -> Failure | None:
+        key = f"failed/{number}"
+        # Counted first and said then: it may be on its way.
+        self._poll(lambda: self._store.check([key]), time.monotonic() + 1)
+        if not self._store.check([key]):
+            return None
+        found: Failure = pickle.loads(self._store.get(key))
+        return found
+
+    def _call_roll(self) -> None:
+        """Say what this rank was doing, and hear it of the others."""
+        call, store, world = self._call, self._store, len(self._ranks)
+        store.set(f"answer/{self._index}", call._stage_then or "-")
+        if store.add("answers", 1) == world:
+            store.set("answered", "yes")
+        ends = min(time.monotonic() + ANSWER_S, call.ends - min(1.0, call._deadline_s / 10))
+        self._poll(lambda: store.check(["answered"]), ends)
+        # An error may have been told since, of which all the rest is a consequence.
+        self._hear()
+        found: dict[int, str | None] = {}
+        for index, rank in enumerate(self._ranks):
+            key = f"answer/{index}"
+            said = store.get(key).decode() if store.check([key]) else None
+            found[rank] = WAITS if said == "-" else said
+        call._note(_answers=found)
+
+    def _part(self) -> None:
+        """After a success: connections that close while another still reads from them would break off its reading."""
+        call, store = self._call, self._store
+        if call._stopped is not None or store is None:
+            return
+        if store.add("done", 1) == len(self._ranks):
+            store.set("parted", "yes")
+        self._poll(lambda: store.check(["parted"]) or store.check(["failed/1"]), time.monotonic() + ANSWER_S)
+        if not store.check(["parted"]):
+            # Whoever looks for missing ranks finds this one.
+            store.set(f"answer/{self._index}", "-")
+            if store.add("answers", 1) == len(self._ranks):
+                store.set("answered", "yes")
+
+    def _poll(self, until: Callable[[], bool], ends: float) -> None:
+        pause = _FIRST_POLL_S
+        while not until() and time.monotonic() < ends:
+            time.sleep(max(min(pause, ends - time.monotonic()), 0))
+            pause = min(2 * pause, _LONGEST_POLL_S)
+
+
+def _job_store(ranks: tuple[int, ...]) -> Any:
+    from torch.distributed.distributed_c10d import _get_default_store
+
+    return dist.PrefixStore(f"bucketpoint/{_digest(ranks)}", _get_default_store())
+
+
+def _digest(ranks: tuple[int, ...]) -> str:
+    return hashlib.sha256(",".join(map(str, ranks)).encode()).hexdigest()[:16]
