@@ -17,13 +17,16 @@ from bucketpoint.catalog.save_log import SaveLog
 from bucketpoint.catalog.sweep import sweep
 from bucketpoint.dcp.saved import open_checkpoint
 from bucketpoint.dcp.verify import verify
-from bucketpoint.errors import BucketpointError, CheckpointNotFoundError, IncompleteCheckpointError
+from bucketpoint.errors import CheckpointNotFoundError, IncompleteCheckpointError
 from bucketpoint.format import catalogue, keys
 from bucketpoint.format.catalogue import CommitKey
 from bucketpoint.testing.exchange import Exchange
 from bucketpoint.testing.servers import S3Server
+from gcs_server import GCSServer
 
 STEP = 7
+
+Server = S3Server | GCSServer
 LARGE = (5 << 20) + 1000
 """Bytes: an upload in parts, and as small as S3 lets one be."""
 
@@ -46,21 +49,21 @@ def state(world: int, value: int, *, own: int | None = None) -> dict[str, Any]:
 class Place:
     """A run of one checkpoint, and how to reach it."""
 
-    server: S3Server
+    server: Server
     bucket: str
     name: str
     world: int
 
     @property
     def root(self) -> str:
-        return f"s3://{self.bucket}/{self.name}"
+        return self.server.url(self.bucket, self.name)
 
     @property
     def url(self) -> str:
         return f"{self.root}/step-{STEP}"
 
     def through(self, endpoint: str) -> Place:
-        return replace(self, server=self.server.at(endpoint))
+        return replace(self, server=replace(self.server, endpoint=endpoint))
 
     def catalog(self) -> Catalog:
         return open_catalog(self.root, storage_options=self.server.options)
@@ -86,7 +89,9 @@ class Place:
             assert all(isinstance(one, (CheckpointNotFoundError, IncompleteCheckpointError)) for one in errors), errors
             return None
         tensors = [*target["model"].values(), *target["optim"].values()]
-        values = {value for tensor in tensors for value in tensor.unique().tolist()} | {target["value"]}
+        # Not `unique`, which sorts.
+        ends = [end.item() for tensor in tensors for end in (tensor.min(), tensor.max())]
+        values = {*ends, target["value"]}
         assert len(values) == 1, f"a mix of {sorted(values)}"
         if verified:
             found = verify(open_checkpoint(self.url, storage_options=self.server.options))
@@ -100,10 +105,13 @@ class Place:
         assert not swept.failures
 
     def litter(self, exchanges: Sequence[Exchange]) -> list[str]:
-        """What lies there and belongs to no checkpoint. Uploads are asked for by the exact keys that were seen."""
+        """What lies there and belongs to no checkpoint.
+
+        Uploads are asked for by the exact keys that were seen, as MinIO lists them by nothing else.
+        """
         store = self.catalog().store
-        there = {info.key for info in store.list(f"{self.name}/")}
-        folder = f"{self.name}/step-{STEP}/"
+        below, folder = f"{self.name}/", f"{self.name}/step-{STEP}/"
+        there = {info.key for info in store.list(below)}
         named: set[str] = set()
         try:
             saved = open_checkpoint(self.url, storage_options=self.server.options)
@@ -112,8 +120,9 @@ class Place:
             pass
         records = {key for key in there if f"/{catalogue.STEPS}/" in key and CommitKey.parse(key.rpartition("/")[2])}
         begun = {one.request.key for one in exchanges if one.request.kind == "CreateMultipartUpload"}
-        uploads = [f"upload of {key}" for key in begun if any(store.list_multipart(key))]
-        return sorted(there - named - records) + uploads
+        prefixes = {below} if store.capabilities.lists_uploads else begun
+        uploads = {f"upload of {one.key}" for prefix in prefixes for one in store.list_multipart(prefix)}
+        return sorted(there - named - records) + sorted(uploads)
 
 
 def save_beside(rank: int, world: int, place: Place, value: int, executor: str) -> None:
@@ -127,12 +136,13 @@ def save_beside(rank: int, world: int, place: Place, value: int, executor: str) 
 
 
 def committed(exchanges: Sequence[Exchange]) -> bool:
-    """Whether the store took the commit, as its answers say. They may have reached nobody."""
+    """Whether the store took the commit, as its answers say. They may have reached nobody.
+
+    GCS's uploads say their key in their body. Of those with a condition the commit is the first.
+    """
     return any(
-        one.request.kind == "PutObject" and one.request.key.endswith("/" + keys.METADATA) and one.status == 200
+        one.request.kind == "PutObject"
+        and one.status == 200
+        and (one.request.key.endswith("/" + keys.METADATA) or "ifGenerationMatch" in one.request.target)
         for one in exchanges
     )
-
-
-def kind_of(error: BaseException | None) -> str:
-    return type(error).__name__ if isinstance(error, BucketpointError) else repr(error)

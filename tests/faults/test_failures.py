@@ -5,10 +5,11 @@ Every rank raises, within the process group's timeout, and what was there before
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -16,17 +17,18 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import SavePlanner, WriteItem
 
-from bucketpoint.testing import Kill, Script, Stall, always
+from bucketpoint.testing import FaultProxy, Kill, Script, Stall, always
+from bucketpoint.testing.exchange import Exchange
 from bucketpoint.testing.kills import Job, Outcome
 from bucketpoint.testing.plugin import MakeProxy
 from bucketpoint.testing.servers import S3Server
 from bucketpoint.testing.tally import Tally
-from faults.saves import Place, state
-
-pytestmark = pytest.mark.slow
+from dcp.ranks import Ranks
+from faults.saves import Place, Server, state
 
 OLD, NEW, NEXT = 1, 2, 3
-GROUP_TIMEOUT_S = 20.0
+GROUP_TIMEOUT_S = 15.0
+STALLED_S = GROUP_TIMEOUT_S + 5
 GENEROUS_S = 200.0
 """Above the group's timeout by as much as a busy machine may need."""
 
@@ -56,13 +58,12 @@ def error_of(action: Callable[[], None]) -> BaseException | None:
 @pytest.mark.contract
 @pytest.mark.parametrize("over", [False, True], ids=["fresh", "over an old one"])
 def test_an_exception_at_each_item_leaves_what_was_there(
-    minio: S3Server, fault_proxy: MakeProxy, bucketpoint_tally: Tally, over: bool
+    server: Server, proxy: FaultProxy, bucketpoint_tally: Tally, over: bool
 ) -> None:
-    proxy = fault_proxy(minio)
-    bucket = minio.make_bucket("items")
+    bucket = server.make_bucket("items")
     number = 0
     while True:
-        place = Place(minio, bucket, f"{number}", 2)
+        place = Place(server, bucket, f"{number}", 2)
         if over:
             place.save(OLD)
         proxy.clear()
@@ -73,14 +74,38 @@ def test_an_exception_at_each_item_leaves_what_was_there(
             break
         assert "this disk is on fire" in str(error)
         bucketpoint_tally.made("items at which a save was failed")
-        assert place.load() == (OLD if over else None)
-        place.sweep()
-        assert place.litter(proxy.exchanges) == [], f"item {number}"
-        assert place.load(verified=True) == (OLD if over else None)
-        place.save(NEXT)
-        assert place.load() == NEXT
+        left(place, proxy.exchanges, OLD if over else None)
         number += 1
     assert number >= 5
+
+
+def save_failing(rank: int, world: int, place: Place, failing: int, number: int) -> str | None:
+    """What this rank raised, where rank `failing` fails at its n-th item."""
+    planner = FailsAt(number) if rank == failing else DefaultSavePlanner()
+    save = lambda: dcp.save(state(world, NEW, own=rank), storage_writer=place.writer(), planner=planner)  # noqa: E731
+    error = error_of(save)
+    return None if error is None else str(error)
+
+
+@pytest.mark.parametrize("over", [pytest.param(False, marks=pytest.mark.slow), True], ids=["fresh", "over an old one"])
+def test_an_exception_at_each_item_of_each_of_four_ranks_is_raised_by_all(
+    minio: S3Server, fault_proxy: MakeProxy, bucketpoint_tally: Tally, four_ranks: Ranks, over: bool
+) -> None:
+    proxy = fault_proxy(minio)
+    bucket = minio.make_bucket("items")
+    for failing in range(4):
+        for number in itertools.count():
+            place = Place(minio, bucket, f"{failing}-{number}", 4)
+            if over:
+                place.save(OLD)
+            proxy.clear()
+            texts = four_ranks.run(save_failing, place.through(proxy.url), failing, number)
+            if texts == [None] * 4:
+                break
+            assert all("this disk is on fire" in (text or "") for text in texts), texts
+            bucketpoint_tally.made("items at which a save of 4 ranks was failed")
+            left(place, proxy.exchanges, OLD if over else None)
+        assert number >= 2
 
 
 def fail(rank: int) -> None:
@@ -93,6 +118,16 @@ def stall(rank: int) -> None:
 
 def die(rank: int) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+def left(place: Place, seen: Sequence[Exchange], expected: int | None) -> None:
+    """What a failed save leaves is what was there before it, and nothing else; and the next one succeeds."""
+    assert place.load() == expected
+    place.sweep()
+    assert place.load(verified=True) == expected
+    assert place.litter(seen) == []
+    place.save(NEXT)
+    assert place.load() == NEXT
 
 
 class Afflicted(DefaultSavePlanner):
@@ -112,18 +147,12 @@ def save_with(rank: int, world: int, place: Place, planner: SavePlanner) -> None
     dcp.save(state(world, NEW, own=rank), storage_writer=place.writer(max_attempts=1), planner=planner)
 
 
-def check(place: Place, outcomes: list[Outcome], seen: Any, *, afflicted: int, over: bool) -> None:
+def check(place: Place, outcomes: list[Outcome], seen: Sequence[Exchange], *, afflicted: int, over: bool) -> None:
     for rank, outcome in enumerate(outcomes):
         if rank != afflicted:
             assert outcome.text, f"rank {rank} came to {outcome}"
             assert outcome.seconds < GENEROUS_S
-    expected = OLD if over else None
-    assert place.load() == expected
-    place.sweep()
-    assert place.load(verified=True) == expected
-    assert place.litter(seen) == []
-    place.save(NEXT)
-    assert place.load() == NEXT
+    left(place, seen, OLD if over else None)
 
 
 @pytest.mark.parametrize("afflicted", [pytest.param(0, marks=pytest.mark.slow), 2])
@@ -153,7 +182,7 @@ def _save_and_leave(rank: int, world: int, place: Place, planner: SavePlanner, a
     if rank == afflicted:
         # So that the job ends: this rank alone never would.
         signal.signal(signal.SIGALRM, lambda *_: os.kill(os.getpid(), signal.SIGKILL))
-        signal.alarm(int(2 * GROUP_TIMEOUT_S))
+        signal.alarm(int(STALLED_S))
     save_with(rank, world, place, planner)
 
 
@@ -163,7 +192,7 @@ def test_a_store_that_stalls_one_rank_keeps_no_other_waiting(
     proxy = fault_proxy(minio)
     place = Place(minio, minio.make_bucket("stalled"), "run", 4)
     place.save(OLD)
-    proxy.play(always(Stall(2 * GROUP_TIMEOUT_S), kinds=["PutObject", "UploadPart"], keys="*-2-optim-*"))
+    proxy.play(always(Stall(STALLED_S), kinds=["PutObject", "UploadPart"], keys="*-2-optim-*"))
     with Job(4, group_timeout_s=GROUP_TIMEOUT_S) as job:
         job.ready()
         outcomes = job.run(save_with, place.through(proxy.url), DefaultSavePlanner())

@@ -155,8 +155,11 @@ def _serve(
     import torch.distributed as dist
 
     torch.set_num_threads(1)
-    timeout = timedelta(seconds=group_timeout_s)
-    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=world, timeout=timeout)
+    # Ranks find each other in the time that a busy machine takes; the group's own timeout is for what they do then.
+    patience = timedelta(seconds=max(group_timeout_s, GROUP_TIMEOUT_S))
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=world, timeout=patience)
+    if group_timeout_s < GROUP_TIMEOUT_S:
+        _set_timeout(timedelta(seconds=group_timeout_s))
     pipe.send("ready")
     with contextlib.suppress(EOFError):
         function, args = pipe.recv()
@@ -170,6 +173,14 @@ def _serve(
         with contextlib.suppress(EOFError):
             pipe.recv()
     os._exit(0)
+
+
+def _set_timeout(timeout: timedelta) -> None:
+    import torch.distributed as dist
+
+    # Under its public name only in newer versions of torch.
+    set_timeout: Callable[[timedelta], None] | None = getattr(dist, "set_timeout", None)
+    (set_timeout or dist.distributed_c10d._set_pg_timeout)(timeout)
 
 
 def _sendable(error: BaseException) -> BaseException | None:

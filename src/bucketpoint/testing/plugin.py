@@ -106,6 +106,6 @@ def pytest_testnodedown(node: Any, error: object) -> None:
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
     lines = config.stash[_tally].lines()
     if lines:
-        terminalreporter.section("bucketpoint: faults and kills")
+        terminalreporter.section("bucketpoint: faults, kills and inputs")
         for line in lines:
             terminalreporter.line(line)

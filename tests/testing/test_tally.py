@@ -1,0 +1,43 @@
+"""What a run has made is told once at its end, whatever number of processes it was made in."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from bucketpoint.testing.proxy import Counts
+from bucketpoint.testing.tally import Tally
+
+TESTS = """
+import pytest
+
+@pytest.mark.parametrize("number", range(6))
+def test_kills(bucketpoint_tally, number):
+    bucketpoint_tally.made("kills of 1 rank")
+    bucketpoint_tally.made("damaged inputs read", 500)
+    bucketpoint_tally.requests += 10
+    bucketpoint_tally.faults["reset"] += 1
+"""
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_the_summary_has_the_sums_of_all_workers(tmp_path: Path, workers: int) -> None:
+    (tmp_path / "test_some.py").write_text(TESTS)
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--rootdir", str(tmp_path)]
+    command += ["-p", "bucketpoint.testing.plugin", "-n", str(workers), str(tmp_path)]
+    ran = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=240)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    assert re.search(r"=+ bucketpoint: faults, kills and inputs =+", ran.stdout), ran.stdout
+    told = ran.stdout.splitlines()
+    for line in ("6 faults in 60 requests", "       6  reset", "6 kills of 1 rank", "3,000 damaged inputs read"):
+        assert told.count(line) == 1, ran.stdout
+
+
+def test_a_run_without_faults_tells_nothing() -> None:
+    tally = Tally()
+    tally.passed(Counts())
+    assert tally.lines() == []
