@@ -22,9 +22,10 @@ from types import TracebackType
 from typing import Any
 
 PRELOAD = (
-    "boto3",
+    "boto3.s3.inject",
     "torch.distributed.checkpoint",
     "torch.distributed.tensor",
+    "torch.utils.serialization.config",
     "bucketpoint.dcp",
     "bucketpoint.catalog.save_log",
 )
