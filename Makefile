@@ -32,7 +32,7 @@ PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' Makefile
 	@echo
-	@echo "  Variables: PYTHON, TORCH, TORCH_BACKEND=cpu, WORKERS, MATRIX, ARGS, MINIO, FAKE_GCS (see the Makefile)"
+	@echo "  Variables: PYTHON, TORCH, TORCH_BACKEND=cpu, WORKERS, MATRIX, ARGS, MINIO, FAKE_GCS, VERSITYGW (see the Makefile)"
 
 .PHONY: demo
 demo: $(VENV)/$(STAMP) ## train, kill in the middle of an upload, resume on half the ranks
@@ -40,11 +40,11 @@ demo: $(VENV)/$(STAMP) ## train, kill in the middle of an upload, resume on half
 	@PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python examples/demo.py $(ARGS)
 
 .PHONY: test
-test: $(VENV)/$(STAMP) minio fake-gcs ## the suite, on moto, on MinIO and on fake-gcs-server
+test: $(VENV)/$(STAMP) minio fake-gcs versitygw ## the suite, on moto, MinIO, versitygw and fake-gcs-server
 	@$(PYTEST) -m "not slow" $(ARGS)
 
 .PHONY: test-full
-test-full: $(VENV)/$(STAMP) minio fake-gcs ## the suite and what takes long
+test-full: $(VENV)/$(STAMP) minio fake-gcs versitygw ## the suite and what takes long
 	@$(PYTEST) $(ARGS)
 
 .PHONY: fuzz
@@ -57,13 +57,13 @@ test-matrix: $(foreach version,$(MATRIX),test-torch-$(version)) ## the contract 
 # One after another even under -j: the environments share uv's cache, and the machine its cores.
 .NOTPARALLEL:
 
-test-torch-%: .venv-torch-%/$(STAMP) minio fake-gcs
+test-torch-%: .venv-torch-%/$(STAMP) minio fake-gcs versitygw
 	@echo "== torch $*"
 	@.venv-torch-$*/bin/python -m pytest -n $(WORKERS) --dist worksteal -m "contract and not slow" \
-		-k "not minio and not gcs" --ignore tests/stores --ignore tests/test_servers.py $(ARGS)
+		-k "not minio and not gcs and not versitygw" --ignore tests/stores --ignore tests/test_servers.py $(ARGS)
 
 .PHONY: test-xla
-test-xla: .venv-xla/$(STAMP) minio fake-gcs ## torch_xla's planners on virtual devices, where the index has torch_xla
+test-xla: .venv-xla/$(STAMP) minio fake-gcs versitygw ## torch_xla's planners on virtual devices, where the index has torch_xla
 	@if [ -e $< ]; then \
 		.venv-xla/bin/python -m pytest tests/xla $(ARGS); \
 	else \
@@ -71,7 +71,7 @@ test-xla: .venv-xla/$(STAMP) minio fake-gcs ## torch_xla's planners on virtual d
 	fi
 
 .PHONY: test-titan
-test-titan: .venv-titan/$(STAMP) minio fake-gcs ## torchtitan's trainer with our override, where the index has torchtitan
+test-titan: .venv-titan/$(STAMP) minio fake-gcs versitygw ## torchtitan's trainer with our override, where the index has torchtitan
 	@if [ -e $< ]; then \
 		.venv-titan/bin/python -m pytest tests/titan $(ARGS); \
 	else \
@@ -129,6 +129,10 @@ azurite: ## find Azurite, or install it from npm below .cache; without npm its t
 	@[ -n "$${AZURITE:-}" ] || command -v azurite-blob >/dev/null || [ -e .cache/azurite/node_modules/.bin/azurite-blob ] \
 		|| npm install --silent --no-audit --no-fund --prefix .cache/azurite azurite@3 \
 		|| echo "== azurite: there is no npm here, or no registry: the tests on Azure's filesystem are skipped"
+
+.PHONY: versitygw
+versitygw: ## the same for another S3 server, versitygw
+	@$(PYTHON3) tools/get_versitygw.py || [ -z "$${CI:-}" ]
 
 .PHONY: env
 env: $(VENV)/$(STAMP) ## build the environment

@@ -14,17 +14,20 @@ import fsspec_backends
 import gcs_server
 import get_fake_gcs
 import get_minio
+import get_versitygw
 from azurite import AzureServer
 from bucketpoint.testing import servers
 from bucketpoint.testing.servers import S3Server
 from gcs_server import GCSServer
 from gcs_xml import with_multipart
+from versitygw_server import versitygw as running_versitygw
 
 # By its own name, which is that of its entry point too: an environment that was built without it has it all the same.
 pytest_plugins = ["bucketpoint.testing.plugin"]
 
 NO_MINIO = "there is no MinIO server here: run `make minio`, put `minio` on the PATH, or set $MINIO"
 NO_FAKE_GCS = "there is no fake-gcs-server here: run `make fake-gcs`, put it on the PATH, or set $FAKE_GCS"
+NO_VERSITYGW = "there is no versitygw here: run `make versitygw`, put it on the PATH, or set $VERSITYGW"
 
 _missing = pytest.StashKey[list[str]]()
 
@@ -38,7 +41,11 @@ hypothesis.settings.load_profile("bucketpoint")
 def pytest_configure(config: pytest.Config) -> None:
     # Here and not in the fixture: in CI one clear line must end the run, not a failure per test.
     try:
-        wanted = {NO_MINIO: get_minio.find(), NO_FAKE_GCS: get_fake_gcs.find()}
+        wanted = {
+            NO_MINIO: get_minio.find(),
+            NO_FAKE_GCS: get_fake_gcs.find(),
+            NO_VERSITYGW: get_versitygw.find(),
+        }
     except SystemExit as refusal:
         raise pytest.UsageError(str(refusal)) from refusal
     config.stash[_missing] = missing = [said for said, binary in wanted.items() if binary is None]
@@ -106,6 +113,15 @@ def minio(bucketpoint_minio: S3Server) -> S3Server:
 @pytest.fixture(scope="session")
 def minio_tls(bucketpoint_minio_binary: Path) -> Iterator[S3Server]:
     with servers.minio(bucketpoint_minio_binary, tls=True) as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def versitygw() -> Iterator[S3Server]:
+    binary = get_versitygw.find()
+    if binary is None:
+        pytest.skip(NO_VERSITYGW)
+    with running_versitygw(binary) as server:
         yield server
 
 
