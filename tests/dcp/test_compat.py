@@ -82,7 +82,7 @@ def test_we_load_what_fsspec_writer_wrote() -> None:
 
 
 def test_we_load_what_s3torchconnector_wrote(s3: S3Server, bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    connector = pytest.importorskip("s3torchconnector.dcp", reason="the crt extra is not installed")
+    connector = pytest.importorskip("s3torchconnector.dcp", reason="s3torchconnector is not installed")
     from s3torchconnector import S3ClientConfig
 
     for name, value in s3.env.items():

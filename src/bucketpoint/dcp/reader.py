@@ -42,6 +42,7 @@ from bucketpoint.format.metadata import decode_metadata, extra
 from bucketpoint.format.storage_info import ItemInfo
 from bucketpoint.staging import take_turn
 from bucketpoint.stores import Store, accepts_url
+from bucketpoint.stores.s3_options import with_engine
 from bucketpoint.transfer import (
     BufferPool,
     Extent,
@@ -331,9 +332,17 @@ class BucketReader(StorageReader):
 
 
 class S3Reader(BucketReader):
-    """`BucketReader` for `s3://` URLs: Amazon S3, MinIO and every other store that speaks its protocol."""
+    """`BucketReader` for `s3://` URLs: Amazon S3, MinIO and every other store that speaks its protocol.
+
+    Args:
+        engine: what moves large bodies: "boto3", "crt" or "auto"; the storage option of that name.
+        everything else: as for `BucketReader`.
+    """
 
     schemes = ("s3", "s3a")
+
+    def __init__(self, *args: Any, engine: str | None = None, **settings: Any) -> None:
+        super().__init__(*args, **with_engine(settings, engine))
 
 
 class GCSReader(BucketReader):

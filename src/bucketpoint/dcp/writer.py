@@ -37,6 +37,7 @@ from bucketpoint.format.groups import DEFAULT_RULES, GroupRule
 from bucketpoint.retention import RetentionPolicy
 from bucketpoint.staging import StagedState, Stager, StagingOptions, as_staging_options, current_lease, take_turn
 from bucketpoint.stores import Capabilities, Store, accepts_url
+from bucketpoint.stores.s3_options import with_engine
 from bucketpoint.transfer import BufferPool, Meter, ProgressCallback, TransferOptions, upload_objects
 
 logger = logging.getLogger(__name__)
@@ -390,9 +391,17 @@ class BucketWriter(StorageWriter):
 
 
 class S3Writer(BucketWriter):
-    """`BucketWriter` for `s3://` URLs: Amazon S3, MinIO and every other store that speaks its protocol."""
+    """`BucketWriter` for `s3://` URLs: Amazon S3, MinIO and every other store that speaks its protocol.
+
+    Args:
+        engine: what moves large bodies: "boto3", "crt" or "auto"; the storage option of that name.
+        everything else: as for `BucketWriter`.
+    """
 
     schemes = ("s3", "s3a")
+
+    def __init__(self, *args: Any, engine: str | None = None, **settings: Any) -> None:
+        super().__init__(*args, **with_engine(settings, engine))
 
 
 class GCSWriter(BucketWriter):

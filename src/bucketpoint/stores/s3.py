@@ -35,8 +35,10 @@ from bucketpoint.stores.base import (
 )
 from bucketpoint.stores.s3_body import OpenReply, OutgoingBody, discard, receive
 from bucketpoint.stores.s3_client import Client, client_for, close_client, renew_client
+from bucketpoint.stores.s3_crt import receiving_into
 from bucketpoint.stores.s3_errors import translate
 from bucketpoint.stores.s3_options import S3Options
+from bucketpoint.stores.s3_services import S3Service
 
 # https://docs.aws.amazon.com/AmazonS3/latest/userguide/qfacts.html
 MIN_PART_BYTES = 5 << 20
@@ -59,7 +61,7 @@ CAPABILITIES = Capabilities(
     max_parts=MAX_PARTS,
     max_put_bytes=MAX_PUT_BYTES,
 )
-"""Of Amazon S3; a store whose `checksums` option is off claims none."""
+"""Of Amazon S3. What another service does not do is taken away: see `s3_services`."""
 
 _COPY_PART_BYTES = 1 << 30
 
@@ -108,8 +110,18 @@ class S3Store:
 
     @property
     def capabilities(self) -> Capabilities:
-        # MinIO finds uploads by their whole key only, and nothing in its answers tells it from stores that do better.
-        return replace(CAPABILITIES, checksums=self.options.checksums, lists_uploads=self.identity == self.url)
+        service = self.service
+        return replace(
+            CAPABILITIES,
+            conditional_put=service.conditional_put,
+            checksums=service.checksums,
+            lists_uploads=service.lists_uploads,
+        )
+
+    @property
+    def service(self) -> S3Service:
+        """Which service this is, as far as the options or the endpoint say, and what it does."""
+        return self._client().service
 
     def put(
         self,
@@ -122,9 +134,11 @@ class S3Store:
     ) -> ObjectInfo:
         content = OutgoingBody(body)
         parameters = self._checksum(body, crc32c)
-        if if_none_match:
+        if not self.service.conditional_put:
+            self._look(key, if_none_match, if_match)
+        elif if_none_match:
             parameters["IfNoneMatch"] = "*"
-        if if_match is not None:
+        elif if_match is not None:
             parameters["IfMatch"] = _quoted(if_match)
         try:
             reply = self._call("PutObject", key, Key=key, Body=content if len(content) else b"", **parameters)
@@ -136,6 +150,19 @@ class S3Store:
         else:
             return ObjectInfo(key, len(content), _unquoted(reply.get("ETag")))
         raise gone
+
+    def _look(self, key: str, if_none_match: bool, if_match: str | None) -> None:
+        """Conditions where the service has none: whoever writes between this look and the write is not noticed."""
+        if not if_none_match and if_match is None:
+            return
+        try:
+            etag = self.head(key).etag
+        except ObjectNotFoundError:
+            if if_match is None:
+                return
+            etag = None
+        if if_none_match or etag != if_match:
+            raise PreconditionFailedError("the object is not the one expected", url=self._url(key))
 
     def get(self, key: str, *, max_bytes: int | None = None, first: int | None = None) -> tuple[bytes, ObjectInfo]:
         wanted = {} if first is None else {"Range": f"bytes=0-{first - 1}"}
@@ -160,7 +187,10 @@ class S3Store:
     def read_into(self, key: str, offset: int, buffers: Buffers, *, if_match: str | None = None) -> None:
         size = sum(view.nbytes for view in buffers)
         if size:
-            self.open_range(key, offset, size, if_match=if_match).receive(buffers)
+            # With the CRT the bytes are there once there is a reply.
+            with receiving_into(buffers):
+                reply = self.open_range(key, offset, size, if_match=if_match)
+            reply.receive(buffers)
 
     def open_range(self, key: str, offset: int, nbytes: int, *, if_match: str | None = None) -> RangeReply:
         condition = {} if if_match is None else {"IfMatch": _quoted(if_match)}
@@ -254,7 +284,7 @@ class S3Store:
             raise
 
     def create_multipart(self, key: str) -> str:
-        algorithm = {"ChecksumAlgorithm": "CRC32C"} if self.options.checksums else {}
+        algorithm = {"ChecksumAlgorithm": "CRC32C"} if self.service.checksums else {}
         return str(self._call("CreateMultipartUpload", key, Key=key, **algorithm)["UploadId"])
 
     def put_part(self, key: str, upload_id: str, number: int, body: Buffers, *, crc32c: int | None = None) -> Part:
@@ -303,7 +333,7 @@ class S3Store:
         close_client(self.options)
 
     def _checksum(self, body: Buffers, crc32c: int | None) -> dict[str, Any]:
-        if not self.options.checksums:
+        if not self.service.checksums:
             return {}
         if crc32c is None:
             crc32c = 0

@@ -81,20 +81,30 @@ def lifecycle(store: S3Store) -> list[LifecycleRule]:
 def clock(store: S3Store) -> Clock | None:
     """This machine's clock against the Date header of a reply; None where there is none. Raises StoreError."""
     before = time.time()
-    try:
-        reply = client_for(store.options).api.head_bucket(Bucket=store.bucket)
-    except botocore.exceptions.ClientError as error:
-        # A refusal is dated like any other reply.
-        reply = error.response
-    except botocore.exceptions.BotoCoreError as error:
-        raise translate(error, "HeadBucket", store.url) from None
+    date = _headers(store).get("date")
     after = time.time()
-    date = reply.get("ResponseMetadata", {}).get("HTTPHeaders", {}).get("date")
     if not date:
         return None
     # The header counts whole seconds, cut off: on average it is half of one behind.
     theirs = parsedate_to_datetime(date).timestamp() + 0.5
     return Clock((before + after) / 2 - theirs, (after - before) / 2 + 0.5)
+
+
+def server_header(store: S3Store) -> str | None:
+    """What the store calls itself in the Server header of a reply, if it does. Raises StoreError."""
+    return _headers(store).get("server")
+
+
+def _headers(store: S3Store) -> dict[str, str]:
+    """Of a reply, by their names in small letters. A refusal has them like any other reply."""
+    try:
+        reply = client_for(store.options).api.head_bucket(Bucket=store.bucket)
+    except botocore.exceptions.ClientError as error:
+        reply = error.response
+    except botocore.exceptions.BotoCoreError as error:
+        raise translate(error, "HeadBucket", store.url) from None
+    headers: dict[str, str] = reply.get("ResponseMetadata", {}).get("HTTPHeaders", {})
+    return headers
 
 
 def _ask(store: S3Store, method: str, *, absent: frozenset[str] = frozenset()) -> Any:

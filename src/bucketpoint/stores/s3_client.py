@@ -16,13 +16,17 @@ import boto3.session
 import botocore
 import botocore.session
 from botocore.config import Config
+from botocore.utils import get_environ_proxies
 
 from bucketpoint.errors import BucketpointError, EndpointError
+from bucketpoint.stores import s3_services
 from bucketpoint.stores.client_cache import ClientCache
 from bucketpoint.stores.cut import make_cuttable
 from bucketpoint.stores.retry import Gate, RetryPolicy
 from bucketpoint.stores.s3_body import send_from_memory
+from bucketpoint.stores.s3_crt import CrtTransport
 from bucketpoint.stores.s3_options import DEFAULT_MAX_ATTEMPTS, S3Options
+from bucketpoint.stores.s3_services import S3Service
 
 DEFAULT_REGION = "us-east-1"
 CONNECT_TIMEOUT_S = 10
@@ -52,12 +56,18 @@ class Client:
     """A boto3 client, for each operation the parameters that the options add to it, and how long to insist.
 
     boto3 makes one attempt of each request: `retry` makes the others, and knows more about them.
+
+    Attributes:
+        service: the one behind the endpoint, with what the options say otherwise.
+        transport: what sends large bodies instead of boto3; None where boto3 sends everything.
     """
 
     api: Any
     region: str
     parameters: Mapping[str, Mapping[str, Any]]
     policy: RetryPolicy
+    service: S3Service
+    transport: CrtTransport | None = None
     gate: Gate = field(default_factory=Gate)
 
     def call(self, operation: str, **parameters: Any) -> Any:
@@ -100,6 +110,8 @@ def close_client(options: S3Options) -> None:
     client = _clients.found(options)
     if client is not None:
         client.api.close()
+        if client.transport is not None:
+            client.transport.close()
 
 
 def build_client(options: S3Options) -> Client:
@@ -128,7 +140,36 @@ def build_client(options: S3Options) -> Client:
     if manager is not None:
         make_cuttable(manager)
     policy = _retry_policy(options, core)
-    return Client(api, str(api.meta.region_name), _parameters_by_operation(api, parameters), policy)
+    service = _service(options, api.meta.endpoint_url)
+    transport = _transport(options, core, arguments, api)
+    if transport is not None:
+        # The first: what boto3 is to send itself is for the next one.
+        api.meta.events.register_first("before-send.s3", transport.send)
+    by_operation = _parameters_by_operation(api, parameters)
+    return Client(api, str(api.meta.region_name), by_operation, policy, service, transport)
+
+
+def _transport(options: S3Options, core: Any, arguments: Mapping[str, Any], api: Any) -> CrtTransport | None:
+    if options.engine != "crt":
+        return None
+    endpoint, config = api.meta.endpoint_url, api.meta.config
+    proxies = config.proxies or get_environ_proxies(endpoint)
+    if proxies.get(urlsplit(endpoint).scheme) or config.client_cert:
+        raise EndpointError(
+            'engine="crt" goes through no proxy, and shows no certificate of the client\'s', remedy='Use engine="boto3"'
+        )
+    # As botocore does: what the client was told, then AWS_CA_BUNDLE or the profile's, then REQUESTS_CA_BUNDLE.
+    verify = arguments.get("verify")
+    if verify is None or verify is True:
+        verify = core.get_config_variable("ca_bundle") or os.environ.get("REQUESTS_CA_BUNDLE")
+    return CrtTransport(endpoint, str(api.meta.region_name), connections=options.connections, verify=verify)
+
+
+def _service(options: S3Options, endpoint_url: str) -> S3Service:
+    found = s3_services.named(options.service) if options.service else s3_services.at_endpoint(endpoint_url)
+    checksums = found.checksums if options.checksums is None else options.checksums
+    conditional_put = found.conditional_put if options.conditional_puts is None else options.conditional_puts
+    return replace(found, checksums=checksums, conditional_put=conditional_put)
 
 
 def _are_fixed(options: S3Options) -> bool:
@@ -178,10 +219,10 @@ def _refuse_no_verification(options: S3Options) -> None:
 
 
 def _config(options: S3Options, core: Any, *, sign_payload: bool | None) -> Config:
-    given = dict(options.config_kwargs)
+    given, service = dict(options.config_kwargs), options.service
     s3 = {
         "payload_signing_enabled": sign_payload,
-        "addressing_style": options.addressing_style,
+        "addressing_style": options.addressing_style or (service and s3_services.named(service).addressing),
         **_own_s3_settings(options),
     }
     given.pop("s3", None)

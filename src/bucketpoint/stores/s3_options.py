@@ -8,6 +8,7 @@ from typing import Any
 from urllib.parse import urlencode
 
 from bucketpoint.errors import BucketpointError
+from bucketpoint.stores import s3_services
 from bucketpoint.stores.retry import DEADLINE_S
 
 DEFAULT_CONNECTIONS = 32
@@ -15,6 +16,8 @@ DEFAULT_CONNECTIONS = 32
 
 DEFAULT_MAX_ATTEMPTS = 6
 """Attempts of one request that fails. botocore's own 3 are spent within seconds, too soon for a store that restarts."""
+
+ENGINES = ("auto", "boto3", "crt")
 
 _S3FS_ALIASES = {
     "key": "access_key",
@@ -58,7 +61,9 @@ class S3Options:
         region: the bucket's region. Default: AWS_REGION, then boto3's own sources, then us-east-1.
         endpoint_url: for stores other than AWS. Default: boto3's own sources (AWS_ENDPOINT_URL_S3, AWS_ENDPOINT_URL).
         profile: a profile of the AWS configuration files.
-        addressing_style: "auto" (boto3's default), "path" or "virtual".
+        service: which of the stores that speak S3's protocol this is: "aws", "minio", "r2", "ceph", "versitygw" or
+            "gcs-xml" (`s3_services.SERVICES`). It decides what is not set below. Default: what the endpoint says.
+        addressing_style: "auto" (boto3's default), "path" or "virtual". Default: the service's.
         anon: send unsigned requests, for public buckets.
         requester_pays: accept the charges of a requester-pays bucket.
         access_key, secret_key, session_token: explicit credentials. Default: every source that boto3 knows.
@@ -72,10 +77,14 @@ class S3Options:
         max_attempts: attempts of one request, the first included. Default: AWS_MAX_ATTEMPTS or the profile's, then 6 of
             those that fail; a request that is throttled (503 SlowDown) then waits until the deadline, however often.
         retry_deadline_s: seconds for all attempts of one request together.
+        engine: what moves large bodies: "boto3", "crt" (awscrt's S3 client) or "auto" (see `auto_engine`).
         ca_bundle: a file of certificates to trust. Default: AWS_CA_BUNDLE, then boto3's own.
         insecure_tls: accept that certificates are not verified, where `client_kwargs={"verify": False}` says so.
         use_ssl: with False, and no endpoint URL, requests go over plain HTTP.
         checksums: send a CRC32C with every body, so that the store verifies it. Off for stores that refuse the header.
+            Default: the service's.
+        conditional_puts: the store honours If-None-Match and If-Match of PutObject. Off for stores that ignore or
+            refuse them: a commit then looks, writes and looks again. Default: the service's.
         client_kwargs: as s3fs: further arguments of `boto3.client`.
         config_kwargs: as s3fs: arguments of `botocore.config.Config`; they win over the defaults here.
         request_kwargs: as s3fs's `s3_additional_kwargs`: parameters sent with every request that takes them.
@@ -84,6 +93,7 @@ class S3Options:
     region: str | None = None
     endpoint_url: str | None = field(default=None, repr=False)
     profile: str | None = None
+    service: str | None = None
     addressing_style: str | None = None
     anon: bool = False
     requester_pays: bool = False
@@ -99,10 +109,12 @@ class S3Options:
     connections: int = DEFAULT_CONNECTIONS
     max_attempts: int | None = None
     retry_deadline_s: float = DEADLINE_S
+    engine: str = "auto"
     ca_bundle: str | None = None
     insecure_tls: bool = False
     use_ssl: bool = True
-    checksums: bool = True
+    checksums: bool | None = None
+    conditional_puts: bool | None = None
     client_kwargs: Mapping[str, Any] = field(default_factory=dict, repr=False)
     config_kwargs: Mapping[str, Any] = field(default_factory=dict, repr=False)
     request_kwargs: Mapping[str, Any] = field(default_factory=dict, repr=False)
@@ -111,6 +123,10 @@ class S3Options:
         for name in _MAPPINGS:
             if not isinstance(getattr(self, name), Mapping):
                 raise BucketpointError(f"the storage option {name} is not a mapping", remedy="Pass a dict")
+        if self.service is not None:
+            s3_services.named(self.service)
+        if self.engine not in ENGINES:
+            raise BucketpointError(f"engine={self.engine!r} is not known", remedy=f"It is one of {', '.join(ENGINES)}")
 
     @classmethod
     def from_storage_options(cls, storage_options: Mapping[str, Any] | None = None) -> S3Options:
@@ -166,6 +182,13 @@ class S3Options:
     def cache_key(self) -> tuple[Any, ...]:
         """A hashable value that is equal exactly where the options are."""
         return tuple(_freeze(getattr(self, option.name)) for option in fields(self))
+
+
+def with_engine(settings: Mapping[str, Any], engine: str | None) -> dict[str, Any]:
+    """`settings` with this engine among its `storage_options`, or as they are where there is none to add."""
+    if engine is None:
+        return dict(settings)
+    return {**settings, "storage_options": {**(settings.get("storage_options") or {}), "engine": engine}}
 
 
 def _freeze(value: Any) -> Any:

@@ -25,6 +25,7 @@ from bucketpoint.stores import FsspecStore, LocalStore, S3Store, Store
 from bucketpoint.transfer.checksum import crc32c
 from bucketpoint.transfer.doctor_bucket import Finding, bucket_findings, clock_finding
 from bucketpoint.transfer.doctor_fsspec import fsspec_findings
+from bucketpoint.transfer.doctor_s3 import service_finding
 from bucketpoint.transfer.speed import Speed, probe
 from bucketpoint.transfer.tasks import TaskGroup
 
@@ -107,6 +108,8 @@ class _Examination:
             self._pinned_reads()
             self._checksums()
             self._multipart()
+            if isinstance(self._store, S3Store):
+                self._add(service_finding(self._store, self._key, self._begin))
         for finding in bucket_findings(self._store, self._prefix):
             self._add(finding)
         if isinstance(self._store, LocalStore) and written:

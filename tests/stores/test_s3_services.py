@@ -1,0 +1,174 @@
+"""Services that speak S3's protocol: who is one, what is sent to it, and what stands in for what it does not do."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from bucketpoint.errors import BucketpointError, ObjectNotFoundError, PreconditionFailedError
+from bucketpoint.stores import S3Options, S3Store, s3_client, s3_services
+from servers import S3Server
+from stores.scripted import Answer, Seen, scripted
+
+
+def views(*chunks: bytes) -> list[memoryview]:
+    return [memoryview(chunk) for chunk in chunks]
+
+
+def store_of(server: S3Server, **changes: Any) -> S3Store:
+    return S3Store(server.make_bucket(), S3Options.from_storage_options({**server.options, **changes}))
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "service"),
+    [
+        (None, "aws"),
+        ("https://s3.eu-west-1.amazonaws.com", "aws"),
+        ("https://bucket.vpce-1a2b.s3.us-east-1.vpce.amazonaws.com", "aws"),
+        ("https://0123456789abcdef.r2.cloudflarestorage.com", "r2"),
+        ("https://0123456789abcdef.eu.r2.cloudflarestorage.com", "r2"),
+        ("https://storage.googleapis.com", "gcs-xml"),
+        ("https://storage.me-central2.rep.googleapis.com", "unknown"),
+        ("https://amazonaws.com.example", "unknown"),
+        ("https://minio.example:9000", "unknown"),
+        ("http://127.0.0.1:9000", "unknown"),
+    ],
+)
+def test_the_endpoint_decides_where_it_is_certain(endpoint: str | None, service: str) -> None:
+    client = s3_client.build_client(S3Options(endpoint_url=endpoint, access_key="a", secret_key="b"))
+    assert client.service.name == service
+
+
+def test_what_is_said_wins_over_the_endpoint_and_over_the_service() -> None:
+    def service(**options: Any) -> s3_services.S3Service:
+        endpoint = {"endpoint_url": "https://storage.googleapis.com", "key": "a", "secret": "b"}
+        return s3_client.build_client(S3Options.from_storage_options({**endpoint, **options})).service
+
+    assert not service().conditional_put
+    assert service(service="minio").conditional_put
+    assert service(service="minio").name == "minio"
+    assert not service(service="minio", conditional_puts=False).conditional_put
+    assert service(conditional_puts=True).conditional_put
+    assert not service().checksums
+    assert service(checksums=True).checksums
+    assert not service(service="aws", checksums=False).checksums
+
+
+def test_a_service_that_nobody_knows_is_refused_with_the_names_of_those_that_are() -> None:
+    with pytest.raises(BucketpointError, match="gcs-xml") as caught:
+        S3Options.from_storage_options({"service": "azure"})
+    assert "azure" in caught.value.message
+
+
+@pytest.mark.parametrize("name", s3_services.SERVICES)
+def test_each_service_is_addressed_as_it_wants_to_be(name: str) -> None:
+    options = S3Options(endpoint_url="https://s3.us-east-1.amazonaws.com", access_key="a", secret_key="b", service=name)
+    style = s3_client.build_client(options).api.meta.config.s3.get("addressing_style")
+    assert style == s3_services.SERVICES[name].addressing
+    chosen = s3_client.build_client(options.replace(addressing_style="virtual"))
+    assert chosen.api.meta.config.s3["addressing_style"] == "virtual"
+
+
+@pytest.mark.parametrize("service", s3_services.SERVICES)
+def test_capabilities_are_those_of_the_service_and_nothing_else_is_sent(service: str) -> None:
+    facts = s3_services.SERVICES[service]
+
+    def answer(request: Seen, number: int) -> Answer:
+        headers = {"ETag": '"e"', "Content-Type": "application/xml"}
+        if "uploads" in request.target:
+            body = b"<InitiateMultipartUploadResult><UploadId>up</UploadId></InitiateMultipartUploadResult>"
+            return Answer(200, headers, body)
+        return Answer(404 if request.method == "HEAD" else 200, headers)
+
+    with scripted(answer) as server:
+        options = S3Options(endpoint_url=server.endpoint, access_key="a", secret_key="b", service=service)
+        store = S3Store("bucket", options)
+        store.put("k", views(b"x"), if_none_match=True)
+        store.create_multipart("k")
+        store.put_part("k", "up", 1, views(b"x"))
+    assert store.capabilities.conditional_put == facts.conditional_put
+    assert store.capabilities.checksums == facts.checksums
+    assert store.capabilities.lists_uploads == facts.lists_uploads
+    put = next(seen for seen in server.seen if seen.method == "PUT")
+    assert ("if-none-match" in put.headers) == facts.conditional_put
+    sent = [name for seen in server.seen for name in seen.headers if "checksum" in name]
+    assert bool(sent) == facts.checksums
+
+
+class TestWithoutConditions:
+    """Where the store does not look before it writes, this side does."""
+
+    @pytest.fixture
+    def store(self, minio: S3Server) -> S3Store:
+        return store_of(minio, service="ceph")
+
+    def test_a_create_only_put_does_not_replace(self, store: S3Store) -> None:
+        first = store.put("k", views(b"first"), if_none_match=True)
+        with pytest.raises(PreconditionFailedError):
+            store.put("k", views(b"second"), if_none_match=True)
+        assert store.get("k")[0] == b"first"
+        assert store.put("k", views(b"third"), if_match=first.etag).etag != first.etag
+        assert store.get("k")[0] == b"third"
+
+    def test_an_if_match_put_replaces_only_what_it_names(self, store: S3Store) -> None:
+        first = store.put("k", views(b"first"))
+        store.put("k", views(b"second"))
+        with pytest.raises(PreconditionFailedError):
+            store.put("k", views(b"third"), if_match=first.etag)
+        with pytest.raises(PreconditionFailedError):
+            store.put("gone", views(b"x"), if_match=first.etag)
+        assert store.get("k")[0] == b"second"
+        with pytest.raises(ObjectNotFoundError):
+            store.head("gone")
+
+    def test_reads_are_pinned_all_the_same(self, store: S3Store) -> None:
+        first = store.put("k", views(b"first"))
+        store.put("k", views(b"other"))
+        with pytest.raises(PreconditionFailedError):
+            store.read_into("k", 0, views(bytearray(5)), if_match=first.etag)
+
+    @pytest.mark.contract
+    def test_a_commit_does_not_replace_unless_it_may(self, minio: S3Server) -> None:
+        import torch
+        import torch.distributed.checkpoint as dcp
+        from torch.distributed.checkpoint.api import CheckpointException
+
+        from bucketpoint import S3Reader, S3Writer
+
+        options = {**minio.options, "service": "ceph"}
+        url = f"s3://{minio.make_bucket()}/run"
+
+        def save(value: float, **how: Any) -> None:
+            writer = S3Writer(url, storage_options=options, **how)
+            dcp.save({"w": torch.full((1000,), value)}, storage_writer=writer, no_dist=True)
+
+        save(1.0)
+        with pytest.raises(CheckpointException, match="already committed"):
+            save(2.0, overwrite=False)
+        save(3.0)
+        state = {"w": torch.zeros(1000)}
+        dcp.load(state, storage_reader=S3Reader(url, storage_options=options), no_dist=True)
+        assert state["w"].tolist() == [3.0] * 1000
+
+
+@pytest.mark.contract
+def test_versitygw_lists_uploads_by_prefix_and_lets_one_of_many_writers_win(versitygw: S3Server) -> None:
+    store = store_of(versitygw, service="versitygw")
+    upload = store.create_multipart("runs/step-1/data")
+    assert [one.upload_id for one in store.list_multipart("runs/")] == [upload]
+    store.abort_multipart("runs/step-1/data", upload)
+    start = threading.Barrier(8)
+
+    def attempt(number: int) -> bool:
+        start.wait()
+        try:
+            store.put("commit", views(b"%d" % number), if_none_match=True)
+        except PreconditionFailedError:
+            return False
+        return True
+
+    with ThreadPoolExecutor(8) as pool:
+        assert sum(pool.map(attempt, range(8))) == 1

@@ -1,0 +1,95 @@
+"""`doctor` tells which S3 service a bucket is on by what it does, and which options fit it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from bucketpoint.stores import S3Options, S3Store, s3_client
+from bucketpoint.transfer.doctor import Diagnosis, examine
+from bucketpoint.transfer.doctor_bucket import Finding
+from servers import S3Server
+
+
+def store_of(server: S3Server, **changes: Any) -> S3Store:
+    return S3Store(server.make_bucket(), S3Options.from_storage_options({**server.options, **changes}))
+
+
+def service(found: Diagnosis) -> Finding:
+    return next(one for one in found.findings if one.check == "service")
+
+
+@pytest.fixture
+def ignoring(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Headers in this list never reach a server, by whatever client."""
+    headers: list[str] = []
+    build = s3_client.build_client
+
+    def without(request: Any, **_: Any) -> None:
+        for name in headers:
+            del request.headers[name]
+
+    def build_without(options: S3Options) -> s3_client.Client:
+        client = build(options)
+        client.api.meta.events.register("before-sign.s3", without)
+        return client
+
+    monkeypatch.setattr(s3_client, "_clients", s3_client._Clients())
+    monkeypatch.setattr(s3_client, "build_client", build_without)
+    return headers
+
+
+@pytest.mark.parametrize("said", [{}, {"service": "minio"}], ids=["nothing said", "named"])
+def test_minio_is_known_and_fits(minio: S3Server, said: dict[str, Any]) -> None:
+    store = store_of(minio, **said)
+    finding = service(examine(store, "runs", probe_bytes=0))
+    assert finding.status == "ok"
+    assert finding.message.startswith("minio by its Server header: conditional puts are honoured")
+    assert "by their whole key only" in finding.message
+    assert minio.keys(store.bucket) == []
+    assert minio.open_uploads(store.bucket) == []
+
+
+@pytest.mark.contract
+def test_versitygw_passes_every_check_as_what_it_is(versitygw: S3Server) -> None:
+    store = store_of(versitygw, service="versitygw")
+    found = examine(store, "runs", probe_bytes=0)
+    assert found.ok
+    assert service(found).status == "ok"
+    assert service(found).message.startswith("versitygw by its Server header: conditional puts are honoured")
+    assert versitygw.keys(store.bucket) == []
+    assert versitygw.open_uploads(store.bucket) == []
+
+
+def test_a_service_that_does_more_than_is_made_of_it_is_named(minio: S3Server) -> None:
+    finding = service(examine(store_of(minio, service="ceph"), "runs", probe_bytes=0))
+    assert finding.status == "warn"
+    assert finding.remedy == 'Say {"service": "minio"} in storage_options'
+
+
+@pytest.mark.parametrize("header", ["If-None-Match", "If-Match"])
+def test_a_store_that_ignores_conditions_is_told_from_what_it_calls_itself(
+    minio: S3Server, ignoring: list[str], header: str
+) -> None:
+    ignoring.append(header)
+    store = store_of(minio)
+    found = examine(store, "runs", probe_bytes=0)
+    assert not found.ok
+    assert service(found).status == "warn"
+    assert "conditional puts are ignored" in service(found).message
+    assert service(found).remedy == 'Say {"conditional_puts": false} in storage_options'
+    # With the remedy the place is fit, with a warning: a commit looks, writes and looks again.
+    cured = examine(store_of(minio, conditional_puts=False), "runs", probe_bytes=0)
+    assert cured.ok or header == "If-Match"
+    assert service(cured).status == "ok"
+    assert next(one for one in cured.findings if one.check == "create-only put").status == "warn"
+
+
+def test_what_cannot_be_asked_is_a_warning(minio: S3Server) -> None:
+    everything = {"Effect": "Allow", "Action": "s3:*", "Resource": "arn:aws:s3:::*"}
+    denied = {"Effect": "Deny", "Action": "s3:ListBucketMultipartUploads", "Resource": "arn:aws:s3:::*"}
+    options = S3Options.from_storage_options(minio.limited_options(everything, denied))
+    finding = service(examine(S3Store(minio.make_bucket(), options), "runs", probe_bytes=0))
+    assert finding.status == "warn"
+    assert "cannot be told" in finding.message
