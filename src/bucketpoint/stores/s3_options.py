@@ -77,7 +77,7 @@ class S3Options:
         max_attempts: attempts of one request, the first included. Default: AWS_MAX_ATTEMPTS or the profile's, then 6 of
             those that fail; a request that is throttled (503 SlowDown) then waits until the deadline, however often.
         retry_deadline_s: seconds for all attempts of one request together.
-        engine: what moves large bodies: "boto3", "crt" (awscrt's S3 client) or "auto" (see `auto_engine`).
+        engine: what moves large bodies: "boto3", "crt" (awscrt's S3 client) or "auto": boto3, which costs less CPU.
         ca_bundle: a file of certificates to trust. Default: AWS_CA_BUNDLE, then boto3's own.
         insecure_tls: accept that certificates are not verified, where `client_kwargs={"verify": False}` says so.
         use_ssl: with False, and no endpoint URL, requests go over plain HTTP.

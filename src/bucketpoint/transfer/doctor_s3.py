@@ -50,7 +50,9 @@ def service_finding(store: S3Store, new_key: Callable[[str], str], begin: Callab
 
 def _probe(store: S3Store, new_key: Callable[[str], str], begin: Callable[[str], str]) -> dict[str, bool]:
     # As if the service did it all: what is asked is the store, and not the options.
-    sure = S3Store(store.bucket, store.options.replace(conditional_puts=True, checksums=True))
+    sure = store
+    if not (store.service.conditional_put and store.service.checksums):
+        sure = S3Store(store.bucket, store.options.replace(conditional_puts=True, checksums=True))
     return {
         "conditional_put": _refuses_conditions(sure, new_key("service-condition")),
         "checksums": _refuses_bad_checksum(sure, new_key("service-checksum")),
