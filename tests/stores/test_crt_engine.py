@@ -222,12 +222,15 @@ def test_a_checkpoint_is_saved_and_loaded_and_a_save_that_fails_leaves_nothing(
     from bucketpoint import S3Reader, S3Writer
 
     bucket = minio.make_bucket()
-    options = {**minio.options, "engine": "crt"}
+    options = minio.options
     state = {"w": torch.rand(6 << 20), "b": torch.rand(10)}
-    dcp.save(state, storage_writer=S3Writer(f"s3://{bucket}/good", storage_options=options), no_dist=True)
+    writer = S3Writer(f"s3://{bucket}/good", storage_options=options, engine="crt")
+    dcp.save(state, storage_writer=writer, no_dist=True)
     loaded = {"w": torch.zeros(6 << 20), "b": torch.zeros(10)}
-    dcp.load(loaded, storage_reader=S3Reader(f"s3://{bucket}/good", storage_options=options), no_dist=True)
+    reader = S3Reader(f"s3://{bucket}/good", storage_options=options, engine="crt")
+    dcp.load(loaded, storage_reader=reader, no_dist=True)
     assert all(torch.equal(loaded[name], state[name]) for name in state)
+    assert "engine" not in options
 
     kept = minio.keys(bucket)
     refused = S3Store.put_part
@@ -238,6 +241,7 @@ def test_a_checkpoint_is_saved_and_loaded_and_a_save_that_fails_leaves_nothing(
 
     monkeypatch.setattr(S3Store, "put_part", failing)
     options["max_attempts"] = 1
+    writer = S3Writer(f"s3://{bucket}/bad", storage_options=options, engine="crt")
     with pytest.raises(CheckpointException):
-        dcp.save(state, storage_writer=S3Writer(f"s3://{bucket}/bad", storage_options=options), no_dist=True)
+        dcp.save(state, storage_writer=writer, no_dist=True)
     assert minio.keys(bucket) == kept
