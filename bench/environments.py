@@ -16,7 +16,11 @@ from make_env import uv_settings
 
 ROOT = Path(__file__).resolve().parent.parent
 CACHE = ROOT / ".cache"
-S3FS_ENV = CACHE / "bench-s3fs"
+# Besides torch. The last three are for bucketpoint itself; over s3fs, the newest boto3 that gets on with its botocore.
+PACKAGES = {
+    "s3fs": ["numpy", "s3fs", "boto3", "awscrt", "pyyaml"],
+    "gcsfs": ["numpy", "gcsfs", "google-cloud-storage", "boto3", "awscrt", "pyyaml"],
+}
 S5CMD_ENV = CACHE / "bench-s5cmd"
 
 
@@ -26,9 +30,7 @@ def python_of(env: str) -> str:
         return sys.executable
     version = f"{sys.version_info.major}.{sys.version_info.minor}"
     torch_version = importlib.metadata.version("torch").partition("+")[0]
-    # The last three are for bucketpoint itself, over s3fs: the newest boto3 that gets on with its botocore.
-    packages = [f"torch=={torch_version}", "numpy", "s3fs", "boto3", "awscrt", "pyyaml"]
-    return str(_built(S3FS_ENV, version, packages) / "python")
+    return str(_built(CACHE / f"bench-{env}", version, [f"torch=={torch_version}", *PACKAGES[env]]) / "python")
 
 
 def s5cmd_binary() -> str | None:

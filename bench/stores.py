@@ -11,17 +11,21 @@ import os
 import shutil
 import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
+import get_fake_gcs
 from bench import environments
 from bench.endpoints import client_env, proxied
 from bench.requests_seen import summary
 from bench.stores_report import print_measurement
 from bucketpoint.testing.http import Wire
-from bucketpoint.testing.servers import S3Server, minio
+from bucketpoint.testing.servers import minio
+from gcs_server import fake_gcs
 
 ROOT = Path(__file__).resolve().parent.parent
 BUCKET = "bench-stores"
@@ -29,18 +33,68 @@ OPS = ("save", "load", "quarter0")
 
 
 @dataclass(frozen=True)
+class Place:
+    """A bucket on a running server: how clients reach it, its URL, and how what a round left there is forgotten."""
+
+    env: dict[str, str]
+    root: str
+    forget: Callable[[], None]
+
+
+@dataclass(frozen=True)
 class Match:
-    """Contenders over one library. The server is MinIO: a match on another one brings its own context manager.
+    """Contenders over one library.
 
     Attributes:
         env: the environment whose interpreter runs them.
+        place: starts the server whose bucket is timed.
+        counted: whether each operation runs once more through a proxy before MinIO, which counts its bytes.
     """
 
     contenders: Sequence[str]
-    env: str = "s3fs"
+    env: str
+    place: Callable[[Stores], AbstractContextManager[Place | None]]
+    counted: bool = False
 
 
-MATCHES = {"s3fs": Match(("bucketpoint + s3fs", "torch + s3fs"))}
+@contextmanager
+def on_minio(part: Stores) -> Iterator[Place]:
+    """MinIO over TLS, its data in memory."""
+    with minio(part.binary, tls=True, data=part.fast / "stores") as server:
+        server.client().create_bucket(Bucket=BUCKET)
+
+        def forget() -> None:
+            for key in server.keys(BUCKET):
+                server.client().delete_object(Bucket=BUCKET, Key=key)
+            # MinIO only moves what is deleted, and frees it minutes later: too late for a folder in memory.
+            for trash in part.fast.glob("*/.minio.sys/tmp/.trash/*"):
+                shutil.rmtree(trash, ignore_errors=True)
+
+        yield Place(client_env(server), f"s3://{BUCKET}", forget)
+
+
+@contextmanager
+def on_fake_gcs(part: Stores) -> Iterator[Place | None]:
+    """fake-gcs-server in memory, without TLS; None where there is none."""
+    binary = get_fake_gcs.find()
+    if binary is None:
+        print("stores: there is no fake-gcs-server here: run `make fake-gcs`", flush=True)
+        yield None
+        return
+    with fake_gcs(binary) as server:
+        bucket = server.make_bucket()
+
+        def forget() -> None:
+            for key in server.keys(bucket):
+                server.ask("DELETE", f"/storage/v1/b/{bucket}/o/{quote(key, safe='')}")
+
+        yield Place({**server.env, "NO_PROXY": "127.0.0.1", "NO_GCE_CHECK": "true"}, f"gs://{bucket}", forget)
+
+
+MATCHES = (
+    Match(("bucketpoint + s3fs", "torch + s3fs"), "s3fs", on_minio, counted=True),
+    Match(("bucketpoint + gcs", "torch + gcsfs"), "gcsfs", on_fake_gcs),
+)
 
 
 @dataclass
@@ -91,35 +145,34 @@ class Stores:
     def run(self, match: Match) -> None:
         worker = Worker.start(match.env)
         try:
-            with minio(self.binary, tls=True, data=self.fast / "stores") as server:
-                server.client().create_bucket(Bucket=BUCKET)
+            with match.place(self) as place:
+                if place is None:
+                    return
                 for round_ in range(self.rounds):
                     shift = round_ % len(match.contenders)
                     order = [*match.contenders[shift:], *match.contenders[:shift]]
                     for op in OPS[:2]:
                         for name in order:
-                            found = worker.ask(_command(name, op, round_, client_env(server), warm=True))
+                            found = worker.ask(_command(name, op, round_, place, warm=True))
                             self.note(name, op, "loopback", round_, found)
-                    self.forget(server)
-            with minio(self.binary, data=self.fast / "counted") as plain:
-                plain.client().create_bucket(Bucket=BUCKET)
-                with proxied(self.scratch, plain, Wire()) as (server, proxy):
-                    for name in match.contenders:
-                        for op in OPS:
-                            found = worker.ask(_command(name, op, 0, client_env(server), warm=False))
-                            if "error" not in found:
-                                found["requests"] = summary(proxy.requests(found["start"], found["end"]))
-                            self.note(name, op, "count", 0, found)
+                    place.forget()
+            if match.counted:
+                self.count(match, worker)
         finally:
             worker.stop()
 
-    def forget(self, server: S3Server) -> None:
-        """Free the memory that a round's checkpoints take up in the server."""
-        for key in server.keys(BUCKET):
-            server.client().delete_object(Bucket=BUCKET, Key=key)
-        # MinIO only moves what is deleted, and frees it minutes later: too late for a folder in memory.
-        for trash in self.fast.glob("*/.minio.sys/tmp/.trash/*"):
-            shutil.rmtree(trash, ignore_errors=True)
+    def count(self, match: Match, worker: Worker) -> None:
+        """Each operation once through a proxy that writes its requests down."""
+        with minio(self.binary, data=self.fast / "counted") as plain:
+            plain.client().create_bucket(Bucket=BUCKET)
+            with proxied(self.scratch, plain, Wire()) as (server, proxy):
+                place = Place(client_env(server), f"s3://{BUCKET}", lambda: None)
+                for name in match.contenders:
+                    for op in OPS:
+                        found = worker.ask(_command(name, op, 0, place, warm=False))
+                        if "error" not in found:
+                            found["requests"] = summary(proxy.requests(found["start"], found["end"]))
+                        self.note(name, op, "count", 0, found)
 
     def note(self, name: str, op: str, where: str, round_: int, found: dict[str, Any]) -> None:
         measurement = {"contender": name, "op": op, "where": where, "round": round_, **found}
@@ -127,12 +180,12 @@ class Stores:
         print_measurement(measurement)
 
 
-def _command(name: str, op: str, round_: int, env: dict[str, str], *, warm: bool) -> dict[str, Any]:
-    folder = f"s3://{BUCKET}/{name.replace(' + ', '-')}"
+def _command(name: str, op: str, round_: int, place: Place, *, warm: bool) -> dict[str, Any]:
+    folder = f"{place.root}/{name.replace(' + ', '-')}"
     return {
         "contender": name,
         "op": op,
-        "env": env,
+        "env": place.env,
         "url": f"{folder}/round-{round_}",
         # Unmeasured requests would only be in the way of the count.
         "warm_url": f"{folder}/warm" if warm else None,
@@ -143,7 +196,7 @@ def measure(scratch: Path, fast: Path, binary: Path, *, quick: bool) -> dict[str
     """The `stores` part of the result."""
     began = time.monotonic()
     part = Stores(scratch, fast, binary, rounds=2 if quick else 5)
-    for match in MATCHES.values():
+    for match in MATCHES:
         part.run(match)
     return {
         "machine": environments.describe(binary, None),

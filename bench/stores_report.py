@@ -11,7 +11,9 @@ from bench.thresholds import Verdict, bounded
 
 MAX_MOVED = 1.1
 OP_TITLES = {"save": "save", "load": "load", "quarter0": "load of a dim-0 quarter"}
-PAIRS = {"s3fs": ("bucketpoint + s3fs", "torch + s3fs")}
+MAX_OF_GCSFS = 0.7
+BUDGET_BYTES = 64 << 20
+PAIRS = {"s3fs": ("bucketpoint + s3fs", "torch + s3fs"), "gcs": ("bucketpoint + gcs", "torch + gcsfs")}
 """Ours and the one that it is held against."""
 
 
@@ -37,6 +39,14 @@ def verdicts(stores: dict[str, Any]) -> Iterator[Verdict]:
     what = "dim-0 quarter over s3fs, bytes moved per byte needed"
     said = "not measured" if moved is None else f"{moved:.3f}"
     yield Verdict(what, f"<= {MAX_MOVED}", said, None if moved is None else moved <= MAX_MOVED)
+    ours, theirs = PAIRS["gcs"]
+    for op in ("save", "load"):
+        for name, metric in (("CPU", cpu_per_gb), ("wall", wall)):
+            ratio = results.ratio(ours, theirs, op, "loopback", metric)
+            yield bounded(f"{op} on GCS, {name}", f"<= {MAX_OF_GCSFS:.2f} x {theirs}", ratio, MAX_OF_GCSFS, "{:.2f} x")
+        peak = results.spread(ours, op, "loopback", peak_mb)
+        most = BUDGET_BYTES / 1e6
+        yield bounded(f"{op} on GCS, memory over the state, MB", f"<= {most:.0f}, the budget", peak, most, "{:+.0f}")
 
 
 def sections(stores: dict[str, Any]) -> Iterator[str]:
@@ -47,8 +57,9 @@ def sections(stores: dict[str, Any]) -> Iterator[str]:
     yield (
         f"`make bench`, or `bench/run.py --only stores`; {stores['seconds']} s on {stores['machine']['cores']} cores.\n"
         "252 MB of a transformer's state, to MinIO over TLS, with `BucketWriter(fs=...)` and `BucketReader(fs=...)`\n"
-        "on a filesystem of s3fs, and with torch's own writer and reader on the same library. Bytes are counted by a\n"
-        "proxy before the server. Medians; `[smallest, largest]`."
+        "on a filesystem of s3fs, and with torch's own writer and reader on the same library; to fake-gcs-server\n"
+        "without TLS, with `GCSWriter` and `GCSReader`, and with torch's on gcsfs. Bytes are counted by a proxy before\n"
+        "MinIO. Medians; `[smallest, largest]`."
     )
     yield verdict_table(verdicts(stores))
     yield table(

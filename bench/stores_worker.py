@@ -68,9 +68,23 @@ def _load_torch(state: Any, url: str) -> None:
     dcp.load(state, storage_reader=FsspecReader(url), no_dist=True)
 
 
+def _save_gcs(state: Any, url: str) -> None:
+    from bucketpoint import GCSWriter
+
+    dcp.save(state, checkpoint_id=url, storage_writer=GCSWriter(), no_dist=True)
+
+
+def _load_gcs(state: Any, url: str) -> None:
+    from bucketpoint import GCSReader
+
+    dcp.load(state, checkpoint_id=url, storage_reader=GCSReader(), no_dist=True)
+
+
 CONTENDERS = {
     "bucketpoint + s3fs": Contender(_save_generic, _load_generic, ("s3fs", "bucketpoint", "awscrt")),
     "torch + s3fs": Contender(_save_torch, _load_torch, ("s3fs",)),
+    "bucketpoint + gcs": Contender(_save_gcs, _load_gcs, ("google.cloud.storage", "bucketpoint", "awscrt")),
+    "torch + gcsfs": Contender(_save_torch, _load_torch, ("gcsfs",)),
 }
 
 
