@@ -58,8 +58,8 @@ def sections(stores: dict[str, Any]) -> Iterator[str]:
         f"`make bench`, or `bench/run.py --only stores`; {stores['seconds']} s on {stores['machine']['cores']} cores.\n"
         "252 MB of a transformer's state, to MinIO over TLS, with `BucketWriter(fs=...)` and `BucketReader(fs=...)`\n"
         "on a filesystem of s3fs, and with torch's own writer and reader on the same library; to fake-gcs-server\n"
-        "without TLS, with `GCSWriter` and `GCSReader`, and with torch's on gcsfs. Bytes are counted by a proxy before\n"
-        "MinIO. Medians; `[smallest, largest]`."
+        "without TLS, with `GCSWriter` and `GCSReader`, and with torch's on gcsfs. Bytes are counted by a proxy\n"
+        "before MinIO. Medians; `[smallest, largest]`."
     )
     yield verdict_table(verdicts(stores))
     yield table(
