@@ -11,6 +11,7 @@ import click
 from bucketpoint.cli import text
 from bucketpoint.cli.frame import Answer, command
 from bucketpoint.cli.run_options import policy_argument
+from bucketpoint.cli.work import progress_option, watched
 from bucketpoint.errors import BucketpointError
 
 if TYPE_CHECKING:
@@ -47,8 +48,11 @@ def plan(policy: RetentionPolicy, catalog: Catalog, picture: str | None, as_json
 @command("prune")
 @click.option("--dry-run", is_flag=True, help="Make the plan, and change nothing.")
 @click.option("--yes", is_flag=True, help="Also where the circuit breaker (max_delete) refuses.")
+@progress_option
 @policy_argument
-def prune(policy: RetentionPolicy, catalog: Catalog, dry_run: bool, yes: bool, as_json: bool) -> Answer:
+def prune(
+    policy: RetentionPolicy, catalog: Catalog, dry_run: bool, yes: bool, progress: bool | None, as_json: bool
+) -> Answer:
     """Carry out a policy once: tombstones for what is to go, and deletion of what is due.
 
     Safe from any machine and beside a training that saves: one prunes at a time, and what somebody pins or reads
@@ -63,7 +67,8 @@ def prune(policy: RetentionPolicy, catalog: Catalog, dry_run: bool, yes: bool, a
         made, verdict = judged(policy, catalog.snapshot().rows())
         document = {"root": catalog.url, "dry_run": True, **_counts(made), "verdict": verdict.why}
         return Answer(document, _plan_lines(made, verdict), ok=verdict.allowed or yes)
-    done = prune_by(catalog, policy, holder=f"{socket.gethostname()}-{os.getpid()}", force=yes)
+    with watched(catalog, progress) as at:
+        done = prune_by(at, policy, holder=f"{socket.gethostname()}-{os.getpid()}", force=yes)
     refused = done.verdict is not None and not done.verdict.allowed and not yes
     document = {
         "root": catalog.url,

@@ -10,6 +10,7 @@ import click
 from bucketpoint.cli import text
 from bucketpoint.cli.frame import Answer, command
 from bucketpoint.cli.run_options import Age, run_argument
+from bucketpoint.cli.work import progress_option, watched
 
 if TYPE_CHECKING:
     from bucketpoint.catalog.catalog import Catalog
@@ -21,15 +22,17 @@ if TYPE_CHECKING:
 )
 @click.option("--deep", is_flag=True, help="Look into every folder, not only where a save is known to have begun.")
 @click.option("--dry-run", is_flag=True, help="Say what would go, and delete nothing.")
+@progress_option
 @run_argument
-def gc(catalog: Catalog, older_than: float, deep: bool, dry_run: bool, as_json: bool) -> Answer:
+def gc(catalog: Catalog, older_than: float, deep: bool, dry_run: bool, progress: bool | None, as_json: bool) -> Answer:
     """Remove what dead saves left: data that no checkpoint names, and multipart uploads that nobody completes.
 
     Checkpoints are never touched, with or without a record. Ends with 1 if something could not be deleted.
     """
     from bucketpoint.catalog.sweep import sweep
 
-    done = sweep(catalog, older_than=older_than, deep=deep, dry_run=dry_run)
+    with watched(catalog, progress) as at:
+        done = sweep(at, older_than=older_than, deep=deep, dry_run=dry_run)
     document: dict[str, Any] = {
         "root": catalog.url,
         "dry_run": dry_run,

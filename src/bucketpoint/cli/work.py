@@ -1,0 +1,85 @@
+"""A line on standard error while a prune or a sweep is at work: how much has been listed and deleted. No decisions."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, cast
+
+import click
+
+from bucketpoint.errors import BucketpointError
+
+if TYPE_CHECKING:
+    from bucketpoint.catalog.catalog import Catalog
+    from bucketpoint.stores import DeleteFailure, Store
+
+Tell = Callable[[int, int], None]
+"""Gets the objects listed so far, and those deleted."""
+
+BATCH = 1000
+"""Keys that one request deletes, so that each of them is told of."""
+
+progress_option = click.option(
+    "--progress/--no-progress", default=None, help="Say on stderr how far it is. Default: on a terminal."
+)
+
+
+@contextmanager
+def watched(catalog: Catalog, wanted: bool | None) -> Iterator[Catalog]:
+    """The same catalogue, whose requests are told of while the block runs.
+
+    Raises:
+        BucketpointError: `wanted` is True, and rich is not installed.
+    """
+    if wanted is False or (wanted is None and not sys.stderr.isatty()):
+        yield catalog
+        return
+    try:
+        from rich.console import Console
+    except ImportError:
+        if wanted:
+            raise BucketpointError(
+                "--progress needs rich", remedy="pip install 'bucketpoint[cli]', or leave it out"
+            ) from None
+        yield catalog
+        return
+    with Console(stderr=True).status("looking at the catalogue") as line:
+
+        def tell(listed: int, deleted: int) -> None:
+            line.update(f"{listed:,} objects listed, {deleted:,} deleted")
+
+        yield replace(catalog, store=told(catalog.store, tell))
+
+
+def told(store: Store, tell: Tell) -> Store:
+    """The same store, which tells what it lists and deletes."""
+    return cast("Store", _Told(store, tell))
+
+
+class _Told:
+    def __init__(self, store: Store, tell: Tell) -> None:
+        self._store = store
+        self._tell = tell
+        self._listed = self._deleted = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+    def list(self, prefix: str, **options: Any) -> Iterator[Any]:
+        for info in self._store.list(prefix, **options):
+            self._listed += 1
+            self._tell(self._listed, self._deleted)
+            yield info
+
+    def delete(self, keys: Sequence[str]) -> Sequence[DeleteFailure]:
+        failures: Sequence[DeleteFailure] = []
+        for start in range(0, len(keys), BATCH):
+            batch = keys[start : start + BATCH]
+            refused = self._store.delete(batch)
+            failures = [*failures, *refused]
+            self._deleted += len(batch) - len(refused)
+            self._tell(self._listed, self._deleted)
+        return failures
