@@ -14,8 +14,7 @@ from faults.saves import Place
 
 OLD, NEW = 1, 2
 
-THE_COMMIT = Rule((Kill(()),), kinds=("PutObject",), keys="*/.metadata", skip=1)
-"""The first PUT of an overwrite finds the old checkpoint and is refused."""
+THE_COMMIT = Rule((Kill(()),), kinds=("PutObject",), keys="*/.metadata")
 
 THE_CLEAN_UP = Rule((Kill((), acted=False),), kinds=("DeleteObjects",), skip=1)
 """The first delete takes away the note of the uploads."""

@@ -49,7 +49,7 @@ def test_the_example_of_the_documents_runs_in_a_project_of_its_own(
     done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=480)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "2 passed" in done.stdout
-    lines = [line.split() for line in done.stdout.partition("bucketpoint: faults and kills")[2].splitlines()]
+    lines = [line.split() for line in done.stdout.partition("bucketpoint: faults, kills and inputs")[2].splitlines()]
     assert ["1", "reset", "after", "the", "store", "acted"] in lines
     assert ["1,200", "cases", "of", "mine"] in lines
 

@@ -356,7 +356,11 @@ class FsspecStore:
             failure = self._translated(error, operation, key)
             if isinstance(failure, ObjectNotFoundError):
                 failure = missing(failure.message, url=failure.url)
-        raise failure
+        try:
+            raise failure
+        finally:
+            # The library's own error may quote what it was given, so it does not even hang on ours.
+            failure.__context__ = None
 
 
 def _options(fs: AbstractFileSystem) -> dict[str, Any]:

@@ -41,7 +41,7 @@ _REFUSED = frozenset({http.client.CONFLICT, http.client.PRECONDITION_FAILED})
 _TOO_MANY = frozenset({http.client.TOO_MANY_REQUESTS, http.client.SERVICE_UNAVAILABLE})
 
 
-def translate(error: Exception, operation: str, url: str, options: Mapping[str, Any]) -> StoreError:
+def translate(error: Exception, operation: str, url: str, options: Mapping[str, Any] | None = None) -> StoreError:
     """The kind of error that this is one of. One of ours is what it is.
 
     Args:
