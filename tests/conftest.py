@@ -53,6 +53,11 @@ def pytest_configure(config: pytest.Config) -> None:
         raise pytest.UsageError(f"CI is set, and {'; '.join(missing)}")
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    # The longest first: at the end one worker would run them alone while the other one has nothing left to do.
+    items.sort(key=lambda item: "faults" not in item.path.parts)
+
+
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
     if config.stash[_missing]:
         terminalreporter.section("INCOMPLETE: tests on real servers were skipped", yellow=True)
