@@ -16,6 +16,8 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
+from make_env import uv_settings
+
 ROOT = Path(__file__).resolve().parent.parent
 TERRAFORM = ROOT / "terraform"
 MODULES = ("aws", "gcp")
@@ -103,10 +105,24 @@ def _initialised(folder: Path) -> Iterator[Path]:
 
 
 def _checkov() -> None:
-    uv = _ran(sys.executable, str(ROOT / "tools" / "get_uv.py")).strip()
-    command = [uv, "tool", "run", "--from", CHECKOV, "checkov", "--directory", str(TERRAFORM), "--quiet", "--compact"]
+    uv, env = _ran(sys.executable, str(ROOT / "tools" / "get_uv.py")).strip(), uv_settings()
+    command = [uv, "tool", "run", "--from", CHECKOV, "checkov"]
+    try:
+        _ran(*command, "--version", env=env)
+    except subprocess.CalledProcessError as error:
+        raise NotRunError(f"checkov cannot be had: {(error.stderr or '').strip()[-300:]}") from None
     # Without a platform account it knows no severities: every finding counts, and each exception is argued in place.
-    _ran(*command, "--framework", "terraform", "--skip-download")
+    _ran(
+        *command,
+        "--directory",
+        str(TERRAFORM),
+        "--quiet",
+        "--compact",
+        "--framework",
+        "terraform",
+        "--skip-download",
+        env=env,
+    )
 
 
 def _apply() -> None:
