@@ -6,13 +6,9 @@ Reads one JSON command a line on standard input and answers with one JSON line.
 from __future__ import annotations
 
 import gc
-import json
 import os
 import resource
-import sys
 import time
-import traceback
-import warnings
 from typing import Any
 
 import boto3  # noqa: F401  (in the parent, so that no child's time has the import)
@@ -22,6 +18,7 @@ import torch.distributed.checkpoint as dcp
 
 import bucketpoint
 from bench.contenders import Setting, _load_s3torch, _save_s3torch
+from bench.lines import commands, in_child, speaker
 from bench.resident import forget_peak, memory
 from bucketpoint.stores import s3_crt  # noqa: F401
 from bucketpoint.transfer.options import TransferOptions
@@ -61,37 +58,12 @@ def _options(name: str, connections: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
-    warnings.simplefilter("ignore")
+    say = speaker()
     # OpenMP's threads do not survive a fork: the parent must never start them.
     torch.set_num_threads(1)
     full, blank = state(), state(blank=True)
-    for line in sys.stdin:
-        answers.write(json.dumps(_in_child(json.loads(line), full, blank)) + "\n")
-        answers.flush()
-
-
-def _in_child(command: dict[str, Any], full: dict[str, Any], blank: dict[str, Any]) -> dict[str, Any]:
-    gc.collect()
-    gc.freeze()
-    read, write = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        os.close(read)
-        try:
-            answer = _measure(command, full, blank)
-        except BaseException as error:  # noqa: BLE001 (reported to the parent)
-            answer = {"error": f"{type(error).__name__}: {error}", "traceback": traceback.format_exc()}
-        with os.fdopen(write, "w") as out:
-            out.write(json.dumps(answer))
-        # Not exit(): the teardown of native clients is not what is measured.
-        os._exit(0)
-    os.close(write)
-    with os.fdopen(read) as source:
-        text = source.read()
-    _, status = os.waitpid(pid, 0)
-    return json.loads(text) if text else {"error": f"the measured process ended with status {status}"}
+    for command in commands():
+        say(in_child(lambda command=command: _measure(command, full, blank)))  # type: ignore[misc]
 
 
 def _measure(command: dict[str, Any], full: dict[str, Any], blank: dict[str, Any]) -> dict[str, Any]:

@@ -11,8 +11,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 import time
 from collections import Counter
 from dataclasses import dataclass
@@ -21,6 +19,7 @@ from typing import Any
 
 from bench import environments
 from bench.endpoints import client_env, proxied
+from bench.lines import Worker
 from bench.requests_seen import kind_of
 from bench.retention_report import print_measurement
 from bucketpoint.testing.http import Wire
@@ -47,40 +46,9 @@ WHOLE = Extent()
 QUICK = Extent(plans=2, pruned=20, cycles=2, window_s=1.0)
 
 
-@dataclass
-class Worker:
-    """The measuring process."""
-
-    process: subprocess.Popen[str]
-
-    @classmethod
-    def start(cls, env: dict[str, str]) -> Worker:
-        threads = max(1, len(os.sched_getaffinity(0)) - 1)
-        process = subprocess.Popen(
-            [sys.executable, "-m", "bench.retention_worker", json.dumps({"threads": threads})],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (ROOT, ROOT / "tests", ROOT / "src"))), **env},
-            cwd=ROOT,
-        )
-        return cls(process)
-
-    def ask(self, do: str, **arguments: Any) -> dict[str, Any]:
-        assert self.process.stdin is not None
-        assert self.process.stdout is not None
-        self.process.stdin.write(json.dumps({"do": do, **arguments}) + "\n")
-        self.process.stdin.flush()
-        line = self.process.stdout.readline()
-        answer: dict[str, Any] = (
-            json.loads(line) if line else {"error": f"the process ended with status {self.process.wait()}"}
-        )
-        return answer
-
-    def stop(self) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.close()
-        self.process.wait()
+def _start(env: dict[str, str]) -> Worker:
+    threads = max(1, len(os.sched_getaffinity(0)) - 1)
+    return Worker.start("bench.retention_worker", json.dumps({"threads": threads}), env=env)
 
 
 @dataclass
@@ -109,16 +77,16 @@ class Retention:
 
     def timed(self, server: S3Server) -> None:
         """Plans, then steps beside a prune, and beside one that takes no rests."""
-        worker, root = Worker.start(client_env(server)), server.url(BUCKET, "run")
+        worker, root = _start(client_env(server)), server.url(BUCKET, "run")
         extent = self.extent
         try:
             for round_ in range(extent.plans):
-                self.note("engine", "memory", round_, worker.ask("engine", number=extent.rows))
+                self.note("engine", "memory", round_, worker.do("engine", number=extent.rows))
             for number, op in enumerate(("beside", "restless")):
                 first = 1 + number * (extent.pruned + 1)
-                worker.ask("fill", root=root, first=first, number=extent.pruned + 1, objects=OBJECTS)
+                worker.do("fill", root=root, first=first, number=extent.pruned + 1, objects=OBJECTS)
                 windows = {"cycles": extent.cycles, "window_s": extent.window_s}
-                found = worker.ask("beside", root=root, rests=op == "beside", **windows)
+                found = worker.do("beside", root=root, rests=op == "beside", **windows)
                 for round_, cycle in enumerate(found.pop("cycles", [])):
                     self.note(op, "minio", round_, cycle)
                 self.note(f"{op} in all", "minio", 0, found)
@@ -127,15 +95,15 @@ class Retention:
 
     def counted(self, server: S3Server, proxy: Any) -> None:
         """One call at a time: the two that only look, and prunes of nothing, of one checkpoint and of several."""
-        worker, root = Worker.start(client_env(server)), server.url(BUCKET, "run")
+        worker, root = _start(client_env(server)), server.url(BUCKET, "run")
         try:
             step = 1
             # The newest stays, so that each prune deletes as many as were added before it.
             for added, calls in ((1, ("latest", "plan", "prune")), (1, ("prune",)), (5, ("prune",))):
-                worker.ask("fill", root=root, first=step, number=added, objects=OBJECTS)
+                worker.do("fill", root=root, first=step, number=added, objects=OBJECTS)
                 step += added
                 for what in calls:
-                    found = worker.ask("once", root=root, what=what)
+                    found = worker.do("once", root=root, what=what)
                     if "error" not in found:
                         records = proxy.requests(found["start"], found["end"])
                         found["requests"] = dict(Counter(map(kind_of, records)))

@@ -8,19 +8,18 @@ from __future__ import annotations
 import gc
 import itertools
 import json
-import os
 import random
 import statistics
 import sys
 import threading
 import time
-import warnings
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any
 
 import torch
 
+from bench.lines import commands, speaker
 from bench.staging_steps import SETTLE_S, Trainer
 from bucketpoint.catalog.catalog import open_catalog
 from bucketpoint.catalog.pace import Pace
@@ -187,19 +186,14 @@ def _words(made: Plan) -> int:
 
 
 def main() -> None:
-    # Answers go to the original standard output alone; what libraries print goes to standard error.
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
-    warnings.simplefilter("ignore")
+    say = speaker()
     process = Process(**json.loads(sys.argv[1]))
-    for line in sys.stdin:
-        command = json.loads(line)
+    for command in commands():
         try:
             found = getattr(process, command.pop("do"))(**command)
         except Exception as error:  # noqa: BLE001 (reported)
             found = {"error": f"{type(error).__name__}: {error}"}
-        answers.write(json.dumps(found) + "\n")
-        answers.flush()
+        say(found)
 
 
 if __name__ == "__main__":

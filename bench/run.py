@@ -22,11 +22,8 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
-import os
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -41,7 +38,8 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "tools"), str(ROOT / 
 import get_minio  # noqa: E402
 from bench import engines, environments, hedge, ranks, report, retention, staging, stores  # noqa: E402
 from bench.contenders import CONTENDERS, Setting, bucket_and_prefix  # noqa: E402
-from bench.endpoints import client_env, proxied  # noqa: E402
+from bench.endpoints import client_env, empty, proxied  # noqa: E402
+from bench.lines import Worker  # noqa: E402
 from bench.requests_seen import summary  # noqa: E402
 from bucketpoint.testing.http import Wire  # noqa: E402
 from bucketpoint.testing.process import RunningProxy  # noqa: E402
@@ -71,44 +69,6 @@ TMPFS_NEEDED = 12 << 30
 
 
 @dataclass
-class Worker:
-    """One environment's measuring process."""
-
-    process: subprocess.Popen[str]
-    state: dict[str, Any]
-
-    @classmethod
-    def start(cls, env: str) -> Worker:
-        path = os.pathsep.join([str(ROOT), str(ROOT / "src")])
-        process = subprocess.Popen(
-            [environments.python_of(env), "-m", "bench.worker"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "PYTHONPATH": path},
-            cwd=ROOT,
-        )
-        assert process.stdout is not None
-        return cls(process, json.loads(process.stdout.readline()))
-
-    def ask(self, command: dict[str, Any]) -> dict[str, Any]:
-        assert self.process.stdin is not None
-        assert self.process.stdout is not None
-        self.process.stdin.write(json.dumps(command) + "\n")
-        self.process.stdin.flush()
-        line = self.process.stdout.readline()
-        if not line:
-            raise SystemExit(f"the measuring process ended with status {self.process.wait()}: out of memory?")
-        answer: dict[str, Any] = json.loads(line)
-        return answer
-
-    def stop(self) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.close()
-        self.process.wait()
-
-
-@dataclass
 class Bench:
     """One run: its options, workers, scratch folder, and the measurements so far."""
 
@@ -117,13 +77,15 @@ class Bench:
     fast: Path
     s5cmd: str | None
     workers: dict[str, Worker] = field(default_factory=dict)
+    state: dict[str, Any] = field(default_factory=dict)
     measurements: list[dict[str, Any]] = field(default_factory=list)
     layout: Sequence[int] = FALLBACK_LAYOUT
 
     def measure(self, name: str, op: str, where: str, round_: int, server: S3Server, url: str) -> dict[str, Any]:
         contender = CONTENDERS[name]
         if contender.env not in self.workers:
-            self.workers[contender.env] = Worker.start(contender.env)
+            worker = Worker.start("bench.worker", python=environments.python_of(contender.env))
+            self.workers[contender.env], self.state = worker, worker.hear()
         setting = Setting(url, self.layout, str(self.fast / "files"), self.s5cmd or "")
         command = {
             "contender": name,
@@ -133,7 +95,10 @@ class Bench:
             # Unmeasured requests would only be in the way of the count.
             "warm_url": None if where == "count" else self.url(name, "warm"),
         }
-        answer = self.workers[contender.env].ask(command)
+        worker = self.workers[contender.env]
+        answer = worker.ask(command)
+        if worker.ended:
+            raise SystemExit(f"{answer['error']}: out of memory?")
         answer.update(contender=name, op=op, where=where, round=round_)
         self.measurements.append(answer)
         report.print_measurement(answer)
@@ -153,12 +118,7 @@ class Bench:
             shutil.rmtree(url, ignore_errors=True)
             return
         bucket, prefix = bucket_and_prefix(url)
-        client = server.client()
-        for key in server.keys(bucket, prefix + "/"):
-            client.delete_object(Bucket=bucket, Key=key)
-        # MinIO only moves what is deleted, and frees it minutes later: too late for a folder in memory.
-        for trash in self.fast.glob("*/.minio.sys/tmp/.trash/*"):
-            shutil.rmtree(trash, ignore_errors=True)
+        empty(server, bucket, self.fast, prefix + "/")
 
     def learn_layout(self, server: S3Server, url: str) -> None:
         """The raw transfers move objects of the sizes that bucketpoint makes of the state."""
@@ -244,7 +204,7 @@ def run_transfers(options: argparse.Namespace, binary: Path) -> dict[str, Any]:
                 worker.stop()
         return {
             "machine": environments.describe(binary, s5cmd),
-            "state": next(iter(bench.workers.values())).state,
+            "state": bench.state,
             "layout": list(bench.layout),
             "wire": asdict(WIRE),
             "seconds": round(time.monotonic() - began),

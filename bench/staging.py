@@ -6,7 +6,6 @@ The scenarios are in `staging_worker.py` (blocked time, memory) and `staging_ste
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -19,6 +18,7 @@ from typing import Any
 
 from bench import environments, gil
 from bench.endpoints import client_env
+from bench.lines import Worker, environment
 from bench.sink import running_sink
 from bench.staging_report import print_measurement
 from bucketpoint.testing.certificates import make_certificates
@@ -75,35 +75,18 @@ class Steps:
     """One contender's training process."""
 
     name: str
-    process: subprocess.Popen[str]
+    worker: Worker
     hello: dict[str, Any]
 
     @classmethod
     def start(cls, name: str, tensors: int, nbytes: int, env: dict[str, str]) -> Steps:
-        interpreter = environments.python_of("s3fs" if name == "s3fs" else "main")
-        command = [interpreter, "-m", "bench.staging_steps", name, json.dumps({"tensors": tensors, "nbytes": nbytes})]
-        process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=_environment(env), cwd=ROOT
-        )
-        started = cls(name, process, {})
-        started.hello = started.hear()
-        return started
-
-    def hear(self) -> dict[str, Any]:
-        assert self.process.stdout is not None
-        line = self.process.stdout.readline()
-        answer: dict[str, Any] = (
-            json.loads(line) if line else {"error": f"the process ended with status {self.process.wait()}"}
-        )
-        return answer
+        python = environments.python_of("s3fs" if name == "s3fs" else "main")
+        sizes = json.dumps({"tensors": tensors, "nbytes": nbytes})
+        worker = Worker.start("bench.staging_steps", name, sizes, python=python, env=env)
+        return cls(name, worker, worker.hear())
 
     def ask(self, do: str, **arguments: Any) -> dict[str, Any]:
-        if "error" in self.hello:
-            return self.hello
-        assert self.process.stdin is not None
-        self.process.stdin.write(json.dumps({"do": do, **arguments}) + "\n")
-        self.process.stdin.flush()
-        return self.hear()
+        return self.hello if "error" in self.hello else self.worker.do(do, **arguments)
 
     def lock(self, url: str) -> dict[str, Any]:
         """One upload, with looks at the process's interpreter lock from here."""
@@ -119,21 +102,13 @@ class Steps:
         answer = self.ask("lock", url=url)
         if answer.pop("begun", False):
             begun.set()
-            answer = self.hear()
+            answer = self.worker.hear()
         ended.set()
         watching.join()
         held = found[0]
         if held.errors and "error" not in answer:
             answer["error"] = held.errors[0]
         return {**answer, "held": held.others, "looks": held.looks}
-
-    def stop(self) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.close()
-        try:
-            self.process.wait(60)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
 
 
 @dataclass
@@ -152,7 +127,7 @@ class Staging:
 
     def scenario(self, name: str, **arguments: Any) -> None:
         command = [sys.executable, "-m", "bench.staging_worker", name, json.dumps(arguments)]
-        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=_environment({}), cwd=ROOT) as process:
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment({}), cwd=ROOT) as process:
             assert process.stdout is not None
             for line in process.stdout:
                 self.note(json.loads(line))
@@ -187,7 +162,7 @@ class Staging:
                     found = steps.ask("beside", url=f"s3://{BUCKET}/capped", **timing)
                     self.note({"contender": "bucketpoint", "op": "capped", "where": "sink", "round": round_, **found})
             finally:
-                steps.stop()
+                steps.worker.stop()
 
     def full(self) -> None:
         """Training beside uploads at full speed, and the interpreter's lock during uploads alone."""
@@ -222,7 +197,7 @@ class Staging:
                             self._forget()
             finally:
                 for steps in running:
-                    steps.stop()
+                    steps.worker.stop()
         shutil.rmtree(self.fast / "staging", ignore_errors=True)
 
     def _forget(self) -> None:
@@ -243,7 +218,3 @@ def measure(scratch: Path, fast: Path, binary: Path, *, quick: bool) -> dict[str
         "cap_bytes_per_s": CAP_BYTES_PER_S,
         "measurements": staging.measurements,
     }
-
-
-def _environment(extra: dict[str, str]) -> dict[str, str]:
-    return {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "src")]), **extra}

@@ -13,7 +13,6 @@ import signal
 import statistics
 import sys
 import time
-import warnings
 from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
@@ -24,6 +23,7 @@ import torch.distributed.checkpoint as dcp
 
 from bench import gil
 from bench import state as states
+from bench.lines import commands, speaker
 
 SMALL_OPS, PYTHON_LOOPS, MATRIX = 200, 20_000, 1024
 SETTLE_S = 0.3
@@ -176,15 +176,7 @@ def _summary(steps: list[float]) -> dict[str, float]:
 
 
 def main() -> None:
-    # Answers go to the original standard output alone; what libraries print goes to standard error.
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
-    warnings.simplefilter("ignore")
-
-    def say(answer: dict[str, Any]) -> None:
-        answers.write(json.dumps(answer) + "\n")
-        answers.flush()
-
+    say = speaker()
     place = gil.locate()
     try:
         process = Process(sys.argv[1], **json.loads(sys.argv[2]))
@@ -192,8 +184,7 @@ def main() -> None:
         say({"error": f"{type(error).__name__}: {error}"})
         return
     say({"pid": os.getpid(), "lock": place})
-    for line in sys.stdin:
-        command = json.loads(line)
+    for command in commands():
         do = command.pop("do")
         try:
             found = process.lock(say=say, **command) if do == "lock" else getattr(process, do)(**command)

@@ -15,7 +15,6 @@ import os
 import statistics
 import sys
 import time
-import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -26,6 +25,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import staging as torch_staging
 
 from bench import state as states
+from bench.lines import in_child, speaker
 from bench.sink import sink_writer
 
 Found = Iterator[dict[str, Any]]
@@ -199,7 +199,7 @@ def first(tensors: int, nbytes: int, rounds: int) -> Found:
     }
     for round_ in range(rounds):
         for name, call in kinds.items():
-            found = _forked(lambda call=call: _after_memcpy(call, states.nbytes(state)))
+            found = in_child(lambda call=call: _after_memcpy(call, states.nbytes(state)))
             yield {"contender": name, "op": "first", "where": f"{tensors}", "round": round_, **found}
 
 
@@ -209,25 +209,6 @@ def _after_memcpy(call: Callable[[], float], nbytes: int) -> dict[str, Any]:
     plain = statistics.median(memcpy.torch() for _ in range(5))
     del memcpy
     return {"seconds": call(), "memcpy_s": plain}
-
-
-def _forked(call: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    read, write = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        try:
-            answer = call()
-        except BaseException as error:  # noqa: BLE001 (reported to the parent)
-            answer = {"error": f"{type(error).__name__}: {error}"}
-        with os.fdopen(write, "w") as out:
-            out.write(json.dumps(answer))
-        os._exit(0)
-    os.close(write)
-    with os.fdopen(read) as source:
-        text = source.read()
-    os.waitpid(pid, 0)
-    answer = json.loads(text) if text else {"error": "the measured process ended early"}
-    return dict(answer)
 
 
 def memory(tensors: int, nbytes: int, saves: int) -> Found:
@@ -324,13 +305,9 @@ SCENARIOS: dict[str, Callable[..., Found]] = {
 
 
 def main() -> None:
-    # Answers go to the original standard output alone; what libraries print goes to standard error.
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
-    warnings.simplefilter("ignore")
+    say = speaker()
     for found in SCENARIOS[sys.argv[1]](**json.loads(sys.argv[2])):
-        answers.write(json.dumps(found) + "\n")
-        answers.flush()
+        say(found)
 
 
 if __name__ == "__main__":

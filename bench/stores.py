@@ -6,10 +6,6 @@ take turns, one run each a round; then each operation runs once through a proxy 
 
 from __future__ import annotations
 
-import json
-import os
-import shutil
-import subprocess
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -20,7 +16,8 @@ from urllib.parse import quote
 
 import get_fake_gcs
 from bench import environments
-from bench.endpoints import client_env, proxied
+from bench.endpoints import client_env, empty, proxied
+from bench.lines import Worker
 from bench.requests_seen import summary
 from bench.stores_report import print_measurement
 from bucketpoint.testing.http import Wire
@@ -63,14 +60,7 @@ def on_minio(part: Stores) -> Iterator[Place]:
     with minio(part.binary, tls=True, data=part.fast / "stores") as server:
         server.client().create_bucket(Bucket=BUCKET)
 
-        def forget() -> None:
-            for key in server.keys(BUCKET):
-                server.client().delete_object(Bucket=BUCKET, Key=key)
-            # MinIO only moves what is deleted, and frees it minutes later: too late for a folder in memory.
-            for trash in part.fast.glob("*/.minio.sys/tmp/.trash/*"):
-                shutil.rmtree(trash, ignore_errors=True)
-
-        yield Place(client_env(server), f"s3://{BUCKET}", forget)
+        yield Place(client_env(server), f"s3://{BUCKET}", lambda: empty(server, BUCKET, part.fast))
 
 
 @contextmanager
@@ -98,46 +88,6 @@ MATCHES = (
 
 
 @dataclass
-class Worker:
-    """The measuring process of one environment."""
-
-    process: subprocess.Popen[str]
-
-    @classmethod
-    def start(cls, env: str) -> Worker:
-        process = subprocess.Popen(
-            [environments.python_of(env), "-m", "bench.stores_worker"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            # gcsfs would ask the emulator for a bucket's type before each operation, in vain: that is not its speed.
-            env={
-                **os.environ,
-                "PYTHONPATH": os.pathsep.join(map(str, (ROOT, ROOT / "src"))),
-                "GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT": "false",
-            },
-            cwd=ROOT,
-        )
-        return cls(process)
-
-    def ask(self, command: dict[str, Any]) -> dict[str, Any]:
-        assert self.process.stdin is not None
-        assert self.process.stdout is not None
-        self.process.stdin.write(json.dumps(command) + "\n")
-        self.process.stdin.flush()
-        line = self.process.stdout.readline()
-        answer: dict[str, Any] = (
-            json.loads(line) if line else {"error": f"the process ended with status {self.process.wait()}"}
-        )
-        return answer
-
-    def stop(self) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.close()
-        self.process.wait()
-
-
-@dataclass
 class Stores:
     """One run of the part."""
 
@@ -148,7 +98,9 @@ class Stores:
     measurements: list[dict[str, Any]] = field(default_factory=list)
 
     def run(self, match: Match) -> None:
-        worker = Worker.start(match.env)
+        # gcsfs would ask the emulator for a bucket's type before each operation, in vain: that is not its speed.
+        quiet = {"GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT": "false"}
+        worker = Worker.start("bench.stores_worker", python=environments.python_of(match.env), env=quiet)
         try:
             with match.place(self) as place:
                 if place is None:

@@ -8,14 +8,9 @@ contenders. What is reported is the client's alone; the server is another proces
 from __future__ import annotations
 
 import gc
-import importlib
-import json
 import os
 import resource
-import sys
 import time
-import traceback
-import warnings
 from typing import Any
 
 import torch
@@ -24,52 +19,27 @@ import torch.distributed.tensor
 
 from bench import state as states
 from bench.contenders import CHILD_PEAK_BYTES, CONTENDERS, Contender, Setting
+from bench.lines import commands, import_all, in_child, speaker
 from bench.resident import forget_peak, memory
 
 QUARTER_DIM = {"quarter0": 0, "quarter1": 1}
 
 
 def main() -> None:
-    # Answers go to the original standard output alone; what libraries print goes to standard error.
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
-    warnings.simplefilter("ignore")
+    say = speaker()
     # OpenMP's threads do not survive a fork: the parent must never start them.
     torch.set_num_threads(1)
     full, tiny = states.training_state(states.Shape()), states.training_state(states.TINY)
-    answers.write(json.dumps({"state_bytes": states.nbytes(full), "tensors": len(list(states.leaves(full)))}) + "\n")
-    answers.flush()
-    for line in sys.stdin:
-        answers.write(json.dumps(_in_child(json.loads(line), full, tiny)) + "\n")
-        answers.flush()
+    say({"state_bytes": states.nbytes(full), "tensors": len(list(states.leaves(full)))})
+    for command in commands():
+        say(_answer(command, full, tiny))
 
 
-def _in_child(command: dict[str, Any], full: Any, tiny: Any) -> dict[str, Any]:
-    for module in CONTENDERS[command["contender"]].modules:
-        try:
-            importlib.import_module(module)
-        except ImportError as error:
-            return {"error": f"cannot import {module}: {error}"}
-    # Freed memory of the parent must not serve the child's allocations unseen, nor be collected on its time.
-    gc.collect()
-    gc.freeze()
-    read, write = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        os.close(read)
-        try:
-            answer = _measure(command, full, tiny)
-        except BaseException as error:  # noqa: BLE001 (reported to the parent)
-            answer = {"error": f"{type(error).__name__}: {error}", "traceback": traceback.format_exc()}
-        with os.fdopen(write, "w") as out:
-            out.write(json.dumps(answer))
-        # Not exit(): the teardown of native clients is not what is measured, and may hang after a fork.
-        os._exit(0)
-    os.close(write)
-    with os.fdopen(read) as source:
-        text = source.read()
-    _, status = os.waitpid(pid, 0)
-    return json.loads(text) if text else {"error": f"the measured process ended with status {status}"}
+def _answer(command: dict[str, Any], full: Any, tiny: Any) -> dict[str, Any]:
+    problem = import_all(CONTENDERS[command["contender"]].modules)
+    if problem is not None:
+        return problem
+    return in_child(lambda: _measure(command, full, tiny))
 
 
 def _measure(command: dict[str, Any], full: Any, tiny: Any) -> dict[str, Any]:
