@@ -11,14 +11,19 @@ from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 import pytest
+import torch
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import rsa
 
 pytest.importorskip("google.cloud.storage")
 
+import bucketpoint
+from bucketpoint.cli.app import run
 from bucketpoint.errors import AccessDeniedError, BucketpointError, CredentialsError, EndpointError
-from bucketpoint.stores import GCSOptions, GCSStore, Part, gcs_client, gcs_composed, open_store
+from bucketpoint.stores import GCSOptions, GCSStore, Part, gcs_client, gcs_composed, gcs_multipart, open_store
+from bucketpoint.stores.gcs_options import DEFAULT_MAX_ATTEMPTS
 from gcs_server import GCSServer
+from servers import free_port
 from stores.scripted import Answer, ScriptedServer, Seen, scripted
 
 pytestmark = pytest.mark.contract
@@ -324,6 +329,85 @@ def test_the_environment_alone_is_enough(gcs: GCSServer, monkeypatch: pytest.Mon
         monkeypatch.setenv("STORAGE_EMULATOR_HOST", host)
         GCSStore(bucket).put("k", views(b"x"))
         assert gcs.read(bucket, "k") == b"x"
+
+
+# What a user is told
+
+
+def test_an_emulator_that_is_not_there_is_one_error_that_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    endpoint = f"http://127.0.0.1:{free_port()}"
+    monkeypatch.setenv("STORAGE_EMULATOR_HOST", endpoint)
+    with pytest.raises(EndpointError) as caught:
+        bucketpoint.load({"w": torch.zeros(1)}, "gs://bucket/run")
+    for part in (f"{endpoint} cannot be reached", "refused", "STORAGE_EMULATOR_HOST", "gs://bucket/run/.metadata"):
+        assert part in str(caught.value)
+    # What bounds the time: so many attempts of one request, and no other request.
+    assert f"(attempt {DEFAULT_MAX_ATTEMPTS}, " in str(caught.value)
+    for host in ("http://nowhere.invalid:4443", "localhost:no-port"):
+        options = GCSOptions(token="anon", endpoint_url=f"http://{host.removeprefix('http://')}", max_attempts=1)
+        with pytest.raises(EndpointError, match=f"{host.removeprefix('http://')} cannot be reached"):
+            GCSStore("bucket", options).get("k")
+
+
+WHO = "trainer@p.iam.gserviceaccount.com does not have {} access to the Google Cloud Storage object"
+
+
+def refusal(permission: str, *, terse: bool) -> Callable[[Seen, int], Answer]:
+    """Whatever is asked is refused, as the two APIs word it: naming the permission, and not.
+
+    https://cloud.google.com/storage/docs/json_api/v1/status-codes#403-forbidden and
+    https://cloud.google.com/storage/docs/xml-api/reference-status
+    """
+    message = "Forbidden" if terse else WHO.format(permission)
+    details = "" if terse else f"<Details>{message}.</Details>"
+    error = {"code": 403, "message": message, "errors": [{"domain": "global", "reason": "forbidden"}]}
+    xml = f"<?xml version='1.0'?><Error><Code>AccessDenied</Code><Message>Access denied.</Message>{details}</Error>"
+
+    def script(request: Seen, number: int) -> Answer:
+        if request.path.startswith("/bucket"):
+            return Answer(403, {"Content-Type": "application/xml"}, xml.encode())
+        return Answer(403, {"Content-Type": "application/json"}, json.dumps({"error": error}).encode())
+
+    return script
+
+
+@pytest.mark.parametrize("terse", [False, True], ids=["as IAM words it", "without a reason"])
+@pytest.mark.parametrize(
+    ("permission", "call"),
+    [
+        ("storage.objects.create", lambda store: store.put("k", views(b"x"))),
+        ("storage.objects.get", lambda store: store.get("k")),
+        ("storage.objects.get", lambda store: store.head("k")),
+        ("storage.objects.list", lambda store: list(store.list(""))),
+        ("storage.multipartUploads.create", lambda store: store.create_multipart("k")),
+        ("storage.multipartUploads.create", lambda store: store.put_part("k", "up", 1, views(b"x"))),
+        ("storage.multipartUploads.abort", lambda store: store.abort_multipart("k", "up")),
+        ("storage.multipartUploads.list", lambda store: list(gcs_multipart.open_uploads(store._requests, ""))),
+    ],
+    ids=["put", "get", "head", "list", "create", "part", "abort", "uploads"],
+)
+def test_a_permission_that_is_missing_is_named(permission: str, call: Callable[[Any], Any], terse: bool) -> None:
+    with scripted(refusal(permission, terse=terse)) as server, pytest.raises(AccessDeniedError) as caught:
+        call(GCSStore("bucket", GCSOptions(token="anon", endpoint_url=server.endpoint, uploads="xml", max_attempts=1)))
+    assert caught.value.url in ("gs://bucket/k", "gs://bucket")
+    assert f"This request needs {permission}" in str(caught.value)
+    assert (WHO.format(permission) in caught.value.message) != terse
+
+
+def test_a_bucket_of_another_project_is_told_from_one_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
+    absent = {"error": {"code": 404, "message": "The specified bucket does not exist.", "errors": []}}
+    missing = Answer(404, {"Content-Type": "application/json"}, json.dumps(absent).encode())
+    for script, told in (
+        (refusal("storage.objects.create", terse=False), ("fail put", WHO.format("storage.objects.create"))),
+        (lambda request, number: missing, ("fail connect", "the bucket does not exist", "Create the bucket first")),
+    ):
+        with scripted(script) as server:
+            options = ("--storage-option", f"endpoint_url={server.endpoint}", "--storage-option", "token=anon")
+            assert run(["doctor", "gs://bucket/run", "--size", "0", *options]) == 1
+        said = capsys.readouterr().out
+        for part in told:
+            assert part in said
+    assert "s3:" not in said
 
 
 def test_credentials_never_go_in_clear_over_a_network() -> None:

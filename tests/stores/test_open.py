@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+import json
 import pickle
+import subprocess
+import sys
+from collections.abc import Callable
 from pathlib import Path, PurePosixPath
+from typing import Any
 
 import fsspec
 import pytest
+import torch
+import torch.distributed.checkpoint as dcp
 from hypothesis import given
 from hypothesis import strategies as st
 
+import bucketpoint
+from bucketpoint import GCSReader, GCSWriter, S3Reader, S3Writer
+from bucketpoint.cli.app import run
 from bucketpoint.errors import BucketpointError, InvalidURLError
 from bucketpoint.stores import FsspecStore, LocalStore, S3Store, accepts_url, open_store, parse_url
 from bucketpoint.stores.open import GCS_SCHEMES
@@ -54,11 +64,103 @@ def test_a_class_for_one_scheme_refuses_the_others_and_says_what_to_pass() -> No
         with pytest.raises(InvalidURLError, match="s3://"):
             open_store(url, schemes=("s3",))
         assert not accepts_url(url, ("s3",))
-    with pytest.raises(InvalidURLError, match=r"s3:// URLs.*gs:// or gcs://"):
+    with pytest.raises(InvalidURLError, match=r"s3:// URLs.*gs:// or gcs://; BucketWriter and BucketReader take any"):
         open_store("s3://b/x", schemes=GCS_SCHEMES)
     assert accepts_url("s3://b/x", ("s3",))
     assert accepts_url(Path("/a/b"))
     assert not accepts_url("s3://")
+
+
+@pytest.mark.parametrize(
+    ("writer", "reader", "url", "wanted"),
+    [
+        (GCSWriter, GCSReader, "s3://bucket/run", "gs:// or gcs://"),
+        (GCSWriter, GCSReader, "az://container/run", "gs:// or gcs://"),
+        (S3Writer, S3Reader, "gs://bucket/run", "s3:// or s3a://"),
+        (S3Writer, S3Reader, "https://bucket.s3.amazonaws.com/run", "s3:// or s3a://"),
+    ],
+)
+def test_a_url_of_another_store_is_refused_by_every_way_into_a_class(
+    writer: Any, reader: Any, url: str, wanted: str
+) -> None:
+    state = {"w": torch.zeros(1)}
+    ways: list[Callable[[], object]] = [
+        lambda: writer(url),
+        lambda: reader(url),
+        lambda: dcp.save(state, checkpoint_id=url, storage_writer=writer(), no_dist=True),
+        lambda: dcp.load(state, checkpoint_id=url, storage_reader=reader(), no_dist=True),
+    ]
+    for way in ways:
+        with pytest.raises((InvalidURLError, dcp.CheckpointException)) as caught:
+            way()
+        error = getattr(caught.value, "failures", {0: (caught.value,)})[0][0]
+        assert isinstance(error, InvalidURLError)
+        assert error.url == url
+        for part in (f"does not serve {url.partition(':')[0]}:// URLs", f"begins with {wanted}", "BucketWriter"):
+            assert part in str(error)
+
+
+@pytest.mark.parametrize("way", ["save", "load", "latest_checkpoint", "doctor", "ls"])
+def test_a_scheme_that_nobody_knows_is_refused_with_those_that_are(
+    way: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    url, state = "s4://bucket/run", {"w": torch.zeros(1)}
+    if way in ("doctor", "ls"):
+        assert run([way, url]) == 2
+        said = capsys.readouterr().err
+    else:
+        arguments = (url,) if way == "latest_checkpoint" else (state, url)
+        with pytest.raises(InvalidURLError) as caught:
+            getattr(bucketpoint, way)(*arguments)
+        said = str(caught.value)
+    for part in ("s4", url, "Pass s3://, gs:// or az://"):
+        assert part in said
+
+
+WITHOUT_LIBRARIES = """
+import importlib.abc, json, sys
+
+class Absent(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path, target=None):
+        if name.split(".")[0] in ("gcsfs", "adlfs") or name.startswith("google.cloud"):
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+sys.meta_path.insert(0, Absent())
+
+import bucketpoint
+from bucketpoint.cli.app import run
+
+said = {}
+for url in ("gs://bucket/run", "gcs://bucket/run", "az://container/run", "abfs://container/run"):
+    try:
+        bucketpoint.latest_checkpoint(url)
+    except bucketpoint.BucketpointError as error:
+        said[url] = (type(error).__name__, str(error))
+code = run(["doctor", "gs://bucket/run"])
+print(json.dumps({"said": said, "code": code}))
+"""
+
+
+def test_without_an_extra_the_error_names_it() -> None:
+    """In a program of its own, in which the libraries cannot be imported."""
+    done = subprocess.run([sys.executable, "-c", WITHOUT_LIBRARIES], capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    told = json.loads(done.stdout.splitlines()[-1])
+    assert len(told["said"]) == 4
+    for url, (kind, text) in told["said"].items():
+        extra = "gcs" if url.startswith("g") else "azure"
+        assert kind == "InvalidURLError"
+        assert url in text
+        assert f"pip install 'bucketpoint[{extra}]'" in text
+    assert told["code"] == 2
+    assert "pip install 'bucketpoint[gcs]'" in done.stderr
+
+
+def test_the_crt_engine_with_an_awscrt_that_is_too_old_names_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr("awscrt.s3.S3RetryMode")
+    store, _ = open_store("s3://b/x", storage_options={"engine": "crt", "key": "k", "secret": "s"})
+    with pytest.raises(BucketpointError, match=r"pip install -U 'bucketpoint\[crt\]'"):
+        store.get("k")
 
 
 def test_s3_urls_give_the_bucket_and_the_prefix() -> None:

@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 
-from bucketpoint.errors import BucketpointError, ObjectNotFoundError, PreconditionFailedError
+from bucketpoint.errors import (
+    AccessDeniedError,
+    BucketpointError,
+    ObjectNotFoundError,
+    PreconditionFailedError,
+    StoreError,
+    WrongRegionError,
+)
 from bucketpoint.stores import S3Options, S3Store, s3_client, s3_services
 from servers import S3Server
-from stores.scripted import Answer, Seen, scripted
+from stores.scripted import Answer, Seen, error, scripted
 
 
 def views(*chunks: bytes) -> list[memoryview]:
@@ -152,6 +160,116 @@ class TestWithoutConditions:
         state = {"w": torch.zeros(1000)}
         dcp.load(state, storage_reader=S3Reader(url, storage_options=options), no_dist=True)
         assert state["w"].tolist() == [3.0] * 1000
+
+
+# What a user is told
+
+
+@pytest.mark.parametrize(
+    ("reply", "remedy"),
+    [
+        (error(400, "AuthorizationHeaderMalformed", extra="<Region>eu-north-1</Region>"), "AWS_REGION=eu-north-1"),
+        (error(301, "PermanentRedirect", **{"x-amz-bucket-region": "eu-north-1"}), "AWS_REGION=eu-north-1"),
+        (error(400, "IllegalLocationConstraintException"), "Set AWS_REGION"),
+        (error(301, "PermanentRedirect"), "Set AWS_REGION"),
+    ],
+    ids=["signed for another", "redirected", "refused", "redirected nowhere"],
+)
+def test_a_bucket_in_another_region_is_told_by_every_way_to_it(
+    reply: Answer, remedy: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import torch
+
+    import bucketpoint
+    from bucketpoint.cli.app import run
+
+    state, url = {"w": torch.zeros(1)}, "s3://bucket/run/step-1"
+    with scripted(lambda request, number: reply) as server:
+        options = {"endpoint_url": server.endpoint, "region": "us-east-1", "key": "k", "secret": "hush-hush"}
+        ways: list[Callable[[], object]] = [
+            lambda: bucketpoint.save(state, url, storage_options=options),
+            lambda: bucketpoint.load(state, url, storage_options=options),
+            lambda: bucketpoint.latest_checkpoint("s3://bucket/run", storage_options=options),
+        ]
+        for way in ways:
+            with pytest.raises(WrongRegionError) as caught:
+                way()
+            assert remedy in str(caught.value)
+            assert "s3://bucket/run" in str(caught.value)
+        pairs = [part for name, value in options.items() for part in ("--storage-option", f"{name}={value}")]
+        assert run(["doctor", url, "--size", "0", *pairs]) == 1
+    said = capsys.readouterr().out
+    assert "fail connect" in said
+    assert remedy in said
+
+
+@pytest.mark.parametrize(
+    ("denied", "call"),
+    [
+        ("s3:PutObject", lambda store: store.put("run/k", views(b"x"))),
+        ("s3:PutObject", lambda store: store.create_multipart("run/k")),
+        ("s3:GetObject", lambda store: store.get("run/there")),
+        ("s3:GetObject", lambda store: store.head("run/there")),
+        ("s3:ListBucket", lambda store: list(store.list("run/"))),
+        ("s3:AbortMultipartUpload", lambda store: store.abort_multipart("run/k", "upload")),
+        ("s3:ListBucketMultipartUploads", lambda store: list(store.list_multipart("run/"))),
+    ],
+    ids=["put", "create", "get", "head", "list", "abort", "uploads"],
+)
+def test_a_permission_that_is_missing_is_named(minio: S3Server, denied: str, call: Callable[[S3Store], Any]) -> None:
+    bucket = minio.make_bucket()
+    minio.client().put_object(Bucket=bucket, Key="run/there", Body=b"x")
+    store = S3Store(bucket, S3Options.from_storage_options(without(minio, denied)))
+    with pytest.raises(AccessDeniedError, match=f"needs the permission {denied}") as caught:
+        call(store)
+    assert caught.value.url is not None
+    assert caught.value.url.startswith(f"s3://{bucket}/run/")
+
+
+def test_objects_that_may_not_be_deleted_are_told_with_the_permission(minio: S3Server) -> None:
+    bucket = minio.make_bucket()
+    minio.client().put_object(Bucket=bucket, Key="run/there", Body=b"x")
+    store = S3Store(bucket, S3Options.from_storage_options(without(minio, "s3:DeleteObject")))
+    (failure,) = store.delete(["run/there"])
+    assert (failure.key, failure.code) == ("run/there", "AccessDenied")
+    assert "s3:DeleteObject" in failure.message
+
+
+def without(server: S3Server, denied: str) -> dict[str, Any]:
+    """All rights but one."""
+    everything = {"Effect": "Allow", "Action": "s3:*", "Resource": "arn:aws:s3:::*"}
+    return server.limited_options(everything, {"Effect": "Deny", "Action": denied, "Resource": "arn:aws:s3:::*"})
+
+
+def test_a_store_that_refuses_conditions_is_told_with_the_option_that_does_without() -> None:
+    """As one that knows no conditions and says so. Without them the same save succeeds there."""
+    import torch
+
+    import bucketpoint
+
+    objects: dict[str, bytes] = {}
+
+    def answer(request: Seen, number: int) -> Answer:
+        headers = {"ETag": '"e"', "Content-Type": "application/xml"}
+        if request.method != "PUT":
+            there = objects.get(request.path)
+            return error(404, "NoSuchKey") if there is None else Answer(200, headers, there)
+        if {"if-none-match", "if-match"} & set(request.headers):
+            return error(501, "NotImplemented")
+        objects[request.path] = request.body
+        return Answer(200, headers)
+
+    state, url = {"w": torch.zeros(1)}, "s3://bucket/run/step-1"
+    with scripted(answer) as server:
+        options = {"endpoint_url": server.endpoint, "key": "k", "secret": "hush-hush"}
+        with pytest.raises(StoreError, match=r'bucketpoint doctor.*\{"conditional_puts": false\}') as caught:
+            bucketpoint.save(state, url, storage_options=options)
+        assert caught.value.url == f"{url}/.metadata"
+        # Told once: it would be refused again.
+        refused = [seen.path for seen in server.seen if "if-none-match" in seen.headers]
+        assert refused == ["/bucket/run/step-1/.metadata"]
+        bucketpoint.save(state, url, storage_options={**options, "conditional_puts": False})
+    assert "/bucket/run/step-1/.metadata" in objects
 
 
 @pytest.mark.contract

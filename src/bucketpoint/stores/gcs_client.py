@@ -89,7 +89,7 @@ class Client:
                 asked = reply.headers.get("Retry-After", "")
                 failure.wait_s = float(asked) if asked.isdecimal() else 0.0
             except failures() as error:
-                failure = translate(error, operation, url)
+                failure = translate(error, operation, url, self.endpoint)
             # Raised here, where no exception is being handled, so that none of the library's hangs on it: they hold
             # the request, headers and all.
             raise failure

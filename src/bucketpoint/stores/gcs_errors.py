@@ -23,7 +23,7 @@ from bucketpoint.errors import (
     TransientStoreError,
     UploadNotFoundError,
 )
-from bucketpoint.stores.wording import describe
+from bucketpoint.stores.wording import clean, describe
 
 # The JSON API's reasons (https://cloud.google.com/storage/docs/json_api/v1/status-codes), and the XML API's codes
 # (https://cloud.google.com/storage/docs/xml-api/reference-status). What is not here is decided by its status.
@@ -74,6 +74,23 @@ _REMEDIES: dict[type[StoreError], str] = {
         "storage.multipartUploads.create and abort; a reader needs storage.objects.get"
     ),
 }
+
+# By the names that operations have in messages. https://cloud.google.com/storage/docs/access-control/iam-json and
+# https://cloud.google.com/storage/docs/access-control/iam-xml
+_CREATE = "storage.objects.create, and storage.objects.delete where it replaces an object"
+RIGHT_BY_OPERATION: dict[str, str] = {
+    "objects.insert": _CREATE,
+    "objects.compose": f"storage.objects.get, {_CREATE}",
+    "objects.rewrite": f"storage.objects.get, {_CREATE}",
+    "objects.get": "storage.objects.get",
+    "objects.list": "storage.objects.list",
+    "objects.delete": "storage.objects.delete",
+    "create multipart upload": "storage.multipartUploads.create and storage.objects.create",
+    "upload part": "storage.multipartUploads.create and storage.objects.create",
+    "complete multipart upload": "storage.multipartUploads.create and storage.objects.create",
+    "abort multipart upload": "storage.multipartUploads.abort",
+    "list multipart uploads": "storage.multipartUploads.list",
+}
 _PAYER_REMEDY = "The bucket's owner lets the requester pay: pass requester_pays='the-project-to-charge'"
 
 
@@ -92,15 +109,26 @@ def failures() -> tuple[type[BaseException], ...]:
     )
 
 
-def translate(error: BaseException, operation: str, url: str) -> StoreError:
+def translate(error: BaseException, operation: str, url: str, endpoint: str | None = None) -> StoreError:
     """The error of our own that says the same. It holds nothing of the client library's, which carries headers."""
     if isinstance(error, StoreError):
         return error
     kind = _kind(error)
-    made = kind(f"{operation} failed: {describe(error)}", url=url, remedy=_REMEDIES.get(kind))
+    said = describe(error)
+    if kind is EndpointError and endpoint is not None:
+        said = f"{clean(endpoint)} cannot be reached: {describe(_reason(error))}"
+    made = kind(f"{operation} failed: {said}", url=url, remedy=_REMEDIES.get(kind))
     if kind is EndpointError and not _stays_so(error):
         made.action = Action.RETRY
     return made
+
+
+def _reason(error: BaseException) -> BaseException:
+    """What kept a connection from being made, without what requests and urllib3 put around it."""
+    inner = error.args[0] if error.args else None
+    if not isinstance(inner, urllib3.exceptions.MaxRetryError) or inner.reason is None:
+        return error
+    return inner.reason.__cause__ if isinstance(inner.reason.__cause__, OSError) else inner.reason
 
 
 def _stays_so(error: BaseException) -> bool:
@@ -150,7 +178,11 @@ def failure_of(status: int, body: bytes, operation: str, url: str) -> tuple[Stor
     text = f"{operation} failed: {code or 'no error code'} (HTTP {status})"
     if message:
         text += f": {message.rstrip('.')}"
-    remedy = _PAYER_REMEDY if code in _PAYER_CODES else _REMEDIES.get(kind)
+    remedy = _REMEDIES.get(kind)
+    if code in _PAYER_CODES:
+        remedy = _PAYER_REMEDY
+    elif kind is AccessDeniedError and operation in RIGHT_BY_OPERATION:
+        remedy = f"This request needs {RIGHT_BY_OPERATION[operation]}. {remedy}"
     return kind(text, url=url, remedy=remedy), code
 
 
@@ -161,7 +193,9 @@ def _details(body: bytes) -> tuple[str, str]:
             root = ElementTree.fromstring(body)
         except ElementTree.ParseError:
             return "", ""
-        return root.findtext("{*}Code") or "", root.findtext("{*}Message") or ""
+        # "Access denied." is the whole message; who lacks which permission stands in the details.
+        said = [root.findtext("{*}Message"), root.findtext("{*}Details")]
+        return root.findtext("{*}Code") or "", ": ".join(text.rstrip(".") for text in said if text)
     try:
         error: Any = json.loads(body)["error"]
         reasons = error.get("errors") or [{}]

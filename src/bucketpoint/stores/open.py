@@ -114,7 +114,9 @@ def open_store(
         failure = InvalidURLError(message, url=os.fspath(url), remedy=_INSTALL.get(scheme))
     except ValueError as error:
         failure = InvalidURLError(
-            f"fsspec does not know this URL: {hide(clean(str(error)), options)}", url=os.fspath(url)
+            f"fsspec does not know this URL: {hide(clean(str(error)), options)}",
+            url=os.fspath(url),
+            remedy="Pass s3://, gs:// or az://, a path, or a scheme of fsspec.available_protocols()",
         )
     except TypeError as error:
         failure = BucketpointError(
@@ -156,5 +158,6 @@ def _check_scheme(url: str | os.PathLike[str], schemes: Sequence[str]) -> tuple[
     if schemes and scheme not in schemes:
         wanted = " or ".join(f"{name}://" for name in schemes)
         problem = f"this class does not serve {scheme}:// URLs" if scheme else "the URL has no scheme"
-        raise InvalidURLError(problem, url=os.fspath(url), remedy=f"Pass one that begins with {wanted}")
+        remedy = f"Pass one that begins with {wanted}; BucketWriter and BucketReader take any"
+        raise InvalidURLError(problem, url=os.fspath(url), remedy=remedy)
     return scheme, root, prefix

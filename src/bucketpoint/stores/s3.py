@@ -36,7 +36,7 @@ from bucketpoint.stores.base import (
 from bucketpoint.stores.s3_body import OpenReply, OutgoingBody, discard, receive
 from bucketpoint.stores.s3_client import Client, client_for, close_client, renew_client
 from bucketpoint.stores.s3_crt import receiving_into
-from bucketpoint.stores.s3_errors import translate
+from bucketpoint.stores.s3_errors import translate, why_kept
 from bucketpoint.stores.s3_options import S3Options
 from bucketpoint.stores.s3_services import S3Service
 
@@ -230,7 +230,7 @@ class S3Store:
             batch = [{"Key": key} for key in keys[start : start + MAX_DELETE_KEYS]]
             reply = self._call("DeleteObjects", None, Delete={"Objects": batch, "Quiet": True})
             failures += [
-                DeleteFailure(entry.get("Key", ""), entry.get("Code", ""), entry.get("Message", ""))
+                DeleteFailure(entry.get("Key", ""), entry.get("Code", ""), why_kept(entry))
                 for entry in reply.get("Errors", [])
                 if entry.get("Code") not in _GONE
             ]

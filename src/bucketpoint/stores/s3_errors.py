@@ -97,6 +97,8 @@ RULE_BY_CODE: dict[str, Rule] = {
     "InvalidDigest": Rule(CorruptDataError, _FATAL),
     "InvalidChecksum": Rule(CorruptDataError, _FATAL),
     "InvalidRange": Rule(CorruptDataError, _FATAL),
+    # A condition or a checksum that a service other than AWS does not know.
+    "NotImplemented": Rule(StoreError, _FATAL),
 }
 
 # For replies without a code, as those to HEAD are, and for codes that nobody has heard of.
@@ -110,8 +112,35 @@ RULE_BY_STATUS: dict[int, Rule] = {
     412: Rule(PreconditionFailedError, _FATAL),
     416: Rule(CorruptDataError, _FATAL),
     429: Rule(ThrottledError, _THROTTLE),
+    501: Rule(StoreError, _FATAL),
     503: Rule(ThrottledError, _THROTTLE),
 }
+
+# https://docs.aws.amazon.com/AmazonS3/latest/userguide/using-with-s3-policy-actions.html
+RIGHT_BY_OPERATION: dict[str, str] = {
+    "AbortMultipartUpload": "s3:AbortMultipartUpload",
+    "CompleteMultipartUpload": "s3:PutObject",
+    "CopyObject": "s3:GetObject for what is copied and s3:PutObject for the copy",
+    "CreateMultipartUpload": "s3:PutObject",
+    "DeleteObjects": "s3:DeleteObject",
+    "GetObject": "s3:GetObject",
+    "HeadObject": "s3:GetObject",
+    "ListMultipartUploads": "s3:ListBucketMultipartUploads",
+    "ListObjectsV2": "s3:ListBucket",
+    "PutObject": "s3:PutObject",
+    "UploadPart": "s3:PutObject",
+    "UploadPartCopy": "s3:GetObject for what is copied and s3:PutObject for the copy",
+}
+
+_UNTOLD = "To those without s3:ListBucket the store says the same of what is not there"
+_ROLES = (
+    "Saves need s3:PutObject, s3:GetObject and s3:AbortMultipartUpload below the checkpoint's URL, finding the latest "
+    "s3:ListBucket of the bucket, pruning s3:DeleteObject too"
+)
+_UNKNOWN_REQUEST = (
+    "`bucketpoint doctor` finds what this store cannot do, and names the option that does without: "
+    '{"conditional_puts": false} or {"checksums": false} in storage_options'
+)
 
 # Order matters: the first match wins, and subclasses stand before their bases.
 RULE_BY_TYPE: tuple[tuple[type[BaseException], Rule], ...] = (
@@ -154,10 +183,21 @@ def translate(error: BaseException, operation: str, url: str, *, region: str | N
         return error
     if isinstance(error, boto.ClientError):
         return _from_reply(error.response, operation, url, region)
+    if isinstance(error, boto.HTTPClientError) and isinstance(error.kwargs.get("error"), RecursionError):
+        error = error.kwargs["error"]
     rule = next((rule for known, rule in RULE_BY_TYPE if isinstance(error, known)), _UNKNOWN)
     if _is_untrusted(error):
         rule = _UNTRUSTED
     return _made(rule, f"{operation} failed: {describe(error)}", url=url)
+
+
+def why_kept(entry: dict[str, Any]) -> str:
+    """Why an object was not deleted, by its entry in the reply to DeleteObjects."""
+    message = str(entry.get("Message", ""))
+    rule = RULE_BY_CODE.get(str(entry.get("Code", "")))
+    if rule is None or rule.kind is not AccessDeniedError:
+        return message
+    return f"{message.rstrip('.')}. It needs the permission {RIGHT_BY_OPERATION['DeleteObjects']}"
 
 
 def _made(rule: Rule, message: str, *, url: str, remedy: str | None = None) -> StoreError:
@@ -182,10 +222,11 @@ def _from_reply(reply: dict[str, Any], operation: str, url: str, region: str | N
     rule = RULE_BY_CODE.get(code) or RULE_BY_STATUS.get(status)
     if rule is None:
         rule = _FAILING if status >= 500 or status == 200 else _UNKNOWN
-    text = f"{operation} failed: {code or 'no error code'} (HTTP {status})"
-    message = str(detail.get("Message", ""))
     # A reply to HEAD has no body, and botocore then puts the status in the place of the code.
-    if message and not code.isdigit():
+    named = bool(code) and not code.isdigit()
+    text = f"{operation} failed: {code if named else 'no error code'} (HTTP {status})"
+    message = str(detail.get("Message", ""))
+    if message and named:
         text += f": {message.rstrip('.')}"
     if request_id := meta.get("RequestId"):
         text += f" (request {request_id})"
@@ -193,7 +234,18 @@ def _from_reply(reply: dict[str, Any], operation: str, url: str, region: str | N
         right = _region_named_by(reply)
         if right and right != region:
             return _made(rule, text, url=url, remedy=f"The bucket is in {right}: set AWS_REGION={right} (or region=)")
-    return _made(rule, text, url=url)
+    return _made(rule, text, url=url, remedy=_remedy(rule.kind, operation, code, status))
+
+
+def _remedy(kind: type[StoreError], operation: str, code: str, status: int) -> str | None:
+    """What to do, where the operation or the code tells more than the kind of error does."""
+    if kind is AccessDeniedError and operation in RIGHT_BY_OPERATION:
+        right = RIGHT_BY_OPERATION[operation]
+        more = _UNTOLD if right == "s3:GetObject" else _ROLES
+        return f"This request needs the permission {right}. {more}"
+    if code == "NotImplemented" or status == 501:
+        return _UNKNOWN_REQUEST
+    return None
 
 
 def _region_named_by(reply: dict[str, Any]) -> str | None:

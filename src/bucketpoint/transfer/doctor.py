@@ -25,6 +25,7 @@ from bucketpoint.stores import FsspecStore, LocalStore, S3Store, Store
 from bucketpoint.transfer.checksum import crc32c
 from bucketpoint.transfer.doctor_bucket import Finding, bucket_findings, clock_finding
 from bucketpoint.transfer.doctor_fsspec import fsspec_findings
+from bucketpoint.transfer.doctor_remedies import needed, without_conditions
 from bucketpoint.transfer.doctor_s3 import service_finding
 from bucketpoint.transfer.speed import Speed, probe
 from bucketpoint.transfer.tasks import TaskGroup
@@ -35,14 +36,6 @@ DEFAULT_PROBE_BYTES = 128 << 20
 RACERS = 8
 
 _UNREACHABLE = (EndpointError, CredentialsError, BucketNotFoundError, WrongRegionError)
-_NO_PUT = "Saves need the right to write below this URL (s3:PutObject)"
-_NO_GET = "Loads, and overwriting saves, need the right to read (s3:GetObject)"
-_NO_LIST = "Saves and loads do without; finding the latest and pruning need the right to list (s3:ListBucket)"
-_NO_DELETE = "Saves and loads do without; pruning needs the right to delete (s3:DeleteObject)"
-_WITHOUT_CONDITIONS = (
-    "Saves look, write and look again: safe against crashes, not against two jobs that save to one URL in one instant. "
-    "Give every job a URL of its own"
-)
 
 
 @dataclass(frozen=True)
@@ -128,17 +121,20 @@ class _Examination:
         except StoreError as error:
             # Nothing was written, so there is nothing to clean up.
             self._keys.clear()
-            unreachable = isinstance(error, _UNREACHABLE)
-            self._failed("connect" if unreachable else "put", error, None if unreachable else _NO_PUT)
+            if isinstance(error, _UNREACHABLE):
+                self._failed("connect", error)
+            else:
+                self._failed("put", error, needed(self._store, "put"))
             return False
         self._say("put", "ok", "objects can be written")
 
         def read() -> None:
             self._expect(self._store.get(key)[0] == body, "other bytes came back")
 
-        self._try("get", read, "objects can be read", remedy=_NO_GET)
-        self._try("list", lambda: self._lists(key), "objects can be listed", remedy=_NO_LIST, warn=True)
-        self._try("delete", self._deletes, "objects can be deleted", remedy=_NO_DELETE, warn=True)
+        self._try("get", read, "objects can be read", remedy=needed(self._store, "get"))
+        listing = needed(self._store, "list")
+        self._try("list", lambda: self._lists(key), "objects can be listed", remedy=listing, warn=True)
+        self._try("delete", self._deletes, "objects can be deleted", remedy=needed(self._store, "delete"), warn=True)
         return True
 
     def _lists(self, key: str) -> None:
@@ -161,7 +157,7 @@ class _Examination:
     def _create_only(self) -> None:
         check = "create-only put"
         if not self._store.capabilities.conditional_put:
-            self._say(check, "warn", "this store has no conditional writes", _WITHOUT_CONDITIONS)
+            self._say(check, "warn", "this store has no conditional writes", without_conditions(self._store))
             return
         key = self._key("create-only")
 
@@ -186,7 +182,8 @@ class _Examination:
                     group.start(lambda racer=racer: won.append(put(b"%d" % racer, race)))  # type: ignore[misc]
             self._expect(sum(won) == 1, f"{sum(won)} of {RACERS} writers at once were told that they had created it")
 
-        self._try(check, trial, f"refused twice, and won by one of {RACERS} at once", remedy=_WITHOUT_CONDITIONS)
+        said = f"refused twice, and won by one of {RACERS} at once"
+        self._try(check, trial, said, remedy=without_conditions(self._store))
 
     def _if_match(self) -> None:
         able = self._store.capabilities
@@ -204,7 +201,7 @@ class _Examination:
             raise StoreError("the store ignores If-Match and overwrote an object that had changed")
 
         said = "honoured where the object is the expected one, refused where it is not"
-        self._try("put if match", trial, said, remedy=_WITHOUT_CONDITIONS)
+        self._try("put if match", trial, said, remedy=without_conditions(self._store))
 
     def _pinned_reads(self) -> None:
         if not self._store.capabilities.pinned_reads:
