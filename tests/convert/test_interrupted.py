@@ -22,6 +22,10 @@ from bucketpoint.dcp.saved import open_checkpoint
 from bucketpoint.dcp.verify import verify
 from bucketpoint.errors import BucketpointError, CommitConflictError, CorruptDataError, StoreError
 from bucketpoint.stores import open_store
+from bucketpoint.testing import Kill, Script, always
+from bucketpoint.testing.kills import Job, sampled
+from bucketpoint.testing.plugin import MakeProxy
+from bucketpoint.testing.tally import Tally
 from bucketpoint.transfer import TransferOptions
 from convert.chunked import GridPlanner
 from convert.conftest import SMALL, converted, in_minio, load, state
@@ -132,6 +136,58 @@ def test_killed_after_the_commit_the_next_run_only_tidies(
     assert again.place.store.calls["put"] == 0
     assert loads(target, to)
     assert not (target / NAME).exists()
+
+
+def convert_alone(rank: int, world: int, environment: dict[str, str], source: Path, target: str, to: str) -> None:
+    """The whole conversion, in a process that can be killed."""
+    os.environ.update(environment)
+    run._BATCH_BYTES = 1
+    run_conversion(plan_conversion(source, target, to_format=to, options=KEPT, transfer=ONE_BY_ONE))
+
+
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("to", ["bucketpoint", "safetensors"])
+def test_a_process_that_is_killed_leaves_nothing_that_loads_and_the_next_run_goes_on(
+    tmp_path: Path,
+    request: pytest.FixtureRequest,
+    monkeypatch: pytest.MonkeyPatch,
+    minio: S3Server,
+    fault_proxy: MakeProxy,
+    bucketpoint_tally: Tally,
+    to: str,
+) -> None:
+    """SIGKILL after requests of a conversion into a bucket, and to it alone: nothing is there to tidy up."""
+    source, root, proxy = source_of(tmp_path / "a"), in_minio(request, monkeypatch), fault_proxy(minio)
+    commit = "/.metadata" if to == "bucketpoint" else "/model.safetensors.index.json"
+
+    def killed(name: str, after: int | None) -> tuple[str, bool]:
+        with Job(1) as job:
+            job.ready()
+            proxy.clear()
+            proxy.play(Script() if after is None else always(Kill(job.groups), skip=after - 1, times=1))
+            (outcome,) = job.run(convert_alone, minio.at(proxy.url).env, source, f"{root}/{name}", to)
+        assert not outcome.text
+        return f"{root}/{name}", outcome.died
+
+    whole, died = killed("undisturbed", None)
+    assert not died
+    assert loads(whole, to)
+    count, most, committed = len(proxy.exchanges), 0, set()
+    for number in [*sampled(range(3, count - 3), 2, seed=20261122), count - 3, count - 2, count - 1]:
+        target, died = killed(f"{number}", number)
+        assert died, number
+        bucketpoint_tally.made(f"kills of a conversion to {to}")
+        sent = [one.request.key for one in proxy.exchanges if one.request.method == "PUT"]
+        committed.add(any(key.endswith(commit) for key in sent))
+        assert loads(target, to) == any(key.endswith(commit) for key in sent), f"{number} of {count}: {sent}"
+        again = plan_conversion(source, target, to_format=to, options=KEPT, transfer=ONE_BY_ONE)
+        most = max(most, len(again.there))
+        done = run_conversion(again, verify=True)
+        assert done.skipped == len(again.there)
+        assert loads(target, to)
+        assert not [key for key in minio.keys(target.split("/")[2], f"there/{number}/") if key.endswith(NAME)]
+    assert most >= 2
+    assert committed == {False, True}
 
 
 def interrupted(source: Path, target: Path, to: str, monkeypatch: pytest.MonkeyPatch, after: int = 4) -> None:
