@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from botocore.exceptions import ClientError
 
 from bucketpoint.errors import AccessDeniedError, StoreError
 from bucketpoint.stores import LocalStore, S3Options, S3Store, open_store, s3_bucket
@@ -59,7 +60,12 @@ def test_minio_passes_every_check(minio: S3Server) -> None:
     status = by_check(found)
     assert found.ok
     assert all(status[check] == "ok" for check in [*ACCESS, "clock", *CONDITIONS, "checksum", *MULTIPART, "versioning"])
-    assert status["lifecycle multipart"] == "warn"
+    # It takes no rule for that, and sweeps by itself.
+    assert status["lifecycle multipart"] == "ok"
+    with pytest.raises(ClientError, match="not well-formed"):
+        with_rules({"Filter": {"Prefix": ""}, "AbortIncompleteMultipartUpload": {"DaysAfterInitiation": 3}})(
+            minio, bucket
+        )
     assert told == [one.check for one in found.findings]
     assert minio.keys(bucket) == []
 

@@ -344,7 +344,8 @@ def test_a_delete_that_answers_200_reports_the_keys_that_failed() -> None:
     )
     with scripted(lambda request, number: Answer(200, {"Content-Type": "application/xml"}, body)) as server:
         failures = store_at(server).delete(["a", "b", "c"])
-    assert [(failure.key, failure.code, failure.message) for failure in failures] == [("a", "AccessDenied", "no")]
+    said = "no. It needs the permission s3:DeleteObject"
+    assert [(failure.key, failure.code, failure.message) for failure in failures] == [("a", "AccessDenied", said)]
 
 
 def test_a_silent_server_is_a_transient_error_after_the_read_timeout() -> None:

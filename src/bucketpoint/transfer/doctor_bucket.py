@@ -9,7 +9,15 @@ from urllib.parse import urlsplit
 
 from bucketpoint.errors import StoreError
 from bucketpoint.stores import S3Store, Store
-from bucketpoint.stores.s3_bucket import LifecycleRule, clock, default_retention, lifecycle, versioning
+from bucketpoint.stores.s3_bucket import (
+    LifecycleRule,
+    clock,
+    default_retention,
+    lifecycle,
+    server_header,
+    versioning,
+)
+from bucketpoint.stores.s3_services import by_header
 
 # https://docs.aws.amazon.com/AmazonS3/latest/API/ErrorResponses.html: RequestTimeTooSkewed.
 LARGEST_SKEW_S = 15 * 60
@@ -80,6 +88,7 @@ def bucket_findings(store: Store, prefix: str) -> Iterator[Finding]:
     yield _cautious("object lock", "s3:GetBucketObjectLockConfiguration", lambda: _lock(default_retention(store)))
     if known:
         yield from _lifecycle(rules, below)
+        yield _incomplete_uploads(rules, below, store)
 
 
 def _cautious(check: str, right: str, ask: Callable[[], Finding]) -> Finding:
@@ -135,19 +144,29 @@ def _lifecycle(rules: list[LifecycleRule], below: str) -> Iterator[Finding]:
             )
     if harmless:
         yield Finding("lifecycle expiry", "ok", "no rule deletes or archives checkpoints")
+
+
+def _incomplete_uploads(rules: list[LifecycleRule], below: str, store: S3Store) -> Finding:
+    check = "lifecycle multipart"
     days = [rule.abort_days for rule in rules if rule.abort_days is not None and rule.covers(below)]
     if days:
-        said = f"incomplete multipart uploads are aborted after {min(days)} days"
-        yield Finding("lifecycle multipart", "ok", said)
-        return
+        return Finding(check, "ok", f"incomplete multipart uploads are aborted after {min(days)} days")
+    try:
+        told = by_header(server_header(store) or "")
+    except StoreError:
+        told = None
+    if told is not None and told.name == "minio":
+        # It refuses a rule for that: https://github.com/minio/minio/issues/16120
+        said = "MinIO takes no rule for it, and aborts uploads by itself after a day (MINIO_API_STALE_UPLOADS_EXPIRY)"
+        return Finding(check, "ok", said)
     wanted = {
         "ID": "abort-incomplete-uploads",
         "Status": "Enabled",
         "Filter": {"Prefix": below},
         "AbortIncompleteMultipartUpload": {"DaysAfterInitiation": _ABORT_DAYS},
     }
-    yield Finding(
-        "lifecycle multipart",
+    return Finding(
+        check,
         "warn",
         "no rule aborts incomplete multipart uploads: what a killed save leaves is billed, and no listing shows it",
         f"Add this lifecycle rule: {json.dumps(wanted)}",
