@@ -1,12 +1,15 @@
-"""Checks the documents: every relative link leads somewhere, every anchor exists, every Python example compiles."""
+"""Checks the documents: every relative link leads somewhere, every anchor exists, every example parses."""
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from urllib.parse import unquote
+
+import yaml
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -30,6 +33,16 @@ def faults(document: Path) -> Iterator[str]:
                 compile(fence[2], str(document), "exec", flags=0x2000)
             except SyntaxError as error:
                 yield f"{line + (error.lineno or 0)}: the example does not compile: {error.msg}"
+        elif fence[1] == "json":
+            try:
+                json.loads(fence[2])
+            except ValueError as error:
+                yield f"{line}: the example is not JSON: {error}"
+        elif fence[1] in ("yaml", "yml"):
+            try:
+                yaml.safe_load(fence[2])
+            except yaml.YAMLError as error:
+                yield f"{line}: the example is not YAML: {error}"
     prose = _FENCE.sub(lambda fence: "\n" * fence[0].count("\n"), text)
     for link in _LINK.finditer(prose):
         target, _, anchor = unquote(link[1]).partition("#")

@@ -1,0 +1,155 @@
+"""The pages of the stores: what is there to be copied runs, and the table of guarantees says what the code does."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from bucketpoint.stores import GCSOptions, GCSStore, LocalStore, S3Options, S3Store, gcs_client, s3_client, s3_services
+from bucketpoint.stores.base import Capabilities
+from bucketpoint.testing import servers
+from bucketpoint.testing.servers import S3Server
+from bucketpoint.transfer.doctor_bucket import bucket_findings
+from gcs_server import GCSServer
+
+DOCS = Path(__file__).resolve().parents[2] / "docs"
+BUCKET = "checkpoints"
+COMMIT = "run/step-500/.metadata"
+
+
+@pytest.fixture(autouse=True)
+def fresh_clients(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process keeps its clients, and tests here change the environment of one process."""
+    monkeypatch.setattr(s3_client, "_clients", s3_client._Clients())
+    monkeypatch.setattr(gcs_client, "_clients", gcs_client._Clients())
+
+
+def blocks(page: str, language: str) -> list[str]:
+    text = (DOCS / page).read_text(encoding="utf-8")
+    return [found[1] for found in re.finditer(rf"^```{language}\n(.*?)^```", text, re.MULTILINE | re.DOTALL)]
+
+
+def start(page: str) -> str:
+    """The first Python of a page, which saves and loads in a bucket named `checkpoints`."""
+    return blocks(page, "python")[0]
+
+
+def exported(page: str) -> dict[str, str]:
+    """What the first shell example of a page puts into the environment."""
+    lines = [line for line in blocks(page, "bash")[0].splitlines() if line.startswith("export ")]
+    return dict(pair.split("=", 1) for line in lines for pair in shlex.split(line, comments=True)[1:])
+
+
+@pytest.mark.parametrize("page", ["aws.md", "minio.md", "r2.md", "gcs.md"])
+def test_each_page_begins_with_what_to_install_and_the_same_ten_lines(page: str) -> None:
+    shell = blocks(page, "bash")[0]
+    assert "pip install" in shell
+    assert f"bucketpoint doctor {'gs' if page == 'gcs.md' else 's3'}://{BUCKET}/run" in shell
+    same = start("aws.md").replace("S3", "GCS").replace("s3://", "gs://") if page == "gcs.md" else start("aws.md")
+    assert start(page) == same
+
+
+@pytest.mark.parametrize("region", ["us-east-1", "auto"], ids=["as on AWS", "as on R2"])
+def test_the_start_for_s3_runs(minio: S3Server, monkeypatch: pytest.MonkeyPatch, region: str) -> None:
+    bucket = minio.make_bucket()
+    for name, value in {**minio.env, "AWS_REGION": region}.items():
+        monkeypatch.setenv(name, value)
+    exec(start("aws.md").replace(f"s3://{BUCKET}", f"s3://{bucket}"), {})
+    assert COMMIT in minio.keys(bucket)
+
+
+def test_the_start_for_gcs_runs(gcs: GCSServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    bucket = gcs.make_bucket()
+    for name, value in gcs.env.items():
+        monkeypatch.setenv(name, value)
+    exec(start("gcs.md").replace(f"gs://{BUCKET}", f"gs://{bucket}"), {})
+    assert COMMIT in gcs.keys(bucket)
+
+
+def defaulted(text: str) -> str:
+    """With the defaults of what Compose takes from its environment."""
+    return re.sub(r"\$\{\w+:-([^}]*)\}", r"\1", text)
+
+
+def test_the_compose_file_is_a_server_on_which_the_start_runs_as_it_stands(
+    bucketpoint_minio_binary: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its command and environment, given to a server that is no container."""
+    (text,) = blocks("minio.md", "yaml")
+    services = yaml.safe_load(text)["services"]
+    server, maker = services["minio"], services["bucket"]
+    assert server["image"] == maker["image"]
+    assert re.fullmatch(r"minio/minio:RELEASE\.\d{4}-\d\d-\d\dT\d\d-\d\d-\d\dZ", server["image"])
+    assert maker["depends_on"] == {"minio": {"condition": "service_healthy"}}
+    assert server["healthcheck"]["test"] == ["CMD", "mc", "ready", "local"]
+    assert server["ports"][0] == "127.0.0.1:9000:9000"
+    assert server["volumes"] == [f"{next(iter(yaml.safe_load(text)['volumes']))}:/data"]
+    environment = {name: defaulted(value) for name, value in server["environment"].items()}
+    settings = exported("minio.md")
+    assert settings.pop("AWS_ENDPOINT_URL") == "http://127.0.0.1:9000"
+    key, secret = environment["MINIO_ROOT_USER"], environment["MINIO_ROOT_PASSWORD"]
+    assert settings == {"AWS_ACCESS_KEY_ID": key, "AWS_SECRET_ACCESS_KEY": secret}
+    assert defaulted(maker["environment"]["MC_HOST_here"]) == f"http://{key}:{secret}@minio:9000"
+    assert maker["entrypoint"] == ["mc", "mb", "--ignore-existing", f"here/{BUCKET}"]
+
+    def command(scratch: Path, port: int) -> list[str]:
+        words = server["command"].replace("/data", str(scratch / "data")).replace(":9001", "127.0.0.1:0").split()
+        return [str(bucketpoint_minio_binary), *words, "--address", f"127.0.0.1:{port}", "--certs-dir", str(scratch)]
+
+    # MINIO_CI_CD: a folder of the root disk is no drive to MinIO otherwise. A volume of its own is one.
+    with servers._running(command, {**environment, "MINIO_CI_CD": "1"}) as (_, port, _):
+        running = S3Server("minio", f"http://127.0.0.1:{port}", key, secret)
+        servers._wait_until_served(running)
+        running.client().create_bucket(Bucket=BUCKET)
+        for name, value in {**settings, "AWS_ENDPOINT_URL": running.endpoint}.items():
+            monkeypatch.setenv(name, value)
+        exec(start("minio.md"), {})
+        assert COMMIT in running.keys(BUCKET)
+
+
+def test_the_lifecycle_rule_for_s3_is_one_that_doctor_is_content_with(moto: S3Server) -> None:
+    bucket = moto.make_bucket()
+    client = moto.client()
+    client.put_bucket_versioning(Bucket=bucket, VersioningConfiguration={"Status": "Enabled"})
+    (rules,) = blocks("aws.md", "json")
+    client.put_bucket_lifecycle_configuration(Bucket=bucket, LifecycleConfiguration=json.loads(rules))
+    store = S3Store(bucket, S3Options.from_storage_options(moto.options))
+    found = {one.check: one.status for one in bucket_findings(store, "run")}
+    assert {found[check] for check in ("versioning", "lifecycle expiry", "lifecycle multipart")} == {"ok"}
+
+
+def guarantees() -> dict[str, list[str]]:
+    text = (DOCS / "stores.md").read_text(encoding="utf-8")
+    table = re.search(r"^\| store \|.*?(?=\n\n)", text, re.MULTILINE | re.DOTALL)
+    assert table is not None
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table[0].splitlines()[2:]]
+    return {row[0].strip("`"): row[1:] for row in rows}
+
+
+def told(able: Capabilities) -> list[str]:
+    """The cells that say this."""
+    flags = (able.conditional_put and able.conditional_replace, able.checksums, able.multipart, able.pinned_reads)
+    return [*("yes" if flag else "no" for flag in flags), "by prefix" if able.lists_uploads else "by whole key"]
+
+
+@pytest.mark.parametrize("name", [*s3_services.SERVICES, "another S3 endpoint"])
+def test_the_table_says_of_each_s3_service_what_the_store_says(name: str) -> None:
+    options: dict[str, Any] = {"endpoint_url": "https://s3.example", "key": "k", "secret": "s"}
+    if name in s3_services.SERVICES:
+        options["service"] = name
+    store = S3Store("bucket", S3Options.from_storage_options(options))
+    assert guarantees()[name][:5] == told(store.capabilities)
+
+
+def test_the_table_says_of_the_others_what_the_store_says(tmp_path: Path) -> None:
+    for uploads in ("xml", "compose"):
+        assert guarantees()["gs://"][:5] == told(GCSStore("bucket", GCSOptions(uploads=uploads)).capabilities)
+    folder = [cell.partition(",")[0] for cell in guarantees()["a folder"][:5]]
+    assert folder == told(LocalStore(str(tmp_path)).capabilities)
+    assert len(guarantees()) == len(s3_services.SERVICES) + 5
