@@ -5,6 +5,8 @@ from __future__ import annotations
 import base64
 import multiprocessing
 import os
+import threading
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -12,7 +14,7 @@ import pytest
 from awscrt import checksums
 
 from bucketpoint.errors import BucketpointError, CorruptDataError, EndpointError, StoreError, TransientStoreError
-from bucketpoint.stores import S3Options, S3Store
+from bucketpoint.stores import S3Options, S3Store, s3_crt
 from servers import S3Server
 from stores.scripted import Answer, ScriptedServer, Seen, error, scripted
 
@@ -184,6 +186,47 @@ def test_many_threads_share_it(minio: S3Server) -> None:
     assert found == [content[number : number + MIB] for number in range(24)]
     store.close()
     assert move(0) == content[:MIB]
+
+
+def test_a_body_is_copied_when_a_core_has_room_for_it_and_reads_do_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(s3_crt, "bodies_at_once", lambda: 2)
+    content = bytes(MIB)
+    lock, inside, most = threading.Lock(), Counter[str](), Counter[str]()
+    # As many have to be there at once as are let through.
+    together = {"PUT": threading.Barrier(2), "GET": threading.Barrier(4)}
+
+    def script(request: Seen, number: int) -> Answer:
+        with lock:
+            inside[request.method] += 1
+            most[request.method] = max(most[request.method], inside[request.method])
+        together[request.method].wait(240)
+        with lock:
+            inside[request.method] -= 1
+        return answer(content)(request, number)
+
+    with scripted(script) as server, ThreadPoolExecutor(8) as pool:
+        store = store_at(server, connections=4)
+        list(pool.map(lambda number: store.put(f"k{number}", views(content)), range(8)))
+        list(pool.map(lambda number: store.read_into("k", 0, views(bytearray(MIB))), range(8)))
+    assert (most["PUT"], most["GET"]) == (2, 4)
+
+
+def test_a_body_that_failed_leaves_its_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(s3_crt, "bodies_at_once", lambda: 1)
+    with scripted(lambda request, number: Answer(drop=True) if number == 0 else answer(b"")(request, number)) as server:
+        store = store_at(server, max_attempts=1)
+        with pytest.raises(TransientStoreError):
+            store.put("k", views(bytes(MIB)))
+        store.put("k", views(bytes(MIB)))
+    assert len(server.seen) == 2
+
+
+def test_there_is_room_for_one_body_a_core_and_for_two_at_least(monkeypatch: pytest.MonkeyPatch) -> None:
+    rooms = {}
+    for cores in (1, 2, 96):
+        monkeypatch.setattr(os, "sched_getaffinity", lambda pid, cores=cores: set(range(cores)), raising=False)
+        rooms[cores] = s3_crt.bodies_at_once()
+    assert rooms == {1: 2, 2: 2, 96: 96}
 
 
 def _read_in_child(store: S3Store, results: Any) -> None:

@@ -33,6 +33,8 @@ LARGE_BYTES = 1 << 20
 SENT, RECEIVED = ("UploadPart", "PutObject"), ("GetObject",)
 """The operations whose bodies may be large."""
 
+_FEWEST_BODIES = 2
+
 _EXTRA = "pip install -U 'bucketpoint[crt]'"
 
 _destination: ContextVar[Buffers | None] = ContextVar("bucketpoint_crt_destination", default=None)
@@ -55,11 +57,22 @@ def receiving_into(buffers: Buffers) -> Iterator[None]:
         _destination.reset(token)
 
 
+def bodies_at_once() -> int:
+    """How many bodies go up at once, of one client: one for each core that this process may use, and two at least.
+
+    The CRT copies a body whole before it sends it. More copies than cores are not sent sooner: they are memory that is
+    touched for the first time, which costs more CPU than to encrypt it, where the same few would be used again.
+    """
+    allowed = getattr(os, "sched_getaffinity", None)
+    cores = len(allowed(0)) if allowed else os.cpu_count() or 1
+    return max(cores, _FEWEST_BODIES)
+
+
 class CrtTransport:
     """Sends the requests of one boto3 client, as a handler of its `before-send`.
 
     Args:
-        connections: to the endpoint, at most.
+        connections: to the endpoint, at most. Fewer send at once: `bodies_at_once`.
         verify: as botocore's: a file of certificates, False, or None for the system's.
     """
 
@@ -73,6 +86,7 @@ class CrtTransport:
         self._verify = verify
         self._secure = parts.scheme == "https"
         self._lock = threading.Lock()
+        self._room = threading.BoundedSemaphore(bodies_at_once())
         # What a fork leaves of the client in the child has no threads: to take it down would wait for them for ever.
         # So the child keeps it, by this list, which the handler holds.
         self._native: list[Any] = []
@@ -89,7 +103,8 @@ class CrtTransport:
             moved = _destination.get() or ()
         if sum(view.nbytes for view in moved) < LARGE_BYTES:
             return None
-        return _Exchange(self._client(), request, operation, self._endpoint, moved).run()
+        with self._room if operation in SENT else contextlib.nullcontext():
+            return _Exchange(self._client(), request, operation, self._endpoint, moved).run()
 
     def close(self) -> None:
         """Close idle connections. The next request opens new ones."""
