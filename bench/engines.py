@@ -50,19 +50,19 @@ def measure(scratch: Path, fast: Path, binary: Path, *, quick: bool) -> dict[str
 
 
 def _round(worker: Worker, server: S3Server, round_: int) -> Any:
-    cases = [(name, count) for count in CONNECTIONS for name in ENGINES] + [(PEER, 0)]
+    # The peer has no number of connections: it is measured again beside each, so that what is compared lies close.
+    cases = [(name, count) for count in CONNECTIONS for name in (*ENGINES, PEER)]
     shift = round_ % len(cases)
     for op in OPS:
         for name, count in [*cases[shift:], *cases[:shift]]:
-            where = str(count) if count else "peer"
             command = {
                 "contender": name,
-                "connections": max(count, 1),
+                "connections": count,
                 "op": op,
-                "url": f"s3://{BUCKET}/{round_}-{name}-{where}",
+                "url": f"s3://{BUCKET}/{round_}-{name}-{count}",
                 "env": client_env(server),
             }
             answer = worker.ask(command)
             if worker.ended:
                 raise SystemExit(answer["error"])
-            yield {**answer, "contender": name, "op": op, "where": where, "round": round_}
+            yield {**answer, "contender": name, "op": op, "where": str(count), "round": round_}
