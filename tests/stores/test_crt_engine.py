@@ -192,14 +192,18 @@ def test_a_body_is_copied_when_a_core_has_room_for_it_and_reads_do_not_wait(monk
     monkeypatch.setattr(s3_crt, "bodies_at_once", lambda: 2)
     content = bytes(MIB)
     lock, inside, most = threading.Lock(), Counter[str](), Counter[str]()
-    # As many have to be there at once as are let through.
+    # As many have to be there at once as are let through, and one more has time to come.
     together = {"PUT": threading.Barrier(2), "GET": threading.Barrier(4)}
+    too_many = threading.Event()
 
     def script(request: Seen, number: int) -> Answer:
         with lock:
             inside[request.method] += 1
             most[request.method] = max(most[request.method], inside[request.method])
+            if inside["PUT"] > 2:
+                too_many.set()
         together[request.method].wait(240)
+        too_many.wait(0.3)
         with lock:
             inside[request.method] -= 1
         return answer(content)(request, number)
