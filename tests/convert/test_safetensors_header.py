@@ -18,7 +18,15 @@ from bucketpoint.errors import MetadataError
 
 safetensors = pytest.importorskip("safetensors.torch")
 
-DTYPES = [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.float8_e4m3fn, torch.uint16]
+DTYPES = [
+    torch.float32,
+    torch.bfloat16,
+    torch.int64,
+    torch.bool,
+    torch.float8_e4m3fn,
+    torch.float8_e5m2fnuz,
+    torch.uint16,
+]
 TENSORS = st.dictionaries(
     st.text('ab. é中"\\\n', min_size=1, max_size=4),
     st.tuples(st.sampled_from(DTYPES), st.lists(st.integers(0, 4), max_size=3)),
@@ -65,7 +73,9 @@ def one(**said: Any) -> dict[str, Any]:
         file(one(dtype="F99"), bytes(4)),
         file(one(dtype=["F32"]), bytes(4)),
         file(one(shape=[1 << 61, 1 << 61]), bytes(4)),
+        file(one(shape=[0, 1 << 61, 1 << 61], data_offsets=[0, 0])),
         file(one(shape=[-1]), bytes(4)),
+        file({**one(), "b": {**one()["a"], "data_offsets": [2, 6]}}, bytes(6)),
         file(one(shape=[True]), bytes(4)),
         file(one(shape=[1] * 100), bytes(4)),
         file(one(shape=None), bytes(4)),
@@ -76,7 +86,7 @@ def one(**said: Any) -> dict[str, Any]:
         file(one(), bytes(5)),
         file({**one(), "b": one()["a"]}, bytes(4)),
     ],
-    ids=range(23),
+    ids=range(25),
 )
 def test_a_malformed_file_is_refused_and_nothing_is_written(tmp_path: Path, raw: bytes) -> None:
     path = tmp_path / "model.safetensors"

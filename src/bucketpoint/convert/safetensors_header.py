@@ -33,6 +33,8 @@ _NAMES: dict[torch.dtype, str] = {
     torch.float8_e5m2: "F8_E5M2",
     torch.float8_e4m3fn: "F8_E4M3",
     torch.float8_e8m0fnu: "F8_E8M0",
+    torch.float8_e4m3fnuz: "F8_E4M3FNUZ",
+    torch.float8_e5m2fnuz: "F8_E5M2FNUZ",
     torch.int16: "I16",
     torch.uint16: "U16",
     torch.float16: "F16",
@@ -65,6 +67,11 @@ class Entry:
 def writable(dtype: torch.dtype) -> bool:
     """Whether safetensors has a name for this dtype."""
     return dtype in _NAMES
+
+
+def nameable(name: str) -> bool:
+    """Whether a tensor may be called so: a header has one name of its own, and JSON's readers want Unicode."""
+    return name != _METADATA and not any("\ud800" <= letter <= "\udfff" for letter in name)
 
 
 def encode_header(entries: Sequence[Entry]) -> bytes:
@@ -163,7 +170,8 @@ def _entry(name: str, said: Any, key: str) -> Entry:
     if not _are_counts(shape) or len(shape) > _MAX_DIMS or not _are_counts(offsets) or len(offsets) != 2:
         raise _malformed(f"{name[:200]} has no shape or no place", key)
     entry = Entry(name, _DTYPES[dtype], tuple(shape), offsets[0])
-    if entry.nbytes >= _MAX_NBYTES or entry.nbytes != offsets[1] - offsets[0]:
+    # Strides are products of sizes: those of an empty tensor may be beyond all numbers.
+    if math.prod(max(size, 1) for size in shape) >= _MAX_NBYTES or entry.nbytes != offsets[1] - offsets[0]:
         raise _malformed(f"{name[:200]} has another number of bytes than its shape says", key)
     return entry
 

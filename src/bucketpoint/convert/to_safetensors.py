@@ -9,7 +9,7 @@ from torch.distributed.checkpoint import TensorStorageMetadata
 
 from bucketpoint.convert.filling import Filling
 from bucketpoint.convert.from_safetensors import INDEX_NAME, SINGLE_NAME
-from bucketpoint.convert.safetensors_header import Entry, encode_header, writable
+from bucketpoint.convert.safetensors_header import Entry, encode_header, nameable, writable
 from bucketpoint.convert.source import Source
 from bucketpoint.convert.target import Layout, Place, TargetObject, held
 from bucketpoint.convert.tensors import WholeTensor, whole_tensors
@@ -30,18 +30,21 @@ def plan_safetensors(
         prefix: only tensors whose keys begin so, and without it.
 
     Raises:
-        MismatchError: no tensor is left, or one has a dtype that safetensors has no name for.
+        MismatchError: no tensor is left, or one has a dtype or a key that safetensors has no place for.
     """
     chosen: list[tuple[str, WholeTensor]] = []
     left_out = [
         fqn
         for fqn, entry in source.metadata.state_dict_metadata.items()
-        if not fqn.startswith(prefix) or fqn == prefix or not isinstance(entry, TensorStorageMetadata)
+        if not fqn.startswith(prefix) or not isinstance(entry, TensorStorageMetadata)
     ]
     for tensor in whole_tensors(source, set(left_out)):
         if not writable(tensor.dtype):
             raise MismatchError(f"Safetensors has no name for {tensor.dtype}", key=tensor.fqn)
-        chosen.append((tensor.fqn[len(prefix) :], tensor))
+        name = tensor.fqn[len(prefix) :]
+        if not nameable(name):
+            raise MismatchError(f"A tensor in safetensors cannot be called {name!r}")
+        chosen.append((name, tensor))
     if not chosen:
         raise MismatchError(
             f"The checkpoint has no tensor whose key begins with {prefix!r}",
