@@ -24,7 +24,7 @@ from bucketpoint.convert import ConvertOptions, plan_conversion
 from bucketpoint.convert.from_safetensors import INDEX_NAME, SINGLE_NAME
 from bucketpoint.dcp.saved import open_checkpoint
 from bucketpoint.dcp.verify import verify
-from bucketpoint.errors import CheckpointExistsError, InvalidURLError, MismatchError
+from bucketpoint.errors import BucketpointError, CheckpointExistsError, InvalidURLError, MetadataError, MismatchError
 from convert.chunked import GridPlanner
 from convert.conftest import contents, converted, in_minio, load, names, state
 from dcp.states import assert_same, blank, filled, varied
@@ -145,6 +145,9 @@ def test_a_file_of_torch_save_becomes_ours_and_back(root: str, tmp_path: Path) -
         found = torch.load(tmp_path / "back.pt", weights_only=False, mmap=mmap)
         assert_same(found, value)
     assert type(found["ordered"]["a"]) is int
+    # And by ranges of the file in the bucket.
+    converted(f"{root}/back.pt", f"{root}/again")
+    assert_same(load(f"{root}/again", value), value)
 
 
 @pytest.mark.contract
@@ -229,6 +232,17 @@ def test_what_has_no_place_in_safetensors_is_named(tmp_path: Path) -> None:
     ours(tmp_path / "wide", {"w": torch.zeros(2, dtype=torch.complex128)})
     with pytest.raises(MismatchError, match="complex128"):
         converted(tmp_path / "wide", tmp_path / "hf", "safetensors")
+    for name in ("__metadata__", "\ud800"):
+        torch.save({name: torch.ones(2)}, tmp_path / "named.pt")
+        with pytest.raises(MismatchError, match="cannot be called"):
+            converted(tmp_path / "named.pt", tmp_path / "hf", "safetensors")
+    assert not (tmp_path / "hf").exists()
+
+
+def test_a_prefix_is_refused_where_nothing_takes_one(tmp_path: Path) -> None:
+    torch.save(state(), tmp_path / "a.pt")
+    with pytest.raises(BucketpointError, match="prefix"):
+        converted(tmp_path / "a.pt", tmp_path / "ours", prefix="model.")
 
 
 def test_sparse_tensors_stay_as_they_are_where_dcp_is_kept(tmp_path: Path) -> None:
@@ -267,6 +281,13 @@ def test_what_is_there_is_not_replaced_unless_told(tmp_path: Path) -> None:
     assert len(names(str(tmp_path / "again"))) == 3
     with pytest.raises(InvalidURLError, match="already"):
         converted(tmp_path / "again", tmp_path / "more")
+
+
+def test_a_file_of_the_old_format_is_refused_and_what_to_do_is_said(tmp_path: Path) -> None:
+    torch.save(state(), tmp_path / "old.pt", _use_new_zipfile_serialization=False)
+    with pytest.raises(MetadataError, match=r"before torch 1\.6"):
+        converted(tmp_path / "old.pt", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_file_whose_tensors_cannot_be_taken_apart_is_refused(tmp_path: Path) -> None:

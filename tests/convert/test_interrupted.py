@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import os
+import pickle
+import subprocess
+import sys
 import tracemalloc
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,21 +21,31 @@ from bucketpoint import BucketWriter
 from bucketpoint.catalog.adopt import adopt
 from bucketpoint.catalog.catalog import open_catalog
 from bucketpoint.convert import ConvertOptions, plan_conversion, run_conversion
+from bucketpoint.convert.detect import open_source
+from bucketpoint.convert.from_safetensors import INDEX_NAME
 from bucketpoint.convert.journal import NAME
 from bucketpoint.dcp.saved import open_checkpoint
 from bucketpoint.dcp.verify import verify
-from bucketpoint.errors import BucketpointError, CommitConflictError, CorruptDataError, StoreError
-from bucketpoint.stores import open_store
+from bucketpoint.errors import (
+    BucketpointError,
+    CheckpointExistsError,
+    CommitConflictError,
+    CorruptDataError,
+    StoreError,
+)
+from bucketpoint.stores import LocalStore, open_store
 from bucketpoint.testing import Kill, Script, always
 from bucketpoint.testing.kills import Job, sampled
 from bucketpoint.testing.plugin import MakeProxy
 from bucketpoint.testing.tally import Tally
 from bucketpoint.transfer import TransferOptions
 from convert.chunked import GridPlanner
-from convert.conftest import SMALL, converted, in_minio, load, state
+from convert.conftest import SMALL, converted, in_minio, load, names, state
 from dcp.states import assert_same, filled
 from servers import S3Server
 from transfer.wrappers import CountingStore, FailingStore
+
+safetensors = pytest.importorskip("safetensors.torch")
 
 ONE_BY_ONE = TransferOptions(max_inflight_bytes=16 << 20, connections=1)
 KEPT = ConvertOptions(object_bytes=64 << 10, shard_bytes=64 << 10)
@@ -190,6 +204,77 @@ def test_a_process_that_is_killed_leaves_nothing_that_loads_and_the_next_run_goe
     assert committed == {False, True}
 
 
+def test_an_index_that_somebody_else_put_there_is_not_taken_for_the_end_of_a_conversion(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, target = source_of(tmp_path / "a"), tmp_path / "b"
+    interrupted(source, target, "safetensors", monkeypatch)
+    (target / INDEX_NAME).write_text('{"weight_map": {}}')
+    with pytest.raises(CheckpointExistsError):
+        planned(source, target, "safetensors", CountingStore, monkeypatch)
+
+
+KILLED = """
+import os, sys
+import bucketpoint.convert.convert as run
+from bucketpoint.convert import ConvertOptions, plan_conversion, run_conversion
+from bucketpoint.transfer import TransferOptions
+
+source, target, to = sys.argv[1:]
+run._BATCH_BYTES = 1
+
+
+class Killed:
+    def __init__(self, inner):
+        self.inner, self.left = inner, 3
+
+    def __getattr__(self, name):
+        def counted(*given, **named):
+            self.left -= 1
+            if self.left < 0:
+                os._exit(9)
+            return getattr(self.inner, name)(*given, **named)
+
+        return counted if name == "put_part" else getattr(self.inner, name)
+
+
+opened = run.open_place
+run.open_place = lambda url, **rest: (lambda store, prefix: (Killed(store), prefix))(*opened(url, **rest))
+run.open_object = lambda url, opened=run.open_object, **rest: (lambda store, key: (Killed(store), key))(
+    *opened(url, **rest)
+)
+options = TransferOptions(max_inflight_bytes=32 << 20, connections=1, part_bytes=5 << 20, single_put_bytes=1 << 20)
+run_conversion(plan_conversion(
+    source, target, to_format=to, options=ConvertOptions(object_bytes=1, shard_bytes=1), transfer=options
+))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("to", ["bucketpoint", "torch"])
+def test_a_process_that_is_killed_in_the_middle_of_an_object_leaves_nothing_and_the_next_goes_on(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, to: str
+) -> None:
+    """By the system, in the middle of an object, the second if there are two: nothing is aborted, nothing is tidied."""
+    root = in_minio(request, monkeypatch)
+    value = {f"w{n}": filled((3 << 20,), torch.float32, seed=n) for n in range(2)}
+    dcp.save(value, storage_writer=FileSystemWriter(str(tmp_path / "a")), no_dist=True)
+    target = f"{root}/x.pt" if to == "torch" else f"{root}/b"
+    command = [sys.executable, "-c", KILLED, str(tmp_path / "a"), target, to]
+    assert subprocess.run(command, check=False, timeout=240).returncode == 9
+    with pytest.raises(BucketpointError):
+        open_source(target, transfer=SMALL)
+    kept = ConvertOptions(object_bytes=1, shard_bytes=1)
+    plan = plan_conversion(tmp_path / "a", target, to_format=to, options=kept, transfer=SMALL)
+    # What was whole before the kill is not sent again; a single file begins anew.
+    assert len(plan.there) == (0 if to == "torch" else 1)
+    done = run_conversion(plan, verify=True)
+    assert (done.skipped, done.damaged) == (len(plan.there), [])
+    converted(target, tmp_path / "back", "dcp")
+    assert_same(load(tmp_path / "back", value), value)
+    assert NAME not in {name.rpartition("/")[2] for name in names(root)}
+
+
 def interrupted(source: Path, target: Path, to: str, monkeypatch: pytest.MonkeyPatch, after: int = 4) -> None:
     def wrapped(inner: Any) -> Any:
         return FailingStore(inner, lambda name, n: name == "put" and n > after, lambda: StoreError("killed"))
@@ -280,6 +365,55 @@ def test_a_source_that_changes_meanwhile_is_not_converted(tmp_path: Path) -> Non
     assert not (tmp_path / "b" / ".metadata").exists()
 
 
+@pytest.mark.parametrize("to", ["bucketpoint", "torch"])
+def test_a_source_that_changes_meanwhile_is_noticed_where_reads_are_not_pinned(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, to: str
+) -> None:
+    monkeypatch.setattr(LocalStore, "capabilities", replace(LocalStore("/").capabilities, pinned_reads=False))
+    path = tmp_path / "model.safetensors"
+    safetensors.save_file({"w": torch.ones(1 << 18)}, path)
+    target = tmp_path / ("x.pt" if to == "torch" else "b")
+    plan = plan_conversion(path, target, transfer=SMALL)
+    safetensors.save_file({"w": torch.zeros(1 << 18)}, path)
+    with pytest.raises(CorruptDataError, match="changed while"):
+        run_conversion(plan)
+    assert not (tmp_path / "b" / ".metadata").exists()
+
+
+def test_metadata_of_a_source_that_says_something_else_makes_another_conversion(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, target = source_of(tmp_path / "a"), tmp_path / "b"
+    interrupted(source, target, "dcp", monkeypatch)
+    metadata = pickle.loads((source / ".metadata").read_bytes())
+    infos = metadata.storage_data
+    one, two = (next(index for index in infos if index.fqn == f"model.layer {n}") for n in (0, 1))
+    infos[one], infos[two] = infos[two], infos[one]
+    (source / ".metadata").write_bytes(pickle.dumps(metadata))
+    assert planned(source, target, "dcp", CountingStore, monkeypatch).there == {}
+
+
+@pytest.mark.parametrize("to", ["bucketpoint", "dcp", "torch", "safetensors"])
+def test_a_target_that_is_not_what_was_sent_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, to: str) -> None:
+    target = tmp_path / ("x.pt" if to == "torch" else "b")
+    plan = plan_conversion(source_of(tmp_path / "a"), target, to_format=to, options=KEPT, transfer=SMALL)
+    path = plan.layout.objects[-1].path
+    there = target if to == "torch" else target / path
+
+    def flipped(store: Any, key: str, offset: int, buffers: Any, **options: Any) -> None:
+        if not flipping and str(there).endswith(key):
+            raw = bytearray(there.read_bytes())
+            raw[len(raw) // 2] ^= 0x10
+            there.write_bytes(raw)
+            flipping.append(key)
+        original(store, key, offset, buffers, **options)
+
+    flipping: list[str] = []
+    original = LocalStore.read_into
+    monkeypatch.setattr(LocalStore, "read_into", flipped)
+    assert run_conversion(plan, verify=True).damaged == [path]
+
+
 @pytest.mark.parametrize(
     ("to", "cuts"),
     [("bucketpoint", (1,)), ("dcp", (1, 4)), ("torch", (1,)), ("torch", (1, 4)), ("safetensors", (1, 4))],
@@ -301,6 +435,23 @@ def test_memory_stays_within_the_budget(tmp_path: Path, to: str, cuts: tuple[int
     # Leases are anonymous maps, which tracemalloc does not see: this is everything besides.
     assert peak < budget
     assert done.checked_bytes == nbytes
+
+
+@pytest.mark.parametrize("source", ["x.pt", "x.safetensors"])
+@pytest.mark.parametrize("to", ["bucketpoint", "dcp", "torch", "safetensors"])
+def test_one_tensor_beyond_the_budget_is_never_held(tmp_path: Path, source: str, to: str) -> None:
+    budget, value = 4 << 20, {"w": filled((16 << 20,), torch.uint8)}
+    torch.save(value, tmp_path / "x.pt")
+    safetensors.save_file(value, tmp_path / "x.safetensors")
+    target = tmp_path / ("y.pt" if to == "torch" else "b")
+    options = TransferOptions(max_inflight_bytes=budget, connections=4)
+    tracemalloc.start()
+    done = run_conversion(plan_conversion(tmp_path / source, target, to_format=to, transfer=options), verify=True)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert done.peak_bytes <= budget
+    assert peak < budget
+    assert done.checked_bytes == (value["w"].nbytes if source == "x.pt" else 0)
 
 
 def test_into_a_bucket_in_parts_and_within_the_budget(

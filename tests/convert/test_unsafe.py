@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import pickle
+import struct
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +12,11 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import FileSystemWriter
+from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from bucketpoint.convert import plan_conversion
-from bucketpoint.errors import BucketpointError, MetadataError, MismatchError, UnsafeDataError
+from bucketpoint.convert.from_safetensors import INDEX_NAME
+from bucketpoint.errors import BucketpointError, CorruptDataError, MetadataError, MismatchError, UnsafeDataError
 from convert.conftest import converted, load
 from security.corpus import Call
 
@@ -100,6 +104,67 @@ def test_places_that_cannot_be_are_refused(tmp_path: Path, mapping: dict[str, An
     (tmp_path / "a" / ".metadata").write_bytes(pickle.dumps(metadata))
     with pytest.raises(MetadataError, match=said):
         plan_conversion(tmp_path / "a", tmp_path / "x.pt")
+
+
+def test_data_that_the_metadata_does_not_describe_is_refused(tmp_path: Path) -> None:
+    theirs(tmp_path / "a", {"w": torch.ones(3), "b": 1})
+    metadata = pickle.loads((tmp_path / "a" / ".metadata").read_bytes())
+    metadata.storage_data[MetadataIndex("more")] = metadata.storage_data[MetadataIndex("b")]
+    (tmp_path / "a" / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(MetadataError, match="does not describe"):
+        plan_conversion(tmp_path / "a", tmp_path / "out")
+
+
+@pytest.mark.parametrize("gone", ["object", "item"])
+def test_a_shard_that_is_missing_is_named(tmp_path: Path, gone: str) -> None:
+    writer = FileSystemWriter(str(tmp_path / "a"), single_file_per_rank=False)
+    dcp.save({"w": torch.ones(3), "v": torch.ones(3)}, storage_writer=writer, no_dist=True)
+    metadata = pickle.loads((tmp_path / "a" / ".metadata").read_bytes())
+    index = next(index for index in metadata.storage_data if index.fqn == "w")
+    if gone == "object":
+        (tmp_path / "a" / metadata.storage_data[index].relative_path).unlink()
+    else:
+        del metadata.storage_data[index]
+        (tmp_path / "a" / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(BucketpointError, match=r"an object is missing|no data for this item"):
+        plan_conversion(tmp_path / "a", tmp_path / "out")
+
+
+@pytest.mark.parametrize("file", ["../b/one.safetensors", "/b/one.safetensors", ""])
+def test_an_index_that_leads_out_of_its_folder_is_refused(tmp_path: Path, file: str) -> None:
+    (tmp_path / INDEX_NAME).write_text(json.dumps({"weight_map": {"w": file}}))
+    with pytest.raises(UnsafeDataError):
+        plan_conversion(tmp_path, tmp_path / "out")
+
+
+@pytest.mark.parametrize("where", ["file", "object of a file", "bytes item", "quantised item"])
+def test_a_bit_that_flips_in_what_is_no_plain_tensor_is_seen(tmp_path: Path, where: str) -> None:
+    value = {"w": torch.ones(3), "x": ["as it was", (torch.full((3,), 7.5),)]}
+    path, said = tmp_path / "a.pt", b"as it was"
+    if where == "quantised item":
+        value, said = {"w": torch.quantize_per_tensor(torch.full((9,), 7.0), 1.0, 0, torch.quint8)}, bytes([7] * 9)
+    if where.endswith("file"):
+        torch.save(value, path)
+        said = said if where == "file" else struct.pack("<f", 7.5)
+    else:
+        theirs(tmp_path / "a", value)
+        (path,) = (tmp_path / "a").glob("*.distcp")
+    raw = bytearray(path.read_bytes())
+    raw[raw.index(said)] ^= 0x04
+    path.write_bytes(raw)
+    with pytest.raises(CorruptDataError):
+        converted(path if path.suffix == ".pt" else path.parent, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_few_bytes_do_not_become_any_number(tmp_path: Path) -> None:
+    torch.save({"w": torch.ones(1).expand(1 << 30)}, tmp_path / "x.pt")
+    with pytest.raises(MismatchError, match="repeating 4"):
+        plan_conversion(tmp_path / "x.pt", tmp_path / "out")
+    few = {"w": torch.ones(3, 1).expand(3, 4)}
+    torch.save(few, tmp_path / "y.pt")
+    converted(tmp_path / "y.pt", tmp_path / "out")
+    assert torch.equal(load(tmp_path / "out", {"w": torch.zeros(3, 4)})["w"], few["w"])
 
 
 def archive(path: Path, body: bytes, storage: bytes = b"") -> None:

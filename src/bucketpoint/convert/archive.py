@@ -9,6 +9,7 @@ import io
 import pickle
 import struct
 import zipfile
+import zlib
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from math import prod
@@ -18,7 +19,7 @@ import torch
 
 from bucketpoint.convert.reading import SourceBytes
 from bucketpoint.convert.source import Checksum, Decoded, Stretch
-from bucketpoint.errors import MetadataError, MismatchError, UnsafeDataError
+from bucketpoint.errors import BucketpointError, CorruptDataError, MetadataError, MismatchError, UnsafeDataError
 from bucketpoint.format.allow_list import ITEM_GLOBALS
 from bucketpoint.format.frames import contiguous_strides
 from bucketpoint.format.pickle_survey import survey
@@ -27,6 +28,9 @@ from bucketpoint.format.safe_pickle import registered_globals
 from bucketpoint.transfer.pieces import each
 
 MAGIC = b"PK\x03\x04"
+
+MAX_EXPANDED_BYTES = 256 << 20
+"""A tensor that repeats its elements (`expand`) is written out: a few bytes of a file could become any number."""
 
 _FEW = 8
 _LOCAL = struct.Struct("<4s5H3I2H")
@@ -59,7 +63,8 @@ def open_archive(source: SourceBytes, key: str, start: int, stop: int) -> Archiv
     """The archive in bytes `[start, stop)` of an object; None if those do not begin as one.
 
     Raises:
-        MetadataError: it is damaged, or none of torch.save's.
+        MetadataError: it is malformed, or none of torch.save's.
+        CorruptDataError: its pickle has another CRC32 than was written.
     """
     if stop - start < len(MAGIC) or bytes(source.take(key, start, len(MAGIC))) != MAGIC:
         return None
@@ -103,7 +108,14 @@ def open_archive(source: SourceBytes, key: str, start: int, stop: int) -> Archiv
 
 
 def _content(source: SourceBytes, key: str, record: Record) -> bytes:
-    return source.file(key, record.start, record.start + record.nbytes).read()
+    body = source.file(key, record.start, record.start + record.nbytes).read()
+    if record.crc32 is not None and zlib.crc32(body) != record.crc32:
+        raise CorruptDataError(
+            f"{record.nbytes} bytes of an archive, from byte {record.start} on, have another CRC32 than was written",
+            url=source.store.url,
+            key=key,
+        )
+    return body
 
 
 def _malformed(source: SourceBytes, key: str, reason: str) -> MetadataError:
@@ -133,7 +145,7 @@ class Skeleton:
         unpickler = _Unpickler(archive, None if trusted else allowed, lambda key: self._storage(key, loaded))
         try:
             self.root: Any = unpickler.load()
-        except (MetadataError, UnsafeDataError):
+        except BucketpointError:
             raise
         except Exception as error:  # noqa: BLE001 - damaged pickles make the unpickler raise nearly everything
             reason = f"{type(error).__name__}: {error}"[:300]
@@ -166,6 +178,8 @@ class Skeleton:
         if first + span > record.nbytes:
             raise _malformed(self.archive.source, self.archive.key, f"{name} does not lie within its storage")
         start = record.start + first
+        if nbytes > max(record.nbytes, MAX_EXPANDED_BYTES):
+            raise _unfit(name, f"{nbytes} bytes by repeating {record.nbytes}")
         if not (_in_c_order(shape, strides) and not tensor.is_conj() and not tensor.is_neg()):
             return Decoded(nbytes, lambda: self._decode(tensor, start, span), (self.archive.key, start))
         known = record.crc32 if (first, nbytes) == (0, record.nbytes) else None
@@ -189,8 +203,7 @@ class Skeleton:
                 raise _malformed(self.archive.source, self.archive.key, f"it has no storage {key[:100]!r}")
             if key in loaded:
                 # One byte at least: an empty buffer is refused.
-                raw = bytearray(record.nbytes or 1)
-                self.archive.source.read(self.archive.key, record.start, memoryview(raw)[: record.nbytes])
+                raw = bytearray(_content(self.archive.source, self.archive.key, record) or 1)
                 found = torch.frombuffer(raw, dtype=torch.uint8)[: record.nbytes].clone().untyped_storage()
             else:
                 found = torch.UntypedStorage(record.nbytes, device="meta")  # type: ignore[no-untyped-call]

@@ -168,6 +168,10 @@ def plan_conversion(
         transfer=transfer,
     )
     wanted = _format_of(url, to_format, found)
+    if chosen.prefix and SAFETENSORS not in (found.format, wanted):
+        raise BucketpointError(
+            f"A prefix is of keys in safetensors, and this is {found.format} to {wanted}", remedy="Leave --prefix out"
+        )
     name = ""
     if wanted == TORCH:
         store, key = open_object(url, storage_options=target_options, fs=target_fs)
@@ -178,15 +182,15 @@ def plan_conversion(
     digest = _digest(found, wanted, chosen)
     journal, other = open_journal(store, folder, digest) if wanted != TORCH else (None, None)
     token = journal.token if journal is not None else keys.new_token()
-    finished = is_finished(place, wanted, journal)
-    if not finished:
-        refuse_to_replace(place, wanted, name, chosen.overwrite)
     log = _log_there(place, found, chosen, target_options, target_fs) if wanted == BUCKETPOINT else None
     filling = Filling(found.bytes, transfer.max_inflight_bytes // 4)
     layout = _layout(found, wanted, place, name, filling, chosen, token, log)
-    if len(layout.objects) < 2 and not finished:
-        journal = None
     there = journal.done(layout.objects, transfer) if journal is not None and journal.notes else {}
+    finished = is_finished(place, wanted, journal, whole=len(there) == len(layout.objects))
+    if not finished:
+        refuse_to_replace(place, wanted, name, chosen.overwrite)
+        if len(layout.objects) < 2:
+            journal = None
     return ConvertPlan(
         found, wanted, place, layout, filling, transfer, journal, other, finished, log, token, there
     )  # fmt: skip
@@ -219,6 +223,7 @@ def run_conversion(plan: ConvertPlan, *, verify: bool = False, progress: Progres
                 plan.journal.add(batch, uploaded)
             done.update(zip((entry.path for entry in batch), uploaded, strict=True))
         ordered = [done[entry.path] for entry in objects]
+        plan.source.bytes.check_unchanged()
         _check_unchanged(plan, ordered)
         plan.layout.commit(ordered)
     damaged: list[str] = []

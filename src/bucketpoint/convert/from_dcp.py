@@ -6,21 +6,23 @@ Frames of others are looked into, a few small reads each, so that their elements
 from __future__ import annotations
 
 import dataclasses
+import io
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from torch.distributed.checkpoint import TensorStorageMetadata
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from bucketpoint.convert.archive import Skeleton, open_archive
-from bucketpoint.convert.reading import SourceBytes
+from bucketpoint.convert.reading import BLOCK_BYTES, SourceBytes
 from bucketpoint.convert.source import BUCKETPOINT, DCP, Checksum, Decoded, Held, Payload, Source, Stretch
 from bucketpoint.dcp.decode import decode_item, undone_bytes
 from bucketpoint.dcp.regions import ChunkShapes
 from bucketpoint.dcp.saved import SavedCheckpoint
 from bucketpoint.errors import CorruptDataError, MetadataError, ObjectNotFoundError, UnsafeDataError
+from bucketpoint.format.archive import Verdict, check_archive
 from bucketpoint.format.safe_pickle import refused_globals
 from bucketpoint.format.storage_info import ItemInfo
 from bucketpoint.transfer import BufferPool
@@ -53,7 +55,7 @@ def read_dcp(source: SourceBytes, saved: SavedCheckpoint, *, trusted: bool = Fal
         # Without what bucketpoint wrote beside DCP's own fields: it is of the place where the source lies.
         dataclasses.replace(saved.metadata, storage_data=None, storage_meta=None),
         {index: payloads[index] for index in sorted(payloads, key=_in_order)},
-        source.fingerprint(),
+        source.fingerprint(saved.data),
         record.kind,
         record.metrics,
     )
@@ -110,12 +112,16 @@ class _Reading:
     def payload(self, index: MetadataIndex, info: ItemInfo) -> Payload:
         key = self._saved.key(info.path)
         entry = self._saved.metadata.state_dict_metadata.get(index.fqn)
+        if entry is None:
+            raise MetadataError(
+                "The metadata has data for an item that it does not describe", url=self._saved.url, key=index.fqn
+            )
         if not isinstance(entry, TensorStorageMetadata):
             return self._bytes(key, index.fqn, info)
         shape = self._shapes.of(index)
         if shape is None:
             raise MetadataError("An item is no chunk of its tensor", url=self._saved.url, key=index.fqn)
-        dtype = entry.properties.dtype
+        dtype, stop = entry.properties.dtype, info.offset + info.length
         nbytes = math.prod(shape) * dtype.itemsize
         if info.payload_offset is not None and not info.transform_descriptors:
             if info.payload_nbytes != nbytes:
@@ -124,6 +130,8 @@ class _Reading:
             return Stretch(key, start, nbytes, _crc32c(info))
         if not info.transform_descriptors:
             found = self._framed(key, index.fqn, info, dtype, shape)
+            if found is None and info.crc32c is None:
+                self._check_archive(info, io.BufferedReader(self._source.file(key, info.offset, stop), BLOCK_BYTES))
             return found or Stretch(key, info.offset, info.length, _crc32c(info), opaque=True)
         return Decoded(nbytes, lambda: self._decoded(key, index.fqn, info, dtype, shape), (key, info.offset))
 
@@ -163,6 +171,8 @@ class _Reading:
             self._check(key, info, raw)
             if not info.transform_descriptors:
                 self._judge(fqn, raw)
+                if info.crc32c is None:
+                    self._check_archive(info, io.BytesIO(raw))
                 return Stretch(key, info.offset, info.length, _crc32c(info))
             data = undone_bytes(raw, info, self._registry(), key=fqn, trusted=self._trusted)
             self._judge(fqn, data)
@@ -180,6 +190,12 @@ class _Reading:
     def _check(self, key: str, info: ItemInfo, raw: memoryview) -> None:
         if info.crc32c is not None and info.payload_offset is None and crc32c(raw) != info.crc32c:
             raise _damaged(self._saved, info.path, f"the item at byte {info.offset} has another checksum")
+
+    def _check_archive(self, info: ItemInfo, file: BinaryIO) -> None:
+        """What goes on as it is, and has no checksum but those inside of it."""
+        verdict, reason = check_archive(file)
+        if verdict is Verdict.DAMAGED:
+            raise _damaged(self._saved, info.path, f"the archive at byte {info.offset} is not sound: {reason}")
 
     def _registry(self) -> Any:
         if self._transforms is None:

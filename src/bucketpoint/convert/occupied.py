@@ -44,12 +44,17 @@ def _is_there(store: Store, key: str) -> bool:
     return True
 
 
-def is_finished(place: Place, wanted: str, journal: Journal | None) -> bool:
-    """Whether this conversion was interrupted after its commit: then only its journal is to be removed."""
+def is_finished(place: Place, wanted: str, journal: Journal | None, *, whole: bool) -> bool:
+    """Whether this conversion was interrupted after its commit: then only its journal is to be removed.
+
+    Args:
+        whole: all objects that the journal notes are at the target, unchanged.
+    """
     if journal is None or not journal.notes:
         return False
     if wanted == SAFETENSORS:
-        return _is_there(place.store, keys.join(place.prefix, INDEX_NAME))
+        # An index says nothing of who wrote it.
+        return whole and _is_there(place.store, keys.join(place.prefix, INDEX_NAME))
     try:
         data, _ = place.store.get(keys.join(place.prefix, keys.METADATA))
     except ObjectNotFoundError:

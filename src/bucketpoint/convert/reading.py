@@ -14,6 +14,7 @@ from collections import OrderedDict
 from bucketpoint.errors import CorruptDataError, MetadataError, ObjectNotFoundError, PreconditionFailedError
 from bucketpoint.stores import ObjectInfo, Store
 from bucketpoint.transfer import TransferOptions, retry_transient
+from bucketpoint.transfer.pieces import each
 
 BLOCK_BYTES = 256 << 10
 """Headers, directories and small items lie close together, and a request costs more time than so many bytes."""
@@ -52,16 +53,34 @@ class SourceBytes:
                 info = self._infos.setdefault(key, info)
         return info
 
-    def fingerprint(self) -> str:
-        """A digest of all objects that were looked at: another one where any of them was replaced.
+    def fingerprint(self, data: bytes = b"") -> str:
+        """A digest of `data` and all objects that were looked at: another one where any of them was replaced.
 
         Where the store has no ETags nobody can tell, so it is another one each time.
         """
         said = hashlib.sha256(self.store.identity.encode())
+        said.update(hashlib.sha256(data).digest())
         for key, info in sorted(self._infos.items()):
             said.update(f"\n{key}\n{info.size} {info.etag}".encode())
             said.update(os.urandom(16) if info.etag is None else b"")
         return said.hexdigest()
+
+    def check_unchanged(self) -> None:
+        """Look at all objects again, where reads are not pinned to what they were at the first look.
+
+        Raises:
+            CorruptDataError: one was replaced meanwhile, or is gone.
+        """
+        if not self._pinned:
+            each(self._infos.items(), lambda known: self._compare(*known), self.options)
+
+    def _compare(self, key: str, known: ObjectInfo) -> None:
+        try:
+            found = retry_transient(lambda: self.store.head(key), attempts=self.options.read_attempts)
+        except ObjectNotFoundError:
+            raise self._changed(key, "it is gone") from None
+        if (found.size, found.etag) != (known.size, known.etag):
+            raise self._changed(key, "it was replaced")
 
     def read(self, key: str, start: int, out: memoryview) -> None:
         """Bytes `[start, start + len(out))` of an object.
@@ -121,12 +140,15 @@ class SourceBytes:
                 lambda: self.store.read_into(key, start, [out], if_match=etag), attempts=self.options.read_attempts
             )
         except (ObjectNotFoundError, PreconditionFailedError) as error:
-            raise CorruptDataError(
-                f"an object changed while it was converted: {error.message}",
-                url=self.store.url,
-                key=key,
-                remedy="Convert again once nobody writes there any more",
-            ) from error
+            raise self._changed(key, error.message) from error
+
+    def _changed(self, key: str, reason: str) -> CorruptDataError:
+        return CorruptDataError(
+            f"an object changed while it was converted: {reason}",
+            url=self.store.url,
+            key=key,
+            remedy="Convert again once nobody writes there any more",
+        )
 
 
 class _Block:
