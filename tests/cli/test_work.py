@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from bucketpoint.cli.work import BATCH, told
+from bucketpoint.catalog.pace import PAGE
+from bucketpoint.cli.work import told
 from bucketpoint.stores import DeleteFailure, LocalStore
 from cli.conftest import Program
 from cli.test_retention import save_run, write
 
 
 def test_every_batch_is_told_of_and_what_is_refused_is_not_counted(tmp_path: Path) -> None:
-    keys = [f"k/{number:05}" for number in range(2 * BATCH + 1)]
+    keys = [f"k/{number:05}" for number in range(2 * PAGE + 1)]
     (tmp_path / "k").mkdir()
     for key in keys:
         (tmp_path / key).touch()
@@ -25,8 +26,8 @@ def test_every_batch_is_told_of_and_what_is_refused_is_not_counted(tmp_path: Pat
     store = told(Refusing(str(tmp_path)), lambda listed, deleted: seen.append((listed, deleted)))
     assert [info.key for info in store.list("k/")] == keys
     assert seen == [(number, 0) for number in range(1, len(keys) + 1)]
-    assert [failure.key for failure in store.delete(keys)] == [keys[0], keys[BATCH], keys[2 * BATCH]]
-    assert seen[len(keys) :] == [(len(keys), done) for done in (BATCH - 1, 2 * BATCH - 2, 2 * BATCH - 2)]
+    assert [failure.key for failure in store.delete(keys)] == [keys[0], keys[PAGE], keys[2 * PAGE]]
+    assert seen[len(keys) :] == [(len(keys), done) for done in (PAGE - 1, 2 * PAGE - 2, 2 * PAGE - 2)]
     assert store.url == LocalStore(str(tmp_path)).url
 
 

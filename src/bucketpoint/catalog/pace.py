@@ -66,6 +66,21 @@ class Pace:
         self._since = self._clock()
 
 
+def delete_in_pages(store: Store, keys: Sequence[str], after: Callable[[int], object]) -> list[DeleteFailure]:
+    """Delete keys, a request at a time.
+
+    Args:
+        after: is told after each request how many keys it deleted.
+    """
+    failures: list[DeleteFailure] = []
+    for start in range(0, len(keys), PAGE):
+        page = keys[start : start + PAGE]
+        refused = store.delete(page)
+        failures += refused
+        after(len(page) - len(refused))
+    return failures
+
+
 def paced(store: Store, pace: Pace) -> Store:
     """The same store, which rests after each request."""
     return cast("Store", _PacedStore(store, pace))
@@ -91,11 +106,7 @@ class _PacedStore:
         return call
 
     def delete(self, keys: Sequence[str]) -> list[DeleteFailure]:
-        failures: list[DeleteFailure] = []
-        for start in range(0, len(keys), PAGE):
-            failures += self._store.delete(keys[start : start + PAGE])
-            self._pace.rest()
-        return failures
+        return delete_in_pages(self._store, keys, lambda _: self._pace.rest())
 
     def _page_by_page(self, found: Iterator[Any]) -> Iterator[Any]:
         for number, one in enumerate(found, 1):

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from bucketpoint.cli import text
-from bucketpoint.cli.frame import Access, Answer, command, parse_options, store_options
+from bucketpoint.cli.between import between_stores
+from bucketpoint.cli.frame import Answer, command
 
 if TYPE_CHECKING:
     from bucketpoint.convert import Converted, ConvertPlan
@@ -54,11 +55,8 @@ class _Size(click.ParamType):  # type: ignore[type-arg, unused-ignore]  # generi
 @click.option("--overwrite", is_flag=True, help="Replace what is at the target; not with dcp or safetensors.")
 @click.option("--dry-run", is_flag=True, help="Say what would be written, and write nothing.")
 @click.option("--verify", "verified", is_flag=True, help="Read the target again and check it, once it is there.")
-@click.option("--from-option", multiple=True, metavar="NAME=VALUE", help="A --storage-option of the source alone.")
-@click.option("--to-option", multiple=True, metavar="NAME=VALUE", help="A --storage-option of the target alone.")
 @click.option("--trusted", is_flag=True, help="Unpickle whatever the source names. It can run any code.")
-@click.option("--progress/--no-progress", default=None, help="A bar on stderr. Default: on a terminal.")
-@store_options
+@between_stores
 def convert(
     source: str,
     target: str,
@@ -69,11 +67,10 @@ def convert(
     overwrite: bool,
     dry_run: bool,
     verified: bool,
-    from_option: Sequence[str],
-    to_option: Sequence[str],
     trusted: bool,
     progress: bool | None,
-    access: Access,
+    here: Mapping[str, Any],
+    there: Mapping[str, Any],
     as_json: bool,
 ) -> Answer:
     """Make a checkpoint of another format of one, between any two stores.
@@ -91,8 +88,8 @@ def convert(
         from_format=from_format,
         to_format=to_format,
         options=ConvertOptions(prefix, max_shard_size, overwrite=overwrite, trusted=trusted),
-        source_options=access.for_url(source, parse_options(from_option)),
-        target_options=access.for_url(target, parse_options(to_option)),
+        source_options=here,
+        target_options=there,
     )
     if dry_run:
         return Answer(_document(plan, None), _plan_lines(plan))

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from bucketpoint.cli import text
-from bucketpoint.cli.frame import Access, Answer, command, parse_options, store_options
+from bucketpoint.cli.between import between_stores
+from bucketpoint.cli.frame import Answer, command
 
 if TYPE_CHECKING:
     from bucketpoint.dcp.copy import Copied, CopyPlan
@@ -17,28 +18,24 @@ if TYPE_CHECKING:
 
 @command("cp")
 @click.argument("source")
-@click.argument("destination")
+@click.argument("target", metavar="DESTINATION")
 @click.option("--overwrite", is_flag=True, help="Replace a checkpoint that is at the destination.")
 @click.option("--dry-run", is_flag=True, help="Say what would be copied, and write nothing.")
 @click.option("--verify", "verified", is_flag=True, help="Read the copy again and check it, once it is committed.")
-@click.option("--from-option", multiple=True, metavar="NAME=VALUE", help="A --storage-option of the source alone.")
-@click.option("--to-option", multiple=True, metavar="NAME=VALUE", help="A --storage-option of the destination alone.")
 @click.option(
     "--trusted", is_flag=True, help="Unpickle metadata with classes of the writer's own. It can run any code."
 )
-@click.option("--progress/--no-progress", default=None, help="A bar on stderr. Default: on a terminal.")
-@store_options
+@between_stores
 def cp(
     source: str,
-    destination: str,
+    target: str,
     overwrite: bool,
     dry_run: bool,
     verified: bool,
-    from_option: Sequence[str],
-    to_option: Sequence[str],
     trusted: bool,
     progress: bool | None,
-    access: Access,
+    here: Mapping[str, Any],
+    there: Mapping[str, Any],
     as_json: bool,
 ) -> Answer:
     """Copy a checkpoint from one URL to another, between any two stores.
@@ -53,17 +50,15 @@ def cp(
     from bucketpoint.dcp.saved import open_checkpoint
     from bucketpoint.dcp.verify import verify
 
-    here = access.for_url(source, parse_options(from_option))
-    there = access.for_url(destination, parse_options(to_option))
     saved = open_checkpoint(source, storage_options=here, trusted=trusted)
-    plan = plan_copy(saved, destination, storage_options=there, overwrite=overwrite)
+    plan = plan_copy(saved, target, storage_options=there, overwrite=overwrite)
     if dry_run:
         return Answer(_document(plan, None, None), _plan_lines(plan))
     with progress_callback(progress, 0) as callback:
         done = copy_checkpoint(plan, progress=callback)
         check = None
         if verified:
-            copied = open_checkpoint(destination, storage_options=there, trusted=trusted)
+            copied = open_checkpoint(target, storage_options=there, trusted=trusted)
             check = verify(copied, progress=callback)
     return Answer(_document(plan, done, check), _lines(plan, done, check), check is None or check.ok)
 

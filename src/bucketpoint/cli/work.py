@@ -19,9 +19,6 @@ if TYPE_CHECKING:
 Tell = Callable[[int, int], None]
 """Gets the objects listed so far, and those deleted."""
 
-BATCH = 1000
-"""Keys that one request deletes, so that each of them is told of."""
-
 progress_option = click.option(
     "--progress/--no-progress", default=None, help="Say on stderr how far it is. Default: on a terminal."
 )
@@ -75,11 +72,11 @@ class _Told:
             yield info
 
     def delete(self, keys: Sequence[str]) -> Sequence[DeleteFailure]:
-        failures: Sequence[DeleteFailure] = []
-        for start in range(0, len(keys), BATCH):
-            batch = keys[start : start + BATCH]
-            refused = self._store.delete(batch)
-            failures = [*failures, *refused]
-            self._deleted += len(batch) - len(refused)
-            self._tell(self._listed, self._deleted)
-        return failures
+        # Not imported with the module: `--help` needs none of it.
+        from bucketpoint.catalog.pace import delete_in_pages
+
+        return delete_in_pages(self._store, keys, self._count)
+
+    def _count(self, deleted: int) -> None:
+        self._deleted += deleted
+        self._tell(self._listed, self._deleted)

@@ -19,6 +19,7 @@ import torch
 
 from bucketpoint.convert.reading import SourceBytes
 from bucketpoint.convert.source import Checksum, Decoded, Stretch
+from bucketpoint.dcp.source_objects import REMEDY
 from bucketpoint.errors import BucketpointError, CorruptDataError, MetadataError, MismatchError, UnsafeDataError
 from bucketpoint.format.allow_list import ITEM_GLOBALS
 from bucketpoint.format.frames import contiguous_strides
@@ -114,6 +115,7 @@ def _content(source: SourceBytes, key: str, record: Record) -> bytes:
             f"{record.nbytes} bytes of an archive, from byte {record.start} on, have another CRC32 than was written",
             url=source.store.url,
             key=key,
+            remedy=REMEDY,
         )
     return body
 

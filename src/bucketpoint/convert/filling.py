@@ -15,6 +15,7 @@ from awscrt.checksums import combine_crc32, combine_crc32c, crc32, crc32c
 from bucketpoint.convert.boxes import Box, cut, shared, stretch_start
 from bucketpoint.convert.reading import SourceBytes
 from bucketpoint.convert.source import Checksum, Decoded, Held, Payload, Stretch
+from bucketpoint.dcp.source_objects import REMEDY
 from bucketpoint.errors import CorruptDataError
 from bucketpoint.format.memory import copy_stretch
 from bucketpoint.transfer import BufferPool, Segment
@@ -139,11 +140,11 @@ class Filling:
             self.checked_bytes += stretch.nbytes
         if _combined(seen.pieces, checksum) != checksum.value:
             raise CorruptDataError(
-                f"The checkpoint to be converted is damaged: {stretch.nbytes} bytes of an object, from byte "
+                f"The checkpoint is damaged: {stretch.nbytes} bytes of an object, from byte "
                 f"{stretch.start} on, have another {checksum.kind.upper()} than was written",
                 url=self._source.store.url,
                 key=stretch.key,
-                remedy="Convert another one; `bucketpoint verify` lists all that is damaged in this one",
+                remedy=REMEDY,
             )
 
 

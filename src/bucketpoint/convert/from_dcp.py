@@ -21,7 +21,8 @@ from bucketpoint.convert.source import BUCKETPOINT, DCP, Checksum, Decoded, Held
 from bucketpoint.dcp.decode import decode_item, undone_bytes
 from bucketpoint.dcp.regions import ChunkShapes
 from bucketpoint.dcp.saved import SavedCheckpoint
-from bucketpoint.errors import CorruptDataError, MetadataError, ObjectNotFoundError, UnsafeDataError
+from bucketpoint.dcp.source_objects import damaged, look_at_objects
+from bucketpoint.errors import MetadataError, UnsafeDataError
 from bucketpoint.format.archive import Verdict, check_archive
 from bucketpoint.format.safe_pickle import refused_globals
 from bucketpoint.format.storage_info import ItemInfo
@@ -38,7 +39,7 @@ def read_dcp(source: SourceBytes, saved: SavedCheckpoint, *, trusted: bool = Fal
         CorruptDataError: an object is missing, too short, or was replaced since the commit.
         MetadataError: an item has no data, or is not what the metadata says.
     """
-    _look(source, saved)
+    look_at_objects(saved, source.look, source.options)
     reading = _Reading(source, saved, trusted)
     payloads: dict[MetadataIndex, Payload] = {}
 
@@ -58,31 +59,6 @@ def read_dcp(source: SourceBytes, saved: SavedCheckpoint, *, trusted: bool = Fal
         source.fingerprint(saved.data),
         record.kind,
         record.metrics,
-    )
-
-
-def _look(source: SourceBytes, saved: SavedCheckpoint) -> None:
-    def look(path: str) -> None:
-        try:
-            info = source.look(saved.key(path))
-        except ObjectNotFoundError:
-            raise _damaged(saved, path, "an object is missing") from None
-        wanted = saved.size_of(path)
-        needed = max((item.offset + item.length for _, item in saved.by_object[path]), default=0)
-        if info.size < needed or (wanted is not None and info.size != wanted):
-            raise _damaged(saved, path, f"an object has {info.size} bytes, and {wanted or needed} were written")
-        if saved.etag_of(path) not in (None, info.etag):
-            raise _damaged(saved, path, "an object was replaced since the commit")
-
-    each(saved.by_object, look, source.options)
-
-
-def _damaged(saved: SavedCheckpoint, path: str, reason: str) -> CorruptDataError:
-    return CorruptDataError(
-        f"The checkpoint to be converted is damaged: {reason}",
-        url=saved.url,
-        key=path,
-        remedy="Convert another one; `bucketpoint verify` lists all that is damaged in this one",
     )
 
 
@@ -189,13 +165,13 @@ class _Reading:
 
     def _check(self, key: str, info: ItemInfo, raw: memoryview) -> None:
         if info.crc32c is not None and info.payload_offset is None and crc32c(raw) != info.crc32c:
-            raise _damaged(self._saved, info.path, f"the item at byte {info.offset} has another checksum")
+            raise damaged(self._saved, info.path, f"the item at byte {info.offset} has another checksum")
 
     def _check_archive(self, info: ItemInfo, file: BinaryIO) -> None:
         """What goes on as it is, and has no checksum but those inside of it."""
         verdict, reason = check_archive(file)
         if verdict is Verdict.DAMAGED:
-            raise _damaged(self._saved, info.path, f"the archive at byte {info.offset} is not sound: {reason}")
+            raise damaged(self._saved, info.path, f"the archive at byte {info.offset} is not sound: {reason}")
 
     def _registry(self) -> Any:
         if self._transforms is None:

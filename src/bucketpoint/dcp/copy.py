@@ -24,11 +24,11 @@ from bucketpoint.dcp.commit import Commit, commit_copy
 from bucketpoint.dcp.regions import ChunkShapes, ObjectCheck, Region, item_regions, table_regions
 from bucketpoint.dcp.saved import SavedCheckpoint
 from bucketpoint.dcp.session import as_url
+from bucketpoint.dcp.source_objects import damaged, look_at_objects
 from bucketpoint.errors import (
     AccessDeniedError,
     BucketpointError,
     CheckpointExistsError,
-    CorruptDataError,
     InvalidURLError,
     ObjectNotFoundError,
 )
@@ -38,7 +38,6 @@ from bucketpoint.format.storage_info import read_storage_info
 from bucketpoint.stores import ObjectInfo, Store, open_store
 from bucketpoint.transfer import Meter, ProgressCallback, TransferOptions, retry_transient
 from bucketpoint.transfer.copy import CopyJob, copy_objects, inside_one_service
-from bucketpoint.transfer.pieces import each
 
 COPY_OPTIONS = TransferOptions(max_inflight_bytes=256 << 20)
 """All that comes through passes memory of our own, so the budget decides the size of parts: about 10 MiB."""
@@ -221,24 +220,10 @@ def _used_there(store: Store, prefix: str, url: str) -> _Used | None:
 
 
 def _source_objects(saved: SavedCheckpoint) -> dict[str, ObjectInfo]:
-    found: dict[str, ObjectInfo] = {}
     attempts = COPY_OPTIONS.read_attempts
-
-    def look(path: str) -> None:
-        key = saved.key(path)
-        try:
-            info = retry_transient(lambda: saved.store.head(key), attempts=attempts)
-        except ObjectNotFoundError:
-            raise _damaged(saved, path, "an object is missing") from None
-        size, pinned = saved.size_of(path), saved.etag_of(path)
-        if size is not None and info.size != size:
-            raise _damaged(saved, path, f"an object has {info.size} bytes, and {size} were written")
-        if pinned is not None and info.etag != pinned:
-            raise _damaged(saved, path, "an object was replaced since the commit")
-        found[path] = info
-
-    each(saved.by_object, look, COPY_OPTIONS)
-    return dict(sorted(found.items()))
+    return look_at_objects(
+        saved, lambda key: retry_transient(lambda: saved.store.head(key), attempts=attempts), COPY_OPTIONS
+    )
 
 
 def _moved_aside(saved: SavedCheckpoint, url: str) -> dict[str, str]:
@@ -283,7 +268,7 @@ def _regions(saved: SavedCheckpoint, path: str, shapes: ChunkShapes, source: Obj
         index, info = items[number]
         found = with_blocks(info, table)
         if found is None:
-            raise _damaged(saved, path, f"the checksums of the blocks of {index.fqn} are not those that were written")
+            raise damaged(saved, path, f"the checksums of the blocks of {index.fqn} are not those that were written")
         items[number] = index, found
     regions: list[Region] = []
     for index, info in items:
@@ -314,20 +299,11 @@ class _Checked:
                 self.nbytes = sum(region.nbytes for region in regions)
         self._check.note(start, view)
         for region in self._check.wrong():
-            raise _damaged(
+            raise damaged(
                 self._saved,
                 self._path,
                 f"the {region.part} of {region.fqn}, bytes {region.start}-{region.stop - 1}, has another checksum",
             )
-
-
-def _damaged(saved: SavedCheckpoint, path: str, reason: str) -> CorruptDataError:
-    return CorruptDataError(
-        f"The checkpoint to be copied is damaged: {reason}",
-        url=saved.url,
-        key=path,
-        remedy="Copy another one; `bucketpoint verify` lists all that is damaged in this one",
-    )
 
 
 def _metadata_there(plan: CopyPlan, copied: Mapping[str, ObjectInfo]) -> tuple[Metadata, dict[str, Any], bytes]:
