@@ -44,6 +44,15 @@ def contents(url: str) -> dict[str, int]:
     return {info.key.removeprefix(above): info.size for info in store.list(above)}
 
 
+def test_an_object_of_another_writer_that_ends_too_early_is_not_copied(program: Program, tmp_path: Path) -> None:
+    dcp.save(state(), storage_writer=FileSystemWriter(str(tmp_path / "a")), no_dist=True)
+    (path,) = (tmp_path / "a").glob("*.distcp")
+    path.write_bytes(path.read_bytes()[:-1])
+    done = program("cp", str(tmp_path / "a"), str(tmp_path / "b"), "--json")
+    assert done.json["error"]["kind"] == "CorruptDataError"
+    assert not (tmp_path / "b").exists()
+
+
 @pytest.mark.parametrize("there", ["same", "file", "memory"])
 def test_a_copy_loads_and_is_pinned_where_it_lies(root: str, tmp_path: Path, program: Program, there: str) -> None:
     source = f"{root}/a"
