@@ -177,14 +177,19 @@ class Bucket:
                 return
             wanted["pageToken"] = page["nextPageToken"]
 
-    def delete(self, keys: Sequence[str]) -> list[DeleteFailure]:
-        """Delete many objects, 100 a request. Those that are not there count as deleted."""
+    def delete(self, keys: Sequence[str], generations: Mapping[str, str] | None = None) -> list[DeleteFailure]:
+        """Delete many objects, 100 a request. Those that are not there count as deleted.
+
+        Args:
+            generations: of keys, that this generation and no other is to go. For good: a bucket that keeps versions
+                makes it no noncurrent one.
+        """
         failed: list[DeleteFailure] = []
         for start in range(0, len(keys), MAX_BATCH_CALLS):
-            failed += self._delete_batch(list(keys[start : start + MAX_BATCH_CALLS]))
+            failed += self._delete_batch(list(keys[start : start + MAX_BATCH_CALLS]), generations or {})
         return failed
 
-    def _delete_batch(self, keys: list[str]) -> list[DeleteFailure]:
+    def _delete_batch(self, keys: list[str], generations: Mapping[str, str]) -> list[DeleteFailure]:
         client = self.client()
         failed: dict[str, DeleteFailure] = {}
         left = keys
@@ -193,7 +198,7 @@ class Bucket:
             nonlocal left
             sent, left = left, []
             refusal: StoreError | None = None
-            for key, status, body in self._send_batch(client, sent):
+            for key, status, body in self._send_batch(client, sent, generations):
                 failed.pop(key, None)
                 if status < 300:
                     client.buckets.add(self.name)
@@ -214,9 +219,14 @@ class Bucket:
             retry.run(attempt, client.policy)
         return list(failed.values())
 
-    def _send_batch(self, client: Client, keys: Sequence[str]) -> Iterator[tuple[str, int, bytes]]:
-        query = urlencode(self.billed({}))
-        content_type, body = batch_of_deletes([f"{self.path(key)}{query and '?'}{query}" for key in keys])
+    def _send_batch(
+        self, client: Client, keys: Sequence[str], generations: Mapping[str, str]
+    ) -> Iterator[tuple[str, int, bytes]]:
+        paths = []
+        for key in keys:
+            query = urlencode(self.billed({"generation": generations[key]} if key in generations else {}))
+            paths.append(f"{self.path(key)}{query and '?'}{query}")
+        content_type, body = batch_of_deletes(paths)
         reply = client.request(
             "POST",
             "/batch/storage/v1",

@@ -6,7 +6,6 @@ so that whoever lists the data of an attempt finds what the attempt left.
 
 from __future__ import annotations
 
-import builtins
 import itertools
 import json
 import logging
@@ -68,7 +67,7 @@ def complete(bucket: Bucket, key: str, upload_id: str, parts: Sequence[Part]) ->
     """Compose the object of its parts, by way of composed groups where there are more than one request takes."""
     ordered = sorted(parts, key=lambda part: part.number)
     sources = [(_component(key, upload_id, "p", part.number), part.etag) for part in ordered]
-    used = [name for name, _ in sources]
+    used = dict(sources)
     made = itertools.count(1)
     while len(sources) > MAX_COMPONENTS:
         groups: list[tuple[str, str]] = []
@@ -76,11 +75,11 @@ def complete(bucket: Bucket, key: str, upload_id: str, parts: Sequence[Part]) ->
             name = _component(key, upload_id, "g", next(made))
             resource = _compose(bucket, key, name, sources[start : start + MAX_COMPONENTS])
             groups.append((name, str(resource["generation"])))
-        used += [name for name, _ in groups]
+        used.update(groups)
         sources = groups
     resource = _compose(bucket, key, key, sources, storage_class=bucket.options.storage_class)
     if not fits(resource.get("crc32c"), ordered):
-        bucket.delete([key])
+        bucket.delete([key], {key: str(resource["generation"])})
         raise CorruptDataError("the composed object has another CRC32C than its parts", url=bucket.url, key=key)
     _discard(bucket, key, used)
     return described(resource, key)
@@ -88,8 +87,9 @@ def complete(bucket: Bucket, key: str, upload_id: str, parts: Sequence[Part]) ->
 
 def abort(bucket: Bucket, key: str, upload_id: str) -> None:
     prefix = _component(key, upload_id, "p", 0)[: -len("p00000")]
-    names = [str(item["name"]) for page in bucket.pages(prefix) for item in page.get("items", [])]
-    failures = bucket.delete(names)
+    items = [item for page in bucket.pages(prefix) for item in page.get("items", [])]
+    generations = {str(item["name"]): str(item["generation"]) for item in items}
+    failures = bucket.delete(list(generations), generations)
     if failures:
         raise StoreError(f"{len(failures)} components stay: {failures[0].message}", url=bucket.url, key=failures[0].key)
 
@@ -161,10 +161,11 @@ def _compose(
     raise gone
 
 
-def _discard(bucket: Bucket, key: str, names: builtins.list[str]) -> None:
+def _discard(bucket: Bucket, key: str, generations: dict[str, str]) -> None:
     """The object is there: that components stay must not make its upload a failed one. A sweep finds them."""
     try:
-        left = len(bucket.delete(names))
+        # By generation, so that a bucket that keeps versions does not keep them: they are billed as the object is.
+        left = len(bucket.delete(list(generations), generations))
     except StoreError as error:
         logger.warning("the components of %s/%s stay until the next sweep: %s", bucket.url, key, error)
         return
