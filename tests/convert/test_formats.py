@@ -283,6 +283,14 @@ def test_what_is_there_is_not_replaced_unless_told(tmp_path: Path) -> None:
         converted(tmp_path / "again", tmp_path / "more")
 
 
+def test_an_empty_tensor_that_begins_beyond_its_storage_is_empty(tmp_path: Path) -> None:
+    value = {"w": torch.empty(3, 0, 3).transpose(0, 2)[2:]}
+    assert value["w"].storage_offset()
+    torch.save(value, tmp_path / "a.pt")
+    converted(tmp_path / "a.pt", tmp_path / "b.pt", "torch")
+    assert_same(torch.load(tmp_path / "b.pt"), value)
+
+
 def test_a_file_of_the_old_format_is_refused_and_what_to_do_is_said(tmp_path: Path) -> None:
     torch.save(state(), tmp_path / "old.pt", _use_new_zipfile_serialization=False)
     with pytest.raises(MetadataError, match=r"before torch 1\.6"):

@@ -461,7 +461,7 @@ def test_a_composed_object_that_is_not_the_sum_of_its_parts_is_refused_and_delet
         part = store.put_part("k", upload, 1, views(b"12345"))
         with pytest.raises(CorruptDataError):
             store.complete_multipart("k", upload, [part])
-    assert b"/o/k HTTP" in server.seen[-1].body
+    assert b"/o/k?generation=7 HTTP" in server.seen[-1].body
 
 
 def test_components_that_cannot_be_deleted_do_not_fail_the_upload(caplog: pytest.LogCaptureFixture) -> None:

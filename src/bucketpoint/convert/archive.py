@@ -173,7 +173,9 @@ class Skeleton:
         if record is None:
             raise _malformed(self.archive.source, self.archive.key, f"it has no bytes for {name}")
         itemsize, shape, strides = tensor.dtype.itemsize, tuple(tensor.shape), tuple(tensor.stride())
-        first, nbytes = int(tensor.storage_offset()) * itemsize, prod(shape) * itemsize
+        nbytes = prod(shape) * itemsize
+        # What has no elements may begin beyond its storage.
+        first = int(tensor.storage_offset()) * itemsize if nbytes else 0
         span = 0
         if nbytes:
             span = (1 + sum((size - 1) * step for size, step in zip(shape, strides, strict=True))) * itemsize
