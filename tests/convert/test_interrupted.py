@@ -36,6 +36,7 @@ from bucketpoint.stores import LocalStore, open_store
 from bucketpoint.testing import Kill, Script, always
 from bucketpoint.testing.kills import Job, sampled
 from bucketpoint.testing.plugin import MakeProxy
+from bucketpoint.testing.servers import S3Server
 from bucketpoint.testing.tally import Tally
 from bucketpoint.transfer import TransferOptions
 from convert.chunked import GridPlanner

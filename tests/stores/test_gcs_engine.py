@@ -510,7 +510,7 @@ def test_a_multipart_object_that_is_not_the_sum_of_its_parts_is_refused_and_dele
 
     with scripted(script) as server, pytest.raises(CorruptDataError):
         store_at(server, uploads="xml").complete_multipart("k", "upload", [Part(1, 5, "e", 2)])
-    assert b"/o/k HTTP" in server.seen[-1].body
+    assert b"/o/k?generation=7 HTTP" in server.seen[-1].body
 
 
 def test_who_may_only_write_completes_an_upload_without_learning_its_generation() -> None:

@@ -187,14 +187,13 @@ def test_a_kms_key_goes_with_what_makes_an_object_and_with_nothing_else() -> Non
         assert "kms" not in sent[name].target.lower() + str(sent[name].headers).lower()
 
 
-def test_a_storage_class_goes_with_what_makes_an_object_and_not_with_components() -> None:
+def test_a_storage_class_goes_with_what_makes_an_object_and_its_components() -> None:
     sent = sent_by_each_operation(storage_class="NEARLINE", uploads="xml")
     assert json_of(sent["put"])["storageClass"] == "NEARLINE"
-    assert json_of(sent["compose"])["destination"]["storageClass"] == "NEARLINE"
     assert json_of(sent["copy"])["storageClass"] == "NEARLINE"
     assert sent["create"].headers["x-goog-storage-class"] == "NEARLINE"
-    # Those live for minutes, and an early deletion costs the minimum of their class.
-    assert "storageClass" not in json_of(sent["component"])
+    # What is composed has the class of what it is composed of, whatever the request says.
+    assert json_of(sent["component"])["storageClass"] == "NEARLINE"
 
 
 def test_a_checksum_goes_with_every_body() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import builtins
 import http.client
+import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from email.utils import parsedate_to_datetime
@@ -68,12 +69,7 @@ class GCSStore:
         if_match: str | None = None,
     ) -> ObjectInfo:
         generation = 0 if if_none_match else self._generation(key, if_match)
-        chosen = self.options.storage_class
-        return self._sent(
-            body,
-            crc32c,
-            lambda: self._requests.insert(key, body, crc32c=crc32c, generation=generation, storage_class=chosen),
-        )
+        return self._sent(body, crc32c, lambda: self._requests.insert(key, body, crc32c=crc32c, generation=generation))
 
     def get(self, key: str, *, max_bytes: int | None = None, first: int | None = None) -> tuple[bytes, ObjectInfo]:
         wanted = {} if first is None else {"Range": f"bytes=0-{first - 1}"}
@@ -153,15 +149,7 @@ class GCSStore:
         if self.options.kms_key_name is not None:
             query["destinationKmsKeyName"] = self.options.kms_key_name
         chosen = self.options.storage_class
-        body = (
-            b""
-            if chosen is None
-            else b'{"storageClass": "%s", "contentType": "%s"}'
-            % (
-                chosen.encode(),
-                BINARY.encode(),
-            )
-        )
+        body = b"" if chosen is None else json.dumps({"storageClass": chosen, "contentType": BINARY}).encode()
         path = f"{other._requests.path(source.key)}/rewriteTo{bucket.path(target).removeprefix('/storage/v1')}"
         while True:
             reply = bucket.call(

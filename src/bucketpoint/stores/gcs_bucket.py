@@ -130,12 +130,11 @@ class Bucket:
         *,
         crc32c: int | None,
         generation: int | None = None,
-        storage_class: str | None = None,
     ) -> ObjectInfo:
         """Write a whole object, which the service compares with its CRC32C; if given, over this generation only."""
         metadata = {"name": key, "contentType": BINARY, "crc32c": encoded_crc(crc_of(body, crc32c))}
-        if storage_class is not None:
-            metadata["storageClass"] = storage_class
+        if self.options.storage_class is not None:
+            metadata["storageClass"] = self.options.storage_class
         query: dict[str, Any] = {"uploadType": "multipart", "fields": OBJECT_FIELDS}
         if generation is not None:
             query["ifGenerationMatch"] = generation

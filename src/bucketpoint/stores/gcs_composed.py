@@ -77,7 +77,7 @@ def complete(bucket: Bucket, key: str, upload_id: str, parts: Sequence[Part]) ->
             groups.append((name, str(resource["generation"])))
         used.update(groups)
         sources = groups
-    resource = _compose(bucket, key, key, sources, storage_class=bucket.options.storage_class)
+    resource = _compose(bucket, key, key, sources)
     if not fits(resource.get("crc32c"), ordered):
         bucket.delete([key], {key: str(resource["generation"])})
         raise CorruptDataError("the composed object has another CRC32C than its parts", url=bucket.url, key=key)
@@ -128,15 +128,7 @@ def _component(key: str, upload_id: str, kind: str, number: int) -> str:
     return f"{key}.bucketpoint-part-{upload_id.removeprefix(_ID)}-{kind}{number:05}"
 
 
-def _compose(
-    bucket: Bucket,
-    key: str,
-    target: str,
-    sources: Sequence[tuple[str, str]],
-    *,
-    storage_class: str | None = None,
-) -> dict[str, Any]:
-    destination = {"contentType": BINARY} | ({} if storage_class is None else {"storageClass": storage_class})
+def _compose(bucket: Bucket, key: str, target: str, sources: Sequence[tuple[str, str]]) -> dict[str, Any]:
     query = {"fields": OBJECT_FIELDS}
     if bucket.options.kms_key_name is not None:
         query["kmsKeyName"] = bucket.options.kms_key_name
@@ -150,7 +142,7 @@ def _compose(
             f"{bucket.path(target)}/compose",
             query=bucket.billed(query),
             headers={"Content-Type": "application/json"},
-            body=json.dumps({"sourceObjects": listed, "destination": destination}).encode(),
+            body=json.dumps({"sourceObjects": listed, "destination": {"contentType": BINARY}}).encode(),
             of_object=True,
         )
     except ObjectNotFoundError as error:

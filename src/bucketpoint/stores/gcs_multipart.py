@@ -85,7 +85,7 @@ def complete(bucket: Bucket, key: str, upload_id: str, parts: Sequence[Part]) ->
         # Who may only write learns neither. The parts were compared one by one, and loads go by their own checksums.
         return ObjectInfo(key, sum(part.size for part in ordered))
     if not fits(resource.get("crc32c"), ordered):
-        bucket.delete([key])
+        bucket.delete([key], {key: str(resource["generation"])})
         raise CorruptDataError("the object has another CRC32C than its parts", url=bucket.url, key=key)
     return described(resource, key)
 
