@@ -16,10 +16,12 @@ import get_fake_gcs
 import get_minio
 import get_versitygw
 from azurite import AzureServer
-from bucketpoint.testing import servers
+from bucketpoint.testing import FaultProxy, servers
+from bucketpoint.testing.plugin import MakeProxy
 from bucketpoint.testing.servers import S3Server
 from gcs_server import GCSServer
 from gcs_xml import with_multipart
+from services import Service, proxy_before
 from versitygw_server import versitygw as running_versitygw
 
 # By its own name, which is that of its entry point too: an environment that was built without it has it all the same.
@@ -160,6 +162,27 @@ def s3(request: pytest.FixtureRequest) -> S3Server:
     """Each test that uses it runs twice: against moto and against MinIO."""
     server: S3Server = request.getfixturevalue(request.param)
     return server
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    # moto is slow, and says of S3 what MinIO does; but it is all that the contract tests have on each older torch.
+    chosen = [mark.args[0] for mark in metafunc.definition.iter_markers("parametrize")]
+    if "service" in metafunc.fixturenames and "service" not in chosen:
+        contract = metafunc.definition.get_closest_marker("contract")
+        servers = ["moto", "minio", "gcs"] if contract else ["minio", "gcs"]
+        metafunc.parametrize("service", servers, indirect=True)
+
+
+@pytest.fixture
+def service(request: pytest.FixtureRequest) -> Service:
+    """A new, empty bucket, on each kind of server in turn."""
+    return Service.on(request.getfixturevalue(request.param))
+
+
+@pytest.fixture
+def proxy(service: Service, fault_proxy: MakeProxy) -> FaultProxy:
+    """The fault proxy, before `service`."""
+    return proxy_before(service.server, fault_proxy)
 
 
 @pytest.fixture(scope="session")

@@ -7,7 +7,7 @@ import os
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -33,6 +33,10 @@ class GCSServer:
         """The same settings as environment variables."""
         return {"STORAGE_EMULATOR_HOST": self.endpoint}
 
+    def at(self, endpoint: str) -> GCSServer:
+        """The same server, reached by another way, such as through a proxy."""
+        return replace(self, endpoint=endpoint)
+
     def make_bucket(self, stem: str = "bucketpoint") -> str:
         """A new, empty bucket with a name that nobody else has."""
         name = f"{stem}-{os.urandom(6).hex()}"
@@ -53,7 +57,7 @@ class GCSServer:
                 return sorted(found)
             query = f"prefix={quote(prefix, safe='')}&pageToken={quote(page['nextPageToken'], safe='')}"
 
-    def open_uploads(self, bucket: str) -> list[str]:
+    def open_uploads(self, bucket: str, prefix: str = "") -> list[str]:
         """The keys of multipart uploads under way: there are none here. See `gcs_xml`."""
         return []
 
@@ -66,6 +70,9 @@ class GCSServer:
     def write(self, bucket: str, key: str, body: bytes) -> None:
         path = f"/upload/storage/v1/b/{bucket}/o?uploadType=media&name={quote(key, safe='')}"
         self.ask("POST", path, body, "application/octet-stream")
+
+    def delete(self, bucket: str, key: str) -> None:
+        self.ask("DELETE", f"/storage/v1/b/{bucket}/o/{quote(key, safe='')}")
 
     def ask(self, method: str, path: str, body: bytes | None = None, kind: str = "application/json") -> bytes:
         headers = {} if body is None else {"Content-Type": kind}

@@ -148,9 +148,10 @@ class XMLServer(GCSServer):
     def options(self) -> dict[str, Any]:
         return {**super().options, "uploads": "xml"}
 
-    def open_uploads(self, bucket: str) -> list[str]:
+    def open_uploads(self, bucket: str, prefix: str = "") -> list[str]:
         assert self.uploads is not None
-        return sorted(upload.key for upload in self.uploads.open.values() if upload.bucket == bucket)
+        opened = [upload.key for upload in self.uploads.open.values() if upload.bucket == bucket]
+        return sorted(key for key in opened if key.startswith(prefix))
 
 
 @contextmanager

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint import DefaultLoadPlanner
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from bucketpoint import BucketReader, BucketWriter, LoadPlanner, S3Reader, TransferOptions
+from bucketpoint import BucketReader, BucketWriter, LoadPlanner, TransferOptions
 from bucketpoint.dcp import exchange as exchanges
 from bucketpoint.dcp import node_memory
 from bucketpoint.dcp.cooperative import Bandwidths, Measured
@@ -443,9 +443,9 @@ def one_rank_stands_still(rank: int, world: int, url: str, shape: Sequence[int],
     raise AssertionError("a load without one of its ranks reported success")
 
 
-def load_from_s3(rank: int, world: int, url: str, options: dict[str, Any]) -> None:
+def load_from_a_bucket(rank: int, world: int, url: str, options: dict[str, Any]) -> None:
     state = scenarios.sharded_state(world, fill=False)
-    reader = S3Reader(storage_options=options, cooperative="group")
+    reader = BucketReader(storage_options=options, cooperative="group")
     dcp.load(state, checkpoint_id=url, storage_reader=reader)
     scenarios.assert_state(state)
     assert reader.explain().startswith("Cooperative")

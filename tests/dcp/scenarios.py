@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from bucketpoint import BucketpointError, S3Reader, S3Writer
+from bucketpoint import BucketpointError, BucketReader, BucketWriter
 
 SHAPES = {"even": (16, 24), "uneven": (13, 7), "narrow": (2, 50), "big": (1031, 613)}
 
@@ -53,12 +53,12 @@ def assert_state(state: dict[str, Any]) -> None:
 
 
 def save(rank: int, world: int, url: str, options: dict[str, Any]) -> None:
-    dcp.save(sharded_state(world, fill=True), checkpoint_id=url, storage_writer=S3Writer(storage_options=options))
+    dcp.save(sharded_state(world, fill=True), checkpoint_id=url, storage_writer=BucketWriter(storage_options=options))
 
 
 def load(rank: int, world: int, url: str, options: dict[str, Any]) -> None:
     state = sharded_state(world, fill=False)
-    dcp.load(state, checkpoint_id=url, storage_reader=S3Reader(storage_options=options))
+    dcp.load(state, checkpoint_id=url, storage_reader=BucketReader(storage_options=options))
     assert_state(state)
 
 
@@ -67,25 +67,25 @@ def load_one_process(url: str, options: dict[str, Any]) -> None:
     for name in SHAPES:
         for kind in ("rows", "columns", "replicated", "grid", "hybrid", "plain"):
             state["model"][f"{name}_{kind}"] = torch.zeros(SHAPES[name])
-    dcp.load(state, checkpoint_id=url, storage_reader=S3Reader(storage_options=options), no_dist=True)
+    dcp.load(state, checkpoint_id=url, storage_reader=BucketReader(storage_options=options), no_dist=True)
     assert_state(state)
 
 
 def save_with_cached_plans(rank: int, world: int, root: str, options: dict[str, Any]) -> None:
-    writer = S3Writer(storage_options=options)
+    writer = BucketWriter(storage_options=options)
     for step in range(3):
         state = {"w": torch.full((4, 4), float(step)), f"only_{rank}": torch.full((3,), float(10 * step + rank))}
         planner = DefaultSavePlanner(enable_plan_caching=True)
         dcp.save(state, checkpoint_id=f"{root}/cached-{step}", storage_writer=writer, planner=planner)
     for step in range(3):
         state = {"w": torch.zeros(4, 4), f"only_{rank}": torch.zeros(3)}
-        dcp.load(state, checkpoint_id=f"{root}/cached-{step}", storage_reader=S3Reader(storage_options=options))
+        dcp.load(state, checkpoint_id=f"{root}/cached-{step}", storage_reader=BucketReader(storage_options=options))
         assert state["w"].unique().tolist() == [float(step)]
         assert state[f"only_{rank}"].tolist() == [float(10 * step + rank)] * 3
 
 
 def save_async(rank: int, world: int, root: str, options: dict[str, Any], kind: str) -> None:
-    writer = S3Writer(storage_options=options)
+    writer = BucketWriter(storage_options=options)
     group = dist.new_group(backend="gloo")
     for step in range(3):
         state = {f"only_{rank}": torch.full((1000,), float(step)), "shared": torch.full((10,), float(step))}
@@ -100,7 +100,7 @@ def save_async(rank: int, world: int, root: str, options: dict[str, Any], kind: 
         state[f"only_{rank}"].fill_(-1.0)
         future.result()
         state = {f"only_{rank}": torch.zeros(1000), "shared": torch.zeros(10)}
-        dcp.load(state, checkpoint_id=f"{root}/{kind}-{step}", storage_reader=S3Reader(storage_options=options))
+        dcp.load(state, checkpoint_id=f"{root}/{kind}-{step}", storage_reader=BucketReader(storage_options=options))
         assert state[f"only_{rank}"].unique().tolist() == [float(step)]
         assert state["shared"].unique().tolist() == [float(step)]
 
@@ -115,7 +115,9 @@ class FailingPlanner(DefaultSavePlanner):
 def one_rank_fails(rank: int, world: int, url: str, options: dict[str, Any]) -> list[str]:
     state = {f"only_{rank}": torch.ones(3)}
     try:
-        dcp.save(state, checkpoint_id=url, storage_writer=S3Writer(storage_options=options), planner=FailingPlanner())
+        dcp.save(
+            state, checkpoint_id=url, storage_writer=BucketWriter(storage_options=options), planner=FailingPlanner()
+        )
     except dcp.CheckpointException as failure:
         errors = [error for error, _ in failure.failures.values()]
         assert all(isinstance(error, BucketpointError) for error in errors)
@@ -124,10 +126,10 @@ def one_rank_fails(rank: int, world: int, url: str, options: dict[str, Any]) -> 
 
 
 def save_without_collectives(rank: int, world: int, url: str, options: dict[str, Any]) -> None:
-    writer = S3Writer(storage_options=options)
+    writer = BucketWriter(storage_options=options)
     dcp.save({"own": torch.full((5,), float(rank))}, checkpoint_id=url, storage_writer=writer, use_collectives=False)
     state = {"own": torch.zeros(5)}
-    dcp.load(state, checkpoint_id=url, storage_reader=S3Reader(storage_options=options))
+    dcp.load(state, checkpoint_id=url, storage_reader=BucketReader(storage_options=options))
     assert state["own"].tolist() == [float(rank)] * 5
 
 
@@ -136,15 +138,15 @@ def save_in_a_subgroup(rank: int, world: int, url: str, options: dict[str, Any])
     if rank > 1:
         return
     state = {f"only_{rank}": torch.full((5,), float(rank))}
-    dcp.save(state, checkpoint_id=url, storage_writer=S3Writer(storage_options=options), process_group=group)
+    dcp.save(state, checkpoint_id=url, storage_writer=BucketWriter(storage_options=options), process_group=group)
     state = {"only_0": torch.ones(5), "only_1": torch.zeros(5)}
-    dcp.load(state, checkpoint_id=url, storage_reader=S3Reader(storage_options=options), process_group=group)
+    dcp.load(state, checkpoint_id=url, storage_reader=BucketReader(storage_options=options), process_group=group)
     assert (state["only_0"].tolist(), state["only_1"].tolist()) == ([0.0] * 5, [1.0] * 5)
 
 
 def load_fails_everywhere(rank: int, world: int, url: str, options: dict[str, Any]) -> list[str]:
     try:
-        dcp.load({"w": torch.zeros(2)}, checkpoint_id=url, storage_reader=S3Reader(storage_options=options))
+        dcp.load({"w": torch.zeros(2)}, checkpoint_id=url, storage_reader=BucketReader(storage_options=options))
     except dcp.CheckpointException as failure:
         return [type(error).__name__ for error, _ in failure.failures.values()]
     raise AssertionError("a load of nothing reported success")
@@ -157,11 +159,11 @@ def sharded_tensor_round_trip(rank: int, world: int, url: str, options: dict[str
     spec = ChunkShardingSpec(dim=0, placements=[f"rank:{index}/cpu" for index in range(world)])
     saved = sharded_tensor.full(spec, (10, 4), 0.0)
     saved.local_shards()[0].tensor.fill_(float(rank))
-    future = dcp.async_save({"st": saved}, checkpoint_id=url, storage_writer=S3Writer(storage_options=options))
+    future = dcp.async_save({"st": saved}, checkpoint_id=url, storage_writer=BucketWriter(storage_options=options))
     saved.local_shards()[0].tensor.fill_(-1.0)
     future.result()
     target = sharded_tensor.full(spec, (10, 4), -1.0)
-    dcp.load({"st": target}, checkpoint_id=url, storage_reader=S3Reader(storage_options=options))
+    dcp.load({"st": target}, checkpoint_id=url, storage_reader=BucketReader(storage_options=options))
     assert target.local_shards()[0].tensor.unique().tolist() == [float(rank)]
 
 

@@ -9,7 +9,7 @@ import pytest
 from bucketpoint import StagingOptions
 from dcp import async_scenarios as scenarios
 from dcp.ranks import Ranks
-from servers import S3Server
+from services import Service
 
 pytestmark = pytest.mark.contract
 
@@ -53,5 +53,5 @@ def test_an_upload_that_fails_on_one_rank_fails_both_and_commits_nothing(two_ran
     two_ranks.run(scenarios.an_upload_fails_on_one_rank, str(tmp_path))
 
 
-def test_pytorchs_recipes_run_with_our_writer(two_ranks: Ranks, s3: S3Server, bucket: str) -> None:
-    two_ranks.run(scenarios.the_recipes, f"s3://{bucket}/run", s3.options)
+def test_pytorchs_recipes_run_with_our_writer(two_ranks: Ranks, service: Service) -> None:
+    two_ranks.run(scenarios.the_recipes, service.url("run"), service.options)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pickle
-import socket
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,20 +11,22 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import bucketpoint as bp
-from bucketpoint import S3Reader, S3Writer
-from servers import S3Server
+from bucketpoint import BucketReader, BucketWriter, S3Reader, S3Writer
+from bucketpoint.dcp import GCSReader, GCSWriter
+from bucketpoint.testing.servers import S3Server, free_port
+from services import Service
 
 
 def failing_save(url: str, options: dict[str, Any], **more: Any) -> BaseException:
     with pytest.raises(dcp.CheckpointException) as caught:
-        writer = S3Writer(storage_options=options, **more)
+        writer = BucketWriter(storage_options=options, **more)
         dcp.save({"w": torch.ones(2)}, checkpoint_id=url, storage_writer=writer, no_dist=True)
     return checked(caught.value.failures[0][0])
 
 
 def failing_load(url: str, options: dict[str, Any], state: dict[str, Any] | None = None) -> BaseException:
     with pytest.raises(dcp.CheckpointException) as caught:
-        reader = S3Reader(storage_options=options)
+        reader = BucketReader(storage_options=options)
         dcp.load(state or {"w": torch.zeros(2)}, checkpoint_id=url, storage_reader=reader, no_dist=True)
     return checked(caught.value.failures[0][0])
 
@@ -38,37 +40,28 @@ def checked(error: BaseException) -> BaseException:
     return error
 
 
-def fast(options: dict[str, Any]) -> dict[str, Any]:
-    options.setdefault("config_kwargs", {})["retries"] = {"max_attempts": 1}
-    return options
-
-
 @pytest.fixture
-def whole(s3: S3Server, bucket: str) -> str:
-    url = f"s3://{bucket}/run/step-1"
-    writer = S3Writer(storage_options=s3.options)
-    dcp.save({"w": torch.ones(2), "v": torch.ones(50_000)}, checkpoint_id=url, storage_writer=writer, no_dist=True)
+def whole(service: Service) -> str:
+    url = service.url("run/step-1")
+    state = {"w": torch.ones(2), "v": torch.ones(50_000)}
+    dcp.save(state, checkpoint_id=url, storage_writer=service.writer(), no_dist=True)
     return url
 
 
-def data_key(s3: S3Server, bucket: str) -> str:
-    found = s3.client().list_objects_v2(Bucket=bucket)["Contents"]
-    return next(entry["Key"] for entry in found if entry["Key"].endswith(".distcp"))
+def data_key(service: Service) -> str:
+    return next(key for key in service.listed() if key.endswith(".distcp"))
 
 
-def test_no_such_bucket(s3: S3Server) -> None:
-    assert isinstance(failing_save("s3://no-such-bucket-here/a", s3.options), bp.BucketNotFoundError)
-    assert isinstance(failing_load("s3://no-such-bucket-here/a", s3.options), bp.BucketNotFoundError)
+def test_no_such_bucket(service: Service) -> None:
+    url = replace(service, bucket="no-such-bucket-here").url("a")
+    assert isinstance(failing_save(url, service.options), bp.BucketNotFoundError)
+    assert isinstance(failing_load(url, service.options), bp.BucketNotFoundError)
 
 
-def test_unreachable_endpoint(s3: S3Server) -> None:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        unused_tcp_port = listener.getsockname()[1]
-    options = fast(s3.options)
-    options["client_kwargs"]["endpoint_url"] = f"http://127.0.0.1:{unused_tcp_port}"
-    assert isinstance(failing_save("s3://bucket/a", options), bp.EndpointError)
-    assert isinstance(failing_load("s3://bucket/a", options), bp.EndpointError)
+def test_unreachable_endpoint(service: Service) -> None:
+    options = {**service.at(f"http://127.0.0.1:{free_port()}").options, "max_attempts": 1}
+    assert isinstance(failing_save(service.url("a"), options), bp.EndpointError)
+    assert isinstance(failing_load(service.url("a"), options), bp.EndpointError)
 
 
 def test_wrong_credentials_are_named_without_the_secret(minio: S3Server) -> None:
@@ -88,91 +81,89 @@ def test_access_denied_to_an_anonymous_user(minio: S3Server) -> None:
     assert isinstance(failing_load(f"s3://{bucket}/a", options), bp.AccessDeniedError)
 
 
-def test_no_checkpoint_there(s3: S3Server, bucket: str) -> None:
-    error = failing_load(f"s3://{bucket}/run/step-9", s3.options)
+def test_no_checkpoint_there(service: Service) -> None:
+    error = failing_load(service.url("run/step-9"), service.options)
     assert type(error) is bp.CheckpointNotFoundError
     assert "latest_checkpoint" in str(error)
 
 
-def test_half_a_checkpoint_there(s3: S3Server, bucket: str) -> None:
-    s3.client().put_object(Bucket=bucket, Key="run/step-9/data/00/x.distcp", Body=b"half")
-    error = failing_load(f"s3://{bucket}/run/step-9", s3.options)
+def test_half_a_checkpoint_there(service: Service) -> None:
+    service.write("run/step-9/data/00/x.distcp", b"half")
+    error = failing_load(service.url("run/step-9"), service.options)
     assert isinstance(error, bp.IncompleteCheckpointError)
 
 
-def test_read_metadata_by_itself_says_that_nothing_is_there(s3: S3Server, bucket: str) -> None:
+def test_read_metadata_by_itself_says_that_nothing_is_there(service: Service) -> None:
     with pytest.raises(bp.CheckpointNotFoundError):
-        S3Reader(f"s3://{bucket}/nothing", storage_options=s3.options).read_metadata()
+        service.reader(service.url("nothing")).read_metadata()
 
 
 @pytest.mark.parametrize("content", [b"", b"no pickle", pickle.dumps({"a": 1}), b"\x80\x04" + b"x" * 100])
-def test_metadata_that_is_no_metadata(s3: S3Server, bucket: str, content: bytes) -> None:
-    s3.client().put_object(Bucket=bucket, Key="run/.metadata", Body=content)
-    assert isinstance(failing_load(f"s3://{bucket}/run", s3.options), bp.MetadataError)
+def test_metadata_that_is_no_metadata(service: Service, content: bytes) -> None:
+    service.write("run/.metadata", content)
+    assert isinstance(failing_load(service.url("run"), service.options), bp.MetadataError)
 
 
 def test_metadata_that_would_run_code_is_refused_before_anything_runs(
-    s3: S3Server, bucket: str, capsys: pytest.CaptureFixture[str]
+    service: Service, capsys: pytest.CaptureFixture[str]
 ) -> None:
     class Evil:
         def __reduce__(self) -> Any:
             return print, ("the payload ran",)
 
-    s3.client().put_object(Bucket=bucket, Key="run/.metadata", Body=pickle.dumps(Evil()))
-    assert isinstance(failing_load(f"s3://{bucket}/run", s3.options), bp.UnsafeDataError)
+    service.write("run/.metadata", pickle.dumps(Evil()))
+    assert isinstance(failing_load(service.url("run"), service.options), bp.UnsafeDataError)
     assert "the payload ran" not in capsys.readouterr().out
 
 
-def test_a_data_object_that_is_missing(s3: S3Server, bucket: str, whole: str) -> None:
-    s3.client().delete_object(Bucket=bucket, Key=data_key(s3, bucket))
-    error = failing_load(whole, s3.options)
+def test_a_data_object_that_is_missing(service: Service, whole: str) -> None:
+    service.delete(data_key(service))
+    error = failing_load(whole, service.options)
     assert isinstance(error, bp.CorruptDataError)
     assert "missing" in str(error)
 
 
-def test_a_data_object_that_is_truncated(s3: S3Server, bucket: str, whole: str) -> None:
-    client, key = s3.client(), data_key(s3, bucket)
-    for entry in client.list_objects_v2(Bucket=bucket)["Contents"]:
-        body = client.get_object(Bucket=bucket, Key=entry["Key"])["Body"].read()
-        target = entry["Key"].replace("step-1", "copy")
-        client.put_object(Bucket=bucket, Key=target, Body=body[:100_000] if entry["Key"] == key else body)
+def test_a_data_object_that_is_truncated(service: Service, whole: str) -> None:
+    cut = data_key(service)
+    for key in service.listed():
+        body = service.read(key)
+        service.write(key.replace("step-1", "copy"), body[:100_000] if key == cut else body)
     state = {"w": torch.zeros(2), "v": torch.zeros(50_000)}
-    assert isinstance(failing_load(whole.replace("step-1", "copy"), s3.options, state), bp.CorruptDataError)
+    assert isinstance(failing_load(whole.replace("step-1", "copy"), service.options, state), bp.CorruptDataError)
 
 
-def test_a_path_without_a_scheme_is_refused_at_once(s3: S3Server) -> None:
-    for make in (S3Writer, S3Reader):
-        with pytest.raises(bp.InvalidURLError, match="s3://"):
-            make("bucket/run", storage_options=s3.options)
+@pytest.mark.parametrize(
+    ("makes", "own", "other"), [((S3Writer, S3Reader), "s3", "gs"), ((GCSWriter, GCSReader), "gs", "s3")]
+)
+def test_a_path_without_the_classes_scheme_is_refused_at_once(makes: Any, own: str, other: str) -> None:
+    for make in makes:
+        for path in ("bucket/run", f"{other}://bucket/run"):
+            with pytest.raises(bp.InvalidURLError, match=f"{own}://"):
+                make(path)
 
 
-def test_another_scheme_is_refused_by_the_s3_classes() -> None:
-    with pytest.raises(bp.InvalidURLError):
-        S3Writer("gs://bucket/run")
-
-
-def test_keys_that_are_missing_are_named(s3: S3Server, whole: str) -> None:
+def test_keys_that_are_missing_are_named(service: Service, whole: str) -> None:
     with pytest.raises(dcp.CheckpointException, match="absent"):
-        reader = S3Reader(storage_options=s3.options)
+        reader = service.reader()
         dcp.load({"absent": torch.zeros(2)}, checkpoint_id=whole, storage_reader=reader, no_dist=True)
 
 
-def test_a_shape_that_does_not_fit_is_named(s3: S3Server, whole: str) -> None:
+def test_a_shape_that_does_not_fit_is_named(service: Service, whole: str) -> None:
     with pytest.raises(dcp.CheckpointException, match="w"):
-        reader = S3Reader(storage_options=s3.options)
+        reader = service.reader()
         dcp.load({"w": torch.zeros(3)}, checkpoint_id=whole, storage_reader=reader, no_dist=True)
 
 
-def test_a_failed_save_harms_nothing_that_is_committed(s3: S3Server, bucket: str, whole: str) -> None:
+def test_a_failed_save_harms_nothing_that_is_committed(service: Service, whole: str) -> None:
     class Unsavable:
         def __reduce__(self) -> Any:
             raise OSError("cannot be pickled")
 
     with pytest.raises(dcp.CheckpointException):
-        writer = S3Writer(storage_options=s3.options)
+        writer = service.writer()
         dcp.save({"w": torch.zeros(2), "x": Unsavable()}, checkpoint_id=whole, storage_writer=writer, no_dist=True)
     target = {"w": torch.zeros(2), "v": torch.zeros(50_000)}
-    dcp.load(target, checkpoint_id=whole, storage_reader=S3Reader(storage_options=s3.options), no_dist=True)
+    dcp.load(target, checkpoint_id=whole, storage_reader=service.reader(), no_dist=True)
     assert target["w"].tolist() == [1.0, 1.0]
 
 
@@ -211,10 +202,10 @@ def test_a_trainer_needs_to_put_get_and_abort_and_nothing_else(minio: S3Server) 
     assert target["w"].unique().tolist() == [2.0]
 
 
-def test_our_planner_lists_every_misfit_before_anything_is_read(s3: S3Server, whole: str) -> None:
+def test_our_planner_lists_every_misfit_before_anything_is_read(service: Service, whole: str) -> None:
     state = {"absent": torch.zeros(2), "w": torch.zeros(3), "v": torch.zeros(2, 2), "gone": {"deep": 1}}
     with pytest.raises(dcp.CheckpointException) as caught:
-        reader = S3Reader(storage_options=s3.options)
+        reader = service.reader()
         dcp.load(state, checkpoint_id=whole, storage_reader=reader, planner=bp.LoadPlanner(), no_dist=True)
     error = checked(caught.value.failures[0][0])
     assert isinstance(error, bp.MismatchError)
@@ -228,9 +219,9 @@ def test_our_planner_lists_every_misfit_before_anything_is_read(s3: S3Server, wh
         assert text in str(error)
 
 
-def test_our_planner_loads_what_fits_and_skips_what_is_missing_if_told(s3: S3Server, whole: str) -> None:
+def test_our_planner_loads_what_fits_and_skips_what_is_missing_if_told(service: Service, whole: str) -> None:
     target = {"w": torch.zeros(2), "absent": torch.full((2,), 7.0)}
-    reader, planner = S3Reader(storage_options=s3.options), bp.LoadPlanner(allow_partial_load=True)
+    reader, planner = service.reader(), bp.LoadPlanner(allow_partial_load=True)
     dcp.load(target, checkpoint_id=whole, storage_reader=reader, planner=planner, no_dist=True)
     assert target["w"].tolist() == [1.0, 1.0]
     assert target["absent"].tolist() == [7.0, 7.0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -16,12 +17,11 @@ from bucketpoint import (
     CheckpointExistsError,
     CommitConflictError,
     IncompleteSaveError,
-    S3Reader,
-    S3Writer,
     TransferOptions,
 )
 from bucketpoint.errors import AccessDeniedError, ObjectNotFoundError, PreconditionFailedError, TransientStoreError
-from servers import S3Server
+from bucketpoint.testing import FaultProxy
+from services import Service
 from transfer.wrappers import CountingStore, FailingStore
 
 MIB = 1 << 20
@@ -49,15 +49,20 @@ def wrap(monkeypatch: pytest.MonkeyPatch) -> Callable[[Wrap], list[Any]]:
     return install
 
 
-def save(s3: S3Server, url: str, value: float = 1.0, **options: Any) -> None:
+def asked(proxy: FaultProxy) -> Counter[str]:
+    """The requests that arrived, by S3's names for them."""
+    return Counter(one.request.kind for one in proxy.exchanges)
+
+
+def save(service: Service, url: str, value: float = 1.0, **options: Any) -> None:
     state = {"model": {"w": torch.full((3 * MIB,), value)}, "optim": {"w": torch.full((1000,), value)}, "step": 3}
-    writer = S3Writer(storage_options=s3.options, transfer=SMALL_PARTS, **options)
+    writer = service.writer(transfer=SMALL_PARTS, **options)
     dcp.save(state, checkpoint_id=url, storage_writer=writer, no_dist=True)
 
 
-def loaded(s3: S3Server, url: str) -> float:
+def loaded(service: Service, url: str) -> float:
     state = {"model": {"w": torch.zeros(3 * MIB)}, "optim": {"w": torch.zeros(1000)}, "step": 0}
-    reader = S3Reader(storage_options=s3.options, transfer=SMALL_PARTS)
+    reader = service.reader(transfer=SMALL_PARTS)
     dcp.load(state, checkpoint_id=url, storage_reader=reader, no_dist=True)
     values = {state["model"]["w"].unique().tolist()[0], state["optim"]["w"].unique().tolist()[0]}
     assert len(values) == 1
@@ -71,53 +76,42 @@ def error_of(caught: pytest.ExceptionInfo[BaseException]) -> BaseException:
     return caught.value.failures[0][0]
 
 
-def contents(s3: S3Server, bucket: str) -> list[str]:
-    return [entry["Key"] for entry in s3.client().list_objects_v2(Bucket=bucket).get("Contents", [])]
-
-
-DATA = {"create_multipart": 1, "put_part": 2, "complete_multipart": 1}
-
-
-def test_a_fresh_save_costs_three_requests_besides_its_data(
-    s3: S3Server, bucket: str, wrap: Callable[[Wrap], list[Any]]
-) -> None:
-    stores = wrap(CountingStore)
-    save(s3, f"s3://{bucket}/a")
+def test_a_fresh_save_costs_three_requests_besides_its_data(service: Service, proxy: FaultProxy) -> None:
+    save(service.at(proxy.url), service.url("a"))
     # One PUT each for the small group, .metadata and the record, and one look at what is there.
-    assert dict(stores[0].calls) == {**DATA, "put": 3 + 1, "get": 1}
+    besides = Counter(service.requests_of_a_miss()) + Counter(PutObject=3 + 1)
+    assert asked(proxy) == besides + Counter(service.requests_of_parts(2))
 
 
-def test_an_overwrite_adds_one_get_and_its_clean_up(
-    s3: S3Server, bucket: str, wrap: Callable[[Wrap], list[Any]]
-) -> None:
-    save(s3, f"s3://{bucket}/a")
-    stores = wrap(CountingStore)
-    save(s3, f"s3://{bucket}/a", 2.0)
-    assert dict(stores[0].calls) == {**DATA, "put": 3 + 1, "get": 2, "delete": 1}
-    assert loaded(s3, f"s3://{bucket}/a") == 2.0
+def test_an_overwrite_adds_one_get_and_its_clean_up(service: Service, proxy: FaultProxy) -> None:
+    save(service, service.url("a"))
+    save(service.at(proxy.url), service.url("a"), 2.0)
+    besides = Counter(PutObject=3 + 1, GetObject=2, DeleteObjects=1)
+    assert asked(proxy) == besides + Counter(service.requests_of_parts(2))
+    assert loaded(service, service.url("a")) == 2.0
 
 
 def test_a_load_reads_the_metadata_and_its_ranges_and_nothing_else(
-    s3: S3Server, bucket: str, wrap: Callable[[Wrap], list[Any]]
+    service: Service, wrap: Callable[[Wrap], list[Any]]
 ) -> None:
-    save(s3, f"s3://{bucket}/a")
+    save(service, service.url("a"))
     stores = wrap(CountingStore)
-    loaded(s3, f"s3://{bucket}/a")
+    loaded(service, service.url("a"))
     assert set(stores[0].calls) == {"get", "read_into"}
     assert stores[0].calls["get"] == 1
     assert stores[0].received <= 1.001 * (3 * MIB + 1000) * 4 + 10_000
 
 
 def test_a_quarter_of_the_rows_moves_a_quarter_of_the_bytes(
-    s3: S3Server, bucket: str, wrap: Callable[[Wrap], list[Any]]
+    service: Service, wrap: Callable[[Wrap], list[Any]]
 ) -> None:
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
     from torch.distributed.checkpoint.planner import LoadPlan
     from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
     whole = torch.arange(2048 * 3000, dtype=torch.float32).reshape(2048, 3000)
-    writer = S3Writer(storage_options=s3.options)
-    dcp.save({"w": whole}, checkpoint_id=f"s3://{bucket}/q", storage_writer=writer, no_dist=True)
+    writer = service.writer()
+    dcp.save({"w": whole}, checkpoint_id=service.url("q"), storage_writer=writer, no_dist=True)
     stores = wrap(CountingStore)
 
     class Quarter(dcp.DefaultLoadPlanner):
@@ -131,19 +125,19 @@ def test_a_quarter_of_the_rows_moves_a_quarter_of_the_bytes(
             return self.state_dict["w"]
 
     target = {"w": torch.zeros(512, 3000)}
-    reader = S3Reader(storage_options=s3.options)
-    dcp.load(target, checkpoint_id=f"s3://{bucket}/q", storage_reader=reader, planner=Quarter(), no_dist=True)
+    reader = service.reader()
+    dcp.load(target, checkpoint_id=service.url("q"), storage_reader=reader, planner=Quarter(), no_dist=True)
     assert torch.equal(target["w"], whole[512:1024])
     assert stores[0].received <= 1.03 * target["w"].nbytes
 
 
 @pytest.mark.parametrize("first", [1.0, None], ids=["over an old one", "fresh"])
 def test_a_lost_answer_to_the_commit_is_no_failure(
-    s3: S3Server, bucket: str, first: float | None, wrap: Callable[[Wrap], list[Any]]
+    service: Service, first: float | None, wrap: Callable[[Wrap], list[Any]]
 ) -> None:
-    url = f"s3://{bucket}/a"
+    url = service.url("a")
     if first is not None:
-        save(s3, url, first)
+        save(service, url, first)
 
     class Lossy(CountingStore):
         """The store acts, the answer is lost, and the client's own retry is refused."""
@@ -155,15 +149,15 @@ def test_a_lost_answer_to_the_commit_is_no_failure(
             return info
 
     wrap(Lossy)
-    save(s3, url, 2.0)
-    assert loaded(s3, url) == 2.0
+    save(service, url, 2.0)
+    assert loaded(service, url) == 2.0
 
 
 def test_a_commit_by_another_job_in_between_is_told_and_stands(
-    s3: S3Server, bucket: str, wrap: Callable[[Wrap], list[Any]]
+    service: Service, wrap: Callable[[Wrap], list[Any]]
 ) -> None:
-    url = f"s3://{bucket}/a"
-    save(s3, url, 1.0)
+    url = service.url("a")
+    save(service, url, 1.0)
 
     class Raced(CountingStore):
         raced = False
@@ -178,86 +172,85 @@ def test_a_commit_by_another_job_in_between_is_told_and_stands(
     def save_by_another_job() -> None:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(session, "open_store", plain)
-            save(s3, url, 3.0)
+            save(service, url, 3.0)
 
     plain = session.open_store
     wrap(Raced)
     with pytest.raises(dcp.CheckpointException) as caught:
-        save(s3, url, 2.0)
+        save(service, url, 2.0)
     assert isinstance(error_of(caught), CommitConflictError)
-    assert loaded(s3, url) == 3.0
+    assert loaded(service, url) == 3.0
 
 
-def test_overwrite_false_leaves_the_committed_checkpoint_alone(s3: S3Server, bucket: str) -> None:
-    url = f"s3://{bucket}/a"
-    save(s3, url, 1.0)
+def test_overwrite_false_leaves_the_committed_checkpoint_alone(service: Service) -> None:
+    url = service.url("a")
+    save(service, url, 1.0)
     with pytest.raises(dcp.CheckpointException) as caught:
-        save(s3, url, 2.0, overwrite=False)
+        save(service, url, 2.0, overwrite=False)
     assert isinstance(error_of(caught), CheckpointExistsError)
-    assert loaded(s3, url) == 1.0
+    assert loaded(service, url) == 1.0
 
 
 def test_overwrite_false_is_told_before_anything_is_uploaded(
-    s3: S3Server, bucket: str, wrap: Callable[[Wrap], list[Any]]
+    service: Service, wrap: Callable[[Wrap], list[Any]]
 ) -> None:
-    save(s3, f"s3://{bucket}/a")
+    save(service, service.url("a"))
     stores = wrap(CountingStore)
     with pytest.raises(dcp.CheckpointException):
-        save(s3, f"s3://{bucket}/a", 2.0, overwrite=False)
+        save(service, service.url("a"), 2.0, overwrite=False)
     assert dict(stores[0].calls) == {"get": 1}
 
 
 def test_overwrite_false_is_refused_by_the_commit_itself_too(
-    s3: S3Server, bucket: str, wrap: Callable[[Wrap], list[Any]]
+    service: Service, wrap: Callable[[Wrap], list[Any]]
 ) -> None:
-    url = f"s3://{bucket}/a"
-    save(s3, url, 1.0)
+    url = service.url("a")
+    save(service, url, 1.0)
 
     def not_there_yet() -> BaseException:
         return ObjectNotFoundError("the other job has not committed yet")
 
     wrap(lambda inner: FailingStore(inner, lambda name, n: name == "get" and n == 1, not_there_yet))
     with pytest.raises(dcp.CheckpointException) as caught:
-        save(s3, url, 2.0, overwrite=False)
+        save(service, url, 2.0, overwrite=False)
     assert isinstance(error_of(caught), CheckpointExistsError)
 
 
 @pytest.mark.parametrize("operation", ["create_multipart", "put_part", "complete_multipart", "put"])
 def test_an_overwrite_that_fails_anywhere_leaves_the_old_checkpoint_loadable(
-    s3: S3Server,
-    bucket: str,
+    service: Service,
     operation: str,
     wrap: Callable[[Wrap], list[Any]],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    url = f"s3://{bucket}/a"
-    save(s3, url, 1.0)
+    url = service.url("a")
+    save(service, url, 1.0)
     stores = wrap(
         lambda inner: FailingStore(inner, lambda name, n: name == operation, lambda: TransientStoreError("gone"))
     )
     with pytest.raises(dcp.CheckpointException) as caught:
-        save(s3, url, 2.0)
+        save(service, url, 2.0)
     assert isinstance(error_of(caught), BucketpointError)
     store = stores[0].inner
     for key in stores[0].keys:
         assert not [upload for upload in store.list_multipart(key) if upload.key == key]
     monkeypatch.undo()
-    assert loaded(s3, url) == 1.0
+    assert loaded(service, url) == 1.0
 
 
 def test_a_missing_right_to_delete_does_not_fail_an_overwrite(
-    s3: S3Server, bucket: str, wrap: Callable[[Wrap], list[Any]], caplog: pytest.LogCaptureFixture
+    service: Service, wrap: Callable[[Wrap], list[Any]], caplog: pytest.LogCaptureFixture
 ) -> None:
-    url = f"s3://{bucket}/a"
-    save(s3, url, 1.0)
+    url = service.url("a")
+    save(service, url, 1.0)
     wrap(lambda inner: FailingStore(inner, lambda name, n: name == "delete", lambda: AccessDeniedError("no")))
-    save(s3, url, 2.0)
+    save(service, url, 2.0)
     assert "was not deleted" in caplog.text
-    assert loaded(s3, url) == 2.0
+    assert loaded(service, url) == 2.0
 
 
 def test_a_missing_record_does_not_fail_a_save(
-    s3: S3Server, bucket: str, wrap: Callable[[Wrap], list[Any]], caplog: pytest.LogCaptureFixture
+    service: Service, wrap: Callable[[Wrap], list[Any]], caplog: pytest.LogCaptureFixture
 ) -> None:
     class NoRecord(CountingStore):
         def put(self, key: str, body: Any, **kwargs: Any) -> Any:
@@ -266,12 +259,12 @@ def test_a_missing_record_does_not_fail_a_save(
             return self.inner.put(key, body, **kwargs)
 
     wrap(NoRecord)
-    save(s3, f"s3://{bucket}/a")
+    save(service, service.url("a"))
     assert "can be rebuilt" in caplog.text
-    assert loaded(s3, f"s3://{bucket}/a") == 1.0
+    assert loaded(service, service.url("a")) == 1.0
 
 
-def test_a_plan_with_an_item_that_nobody_wrote_is_not_committed(s3: S3Server, bucket: str) -> None:
+def test_a_plan_with_an_item_that_nobody_wrote_is_not_committed(service: Service) -> None:
     class Forgetful(DefaultSavePlanner):
         def finish_plan(self, new_plan: Any) -> Any:
             import dataclasses
@@ -279,27 +272,27 @@ def test_a_plan_with_an_item_that_nobody_wrote_is_not_committed(s3: S3Server, bu
             plan = super().finish_plan(new_plan)
             return dataclasses.replace(plan, items=plan.items[1:])
 
-    writer = S3Writer(storage_options=s3.options)
+    writer = service.writer()
     state = {"a": torch.ones(2), "b": torch.ones(2)}
     with pytest.raises(dcp.CheckpointException) as caught:
-        dcp.save(state, checkpoint_id=f"s3://{bucket}/a", storage_writer=writer, planner=Forgetful(), no_dist=True)
+        dcp.save(state, checkpoint_id=service.url("a"), storage_writer=writer, planner=Forgetful(), no_dist=True)
     assert isinstance(error_of(caught), IncompleteSaveError)
     assert "a" in str(error_of(caught))
-    assert not [key for key in contents(s3, bucket) if key.endswith(".metadata")]
+    assert not [key for key in service.listed() if key.endswith(".metadata")]
 
 
 @pytest.mark.parametrize("deleted_before", ["get", "put"])
 def test_an_overwrite_of_a_checkpoint_that_is_deleted_meanwhile_commits(
-    s3: S3Server, bucket: str, deleted_before: str, wrap: Callable[[Wrap], list[Any]]
+    service: Service, deleted_before: str, wrap: Callable[[Wrap], list[Any]]
 ) -> None:
     """A pruner deletes the old one after the create-only PUT was refused, or after it was read to be replaced."""
-    url = f"s3://{bucket}/a"
-    save(s3, url, 1.0)
+    url = service.url("a")
+    save(service, url, 1.0)
     deleted: list[str] = []
 
     def delete(key: str) -> None:
         deleted.append(key)
-        s3.client().delete_object(Bucket=bucket, Key=key)
+        service.delete(key)
 
     class Pruned(CountingStore):
         def get(self, key: str, **kwargs: Any) -> Any:
@@ -313,17 +306,15 @@ def test_an_overwrite_of_a_checkpoint_that_is_deleted_meanwhile_commits(
             return self.inner.put(key, body, **kwargs)
 
     wrap(Pruned)
-    save(s3, url, 2.0)
+    save(service, url, 2.0)
     assert deleted == ["a/.metadata"]
-    assert loaded(s3, url) == 2.0
+    assert loaded(service, url) == 2.0
 
 
-def test_a_checkpoint_that_may_not_be_read_is_not_replaced(
-    s3: S3Server, bucket: str, wrap: Callable[[Wrap], list[Any]]
-) -> None:
-    url = f"s3://{bucket}/a"
-    save(s3, url, 1.0)
+def test_a_checkpoint_that_may_not_be_read_is_not_replaced(service: Service, wrap: Callable[[Wrap], list[Any]]) -> None:
+    url = service.url("a")
+    save(service, url, 1.0)
     wrap(lambda inner: FailingStore(inner, lambda name, n: name == "get", lambda: AccessDeniedError("no")))
     with pytest.raises(dcp.CheckpointException) as caught:
-        save(s3, url, 2.0)
+        save(service, url, 2.0)
     assert isinstance(error_of(caught), AccessDeniedError)

@@ -19,8 +19,9 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 
 import bucketpoint.dcp.session as session
 from bucketpoint import BucketReader, BucketWriter, S3Reader, S3Writer
+from bucketpoint.testing.servers import S3Server
 from dcp.states import assert_same, blank, filled, varied
-from servers import S3Server
+from services import Service
 from transfer.wrappers import CountingStore
 
 pytestmark = pytest.mark.contract
@@ -103,8 +104,7 @@ def test_we_load_what_s3torchconnector_wrote(s3: S3Server, bucket: str, monkeypa
 )
 @pytest.mark.parametrize("ours", [True, False], ids=["ours", "stock"])
 def test_a_slice_is_read_without_the_rest(
-    s3: S3Server,
-    bucket: str,
+    service: Service,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     offsets: tuple[int, int],
@@ -112,16 +112,16 @@ def test_a_slice_is_read_without_the_rest(
     ours: bool,
 ) -> None:
     whole = filled((2048, 3000), torch.float32)
-    url = f"s3://{bucket}/x"
+    url = service.url("x")
     if ours:
-        dcp.save({"w": whole}, checkpoint_id=url, storage_writer=S3Writer(storage_options=s3.options), no_dist=True)
+        dcp.save({"w": whole}, checkpoint_id=url, storage_writer=service.writer(), no_dist=True)
     else:
         dcp.save({"w": whole}, storage_writer=FileSystemWriter(tmp_path), no_dist=True)
         for path in tmp_path.iterdir():
-            s3.client().put_object(Bucket=bucket, Key=f"x/{path.name}", Body=path.read_bytes())
+            service.write(f"x/{path.name}", path.read_bytes())
     stores = counted(monkeypatch)
     target = {"w": torch.zeros(sizes)}
-    reader, planner = S3Reader(storage_options=s3.options), SlicePlanner(offsets, sizes)
+    reader, planner = service.reader(), SlicePlanner(offsets, sizes)
     dcp.load(target, checkpoint_id=url, storage_reader=reader, planner=planner, no_dist=True)
     box = whole[offsets[0] : offsets[0] + sizes[0], offsets[1] : offsets[1] + sizes[1]]
     assert torch.equal(target["w"].view(torch.int32), box.view(torch.int32))

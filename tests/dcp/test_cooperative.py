@@ -20,7 +20,7 @@ from dcp import cooperative_scenarios as scenarios
 from dcp import scenarios as dcp_scenarios
 from dcp.cooperative_scenarios import SMALL, expected_tensor
 from dcp.ranks import Ranks
-from servers import S3Server
+from services import Service
 
 SHAPE = (1024, 1500)
 NBYTES = 1024 * 1500 * 4
@@ -59,10 +59,11 @@ def test_every_placement_is_loaded_as_plainly_and_read_less(
 
 
 @pytest.mark.contract
-def test_ranks_load_together_from_s3(four_ranks: Ranks, two_ranks: Ranks, s3: S3Server, bucket: str) -> None:
-    four_ranks.run(dcp_scenarios.save, f"s3://{bucket}/step", s3.options)
-    four_ranks.run(scenarios.load_from_s3, f"s3://{bucket}/step", s3.options)
-    two_ranks.run(scenarios.load_from_s3, f"s3://{bucket}/step", s3.options)
+def test_ranks_load_together_from_a_bucket(four_ranks: Ranks, two_ranks: Ranks, service: Service) -> None:
+    url = service.url("step")
+    four_ranks.run(dcp_scenarios.save, url, service.options)
+    for ranks in (four_ranks, two_ranks):
+        ranks.run(scenarios.load_from_a_bucket, url, service.options)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])

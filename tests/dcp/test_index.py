@@ -16,7 +16,7 @@ from torch.distributed.checkpoint import FileSystemReader
 import bucketpoint.dcp.commit as commit
 import bucketpoint.dcp.planned as planned
 import bucketpoint.dcp.session as session
-from bucketpoint import BucketReader, BucketWriter, LoadPlanner, S3Reader, S3Writer, SavePlanner
+from bucketpoint import BucketReader, BucketWriter, LoadPlanner, SavePlanner
 from bucketpoint.errors import TransientStoreError
 from bucketpoint.format import index_ref
 from bucketpoint.format.groups import GroupRule
@@ -30,7 +30,7 @@ from dcp import index_scenarios
 from dcp.ranks import Ranks
 from dcp.test_compat import counted
 from dcp.test_reshard import any_layout_is_loaded, jobs, pairs
-from servers import S3Server
+from services import Service
 from transfer.wrappers import CountingStore
 
 ITEMS, HEAD = 12, 600
@@ -106,11 +106,11 @@ def test_a_large_one_is_loaded_from_its_index_with_one_request_more(
 
 
 @pytest.mark.contract
-def test_s3_gives_the_first_bytes_and_the_index(s3: S3Server, bucket: str, stores: list[CountingStore]) -> None:
-    url = f"s3://{bucket}/a"
-    save(url, writer=S3Writer(storage_options=s3.options))
+def test_a_bucket_gives_the_first_bytes_and_the_index(service: Service, stores: list[CountingStore]) -> None:
+    url = service.url("a")
+    save(url, writer=service.writer())
     stores.clear()
-    assert load(url, reader=S3Reader(storage_options=s3.options)) is Entries
+    assert load(url, reader=service.reader()) is Entries
     assert calls(stores)["get"] == 2
 
 

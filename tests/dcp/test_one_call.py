@@ -13,13 +13,12 @@ import torch.distributed.checkpoint as dcp
 
 import bucketpoint as bp
 from bucketpoint.errors import BucketpointError, CheckpointNotFoundError
-from bucketpoint.testing import Stall, always
+from bucketpoint.testing import FaultProxy, Stall, always
 from bucketpoint.testing.kills import Job, Outcome
-from bucketpoint.testing.plugin import MakeProxy
 from dcp import one_call_scenarios as scenarios
 from dcp.one_call_scenarios import state, values
 from dcp.ranks import Ranks
-from servers import S3Server
+from services import Service
 
 OLD, NEW = 1.0, 2.0
 
@@ -86,14 +85,11 @@ def test_an_exception_at_each_item_is_raised_by_all_and_harms_nothing(two_ranks:
     assert what_lies_at(url) == NEW
 
 
-def test_an_error_reaches_ranks_that_wait_for_a_store(
-    two_ranks: Ranks, minio: S3Server, fault_proxy: MakeProxy
-) -> None:
-    bucket = minio.make_bucket("told")
+def test_an_error_reaches_ranks_that_wait_for_a_store(two_ranks: Ranks, service: Service, proxy: FaultProxy) -> None:
     # Longer than all else: without being told, rank 0 would come to an error of its own.
-    proxy = fault_proxy(minio, always(Stall(scenarios.HANGS_S), kinds=["PutObject"], keys="*-0-model-*"))
-    options = minio.at(proxy.url).options
-    first, second = two_ranks.run(scenarios.fail_beside_a_stalled_store, f"s3://{bucket}/a", options)
+    proxy.play(always(Stall(scenarios.HANGS_S), kinds=["PutObject"], keys="*-0-model-*"))
+    options = service.at(proxy.url).options
+    first, second = two_ranks.run(scenarios.fail_beside_a_stalled_store, service.url("a"), options)
     assert second is not None
     assert first == second
     assert "this disk is on fire" in first[1]
@@ -102,19 +98,19 @@ def test_an_error_reaches_ranks_that_wait_for_a_store(
 
 @pytest.mark.parametrize("loads", [False, True], ids=["save", "load"])
 def test_a_store_that_stalls_one_rank_makes_all_raise_by_the_deadline(
-    two_ranks: Ranks, minio: S3Server, fault_proxy: MakeProxy, loads: bool
+    two_ranks: Ranks, service: Service, proxy: FaultProxy, loads: bool
 ) -> None:
-    url = f"s3://{minio.make_bucket('stalled')}/a"
-    saved(url, storage_options=minio.options)
+    url = service.url("a")
+    saved(url, storage_options=service.options)
     kind, keys = ("GetObject", "*/data/*") if loads else ("PutObject", "*-1-model-*")
-    proxy = fault_proxy(minio, always(Stall(scenarios.HANGS_S), kinds=[kind], keys=keys))
+    proxy.play(always(Stall(scenarios.HANGS_S), kinds=[kind], keys=keys))
     call = scenarios.load_by if loads else scenarios.save_by
-    errors = two_ranks.run(call, url, 8.0, minio.at(proxy.url).options)
+    errors = two_ranks.run(call, url, 8.0, service.at(proxy.url).options)
     doing = "was reading its items" if loads else "was uploading its items"
     for error in errors:
         assert error is not None
         assert f"was not complete after 8 s: rank {0 if loads else 1} {doing}" in error[1]
-    assert what_lies_at(url, storage_options=minio.options) == OLD
+    assert what_lies_at(url, storage_options=service.options) == OLD
 
 
 @pytest.mark.parametrize("loads", [False, True], ids=["save", "load"])

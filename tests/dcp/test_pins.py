@@ -12,8 +12,8 @@ from bucketpoint import TransferOptions
 from bucketpoint.errors import CorruptDataError
 from bucketpoint.stores import GCSStore, S3Store
 from bucketpoint.transfer import Hedge
-from dcp.services import Service
 from dcp.test_compat import SlicePlanner
+from services import Service
 
 pytestmark = pytest.mark.contract
 
@@ -21,23 +21,17 @@ SHAPE = (600, 1000)
 FULL = torch.arange(600_000.0).reshape(SHAPE)
 
 
-@pytest.fixture(params=["moto", "minio", "gcs"])
-def service(request: pytest.FixtureRequest) -> Service:
-    return Service(request.getfixturevalue(request.param))
-
-
 @pytest.fixture
-def saved(service: Service) -> tuple[str, str]:
-    """A bucket, and the URL of a checkpoint in it."""
-    bucket = service.make_bucket()
-    url = service.url(bucket, "run/step-1")
+def saved(service: Service) -> str:
+    """The URL of a checkpoint."""
+    url = service.url("run/step-1")
     state = {"w": FULL, "b": torch.ones(7), "step": 5}
     dcp.save(state, storage_writer=service.writer(url), no_dist=True)
-    return bucket, url
+    return url
 
 
-def data_keys(service: Service, bucket: str) -> list[str]:
-    return [key for key in service.keys(bucket) if key.endswith(".distcp")]
+def data_keys(service: Service) -> list[str]:
+    return [key for key in service.listed() if key.endswith(".distcp")]
 
 
 def load(service: Service, url: str, **options: Any) -> dict[str, Any]:
@@ -69,53 +63,48 @@ def pins(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str | None]]:
 
 @pytest.mark.parametrize("hedge", [None, Hedge(after_s=60.0)], ids=["plain", "hedged"])
 def test_every_range_is_asked_of_the_object_that_was_committed(
-    service: Service, saved: tuple[str, str], pins: list[tuple[str, str | None]], hedge: Hedge | None
+    service: Service, saved: str, pins: list[tuple[str, str | None]], hedge: Hedge | None
 ) -> None:
-    bucket, url = saved
     options = TransferOptions(part_bytes=256 << 10, hedge=hedge)
-    assert_loaded(load(service, url, transfer=options))
+    assert_loaded(load(service, saved, transfer=options))
     # A box, for which the checksums of blocks are read too.
     target = {"w": torch.zeros(10, 20)}
     planner = SlicePlanner((300, 500), (10, 20))
-    dcp.load(target, storage_reader=service.reader(url, transfer=options), planner=planner, no_dist=True)
+    dcp.load(target, storage_reader=service.reader(saved, transfer=options), planner=planner, no_dist=True)
     assert torch.equal(target["w"], FULL[300:310, 500:520])
-    etags = {key: service.etag(bucket, key) for key in data_keys(service, bucket)}
+    etags = {key: service.etag(key) for key in data_keys(service)}
     ranges = [(key, etag) for key, etag in pins if key.endswith(".distcp")]
     assert len(ranges) >= 8
     assert all(etag == etags[key] for key, etag in ranges)
 
 
 def test_an_object_that_is_replaced_between_two_ranges_is_an_error(
-    service: Service, saved: tuple[str, str], pins: list[tuple[str, str | None]], monkeypatch: pytest.MonkeyPatch
+    service: Service, saved: str, pins: list[tuple[str, str | None]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    bucket, url = saved
-    key, body = max(
-        ((key, bytearray(service.read(bucket, key))) for key in data_keys(service, bucket)), key=lambda one: len(one[1])
-    )
+    key, body = max(((key, bytearray(service.read(key))) for key in data_keys(service)), key=lambda one: len(one[1]))
     body[-1] ^= 1
 
-    kind = type(service.reader(url)._location.open(url)[0])
+    kind = type(service.reader(saved)._location.open(saved)[0])
     counting = kind.open_range
 
     def replacing(self: Any, *args: Any, **kwargs: Any) -> Any:
         if len(pins) == 3:
-            service.write(bucket, key, bytes(body))
+            service.write(key, bytes(body))
         return counting(self, *args, **kwargs)
 
     monkeypatch.setattr(kind, "open_range", replacing)
     with pytest.raises(dcp.CheckpointException) as caught:
-        load(service, url, transfer=TransferOptions(part_bytes=256 << 10, connections=1))
+        load(service, saved, transfer=TransferOptions(part_bytes=256 << 10, connections=1))
     error = caught.value.failures[0][0]
     assert isinstance(error, CorruptDataError)
     assert "replaced" in str(error)
 
 
 def test_a_checkpoint_that_was_replicated_byte_by_byte_is_no_error(
-    service: Service, saved: tuple[str, str], pins: list[tuple[str, str | None]]
+    service: Service, saved: str, pins: list[tuple[str, str | None]]
 ) -> None:
-    bucket, _ = saved
-    other = service.make_bucket()
-    for key in service.keys(bucket):
-        service.write(other, key, service.read(bucket, key))
-    assert_loaded(load(service, service.url(other, "run/step-1")))
+    other = Service.on(service.server)
+    for key in service.listed():
+        other.write(key, service.read(key))
+    assert_loaded(load(service, other.url("run/step-1")))
     assert {etag for _, etag in pins} == {None}

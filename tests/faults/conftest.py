@@ -3,30 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from urllib.parse import urlsplit
 
 import pytest
 
 from bucketpoint.testing import FaultProxy
 from bucketpoint.testing.plugin import MakeProxy
-from bucketpoint.testing.servers import S3Server
 from dcp.ranks import Ranks
-from faults.saves import Server
-from gcs_server import GCSServer
+from services import Server, proxy_before
 
 
-@pytest.fixture(params=["minio", "gcs"])
+@pytest.fixture(scope="session", params=["minio", "gcs"])
 def server(request: pytest.FixtureRequest) -> Server:
-    found: S3Server | GCSServer = request.getfixturevalue(request.param)
+    found: Server = request.getfixturevalue(request.param)
     return found
 
 
 @pytest.fixture
 def proxy(server: Server, fault_proxy: MakeProxy) -> FaultProxy:
-    if isinstance(server, S3Server):
-        return fault_proxy(server)
-    # It tells its API by the host that is asked.
-    return fault_proxy(server.endpoint, host_header=urlsplit(server.endpoint).netloc)
+    return proxy_before(server, fault_proxy)
 
 
 @pytest.fixture(scope="module")

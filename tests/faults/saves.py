@@ -21,12 +21,10 @@ from bucketpoint.errors import CheckpointNotFoundError, IncompleteCheckpointErro
 from bucketpoint.format import catalogue, keys
 from bucketpoint.format.catalogue import CommitKey
 from bucketpoint.testing.exchange import Exchange
-from bucketpoint.testing.servers import S3Server
-from gcs_server import GCSServer
+from services import Server
 
 STEP = 7
 
-Server = S3Server | GCSServer
 LARGE = (5 << 20) + 1000
 """Bytes: an upload in parts, and as small as S3 lets one be."""
 
@@ -63,7 +61,7 @@ class Place:
         return f"{self.root}/step-{STEP}"
 
     def through(self, endpoint: str) -> Place:
-        return replace(self, server=replace(self.server, endpoint=endpoint))
+        return replace(self, server=self.server.at(endpoint))
 
     def catalog(self) -> Catalog:
         return open_catalog(self.root, storage_options=self.server.options)

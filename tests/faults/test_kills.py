@@ -15,8 +15,9 @@ from bucketpoint.testing import FaultProxy, Kill, Script, always
 from bucketpoint.testing.kills import Job, sampled
 from bucketpoint.testing.tally import Tally
 from faults.checkpoint_process import fork_beforehand
-from faults.saves import Place, Server, committed, save_beside
+from faults.saves import Place, committed, save_beside
 from gcs_server import GCSServer
+from services import Server
 
 SAMPLE = 6
 SEED = 20261121
