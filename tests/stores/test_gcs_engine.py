@@ -1,15 +1,12 @@
-"""How `GCSStore` moves bodies and takes failures: memory, retries, replies, batches, uploads in parts, processes."""
+"""How `GCSStore` takes failures, batches, uploads in parts and copies. What is the same of S3 is in `test_engines`."""
 
 from __future__ import annotations
 
 import json
 import logging
-import multiprocessing
 import os
-import pickle
 import re
 import threading
-import tracemalloc
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -23,7 +20,6 @@ from bucketpoint.errors import (
     AccessDeniedError,
     BucketNotFoundError,
     CorruptDataError,
-    CredentialsError,
     EndpointError,
     ObjectNotFoundError,
     PreconditionFailedError,
@@ -34,16 +30,15 @@ from bucketpoint.errors import (
 )
 from bucketpoint.stores import GCSOptions, GCSStore, Part, gcs_client, gcs_composed, retry
 from gcs_server import GCSServer
-from stores.scripted import Answer, ScriptedServer, Seen, scripted
+from stores.engines import OBJECT, views
+from stores.engines import gcs_at as store_at
+from stores.engines import gcs_error as error
+from stores.engines import gcs_reply as reply
+from stores.scripted import Answer, Seen, scripted
 
 pytestmark = pytest.mark.contract
 
 MIB = 1 << 20
-OBJECT = {"name": "k", "size": "5", "generation": "7"}
-
-
-def views(*chunks: bytes | bytearray) -> list[memoryview]:
-    return [memoryview(chunk) for chunk in chunks]
 
 
 @pytest.fixture(autouse=True)
@@ -52,64 +47,11 @@ def _quick_retries(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(retry, "FIRST_THROTTLED_DELAY_S", 0.01)
 
 
-def store_at(server: ScriptedServer, **options: Any) -> GCSStore:
-    given = {"token": "anon", "endpoint_url": server.endpoint, "max_attempts": 3, **options}
-    return GCSStore("bucket", GCSOptions(**given))
-
-
 def store_on(server: GCSServer, **options: Any) -> GCSStore:
     return GCSStore(server.make_bucket(), GCSOptions.from_storage_options({**server.options, **options}))
 
 
-def reply(content: Any) -> Answer:
-    return Answer(200, {"Content-Type": "application/json"}, json.dumps(content).encode())
-
-
-def error(status: int, reason: str, message: str = "as scripted", **headers: str) -> Answer:
-    """An error as the JSON API words it."""
-    detail = {"code": status, "message": message, "errors": [{"reason": reason, "message": message}]}
-    return Answer(status, {"Content-Type": "application/json", **headers}, json.dumps({"error": detail}).encode())
-
-
-def media_of(body: bytes) -> bytes:
-    """The second part of a `multipart/related` body."""
-    boundary = body.split(b"\r\n", 1)[0]
-    return body.split(b"\r\n" + boundary)[1].split(b"\r\n\r\n", 1)[1]
-
-
 # Bodies
-
-
-def test_bodies_leave_and_arrive_without_a_copy(gcs: GCSServer) -> None:
-    store = store_on(gcs)
-    content = bytearray(os.urandom(MIB)) * 24
-    crc = checksums.crc32c(content)
-    store.put("warm", views(content[:MIB]))
-    store.read_into("warm", 0, views(bytearray(MIB)))
-    received = bytearray(len(content))
-    tracemalloc.start()
-    try:
-        upload = store.create_multipart("big")
-        part = store.put_part("big", upload, 1, views(content), crc32c=crc)
-        sent_peak = tracemalloc.get_traced_memory()[1]
-        store.complete_multipart("big", upload, [part])
-        tracemalloc.reset_peak()
-        store.read_into("big", 0, views(received))
-        received_peak = tracemalloc.get_traced_memory()[1]
-    finally:
-        tracemalloc.stop()
-    assert received == content
-    assert sent_peak < 4 * MIB
-    assert received_peak < 4 * MIB
-
-
-@pytest.mark.parametrize("failure", [error(500, "backendError"), error(429, "rateLimitExceeded"), Answer(drop=True)])
-def test_a_retry_sends_the_whole_body_again(failure: Answer) -> None:
-    content = os.urandom(700_000)
-    with scripted(lambda request, number: failure if number < 2 else reply(OBJECT)) as server:
-        small = [memoryview(content)[at : at + 10] for at in range(100_000, 100_100, 10)]
-        store_at(server).put("k", [*views(content[:1], content[1:100_000]), *small, memoryview(content)[100_100:]])
-    assert [media_of(request.body) for request in server.seen] == [content] * 3
 
 
 def test_a_service_that_says_when_to_come_back_is_not_asked_before(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -135,97 +77,7 @@ def test_a_refusal_is_not_sent_again() -> None:
     assert len(server.seen) == 1
 
 
-def serving(content: bytes, **answer: Any) -> Any:
-    def script(request: Seen, number: int) -> Answer:
-        start, _, end = request.headers["range"].removeprefix("bytes=").partition("-")
-        body = content[int(start) : int(end) + 1]
-        headers = {"Content-Range": f"bytes {start}-{end}/{len(content)}", "x-goog-generation": "7"}
-        return Answer(206, headers, body, **answer)
-
-    return script
-
-
-def test_connections_are_used_again_after_each_body() -> None:
-    content = os.urandom(500_000)
-    with scripted(serving(content)) as server:
-        store = store_at(server)
-        for _ in range(20):
-            data = bytearray(len(content))
-            store.read_into("k", 0, views(data))
-            assert data == content
-    assert (len(server.seen), server.connections) == (20, 1)
-
-
-@pytest.mark.parametrize("cut", [0, 1, 250_000, 499_999])
-def test_a_body_that_breaks_off_is_transient_and_its_connection_is_not_used_again(cut: int) -> None:
-    content = os.urandom(500_000)
-    whole = serving(content)
-
-    def script(request: Seen, number: int) -> Answer:
-        answer: Answer = whole(request, number)
-        answer.cut = cut if number == 0 else None
-        return answer
-
-    with scripted(script) as server:
-        store = store_at(server)
-        data = bytearray(len(content))
-        with pytest.raises(TransientStoreError, match="gs://bucket/k"):
-            store.read_into("k", 0, views(data))
-        store.read_into("k", 0, views(data))
-        assert data == content
-    assert server.connections == 2
-
-
-def test_a_body_without_a_length_is_received_by_the_public_way() -> None:
-    content = os.urandom(300_000)
-    with scripted(serving(content, chunked=True)) as server:
-        data = bytearray(200_000)
-        store_at(server).read_into("k", 50_000, views(data))
-    assert data == content[50_000:250_000]
-
-
-def test_a_store_that_ignores_ranges_is_found_out() -> None:
-    with scripted(lambda request, number: Answer(200, {}, b"x" * 100)) as server:
-        for offset, size in ((10, 20), (0, 20)):
-            with pytest.raises(StoreError, match="ignored the range"):
-                store_at(server).read_into("k", offset, views(bytearray(size)))
-
-
 # Failures
-
-
-@pytest.mark.parametrize(
-    ("status", "reason", "kind"),
-    [
-        (400, "invalid", StoreError),
-        (400, "userProjectMissing", AccessDeniedError),
-        (401, "authError", CredentialsError),
-        (403, "forbidden", AccessDeniedError),
-        (403, "rateLimitExceeded", ThrottledError),
-        (408, "uploadBrokenConnection", TransientStoreError),
-        (409, "conflict", TransientStoreError),
-        (412, "conditionNotMet", PreconditionFailedError),
-        (416, "requestedRangeNotSatisfiable", CorruptDataError),
-        (429, "rateLimitExceeded", ThrottledError),
-        (500, "backendError", TransientStoreError),
-        (502, "", TransientStoreError),
-        (503, "backendError", ThrottledError),
-    ],
-)
-def test_each_reply_becomes_the_kind_of_error_that_says_the_same(
-    status: int, reason: str, kind: type[StoreError]
-) -> None:
-    with scripted(lambda request, number: error(status, reason)) as server, pytest.raises(kind) as caught:
-        store_at(server, max_attempts=1).get("folder/the key")
-    found = caught.value
-    # Without credentials a 401 ends in google-auth, which cannot renew what is not there.
-    assert type(found) is kind
-    assert "objects.get" in found.message
-    assert found.url == "gs://bucket/folder/the key"
-    again = pickle.loads(pickle.dumps(found))
-    assert (type(again), str(again)) == (kind, str(found))
-    assert found.__cause__ is None
-    assert found.__context__ is None
 
 
 @pytest.mark.parametrize(
@@ -552,47 +404,3 @@ def test_a_copy_between_two_buckets_of_one_service(gcs: GCSServer) -> None:
 
 
 # Clients and processes
-
-
-def _read_in_child(store: GCSStore, parent_client: int, results: Any) -> None:
-    results.put((store.get("k")[0], id(gcs_client.client_for(store.options)) != parent_client))
-
-
-@pytest.mark.parametrize("method", ["fork", "spawn"])
-def test_a_child_process_makes_connections_of_its_own(gcs: GCSServer, method: Any) -> None:
-    store = store_on(gcs)
-    store.put("k", views(b"content"))
-    context = multiprocessing.get_context(method)
-    results = context.Queue()
-    parent_client = id(gcs_client.client_for(store.options)) if method == "fork" else 0
-    child = context.Process(target=_read_in_child, args=(store, parent_client, results))
-    child.start()
-    try:
-        content, own_client = results.get(timeout=240)
-    finally:
-        child.join(240)
-    assert content == b"content"
-    assert own_client
-    assert store.get("k")[0] == b"content"
-
-
-def test_threads_that_arrive_together_make_one_client(gcs: GCSServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[GCSOptions] = []
-    build = gcs_client.build_client
-
-    def counting(options: GCSOptions) -> Any:
-        made.append(options)
-        return build(options)
-
-    monkeypatch.setattr(gcs_client, "build_client", counting)
-    options = GCSOptions.from_storage_options({**gcs.options, "user_agent": os.urandom(4).hex()})
-    start = threading.Barrier(6)
-
-    def arrive(_: int) -> Any:
-        start.wait()
-        return gcs_client.client_for(options)
-
-    with ThreadPoolExecutor(6) as pool:
-        clients = list(pool.map(arrive, range(6)))
-    assert len(made) == 1
-    assert len({id(client) for client in clients}) == 1

@@ -1,50 +1,33 @@
-"""How `S3Store` moves bodies and takes failures: memory, retries, connections, broken replies, processes."""
+"""How `S3Store` moves bodies and takes failures, where S3 is a case of its own. The rest is in `test_engines`."""
 
 from __future__ import annotations
 
 import hashlib
-import multiprocessing
 import os
 import pickle
 import threading
-import tracemalloc
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
-from awscrt import checksums
 from hypothesis import given
 from hypothesis import strategies as st
 
 from bucketpoint import errors
 from bucketpoint.errors import (
-    AccessDeniedError,
-    BucketNotFoundError,
     CorruptDataError,
-    CredentialsError,
     EndpointError,
-    ObjectNotFoundError,
-    PreconditionFailedError,
     StoreError,
-    ThrottledError,
     TransientStoreError,
-    UploadNotFoundError,
     WrongRegionError,
 )
 from bucketpoint.stores import S3Options, S3Store, s3_body, s3_client
 from servers import S3Server
-from stores.scripted import Answer, ScriptedServer, Seen, error, scripted
+from stores.engines import s3_at as store_at
+from stores.engines import views
+from stores.scripted import Answer, Seen, error, scripted
 
 MIB = 1 << 20
-
-
-def views(*chunks: bytes | bytearray) -> list[memoryview]:
-    return [memoryview(chunk) for chunk in chunks]
-
-
-def store_at(server: ScriptedServer, **options: Any) -> S3Store:
-    chosen = {"max_attempts": 3, **options}
-    return S3Store("bucket", S3Options(endpoint_url=server.endpoint, access_key="a", secret_key="hush", **chosen))
 
 
 def etag(request: Seen, number: int) -> Answer:
@@ -81,47 +64,10 @@ def test_ten_thousand_small_buffers_are_sent_in_few_pieces_and_large_ones_are_no
         assert piece.nbytes <= s3_body.PIECE_BYTES
 
 
-@pytest.mark.parametrize("secure", [False, True], ids=["http", "https"])
-def test_a_part_leaves_and_arrives_without_a_copy(secure: bool, minio: S3Server, minio_tls: S3Server) -> None:
-    server = minio_tls if secure else minio
-    bucket = server.make_bucket()
-    store = S3Store(bucket, S3Options.from_storage_options(server.options))
-    content = bytearray(os.urandom(MIB)) * 24
-    crc = checksums.crc32c(content)
-    store.put("warm", views(content[:MIB]))
-    store.read_into("warm", 0, views(bytearray(MIB)))
-    received = bytearray(len(content))
-    tracemalloc.start()
-    try:
-        upload = store.create_multipart("big")
-        part = store.put_part("big", upload, 1, views(content), crc32c=crc)
-        sent_peak = tracemalloc.get_traced_memory()[1]
-        store.complete_multipart("big", upload, [part])
-        tracemalloc.reset_peak()
-        store.read_into("big", 0, views(received))
-        received_peak = tracemalloc.get_traced_memory()[1]
-    finally:
-        tracemalloc.stop()
-    assert received == content
-    assert sent_peak < 4 * MIB
-    assert received_peak < 4 * MIB
-
-
 def test_no_request_waits_for_a_100_continue() -> None:
     with scripted(etag) as server:
         store_at(server).put("k", views(b"x" * (2 * MIB)))
     assert "expect" not in server.seen[0].headers
-
-
-@pytest.mark.parametrize("failure", [error(500, "InternalError"), error(503, "SlowDown"), Answer(drop=True)])
-def test_a_retry_sends_the_whole_body_again(failure: Answer) -> None:
-    content = os.urandom(700_000)
-    with scripted(lambda request, number: failure if number < 2 else etag(request, number)) as server:
-        buffers = views(content[:1], content[1:100_000], *[content[at : at + 10] for at in range(100_000, 100_100, 10)])
-        info = store_at(server).put("k", [*buffers, memoryview(content)[100_100:]])
-    assert info.size == len(content)
-    assert [len(request.body) for request in server.seen] == [len(content)] * 3
-    assert all(request.body == content for request in server.seen)
 
 
 def test_payloads_are_signed_on_an_open_network_and_not_on_the_loopback_or_over_tls(
@@ -164,28 +110,6 @@ def test_signed_payloads_are_accepted_by_real_servers(s3: S3Server, bucket: str)
 # Bodies that are received
 
 
-def serving(content: bytes, **reply: Any) -> Any:
-    def script(request: Seen, number: int) -> Answer:
-        start, _, end = request.headers["range"].removeprefix("bytes=").partition("-")
-        body = content[int(start) : int(end) + 1]
-        headers = {"Content-Range": f"bytes {start}-{end}/{len(content)}", "ETag": '"e"'}
-        return Answer(206, headers, body, **reply)
-
-    return script
-
-
-def test_connections_are_reused_after_each_received_body() -> None:
-    content = os.urandom(500_000)
-    with scripted(serving(content)) as server:
-        store = store_at(server)
-        for _ in range(20):
-            data = bytearray(len(content))
-            store.read_into("k", 0, views(data))
-            assert data == content
-    assert len(server.seen) == 20
-    assert server.connections == 1
-
-
 def test_threads_use_as_many_connections_as_there_are_threads(minio: S3Server) -> None:
     bucket = minio.make_bucket()
     store = S3Store(bucket, S3Options.from_storage_options({**minio.options, "connections": 5}))
@@ -210,37 +134,6 @@ def test_threads_use_as_many_connections_as_there_are_threads(minio: S3Server) -
     assert max(sockets) <= 5
 
 
-@pytest.mark.parametrize("cut", [0, 1, 100, 250_000, 499_999])
-def test_a_body_that_breaks_off_is_transient_and_its_connection_is_not_used_again(cut: int) -> None:
-    content = os.urandom(500_000)
-    whole = serving(content)
-
-    def script(request: Seen, number: int) -> Answer:
-        answer: Answer = whole(request, number)
-        answer.cut = cut if number == 0 else None
-        return answer
-
-    with scripted(script) as server:
-        store = store_at(server)
-        data = bytearray(len(content))
-        with pytest.raises(TransientStoreError, match="s3://bucket/k"):
-            store.read_into("k", 0, views(data))
-        store.read_into("k", 0, views(data))
-        assert data == content
-    assert server.connections == 2
-
-
-def test_a_body_without_a_length_is_received_by_the_public_way() -> None:
-    content = os.urandom(300_000)
-    with scripted(serving(content, chunked=True)) as server:
-        store = store_at(server)
-        for _ in range(3):
-            data = bytearray(200_000)
-            store.read_into("k", 50_000, views(data))
-            assert data == content[50_000:250_000]
-    assert server.connections == 1
-
-
 def test_the_public_way_serves_when_the_private_one_is_not_there(
     monkeypatch: pytest.MonkeyPatch, minio_tls: S3Server
 ) -> None:
@@ -253,18 +146,6 @@ def test_the_public_way_serves_when_the_private_one_is_not_there(
     assert first + second == content[7:200_006]
 
 
-def test_a_store_that_ignores_ranges_is_found_out() -> None:
-    with scripted(lambda request, number: Answer(200, {"ETag": '"e"'}, b"x" * 100)) as server:
-        store = store_at(server)
-        with pytest.raises(StoreError, match="ignored the range"):
-            store.read_into("k", 10, views(bytearray(20)))
-        with pytest.raises(StoreError, match="ignored the range"):
-            store.read_into("k", 0, views(bytearray(20)))
-        data = bytearray(100)
-        store.read_into("k", 0, views(data))
-        assert data == b"x" * 100
-
-
 def test_a_short_content_range_is_an_object_that_ends_too_early() -> None:
     short = Answer(206, {"Content-Range": "bytes 0-4/5"}, b"12345")
     with scripted(lambda request, number: short) as server, pytest.raises(CorruptDataError):
@@ -272,49 +153,6 @@ def test_a_short_content_range_is_an_object_that_ends_too_early() -> None:
 
 
 # Failures
-
-
-@pytest.mark.parametrize(
-    ("status", "code", "kind"),
-    [
-        (404, "NoSuchBucket", BucketNotFoundError),
-        (404, "NoSuchKey", ObjectNotFoundError),
-        (404, "NoSuchUpload", UploadNotFoundError),
-        (403, "AccessDenied", AccessDeniedError),
-        (403, "SomethingNew", AccessDeniedError),
-        (400, "ExpiredToken", CredentialsError),
-        (403, "InvalidAccessKeyId", CredentialsError),
-        (403, "SignatureDoesNotMatch", CredentialsError),
-        (403, "RequestTimeTooSkewed", CredentialsError),
-        (400, "IllegalLocationConstraintException", WrongRegionError),
-        (412, "PreconditionFailed", PreconditionFailedError),
-        (409, "ConditionalRequestConflict", PreconditionFailedError),
-        (503, "SlowDown", ThrottledError),
-        (429, "TooManyRequests", ThrottledError),
-        (500, "InternalError", TransientStoreError),
-        (502, "", TransientStoreError),
-        (400, "RequestTimeout", TransientStoreError),
-        (400, "BadDigest", CorruptDataError),
-        (400, "XAmzContentChecksumMismatch", CorruptDataError),
-        (416, "InvalidRange", CorruptDataError),
-        (400, "InvalidArgument", StoreError),
-    ],
-)
-def test_each_reply_becomes_the_kind_of_error_that_says_the_same(
-    status: int, code: str, kind: type[StoreError]
-) -> None:
-    with scripted(lambda request, number: error(status, code)) as server, pytest.raises(kind) as caught:
-        store_at(server, max_attempts=1).get("folder/the key")
-    found = caught.value
-    assert type(found) is kind
-    assert "GetObject" in found.message
-    assert code in found.message
-    assert found.url == "s3://bucket/folder/the key"
-    assert "hush" not in str(found)
-    again = pickle.loads(pickle.dumps(found))
-    assert (type(again), str(again)) == (kind, str(found))
-    assert found.__cause__ is None
-    assert found.__context__ is None
 
 
 def test_a_wrong_region_error_names_the_right_one() -> None:
@@ -390,50 +228,6 @@ def test_stores_with_equal_options_share_one_client(s3: S3Server) -> None:
     assert one is not other
     assert s3_client.client_for(one) is s3_client.client_for(other)
     assert s3_client.client_for(one) is not s3_client.client_for(one.replace(requester_pays=True))
-
-
-def test_threads_that_arrive_together_make_one_client(s3: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[S3Options] = []
-    build = s3_client.build_client
-
-    def counting(options: S3Options) -> Any:
-        made.append(options)
-        return build(options)
-
-    monkeypatch.setattr(s3_client, "build_client", counting)
-    options = S3Options.from_storage_options({**s3.options, "user_agent": os.urandom(4).hex()})
-    start = threading.Barrier(6)
-
-    def arrive(_: int) -> Any:
-        start.wait()
-        return s3_client.client_for(options)
-
-    with ThreadPoolExecutor(6) as pool:
-        clients = list(pool.map(arrive, range(6)))
-    assert len(made) == 1
-    assert len({id(client) for client in clients}) == 1
-
-
-def _read_in_child(store: S3Store, parent_client: int, results: Any) -> None:
-    results.put((store.get("k")[0], id(s3_client.client_for(store.options)) != parent_client))
-
-
-@pytest.mark.parametrize("method", ["fork", "spawn"])
-def test_a_child_process_makes_connections_of_its_own(moto: S3Server, method: Any) -> None:
-    store = S3Store(moto.make_bucket(), S3Options.from_storage_options(moto.options))
-    store.put("k", views(b"content"))
-    context = multiprocessing.get_context(method)
-    results = context.Queue()
-    parent_client = id(s3_client.client_for(store.options)) if method == "fork" else 0
-    child = context.Process(target=_read_in_child, args=(store, parent_client, results))
-    child.start()
-    try:
-        content, own_client = results.get(timeout=60)
-    finally:
-        child.join(60)
-    assert content == b"content"
-    assert own_client
-    assert store.get("k")[0] == b"content"
 
 
 def test_a_bundle_of_certificates_is_read_once_for_all_connections(

@@ -1,0 +1,248 @@
+"""How stores over HTTP move bodies and take failures, where it is the same of S3 and GCS: memory, retries, connections,
+broken replies, processes. What only one of them does is in `test_s3_engine` and `test_gcs_engine`.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+import threading
+import tracemalloc
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+from awscrt import checksums
+
+from bucketpoint.errors import (
+    AccessDeniedError,
+    BucketNotFoundError,
+    CorruptDataError,
+    CredentialsError,
+    ObjectNotFoundError,
+    PreconditionFailedError,
+    StoreError,
+    ThrottledError,
+    TransientStoreError,
+    UploadNotFoundError,
+    WrongRegionError,
+)
+from bucketpoint.stores import Store, open_store, retry
+from services import Service
+from stores.engines import ENGINES, S3, Engine, client_of, read_in_child, views
+from stores.scripted import Answer, Seen, scripted
+
+pytestmark = pytest.mark.contract
+
+MIB = 1 << 20
+
+
+@pytest.fixture(autouse=True)
+def _quick_retries(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(retry, "FIRST_DELAY_S", 0.01)
+    monkeypatch.setattr(retry, "FIRST_THROTTLED_DELAY_S", 0.01)
+
+
+@pytest.fixture(params=list(ENGINES))
+def engine(request: pytest.FixtureRequest) -> Engine:
+    if request.param == "gcs":
+        pytest.importorskip("google.cloud.storage")
+    return ENGINES[request.param]
+
+
+def store_on(service: Service) -> Store:
+    return open_store(service.url("x"), storage_options=service.options)[0]
+
+
+# Bodies
+
+
+@pytest.mark.parametrize("server", ["minio", "minio_tls", "gcs"])
+def test_a_part_leaves_and_arrives_without_a_copy(server: str, request: pytest.FixtureRequest) -> None:
+    store = store_on(Service.on(request.getfixturevalue(server)))
+    content = bytearray(os.urandom(MIB)) * 24
+    crc = checksums.crc32c(content)
+    store.put("warm", views(content[:MIB]))
+    store.read_into("warm", 0, views(bytearray(MIB)))
+    received = bytearray(len(content))
+    tracemalloc.start()
+    try:
+        upload = store.create_multipart("big")
+        part = store.put_part("big", upload, 1, views(content), crc32c=crc)
+        sent_peak = tracemalloc.get_traced_memory()[1]
+        store.complete_multipart("big", upload, [part])
+        tracemalloc.reset_peak()
+        store.read_into("big", 0, views(received))
+        received_peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert received == content
+    assert sent_peak < 4 * MIB
+    assert received_peak < 4 * MIB
+
+
+@pytest.mark.parametrize("failure", list(S3.failures))
+def test_a_retry_sends_the_whole_body_again(engine: Engine, failure: str) -> None:
+    content = os.urandom(700_000)
+    small = [memoryview(content)[at : at + 10] for at in range(100_000, 100_100, 10)]
+    with scripted(lambda request, number: engine.failures[failure] if number < 2 else engine.written) as server:
+        engine.at(server).put("k", [*views(content[:1], content[1:100_000]), *small, memoryview(content)[100_100:]])
+    assert [engine.sent(request.body) for request in server.seen] == [content] * 3
+
+
+def test_connections_are_used_again_after_each_body(engine: Engine) -> None:
+    content = os.urandom(500_000)
+    with scripted(engine.serving(content)) as server:
+        store = engine.at(server)
+        for _ in range(20):
+            data = bytearray(len(content))
+            store.read_into("k", 0, views(data))
+            assert data == content
+    assert (len(server.seen), server.connections) == (20, 1)
+
+
+@pytest.mark.parametrize("cut", [0, 1, 100, 250_000, 499_999])
+def test_a_body_that_breaks_off_is_transient_and_its_connection_is_not_used_again(engine: Engine, cut: int) -> None:
+    content = os.urandom(500_000)
+    whole = engine.serving(content)
+
+    def script(request: Seen, number: int) -> Answer:
+        answer = whole(request, number)
+        answer.cut = cut if number == 0 else None
+        return answer
+
+    with scripted(script) as server:
+        store = engine.at(server)
+        data = bytearray(len(content))
+        with pytest.raises(TransientStoreError, match=f"{engine.scheme}://bucket/k"):
+            store.read_into("k", 0, views(data))
+        store.read_into("k", 0, views(data))
+        assert data == content
+    assert server.connections == 2
+
+
+def test_a_body_without_a_length_is_received_by_the_public_way(engine: Engine) -> None:
+    content = os.urandom(300_000)
+    with scripted(engine.serving(content, chunked=True)) as server:
+        store = engine.at(server)
+        for _ in range(3):
+            data = bytearray(200_000)
+            store.read_into("k", 50_000, views(data))
+            assert data == content[50_000:250_000]
+    assert server.connections == 1
+
+
+def test_a_store_that_ignores_ranges_is_found_out(engine: Engine) -> None:
+    with scripted(lambda request, number: Answer(200, dict([engine.identity]), b"x" * 100)) as server:
+        store = engine.at(server)
+        for offset, size in ((10, 20), (0, 20)):
+            with pytest.raises(StoreError, match="ignored the range"):
+                store.read_into("k", offset, views(bytearray(size)))
+        data = bytearray(100)
+        store.read_into("k", 0, views(data))
+        assert data == b"x" * 100
+
+
+# Failures
+
+REPLIES = [
+    ("s3", 404, "NoSuchBucket", BucketNotFoundError),
+    ("s3", 404, "NoSuchKey", ObjectNotFoundError),
+    ("s3", 404, "NoSuchUpload", UploadNotFoundError),
+    ("s3", 403, "AccessDenied", AccessDeniedError),
+    ("s3", 403, "SomethingNew", AccessDeniedError),
+    ("s3", 400, "ExpiredToken", CredentialsError),
+    ("s3", 403, "InvalidAccessKeyId", CredentialsError),
+    ("s3", 403, "SignatureDoesNotMatch", CredentialsError),
+    ("s3", 403, "RequestTimeTooSkewed", CredentialsError),
+    ("s3", 400, "IllegalLocationConstraintException", WrongRegionError),
+    ("s3", 412, "PreconditionFailed", PreconditionFailedError),
+    ("s3", 409, "ConditionalRequestConflict", PreconditionFailedError),
+    ("s3", 503, "SlowDown", ThrottledError),
+    ("s3", 429, "TooManyRequests", ThrottledError),
+    ("s3", 500, "InternalError", TransientStoreError),
+    ("s3", 502, "", TransientStoreError),
+    ("s3", 400, "RequestTimeout", TransientStoreError),
+    ("s3", 400, "BadDigest", CorruptDataError),
+    ("s3", 400, "XAmzContentChecksumMismatch", CorruptDataError),
+    ("s3", 416, "InvalidRange", CorruptDataError),
+    ("s3", 400, "InvalidArgument", StoreError),
+    ("gcs", 400, "invalid", StoreError),
+    ("gcs", 400, "userProjectMissing", AccessDeniedError),
+    # Without credentials a 401 ends in google-auth, which cannot renew what is not there: its reason is not told.
+    ("gcs", 401, "", CredentialsError),
+    ("gcs", 403, "forbidden", AccessDeniedError),
+    ("gcs", 403, "rateLimitExceeded", ThrottledError),
+    ("gcs", 408, "uploadBrokenConnection", TransientStoreError),
+    ("gcs", 409, "conflict", TransientStoreError),
+    ("gcs", 412, "conditionNotMet", PreconditionFailedError),
+    ("gcs", 416, "requestedRangeNotSatisfiable", CorruptDataError),
+    ("gcs", 429, "rateLimitExceeded", ThrottledError),
+    ("gcs", 500, "backendError", TransientStoreError),
+    ("gcs", 502, "", TransientStoreError),
+    ("gcs", 503, "backendError", ThrottledError),
+]
+
+
+@pytest.mark.parametrize(("engine", "status", "code", "kind"), REPLIES, indirect=["engine"])
+def test_each_reply_becomes_the_kind_of_error_that_says_the_same(
+    engine: Engine, status: int, code: str, kind: type[StoreError]
+) -> None:
+    with scripted(lambda request, number: engine.error(status, code)) as server, pytest.raises(kind) as caught:
+        engine.at(server, max_attempts=1).get("folder/the key")
+    found = caught.value
+    assert type(found) is kind
+    assert engine.reads in found.message
+    assert code in found.message
+    assert found.url == f"{engine.scheme}://bucket/folder/the key"
+    assert "hush" not in str(found)
+    again = pickle.loads(pickle.dumps(found))
+    assert (type(again), str(again)) == (kind, str(found))
+    assert found.__cause__ is None
+    assert found.__context__ is None
+
+
+# Clients and processes
+
+
+def test_threads_that_arrive_together_make_one_client(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Any] = []
+    build = engine.clients.build_client
+
+    def counting(options: Any) -> Any:
+        made.append(options)
+        return build(options)
+
+    monkeypatch.setattr(engine.clients, "build_client", counting)
+    with scripted(lambda request, number: engine.written) as server:
+        options = engine.at(server, user_agent=os.urandom(4).hex()).options
+        start = threading.Barrier(6)
+
+        def arrive(_: int) -> Any:
+            start.wait()
+            return engine.clients.client_for(options)
+
+        with ThreadPoolExecutor(6) as pool:
+            clients = list(pool.map(arrive, range(6)))
+    assert len(made) == 1
+    assert len({id(client) for client in clients}) == 1
+
+
+@pytest.mark.parametrize("service", ["minio", "gcs"], indirect=True)
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_a_child_process_makes_connections_of_its_own(service: Service, method: Any) -> None:
+    store = store_on(service)
+    store.put("k", views(b"content"))
+    context = multiprocessing.get_context(method)
+    results = context.Queue()
+    parent_client = client_of(store) if method == "fork" else 0
+    child = context.Process(target=read_in_child, args=(store, parent_client, results))
+    child.start()
+    try:
+        content, own_client = results.get(timeout=240)
+    finally:
+        child.join(240)
+    assert content == b"content"
+    assert own_client
+    assert store.get("k")[0] == b"content"
