@@ -43,6 +43,11 @@ class Service:
         return {"GetObject": 1, "ListObjects": 1} if isinstance(self.server, GCSServer) else {"GetObject": 1}
 
     @property
+    def keys_in_a_delete(self) -> int:
+        """How many a request takes at most: GCS's are batches of calls."""
+        return 100 if isinstance(self.server, GCSServer) else 1000
+
+    @property
     def options(self) -> dict[str, Any]:
         return self.server.options
 

@@ -30,7 +30,7 @@ from bucketpoint.format import catalogue
 from bucketpoint.retention import Keep, Layout, MaxDelete, Prune, RetentionPolicy
 from bucketpoint.stores.local import LocalStore
 from dcp.ranks import Ranks
-from servers import S3Server
+from services import Service
 
 pytestmark = pytest.mark.contract
 
@@ -76,23 +76,23 @@ def policy_file(tmp_path: Path) -> Path:
 
 
 def test_saves_of_a_writer_with_a_policy_are_recorded_and_pruned(
-    s3: S3Server, bucket: str, policy_file: Path, caplog: pytest.LogCaptureFixture
+    service: Service, policy_file: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    root = s3.url(bucket, "team/run")
-    writer = S3Writer(root, retention=policy_file, storage_options=s3.options)
+    root = service.url("team/run")
+    writer = service.writer(root, retention=policy_file)
     assert writer.pruning is None
     for step in (10, 20, 30, 40):
         save(writer, f"{root}/step-{step}")
         assert writer.pruning is not None
         assert writer.pruning.drain(WAIT_S)
     assert writer.pruning.failure is None
-    catalog = open_catalog(root, storage_options=s3.options)
+    catalog = open_catalog(root, storage_options=service.options)
     assert steps_of(catalog) == [30, 40]
     snapshot = catalog.snapshot()
     assert snapshot.attempts + snapshot.finished + snapshot.notes.tombstones == ()
-    left = {key.removeprefix("team/run/").split("/")[0] for key in s3.keys(bucket)}
+    left = {key.removeprefix("team/run/").split("/")[0] for key in service.listed()}
     assert left == {"_bucketpoint", "step-30", "step-40"}
-    assert not [key for key in s3.keys(bucket) if key.endswith(".bucketpoint.json")]
+    assert not [key for key in service.listed() if key.endswith(".bucketpoint.json")]
     assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []
 
 
@@ -249,7 +249,7 @@ def two_ranks() -> Iterator[Ranks]:
 
 
 def async_saves(rank: int, world: int, root: str, options: dict[str, Any], executor: str) -> Any:
-    writer = S3Writer(retention=policy(), storage_options=options)
+    writer = BucketWriter(retention=policy(), storage_options=options)
     for step in (10, 20, 30, 40, 50):
         handle = async_save(
             {"model": {"w": torch.full((100,), float(step)), f"own{rank}": torch.ones(3)}},
@@ -264,15 +264,16 @@ def async_saves(rank: int, world: int, root: str, options: dict[str, Any], execu
     return writer.pruning is not None and writer.pruning.last is not None
 
 
+@pytest.mark.parametrize("service", ["minio", "gcs"], indirect=True)
 @pytest.mark.parametrize("executor", ["THREAD", "PROCESS"])
 def test_a_job_that_saves_beside_training_keeps_what_the_policy_says(
-    two_ranks: Ranks, minio: S3Server, executor: str
+    two_ranks: Ranks, service: Service, executor: str
 ) -> None:
-    root = minio.url(minio.make_bucket(), "run")
+    root = service.url("run")
     # Rank 0 alone prunes; a checkpoint process does so by itself, so that its parent has nothing to say.
-    has = two_ranks.run(async_saves, root, minio.options, executor)
+    has = two_ranks.run(async_saves, root, service.options, executor)
     assert has == [executor == "THREAD", False]
-    catalog = open_catalog(root, storage_options=minio.options)
+    catalog = open_catalog(root, storage_options=service.options)
     assert eventually(lambda: steps_of(catalog) == [40, 50])
     record = read_record(catalog, catalog.steps().checkpoints[-1].key or "")
     assert record is not None
@@ -317,18 +318,19 @@ def test_a_program_that_ends_at_once_loses_neither_its_last_save_nor_its_record(
     assert steps_of(catalog) == [3]
 
 
-def test_open_uploads_of_a_killed_save_are_found_by_their_policys_writer(minio: S3Server, tmp_path: Path) -> None:
+@pytest.mark.parametrize("service", ["minio", "gcs"], indirect=True)
+def test_open_uploads_of_a_killed_save_are_found_by_their_policys_writer(service: Service, tmp_path: Path) -> None:
     """MinIO lists uploads by their exact key alone, so the intent of each rank says which they may be."""
-    root = minio.url(minio.make_bucket(), "run")
+    root = service.url("run")
     program = f"""
         import os, torch
         import torch.distributed.checkpoint as dcp
-        from bucketpoint import S3Writer, TransferOptions
-        from bucketpoint.stores import S3Store
-        S3Store.complete_multipart = lambda *args, **more: os._exit(9)
-        writer = S3Writer(
+        from bucketpoint import BucketWriter, TransferOptions
+        from bucketpoint.stores import GCSStore, S3Store
+        S3Store.complete_multipart = GCSStore.complete_multipart = lambda *args, **more: os._exit(9)
+        writer = BucketWriter(
             retention={str(tmp_path / "policy.yaml")!r},
-            storage_options={minio.options!r},
+            storage_options={service.options!r},
             transfer=TransferOptions(part_bytes=5 << 20, single_put_bytes=5 << 20),
         )
         url = {root + "/step-1"!r}
@@ -339,12 +341,12 @@ def test_open_uploads_of_a_killed_save_are_found_by_their_policys_writer(minio: 
         [sys.executable, "-W", "ignore", "-c", textwrap.dedent(program)], capture_output=True, text=True, timeout=500
     )
     assert done.returncode == 9, done.stderr
-    opened = open_catalog(root, storage_options=minio.options)
+    opened = open_catalog(root, storage_options=service.options)
     late = Catalog(opened.url, opened.store, opened.prefix, opened.template, clock=lambda: time.time() + 72 * 3600)
     assert sweep(opened).uploads == []
     (upload,) = sweep(late).uploads
     assert list(late.store.list_multipart(upload)) == []
-    assert list(late.store.list(late.key(""))) == []
+    assert service.listed() == []
 
 
 # -- whose run it is --------------------------------------------------------------------------------------------------

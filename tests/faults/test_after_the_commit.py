@@ -7,17 +7,16 @@ import contextlib
 import pytest
 import torch.distributed.checkpoint as dcp
 
-from bucketpoint.testing import Kill, Rule, Script
-from bucketpoint.testing.plugin import MakeProxy
-from bucketpoint.testing.servers import S3Server
+from bucketpoint.testing import FaultProxy, Kill, Rule, Script
 from faults.saves import Place
+from services import Server
 
 OLD, NEW = 1, 2
 
 THE_COMMIT = Rule((Kill(()),), kinds=("PutObject",), keys="*/.metadata")
 
 THE_CLEAN_UP = Rule((Kill((), acted=False),), kinds=("DeleteObjects",), skip=1)
-"""The first delete takes away the note of the uploads."""
+"""The first delete takes away the note of the uploads, or the components of an object that was composed."""
 
 THE_RECORD = Rule((Kill((), acted=False),), kinds=("PutObject",), keys="*/steps/*__model.*")
 
@@ -25,10 +24,9 @@ THE_RECORD = Rule((Kill((), acted=False),), kinds=("PutObject",), keys="*/steps/
 @pytest.mark.contract
 @pytest.mark.parametrize("dies_at", [THE_COMMIT, THE_CLEAN_UP, THE_RECORD], ids=["commit", "clean-up", "record"])
 def test_what_an_overwrite_replaced_is_swept_though_its_save_died(
-    minio: S3Server, fault_proxy: MakeProxy, dies_at: Rule
+    server: Server, proxy: FaultProxy, dies_at: Rule
 ) -> None:
-    proxy = fault_proxy(minio)
-    place = Place(minio, minio.make_bucket("after"), "run", 1)
+    place = Place(server, server.make_bucket("after"), "run", 1)
     place.save(OLD)
     proxy.play(Script((dies_at,)))
     with contextlib.suppress(dcp.CheckpointException):

@@ -7,32 +7,29 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 
-import bucketpoint as bp
 from bucketpoint.errors import BucketpointError
-from bucketpoint.testing import Rule, Script, Stale
-from bucketpoint.testing.plugin import MakeProxy
-from servers import S3Server
+from bucketpoint.testing import FaultProxy, Rule, Script, Stale
+from services import Service
 
 
 def state(value: float) -> dict[str, Any]:
     return {"model": {"w": torch.full((5000,), value)}, "optim": {"m": torch.full((50,), value)}, "step": int(value)}
 
 
-def loaded(url: str, options: dict[str, Any]) -> set[float]:
+def loaded(url: str, service: Service) -> set[float]:
     target = state(0.0)
-    dcp.load(target, checkpoint_id=url, storage_reader=bp.S3Reader(storage_options=options), no_dist=True)
+    dcp.load(target, checkpoint_id=url, storage_reader=service.reader(), no_dist=True)
     tensors = (target["model"]["w"], target["optim"]["m"])
     return {value for tensor in tensors for value in tensor.unique().tolist()} | {float(target["step"])}
 
 
-def test_a_stale_answer_is_never_mixed_with_a_fresh_one(minio: S3Server, fault_proxy: MakeProxy) -> None:
+def test_a_stale_answer_is_never_mixed_with_a_fresh_one(service: Service, proxy: FaultProxy) -> None:
     """Each answer of a load in turn is the one of the load before the overwrite."""
-    proxy = fault_proxy(minio)
-    through, bucket = minio.at(proxy.url).options, minio.make_bucket()
+    through = service.at(proxy.url)
     outcomes = []
     for number in range(4):
-        url = f"s3://{bucket}/run-{number}"
-        writer = bp.S3Writer(storage_options=minio.options)
+        url = service.url(f"run-{number}")
+        writer = service.writer()
         dcp.save(state(1.0), checkpoint_id=url, storage_writer=writer, no_dist=True)
         proxy.play(Script())
         assert loaded(url, through) == {1.0}

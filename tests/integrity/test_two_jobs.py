@@ -1,4 +1,4 @@
-"""Several jobs that save the same step at once on MinIO: exactly one checkpoint afterwards, and all are told."""
+"""Several jobs that save the same step at once: exactly one checkpoint afterwards, and all are told."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import bucketpoint as bp
 from bucketpoint.dcp.saved import open_checkpoint
 from bucketpoint.dcp.verify import verify
 from bucketpoint.testing.kills import Job
-from servers import S3Server
+from services import Service
 
 JOBS = 4
 
@@ -56,8 +56,8 @@ def in_processes(url: str, options: dict[str, Any], overwrite: bool) -> list[str
 
 @pytest.mark.parametrize("race", [in_threads, pytest.param(in_processes, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("overwrite", [False, True])
-def test_one_of_several_jobs_wins_and_the_others_are_told(minio: S3Server, race: Any, overwrite: bool) -> None:
-    options, url = minio.options, f"s3://{minio.make_bucket()}/run/step-1"
+def test_one_of_several_jobs_wins_and_the_others_are_told(service: Service, race: Any, overwrite: bool) -> None:
+    options, url = service.options, service.url("run/step-1")
     told = Counter(race(url, options, overwrite))
     assert sum(told.values()) == JOBS
     if not overwrite:
@@ -80,9 +80,9 @@ def whole_at(url: str, options: dict[str, Any]) -> float:
 
 @pytest.mark.parametrize("over", [False, True], ids=["fresh", "over an old one"])
 def test_of_two_jobs_that_overwrite_at_once_the_first_to_commit_stands_and_the_other_is_told(
-    minio: S3Server, over: bool
+    service: Service, over: bool
 ) -> None:
-    options, url = minio.options, f"s3://{minio.make_bucket()}/run/step-1"
+    options, url = service.options, service.url("run/step-1")
     if over:
         assert save(9, url, options, overwrite=True) == "won"
     jobs = (1, 2)

@@ -34,7 +34,7 @@ from dcp.async_scenarios import GatedFileSystem
 from dcp.ranks import Ranks
 from manager import manager_scenarios as scenarios
 from manager.manager_scenarios import BEST, policy, state, value_of
-from servers import S3Server
+from services import Service
 from transfer.wrappers import CountingStore
 
 pytestmark = pytest.mark.contract
@@ -414,10 +414,10 @@ class Asked(CountingStore):
 
 @pytest.mark.parametrize("items", [2, 1000])
 def test_restoring_the_latest_costs_one_listing_and_two_reads_and_a_note(
-    s3: S3Server, bucket: str, monkeypatch: pytest.MonkeyPatch, items: int
+    service: Service, monkeypatch: pytest.MonkeyPatch, items: int
 ) -> None:
-    root = s3.url(bucket, "run")
-    reached = {"policy": policy(), "storage_options": s3.options}
+    root = service.url("run")
+    reached = {"policy": policy(), "storage_options": service.options}
 
     def full(value: float) -> dict[str, Any]:
         return {"model": {f"w{n}": torch.full((2,), value) for n in range(items)}}

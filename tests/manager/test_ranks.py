@@ -13,7 +13,7 @@ from bucketpoint import BucketWriter, SavePlanner, TransferOptions
 from bucketpoint.catalog.catalog import open_catalog
 from bucketpoint.catalog.save_log import SaveLog, read_record
 from dcp.ranks import Ranks
-from servers import S3Server
+from services import Service
 
 MIB = 1 << 20
 
@@ -64,13 +64,14 @@ def save_twice(rank: int, world: int, root: str, options: dict[str, Any]) -> lis
 
 
 @pytest.mark.contract
-def test_a_save_of_two_ranks_is_in_the_catalogue_once(ranks: Ranks, s3: S3Server, bucket: str) -> None:
-    root = f"s3://{bucket}/run"
-    first, second = ranks.run(save_twice, root, s3.options)
-    once = ["uploading 1", "uploaded"]
+def test_a_save_of_two_ranks_is_in_the_catalogue_once(ranks: Ranks, service: Service) -> None:
+    root = service.url("run")
+    first, second = ranks.run(save_twice, root, service.options)
+    catalog = open_catalog(root, storage_options=service.options)
+    # Nobody need tell of uploads that a sweep finds by listing them.
+    once = [] if catalog.store.capabilities.lists_uploads else ["uploading 1", "uploaded"]
     assert first == ["begin", *once, "committed"] * 2
     assert second == once * 2
-    catalog = open_catalog(root, storage_options=s3.options)
     snapshot = catalog.snapshot()
     assert [row.step for row in snapshot.rows()] == [100, 200]
     assert snapshot.attempts == snapshot.finished == ()

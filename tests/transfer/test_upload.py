@@ -24,15 +24,15 @@ from bucketpoint.transfer import (
     Uploaded,
     upload_objects,
 )
-from servers import S3Server
+from services import Service
 from transfer.wrappers import CountingStore, FailingStore
 
 MIB = 1 << 20
 OPTIONS = TransferOptions(part_bytes=5 * MIB, connections=3, single_put_bytes=MIB, max_inflight_bytes=16 * MIB)
 
 
-def store_of(s3: S3Server, bucket: str) -> Store:
-    return open_store(f"s3://{bucket}/x", storage_options=s3.options)[0]
+def store_of(service: Service) -> Store:
+    return open_store(service.url("x"), storage_options=service.options)[0]
 
 
 def send(store: Store, *sources: ObjectSource, options: TransferOptions = OPTIONS) -> list[Uploaded]:
@@ -47,13 +47,7 @@ def filler(data: bytes) -> Callable[[int, memoryview], None]:
     return fill
 
 
-def open_uploads(s3: S3Server, bucket: str, key: str) -> list[str]:
-    # By exact key: MinIO lists nothing by prefix.
-    found = s3.client().list_multipart_uploads(Bucket=bucket, Prefix=key)
-    return [upload["Key"] for upload in found.get("Uploads", [])]
-
-
-def test_segments_of_every_kind_arrive_with_the_checksums_of_their_blocks(s3: S3Server, bucket: str) -> None:
+def test_segments_of_every_kind_arrive_with_the_checksums_of_their_blocks(service: Service) -> None:
     big, lazy, small = os.urandom(11 * MIB + 7), os.urandom(3 * MIB + 1), b"header"
     segments = [
         Segment(len(small), memoryview(small)),
@@ -61,8 +55,8 @@ def test_segments_of_every_kind_arrive_with_the_checksums_of_their_blocks(s3: S3
         Segment(0, memoryview(b"")),
         Segment(len(lazy), fill=filler(lazy), block_nbytes=len(lazy)),
     ]
-    (done,) = send(store_of(s3, bucket), ObjectSource("a/b", segments))
-    assert s3.client().get_object(Bucket=bucket, Key="a/b")["Body"].read() == small + big + lazy
+    (done,) = send(store_of(service), ObjectSource("a/b", segments))
+    assert service.read("a/b") == small + big + lazy
     assert done.info.size == len(small) + len(big) + len(lazy)
     assert list(done.block_crcs[1]) == [crc32c(big[at : at + MIB]) for at in range(0, len(big), MIB)]
     assert list(done.block_crcs[3]) == [crc32c(lazy)]
@@ -71,9 +65,7 @@ def test_segments_of_every_kind_arrive_with_the_checksums_of_their_blocks(s3: S3
 
 @pytest.mark.parametrize("more", [-20, -3009, -3003, -3001, 0])
 @pytest.mark.parametrize("parts", [0, 1, 2])
-def test_a_table_has_the_checksums_of_all_blocks_wherever_parts_end(
-    s3: S3Server, bucket: str, parts: int, more: int
-) -> None:
+def test_a_table_has_the_checksums_of_all_blocks_wherever_parts_end(service: Service, parts: int, more: int) -> None:
     first, lazy = os.urandom(max(parts * OPTIONS.part_bytes + more, 0)), os.urandom(3001)
     blocks = [first[at : at + 4 * MIB] for at in range(0, len(first), 4 * MIB)]
     blocks += [lazy[at : at + 1000] for at in range(0, len(lazy), 1000)]
@@ -85,26 +77,24 @@ def test_a_table_has_the_checksums_of_all_blocks_wherever_parts_end(
     ]
     # As large as is asked for: parts are else evened out.
     options = replace(OPTIONS, connections=1)
-    (done,) = send(store_of(s3, bucket), ObjectSource("k", segments), options=options)
-    assert s3.client().get_object(Bucket=bucket, Key="k")["Body"].read() == first + lazy + table
+    (done,) = send(store_of(service), ObjectSource("k", segments), options=options)
+    assert service.read("k") == first + lazy + table
     assert done.info.size == len(first) + len(lazy) + len(table)
 
 
-def test_a_failed_part_aborts_its_upload_and_the_others(s3: S3Server, bucket: str) -> None:
+def test_a_failed_part_aborts_its_upload_and_the_others(service: Service) -> None:
     data = os.urandom(24 * MIB)
     sources = [ObjectSource(key, [Segment(len(data), memoryview(data))]) for key in ("one", "two")]
-    inner = store_of(s3, bucket)
+    inner = store_of(service)
     store = FailingStore(inner, lambda name, n: name == "put_part" and n == 4, lambda: TransientStoreError("cut"))
     with pytest.raises(TransientStoreError, match="cut"):
         send(store, *sources)  # type: ignore[arg-type]
-    for key in ("one", "two"):
-        assert open_uploads(s3, bucket, key) == []
-    assert "Contents" not in s3.client().list_objects_v2(Bucket=bucket)
+    assert service.open_uploads("one") == service.open_uploads("two") == service.listed() == []
 
 
-def test_an_answer_lost_on_complete_is_no_failure(s3: S3Server, bucket: str) -> None:
+def test_an_answer_lost_on_complete_is_no_failure(service: Service) -> None:
     data = os.urandom(12 * MIB)
-    inner = store_of(s3, bucket)
+    inner = store_of(service)
 
     class Lossy(CountingStore):
         def complete_multipart(self, *args: object) -> object:
@@ -115,7 +105,7 @@ def test_an_answer_lost_on_complete_is_no_failure(s3: S3Server, bucket: str) -> 
     assert done.info.size == len(data)
 
 
-def test_an_answer_lost_on_complete_is_no_failure_of_a_stream_either(s3: S3Server, bucket: str) -> None:
+def test_an_answer_lost_on_complete_is_no_failure_of_a_stream_either(service: Service) -> None:
     data = os.urandom(12 * MIB)
 
     class Lossy(CountingStore):
@@ -124,20 +114,20 @@ def test_an_answer_lost_on_complete_is_no_failure_of_a_stream_either(s3: S3Serve
             raise UploadNotFoundError("no such upload")
 
     meter = Meter("save", "", 0, None)
-    lossy = Lossy(store_of(s3, bucket))
+    lossy = Lossy(store_of(service))
     with StreamUpload(lossy, "k", OPTIONS, largest_nbytes=len(data), meter=meter) as stream:  # type: ignore[arg-type]
         stream.write(data)
         assert stream.commit().size == len(data)
 
 
-def test_a_source_that_raises_fails_the_upload_and_leaves_nothing(s3: S3Server, bucket: str) -> None:
+def test_a_source_that_raises_fails_the_upload_and_leaves_nothing(service: Service) -> None:
     def fill(start: int, out: memoryview) -> None:
         raise OSError("the device is gone")
 
     source = ObjectSource("k", [Segment(20 * MIB, fill=fill)])
     with pytest.raises(OSError, match="device"):
-        send(store_of(s3, bucket), source)
-    assert open_uploads(s3, bucket, "k") == []
+        send(store_of(service), source)
+    assert service.open_uploads("k") == service.listed() == []
 
 
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -146,8 +136,9 @@ def test_a_source_that_raises_fails_the_upload_and_leaves_nothing(s3: S3Server, 
     block=st.integers(1, 1500),
     lazy=st.integers(0, 1 << 12),
 )
-def test_any_split_into_segments_gives_the_same_object(moto: S3Server, sizes: list[int], block: int, lazy: int) -> None:
-    bucket = moto.make_bucket()
+def test_any_split_into_segments_gives_the_same_object(
+    service: Service, sizes: list[int], block: int, lazy: int
+) -> None:
     pieces = [os.urandom(size) for size in sizes]
     segments = [
         Segment(len(piece), fill=filler(piece), block_nbytes=block)
@@ -155,44 +146,44 @@ def test_any_split_into_segments_gives_the_same_object(moto: S3Server, sizes: li
         else Segment(len(piece), memoryview(piece), block_nbytes=block)
         for at, piece in enumerate(pieces)
     ]
-    (done,) = send(store_of(moto, bucket), ObjectSource("k", segments))
-    assert moto.client().get_object(Bucket=bucket, Key="k")["Body"].read() == b"".join(pieces)
+    (done,) = send(store_of(service), ObjectSource("k", segments))
+    assert service.read("k") == b"".join(pieces)
     for piece, crcs in zip(pieces, done.block_crcs, strict=True):
         assert list(crcs) == [crc32c(piece[at : at + block]) for at in range(0, len(piece), block)]
 
 
-def test_memory_of_our_own_stays_within_the_budget(s3: S3Server, bucket: str) -> None:
+def test_memory_of_our_own_stays_within_the_budget(service: Service) -> None:
     data = os.urandom(40 * MIB)
     options = TransferOptions(part_bytes=8 * MIB, connections=4, max_inflight_bytes=12 * MIB)
     pool = BufferPool(options.max_inflight_bytes)
     source = ObjectSource("k", [Segment(len(data), fill=filler(data))])
-    upload_objects(store_of(s3, bucket), [source], options, pool=pool, meter=Meter("save", "", 0, None))
+    upload_objects(store_of(service), [source], options, pool=pool, meter=Meter("save", "", 0, None))
     assert 0 < pool.peak_bytes <= options.max_inflight_bytes
-    assert s3.client().get_object(Bucket=bucket, Key="k")["Body"].read() == data
+    assert service.read("k") == data
 
 
-def test_a_stream_becomes_an_object_by_commit_alone(s3: S3Server, bucket: str) -> None:
+def test_a_stream_becomes_an_object_by_commit_alone(service: Service) -> None:
     data = os.urandom(13 * MIB)
-    store = store_of(s3, bucket)
+    store = store_of(service)
     meter = Meter("save", "", 0, None)
     with StreamUpload(store, "done", OPTIONS, largest_nbytes=len(data), meter=meter) as stream:
         for at in range(0, len(data), 1_000_003):
             stream.write(data[at : at + 1_000_003])
         assert stream.take_crc32c() == crc32c(data)
         stream.commit()
-    assert s3.client().get_object(Bucket=bucket, Key="done")["Body"].read() == data
+    assert service.read("done") == data
     with (
         pytest.raises(KeyError),
         StreamUpload(store, "left", OPTIONS, largest_nbytes=len(data), meter=meter) as stream,
     ):
         stream.write(data)
         raise KeyError("the producer failed")
-    assert open_uploads(s3, bucket, "left") == []
-    assert [entry["Key"] for entry in s3.client().list_objects_v2(Bucket=bucket)["Contents"]] == ["done"]
+    assert service.open_uploads("left") == []
+    assert service.listed() == ["done"]
 
 
-def test_a_stream_whose_part_fails_raises_that_error(s3: S3Server, bucket: str) -> None:
-    store = FailingStore(store_of(s3, bucket), lambda name, n: name == "put_part", lambda: BucketpointError("no"))
+def test_a_stream_whose_part_fails_raises_that_error(service: Service) -> None:
+    store = FailingStore(store_of(service), lambda name, n: name == "put_part", lambda: BucketpointError("no"))
     meter = Meter("save", "", 0, None)
     with (
         pytest.raises(BucketpointError, match="no"),
@@ -201,4 +192,4 @@ def test_a_stream_whose_part_fails_raises_that_error(s3: S3Server, bucket: str) 
         for _ in range(20):
             stream.write(bytes(5 * MIB))
         stream.commit()
-    assert open_uploads(s3, bucket, "k") == []
+    assert service.open_uploads("k") == service.listed() == []
