@@ -166,11 +166,14 @@ def s3(request: pytest.FixtureRequest) -> S3Server:
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     # moto is slow, and says of S3 what MinIO does; but it is all that the contract tests have on each older torch.
-    chosen = [mark.args[0] for mark in metafunc.definition.iter_markers("parametrize")]
-    if "service" in metafunc.fixturenames and "service" not in chosen:
+    if "service" in metafunc.fixturenames and not _parametrizes(metafunc.definition, "service"):
         contract = metafunc.definition.get_closest_marker("contract")
-        servers = ["moto", "minio", "gcs"] if contract else ["minio", "gcs"]
-        metafunc.parametrize("service", servers, indirect=True)
+        metafunc.parametrize("service", ["moto", "minio", "gcs"] if contract else ["minio", "gcs"], indirect=True)
+
+
+def _parametrizes(test: pytest.Item, name: str) -> bool:
+    given = [mark.args[0] for mark in test.iter_markers("parametrize")]
+    return any(name in (names.replace(",", " ").split() if isinstance(names, str) else names) for names in given)
 
 
 @pytest.fixture

@@ -6,6 +6,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 from urllib.parse import urlsplit
 
+import pytest
+
 from bucketpoint import BucketReader, BucketWriter, S3Reader, S3Writer
 from bucketpoint.dcp import GCSReader, GCSWriter
 from bucketpoint.testing import FaultProxy
@@ -14,6 +16,9 @@ from bucketpoint.testing.servers import S3Server
 from gcs_server import GCSServer
 
 Server = S3Server | GCSServer
+
+S3_AND_GCS = [pytest.param("minio", id="s3"), "gcs"]
+"""For contract tests that moto would not do for: `make test-matrix` leaves out what is named after MinIO."""
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ from bucketpoint.format import catalogue
 from bucketpoint.retention import Keep, Layout, MaxDelete, Prune, RetentionPolicy
 from bucketpoint.stores.local import LocalStore
 from dcp.ranks import Ranks
-from services import Service
+from services import S3_AND_GCS, Service
 
 pytestmark = pytest.mark.contract
 
@@ -264,7 +264,7 @@ def async_saves(rank: int, world: int, root: str, options: dict[str, Any], execu
     return writer.pruning is not None and writer.pruning.last is not None
 
 
-@pytest.mark.parametrize("service", ["minio", "gcs"], indirect=True)
+@pytest.mark.parametrize("service", S3_AND_GCS, indirect=True)
 @pytest.mark.parametrize("executor", ["THREAD", "PROCESS"])
 def test_a_job_that_saves_beside_training_keeps_what_the_policy_says(
     two_ranks: Ranks, service: Service, executor: str
@@ -318,7 +318,7 @@ def test_a_program_that_ends_at_once_loses_neither_its_last_save_nor_its_record(
     assert steps_of(catalog) == [3]
 
 
-@pytest.mark.parametrize("service", ["minio", "gcs"], indirect=True)
+@pytest.mark.parametrize("service", S3_AND_GCS, indirect=True)
 def test_open_uploads_of_a_killed_save_are_found_by_their_policys_writer(service: Service, tmp_path: Path) -> None:
     """MinIO lists uploads by their exact key alone, so the intent of each rank says which they may be."""
     root = service.url("run")

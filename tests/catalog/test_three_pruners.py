@@ -1,6 +1,6 @@
 """A trainer, cron and somebody's laptop prune one run at once, and some are killed: the end is that of one pruner.
 
-The last two are processes of their own, `bucketpoint prune`, on MinIO. 200 checkpoints are `slow`, 24 are not.
+The last two are processes of their own, `bucketpoint prune`. 200 checkpoints are `slow`, 24 are not.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from bucketpoint.catalog.policy_file import read_policy
 from bucketpoint.catalog.pruning import PruneWorker, prune_by
 from bucketpoint.format.catalogue import StepTemplate
 from catalog.memory import save
-from servers import S3Server
+from services import Service
 
 LIMIT_S = 500
 """Far above what anything here takes: only a hang reaches it."""
@@ -34,8 +34,8 @@ PINNED, NEWER = 7, 5
 
 
 @pytest.fixture
-def catalog(minio: S3Server) -> Catalog:
-    return open_catalog(minio.url(minio.make_bucket(), "run"), storage_options=minio.options)
+def catalog(service: Service) -> Catalog:
+    return open_catalog(service.url("run"), storage_options=service.options)
 
 
 def written(folder: Path, catalog: Catalog, thin: str) -> Path:
@@ -86,11 +86,11 @@ def state(catalog: Catalog) -> tuple[set[str], list[Any]]:
 
 
 @contextlib.contextmanager
-def program(server: S3Server, policy: Path) -> Iterator[subprocess.Popen[str]]:
+def program(service: Service, policy: Path) -> Iterator[subprocess.Popen[str]]:
     """`bucketpoint prune`, from cron or by hand. Killed if it is still there at the end."""
     process = subprocess.Popen(
         [str(Path(sys.executable).with_name("bucketpoint")), "prune", str(policy)],
-        env=os.environ | server.env,
+        env=os.environ | service.env,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -114,9 +114,10 @@ def ended(process: subprocess.Popen[str]) -> str:
 VICTIM = """
 import os, signal, sys
 from bucketpoint.cli.app import run
-from bucketpoint.stores.s3 import S3Store
-name, left, policy = sys.argv[1], int(sys.argv[2]), sys.argv[3]
-original = getattr(S3Store, name)
+from bucketpoint.stores import open_store
+name, left, policy, url = sys.argv[1], int(sys.argv[2]), *sys.argv[3:]
+kind = type(open_store(url)[0])
+original = getattr(kind, name)
 def counted(self, *arguments, **more):
     global left
     found = original(self, *arguments, **more)
@@ -124,16 +125,16 @@ def counted(self, *arguments, **more):
     if left == 0:
         os.kill(os.getpid(), signal.SIGKILL)
     return found
-setattr(S3Store, name, counted)
+setattr(kind, name, counted)
 sys.exit(run(["prune", policy]))
 """
 
 
-def killed(server: S3Server, policy: Path, request: str, at: int) -> None:
+def killed(service: Service, policy: Path, request: str, at: int) -> None:
     """`bucketpoint prune`, which SIGKILL ends once its request number `at` of a kind has been answered."""
     done = subprocess.run(
-        [sys.executable, "-c", VICTIM, request, str(at), str(policy)],
-        env=os.environ | server.env,
+        [sys.executable, "-c", VICTIM, request, str(at), str(policy), service.url("run")],
+        env=os.environ | service.env,
         capture_output=True,
         text=True,
         timeout=LIMIT_S,
@@ -157,11 +158,11 @@ def expire(catalog: Catalog) -> None:
     ],
 )
 def test_three_pruners_at_once_some_of_them_killed_end_where_one_does(
-    minio: S3Server, catalog: Catalog, tmp_path: Path, number: int, thin: str, kills: list[tuple[str, int]]
+    service: Service, catalog: Catalog, tmp_path: Path, number: int, thin: str, kills: list[tuple[str, int]]
 ) -> None:
     policy_file = written(tmp_path, catalog, thin)
     policy = read_policy(policy_file)
-    alone = open_catalog(catalog.url + "-alone", storage_options=minio.options)
+    alone = open_catalog(catalog.url + "-alone", storage_options=service.options)
     for one in (catalog, alone):
         fill(one, range(1, number + 1))
         pin(one, PINNED)
@@ -170,7 +171,7 @@ def test_three_pruners_at_once_some_of_them_killed_end_where_one_does(
 
     # Some are killed: while they make tombstones; when records have gone; when metadata has. The next one goes on.
     for request, at in kills:
-        killed(minio, policy_file, request, at)
+        killed(service, policy_file, request, at)
         expire(catalog)
         assert next(catalog.candidates()).step == number
     assert len(state(catalog)[0]) < full
@@ -184,7 +185,7 @@ def test_three_pruners_at_once_some_of_them_killed_end_where_one_does(
             expire(catalog)
 
     thread = threading.Thread(target=expiring)
-    with program(minio, policy_file) as cron, program(minio, policy_file) as laptop:
+    with program(service, policy_file) as cron, program(service, policy_file) as laptop:
         thread.start()
         try:
             for step in range(number + 1, number + 1 + NEWER):
@@ -199,7 +200,7 @@ def test_three_pruners_at_once_some_of_them_killed_end_where_one_does(
     expire(catalog)
 
     # And the next one has at most what the last of them were turned away from.
-    with program(minio, policy_file) as cron:
+    with program(service, policy_file) as cron:
         said += ended(cron)
     assert "fault" not in said
 

@@ -21,11 +21,11 @@ from bucketpoint.dcp.verify import verify
 from bucketpoint.errors import AccessDeniedError, CheckpointExistsError, StoreError
 from bucketpoint.retention import Keep, RetentionPolicy
 from bucketpoint.stores import S3Store, open_store
+from bucketpoint.testing.servers import S3Server
 from bucketpoint.transfer import TransferOptions
 from cli.conftest import Program, save, state
 from cli.test_verify import flip, place, replaced
 from dcp.states import assert_same, blank
-from servers import S3Server
 from transfer.wrappers import CountingStore, FailingStore
 
 SMALL = TransferOptions(part_bytes=5 << 20, single_put_bytes=5 << 20, max_inflight_bytes=10 << 20, connections=2)

@@ -15,10 +15,10 @@ from botocore.exceptions import ClientError
 from bucketpoint.errors import AccessDeniedError, StoreError
 from bucketpoint.stores import LocalStore, S3Options, S3Store, open_store, s3_bucket
 from bucketpoint.stores.s3_bucket import LifecycleRule
+from bucketpoint.testing.servers import S3Server
 from bucketpoint.transfer.doctor import Diagnosis, examine
 from bucketpoint.transfer.speed import LEVELS, Level, Speed, probe
 from cli.conftest import Program
-from servers import S3Server
 from transfer.wrappers import CountingStore, FailingStore
 
 ACCESS = ["put", "get", "list", "delete"]

@@ -25,10 +25,10 @@ from bucketpoint.convert.from_safetensors import INDEX_NAME, SINGLE_NAME
 from bucketpoint.dcp.saved import open_checkpoint
 from bucketpoint.dcp.verify import verify
 from bucketpoint.errors import BucketpointError, CheckpointExistsError, InvalidURLError, MetadataError, MismatchError
+from bucketpoint.testing.servers import S3Server
 from convert.chunked import GridPlanner
 from convert.conftest import contents, converted, in_minio, load, names, state
 from dcp.states import assert_same, blank, filled, varied
-from servers import S3Server
 
 safetensors = pytest.importorskip("safetensors.torch")
 

@@ -10,9 +10,9 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from bucketpoint import BucketWriter
+from bucketpoint.testing.servers import S3Server
 from convert.conftest import converted, in_minio, load, names, state
 from dcp.states import assert_same
-from servers import S3Server
 
 pytestmark = pytest.mark.slow
 

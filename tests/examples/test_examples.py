@@ -1,4 +1,4 @@
-"""The examples run as a user would run them: as programs, against a real S3 server."""
+"""The examples run as a user would run them: as programs, against a real server."""
 
 from __future__ import annotations
 
@@ -7,19 +7,20 @@ import subprocess
 import sys
 from pathlib import Path
 
-from servers import S3Server, free_port
+from bucketpoint.testing.servers import free_port
+from services import Service
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 LIMIT_S = 500
 """Far above the few seconds it takes: only a hang reaches it."""
 
 
-def run(server: S3Server, *command: str) -> str:
+def run(service: Service, *command: str) -> str:
     """The output of an example; its exit code must be 0."""
     done = subprocess.run(
         [sys.executable, *command],
         env=os.environ
-        | server.env
+        | service.env
         | {"OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -30,23 +31,23 @@ def run(server: S3Server, *command: str) -> str:
     return done.stdout
 
 
-def test_the_async_save_recipe_saves_and_loads_on_two_ranks(s3: S3Server, bucket: str) -> None:
-    root = s3.url(bucket, "recipe")
+def test_the_async_save_recipe_saves_and_loads_on_two_ranks(service: Service) -> None:
+    root = service.url("recipe")
 
-    output = run(s3, str(EXAMPLES / "async_save_recipe.py"), root)
+    output = run(service, str(EXAMPLES / "async_save_recipe.py"), root)
 
     assert f"{root}/first/step4 holds what was saved" in output
     assert f"{root}/second/step4 holds what was saved" in output
-    commits = [key for key in s3.keys(bucket) if key.endswith("/.metadata")]
+    commits = [key for key in service.listed() if key.endswith("/.metadata")]
     assert commits == sorted(f"recipe/{half}/step{step}/.metadata" for half in ("first", "second") for step in range(5))
 
 
-def test_the_zero_overhead_recipe_saves_the_state_of_the_moment_it_was_asked_to(s3: S3Server, bucket: str) -> None:
-    root = s3.url(bucket, "zero")
+def test_the_zero_overhead_recipe_saves_the_state_of_the_moment_it_was_asked_to(service: Service) -> None:
+    root = service.url("zero")
 
-    output = run(s3, str(EXAMPLES / "zero_overhead.py"), root, "--width", "256")
+    output = run(service, str(EXAMPLES / "zero_overhead.py"), root, "--width", "256")
 
     assert f"{root}/step-12 holds what was saved" in output
     assert output.count("before optimizer.step()") == 2
-    commits = [key for key in s3.keys(bucket) if key.endswith("/.metadata")]
+    commits = [key for key in service.listed() if key.endswith("/.metadata")]
     assert commits == sorted(f"zero/step-{step}/.metadata" for step in (4, 8, 12))

@@ -9,10 +9,10 @@ import pytest
 from bucketpoint.testing import FaultProxy
 from bucketpoint.testing.plugin import MakeProxy
 from dcp.ranks import Ranks
-from services import Server, proxy_before
+from services import S3_AND_GCS, Server, proxy_before
 
 
-@pytest.fixture(scope="session", params=["minio", "gcs"])
+@pytest.fixture(scope="module", params=S3_AND_GCS)
 def server(request: pytest.FixtureRequest) -> Server:
     found: Server = request.getfixturevalue(request.param)
     return found

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
@@ -30,6 +31,9 @@ LARGE = (5 << 20) + 1000
 
 OPTIONS = TransferOptions(part_bytes=5 << 20, connections=2, single_put_bytes=1 << 20)
 DAYS_S = 3 * 86400.0
+
+slow_on_gcs = pytest.mark.parametrize("server", ["minio", pytest.param("gcs", marks=pytest.mark.slow)], indirect=True)
+"""For tests of minutes: what stands still or dies in them is a rank, whatever the store."""
 
 
 def state(world: int, value: int, *, own: int | None = None) -> dict[str, Any]:

@@ -20,11 +20,10 @@ from torch.distributed.checkpoint.planner import SavePlanner, WriteItem
 from bucketpoint.testing import FaultProxy, Kill, Script, Stall, always
 from bucketpoint.testing.exchange import Exchange
 from bucketpoint.testing.kills import Job, Outcome
-from bucketpoint.testing.plugin import MakeProxy
-from bucketpoint.testing.servers import S3Server
 from bucketpoint.testing.tally import Tally
 from dcp.ranks import Ranks
-from faults.saves import Place, Server, state
+from faults.saves import Place, slow_on_gcs, state
+from services import Server
 
 OLD, NEW, NEXT = 1, 2, 3
 GROUP_TIMEOUT_S = 15.0
@@ -56,6 +55,7 @@ def error_of(action: Callable[[], None]) -> BaseException | None:
 
 
 @pytest.mark.contract
+@pytest.mark.parametrize("server", ["minio", "gcs"], indirect=True)
 @pytest.mark.parametrize("over", [False, True], ids=["fresh", "over an old one"])
 def test_an_exception_at_each_item_leaves_what_was_there(
     server: Server, proxy: FaultProxy, bucketpoint_tally: Tally, over: bool
@@ -89,13 +89,12 @@ def save_failing(rank: int, world: int, place: Place, failing: int, number: int)
 
 @pytest.mark.parametrize("over", [pytest.param(False, marks=pytest.mark.slow), True], ids=["fresh", "over an old one"])
 def test_an_exception_at_each_item_of_each_of_four_ranks_is_raised_by_all(
-    minio: S3Server, fault_proxy: MakeProxy, bucketpoint_tally: Tally, four_ranks: Ranks, over: bool
+    server: Server, proxy: FaultProxy, bucketpoint_tally: Tally, four_ranks: Ranks, over: bool
 ) -> None:
-    proxy = fault_proxy(minio)
-    bucket = minio.make_bucket("items")
+    bucket = server.make_bucket("items")
     for failing in range(4):
         for number in itertools.count():
-            place = Place(minio, bucket, f"{failing}-{number}", 4)
+            place = Place(server, bucket, f"{failing}-{number}", 4)
             if over:
                 place.save(OLD)
             proxy.clear()
@@ -155,13 +154,13 @@ def check(place: Place, outcomes: list[Outcome], seen: Sequence[Exchange], *, af
     left(place, seen, OLD if over else None)
 
 
+@slow_on_gcs
 @pytest.mark.parametrize("afflicted", [pytest.param(0, marks=pytest.mark.slow), 2])
 @pytest.mark.parametrize("affliction", [fail, stall, die], ids=lambda one: one.__name__)
 def test_one_rank_of_four_fails_stalls_or_dies(
-    minio: S3Server, fault_proxy: MakeProxy, bucketpoint_tally: Tally, affliction: Any, afflicted: int
+    server: Server, proxy: FaultProxy, bucketpoint_tally: Tally, affliction: Any, afflicted: int
 ) -> None:
-    proxy = fault_proxy(minio)
-    place = Place(minio, minio.make_bucket("ranks"), "run", 4)
+    place = Place(server, server.make_bucket("ranks"), "run", 4)
     over = afflicted == 0
     if over:
         place.save(OLD)
@@ -186,11 +185,11 @@ def _save_and_leave(rank: int, world: int, place: Place, planner: SavePlanner, a
     save_with(rank, world, place, planner)
 
 
+@slow_on_gcs
 def test_a_store_that_stalls_one_rank_keeps_no_other_waiting(
-    minio: S3Server, fault_proxy: MakeProxy, bucketpoint_tally: Tally
+    server: Server, proxy: FaultProxy, bucketpoint_tally: Tally
 ) -> None:
-    proxy = fault_proxy(minio)
-    place = Place(minio, minio.make_bucket("stalled"), "run", 4)
+    place = Place(server, server.make_bucket("stalled"), "run", 4)
     place.save(OLD)
     proxy.play(always(Stall(STALLED_S), kinds=["PutObject", "UploadPart"], keys="*-2-optim-*"))
     with Job(4, group_timeout_s=GROUP_TIMEOUT_S) as job:
@@ -201,15 +200,12 @@ def test_a_store_that_stalls_one_rank_keeps_no_other_waiting(
     check(place, outcomes, proxy.exchanges, afflicted=2, over=True)
 
 
-def test_one_rank_is_killed_and_the_others_raise(
-    minio: S3Server, fault_proxy: MakeProxy, bucketpoint_tally: Tally
-) -> None:
-    proxy = fault_proxy(minio)
-    place = Place(minio, minio.make_bucket("one"), "run", 4)
+def test_one_rank_is_killed_and_the_others_raise(server: Server, proxy: FaultProxy, bucketpoint_tally: Tally) -> None:
+    place = Place(server, server.make_bucket("one"), "run", 4)
     with Job(4, group_timeout_s=GROUP_TIMEOUT_S) as job:
         job.ready()
         killed = Kill(job.groups[3:], others_live=True)
-        proxy.play(always(killed, kinds=["UploadPart"], keys="*-3-*", times=1))
+        proxy.play(always(killed, kinds=["UploadPart", "PutObject"], keys="*-3-model-*", times=1))
         outcomes = job.run(save_with, place.through(proxy.url), DefaultSavePlanner())
     assert outcomes[3].died
     proxy.play(Script())

@@ -15,7 +15,7 @@ from bucketpoint.testing import FaultProxy, Kill, Script, always
 from bucketpoint.testing.kills import Job, sampled
 from bucketpoint.testing.tally import Tally
 from faults.checkpoint_process import fork_beforehand
-from faults.saves import Place, committed, save_beside
+from faults.saves import Place, committed, save_beside, slow_on_gcs
 from gcs_server import GCSServer
 from services import Server
 
@@ -27,7 +27,6 @@ pytestmark = pytest.mark.timeout(3600)
 
 executors = pytest.mark.parametrize("executor", ["THREAD", "PROCESS"])
 bases = pytest.mark.parametrize("over", [False, True], ids=["fresh", "over an old one"])
-on_minio = pytest.mark.parametrize("server", ["minio"], indirect=True)
 
 
 class Matrix:
@@ -103,7 +102,7 @@ class Matrix:
 
 @executors
 @bases
-@pytest.mark.parametrize("server", ["minio", pytest.param("gcs", marks=pytest.mark.slow)], indirect=True)
+@slow_on_gcs
 def test_one_rank_is_killed_after_each_request(
     server: Server, proxy: FaultProxy, bucketpoint_tally: Tally, executor: str, over: bool
 ) -> None:
@@ -115,7 +114,7 @@ def test_one_rank_is_killed_after_each_request(
 
 @executors
 @bases
-@on_minio
+@slow_on_gcs
 def test_four_ranks_are_killed_after_some_requests(
     server: Server, proxy: FaultProxy, bucketpoint_tally: Tally, executor: str, over: bool
 ) -> None:
@@ -129,7 +128,7 @@ def test_four_ranks_are_killed_after_some_requests(
 @pytest.mark.slow
 @executors
 @bases
-@on_minio
+@slow_on_gcs
 def test_four_ranks_are_killed_after_each_request(
     server: Server, proxy: FaultProxy, bucketpoint_tally: Tally, executor: str, over: bool
 ) -> None:

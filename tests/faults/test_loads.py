@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from bucketpoint import BucketpointError, BucketReader, BucketWriter, TransferOptions
+from bucketpoint import BucketpointError, BucketReader, TransferOptions
 from bucketpoint.errors import (
     AccessDeniedError,
     CorruptDataError,
@@ -36,11 +36,10 @@ from bucketpoint.testing import (
     Stall,
     always,
 )
-from bucketpoint.testing.plugin import MakeProxy
-from bucketpoint.testing.servers import S3Server
 from bucketpoint.testing.tally import Tally
 from bucketpoint.transfer import Hedge
 from dcp.ranks import Ranks
+from services import Server, Service
 
 KIB = 1 << 10
 OPTIONS = TransferOptions(part_bytes=64 * KIB, connections=2, max_inflight_bytes=512 * KIB, read_attempts=3)
@@ -83,22 +82,20 @@ def values_in(loaded: dict[str, Any]) -> set[float]:
 class Saved:
     """A checkpoint of one value."""
 
-    server: S3Server
-    bucket: str
+    service: Service
     value: int = 1
 
     @property
     def url(self) -> str:
-        return f"s3://{self.bucket}/run/step-7"
+        return self.service.url("run/step-7")
 
     def save(self, value: int) -> None:
-        writer = BucketWriter(self.url, storage_options=self.server.options)
-        dcp.save(state(value), storage_writer=writer, no_dist=True)
+        dcp.save(state(value), storage_writer=self.service.writer(self.url), no_dist=True)
 
 
 @pytest.fixture(scope="module")
-def saved(minio: S3Server) -> Saved:
-    made = Saved(minio, minio.make_bucket("loads"))
+def saved(server: Server) -> Saved:
+    made = Saved(Service.on(server))
     made.save(made.value)
     return made
 
@@ -143,14 +140,14 @@ class Loads:
 
     def __init__(self, saved: Saved, proxy: FaultProxy, ranks: Ranks | None) -> None:
         self.saved, self.proxy, self.ranks = saved, proxy, ranks
-        self.server = saved.server.at(proxy.url)
+        self.options = saved.service.at(proxy.url).options
 
     def load(self, script: Script, transfer: TransferOptions = OPTIONS) -> list[Outcome]:
         self.proxy.clear()
         self.proxy.play(script)
         if self.ranks is None:
-            return [load(self.saved.url, self.server.options, transfer)]
-        return self.ranks.run(load_together, self.saved.url, self.server.options, transfer)
+            return [load(self.saved.url, self.options, transfer)]
+        return self.ranks.run(load_together, self.saved.url, self.options, transfer)
 
     def struck(self) -> str:
         """The request that met the fault; empty if none did."""
@@ -163,9 +160,9 @@ class Loads:
 
 
 @pytest.fixture(params=["alone", "together"])
-def loads(request: pytest.FixtureRequest, saved: Saved, fault_proxy: MakeProxy) -> Loads:
+def loads(request: pytest.FixtureRequest, saved: Saved, proxy: FaultProxy) -> Loads:
     ranks = request.getfixturevalue("ranks") if request.param == "together" else None
-    return Loads(saved, fault_proxy(saved.server), ranks)
+    return Loads(saved, proxy, ranks)
 
 
 def assert_right(found: list[Outcome], value: int, where: str) -> None:
@@ -234,12 +231,12 @@ def test_credentials_that_expire_at_each_request_are_told_to_every_rank(loads: L
 
 @pytest.mark.contract
 def test_an_answer_of_before_an_overwrite_at_each_request_is_no_mix(
-    minio: S3Server, fault_proxy: MakeProxy, bucketpoint_tally: Tally
+    server: Server, proxy: FaultProxy, bucketpoint_tally: Tally
 ) -> None:
     """A cache between the store and the job that nobody tells of the overwrite."""
     old, new = 3, 4
-    saved = Saved(minio, minio.make_bucket("stale"))
-    loads = Loads(saved, fault_proxy(minio), None)
+    saved = Saved(Service.on(server))
+    loads = Loads(saved, proxy, None)
     saved.save(old)
     count = len(loads.load(Script()) and loads.proxy.exchanges)
     for number in range(count):
@@ -247,7 +244,7 @@ def test_an_answer_of_before_an_overwrite_at_each_request_is_no_mix(
         saved.save(old)
         assert_right(loads.load(always(Stale(), skip=count + number, times=1)), old, "before the overwrite")
         saved.save(new)
-        (outcome,) = [load(saved.url, loads.server.options)]
+        (outcome,) = [load(saved.url, loads.options)]
         assert "stale" in {one.fault for one in loads.proxy.exchanges}
         bucketpoint_tally.made("requests of a load that each met a fault once")
         if outcome.errors:
@@ -258,9 +255,9 @@ def test_an_answer_of_before_an_overwrite_at_each_request_is_no_mix(
 
 @pytest.mark.contract
 def test_a_load_that_asks_twice_survives_a_stall_at_each_request(
-    saved: Saved, fault_proxy: MakeProxy, bucketpoint_tally: Tally
+    saved: Saved, proxy: FaultProxy, bucketpoint_tally: Tally
 ) -> None:
-    loads = Loads(saved, fault_proxy(saved.server), None)
+    loads = Loads(saved, proxy, None)
     number = 0
     while True:
         found = loads.load(always(Stall(1.0), skip=number, times=1), HEDGED)
@@ -275,8 +272,8 @@ def test_a_load_that_asks_twice_survives_a_stall_at_each_request(
 
 
 @pytest.mark.contract
-def test_ranks_that_ask_twice_load_together(saved: Saved, fault_proxy: MakeProxy, ranks: Ranks) -> None:
-    loads = Loads(saved, fault_proxy(saved.server), ranks)
+def test_ranks_that_ask_twice_load_together(saved: Saved, proxy: FaultProxy, ranks: Ranks) -> None:
+    loads = Loads(saved, proxy, ranks)
     late = always(Delay(1.0), kinds=["GetObject"], keys="*.distcp", skip=1, times=2)
     assert_right(loads.load(late, HEDGED), saved.value, "two late ranges")
     assert loads.struck()
@@ -311,17 +308,17 @@ def test_a_range_that_is_bad_for_good_makes_every_rank_raise(
 
 @pytest.mark.contract
 def test_an_object_that_was_replaced_makes_every_rank_raise(
-    minio: S3Server, fault_proxy: MakeProxy, request: pytest.FixtureRequest
+    server: Server, proxy: FaultProxy, request: pytest.FixtureRequest
 ) -> None:
-    saved = Saved(minio, minio.make_bucket("replaced"))
+    service = Service.on(server)
+    saved = Saved(service)
     saved.save(saved.value)
-    client = minio.client()
-    for key in [key for key in minio.keys(saved.bucket) if key.endswith(".distcp")]:
-        body = bytearray(client.get_object(Bucket=saved.bucket, Key=key)["Body"].read())
+    for key in [key for key in service.listed() if key.endswith(".distcp")]:
+        body = bytearray(service.read(key))
         body[-1] ^= 1
-        client.put_object(Bucket=saved.bucket, Key=key, Body=bytes(body))
+        service.write(key, bytes(body))
     for ranks in (None, request.getfixturevalue("ranks")):
-        found = Loads(saved, fault_proxy(minio), ranks).load(Script())
+        found = Loads(saved, proxy, ranks).load(Script())
         assert_all_raise(found, CorruptDataError)
         assert all("replaced" in str(error) for outcome in found for error in outcome.errors)
 
@@ -348,7 +345,7 @@ def load_with_a_failing_rank(rank: int, world: int, url: str, options: dict[str,
 def test_a_rank_that_fails_in_the_middle_makes_every_rank_raise(
     saved: Saved, ranks: Ranks, bucketpoint_tally: Tally
 ) -> None:
-    found = ranks.run(load_with_a_failing_rank, saved.url, saved.server.options)
+    found = ranks.run(load_with_a_failing_rank, saved.url, saved.service.options)
     bucketpoint_tally.made("loads of which a rank failed")
     assert len(found) == WORLD
     for told in found:

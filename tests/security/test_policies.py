@@ -25,7 +25,7 @@ from bucketpoint.format.keys import data_path
 from bucketpoint.manager.manager import CheckpointManager
 from bucketpoint.retention import EverySteps, Keep, Prune, RetentionPolicy
 from bucketpoint.stores import Store, open_store
-from servers import S3Server
+from bucketpoint.testing.servers import S3Server
 
 POLICIES = Path(__file__).parents[2] / "policies"
 ROLES = ("trainer", "reader", "pruner")

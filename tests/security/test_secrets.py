@@ -15,8 +15,8 @@ from bucketpoint.dcp.saved import open_checkpoint
 from bucketpoint.dcp.verify import verify
 from bucketpoint.errors import BucketpointError, EndpointError
 from bucketpoint.stores import S3Options, S3Store, open_store, retry, s3_client
+from bucketpoint.testing.servers import KMS_KEY, S3Server, free_port
 from security.planted import SECRETS, assert_clean, assert_failure_is_clean
-from servers import KMS_KEY, S3Server, free_port
 from stores.scripted import error, scripted
 
 

@@ -38,9 +38,9 @@ from bucketpoint.stores import (
     s3,
     s3_crt,
 )
+from bucketpoint.testing.servers import S3Server, free_port
 from fsspec_backends import SERVED, Backend, backend
 from gcs_server import GCSServer
-from servers import S3Server
 
 pytestmark = pytest.mark.contract
 
@@ -586,9 +586,7 @@ class TestS3:
 
     @pytest.fixture
     def free_endpoint(self) -> str:
-        import servers
-
-        return f"http://127.0.0.1:{servers.free_port()}"
+        return f"http://127.0.0.1:{free_port()}"
 
     def test_no_credentials(self, s3: S3Server, bucket: str) -> None:
         with pytest.raises(CredentialsError):

@@ -15,7 +15,7 @@ from awscrt import checksums
 
 from bucketpoint.errors import BucketpointError, CorruptDataError, EndpointError, StoreError, TransientStoreError
 from bucketpoint.stores import S3Options, S3Store, s3_crt
-from servers import S3Server
+from bucketpoint.testing.servers import S3Server, free_port
 from stores.scripted import Answer, ScriptedServer, Seen, error, scripted
 
 MIB = 1 << 20
@@ -147,11 +147,9 @@ def test_an_untrusted_certificate_is_an_endpoint_error(minio_tls: S3Server) -> N
 
 @pytest.mark.parametrize("endpoint", ["http://127.0.0.1:{port}", "http://no-such-host.invalid"])
 def test_an_endpoint_that_is_not_there_is_an_endpoint_error(endpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    import servers
-
     for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
         monkeypatch.delenv(name, raising=False)
-    url = endpoint.format(port=servers.free_port())
+    url = endpoint.format(port=free_port())
     options = S3Options(endpoint_url=url, access_key="a", secret_key="b", engine="crt", max_attempts=1)
     options = options.replace(config_kwargs={"s3": {"payload_signing_enabled": False}})
     with pytest.raises(EndpointError, match="s3://bucket/k"):

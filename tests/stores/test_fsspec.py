@@ -31,11 +31,11 @@ from bucketpoint.errors import (
 from bucketpoint.stores import FsspecStore, Range, fsspec_services, open_store, proven
 from bucketpoint.stores.fsspec_errors import translate
 from bucketpoint.stores.fsspec_probe import SCRATCH
+from bucketpoint.testing.servers import free_port
 from bucketpoint.transfer import BufferPool, Extent, Meter, TransferOptions, fetch, plan_requests
 from bucketpoint.transfer.doctor import examine
 from bucketpoint.transfer.fetch import batches
 from fsspec_backends import IN_PROCESS, SERVED, Backend, backend
-from servers import free_port
 
 MIB = 1 << 20
 

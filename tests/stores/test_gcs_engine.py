@@ -29,6 +29,7 @@ from bucketpoint.errors import (
     UploadNotFoundError,
 )
 from bucketpoint.stores import GCSOptions, GCSStore, Part, gcs_client, gcs_composed, retry
+from bucketpoint.testing.servers import free_port
 from gcs_server import GCSServer
 from stores.engines import OBJECT, views
 from stores.engines import gcs_at as store_at
@@ -152,9 +153,7 @@ def test_who_may_not_list_is_told_that_the_object_is_missing() -> None:
 
 
 def test_an_emulator_that_is_not_there_is_an_endpoint_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    import servers
-
-    monkeypatch.setenv("STORAGE_EMULATOR_HOST", f"127.0.0.1:{servers.free_port()}")
+    monkeypatch.setenv("STORAGE_EMULATOR_HOST", f"127.0.0.1:{free_port()}")
     with pytest.raises(EndpointError, match="STORAGE_EMULATOR_HOST") as caught:
         GCSStore("bucket", GCSOptions(max_attempts=2)).get("k")
     assert caught.value.__context__ is None

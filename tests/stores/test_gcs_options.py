@@ -22,8 +22,9 @@ from bucketpoint.cli.app import run
 from bucketpoint.errors import AccessDeniedError, BucketpointError, CredentialsError, EndpointError
 from bucketpoint.stores import GCSOptions, GCSStore, Part, gcs_client, gcs_composed, gcs_multipart, open_store
 from bucketpoint.stores.gcs_options import DEFAULT_MAX_ATTEMPTS
+from bucketpoint.testing.certificates import make_certificates
+from bucketpoint.testing.servers import free_port
 from gcs_server import GCSServer
-from servers import free_port
 from stores.scripted import Answer, ScriptedServer, Seen, scripted
 
 pytestmark = pytest.mark.contract
@@ -437,8 +438,6 @@ def test_the_certificates_to_trust_may_be_an_option_and_others_are_refused(tmp_p
     import threading
     from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
-    import servers
-
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             body = json.dumps(OBJECT).encode()
@@ -450,7 +449,7 @@ def test_the_certificates_to_trust_may_be_an_option_and_others_are_refused(tmp_p
         def log_message(self, *_: Any) -> None:
             pass
 
-    authority = servers.make_certificates(tmp_path)
+    authority = make_certificates(tmp_path)
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(tmp_path / "public.crt", tmp_path / "private.key")

@@ -28,8 +28,8 @@ from bucketpoint.errors import (
 )
 from bucketpoint.stores import S3Options, S3Store, retry, s3_client
 from bucketpoint.stores.s3_errors import RULE_BY_CODE, RULE_BY_STATUS, RULE_BY_TYPE
+from bucketpoint.testing.servers import S3Server, free_port
 from bucketpoint.transfer import TaskGroup, retry_transient
-from servers import S3Server, free_port
 from stores.scripted import Answer, ScriptedServer, Seen, error, scripted
 
 OK = Answer(headers={"ETag": '"e"'})

@@ -22,7 +22,7 @@ from bucketpoint.errors import (
     WrongRegionError,
 )
 from bucketpoint.stores import S3Options, S3Store, s3_body, s3_client
-from servers import S3Server
+from bucketpoint.testing.servers import S3Server
 from stores.engines import s3_at as store_at
 from stores.engines import views
 from stores.scripted import Answer, Seen, error, scripted

@@ -15,7 +15,7 @@ from botocore.config import Config
 
 from bucketpoint.errors import AccessDeniedError, BucketpointError, CredentialsError, EndpointError, StoreError
 from bucketpoint.stores import S3Options, S3Store, s3_client
-from servers import KMS_KEY, S3Server
+from bucketpoint.testing.servers import KMS_KEY, S3Server
 from stores.scripted import Answer, Seen, scripted
 
 CREATED = b"<?xml version='1.0'?><InitiateMultipartUploadResult><UploadId>up</UploadId></InitiateMultipartUploadResult>"

@@ -18,7 +18,7 @@ from bucketpoint.errors import (
     WrongRegionError,
 )
 from bucketpoint.stores import S3Options, S3Store, s3_client, s3_services
-from servers import S3Server
+from bucketpoint.testing.servers import S3Server
 from stores.scripted import Answer, Seen, error, scripted
 
 

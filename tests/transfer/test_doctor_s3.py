@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from bucketpoint.stores import S3Options, S3Store, s3_client
+from bucketpoint.testing.servers import S3Server
 from bucketpoint.transfer.doctor import Diagnosis, examine
 from bucketpoint.transfer.doctor_bucket import Finding
-from servers import S3Server
 
 
 def store_of(server: S3Server, **changes: Any) -> S3Store:

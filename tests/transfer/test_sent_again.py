@@ -12,7 +12,7 @@ import torch.distributed.checkpoint as dcp
 import bucketpoint as bp
 from bucketpoint.testing import CutReply, CutRequest, Refuse, Reset, always
 from bucketpoint.testing.plugin import MakeProxy
-from servers import S3Server
+from bucketpoint.testing.servers import S3Server
 
 PARTS = 4
 OPTIONS = bp.TransferOptions(part_bytes=5 << 20, single_put_bytes=5 << 20, connections=2)
