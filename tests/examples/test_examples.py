@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from bucketpoint.testing.servers import free_port
 from services import Service
 
@@ -31,6 +33,7 @@ def run(service: Service, *command: str) -> str:
     return done.stdout
 
 
+@pytest.mark.parametrize("service", ["minio"], indirect=True)
 def test_the_async_save_recipe_saves_and_loads_on_two_ranks(service: Service) -> None:
     root = service.url("recipe")
 
