@@ -103,6 +103,7 @@ def test_we_load_what_s3torchconnector_wrote(s3: S3Server, bucket: str, monkeypa
     ids=["rows", "one element", "columns", "last row"],
 )
 @pytest.mark.parametrize("ours", [True, False], ids=["ours", "stock"])
+@pytest.mark.parametrize("service", ["moto", "gcs"], indirect=True)
 def test_a_slice_is_read_without_the_rest(
     service: Service,
     tmp_path: Path,

@@ -7,6 +7,8 @@ its generation, and an object that was composed is composed once more.
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch.distributed.checkpoint as dcp
 
@@ -30,18 +32,24 @@ OLD, NEW, NEXT = 1, 2, 3
 
 pytestmark = pytest.mark.contract
 
-LOST = [Reset(acted=True), Refuse(503, "SlowDown", acted=True)]
-OF_S3 = [ErrorInBody(acted=True), ErrorInBody()]
-NEVER_ARRIVED = [Reset(), CutRequest()]
+LOST: list[Fault] = [Reset(acted=True), Refuse(503, "SlowDown", acted=True)]
+OF_S3: list[Fault] = [ErrorInBody(acted=True), ErrorInBody()]
+NEVER_ARRIVED: list[Fault] = [Reset(), CutRequest()]
 
-CASES = [("minio", fault) for fault in (*LOST, *OF_S3, *NEVER_ARRIVED)]
-CASES += [("gcs", fault) for fault in (*LOST, *NEVER_ARRIVED)]
+
+def cases(server: str, faults: list[Fault], **marks: Any) -> list[Any]:
+    return [pytest.param(server, fault, id=f"{server}-{fault.name}", **marks) for fault in faults]
+
+
+CASES = [
+    *cases("minio", LOST + OF_S3 + NEVER_ARRIVED),
+    *cases("gcs", LOST),
+    *cases("gcs", NEVER_ARRIVED, marks=pytest.mark.slow),
+]
 
 
 @pytest.mark.parametrize("over", [False, True], ids=["fresh", "over an old one"])
-@pytest.mark.parametrize(
-    ("server", "fault"), CASES, indirect=["server"], ids=[f"{server}-{fault.name}" for server, fault in CASES]
-)
+@pytest.mark.parametrize(("server", "fault"), CASES, indirect=["server"])
 def test_a_save_survives_a_fault_at_each_request(
     server: Server, proxy: FaultProxy, bucketpoint_tally: Tally, fault: Fault, over: bool
 ) -> None:
