@@ -29,7 +29,9 @@ from bucketpoint.testing.servers import S3Server
 
 POLICIES = Path(__file__).parents[2] / "policies"
 ROLES = ("trainer", "reader", "pruner")
-PREFIX = "team/run-1"
+PREFIX = "teams/a"
+# A prefix is for all runs of a team, and may be that of one run.
+RUN = f"{PREFIX}/run-1"
 MIB = 1 << 20
 SMALL_PARTS = TransferOptions(part_bytes=5 * MIB, single_put_bytes=5 * MIB, connections=4)
 
@@ -88,7 +90,7 @@ def test_a_trainer_saves_overwrites_restores_and_keeps_notes(
     place: tuple[str, dict[str, dict[str, Any]]], caplog: pytest.LogCaptureFixture
 ) -> None:
     bucket, roles = place
-    url, options = f"s3://{bucket}/{PREFIX}/plain/step-1", roles["trainer"]
+    url, options = f"s3://{bucket}/{RUN}/plain/step-1", roles["trainer"]
     save(url, 1.0, options)
     save(url, 2.0, options)
     assert "was not deleted" in caplog.text or "were not deleted" in caplog.text
@@ -98,7 +100,7 @@ def test_a_trainer_saves_overwrites_restores_and_keeps_notes(
     ).result()
     assert (loaded(url, options), loaded(f"{url}-async", options)) == (2.0, 3.0)
 
-    root = f"s3://{bucket}/{PREFIX}"
+    root = f"s3://{bucket}/{RUN}"
     managed(root, options, 10, 20)
     with CheckpointManager(root, policy=manual(latest=9), storage_options=options) as manager:
         manager.report(20, {"eval/loss": 0.5})
@@ -113,7 +115,7 @@ def test_a_trainer_saves_overwrites_restores_and_keeps_notes(
 
 def test_a_reader_finds_loads_and_verifies(place: tuple[str, dict[str, dict[str, Any]]], minio: S3Server) -> None:
     bucket, roles = place
-    root = f"s3://{bucket}/{PREFIX}"
+    root = f"s3://{bucket}/{RUN}"
     managed(root, minio.options, 30)
     assert 30 in {one.step for one in open_catalog(root, storage_options=roles["reader"]).snapshot().checkpoints}
     saved = open_checkpoint(f"{root}/step-30", storage_options=roles["reader"])
@@ -124,7 +126,7 @@ def test_a_pruner_plans_prunes_thins_undoes_and_sweeps(
     place: tuple[str, dict[str, dict[str, Any]]], minio: S3Server
 ) -> None:
     bucket, roles = place
-    root = f"s3://{bucket}/{PREFIX}"
+    root = f"s3://{bucket}/{RUN}"
     managed(root, minio.options, 100, 110, 120, 130)
     catalog = open_catalog(root, storage_options=roles["pruner"])
     thinning = RetentionPolicy(
@@ -143,7 +145,7 @@ def test_a_pruner_plans_prunes_thins_undoes_and_sweeps(
     assert undo(catalog, 120) == 1
     unpin(catalog, 100)
 
-    debris = f"{PREFIX}/step-140/{data_path('0123456789ab', 0, 'model', 0)}"
+    debris = f"{RUN}/step-140/{data_path('0123456789ab', 0, 'model', 0)}"
     client = minio.client()
     client.put_object(Bucket=bucket, Key=debris, Body=b"x")
     store = catalog.store
@@ -203,10 +205,10 @@ def test_each_role_is_refused_all_that_is_not_its_work(
     bucket, roles = place
     client = minio.client()
     store, _ = open_store(f"s3://{bucket}/x", storage_options={**roles[role], "max_attempts": 1})
-    for prefix in (PREFIX, f"{PREFIX}-other", "team"):
+    for prefix in (RUN, PREFIX, f"{PREFIX}-other", "teams"):
         for path in (DATA, METADATA, NOTE):
             key = f"{prefix}/{path}"
-            allowed = ALLOWED[role, path] if prefix == PREFIX else ELSEWHERE.get(role, set())
+            allowed = ALLOWED[role, path] if prefix in (RUN, PREFIX) else ELSEWHERE.get(role, set())
             for name in _requests(store, key, ""):
                 client.put_object(Bucket=bucket, Key=key, Body=b"x")
                 upload = client.create_multipart_upload(Bucket=bucket, Key=key)["UploadId"]
