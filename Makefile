@@ -30,7 +30,7 @@ PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
 .PHONY: help
 help: ## this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-20s %s\n", $$1, $$2}' Makefile
 	@echo
 	@echo "  Variables: PYTHON, TORCH, TORCH_BACKEND=cpu, WORKERS, MATRIX, ARGS, MINIO, FAKE_GCS, VERSITYGW (see the Makefile)"
 
@@ -111,6 +111,10 @@ simulate: $(VENV)/$(STAMP) ## thousands of ranks and a million items, simulated;
 .PHONY: terraform
 terraform: $(VENV)/$(STAMP) ## check the Terraform modules; what needs a provider is "not run" where none is to be had
 	@$(BIN)/python tools/check_terraform.py
+
+.PHONY: terraform-providers
+terraform-providers: ## build the providers that the modules need from source, with Go, where no registry is to be had
+	@$(PYTHON3) tools/make_terraform_providers.py $(ARGS)
 
 .PHONY: docs
 docs: $(VENV)/$(STAMP) ## check the documents' links and Python examples

@@ -1,6 +1,7 @@
 """Checks `terraform/`: format, validity, tests, checkov, and an apply of the AWS example against moto's server.
 
-What needs a provider is "not run" where none can be had; with REQUIRE_TERRAFORM_PROVIDERS set that is a failure.
+What needs a provider is "not run" where none can be had; with REQUIRE_TERRAFORM_PROVIDERS set that is a failure. Those
+that `make_terraform_providers.py` has built are taken before the registry's.
 """
 
 from __future__ import annotations
@@ -11,17 +12,23 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from make_env import uv_settings
+from make_terraform_providers import terraform_env
 
 ROOT = Path(__file__).resolve().parent.parent
 TERRAFORM = ROOT / "terraform"
 MODULES = ("aws", "gcp")
+ROLES = ("trainer", "reader", "pruner")
 CHECKOV = "checkov>=3.2,<4"
+CHANGES = 2
+"""The exit status of a plan that finds some."""
 TIMEOUT_S = 1200
 
 # A training run's worth of bucketpoint, in the bucket that the example has made.
@@ -36,6 +43,18 @@ for step in (1, 2, 3):
 state = {"w": torch.zeros(1000)}
 dcp.load(state, storage_reader=S3Reader(f"{root}/step-3"))
 assert state["w"].eq(3).all()
+"""
+
+# All of the module that an account need not pay for by default.
+EVERYTHING = """
+module "checkpoints" {
+  versioning     = true
+  create_kms_key = true
+  log_bucket     = var.bucket
+  alarm          = {}
+  vpc_endpoint   = { vpc_id = "%(vpc)s", route_table_ids = ["%(table)s"] }
+  tags           = { team = "trial" }
+}
 """
 
 
@@ -82,26 +101,42 @@ def terraform() -> str:
 
 def _validate_and_test(module: str) -> None:
     for folder in (TERRAFORM / "modules" / module, TERRAFORM / "examples" / module):
-        with _initialised(folder) as copy:
-            _ran(terraform(), "validate", "-no-color", cwd=copy)
-            if (copy / "tests").is_dir():
-                _ran(terraform(), "test", "-no-color", cwd=copy)
+        with _initialised(folder) as root:
+            root.ran("validate", "-no-color")
+            if (root.folder / "tests").is_dir():
+                root.ran("test", "-no-color")
+
+
+@dataclass(frozen=True)
+class Root:
+    """A folder of Terraform's with its providers installed.
+
+    Attributes:
+        folder: in a copy of all modules, so that nothing is left in the checkout.
+        env: to run Terraform in.
+    """
+
+    folder: Path
+    env: dict[str, str]
+
+    def ran(self, *arguments: str) -> str:
+        """What Terraform says."""
+        return _ran(terraform(), *arguments, cwd=self.folder, env=self.env)
 
 
 @contextmanager
-def _initialised(folder: Path) -> Iterator[Path]:
-    """A copy of all modules, so that nothing is left in the checkout, with the folder's providers installed."""
+def _initialised(folder: Path) -> Iterator[Root]:
     with tempfile.TemporaryDirectory() as scratch:
         shutil.copytree(TERRAFORM, Path(scratch) / "terraform")
         shutil.copytree(ROOT / "policies", Path(scratch) / "policies")
-        copy = Path(scratch) / folder.relative_to(ROOT)
+        root = Root(Path(scratch) / folder.relative_to(ROOT), terraform_env(Path(scratch)))
         try:
-            _ran(terraform(), "init", "-backend=false", "-no-color", "-input=false", cwd=copy)
+            root.ran("init", "-backend=false", "-no-color", "-input=false")
         except subprocess.CalledProcessError as error:
             # Its messages are drawn in boxes.
             said = (error.stderr or "").rpartition("Error: ")[2].replace("│", " ").replace("╵", " ")
             raise NotRunError(f"its provider cannot be had: {' '.join(said.split())[:400]}") from None
-        yield copy
+        yield root
 
 
 def _checkov() -> None:
@@ -129,23 +164,73 @@ def _apply() -> None:
     sys.path.insert(0, str(ROOT / "src"))
     from bucketpoint.testing import servers
 
-    with servers.moto() as moto, _initialised(TERRAFORM / "examples" / "aws") as copy:
-        given = [f"-var=bucket=trial-{os.getpid()}", "-var=region=us-east-1", f"-var=endpoint={moto.endpoint}"]
-        _ran(terraform(), "apply", "-auto-approve", "-input=false", "-no-color", *given, cwd=copy)
+    with servers.moto() as moto, _initialised(TERRAFORM / "examples" / "aws") as root:
+        bucket, anybody = f"trial-{os.getpid()}", {"arns": ["arn:aws:iam::123456789012:root"]}
+        given = (
+            *("-input=false", "-no-color", f"-var=bucket={bucket}", "-var=region=us-east-1"),
+            f"-var=endpoint={moto.endpoint}",
+            f"-var=principals={json.dumps(dict.fromkeys(ROLES, anybody))}",
+        )
         try:
-            outputs = json.loads(_ran(terraform(), "output", "-json", cwd=copy))
-            policy = copy / "retention.yaml"
-            policy.write_text(
-                outputs["retention_yaml"]["value"].replace("grace: 24h", "grace: 0s").replace("latest: 3", "latest: 1")
-            )
-            env = {**os.environ, **moto.env, **outputs["environment"]["value"], "RUN_NAME": "trial"}
-            _ran(sys.executable, "-W", "ignore", "-c", TRIAL, str(policy), env=env)
-            _ran(str(Path(sys.executable).with_name("bucketpoint")), "prune", str(policy), "--yes", env=env)
-            left = [key for key in moto.keys(outputs["bucket"]["value"]) if key.endswith("/.metadata")]
+            _settled(root, given)
+            outputs = {name: found["value"] for name, found in json.loads(root.ran("output", "-json")).items()}
+            _roles_are_the_policies(moto.client("iam"), bucket, outputs["roles"])
+            _a_run_is_saved_and_pruned(root.folder, {**os.environ, **moto.env, **outputs["environment"]}, outputs)
+            # What is off by default, switched on and off again in place.
+            override = root.folder / "everything_override.tf"
+            override.write_text(EVERYTHING % _network(moto.client("ec2")))
+            _settled(root, given)
+            override.unlink()
+            _settled(root, given)
+            left = [key for key in moto.keys(bucket) if key.endswith("/.metadata")]
             if not any("step-3" in key for key in left) or any("step-2" in key for key in left):
                 raise AssertionError(f"a prune left {left}")
         finally:
-            _ran(terraform(), "destroy", "-auto-approve", "-input=false", "-no-color", *given, cwd=copy)
+            root.ran("destroy", "-auto-approve", *given)
+        if moto.client().list_buckets()["Buckets"] or moto.client("iam").list_roles()["Roles"]:
+            raise AssertionError("a destroy left a bucket or a role")
+
+
+def _settled(root: Root, given: Sequence[str]) -> None:
+    """Applies; what the service says that it has must then be what was asked for."""
+    root.ran("apply", "-auto-approve", *given)
+    try:
+        root.ran("plan", "-detailed-exitcode", *given)
+    except subprocess.CalledProcessError as error:
+        if error.returncode != CHANGES:
+            raise
+        raise AssertionError(f"after an apply there is something to change:\n{error.stdout}") from None
+
+
+def _roles_are_the_policies(iam: Any, bucket: str, roles: dict[str, str]) -> None:
+    """Each has the rights that the tests hold MinIO to, but for an operator that MinIO does not know."""
+    if set(roles) != set(ROLES):
+        raise AssertionError(f"the roles are {sorted(roles)}")
+    for role, arn in roles.items():
+        name = arn.rpartition("/")[2]
+        if (names := iam.list_role_policies(RoleName=name)["PolicyNames"]) != ["checkpoints"]:
+            raise AssertionError(f"the policies of {role} are {names}")
+        found = iam.get_role_policy(RoleName=name, PolicyName="checkpoints")["PolicyDocument"]
+        text = (ROOT / "policies" / f"{role}.json").read_text().replace("BUCKET", bucket).replace("PREFIX", "runs")
+        if found != json.loads(text.replace('"StringLike"', '"StringLikeIfExists"')):
+            raise AssertionError(f"{role} may do something else than policies/{role}.json: {json.dumps(found)}")
+
+
+def _a_run_is_saved_and_pruned(folder: Path, env: dict[str, str], outputs: dict[str, Any]) -> None:
+    env, policy = {**env, "RUN_NAME": "trial"}, folder / "retention.yaml"
+    bucketpoint = str(Path(sys.executable).with_name("bucketpoint"))
+    policy.write_text(outputs["retention_yaml"].replace("grace: 24h", "grace: 0s").replace("latest: 3", "latest: 1"))
+    _ran(sys.executable, "-W", "ignore", "-c", TRIAL, str(policy), env=env)
+    _ran(bucketpoint, "prune", str(policy), "--yes", env=env)
+    policy.write_text(outputs["retention_yaml"])
+    _ran(bucketpoint, "plan", str(policy), env=env)
+
+
+def _network(ec2: Any) -> dict[str, str]:
+    """A VPC and a route table of its own."""
+    vpc = ec2.create_vpc(CidrBlock="10.0.0.0/16")["Vpc"]["VpcId"]
+    table = ec2.create_route_table(VpcId=vpc)["RouteTable"]["RouteTableId"]
+    return {"vpc": vpc, "table": table}
 
 
 def _ran(*command: str, cwd: Path | None = None, env: dict[str, str] | None = None) -> str:

@@ -56,10 +56,13 @@ resource "aws_s3_bucket_server_side_encryption_configuration" "this" {
 }
 
 resource "aws_s3_bucket_versioning" "this" {
+  # Not "Suspended" from the start: every delete would leave a marker behind. Switched off later, it is suspended.
+  count = var.versioning ? 1 : 0
+
   bucket = aws_s3_bucket.this.id
 
   versioning_configuration {
-    status = var.versioning ? "Enabled" : "Suspended"
+    status = "Enabled"
   }
 }
 

@@ -21,7 +21,7 @@ output "kms_key_arn" {
 output "environment" {
   description = "What a job's environment wants: `terraform output -json environment`."
   value = {
-    AWS_REGION       = data.aws_region.current.name
+    AWS_REGION       = data.aws_region.current.region
     BUCKETPOINT_ROOT = trimsuffix("s3://${aws_s3_bucket.this.id}/${local.below}", "/")
   }
 }

@@ -1,11 +1,18 @@
 # Who may do what. The rights are those of policies/ at the root of this repository, which its tests hold MinIO to.
 
 locals {
+  # IAM refuses a role whose trust names nobody.
+  roles = {
+    for role, found in var.principals : role => found
+    if length(found.arns) > 0 || found.service_accounts != null || found.oidc != null
+  }
+
+  # The bucket first: its name is in lower case, while a prefix may hold either word.
   policies = {
     for role in ["trainer", "reader", "pruner"] : role => replace(replace(replace(replace(
       file("${path.module}/../../../policies/${role}.json"),
-      "PREFIX/", local.below),
       "BUCKET", var.bucket),
+      "PREFIX/", local.below),
       "arn:aws:", "arn:${local.partition}:"),
       # A GET names no prefix: without IfExists a missing object would be answered 403 instead of 404. MinIO knows no IfExists.
       "\"StringLike\"", "\"StringLikeIfExists\""
@@ -20,7 +27,7 @@ locals {
 }
 
 data "aws_iam_policy_document" "trust" {
-  for_each = var.principals
+  for_each = local.roles
 
   dynamic "statement" {
     for_each = length(each.value.arns) > 0 ? [each.value.arns] : []
@@ -62,7 +69,7 @@ data "aws_iam_policy_document" "trust" {
 }
 
 resource "aws_iam_role" "this" {
-  for_each = var.principals
+  for_each = local.roles
 
   name               = "${local.name}-${each.key}"
   description        = "bucketpoint ${each.key} of s3://${var.bucket}/${local.below}"
@@ -73,7 +80,7 @@ resource "aws_iam_role" "this" {
 }
 
 resource "aws_iam_role_policy" "objects" {
-  for_each = var.principals
+  for_each = local.roles
 
   name   = "checkpoints"
   role   = aws_iam_role.this[each.key].id
@@ -90,13 +97,13 @@ data "aws_iam_policy_document" "key" {
     condition {
       test     = "StringEquals"
       variable = "kms:ViaService"
-      values   = ["s3.${data.aws_region.current.name}.amazonaws.com"]
+      values   = ["s3.${data.aws_region.current.region}.amazonaws.com"]
     }
   }
 }
 
 resource "aws_iam_role_policy" "key" {
-  for_each = local.own_key ? var.principals : {}
+  for_each = local.own_key ? local.roles : {}
 
   name   = "key"
   role   = aws_iam_role.this[each.key].id

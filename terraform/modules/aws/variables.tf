@@ -9,8 +9,8 @@ variable "prefix" {
   default     = "runs"
 
   validation {
-    condition     = !startswith(var.prefix, "/") && !endswith(var.prefix, "/") && !strcontains(var.prefix, "*")
-    error_message = "The prefix must neither begin nor end with a slash, nor hold an asterisk, which IAM would expand."
+    condition     = !startswith(var.prefix, "/") && !endswith(var.prefix, "/") && can(regex("^[^*?$\"\\\\]*$", var.prefix))
+    error_message = "The prefix must neither begin nor end with a slash, nor hold one of *?$, which IAM expands, a quote or a backslash."
   }
 }
 
@@ -54,11 +54,11 @@ variable "principals" {
     condition = alltrue(flatten([
       for role in values(var.principals) : [
         for found in [role.service_accounts, role.oidc] : [
-          for subject in try(found.subjects, []) : !contains(["*", "repo:*"], subject)
+          for subject in try(found.subjects, []) : !can(regex("^(repo:)?[*]", subject))
         ]
       ]
     ]))
-    error_message = "A subject of * would let everybody at the provider in."
+    error_message = "A subject that begins with * or repo:* would let everybody at the provider in."
   }
 }
 

@@ -19,8 +19,8 @@ variable "prefix" {
   default     = "runs"
 
   validation {
-    condition     = !startswith(var.prefix, "/") && !endswith(var.prefix, "/") && !strcontains(var.prefix, "'")
-    error_message = "The prefix must neither begin nor end with a slash, nor hold a quote, which would end it in a condition."
+    condition     = !startswith(var.prefix, "/") && !endswith(var.prefix, "/") && can(regex("^[^'\\\\]*$", var.prefix))
+    error_message = "The prefix must neither begin nor end with a slash, nor hold a quote or a backslash, which a condition would not take as written."
   }
 }
 

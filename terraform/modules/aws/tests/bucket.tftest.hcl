@@ -22,8 +22,8 @@ run "a_bucket_is_closed_and_frees_what_is_deleted" {
   }
 
   assert {
-    condition     = aws_s3_bucket_versioning.this.versioning_configuration[0].status == "Suspended"
-    error_message = "versions would keep what retention deletes"
+    condition     = length(aws_s3_bucket_versioning.this) == 0
+    error_message = "versions, or the markers of deletes, would keep what retention deletes"
   }
 
   assert {
@@ -32,11 +32,27 @@ run "a_bucket_is_closed_and_frees_what_is_deleted" {
   }
 }
 
+run "a_role_that_nobody_may_take_is_not_made" {
+  command = plan
+
+  variables {
+    principals     = { trainer = { arns = ["arn:aws:iam::123456789012:root"] }, reader = {} }
+    create_kms_key = true
+  }
+
+  assert {
+    condition     = keys(aws_iam_role.this) == tolist(["trainer"]) && keys(aws_iam_role_policy.key) == tolist(["trainer"])
+    error_message = "a role was made that nobody may take"
+  }
+}
+
 run "roles_reach_nothing_outside_the_prefix" {
   command = plan
 
   variables {
-    principals = { trainer = { arns = ["arn:aws:iam::123456789012:root"] }, reader = {}, pruner = {} }
+    principals = {
+      for role in ["trainer", "reader", "pruner"] : role => { arns = ["arn:aws:iam::123456789012:root"] }
+    }
   }
 
   assert {
@@ -65,6 +81,16 @@ run "an_unknown_role_is_refused" {
   }
 
   expect_failures = [var.principals]
+}
+
+run "a_prefix_that_iam_would_expand_is_refused" {
+  command = plan
+
+  variables {
+    prefix = "runs/$${aws:username}"
+  }
+
+  expect_failures = [var.prefix]
 }
 
 run "a_subject_that_lets_everybody_in_is_refused" {
