@@ -57,6 +57,25 @@ module "checkpoints" {
 }
 """
 
+# A key of its own is left out: for that it asks Google who will use it.
+EVERYTHING_ON_GCP = """
+provider "google" {
+  access_token = "none"
+}
+
+module "checkpoints" {
+  members = {
+    trainer = { kubernetes = ["train/trainer"] }
+    reader  = { kubernetes = ["train/eval"] }
+    pruner  = { principals = ["principalSet://iam.googleapis.com/projects/1/locations/global/workloadIdentityPools/p"] }
+  }
+  versioning       = true
+  soft_delete_days = 7
+  log_bucket       = "acme-logs"
+  alarm            = {}
+}
+"""
+
 
 class NotRunError(Exception):
     """A step that cannot be run here, and why."""
@@ -88,6 +107,7 @@ def steps() -> Iterator[tuple[str, Callable[[], object]]]:
     for module in MODULES:
         yield f"terraform validate and test, {module}", partial(_validate_and_test, module)
     yield "checkov", _checkov
+    yield "terraform plan for Google's cloud", _plan
     yield "terraform apply on moto's server, a run in its bucket, terraform destroy", _apply
 
 
@@ -158,6 +178,14 @@ def _checkov() -> None:
         "--skip-download",
         env=env,
     )
+
+
+def _plan() -> None:
+    """What the provider itself has to say to a plan. Nothing is there yet, so it asks Google for nothing."""
+    with _initialised(TERRAFORM / "examples" / "gcp") as root:
+        (root.folder / "everything_override.tf").write_text(EVERYTHING_ON_GCP)
+        given = ("-var=project=acme", "-var=bucket=acme-trial", "-var=region=europe-west4")
+        root.ran("plan", "-input=false", "-no-color", *given)
 
 
 def _apply() -> None:

@@ -40,6 +40,22 @@ run "a_reader_may_only_read" {
   }
 }
 
+run "roles_reach_no_object_outside_the_prefix" {
+  command = plan
+
+  variables {
+    members = { for role in ["trainer", "reader", "pruner"] : role => {} }
+  }
+
+  assert {
+    condition = alltrue([
+      for member in values(google_storage_bucket_iam_member.this) :
+      strcontains(member.condition[0].expression, "startsWith('projects/_/buckets/acme-checkpoints/objects/runs/')")
+    ])
+    error_message = "a role reaches other objects"
+  }
+}
+
 run "an_unknown_role_is_refused" {
   command = plan
 
@@ -58,4 +74,47 @@ run "a_soft_delete_that_google_does_not_know_is_refused" {
   }
 
   expect_failures = [var.soft_delete_days]
+}
+
+run "all_that_is_off_by_default_can_be_had" {
+  command = plan
+
+  variables {
+    members          = { for role in ["trainer", "reader", "pruner"] : role => {} }
+    prefix           = ""
+    versioning       = true
+    soft_delete_days = 7
+    create_kms_key   = true
+    log_bucket       = "acme-logs"
+    alarm            = {}
+  }
+
+  assert {
+    condition     = length(google_storage_bucket.this.encryption) == 1 && length(google_monitoring_alert_policy.errors) == 1
+    error_message = "no key, or no alarm"
+  }
+
+  assert {
+    condition     = alltrue([for member in values(google_storage_bucket_iam_member.this) : length(member.condition) == 0])
+    error_message = "the roles of a whole bucket are bound to a prefix"
+  }
+}
+
+run "a_prefix_that_would_end_a_condition_is_refused" {
+  command = plan
+
+  variables {
+    prefix = "runs') || ('"
+  }
+
+  expect_failures = [var.prefix]
+}
+
+run "a_policy_to_begin_with_names_the_root" {
+  command = plan
+
+  assert {
+    condition     = yamldecode(output.retention_yaml).root == "gs://acme-checkpoints/runs/$${RUN_NAME}"
+    error_message = "the policy is for another root"
+  }
 }
