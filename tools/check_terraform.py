@@ -17,10 +17,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from make_env import uv_settings
 from make_terraform_providers import terraform_env
+
+if TYPE_CHECKING:
+    from bucketpoint.testing.servers import S3Server
 
 ROOT = Path(__file__).resolve().parent.parent
 TERRAFORM = ROOT / "terraform"
@@ -45,13 +48,12 @@ dcp.load(state, storage_reader=S3Reader(f"{root}/step-3"))
 assert state["w"].eq(3).all()
 """
 
-# All of the module that an account need not pay for by default.
+# What is off by default. Not the alarm: moto does not know the request metrics that it looks at.
 EVERYTHING = """
 module "checkpoints" {
   versioning     = true
   create_kms_key = true
-  log_bucket     = var.bucket
-  alarm          = {}
+  log_bucket     = "%(logs)s"
   vpc_endpoint   = { vpc_id = "%(vpc)s", route_table_ids = ["%(table)s"] }
   tags           = { team = "trial" }
 }
@@ -67,7 +69,9 @@ module "checkpoints" {
   members = {
     trainer = { kubernetes = ["train/trainer"] }
     reader  = { kubernetes = ["train/eval"] }
-    pruner  = { principals = ["principalSet://iam.googleapis.com/projects/1/locations/global/workloadIdentityPools/p"] }
+    pruner = {
+      principals = ["principalSet://iam.googleapis.com/projects/1/locations/global/workloadIdentityPools/p/*"]
+    }
   }
   versioning       = true
   soft_delete_days = 7
@@ -194,6 +198,7 @@ def _apply() -> None:
 
     with servers.moto() as moto, _initialised(TERRAFORM / "examples" / "aws") as root:
         bucket, anybody = f"trial-{os.getpid()}", {"arns": ["arn:aws:iam::123456789012:root"]}
+        surroundings = _surroundings(moto)
         given = (
             *("-input=false", "-no-color", f"-var=bucket={bucket}", "-var=region=us-east-1"),
             f"-var=endpoint={moto.endpoint}",
@@ -206,7 +211,7 @@ def _apply() -> None:
             _a_run_is_saved_and_pruned(root.folder, {**os.environ, **moto.env, **outputs["environment"]}, outputs)
             # What is off by default, switched on and off again in place.
             override = root.folder / "everything_override.tf"
-            override.write_text(EVERYTHING % _network(moto.client("ec2")))
+            override.write_text(EVERYTHING % surroundings)
             _settled(root, given)
             override.unlink()
             _settled(root, given)
@@ -215,8 +220,10 @@ def _apply() -> None:
                 raise AssertionError(f"a prune left {left}")
         finally:
             root.ran("destroy", "-auto-approve", *given)
-        if moto.client().list_buckets()["Buckets"] or moto.client("iam").list_roles()["Roles"]:
-            raise AssertionError("a destroy left a bucket or a role")
+        left = [bucket["Name"] for bucket in moto.client().list_buckets()["Buckets"]]
+        left += [role["RoleName"] for role in moto.client("iam").list_roles()["Roles"]]
+        if left != [surroundings["logs"]]:
+            raise AssertionError(f"a destroy left {left}")
 
 
 def _settled(root: Root, given: Sequence[str]) -> None:
@@ -254,11 +261,20 @@ def _a_run_is_saved_and_pruned(folder: Path, env: dict[str, str], outputs: dict[
     _ran(bucketpoint, "plan", str(policy), env=env)
 
 
-def _network(ec2: Any) -> dict[str, str]:
-    """A VPC and a route table of its own."""
+def _surroundings(moto: S3Server) -> dict[str, str]:
+    """What an account has beside the module: a VPC with a route table, and a bucket that S3 may write its logs to."""
+    ec2, logs = moto.client("ec2"), moto.make_bucket("logs")
     vpc = ec2.create_vpc(CidrBlock="10.0.0.0/16")["Vpc"]["VpcId"]
     table = ec2.create_route_table(VpcId=vpc)["RouteTable"]["RouteTableId"]
-    return {"vpc": vpc, "table": table}
+    statement = {
+        "Effect": "Allow",
+        "Principal": {"Service": "logging.s3.amazonaws.com"},
+        "Action": "s3:PutObject",
+        "Resource": f"arn:aws:s3:::{logs}/*",
+    }
+    policy = json.dumps({"Version": "2012-10-17", "Statement": [statement]})
+    moto.client().put_bucket_policy(Bucket=logs, Policy=policy)
+    return {"vpc": vpc, "table": table, "logs": logs}
 
 
 def _ran(*command: str, cwd: Path | None = None, env: dict[str, str] | None = None) -> str:
