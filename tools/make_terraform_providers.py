@@ -67,8 +67,10 @@ PROVIDERS = (
         name="aws",
         source="v1.60.1-0.20260602190131-5f2286d6d836",
         version="6.47.1",
-        # Regions and partitions are in `meta`; ec2 imports organizations, s3 imports s3control.
-        services=frozenset({"cloudwatch", "ec2", "iam", "kms", "meta", "organizations", "s3", "s3control", "sts"}),
+        # Regions and partitions are in `meta`; s3 uses s3control, ec2 organizations, and that account.
+        services=frozenset(
+            {"account", "cloudwatch", "ec2", "iam", "kms", "meta", "organizations", "s3", "s3control", "sts"}
+        ),
         lists=("internal/conns/awsclient_gen.go", "internal/provider/sdkv2/service_packages_gen.go"),
     ),
 )
