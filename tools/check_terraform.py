@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from http import HTTPStatus
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -208,16 +209,19 @@ def _apply() -> None:
             _settled(root, given)
             outputs = {name: found["value"] for name, found in json.loads(root.ran("output", "-json")).items()}
             _roles_are_the_policies(moto.client("iam"), bucket, outputs["roles"])
+            _plain_http_is_refused(moto, bucket)
+            # Or it would refuse the trial, too. The next apply puts it back.
+            moto.client().delete_bucket_policy(Bucket=bucket)
             _a_run_is_saved_and_pruned(root.folder, {**os.environ, **moto.env, **outputs["environment"]}, outputs)
+            left = [key for key in moto.keys(bucket) if key.endswith("/.metadata")]
+            if not any("step-3" in key for key in left) or any("step-2" in key for key in left):
+                raise AssertionError(f"a prune left {left}")
             # What is off by default, switched on and off again in place.
             override = root.folder / "everything_override.tf"
             override.write_text(EVERYTHING % surroundings)
             _settled(root, given)
             override.unlink()
             _settled(root, given)
-            left = [key for key in moto.keys(bucket) if key.endswith("/.metadata")]
-            if not any("step-3" in key for key in left) or any("step-2" in key for key in left):
-                raise AssertionError(f"a prune left {left}")
         finally:
             root.ran("destroy", "-auto-approve", *given)
         left = [bucket["Name"] for bucket in moto.client().list_buckets()["Buckets"]]
@@ -249,6 +253,18 @@ def _roles_are_the_policies(iam: Any, bucket: str, roles: dict[str, str]) -> Non
         text = (ROOT / "policies" / f"{role}.json").read_text().replace("BUCKET", bucket).replace("PREFIX", "runs")
         if found != json.loads(text.replace('"StringLike"', '"StringLikeIfExists"')):
             raise AssertionError(f"{role} may do something else than policies/{role}.json: {json.dumps(found)}")
+
+
+def _plain_http_is_refused(moto: S3Server, bucket: str) -> None:
+    from botocore.exceptions import ClientError
+
+    try:
+        moto.client().put_object(Bucket=bucket, Key="runs/x", Body=b"x")
+    except ClientError as error:
+        if error.response["ResponseMetadata"]["HTTPStatusCode"] == HTTPStatus.FORBIDDEN:
+            return
+        raise
+    raise AssertionError("an object went up without TLS")
 
 
 def _a_run_is_saved_and_pruned(folder: Path, env: dict[str, str], outputs: dict[str, Any]) -> None:

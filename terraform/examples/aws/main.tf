@@ -39,9 +39,10 @@ provider "aws" {
   access_key                  = var.endpoint == null ? null : "test"
   secret_key                  = var.endpoint == null ? null : "test"
   skip_credentials_validation = var.endpoint != null
-  skip_requesting_account_id  = false
   skip_metadata_api_check     = var.endpoint != null
   s3_use_path_style           = var.endpoint != null
+  # Knowing the account it would ask for a bucket's tags at ACCOUNT.s3-control, a host that only AWS has.
+  skip_requesting_account_id = var.endpoint != null
 
   dynamic "endpoints" {
     for_each = var.endpoint == null ? [] : [var.endpoint]

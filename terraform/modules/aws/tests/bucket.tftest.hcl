@@ -41,7 +41,7 @@ run "a_role_that_nobody_may_take_is_not_made" {
   }
 
   assert {
-    condition     = keys(aws_iam_role.this) == tolist(["trainer"]) && keys(aws_iam_role_policy.key) == tolist(["trainer"])
+    condition     = toset(keys(aws_iam_role.this)) == toset(["trainer"]) && toset(keys(aws_iam_role_policy.key)) == toset(["trainer"])
     error_message = "a role was made that nobody may take"
   }
 }
