@@ -220,6 +220,10 @@ def _apply() -> None:
             override = root.folder / "everything_override.tf"
             override.write_text(EVERYTHING % surroundings)
             _settled(root, given)
+            made = root.ran("state", "list")
+            for kind in ("kms_key", "s3_bucket_versioning", "s3_bucket_logging", "vpc_endpoint", "iam_role_policy.key"):
+                if f"aws_{kind}" not in made:
+                    raise AssertionError(f"no aws_{kind} was made of what is off by default:\n{made}")
             override.unlink()
             _settled(root, given)
         finally:

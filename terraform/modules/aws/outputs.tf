@@ -1,11 +1,11 @@
 output "bucket" {
   description = "The bucket's name."
-  value       = aws_s3_bucket.this.id
+  value       = aws_s3_bucket.this.bucket
 }
 
 output "root" {
   description = "The URL below which all runs lie."
-  value       = trimsuffix("s3://${aws_s3_bucket.this.id}/${local.below}", "/")
+  value       = trimsuffix("s3://${aws_s3_bucket.this.bucket}/${local.below}", "/")
 }
 
 output "roles" {
@@ -22,13 +22,13 @@ output "environment" {
   description = "What a job's environment wants: `terraform output -json environment`."
   value = {
     AWS_REGION       = data.aws_region.current.region
-    BUCKETPOINT_ROOT = trimsuffix("s3://${aws_s3_bucket.this.id}/${local.below}", "/")
+    BUCKETPOINT_ROOT = trimsuffix("s3://${aws_s3_bucket.this.bucket}/${local.below}", "/")
   }
 }
 
 output "retention_yaml" {
   description = "A policy for a run below the root: `terraform output -raw retention_yaml > retention.yaml`."
   value = templatefile("${path.module}/../retention.yaml.tftpl", {
-    root = trimsuffix("s3://${aws_s3_bucket.this.id}/${local.below}", "/")
+    root = trimsuffix("s3://${aws_s3_bucket.this.bucket}/${local.below}", "/")
   })
 }

@@ -73,6 +73,33 @@ run "roles_reach_nothing_outside_the_prefix" {
   }
 }
 
+run "requests_that_fail_raise_an_alarm" {
+  command = plan
+
+  variables {
+    alarm = { errors_5xx = 7, alarm_actions = ["arn:aws:sns:eu-west-1:123456789012:pager"] }
+  }
+
+  assert {
+    condition     = aws_s3_bucket_metric.prefix[0].filter[0].prefix == "runs/"
+    error_message = "the metrics are of other requests"
+  }
+
+  assert {
+    condition     = aws_cloudwatch_metric_alarm.errors["5xxErrors"].threshold == 7 && aws_cloudwatch_metric_alarm.errors["4xxErrors"].threshold == 1000
+    error_message = "the alarm is raised at another number"
+  }
+}
+
+run "a_policy_to_begin_with_names_the_root" {
+  command = plan
+
+  assert {
+    condition     = yamldecode(output.retention_yaml).root == "s3://acme-checkpoints/runs/$${RUN_NAME}" && output.environment.BUCKETPOINT_ROOT == "s3://acme-checkpoints/runs"
+    error_message = "the policy or the environment is for another root"
+  }
+}
+
 run "an_unknown_role_is_refused" {
   command = plan
 
