@@ -86,7 +86,7 @@ def main() -> int:
     if go is None:
         sys.stderr.write("make_terraform_providers: there is no Go toolchain to build them with\n")
         return 1
-    platform = "_".join(json.loads(_ran(go, "env", "-json", "GOOS", "GOARCH")).values())
+    platform = "_".join(_ran(go, "env", "GOOS", "GOARCH").split())
     for provider in PROVIDERS:
         if not wanted or provider.name in wanted:
             sys.stdout.write(f"{obtain(provider, go, platform)}\n")

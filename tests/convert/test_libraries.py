@@ -1,4 +1,4 @@
-"""What other libraries make of our exports, and we of their checkpoints. They are large, so they are not asked for."""
+"""What other libraries make of our exports, and we of their checkpoints."""
 
 from __future__ import annotations
 
@@ -13,8 +13,6 @@ from bucketpoint import BucketWriter
 from bucketpoint.testing.servers import S3Server
 from convert.conftest import converted, in_minio, load, names, state
 from dcp.states import assert_same
-
-pytestmark = pytest.mark.slow
 
 
 def test_transformers_loads_what_was_exported_and_its_own_is_read(tmp_path: Path) -> None:
