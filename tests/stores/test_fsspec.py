@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import importlib
 import logging
 import os
-import pickle
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,19 +15,8 @@ from awscrt import checksums
 from fsspec.asyn import AsyncFileSystem
 from fsspec.implementations.memory import MemoryFileSystem
 
-from bucketpoint.errors import (
-    BucketpointError,
-    CorruptDataError,
-    EndpointError,
-    InvalidURLError,
-    ObjectNotFoundError,
-    PreconditionFailedError,
-    StoreError,
-    ThrottledError,
-    TransientStoreError,
-)
-from bucketpoint.stores import FsspecStore, Range, fsspec_services, open_store, proven
-from bucketpoint.stores.fsspec_errors import translate
+from bucketpoint.errors import CorruptDataError, EndpointError, PreconditionFailedError, StoreError
+from bucketpoint.stores import FsspecStore, Range, fsspec_services, proven
 from bucketpoint.stores.fsspec_probe import SCRATCH
 from bucketpoint.testing.servers import free_port
 from bucketpoint.transfer import BufferPool, Extent, Meter, TransferOptions, fetch, plan_requests
@@ -98,6 +85,42 @@ def test_the_probe_finds_what_the_table_of_guarantees_says(found: Backend) -> No
     assert able == store.capabilities
 
 
+ROWS = {
+    "s3fs": "s3fs, on MinIO",
+    "gcsfs": "gcsfs, on fake-gcs-server",
+    "adlfs": "adlfs, on Azurite",
+    "memory": "memory",
+    "file": "file and `dir`, through fsspec",
+    "dir": "file and `dir`, through fsspec",
+    "async": "any other",
+}
+
+
+def promised(page: str, name: str) -> list[str]:
+    """The row of a page's table of guarantees."""
+    text = (Path(__file__).parents[2] / "docs" / page).read_text(encoding="utf-8")
+    rows = [[cell.strip() for cell in line.strip("|\n").split("|")] for line in text.splitlines() if line[:1] == "|"]
+    head = next(row for row in rows if row[1:2] == ["a commit creates only"])
+    (found,) = [row for row in rows if row[0] == ROWS[name] and len(row) == len(head)]
+    return found[1:]
+
+
+@pytest.mark.contract
+def test_the_pages_say_what_the_probe_finds(found: Backend) -> None:
+    able = proven(FsspecStore(found.fs, found.root), "")
+    for page in ["fsspec.md"] + ["azure.md"] * (found.name == "adlfs"):
+        creates, replaces, checks, parts, ranges = promised(page, found.name)
+        assert creates.startswith("yes" if able.conditional_put else "looks, writes, looks again")
+        held = able.conditional_put and able.conditional_replace
+        assert replaces.startswith("yes" if held else "looks, writes, looks again")
+        assert checks.startswith("yes" if able.checksums else "no")
+        assert parts.startswith("yes" if able.multipart else "no")
+        if able.multipart and able.min_part_bytes >= MIB:
+            assert f"from {able.min_part_bytes // MIB} MiB on" in parts
+        # The row of all others holds for both kinds.
+        assert "if it is asynchronous" in ranges or ranges == ("many in one call" if able.many_ranges else "one a call")
+
+
 @pytest.mark.contract
 def test_doctor_shows_each_guarantee_and_leaves_nothing(found: Backend) -> None:
     seen = examine(FsspecStore(found.fs, found.root), "", probe_bytes=0)
@@ -106,7 +129,7 @@ def test_doctor_shows_each_guarantee_and_leaves_nothing(found: Backend) -> None:
     assert status["filesystem"] == "ok"
     assert status["conditional commit"] == ("ok" if found.creates else "warn")
     if found.creates:
-        assert status["conditional overwrite"] == ("ok" if found.replaces else "warn")
+        assert status["conditional replace"] == ("ok" if found.replaces else "warn")
         assert status["create-only put"] == "ok"
     assert status["upload checksum"] == ("ok" if found.checks else "skip")
     assert status["parallel parts"] == ("ok" if found.parts else "skip")
@@ -282,86 +305,3 @@ def test_ranges_of_every_filesystem_are_exactly_what_was_asked_for(found: Backen
     store.put("k", [memoryview(content)])
     cuts = [(0, 1), (70_000, 170_000), (500_000, 500_001), (MIB - 1, MIB)]
     assert read_through(store, cuts, content, free_gap_bytes=0) == b"".join(content[a:b] for a, b in cuts)
-
-
-# -- bad input --------------------------------------------------------------------------------------------------------
-
-
-class HTTPFailure(Exception):
-    """As client libraries raise them: the status is in a field."""
-
-    def __init__(self, status: int) -> None:
-        super().__init__("it went wrong")
-        self.status_code = status
-
-
-@pytest.mark.parametrize(
-    ("error", "kind"),
-    [
-        (FileExistsError("x"), PreconditionFailedError),
-        (HTTPFailure(412), PreconditionFailedError),
-        (HTTPFailure(409), PreconditionFailedError),
-        (HTTPFailure(404), ObjectNotFoundError),
-        (HTTPFailure(429), ThrottledError),
-        (HTTPFailure(503), ThrottledError),
-        (HTTPFailure(500), TransientStoreError),
-        (TimeoutError("x"), TransientStoreError),
-        (OSError(16, "busy"), TransientStoreError),
-        (ConnectionRefusedError("x"), EndpointError),
-        (OSError(22, "invalid"), StoreError),
-        (RuntimeError("x"), StoreError),
-    ],
-)
-def test_errors_of_libraries_become_kinds_of_ours(error: Exception, kind: type[StoreError]) -> None:
-    failure = translate(error, "put", "s3://b/k")
-    assert type(failure) is kind
-    assert failure.url == "s3://b/k"
-    assert str(pickle.loads(pickle.dumps(failure))) == str(failure)
-    wrapped = OSError("wrapped")
-    wrapped.__cause__ = error
-    if not isinstance(error, FileExistsError | RuntimeError):
-        assert type(translate(wrapped, "put", "s3://b/k")) is kind
-
-
-@pytest.mark.parametrize(("scheme", "package"), [("az", "azure"), ("abfs", "azure"), ("gs", "gcs")])
-def test_a_library_that_is_missing_is_named_with_what_installs_it(
-    scheme: str, package: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("bucketpoint.stores.open._has_gcs", lambda: False)
-
-    def absent(*_: Any, **__: Any) -> Any:
-        raise ImportError("Install it first")
-
-    monkeypatch.setattr("fsspec.core.url_to_fs", absent)
-    with pytest.raises(InvalidURLError, match=rf"{scheme}:// URLs is not installed.*bucketpoint\[{package}\]"):
-        open_store(f"{scheme}://bucket/x")
-
-
-def test_a_class_for_one_scheme_refuses_others_on_a_filesystem_of_the_callers_own_too() -> None:
-    memory = fsspec.filesystem("memory")
-    with pytest.raises(InvalidURLError, match="gs://"):
-        open_store("s3://bucket/x", fs=memory, schemes=("gs", "gcs"))
-    assert open_store("memory://x", fs=memory)[0]
-    with pytest.raises(BucketpointError, match="asynchronous"):
-        open_store("recording://x", fs=RecordingFileSystem(asynchronous=True, loop=asyncio.new_event_loop()))
-
-
-# The others' libraries try for a minute before they give up, and cannot be told otherwise.
-@pytest.mark.parametrize("name", [pytest.param(one, marks=[] if one == "s3fs" else pytest.mark.slow) for one in SERVED])
-def test_a_server_that_is_not_there_is_an_endpoint_error(name: str) -> None:
-    library = importlib.import_module(name)
-    nobody = f"http://127.0.0.1:{free_port()}"
-    if name == "s3fs":
-        fs = library.S3FileSystem(
-            key="k", secret="s", endpoint_url=nobody, config_kwargs={"retries": {"max_attempts": 0}}
-        )
-        fs.retries = 1
-    elif name == "gcsfs":
-        fs = library.core.GCSFileSystem(token="anon", project="test", endpoint_url=nobody)
-    else:
-        import azurite
-
-        said = azurite.AzureServer(nobody).options["connection_string"]
-        fs = library.AzureBlobFileSystem(connection_string=said)
-    with pytest.raises(EndpointError, match="storage_options"):
-        FsspecStore(fs, "bucket/run").get("k")

@@ -19,6 +19,7 @@ from typing import Any
 from fsspec.spec import AbstractFileSystem
 
 from bucketpoint.errors import (
+    BucketNotFoundError,
     BucketpointError,
     CorruptDataError,
     ObjectNotFoundError,
@@ -36,6 +37,7 @@ from bucketpoint.stores.fsspec_ways import (
     WrongSumError,
     check,
     files_below,
+    has_folders,
     is_asynchronous,
     is_hidden,
     make_folder_of,
@@ -128,7 +130,7 @@ class FsspecStore:
         # What was not tried out yet is not relied upon.
         looks = conditional and (found is None or not native)
         # A service may say of what is to be replaced that it is not there, and not that it is another.
-        missing = ObjectNotFoundError if if_match is None else PreconditionFailedError
+        missing = self._above if if_match is None else PreconditionFailedError
         with self._errors("put", key, missing=missing), _one_writer if looks else contextlib.nullcontext():
             if looks:
                 self._look(key, if_none_match=if_none_match, if_match=if_match)
@@ -140,7 +142,7 @@ class FsspecStore:
 
     def create_unseen(self, key: str, data: bytes) -> None:
         """Create an object by the service's condition alone, for the probe."""
-        with self._errors("put", key):
+        with self._errors("put", key, missing=self._above):
             self._create(key, data, None)
 
     def replace_unseen(self, key: str, data: bytes, etag: str) -> None:
@@ -236,7 +238,7 @@ class FsspecStore:
             return self._written(target, size, {})
 
     def create_multipart(self, key: str) -> str:
-        with self._errors("create_multipart", key):
+        with self._errors("create_multipart", key, missing=self._above):
             return self.ways.begin(self.fs, self._path(key))
 
     def put_part(self, key: str, upload_id: str, number: int, body: Buffers, *, crc32c: int | None = None) -> Part:
@@ -266,6 +268,11 @@ class FsspecStore:
 
     def close(self) -> None:
         """The filesystem belongs to whoever made it."""
+
+    @property
+    def _above(self) -> type[StoreError]:
+        """What is not there where a new object cannot be written because something is not."""
+        return ObjectNotFoundError if has_folders(self.fs) else BucketNotFoundError
 
     def _look(self, key: str, *, if_none_match: bool, if_match: str | None) -> None:
         present = self._find(key)

@@ -37,6 +37,14 @@ _PASSING_NUMBERS = frozenset(
 )
 _UNREACHABLE_NUMBERS = frozenset({errno.ECONNREFUSED, errno.EHOSTUNREACH, errno.ENETUNREACH})
 
+_RIGHTS = {
+    **dict.fromkeys(("put", "create_multipart", "put_part", "complete_multipart", "abort_multipart"), "write"),
+    **dict.fromkeys(("get", "head"), "read"),
+    "list_multipart": "list",
+    "copy": "read and to write",
+}
+"""What an operation asks for, where it is not called so."""
+
 _REFUSED = frozenset({http.client.CONFLICT, http.client.PRECONDITION_FAILED})
 _TOO_MANY = frozenset({http.client.TOO_MANY_REQUESTS, http.client.SERVICE_UNAVAILABLE})
 
@@ -49,8 +57,9 @@ def translate(error: Exception, operation: str, url: str, options: Mapping[str, 
     """
     if isinstance(error, StoreError):
         return error
-    kind, remedy = _kind(error)
-    text = error.message if isinstance(error, BucketpointError) else describe(error, options)
+    kind, remedy = _kind(error, operation)
+    # Of several lines the first says what it is. Azure's library quotes the reply in the others.
+    text = error.message if isinstance(error, BucketpointError) else describe(error, options).partition("\n")[0]
     return kind(f"{operation} failed: {text}", url=url, remedy=remedy)
 
 
@@ -66,7 +75,7 @@ def status_of(error: BaseException) -> int | None:
     return None
 
 
-def _kind(error: Exception) -> tuple[type[StoreError], str | None]:
+def _kind(error: Exception, operation: str) -> tuple[type[StoreError], str | None]:
     if isinstance(error, FileExistsError):
         return PreconditionFailedError, None
     if isinstance(error, _MISSING):
@@ -79,7 +88,8 @@ def _kind(error: Exception) -> tuple[type[StoreError], str | None]:
     if status == http.client.UNAUTHORIZED:
         return CredentialsError, "Check the credentials in storage_options"
     if status == http.client.FORBIDDEN or isinstance(error, PermissionError):
-        return AccessDeniedError, "A trainer needs the right to write and to read here; a reader, to read"
+        lacking = f"The credentials lack the right to {_RIGHTS.get(operation, operation)} here"
+        return AccessDeniedError, f"{lacking}. A trainer needs to write and to read; a reader, to read"
     if status in _TOO_MANY:
         return ThrottledError, None
     if status is not None and status >= http.client.INTERNAL_SERVER_ERROR:

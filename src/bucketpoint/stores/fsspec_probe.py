@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 from fsspec.spec import AbstractFileSystem
 
 from bucketpoint.errors import (
+    BucketNotFoundError,
     CredentialsError,
     EndpointError,
     PreconditionFailedError,
@@ -35,7 +36,7 @@ SCRATCH = ".bucketpoint-probe-"
 """What scratch objects are called, before something random."""
 
 # These say nothing of what the store can do.
-_UNDECIDED = (EndpointError, CredentialsError, ThrottledError, TransientStoreError)
+_UNDECIDED = (BucketNotFoundError, EndpointError, CredentialsError, ThrottledError, TransientStoreError)
 
 
 @dataclass(frozen=True)
@@ -79,7 +80,8 @@ def probe(store: FsspecStore, prefix: str) -> Probed:
     where commits will have to do without a condition.
 
     Raises:
-        EndpointError, CredentialsError, ThrottledError, TransientStoreError: nothing was found out.
+        BucketNotFoundError, EndpointError, CredentialsError, ThrottledError, TransientStoreError: nothing was found
+            out.
     """
     with _cache.lock:
         found = known(store)

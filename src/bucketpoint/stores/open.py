@@ -8,6 +8,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import fsspec
 import fsspec.core
 from fsspec.implementations.local import LocalFileSystem
 
@@ -112,16 +113,17 @@ def open_store(
         # fsspec says what to install, of each scheme that it knows.
         message = f"the library that serves {scheme}:// URLs is not installed: {error}"
         failure = InvalidURLError(message, url=os.fspath(url), remedy=_INSTALL.get(scheme))
-    except ValueError as error:
-        failure = InvalidURLError(
-            f"fsspec does not know this URL: {hide(clean(str(error)), options)}",
-            url=os.fspath(url),
-            remedy="Pass s3://, gs:// or az://, a path, or a scheme of fsspec.available_protocols()",
-        )
-    except TypeError as error:
-        failure = BucketpointError(
-            f"storage_options do not fit the filesystem: {hide(clean(str(error)), options)}", url=os.fspath(url)
-        )
+    except (TypeError, ValueError) as error:
+        said = hide(clean(str(error)), options)
+        if isinstance(error, TypeError) or scheme in fsspec.available_protocols():
+            # adlfs says so of credentials that it was not given.
+            failure = BucketpointError(f"storage_options do not fit the filesystem: {said}", url=os.fspath(url))
+        else:
+            failure = InvalidURLError(
+                f"fsspec does not know this URL: {said}",
+                url=os.fspath(url),
+                remedy="Pass s3://, gs:// or az://, a path, or a scheme of fsspec.available_protocols()",
+            )
     raise failure
 
 

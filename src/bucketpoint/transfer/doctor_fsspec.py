@@ -34,9 +34,9 @@ def fsspec_findings(store: FsspecStore, prefix: str) -> Iterator[Finding]:
         )
     if able.conditional_put and not able.conditional_replace:
         said = f"what replaces a checkpoint {_LOOKS}: two jobs that overwrite one URL in one instant may collide"
-        yield Finding("conditional overwrite", "warn", said, "Give every save a URL of its own")
+        yield Finding("conditional replace", "warn", said, "Give every save a URL of its own")
     elif able.conditional_put:
-        yield Finding("conditional overwrite", "ok", "a checkpoint is replaced only if it is still the one expected")
+        yield Finding("conditional replace", "ok", "a checkpoint is replaced only if it is still the one expected")
     if able.checksums:
         yield Finding(
             "upload checksum", "ok", "the CRC32C that the service has of what it was sent is compared with ours"
@@ -44,8 +44,8 @@ def fsspec_findings(store: FsspecStore, prefix: str) -> Iterator[Finding]:
     else:
         yield Finding("upload checksum", "skip", f"the service says none of what it was sent. {_SUMS}")
     if able.multipart:
-        said = f"in any order and in parallel, from {able.min_part_bytes} bytes on"
-        yield Finding("parallel parts", "ok", f"parts of one object go up {said}")
+        least = f", from {able.min_part_bytes} bytes on" if able.min_part_bytes > 1 else ""
+        yield Finding("parallel parts", "ok", f"parts of one object go up in any order and in parallel{least}")
     else:
         yield Finding("parallel parts", "skip", "objects go up whole, several at a time")
 

@@ -1,0 +1,246 @@
+"""What is wrong around fsspec's filesystems: each is one named error that says what to do, and comes to an end."""
+
+from __future__ import annotations
+
+import asyncio
+import datetime
+import importlib
+import pickle
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from fsspec.asyn import AsyncFileSystem
+
+from azurite import ACCOUNT, KEY, AzureServer
+from bucketpoint import BucketReader, BucketWriter, GCSReader, GCSWriter, S3Reader, S3Writer
+from bucketpoint.errors import (
+    AccessDeniedError,
+    BucketNotFoundError,
+    BucketpointError,
+    CheckpointNotFoundError,
+    CredentialsError,
+    EndpointError,
+    InvalidURLError,
+    ObjectNotFoundError,
+    PreconditionFailedError,
+    StoreError,
+    ThrottledError,
+    TransientStoreError,
+)
+from bucketpoint.stores import FsspecStore, open_store
+from bucketpoint.stores.fsspec_errors import translate
+from bucketpoint.transfer.doctor import examine
+from fsspec_backends import SERVED, Backend, backend
+from servers import free_port
+
+on_azure = pytest.mark.skipif("adlfs" not in SERVED, reason="adlfs is not here")
+
+
+def failure(action: Callable[[], object]) -> BucketpointError:
+    """The one error that a save or a load ends with."""
+    with pytest.raises(dcp.CheckpointException) as caught:
+        action()
+    ((error, _),) = caught.value.failures.values()
+    assert isinstance(error, BucketpointError), error
+    assert str(pickle.loads(pickle.dumps(error))) == str(error)
+    return error
+
+
+def save(url: str, writer: Any) -> None:
+    dcp.save({"w": torch.ones(3)}, checkpoint_id=url, storage_writer=writer, no_dist=True)
+
+
+def load(url: str, reader: Any) -> None:
+    dcp.load({"w": torch.zeros(3)}, checkpoint_id=url, storage_reader=reader, no_dist=True)
+
+
+class HTTPFailure(Exception):
+    """As client libraries raise them: the status is in a field."""
+
+    def __init__(self, status: int) -> None:
+        super().__init__("it went wrong")
+        self.status_code = status
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (FileExistsError("x"), PreconditionFailedError),
+        (HTTPFailure(412), PreconditionFailedError),
+        (HTTPFailure(409), PreconditionFailedError),
+        (HTTPFailure(404), ObjectNotFoundError),
+        (HTTPFailure(401), CredentialsError),
+        (HTTPFailure(403), AccessDeniedError),
+        (HTTPFailure(429), ThrottledError),
+        (HTTPFailure(503), ThrottledError),
+        (HTTPFailure(500), TransientStoreError),
+        (TimeoutError("x"), TransientStoreError),
+        (OSError(16, "busy"), TransientStoreError),
+        (ConnectionRefusedError("x"), EndpointError),
+        (OSError(22, "invalid"), StoreError),
+        (RuntimeError("x"), StoreError),
+    ],
+)
+def test_errors_of_libraries_become_kinds_of_ours(error: Exception, kind: type[StoreError]) -> None:
+    found = translate(error, "put", "s3://b/k")
+    assert type(found) is kind
+    assert found.url == "s3://b/k"
+    assert str(pickle.loads(pickle.dumps(found))) == str(found)
+    wrapped = OSError("wrapped")
+    wrapped.__cause__ = error
+    if not isinstance(error, FileExistsError | RuntimeError):
+        assert type(translate(wrapped, "put", "s3://b/k")) is kind
+
+
+@pytest.mark.parametrize(("operation", "right"), [("put", "write"), ("head", "read"), ("delete", "delete")])
+def test_a_right_that_is_lacking_is_named(operation: str, right: str) -> None:
+    assert f"lack the right to {right} here" in str(translate(HTTPFailure(403), operation, "az://c/k"))
+
+
+def test_of_what_a_library_says_in_many_lines_the_first_is_shown() -> None:
+    shown = str(translate(RuntimeError("no such thing\nRequestId: 1\n<Error>"), "put", "az://c/k"))
+    assert "no such thing" in shown
+    assert "RequestId" not in shown
+
+
+@pytest.mark.parametrize(
+    ("scheme", "module", "remedy"),
+    [
+        ("az", "adlfs", "bucketpoint[azure]"),
+        ("abfs", "adlfs", "bucketpoint[azure]"),
+        ("abfss", "adlfs", "bucketpoint[azure]"),
+        ("gs", "gcsfs", "bucketpoint[gcs]"),
+        # fsspec says what to install for what it serves itself.
+        ("sftp", "paramiko", "paramiko"),
+    ],
+)
+def test_a_library_that_is_missing_is_named_with_what_installs_it(
+    scheme: str, module: str, remedy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("bucketpoint.stores.open._has_gcs", lambda: False)
+    # An import of it fails now as where it was never installed, and fsspec has to try it.
+    monkeypatch.setitem(sys.modules, module, None)
+    monkeypatch.delitem(sys.modules, "fsspec.implementations.sftp", raising=False)
+    for known in ("az", "abfs", "abfss", "gs", "gcs", "sftp"):
+        monkeypatch.delitem(importlib.import_module("fsspec.registry")._registry, known, raising=False)
+    for use in (open_store, BucketWriter, BucketReader):
+        with pytest.raises(InvalidURLError, match=f"{scheme}:// URLs is not installed") as caught:
+            use(f"{scheme}://bucket/x")
+        assert remedy in str(caught.value)
+
+
+@pytest.mark.parametrize("kind", [S3Writer, S3Reader, GCSWriter, GCSReader])
+@pytest.mark.parametrize("url", ["az://container/run", "abfs://container@mine.dfs.core.windows.net/run", "memory://x"])
+def test_a_class_for_one_service_refuses_the_urls_of_others(kind: Any, url: str) -> None:
+    own = "s3://" if kind.__name__.startswith("S3") else "gs://"
+    with pytest.raises(InvalidURLError, match=f"does not serve {url.partition(':')[0]}://.*{own}"):
+        kind(url)
+    other = "gs://bucket/x" if own == "s3://" else "s3://bucket/x"
+    with pytest.raises(InvalidURLError, match=own):
+        kind(other)
+
+
+def test_a_class_for_one_scheme_refuses_others_on_a_filesystem_of_the_callers_own_too() -> None:
+    memory = fsspec.filesystem("memory")
+    with pytest.raises(InvalidURLError, match="gs://"):
+        open_store("s3://bucket/x", fs=memory, schemes=("gs", "gcs"))
+    assert open_store("memory://x", fs=memory)[0]
+    with pytest.raises(BucketpointError, match="asynchronous"):
+        open_store("recording://x", fs=AsyncFileSystem(asynchronous=True, loop=asyncio.new_event_loop()))
+
+
+# The libraries of Google and Azure try for half a minute and more before they give up, and cannot be told otherwise.
+@pytest.mark.parametrize("name", [pytest.param(one, marks=[] if one == "s3fs" else pytest.mark.slow) for one in SERVED])
+def test_a_server_that_is_not_there_ends_a_save_with_one_error(name: str) -> None:
+    library = importlib.import_module(name)
+    nobody = f"http://127.0.0.1:{free_port()}"
+    if name == "s3fs":
+        settings = {"endpoint_url": nobody, "config_kwargs": {"retries": {"max_attempts": 0}}}
+        fs = library.S3FileSystem(key="k", secret="s", **settings)
+        fs.retries = 1
+    elif name == "gcsfs":
+        fs = library.core.GCSFileSystem(token="anon", project="test", endpoint_url=nobody)
+    else:
+        fs = library.AzureBlobFileSystem(**AzureServer(nobody).options)
+    error = failure(lambda: save("bucket/run/step-1", BucketWriter(fs=fs)))
+    assert isinstance(error, EndpointError)
+    assert "storage_options" in str(error)
+    assert KEY not in str(error)
+
+
+@pytest.fixture(params=SERVED)
+def served(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Backend]:
+    with backend(request.param, request, tmp_path) as one:
+        yield one
+
+
+def test_a_bucket_that_is_not_there_is_named_and_not_made(served: Backend) -> None:
+    root = "bucketpoint-no-such-bucket-here/run"
+    for url in (f"{root}/step-1", f"{root}/step-2"):
+        error = failure(lambda url=url: save(url, BucketWriter(fs=served.fs)))  # type: ignore[misc]
+        assert isinstance(error, BucketNotFoundError)
+        assert "Create the bucket first" in str(error)
+        assert isinstance(failure(lambda url=url: load(url, BucketReader(fs=served.fs))), CheckpointNotFoundError)  # type: ignore[misc]
+    seen = examine(FsspecStore(served.fs, root), "", probe_bytes=0)
+    assert [(one.check, one.status) for one in seen.findings] == [("connect", "fail")]
+
+
+def limited(azure: AzureServer, container: str, permissions: str) -> dict[str, Any]:
+    """`storage_options` with a shared access signature for these rights."""
+    blob: Any = importlib.import_module("azure.storage.blob")
+    until = datetime.datetime.now(datetime.timezone.utc) + datetime.timedelta(hours=1)
+    rights = blob.ContainerSasPermissions.from_string(permissions)
+    signature = blob.generate_container_sas(ACCOUNT, container, account_key=KEY, permission=rights, expiry=until)
+    return {"connection_string": f"BlobEndpoint={azure.endpoint}/{ACCOUNT};SharedAccessSignature={signature}"}
+
+
+@on_azure
+def test_rights_on_azure_are_as_the_page_has_them(azure: AzureServer) -> None:
+    container = azure.make_container()
+    url = f"az://{container}/run/step-1"
+    save(url, BucketWriter(storage_options=azure.options))
+    reader, trainer, blind = (limited(azure, container, rights) for rights in ("r", "rw", "w"))
+    load(url, BucketReader(storage_options=reader))
+    error = failure(lambda: save(url, BucketWriter(storage_options=reader)))
+    assert isinstance(error, AccessDeniedError)
+    assert "lack the right to write" in str(error)
+    assert "sig=" not in str(error)
+    save(f"az://{container}/run/step-2", BucketWriter(storage_options=trainer))
+    load(f"az://{container}/run/step-2", BucketReader(storage_options=trainer))
+    error = failure(lambda: load(url, BucketReader(storage_options=blind)))
+    assert isinstance(error, AccessDeniedError)
+    assert "lack the right to read" in str(error)
+    with pytest.raises(AccessDeniedError, match="lack the right to list"):
+        list(open_store(f"az://{container}/run", storage_options=trainer)[0].list(""))
+
+
+@on_azure
+def test_credentials_that_azure_does_not_take_are_one_error_without_the_secret(azure: AzureServer) -> None:
+    container = azure.make_container()
+    wrong = "A" * 86 + "=="
+    said = azure.options["connection_string"].replace(KEY, wrong)
+    error = failure(lambda: save(f"az://{container}/x", BucketWriter(storage_options={"connection_string": said})))
+    assert isinstance(error, AccessDeniedError | CredentialsError)
+    assert wrong not in str(error)
+
+
+@on_azure
+@pytest.mark.parametrize("options", [{}, {"connection_string": "nonsense"}, {"no_such_option": 1}])
+def test_credentials_that_are_missing_or_malformed_are_said_of_the_options(options: dict[str, Any]) -> None:
+    with pytest.raises(BucketpointError, match="storage_options do not fit"):
+        open_store("az://container/x", storage_options=options)
+
+
+@on_azure
+@pytest.mark.parametrize("form", ["az://{c}/run", "abfs://{c}/run", "abfss://{c}@{a}.dfs.core.windows.net/run"])
+def test_the_forms_of_azures_urls_are_one_place(azure: AzureServer, form: str) -> None:
+    container = azure.make_container()
+    root = form.format(c=container, a=ACCOUNT)
+    save(f"{root}/step-1", BucketWriter(storage_options=azure.options))
+    load(f"az://{container}/run/step-1", BucketReader(storage_options=azure.options))
