@@ -24,12 +24,48 @@ from fsspec_backends import SERVED, Backend, backend
 
 WITH_FOLDERS = ("memory", "file", "dir")
 
+_LATE = "says so when the file is closed"
+# adlfs 2026.8, AzureBlobFileSystem._expand_path:
+_STAR = "takes a pattern that ends with a star out of the list that it makes of it, and finds nothing"
+_DEEP = "passes maxdepth on to nobody: all that lies below is taken"
+_BELOW = "takes just what a pattern matches, whatever recursive and maxdepth say"
+
 OTHERWISE = {
-    **{("test_open_exclusive", name): "says so when the file is closed" for name in ("s3fs", "gcsfs", "adlfs")},
+    ("test_open_exclusive", "s3fs"): _LATE,
+    ("test_open_exclusive", "gcsfs"): _LATE,
+    ("test_open_exclusive", "adlfs"): _LATE,
     # s3fs looks for the name of the condition, which Amazon S3 gives and MinIO does not.
     ("test_pipe_exclusive", "s3fs"): "says so on MinIO by an OSError of another kind",
+    **{
+        (f"test_{way}_{name}", "adlfs"): reason
+        for way in ("get", "copy")
+        for name, reason in (
+            ("directory_to_existing_directory", _DEEP),
+            ("directory_to_new_directory", _DEEP),
+            ("glob_to_existing_directory", _STAR),
+            ("glob_to_new_directory", _STAR),
+            ("directory_without_files_with_same_name_prefix", _STAR),
+        )
+    },
 }
 """What the libraries do otherwise than the suite has it, and we do not depend on."""
+
+
+def mark_what_goes_otherwise(request: pytest.FixtureRequest) -> None:
+    """Strictly: a library that was mended fails here, and its line goes."""
+    name, library = request.node.originalname, request.param
+    reason = OTHERWISE.get((name, library))
+    if library == "adlfs" and name in ("test_get_glob_edge_cases", "test_copy_glob_edge_cases"):
+        reason = _of_a_pattern(**request.node.callspec.params)
+    if reason is not None:
+        request.applymarker(pytest.mark.xfail(reason=reason, strict=True))
+
+
+def _of_a_pattern(path: str, recursive: bool, **_: Any) -> str | None:
+    if path.endswith("*"):
+        return _STAR
+    # The others match folders too.
+    return _BELOW if recursive and not path.startswith("fil") else None
 
 
 class OnEach(AbstractFixtures):
@@ -37,9 +73,7 @@ class OnEach(AbstractFixtures):
 
     @pytest.fixture(params=[*WITH_FOLDERS, *SERVED])
     def found(self, request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Backend]:
-        reason = OTHERWISE.get((request.node.originalname, request.param))
-        if reason is not None:
-            request.applymarker(pytest.mark.xfail(reason=reason))
+        mark_what_goes_otherwise(request)
         with backend(request.param, request, tmp_path) as one:
             if one.name in WITH_FOLDERS:
                 one.fs.makedirs(one.root, exist_ok=True)
@@ -62,6 +96,8 @@ class OnEach(AbstractFixtures):
         return found.name in WITH_FOLDERS
 
 
+# What adlfs says when such a file is closed, it says again when it is forgotten.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 class TestOpen(OnEach, AbstractOpenTests):
     pass
 
@@ -70,31 +106,33 @@ class TestPipe(OnEach, AbstractPipeTests):
     pass
 
 
-class OnFolders(OnEach):
+class OnTrees(OnEach):
     """Where the suite's tests of whole trees apply as they are; nothing of ours moves trees."""
 
-    @pytest.fixture(params=["memory", "file"])
+    @pytest.fixture(params=["memory", "file", *SERVED])
     def found(self, request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Backend]:
-        if request.param == "memory":
-            with backend("memory", request, tmp_path) as one:
-                one.fs.makedirs(one.root, exist_ok=True)
-                yield one
-        else:
+        mark_what_goes_otherwise(request)
+        if request.param == "file":
             # Beside the suite's own local files.
             (tmp_path / "remote").mkdir()
             yield Backend("file", fsspec.filesystem("file", auto_mkdir=True), str(tmp_path / "remote"))
+            return
+        with backend(request.param, request, tmp_path) as one:
+            if one.name in WITH_FOLDERS:
+                one.fs.makedirs(one.root, exist_ok=True)
+            yield one
 
 
 @pytest.mark.slow
-class TestGet(OnFolders, AbstractGetTests):
+class TestGet(OnTrees, AbstractGetTests):
     pass
 
 
 @pytest.mark.slow
-class TestPut(OnFolders, AbstractPutTests):
+class TestPut(OnTrees, AbstractPutTests):
     pass
 
 
 @pytest.mark.slow
-class TestCopy(OnFolders, AbstractCopyTests):
+class TestCopy(OnTrees, AbstractCopyTests):
     pass
