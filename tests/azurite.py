@@ -31,6 +31,11 @@ class AzureServer:
         said = f"DefaultEndpointsProtocol=http;AccountName={ACCOUNT};AccountKey={KEY};{where}"
         return {"connection_string": said}
 
+    @property
+    def env(self) -> dict[str, str]:
+        """What adlfs reads from the environment."""
+        return {"AZURE_STORAGE_CONNECTION_STRING": self.options["connection_string"]}
+
     def make_container(self) -> str:
         """A new, empty container with a name that nobody else has."""
         from azure.storage.blob import BlobServiceClient
@@ -57,7 +62,8 @@ def azurite(binary: Path) -> Iterator[AzureServer]:
 
     def command(scratch: Path, port: int) -> list[str]:
         place = ("--blobHost", "127.0.0.1", "--blobPort", str(port))
-        return [str(binary), "--silent", "--inMemoryPersistence", "--skipApiVersionCheck", *place]
+        quiet = ("--silent", "--disableTelemetry")
+        return [str(binary), *quiet, "--inMemoryPersistence", "--skipApiVersionCheck", *place]
 
     with _running(command, {}) as (_, port, pid):
         yield AzureServer(f"http://127.0.0.1:{port}", pid=pid)

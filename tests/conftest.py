@@ -84,7 +84,7 @@ def clean_aws_env(monkeypatch: pytest.MonkeyPatch) -> None:
 def _isolate(patch: pytest.MonkeyPatch) -> None:
     # requests and botocore read the CA variables too; a host's corporate bundle must not decide a TLS test.
     gcs = ["STORAGE_EMULATOR_HOST", "API_ENDPOINT_OVERRIDE"]
-    for name in [name for name in os.environ if name.startswith(("AWS_", "GOOGLE_", "CLOUDSDK_"))] + gcs:
+    for name in [name for name in os.environ if name.startswith(("AWS_", "GOOGLE_", "CLOUDSDK_", "AZURE_"))] + gcs:
         patch.delenv(name, raising=False)
     for name in ("REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE"):
         patch.delenv(name, raising=False)

@@ -27,6 +27,7 @@ from bucketpoint.catalog.tombstones import undo
 from bucketpoint.dcp import session
 from bucketpoint.errors import TransientStoreError
 from bucketpoint.retention.row import Row
+from fsspec_backends import SERVED, backend
 from transfer.wrappers import CountingStore, FailingStore
 
 pytestmark = pytest.mark.contract
@@ -35,7 +36,7 @@ MIB = 1 << 20
 PARTS = TransferOptions(part_bytes=5 * MIB, single_put_bytes=5 * MIB)
 
 
-@pytest.fixture(params=["moto", "minio", "gcs", "local", "memory"])
+@pytest.fixture(params=["moto", "minio", "gcs", "local", "memory", *SERVED])
 def run(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     """A run's root URL and its storage options."""
     if request.param in ("moto", "minio"):
@@ -46,6 +47,9 @@ def run(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[str, d
         yield f"gs://{server.make_bucket()}/team/run", {"storage_options": server.options}
     elif request.param == "local":
         yield f"{tmp_path}/run", {}
+    elif request.param in SERVED:
+        with backend(request.param, request, tmp_path) as found:
+            yield found.root, {"fs": found.fs}
     else:
         fs = fsspec.filesystem("memory")
         yield f"memory://{tmp_path.name}/run", {}

@@ -12,9 +12,11 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
+from azurite import AzureServer
 from bucketpoint import BucketWriter
 from bucketpoint.cli.app import run
 from bucketpoint.stores import s3_client
+from fsspec_backends import SERVED
 
 
 @dataclass(frozen=True)
@@ -52,13 +54,19 @@ def program(capsys: pytest.CaptureFixture[str]) -> Program:
     return call
 
 
-@pytest.fixture(params=["moto", "minio", "gcs", "file", "memory"])
+# Of the libraries' filesystems the one whose URLs no engine of ours serves.
+@pytest.fixture(params=["moto", "minio", "gcs", "file", "memory", *(name for name in SERVED if name == "adlfs")])
 def root(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> str:
     """The URL of an empty place on each kind of store, reached as a person would: by the environment."""
     if request.param == "file":
         return f"file://{tmp_path}/runs"
     if request.param == "memory":
         return f"memory://cli/{tmp_path.name}-{id(tmp_path)}"
+    if request.param == "adlfs":
+        azure: AzureServer = request.getfixturevalue("azure")
+        for name, value in azure.env.items():
+            monkeypatch.setenv(name, value)
+        return f"az://{azure.make_container()}/runs"
     server = request.getfixturevalue(request.param)
     for name, value in server.env.items():
         monkeypatch.setenv(name, value)

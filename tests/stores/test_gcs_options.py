@@ -158,7 +158,11 @@ def test_opening_a_store_makes_no_request_and_no_client(monkeypatch: pytest.Monk
 
 
 def test_without_the_library_a_url_goes_to_gcsfs_or_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    def absent(*_: object, **__: object) -> object:
+        raise ImportError("Please install gcsfs")
+
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    monkeypatch.setattr("fsspec.core.url_to_fs", absent)
     with pytest.raises(BucketpointError, match=r"pip install 'bucketpoint\[gcs\]'"):
         open_store("gs://bucket/x")
 
