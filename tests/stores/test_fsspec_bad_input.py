@@ -42,10 +42,10 @@ from servers import free_port
 on_azure = pytest.mark.skipif("adlfs" not in SERVED, reason="adlfs is not here")
 
 
-def failure(action: Callable[[], object]) -> BucketpointError:
+def failure(action: Callable[[str, Any], None], url: str, through: Any) -> BucketpointError:
     """The one error that a save or a load ends with."""
     with pytest.raises(dcp.CheckpointException) as caught:
-        action()
+        action(url, through)
     ((error, _),) = caught.value.failures.values()
     assert isinstance(error, BucketpointError), error
     assert str(pickle.loads(pickle.dumps(error))) == str(error)
@@ -168,7 +168,7 @@ def test_a_server_that_is_not_there_ends_a_save_with_one_error(name: str) -> Non
         fs = library.core.GCSFileSystem(token="anon", project="test", endpoint_url=nobody)
     else:
         fs = library.AzureBlobFileSystem(**AzureServer(nobody).options)
-    error = failure(lambda: save("bucket/run/step-1", BucketWriter(fs=fs)))
+    error = failure(save, "bucket/run/step-1", BucketWriter(fs=fs))
     assert isinstance(error, EndpointError)
     assert "storage_options" in str(error)
     assert KEY not in str(error)
@@ -183,10 +183,10 @@ def served(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Backend]:
 def test_a_bucket_that_is_not_there_is_named_and_not_made(served: Backend) -> None:
     root = "bucketpoint-no-such-bucket-here/run"
     for url in (f"{root}/step-1", f"{root}/step-2"):
-        error = failure(lambda url=url: save(url, BucketWriter(fs=served.fs)))  # type: ignore[misc]
+        error = failure(save, url, BucketWriter(fs=served.fs))
         assert isinstance(error, BucketNotFoundError)
         assert "Create the bucket first" in str(error)
-        assert isinstance(failure(lambda url=url: load(url, BucketReader(fs=served.fs))), CheckpointNotFoundError)  # type: ignore[misc]
+        assert isinstance(failure(load, url, BucketReader(fs=served.fs)), CheckpointNotFoundError)
     seen = examine(FsspecStore(served.fs, root), "", probe_bytes=0)
     assert [(one.check, one.status) for one in seen.findings] == [("connect", "fail")]
 
@@ -207,13 +207,13 @@ def test_rights_on_azure_are_as_the_page_has_them(azure: AzureServer) -> None:
     save(url, BucketWriter(storage_options=azure.options))
     reader, trainer, blind = (limited(azure, container, rights) for rights in ("r", "rw", "w"))
     load(url, BucketReader(storage_options=reader))
-    error = failure(lambda: save(url, BucketWriter(storage_options=reader)))
+    error = failure(save, url, BucketWriter(storage_options=reader))
     assert isinstance(error, AccessDeniedError)
     assert "lack the right to write" in str(error)
     assert "sig=" not in str(error)
     save(f"az://{container}/run/step-2", BucketWriter(storage_options=trainer))
     load(f"az://{container}/run/step-2", BucketReader(storage_options=trainer))
-    error = failure(lambda: load(url, BucketReader(storage_options=blind)))
+    error = failure(load, url, BucketReader(storage_options=blind))
     assert isinstance(error, AccessDeniedError)
     assert "lack the right to read" in str(error)
     with pytest.raises(AccessDeniedError, match="lack the right to list"):
@@ -225,7 +225,7 @@ def test_credentials_that_azure_does_not_take_are_one_error_without_the_secret(a
     container = azure.make_container()
     wrong = "A" * 86 + "=="
     said = azure.options["connection_string"].replace(KEY, wrong)
-    error = failure(lambda: save(f"az://{container}/x", BucketWriter(storage_options={"connection_string": said})))
+    error = failure(save, f"az://{container}/x", BucketWriter(storage_options={"connection_string": said}))
     assert isinstance(error, AccessDeniedError | CredentialsError)
     assert wrong not in str(error)
 

@@ -118,6 +118,10 @@ def open_store(
         if isinstance(error, TypeError) or scheme in fsspec.available_protocols():
             # adlfs says so of credentials that it was not given.
             failure = BucketpointError(f"storage_options do not fit the filesystem: {said}", url=os.fspath(url))
+        elif scheme in _INSTALL:
+            # Some schemes are known to fsspec only where their library is.
+            message = f"the library that serves {scheme}:// URLs is not installed: {said}"
+            failure = InvalidURLError(message, url=os.fspath(url), remedy=_INSTALL[scheme])
         else:
             failure = InvalidURLError(
                 f"fsspec does not know this URL: {said}",
