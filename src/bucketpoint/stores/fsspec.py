@@ -103,6 +103,7 @@ class FsspecStore:
             # What is in memory is there once more anyway, and its calls end at once.
             copies_bodies=not ways.private,
             many_ranges=is_asynchronous(self.fs),
+            lists_uploads=ways.lists_uploads,
             **parts,
         )
 

@@ -40,6 +40,8 @@ class S3FS(Ways):
     name = "s3fs"
     creates = replaces = checks = True
     limits = Limits(5 * MIB, 5 << 30, 10_000)
+    # MinIO does not, and which service it is nobody says.
+    lists_uploads = False
     # From twice its own part size on pipe_file sends parts, to which a checksum of the whole does not belong.
     max_put_bytes = 100 * MIB - 1
 

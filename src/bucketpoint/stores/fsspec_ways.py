@@ -52,6 +52,7 @@ class Ways:
             `complete` reads back and writes as one: that moves each byte three times.
         max_put_bytes: the largest body that goes up in one request.
         private: no other process has this filesystem's content.
+        lists_uploads: as in `Capabilities`.
     """
 
     name = "any other"
@@ -61,6 +62,7 @@ class Ways:
     limits: Limits | None = None
     max_put_bytes = 1 << 62
     private = False
+    lists_uploads = True
 
     def write(self, fs: AbstractFileSystem, path: str, data: bytes, crc32c: int | None) -> Told:
         if not has_folders(fs):
