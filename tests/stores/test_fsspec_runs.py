@@ -24,7 +24,7 @@ from bucketpoint import (
     latest_checkpoint,
 )
 from bucketpoint.stores import FsspecStore
-from bucketpoint.testing.kills import Job
+from bucketpoint.testing import kills
 from fsspec_backends import SERVED, Backend, backend
 
 pytestmark = pytest.mark.contract
@@ -134,15 +134,17 @@ def save_and_die(rank: int, world: int, fs: Any, url: str, value: int, after: in
 @pytest.mark.parametrize("found", ["dir", *SERVED], indirect=True)
 @pytest.mark.parametrize("over", [False, True], ids=["fresh", "over an old one"])
 def test_a_save_that_is_killed_after_any_write_leaves_the_old_checkpoint_or_the_new_one(
-    found: Backend, over: bool
+    found: Backend, over: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    # Once for all jobs: importing a library takes longer than a save.
+    monkeypatch.setattr(kills, "PRELOAD", (*kills.PRELOAD, *SERVED))
     values = itertools.count(1)
 
     def url(step: int) -> str:
         return f"{found.root}/step-{step}"
 
     def killed(step: int, value: int, after: int) -> Any:
-        with Job(1) as job:
+        with kills.Job(1) as job:
             job.ready()
             (outcome,) = job.run(save_and_die, found.fs, url(step), value, after)
         assert outcome.died or not outcome.text, outcome.text
