@@ -18,7 +18,6 @@ from fsspec.implementations.memory import MemoryFileSystem
 from bucketpoint.errors import CorruptDataError, EndpointError, PreconditionFailedError, StoreError
 from bucketpoint.stores import FsspecStore, Range, fsspec_services, proven
 from bucketpoint.stores.fsspec_probe import SCRATCH
-from bucketpoint.testing.servers import free_port
 from bucketpoint.transfer import BufferPool, Extent, Meter, TransferOptions, fetch, plan_requests
 from bucketpoint.transfer.doctor import examine
 from bucketpoint.transfer.fetch import batches

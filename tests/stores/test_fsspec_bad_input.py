@@ -35,9 +35,9 @@ from bucketpoint.errors import (
 )
 from bucketpoint.stores import FsspecStore, open_store
 from bucketpoint.stores.fsspec_errors import translate
+from bucketpoint.testing.servers import free_port
 from bucketpoint.transfer.doctor import examine
 from fsspec_backends import SERVED, Backend, backend
-from servers import free_port
 
 on_azure = pytest.mark.skipif("adlfs" not in SERVED, reason="adlfs is not here")
 
