@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import sys
 from pathlib import Path
 
 import pytest
@@ -51,6 +53,14 @@ def test_a_target_that_is_damaged_is_an_exit_code(
     assert "DAMAGED" in done.out
 
 
+def without_multi_storage_client(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in sys.modules if name.partition(".")[0] == "multistorageclient"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "multistorageclient", None)
+    # fsspec keeps the classes that it has imported.
+    monkeypatch.delitem(importlib.import_module("fsspec.registry")._registry, "msc", raising=False)
+
+
 @pytest.mark.parametrize(
     ("arguments", "code", "said"),
     [
@@ -69,6 +79,7 @@ def test_errors_of_a_person(
     program: Program, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], code: int, said: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    without_multi_storage_client(monkeypatch)
     dcp.save(state(), storage_writer=FileSystemWriter("theirs"), no_dist=True)
     assert program("convert", "theirs", "ours").code == 0
     torch.save({"x": pytest.raises}, "evil")
@@ -78,8 +89,8 @@ def test_errors_of_a_person(
     assert not Path("out").exists()
 
 
-def test_a_package_that_is_missing_is_named() -> None:
-    pytest.importorskip("fsspec")
+def test_a_package_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    without_multi_storage_client(monkeypatch)
     with pytest.raises(InvalidURLError, match="pip install multi-storage-client"):
         open_source("msc://profile/x", transfer=CONVERT_OPTIONS)
 

@@ -17,7 +17,7 @@ from typing import Any
 import hypothesis
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
@@ -248,6 +248,7 @@ def test_an_index_says_what_the_metadata_says_entry_by_entry(case: tuple[Metadat
     assert_equal(*both(*case))
 
 
+@settings(max_examples=50)
 @given(metadatas(), st.integers(1, 3))
 def test_an_index_made_of_what_ranks_report_says_the_same(case: tuple[Metadata, dict[str, Any]], ranks: int) -> None:
     metadata, facts = case

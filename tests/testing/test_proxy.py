@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -47,6 +48,7 @@ from bucketpoint.testing import (
 from bucketpoint.testing.faults import Player
 from bucketpoint.testing.kinds import Request
 from bucketpoint.testing.plugin import MakeProxy
+from bucketpoint.testing.proxy import Board
 from bucketpoint.testing.servers import S3Server
 
 BODY = bytes(range(256)) * 4096
@@ -323,3 +325,15 @@ def test_a_secret_is_nowhere_in_what_is_recorded(minio: S3Server, fault_proxy: M
     assert minio.secret not in told
     assert hashlib.sha256(minio.secret.encode()).hexdigest() not in told
     assert "Signature" not in told
+
+
+def test_what_was_answered_before_a_clear_does_not_count_after_it() -> None:
+    """A client has its answer a moment before the exchange has ended."""
+    board = Board(Script())
+    exchange, _ = board.begin("1", Request("GetObject", "k", "GET", "/b/k", 0, None))
+    with ThreadPoolExecutor(1) as pool:
+        cleared = pool.submit(board.clear)
+        time.sleep(0.1)
+        board.end(exchange)
+        cleared.result()
+    assert board.settled() == []

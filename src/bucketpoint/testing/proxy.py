@@ -108,7 +108,9 @@ class Board:
             return list(self.exchanges)
 
     def clear(self) -> None:
+        """Forget what has ended. Waits as `settled` does: what a client has its answer of must not count later."""
         with self._lock:
+            self._lock.wait_for(lambda: not self._under_way, SETTLED_S)
             self.exchanges = []
 
     def remembers(self, request: Request) -> bool:
