@@ -73,7 +73,7 @@ test-xla: .venv-xla/$(STAMP) minio fake-gcs versitygw ## torch_xla's planners on
 .PHONY: test-titan
 test-titan: .venv-titan/$(STAMP) minio fake-gcs versitygw ## torchtitan's trainer with our override, where the index has torchtitan
 	@if [ -e $< ]; then \
-		.venv-titan/bin/python -m pytest tests/titan $(ARGS); \
+		.venv-titan/bin/python -m pytest -n $(WORKERS) tests/titan $(ARGS); \
 	else \
 		echo "== test-titan: nothing was tested, as torchtitan is not to be had here (see above)"; \
 	fi
