@@ -18,7 +18,7 @@ import torch.distributed.checkpoint as dcp
 
 import bucketpoint
 from bench.contenders import Setting, _load_s3torch, _save_s3torch
-from bench.lines import commands, in_child, speaker
+from bench.lines import answer_each, speaker
 from bench.resident import forget_peak, memory
 from bucketpoint.stores import s3_crt
 from bucketpoint.transfer.options import TransferOptions
@@ -62,8 +62,7 @@ def main() -> None:
     # OpenMP's threads do not survive a fork: the parent must never start them.
     torch.set_num_threads(1)
     full, blank = state(), state(blank=True)
-    for command in commands():
-        say(in_child(lambda command=command: _measure(command, full, blank)))  # type: ignore[misc]
+    answer_each(say, lambda command: _measure(command, full, blank), lambda _: ())
 
 
 def _measure(command: dict[str, Any], full: dict[str, Any], blank: dict[str, Any]) -> dict[str, Any]:

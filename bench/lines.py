@@ -12,6 +12,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -111,6 +112,14 @@ def import_all(modules: Iterable[str]) -> Answer | None:
         except ImportError as error:
             return {"error": f"cannot import {module}: {error}"}
     return None
+
+
+def answer_each(
+    say: Callable[[Answer], None], measure: Callable[[Answer], Answer], modules: Callable[[Answer], Iterable[str]]
+) -> None:
+    """Say what `measure` finds of each command, in a child of its own that has the command's modules from the start."""
+    for command in commands():
+        say(import_all(modules(command)) or in_child(partial(measure, command)))
 
 
 def in_child(measure: Callable[[], Answer]) -> Answer:

@@ -17,7 +17,7 @@ import torch.distributed.checkpoint as dcp
 import torch.distributed.tensor
 
 from bench import state as states
-from bench.lines import commands, import_all, in_child, speaker
+from bench.lines import answer_each, speaker
 from bench.resident import forget_peak, memory
 
 SHAPE = states.Shape(hidden=1024, ffn=4096, layers=1, vocab=8192)
@@ -88,15 +88,9 @@ def main() -> None:
     # OpenMP's threads do not survive a fork: the parent must never start them.
     torch.set_num_threads(1)
     full, tiny = states.training_state(SHAPE), states.training_state(states.TINY)
-    for command in commands():
-        say(_answer(command, full, tiny))
-
-
-def _answer(command: dict[str, Any], full: Any, tiny: Any) -> dict[str, Any]:
-    problem = import_all(CONTENDERS[command["contender"]].modules)
-    if problem is not None:
-        return problem
-    return in_child(lambda: _measure(command, full, tiny))
+    answer_each(
+        say, lambda command: _measure(command, full, tiny), lambda command: CONTENDERS[command["contender"]].modules
+    )
 
 
 def _measure(command: dict[str, Any], full: Any, tiny: Any) -> dict[str, Any]:

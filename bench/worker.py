@@ -19,7 +19,7 @@ import torch.distributed.tensor
 
 from bench import state as states
 from bench.contenders import CHILD_PEAK_BYTES, CONTENDERS, Contender, Setting
-from bench.lines import commands, import_all, in_child, speaker
+from bench.lines import answer_each, speaker
 from bench.resident import forget_peak, memory
 
 QUARTER_DIM = {"quarter0": 0, "quarter1": 1}
@@ -31,15 +31,9 @@ def main() -> None:
     torch.set_num_threads(1)
     full, tiny = states.training_state(states.Shape()), states.training_state(states.TINY)
     say({"state_bytes": states.nbytes(full), "tensors": len(list(states.leaves(full)))})
-    for command in commands():
-        say(_answer(command, full, tiny))
-
-
-def _answer(command: dict[str, Any], full: Any, tiny: Any) -> dict[str, Any]:
-    problem = import_all(CONTENDERS[command["contender"]].modules)
-    if problem is not None:
-        return problem
-    return in_child(lambda: _measure(command, full, tiny))
+    answer_each(
+        say, lambda command: _measure(command, full, tiny), lambda command: CONTENDERS[command["contender"]].modules
+    )
 
 
 def _measure(command: dict[str, Any], full: Any, tiny: Any) -> dict[str, Any]:

@@ -48,7 +48,7 @@ class SourceBytes:
         """What the store said of the object when it was first asked. Raises ObjectNotFoundError."""
         info = self._infos.get(key)
         if info is None:
-            info = retry_transient(lambda: self.store.head(key), attempts=self.options.read_attempts)
+            info = self._head(key)
             with self._lock:
                 info = self._infos.setdefault(key, info)
         return info
@@ -76,7 +76,7 @@ class SourceBytes:
 
     def _compare(self, key: str, known: ObjectInfo) -> None:
         try:
-            found = retry_transient(lambda: self.store.head(key), attempts=self.options.read_attempts)
+            found = self._head(key)
         except ObjectNotFoundError:
             raise self._changed(key, "it is gone") from None
         if (found.size, found.etag) != (known.size, known.etag):
@@ -141,6 +141,9 @@ class SourceBytes:
             )
         except (ObjectNotFoundError, PreconditionFailedError) as error:
             raise self._changed(key, error.message) from error
+
+    def _head(self, key: str) -> ObjectInfo:
+        return retry_transient(lambda: self.store.head(key), attempts=self.options.read_attempts)
 
     def _changed(self, key: str, reason: str) -> CorruptDataError:
         return CorruptDataError(
