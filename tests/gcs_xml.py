@@ -220,6 +220,15 @@ class _Handler(BaseHTTPRequestHandler):
             raise Refused(400, "InvalidArgument")
 
     def _pass_on(self, body: bytes) -> None:
+        # https://cloud.google.com/storage/docs/request-preconditions: the server behind ignores it of deletions.
+        path, _, query = self.path.partition("?")
+        wanted = parse_qs(query).get("ifGenerationMatch")
+        if self.command == "DELETE" and wanted:
+            bucket, key = (unquote(name) for name in path.removeprefix("/storage/v1/b/").split("/o/"))
+            if key in self.uploads.behind.keys(bucket) and self.uploads.behind.generation(bucket, key) != wanted[0]:
+                refusal = {"error": {"code": 412, "errors": [{"reason": "conditionNotMet"}], "message": "It is so."}}
+                self._answer(412, json.dumps(refusal).encode())
+                return
         connection = http.client.HTTPConnection(urlsplit(self.uploads.behind.endpoint).netloc, timeout=60)
         try:
             headers = {

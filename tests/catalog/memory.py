@@ -20,7 +20,13 @@ from torch.distributed.checkpoint.metadata import (
 
 from bucketpoint.catalog.catalog import Catalog
 from bucketpoint.catalog.save_log import SaveLog
-from bucketpoint.errors import ObjectNotFoundError, PreconditionFailedError, TransientStoreError, UploadNotFoundError
+from bucketpoint.errors import (
+    AccessDeniedError,
+    ObjectNotFoundError,
+    PreconditionFailedError,
+    TransientStoreError,
+    UploadNotFoundError,
+)
 from bucketpoint.format import keys
 from bucketpoint.format.catalogue import StepTemplate
 from bucketpoint.format.metadata import encode_metadata, record_from_metadata
@@ -65,7 +71,7 @@ class MemoryStore:
 
     @property
     def capabilities(self) -> Capabilities:
-        return Capabilities(True, False, True, True, lists_uploads=not self.exact_uploads)
+        return Capabilities(True, False, True, True, lists_uploads=not self.exact_uploads, conditional_delete=True)
 
     def _request(self, name: str, act: Callable[[], Any]) -> Any:
         self.calls[name] += 1
@@ -148,6 +154,18 @@ class MemoryStore:
 
             failures += self._request("delete", act)
         return failures
+
+    def delete_if(self, key: str, etag: str) -> bool:
+        def act() -> bool:
+            there = self.objects.get(key)
+            if there is not None and there[1] != etag:
+                raise PreconditionFailedError("it is another", key=key)
+            if there is not None and key in self.refused:
+                raise AccessDeniedError("no", key=key)
+            self.objects.pop(key, None)
+            return True
+
+        return self._request("delete_if", act)
 
     def create_multipart(self, key: str) -> str:
         name = f"upload-{next(self._etags)}"

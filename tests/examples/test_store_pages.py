@@ -135,7 +135,9 @@ def guarantees() -> dict[str, list[str]]:
 def told(able: Capabilities) -> list[str]:
     """The cells that say this."""
     flags = (able.conditional_put and able.conditional_replace, able.checksums, able.multipart, able.pinned_reads)
-    return [*("yes" if flag else "no" for flag in flags), "by prefix" if able.lists_uploads else "by whole key"]
+    uploads = "by prefix" if able.lists_uploads else "by whole key"
+    deletes = "yes" if able.conditional_delete else "by time" if able.expiring_delete else "a trial tells"
+    return [*("yes" if flag else "no" for flag in flags), uploads, deletes]
 
 
 @pytest.mark.parametrize("name", [*s3_services.SERVICES, "another S3 endpoint"])
@@ -144,12 +146,12 @@ def test_the_table_says_of_each_s3_service_what_the_store_says(name: str) -> Non
     if name in s3_services.SERVICES:
         options["service"] = name
     store = S3Store("bucket", S3Options.from_storage_options(options))
-    assert guarantees()[name][:5] == told(store.capabilities)
+    assert guarantees()[name][:6] == told(store.capabilities)
 
 
 def test_the_table_says_of_the_others_what_the_store_says(tmp_path: Path) -> None:
     for uploads in ("xml", "compose"):
-        assert guarantees()["gs://"][:5] == told(GCSStore("bucket", GCSOptions(uploads=uploads)).capabilities)
-    folder = [cell.partition(",")[0] for cell in guarantees()["a folder"][:5]]
+        assert guarantees()["gs://"][:6] == told(GCSStore("bucket", GCSOptions(uploads=uploads)).capabilities)
+    folder = [cell.partition(",")[0] for cell in guarantees()["a folder"][:6]]
     assert folder == told(LocalStore(str(tmp_path)).capabilities)
     assert len(guarantees()) == len(s3_services.SERVICES) + 5

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import pickle
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
@@ -35,6 +37,7 @@ from bucketpoint.stores import (
     gcs_bucket,
     open_store,
     proven,
+    proven_deletes,
     s3,
     s3_crt,
 )
@@ -90,6 +93,10 @@ class Case:
     """A component is an object like any other."""
     lists: bool = True
     """Not where listings are those of another case here, and a thousand objects would show nothing new."""
+    conditional_delete: bool = True
+    expiring_delete: bool = False
+    ignores_delete_conditions: bool = False
+    """As fake-gcs-server does."""
     left_behind: Callable[[], list[str]] = field(default=list)
     """Names of everything there, temporary things and open uploads included."""
 
@@ -103,6 +110,8 @@ def s3_case(server: S3Server, **options: str) -> Case:
         refuses_double_slashes=server.kind == "minio",
         verifies=server.kind != "moto",
         knows_gone_uploads=server.kind != "moto",
+        conditional_delete=server.kind != "minio",
+        expiring_delete=server.kind != "moto",
         left_behind=lambda: server.keys(bucket) + server.open_uploads(bucket, "up/load"),
     )
 
@@ -114,6 +123,7 @@ def gcs_case(server: GCSServer) -> Case:
         verifies=True,
         knows_gone_uploads=server.kind == "xml",
         takes_parts_of_gone_uploads=server.kind == "fake",
+        ignores_delete_conditions=server.kind == "fake",
         part_bytes=1000 if server.kind == "fake" else 5 * MIB,
         left_behind=lambda: server.keys(bucket) + server.open_uploads(bucket),
     )
@@ -130,6 +140,7 @@ def fsspec_case(found: Backend) -> Case:
         keeps_double_slashes=found.name not in ("file", "dir"),
         refuses_double_slashes=found.name == "s3fs",
         verifies=found.checks,
+        conditional_delete=False,
         # Azure drops what a name's next write does not list, and takes blocks at any time.
         takes_parts_of_gone_uploads=found.name == "adlfs",
         left_behind=found.left_behind,
@@ -147,7 +158,7 @@ def case(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mon
     elif request.param == "minio-crt":
         # The bodies here are small, and are to go through the engine all the same.
         monkeypatch.setattr(s3_crt, "LARGE_BYTES", 1)
-        yield replace(s3_case(request.getfixturevalue("minio"), engine="crt"), lists=False)
+        yield replace(s3_case(request.getfixturevalue("minio"), engine="crt", service="minio"), lists=False)
     elif request.param == "versitygw":
         yield s3_case(request.getfixturevalue("versitygw"), service="versitygw")
     elif request.param in ("gcs", "gcs_xml"):
@@ -504,6 +515,26 @@ def test_deleting_keys_that_are_not_there_succeeds(store: Store) -> None:
         store.head("here")
 
 
+def test_a_conditional_delete_takes_only_the_object_that_it_names(case: Case) -> None:
+    store = case.store
+    able = proven_deletes(store, "run")
+    assert (able.conditional_delete, able.expiring_delete) == (case.conditional_delete, case.expiring_delete)
+    assert able == store.capabilities
+    assert case.left_behind() == []
+    first = store.put("run/k", views(b"first"))
+    second = store.put("run/k", views(b"second, and longer"))
+    assert first.etag is not None
+    assert second.etag is not None
+    if not case.ignores_delete_conditions:
+        with pytest.raises(PreconditionFailedError):
+            store.delete_if("run/k", first.etag)
+        assert store.get("run/k")[0] == b"second, and longer"
+    assert store.delete_if("run/k", second.etag)
+    assert store.delete_if("run/k", second.etag)
+    assert store.delete_if("run/none/there", second.etag)
+    assert case.left_behind() == []
+
+
 def test_a_copy_is_an_object_of_its_own(store: Store) -> None:
     store.put("from/a b", views(b"content"))
     info = store.copy("from/a b", "to/c+d")
@@ -595,6 +626,55 @@ class TestS3:
     def test_a_profile_that_does_not_exist_is_a_credentials_error(self, s3: S3Server, bucket: str) -> None:
         with pytest.raises(CredentialsError, match="nobody"):
             S3Store(bucket, S3Options(endpoint_url=s3.endpoint, profile="nobody")).get("k")
+
+
+class TestSignedDeletes:
+    """moto looks at no expiry, so it is not among these."""
+
+    @pytest.mark.parametrize("kind", ["minio", "versitygw"])
+    def test_one_that_arrives_in_time_is_made_and_a_later_one_refused(
+        self, kind: str, request: pytest.FixtureRequest
+    ) -> None:
+        server: S3Server = request.getfixturevalue(kind)
+        # The header is one that has to be signed and sent.
+        given = {"service": kind, "s3_additional_kwargs": {"RequestPayer": "requester"}}
+        store = S3Store(server.make_bucket(), S3Options.from_storage_options({**server.options, **given}))
+        assert store.capabilities.expiring_delete
+        key = "run/with space+plus/ünïcode"
+        store.put(key, views(b"x"))
+        in_time, late = store.expiring_delete(key, 60), store.expiring_delete(key, 1)
+        assert in_time()
+        assert server.keys(store.bucket) == []
+        assert in_time()
+        store.put(key, views(b"y"))
+        time.sleep(2.1)
+        assert late() is False
+        assert store.get(key)[0] == b"y"
+        assert "Signature" not in repr(late)
+
+    def test_a_service_of_which_nothing_is_known_is_tried_once(
+        self, moto: S3Server, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        store = S3Store(moto.make_bucket(), S3Options.from_storage_options(moto.options))
+        assert not store.capabilities.conditional_delete
+        able = proven_deletes(store, "run")
+        assert able.conditional_delete
+        monkeypatch.setattr(s3, "tried", None)
+        assert proven_deletes(S3Store(store.bucket, store.options), "run") == able
+
+    def test_a_refusal_in_time_is_an_error_and_not_taken_for_one_that_came_too_late(self, minio: S3Server) -> None:
+        bucket = minio.make_bucket()
+        allowed = {"Effect": "Allow", "Action": ["s3:PutObject"], "Resource": [f"arn:aws:s3:::{bucket}/*"]}
+        store = S3Store(bucket, S3Options.from_storage_options(minio.limited_options(allowed)))
+        store.put("k", views(b"x"))
+        with pytest.raises(AccessDeniedError, match="s3:DeleteObject") as caught:
+            store.expiring_delete("k", 60)()
+        assert "X-Amz" not in repr(caught.value)
+        assert minio.keys(bucket) == ["k"]
+
+    def test_requests_that_are_not_signed_do_not_expire(self, minio: S3Server) -> None:
+        store = S3Store("bucket", S3Options(endpoint_url=minio.endpoint, anon=True, service="minio"))
+        assert not store.capabilities.expiring_delete
 
 
 class TestDenied:
@@ -691,6 +771,25 @@ class TestLocal:
         with open(tmp_path / "k", "rb") as file:
             store.put("k", views(b"new"))
             assert file.read() == b"old"
+
+    def test_a_conditional_delete_never_takes_what_another_writer_has_just_put(self, tmp_path: Path) -> None:
+        store = LocalStore(str(tmp_path))
+        for number in range(100):
+            etag = store.put("k", views(b"old")).etag or ""
+            start = threading.Barrier(2)
+
+            def replace_it(number: int = number, start: threading.Barrier = start) -> None:
+                start.wait()
+                store.delete(["k"])
+                store.put("k", views(b"new %d" % number), if_none_match=True)
+
+            with ThreadPoolExecutor(1) as pool:
+                done = pool.submit(replace_it)
+                start.wait()
+                with contextlib.suppress(PreconditionFailedError):
+                    store.delete_if("k", etag)
+                done.result()
+            assert store.get("k")[0] == b"new %d" % number
 
     def test_more_buffers_than_one_call_takes(self, tmp_path: Path) -> None:
         store = LocalStore(str(tmp_path))

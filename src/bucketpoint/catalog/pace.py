@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast
 
-from bucketpoint.stores import DeleteFailure, Store
+from bucketpoint.stores import DeleteFailure, ExpiringDeletes, Store
 
 RESTS = 19
 """How many times as long as it worked a pruner rests: one part in twenty is work.
@@ -107,6 +107,17 @@ class _PacedStore:
 
     def delete(self, keys: Sequence[str]) -> list[DeleteFailure]:
         return delete_in_pages(self._store, keys, lambda _: self._pace.rest())
+
+    def expiring_delete(self, key: str, seconds: int) -> Callable[[], bool]:
+        send = cast("ExpiringDeletes", self._store).expiring_delete(key, seconds)
+
+        def paced_send() -> bool:
+            gone = send()
+            self._pace.rest()
+            return gone
+
+        # No rest before it is sent: its time runs.
+        return paced_send
 
     def _page_by_page(self, found: Iterator[Any]) -> Iterator[Any]:
         for number, one in enumerate(found, 1):

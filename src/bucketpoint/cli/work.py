@@ -77,6 +77,11 @@ class _Told:
 
         return delete_in_pages(self._store, keys, self._count)
 
+    def delete_if(self, key: str, etag: str) -> bool:
+        gone = self._store.delete_if(key, etag)
+        self._count(1)
+        return gone
+
     def _count(self, deleted: int) -> None:
         self._deleted += deleted
         self._tell(self._listed, self._deleted)

@@ -5,6 +5,7 @@ from bucketpoint.stores.base import (
     Capabilities,
     CopiesInside,
     DeleteFailure,
+    ExpiringDeletes,
     ManyRanges,
     ObjectInfo,
     OpensRanges,
@@ -20,6 +21,7 @@ from bucketpoint.stores.gcs_options import GCSOptions
 from bucketpoint.stores.local import LocalStore
 from bucketpoint.stores.open import accepts_url, open_store, parse_url
 from bucketpoint.stores.s3 import S3Store
+from bucketpoint.stores.s3_deletes import proven_deletes
 from bucketpoint.stores.s3_options import S3Options
 
 __all__ = [
@@ -27,6 +29,7 @@ __all__ = [
     "Capabilities",
     "CopiesInside",
     "DeleteFailure",
+    "ExpiringDeletes",
     "FsspecStore",
     "GCSOptions",
     "GCSStore",
@@ -45,4 +48,5 @@ __all__ = [
     "open_store",
     "parse_url",
     "proven",
+    "proven_deletes",
 ]

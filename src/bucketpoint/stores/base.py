@@ -8,7 +8,7 @@ the business of `transfer`.
 from __future__ import annotations
 
 import builtins
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
@@ -33,6 +33,10 @@ class Capabilities:
         conditional_replace: where there is `conditional_put`, `if_match` is one too; otherwise only `if_none_match` is.
         copies_bodies: a copy of each body is held while it goes up, and of each range as it comes down.
         many_ranges: the store has `read_many`, which asks for many ranges in one call: see `ManyRanges`.
+        conditional_delete: `delete_if` compares and deletes in one step. Otherwise it looks first, and does not notice
+            a write between the look and the deletion.
+        expiring_delete: the store has `expiring_delete`, and the service refuses it after its time: see
+            `ExpiringDeletes`.
     """
 
     conditional_put: bool
@@ -47,6 +51,8 @@ class Capabilities:
     conditional_replace: bool = True
     copies_bodies: bool = False
     many_ranges: bool = False
+    conditional_delete: bool = False
+    expiring_delete: bool = False
 
 
 @dataclass(frozen=True)
@@ -195,6 +201,16 @@ class Store(Protocol):
         """Delete many objects in as few requests as the service allows. A key that is not there counts as deleted."""
         ...
 
+    def delete_if(self, key: str, etag: str) -> bool:
+        """Delete one object only if it still has this ETag, in one step where there is `conditional_delete`.
+
+        True if it is gone: by this call, or because it was not there any more.
+
+        Raises:
+            PreconditionFailedError: there is another object under the key now. It stays.
+        """
+        ...
+
     def copy(self, source: str, target: str) -> ObjectInfo:
         """Copy one object inside the store without moving its bytes through this process where possible."""
         ...
@@ -239,6 +255,24 @@ class CopiesInside(Protocol):
 
     def copy_from(self, other: Any, source: ObjectInfo, target: str) -> ObjectInfo:
         """Copy what `other.head` described, of a store that `can_copy_from` said yes to."""
+        ...
+
+
+@runtime_checkable
+class ExpiringDeletes(Protocol):
+    """A store that can sign a deletion now and send it later. Ask `Capabilities.expiring_delete` whether it expires."""
+
+    def prove_deletes(self, prefix: str) -> Capabilities:
+        """`capabilities`, of which the two of deletions were tried out below `prefix` if only a trial tells."""
+        ...
+
+    def expiring_delete(self, key: str, seconds: int) -> Callable[[], bool]:
+        """Sign the deletion of one object now. What is returned sends it, once for each call.
+
+        It returns True if the object is gone, and False if the service refused the request because it arrived more
+        than `seconds` after it was signed. So a process that was suspended in between deletes nothing. The time is
+        reckoned from this machine's clock to the service's: what the two differ in comes on top.
+        """
         ...
 
 

@@ -231,6 +231,17 @@ class FsspecStore:
                 failures.append(DeleteFailure(key, type(failure).__name__, failure.message))
         return failures
 
+    def delete_if(self, key: str, etag: str) -> bool:
+        with self._errors("delete", key), _one_writer:
+            found = self._find(key)
+            if found is None:
+                return True
+            if found.etag != etag:
+                raise PreconditionFailedError("the object is not the one expected", url=self._url(key))
+            with contextlib.suppress(FileNotFoundError):
+                self.fs.rm_file(self._path(key))
+        return True
+
     def copy(self, source: str, target: str) -> ObjectInfo:
         size = self.head(source).size
         with self._errors("copy", source):

@@ -36,7 +36,7 @@ SCRATCH = ".bucketpoint-probe-"
 """What scratch objects are called, before something random."""
 
 # These say nothing of what the store can do.
-_UNDECIDED = (BucketNotFoundError, EndpointError, CredentialsError, ThrottledError, TransientStoreError)
+UNDECIDED = (BucketNotFoundError, EndpointError, CredentialsError, ThrottledError, TransientStoreError)
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,7 @@ def _is_refused(attempt: Callable[[], None], what: str, why: list[str]) -> bool:
         attempt()
     except PreconditionFailedError:
         return True
-    except _UNDECIDED:
+    except UNDECIDED:
         raise
     except StoreError as error:
         why.append(f"{what} was not understood: {error.message}")
@@ -154,7 +154,7 @@ def _replaces(store: FsspecStore, key: str) -> None:
 def _checks(store: FsspecStore, key: str) -> bool:
     try:
         store.put(key, [memoryview(b"checksum")], crc32c=1)
-    except _UNDECIDED:
+    except UNDECIDED:
         raise
     except StoreError:
         return True

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import contextlib
 import http.client
 import json
 from collections.abc import Callable, Iterator, Sequence
@@ -130,6 +131,13 @@ class GCSStore:
 
     def delete(self, keys: Sequence[str]) -> builtins.list[DeleteFailure]:
         return self._requests.delete(keys)
+
+    def delete_if(self, key: str, etag: str) -> bool:
+        bucket = self._requests
+        query = bucket.billed({"ifGenerationMatch": self._generation(key, etag)})
+        with contextlib.suppress(ObjectNotFoundError):
+            bucket.call("objects.delete", key, "DELETE", bucket.path(key), query=query, of_object=True)
+        return True
 
     def copy(self, source: str, target: str) -> ObjectInfo:
         return self.copy_from(self, self.head(source), target)

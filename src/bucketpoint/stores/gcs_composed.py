@@ -37,6 +37,7 @@ CAPABILITIES = Capabilities(
     # Two levels: more would write each byte's object once more for nothing.
     max_parts=MAX_COMPONENTS * MAX_COMPONENTS,
     max_put_bytes=MAX_OBJECT_BYTES,
+    conditional_delete=True,  # https://cloud.google.com/storage/docs/request-preconditions
 )
 
 _ID = "compose-"

@@ -28,6 +28,7 @@ CAPABILITIES = Capabilities(
     max_part_bytes=5 << 30,
     max_parts=10_000,
     max_put_bytes=MAX_OBJECT_BYTES,
+    conditional_delete=True,  # https://cloud.google.com/storage/docs/request-preconditions
 )
 
 

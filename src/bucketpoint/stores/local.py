@@ -61,7 +61,9 @@ class LocalStore:
 
     @property
     def capabilities(self) -> Capabilities:
-        return Capabilities(conditional_put=True, checksums=False, multipart=True, pinned_reads=True)
+        return Capabilities(
+            conditional_put=True, checksums=False, multipart=True, pinned_reads=True, conditional_delete=True
+        )
 
     def put(
         self,
@@ -120,7 +122,7 @@ class LocalStore:
         failures = []
         for key in keys:
             try:
-                os.unlink(self._path(key))
+                self._unlink(key)
             except (FileNotFoundError, NotADirectoryError):
                 pass
             except OSError as error:
@@ -129,6 +131,23 @@ class LocalStore:
                 continue
             self._prune(key)
         return failures
+
+    def delete_if(self, key: str, etag: str) -> bool:
+        with self._errors("delete", key):
+            try:
+                self._unlink(key, etag)
+            except (FileNotFoundError, NotADirectoryError):
+                return True
+        self._prune(key)
+        return True
+
+    def _unlink(self, key: str, etag: str | None = None) -> None:
+        path = self._path(key)
+        # Locked without a condition, too: what another writer compares is neither deleted nor created anew meanwhile.
+        with _locked(os.path.dirname(path), needed=etag is not None):
+            if etag is not None and _etag(os.stat(path)) != etag:
+                raise PreconditionFailedError("the object is not the one expected", url=self._url(key))
+            os.unlink(path)
 
     def copy(self, source: str, target: str) -> ObjectInfo:
         with self._errors("copy", source), open(self._path(source), "rb", buffering=0) as file:

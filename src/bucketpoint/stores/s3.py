@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import base64
 import builtins
+import contextlib
 import http.client
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 from urllib.parse import urlsplit
 
-import botocore.exceptions
-import botocore.parsers
-import urllib3.exceptions
+import botocore
 from awscrt import checksums
 
 from bucketpoint.errors import (
@@ -34,9 +33,10 @@ from bucketpoint.stores.base import (
     Store,
 )
 from bucketpoint.stores.s3_body import OpenReply, OutgoingBody, discard, receive
-from bucketpoint.stores.s3_client import Client, client_for, close_client, renew_client
+from bucketpoint.stores.s3_client import Client, client_for, close_client, http_session, renew_client
 from bucketpoint.stores.s3_crt import receiving_into
-from bucketpoint.stores.s3_errors import translate, why_kept
+from bucketpoint.stores.s3_deletes import SignedDelete, tried
+from bucketpoint.stores.s3_errors import FAILURES, translate, why_kept
 from bucketpoint.stores.s3_options import S3Options
 from bucketpoint.stores.s3_services import S3Service
 
@@ -64,17 +64,6 @@ CAPABILITIES = Capabilities(
 """Of Amazon S3. What another service does not do is taken away: see `s3_services`."""
 
 _COPY_PART_BYTES = 1 << 30
-
-_FAILURES = (
-    StoreError,
-    botocore.exceptions.BotoCoreError,
-    botocore.exceptions.ClientError,
-    botocore.parsers.ResponseParserError,
-    urllib3.exceptions.HTTPError,
-    http.client.HTTPException,
-    OSError,
-    RecursionError,
-)
 
 _AWS_DOMAINS = (".amazonaws.com", ".amazonaws.com.cn", ".amazonaws.eu")
 
@@ -111,12 +100,27 @@ class S3Store:
     @property
     def capabilities(self) -> Capabilities:
         service = self.service
+        found = self._client().deletes.get(self.bucket, service)
         return replace(
             CAPABILITIES,
             conditional_put=service.conditional_put,
             checksums=service.checksums,
             lists_uploads=service.lists_uploads,
+            conditional_delete=found.conditional_delete,
+            # A request that is not signed does not expire.
+            expiring_delete=found.expiring_delete and self._signs(),
         )
+
+    def prove_deletes(self, prefix: str) -> Capabilities:
+        """`capabilities`, after a trial of deletions below `prefix` if nothing is known of this service's."""
+        service, found = self.service, self._client().deletes
+        if not (service.conditional_delete or service.expiring_delete or self.bucket in found):
+            found[self.bucket] = tried(self, prefix)
+        return self.capabilities
+
+    def _signs(self) -> bool:
+        api = self._client().api
+        return api.meta.config.signature_version is not botocore.UNSIGNED and http_session(api) is not None
 
     @property
     def service(self) -> S3Service:
@@ -236,6 +240,32 @@ class S3Store:
             ]
         return failures
 
+    def delete_if(self, key: str, etag: str) -> bool:
+        if self.capabilities.conditional_delete:
+            return self.delete_unseen(key, etag)
+        try:
+            found = self.head(key).etag
+        except ObjectNotFoundError:
+            return True
+        if found != etag:
+            raise PreconditionFailedError("the object is not the one expected", url=self._url(key))
+        self._call("DeleteObject", key, Key=key)
+        return True
+
+    def delete_unseen(self, key: str, etag: str) -> bool:
+        """`delete_if` by the service's own condition, whether or not it is known to honour one."""
+        with contextlib.suppress(ObjectNotFoundError):
+            self._call("DeleteObject", key, Key=key, IfMatch=_quoted(etag))
+        return True
+
+    def expiring_delete(self, key: str, seconds: int) -> Callable[[], bool]:
+        """See `ExpiringDeletes`."""
+        try:
+            return SignedDelete.of(self._client(), self.bucket, key, seconds, self._url(key))
+        except FAILURES as error:
+            failure = translate(error, "signing DeleteObject", self._url(key))
+        raise failure
+
     def copy(self, source: str, target: str) -> ObjectInfo:
         return self.copy_from(self, self.head(source), target)
 
@@ -345,7 +375,7 @@ class S3Store:
         try:
             receive(body, buffers, *filled)
             return
-        except _FAILURES as error:
+        except FAILURES as error:
             failure = translate(error, "GetObject", self._url(key))
         raise failure
 
@@ -357,7 +387,7 @@ class S3Store:
             used = client = self._client()
             try:
                 return client.call(operation, Bucket=self.bucket, **parameters)
-            except _FAILURES as error:
+            except FAILURES as error:
                 failure = translate(error, operation, self._url(key), region=client.region)
             # Raised here, where no exception is being handled, so that none of boto3's hangs on it: they hold the
             # request.
@@ -384,7 +414,7 @@ class S3Store:
     def _client(self) -> Client:
         try:
             return client_for(self.options)
-        except _FAILURES as error:
+        except FAILURES as error:
             failure = translate(error, "making the S3 client", self.url)
         raise failure
 

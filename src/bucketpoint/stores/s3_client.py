@@ -37,6 +37,7 @@ OPERATIONS = (
     "CompleteMultipartUpload",
     "CopyObject",
     "CreateMultipartUpload",
+    "DeleteObject",
     "DeleteObjects",
     "GetObject",
     "HeadObject",
@@ -52,6 +53,14 @@ _NOT_WITHOUT_DIRECTIVE = {"Tagging": "TaggingDirective", "Metadata": "MetadataDi
 
 
 @dataclass(frozen=True)
+class DeletesFound:
+    """Result of a trial of a service's deletions: the capabilities of these names."""
+
+    conditional_delete: bool
+    expiring_delete: bool
+
+
+@dataclass(frozen=True)
 class Client:
     """A boto3 client, for each operation the parameters that the options add to it, and how long to insist.
 
@@ -60,6 +69,7 @@ class Client:
     Attributes:
         service: the one behind the endpoint, with what the options say otherwise.
         transport: what sends large bodies instead of boto3; None where boto3 sends everything.
+        deletes: what trials have found, by bucket.
     """
 
     api: Any
@@ -69,6 +79,7 @@ class Client:
     service: S3Service
     transport: CrtTransport | None = None
     gate: Gate = field(default_factory=Gate)
+    deletes: dict[str, DeletesFound] = field(default_factory=dict)
 
     def call(self, operation: str, **parameters: Any) -> Any:
         method = getattr(self.api, botocore.xform_name(operation))
@@ -88,7 +99,9 @@ class _Clients(ClientCache[S3Options, Client]):
             # Another thread whose request was refused may have been here first.
             if self._clients.get(options.cache_key()) in (stale, None):
                 # A new session asks every source again; the service and what it can bear are the same.
-                self._clients[options.cache_key()] = replace(build_client(options), gate=stale.gate)
+                self._clients[options.cache_key()] = replace(
+                    build_client(options), gate=stale.gate, deletes=stale.deletes
+                )
         return True
 
 
@@ -135,6 +148,7 @@ def build_client(options: S3Options) -> Client:
     if "SSECustomerKey" in parameters and _is_open_network(api.meta.endpoint_url):
         raise EndpointError("SSE-C would send the key in clear over plain HTTP", remedy="Use an https:// endpoint")
     api.meta.events.register("before-send.s3", send_from_memory)
+    api.meta.events.register_first("choose-signer.s3.DeleteObject", _presigned)
     _share_trust_store(api)
     manager = _pool_manager(api)
     if manager is not None:
@@ -147,6 +161,11 @@ def build_client(options: S3Options) -> Client:
         api.meta.events.register_first("before-send.s3", transport.send)
     by_operation = _parameters_by_operation(api, parameters)
     return Client(api, str(api.meta.region_name), by_operation, policy, service, transport)
+
+
+def _presigned(signature_version: Any, **_: Any) -> str | None:
+    """Sign URLs as requests are: boto3 would take version 2, which knows no regions, and few services still take."""
+    return "s3v4-query" if signature_version == "v4-query" else None
 
 
 def _transport(options: S3Options, core: Any, arguments: Mapping[str, Any], api: Any) -> CrtTransport | None:
@@ -330,9 +349,14 @@ class _SharedTrust(ssl.SSLContext):
             self._loaded = loaded | {bundle}
 
 
+def http_session(api: Any) -> Any:
+    """The session that sends the requests of a boto3 client; None if botocore keeps it elsewhere."""
+    return getattr(getattr(api, "_endpoint", None), "http_session", None)
+
+
 def _pool_manager(api: Any) -> Any:
     """urllib3's, under boto3; None where that is not what it was."""
-    return getattr(getattr(getattr(api, "_endpoint", None), "http_session", None), "_manager", None)
+    return getattr(http_session(api), "_manager", None)
 
 
 def _share_trust_store(api: Any) -> None:

@@ -33,6 +33,19 @@ from bucketpoint.stores.wording import describe
 _RETRY, _THROTTLE, _REFRESH, _FATAL = Action.RETRY, Action.THROTTLE, Action.REFRESH, Action.FATAL
 
 
+FAILURES = (
+    StoreError,
+    boto.BotoCoreError,
+    boto.ClientError,
+    botocore.parsers.ResponseParserError,
+    urllib3.exceptions.HTTPError,
+    http.client.HTTPException,
+    OSError,
+    RecursionError,
+)
+"""Exceptions that a request can raise."""
+
+
 class Rule(NamedTuple):
     """The kind of error that a failure becomes, and what it calls for."""
 
@@ -122,6 +135,7 @@ RIGHT_BY_OPERATION: dict[str, str] = {
     "CompleteMultipartUpload": "s3:PutObject",
     "CopyObject": "s3:GetObject for what is copied and s3:PutObject for the copy",
     "CreateMultipartUpload": "s3:PutObject",
+    "DeleteObject": "s3:DeleteObject, and s3:GetObject where it names an ETag",
     "DeleteObjects": "s3:DeleteObject",
     "GetObject": "s3:GetObject",
     "HeadObject": "s3:GetObject",

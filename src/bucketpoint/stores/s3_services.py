@@ -18,6 +18,8 @@ class S3Service:
         addressing: `"path"` where the bucket is to stand in the path; None for botocore's choice, which is the host for
             AWS and the path for every other endpoint.
         conditional_put: If-None-Match and If-Match of PutObject are honoured, atomically.
+        conditional_delete: If-Match of DeleteObject is honoured, atomically.
+        expiring_delete: a presigned DeleteObject is refused once it has expired.
         equal_parts: all parts of an upload but the last must have one size. Uploads here always do so.
         lists_uploads: uploads under way are listed by any prefix of their keys, and not by the whole key only.
         header: what its replies' Server header begins with, in small letters; empty where that tells nothing.
@@ -28,6 +30,8 @@ class S3Service:
     checksums: bool
     addressing: str | None
     conditional_put: bool
+    conditional_delete: bool
+    expiring_delete: bool
     equal_parts: bool
     lists_uploads: bool
     header: str
@@ -42,6 +46,8 @@ SERVICES: Mapping[str, S3Service] = {
             checksums=True,
             addressing=None,
             conditional_put=True,
+            conditional_delete=True,  # https://docs.aws.amazon.com/AmazonS3/latest/userguide/conditional-deletes.html
+            expiring_delete=True,  # https://docs.aws.amazon.com/AmazonS3/latest/userguide/using-presigned-url.html
             equal_parts=False,
             lists_uploads=True,
             header="amazons3",
@@ -52,6 +58,8 @@ SERVICES: Mapping[str, S3Service] = {
             checksums=True,
             addressing="path",  # The host needs MINIO_DOMAIN, and a name for every bucket.
             conditional_put=True,
+            conditional_delete=False,  # It deletes whatever If-Match says: https://github.com/minio/minio/issues/21677
+            expiring_delete=True,
             equal_parts=False,
             lists_uploads=False,
             header="minio",
@@ -62,6 +70,9 @@ SERVICES: Mapping[str, S3Service] = {
             checksums=True,  # https://developers.cloudflare.com/r2/api/s3/api/#checksum-types
             addressing="path",
             conditional_put=True,  # https://developers.cloudflare.com/r2/api/s3/extensions/
+            # https://developers.cloudflare.com/r2/api/s3/conditional-operations/ names no deletions.
+            conditional_delete=False,
+            expiring_delete=True,  # https://developers.cloudflare.com/r2/api/s3/presigned-urls/
             equal_parts=True,
             lists_uploads=True,
             header="cloudflare",
@@ -70,9 +81,12 @@ SERVICES: Mapping[str, S3Service] = {
         S3Service(
             name="ceph",
             # Releases differ. Older ones know no checksums, and ignore If-None-Match: they overwrite.
+            # For deletions `bucketpoint.stores.proven_deletes` finds it out.
             checksums=False,
             addressing="path",  # The host needs rgw_dns_name, and a name for every bucket.
             conditional_put=False,
+            conditional_delete=False,
+            expiring_delete=False,
             equal_parts=False,
             lists_uploads=True,
             header="ceph",
@@ -83,6 +97,8 @@ SERVICES: Mapping[str, S3Service] = {
             checksums=True,
             addressing="path",  # The host needs --virtual-domain.
             conditional_put=True,
+            conditional_delete=True,
+            expiring_delete=True,
             equal_parts=False,
             lists_uploads=True,
             header="versitygw",
@@ -93,6 +109,8 @@ SERVICES: Mapping[str, S3Service] = {
             checksums=False,  # x-goog-hash, which is another header.
             addressing="path",
             conditional_put=False,  # ETags are only for requests that read; writes take x-goog-if-generation-match.
+            conditional_delete=False,
+            expiring_delete=False,
             equal_parts=False,
             lists_uploads=True,
             header="uploadserver",
@@ -106,6 +124,8 @@ UNKNOWN = S3Service(
     checksums=True,
     addressing=None,
     conditional_put=True,
+    conditional_delete=False,
+    expiring_delete=False,
     equal_parts=False,
     # MinIO finds uploads by their whole key only, and nothing in its answers tells it from stores that do better.
     lists_uploads=False,

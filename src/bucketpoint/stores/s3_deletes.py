@@ -1,0 +1,145 @@
+"""Deletions that may come too late: requests that are signed before they are sent, and a trial of what a service does.
+
+https://docs.aws.amazon.com/AmazonS3/latest/userguide/using-presigned-url.html
+"""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from email.utils import parsedate_to_datetime
+from typing import TYPE_CHECKING, Any
+
+import botocore.exceptions
+import botocore.parsers
+from botocore.awsrequest import AWSRequest
+
+from bucketpoint.errors import (
+    AccessDeniedError,
+    CredentialsError,
+    ObjectNotFoundError,
+    PreconditionFailedError,
+    StoreError,
+)
+from bucketpoint.stores import retry
+from bucketpoint.stores.base import Capabilities, ExpiringDeletes, Store
+from bucketpoint.stores.fsspec_probe import SCRATCH, UNDECIDED
+from bucketpoint.stores.s3_client import Client, DeletesFound, http_session
+from bucketpoint.stores.s3_errors import FAILURES, translate
+
+if TYPE_CHECKING:
+    from bucketpoint.stores.s3 import S3Store
+
+_OPERATION = "DeleteObject"
+
+# Of the trial: long enough to arrive in time, and as short as can be, with a wait that is surely longer.
+_LONG_S, _SHORT_S, _WAIT_S = 60, 1, 2.5
+
+
+@dataclass(frozen=True)
+class SignedDelete:
+    """A signed deletion of one object. Each call sends it; see `ExpiringDeletes`."""
+
+    client: Client = field(repr=False)
+    signed_url: str = field(repr=False)
+    headers: Mapping[str, str] = field(repr=False)
+    url: str
+    ends: float
+    """The whole second, by this machine's clock, after which the service refuses the request."""
+
+    @classmethod
+    def of(cls, client: Client, bucket: str, key: str, seconds: int, url: str) -> SignedDelete:
+        api, ends = client.api, float(int(time.time()) + seconds)
+        given = {**client.parameters[_OPERATION], "Bucket": bucket, "Key": key}
+        signed_url = api.generate_presigned_url(botocore.xform_name(_OPERATION), Params=given, ExpiresIn=seconds)
+        members = api.meta.service_model.operation_model(_OPERATION).input_shape.members
+        # Headers are signed, too, so they have to be sent.
+        headers = {
+            members[name].serialization["name"]: str(value)
+            for name, value in given.items()
+            if members[name].serialization.get("location") == "header"
+        }
+        return cls(client, signed_url, {**headers, "User-Agent": api.meta.config.user_agent}, url, ends)
+
+    def __call__(self) -> bool:
+        refusal, when = self._send()
+        if refusal is None or isinstance(refusal, ObjectNotFoundError):
+            return True
+        # What is said of a request that has expired is what is said to those without the right, so the clock decides.
+        if isinstance(refusal, AccessDeniedError | CredentialsError) and when >= self.ends:
+            return False
+        raise refusal
+
+    def _send(self) -> tuple[StoreError | None, float]:
+        """Send the request. Returns why the service refused it, if it did, and the time by the service's clock."""
+        api = self.client.api
+        try:
+            reply = http_session(api).send(AWSRequest("DELETE", self.signed_url, headers=dict(self.headers)).prepare())
+            content = {"status_code": reply.status_code, "headers": reply.headers, "body": reply.content}
+            said = reply.headers.get("Date")
+            when = parsedate_to_datetime(said).timestamp() if said else time.time()
+            if reply.status_code < 300:
+                return None, when
+            shape = api.meta.service_model.operation_model(_OPERATION).output_shape
+            answer = botocore.parsers.create_parser("rest-xml").parse(content, shape)
+            refusal: Exception = botocore.exceptions.ClientError(answer, _OPERATION)
+        except FAILURES as error:
+            refusal, when = error, 0.0
+        return translate(refusal, _OPERATION, self.url, region=self.client.region), when
+
+
+def proven_deletes(store: Store, prefix: str) -> Capabilities:
+    """Find out whether a store has `conditional_delete` or `expiring_delete`, and return its capabilities.
+
+    Where only a trial tells, it is made once a process for each bucket, with a scratch object below `prefix`, where the
+    caller may write and delete. Raises StoreError where nothing could be found out.
+    """
+    return store.prove_deletes(prefix) if isinstance(store, ExpiringDeletes) else store.capabilities
+
+
+def tried(store: S3Store, prefix: str) -> DeletesFound:
+    """Try out deletions of a scratch object. Takes eight small requests and 3 seconds at most."""
+    key = f"{prefix}/{SCRATCH}" if prefix else SCRATCH
+    key += secrets.token_hex(8)
+    try:
+        conditional = _found(lambda: _is_conditional(store, key))
+        expiring = not conditional and _found(lambda: _expires(store, key))
+    finally:
+        with contextlib.suppress(StoreError):
+            store.delete([key])
+    return DeletesFound(conditional, expiring)
+
+
+def _found(trial: Callable[[], bool]) -> bool:
+    try:
+        return trial()
+    except UNDECIDED:
+        raise
+    except StoreError:
+        return False
+
+
+def _is_conditional(store: S3Store, key: str) -> bool:
+    before = store.put(key, [memoryview(b"first")]).etag or ""
+    now = store.put(key, [memoryview(b"second")]).etag or ""
+    try:
+        store.delete_unseen(key, before)
+    except PreconditionFailedError:
+        # A service that refuses every condition would never delete anything.
+        store.delete_unseen(key, now)
+        return True
+    return False
+
+
+def _expires(store: S3Store, key: str) -> bool:
+    body: list[Any] = [memoryview(b"third")]
+    store.put(key, body)
+    if not store.expiring_delete(key, _LONG_S)():
+        return False
+    store.put(key, body)
+    late = store.expiring_delete(key, _SHORT_S)
+    retry.pause(_WAIT_S)
+    return not late()
