@@ -158,6 +158,12 @@ class IncompleteCheckpointError(CheckpointNotFoundError):
     """Data is there but no commit: a save that was interrupted, is still running, or failed."""
 
 
+class CheckpointDeletedError(CheckpointNotFoundError):
+    """The checkpoint was deleted, by a policy or a person, and its data goes or is gone."""
+
+    remedy_default = "Load another checkpoint: bucketpoint.latest_checkpoint(root) names the newest whole one"
+
+
 class CheckpointExistsError(BucketpointError):
     """A checkpoint is already committed here, and overwrite=False."""
 

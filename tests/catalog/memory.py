@@ -117,8 +117,8 @@ class MemoryStore:
 
         return self._request("put", act)
 
-    def get(self, key: str, *, max_bytes: int | None = None) -> tuple[bytes, ObjectInfo]:
-        return self._request("get", lambda: (self._there(key)[0], self._info(key)))
+    def get(self, key: str, *, max_bytes: int | None = None, first: int | None = None) -> tuple[bytes, ObjectInfo]:
+        return self._request("get", lambda: (self._there(key)[0][:first], self._info(key)))
 
     def head(self, key: str) -> ObjectInfo:
         return self._request("head", lambda: self._info(key))

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from bucketpoint.catalog.notes import lease, pin, report, unpin
+from bucketpoint.catalog.fence import MIN_SWEEP_AGE_S
 from bucketpoint.catalog.pruner import LOCK_SECONDS, Order, prune
 from bucketpoint.catalog.sweep import SAFETY_AGE_S, sweep
 from bucketpoint.catalog.tombstones import GoneError, undo
@@ -172,7 +173,7 @@ class Run(RuleBasedStateMachine):
             assert repr(self.catalog.snapshot().metrics()[step]["loss"]) == repr(value)
         self.store.now += 1
 
-    @rule(fault=faults, deep=st.booleans(), age=st.sampled_from([0.5, SAFETY_AGE_S]))
+    @rule(fault=faults, deep=st.booleans(), age=st.sampled_from([MIN_SWEEP_AGE_S, SAFETY_AGE_S]))
     def somebody_sweeps(self, fault: Fault | None, deep: bool, age: float) -> None:
         self.act(fault, lambda: sweep(self.catalog, older_than=age, deep=deep))
 
@@ -210,7 +211,7 @@ class Run(RuleBasedStateMachine):
         self.store.now += SAFETY_AGE_S + LOCK_SECONDS
         for _ in range(2):
             prune(self.catalog, _policy(1, False), grace=0.0, holder="last")
-        sweep(self.catalog, older_than=1.0, deep=True)
+        sweep(self.catalog, older_than=MIN_SWEEP_AGE_S, deep=True)
         assert self.catalog.snapshot().notes.tombstones == ()
         named = {"run/backup-of-step-100/x"}
         for step in self.committed():

@@ -17,8 +17,8 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 import bucketpoint as bp
 from bucketpoint.catalog.catalog import open_catalog
-from bucketpoint.catalog.pruner import unreadable
 from bucketpoint.catalog.save_log import read_record
+from bucketpoint.catalog.wholeness import inspect
 from bucketpoint.dcp.copy import copy_checkpoint, plan_copy
 from bucketpoint.dcp.saved import open_checkpoint
 from bucketpoint.dcp.verify import verify
@@ -136,4 +136,4 @@ def test_a_record_larger_than_any_is_not_read(tmp_path: Path) -> None:
         file.truncate(MAX_RECORD_BYTES + 1)
     with pytest.raises(MetadataError):
         read_record(catalog, one.key)
-    assert "cannot be read" in str(unreadable(catalog, catalog.snapshot()))
+    assert "cannot be read" in str(inspect(catalog, catalog.snapshot().checkpoints[-1]).problem)

@@ -8,7 +8,7 @@ from dataclasses import replace
 from bucketpoint.catalog.catalog import Catalog
 from bucketpoint.catalog.save_log import write_record
 from bucketpoint.catalog.snapshot import Checkpoint, Snapshot
-from bucketpoint.errors import MetadataError, ObjectNotFoundError, UnsafeDataError
+from bucketpoint.errors import CheckpointDeletedError, MetadataError, ObjectNotFoundError, UnsafeDataError
 from bucketpoint.format import catalogue
 from bucketpoint.format.record import CommitRecord
 from bucketpoint.stores import ObjectInfo
@@ -97,7 +97,7 @@ def metadata_record(catalog: Catalog, folder: str) -> CommitRecord | None:
     try:
         data, info = catalog.store.get(catalog.metadata_key(folder))
         record = record_from_metadata(data, metadata_etag=info.etag)
-    except (ObjectNotFoundError, MetadataError, UnsafeDataError):
+    except (ObjectNotFoundError, CheckpointDeletedError, MetadataError, UnsafeDataError):
         return None
     return named(record, data, info)
 

@@ -19,6 +19,7 @@ from bucketpoint.errors import (
 )
 from bucketpoint.format import catalogue, keys
 from bucketpoint.format.catalogue import StepTemplate
+from bucketpoint.format.deletion_marker import MARKER_HEAD_BYTES, is_marker
 from bucketpoint.stores import ObjectInfo, Store, open_store
 from bucketpoint.transfer.checksum import crc32c
 
@@ -115,7 +116,7 @@ class Catalog:
         """Checkpoints that one may restore from, newest first, and those that a tombstone will delete after all others.
 
         A record's `.metadata` is not looked at: whoever loads it finds out, and asks for the next. A step that has an
-        attempt under way and no record may be committed all the same, so its `.metadata` is: one HEAD each. Where
+        attempt under way and no record may be committed all the same, so its `.metadata` is: one small GET each. Where
         there is no record at all, the folders are listed, and each is looked at until the caller has enough.
         """
         snapshot = self.steps()
@@ -158,17 +159,15 @@ class Catalog:
         return [name for name in names if self.template.step_of(name) is not None]
 
     def latest(self, kind: str = "full") -> Checkpoint | None:
-        """The newest checkpoint whose `.metadata` is there, or None. One HEAD for each that is looked at."""
+        """The newest checkpoint whose `.metadata` is there, or None. One small GET for each that is looked at."""
         for one in self.candidates(kind):
             if one.key is None or self.metadata_info(one.folder) is not None:
                 return one
         return None
 
     def metadata_info(self, folder: str) -> ObjectInfo | None:
-        try:
-            return self.store.head(self.metadata_key(folder))
-        except ObjectNotFoundError:
-            return None
+        """The `.metadata` of a checkpoint; None where there is none, or the marker of a deletion. One small GET."""
+        return committed_info(self.store, self.metadata_key(folder))
 
     def metadata_key(self, folder: str) -> str:
         return self.key(f"{folder}/{keys.METADATA}")
@@ -197,6 +196,15 @@ class Catalog:
             except (CorruptDataError, ObjectNotFoundError):
                 return False
         return True
+
+
+def committed_info(store: Store, key: str) -> ObjectInfo | None:
+    """A `.metadata` object; None where there is none, or the marker of a deletion. One small GET."""
+    try:
+        head, info = store.get(key, first=MARKER_HEAD_BYTES)
+    except ObjectNotFoundError:
+        return None
+    return None if is_marker(head) else info
 
 
 def other_run(catalog: Catalog, owner: str | None) -> OtherRunError:
@@ -241,8 +249,8 @@ def latest_checkpoint(
     """URL of the newest whole checkpoint in a folder below `root`, or None if there is none.
 
     Newest is the highest number at the end of the folder's name (`step-500`, `step-00000500`, `epoch=3-step=500`);
-    folders without a number are passed over. Costs one LIST per 1,000 folders, and one HEAD for each folder, from the
-    newest on, until one is whole. Call it on one rank and broadcast the answer.
+    folders without a number are passed over. Costs one LIST per 1,000 folders, and one small GET for each folder, from
+    the newest on, until one is whole. Call it on one rank and broadcast the answer.
     """
     text = os.fspath(root).rstrip("/")
     if not text:
@@ -255,9 +263,6 @@ def latest_checkpoint(
         if match:
             folders.append((int(match.group(1)), name))
     for _, name in sorted(folders, reverse=True):
-        try:
-            store.head(keys.join(keys.join(prefix, name), keys.METADATA))
-        except ObjectNotFoundError:
-            continue
-        return f"{text}/{name}"
+        if committed_info(store, keys.join(keys.join(prefix, name), keys.METADATA)) is not None:
+            return f"{text}/{name}"
     return None

@@ -12,7 +12,8 @@ from typing import Any
 
 from bucketpoint.catalog.catalog import Catalog
 from bucketpoint.catalog.pace import Pace, paced
-from bucketpoint.catalog.pruner import Order, Pruned, prune
+from bucketpoint.catalog.prune_report import Pruned
+from bucketpoint.catalog.pruner import Order, prune
 from bucketpoint.catalog.snapshot import DELETE, THIN
 from bucketpoint.catalog.sweep import sweep
 from bucketpoint.catalog.tombstones import bury

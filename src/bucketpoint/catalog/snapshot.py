@@ -13,6 +13,9 @@ from bucketpoint.stores import ObjectInfo
 DELETE = "delete"
 THIN = "thin"
 
+BEGUN_BYTES = 4096
+"""Size of a tombstone that a pruner has claimed, so that a listing tells. One that waits is smaller."""
+
 SAFETY_AGE_S = 48 * 3600.0
 """An attempt that began so long ago is dead. Far above the longest save."""
 
@@ -67,7 +70,12 @@ class Attempt:
 
 @dataclass(frozen=True)
 class Tombstone:
-    """A checkpoint that goes at `due`, or is thinned then. `etag` is that of the note, at the time it was listed."""
+    """A checkpoint that goes at `due`, or is thinned then. `etag` is that of the note, at the time it was listed.
+
+    Attributes:
+        undone: taken back; what remains of it says nothing.
+        begun: a pruner has claimed it, and may have begun to delete.
+    """
 
     step: int
     id: str
@@ -78,6 +86,7 @@ class Tombstone:
     key: str
     etag: str | None = None
     undone: bool = False
+    begun: bool = False
 
 
 @dataclass(frozen=True)
@@ -163,6 +172,8 @@ class Snapshot:
     def rows(self) -> list[Row]:
         """What the rules decide on: every checkpoint that no tombstone stands for."""
         going = self.going()
+        # A pruner that is suspended deletes these once it wakes, whoever holds on to them now.
+        begun = {(one.folder, one.id) for one in self.notes.tombstones if one.begun and one.action == DELETE}
         metrics = self.metrics()
         held = self.held()
         return [
@@ -180,7 +191,7 @@ class Snapshot:
             )
             for one in self.checkpoints
             # A tombstone on what somebody has pinned since will be withdrawn.
-            if (one.folder, one.id) not in going or one.step in held
+            if (one.folder, one.id) not in going or (one.step in held and (one.folder, one.id) not in begun)
         ]
 
     def going(self) -> set[tuple[str, str]]:
@@ -321,7 +332,9 @@ def _tombstone(name: str, info: ObjectInfo) -> Tombstone | None:
     if due is None or action not in (DELETE, THIN):
         return None
     # An undone one is empty, so that a listing tells.
-    return Tombstone(note.step, token, due, action, mark, folder, info.key, info.etag, info.size == 0)
+    return Tombstone(
+        note.step, token, due, action, mark, folder, info.key, info.etag, info.size == 0, info.size >= BEGUN_BYTES
+    )
 
 
 def _time(text: str) -> float:

@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable
 
 from torch.distributed.checkpoint import Metadata
 
 from bucketpoint.catalog.catalog import Catalog
-from bucketpoint.catalog.pruner import Pruned, own_objects, withdraw
+from bucketpoint.catalog.prune_report import Pruned
 from bucketpoint.catalog.save_log import read_record, write_record
 from bucketpoint.catalog.snapshot import Checkpoint, Snapshot, Tombstone
-from bucketpoint.errors import MetadataError, ObjectNotFoundError, PreconditionFailedError, UnsafeDataError
+from bucketpoint.catalog.tombstones import withdraw
+from bucketpoint.errors import (
+    CheckpointDeletedError,
+    MetadataError,
+    ObjectNotFoundError,
+    PreconditionFailedError,
+    UnsafeDataError,
+)
 from bucketpoint.format import keys
 from bucketpoint.format.groups import OPTIM
 from bucketpoint.format.index_ref import INDEX_GROUP
@@ -30,20 +38,20 @@ def thin(catalog: Catalog, snapshot: Snapshot, one: Tombstone, done: Pruned) -> 
         metadata = decode_metadata(data, url=catalog.url_of_folder(one.folder))
         facts = extra(metadata)
         if facts.get("token") not in (None, one.id):
-            withdraw(catalog, one, done)
+            _void(catalog, one, done)
             return
         if facts.get("kind") != WEIGHTS:
             data = thinned_metadata(metadata)
             # Metadata that others replaced meanwhile fails the condition, and is left alone.
             info = catalog.write(key, data, if_match=info.etag)
-    except ObjectNotFoundError:
-        withdraw(catalog, one, done)
+    except (ObjectNotFoundError, CheckpointDeletedError):
+        _void(catalog, one, done)
         return
     except PreconditionFailedError:
         done.refused[name] = "its metadata has just been replaced"
         return
     except (MetadataError, UnsafeDataError) as error:
-        withdraw(catalog, one, done)
+        _void(catalog, one, done)
         done.refused[name] = f"its metadata does not allow it: {error.message}"
         return
     record = record_from_metadata(data, metadata_etag=info.etag)
@@ -59,21 +67,31 @@ def thin(catalog: Catalog, snapshot: Snapshot, one: Tombstone, done: Pruned) -> 
         record = dataclasses.replace(record, token=one.id)
     written = write_record(catalog, one.folder, one.step, record)
     failures = catalog.store.delete([other.key for other in old if other.key and other.key != written])
-    stays = {catalog.key(f"{one.folder}/{path}") for path in _paths(decode_metadata(data))}
-    prefix = len(catalog.key(f"{one.folder}/"))
-    found = [info.key for info in own_objects(catalog, one.folder)]
-    if key not in found:
+    above = catalog.key(f"{one.folder}/")
+    found = {info.key[len(above) :]: info.key for info in catalog.store.list(above)}
+    if keys.METADATA not in found:
         # Another pruner, unseen by this one, has deleted the checkpoint meanwhile: the record speaks of nothing.
         done.failures += failures + catalog.store.delete([written])
-        withdraw(catalog, one, done)
+        _void(catalog, one, done)
         return
-    # The index says what the metadata said before, and is no longer named.
-    goes = [key for key in found if key not in stays and _group(key[prefix:]) in (OPTIM, INDEX_GROUP)]
-    failures += catalog.store.delete(goes)
+    # Objects of this attempt alone: a save that is under way has objects of the same groups in the same folder. The
+    # index says what the metadata said before, and is no longer named.
+    goes = _paths_of_attempt(found, record.token, {OPTIM, INDEX_GROUP}) - _paths(decode_metadata(data))
+    failures += catalog.store.delete([found[path] for path in sorted(goes)])
     done.failures += failures
     if not failures:
         done.failures += catalog.store.delete([one.key])
         done.thinned.append(name)
+
+
+def _void(catalog: Catalog, one: Tombstone, done: Pruned) -> None:
+    if withdraw(catalog, one):
+        done.withdrawn.append((one.step, one.id))
+
+
+def _paths_of_attempt(paths: Iterable[str], token: str | None, groups: set[str]) -> set[str]:
+    named = ((path, keys.parse_data_path(path)) for path in paths)
+    return {path for path, of in named if of is not None and of[0] == token and of[2] in groups}
 
 
 def _record_of(catalog: Catalog, one: Checkpoint) -> CommitRecord | None:

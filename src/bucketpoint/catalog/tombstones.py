@@ -6,13 +6,16 @@ import json
 from dataclasses import replace
 
 from bucketpoint.catalog.catalog import Catalog
-from bucketpoint.catalog.snapshot import Checkpoint, Tombstone, read_steps
+from bucketpoint.catalog.snapshot import BEGUN_BYTES, Checkpoint, Tombstone, read_steps
 from bucketpoint.errors import BucketpointError, ObjectNotFoundError, PreconditionFailedError
 from bucketpoint.format import catalogue
 from bucketpoint.format.catalogue import NoteKey
 
 WAITING = "waiting"
 BEGUN = "begun"
+
+_WAITING_BYTES = BEGUN_BYTES // 2
+"""At most, so that the size of a tombstone tells its state: the reason is cut."""
 
 
 class GoneError(BucketpointError):
@@ -82,13 +85,22 @@ def empty(catalog: Catalog, tombstone: Tombstone) -> None:
     catalog.store.delete([tombstone.key])
 
 
+def withdraw(catalog: Catalog, tombstone: Tombstone) -> bool:
+    """Make void a tombstone that this pruner has claimed. False if another pruner has taken over."""
+    try:
+        empty(catalog, tombstone)
+    except PreconditionFailedError:
+        return False
+    return True
+
+
 def claim(catalog: Catalog, tombstone: Tombstone) -> Tombstone | None:
     """Begin with what is due. None if somebody has taken it back, or another pruner is at it."""
     try:
         info = catalog.write(tombstone.key, _body(BEGUN), if_match=tombstone.etag)
     except PreconditionFailedError:
         return None
-    return replace(tombstone, etag=info.etag)
+    return replace(tombstone, etag=info.etag, begun=True)
 
 
 def unclaim(catalog: Catalog, tombstone: Tombstone) -> None:
@@ -101,4 +113,5 @@ def state_of(data: bytes) -> str:
 
 
 def _body(state: str, reason: str = "") -> bytes:
-    return json.dumps({"reason": reason, "state": state}, sort_keys=True).encode()
+    body = json.dumps({"reason": reason[: _WAITING_BYTES // 12], "state": state}, sort_keys=True).encode()
+    return body.ljust(BEGUN_BYTES) if state == BEGUN else body

@@ -16,7 +16,7 @@ from bucketpoint.errors import BucketpointError
 
 if TYPE_CHECKING:
     from bucketpoint.catalog.catalog import Catalog
-    from bucketpoint.catalog.pruner import Pruned
+    from bucketpoint.catalog.prune_report import Pruned
     from bucketpoint.retention import Plan, RetentionPolicy, Verdict
 
 

@@ -17,6 +17,7 @@ from torch.distributed.checkpoint import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.metadata import MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.storage import WriteResult
 
+from bucketpoint.catalog.fence import AttemptFence
 from bucketpoint.dcp.commit_log import CommitLog
 from bucketpoint.dcp.planned import Reported, stock
 from bucketpoint.dcp.session import Seen
@@ -30,6 +31,7 @@ from bucketpoint.errors import (
     PreconditionFailedError,
 )
 from bucketpoint.format import index_ref, keys
+from bucketpoint.format.deletion_marker import MARKER_HEAD_BYTES, is_marker
 from bucketpoint.format.index import encode_index
 from bucketpoint.format.index_ref import index_path, make_ref, ref_of
 from bucketpoint.format.metadata import decode_metadata, encode_metadata, extension, make_record
@@ -55,7 +57,8 @@ class Commit:
 
     Attributes:
         name: `.metadata`, or `__{rank}.metadata` for a save without collectives.
-        seen: what the attempt may replace, and nothing else; None if that is not known: then whatever is there.
+        seen: the commit that was there when the save began; only it may be replaced. None: unknown, not checked.
+        fence: guards the data of the attempt against sweeps.
     """
 
     store: Store
@@ -68,18 +71,30 @@ class Commit:
     facts: Mapping[str, Any] = field(default_factory=dict)
     """Further plain values to put into the metadata. What the log says counts more."""
     seen: Seen | None = None
+    fence: AttemptFence | None = None
+
+    def ensure_alive(self) -> None:
+        """Make sure that no sweep takes this attempt for dead. Called right before each PUT of the commit.
+
+        Raises:
+            IncompleteSaveError: one has.
+        """
+        if self.fence is not None:
+            self.fence.ensure()
 
 
 def look(store: Store, prefix: str, name: str) -> Seen | None:
     """What is committed now. None if those who ask may not know."""
     try:
-        _, info = retry_transient(lambda: store.get(keys.join(prefix, name), first=1), attempts=COMMIT_ATTEMPTS)
+        head, info = retry_transient(
+            lambda: store.get(keys.join(prefix, name), first=MARKER_HEAD_BYTES), attempts=COMMIT_ATTEMPTS
+        )
     except ObjectNotFoundError:
         return Seen(there=False)
     except AccessDeniedError:
         # S3's answer for a key that is not there, to those who may not list.
         return None
-    return Seen(there=True, etag=info.etag)
+    return Seen(there=False) if is_marker(head) else Seen(there=True, etag=info.etag)
 
 
 def complete_metadata(
@@ -139,8 +154,11 @@ def commit(
     made = _encoded(request, metadata, told, facts)
     if made.index is not None:
         _put_index(request, made.index)
-    info, replaced = put_commit(request, made.data)
     sizes = {path: fact["size"] for path, fact in made.objects.items()}
+    if request.fence is not None:
+        request.fence.sizes = sizes
+    info, replaced = put_commit(request, made.data)
+    _release(request)
     if replaced is not None:
         _delete_replaced(request, replaced, kept={*made.objects, index_path(request.token)})
     if request.name == keys.METADATA:
@@ -158,6 +176,7 @@ def commit_copy(request: Commit, data: bytes, record: CommitRecord, *, paths: Co
         CheckpointExistsError, CommitConflictError: as `commit`.
     """
     info, replaced = put_commit(request, data)
+    _release(request)
     if replaced is not None:
         _delete_replaced(request, replaced, kept=set(paths))
     _write_record(request, dataclasses.replace(record, metadata_etag=info.etag))
@@ -227,14 +246,24 @@ def put_commit(request: Commit, data: bytes) -> tuple[ObjectInfo, Metadata | Non
     able = retry_transient(lambda: proven(store, request.prefix), attempts=COMMIT_ATTEMPTS)
     if not able.conditional_put:
         return _put_unconditionally(request, key, data)
+    verified = not able.conditional_replace
+    # Without a condition that was refused, or a commit that was seen, nothing is there.
+    look_first = request.seen is not None and request.seen.there
     gone: BucketpointError | None = None
     for _ in range(COMMIT_ATTEMPTS):
         try:
-            if request.seen is not None and request.seen.there and gone is None:
-                return _put_over(request, key, data, verified=not able.conditional_replace)
-            return _put_conditionally(request, key, data, verified=not able.conditional_replace)
+            if look_first:
+                there, info = _get_committed(store, key)
+                done = _replace(request, key, data, there, info, verified=verified)
+                if done is not None:
+                    return done
+                continue
         except _GoneError as error:
             gone = error.reason
+        created = _create(request, key, data)
+        if created is not None:
+            return created, None
+        look_first = True
     if isinstance(gone, AccessDeniedError):
         raise gone
     raise CommitConflictError(
@@ -258,46 +287,52 @@ def _get_committed(store: Store, key: str) -> tuple[bytes, ObjectInfo]:
         raise _GoneError(error) from None
 
 
-def _put_over(request: Commit, key: str, data: bytes, *, verified: bool) -> tuple[ObjectInfo, Metadata | None]:
-    """Replace what was there when the attempt began, if it is still that."""
-    there, info = _get_committed(request.store, key)
-    _refuse_others(request, info)
-    return _replace(request, key, data, there, info, verified=verified)
-
-
-def _put_conditionally(request: Commit, key: str, data: bytes, *, verified: bool) -> tuple[ObjectInfo, Metadata | None]:
+def _create(request: Commit, key: str, data: bytes) -> ObjectInfo | None:
+    """Commit where nothing is. None if something is."""
     store, body, crc = request.store, [memoryview(data)], crc32c(memoryview(data))
+    request.ensure_alive()
     try:
-        return retry_transient(
-            lambda: store.put(key, body, crc32c=crc, if_none_match=True), attempts=COMMIT_ATTEMPTS
-        ), None
+        return retry_transient(lambda: store.put(key, body, crc32c=crc, if_none_match=True), attempts=COMMIT_ATTEMPTS)
     except PreconditionFailedError:
-        there, info = _get_committed(store, key)
-    if there == data:
-        # Ours: the store acted, and the answer to an earlier attempt was lost on the way.
-        return info, None
-    if not request.overwrite:
-        raise CheckpointExistsError("A checkpoint is already committed here", url=request.url) from None
-    _refuse_others(request, info)
-    return _replace(request, key, data, there, info, verified=verified)
+        return None
 
 
 def _replace(
     request: Commit, key: str, data: bytes, there: bytes, info: ObjectInfo, *, verified: bool
-) -> tuple[ObjectInfo, Metadata | None]:
-    """With `verified`, what replaces a checkpoint is read back: the store looks before it writes, and no more."""
+) -> tuple[ObjectInfo, Metadata | None] | None:
+    """Commit over what is there. None if that has become the marker of a deletion meanwhile.
+
+    Args:
+        verified: read back what was written: the store looks before it writes, and no more.
+
+    Raises:
+        CheckpointExistsError, CommitConflictError: as `commit`.
+        _GoneError: it is gone.
+    """
+    if there == data:
+        # Ours: the store acted, and the answer to an earlier attempt was lost on the way.
+        return info, None
+    replaced = None
+    # A marker is nobody's checkpoint. Whoever deletes removes only what the commit before the marker had named.
+    if not is_marker(there):
+        if not request.overwrite:
+            raise CheckpointExistsError("A checkpoint is already committed here", url=request.url) from None
+        _refuse_others(request, info)
+        replaced = _readable(there, request.url)
     store, body, crc = request.store, [memoryview(data)], crc32c(memoryview(data))
-    replaced = _readable(there, request.url)
+    request.ensure_alive()
     try:
         info = retry_transient(lambda: store.put(key, body, crc32c=crc, if_match=info.etag), attempts=COMMIT_ATTEMPTS)
-        if verified:
-            _check_ours(request, key, data)
-        return info, replaced
-    except PreconditionFailedError:
+    except (ObjectNotFoundError, PreconditionFailedError):
         now, found = _get_committed(store, key)
         if now == data:
             return found, replaced
+        if is_marker(now):
+            return None
         raise _conflict(request) from None
+    if verified:
+        _check_ours(request, key, data)
+    return info, replaced
 
 
 def _refuse_others(request: Commit, found: ObjectInfo) -> None:
@@ -320,12 +355,14 @@ def _put_unconditionally(request: Commit, key: str, data: bytes) -> tuple[Object
     replaced = None
     try:
         there, found = request.store.get(key)
-        if not request.overwrite:
-            raise CheckpointExistsError("A checkpoint is already committed here", url=request.url)
-        _refuse_others(request, found)
-        replaced = _readable(there, request.url)
+        if not is_marker(there):
+            if not request.overwrite:
+                raise CheckpointExistsError("A checkpoint is already committed here", url=request.url)
+            _refuse_others(request, found)
+            replaced = _readable(there, request.url)
     except ObjectNotFoundError:
         pass
+    request.ensure_alive()
     info = request.store.put(key, [memoryview(data)], crc32c=crc32c(memoryview(data)))
     _check_ours(request, key, data)
     return info, replaced
@@ -354,6 +391,14 @@ def _write_record(request: Commit, record: CommitRecord) -> None:
         request.store.put(keys.join(request.prefix, keys.RECORD), [body], crc32c=crc32c(body))
     except BucketpointError as error:
         logger.warning("the checkpoint is committed, but its record was not written and can be rebuilt: %s", error)
+
+
+def _release(request: Commit) -> None:
+    try:
+        if request.fence is not None:
+            request.fence.release()
+    except BucketpointError as error:
+        logger.warning("the fence of a save that has committed stays until the next deep sweep: %s", error)
 
 
 def _delete_replaced(request: Commit, replaced: Metadata, *, kept: set[str]) -> None:

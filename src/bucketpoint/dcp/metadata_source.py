@@ -15,6 +15,7 @@ from torch.distributed.checkpoint import Metadata
 
 from bucketpoint.errors import (
     AccessDeniedError,
+    CheckpointDeletedError,
     CheckpointNotFoundError,
     CorruptDataError,
     IncompleteCheckpointError,
@@ -23,6 +24,7 @@ from bucketpoint.errors import (
     StoreError,
 )
 from bucketpoint.format import index_ref, keys
+from bucketpoint.format.deletion_marker import is_marker, parse_marker
 from bucketpoint.format.index_read import is_index
 from bucketpoint.format.index_ref import IndexRef
 from bucketpoint.format.metadata import extra
@@ -53,7 +55,7 @@ class MetadataSource:
             indexed: whether an index will do.
 
         Raises:
-            CheckpointNotFoundError: nothing is committed here.
+            CheckpointNotFoundError: nothing is committed here. CheckpointDeletedError: not any more.
         """
         head, info = self._first(keys.METADATA, index_ref.HEAD_BYTES if indexed else None)
         whole = info.size <= len(head)
@@ -70,7 +72,7 @@ class MetadataSource:
         """A metadata object.
 
         Raises:
-            CheckpointNotFoundError: it is not there.
+            CheckpointNotFoundError: it is not there. CheckpointDeletedError: not any more.
         """
         return self.get_with_info(name)[0]
 
@@ -81,11 +83,17 @@ class MetadataSource:
     def _first(self, name: str, first: int | None) -> tuple[bytes, ObjectInfo]:
         key = keys.join(self.prefix, name)
         try:
-            return retry_transient(
+            data, info = retry_transient(
                 lambda: self.store.get(key, max_bytes=MAX_METADATA_BYTES, first=first), attempts=self.attempts
             )
         except ObjectNotFoundError:
             raise CheckpointNotFoundError(f"There is no {name} here", url=self.url) from None
+        if first is not None and is_marker(data) and len(data) < info.size:
+            return self._first(name, None)
+        marker = parse_marker(data)
+        if marker is not None:
+            raise CheckpointDeletedError(marker.text, url=self.url)
+        return data, info
 
     def _index(self, ref: IndexRef) -> bytes | None:
         """The index, if it is the one that is meant. Whatever is wrong with it, `.metadata` says the same."""

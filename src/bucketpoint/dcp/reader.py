@@ -27,6 +27,7 @@ from bucketpoint.dcp.read_plan import ReadPlan
 from bucketpoint.dcp.saved_chunk import PlannedItem, SavedChunk, chunk_of_probe
 from bucketpoint.dcp.session import Location, as_url, world_size
 from bucketpoint.errors import (
+    CheckpointDeletedError,
     CheckpointNotFoundError,
     CorruptDataError,
     MismatchError,
@@ -152,8 +153,9 @@ class BucketReader(StorageReader):
             try:
                 return self._read_of_rank(int(rank))
             except CheckpointNotFoundError:
-                source = self._source()
-                failure = source.nothing_here(source.names_here())
+                if not isinstance(failure, CheckpointDeletedError):
+                    source = self._source()
+                    failure = source.nothing_here(source.names_here())
             except Exception as error:  # noqa: BLE001 (kept, and raised once DCP touches the metadata)
                 failure = error
         return Unread(failure)

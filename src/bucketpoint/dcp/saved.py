@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from bucketpoint.dcp.metadata_source import MetadataSource, committed_etags
 from bucketpoint.dcp.session import as_url
-from bucketpoint.errors import CheckpointNotFoundError
+from bucketpoint.errors import CheckpointDeletedError, CheckpointNotFoundError
 from bucketpoint.format import keys
 from bucketpoint.format.index_ref import IndexRef, ref_of
 from bucketpoint.format.metadata import decode_metadata, extra, record_of
@@ -98,7 +98,8 @@ def open_checkpoint(
         trusted: unpickle without the allow-list.
 
     Raises:
-        CheckpointNotFoundError: nothing is committed here; IncompleteCheckpointError where data is.
+        CheckpointNotFoundError: nothing is committed here; IncompleteCheckpointError where data is,
+            CheckpointDeletedError where a checkpoint was deleted.
         MetadataError, UnsafeDataError: the metadata cannot or must not be read.
     """
     text = as_url(url) or ""
@@ -106,6 +107,8 @@ def open_checkpoint(
     source = MetadataSource(store, prefix, text, TransferOptions().read_attempts)
     try:
         data, info = source.get_with_info(keys.METADATA)
+    except CheckpointDeletedError:
+        raise
     except CheckpointNotFoundError:
         raise _nothing_here(source) from None
     metadata = decode_metadata(data, trusted=trusted, url=text)

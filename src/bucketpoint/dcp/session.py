@@ -11,6 +11,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from bucketpoint.catalog.fence import Stopwatch
 from bucketpoint.errors import BucketpointError, InvalidURLError
 from bucketpoint.format.keys import new_token
 from bucketpoint.stores import Store, open_store
@@ -87,6 +88,7 @@ class SaveSession:
     """What one save of this rank needs to know. Lives on the thread that DCP runs the save on.
 
     Attributes:
+        since: started before any rank sent data.
         seen: by the coordinator, when the save began; None if that is not known.
     """
 
@@ -96,6 +98,7 @@ class SaveSession:
     rank: int = 0
     use_collectives: bool = True
     started: float = field(default_factory=time.monotonic)
+    since: Stopwatch = field(default_factory=Stopwatch)
     seen: Seen | None = None
 
     def move(self, state: SaveState) -> None:

@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.metadata import StorageMeta
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
+from bucketpoint.catalog.fence import AttemptFence
 from bucketpoint.catalog.keeping import Keeping
 from bucketpoint.catalog.pruning import PruneWorker
 from bucketpoint.dcp.boundary import dcp_call
@@ -203,6 +204,7 @@ class BucketWriter(StorageWriter):
             overwrite=self.overwrite,
             log=self._log_of(session),
             seen=session.seen,
+            fence=AttemptFence(store, prefix, session.token, session.since),
         )
         committed = commit(
             request,

@@ -17,6 +17,9 @@ RECORD = ".bucketpoint.json"
 
 DATA_FOLDER = "data"
 
+FENCE_FOLDER = f"{CATALOGUE}/fences"
+"""Where the fences of attempts lie, within a checkpoint's folder. Trainers and pruners may write and delete there."""
+
 _TOKEN_BYTES = 6
 _GROUP = re.compile(r"[A-Za-z0-9_.]+")
 _DATA_PATH = re.compile(
@@ -24,6 +27,8 @@ _DATA_PATH = re.compile(
     r"-(?P<group>[A-Za-z0-9_.]+)-(?P<n>0|[1-9][0-9]*)\.distcp",
     re.ASCII,
 )
+_FENCE_PATH = re.compile(CATALOGUE + r"/fences/(?P<token>[0-9a-f]{12})", re.ASCII)
+_RANK_METADATA = re.compile(r"__(0|[1-9][0-9]{0,8})\.metadata", re.ASCII)
 _REFUSED_CHARACTER = re.compile(r"[\x00-\x1f\x7f\ud800-\udfff\\]")
 _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.\-]*:", re.ASCII)
 
@@ -33,6 +38,22 @@ def rank_metadata(rank: int) -> str:
     if rank < 0:
         raise ValueError(f"rank {rank} is negative")
     return f"__{rank}{METADATA}"
+
+
+def is_rank_metadata(path: str) -> bool:
+    """Whether `rank_metadata` makes this path of some rank."""
+    return _RANK_METADATA.fullmatch(path) is not None
+
+
+def fence_path(token: str) -> str:
+    """The path of the object that decides whether an attempt commits or is swept."""
+    return f"{FENCE_FOLDER}/{token}"
+
+
+def parse_fence_path(path: str) -> str | None:
+    """The token that `fence_path` made this path of, or None for any other path."""
+    match = _FENCE_PATH.fullmatch(path)
+    return match["token"] if match is not None else None
 
 
 def new_token() -> str:
@@ -65,6 +86,12 @@ def parse_data_path(path: str) -> tuple[str, int, str, int] | None:
     if match["entropy"] != _entropy(rank, group, n):
         return None
     return match["token"], rank, group, n
+
+
+def token_of(path: str) -> str | None:
+    """The token of the attempt that a data path was made for, or None for any other path."""
+    named = parse_data_path(path)
+    return named[0] if named is not None else None
 
 
 def join(prefix: str, relative: str) -> str:

@@ -25,8 +25,9 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from bucketpoint.errors import MetadataError, UnsafeDataError
+from bucketpoint.errors import CheckpointDeletedError, MetadataError, UnsafeDataError
 from bucketpoint.format.allow_list import METADATA_GLOBALS
+from bucketpoint.format.deletion_marker import parse_marker
 from bucketpoint.format.index_ref import INDEX_ATTRIBUTE, IndexRef
 from bucketpoint.format.index_view import as_stock
 from bucketpoint.format.keys import parse_data_path
@@ -135,7 +136,11 @@ def decode_metadata(data: bytes, *, trusted: bool = False, url: str | None = Non
     Raises:
         UnsafeDataError: the pickle names something that DCP metadata never has. Nothing of it was run.
         MetadataError: it is not DCP metadata.
+        CheckpointDeletedError: a deletion has replaced it by its marker.
     """
+    marker = parse_marker(data)
+    if marker is not None:
+        raise CheckpointDeletedError(marker.text, url=url)
     with without_gc():
         metadata = _unpickle_trusted(data, url) if trusted else _unpickle_safely(bytes(data), url)
     if not isinstance(metadata, Metadata):

@@ -1,0 +1,187 @@
+"""Deleting checkpoints. A deletion is a commit: `.metadata` goes by one conditional request before any data does.
+
+Where the store can compare and delete in one step that is a DELETE; elsewhere, and where only the metadata tells which
+objects go, `.metadata` is replaced by a marker, and the sweep removes that. Nothing is deleted for the folder that it
+lies in: only what the commit that goes has named. Data objects carry the token of their attempt.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+from bucketpoint.catalog.adopt import named
+from bucketpoint.catalog.catalog import Catalog
+from bucketpoint.catalog.prune_report import Pruned
+from bucketpoint.catalog.snapshot import Snapshot, Tombstone
+from bucketpoint.catalog.tombstones import withdraw
+from bucketpoint.errors import MetadataError, ObjectNotFoundError, PreconditionFailedError, UnsafeDataError
+from bucketpoint.format import catalogue, keys
+from bucketpoint.format.deletion_marker import DeletionMarker, parse_marker
+from bucketpoint.stores import DeleteFailure, ObjectInfo
+
+
+@dataclass
+class Doomed:
+    """What goes with one checkpoint.
+
+    Attributes:
+        data: keys of its objects.
+        marker: the marker in place of its `.metadata`; None if nothing is there.
+    """
+
+    data: list[str] = field(default_factory=list)
+    marker: ObjectInfo | None = None
+
+
+def delete_checkpoints(catalog: Catalog, snapshot: Snapshot, going: list[Tombstone], done: Pruned) -> None:
+    """Delete checkpoints whose tombstones this pruner has claimed, and say in `done` what came of it.
+
+    The commit, then the record and the data, then the notes and the tombstone. Each checkpoint costs a LIST of its
+    folder and a conditional request for its `.metadata`; the deletes of all else are shared.
+    """
+    doomed = {one: found for one in going if (found := _uncommit(catalog, snapshot, one, done)) is not None}
+    wanted = {one: _records(snapshot, one) + found.data for one, found in doomed.items()}
+    _delete_all(catalog, wanted, doomed, done)
+    markers = {found.marker.key: found.marker for found in doomed.values() if found.marker is not None}
+    done.failures += remove_markers(catalog, list(markers.values()))
+    alone = Counter(one.step for one in snapshot.checkpoints)
+    notes = {one: _notes(snapshot, one.step, alone[one.step] <= 1) + _tombstones(snapshot, one) for one in doomed}
+    _delete_all(catalog, notes, doomed, done)
+    done.deleted += [(one.step, one.id) for one in doomed]
+
+
+def remove_markers(catalog: Catalog, markers: list[ObjectInfo]) -> list[DeleteFailure]:
+    """Remove markers, unless a save has replaced them. Where the store cannot tell, they stay for the sweep."""
+    if not markers or not catalog.store.capabilities.conditional_delete:
+        return []
+    for marker in markers:
+        if marker.etag is None:
+            continue
+        try:
+            catalog.store.delete_if(marker.key, marker.etag)
+        except (ObjectNotFoundError, PreconditionFailedError):
+            # A save has committed in its place.
+            continue
+    return []
+
+
+def _uncommit(catalog: Catalog, snapshot: Snapshot, one: Tombstone, done: Pruned) -> Doomed | None:
+    """Take the commit away. None if there is another commit by now, which stays whole."""
+    above = catalog.key(f"{one.folder}/")
+    listed = {info.key[len(above) :]: info for info in catalog.store.list(above)}
+    committed = listed.get(keys.METADATA)
+    if committed is None:
+        # Deleted by hand, or by a pruner that got so far: the data of the attempt is left.
+        return Doomed(_data(catalog, snapshot, one, listed, ()))
+    if one.mark != catalogue.UNKNOWN and catalogue.mark_of(committed.etag) == one.mark:
+        by_token = any(keys.token_of(path) == one.id for path in listed)
+        # Only the names that other writers gave need the metadata itself.
+        data = None if by_token else _get(catalog, committed)
+    else:
+        data = _get(catalog, committed)
+        marker = parse_marker(data)
+        if marker is not None:
+            begun = marker.token == one.id
+            return Doomed(
+                _data(catalog, snapshot, one, listed, marker.paths if begun else ()), committed if begun else None
+            )
+        if one.mark != catalogue.UNKNOWN or _token_in(data, committed) != one.id:
+            _void(catalog, one, done)
+            return None
+    paths = _flat_paths(data) if data is not None else ()
+    written = None
+    try:
+        if data is None and committed.etag is not None and catalog.store.capabilities.conditional_delete:
+            catalog.store.delete_if(committed.key, committed.etag)
+        else:
+            marker = DeletionMarker(one.id, catalog.clock(), "by the retention policy", paths)
+            written = catalog.write(committed.key, marker.encode(), if_match=committed.etag)
+    except ObjectNotFoundError:
+        pass
+    except PreconditionFailedError:
+        _void(catalog, one, done)
+        return None
+    return Doomed(_data(catalog, snapshot, one, listed, paths), written)
+
+
+def _void(catalog: Catalog, one: Tombstone, done: Pruned) -> None:
+    if withdraw(catalog, one):
+        done.withdrawn.append((one.step, one.id))
+
+
+def _get(catalog: Catalog, committed: ObjectInfo) -> bytes:
+    try:
+        return catalog.store.get(committed.key)[0]
+    except ObjectNotFoundError:
+        return b""
+
+
+def _token_in(data: bytes, info: ObjectInfo) -> str | None:
+    from bucketpoint.format.metadata import record_from_metadata
+
+    try:
+        return named(record_from_metadata(data), data, info).token
+    except (MetadataError, UnsafeDataError):
+        return None
+
+
+def _flat_paths(data: bytes) -> tuple[str, ...]:
+    """The objects that metadata of another writer names beside itself. Whatever lies deeper may be another's."""
+    from bucketpoint.format.metadata import decode_metadata
+    from bucketpoint.format.storage_info import read_storage_info
+
+    try:
+        stored = decode_metadata(data).storage_data or {}
+        paths = {read_storage_info(info).path for info in stored.values()}
+    except (MetadataError, UnsafeDataError):
+        return ()
+    return tuple(sorted(path for path in paths if "/" not in path and keys.may_be_data(path)))
+
+
+def _data(
+    catalog: Catalog, snapshot: Snapshot, one: Tombstone, listed: dict[str, ObjectInfo], paths: tuple[str, ...]
+) -> list[str]:
+    """Keys of what goes: the objects of the attempt, and of those that it has replaced in its folder."""
+    tokens = {one.id, *(other.id for other in snapshot.superseded if other.folder == one.folder)}
+    named_by_it = {keys.RECORD, *(path for path in paths if "/" not in path and keys.may_be_data(path))}
+    return [
+        info.key
+        for path, info in listed.items()
+        if keys.token_of(path) in tokens or keys.parse_fence_path(path) in tokens or path in named_by_it
+    ]
+
+
+def _records(snapshot: Snapshot, one: Tombstone) -> list[str]:
+    # Those of commits that this one replaced too: alone in the listing, they would stand for a checkpoint.
+    records = [*snapshot.checkpoints, *snapshot.superseded]
+    return [other.key for other in records if other.key and other.folder == one.folder]
+
+
+def _notes(snapshot: Snapshot, step: int, alone: bool) -> list[str]:
+    """What was said about a step; it goes with the last checkpoint of that step."""
+    if not alone:
+        return []
+    said = snapshot.notes
+    about = [(one.step, one.key) for one in said.reports]
+    about += [(one.step, one.key) for one in said.pins]
+    about += [(one.step, one.key) for one in said.leases]
+    about += [(one.step, one.key) for one in said.resumes]
+    return list(dict.fromkeys(key for of, key in about if of == step))
+
+
+def _tombstones(snapshot: Snapshot, one: Tombstone) -> list[str]:
+    # Of a thinning that was to come as well: taking it back would say that there is something left.
+    same = [other.key for other in snapshot.notes.tombstones if (other.folder, other.id) == (one.folder, one.id)]
+    return [*same, one.key] if one.key not in same else same
+
+
+def _delete_all(
+    catalog: Catalog, wanted: dict[Tombstone, list[str]], doomed: dict[Tombstone, Doomed], done: Pruned
+) -> None:
+    """Delete in shared batches. A checkpoint of which a key was refused goes no further: the next prune tries again."""
+    failures = catalog.store.delete([key for one in doomed for key in wanted[one]])
+    done.failures += failures
+    failed = {failure.key for failure in failures}
+    for one in [one for one in doomed if not failed.isdisjoint(wanted[one])]:
+        del doomed[one]

@@ -1,0 +1,172 @@
+"""The fence of an attempt: either its save may commit, or a sweep may remove its data, and never both.
+
+A sweep removes nothing that is younger than `MIN_SWEEP_AGE_S`. A save that is about to commit and has given no sign of
+life for `FENCE_AGE_S` first writes its fence, create-only, and then looks whether its data are all there. A sweep
+writes the same object before it removes data of the attempt: whoever comes second stops. Once the data are gone the
+sweep removes the fence, and a save that comes later misses its data. A save that is younger makes no request for this.
+
+What the condition cannot guard is a commit that is sent in time and reaches the store half an hour later. Amazon S3 and
+its like refuse requests that were signed more than 15 minutes before (`RequestTimeTooSkewed`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from bucketpoint.errors import AccessDeniedError, IncompleteSaveError, ObjectNotFoundError, PreconditionFailedError
+from bucketpoint.format import keys
+from bucketpoint.stores import ObjectInfo, Store
+from bucketpoint.transfer import retry_transient
+from bucketpoint.transfer.checksum import crc32c
+
+MIN_SWEEP_AGE_S = 3600.0
+"""No sweep removes what is younger. Twice `FENCE_AGE_S`, which leaves half an hour for a commit that is under way."""
+
+FENCE_AGE_S = MIN_SWEEP_AGE_S / 2
+
+ATTEMPTS = 3
+SAVE, SWEEP = "save", "sweep"
+
+
+@dataclass(frozen=True)
+class Stopwatch:
+    """Time since it was started, also over a suspension of the process or of the machine."""
+
+    wall: float = field(default_factory=lambda: time.time())
+    awake: float = field(default_factory=lambda: _boottime())
+
+    def seconds(self) -> float:
+        """Seconds since the start, by the one of two clocks that says more: each may stand still or be set back."""
+        return max(time.time() - self.wall, _boottime() - self.awake)
+
+
+def _boottime() -> float:
+    # CLOCK_MONOTONIC stands still while a laptop sleeps, and CLOCK_BOOTTIME does not. Only Linux has it.
+    clock = getattr(time, "CLOCK_BOOTTIME", None)
+    return time.monotonic() if clock is None else time.clock_gettime(clock)
+
+
+class AttemptFence:
+    """Signs of life of one attempt to save, on the rank that commits it.
+
+    Args:
+        since: started before any rank of the attempt sent data.
+
+    Attributes:
+        sizes: the data objects that the commit will name, by their paths, in bytes.
+    """
+
+    def __init__(self, store: Store, prefix: str, token: str, since: Stopwatch) -> None:
+        self.sizes: Mapping[str, int] = {}
+        self._store = store
+        self._prefix = prefix
+        self._token = token
+        self._alive = since
+        self._etag: str | None = None
+        self._taken = False
+
+    def ensure(self) -> None:
+        """Make sure that no sweep removes the data of this attempt now. Call it right before each PUT of the commit.
+
+        Raises:
+            IncompleteSaveError: a sweep has removed them, or may have.
+        """
+        if self._alive.seconds() >= FENCE_AGE_S:
+            self.take()
+
+    def take(self) -> None:
+        """Write the fence, or renew it: from now on sweeps take the attempt for one that has just begun.
+
+        Raises:
+            IncompleteSaveError: a sweep has condemned the attempt, or data of it are gone.
+        """
+        alive = Stopwatch()
+        body = memoryview(_body(SAVE))
+        try:
+            info = retry_transient(
+                lambda: self._store.put(
+                    self._key, [body], crc32c=crc32c(body), if_none_match=not self._taken, if_match=self._etag
+                ),
+                attempts=ATTEMPTS,
+            )
+        except PreconditionFailedError:
+            info = self._own()
+        missing = self._missing()
+        if missing is not None:
+            self._store.delete([self._key])
+            raise self._swept(f"{missing} is gone or has another size")
+        self._taken, self._etag, self._alive = True, info.etag, alive
+
+    def release(self) -> None:
+        """Remove the fence, once the attempt has committed. Best effort: sweeps remove what stays."""
+        if self._taken:
+            self._store.delete([self._key])
+
+    def _own(self) -> ObjectInfo:
+        """The fence, if it is that of the save: an answer may have been lost."""
+        try:
+            data, info = retry_transient(lambda: self._store.get(self._key, max_bytes=1 << 16), attempts=ATTEMPTS)
+        except ObjectNotFoundError:
+            data = b""
+        if data != _body(SAVE):
+            raise self._swept("its fence says so")
+        return info
+
+    def _missing(self) -> str | None:
+        """An object of the attempt that is not there as it was sent. One LIST for each 1,000 objects."""
+        if not self.sizes:
+            return None
+        above = keys.join(self._prefix, f"{keys.DATA_FOLDER}/")
+        start = len(above) - len(keys.DATA_FOLDER) - 1
+        try:
+            found = {info.key[start:]: info.size for info in self._store.list(above)}
+        except AccessDeniedError:
+            # Those who may not list are told of single objects, and for one that is gone they are denied as well.
+            found = {}
+            for path in self.sizes:
+                with contextlib.suppress(AccessDeniedError, ObjectNotFoundError):
+                    found[path] = self._store.head(keys.join(self._prefix, path)).size
+        return next((path for path, size in self.sizes.items() if found.get(path) != size), None)
+
+    def _swept(self, reason: str) -> IncompleteSaveError:
+        return IncompleteSaveError(
+            f"A sweep took this save for dead and has removed data of it, so nothing was committed: {reason}",
+            url=f"{self._store.url}/{self._prefix}",
+            remedy="Sweep later: raise prune.debris_after in the policy, or --older-than of bucketpoint gc, above what "
+            "the longest save takes",
+        )
+
+    @property
+    def _key(self) -> str:
+        return keys.join(self._prefix, keys.fence_path(self._token))
+
+
+def condemn(store: Store, prefix: str, token: str, there: ObjectInfo | None) -> bool:
+    """Write the fence of an attempt as a sweep. True if its save can no longer commit, so that its data may go.
+
+    Args:
+        there: the fence as it was listed, old enough; None if there was none.
+    """
+    key, body = keys.join(prefix, keys.fence_path(token)), memoryview(_body(SWEEP))
+    try:
+        store.put(
+            key,
+            [body],
+            crc32c=crc32c(body),
+            if_none_match=there is None,
+            if_match=there.etag if there is not None else None,
+        )
+        return True
+    except PreconditionFailedError:
+        try:
+            return store.get(key, max_bytes=1 << 16)[0] == _body(SWEEP)
+        except ObjectNotFoundError:
+            return False
+
+
+def _body(by: str) -> bytes:
+    return json.dumps({"held_by": by}).encode()

@@ -1,0 +1,191 @@
+"""The sweep of one checkpoint folder: data and uploads of dead attempts, their fences, and markers of deletions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from bucketpoint.catalog.catalog import Catalog
+from bucketpoint.catalog.deletion import remove_markers
+from bucketpoint.catalog.fence import Stopwatch, condemn
+from bucketpoint.errors import CheckpointDeletedError, MetadataError, ObjectNotFoundError, UnsafeDataError
+from bucketpoint.format import keys
+from bucketpoint.stores import DeleteFailure, ObjectInfo, OpenUpload
+
+_LOOKED_S = 60.0
+"""A marker is removed without a condition only so soon after the folder was listed."""
+
+
+@dataclass
+class Swept:
+    """What was removed, or would be in a dry run. `bytes` are of objects; what parts of uploads hold is not known."""
+
+    objects: list[str] = field(default_factory=list)
+    bytes: int = 0
+    uploads: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    failures: list[DeleteFailure] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class FolderState:
+    """What a sweep found in a folder.
+
+    Attributes:
+        clean: nothing of a dead attempt is left there, so that its intent may go.
+        uncommitted: nothing is committed there.
+    """
+
+    clean: bool
+    uncommitted: bool
+
+
+@dataclass(frozen=True)
+class _Commits:
+    """What the commits of a folder name.
+
+    Attributes:
+        paths: of data objects, and of indexes; None if nothing is committed.
+        deleted: in place of a commit there is the marker of a deletion.
+    """
+
+    paths: frozenset[str] | None
+    deleted: bool = False
+
+
+def sweep_folder(
+    catalog: Catalog, folder: str, announced: list[OpenUpload], swept: Swept, *, oldest: float, dry_run: bool
+) -> FolderState:
+    """Remove from one folder what attempts left that have not been heard of since `oldest`.
+
+    Objects of one attempt go together or not at all, and only once its fence says that it cannot commit any more.
+
+    Args:
+        announced: uploads that the store does not list by the folder.
+        swept: is told what was removed.
+    """
+    watch = Stopwatch()
+    above = catalog.key(f"{folder}/")
+    listed = _listed(catalog, above)
+    uploads = [*catalog.store.list_multipart(above), *announced]
+    # Deeper in the folder there may be another run, whose sweep they are.
+    uploads = [one for one in uploads if keys.parse_data_path(one.key[len(above) :]) is not None]
+    try:
+        commits = _read_commits(catalog, above, listed)
+        alive = _alive_tokens(listed, uploads, oldest)
+        dead = _tokens(listed) - _tokens(commits.paths or ()) - alive
+        if dead and not dry_run:
+            fences = {token: listed.get(keys.fence_path(token)) for token in dead}
+            dead = {token for token in dead if condemn(catalog.store, above[:-1], token, fences[token])}
+            # A save may have committed and removed its fence between the listing and the condemnation.
+            listed = _listed(catalog, above)
+            commits = _read_commits(catalog, above, listed)
+    except (MetadataError, UnsafeDataError):
+        # The metadata could name anything.
+        return FolderState(clean=False, uncommitted=False)
+    named = commits.paths or frozenset()
+    orphans, young = [], False
+    for path, info in listed.items():
+        token = keys.token_of(path)
+        if token is None or path in named:
+            continue
+        if token in dead or (token in _tokens(named) and is_old(info.modified, oldest)):
+            orphans.append(info)
+        else:
+            young = True
+    stale = [one for one in uploads if _token_of_key(one.key) not in alive]
+    young = young or len(stale) < len(uploads)
+    failures: list[DeleteFailure] = []
+    if not dry_run:
+        for one in stale:
+            catalog.store.abort_multipart(one.key, one.upload_id)
+        failures = catalog.store.delete([info.key for info in orphans])
+        if not failures:
+            # Only now: as long as data of it is there, the save must find that it has been condemned.
+            failures += catalog.store.delete(_stale_fences(listed, dead | _tokens(named), oldest))
+        marker = listed.get(keys.METADATA)
+        if commits.deleted and marker is not None and not young and not failures and is_old(marker.modified, oldest):
+            _remove_marker(catalog, marker, watch)
+    swept.uploads += [one.key for one in stale]
+    swept.objects += [info.key for info in orphans]
+    swept.bytes += sum(info.size for info in orphans)
+    swept.failures += failures
+    return FolderState(clean=not young and not failures, uncommitted=commits.paths is None)
+
+
+def is_old(moment: float | None, oldest: float) -> bool:
+    """Whether a time that the store tells is before `oldest`. What the store does not date is not known to be old."""
+    return moment is not None and moment < oldest
+
+
+def _read_commits(catalog: Catalog, above: str, listed: Mapping[str, ObjectInfo]) -> _Commits:
+    """What is named by `.metadata`, and by the metadata of each rank where a save ran without collectives.
+
+    Raises:
+        MetadataError, UnsafeDataError: one of them cannot be read.
+    """
+    found: set[str] | None = None
+    deleted = False
+    for name in [keys.METADATA, *filter(keys.is_rank_metadata, listed)]:
+        try:
+            found = (found or set()) | _named_by(catalog.store.get(above + name)[0])
+        except ObjectNotFoundError:
+            continue
+        except CheckpointDeletedError:
+            deleted = True
+    return _Commits(None if found is None else frozenset(found), deleted)
+
+
+def _named_by(data: bytes) -> set[str]:
+    from bucketpoint.format.index_ref import ref_of
+    from bucketpoint.format.metadata import decode_metadata
+    from bucketpoint.format.storage_info import read_storage_info
+
+    metadata = decode_metadata(data)
+    index = ref_of(metadata)
+    named = {read_storage_info(info).path for info in (metadata.storage_data or {}).values()}
+    return named | ({index.path} if index is not None else set())
+
+
+def _alive_tokens(listed: Mapping[str, ObjectInfo], uploads: list[OpenUpload], oldest: float) -> set[str]:
+    """Attempts that have given a sign of life since `oldest`: an object, an upload that began, or their fence."""
+    seen = {_token_of_key(one.key) for one in uploads if not is_old(one.started, oldest)}
+    for path, info in listed.items():
+        if not is_old(info.modified, oldest):
+            seen |= {keys.token_of(path), keys.parse_fence_path(path)}
+    return {token for token in seen if token is not None}
+
+
+def _stale_fences(listed: Mapping[str, ObjectInfo], ended: set[str], oldest: float) -> list[str]:
+    """Fences of attempts that have ended, and old ones that have no data beside them."""
+    with_data = _tokens(listed)
+    fences = {token: info for path, info in listed.items() if (token := keys.parse_fence_path(path)) is not None}
+    return [
+        info.key
+        for token, info in fences.items()
+        if token in ended or (token not in with_data and is_old(info.modified, oldest))
+    ]
+
+
+def _remove_marker(catalog: Catalog, marker: ObjectInfo, watch: Stopwatch) -> None:
+    if catalog.store.capabilities.conditional_delete:
+        remove_markers(catalog, [marker])
+        return
+    # Without conditions the marker is looked at again, and a sweep that was suspended meanwhile lets it be.
+    try:
+        if catalog.store.head(marker.key).etag == marker.etag and watch.seconds() < _LOOKED_S:
+            catalog.store.delete([marker.key])
+    except ObjectNotFoundError:
+        return
+
+
+def _listed(catalog: Catalog, above: str) -> dict[str, ObjectInfo]:
+    return {info.key[len(above) :]: info for info in catalog.store.list(above)}
+
+
+def _tokens(paths: Iterable[str]) -> set[str]:
+    return {token for path in paths if (token := keys.token_of(path)) is not None}
+
+
+def _token_of_key(key: str) -> str | None:
+    return keys.token_of("/".join(key.rsplit("/", 3)[-3:]))

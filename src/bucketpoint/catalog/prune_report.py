@@ -1,0 +1,29 @@
+"""The report of one prune."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from bucketpoint.stores import DeleteFailure
+
+
+@dataclass
+class Pruned:
+    """What a prune did. Checkpoints are (step, id).
+
+    Attributes:
+        buried: got a tombstone.
+        deleted, thinned: gone, and reduced to their weights.
+        withdrawn: had a tombstone that is now void: somebody holds on to them, or they were saved anew.
+        refused: ordered, and not done, with the reason.
+        failures: keys that the store did not delete, and why; what has failed is tried again by the next prune.
+        stopped: why nothing was done at all: another one prunes, or the newest checkpoint cannot be read.
+    """
+
+    buried: list[tuple[int, str]] = field(default_factory=list)
+    deleted: list[tuple[int, str]] = field(default_factory=list)
+    thinned: list[tuple[int, str]] = field(default_factory=list)
+    withdrawn: list[tuple[int, str]] = field(default_factory=list)
+    refused: dict[tuple[int, str], str] = field(default_factory=dict)
+    failures: list[DeleteFailure] = field(default_factory=list)
+    stopped: str | None = None

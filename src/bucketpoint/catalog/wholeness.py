@@ -1,0 +1,79 @@
+"""Whether a checkpoint is whole, as far as its record and listings tell. The pruner relies on its newest one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from bucketpoint.catalog.catalog import Catalog
+from bucketpoint.catalog.save_log import read_record
+from bucketpoint.catalog.snapshot import Checkpoint
+from bucketpoint.errors import CheckpointNotFoundError, MetadataError, ObjectNotFoundError, UnsafeDataError
+from bucketpoint.format import keys
+from bucketpoint.format.deletion_marker import is_marker
+from bucketpoint.format.index_ref import index_path
+from bucketpoint.format.record import CommitRecord
+from bucketpoint.transfer.checksum import crc32c
+
+
+@dataclass(frozen=True)
+class Inspected:
+    """A checkpoint's record and metadata.
+
+    Attributes:
+        problem: why they cannot be relied on; None if the metadata is what the record says.
+    """
+
+    checkpoint: Checkpoint
+    problem: str | None
+    record: CommitRecord | None = None
+    data: bytes = field(default=b"", repr=False)
+
+
+def inspect(catalog: Catalog, newest: Checkpoint) -> Inspected:
+    """Read the record and the metadata of a checkpoint. Two GETs."""
+    try:
+        record = read_record(catalog, newest.key) if newest.key is not None else None
+        data, _ = catalog.store.get(catalog.metadata_key(newest.folder))
+    except ObjectNotFoundError:
+        return Inspected(newest, f"the newest checkpoint, {newest.folder}, has no metadata")
+    except MetadataError as error:
+        problem = f"the record of the newest checkpoint, {newest.folder}, cannot be read: {error.message}"
+        return Inspected(newest, problem)
+    if is_marker(data):
+        return Inspected(newest, f"the newest checkpoint, {newest.folder}, is being deleted")
+    if record is None or record.metadata_crc32c != crc32c(memoryview(data)):
+        return Inspected(newest, f"the metadata of the newest checkpoint, {newest.folder}, is not what its record says")
+    return Inspected(newest, None, record, data)
+
+
+def damage(catalog: Catalog, inspected: Inspected) -> str | None:
+    """What is wrong with a checkpoint; None if all of its objects are there. One LIST for each 1,000 of them."""
+    checkpoint, record = inspected.checkpoint, inspected.record
+    if inspected.problem is not None or record is None:
+        return inspected.problem
+    above = catalog.key(f"{checkpoint.folder}/")
+    sizes = {info.key[len(above) :]: info.size for info in catalog.store.list(above)}
+    own = [(path, size) for path, size in sizes.items() if keys.token_of(path) == record.token]
+    data_sizes = [size for path, size in own if path != index_path(record.token or "")]
+    if own and (len(data_sizes), sum(data_sizes)) == (record.objects, record.bytes):
+        # Nobody else names objects by this token, so these are the objects that were committed.
+        return None
+    missing = _missing(inspected.data, sizes)
+    return f"data of the newest checkpoint, {checkpoint.folder}, is gone: {missing}" if missing is not None else None
+
+
+def _missing(data: bytes, sizes: dict[str, int]) -> str | None:
+    """An object that the metadata names and that is not there, or has too few bytes. None if all are there."""
+    # Only where the record does not tell, as decoding needs torch.
+    from bucketpoint.format.metadata import decode_metadata, extra
+    from bucketpoint.format.storage_info import read_storage_info
+
+    try:
+        metadata = decode_metadata(data)
+        least = {path: int(fact["size"]) for path, fact in extra(metadata).get("objects", {}).items()}
+        for info in (metadata.storage_data or {}).values():
+            item = read_storage_info(info)
+            least[item.path] = max(least.get(item.path, 0), item.offset + item.length)
+    except (CheckpointNotFoundError, MetadataError, UnsafeDataError) as error:
+        return f"its metadata cannot be read: {error.message}"
+    return next((path for path, size in sorted(least.items()) if sizes.get(path, -1) < size), None)
