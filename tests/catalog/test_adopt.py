@@ -8,8 +8,8 @@ import pytest
 
 from bucketpoint.catalog.adopt import heal
 from bucketpoint.catalog.catalog import Catalog
-from bucketpoint.catalog.notes import pin
 from bucketpoint.catalog.fence import MIN_SWEEP_AGE_S
+from bucketpoint.catalog.notes import pin
 from bucketpoint.catalog.pruner import prune
 from bucketpoint.catalog.sweep import sweep
 from catalog.memory import MemoryStore, memory_catalog, save

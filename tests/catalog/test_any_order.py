@@ -12,8 +12,8 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from bucketpoint.catalog.notes import lease, pin, report, unpin
 from bucketpoint.catalog.fence import MIN_SWEEP_AGE_S
+from bucketpoint.catalog.notes import lease, pin, report, unpin
 from bucketpoint.catalog.pruner import LOCK_SECONDS, Order, prune
 from bucketpoint.catalog.sweep import SAFETY_AGE_S, sweep
 from bucketpoint.catalog.tombstones import GoneError, undo

@@ -1,14 +1,17 @@
 """Deleting checkpoints. A deletion is a commit: `.metadata` goes by one conditional request before any data does.
 
 Where the store can compare and delete in one step that is a DELETE; elsewhere, and where only the metadata tells which
-objects go, `.metadata` is replaced by a marker, and the sweep removes that. Nothing is deleted for the folder that it
+objects go, `.metadata` is replaced by a marker, which goes last. Nothing is deleted for the folder that it
 lies in: only what the commit that goes has named. Data objects carry the token of their attempt.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import TypeGuard
 
 from bucketpoint.catalog.adopt import named
 from bucketpoint.catalog.catalog import Catalog
@@ -18,7 +21,10 @@ from bucketpoint.catalog.tombstones import withdraw
 from bucketpoint.errors import MetadataError, ObjectNotFoundError, PreconditionFailedError, UnsafeDataError
 from bucketpoint.format import catalogue, keys
 from bucketpoint.format.deletion_marker import DeletionMarker, parse_marker
-from bucketpoint.stores import DeleteFailure, ObjectInfo
+from bucketpoint.stores import Capabilities, ExpiringDeletes, ObjectInfo, Store, proven_deletes
+
+SIGNED_S = 300
+"""How long a signed deletion of a marker is in force. More than deleting some thousand objects takes."""
 
 
 @dataclass
@@ -27,11 +33,11 @@ class Doomed:
 
     Attributes:
         data: keys of its objects.
-        marker: the marker in place of its `.metadata`; None if nothing is there.
+        remove: removes the marker in place of its `.metadata`; None if nothing is there, or the marker has to stay.
     """
 
     data: list[str] = field(default_factory=list)
-    marker: ObjectInfo | None = None
+    remove: Callable[[], object] | None = None
 
 
 def delete_checkpoints(catalog: Catalog, snapshot: Snapshot, going: list[Tombstone], done: Pruned) -> None:
@@ -40,33 +46,46 @@ def delete_checkpoints(catalog: Catalog, snapshot: Snapshot, going: list[Tombsto
     The commit, then the record and the data, then the notes and the tombstone. Each checkpoint costs a LIST of its
     folder and a conditional request for its `.metadata`; the deletes of all else are shared.
     """
-    doomed = {one: found for one in going if (found := _uncommit(catalog, snapshot, one, done)) is not None}
+    able = proven_deletes(catalog.store, catalog.key(catalogue.CATALOGUE)) if going else catalog.store.capabilities
+    doomed = {one: found for one in going if (found := _uncommit(catalog, able, snapshot, one, done)) is not None}
     wanted = {one: _records(snapshot, one) + found.data for one, found in doomed.items()}
     _delete_all(catalog, wanted, doomed, done)
-    markers = {found.marker.key: found.marker for found in doomed.values() if found.marker is not None}
-    done.failures += remove_markers(catalog, list(markers.values()))
+    for found in doomed.values():
+        if found.remove is not None:
+            # A save may have committed in its place: then it stays.
+            with contextlib.suppress(PreconditionFailedError):
+                found.remove()
     alone = Counter(one.step for one in snapshot.checkpoints)
     notes = {one: _notes(snapshot, one.step, alone[one.step] <= 1) + _tombstones(snapshot, one) for one in doomed}
     _delete_all(catalog, notes, doomed, done)
     done.deleted += [(one.step, one.id) for one in doomed]
 
 
-def remove_markers(catalog: Catalog, markers: list[ObjectInfo]) -> list[DeleteFailure]:
-    """Remove markers, unless a save has replaced them. Where the store cannot tell, they stay for the sweep."""
-    if not markers or not catalog.store.capabilities.conditional_delete:
-        return []
-    for marker in markers:
-        if marker.etag is None:
-            continue
-        try:
-            catalog.store.delete_if(marker.key, marker.etag)
-        except (ObjectNotFoundError, PreconditionFailedError):
-            # A save has committed in its place.
-            continue
-    return []
+def put_marker(
+    catalog: Catalog, able: Capabilities, there: ObjectInfo, marker: DeletionMarker
+) -> Callable[[], object] | None:
+    """Replace `there` by a marker. Returns what removes the marker later; None where the store cannot do so safely.
+
+    The removal deletes nothing but this marker, however late it comes: by its ETag, or because it is signed before the
+    marker is put, and expires. A save waits until it has expired before it commits in the marker's place.
+
+    Raises:
+        ObjectNotFoundError, PreconditionFailedError: what is there is not `there` any more.
+    """
+    store = catalog.store
+    signed = store.expiring_delete(there.key, SIGNED_S) if _must_sign(store, able) else None
+    written = catalog.write(there.key, marker.encode(), if_match=there.etag)
+    etag = written.etag
+    if signed is None and etag is not None and (able.conditional_delete or not able.conditional_put):
+        return lambda: store.delete_if(there.key, etag)
+    return signed
 
 
-def _uncommit(catalog: Catalog, snapshot: Snapshot, one: Tombstone, done: Pruned) -> Doomed | None:
+def _must_sign(store: Store, able: Capabilities) -> TypeGuard[ExpiringDeletes]:
+    return not able.conditional_delete and able.expiring_delete and isinstance(store, ExpiringDeletes)
+
+
+def _uncommit(catalog: Catalog, able: Capabilities, snapshot: Snapshot, one: Tombstone, done: Pruned) -> Doomed | None:
     """Take the commit away. None if there is another commit by now, which stays whole."""
     above = catalog.key(f"{one.folder}/")
     listed = {info.key[len(above) :]: info for info in catalog.store.list(above)}
@@ -74,35 +93,41 @@ def _uncommit(catalog: Catalog, snapshot: Snapshot, one: Tombstone, done: Pruned
     if committed is None:
         # Deleted by hand, or by a pruner that got so far: the data of the attempt is left.
         return Doomed(_data(catalog, snapshot, one, listed, ()))
-    if one.mark != catalogue.UNKNOWN and catalogue.mark_of(committed.etag) == one.mark:
-        by_token = any(keys.token_of(path) == one.id for path in listed)
+    paths: tuple[str, ...] = ()
+    by_token = any(keys.token_of(path) == one.id for path in listed)
+    if one.mark == catalogue.UNKNOWN or catalogue.mark_of(committed.etag) != one.mark or not by_token:
         # Only the names that other writers gave need the metadata itself.
-        data = None if by_token else _get(catalog, committed)
-    else:
         data = _get(catalog, committed)
         marker = parse_marker(data)
+        if marker is not None and marker.token != one.id:
+            return Doomed(_data(catalog, snapshot, one, listed, ()))
         if marker is not None:
-            begun = marker.token == one.id
-            return Doomed(
-                _data(catalog, snapshot, one, listed, marker.paths if begun else ()), committed if begun else None
-            )
-        if one.mark != catalogue.UNKNOWN or _token_in(data, committed) != one.id:
+            paths = marker.paths
+        elif _is_commit_of(one, data, committed):
+            paths = () if by_token else _flat_paths(data)
+        else:
             _void(catalog, one, done)
             return None
-    paths = _flat_paths(data) if data is not None else ()
-    written = None
+    remove = None
     try:
-        if data is None and committed.etag is not None and catalog.store.capabilities.conditional_delete:
+        if by_token and not paths and committed.etag is not None and able.conditional_delete:
             catalog.store.delete_if(committed.key, committed.etag)
         else:
-            marker = DeletionMarker(one.id, catalog.clock(), "by the retention policy", paths)
-            written = catalog.write(committed.key, marker.encode(), if_match=committed.etag)
+            said = DeletionMarker(one.id, catalog.clock(), "by the retention policy", paths)
+            remove = put_marker(catalog, able, committed, said)
     except ObjectNotFoundError:
         pass
     except PreconditionFailedError:
         _void(catalog, one, done)
         return None
-    return Doomed(_data(catalog, snapshot, one, listed, paths), written)
+    return Doomed(_data(catalog, snapshot, one, listed, paths), remove)
+
+
+def _is_commit_of(one: Tombstone, data: bytes, info: ObjectInfo) -> bool:
+    """Whether this metadata is what the tombstone is for: by its ETag, or where the store has none, by its token."""
+    if one.mark != catalogue.UNKNOWN:
+        return catalogue.mark_of(info.etag) == one.mark
+    return _token_in(data, info) == one.id
 
 
 def _void(catalog: Catalog, one: Tombstone, done: Pruned) -> None:

@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from bucketpoint.catalog.catalog import Catalog
-from bucketpoint.catalog.deletion import remove_markers
+from bucketpoint.catalog.deletion import put_marker
 from bucketpoint.catalog.fence import Stopwatch, condemn
-from bucketpoint.errors import CheckpointDeletedError, MetadataError, ObjectNotFoundError, UnsafeDataError
-from bucketpoint.format import keys
-from bucketpoint.stores import DeleteFailure, ObjectInfo, OpenUpload
+from bucketpoint.errors import (
+    CheckpointDeletedError,
+    MetadataError,
+    ObjectNotFoundError,
+    PreconditionFailedError,
+    UnsafeDataError,
+)
+from bucketpoint.format import catalogue, keys
+from bucketpoint.format.deletion_marker import DeletionMarker, parse_marker
+from bucketpoint.stores import DeleteFailure, ObjectInfo, OpenUpload, proven_deletes
 
 _LOOKED_S = 60.0
-"""A marker is removed without a condition only so soon after the folder was listed."""
+"""Where a store has neither conditions nor times for deletions, a marker is removed only so soon after the listing."""
 
 
 @dataclass
@@ -168,15 +176,20 @@ def _stale_fences(listed: Mapping[str, ObjectInfo], ended: set[str], oldest: flo
 
 
 def _remove_marker(catalog: Catalog, marker: ObjectInfo, watch: Stopwatch) -> None:
-    if catalog.store.capabilities.conditional_delete:
-        remove_markers(catalog, [marker])
-        return
-    # Without conditions the marker is looked at again, and a sweep that was suspended meanwhile lets it be.
-    try:
-        if catalog.store.head(marker.key).etag == marker.etag and watch.seconds() < _LOOKED_S:
-            catalog.store.delete([marker.key])
-    except ObjectNotFoundError:
-        return
+    """Remove the marker of a deletion, which nobody has replaced."""
+    store = catalog.store
+    able = proven_deletes(store, catalog.key(catalogue.CATALOGUE))
+    with contextlib.suppress(ObjectNotFoundError, PreconditionFailedError):
+        if able.conditional_delete and marker.etag is not None:
+            store.delete_if(marker.key, marker.etag)
+        elif able.expiring_delete:
+            # Put anew, so that a save that finds it waits until the deletion has expired.
+            said = parse_marker(store.get(marker.key)[0]) or DeletionMarker("", 0.0)
+            remove = put_marker(catalog, able, marker, said.again(catalog.clock()))
+            if remove is not None:
+                remove()
+        elif store.head(marker.key).etag == marker.etag and watch.seconds() < _LOOKED_S:
+            store.delete([marker.key])
 
 
 def _listed(catalog: Catalog, above: str) -> dict[str, ObjectInfo]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import math
+import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,7 +18,9 @@ from torch.distributed.checkpoint import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.metadata import MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.storage import WriteResult
 
-from bucketpoint.catalog.fence import AttemptFence
+from bucketpoint.catalog.deletion import SIGNED_S
+from bucketpoint.catalog.fence import AttemptFence, Stopwatch
+from bucketpoint.catalog.snapshot import CLOCKS_S
 from bucketpoint.dcp.commit_log import CommitLog
 from bucketpoint.dcp.planned import Reported, stock
 from bucketpoint.dcp.session import Seen
@@ -37,7 +40,7 @@ from bucketpoint.format.index_ref import index_path, make_ref, ref_of
 from bucketpoint.format.metadata import decode_metadata, encode_metadata, extension, make_record
 from bucketpoint.format.record import CommitRecord
 from bucketpoint.format.storage_info import pop_object_facts, read_storage_info
-from bucketpoint.stores import ObjectInfo, Store, proven
+from bucketpoint.stores import ExpiringDeletes, ObjectInfo, Store, proven, retry
 from bucketpoint.transfer import retry_transient
 from bucketpoint.transfer.checksum import crc32c
 from bucketpoint.version import __version__
@@ -46,6 +49,7 @@ logger = logging.getLogger(__name__)
 
 _NAMED_AT_MOST = 5
 COMMIT_ATTEMPTS = 3
+_POLL_S = 2.0
 
 VERSION = "1.0.0"
 """Of DCP's metadata, as its own writer says."""
@@ -313,6 +317,8 @@ def _replace(
         # Ours: the store acted, and the answer to an earlier attempt was lost on the way.
         return info, None
     replaced = None
+    if is_marker(there) and not _settled(request, info):
+        return None
     # A marker is nobody's checkpoint. Whoever deletes removes only what the commit before the marker had named.
     if not is_marker(there):
         if not request.overwrite:
@@ -333,6 +339,27 @@ def _replace(
     if verified:
         _check_ours(request, key, data)
     return info, replaced
+
+
+def _settled(request: Commit, marker: ObjectInfo) -> bool:
+    """Wait until no deletion of a marker can be under way that would remove what replaces it. False if it is gone.
+
+    Where a deletion carries no condition, it is signed before the marker is put, and expires. The service reckons with
+    the clock of the machine that signed, which it lets be a quarter of an hour ahead.
+    """
+    store = request.store
+    if store.capabilities.conditional_delete or not isinstance(store, ExpiringDeletes):
+        return True
+    watch, longest = Stopwatch(), SIGNED_S + CLOCKS_S
+    while watch.seconds() < longest and (marker.modified is None or time.time() < marker.modified + longest + CLOCKS_S):
+        logger.info("a checkpoint is being deleted at %s, and the commit of its successor waits for that", request.url)
+        retry.pause(_POLL_S)
+        try:
+            if retry_transient(lambda: store.head(marker.key), attempts=COMMIT_ATTEMPTS).etag != marker.etag:
+                return False
+        except (ObjectNotFoundError, AccessDeniedError):
+            return False
+    return True
 
 
 def _refuse_others(request: Commit, found: ObjectInfo) -> None:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import datetime
 import json
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, replace
 
 _MAGIC = b'{"bucketpoint":"deleted"'
 
@@ -26,6 +25,7 @@ class DeletionMarker:
         token: the attempt whose commit was replaced.
         at: seconds since the epoch, by the clock of the pruner.
         reason: what the policy, or a person, says.
+        seen: seconds since the epoch at which a sweep came to remove the marker.
         paths: the objects that go, where their names do not tell which attempt they are of: those of other writers.
     """
 
@@ -33,6 +33,11 @@ class DeletionMarker:
     at: float
     reason: str = ""
     paths: tuple[str, ...] = ()
+    seen: float = 0.0
+
+    def again(self, moment: float) -> DeletionMarker:
+        """The same marker with other bytes, and so with another ETag."""
+        return replace(self, seen=moment)
 
     def encode(self) -> bytes:
         """The bytes that are stored."""
@@ -58,13 +63,13 @@ def parse_marker(data: bytes) -> DeletionMarker | None:
         return None
     try:
         content = json.loads(data)
-        known = {one.name: content[one.name] for one in fields(DeletionMarker) if one.name in content}
-        texts: Sequence[object] = [known.get(name, "") for name in ("token", "reason")]
-        paths = known.get("paths", [])
-        at = known.get("at", 0.0)
-        sound = all(isinstance(text, str) for text in texts) and isinstance(paths, list)
-        if not sound or not all(isinstance(path, str) for path in paths) or not 0 <= float(at) < 1e11:
+        texts = [content.get(name, "") for name in ("token", "reason")]
+        moments = [float(content.get(name, 0.0)) for name in ("at", "seen")]
+        paths = content.get("paths", [])
+        if not isinstance(paths, list) or not all(isinstance(text, str) for text in [*texts, *paths]):
             raise ValueError("a field has another type")
-        return DeletionMarker(**{"token": "", **known, "at": float(at), "paths": tuple(paths)})
+        if not all(0 <= moment < 1e11 for moment in moments):
+            raise ValueError("a time is none")
+        return DeletionMarker(texts[0], moments[0], texts[1], tuple(paths), moments[1])
     except (ValueError, TypeError, RecursionError):
         return DeletionMarker("", 0.0)
