@@ -16,6 +16,9 @@ import get_fake_gcs
 import get_minio
 import get_versitygw
 from azurite import AzureServer
+from bucketpoint.stores import s3 as s3_store
+from bucketpoint.stores import s3_deletes
+from bucketpoint.stores.s3_client import DeletesFound
 from bucketpoint.testing import FaultProxy, servers
 from bucketpoint.testing.plugin import MakeProxy
 from bucketpoint.testing.servers import S3Server
@@ -79,6 +82,22 @@ def _host_aws_env() -> Iterator[None]:
 def clean_aws_env(monkeypatch: pytest.MonkeyPatch) -> None:
     """No AWS setting of the host, or of another test, reaches a test. Tests set what they need with `monkeypatch`."""
     _isolate(monkeypatch)
+
+
+_tried: dict[str, DeletesFound] = {}
+
+
+@pytest.fixture(autouse=True)
+def _deletions_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A trial of what a service's deletions may take lasts three seconds, and each test has a bucket of its own."""
+
+    def tried(store: s3_store.S3Store, prefix: str) -> DeletesFound:
+        endpoint = str(store.options.endpoint_url)
+        if endpoint not in _tried:
+            _tried[endpoint] = s3_deletes.tried(store, prefix)
+        return _tried[endpoint]
+
+    monkeypatch.setattr(s3_store, "tried", tried)
 
 
 def _isolate(patch: pytest.MonkeyPatch) -> None:

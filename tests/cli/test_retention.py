@@ -117,7 +117,10 @@ def test_checkpoints_of_others_are_adopted_and_debris_goes(program: Program, roo
         "step-200",
     ]
     assert steps_in(program, root) == [100, 200]
-    assert program("gc", root, "--deep", "--older-than", "0s", "--json").json["objects"] == []
+    assert program("gc", root, "--deep", "--older-than", "1h", "--json").json["objects"] == []
+    too_early = program("gc", root, "--deep", "--older-than", "59m")
+    assert too_early.code == 2
+    assert "--older-than 1h" in too_early.err
     assert program("verify", f"{root}/step-100").code == 0
 
 

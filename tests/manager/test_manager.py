@@ -7,7 +7,9 @@ import subprocess
 import sys
 import textwrap
 import threading
+import time
 from collections.abc import Iterator
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,7 @@ import torch.distributed.checkpoint as dcp
 
 from bucketpoint import BucketReader, BucketWriter
 from bucketpoint.catalog import catalog
+from bucketpoint.catalog.fence import MIN_SWEEP_AGE_S
 from bucketpoint.catalog.pruner import Order, prune
 from bucketpoint.catalog.sweep import sweep
 from bucketpoint.dcp import session
@@ -377,7 +380,8 @@ def test_the_index_of_a_large_checkpoint_is_no_debris_and_goes_with_the_optimize
         manager.wait()
         # Two pruners never work at once.
         manager.pruning.drain()
-        assert sweep(manager.catalog, older_than=0.0, deep=True).objects == []
+        later = replace(manager.catalog, clock=lambda: time.time() + 2 * MIN_SWEEP_AGE_S)
+        assert sweep(later, older_than=MIN_SWEEP_AGE_S, deep=True).objects == []
         assert len(list(Path(root).rglob("*-index-0.distcp"))) == 2
         first = manager.catalog.steps().checkpoints[0]
         orders = [Order(1, first.id, "thin")]

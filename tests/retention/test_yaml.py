@@ -17,6 +17,7 @@ import yaml
 from hypothesis import given
 
 import bucketpoint.retention
+from bucketpoint.catalog.fence import MIN_SWEEP_AGE_S
 from bucketpoint.errors import PolicyError
 from bucketpoint.retention import (
     Await,
@@ -36,6 +37,7 @@ from bucketpoint.retention import (
     plan,
     to_yaml,
 )
+from bucketpoint.retention.policy import LEAST_DEBRIS_AGE
 from bucketpoint.retention.schema import SCHEMA_FILE, policy_schema, schema_text
 from retention.cases import every_rules, left, policies, rows_at, seen, universes
 
@@ -394,3 +396,9 @@ def test_the_schema_takes_the_example() -> None:
 def test_the_schema_refuses_what_the_reader_refuses(text: str) -> None:
     assert faults(text)
     assert not VALIDATOR.is_valid(as_editors_see_it(text))
+
+
+def test_debris_is_never_swept_before_the_least_age_of_a_sweep() -> None:
+    assert LEAST_DEBRIS_AGE[0].total_seconds() == MIN_SWEEP_AGE_S
+    ((_, _, said),) = faults("version: 1\nkeep: {latest: 1}\nprune: {debris_after: 59m}\n")
+    assert "59m is too short: the data of a save that is running would be swept" in said

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
+import time
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ import torch.distributed.checkpoint as dcp
 
 from bucketpoint import S3Reader, S3Writer, TransferOptions, async_save
 from bucketpoint.catalog.catalog import open_catalog
+from bucketpoint.catalog.fence import MIN_SWEEP_AGE_S
 from bucketpoint.catalog.notes import pin, pins, unpin
 from bucketpoint.catalog.pruning import prune_by
 from bucketpoint.catalog.sweep import sweep
@@ -151,7 +154,8 @@ def test_a_pruner_plans_prunes_thins_undoes_and_sweeps(
     store = catalog.store
     upload = open_store(f"{root}/x", storage_options=minio.options)[0].create_multipart(debris)
     assert [one.upload_id for one in store.list_multipart(debris)] == [upload]
-    swept = sweep(catalog, older_than=-60, deep=True)
+    later = replace(catalog, clock=lambda: time.time() + 2 * MIN_SWEEP_AGE_S)
+    swept = sweep(later, older_than=MIN_SWEEP_AGE_S, deep=True)
     assert swept.failures == []
     assert debris in swept.objects
     store.abort_multipart(debris, upload)

@@ -73,9 +73,10 @@ def sweep(catalog: Catalog, *, older_than: float = SAFETY_AGE_S, deep: bool = Fa
 
 
 def _folders_of_uploads(catalog: Catalog) -> set[str]:
-    """Folders of the run below which multipart uploads are open: a dead save may have left nothing else."""
-    if not catalog.store.capabilities.lists_uploads:
-        return set()
+    """Folders of the run below which multipart uploads are open: a dead save may have left nothing else.
+
+    Also asked where the store is not known to list uploads by prefix: one that does not answers with none.
+    """
     above = catalog.key("")
     parts = catalog.template.parent.count("/") + 1
     found = {"/".join(one.key[len(above) :].split("/")[:parts]) for one in catalog.store.list_multipart(above)}

@@ -41,7 +41,7 @@ def thin(catalog: Catalog, snapshot: Snapshot, one: Tombstone, done: Pruned) -> 
             _void(catalog, one, done)
             return
         if facts.get("kind") != WEIGHTS:
-            data = thinned_metadata(metadata)
+            data = thinned_metadata(metadata, info.etag)
             # Metadata that others replaced meanwhile fails the condition, and is left alone.
             info = catalog.write(key, data, if_match=info.etag)
     except (ObjectNotFoundError, CheckpointDeletedError):
@@ -102,8 +102,11 @@ def _record_of(catalog: Catalog, one: Checkpoint) -> CommitRecord | None:
         return None
 
 
-def thinned_metadata(metadata: Metadata) -> bytes:
+def thinned_metadata(metadata: Metadata, etag: str | None = None) -> bytes:
     """The bytes of metadata that names everything but the optimizer.
+
+    Args:
+        etag: of the metadata that it is to replace. A save that overwrites this checkpoint has seen that one.
 
     Raises:
         MetadataError: weights and optimizer share objects, as other writers have it, or there are no weights.
@@ -128,7 +131,7 @@ def thinned_metadata(metadata: Metadata) -> bytes:
         storage_data=storage,
     )
     objects = {path: fact for path, fact in facts.get("objects", {}).items() if path not in goes}
-    return encode_metadata(kept, bucketpoint={**facts, "kind": WEIGHTS, "objects": objects})
+    return encode_metadata(kept, bucketpoint={**facts, "kind": WEIGHTS, "objects": objects, "thinned_from": etag})
 
 
 def _paths(metadata: Metadata) -> set[str]:

@@ -37,7 +37,7 @@ from bucketpoint.format import index_ref, keys
 from bucketpoint.format.deletion_marker import MARKER_HEAD_BYTES, is_marker
 from bucketpoint.format.index import encode_index
 from bucketpoint.format.index_ref import index_path, make_ref, ref_of
-from bucketpoint.format.metadata import decode_metadata, encode_metadata, extension, make_record
+from bucketpoint.format.metadata import decode_metadata, encode_metadata, extension, extra, make_record
 from bucketpoint.format.record import CommitRecord
 from bucketpoint.format.storage_info import pop_object_facts, read_storage_info
 from bucketpoint.stores import ExpiringDeletes, ObjectInfo, Store, proven, retry
@@ -323,7 +323,7 @@ def _replace(
     if not is_marker(there):
         if not request.overwrite:
             raise CheckpointExistsError("A checkpoint is already committed here", url=request.url) from None
-        _refuse_others(request, info)
+        _refuse_others(request, info, there)
         replaced = _readable(there, request.url)
     store, body, crc = request.store, [memoryview(data)], crc32c(memoryview(data))
     request.ensure_alive()
@@ -362,11 +362,21 @@ def _settled(request: Commit, marker: ObjectInfo) -> bool:
     return True
 
 
-def _refuse_others(request: Commit, found: ObjectInfo) -> None:
+def _refuse_others(request: Commit, found: ObjectInfo, data: bytes) -> None:
     """Raise if what is there was committed after this attempt began: its job believes that it stands."""
     seen = request.seen
-    if seen is not None and not (seen.there and seen.etag == found.etag):
-        raise _conflict(request)
+    if seen is None or (seen.there and (seen.etag == found.etag or seen.etag == _thinned_from(data))):
+        return
+    raise _conflict(request)
+
+
+def _thinned_from(data: bytes) -> str | None:
+    """The ETag of the metadata that a pruner replaced when it thinned this checkpoint; None if none did."""
+    try:
+        etag = extra(decode_metadata(data)).get("thinned_from")
+    except BucketpointError:
+        return None
+    return etag if isinstance(etag, str) else None
 
 
 def _conflict(request: Commit) -> CommitConflictError:
@@ -385,7 +395,7 @@ def _put_unconditionally(request: Commit, key: str, data: bytes) -> tuple[Object
         if not is_marker(there):
             if not request.overwrite:
                 raise CheckpointExistsError("A checkpoint is already committed here", url=request.url)
-            _refuse_others(request, found)
+            _refuse_others(request, found, there)
             replaced = _readable(there, request.url)
     except ObjectNotFoundError:
         pass

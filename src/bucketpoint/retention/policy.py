@@ -114,6 +114,9 @@ class MaxDelete(Checked):
     fraction: Annotated[float, Fraction(), "of the checkpoints that there are, unless it is a single one"] = 0.5
 
 
+LEAST_DEBRIS_AGE = (timedelta(hours=1), "the data of a save that is running would be swept")
+
+
 @dataclass(frozen=True)
 class Prune(Checked):
     """When and how what is not kept goes."""
@@ -122,7 +125,7 @@ class Prune(Checked):
         Literal["after_commit", "manual"], Choice("after_commit", "manual"), "after each commit, or on demand only"
     ] = "after_commit"
     grace: Annotated[timedelta, Duration(zero=True), "from tombstone to deletion of the bytes"] = timedelta(hours=24)
-    debris_after: Annotated[timedelta, Duration(), "age at which data that was never committed is swept"] = timedelta(
+    debris_after: Annotated[timedelta, Duration(least=LEAST_DEBRIS_AGE), "age at which data that was never committed is swept"] = timedelta(
         hours=48
     )
     max_delete: Annotated[MaxDelete, Record(MaxDelete), "the circuit breaker"] = field(default_factory=MaxDelete)

@@ -91,9 +91,15 @@ class Fraction:
 
 @dataclass(frozen=True)
 class Duration:
-    """A `timedelta`; in YAML a number with a unit: `90s`, `20m`, `12h`, `7d`, `2w`."""
+    """A `timedelta`; in YAML a number with a unit: `90s`, `20m`, `12h`, `7d`, `2w`.
+
+    Attributes:
+        zero: 0 is one too.
+        least: the shortest that is taken, and why.
+    """
 
     zero: bool = False
+    least: tuple[timedelta, str] | None = None
 
     def check(self, value: Any) -> timedelta:
         if isinstance(value, str):
@@ -102,6 +108,8 @@ class Duration:
             raise wrong(f"{shown(value)} is not a duration", 'Write a number with a unit: "90s", "20m", "12h", "7d"')
         if value < timedelta(0) or (not value and not self.zero):
             raise wrong(f"{written(value)} is too short", "Write a duration above 0")
+        if self.least is not None and value < self.least[0]:
+            raise wrong(f"{written(value)} is too short: {self.least[1]}", f"Write {written(self.least[0])} or more")
         return value
 
     def _parsed(self, text: str) -> timedelta:

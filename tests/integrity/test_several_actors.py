@@ -1,0 +1,323 @@
+"""Pruners, thinning and sweeps beside saves, on real servers: what was committed and acknowledged stays whole.
+
+Others act where a save calls its progress callback, which is when its data are there and nothing is committed yet, or
+right after a listing that a pruner acts on.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from bucketpoint.catalog.adopt import adopt
+from bucketpoint.catalog.catalog import Catalog, open_catalog
+from bucketpoint.catalog.fence import AttemptFence
+from bucketpoint.catalog.pruner import Order, Pruned, prune
+from bucketpoint.catalog.save_log import SaveLog
+from bucketpoint.catalog.sweep import sweep
+from bucketpoint.convert import plan_conversion, run_conversion
+from bucketpoint.errors import BucketpointError, CheckpointDeletedError, CheckpointNotFoundError
+from bucketpoint.format import keys
+from bucketpoint.format.deletion_marker import DeletionMarker
+from bucketpoint.stores import ObjectInfo
+from bucketpoint.testing.servers import S3Server
+from services import Service
+
+HOUR = 3600.0
+
+
+def state_of(value: float) -> dict[str, Any]:
+    return {"model": {"w": torch.full((1000,), value)}, "optim": {"m": torch.full((1000,), value)}}
+
+
+@dataclasses.dataclass
+class Run:
+    """A run in an empty bucket."""
+
+    service: Service
+    root: str
+
+    @property
+    def catalog(self) -> Catalog:
+        return open_catalog(self.root, storage_options=self.service.options)
+
+    def url(self, folder: str) -> str:
+        return f"{self.root}/{folder}"
+
+    def save(self, step: int, value: float) -> None:
+        """A save that the catalogue records."""
+        self.save_plainly(f"step-{step}", value, log=SaveLog(self.catalog, overwrite=True))
+
+    def save_plainly(
+        self, folder: str, value: float, meanwhile: Callable[[], object] | None = None, **arguments: Any
+    ) -> None:
+        """A save of a writer that knows nothing of the catalogue; `meanwhile` happens before it commits."""
+        done: list[object] = []
+
+        def progress(event: Any) -> None:
+            if meanwhile is not None and event.finished:
+                done.append(event)
+                meanwhile()
+
+        writer = self.service.writer(progress=progress, **arguments)
+        dcp.save(state_of(value), checkpoint_id=self.url(folder), storage_writer=writer, no_dist=True)
+        assert bool(done) == (meanwhile is not None)
+
+    def loaded(self, folder: str) -> set[float]:
+        """All values that a load of the whole state gets."""
+        state = state_of(-1.0)
+        dcp.load(state, checkpoint_id=self.url(folder), storage_reader=self.service.reader(), no_dist=True)
+        return {*state["model"]["w"].tolist(), *state["optim"]["m"].tolist()}
+
+    def prune(self, *steps: int, action: str = "delete") -> Pruned:
+        def decide(rows: Any) -> list[Order]:
+            return [Order(row.step, row.id, action) for row in rows if row.step in steps]
+
+        return prune(self.catalog, decide, grace=0.0, holder="test")
+
+    def sweep_later(self, hours: float, **how: Any) -> list[str]:
+        """Sweep so many hours from now, by the sweeper's clock. Returns what went."""
+        later = dataclasses.replace(self.catalog, clock=lambda: time.time() + hours * HOUR)
+        return sweep(later, older_than=HOUR, **how).objects
+
+
+@pytest.fixture
+def run(service: Service) -> Run:
+    return Run(service, service.url("run"))
+
+
+def test_a_plain_save_over_a_step_that_is_pruned_meanwhile_is_whole(run: Run) -> None:
+    run.save(1, 1.0)
+    run.save(2, 2.0)
+    run.save_plainly("step-1", 3.0, lambda: run.prune(1))
+    assert run.loaded("step-1") == {3.0}
+    assert run.loaded("step-2") == {2.0}
+
+
+@pytest.mark.parametrize("inner", ["step-1/finetune/step-2", "step-1/step-2"])
+def test_a_save_of_a_run_within_a_checkpoint_that_is_pruned_meanwhile_is_whole(run: Run, inner: str) -> None:
+    run.save(1, 1.0)
+    run.save(2, 2.0)
+    run.save_plainly(inner, 3.0, lambda: run.prune(1))
+    assert run.loaded(inner) == {3.0}
+    with pytest.raises((CheckpointNotFoundError, dcp.CheckpointException)):
+        run.loaded("step-1")
+
+
+def test_a_save_with_a_policy_of_its_own_within_a_checkpoint_that_is_pruned_meanwhile_is_whole(
+    run: Run, tmp_path: Path
+) -> None:
+    run.save(1, 1.0)
+    run.save(2, 2.0)
+    policy = tmp_path / "policy.yaml"
+    policy.write_text("version: 1\nkeep: {latest: 1}\n")
+    run.save_plainly("step-1/step-7", 3.0, lambda: run.prune(1), retention=policy)
+    assert run.loaded("step-1/step-7") == {3.0}
+    inner = open_catalog(run.url("step-1"), storage_options=run.service.options)
+    assert [one.step for one in inner.candidates()] == [7]
+
+
+def test_thinning_leaves_the_optimizer_of_a_save_that_is_under_way(run: Run) -> None:
+    run.save(1, 1.0)
+    run.save(2, 2.0)
+    run.save_plainly("step-1", 3.0, lambda: run.prune(1, action="thin"))
+    assert run.loaded("step-1") == {3.0}
+
+
+def test_thinning_leaves_the_optimizer_of_a_run_within_the_folder(run: Run) -> None:
+    run.save(1, 1.0)
+    run.save(2, 2.0)
+    run.save_plainly("step-1/finetune/step-2", 3.0, lambda: run.prune(1, action="thin"))
+    assert run.loaded("step-1/finetune/step-2") == {3.0}
+
+
+class Paused:
+    """A store whose user sleeps after the first listing below a prefix, while something else happens."""
+
+    def __init__(self, store: Any, prefix: str, meanwhile: Callable[[], object]) -> None:
+        self._store = store
+        self._prefix = prefix
+        self._meanwhile: Callable[[], object] | None = meanwhile
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+    def list(self, prefix: str, **how: Any) -> Iterator[ObjectInfo]:
+        found = list(self._store.list(prefix, **how))
+        if prefix == self._prefix and self._meanwhile is not None:
+            meanwhile, self._meanwhile = self._meanwhile, None
+            meanwhile()
+        return iter(found)
+
+
+class Unseen:
+    """A store as it was listed before one of its objects was there."""
+
+    def __init__(self, store: Any, key: str) -> None:
+        self._store = store
+        self._key = key
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+    def list(self, prefix: str, **how: Any) -> Iterator[ObjectInfo]:
+        return (info for info in self._store.list(prefix, **how) if info.key != self._key)
+
+
+# fake-gcs-server deletes whatever a condition says; before it stands what does as GCS documents.
+@pytest.mark.parametrize("service", ["minio", "gcs_xml"], indirect=True)
+def test_a_pruner_that_slept_since_its_listing_deletes_nothing_that_was_committed_meanwhile(run: Run) -> None:
+    run.save(1, 1.0)
+    run.save(2, 2.0)
+    catalog = run.catalog
+    store = Paused(catalog.store, catalog.key("step-1/"), lambda: run.save_plainly("step-1", 3.0))
+    paused = dataclasses.replace(catalog, store=store)
+    done = prune(paused, lambda rows: [Order(row.step, row.id) for row in rows if row.step == 1], grace=0.0, holder="p")
+    assert done.deleted == []
+    assert run.loaded("step-1") == {3.0}
+
+
+def test_a_deep_sweep_leaves_checkpoints_of_saves_without_collectives(run: Run) -> None:
+    url = run.url("step-1")
+    writer = run.service.writer(url)
+    dcp.save(state_of(1.0), storage_writer=writer, no_dist=True, use_collectives=False)
+    assert run.sweep_later(72, deep=True) == []
+    state = state_of(-1.0)
+    dcp.load(state, storage_reader=run.service.reader(url), no_dist=True)
+    assert set(state["model"]["w"].tolist()) == {1.0}
+
+
+@pytest.mark.parametrize("before", [False, True], ids=["fresh", "over a checkpoint"])
+@pytest.mark.parametrize("deep", [False, True], ids=["by its intent", "deep"])
+def test_of_a_save_and_a_sweep_that_takes_it_for_dead_only_one_goes_on(
+    run: Run, before: bool, deep: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if before:
+        run.save(1, 1.0)
+    real = time.time
+
+    def hours_later() -> None:
+        assert run.sweep_later(2, deep=deep)
+        monkeypatch.setattr(time, "time", lambda: real() + 2 * HOUR)
+
+    log = {} if deep else {"log": SaveLog(run.catalog, overwrite=True)}
+    with pytest.raises(dcp.CheckpointException) as failed:
+        run.save_plainly("step-1", 3.0, hours_later, **log)
+    monkeypatch.setattr(time, "time", real)
+    (error,) = [one for one, _ in failed.value.failures.values()]
+    assert "A sweep took this save for dead" in str(error)
+    if before:
+        assert run.loaded("step-1") == {1.0}
+    run.save_plainly("step-1", 4.0)
+    assert run.loaded("step-1") == {4.0}
+
+
+def test_a_save_of_hours_that_no_sweep_met_commits_and_leaves_no_fence(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = time.time
+    run.save_plainly("step-1", 3.0, lambda: monkeypatch.setattr(time, "time", lambda: real() + 2 * HOUR))
+    monkeypatch.setattr(time, "time", real)
+    assert run.loaded("step-1") == {3.0}
+    assert [key for key in run.service.listed() if "fences" in key] == []
+
+
+def test_a_sweep_that_comes_after_the_fence_of_a_save_leaves_its_data(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fences: list[str] = []
+    real, took = time.time, AttemptFence.take
+
+    def take(fence: AttemptFence) -> None:
+        took(fence)
+        fences.extend(key for key in run.service.listed() if "/fences/" in key)
+        # Data and fence are old by its clock: what it may not do is take a fence that it has not seen.
+        unseen = Unseen(run.catalog.store, fences[0])
+        late = dataclasses.replace(run.catalog, store=unseen, clock=lambda: real() + 2 * HOUR)
+        assert sweep(late, older_than=HOUR, deep=True).objects == []
+
+    monkeypatch.setattr(AttemptFence, "take", take)
+    run.save_plainly("step-1", 3.0, lambda: monkeypatch.setattr(time, "time", lambda: real() + HOUR))
+    monkeypatch.setattr(time, "time", real)
+    assert len(fences) == 1
+    assert run.loaded("step-1") == {3.0}
+
+
+@pytest.mark.parametrize("older_than", [0.0, -60.0, HOUR - 1])
+def test_a_sweep_of_what_is_younger_than_an_hour_is_refused_with_the_least_age(run: Run, older_than: float) -> None:
+    with pytest.raises(BucketpointError, match="--older-than 1h"):
+        sweep(run.catalog, older_than=older_than)
+
+
+@pytest.mark.parametrize("how", ["an object is gone", "an object is shorter"])
+def test_nothing_goes_while_the_newest_checkpoint_is_not_whole(run: Run, how: str) -> None:
+    run.save(1, 1.0)
+    run.save(2, 2.0)
+    (victim,) = [key for key in run.service.listed("run/step-2/data") if "optim" in key]
+    run.service.delete(victim)
+    if how == "an object is shorter":
+        run.service.write(victim, b"x")
+    done = run.prune(1)
+    assert done.deleted == []
+    assert "step-2" in str(done.stopped)
+    assert run.loaded("step-1") == {1.0}
+
+
+def test_what_lies_in_a_checkpoints_folder_and_is_not_of_it_stays(run: Run) -> None:
+    run.save(1, 1.0)
+    run.save(2, 2.0)
+    foreign = ["run/step-1/config.json", "run/step-1/data/mine.bin", "run/step-1/notes/step-2/data/x"]
+    for key in foreign:
+        run.service.write(key, b"x")
+    assert [step for step, _ in run.prune(1).deleted] == [1]
+    left = [key for key in run.service.listed("run/step-1/") if not key.endswith("/.metadata")]
+    assert left == sorted(foreign)
+
+
+def test_a_checkpoint_with_the_names_of_torchs_writer_goes_whole_and_with_nothing_else(run: Run) -> None:
+    run.save_plainly("source", 1.0)
+    options = run.service.options
+    plan = plan_conversion(
+        run.url("source"), run.url("step-1"), to_format="dcp", source_options=options, target_options=options
+    )
+    run_conversion(plan)
+    run.save(2, 2.0)
+    assert adopt(run.catalog) == ["step-1"]
+    run.service.write("run/step-1/__7_7.distcp", b"not named by it")
+    assert [step for step, _ in run.prune(1).deleted] == [1]
+    left = [key for key in run.service.listed("run/step-1/") if not key.endswith("/.metadata")]
+    assert left == ["run/step-1/__7_7.distcp"]
+
+
+def test_the_open_upload_of_a_dead_plain_save_is_swept_where_uploads_are_listed(versitygw: S3Server) -> None:
+    service = Service.on(versitygw)
+    run = Run(service, service.url("run"))
+    run.save(2, 2.0)
+    store = run.catalog.store
+    key = keys.data_path(keys.new_token(), 0, "model", 0)
+    store.create_multipart(f"run/step-1/{key}")
+    store.create_multipart(f"run/step-1/finetune/step-3/{key}")
+    store.create_multipart(f"elsewhere/step-1/{key}")
+    later = dataclasses.replace(run.catalog, clock=lambda: time.time() + 2 * HOUR)
+    assert sweep(later, older_than=HOUR).uploads == [f"run/step-1/{key}"]
+    left = sorted(one.key for one in store.list_multipart(""))
+    assert left == [f"elsewhere/step-1/{key}", f"run/step-1/finetune/step-3/{key}"]
+
+
+def test_a_deleted_checkpoint_is_named_as_such_while_its_marker_is_there(run: Run) -> None:
+    run.save(1, 1.0)
+    run.save(2, 2.0)
+    marker = DeletionMarker("0" * 12, 1_700_000_000.0, "by the retention policy")
+    run.service.write("run/step-1/.metadata", marker.encode())
+    with pytest.raises(dcp.CheckpointException) as failed:
+        run.loaded("step-1")
+    (error,) = [one for one, _ in failed.value.failures.values()]
+    assert isinstance(error, CheckpointDeletedError)
+    assert "deleted at 2023-11-14 22:13:20 UTC: by the retention policy" in str(error)
