@@ -125,9 +125,9 @@ class Prune(Checked):
         Literal["after_commit", "manual"], Choice("after_commit", "manual"), "after each commit, or on demand only"
     ] = "after_commit"
     grace: Annotated[timedelta, Duration(zero=True), "from tombstone to deletion of the bytes"] = timedelta(hours=24)
-    debris_after: Annotated[timedelta, Duration(least=LEAST_DEBRIS_AGE), "age at which data that was never committed is swept"] = timedelta(
-        hours=48
-    )
+    debris_after: Annotated[
+        timedelta, Duration(least=LEAST_DEBRIS_AGE), "age at which data that was never committed is swept"
+    ] = timedelta(hours=48)
     max_delete: Annotated[MaxDelete, Record(MaxDelete), "the circuit breaker"] = field(default_factory=MaxDelete)
 
 
