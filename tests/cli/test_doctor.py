@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -101,11 +103,118 @@ def test_each_right_that_is_missing_is_named(minio: S3Server, denied: str, check
     assert by_check(found)[check] == status
     finding = next(one for one in found.findings if one.check == check)
     assert denied in (finding.remedy or "")
-    left = minio.keys(bucket)
-    assert bool(left) == (denied == "s3:DeleteObject")
-    if left:
-        assert by_check(found)["clean-up"] == "warn"
-        assert all("/bucketpoint-doctor-" in key for key in left)
+    assert minio.keys(bucket) == (["runs/_bucketpoint/doctor/access"] if denied == "s3:DeleteObject" else [])
+
+
+def credentials(monkeypatch: pytest.MonkeyPatch, server: S3Server, *statements: dict[str, Any]) -> None:
+    """Let the program find credentials that may do only what the statements allow."""
+    limited = server.limited_options(*statements)
+    for name, value in server.env.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", limited["key"])
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", limited["secret"])
+    monkeypatch.setenv("AWS_SESSION_TOKEN", limited["token"])
+
+
+@pytest.mark.parametrize(
+    ("policy", "role", "failing"),
+    [
+        ("trainer", None, set()),
+        ("trainer", "trainer", set()),
+        ("reader", "reader", set()),
+        ("pruner", "pruner", set()),
+        ("reader", None, {"put"}),
+        ("reader", "pruner", {"put"}),
+        ("pruner", "trainer", {"put"}),
+        ("trainer", "pruner", {"delete"}),
+    ],
+)
+def test_what_a_role_may_do_is_tried_and_the_bucket_is_as_before(
+    minio: S3Server,
+    program: Program,
+    monkeypatch: pytest.MonkeyPatch,
+    policy: str,
+    role: str | None,
+    failing: set[str],
+) -> None:
+    bucket = minio.make_bucket()
+    minio.client().put_object(Bucket=bucket, Key="teams/a/run-1/step-1/.metadata", Body=b"somebody's")
+    text = (Path(__file__).parents[2] / "policies" / f"{policy}.json").read_text()
+    text = text.replace("BUCKET", bucket).replace("PREFIX", "teams/a")
+    credentials(monkeypatch, minio, *json.loads(text)["Statement"])
+    said = [] if role is None else ["--role", role]
+    done = program("doctor", f"s3://{bucket}/teams/a/run-1", "--size", "1MiB", "--json", *said)
+    status = {one["check"]: one["status"] for one in done.json["findings"]}
+    assert {check for check, state in status.items() if state == "fail"} == failing
+    assert done.code == (1 if failing else 0)
+    assert done.json["left"] == []
+    assert minio.keys(bucket) == ["teams/a/run-1/step-1/.metadata"]
+    assert minio.open_uploads(bucket) == []
+    assert (
+        minio.client().get_object(Bucket=bucket, Key="teams/a/run-1/step-1/.metadata")["Body"].read() == b"somebody's"
+    )
+    if policy == role:
+        wanted = {"trainer": ["put data", "throughput up"], "reader": ["pinned read"], "pruner": ["delete notes"]}[
+            policy
+        ]
+        assert {status[check] for check in ["list", "get", *wanted]} == {"ok"}
+
+
+def test_the_verdict_says_for_which_role_a_place_is_fit(tmp_path: Path, program: Program) -> None:
+    last = program("doctor", str(tmp_path), "--role", "reader").out.splitlines()[-1]
+    assert last == f"{tmp_path} is fit for a reader: 0 warnings, 0 failures"
+    assert list(tmp_path.iterdir()) == []
+    assert program("doctor", str(tmp_path), "--role", "reader", "--chaos").code == 2
+
+
+def test_where_nothing_can_be_deleted_one_small_object_stays_and_is_named(
+    minio: S3Server, program: Program, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bucket = minio.make_bucket()
+    everything = {"Effect": "Allow", "Action": "s3:*", "Resource": "arn:aws:s3:::*"}
+    credentials(monkeypatch, minio, everything, {"Effect": "Deny", "Action": "s3:DeleteObject", "Resource": "*"})
+    done = program("doctor", f"s3://{bucket}/runs", "--json")
+    assert done.code == 0
+    status = {one["check"]: one["status"] for one in done.json["findings"]}
+    assert (status["put data"], status["throughput"], status["clean-up"]) == ("ok", "skip", "warn")
+    assert done.json["left"] == ["runs/_bucketpoint/doctor/access"]
+    # Nor does anything come to it the next time, and faults are not tried.
+    done = program("doctor", f"s3://{bucket}/runs", "--chaos")
+    assert done.code == 1
+    assert "would stay" in done.out.splitlines()[-1]
+    assert "1 object stays: runs/_bucketpoint/doctor/access" in done.out
+    assert f"`bucketpoint gc s3://{bucket}/runs` removes" in done.out
+    assert minio.keys(bucket) == ["runs/_bucketpoint/doctor/access"]
+    assert minio.client().head_object(Bucket=bucket, Key=minio.keys(bucket)[0])["ContentLength"] < 20
+    assert minio.open_uploads(bucket) == []
+
+
+def test_a_sweep_removes_what_examinations_left_and_nothing_else(tmp_path: Path, program: Program) -> None:
+    left = [
+        "_bucketpoint/doctor/access",
+        "_bucketpoint/doctor/0123456789ab/speed-12",
+        # As 0.1.0 called them.
+        "bucketpoint-doctor-0123456789ab/access",
+        "bucketpoint-doctor-0123456789ab/speed-0",
+    ]
+    foreign = [
+        "_bucketpoint/doctor/mine",
+        "_bucketpoint/doctor/0123456789ab/model.pt",
+        "bucketpoint-doctor-0123456789ab/model.pt",
+        "bucketpoint-doctor-notes/access",
+    ]
+    for number, name in enumerate([*left, *foreign, "_bucketpoint/doctor/ba9876543210/access"]):
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(b"x")
+        if number < len(left) + len(foreign):
+            os.utime(path, (1_700_000_000, 1_700_000_000))
+    before = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file()}
+    assert program("gc", str(tmp_path), "--dry-run", "--json").json["objects"] == sorted(left)
+    assert {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file()} == before
+    done = program("gc", str(tmp_path), "--json")
+    assert (done.json["objects"], done.json["bytes"], done.code) == (sorted(left), len(left), 0)
+    assert {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file()} == before - {*left}
 
 
 def test_what_cannot_be_reached_is_one_failure_and_no_more(minio: S3Server) -> None:

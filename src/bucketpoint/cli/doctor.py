@@ -38,6 +38,14 @@ def parse_size(text: str) -> int:
     help="About how much to send, and to receive, to measure throughput. 0: do not measure.",
 )
 @click.option(
+    "--role",
+    type=click.Choice(["admin", "trainer", "reader", "pruner"]),
+    default="admin",
+    show_default=True,
+    help="What the credentials are for. Only what that role does is tried, and only that is a failure where it is "
+    "refused. admin: to save, load and prune.",
+)
+@click.option(
     "--chaos",
     is_flag=True,
     help="Then save and load there while requests fail on purpose, and tell what was survived. S3 and GCS.",
@@ -47,28 +55,33 @@ def parse_size(text: str) -> int:
     "--saves", type=click.IntRange(min=1), default=10, show_default=True, help="With --chaos: of about 5 MiB each."
 )
 @store_options
-def doctor(url: str, size: int, chaos: bool, seed: int, saves: int, access: Access, as_json: bool) -> Answer:
+def doctor(url: str, size: int, role: str, chaos: bool, seed: int, saves: int, access: Access, as_json: bool) -> Answer:
     """Find out whether a place is fit for checkpoints, and how to use it best.
 
     Tries below URL what saves, loads and pruning do: rights, conditional writes, multipart uploads, throughput. Reads
-    the bucket's versioning and lifecycle rules, and compares clocks. Deletes what it wrote. Ends with 1 if anything
-    failed, or if --chaos lost anything.
+    the bucket's versioning and lifecycle rules, and compares clocks. Deletes what it wrote; where it may not delete,
+    one object of a few bytes stays, and is named. Ends with 1 if anything failed, or if --chaos lost anything.
     """
     from bucketpoint.stores import open_store
     from bucketpoint.transfer.doctor import examine
 
+    if chaos and role != "admin":
+        raise click.UsageError("--chaos saves, loads and deletes: leave --role out")
     store, prefix = open_store(url.rstrip("/") or url, storage_options=access.for_url(url))
-    found = examine(store, prefix, probe_bytes=size, told=lambda finding: None if as_json else _tell(finding))
+    told = (lambda finding: None) if as_json else _tell
+    found = examine(store, prefix, role=role, probe_bytes=size, told=told)
     counts = {status: sum(one.status == status for one in found.findings) for status in ("ok", "warn", "fail", "skip")}
-    verdict = "fit for checkpoints" if found.ok else "NOT fit for checkpoints"
+    verdict = f"{'fit' if found.ok else 'NOT fit'} for {'checkpoints' if role == 'admin' else f'a {role}'}"
     last = f"{url} is {verdict}: {text.count(counts['warn'], 'warning')}, {text.count(counts['fail'], 'failure')}"
-    document = {"url": url, "counts": counts, **_document(found)}
+    document = {"url": url, "role": role, "counts": counts, "left": list(found.left), **_document(found)}
     if not chaos:
         return Answer(document, [last], found.ok)
     if not as_json:
         click.echo(last)
     if not found.ok:
         return Answer({**document, "chaos": None}, ["no faults are tried where saves fail without any"], False)
+    if any(one.check == "delete" and one.status != "ok" for one in found.findings):
+        return Answer({**document, "chaos": None}, ["no faults are tried where what that saves would stay"], False)
     report = _trial(url, seed, saves, access, quiet=as_json)
     return Answer({**document, "chaos": _told(report)}, _chaos_lines(report), report.ok)
 

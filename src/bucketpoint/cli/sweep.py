@@ -27,22 +27,26 @@ if TYPE_CHECKING:
 def gc(catalog: Catalog, older_than: float, deep: bool, dry_run: bool, progress: bool | None, as_json: bool) -> Answer:
     """Remove what dead saves left: data that no checkpoint names, and multipart uploads that nobody completes.
 
-    Checkpoints are never touched, with or without a record. Ends with 1 if something could not be deleted.
+    What `doctor` wrote at ROOT and could not delete goes too. Checkpoints are never touched, with or without a record.
+    Ends with 1 if something could not be deleted.
     """
     from bucketpoint.catalog.sweep import sweep
+    from bucketpoint.transfer.doctor_scratch import sweep_leftovers
 
     with watched(catalog, progress) as at:
         done = sweep(at, older_than=older_than, deep=deep, dry_run=dry_run)
+        trials = sweep_leftovers(at.store, at.prefix, oldest=at.clock() - older_than, dry_run=dry_run)
+    failures = [*done.failures, *trials.failures]
     document: dict[str, Any] = {
         "root": catalog.url,
         "dry_run": dry_run,
-        "objects": done.objects,
-        "bytes": done.bytes,
-        "uploads": done.uploads,
+        "objects": [*done.objects, *(info.key for info in trials.objects)],
+        "bytes": done.bytes + sum(info.size for info in trials.objects),
+        "uploads": [*done.uploads, *trials.uploads],
         "notes": done.notes,
-        "failures": [{"key": one.key, "code": one.code, "message": one.message} for one in done.failures],
+        "failures": [{"key": one.key, "code": one.code, "message": one.message} for one in failures],
     }
-    return Answer(document, _lines(document), ok=not done.failures)
+    return Answer(document, _lines(document), ok=not failures)
 
 
 def _lines(document: dict[str, Any]) -> Iterator[str]:

@@ -1,49 +1,52 @@
-"""Is a place fit for checkpoints? Tries below a scratch prefix what saves, loads and pruning will do, and cleans up.
+"""Is a place fit for checkpoints? Tries what saves, loads and pruning will do, as far as a role does it, and cleans up.
 
-Each check ends in a finding; none of them raises for what the store refuses.
+Each check ends in a finding; none of them raises for what the store refuses. What is written lies below
+`_bucketpoint/doctor/`, where a trainer may delete what it may not delete elsewhere.
 """
 
 from __future__ import annotations
 
-import os
+import contextlib
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
 
-from bucketpoint.errors import (
-    BucketNotFoundError,
-    CorruptDataError,
-    CredentialsError,
-    EndpointError,
-    ObjectNotFoundError,
-    PreconditionFailedError,
-    StoreError,
-    WrongRegionError,
-)
+from bucketpoint.errors import CorruptDataError, ObjectNotFoundError, PreconditionFailedError, StoreError
 from bucketpoint.stores import FsspecStore, LocalStore, S3Store, Store
 from bucketpoint.transfer.checksum import crc32c
 from bucketpoint.transfer.doctor_bucket import Finding, bucket_findings, clock_finding
 from bucketpoint.transfer.doctor_fsspec import fsspec_findings
-from bucketpoint.transfer.doctor_remedies import needed, without_conditions
+from bucketpoint.transfer.doctor_reader import examine_pinned_read, examine_reader
+from bucketpoint.transfer.doctor_remedies import needed, removal, without_conditions
+from bucketpoint.transfer.doctor_report import UNREACHABLE, Report
 from bucketpoint.transfer.doctor_s3 import service_finding
-from bucketpoint.transfer.speed import Speed, probe
+from bucketpoint.transfer.doctor_scratch import ScratchKeys
+from bucketpoint.transfer.doctor_speed import measure
+from bucketpoint.transfer.speed import Speed
 from bucketpoint.transfer.tasks import TaskGroup
-
-T = TypeVar("T")
 
 DEFAULT_PROBE_BYTES = 128 << 20
 RACERS = 8
 
-_UNREACHABLE = (EndpointError, CredentialsError, BucketNotFoundError, WrongRegionError)
+ADMIN, TRAINER, READER, PRUNER = "admin", "trainer", "reader", "pruner"
+ROLES = (ADMIN, TRAINER, READER, PRUNER)
+"""Those of `policies/`, and one that saves, loads and prunes."""
+
+_NAMED = 5
+_STAYS = "it could not be deleted again"
 
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """All findings, in the order of the checks, and what the probe measured, if it came that far."""
+    """All findings, in the order of the checks, and what the probe measured, if it came that far.
+
+    Attributes:
+        left: keys of objects, and of uploads under way, that were written and could not be removed.
+    """
 
     findings: Sequence[Finding]
     speed: Speed | None
+    left: Sequence[str] = ()
 
     @property
     def ok(self) -> bool:
@@ -54,112 +57,197 @@ def examine(
     store: Store,
     prefix: str,
     *,
+    role: str = ADMIN,
     probe_bytes: int = DEFAULT_PROBE_BYTES,
     told: Callable[[Finding], None] = lambda finding: None,
 ) -> Diagnosis:
-    """Try everything below `prefix`, in a folder with a name that nobody else has, and delete it again.
+    """Try out what `role` does at the place at `prefix`, in a folder with a name that nobody else has, and delete it.
+
+    Whether objects can be deleted is found out before any is written. Where none can be, one object of a few bytes is
+    written and stays, under the same key each time, and what would need another one is not tried.
 
     Args:
+        role: of `ROLES`. A reader writes nothing; a pruner writes notes and deletes; only who saves moves bytes.
         probe_bytes: about how much to move up, and down again, to measure throughput; 0 for no measuring.
         told: called with each finding as it is made.
     """
-    run = _Examination(store, prefix, told)
+    run = _Examination(Report(store, told), prefix, role)
     try:
         run.all(probe_bytes)
     finally:
         run.clean_up()
-    return Diagnosis(run.findings, run.speed)
+    return Diagnosis(run.report.findings, run.speed, run.left)
 
 
 class _Examination:
-    """One run. `findings` grows; keys that were written are remembered, so that they can be deleted."""
+    """One run. Keys that were written are remembered, so that they can be deleted."""
 
-    def __init__(self, store: Store, prefix: str, told: Callable[[Finding], None]) -> None:
-        self._store = store
+    def __init__(self, report: Report, prefix: str, role: str) -> None:
+        if role not in ROLES:
+            raise ValueError(f"role {role!r} is none of {', '.join(ROLES)}")
+        self.report = report
+        self._store = report.store
         self._prefix = prefix
-        self._told = told
-        self._folder = f"{prefix}/" if prefix else ""
-        self._folder += f"bucketpoint-doctor-{os.urandom(6).hex()}/"
+        self._role = role
+        self._at = ScratchKeys.below(prefix)
+        self._removable = True
+        self._wrote_data = False
         self._keys: dict[str, None] = {}
         self._uploads: list[tuple[str, str]] = []
-        self.findings: list[Finding] = []
+        self.left: list[str] = []
         self.speed: Speed | None = None
 
     def all(self, probe_bytes: int) -> None:
-        written = self._access()
-        if self.findings[0].check == "connect":
+        try:
+            if self._role == READER:
+                examine_reader(self.report, self._prefix)
+            written = self._role != READER and self._access()
+        except UNREACHABLE as error:
+            self.report.failed("connect", error)
             return
         if isinstance(self._store, S3Store):
-            self._add(clock_finding(self._store))
+            self.report.add(clock_finding(self._store))
+        if self._role == READER:
+            return
         if written:
-            if isinstance(self._store, FsspecStore):
-                # First: what they find is what the store then says of itself.
-                for finding in fsspec_findings(self._store, self._folder.rstrip("/")):
-                    self._add(finding)
-            self._create_only()
-            self._if_match()
-            self._pinned_reads()
-            self._checksums()
-            self._multipart()
-            if isinstance(self._store, S3Store):
-                self._add(service_finding(self._store, self._key, self._begin))
+            self._requests()
         for finding in bucket_findings(self._store, self._prefix):
-            self._add(finding)
+            self.report.add(finding)
         if isinstance(self._store, LocalStore) and written:
             free = shutil.disk_usage(self._store.root).free
-            self._say("space", "ok", f"{free / 1e9:.1f} GB are free on this filesystem")
-        if probe_bytes and written:
-            self._throughput(probe_bytes)
+            self.report.say("space", "ok", f"{free / 1e9:.1f} GB are free on this filesystem")
+        if probe_bytes and written and self._role != PRUNER:
+            if self._removable:
+                self.speed = measure(self.report, self._at.folder, probe_bytes, used=self._remember)
+            else:
+                self.report.say("throughput", "skip", f"not measured: what that writes, {_STAYS}")
+
+    def _requests(self) -> None:
+        if isinstance(self._store, FsspecStore) and self._removable:
+            # First: what they find is what the store then says of itself.
+            for finding in fsspec_findings(self._store, self._at.folder.rstrip("/")):
+                self.report.add(finding)
+        elif isinstance(self._store, FsspecStore):
+            self.report.say("filesystem", "skip", f"conditions were not tried out: what that writes, {_STAYS}")
+        self._create_only()
+        self._beside(self._if_match())
+        self._pinned_reads()
+        self._checksums()
+        self._multipart()
+        if isinstance(self._store, S3Store):
+            self.report.add(service_finding(self._store, self._key, self._begin))
 
     # -- rights -------------------------------------------------------------------------------------------------------
 
     def _access(self) -> bool:
-        """Put, get, list and delete, each by its name. False where nothing can be written."""
-        key, body = self._key("access"), b"bucketpoint doctor"
+        """Put, get, list and delete, each by its name. False where nothing can be written.
+
+        Raises:
+            EndpointError, CredentialsError, BucketNotFoundError, WrongRegionError: the store cannot be reached.
+        """
+        report, store = self.report, self._store
+        prunes = self._role in (ADMIN, PRUNER)
+        data_stays, notes_stay = self._why_kept(self._at.data), self._why_kept(self._at.folder + "access")
+        self._removable = notes_stay is None
+        beside = data_stays is None and self._role != PRUNER
+        self._wrote_data = beside
+        key, body = self._at.data if beside else self._key("access"), b"bucketpoint doctor"
+        self._remember(key)
+        lasting = key == self._at.lasting
         try:
-            self._store.put(key, [memoryview(body)])
+            with contextlib.suppress(PreconditionFailedError):
+                # The object of an earlier examination does as well: some let nobody replace what may not be deleted.
+                store.put(key, [memoryview(body)], if_none_match=lasting and store.capabilities.conditional_put)
         except StoreError as error:
             # Nothing was written, so there is nothing to clean up.
             self._keys.clear()
-            if isinstance(error, _UNREACHABLE):
-                self._failed("connect", error)
-            else:
-                self._failed("put", error, needed(self._store, "put"))
+            if isinstance(error, UNREACHABLE):
+                raise
+            report.failed("put", error, needed(store, "put notes" if self._role == PRUNER else "put"))
             return False
-        self._say("put", "ok", "objects can be written")
+        report.say("put", "ok", "objects can be written" if beside else "notes can be written")
 
         def read() -> None:
-            self._expect(self._store.get(key)[0] == body, "other bytes came back")
+            report.expect(store.get(key)[0] == body or lasting, "other bytes came back")
 
-        self._try("get", read, "objects can be read", remedy=needed(self._store, "get"))
-        listing = needed(self._store, "list")
-        self._try("list", lambda: self._lists(key), "objects can be listed", remedy=listing, warn=True)
-        self._try("delete", self._deletes, "objects can be deleted", remedy=needed(self._store, "delete"), warn=True)
+        def listed() -> None:
+            found = store.list(key.rpartition("/")[0] + "/")
+            report.expect(any(info.key == key for info in found), "the object is not listed")
+
+        pruner = self._role == PRUNER
+        report.attempt("get", read, "objects can be read", remedy=needed(store, "get"))
+        report.attempt("list", listed, "objects can be listed", remedy=needed(store, "list"), warn=not pruner)
+        if prunes:
+            self._deletes("delete", "objects", data_stays, key if beside else None)
+        self._removable = self._deletes("delete notes", "notes", notes_stay, self._at.folder + "deleted")
         return True
 
-    def _lists(self, key: str) -> None:
-        self._expect(any(info.key == key for info in self._store.list(self._folder)), "the object is not listed")
-
-    def _deletes(self) -> None:
-        key = self._key("deleted")
-        self._store.put(key, [memoryview(b"x")])
-        failures = self._store.delete([key])
-        self._expect(not failures, f"{failures[0].code}: {failures[0].message}" if failures else "")
+    def _why_kept(self, key: str) -> str | None:
+        """Why an object under this key could not be deleted. Asked of a key that nobody has, so that nothing goes."""
         try:
-            self._store.head(key)
-        except ObjectNotFoundError:
-            del self._keys[key]
+            failures = self._store.delete([key])
+        except UNREACHABLE:
+            raise
+        except StoreError as error:
+            return error.message
+        return f"{failures[0].code}: {failures[0].message}" if failures else None
+
+    def _deletes(self, check: str, what: str, refused: str | None, key: str | None) -> bool:
+        """Try the right to delete: not refused for what is not there, and kept to for an object at `key`, if given."""
+        store, report = self._store, self.report
+
+        def trial() -> bool:
+            report.expect(refused is None, refused or "")
+            if key is None:
+                return True
+            self._remember(key)
+            store.put(key, [memoryview(b"x")])
+            failures = store.delete([key])
+            report.expect(not failures, f"{failures[0].code}: {failures[0].message}" if failures else "")
+            try:
+                store.head(key)
+            except ObjectNotFoundError:
+                del self._keys[key]
+                return True
+            raise StoreError("the object is still there", url=store.url)
+
+        said, warn = f"{what} can be deleted", self._role != PRUNER
+        return report.attempt(check, trial, said, remedy=needed(store, check), warn=warn) is not None
+
+    def _beside(self, etag: str | None) -> None:
+        """Try the right to write what could not be deleted again: by a condition that fails, so nothing is written.
+
+        Args:
+            etag: of another object; None where conditions are not kept to.
+        """
+        check, key = "put data", self._at.data
+        if self._role == PRUNER:
+            check, key = "put .metadata", self._at.metadata
+        elif self._wrote_data:
             return
-        raise StoreError("the object is still there", url=self._store.url)
+        if etag is None:
+            self.report.say(check, "skip", f"not tried: {_STAYS}, and this store has no condition that prevents it")
+            return
+
+        def trial() -> bool:
+            try:
+                self._store.put(key, [memoryview(b"x")], if_match=etag)
+            except PreconditionFailedError:
+                return True
+            self._remember(key)
+            raise StoreError("the store ignores If-Match where no object is")
+
+        said = "a write is refused for its condition alone"
+        self.report.attempt(check, trial, said, remedy=needed(self._store, check), warn=self._role == PRUNER)
 
     # -- conditions ---------------------------------------------------------------------------------------------------
 
     def _create_only(self) -> None:
         check = "create-only put"
         if not self._store.capabilities.conditional_put:
-            self._say(check, "warn", "this store has no conditional writes", without_conditions(self._store))
+            self.report.say(check, "warn", "this store has no conditional writes", without_conditions(self._store))
             return
-        key = self._key("create-only")
+        key, expect = self._key("create-only"), self.report.expect
 
         def put(content: bytes, key: str = key) -> bool:
             try:
@@ -169,62 +257,49 @@ class _Examination:
             return True
 
         def trial() -> None:
-            self._expect(put(b"first"), "the store refused it where nothing was")
+            if self._removable:
+                expect(put(b"first"), "the store refused it where nothing was")
+            there = self._store.get(key)[0]
             for content in (b"second", b"third"):
-                self._expect(not put(content), "the store ignores If-None-Match and overwrote an object")
-            self._expect(
-                self._store.get(key)[0] == b"first", "the store refused it and overwrote the object all the same"
-            )
+                expect(not put(content), "the store ignores If-None-Match and overwrote an object")
+            expect(self._store.get(key)[0] == there, "the store refused it and overwrote the object all the same")
+            if not self._removable:
+                return
             race = self._key("race")
             won: list[bool] = []
             with TaskGroup(RACERS, name="bucketpoint-doctor") as group:
                 for racer in range(RACERS):
                     group.start(lambda racer=racer: won.append(put(b"%d" % racer, race)))  # type: ignore[misc]
-            self._expect(sum(won) == 1, f"{sum(won)} of {RACERS} writers at once were told that they had created it")
+            expect(sum(won) == 1, f"{sum(won)} of {RACERS} writers at once were told that they had created it")
 
-        said = f"refused twice, and won by one of {RACERS} at once"
-        self._try(check, trial, said, remedy=without_conditions(self._store))
+        said = f"refused twice, and won by one of {RACERS} at once" if self._removable else "refused twice"
+        self.report.attempt(check, trial, said, remedy=without_conditions(self._store))
 
-    def _if_match(self) -> None:
+    def _if_match(self) -> str | None:
+        """The ETag of an object, where conditions on it are kept to."""
         able = self._store.capabilities
         if not (able.conditional_put and able.conditional_replace):
-            return
+            return None
         key = self._key("if-match")
 
-        def trial() -> None:
+        def trial() -> str | None:
             first = self._store.put(key, [memoryview(b"first")])
             self._store.put(key, [memoryview(b"second")], if_match=first.etag)
             try:
                 self._store.put(key, [memoryview(b"third")], if_match=first.etag)
             except PreconditionFailedError:
-                return
+                return first.etag
             raise StoreError("the store ignores If-Match and overwrote an object that had changed")
 
         said = "honoured where the object is the expected one, refused where it is not"
-        self._try("put if match", trial, said, remedy=without_conditions(self._store))
+        return self.report.attempt("put if match", trial, said, remedy=without_conditions(self._store))
 
     def _pinned_reads(self) -> None:
-        if not self._store.capabilities.pinned_reads:
-            self._say("pinned read", "skip", "this store has no conditional reads: checksums alone protect a load")
-            return
-        key = self._key("pinned")
-
-        def trial() -> None:
-            info = self._store.put(key, [memoryview(b"x")])
-            view = memoryview(bytearray(1))
-            self._store.read_into(key, 0, [view], if_match=info.etag)
-            try:
-                self._store.read_into(key, 0, [view], if_match="0" * 32)
-            except PreconditionFailedError:
-                return
-            raise StoreError("the store ignores If-Match on reads")
-
-        remedy = "A replaced object is then noticed by its checksum alone"
-        self._try("pinned read", trial, "a replaced object is refused", remedy=remedy, warn=True)
+        examine_pinned_read(self.report, lambda: self._store.put(self._key("pinned"), [memoryview(b"x")]))
 
     def _checksums(self) -> None:
         if not self._store.capabilities.checksums:
-            self._say("checksum", "skip", "no checksums are sent to this store: a load compares what it reads")
+            self.report.say("checksum", "skip", "no checksums are sent to this store: a load compares what it reads")
             return
         body, key = memoryview(b"checksum"), self._key("checksum")
 
@@ -237,17 +312,17 @@ class _Examination:
             raise StoreError("the store took a body with a wrong CRC32C")
 
         remedy = "Bytes that are garbled on their way up are noticed at load only; checksums=false spares sending them"
-        self._try("checksum", trial, "a body with a wrong CRC32C is refused", remedy=remedy, warn=True)
+        self.report.attempt("checksum", trial, "a body with a wrong CRC32C is refused", remedy=remedy, warn=True)
 
     # -- multipart ----------------------------------------------------------------------------------------------------
 
     def _multipart(self) -> None:
         store = self._store
         if not store.capabilities.multipart:
-            self._say("multipart", "skip", "this store takes whole objects only")
+            self.report.say("multipart", "skip", "this store takes whole objects only")
             return
         key = self._key("multipart")
-        upload = self._try("multipart create", lambda: self._begin(key), "an upload was begun")
+        upload = self.report.attempt("multipart create", lambda: self._begin(key), "an upload was begun")
         if upload is None:
             return
         size = store.capabilities.min_part_bytes
@@ -256,23 +331,25 @@ class _Examination:
         def send() -> list[object]:
             return [store.put_part(key, upload, number, [body]) for number, body in enumerate(bodies, 1)]
 
-        parts = self._try("multipart upload", send, "two parts were sent")
-        if parts is not None:
+        parts = self.report.attempt("multipart upload", send, "two parts were sent")
+        if parts is not None and not self._removable:
+            self.report.say("multipart complete", "skip", f"not tried: {size >> 20} MiB would stay, as {_STAYS}")
+        elif parts is not None:
 
             def finish() -> None:
                 store.complete_multipart(key, upload, parts)  # type: ignore[arg-type]
                 self._uploads.remove((key, upload))
-                self._expect(store.head(key).size == size + 3, "the object has another size than its parts")
+                self.report.expect(store.head(key).size == size + 3, "the object has another size than its parts")
 
-            self._try("multipart complete", finish, "the object is the sum of its parts")
+            self.report.attempt("multipart complete", finish, "the object is the sum of its parts")
         dropped = self._key("aborted")
-        other = self._try_quietly(lambda: self._begin(dropped))
+        other = self.report.quietly(lambda: self._begin(dropped))
         if other is None:
             return
         remedy = "What a killed save leaves cannot be swept by name then; a lifecycle rule has to do it"
-        self._try(
+        self.report.attempt(
             "multipart list",
-            lambda: self._expect(other in self._open(dropped), "an upload under way is not listed"),
+            lambda: self.report.expect(other in self._open(dropped), "an upload under way is not listed"),
             "uploads under way are listed",
             remedy=remedy,
             warn=True,
@@ -281,9 +358,9 @@ class _Examination:
         def drop() -> None:
             store.abort_multipart(dropped, other)
             self._uploads.remove((dropped, other))
-            self._expect(other not in self._try_open(dropped), "the upload is still there")
+            self.report.expect(other not in self._try_open(dropped), "the upload is still there")
 
-        self._try("multipart abort", drop, "an upload was aborted")
+        self.report.attempt("multipart abort", drop, "an upload was aborted")
 
     def _begin(self, key: str) -> str:
         upload = self._store.create_multipart(key)
@@ -294,97 +371,40 @@ class _Examination:
         return [upload.upload_id for upload in self._store.list_multipart(key)]
 
     def _try_open(self, key: str) -> list[str]:
-        return self._try_quietly(lambda: self._open(key)) or []
-
-    # -- throughput ---------------------------------------------------------------------------------------------------
-
-    def _throughput(self, nbytes: int) -> None:
-        def measure() -> Speed:
-            return probe(self._store, self._folder, nbytes, used=lambda key: self._keys.update({key: None}))
-
-        speed = self._try_quietly(measure, "throughput")
-        if speed is None:
-            return
-        self.speed = speed
-        for direction in ("up", "down"):
-            levels = [(level.connections, level.up if direction == "up" else level.down) for level in speed.levels]
-            said = ", ".join(f"{rate / 1e6:,.0f} MB/s with {count}" for count, rate in levels)
-            self._say(f"throughput {direction}", "ok", f"{said} connections")
-        advised = speed.advice(self._store.capabilities.min_part_bytes)
-        part, rate, latency = advised.part_bytes >> 20, speed.connection_rate, speed.latency_s * 1e3
-        waiting = speed.latency_s / (speed.latency_s + advised.part_bytes / rate)
-        self._say(
-            "advice",
-            "ok",
-            f"TransferOptions(part_bytes={part} << 20, connections={advised.connections}): an answer takes "
-            f"{latency:.1f} ms and a connection carries {rate / 1e6:,.0f} MB/s, so that a part of {part} MiB "
-            f"waits for {waiting:.0%} of its time; {advised.connections} are the fewest connections that carry 90 % of "
-            "what the most of those tried did",
-        )
+        return self.report.quietly(lambda: self._open(key)) or []
 
     # -- cleaning up --------------------------------------------------------------------------------------------------
 
     def clean_up(self) -> None:
         """Delete whatever was written. What stays is named."""
         for key, upload in list(self._uploads):
-            if self._try_quietly(lambda key=key, upload=upload: self._drop(key, upload)) is None:  # type: ignore[misc]
-                self._say("clean-up", "warn", f"the multipart upload of {key} stays", "Abort it by hand")
+            if self.report.quietly(lambda key=key, upload=upload: self._drop(key, upload)) is None:  # type: ignore[misc]
+                self.left.append(key)
+                self.report.say("clean-up", "warn", f"the multipart upload of {key} stays", "Abort it by hand")
         if not self._keys:
             return
-        failures = self._try_quietly(lambda: [failure.key for failure in self._store.delete(list(self._keys))])
+        failures = self.report.quietly(lambda: [failure.key for failure in self._store.delete(list(self._keys))])
         left = list(self._keys) if failures is None else failures
+        self.left += left
         if left:
-            remedy = f"Delete everything below {self._store.url}/{self._folder}"
-            self._say("clean-up", "warn", f"{len(left)} objects of this examination stay", remedy)
+            more = f", and {len(left) - _NAMED} more" if len(left) > _NAMED else ""
+            what = "1 object stays" if len(left) == 1 else f"{len(left)} objects stay"
+            message = f"{what}: {', '.join(left[:_NAMED])}{more}"
+            if left == [self._at.lasting]:
+                message += ", of a few bytes, and the same one each time"
+            self.report.say("clean-up", "warn", message, removal(self._store, self._prefix))
         else:
-            self._say("clean-up", "ok", "everything that was written is deleted")
+            self.report.say("clean-up", "ok", "everything that was written is deleted")
 
     def _drop(self, key: str, upload: str) -> bool:
         self._store.abort_multipart(key, upload)
         return True
 
-    # -- findings -----------------------------------------------------------------------------------------------------
-
     def _key(self, name: str) -> str:
-        key = self._folder + name
-        self._keys[key] = None
+        """The key of an object for a trial: one of its own if it can be deleted again, else that which stays anyway."""
+        key = self._at.folder + name if self._removable else self._at.lasting
+        self._remember(key)
         return key
 
-    def _try(
-        self,
-        check: str,
-        action: Callable[[], T],
-        said: str,
-        *,
-        remedy: str | None = None,
-        warn: bool = False,
-    ) -> T | None:
-        try:
-            result = action()
-        except StoreError as error:
-            self._failed(check, error, remedy, warn=warn)
-            return None
-        self._say(check, "ok", said)
-        return result
-
-    def _try_quietly(self, action: Callable[[], T], check: str | None = None) -> T | None:
-        try:
-            return action()
-        except StoreError as error:
-            if check is not None:
-                self._failed(check, error)
-            return None
-
-    def _expect(self, true: bool, otherwise: str) -> None:
-        if not true:
-            raise StoreError(otherwise, url=self._store.url)
-
-    def _failed(self, check: str, error: StoreError, remedy: str | None = None, *, warn: bool = False) -> None:
-        self._say(check, "warn" if warn else "fail", error.message, remedy or error.remedy)
-
-    def _say(self, check: str, status: str, message: str, remedy: str | None = None) -> None:
-        self._add(Finding(check, status, message, remedy))
-
-    def _add(self, finding: Finding) -> None:
-        self.findings.append(finding)
-        self._told(finding)
+    def _remember(self, key: str) -> None:
+        self._keys[key] = None
