@@ -16,6 +16,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import FileSystemWriter
 
 import bucketpoint.convert.convert as run
+import bucketpoint.convert.journal as notes
 from bucketpoint import BucketWriter
 from bucketpoint.catalog.adopt import adopt
 from bucketpoint.catalog.catalog import open_catalog
@@ -52,8 +53,9 @@ KEPT = ConvertOptions(object_bytes=64 << 10, shard_bytes=64 << 10)
 
 @pytest.fixture(autouse=True)
 def small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each object is noted as soon as it is there."""
+    """Each object is noted as soon as it is there, and before the next."""
     monkeypatch.setattr(run, "_BATCH_BYTES", 1)
+    monkeypatch.setattr(notes, "NOTE_BYTES", 1)
 
 
 def layers(value: float = 1.0) -> dict[str, Any]:
@@ -154,7 +156,7 @@ def test_killed_after_the_commit_the_next_run_only_tidies(
 def convert_alone(rank: int, world: int, environment: dict[str, str], source: Path, target: str, to: str) -> None:
     """The whole conversion, in a process that can be killed."""
     os.environ.update(environment)
-    run._BATCH_BYTES = 1
+    run._BATCH_BYTES = notes.NOTE_BYTES = 1
     run_conversion(plan_conversion(source, target, to_format=to, options=KEPT, transfer=ONE_BY_ONE))
 
 
@@ -216,11 +218,12 @@ def test_an_index_that_somebody_else_put_there_is_not_taken_for_the_end_of_a_con
 KILLED = """
 import os, sys
 import bucketpoint.convert.convert as run
+import bucketpoint.convert.journal as notes
 from bucketpoint.convert import ConvertOptions, plan_conversion, run_conversion
 from bucketpoint.transfer import TransferOptions
 
 source, target, to = sys.argv[1:]
-run._BATCH_BYTES = 1
+run._BATCH_BYTES = notes.NOTE_BYTES = 1
 
 
 class Killed:
@@ -274,7 +277,7 @@ def test_a_process_that_is_killed_in_the_middle_of_an_object_leaves_nothing_and_
     assert NAME not in {name.rpartition("/")[2] for name in names(root)}
 
 
-def interrupted(source: Path, target: Path, to: str, monkeypatch: pytest.MonkeyPatch, after: int = 4) -> None:
+def interrupted(source: Path, target: Path, to: str, monkeypatch: pytest.MonkeyPatch, after: int = 5) -> None:
     def wrapped(inner: Any) -> Any:
         return FailingStore(inner, lambda name, n: name == "put" and n > after, lambda: StoreError("killed"))
 

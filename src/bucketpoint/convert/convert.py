@@ -17,7 +17,7 @@ from bucketpoint.catalog.run import catalog_above
 from bucketpoint.catalog.save_log import SaveLog
 from bucketpoint.convert.detect import AUTO, TORCH_SUFFIXES, open_object, open_place, open_source
 from bucketpoint.convert.filling import Filling
-from bucketpoint.convert.journal import Journal, open_journal, remove_leftovers
+from bucketpoint.convert.journal import Journal, open_journal, remove_stale
 from bucketpoint.convert.occupied import is_committed, is_finished, refuse_to_replace
 from bucketpoint.convert.source import BUCKETPOINT, DCP, FORMATS, SAFETENSORS, TORCH, Source
 from bucketpoint.convert.target import Layout, Place, TargetObject
@@ -211,21 +211,26 @@ def run_conversion(plan: ConvertPlan, *, verify: bool = False, progress: Progres
     skipped = len(done)
     pool = BufferPool(_on_the_way(plan.transfer).max_inflight_bytes)
     meter = Meter("convert", plan.place.url, plan.left_nbytes, progress)
+    stale = dict(plan.journal.stale) if plan.journal is not None else {}
     if not plan.finished:
-        if plan.other is not None and not is_committed(plan.place):
-            _tidy(plan, partial(remove_leftovers, plan.other, plan.transfer))
+        if plan.other is not None:
+            stale = {**plan.other.leftovers(), **stale}
+        if stale and is_committed(plan.place):
+            # What a commit names is not left over, whoever wrote it.
+            stale = {}
+        if plan.journal is not None:
+            plan.journal.begin(objects, stale)
         if plan.log is not None:
             plan.log.begin(plan.place.url, plan.token)
-        waiting = [entry for entry in objects if entry.path not in done]
-        for batch in _batches(waiting):
-            uploaded = _upload(plan, batch, pool, meter)
-            if plan.journal is not None:
-                plan.journal.add(batch, uploaded)
-            done.update(zip((entry.path for entry in batch), uploaded, strict=True))
+        _send(plan, done, pool, meter)
         ordered = [done[entry.path] for entry in objects]
         plan.source.bytes.check_unchanged()
         _check_unchanged(plan, ordered)
         plan.layout.commit(ordered)
+    if stale:
+        _tidy(plan, partial(remove_stale, plan.place, stale, {entry.path for entry in objects}, plan.transfer))
+    if stale and plan.journal is None and plan.other is not None:
+        _tidy(plan, plan.other.remove)
     damaged: list[str] = []
     if verify:
         damaged = read_again(plan.place, objects, done, _on_the_way(plan.transfer), meter)
@@ -316,7 +321,7 @@ def _log_there(
 
 
 def _batches(objects: Sequence[TargetObject]) -> Iterator[list[TargetObject]]:
-    """A few objects at a time: those of a batch go up together, and are noted in the journal together."""
+    """A few objects at a time: those of a batch go up together, and no more are begun before they are there."""
     batch: list[TargetObject] = []
     for entry in objects:
         batch.append(entry)
@@ -327,10 +332,30 @@ def _batches(objects: Sequence[TargetObject]) -> Iterator[list[TargetObject]]:
         yield batch
 
 
+def _send(plan: ConvertPlan, done: dict[str, Uploaded], pool: BufferPool, meter: Meter) -> None:
+    """Write the objects that are not there yet, and note each."""
+    journal = plan.journal
+    try:
+        for batch in _batches([entry for entry in plan.layout.objects if entry.path not in done]):
+            uploaded = _upload(plan, batch, pool, meter)
+            done.update(zip((entry.path for entry in batch), uploaded, strict=True))
+    except BaseException:
+        if journal is not None:
+            _tidy(plan, journal.flush)
+        raise
+    if journal is not None:
+        journal.flush()
+
+
 def _upload(plan: ConvertPlan, batch: Sequence[TargetObject], pool: BufferPool, meter: Meter) -> list[Uploaded]:
     options = _on_the_way(plan.transfer)
+
+    def note(number: int, uploaded: Uploaded) -> None:
+        if plan.journal is not None:
+            plan.journal.note(batch[number], uploaded)
+
     sources = [ObjectSource(keys.join(plan.place.prefix, entry.path), entry.segments) for entry in batch]
-    return upload_objects(plan.place.store, sources, options, pool=pool, meter=meter)
+    return upload_objects(plan.place.store, sources, options, pool=pool, meter=meter, acknowledged=note)
 
 
 def _tidy(plan: ConvertPlan, remove: Callable[[], None]) -> None:

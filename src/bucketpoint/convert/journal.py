@@ -1,4 +1,4 @@
-"""What an interrupted conversion has done, beside its target: objects that are whole, and the checksums of their bytes.
+"""The journal of a conversion, beside its target: objects to come, those that are whole, and their checksums.
 
 A note and not the truth: an object counts only while the store says of it what it said when it was written.
 """
@@ -6,12 +6,15 @@ A note and not the truth: an object counts only while the store says of it what 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import os
+import threading
+import time
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from bucketpoint.convert.target import TargetObject
-from bucketpoint.errors import BucketpointError, CorruptDataError, ObjectNotFoundError
+from bucketpoint.convert.target import Place, TargetObject
+from bucketpoint.errors import AccessDeniedError, BucketpointError, CorruptDataError, ObjectNotFoundError
 from bucketpoint.format import keys
 from bucketpoint.stores import ObjectInfo, Store
 from bucketpoint.transfer import TransferOptions, Uploaded, retry_transient
@@ -24,6 +27,12 @@ _VERSION = 1
 _MAX_BYTES = 1 << 30
 
 
+NOTE_BYTES = 64 << 20
+NOTE_SECONDS = 5.0
+"""Written down are objects of so many bytes at once, or what is whole so long after the last time: the next run repeats
+no more than those of one such note, and what was on its way."""
+
+
 @dataclass
 class Journal:
     """One conversion to one place.
@@ -32,6 +41,8 @@ class Journal:
         digest: of all that decides about the target's bytes. Another conversion's notes are of no use.
         token: of the attempt, which the names of its objects may hold.
         notes: of each object that was written, by its path.
+        planned: of each object that was to be written, by its path: its size, and the ETag of what was there before.
+        stale: the same, with the ETag that was noted, of objects of earlier conversions that did not come to an end.
     """
 
     store: Store
@@ -39,6 +50,12 @@ class Journal:
     digest: str
     token: str
     notes: dict[str, Any] = field(default_factory=dict, repr=False)
+    planned: dict[str, Any] = field(default_factory=dict, repr=False)
+    stale: dict[str, Any] = field(default_factory=dict, repr=False)
+    _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
+    _writing: threading.Lock = field(default_factory=threading.Lock, repr=False)
+    _unwritten: int = 0
+    _written: float = 0.0
 
     def done(self, objects: Sequence[TargetObject], options: TransferOptions) -> dict[str, Uploaded]:
         """The objects that are at the target, whole and unchanged."""
@@ -61,13 +78,66 @@ class Journal:
         each(objects, look, options)
         return found
 
-    def add(self, objects: Sequence[TargetObject], uploaded: Sequence[Uploaded]) -> None:
-        """Note objects that are there."""
-        for entry, done in zip(objects, uploaded, strict=True):
-            self.notes[entry.path] = {"etag": done.info.etag, "crc32c": [list(crcs) for crcs in done.block_crcs]}
-        content = {"version": _VERSION, "digest": self.digest, "token": self.token, "objects": self.notes}
-        body = memoryview(json.dumps(content, sort_keys=True).encode())
+    def begin(self, objects: Sequence[TargetObject], stale: Mapping[str, Any]) -> None:
+        """Name the objects that are going to be written, before the first of them. A LIST and a PUT, the first time."""
+        if not self.planned:
+            before = self._there_before([entry.path for entry in objects])
+            if before is not None:
+                self.planned = {one.path: {"nbytes": one.nbytes, "before": before.get(one.path)} for one in objects}
+            self.stale = {**stale, **self.stale}
+            self._write()
+        self._written = time.monotonic()
+
+    def note(self, entry: TargetObject, uploaded: Uploaded) -> None:
+        """Note an object that is there. From any thread."""
+        with self._lock:
+            crcs = [list(crcs) for crcs in uploaded.block_crcs]
+            self.notes[entry.path] = {"etag": uploaded.info.etag, "crc32c": crcs}
+            self._unwritten += max(entry.nbytes, 1)
+        self._write_if(NOTE_BYTES, NOTE_SECONDS)
+
+    def flush(self) -> None:
+        """Write down what was noted, if it is not yet."""
+        self._write_if(1, 0.0)
+
+    def _write_if(self, nbytes: int, seconds: float) -> None:
+        def due() -> bool:
+            waited = time.monotonic() - self._written >= seconds
+            return self._unwritten >= nbytes or (self._unwritten > 0 and waited)
+
+        # Whoever is writing looks again afterwards, so that nobody has to wait here.
+        while due() and self._writing.acquire(blocking=False):
+            try:
+                self._write()
+            finally:
+                self._writing.release()
+
+    def _write(self) -> None:
+        with self._lock:
+            content = {"version": _VERSION, "digest": self.digest, "token": self.token, "objects": self.notes}
+            body = memoryview(json.dumps({**content, "planned": self.planned, "stale": self.stale}).encode())
+            self._unwritten = 0
         self.store.put(self._key, [body], crc32c=crc32c(body))
+        self._written = time.monotonic()
+
+    def _there_before(self, paths: Sequence[str]) -> dict[str, str | None] | None:
+        """ETags of what has the name of an object to come; None if that cannot be known."""
+        if all(keys.parse_data_path(path) for path in paths):
+            # Nobody else has the token in these names.
+            return {}
+        above = keys.join(self.prefix, "x")[:-1]
+        try:
+            listed = list(self.store.list(above + os.path.commonprefix(paths)))  # noqa: RUF071 (keys)
+        except AccessDeniedError:
+            return None
+        return {info.key[len(above) :]: info.etag for info in listed}
+
+    def leftovers(self) -> dict[str, Any]:
+        """What this conversion may have left at its target, with that which is `stale` there already."""
+        found = {**self.stale, **{path: dict(entry) for path, entry in self.planned.items()}}
+        for path, note in self.notes.items():
+            found[path] = {**found.get(path, {}), "etag": note.get("etag")}
+        return found
 
     def remove(self) -> None:
         """The conversion is complete."""
@@ -88,10 +158,11 @@ def open_journal(store: Store, prefix: str, digest: str) -> tuple[Journal, Journ
         return fresh, None
     if type(content) is not dict or content.get("version") != _VERSION:
         return fresh, None
-    token, notes = content.get("token"), content.get("objects")
-    if type(token) is not str or type(notes) is not dict or not all(type(note) is dict for note in notes.values()):
+    token = content.get("token")
+    named = [content.get("objects"), content.get("planned", {}), content.get("stale", {})]
+    if type(token) is not str or not all(map(_is_table, named)):
         return fresh, None
-    found = Journal(store, prefix, str(content.get("digest")), token, notes)
+    found = Journal(store, prefix, str(content.get("digest")), token, *named)
     if found.digest != digest:
         return fresh, found
     try:
@@ -101,22 +172,35 @@ def open_journal(store: Store, prefix: str, digest: str) -> tuple[Journal, Journ
     return found, None
 
 
-def remove_leftovers(other: Journal, options: TransferOptions) -> None:
-    """Delete what another conversion to the same place left, as far as it is what that wrote. Not after a commit."""
+def _is_table(value: Any) -> bool:
+    return type(value) is dict and all(type(entry) is dict for entry in value.values())
+
+
+def remove_stale(place: Place, stale: Mapping[str, Any], kept: Collection[str], options: TransferOptions) -> None:
+    """Delete what conversions to this place left that did not come to an end, as far as it is what they wrote.
+
+    That is an object with the ETag that was noted of it; and one that was announced and has come there since with the
+    size that was announced, as the note of an object comes after the object.
+
+    Args:
+        kept: paths of the conversion that is complete.
+    """
     gone: list[str] = []
 
     def look(path: str) -> None:
+        said = stale[path]
         try:
-            key = keys.join(other.prefix, path)
-            info: ObjectInfo = other.store.head(key)
+            key = keys.join(place.prefix, path)
+            info: ObjectInfo = place.store.head(key)
         except BucketpointError:
             return
-        if info.etag is not None and info.etag == other.notes[path].get("etag"):
+        noted = info.etag == said.get("etag")
+        came = "before" in said and info.etag != said["before"] and info.size == said.get("nbytes")
+        if info.etag is not None and keys.may_be_data(path) and (noted or came):
             gone.append(key)
 
-    each(other.notes, look, options)
-    other.store.delete(sorted(gone))
-    other.remove()
+    each([path for path in stale if path not in kept], look, options)
+    place.store.delete(sorted(gone))
 
 
 def _checksums(note: Mapping[str, Any], entry: TargetObject) -> list[list[int]] | None:

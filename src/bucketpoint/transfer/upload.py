@@ -6,6 +6,7 @@ Knows segments of bytes and stores; what the bytes mean is the business of `form
 from __future__ import annotations
 
 import contextlib
+import functools
 import struct
 import threading
 from bisect import bisect_right
@@ -68,15 +69,27 @@ class Uploaded:
 
 
 def upload_objects(
-    store: Store, sources: Sequence[ObjectSource], options: TransferOptions, *, pool: BufferPool, meter: Meter
+    store: Store,
+    sources: Sequence[ObjectSource],
+    options: TransferOptions,
+    *,
+    pool: BufferPool,
+    meter: Meter,
+    acknowledged: Callable[[int, Uploaded], None] = lambda number, uploaded: None,
 ) -> list[Uploaded]:
     """Upload all objects, parts of all of them in parallel, and return once every one is acknowledged.
 
     On the first error the parts not yet begun are dropped, running ones are waited for, and every multipart upload that
     was begun is aborted before the error is raised: nothing becomes visible by accident, nothing is left to be billed.
+
+    Args:
+        acknowledged: called with the number of each object once it is there, from several threads.
     """
     part_bytes = common_part_bytes([source.nbytes for source in sources], options)
-    jobs = [_ObjectUpload(store, source, options, part_bytes, pool, meter) for source in sources]
+    jobs = [
+        _ObjectUpload(store, source, options, part_bytes, pool, meter, functools.partial(acknowledged, number))
+        for number, source in enumerate(sources)
+    ]
     try:
         with TaskGroup(options.connections, name="bucketpoint-upload", nice=options.nice) as group:
             for job in jobs:
@@ -98,6 +111,7 @@ class _ObjectUpload:
     part_bytes: int
     pool: BufferPool
     meter: Meter
+    acknowledged: Callable[[Uploaded], None]
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _upload_id: str | None = None
     _info: ObjectInfo | None = None
@@ -137,6 +151,7 @@ class _ObjectUpload:
         with self._body(0, self._nbytes) as (body, crc):
             self._info = self.store.put(self.source.key, body, crc32c=crc)
         self.meter.add(self._nbytes)
+        self.acknowledged(self.result())
 
     def _create(self, group: TaskGroup, plan: PartPlan) -> None:
         self._upload_id = self.store.create_multipart(self.source.key)
@@ -173,6 +188,7 @@ class _ObjectUpload:
     def _complete(self, upload_id: str) -> None:
         self._info = complete(self.store, self.source.key, upload_id, self._parts.values(), nbytes=self._nbytes)
         self.meter.add(0)
+        self.acknowledged(self.result())
 
     @contextlib.contextmanager
     def _body(self, start: int, stop: int) -> Iterator[tuple[list[memoryview], int]]:

@@ -1,0 +1,190 @@
+"""After an interruption no more is made again than was on its way, and nothing of another attempt stays."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import FileSystemWriter
+
+import bucketpoint.convert.convert as run
+import bucketpoint.convert.journal as notes
+from bucketpoint.convert import ConvertOptions, ConvertPlan, plan_conversion, run_conversion
+from bucketpoint.convert.from_safetensors import INDEX_NAME
+from bucketpoint.convert.journal import NAME
+from bucketpoint.errors import StoreError
+from bucketpoint.transfer import TransferOptions
+
+pytest.importorskip("safetensors.torch")
+
+COUNT = 8
+ITEM = 64 << 10
+ONE_BY_ONE = TransferOptions(max_inflight_bytes=16 << 20, connections=1)
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    state = {f"w{n}": torch.full((ITEM // 4,), float(n)) for n in range(COUNT)}
+    dcp.save(state, storage_writer=FileSystemWriter(str(tmp_path / "a")), no_dist=True)
+    return tmp_path / "a"
+
+
+class Watched:
+    """A store that notes what is put, and refuses every PUT after so many."""
+
+    def __init__(self, inner: Any, allowed: float = float("inf")) -> None:
+        self._inner = inner
+        self._allowed = allowed
+        self.put_keys: list[str] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def put(self, key: str, *given: Any, **named: Any) -> Any:
+        if len(self.put_keys) >= self._allowed:
+            raise StoreError("killed")
+        self.put_keys.append(key)
+        return self._inner.put(key, *given, **named)
+
+    def notes(self) -> int:
+        return sum(key.endswith(NAME) for key in self.put_keys)
+
+    def objects(self) -> int:
+        return sum(key.endswith((".safetensors", ".distcp")) for key in self.put_keys)
+
+
+def planned(
+    monkeypatch: pytest.MonkeyPatch,
+    source: Path,
+    target: Path,
+    to: str,
+    *,
+    items: int = 1,
+    allowed: float = float("inf"),
+) -> tuple[ConvertPlan, Watched]:
+    """A plan for objects of so many items each, whose target refuses every PUT after those `allowed`."""
+    original, made = run.open_place, []
+
+    def opened(url: Any, **options: Any) -> Any:
+        inner, prefix = original(url, **options)
+        made.append(Watched(inner, allowed))
+        return made[0], prefix
+
+    options = ConvertOptions(object_bytes=items * ITEM + 4096, shard_bytes=items * ITEM)
+    with monkeypatch.context() as patch:
+        patch.setattr(run, "open_place", opened)
+        return plan_conversion(source, target, to_format=to, options=options, transfer=ONE_BY_ONE), made[0]
+
+
+def stopped(monkeypatch: pytest.MonkeyPatch, source: Path, target: Path, *, allowed: int) -> int:
+    """A conversion to safetensors whose store is gone after so many PUTs. How many objects it wrote."""
+    plan, store = planned(monkeypatch, source, target, "safetensors", allowed=allowed)
+    with pytest.raises(StoreError, match="killed"):
+        run_conversion(plan)
+    return store.objects()
+
+
+KILLED = """
+import os, signal, sys
+import bucketpoint.convert.convert as run
+import bucketpoint.convert.journal as notes
+from bucketpoint.convert import ConvertOptions, plan_conversion, run_conversion
+from bucketpoint.stores import LocalStore
+from bucketpoint.transfer import TransferOptions
+
+source, target, to, item, after = *sys.argv[1:4], int(sys.argv[4]), int(sys.argv[5])
+notes.NOTE_BYTES = 1
+put = LocalStore.put
+calls = []
+
+def counted(store, *given, **named):
+    calls.append(given)
+    if len(calls) > after:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return put(store, *given, **named)
+
+LocalStore.put = counted
+options = ConvertOptions(object_bytes=item + 4096, shard_bytes=item)
+transfer = TransferOptions(max_inflight_bytes=16 << 20, connections=1)
+run_conversion(plan_conversion(source, target, to_format=to, options=options, transfer=transfer))
+"""
+
+
+@pytest.mark.parametrize(("to", "after"), [("safetensors", 6), ("dcp", 7)])
+def test_after_a_kill_only_the_objects_on_their_way_are_made_again(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, to: str, after: int
+) -> None:
+    target = tmp_path / "b"
+    command = [sys.executable, "-c", KILLED, str(source), str(target), to, str(ITEM), str(after)]
+    assert subprocess.run(command, check=False, timeout=240).returncode == -signal.SIGKILL
+    whole = len([*target.glob("*.safetensors"), *target.glob("*.distcp")])
+    assert whole >= 2
+    plan, store = planned(monkeypatch, source, target, to)
+    done = run_conversion(plan, verify=True)
+    assert done.damaged == []
+    # One connection has one object on its way: it may have come there without a note.
+    assert done.skipped >= whole - 1
+    assert store.objects() == COUNT - done.skipped
+
+
+def test_small_objects_are_noted_together_and_no_more_than_those_are_made_again(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(notes, "NOTE_BYTES", 3 * ITEM)
+    monkeypatch.setattr(notes, "NOTE_SECONDS", 1e9)
+    plan, store = planned(monkeypatch, source, tmp_path / "whole", "safetensors")
+    run_conversion(plan)
+    # What is to come, three and three and the last two.
+    assert (store.objects(), store.notes()) == (COUNT, 4)
+    target = tmp_path / "b"
+    assert stopped(monkeypatch, source, target, allowed=1 + 3 + 1 + 2) == 5
+    plan, store = planned(monkeypatch, source, target, "safetensors")
+    assert run_conversion(plan).skipped == 3
+    assert store.objects() == COUNT - 3
+
+
+def test_objects_are_noted_after_a_while_however_small_they_are(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(notes, "NOTE_SECONDS", 0.0)
+    plan, store = planned(monkeypatch, source, tmp_path / "b", "safetensors")
+    run_conversion(plan)
+    assert store.notes() == 1 + COUNT
+
+
+@pytest.mark.parametrize(("items", "names"), [(2, 4), (COUNT, 1)])
+def test_shards_of_another_size_go_once_the_new_set_is_complete(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, items: int, names: int
+) -> None:
+    monkeypatch.setattr(notes, "NOTE_BYTES", 1)
+    target = tmp_path / "b"
+    target.mkdir()
+    # Somebody's own: of another name; of one that was to be written, and was there before; and one that came later.
+    last = target / f"model-{COUNT:05d}-of-{COUNT:05d}.safetensors"
+    plan, _ = planned(monkeypatch, source, tmp_path / "unused", "safetensors")
+    last.write_bytes(bytes(plan.layout.objects[-1].nbytes))
+    (target / "model-00001-of-00099.safetensors").write_bytes(b"somebody's")
+    # The last of the four is there and not noted.
+    assert stopped(monkeypatch, source, target, allowed=8) == 4
+    later = target / f"model-{COUNT - 1:05d}-of-{COUNT:05d}.safetensors"
+    later.write_bytes(b"somebody's")
+    foreign = {last.name, later.name, "model-00001-of-00099.safetensors"}
+
+    # A run of another size that is killed as well: it has done nothing about the first, and the next knows of both.
+    if items == 2:
+        plan, _ = planned(monkeypatch, source, target, "safetensors", items=3, allowed=2)
+        with pytest.raises(StoreError, match="killed"):
+            run_conversion(plan)
+    assert len(list(target.glob(f"*-of-{COUNT:05d}.safetensors"))) == 6
+
+    plan, _ = planned(monkeypatch, source, target, "safetensors", items=items)
+    run_conversion(plan, verify=True)
+    made = {entry.path for entry in plan.layout.objects} | ({INDEX_NAME} if names > 1 else set())
+    assert len(plan.layout.objects) == names
+    assert {path.name for path in target.iterdir()} == made | foreign
