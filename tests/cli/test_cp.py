@@ -13,12 +13,13 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 
+import bucketpoint.dcp.copy as copying
 from bucketpoint import BucketReader, BucketWriter
 from bucketpoint.catalog.catalog import open_catalog
 from bucketpoint.dcp.copy import COPY_OPTIONS, copy_checkpoint, plan_copy
 from bucketpoint.dcp.saved import open_checkpoint
 from bucketpoint.dcp.verify import verify
-from bucketpoint.errors import AccessDeniedError, CheckpointExistsError, StoreError
+from bucketpoint.errors import AccessDeniedError, CheckpointExistsError, CommitConflictError, StoreError
 from bucketpoint.retention import Keep, RetentionPolicy
 from bucketpoint.stores import S3Store, open_store
 from bucketpoint.testing.servers import S3Server
@@ -256,6 +257,60 @@ def test_a_commit_in_between_stands(tmp_path: Path) -> None:
     with pytest.raises(CheckpointExistsError):
         copy_checkpoint(plan)
     loads(str(tmp_path / "b"), 2.0)
+
+
+@pytest.mark.parametrize(
+    ("there", "overwrite"),
+    [(None, []), (None, ["--overwrite"]), (3.0, ["--overwrite"])],
+    ids=["over nothing", "told to overwrite nothing", "over an older one"],
+)
+def test_a_save_that_commits_during_a_copy_stands_whole(
+    minio: S3Server,
+    tmp_path: Path,
+    program: Program,
+    monkeypatch: pytest.MonkeyPatch,
+    there: float | None,
+    overwrite: list[str],
+) -> None:
+    for name, value in minio.env.items():
+        monkeypatch.setenv(name, value)
+    source, target = str(tmp_path / "a"), f"s3://{minio.make_bucket()}/b"
+    save(source, 1.0)
+    if there is not None:
+        save(target, there)
+    original = copying.commit_copy
+
+    def commit_copy(*given: Any, **named: Any) -> None:
+        save(target, 2.0)
+        original(*given, **named)
+
+    monkeypatch.setattr(copying, "commit_copy", commit_copy)
+    done = program("cp", source, target, "--json", *overwrite)
+    assert done.json["error"]["kind"] == ("CheckpointExistsError" if there is None else "CommitConflictError")
+    loads(target, 2.0)
+    assert verify(open_checkpoint(target)).ok
+
+
+def test_a_sweep_beside_a_copy_that_goes_on_leaves_nothing_torn(tmp_path: Path, program: Program) -> None:
+    """Objects of an interrupted copy are taken over, and are old enough for a sweep before the commit names them."""
+    source, root = str(tmp_path / "a"), tmp_path / "run"
+    target = str(root / "step-5")
+    save(source)
+    plan = plan_copy(open_checkpoint(source), target)
+    store = FailingStore(plan.store, lambda name, n: name == "put" and n == 3, lambda: StoreError("killed"))
+    object.__setattr__(plan, "store", store)
+    with pytest.raises(StoreError, match="killed"):
+        copy_checkpoint(plan, TransferOptions(connections=1))
+    for path in root.rglob("*.distcp"):
+        os.utime(path, (1_700_000_000, 1_700_000_000))
+    again = plan_copy(open_checkpoint(source), target)
+    assert len(again.there) == 2
+    assert len(program("gc", str(root), "--deep", "--json").json["objects"]) == 2
+    with pytest.raises(CommitConflictError, match="nothing was committed"):
+        copy_checkpoint(again)
+    assert not Path(target, ".metadata").exists()
+    assert program("cp", source, target).code == 0
+    loads(target)
 
 
 @pytest.mark.contract

@@ -333,6 +333,30 @@ def test_two_conversions_to_one_place_do_not_mix(tmp_path: Path, monkeypatch: py
     assert_same(load(target, layers(5.0)), layers(5.0))
 
 
+@pytest.mark.parametrize("to", ["bucketpoint", "torch"])
+def test_what_is_saved_at_the_target_meanwhile_is_not_overwritten(
+    root: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, to: str
+) -> None:
+    """Even with `overwrite`: that was said of what was there before."""
+    source, target = source_of(tmp_path / "a"), f"{root}/x.pt" if to == "torch" else f"{root}/b"
+    converted(source_of(tmp_path / "older", 3.0), target, to)
+    plan = plan_conversion(source, target, to_format=to, options=replace(KEPT, overwrite=True), transfer=ONE_BY_ONE)
+
+    other = source_of(tmp_path / "other", 5.0)
+    original = run._upload
+
+    def upload(*given: Any) -> Any:
+        monkeypatch.setattr(run, "_upload", original)
+        converted(other, target, to, overwrite=True)
+        return original(*given)
+
+    monkeypatch.setattr(run, "_upload", upload)
+    with pytest.raises(CommitConflictError):
+        run_conversion(plan)
+    converted(target, tmp_path / "back", "dcp")
+    assert_same(load(tmp_path / "back", layers(5.0)), layers(5.0))
+
+
 @pytest.mark.parametrize("writer", ["ours", "theirs"])
 @pytest.mark.parametrize("to", ["bucketpoint", "dcp", "torch", "safetensors"])
 def test_a_damaged_source_is_not_converted(tmp_path: Path, writer: str, to: str) -> None:

@@ -18,7 +18,7 @@ from bucketpoint.catalog.save_log import SaveLog
 from bucketpoint.convert.detect import AUTO, TORCH_SUFFIXES, open_object, open_place, open_source
 from bucketpoint.convert.filling import Filling
 from bucketpoint.convert.journal import Journal, open_journal, remove_stale
-from bucketpoint.convert.occupied import is_committed, is_finished, refuse_to_replace
+from bucketpoint.convert.occupied import is_committed, is_finished, refuse_to_replace, watch_file
 from bucketpoint.convert.source import BUCKETPOINT, DCP, FORMATS, SAFETENSORS, TORCH, Source
 from bucketpoint.convert.target import Layout, Place, TargetObject
 from bucketpoint.convert.to_dcp import plan_bucketpoint, plan_stock
@@ -292,7 +292,7 @@ def _layout(
     log: SaveLog | None,
 ) -> Layout:
     if wanted == TORCH:
-        return plan_torch(source, filling, name, trusted=options.trusted)
+        return plan_torch(source, filling, name, trusted=options.trusted, before_end=watch_file(place, name))
     if wanted == SAFETENSORS:
         return plan_safetensors(source, filling, place, prefix=options.prefix, shard_bytes=options.shard_bytes)
     if wanted == DCP:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from bucketpoint.convert.from_safetensors import INDEX_NAME, SINGLE_NAME
 from bucketpoint.convert.journal import Journal
 from bucketpoint.convert.source import BUCKETPOINT, SAFETENSORS, TORCH
 from bucketpoint.convert.target import Place
-from bucketpoint.errors import AccessDeniedError, CheckpointExistsError, ObjectNotFoundError
+from bucketpoint.errors import AccessDeniedError, CheckpointExistsError, CommitConflictError, ObjectNotFoundError
 from bucketpoint.format import keys
 from bucketpoint.format.metadata import decode_metadata, extra
-from bucketpoint.stores import Store
+from bucketpoint.stores import ObjectInfo, Store
 
 
 def refuse_to_replace(place: Place, wanted: str, name: str, overwrite: bool) -> None:
@@ -42,6 +44,31 @@ def _is_there(store: Store, key: str) -> bool:
     except ObjectNotFoundError:
         return False
     return True
+
+
+def watch_file(place: Place, name: str) -> Callable[[], None]:
+    """Look at a file at the target. The function that is returned looks again.
+
+    It raises CommitConflictError where another file is there now, or one where there was none.
+    """
+    key = keys.join(place.prefix, name)
+
+    def look() -> ObjectInfo | None:
+        try:
+            return place.store.head(key)
+        except (ObjectNotFoundError, AccessDeniedError):
+            return None
+
+    def look_again() -> None:
+        if look() != before:
+            raise CommitConflictError(
+                "Somebody else wrote to the target meanwhile; that file stands, and this one is discarded",
+                url=place.url,
+                remedy="Name another target, or convert again",
+            )
+
+    before = look()
+    return look_again
 
 
 def is_finished(place: Place, wanted: str, journal: Journal | None, *, whole: bool) -> bool:

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from bucketpoint.convert.filling import Filling
 from bucketpoint.convert.source import Payload, Source
 from bucketpoint.convert.target import Layout, Place, TargetObject, held
-from bucketpoint.dcp.commit import Commit, commit, complete_metadata, put_commit
+from bucketpoint.dcp.commit import Commit, commit, complete_metadata, look, put_commit
 from bucketpoint.dcp.commit_log import CommitLog
 from bucketpoint.dcp.planned import reported
 from bucketpoint.dcp.regions import ChunkShapes
@@ -43,7 +43,11 @@ def plan_bucketpoint(
     overwrite: bool,
     log: CommitLog | None,
 ) -> Layout:
-    """A checkpoint as our writer makes it: model and optimizer apart, names of this attempt's own, one commit."""
+    """A checkpoint as our writer makes it: model and optimizer apart, names of this attempt's own, one commit.
+
+    With `overwrite` it may replace what is committed there now, and nothing that comes there later.
+    """
+    seen = look(place.store, place.prefix, keys.METADATA) if overwrite else None
     groups: dict[str, list[tuple[MetadataIndex, Payload]]] = {}
     for index, payload in _ordered(source):
         tensor = isinstance(source.metadata.state_dict_metadata[index.fqn], TensorStorageMetadata)
@@ -58,7 +62,15 @@ def plan_bucketpoint(
     def finish(uploaded: Sequence[Uploaded]) -> None:
         facts = {"kind": source.kind, "metrics": dict(source.metrics), "converted_from": source.url}
         request = Commit(
-            place.store, place.prefix, place.url, token, keys.METADATA, overwrite=overwrite, log=log, facts=facts
+            place.store,
+            place.prefix,
+            place.url,
+            token,
+            keys.METADATA,
+            overwrite=overwrite,
+            log=log,
+            facts=facts,
+            seen=seen,
         )
         told = reported([_results(planned, uploaded)], source.metadata)
         endpoint = place.store.identity

@@ -9,7 +9,7 @@ import io
 import itertools
 import pickle
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
@@ -34,11 +34,14 @@ _PROTOCOL = 2  # torch.save's own
 _SPARE_ELEMENTS = 1000
 
 
-def plan_torch(source: Source, filling: Filling, name: str, *, trusted: bool = False) -> Layout:
+def plan_torch(
+    source: Source, filling: Filling, name: str, *, trusted: bool = False, before_end: Callable[[], None] = lambda: None
+) -> Layout:
     """Lay the whole state out in one file.
 
     Args:
         trusted: load what is no tensor whatever it names.
+        before_end: called before the file's last bytes go up, which make it appear. Raises if it must not.
 
     Raises:
         UnsafeDataError: an item names something outside the allow-list.
@@ -69,6 +72,7 @@ def plan_torch(source: Source, filling: Filling, name: str, *, trusted: bool = F
     nbytes = len(archive.trailer())
 
     def trailer(start: int, out: memoryview) -> None:
+        before_end()
         # With the payloads' CRC32, which torch does not check and other tools do.
         out[:] = archive.trailer([one.total() for one in sums])[start : start + len(out)]
 

@@ -23,12 +23,13 @@ from bucketpoint.dcp.block_tables import read_tables, with_blocks
 from bucketpoint.dcp.commit import Commit, commit_copy
 from bucketpoint.dcp.regions import ChunkShapes, ObjectCheck, Region, item_regions, table_regions
 from bucketpoint.dcp.saved import SavedCheckpoint
-from bucketpoint.dcp.session import as_url
+from bucketpoint.dcp.session import Seen, as_url
 from bucketpoint.dcp.source_objects import damaged, look_at_objects
 from bucketpoint.errors import (
     AccessDeniedError,
     BucketpointError,
     CheckpointExistsError,
+    CommitConflictError,
     InvalidURLError,
     ObjectNotFoundError,
 )
@@ -52,6 +53,7 @@ class CopyPlan:
         sources: what the source's store says of each object.
         there: objects that an earlier, interrupted copy left at the destination, whole.
         replaces: a checkpoint is committed at the destination, or may be, and will be replaced.
+        seen: that checkpoint, and no other may be replaced; None where it could not be looked at.
         inside: the service can copy by itself.
         catalog: of the run that the copy becomes a checkpoint of, if the destination lies in one.
     """
@@ -66,6 +68,7 @@ class CopyPlan:
     replaces: bool
     inside: bool
     catalog: Catalog | None = None
+    seen: Seen | None = None
 
     @property
     def nbytes(self) -> int:
@@ -109,7 +112,7 @@ def plan_copy(
         raise InvalidURLError("Source and destination are the same place", url=text, remedy="Name another destination")
     sources = _source_objects(saved)
     used = _used_there(store, prefix, text)
-    if used is not None and used.seen and not overwrite:
+    if used is not None and used.seen is not None and not overwrite:
         raise CheckpointExistsError(
             "A checkpoint is already committed at the destination", url=text, remedy="Name another, or pass --overwrite"
         )
@@ -134,6 +137,7 @@ def plan_copy(
         replaces=used is not None and overwrite,
         inside=inside,
         catalog=found[0] if found is not None else None,
+        seen=used.seen if used is not None else Seen(there=False),
     )
 
 
@@ -169,7 +173,10 @@ def copy_checkpoint(
         if plan.replaces:
             # Of several records of one folder the youngest counts, and what is replaced may be younger than the source.
             record = dataclasses.replace(record, created=log.catalog.clock())
-    request = Commit(plan.store, plan.prefix, plan.url, token, keys.METADATA, overwrite=plan.replaces, log=log)
+    request = Commit(
+        plan.store, plan.prefix, plan.url, token, keys.METADATA, overwrite=plan.replaces, log=log, seen=plan.seen
+    )
+    _check_unchanged(plan, copied)
     commit_copy(request, data, record, paths=plan.paths.values())
     meter.finish()
     checked = 0 if inside else sum(check.nbytes for check in checks)
@@ -198,25 +205,26 @@ def _token_there(plan: CopyPlan) -> str:
 
 @dataclass(frozen=True)
 class _Used:
-    """A checkpoint at the destination: its object paths, None where they cannot be read, and whether it was seen."""
+    """A checkpoint at the destination: its object paths and its commit. None where they cannot be read."""
 
     paths: set[str] | None
-    seen: bool = True
+    seen: Seen | None
 
 
 def _used_there(store: Store, prefix: str, url: str) -> _Used | None:
     try:
-        data, _ = store.get(keys.join(prefix, keys.METADATA))
+        data, committed = store.get(keys.join(prefix, keys.METADATA))
     except ObjectNotFoundError:
         return None
     except AccessDeniedError:
         # Without the right to list, a key that is not there is denied like one that is. The commit will tell.
-        return _Used(None, seen=False)
+        return _Used(None, seen=None)
+    seen = Seen(there=True, etag=committed.etag)
     try:
         stored = decode_metadata(data, url=url).storage_data or {}
-        return _Used({read_storage_info(info).path for info in stored.values()})
+        return _Used({read_storage_info(info).path for info in stored.values()}, seen)
     except BucketpointError:
-        return _Used(None)
+        return _Used(None, seen)
 
 
 def _source_objects(saved: SavedCheckpoint) -> dict[str, ObjectInfo]:
@@ -257,6 +265,32 @@ def _left_behind(
     return {
         wanted[info.key]: info for info in listed if info.key in wanted and info.size == sources[wanted[info.key]].size
     }
+
+
+def _check_unchanged(plan: CopyPlan, copied: Mapping[str, ObjectInfo]) -> None:
+    """Look once more before the commit: a sweep may take what an interrupted copy left long ago for debris.
+
+    One LIST for each 1,000 objects.
+    """
+    expected = {keys.join(plan.prefix, plan.paths[path]): info for path, info in copied.items()}
+    if not expected:
+        return
+    above = os.path.commonprefix(list(expected))  # noqa: RUF071 (keys)
+    try:
+        listed = retry_transient(lambda: list(plan.store.list(above)), attempts=COPY_OPTIONS.read_attempts)
+    except AccessDeniedError:
+        # Then nothing was taken over from an earlier copy either.
+        return
+    found = {info.key: (info.size, info.etag) for info in listed}
+    for key, info in expected.items():
+        size, etag = found.get(key, (None, None))
+        if size != info.size or (etag is not None and info.etag is not None and etag != info.etag):
+            raise CommitConflictError(
+                "An object of the copy was removed or replaced meanwhile, so nothing was committed",
+                url=plan.url,
+                key=key,
+                remedy="Copy again: what is there whole is not sent again",
+            )
 
 
 def _regions(saved: SavedCheckpoint, path: str, shapes: ChunkShapes, source: ObjectInfo) -> list[Region]:
