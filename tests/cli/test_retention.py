@@ -180,3 +180,20 @@ def test_a_run_gets_a_name_and_the_policy_must_say_it(program: Program, root: st
     assert [one["step"] for one in done.json["deleted"]] == [10]
     taken = program("name", root, "other", "--json")
     assert (taken.code, taken.json["run"]) == (1, "llama")
+
+
+def test_pruning_deletes_nothing_behind_a_link_that_stands_where_a_checkpoint_was(
+    program: Program, tmp_path: Path
+) -> None:
+    root = str(tmp_path / "run")
+    save_run(root, 10, 20, 30)
+    elsewhere = tmp_path / "elsewhere"
+    (tmp_path / "run/step-10").rename(elsewhere)
+    (tmp_path / "run/step-10").symlink_to(elsewhere)
+    before = sorted(path.name for path in elsewhere.rglob("*"))
+    done = program("prune", str(write(tmp_path, root)))
+    assert sorted(path.name for path in elsewhere.rglob("*")) == before
+    assert done.code != 0
+    assert "step-10 is a symbolic link" in done.err
+    # The link itself is what a person may name.
+    assert program("show", f"{root}/step-10").code == 0

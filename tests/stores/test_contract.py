@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import os
 import pickle
 import threading
 import time
@@ -772,6 +773,83 @@ class TestLocal:
             store.put("k", views(b"new"))
             assert file.read() == b"old"
 
+    def test_no_link_to_a_folder_is_followed_below_the_root(self, tmp_path: Path) -> None:
+        outside = LocalStore(str(tmp_path / "outside"))
+        outside.put("data", views(b"somebody's"))
+        (tmp_path / "real/inside").mkdir(parents=True)
+        (tmp_path / "root").symlink_to("real")
+        for name, target in (("away", tmp_path / "outside"), ("round", "inside"), ("loop", "."), ("broken", "nowhere")):
+            (tmp_path / "real" / name).symlink_to(target)
+        store = LocalStore(str(tmp_path / "root"))
+        store.put("inside/data", views(b"mine"))
+        assert [info.key for info in store.list("")] == ["inside/data"]
+        assert list(store.list_folders("")) == ["inside/"]
+        assert list(store.list_multipart("")) == []
+        for name in ("away", "round", "loop/inside", "broken"):
+            for call in (
+                lambda key: store.get(key),
+                lambda key: store.head(key),
+                lambda key: store.read_into(key, 0, room(1)[1]),
+                lambda key: store.put(key, views(b"x")),
+                lambda key: store.delete_if(key, "some"),
+                lambda key: store.copy("inside/data", key),
+                lambda key: store.create_multipart(key),
+                lambda key: list(store.list(key)),
+                lambda key: list(store.list_folders(f"{key}/")),
+            ):
+                with pytest.raises(StoreError, match=f"{name.partition('/')[0]} is a symbolic link") as caught:
+                    call(f"{name}/data")
+                assert caught.value.remedy
+            failures = store.delete([f"{name}/data"])
+            assert [(failure.key, failure.code) for failure in failures] == [(f"{name}/data", "ELOOP")]
+        assert outside.get("data")[0] == b"somebody's"
+        assert store.get("inside/data")[0] == b"mine"
+
+    def test_a_link_to_a_file_is_read_as_the_file_and_deleted_as_the_link(self, tmp_path: Path) -> None:
+        blobs, store = LocalStore(str(tmp_path / "blobs")), LocalStore(str(tmp_path / "snapshot"))
+        blobs.put("abc", views(b"weights"))
+        store.put("other", views(b"x"))
+        for name in ("deleted", "replaced", "compared"):
+            (tmp_path / "snapshot" / name).symlink_to("../blobs/abc")
+        assert store.get("deleted")[0] == b"weights"
+        assert {info.size for info in store.list("")} == {7, 1}
+        assert store.delete(["deleted"]) == []
+        store.put("replaced", views(b"new"))
+        assert store.delete_if("compared", store.head("compared").etag or "")
+        assert [info.key for info in store.list("")] == ["other", "replaced"]
+        assert blobs.get("abc")[0] == b"weights"
+
+    def test_a_key_that_leads_out_of_the_root_is_refused(self, tmp_path: Path) -> None:
+        (tmp_path / "secret").write_bytes(b"x")
+        store = LocalStore(str(tmp_path / "root"))
+        store.put("a/b", views(b"x"))
+        for key in ("../secret", "a/../../secret"):
+            for call in (store.get, store.head, lambda key: store.put(key, views(b"y"))):
+                with pytest.raises(StoreError, match=r"may not contain '\.\.'"):
+                    call(key)
+            assert [failure.key for failure in store.delete([key])] == [key]
+        assert (tmp_path / "secret").read_bytes() == b"x"
+
+    def test_what_is_no_file_is_no_object_and_nobody_waits_for_it(self, tmp_path: Path) -> None:
+        os.mkfifo(tmp_path / "pipe")
+        with pytest.raises(ObjectNotFoundError):
+            LocalStore(str(tmp_path)).get("pipe")
+
+    def test_every_folder_that_a_put_makes_is_on_the_disk_before_it_returns(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        synced: set[int] = set()
+        fsync = os.fsync
+
+        def noted(fd: int) -> None:
+            synced.add(os.fstat(fd).st_ino)
+            fsync(fd)
+
+        monkeypatch.setattr(os, "fsync", noted)
+        LocalStore(str(tmp_path / "new/root")).put("a/b/c", views(b"x"))
+        folders = [tmp_path / below for below in ("", "new", "new/root", "new/root/a", "new/root/a/b")]
+        assert synced >= {os.stat(path).st_ino for path in folders}
+
     def test_a_conditional_delete_never_takes_what_another_writer_has_just_put(self, tmp_path: Path) -> None:
         store = LocalStore(str(tmp_path))
         for number in range(100):
@@ -806,10 +884,10 @@ class TestLocal:
         store.put("k", views(b"x"))
         before = store.identity
         assert store.identity == before
+        # Made while the other one is there, so that it cannot be given its inode.
         shutil.copytree(tmp_path / "run", tmp_path / "backup")
         shutil.rmtree(tmp_path / "run")
-        (tmp_path / "taken").mkdir()  # takes the inode that became free
-        shutil.copytree(tmp_path / "backup", tmp_path / "run")
+        (tmp_path / "backup").rename(tmp_path / "run")
         assert store.identity != before
 
 

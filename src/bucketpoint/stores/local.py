@@ -5,10 +5,9 @@ from __future__ import annotations
 import builtins
 import contextlib
 import errno
-import fcntl
 import os
 import secrets
-import shutil
+import stat
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -23,17 +22,35 @@ from bucketpoint.errors import (
     UploadNotFoundError,
 )
 from bucketpoint.stores.base import Buffers, Capabilities, DeleteFailure, ObjectInfo, OpenUpload, Part
+from bucketpoint.stores.local_folders import (
+    HIDDEN,
+    LinkedFolderError,
+    enter,
+    folder,
+    in_folder,
+    locked,
+    prune,
+    remove,
+    scan,
+    split,
+    sync,
+)
 
 # https://pubs.opengroup.org/onlinepubs/9799919799/basedefs/limits.h.html promises 16; Linux and macOS both have 1024.
 MAX_VECTORS = 1024
 
-_HIDDEN = ".bucketpoint-"
-_TEMPORARY = _HIDDEN + "tmp-"
-_UPLOAD = _HIDDEN + "upload-"
+_TEMPORARY = HIDDEN + "tmp-"
+_UPLOAD = HIDDEN + "upload-"
 _UPLOAD_TARGET = "target"
 
-# A folder may be pruned by a delete between its making and the first file in it.
-_FOLDER_ATTEMPTS = 20
+_NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+
+_ABSENT = (FileNotFoundError, NotADirectoryError)
+
+_NO_LINKS = (
+    "Name what the link leads to: the folder of the URL may be a link itself. Or mount the other folder in its place "
+    "(mount --bind)"
+)
 
 
 @dataclass(frozen=True)
@@ -42,6 +59,10 @@ class LocalStore:
 
     A file that is there is never written to, so an open one stays what it was, and time, size and inode make an ETag.
     `//` in a key names the same file as `/`. Folders are made as they are needed, and pruned when they fall empty.
+
+    The root may be a symbolic link. Below it no link to a folder is followed, wherever it leads: listings leave it out,
+    and a key that goes through one is refused. A link to a file is read as that file; a write or a deletion takes the
+    link, and not the file.
     """
 
     root: str
@@ -78,44 +99,41 @@ class LocalStore:
             return self._publish(key, lambda fd: _write(fd, body), if_none_match=if_none_match, if_match=if_match)
 
     def get(self, key: str, *, max_bytes: int | None = None, first: int | None = None) -> tuple[bytes, ObjectInfo]:
-        with self._errors("get", key), open(self._path(key), "rb", buffering=0) as file:
-            info = _info(key, os.fstat(file.fileno()))
+        with self._errors("get", key), self._opened(key) as (fd, info):
             size = info.size if first is None else min(info.size, first)
             if max_bytes is not None and size > max_bytes:
                 raise CorruptDataError(
                     f"the object has {info.size} bytes, and at most {max_bytes} were expected", url=self._url(key)
                 )
             data = bytearray(size)
-            _read(file.fileno(), 0, [memoryview(data)], self._url(key))
+            _read(fd, 0, [memoryview(data)], self._url(key))
             return bytes(data), info
 
     def read_into(self, key: str, offset: int, buffers: Buffers, *, if_match: str | None = None) -> None:
-        with self._errors("read", key), open(self._path(key), "rb", buffering=0) as file:
-            if if_match is not None and _info(key, os.fstat(file.fileno())).etag != if_match:
+        with self._errors("read", key), self._opened(key) as (fd, info):
+            if if_match is not None and info.etag != if_match:
                 raise PreconditionFailedError("the object is not the one expected", url=self._url(key))
-            _read(file.fileno(), offset, buffers, self._url(key))
+            _read(fd, offset, buffers, self._url(key))
 
     def head(self, key: str) -> ObjectInfo:
-        with self._errors("head", key):
-            status = os.stat(self._path(key))
-            if not os.path.isfile(self._path(key)):
+        with self._errors("head", key), self._above(key) as (above, name):
+            status = os.stat(name, dir_fd=above)
+            if not stat.S_ISREG(status.st_mode):
                 raise ObjectNotFoundError("no such object", url=self._url(key))
             return _info(key, status)
 
     def list(self, prefix: str, *, start_after: str | None = None) -> Iterator[ObjectInfo]:
         folder = prefix[: prefix.rfind("/") + 1]
-        with self._errors("list", prefix):
-            for key, entry in self._walk(folder, prefix):
+        with self._errors("list", prefix), contextlib.suppress(*_ABSENT), self._above(folder) as (above, _):
+            for key, where in self._walk(above, folder, prefix):
                 if start_after is None or key > start_after:
-                    try:
-                        yield _info(key, entry.stat())
-                    except FileNotFoundError:
-                        continue
+                    with contextlib.suppress(FileNotFoundError):
+                        yield _info(key, os.stat(key.rpartition("/")[2], dir_fd=where))
 
     def list_folders(self, prefix: str) -> Iterator[str]:
-        with self._errors("list", prefix):
-            for name, entry in _scan(self._path(prefix)):
-                if entry.is_dir() and next(self._walk(prefix + name, prefix + name), None):
+        with self._errors("list", prefix), contextlib.suppress(*_ABSENT), self._above(prefix) as (above, _):
+            for name, is_folder in scan(above):
+                if is_folder and next(self._walk(above, prefix, prefix + name), None):
                     yield prefix + name
 
     def delete(self, keys: Sequence[str]) -> builtins.list[DeleteFailure]:
@@ -123,103 +141,102 @@ class LocalStore:
         for key in keys:
             try:
                 self._unlink(key)
-            except (FileNotFoundError, NotADirectoryError):
+            except _ABSENT:
                 pass
             except OSError as error:
                 code = errno.errorcode.get(error.errno or 0, type(error).__name__)
                 failures.append(DeleteFailure(key, code, error.strerror or ""))
                 continue
-            self._prune(key)
+            prune(self.root, split(key)[0])
         return failures
 
     def delete_if(self, key: str, etag: str) -> bool:
         with self._errors("delete", key):
-            try:
+            with contextlib.suppress(*_ABSENT):
                 self._unlink(key, etag)
-            except (FileNotFoundError, NotADirectoryError):
-                return True
-        self._prune(key)
+            prune(self.root, split(key)[0])
         return True
 
     def _unlink(self, key: str, etag: str | None = None) -> None:
-        path = self._path(key)
         # Locked without a condition, too: what another writer compares is neither deleted nor created anew meanwhile.
-        with _locked(os.path.dirname(path), needed=etag is not None):
-            if etag is not None and _etag(os.stat(path)) != etag:
+        with self._above(key) as (above, name), locked(above, needed=etag is not None):
+            if etag is not None and _etag(os.stat(name, dir_fd=above)) != etag:
                 raise PreconditionFailedError("the object is not the one expected", url=self._url(key))
-            os.unlink(path)
+            # Of a link to a file the link goes, and the file stays.
+            os.unlink(name, dir_fd=above)
 
     def copy(self, source: str, target: str) -> ObjectInfo:
-        with self._errors("copy", source), open(self._path(source), "rb", buffering=0) as file:
-
-            def write(fd: int) -> None:
-                with open(fd, "wb", buffering=0, closefd=False) as out:
-                    shutil.copyfileobj(file, out, 8 << 20)
-
-            return self._publish(target, write)
+        with self._errors("copy", source), self._opened(source) as (fd, info):
+            return self._publish(target, lambda out: _copy(fd, out, info.size))
 
     def create_multipart(self, key: str) -> str:
         upload_id = secrets.token_hex(8)
-        with self._errors("create_multipart", key):
-            # makedirs and not mkdir: the folders above may be pruned at any moment until something is in them.
-            os.makedirs(self._upload(key, upload_id))
-            with open(os.path.join(self._upload(key, upload_id), _UPLOAD_TARGET), "w", encoding="utf-8") as file:
+
+        def make(above: int) -> None:
+            with open(os.open(_UPLOAD_TARGET, _NEW, 0o666, dir_fd=above), "w", encoding="utf-8") as file:
                 file.write(key)
+
+        with self._errors("create_multipart", key):
+            in_folder(self.root, self._upload(key, upload_id), make)
         return upload_id
 
     def put_part(self, key: str, upload_id: str, number: int, body: Buffers, *, crc32c: int | None = None) -> Part:
-        folder = self._upload(key, upload_id)
-        partial = os.path.join(folder, f"{_TEMPORARY}{secrets.token_hex(8)}")
-        with self._errors("put_part", key, missing=UploadNotFoundError):
-            fd = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+        partial, names = _TEMPORARY + secrets.token_hex(8), self._upload(key, upload_id)
+        with self._errors("put_part", key, missing=UploadNotFoundError), folder(self.root, names) as parts:
+            fd = os.open(partial, _NEW, 0o666, dir_fd=parts)
             try:
                 _write(fd, body)
                 status = os.fstat(fd)
             finally:
                 os.close(fd)
-            os.replace(partial, os.path.join(folder, str(number)))
+            os.replace(partial, str(number), src_dir_fd=parts, dst_dir_fd=parts)
         return Part(number, status.st_size, _etag(status), crc32c)
 
     def complete_multipart(self, key: str, upload_id: str, parts: Sequence[Part]) -> ObjectInfo:
-        folder = self._upload(key, upload_id)
         ordered = sorted(parts, key=lambda part: part.number)
-
-        def write(fd: int) -> None:
-            with open(fd, "wb", buffering=0, closefd=False) as out:
-                for part in ordered:
-                    with open(os.path.join(folder, str(part.number)), "rb", buffering=0) as file:
-                        if _etag(os.fstat(file.fileno())) != part.etag:
-                            raise StoreError(f"part {part.number} is not the one listed", url=self._url(key))
-                        _copy(file.fileno(), out.fileno(), part.size)
-
+        *above, upload = self._upload(key, upload_id)
         with self._errors("complete_multipart", key, missing=UploadNotFoundError):
-            os.stat(folder)
-            info = self._publish(key, write)
-            shutil.rmtree(folder, ignore_errors=True)
+            with folder(self.root, [*above, upload]) as sent:
+
+                def write(fd: int) -> None:
+                    for part in ordered:
+                        source = os.open(str(part.number), os.O_RDONLY | os.O_CLOEXEC, dir_fd=sent)
+                        try:
+                            if _etag(os.fstat(source)) != part.etag:
+                                raise StoreError(f"part {part.number} is not the one listed", url=self._url(key))
+                            _copy(source, fd, part.size)
+                        finally:
+                            os.close(source)
+
+                info = self._publish(key, write)
+            with contextlib.suppress(OSError), folder(self.root, above) as outer:
+                remove(upload, outer)
             return info
 
     def abort_multipart(self, key: str, upload_id: str) -> None:
+        *above, upload = self._upload(key, upload_id)
         with self._errors("abort_multipart", key):
             try:
-                shutil.rmtree(self._upload(key, upload_id))
+                with folder(self.root, above) as outer:
+                    remove(upload, outer)
             except FileNotFoundError:
                 return
-        self._prune(key)
+            prune(self.root, above)
 
     def list_multipart(self, prefix: str) -> Iterator[OpenUpload]:
-        with self._errors("list_multipart", prefix):
-            for folder, names, _ in os.walk(self._path(prefix[: prefix.rfind("/") + 1])):
-                for name in sorted(names):
-                    if not name.startswith(_UPLOAD):
-                        continue
-                    target = os.path.join(folder, name, _UPLOAD_TARGET)
+        start = prefix[: prefix.rfind("/") + 1]
+        with self._errors("list_multipart", prefix), contextlib.suppress(*_ABSENT), self._above(start) as (above, _):
+            for path, names, _files, fd in os.fwalk(".", dir_fd=above):
+                for name in sorted(name for name in names if name.startswith(_UPLOAD)):
                     try:
-                        with open(target, encoding="utf-8") as file:
-                            # Where it lies tells the rest: a store with another root may have begun it.
-                            key = self._key_in(folder, file.read().rpartition("/")[2])
-                        started = os.stat(target).st_mtime
-                    except FileNotFoundError:
+                        with enter(fd, name) as upload:
+                            target = os.open(_UPLOAD_TARGET, os.O_RDONLY | os.O_CLOEXEC, dir_fd=upload)
+                    except _ABSENT:
                         continue
+                    with open(target, encoding="utf-8") as file:
+                        # Where it lies tells the rest: a store with another root may have begun it.
+                        key = start + os.path.normpath(f"{path}/{file.read().rpartition('/')[2]}")
+                        started = os.fstat(target).st_mtime
                     if key.startswith(prefix):
                         yield OpenUpload(key, name[len(_UPLOAD) :], started)
 
@@ -234,73 +251,76 @@ class LocalStore:
         if_none_match: bool = False,
         if_match: str | None = None,
     ) -> ObjectInfo:
-        path = self._path(key)
-        folder = os.path.dirname(path)
-        temporary, fd = _create_temporary(folder)
-        try:
+        names, name = split(key)
+        temporary = _TEMPORARY + secrets.token_hex(8)
+        fd = in_folder(self.root, names, lambda above: os.open(temporary, _NEW, 0o666, dir_fd=above))
+        with folder(self.root, names) as above:
             try:
-                write(fd)
-                # Without it a crash of the machine can leave a file of the right name with nothing in it.
-                os.fsync(fd)
-                status = os.fstat(fd)
+                try:
+                    write(fd)
+                    # Without it a crash of the machine can leave a file of the right name with nothing in it.
+                    os.fsync(fd)
+                    status = os.fstat(fd)
+                finally:
+                    os.close(fd)
+                if if_none_match:
+                    self._link(above, temporary, name, key)
+                else:
+                    with locked(above, needed=if_match is not None):
+                        if if_match is not None and _etag_now(name, above) != if_match:
+                            raise PreconditionFailedError("the object is not the one expected", url=self._url(key))
+                        os.replace(temporary, name, src_dir_fd=above, dst_dir_fd=above)
+                sync(above)
             finally:
-                os.close(fd)
-            if if_none_match:
-                self._link(temporary, path, key)
-            else:
-                with _locked(folder, needed=if_match is not None):
-                    if if_match is not None and self._etag_now(path) != if_match:
-                        raise PreconditionFailedError("the object is not the one expected", url=self._url(key))
-                    os.replace(temporary, path)
-            _sync_folder(folder)
-        finally:
-            with contextlib.suppress(FileNotFoundError):  # os.replace took it
-                os.unlink(temporary)
+                with contextlib.suppress(FileNotFoundError):  # os.replace took it
+                    os.unlink(temporary, dir_fd=above)
         return _info(key, status)
 
-    def _link(self, temporary: str, path: str, key: str) -> None:
+    def _link(self, above: int, temporary: str, name: str, key: str) -> None:
         try:
-            os.link(temporary, path)
+            os.link(temporary, name, src_dir_fd=above, dst_dir_fd=above)
         except FileExistsError:
             taken = PreconditionFailedError("the object exists", url=self._url(key))
         else:
             return
         raise taken
 
-    def _etag_now(self, path: str) -> str | None:
+    @contextlib.contextmanager
+    def _above(self, key: str) -> Iterator[tuple[int, str]]:
+        """Open the folder that an object lies in; yields it and the name there."""
+        names, name = split(key)
+        with folder(self.root, names) as above:
+            yield above, name
+
+    @contextlib.contextmanager
+    def _opened(self, key: str) -> Iterator[tuple[int, ObjectInfo]]:
+        """Open an object for reading. A link to a file is followed, as in a cache that keeps its files elsewhere."""
+        with self._above(key) as (above, name):
+            # Whatever is no file is not waited for, as a pipe would be.
+            fd = os.open(name, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK, dir_fd=above)
         try:
-            return _etag(os.stat(path))
-        except FileNotFoundError:
-            return None
+            status = os.fstat(fd)
+            if not stat.S_ISREG(status.st_mode):
+                raise FileNotFoundError(errno.ENOENT, "not a file", name)
+            yield fd, _info(key, status)
+        finally:
+            os.close(fd)
 
-    def _walk(self, folder: str, prefix: str) -> Iterator[tuple[str, os.DirEntry[str]]]:
-        """Keys below `folder` (empty or with a slash at its end) that begin with `prefix`, in key order."""
-        for name, entry in _scan(self._path(folder)):
+    def _walk(self, above: int, folder: str, prefix: str) -> Iterator[tuple[str, int]]:
+        """Keys below `folder` (empty or with a slash at its end) that begin with `prefix`, in key order, each with
+        the folder of its file."""
+        for name, is_folder in scan(above):
             key = folder + name
-            if entry.is_dir():
-                if key.startswith(prefix) or prefix.startswith(key):
-                    yield from self._walk(key, prefix)
-            elif key.startswith(prefix):
-                yield key, entry
+            if not is_folder:
+                if key.startswith(prefix):
+                    yield key, above
+            elif key.startswith(prefix) or prefix.startswith(key):
+                # Not where it was removed, or a link was put in its place.
+                with contextlib.suppress(*_ABSENT), enter(above, name[:-1]) as inner:
+                    yield from self._walk(inner, key, prefix)
 
-    def _prune(self, key: str) -> None:
-        folder = os.path.dirname(self._path(key))
-        while len(folder) > len(self.root):
-            try:
-                os.rmdir(folder)
-            except OSError:
-                return  # not empty, or gone already
-            folder = os.path.dirname(folder)
-
-    def _path(self, key: str) -> str:
-        return f"{self.root.rstrip('/')}/{key}"
-
-    def _key_in(self, folder: str, name: str) -> str:
-        above = folder[len(self.root.rstrip("/")) :].strip("/")
-        return f"{above}/{name}" if above else name
-
-    def _upload(self, key: str, upload_id: str) -> str:
-        return os.path.join(os.path.dirname(self._path(key)), _UPLOAD + upload_id)
+    def _upload(self, key: str, upload_id: str) -> builtins.list[str]:
+        return [*split(key)[0], _UPLOAD + upload_id]
 
     def _url(self, key: str) -> str:
         return f"{self.url.rstrip('/')}/{key}"
@@ -311,6 +331,8 @@ class LocalStore:
         try:
             yield
             return
+        except LinkedFolderError as error:
+            failure = StoreError(f"{operation} failed: {error.strerror}", url=self._url(key), remedy=_NO_LINKS)
         except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
             failure = missing(f"{operation} failed: no such file", url=self._url(key))
         except PermissionError as error:
@@ -320,42 +342,6 @@ class LocalStore:
             kind = TransientStoreError if retry else StoreError
             failure = kind(f"{operation} failed: {error.strerror or type(error).__name__}", url=self._url(key))
         raise failure
-
-
-def _create_temporary(folder: str) -> tuple[str, int]:
-    path = os.path.join(folder, _TEMPORARY + secrets.token_hex(8))
-    for attempt in range(_FOLDER_ATTEMPTS):
-        os.makedirs(folder, exist_ok=True)
-        try:
-            return path, os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
-        except FileNotFoundError:
-            if attempt == _FOLDER_ATTEMPTS - 1:
-                raise
-    raise AssertionError("unreachable")
-
-
-@contextlib.contextmanager
-def _locked(folder: str, *, needed: bool) -> Iterator[None]:
-    """Keep other replacements in this folder out while an ETag is compared. It is the folder itself that is locked."""
-    fd = os.open(folder, os.O_RDONLY)
-    try:
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX)
-        except OSError:
-            # Some network filesystems cannot; then a plain put still can, and only a condition cannot be kept.
-            if needed:
-                raise
-        yield
-    finally:
-        os.close(fd)
-
-
-def _sync_folder(folder: str) -> None:
-    fd = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
 
 
 def _write(fd: int, body: Buffers) -> None:
@@ -405,14 +391,11 @@ def _copy(source: int, target: int, size: int) -> None:
         done += count
 
 
-def _scan(folder: str) -> builtins.list[tuple[str, os.DirEntry[str]]]:
-    """The entries of a folder by name, a slash after the names of folders, in the order of the keys below them."""
+def _etag_now(name: str, above: int) -> str | None:
     try:
-        with os.scandir(folder) as entries:
-            found = [(entry.name + "/" if entry.is_dir() else entry.name, entry) for entry in entries]
-    except (FileNotFoundError, NotADirectoryError):
-        return []
-    return sorted((item for item in found if not item[0].startswith(_HIDDEN)), key=lambda item: item[0])
+        return _etag(os.stat(name, dir_fd=above))
+    except FileNotFoundError:
+        return None
 
 
 def _etag(status: os.stat_result) -> str:
