@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import io
 import json
+import logging
 import pickle
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import fsspec
+import hypothesis
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from fsspec.implementations.memory import MemoryFileSystem
+from hypothesis import strategies as st
 
 import bucketpoint as bp
 from bucketpoint.cli.app import run
@@ -109,7 +113,10 @@ def test_options_that_do_not_fit_a_filesystem_are_not_quoted(tmp_path: Path) -> 
 # URLs
 
 
-@pytest.mark.parametrize("url", ["ftp://me:{}@host/run", "sftp://:{}@host/run", "simplecache::ftp://me:{}@host/x"])
+@pytest.mark.parametrize(
+    "url",
+    ["ftp://me:{}@host/run", "s3://KEY:se/c{}@bucket/run", "sftp://:{}@host/run", "simplecache::ftp://me:{}@host/x"],
+)
 @pytest.mark.parametrize("own", [False, True], ids=["by its scheme", "with a filesystem"])
 def test_a_password_in_a_url_is_refused_and_not_told(
     url: str, own: bool, capsys: pytest.CaptureFixture[str], log: io.StringIO
@@ -135,9 +142,49 @@ def test_urls_without_a_password_are_taken() -> None:
         "abfs://container@account.dfs.core.windows.net/x",
         "sftp://me@host:22/x",
         "s3://bucket/a:b@c",
+        "s3://arn:aws:s3:us-west-2:123456789012:accesspoint/name/x@2",
+        "sftp://host:22/x@y",
+        "hdfs://[::1]:9000/x@y",
+        "zip://a.ckpt::s3://bucket/x@y",
         "/a/b:c@d",
     ):
         assert not holds_password(url), url
+
+
+MARK = "S3CR3T"
+ODD = st.text("/@:%+=?#&;,~!$'\"\\ aZ0é", max_size=4) | st.sampled_from(["%2F", "%40", "::", "//", "\n"])
+PASSWORDS = st.lists(ODD, min_size=1, max_size=4).map(lambda parts: MARK.join(["", *parts, ""]))
+
+
+@hypothesis.given(
+    password=PASSWORDS,
+    user=st.sampled_from(["AKIAKEY", "", "me%40here"]),
+    scheme=st.sampled_from(["s3", "S3A", "gs", "az", "sftp", "https", "simplecache::s3"]),
+)
+def test_no_password_of_a_url_is_told_whatever_it_is_made_of(password: str, user: str, scheme: str) -> None:
+    url = f"{scheme}://{user}:{password}@bucket/run/step-1"
+    records: list[logging.LogRecord] = []
+    handler = logging.Handler()
+    handler.emit = records.append  # type: ignore[method-assign]
+    logging.getLogger().addHandler(handler)
+    try:
+        with pytest.raises(InvalidURLError, match="password") as caught:
+            open_store(url)
+        assert not bp.BucketReader.validate_checkpoint_id(url)
+    finally:
+        logging.getLogger().removeHandler(handler)
+    error = caught.value
+    told = [
+        str(error),
+        repr(error),
+        repr(vars(error)),
+        repr(pickle.dumps(error)),
+        *(one.getMessage() for one in records),
+    ]
+    assert not [text for text in told if MARK in text]
+    assert error.__context__ is None
+    if not re.search(r"[\s\"']", password):
+        assert MARK not in clean(f"could not reach {url} in time")
 
 
 def test_texts_are_cleaned_of_what_is_secret_and_of_nothing_else() -> None:

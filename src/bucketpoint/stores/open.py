@@ -21,7 +21,7 @@ from bucketpoint.stores.gcs_options import GCSOptions
 from bucketpoint.stores.local import LocalStore
 from bucketpoint.stores.s3 import S3Store
 from bucketpoint.stores.s3_options import S3Options
-from bucketpoint.stores.wording import clean, hide, holds_password
+from bucketpoint.stores.wording import clean, hide, holds_password, without_password
 
 S3_SCHEMES = ("s3", "s3a")
 GCS_SCHEMES = ("gs", "gcs")
@@ -135,7 +135,7 @@ def _refuse_password(url: str) -> None:
     if holds_password(url):
         raise InvalidURLError(
             "the URL holds a password",
-            url=clean(url),
+            url=without_password(url),
             remedy="Pass it in storage_options: URLs are logged, and stand in the checkpoint",
         )
 

@@ -145,8 +145,7 @@ def build_client(options: S3Options) -> Client:
         # botocore's ValueError quotes the endpoint, with a password that may be in it: nothing of it is kept.
         raise EndpointError("the S3 client cannot be made: the endpoint is not a URL")
     parameters = options.request_parameters()
-    if "SSECustomerKey" in parameters and _is_open_network(api.meta.endpoint_url):
-        raise EndpointError("SSE-C would send the key in clear over plain HTTP", remedy="Use an https:// endpoint")
+    _refuse_key_in_clear(api.meta.endpoint_url, parameters)
     api.meta.events.register("before-send.s3", send_from_memory)
     api.meta.events.register_first("choose-signer.s3.DeleteObject", _presigned)
     _share_trust_store(api)
@@ -161,6 +160,11 @@ def build_client(options: S3Options) -> Client:
         api.meta.events.register_first("before-send.s3", transport.send)
     by_operation = _parameters_by_operation(api, parameters)
     return Client(api, str(api.meta.region_name), by_operation, policy, service, transport)
+
+
+def _refuse_key_in_clear(endpoint_url: str, parameters: Mapping[str, Any]) -> None:
+    if urlsplit(endpoint_url).scheme != "https" and any(name.endswith("SSECustomerKey") for name in parameters):
+        raise EndpointError("SSE-C would send the key in clear over plain HTTP", remedy="Use an https:// endpoint")
 
 
 def _presigned(signature_version: Any, **_: Any) -> str | None:

@@ -12,9 +12,15 @@ from urllib.parse import quote
 
 HIDDEN = "***"
 
-_USER_INFO = re.compile(r"(?<=://)[^\s/@\"']*@")
+# The user and the password before a host. A password may hold a slash, though it should be quoted, or an "@"; with a
+# slash it is told from a host and its port by what stands before the slash.
+_USER_INFO = re.compile(r"(?<=://)(?:(?!arn:)[^\s/@\"':]*:(?!\d*/)[^\s\"']*|[^\s/\"']*)@")
 _QUERY = re.compile(r"\?[^\s\"')]*")
-_PASSWORD = re.compile(r"(?:^|::)[A-Za-z][A-Za-z0-9+.-]*://[^/\s@]*:[^/\s]*@")
+_BEGINNING = re.compile(r"(?:^\s*|::)([A-Za-z][A-Za-z0-9+.-]*)://")
+_HOST_AND_PORT = re.compile(r"[^:@]*:\d*|\[[^@\]]*\](?::\d*)?", re.DOTALL)
+
+_WITHOUT_PORTS = frozenset({"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "adl"})
+"""Schemes of buckets: where a colon stands before the first slash, no port follows."""
 
 # Names of options, as filesystems of all services have them: secret, password, account_key, sas_token, credential, …
 _SECRET_NAMES = re.compile(r"key|secret|token|pass|cred|sas|auth|signature|connection_string", re.IGNORECASE)
@@ -43,8 +49,30 @@ def hide(text: str, options: Mapping[str, Any]) -> str:
 
 
 def holds_password(url: str) -> bool:
-    """Whether a URL, or one that it is chained to, carries a password before its host."""
-    return _PASSWORD.search(url) is not None
+    """Tell whether a URL, or one that it is chained to, carries a password before its host, slashes in it or not."""
+    return any(_has_password(*part) for part in _parts(url))
+
+
+def without_password(url: str) -> str:
+    """Cut what stands before the last "@" of a URL that holds a password, and of each that it is chained to."""
+    shown = [scheme + "://" + rest.rpartition("@")[2] for scheme, rest in _parts(url)]
+    return "::".join(shown).partition("?")[0]
+
+
+def _parts(url: str) -> Iterator[tuple[str, str]]:
+    """The URLs that are chained to each other, each as its scheme and the rest."""
+    found = list(_BEGINNING.finditer(url))
+    for number, match in enumerate(found, 1):
+        yield match[1], url[match.end() : found[number].start() if number < len(found) else None]
+
+
+def _has_password(scheme: str, rest: str) -> bool:
+    first = rest.partition("/")[0]
+    if "@" in first:
+        return ":" in first.rpartition("@")[0] or (":" in first and "@" in rest[len(first) :])
+    if ":" not in first or "@" not in rest or first.startswith("arn:"):
+        return False
+    return scheme.lower() in _WITHOUT_PORTS or _HOST_AND_PORT.fullmatch(first) is None
 
 
 def _secrets(options: Mapping[Any, Any], *, secret: bool) -> Iterator[str]:
