@@ -50,6 +50,10 @@ def _boottime() -> float:
     return time.monotonic() if clock is None else time.clock_gettime(clock)
 
 
+LONG_AGO = Stopwatch(float("-inf"), float("-inf"))
+"""Of attempts that rely on data of an earlier one."""
+
+
 class AttemptFence:
     """Signs of life of one attempt to save, on the rank that commits it.
 
@@ -60,8 +64,10 @@ class AttemptFence:
         sizes: the data objects that the commit will name, by their paths, in bytes.
     """
 
-    def __init__(self, store: Store, prefix: str, token: str, since: Stopwatch) -> None:
-        self.sizes: Mapping[str, int] = {}
+    def __init__(
+        self, store: Store, prefix: str, token: str, since: Stopwatch, sizes: Mapping[str, int] | None = None
+    ) -> None:
+        self.sizes = sizes or {}
         self._store = store
         self._prefix = prefix
         self._token = token
@@ -118,7 +124,9 @@ class AttemptFence:
 
     def _missing(self) -> str | None:
         """An object of the attempt that is not there as it was sent. One LIST for each 1,000 objects."""
-        if not self.sizes:
+        # A sweep removes only objects with such names.
+        sizes = {path: size for path, size in self.sizes.items() if keys.token_of(path) is not None}
+        if not sizes:
             return None
         above = keys.join(self._prefix, f"{keys.DATA_FOLDER}/")
         start = len(above) - len(keys.DATA_FOLDER) - 1
@@ -127,10 +135,10 @@ class AttemptFence:
         except AccessDeniedError:
             # Those who may not list are told of single objects, and for one that is gone they are denied as well.
             found = {}
-            for path in self.sizes:
+            for path in sizes:
                 with contextlib.suppress(AccessDeniedError, ObjectNotFoundError):
                     found[path] = self._store.head(keys.join(self._prefix, path)).size
-        return next((path for path, size in self.sizes.items() if found.get(path) != size), None)
+        return next((path for path, size in sizes.items() if found.get(path) != size), None)
 
     def _swept(self, reason: str) -> IncompleteSaveError:
         return IncompleteSaveError(

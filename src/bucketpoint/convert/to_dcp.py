@@ -14,6 +14,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 
+from bucketpoint.catalog.fence import LONG_AGO, AttemptFence
 from bucketpoint.convert.filling import Filling
 from bucketpoint.convert.source import Payload, Source
 from bucketpoint.convert.target import Layout, Place, TargetObject, held
@@ -71,6 +72,8 @@ def plan_bucketpoint(
             log=log,
             facts=facts,
             seen=seen,
+            # What an interrupted conversion left may be old, and a sweep takes it for dead.
+            fence=AttemptFence(place.store, place.prefix, token, LONG_AGO),
         )
         told = reported([_results(planned, uploaded)], source.metadata)
         endpoint = place.store.identity

@@ -17,6 +17,7 @@ from torch.distributed.checkpoint import Metadata
 
 from bucketpoint.catalog.adopt import named
 from bucketpoint.catalog.catalog import Catalog
+from bucketpoint.catalog.fence import LONG_AGO, AttemptFence, Stopwatch
 from bucketpoint.catalog.run import catalog_above
 from bucketpoint.catalog.save_log import SaveLog
 from bucketpoint.dcp.block_tables import read_tables, with_blocks
@@ -159,6 +160,8 @@ def copy_checkpoint(
         for path, check in zip(waiting, checks, strict=True)
     ]
     meter = Meter("cp", plan.url, plan.left_nbytes, progress)
+    # What an interrupted copy left is old, and a sweep takes it for dead however fast this one is.
+    since = LONG_AGO if plan.there else Stopwatch()
     log = _log_there(plan)
     if log is not None:
         log.begin(plan.url, _token_there(plan))
@@ -176,6 +179,7 @@ def copy_checkpoint(
     request = Commit(
         plan.store, plan.prefix, plan.url, token, keys.METADATA, overwrite=plan.replaces, log=log, seen=plan.seen
     )
+    request = dataclasses.replace(request, fence=AttemptFence(plan.store, plan.prefix, token, since, sizes))
     _check_unchanged(plan, copied)
     commit_copy(request, data, record, paths=plan.paths.values())
     meter.finish()
