@@ -244,8 +244,8 @@ def test_a_copy_that_was_killed_goes_on_where_it_stopped(tmp_path: Path) -> None
     store = CountingStore(again.store)
     object.__setattr__(again, "store", store)
     assert copy_checkpoint(again).skipped == 2
-    # One object, the metadata and its record.
-    assert store.calls["put"] == 3
+    # One object, the fence that keeps sweeps away from what was there, the metadata and its record.
+    assert store.calls["put"] == 4
     loads(target)
     assert verify(open_checkpoint(target)).ok
 
