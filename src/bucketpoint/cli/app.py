@@ -10,6 +10,7 @@ from typing import NoReturn
 import click
 
 from bucketpoint.cli.exits import INTERRUPTED
+from bucketpoint.cli.terminal import printed_safely
 from bucketpoint.version import __version__
 
 COMMANDS = {
@@ -67,7 +68,12 @@ def app() -> None:
 
 
 def run(arguments: Sequence[str] | None = None) -> int:
-    """Run the program and return its exit code."""
+    """Run the program and return its exit code. Nothing that it prints makes a terminal do anything."""
+    with printed_safely():
+        return _run(arguments)
+
+
+def _run(arguments: Sequence[str] | None) -> int:
     try:
         # Not click's own way out: it gives an interrupted program the same code as one that found damage.
         code = app.main(arguments, prog_name=PROGRAM, standalone_mode=False)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from bucketpoint.cli import text
-from bucketpoint.cli.frame import Access, Answer, command, store_options
+from bucketpoint.cli.frame import Access, Answer, command, say, store_options
 
 if TYPE_CHECKING:
     from bucketpoint.testing.chaos import ChaosReport
@@ -77,7 +77,7 @@ def doctor(url: str, size: int, role: str, chaos: bool, seed: int, saves: int, a
     if not chaos:
         return Answer(document, [last], found.ok)
     if not as_json:
-        click.echo(last)
+        say(last)
     if not found.ok:
         return Answer({**document, "chaos": None}, ["no faults are tried where saves fail without any"], False)
     if any(one.check == "delete" and one.status != "ok" for one in found.findings):
@@ -94,7 +94,7 @@ def _trial(url: str, seed: int, saves: int, access: Access, *, quiet: bool) -> C
     # Each error that a fault causes is counted below; DCP would print a traceback for each as well.
     logging.disable(logging.ERROR)
     try:
-        told = (lambda line: None) if quiet else (lambda line: click.echo(f"     {line}"))
+        told = (lambda line: None) if quiet else (lambda line: say(f"     {line}"))
         return chaos(url, storage_options=access.for_url(url), seed=seed, saves=saves, told=told)
     finally:
         logging.disable(logging.NOTSET)
@@ -129,9 +129,9 @@ def _chaos_lines(report: ChaosReport) -> list[str]:
 
 def _tell(finding: Finding) -> None:
     """As it is found: the probe may take a while."""
-    click.echo(f"{finding.status:<5}{finding.check:<{_COLUMN}}{finding.message}")
+    say(f"{finding.status:<5}{finding.check:<{_COLUMN}}{finding.message}")
     if finding.remedy and finding.status in ("warn", "fail"):
-        click.echo(f"{'':<{5 + _COLUMN}}{finding.remedy}")
+        say(f"{'':<{5 + _COLUMN}}{finding.remedy}")
 
 
 def _document(found: Diagnosis) -> dict[str, Any]:

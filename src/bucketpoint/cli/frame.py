@@ -11,6 +11,7 @@ from typing import Any
 
 import click
 
+from bucketpoint.cli import text
 from bucketpoint.cli.exits import FINE, FOUND, INTERNAL, exit_code
 from bucketpoint.errors import BucketpointError, PolicyError
 
@@ -62,15 +63,25 @@ def command(name: str) -> Callable[[Callable[..., Answer]], click.Command]:
                 fault.__cause__ = error
                 return _failed(name, fault, INTERNAL, as_json=as_json, debug=debug)
             if as_json:
-                click.echo(json.dumps({**_head(name, ok=answer.ok), **answer.document}, allow_nan=False))
+                _say_json({**_head(name, ok=answer.ok), **answer.document})
             else:
                 for line in answer.lines:
-                    click.echo(line)
+                    say(line)
             return FINE if answer.ok else FOUND
 
         return run
 
     return wrap
+
+
+def say(line: str, *, err: bool = False) -> None:
+    """Print one line, as text: a line break in a name does not begin another."""
+    click.echo(text.printable(line), err=err)
+
+
+def _say_json(document: Mapping[str, Any]) -> None:
+    # The one control character that JSON leaves as it is.
+    click.echo(json.dumps(document, allow_nan=False).replace("\x7f", "\\u007f"))
 
 
 def _head(name: str, *, ok: bool) -> dict[str, Any]:
@@ -79,24 +90,25 @@ def _head(name: str, *, ok: bool) -> dict[str, Any]:
 
 def _failed(name: str, error: BucketpointError, code: int, *, as_json: bool, debug: bool) -> int:
     if debug:
-        click.echo("".join(traceback.format_exception(error)), err=True, nl=False)
+        for line in "".join(traceback.format_exception(error)).rstrip("\n").split("\n"):
+            say(line, err=True)
     fields = {"url": error.url, "key": error.key, "remedy": error.remedy}
-    click.echo(f"Error: {error.message}", err=True)
+    say(f"Error: {error.message}", err=True)
     faults = error.faults if isinstance(error, PolicyError) else ()
     if faults:
         # Each says what to write instead; the error's own remedy is that of the first.
         fields["remedy"] = None
     for fault in faults:
-        click.echo(f"  line {fault.line}, column {fault.column}: {fault}", err=True)
+        say(f"  line {fault.line}, column {fault.column}: {fault}", err=True)
     for label, value in fields.items():
         if value:
-            click.echo(f"  {label + ':':<8}{value}", err=True)
+            say(f"  {label + ':':<8}{value}", err=True)
     if as_json:
         kind = "InternalError" if code == INTERNAL else type(error).__name__
         told: dict[str, Any] = {"kind": kind, "message": error.message, **fields, "exit_code": code}
         if faults:
             told["faults"] = [{"line": one.line, "column": one.column, "message": str(one)} for one in faults]
-        click.echo(json.dumps({**_head(name, ok=False), "error": told}))
+        _say_json({**_head(name, ok=False), "error": told})
     return code
 
 

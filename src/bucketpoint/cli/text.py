@@ -43,3 +43,16 @@ def table(rows: Iterable[Sequence[str]], *, indent: int = 2) -> list[str]:
         (" " * indent + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))).rstrip()
         for row in cells
     ]
+
+
+def printable(text: str, *, keep: str = "") -> str:
+    """Show control characters, and those that change the direction of text, as escapes: `\\x1b`, `\\u202e`.
+
+    Keys and names are whatever somebody has written into the store, and a terminal obeys some characters.
+    """
+    if text.isprintable():
+        return text
+    return "".join(
+        letter if letter.isprintable() or letter in keep else letter.encode("unicode_escape").decode()
+        for letter in text
+    )

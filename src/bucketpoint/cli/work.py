@@ -43,7 +43,8 @@ def watched(catalog: Catalog, wanted: bool | None) -> Iterator[Catalog]:
             ) from None
         yield catalog
         return
-    with Console(stderr=True).status("looking at the catalogue") as line:
+    # The program's own stream would show what rich draws with.
+    with Console(file=getattr(sys.stderr, "rich_proxied_file", sys.stderr)).status("looking at the catalogue") as line:
 
         def tell(listed: int, deleted: int) -> None:
             line.update(f"{listed:,} objects listed, {deleted:,} deleted")

@@ -55,8 +55,10 @@ def _bar(*, required: bool) -> Iterator[ProgressCallback | None]:
             ) from None
         yield None
         return
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
-    with RichProgress(*columns, console=Console(stderr=True), transient=True) as shown:
+    # The command line's stream would show what rich draws with.
+    stream = getattr(sys.stderr, "rich_proxied_file", sys.stderr)
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    with RichProgress(*columns, console=Console(file=stream), transient=True) as shown:
         task = shown.add_task("", total=None)
 
         def update(event: Progress) -> None:
