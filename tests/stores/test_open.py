@@ -71,6 +71,24 @@ def test_a_class_for_one_scheme_refuses_the_others_and_says_what_to_pass() -> No
     assert not accepts_url("s3://")
 
 
+def test_a_url_is_accepted_only_if_something_can_serve_it() -> None:
+    for url in ("abc://abc.abc", "abc::s3://b/x", "S3FS://b/x"):
+        assert not accepts_url(url)
+        with pytest.raises(InvalidURLError):
+            open_store(url)
+    for url in (
+        "s3://b/x::y",
+        "gs://b/x",
+        "az://b/x",
+        "file:///a",
+        "memory://a",
+        "simplecache::s3://b/x",
+        "a/b",
+        "a:b",
+    ):
+        assert accepts_url(url)
+
+
 @pytest.mark.parametrize(
     ("writer", "reader", "url", "wanted"),
     [

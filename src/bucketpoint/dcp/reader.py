@@ -223,6 +223,7 @@ class BucketReader(StorageReader):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """As `BucketWriter.validate_checkpoint_id`."""
         return accepts_url(checkpoint_id, cls.schemes)
 
     @property

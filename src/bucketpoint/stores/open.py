@@ -65,12 +65,18 @@ def parse_url(url: str | os.PathLike[str]) -> tuple[str, str, str]:
 
 
 def accepts_url(url: str | os.PathLike[str], schemes: Sequence[str] = ()) -> bool:
-    """Whether `open_store` would take this URL, as far as its text tells."""
+    """Whether `open_store` would take this URL, as far as its text tells.
+
+    A scheme that fsspec knows is accepted although its library may not be installed: DCP then chooses the class whose
+    error says what to install.
+    """
     try:
         _check_scheme(url, schemes)
     except InvalidURLError:
         return False
-    return True
+    # Of a chain of URLs the first.
+    match = _SCHEME.match(os.fspath(url))
+    return match is None or match[1].lower() in {*S3_SCHEMES, *GCS_SCHEMES, *_INSTALL, *fsspec.available_protocols()}
 
 
 def open_store(
