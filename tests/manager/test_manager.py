@@ -147,7 +147,7 @@ def test_a_save_while_another_is_on_its_way_is_skipped_refused_or_waits_as_the_p
 def test_a_committed_step_is_replaced_only_if_that_is_said(root: str) -> None:
     save(root, 5)
     with CheckpointManager(root, policy=policy()) as manager:
-        with pytest.raises(CheckpointExistsError, match="Step 5 is committed"):
+        with pytest.raises(CheckpointExistsError, match="Checkpoint already exists: step 5 is committed"):
             manager.save(5, state(6))
         manager.save(5, state(7), overwrite=True)
         manager.wait()

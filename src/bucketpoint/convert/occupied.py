@@ -30,7 +30,7 @@ def refuse_to_replace(place: Place, wanted: str, name: str, overwrite: bool) -> 
             continue
         if found:
             raise CheckpointExistsError(
-                f"There is a {one} at the target already",
+                f"Checkpoint already exists: there is a {one} at the target",
                 url=place.url,
                 remedy="Name another target, or pass --overwrite"
                 if safely

@@ -322,7 +322,7 @@ def _replace(
     # A marker is nobody's checkpoint. Whoever deletes removes only what the commit before the marker had named.
     if not is_marker(there):
         if not request.overwrite:
-            raise CheckpointExistsError("A checkpoint is already committed here", url=request.url) from None
+            raise CheckpointExistsError("Checkpoint already exists here", url=request.url) from None
         _refuse_others(request, info, there)
         replaced = _readable(there, request.url)
     store, body, crc = request.store, [memoryview(data)], crc32c(memoryview(data))
@@ -394,7 +394,7 @@ def _put_unconditionally(request: Commit, key: str, data: bytes) -> tuple[Object
         there, found = request.store.get(key)
         if not is_marker(there):
             if not request.overwrite:
-                raise CheckpointExistsError("A checkpoint is already committed here", url=request.url)
+                raise CheckpointExistsError("Checkpoint already exists here", url=request.url)
             _refuse_others(request, found, there)
             replaced = _readable(there, request.url)
     except ObjectNotFoundError:

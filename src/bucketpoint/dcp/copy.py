@@ -115,7 +115,7 @@ def plan_copy(
     used = _used_there(store, prefix, text)
     if used is not None and used.seen is not None and not overwrite:
         raise CheckpointExistsError(
-            "A checkpoint is already committed at the destination", url=text, remedy="Name another, or pass --overwrite"
+            "Checkpoint already exists at the destination", url=text, remedy="Name another, or pass --overwrite"
         )
     paths = {path: path for path in sources}
     if used is not None and (used.paths is None or not used.paths.isdisjoint(paths)):
@@ -246,8 +246,8 @@ def _moved_aside(saved: SavedCheckpoint, url: str) -> dict[str, str]:
         named = keys.parse_data_path(path)
         if named is None or not saved.facts:
             raise CheckpointExistsError(
-                "The checkpoint at the destination may have data objects of the same names, and overwriting those "
-                "would damage it before the copy is whole",
+                "Checkpoint already exists at the destination, perhaps with data objects of the same names, and "
+                "overwriting those would damage it before the copy is whole",
                 url=url,
                 remedy="Delete the checkpoint at the destination first, or name another destination",
             )

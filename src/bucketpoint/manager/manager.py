@@ -202,7 +202,9 @@ class CheckpointManager:
         self._looked = True
         self._newest = max(there, default=None)
         if step in there and not overwrite:
-            raise CheckpointExistsError(f"Step {step} is committed", url=self.catalog.url_of(step))
+            raise CheckpointExistsError(
+                f"Checkpoint already exists: step {step} is committed", url=self.catalog.url_of(step)
+            )
         later = [one for one in there if one > step and one in staying]
         if later and newer == "error":
             raise BucketpointError(
