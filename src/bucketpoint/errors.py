@@ -178,6 +178,10 @@ class CommitConflictError(BucketpointError):
     """Another job committed to the same URL during this save. The other one's checkpoint stands."""
 
 
+class RanksDisagreeError(BucketpointError):
+    """The ranks of a save differ in what they must have in common. Nothing was committed."""
+
+
 class IncompleteSaveError(BucketpointError):
     """Planned items are not accounted for, so the save must not be committed."""
 

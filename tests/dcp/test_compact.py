@@ -30,7 +30,7 @@ import bucketpoint.dcp.commit as commit_module
 import bucketpoint.dcp.writer as writer_module
 from bucketpoint import BucketReader, BucketWriter
 from bucketpoint.dcp.planned import PlannedMetadata, RemoteMetadata
-from bucketpoint.dcp.results import PackedResults, Results, results_of
+from bucketpoint.dcp.results import NamedResults, PackedResults, Results, results_of
 from bucketpoint.dcp.save_planner import SavePlanner
 from bucketpoint.errors import BucketpointError, IncompleteSaveError
 from bucketpoint.format.columns import pack, unpack
@@ -220,7 +220,7 @@ def test_the_committed_metadata_says_what_plain_lists_of_results_would(
         patched.setattr(commit_module, "complete_metadata", None)
         compact.save(states(3, 0.0, note="before"), f"file://{tmp_path}/first")
         compact.save(states(3, 1.0, note="behind"), f"file://{tmp_path}/compact")
-    monkeypatch.setattr(writer_module, "Results", lambda results, plan: results)
+    monkeypatch.setattr(writer_module, "Results", lambda results, *_: results)
     plain.save(states(3, 1.0, note="behind"), f"file://{tmp_path}/plain")
     assert [type(job.reported[0]) for job in (compact, plain)] == [PackedResults, list]
     described = [described_without_tokens(tmp_path / name) for name in ("first", "compact", "plain")]
@@ -286,7 +286,7 @@ def test_metadata_that_a_planner_altered_is_committed_as_it_is(tmp_path: Path) -
 def test_results_of_a_stock_planner_arrive_as_lists(tmp_path: Path) -> None:
     job = Job(2, DefaultSavePlanner)
     job.save(states(2, 3.0), f"file://{tmp_path}")
-    assert all(type(results) is list for results in job.reported)
+    assert all(isinstance(results, NamedResults) for results in job.reported)
     assert_holds(f"file://{tmp_path}", states(2, 3.0))
 
 
@@ -302,7 +302,7 @@ def test_a_plan_that_was_altered_on_its_rank_names_its_items_itself(tmp_path: Pa
     job = Job(2, Trimming)
     for save in range(2):
         job.save(states(2, float(save)), f"file://{tmp_path}/{save}")
-        assert all(type(results) is list for results in job.reported)
+        assert all(isinstance(results, NamedResults) for results in job.reported)
         assert_holds(f"file://{tmp_path}/{save}", states(2, float(save)))
 
 
@@ -411,7 +411,7 @@ def test_a_list_of_results_that_was_altered_crosses_as_it_is(tmp_path: Path) -> 
     assert isinstance(crossed([ours])[0], PackedResults)
     ours.pop()
     arrived = crossed([ours])[0]
-    assert type(arrived) is list
+    assert isinstance(arrived, NamedResults)
     assert len(arrived) == len(results) - 1
 
 

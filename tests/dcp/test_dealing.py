@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.default_planner import create_default_global_s
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
+from bucketpoint.dcp.agreement import agree_on_tensors
 from bucketpoint.dcp.balance import balanced
 from bucketpoint.dcp.dealt_items import Answer, answer_digest, items_of
 from bucketpoint.dcp.global_plan import Asked, GlobalPlan, _validate
@@ -60,6 +61,7 @@ def pieces(length: int, count: int) -> list[tuple[int, int]]:
 
 
 def by_dcp(held: Sequence[list[WriteItem]], nodes: Sequence[object]) -> tuple[list[SavePlan], Metadata]:
+    agree_on_tensors([SavePlan(items) for items in held])
     plans, metadata = create_default_global_save_plan(balanced([SavePlan(items) for items in held], nodes))
     _validate(plans, metadata)
     return plans, metadata

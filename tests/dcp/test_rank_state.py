@@ -127,7 +127,7 @@ def test_digests_take_four_bytes_an_item_and_nothing_when_the_state_is_unchanged
 def _dealt() -> Any:
     from bucketpoint.dcp.results import Dealt
 
-    return Dealt(1)
+    return Dealt(b"1")
 
 
 def test_a_value_is_keyed_by_its_rank() -> None:

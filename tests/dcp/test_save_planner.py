@@ -23,6 +23,9 @@ from dcp.ranks import Ranks
 pytestmark = pytest.mark.contract
 
 
+HALF, BRAIN = torch.float16, torch.bfloat16
+
+
 class Job:
     """Some ranks' planners, called in the order in which DCP calls them, in one process."""
 
@@ -164,6 +167,33 @@ def test_a_coordinator_that_was_made_anew_says_so() -> None:
     # That failure is the end of it: the next save sends everything.
     _, _, crossed = job.plan(states)
     assert crossed
+
+
+def test_kept_plans_of_two_coordinators_are_told_apart_by_what_they_hold() -> None:
+    job, part = Job(3), Job(0)
+    part.planners = job.planners[1:]
+    halves, brains = ([{"a": torch.ones(5)}, *[{"w": torch.ones(9, dtype=dtype)}] * 2] for dtype in (HALF, BRAIN))
+    job.plan(halves)
+    part.plan(brains[1:])
+    # Each of the three refers to the first plan that its coordinator made, and rank 0 to another one than the others.
+    with pytest.raises(BucketpointError, match=r"does not have.*another one for another process group"):
+        job.plan(brains)
+    plans, metadata, crossed = job.plan(brains)
+    assert crossed
+    assert {item.tensor_data.properties.dtype for plan in plans[1:] for item in plan.items if item.tensor_data} == {
+        BRAIN
+    }
+    assert metadata.state_dict_metadata["w"].properties.dtype == BRAIN  # type: ignore[union-attr]
+
+
+def test_a_group_of_the_same_coordinator_is_planned_with_what_its_ranks_had_said() -> None:
+    job, part = Job(3), Job(0)
+    part.planners = job.planners[:2]
+    states = [model(rank) for rank in range(3)]
+    job.plan(states)
+    plans, metadata, _ = part.plan(states[:2])
+    assert {index.fqn for index in written(plans)} == set(metadata.state_dict_metadata)
+    assert "only2" not in metadata.state_dict_metadata
 
 
 def test_without_caching_every_save_is_planned() -> None:

@@ -91,7 +91,9 @@ def async_save(
     stager = async_stager if async_stager is not None else writer
     if not hasattr(stager, "stage"):
         stager = Stager()
-    handle = SaveHandle(str(checkpoint_id) if checkpoint_id is not None else getattr(writer, "checkpoint_id", None))
+    # What the writer saved last on this thread is not what it saves next.
+    own = writer._url if isinstance(writer, BucketWriter) else getattr(writer, "checkpoint_id", None)
+    handle = SaveHandle(str(checkpoint_id) if checkpoint_id is not None else own)
     watched = _Watched(stager, handle)
     begun = dcp.async_save(
         state_dict,

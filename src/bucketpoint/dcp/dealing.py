@@ -95,8 +95,8 @@ def _require(condition: Any) -> None:
         raise _IrregularError
 
 
-_Kind = tuple[int, torch.Size, Any]
-"""TENSOR, SHARD or BYTE_IO; size and dtype of a whole tensor."""
+_Kind = tuple[int, torch.Size, Any, Any]
+"""TENSOR, SHARD or BYTE_IO; size, dtype and layout of a whole tensor."""
 
 
 class _Names:
@@ -119,8 +119,10 @@ class _Names:
         """For each item the number of its name and, in `properties`, that of its properties."""
         first = len(self.properties)
         self.properties += [properties for properties, _ in table.descriptions]
-        facts: list[tuple[torch.Size, Any]] = [(size, properties.dtype) for properties, size in table.descriptions]
-        facts.append((torch.Size(), None))
+        facts: list[tuple[torch.Size, Any, Any]] = [
+            (size, properties.dtype, properties.layout) for properties, size in table.descriptions
+        ]
+        facts.append((torch.Size(), None, None))
         of_pair: dict[tuple[int, int], int] = {}
         numbers = []
         for name, pair in zip(table.names, zip(table.kinds, table.described, strict=True), strict=True):
@@ -177,7 +179,7 @@ def _held(asked: Sequence[PackedItems], tables: Mapping[bytes, Table]) -> _Held:
     names = _Names()
     added = {blob: tuple(map(torch.tensor, names.add(table))) for blob, table in tables.items()}
     _require(names.numbers)
-    shapes = [size for _, size, _ in names.kinds]
+    shapes = [size for _, size, *_ in names.kinds]
     most = max(1, *map(len, shapes))
     _require(most <= _MAX_DIMS)
     extents = [[at + 1 for at in shape] for shape in shapes]
@@ -190,10 +192,10 @@ def _held(asked: Sequence[PackedItems], tables: Mapping[bytes, Table]) -> _Held:
         sizes=[shapes[kind] for kind in names.kind_of],
         dims=names.per_name(list(map(len, shapes))),
         shapes=names.per_name([[*shape, *[1] * (most - len(shape))] for shape in shapes]),
-        is_bytes=names.per_name([kind == BYTE_IO for kind, _, _ in names.kinds]),
-        is_sharded=names.per_name([kind == SHARD for kind, _, _ in names.kinds]),
+        is_bytes=names.per_name([kind == BYTE_IO for kind, *_ in names.kinds]),
+        is_sharded=names.per_name([kind == SHARD for kind, *_ in names.kinds]),
         itemsizes=names.per_name(
-            [BYTES_OF_AN_OBJECT if dtype is None else dtype.itemsize for _, _, dtype in names.kinds]
+            [BYTES_OF_AN_OBJECT if dtype is None else dtype.itemsize for _, _, dtype, _ in names.kinds]
         ),
         strides=names.per_name(strides),
     )

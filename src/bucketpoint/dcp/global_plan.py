@@ -12,6 +12,7 @@ from typing import Any
 from torch.distributed.checkpoint import Metadata, SavePlan
 from torch.distributed.checkpoint.default_planner import _validate_global_plan, create_default_global_save_plan
 
+from bucketpoint.dcp.agreement import agree_on_tensors
 from bucketpoint.dcp.balance import balanced
 from bucketpoint.dcp.dealing import Dealing, deal
 from bucketpoint.dcp.dealt_items import DealtItems, answer_digest
@@ -63,10 +64,12 @@ class Asked:
 
         Raises:
             BucketpointError: the chunks that the ranks hold do not make up the tensors.
+            RanksDisagreeError: ranks hold different tensors under one name.
         """
         packed = [each for each in self._packed if each is not None]
         dealing = deal(packed, self._tables, nodes) if len(packed) == len(self.plans) else None
         if dealing is None:
+            agree_on_tensors(self.plans)
             plans, metadata = create_default_global_save_plan(balanced(self.plans, nodes))
             _validate(plans, metadata)
             return GlobalPlan(plans, [items_digest(plan.items) for plan in plans], metadata, None)

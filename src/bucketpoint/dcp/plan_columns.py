@@ -66,10 +66,7 @@ class PackedItems:
     @property
     def digest(self) -> bytes:
         """16 bytes that tell these items from others."""
-        said = hashlib.blake2b(digest_size=16)
-        for part in (*self.tables, self.offsets, self.sizes):
-            said.update(len(part).to_bytes(8, "little") + part)
-        return said.digest()
+        return content_digest(*self.tables, self.offsets, self.sizes)
 
     def items(self) -> list[WriteItem]:
         """The items themselves."""
@@ -85,6 +82,14 @@ class PackedItems:
                 data = TensorWriteData(ChunkStorageMetadata(offset, size), properties, whole)
                 items.append(WriteItem(MetadataIndex(name, offset, hint), _KINDS[kind], tensor_data=data))
         return items
+
+
+def content_digest(*parts: bytes) -> bytes:
+    """16 bytes that tell these parts, and where one ends, from others."""
+    said = hashlib.blake2b(digest_size=16)
+    for part in parts:
+        said.update(len(part).to_bytes(8, "little") + part)
+    return said.digest()
 
 
 def pack_items(items: Sequence[WriteItem]) -> PackedItems | None:

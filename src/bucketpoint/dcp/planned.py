@@ -40,6 +40,7 @@ class Agreed:
     """The coordinator's side of a kept plan.
 
     Attributes:
+        entry: digest of who the ranks are, what each was dealt, and the metadata of it.
         senders: who the ranks are, in the whole job: another process group has others.
         asked: what each rank had asked for.
         plans: what each rank was dealt.
@@ -51,7 +52,7 @@ class Agreed:
         index: the same of the index, if they have one.
     """
 
-    entry: int
+    entry: bytes
     senders: list[int]
     asked: list[SavePlan]
     plans: list[SavePlan]

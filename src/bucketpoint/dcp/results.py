@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 
+from bucketpoint.dcp.agreement import Statement, crossed, descriptions
 from bucketpoint.dcp.dealt_items import KnownItems
 from bucketpoint.errors import BucketpointError, IncompleteSaveError
 from bucketpoint.format.columns import Columns, Layout, ObjectFacts, pack, unpack
@@ -28,41 +29,65 @@ class Dealt:
     """What a rank's plan says about what the coordinator knows: the `planner_data` of plans that our planner deals.
 
     Attributes:
-        entry: number of the kept plan.
+        entry: digest of the kept plan.
+        coordinator: the rank in the whole job that keeps it.
         items: digest of the items that the coordinator takes results for; empty if each result is to name its own.
         layout: digest of where it takes them to lie, if it knows; it keeps that for as long as this save lasts.
     """
 
-    entry: int
+    entry: bytes
+    coordinator: int = 0
     items: bytes = b""
     layout: bytes | None = None
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Without the names of the fields, which would be a good part of what crosses.
+        return Dealt, (self.entry, self.coordinator, self.items, self.layout)
+
 
 def items_digest(items: Iterable[WriteItem]) -> bytes:
-    """16 bytes that tell which items these are, and their order."""
-    said = hashlib.blake2b(digest_size=16)
+    """16 bytes that tell which items these are, how they are described, and their order."""
+    items = list(items)
+    said = hashlib.blake2b(descriptions(items), digest_size=16)
     for item in items:
         index = item.index
         said.update(f"{len(index.fqn)}:{index.fqn}{tuple(index.offset) if index.offset is not None else ''}".encode())
     return said.digest()
 
 
+class NamedResults(list[WriteResult]):
+    """A rank's results that name their items, on the coordinator.
+
+    Attributes:
+        statement: what the rank takes the save for, if it said so.
+        descriptions: what it takes each item for, if it said so: see `agreement.descriptions`.
+    """
+
+    def __init__(
+        self, results: Iterable[WriteResult], statement: Statement | None = None, descriptions: bytes = b""
+    ) -> None:
+        super().__init__(results)
+        self.statement = statement
+        self.descriptions = descriptions
+
+
 class Results(list[WriteResult]):
     """A rank's results: a list like any other, which pickles small.
 
-    On the coordinator it arrives as a list again if it tells the items itself, and else as `PackedResults`.
+    On the coordinator it arrives as `NamedResults` if it tells the items itself, and else as `PackedResults`.
     """
 
-    def __init__(self, results: Sequence[WriteResult], plan: SavePlan) -> None:
+    def __init__(self, results: Sequence[WriteResult], plan: SavePlan, statement: Statement | None = None) -> None:
         super().__init__(results)
+        self.statement = statement
         # Now and not while it is pickled, when DCP no longer tells the other ranks about errors.
         self._packed = _packed(results, plan)
         self._packed_from = tuple(results)
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         if self._packed is None or not self._unchanged():
-            return list, (list(self),)
-        return _arrived, self._packed
+            return NamedResults, (list(self), self.statement)
+        return _arrived, (*self._packed, None if self.statement is None else self.statement.packed())
 
     def packed(self) -> PackedResults | None:
         """What arrives if it does not cross at all, in a save of one process; None if that is a list."""
@@ -80,10 +105,17 @@ class PackedResults:
     Looks like no list, so that nobody takes it for an empty one.
     """
 
-    def __init__(self, objects: tuple[ObjectFacts, ...], layout: Layout | bytes, checksums: bytes) -> None:
+    def __init__(
+        self,
+        objects: tuple[ObjectFacts, ...],
+        layout: Layout | bytes,
+        checksums: bytes,
+        statement: Statement | None = None,
+    ) -> None:
         self.objects = objects
         self.layout = layout
         self.checksums = checksums
+        self.statement = statement
 
     def columns(self, count: int, known: Layout | None) -> Columns:
         """What was reported of `count` items.
@@ -116,7 +148,10 @@ def _packed(results: Sequence[WriteResult], plan: SavePlan) -> tuple[Any, ...] |
         as_before = columns.layout.digest == dealt.layout
         return columns.objects, dealt.layout if as_before else columns.layout, columns.checksums, None
     indices = [(result.index.fqn, _plain(result.index.offset), result.index.index) for result in results]
-    return columns.objects, columns.layout, columns.checksums, zlib.compress(pickle.dumps(indices))
+    items = {item.index: item for item in plan.items}
+    found = [items[result.index] for result in results if result.index in items]
+    described = descriptions(found) if len(found) == len(results) else b""
+    return columns.objects, columns.layout, columns.checksums, zlib.compress(pickle.dumps((indices, described)))
 
 
 def _in_order(results: Sequence[WriteResult], plan: SavePlan) -> list[WriteResult] | None:
@@ -142,12 +177,18 @@ def _plain(offset: Any) -> tuple[int, ...] | None:
 
 
 def _arrived(
-    objects: tuple[ObjectFacts, ...], layout: Layout | bytes, checksums: bytes, indices: bytes | None
-) -> list[WriteResult] | PackedResults:
-    if indices is None or isinstance(layout, bytes):
-        return PackedResults(objects, layout, checksums)
-    named = [MetadataIndex(*index) for index in pickle.loads(zlib.decompress(indices))]
-    return _results(named, Columns(layout, objects, checksums))
+    objects: tuple[ObjectFacts, ...],
+    layout: Layout | bytes,
+    checksums: bytes,
+    named: bytes | None,
+    said: bytes | None,
+) -> NamedResults | PackedResults:
+    statement = None if said is None else crossed(said)
+    if named is None or isinstance(layout, bytes):
+        return PackedResults(objects, layout, checksums, statement)
+    indices, described = pickle.loads(zlib.decompress(named))
+    results = _results([MetadataIndex(*index) for index in indices], Columns(layout, objects, checksums))
+    return NamedResults(results, statement, described)
 
 
 def results_of(items: Sequence[WriteItem], columns: Columns) -> list[WriteResult]:

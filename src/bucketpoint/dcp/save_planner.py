@@ -6,7 +6,6 @@ What is written where is `balance.py`'s; here is what crosses ranks, and when it
 from __future__ import annotations
 
 import io
-import itertools
 import logging
 import os
 import socket
@@ -28,11 +27,11 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from bucketpoint.dcp.dealt_items import Answer, DealtItems, KnownItems, answer_digest, items_of
 from bucketpoint.dcp.global_plan import Asked
 from bucketpoint.dcp.local_chunks import is_partial
-from bucketpoint.dcp.plan_columns import LocalItems, merged_mappings, pack_mappings
+from bucketpoint.dcp.plan_columns import LocalItems, content_digest, merged_mappings, pack_mappings
 from bucketpoint.dcp.planned import Agreed, PlannedMetadata, WriterMeta, stock
 from bucketpoint.dcp.rank_state import differing, value_digests
 from bucketpoint.dcp.results import Dealt, items_digest
-from bucketpoint.errors import BucketpointError
+from bucketpoint.errors import BucketpointError, RanksDisagreeError
 
 logger = logging.getLogger(__name__)
 
@@ -49,25 +48,29 @@ class _Local:
     """What a rank sends to the coordinator beside its items, or instead of them.
 
     Attributes:
-        entry: number of the kept plan that this rank's state still fits; None when the items are sent.
+        entry: digest of the kept plan that this rank's state still fits; None when the items are sent.
         sender: the rank in the whole job, whatever the process group.
         node: which machine the rank is on.
         mappings: DCP's, from flattened names to paths: see `pack_mappings`.
         digests: of the values that may differ between ranks.
     """
 
-    entry: int | None
+    entry: bytes | None
     sender: int
     node: str
     mappings: tuple[bytes, ...] = ()
     digests: bytes = b""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Without the names of the fields, which would be a good part of what crosses.
+        return _Local, (self.entry, self.sender, self.node, self.mappings, self.digests)
 
 
 @dataclass
 class _Kept:
     """A rank's own plan that all ranks have agreed upon, and the items that it had asked for."""
 
-    entry: int
+    entry: bytes
     signature: Hashable
     asked: LocalItems
     plan: SavePlan
@@ -76,12 +79,16 @@ class _Kept:
 
 @dataclass
 class _Cache:
-    """Everything kept between the saves of one planner. Oldest first; the coordinator forgets later than the ranks."""
+    """Everything kept between the saves of one planner. Oldest first; the coordinator forgets later than the ranks.
+
+    Attributes:
+        coordinators: ranks of the whole job that have dealt plans to this one.
+    """
 
     kept: list[_Kept] = field(default_factory=list)
-    agreed: dict[int, Agreed] = field(default_factory=dict)
+    agreed: dict[bytes, Agreed] = field(default_factory=dict)
     warned: set[str] = field(default_factory=set)
-    numbers: Any = field(default_factory=lambda: itertools.count(1))
+    coordinators: set[int] = field(default_factory=set)
 
 
 class SavePlanner(DefaultSavePlanner):
@@ -129,7 +136,7 @@ class SavePlanner(DefaultSavePlanner):
         _refuse_partial(self.state_dict)
         self._signature = (_signature(self.state_dict), tuple(self.mappings.values()))
         node = os.environ.get("GROUP_RANK") or socket.gethostname()
-        sender = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+        sender = _global_rank()
         self._hit = self._find(self._signature) if self._keep_plans else None
         if self._hit is not None:
             # Until finish_plan says that the coordinator knew it: a save that fails in between is planned anew.
@@ -149,16 +156,28 @@ class SavePlanner(DefaultSavePlanner):
         Raises:
             BucketpointError: a rank refers to a plan that the coordinator does not have, or the items of the ranks do
                 not make up the tensors.
+            RanksDisagreeError: a rank plans with another planner, or ranks hold different tensors under one name.
         """
+        strangers = [rank for rank, plan in enumerate(all_plans) if not isinstance(plan.planner_data, _Local)]
+        if strangers:
+            raise RanksDisagreeError(
+                f"Of the ranks of this save {len(strangers)} of {len(all_plans)} do not plan with SavePlanner",
+                rank=strangers[0],
+                remedy="Pass the same kind of planner on all ranks",
+            )
         senders = [plan.planner_data.sender for plan in all_plans]
         entries = {plan.planner_data.entry for plan in all_plans}
         agreed = self._cache.agreed.get(entries.pop()) if len(entries) == 1 else None
         if agreed is None or agreed.senders != senders:
             agreed = self._agree(all_plans, senders)
-            plans = enumerate(agreed.plans)
-            dealt = [replace(plan, items=_anew(plan), planner_data=self._said(agreed, rank)) for rank, plan in plans]
+            dealt = [replace(plan, items=_anew(plan)) for plan in agreed.plans]
         else:
-            dealt = [SavePlan([], usable=False, planner_data=self._said(agreed, rank)) for rank in range(len(senders))]
+            dealt = [SavePlan([], usable=False)] * len(senders)
+        # What the writer has put on the plans is of this save, and not kept.
+        dealt = [
+            replace(plan, planner_data=self._said(agreed, rank), storage_data=all_plans[rank].storage_data)
+            for rank, plan in enumerate(dealt)
+        ]
         # A copy: some writers note on it what was stored where.
         self.metadata = stock(agreed.metadata)
         if self._writer_is_ours:
@@ -167,14 +186,16 @@ class SavePlanner(DefaultSavePlanner):
 
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
         """All ranks: what to write. Reached only when the coordinator has planned, so what it knows may be kept."""
+        dealt = _dealt(new_plan)
+        self._cache.coordinators.add(dealt.coordinator)
         if new_plan.usable:
             new_plan = replace(new_plan, items=self._own_items(new_plan))
             if self._keep_plans:
                 others = [kept for kept in self._cache.kept if kept.signature != self._signature]
-                mine = _Kept(_dealt(new_plan).entry, self._signature, self._asked, new_plan)
+                mine = _Kept(dealt.entry, self._signature, self._asked, new_plan)
                 self._cache.kept = [*others, mine][-KEPT_PLANS:]
             self.plan = new_plan
-        elif self._hit is not None:
+        elif self._hit is not None and self._hit.entry == dealt.entry:
             self._hit.confirmed = True
             # Its items are the same; what the coordinator knows of them may not be.
             self.plan = replace(self._hit.plan, planner_data=new_plan.planner_data)
@@ -203,6 +224,9 @@ class SavePlanner(DefaultSavePlanner):
             del _caches[old]
 
     def _find(self, signature: Hashable) -> _Kept | None:
+        if len(self._cache.coordinators) > 1:
+            # In several process groups: whose plan the coordinator of this save has cannot be known.
+            return None
         return next((kept for kept in self._cache.kept if kept.confirmed and kept.signature == signature), None)
 
     def _own_items(self, plan: SavePlan) -> KnownItems:
@@ -218,7 +242,7 @@ class SavePlanner(DefaultSavePlanner):
 
     def _agree(self, all_plans: list[SavePlan], senders: list[int]) -> Agreed:
         """Deal out what the ranks hold, and keep who was dealt what."""
-        asked = [plan if plan.usable else self._recall(rank, plan, senders) for rank, plan in enumerate(all_plans)]
+        asked = [plan if plan.usable else self._recall(rank, plan) for rank, plan in enumerate(all_plans)]
         everything = Asked(asked)
         names = everything.own_names()
         self._warn_of_lost_values([(mine, plan) for mine, plan in zip(names, all_plans, strict=True) if plan.usable])
@@ -228,10 +252,13 @@ class SavePlanner(DefaultSavePlanner):
         found = everything.global_plan(nodes, whole=whole)
         metadata = found.metadata
         if self.flatten_state_dict:
-            mappings = merged_mappings([plan.planner_data.mappings for plan in asked])
-            metadata = replace(metadata, planner_data=mappings)
-        agreed = Agreed(next(self._cache.numbers), senders, asked, found.plans, found.digests, metadata, found.dealing)
+            merged = merged_mappings([plan.planner_data.mappings for plan in asked])
+            metadata = replace(metadata, planner_data=merged)
+        mappings = dict.fromkeys(blob for plan in asked for blob in plan.planner_data.mappings)
+        entry = content_digest(repr(senders).encode(), *found.digests, *mappings)
+        agreed = Agreed(entry, senders, asked, found.plans, found.digests, metadata, found.dealing)
         if self._keep_plans:
+            self._cache.agreed.pop(agreed.entry, None)
             self._cache.agreed[agreed.entry] = agreed
             for old in list(self._cache.agreed)[: -2 * KEPT_PLANS]:
                 del self._cache.agreed[old]
@@ -254,17 +281,25 @@ class SavePlanner(DefaultSavePlanner):
         """What a rank is told that the coordinator knows, and need not be reported."""
         layout = agreed.layouts[rank]
         if not self._writer_is_ours:
-            return Dealt(agreed.entry)
-        return Dealt(agreed.entry, agreed.digests[rank], layout.digest if layout is not None else None)
+            return Dealt(agreed.entry, _global_rank())
+        return Dealt(agreed.entry, _global_rank(), agreed.digests[rank], layout.digest if layout is not None else None)
 
-    def _recall(self, rank: int, plan: SavePlan, senders: list[int]) -> SavePlan:
+    def _recall(self, rank: int, plan: SavePlan) -> SavePlan:
         agreed = self._cache.agreed.get(plan.planner_data.entry)
-        if agreed is None or agreed.senders != senders:
+        sender = plan.planner_data.sender
+        if agreed is None or sender not in agreed.senders:
             raise BucketpointError(
                 f"Rank {rank} refers to a plan that the coordinator does not have",
-                remedy="Make one SavePlanner on every rank and use it for the same saves, in the same order",
+                remedy="Make one SavePlanner on every rank and use it for the same saves, in the same order, and "
+                "another one for another process group",
             )
-        return agreed.asked[rank]
+        # In another process group the same rank may have had another number.
+        same = rank < len(agreed.senders) and agreed.senders[rank] == sender
+        return agreed.asked[rank if same else agreed.senders.index(sender)]
+
+
+def _global_rank() -> int:
+    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
 
 
 def _anew(plan: SavePlan) -> Any:

@@ -12,6 +12,7 @@ from typing import Any
 import torch.distributed as dist
 
 from bucketpoint.catalog.fence import Stopwatch
+from bucketpoint.dcp.agreement import Statement
 from bucketpoint.errors import BucketpointError, InvalidURLError
 from bucketpoint.format.keys import new_token
 from bucketpoint.stores import Store, open_store
@@ -90,6 +91,8 @@ class SaveSession:
     Attributes:
         since: started before any rank sent data.
         seen: by the coordinator, when the save began; None if that is not known.
+        statement: what must be the same on all ranks, once it is known.
+        planned: DCP has begun to plan it. The next save that DCP plans is another one.
     """
 
     url: str | None
@@ -100,6 +103,8 @@ class SaveSession:
     started: float = field(default_factory=time.monotonic)
     since: Stopwatch = field(default_factory=Stopwatch)
     seen: Seen | None = None
+    statement: Statement | None = None
+    planned: bool = False
 
     def move(self, state: SaveState) -> None:
         """Raises BucketpointError on an illegal move: DCP's calls came out of order."""

@@ -74,6 +74,13 @@ def resolve(item: WriteItem, planner: SavePlanner) -> torch.Tensor | memoryview:
         return data.getbuffer()
     if not isinstance(data, torch.Tensor):
         raise BucketpointError(f"The planner gave {type(data).__name__} for a tensor item", key=item.index.fqn)
+    planned = item.tensor_data
+    if planned is not None and data.dtype != planned.properties.dtype:
+        raise BucketpointError(
+            f"The planner gave {data.dtype} for an item that it had planned as {planned.properties.dtype}",
+            key=item.index.fqn,
+            remedy="Convert the tensor in the state, or in create_local_plan as in resolve_data",
+        )
     return data.detach()
 
 

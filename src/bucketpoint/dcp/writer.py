@@ -23,6 +23,7 @@ from torch.futures import Future
 from bucketpoint.catalog.fence import AttemptFence
 from bucketpoint.catalog.keeping import Keeping
 from bucketpoint.catalog.pruning import PruneWorker
+from bucketpoint.dcp.agreement import agree_on_plans, agree_on_results, make_statement
 from bucketpoint.dcp.boundary import dcp_call
 from bucketpoint.dcp.commit import Commit, commit, look
 from bucketpoint.dcp.commit_log import CommitLog
@@ -131,15 +132,17 @@ class BucketWriter(StorageWriter):
 
     @dcp_call
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Begin a save, at another URL if one is given. All ranks."""
-        if checkpoint_id is not None:
-            self._url = as_url(checkpoint_id)
-        self._begin()
+        """Begin a save to a URL, on the thread that DCP runs it on. All ranks."""
+        self._begin(as_url(checkpoint_id))
 
     @dcp_call
     def storage_meta(self) -> StorageMeta | None:
         """The URL and the token of this attempt. All ranks, first of all."""
-        session = self._session_to_plan()
+        session = self._session()
+        if session.planned or session.state is not SaveState.OPEN:
+            # Without a `checkpoint_id` DCP never calls `reset` between saves.
+            session = self._begin()
+        session.planned = True
         # Two saves whose collectives interleave on one process group wait for each other until it times out.
         take_turn(f"the save of {session.url}")
         return WriterMeta(checkpoint_id=session.url, save_id=session.token)
@@ -147,7 +150,7 @@ class BucketWriter(StorageWriter):
     @dcp_call
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """All ranks. `rank` and `use_collectives` come as keywords from torch 2.9 on."""
-        session = self._session_to_plan()
+        session = self._session()
         session.rank = int(kwargs.get("rank") or 0)
         session.use_collectives = bool(kwargs.get("use_collectives", True))
         if not session.use_collectives:
@@ -156,17 +159,28 @@ class BucketWriter(StorageWriter):
             session.seen = self._look(session)
             if session.seen is not None and session.seen.there and not self.overwrite:
                 # Before terabytes are sent for nothing.
-                raise CheckpointExistsError("A checkpoint is already committed here", url=session.url)
+                raise CheckpointExistsError("Checkpoint already exists here", url=session.url)
 
     @dcp_call
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """All ranks. Nothing is looked up and no folder made: the commit's condition decides what may be replaced."""
-        return plan
+        """All ranks: state on the plan what this rank takes the save for."""
+        session = self._session()
+        rules = [(rule.group, sorted(rule.segments)) for rule in self.groups]
+        options = (rules, self.target_object_bytes, [type(each).__qualname__ for each in self._extensions])
+        store, prefix = self._location.open(session.url)
+        session.statement = make_statement(store, prefix, str(session.url), options=options, world=world_size())
+        # A planner of the user's own may need the place on the plan: then the results alone say it.
+        return replace(plan, storage_data=session.statement) if plan.storage_data is None else plan
 
     @dcp_call
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Coordinator. Plans stay as they are: with plan caching, what is put on them outlives this save."""
+        """Coordinator. Nothing is put on the plans: with plan caching, that outlives this save.
+
+        Raises:
+            RanksDisagreeError: the ranks do not save to one place, or not one state.
+        """
         session = self._session()
+        plans = agree_on_plans(plans, session.url, since=session.started)
         log = self._log_of(session)
         if log is not None:
             # The last moment at which no rank has sent anything yet: ranks upload once they have their plan from here.
@@ -187,13 +201,18 @@ class BucketWriter(StorageWriter):
         if len(results) != len(plan.items):
             raise BucketpointError(f"{len(plan.items)} items were planned and {len(results)} written")
         future: Future[list[WriteResult]] = Future()
-        future.set_result(Results(results, plan))
+        future.set_result(Results(results, plan, session.statement))
         return future
 
     @dcp_call
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Coordinator (every rank without collectives): commit."""
+        """Coordinator (every rank without collectives): commit.
+
+        Raises:
+            RanksDisagreeError: as `prepare_global_plan`, where kept plans did not cross.
+        """
         session = self._session()
+        agree_on_results(results, metadata, session.url)
         store, prefix = self._location.open(session.url)
         request = Commit(
             store=store,
@@ -236,6 +255,10 @@ class BucketWriter(StorageWriter):
     @dcp_call
     def stage(self, state_dict: dict[str, Any], **kwargs: Any) -> StagedState | concurrent.futures.Future[StagedState]:
         """Copy the state to host memory: see `Stager.stage`."""
+        # Torch 2.9 calls `reset` on this thread too, for a save that another one runs.
+        session: SaveSession | None = getattr(self._saves, "session", None)
+        if session is not None and not session.planned:
+            del self._saves.session
         return self._own_stager().stage(state_dict, **kwargs)
 
     @dcp_call
@@ -264,11 +287,14 @@ class BucketWriter(StorageWriter):
 
     @property
     def checkpoint_id(self) -> str:
-        """The URL of the current checkpoint, or an empty string before the first one is known."""
+        """The URL of this thread's latest save, or else the constructor's; an empty string where there is neither."""
         return self.url or ""
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Whether this class serves the URL: its scheme is one of the class's, or any that fsspec knows, installed or
+        not; or it is a path.
+        """
         return accepts_url(checkpoint_id, cls.schemes)
 
     @property
@@ -319,20 +345,15 @@ class BucketWriter(StorageWriter):
 
     # -- one save -----------------------------------------------------------------------------------------------------
 
-    def _begin(self) -> SaveSession:
+    def _begin(self, url: str | None = None) -> SaveSession:
         # Per thread: DCP runs each save on one thread, and two saves in flight must not share a token or a URL.
-        session = SaveSession(self._url)
+        session = SaveSession(url if url is not None else self._url)
         self._saves.session = session
         return session
 
     def _session(self) -> SaveSession:
         session: SaveSession | None = getattr(self._saves, "session", None)
         return session if session is not None else self._begin()
-
-    def _session_to_plan(self) -> SaveSession:
-        """The session of the save being planned: without a `checkpoint_id` DCP never calls `reset` between saves."""
-        session = self._session()
-        return session if session.state is SaveState.OPEN else self._begin()
 
     def _upload(self, session: SaveSession, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
         store, prefix = self._location.open(session.url)
@@ -381,7 +402,7 @@ class BucketWriter(StorageWriter):
         seen = self._look(session)
         if seen is not None and seen.there:
             raise CheckpointExistsError(
-                "A checkpoint saved with collectives is committed here, and would hide one saved without",
+                "Checkpoint already exists here: saved with collectives, it would hide one that is saved without",
                 url=session.url,
                 remedy="Choose another checkpoint_id",
             )

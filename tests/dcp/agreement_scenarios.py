@@ -1,0 +1,165 @@
+"""What ranks do that do not agree. Each function runs on every rank at once, and tells how its saves failed."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import DefaultSavePlanner
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+
+from bucketpoint import BucketReader, BucketWriter, SavePlanner
+
+PLANNERS: dict[str, Callable[[], Any]] = {
+    "ours": SavePlanner,
+    "DCP's": DefaultSavePlanner,
+    "DCP's, keeping plans": lambda: DefaultSavePlanner(enable_plan_caching=True),
+}
+
+
+def failures(save: Callable[[], Any]) -> list[tuple[str, str]]:
+    """Kind and text of what went wrong, on whichever rank."""
+    try:
+        save()
+    except dcp.CheckpointException as error:
+        return [(type(failure).__name__, str(failure)) for failure, _ in error.failures.values()]
+    return []
+
+
+def forget_plans() -> None:
+    """DCP keeps plans in its class, for all planners of the process."""
+    for name in ("_cached_save_plan", "_cached_final_save_plan", "_cached_all_plans", "_cached_global_plan"):
+        getattr(dcp.SavePlanner, name).clear()
+    dcp.SavePlanner._cached_metadata.clear()
+
+
+def save_to_places_of_their_own(rank: int, world: int, root: str, kind: str, before: int) -> list[tuple[str, str]]:
+    """`before` saves on which the ranks agree, and then one to a URL that each rank makes itself."""
+    forget_plans()
+    planner, writer = PLANNERS[kind](), BucketWriter(progress=False)
+    state = {"w": torch.ones(300, 300), f"only{rank}": torch.ones(5)}
+    for save in range(before):
+        dcp.save(state, checkpoint_id=f"{root}/before-{save}", storage_writer=writer, planner=planner)
+    url = f"{root}/step-of-rank-{rank}"
+    return failures(lambda: dcp.save(state, checkpoint_id=url, storage_writer=writer, planner=planner))
+
+
+def save_with_groups_of_their_own(rank: int, world: int, root: str) -> list[tuple[str, str]]:
+    writer = BucketWriter(f"{root}/x", progress=False, target_object_bytes=1 << (20 + rank))
+    return failures(lambda: dcp.save({f"only{rank}": torch.ones(5)}, storage_writer=writer))
+
+
+def save_with_planners_of_their_own(rank: int, world: int, root: str) -> list[tuple[str, str]]:
+    planner = DefaultSavePlanner() if rank else SavePlanner()
+    state = {f"only{rank}": torch.ones(5)}
+    return failures(lambda: dcp.save(state, storage_writer=BucketWriter(f"{root}/x", progress=False), planner=planner))
+
+
+def save_tensors_of_their_own(
+    rank: int, world: int, root: str, kind: str, layout: str, how: list[Any]
+) -> tuple[list[tuple[str, str]], Any, Any]:
+    """Each rank holds `w` with a dtype and a shape of its own. How the save failed, what it saved, what was held."""
+    dtype, shape = how[rank]
+    w: Any = torch.linspace(1, 9, shape[0] * shape[1]).reshape(shape).to(dtype)
+    if layout == "sharded":
+        w = DTensor.from_local(w, init_device_mesh("cpu", (world,)), [Shard(0)], run_check=False)
+    writer = BucketWriter(f"{root}/x", progress=False)
+    failed = failures(lambda: dcp.save({"w": w}, storage_writer=writer, planner=PLANNERS[kind]()))
+    if failed or layout == "sharded":
+        return failed, None, None
+    entry = BucketReader(f"{root}/x").read_metadata().state_dict_metadata["w"]
+    loaded = torch.zeros(entry.size, dtype=entry.properties.dtype)  # type: ignore[union-attr]
+    dcp.load({"w": loaded}, storage_reader=BucketReader(f"{root}/x", progress=False), no_dist=True)
+    return failed, loaded, w
+
+
+def save_in_two_groups_in_turn(rank: int, world: int, root: str) -> list[list[str]]:
+    """How each of three saves failed, if it did; what did not is loaded and compared. Rank 3 does nothing.
+
+    Rank 0's part of the state keeps its structure; `w`, of ranks 1 and 2, is converted between the first save and the
+    second one, which those two make alone.
+    """
+    groups = {3: dist.new_group([0, 1, 2], backend="gloo"), 2: dist.new_group([1, 2], backend="gloo")}
+    if rank == 3:
+        return []
+    planner, writer = SavePlanner(), BucketWriter(progress=False)
+    found = []
+    for save, (members, dtype) in enumerate([(3, torch.float16), (2, torch.bfloat16), (3, torch.bfloat16)]):
+        if members == 2 and rank == 0:
+            continue
+        name = "w" if rank else "a"
+        state = {name: torch.linspace(1, 9, 90_000).reshape(300, 300).to(dtype if rank else torch.float32)}
+        url, group = f"{root}/{save}", groups[members]
+
+        def run(state: Any = state, url: str = url, group: Any = group) -> None:
+            dcp.save(state, checkpoint_id=url, storage_writer=writer, planner=planner, process_group=group)
+
+        failed = failures(run)
+        if not failed:
+            loaded = {name: torch.zeros_like(state[name])}
+            dcp.load(loaded, checkpoint_id=url, storage_reader=BucketReader(progress=False), no_dist=True)
+            assert torch.equal(loaded[name], state[name]), (save, members, loaded, state)
+        found.append(sorted({kind for kind, _ in failed}))
+    return found
+
+
+class HeldStager:
+    """Hands the state over when it is told to."""
+
+    should_synchronize_after_execute = False
+
+    def __init__(self) -> None:
+        self._synchronize_after_execute = False
+        self.staged: Future[dict[str, Any]] = Future()
+
+    def stage(self, state_dict: dict[str, Any]) -> Future[dict[str, Any]]:
+        self.state = state_dict
+        return self.staged
+
+    def synchronize_staging(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+class TellsWhenItPlans(DefaultSavePlanner):
+    def __init__(self) -> None:
+        super().__init__()
+        self.begun = threading.Event()
+
+    def create_local_plan(self) -> dcp.SavePlan:
+        self.begun.set()
+        return super().create_local_plan()
+
+
+def save_elsewhere_while_a_save_begins(rank: int, world: int, root: str) -> list[tuple[float, float]]:
+    """The values of two saves by one writer, one of them begun on rank 0 before the other and on rank 1 after it."""
+    group = dist.new_group(backend="gloo") if world > 1 else None
+    writer, stager, planner = BucketWriter(f"{root}/first", progress=False), HeldStager(), TellsWhenItPlans()
+
+    def state(fill: float) -> dict[str, Any]:
+        return {"w": torch.full((5,), fill), f"only{rank}": torch.full((5,), fill)}
+
+    begun: Any = dcp.async_save(
+        state(1.0), storage_writer=writer, planner=planner, process_group=group, async_stager=stager
+    )
+    if world > 1 and rank == 0:
+        stager.staged.set_result(stager.state)
+        planner.begun.wait(60)
+    dcp.save(state(2.0), checkpoint_id=f"{root}/second", storage_writer=writer)
+    if not stager.staged.done():
+        stager.staged.set_result(stager.state)
+    begun.upload_completion.result(60)
+    found = []
+    for name in ("first", "second"):
+        loaded = state(0.0)
+        dcp.load(loaded, checkpoint_id=f"{root}/{name}", storage_reader=BucketReader(progress=False), no_dist=True)
+        found.append((loaded["w"][0].item(), loaded[f"only{rank}"][0].item()))
+    return found

@@ -1,0 +1,222 @@
+"""Ranks that do not agree on a save: all raise, with the names of those that differ, and nothing is committed."""
+
+from __future__ import annotations
+
+import dataclasses
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.distributed.checkpoint import DefaultSavePlanner, Metadata, SavePlan, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import TensorProperties
+
+from bucketpoint import BucketWriter
+from bucketpoint.dcp.agreement import agree, make_statement
+from bucketpoint.errors import RanksDisagreeError
+from bucketpoint.stores import open_store
+from dcp import agreement_scenarios as scenarios
+from dcp.ranks import Ranks
+from dcp.test_compact import Job, states
+
+pytestmark = pytest.mark.contract
+
+HALF, BRAIN = torch.float16, torch.bfloat16
+
+
+def files(root: Path, pattern: str) -> list[str]:
+    return sorted(str(path.relative_to(root)) for path in root.rglob(pattern))
+
+
+@pytest.mark.parametrize(
+    ("kind", "before"),
+    [("ours", 0), ("ours", 2), ("DCP's", 0), ("DCP's, keeping plans", 0), ("DCP's, keeping plans", 2)],
+)
+def test_ranks_that_name_different_urls_all_raise_and_commit_nothing(
+    two_ranks: Ranks, tmp_path: Path, kind: str, before: int
+) -> None:
+    answers = two_ranks.run(scenarios.save_to_places_of_their_own, f"file://{tmp_path}", kind, before)
+    for failed in answers:
+        assert [name for name, _ in failed] == ["RanksDisagreeError"]
+        assert "rank 0: '" in failed[0][1]
+        assert "step-of-rank-0'; rank 1: '" in failed[0][1]
+        assert "step-of-rank-1'" in failed[0][1]
+    assert files(tmp_path, "step-*/.metadata") == []
+    if kind != "DCP's, keeping plans" or not before:
+        # It was the plans that told, and nothing had been sent.
+        assert files(tmp_path, "step-*/**/*.distcp") == []
+
+
+def test_ranks_whose_writers_or_planners_differ_all_raise(two_ranks: Ranks, tmp_path: Path) -> None:
+    for scenario, said in (
+        (scenarios.save_with_groups_of_their_own, "different options"),
+        (scenarios.save_with_planners_of_their_own, "do not plan with SavePlanner"),
+    ):
+        for failed in two_ranks.run(scenario, f"file://{tmp_path}"):
+            assert [name for name, _ in failed] == ["RanksDisagreeError"]
+            assert said in failed[0][1]
+            assert "rank=1" in failed[0][1]
+    assert files(tmp_path, ".metadata") == []
+
+
+@pytest.mark.parametrize(
+    ("layout", "how", "said"),
+    [
+        (
+            "replicated",
+            [(HALF, (700, 300)), (BRAIN, (700, 300))],
+            "rank 0: float16 [700, 300]; rank 1: bfloat16 [700, 300]",
+        ),
+        (
+            "replicated",
+            [(HALF, (700, 300)), (HALF, (300, 700))],
+            "rank 0: float16 [700, 300]; rank 1: float16 [300, 700]",
+        ),
+        (
+            "sharded",
+            [(HALF, (7, 3)), (BRAIN, (7, 3))],
+            "float16 [14, 3], of it [7, 3] at [0, 0]; rank 1: bfloat16 [14, 3]",
+        ),
+    ],
+    ids=["dtype", "shape", "shards"],
+)
+@pytest.mark.parametrize("kind", ["ours", "DCP's"])
+def test_a_tensor_that_ranks_hold_differently_is_refused_by_name_or_saved_as_one_of_them_holds_it(
+    two_ranks: Ranks, tmp_path: Path, kind: str, layout: str, how: Any, said: str
+) -> None:
+    answers = two_ranks.run(scenarios.save_tensors_of_their_own, f"file://{tmp_path}", kind, layout, how)
+    if kind == "DCP's" and layout == "replicated":
+        # It keeps the item of the rank that writes, and so the description that goes with the bytes.
+        assert any(loaded.dtype == held.dtype and torch.equal(loaded, held) for _, loaded, held in answers)
+        return
+    for failed, _, _ in answers:
+        assert [name for name, _ in failed] == ["RanksDisagreeError"]
+        assert said in failed[0][1]
+        assert "key=w" in failed[0][1]
+    assert files(tmp_path, "*.distcp") == files(tmp_path, ".metadata") == []
+
+
+def test_a_planner_that_serves_two_process_groups_writes_what_each_of_them_holds(
+    four_ranks: Ranks, tmp_path: Path
+) -> None:
+    answers = four_ranks.run(scenarios.save_in_two_groups_in_turn, f"file://{tmp_path}")
+    assert answers == [[[], []], [[], [], []], [[], [], []], []]
+
+
+class KeepsAnother(DefaultSavePlanner):
+    """The coordinator has the metadata of a plan that the ranks do not have."""
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        plans, metadata = super().create_global_plan(all_plans)
+        entry = metadata.state_dict_metadata["model.w"]
+        assert isinstance(entry, TensorStorageMetadata)
+        kept = dataclasses.replace(entry, properties=TensorProperties(dtype=torch.int32))
+        return plans, Metadata({**metadata.state_dict_metadata, "model.w": kept}, metadata.planner_data)
+
+
+def test_results_that_do_not_fit_the_coordinators_plan_are_refused_by_name(tmp_path: Path) -> None:
+    with pytest.raises(RanksDisagreeError, match=r"another dtype or shape.*key=model\.w"):
+        Job(2, KeepsAnother).save(states(2, 1.0), f"file://{tmp_path}")
+    assert files(tmp_path, ".metadata") == []
+
+
+def test_a_kept_plan_of_dcps_does_not_describe_a_tensor_that_was_converted_since(tmp_path: Path) -> None:
+    scenarios.forget_plans()
+    planner = DefaultSavePlanner(enable_plan_caching=True)
+    for number, dtype in enumerate((HALF, BRAIN)):
+        writer = BucketWriter(f"file://{tmp_path}/{number}", progress=False)
+        failed = scenarios.failures(
+            lambda writer=writer, dtype=dtype: dcp.save(  # type: ignore[misc]
+                {"w": torch.ones(3, dtype=dtype)}, storage_writer=writer, planner=planner, no_dist=True
+            )
+        )
+    # It does not notice: the shape is the same.
+    assert "torch.bfloat16 for an item that it had planned as torch.float16" in failed[0][1]
+
+
+# -- the URL of a save ------------------------------------------------------------------------------------------------
+
+
+def test_a_save_goes_to_its_own_url_whatever_its_writer_saves_meanwhile(two_ranks: Ranks, tmp_path: Path) -> None:
+    own = [(1.0, 1.0), (2.0, 2.0)]
+    assert scenarios.save_elsewhere_while_a_save_begins(0, 1, f"file://{tmp_path}/alone") == own
+    assert two_ranks.run(scenarios.save_elsewhere_while_a_save_begins, f"file://{tmp_path}/two") == [own, own]
+
+
+class CannotPlan(DefaultSavePlanner):
+    def create_local_plan(self) -> SavePlan:
+        raise ValueError("no plan today")
+
+
+def test_a_save_without_a_checkpoint_id_goes_to_the_constructors_url_after_any_other_save(tmp_path: Path) -> None:
+    writer = BucketWriter(f"file://{tmp_path}/own", progress=False)
+    assert writer.checkpoint_id == f"file://{tmp_path}/own"
+    other = f"file://{tmp_path}/other"
+    for planner in (CannotPlan(), DefaultSavePlanner()):
+        scenarios.failures(
+            lambda planner=planner: dcp.save(  # type: ignore[misc]
+                {"w": torch.ones(3)}, checkpoint_id=other, storage_writer=writer, planner=planner, no_dist=True
+            )
+        )
+        assert writer.checkpoint_id == other
+        dcp.save({"w": torch.ones(3)}, storage_writer=writer, no_dist=True)
+        assert files(tmp_path, ".metadata")[-1] == "own/.metadata"
+        assert writer.checkpoint_id == f"file://{tmp_path}/own"
+        (tmp_path / "own/.metadata").unlink()
+
+
+# -- the comparison ---------------------------------------------------------------------------------------------------
+
+places = st.tuples(
+    st.sampled_from(["s3://bucket/run", "s3a://bucket/run/", "s3://bucket/run2", "s3://other/run", "file:///tmp/run"]),
+    st.sampled_from([None, "http://127.0.0.1:1", "http://127.0.0.1:2"]),
+    st.integers(1, 3),
+    st.integers(0, 1),
+)
+
+
+def stated(place: tuple[str, str | None, int, int]) -> Any:
+    url, endpoint, world, option = place
+    options = {} if url.startswith("file") else {"endpoint_url": endpoint, "key": "k", "secret": "s"}
+    made = make_statement(*open_store(url, storage_options=options), url, options=option, world=world)
+    return pickle.loads(pickle.dumps(made))
+
+
+def same_place(place: tuple[str, str | None, int, int]) -> Any:
+    url, endpoint, world, option = place
+    if url.startswith("file"):
+        return url, world, option
+    return url.replace("s3a:", "s3:").rstrip("/"), endpoint, world, option
+
+
+@given(st.lists(places | st.none(), min_size=1, max_size=5))
+def test_statements_are_refused_exactly_where_two_ranks_say_different_things(drawn: list[Any]) -> None:
+    known = {rank: same_place(each) for rank, each in enumerate(drawn) if each is not None}
+    statements = [None if each is None else stated(each) for each in drawn]
+    if len(set(known.values())) <= 1:
+        agree(statements, "s3://bucket/run")
+        return
+    with pytest.raises(RanksDisagreeError) as caught:
+        agree(statements, "s3://bucket/run")
+    # The rank that is blamed says something else than some other one, and every rank that spoke is named.
+    assert caught.value.rank in known
+    for rank in known:
+        assert str(rank) in caught.value.message
+    assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
+
+
+def test_a_statement_is_small_and_quotes_no_secret() -> None:
+    url = "memory://" + "long/" * 60 + "run?token=very-secret"
+    packed = pickle.dumps(make_statement(*open_store(url), url, options=(), world=8))
+    assert len(packed) < 150
+    assert b"secret" not in packed
+    many = [
+        make_statement(*open_store(f"memory://run-{rank}"), f"run-{rank}", options=(), world=8) for rank in range(500)
+    ]
+    with pytest.raises(RanksDisagreeError) as caught:
+        agree(many, "memory://run-0")
+    assert len(str(caught.value)) < 600
