@@ -17,6 +17,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint import CheckpointException, Metadata, SavePlanner, StorageWriter
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
+from bucketpoint.dcp import program_end
 from bucketpoint.dcp.writer import BucketWriter
 from bucketpoint.errors import BucketpointError, PeerFailedError
 from bucketpoint.staging import Lease, StagedState, Stager, dead_checkpoint_process
@@ -38,12 +39,13 @@ class SaveHandle(Future[Metadata]):
         self.url = url
         self.staged: Future[None] = Future()
         self._lease: Lease | None = None
+        self._at_end: program_end.LastSave | None = None
         # What has begun cannot be taken back: cancel() says so.
         self.set_running_or_notify_cancel()
         self.staged.set_running_or_notify_cancel()
 
     def __repr__(self) -> str:
-        state = "running" if not self.done() else "failed" if self.exception() else "committed"
+        state = "running" if not self.done() else "failed" if self.failure() else "committed"
         return f"SaveHandle({self.url}, {state})"
 
     @property
@@ -57,9 +59,32 @@ class SaveHandle(Future[Metadata]):
         progress = self._lease.progress if self._lease is not None else None
         return progress if isinstance(progress, Progress) else None
 
+    def result(self, timeout: float | None = None) -> Metadata:
+        """The metadata, once the checkpoint is committed. Raises the error of a save that failed."""
+        try:
+            return super().result(timeout)
+        finally:
+            self._told()
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        """The error of a save that failed, once it has ended; None if the checkpoint is committed."""
+        try:
+            return super().exception(timeout)
+        finally:
+            self._told()
+
+    def failure(self) -> BaseException | None:
+        """The same at once, and None while the save runs. It does not count as having told the program."""
+        return super().exception() if self.done() else None
+
     def wait(self, timeout: float | None = None) -> bool:
         """Wait for the end of the save, at most `timeout` seconds. Whether it has ended, well or not."""
         return bool(concurrent.futures.wait([self], timeout).done)
+
+    def _told(self) -> None:
+        """The program knows how the save has ended, and its exit status is its own affair."""
+        if self.done() and self._at_end is not None:
+            self._at_end.failure = None
 
 
 def async_save(
@@ -106,6 +131,7 @@ def async_save(
         no_dist=no_dist,
         use_collectives=use_collectives,
     )
+    handle._at_end = program_end.begin(handle.url)
     upload = begun if isinstance(begun, Future) else begun.upload_completion
     upload.add_done_callback(_ending(handle))
     return handle
@@ -159,10 +185,15 @@ def _ending(handle: SaveHandle) -> Callable[[Future[Any]], None]:
         error = upload.exception()
         if handle._lease is not None:
             handle._lease.end()
+        if error is not None:
+            error = as_ours(error, handle.url)
+        if handle._at_end is not None:
+            # Before callbacks, which may tell the program.
+            handle._at_end.failure = None if error is None else str(error)
         if error is None:
             handle.set_result(upload.result())
         else:
-            handle.set_exception(as_ours(error, handle.url))
+            handle.set_exception(error)
 
     return end
 

@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+from bucketpoint.dcp import program_end
 from bucketpoint.errors import BucketpointError
 
 logger = logging.getLogger(__name__)
@@ -45,4 +46,6 @@ def dcp_call(method: F) -> F:
 
 def _tell(self: Any, error: BucketpointError) -> None:
     if getattr(self, "unwatched", False):
+        if program_end.has_come():
+            program_end.lose(self.url, error)
         logger.error("rank %s: the asynchronous save of %s failed: %s", self.rank, self.url, error)

@@ -71,7 +71,8 @@ def resolve(item: WriteItem, planner: SavePlanner) -> torch.Tensor | memoryview:
     if item.type == WriteItemType.BYTE_IO:
         if not isinstance(data, io.BytesIO):
             raise BucketpointError(f"The planner gave {type(data).__name__} for a byte item", key=item.index.fqn)
-        return data.getbuffer()
+        # Not getbuffer(): in a cycle, such as the frames of an error make, Python 3.12.1 crashes as it collects one.
+        return memoryview(data.getvalue())
     if not isinstance(data, torch.Tensor):
         raise BucketpointError(f"The planner gave {type(data).__name__} for a tensor item", key=item.index.fqn)
     planned = item.tensor_data
@@ -163,7 +164,7 @@ def torch_saved(tensor: torch.Tensor) -> memoryview:
     """What torch.save makes of a tensor that has no frame of ours: sparse, quantised, a subclass."""
     buffer = io.BytesIO()
     torch.save(tensor.cpu(), buffer)
-    return buffer.getbuffer()
+    return memoryview(buffer.getvalue())
 
 
 def warn_if_unsafe(fqn: str, view: memoryview) -> None:

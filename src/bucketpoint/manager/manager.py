@@ -20,7 +20,7 @@ from bucketpoint.catalog.pruning import PruneWorker, Round
 from bucketpoint.catalog.run import open_run
 from bucketpoint.catalog.save_log import SaveLog
 from bucketpoint.catalog.snapshot import Snapshot
-from bucketpoint.dcp import BucketWriter, SaveHandle, SavePlanner, async_save
+from bucketpoint.dcp import BucketWriter, SaveHandle, SavePlanner, async_save, program_end
 from bucketpoint.errors import BucketpointError, CheckpointExistsError
 from bucketpoint.manager.loading import attempt
 from bucketpoint.manager.ranks import Ranks
@@ -363,7 +363,7 @@ class CheckpointManager:
 
 def _ended(manager: weakref.ref[CheckpointManager], running: Running, discarded: list[int], handle: SaveHandle) -> None:
     alive = manager()
-    if alive is not None and handle.exception() is None:
+    if alive is not None and handle.failure() is None:
         alive._after_commit(running.step, discarded)
     running.settled.set()
 
@@ -377,3 +377,4 @@ def _at_exit(manager: weakref.ref[CheckpointManager]) -> None:
         alive.close()
     except Exception as error:  # noqa: BLE001 (the interpreter exits, and nobody is there to catch it)
         logger.error("the last save: %s", error)
+        program_end.lose(alive.catalog.url, error)

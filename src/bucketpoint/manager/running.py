@@ -22,7 +22,7 @@ class Running:
     @property
     def failed(self) -> bool:
         """On this rank, as far as is known yet."""
-        return self.handle.done() and self.handle.exception() is not None
+        return self.handle.failure() is not None
 
     @property
     def error(self) -> BaseException:

@@ -23,6 +23,7 @@ from bucketpoint.stores.base import (
     RangeReply,
     Store,
 )
+from bucketpoint.stores.client_cache import Pin
 from bucketpoint.stores.gcs_body import BINARY, Incoming, crc_of
 from bucketpoint.stores.gcs_bucket import Bucket, described
 from bucketpoint.stores.gcs_client import close_client
@@ -47,6 +48,7 @@ class GCSStore:
 
     bucket: str
     options: GCSOptions = field(default_factory=GCSOptions)
+    pin: Pin = field(default_factory=Pin, init=False, repr=False, compare=False)
 
     @property
     def url(self) -> str:
@@ -197,7 +199,7 @@ class GCSStore:
             yield from gcs_multipart.open_uploads(self._requests, prefix)
 
     def close(self) -> None:
-        close_client(self.options)
+        close_client(self.options, self.pin)
 
     def _sent(self, body: Buffers, crc32c: int | None, send: Callable[[], T]) -> T:
         """Send a body; once more where it is refused although it fits its checksum, as it was damaged on the way.
@@ -219,7 +221,7 @@ class GCSStore:
 
     @property
     def _requests(self) -> Bucket:
-        return Bucket(self.bucket, self.options)
+        return Bucket(self.bucket, self.options, self.pin)
 
     def _url(self, key: str) -> str:
         return f"{self.url}/{key}"

@@ -15,6 +15,7 @@ from urllib.parse import quote, urlencode, urlsplit
 from bucketpoint.errors import Action, BucketNotFoundError, ObjectNotFoundError, StoreError
 from bucketpoint.stores import retry
 from bucketpoint.stores.base import Buffers, DeleteFailure, ObjectInfo
+from bucketpoint.stores.client_cache import Pin
 from bucketpoint.stores.gcs_body import (
     BINARY,
     batch_answers,
@@ -46,6 +47,7 @@ class Bucket:
 
     name: str
     options: GCSOptions
+    pin: Pin
 
     @property
     def url(self) -> str:
@@ -73,7 +75,7 @@ class Bucket:
     def client(self) -> Client:
         """Raises StoreError: there are no credentials, or they cannot be used."""
         try:
-            return client_for(self.options)
+            return client_for(self.options, self.pin)
         except failures() as error:
             failure = translate(error, "making the GCS client", self.url)
         raise failure

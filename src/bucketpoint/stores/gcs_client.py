@@ -18,7 +18,7 @@ from urllib.parse import urlencode, urlsplit
 
 from bucketpoint.errors import CredentialsError, EndpointError
 from bucketpoint.stores import retry
-from bucketpoint.stores.client_cache import ClientCache
+from bucketpoint.stores.client_cache import ClientCache, Pin
 from bucketpoint.stores.cut import make_cuttable
 from bucketpoint.stores.gcs_errors import failures, from_reply, translate
 from bucketpoint.stores.gcs_options import DEFAULT_MAX_ATTEMPTS, GCSOptions
@@ -105,6 +105,9 @@ class Client:
 class _Clients(ClientCache[GCSOptions, Client]):
     """Making a client takes a second the first time, as the library is imported."""
 
+    prefixes = ("GOOGLE_", "CLOUDSDK_", "GCE_", "GCLOUD_")
+    variables = frozenset({"API_ENDPOINT_OVERRIDE", "NO_GCE_CHECK", "STORAGE_EMULATOR_HOST"})
+
     def build(self, options: GCSOptions) -> Client:
         return build_client(options)
 
@@ -112,14 +115,14 @@ class _Clients(ClientCache[GCSOptions, Client]):
 _clients = _Clients()
 
 
-def client_for(options: GCSOptions) -> Client:
+def client_for(options: GCSOptions, pin: Pin | None = None) -> Client:
     """The client of this process for these options, built at the first call."""
-    return _clients.get(options)
+    return _clients.get(options, pin)
 
 
-def close_client(options: GCSOptions) -> None:
+def close_client(options: GCSOptions, pin: Pin | None = None) -> None:
     """Close the idle connections of the client for these options. It stays usable."""
-    client = _clients.found(options)
+    client = _clients.found(options, pin)
     if client is not None:
         client.close()
 

@@ -32,6 +32,7 @@ from bucketpoint.stores.base import (
     RangeReply,
     Store,
 )
+from bucketpoint.stores.client_cache import Pin
 from bucketpoint.stores.s3_body import OpenReply, OutgoingBody, discard, receive
 from bucketpoint.stores.s3_client import Client, client_for, close_client, http_session, renew_client
 from bucketpoint.stores.s3_crt import receiving_into
@@ -82,6 +83,7 @@ class S3Store:
 
     bucket: str
     options: S3Options = field(default_factory=S3Options)
+    pin: Pin = field(default_factory=Pin, init=False, repr=False, compare=False)
 
     @property
     def url(self) -> str:
@@ -360,7 +362,7 @@ class S3Store:
                 yield OpenUpload(entry["Key"], entry["UploadId"], started.timestamp() if started else None)
 
     def close(self) -> None:
-        close_client(self.options)
+        close_client(self.options, self.pin)
 
     def _checksum(self, body: Buffers, crc32c: int | None) -> dict[str, Any]:
         if not self.service.checksums:
@@ -394,7 +396,7 @@ class S3Store:
             raise failure
 
         def refresh() -> bool:
-            return used is not None and renew_client(self.options, used)
+            return used is not None and renew_client(self.options, used, self.pin)
 
         client = self._client()
         return retry.run(attempt, client.policy, gate=client.gate, refresh=refresh)
@@ -413,7 +415,7 @@ class S3Store:
 
     def _client(self) -> Client:
         try:
-            return client_for(self.options)
+            return client_for(self.options, self.pin)
         except FAILURES as error:
             failure = translate(error, "making the S3 client", self.url)
         raise failure

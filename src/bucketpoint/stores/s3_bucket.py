@@ -98,7 +98,7 @@ def server_header(store: S3Store) -> str | None:
 def _headers(store: S3Store) -> dict[str, str]:
     """Of a reply, by their names in small letters. A refusal has them like any other reply."""
     try:
-        reply = client_for(store.options).api.head_bucket(Bucket=store.bucket)
+        reply = client_for(store.options, store.pin).api.head_bucket(Bucket=store.bucket)
     except botocore.exceptions.ClientError as error:
         reply = error.response
     except botocore.exceptions.BotoCoreError as error:
@@ -108,7 +108,7 @@ def _headers(store: S3Store) -> dict[str, str]:
 
 
 def _ask(store: S3Store, method: str, *, absent: frozenset[str] = frozenset()) -> Any:
-    call: Callable[..., Any] = getattr(client_for(store.options).api, method)
+    call: Callable[..., Any] = getattr(client_for(store.options, store.pin).api, method)
     try:
         return call(Bucket=store.bucket)
     except (botocore.exceptions.ClientError, botocore.exceptions.BotoCoreError) as error:

@@ -20,7 +20,7 @@ from botocore.utils import get_environ_proxies
 
 from bucketpoint.errors import BucketpointError, EndpointError
 from bucketpoint.stores import s3_services
-from bucketpoint.stores.client_cache import ClientCache
+from bucketpoint.stores.client_cache import ClientCache, Pin
 from bucketpoint.stores.cut import make_cuttable
 from bucketpoint.stores.retry import Gate, RetryPolicy
 from bucketpoint.stores.s3_body import send_from_memory
@@ -89,38 +89,43 @@ class Client:
 class _Clients(ClientCache[S3Options, Client]):
     """A boto3 client takes some 100 ms to build and may be used from many threads."""
 
+    prefixes = ("AWS_", "BOTO_")
+    credentials = frozenset({"AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SECURITY_TOKEN", "AWS_SESSION_TOKEN"})
+
     def build(self, options: S3Options) -> Client:
         return build_client(options)
 
-    def renew(self, options: S3Options, stale: Client) -> bool:
-        if _are_fixed(options):
+    def renew(self, options: S3Options, stale: Client, pin: Pin | None) -> bool:
+        key = self.key(options, pin)
+        # Newer keys in the environment are for this client; those of another store are not.
+        if _are_fixed(options) or self.environment().place != key[1].place:
             return False
         with self._lock:
             # Another thread whose request was refused may have been here first.
-            if self._clients.get(options.cache_key()) in (stale, None):
+            if self._clients.get(key) in (stale, None):
                 # A new session asks every source again; the service and what it can bear are the same.
-                self._clients[options.cache_key()] = replace(
-                    build_client(options), gate=stale.gate, deletes=stale.deletes
-                )
+                self._clients[key] = replace(build_client(options), gate=stale.gate, deletes=stale.deletes)
         return True
 
 
 _clients = _Clients()
 
 
-def client_for(options: S3Options) -> Client:
+def client_for(options: S3Options, pin: Pin | None = None) -> Client:
     """The client of this process for these options, built at the first call."""
-    return _clients.get(options)
+    return _clients.get(options, pin)
 
 
-def renew_client(options: S3Options, stale: Client) -> bool:
-    """Replace a client whose credentials were refused by one with others. False if the options themselves hold them."""
-    return _clients.renew(options, stale)
+def renew_client(options: S3Options, stale: Client, pin: Pin | None = None) -> bool:
+    """Replace a client whose credentials were refused by one with others. False if the options themselves hold them, or
+    if the environment leads to another store by now.
+    """
+    return _clients.renew(options, stale, pin)
 
 
-def close_client(options: S3Options) -> None:
+def close_client(options: S3Options, pin: Pin | None = None) -> None:
     """Close the idle connections of the client for these options. It stays usable."""
-    client = _clients.found(options)
+    client = _clients.found(options, pin)
     if client is not None:
         client.api.close()
         if client.transport is not None:

@@ -201,7 +201,7 @@ def _before(store: S3Store | GCSStore) -> FaultProxy:
         # Nothing is signed there, so the proxy can name the host that the store goes by.
         return FaultProxy(endpoint, ca=ca, host_header=urlsplit(endpoint).netloc.rpartition("@")[2])
     given = store.options.ca_bundle or store.options.client_kwargs.get("verify") or os.environ.get("AWS_CA_BUNDLE")
-    endpoint = str(s3_client.client_for(store.options).api.meta.endpoint_url)
+    endpoint = str(s3_client.client_for(store.options, store.pin).api.meta.endpoint_url)
     return FaultProxy(endpoint, ca=given if isinstance(given, str) else None)
 
 

@@ -1,7 +1,9 @@
 """The one shape of concurrency: bounded workers, the first error wins, siblings are cancelled, leaving waits for all.
 
 Plain threads, not an executor: `concurrent.futures` refuses new work once the interpreter begins to exit, and a
-training script that ends while its last asynchronous save is still uploading must not lose that save.
+training script that ends while its last asynchronous save is still uploading must not lose that save. Where no thread
+can be started tasks run on the caller's: Python 3.12.0 and 3.12.1 start none as soon as the main program has ended, and
+no version does at the system's limit of threads.
 """
 
 from __future__ import annotations
@@ -41,6 +43,7 @@ class TaskGroup:
         self._threads: list[threading.Thread] = []
         self._idle = 0
         self._running = 0
+        self._running_here = False
         self._closing = False
         self._error: BaseException | None = None
         self._failed = threading.Event()
@@ -58,11 +61,12 @@ class TaskGroup:
             if self._idle:
                 self._state.notify()
             elif len(self._threads) < self._workers:
-                # In the starter's context: a deadline for requests, and a cut, hold on these threads too.
-                work = functools.partial(contextvars.copy_context().run, self._work)
-                thread = threading.Thread(target=work, name=f"{self._name}-{len(self._threads)}")
-                self._threads.append(thread)
-                thread.start()
+                self._start_thread()
+            # A task that starts another one on this thread leaves it in the queue: its caller comes back to it.
+            here = not self._threads and not self._running_here
+            self._running_here |= here
+        if here:
+            contextvars.copy_context().run(self._work_here)
 
     def cancel(self, error: BaseException) -> None:
         """Drop what has not begun. The first error given is the one that is raised."""
@@ -102,28 +106,56 @@ class TaskGroup:
                 # A traceback that refers to the error that refers to it keeps every staged buffer alive.
                 del first
 
+    def _start_thread(self) -> None:
+        """Add a worker, where the system and the interpreter let it start; fewer do the same work."""
+        # In the starter's context: a deadline for requests, and a cut, hold on these threads too.
+        work = functools.partial(contextvars.copy_context().run, self._work)
+        thread = threading.Thread(target=work, name=f"{self._name}-{len(self._threads)}")
+        try:
+            thread.start()
+        except RuntimeError as error:
+            logger.debug("%s goes on with %d threads: %s", self._name, len(self._threads), error)
+        else:
+            self._threads.append(thread)
+
     def _work(self) -> None:
         stand_back(self._nice)
+        while self._run_next(wait=True):
+            pass
+
+    def _work_here(self) -> None:
+        """Run what is queued on the calling thread."""
+        try:
+            while self._run_next(wait=False):
+                pass
+        except BaseException:
+            self._running_here = False
+            raise
+
+    def _run_next(self, *, wait: bool) -> bool:
+        """Run one task. False if there is none: with `wait`, and none will come."""
         # A request that the store throttles may wait for minutes, and nobody needs its answer any more.
         retry.stop_waiting_on(self._failed)
-        while True:
-            with self._state:
+        with self._state:
+            if wait:
                 self._idle += 1
                 self._state.wait_for(lambda: bool(self._queue) or self._closing)
                 self._idle -= 1
-                if not self._queue:
-                    return
-                task = self._queue.popleft()
-                self._running += 1
-            try:
-                task()
-            except BaseException as error:  # noqa: BLE001 (raised where the group is left)
-                self.cancel(error)
-            finally:
-                del task
-                with self._state:
-                    self._running -= 1
-                    self._state.notify_all()
+            if not self._queue:
+                self._running_here &= wait
+                return False
+            task = self._queue.popleft()
+            self._running += 1
+        try:
+            task()
+        except BaseException as error:  # noqa: BLE001 (raised where the group is left)
+            self.cancel(error)
+        finally:
+            del task
+            with self._state:
+                self._running -= 1
+                self._state.notify_all()
+        return True
 
 
 def stand_back(nice: int) -> None:
