@@ -33,7 +33,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
 
 from bucketpoint.format.allow_list import ITEM_GLOBALS, METADATA_GLOBALS
-from bucketpoint.format.safe_pickle import refused_globals
+from bucketpoint.format.pickles.items import refused_globals
 
 np = pytest.importorskip("numpy")
 

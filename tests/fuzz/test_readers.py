@@ -32,7 +32,7 @@ from bucketpoint.format.index_ref import find_ref
 from bucketpoint.format.index_view import decode_index
 from bucketpoint.format.metadata import decode_metadata, extra, record_of
 from bucketpoint.format.record import CommitRecord
-from bucketpoint.format.safe_pickle import refused_globals
+from bucketpoint.format.pickles.items import refused_globals
 from bucketpoint.format.storage_info import ItemInfo, read_storage_info
 from bucketpoint.retention import from_yaml
 from bucketpoint.stores import open_store, parse_url

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from bucketpoint.format.safe_pickle import refused_globals
+from bucketpoint.format.pickles.items import refused_globals
 from bucketpoint.testing.tally import Tally
 from security.corpus import bombs, programs
 

@@ -1,6 +1,6 @@
 """Archives of torch.save, read in place: where each storage lies, and the objects around them, without any tensor data.
 
-A pickle is surveyed before it is run, and can name nothing outside the allow-list unless it is trusted.
+A pickle is interpreted, never run, unless it is trusted.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from bucketpoint.convert.reading import SourceBytes
 from bucketpoint.convert.source import Checksum, Decoded, Stretch
 from bucketpoint.dcp.source_objects import REMEDY
 from bucketpoint.errors import BucketpointError, CorruptDataError, MetadataError, MismatchError, UnsafeDataError
-from bucketpoint.format.allow_list import ITEM_GLOBALS
 from bucketpoint.format.frames import contiguous_strides
-from bucketpoint.format.pickle_survey import survey
+from bucketpoint.format.pickles.items import RefusedError, interpret
+from bucketpoint.format.pickles.machine import MalformedPickleError
+from bucketpoint.format.pickles.writing import settled
 from bucketpoint.format.probe import STORAGE_NAMES
-from bucketpoint.format.safe_pickle import registered_globals
 from bucketpoint.transfer.pieces import each
 
 MAGIC = b"PK\x03\x04"
@@ -36,7 +36,7 @@ MAX_EXPANDED_BYTES = 256 << 20
 _FEW = 8
 _LOCAL = struct.Struct("<4s5H3I2H")
 _DTYPE_OF = {name: dtype for dtype, name in STORAGE_NAMES.items()}
-# Modules of DTensor's parts. Unpickling them would make a mesh of processes that are not there.
+# Modules of DTensor's parts, which would make a mesh of processes that are not there.
 _DISTRIBUTED = "torch.distributed"
 _DAMAGED = (zipfile.BadZipFile, NotImplementedError, ValueError, struct.error, OverflowError, EOFError)
 
@@ -132,7 +132,7 @@ class Skeleton:
         trusted: run the pickle whatever it names.
 
     Raises:
-        UnsafeDataError: the pickle names something outside the allow-list; nothing was run.
+        UnsafeDataError: the pickle names something outside the allow-list.
         MismatchError: it holds DTensors, which are shards of one process.
         MetadataError: it is damaged.
     """
@@ -141,17 +141,42 @@ class Skeleton:
         self.archive = archive
         self._keys: dict[int, str] = {}
         self._kept: dict[str, Any] = {}
-        allowed = _allowed()
-        if not trusted:
-            _check(archive, allowed)
-        unpickler = _Unpickler(archive, None if trusted else allowed, lambda key: self._storage(key, loaded))
+        if trusted:
+            self.root: Any = self._unpickled(loaded)
+        else:
+            self.root = self._interpreted(loaded)
+
+    def _unpickled(self, loaded: Collection[str]) -> Any:
         try:
-            self.root: Any = unpickler.load()
+            return _Unpickler(self.archive, lambda key: self._storage(key, loaded)).load()
         except BucketpointError:
             raise
         except Exception as error:  # noqa: BLE001 - damaged pickles make the unpickler raise nearly everything
             reason = f"{type(error).__name__}: {error}"[:300]
-            raise _malformed(archive.source, archive.key, reason) from None
+            raise _malformed(self.archive.source, self.archive.key, reason) from None
+
+    def _interpreted(self, loaded: Collection[str]) -> Any:
+        body, key = self.archive.pickle, self.archive.key
+
+        def storage(name: str, nbytes: int, location: str) -> torch.UntypedStorage:
+            return self._storage(name, loaded)
+
+        try:
+            found, _ = interpret(body, paid=len(body), storage=storage, distributed=False)
+            return settled(found)
+        except MalformedPickleError as error:
+            raise _malformed(self.archive.source, key, str(error)) from None
+        except RefusedError as error:
+            names = [name for name in error.refused if not name.startswith("<")]
+            if not names:
+                raise _malformed(self.archive.source, key, str(error)[:300]) from None
+            if all(name.startswith(f"{_DISTRIBUTED}.") for name in names):
+                raise MismatchError(
+                    "The file holds DTensors, which are the shards of one process",
+                    key=key,
+                    remedy="Save with torch.distributed.checkpoint, or what `full_tensor()` returns",
+                ) from None
+            raise UnsafeDataError(f"The pickle names {str(error)[:500]}", key=key) from None
 
     def storage_of(self, tensor: torch.Tensor) -> str | None:
         """The key of the storage that a tensor of the skeleton lies in."""
@@ -228,27 +253,6 @@ def _unfit(name: str, what: str) -> MismatchError:
     )
 
 
-def _check(archive: Archive, allowed: frozenset[tuple[str, str]]) -> None:
-    found = survey(archive.pickle, 0, allowed)
-    refused = list(dict.fromkeys(found.refused))
-    distributed = {f"{module}.{name}" for module, name in ITEM_GLOBALS - allowed}
-    if refused and distributed.issuperset(refused):
-        raise MismatchError(
-            "The file holds DTensors, which are the shards of one process",
-            key=archive.key,
-            remedy="Save with torch.distributed.checkpoint, or what `full_tensor()` returns",
-        )
-    if refused:
-        raise UnsafeDataError(f"The pickle names {', '.join(refused)[:500]}", key=archive.key)
-    if found.end is None:
-        raise _malformed(archive.source, archive.key, "its pickle breaks off")
-
-
-def _allowed() -> frozenset[tuple[str, str]]:
-    known = ITEM_GLOBALS | registered_globals()
-    return frozenset((module, name) for module, name in known if not module.startswith(_DISTRIBUTED))
-
-
 @dataclass(frozen=True)
 class _Kind:
     """The class of a typed storage, of which only the dtype matters."""
@@ -257,24 +261,16 @@ class _Kind:
 
 
 class _Unpickler(pickle.Unpickler):
-    """Runs a pickle that was surveyed, with storages in place of what its persistent ids name."""
+    """Runs a pickle that is trusted, with storages in place of what its persistent ids name."""
 
-    def __init__(
-        self,
-        archive: Archive,
-        allowed: frozenset[tuple[str, str]] | None,
-        storage: Callable[[str], torch.UntypedStorage],
-    ) -> None:
+    def __init__(self, archive: Archive, storage: Callable[[str], torch.UntypedStorage]) -> None:
         # torch.load's own encoding, for the text of Python 2.
         super().__init__(io.BytesIO(archive.pickle), encoding="utf-8")
-        self._allowed = allowed
         self._storage = storage
 
     def find_class(self, module: str, name: str, /) -> Any:
         if module in ("torch", "torch.storage") and name in _DTYPE_OF:
             return _Kind(_DTYPE_OF[name])
-        if self._allowed is not None and (module, name) not in self._allowed:
-            raise UnsafeDataError(f"The pickle names {module}.{name}, which is not on the allow-list")
         return super().find_class(module, name)
 
     def persistent_load(self, pid: Any, /) -> Any:

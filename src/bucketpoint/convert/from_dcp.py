@@ -24,7 +24,7 @@ from bucketpoint.dcp.saved import SavedCheckpoint
 from bucketpoint.dcp.source_objects import damaged, look_at_objects
 from bucketpoint.errors import MetadataError, UnsafeDataError
 from bucketpoint.format.archive import Verdict, check_archive
-from bucketpoint.format.safe_pickle import refused_globals
+from bucketpoint.format.pickles.items import refused_globals
 from bucketpoint.format.storage_info import ItemInfo
 from bucketpoint.transfer import BufferPool
 from bucketpoint.transfer.checksum import crc32c
@@ -126,7 +126,8 @@ class _Reading:
             # Some kinds of tensors cannot be rebuilt without their elements. The pickle has been judged by now.
             return None
         tensor = skeleton.root
-        if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.layout is not torch.strided:
+        plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout is torch.strided
+        if not plain or tensor.is_quantized:
             return None
         if tensor.dtype != dtype or tuple(tensor.shape) != shape:
             raise self._unlike(fqn)
@@ -136,7 +137,7 @@ class _Reading:
         raw = self._source.take(key, info.offset, info.length)
         self._check(key, info, raw)
         nbytes = math.prod(shape) * dtype.itemsize
-        tensor = decode_item(raw, info, self._registry(), key=fqn, tensor_nbytes=nbytes)
+        tensor = decode_item(raw, info, self._registry(), key=fqn, tensor_nbytes=nbytes, trusted=self._trusted)
         if tensor.dtype != dtype or tuple(tensor.shape) != shape:
             raise self._unlike(fqn)
         return tensor

@@ -27,7 +27,8 @@ from bucketpoint.errors import MetadataError, MismatchError, UnsafeDataError
 from bucketpoint.format.frames import VERSION_RECORD, ArchiveWriter, contiguous_strides, frameable
 from bucketpoint.format.memory import tensor_bytes
 from bucketpoint.format.probe import STORAGE_NAMES
-from bucketpoint.format.safe_pickle import refused_globals
+from bucketpoint.format.pickles.items import RefusedError, UnreadableError, read_item
+from bucketpoint.format.pickles.writing import settled
 from bucketpoint.transfer import Segment, Uploaded
 
 _PROTOCOL = 2  # torch.save's own
@@ -108,15 +109,20 @@ def _loaded(source: Source, filling: Filling, fqn: str, trusted: bool) -> Any:
     data = bytearray(payload.nbytes)
     filling.fill(payload, 0, memoryview(data))
     # Of these very bytes: not every store promises that they are those that were judged when the source was read.
-    refused = [] if trusted else refused_globals(data)
-    if refused is None or refused:
-        named = f"names {', '.join(refused)}" if refused else "is not in torch.save's format"
-        raise UnsafeDataError(f"This item {named}", url=source.url, key=fqn)
     try:
-        return torch.load(io.BytesIO(data), map_location="cpu", weights_only=False)
+        if trusted:
+            return torch.load(io.BytesIO(data), map_location="cpu", weights_only=False)
+        item = read_item(bytes(data))
+        if item.saved:
+            return settled(item.values[0])
+    except RefusedError as error:
+        raise UnsafeDataError(f"This item names {error}", url=source.url, key=fqn) from None
+    except UnreadableError:
+        pass
     except Exception as error:
         reason = f"{type(error).__name__}: {error}"[:300]
         raise MetadataError(f"This item cannot be loaded: {reason}", url=source.url, key=fqn) from error
+    raise UnsafeDataError("This item is not in torch.save's format", url=source.url, key=fqn)
 
 
 class _Nest:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import pickle
 from typing import Any, cast
 
 import torch
@@ -11,7 +10,9 @@ from torch.distributed.checkpoint import DefaultLoadPlanner, LoadPlanner
 
 from bucketpoint.errors import BucketpointError, CorruptDataError, MetadataError, UnsafeDataError
 from bucketpoint.format.frames import PROBE_BYTES, probe_frame
-from bucketpoint.format.safe_pickle import has_bounded_records, refused_globals
+from bucketpoint.format.pickles.archive import may_be_archive
+from bucketpoint.format.pickles.items import RefusedError, UnreadableError, read_item
+from bucketpoint.format.pickles.writing import rewritten, settled
 from bucketpoint.format.storage_info import ItemInfo
 
 FRAME_BYTES = 1 << 20
@@ -25,12 +26,19 @@ _PIECE_BYTES = 1 << 20
 
 
 def decode_item(
-    view: memoryview, info: ItemInfo, transforms: Any, *, key: str, tensor_nbytes: int | None = None
+    view: memoryview,
+    info: ItemInfo,
+    transforms: Any,
+    *,
+    key: str,
+    tensor_nbytes: int | None = None,
+    trusted: bool = False,
 ) -> torch.Tensor:
     """The tensor in a whole item. It may share the memory of `view`, which is valid during the call alone.
 
     Args:
         tensor_nbytes: of the saved chunk by its shape and dtype. None: what an item of bytes may become is the bound.
+        trusted: unpickle what is no plain tensor, whatever it names.
 
     Raises:
         CorruptDataError: it would become more than that.
@@ -51,22 +59,34 @@ def decode_item(
         raw = torch.frombuffer(view, dtype=torch.uint8, offset=probe.payload_offset, count=probe.payload_nbytes)
         flat = (raw.clone() if raw.data_ptr() % probe.dtype.itemsize else raw).view(probe.dtype)
         return flat.as_strided(tuple(probe.shape), tuple(probe.stride), probe.storage_offset)
-    file = io.BytesIO(view)
-    if not has_bounded_records(file):
-        raise MetadataError("This item is no archive as torch saves them, of records that are not compressed", key=key)
+    if trusted:
+        return cast(torch.Tensor, torch.load(io.BytesIO(view), map_location="cpu", weights_only=False))
     try:
-        return cast(torch.Tensor, torch.load(file, map_location="cpu", weights_only=True))
-    except pickle.UnpicklingError as error:
-        raise UnsafeDataError(f"This item is no plain tensor, and a safe load refuses it: {error}", key=key) from None
-    except Exception as error:  # noqa: BLE001 - damaged pickles make torch's unpickler raise nearly everything
-        reason = f"{type(error).__name__}: {error}"[:300]
-        raise MetadataError(f"This item is no tensor that torch can read: {reason}", key=key) from None
+        item = read_item(bytes(view))
+        found = settled(item.values[0]) if item.deferred else item.values[0]
+    except RefusedError as error:
+        raise UnsafeDataError(f"This item is no plain tensor: it holds {error}", key=key) from None
+    except UnreadableError as error:
+        raise MetadataError(f"This item is no archive as torch saves them: {error}", key=key) from None
+    if not item.saved or not isinstance(found, torch.Tensor):
+        raise MetadataError("This item is no tensor as torch saves them", key=key)
+    return found
+
+
+def fill_tensor(target: torch.Tensor, saved: torch.Tensor) -> None:
+    """Copy a decoded tensor into the one to load into, which may be sparse, and hold other elements than were saved."""
+    with torch.no_grad():
+        if saved.layout is not torch.strided and saved.layout is not target.layout:
+            saved = saved.to_dense()
+        if target.layout not in (torch.strided, torch.sparse_coo):
+            target.resize_as_sparse_(saved)
+        target.copy_(saved)
 
 
 def load_bytes(
     view: memoryview, info: ItemInfo, transforms: Any, *, key: str, trusted: bool, planner: LoadPlanner
 ) -> bytes:
-    """The bytes of an item, once it is known that the planner's unrestricted `torch.load` can do no harm with them.
+    """The bytes of an item for the planner, whose `torch.load` is unrestricted: written anew unless trusted.
 
     Raises:
         UnsafeDataError: they name something outside the allow-list; nothing was run. Or they would become absurdly
@@ -75,15 +95,15 @@ def load_bytes(
     data = undone_bytes(view, info, transforms, key=key, trusted=trusted)
     if trusted:
         return data
-    refused = refused_globals(data)
-    if refused is None:
+    try:
+        return rewritten(read_item(data))
+    except RefusedError as error:
+        raise UnsafeDataError(f"This item names {error}", key=key) from None
+    except UnreadableError:
         # No pickle of any kind. A planner that reads bytes its own way may have them; torch.load may not.
-        if type(planner).load_bytes is not DefaultLoadPlanner.load_bytes:
+        if type(planner).load_bytes is not DefaultLoadPlanner.load_bytes and not may_be_archive(data):
             return data
-        raise UnsafeDataError("This item is not in torch.save's format", key=key)
-    if refused:
-        raise UnsafeDataError(f"This item names {', '.join(refused)}", key=key)
-    return data
+        raise UnsafeDataError("This item is not in torch.save's format", key=key) from None
 
 
 def undone_bytes(view: memoryview, info: ItemInfo, transforms: Any, *, key: str, trusted: bool) -> bytes:

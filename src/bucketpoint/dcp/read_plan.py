@@ -18,7 +18,7 @@ from torch.distributed.checkpoint import LoadPlanner, Metadata, TensorStorageMet
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 
-from bucketpoint.dcp.decode import decode_item, load_bytes
+from bucketpoint.dcp.decode import decode_item, fill_tensor, load_bytes
 from bucketpoint.dcp.saved_chunk import PlannedItem, SavedChunk, elements_of, tensor_over
 from bucketpoint.errors import MetadataError, MismatchError
 from bucketpoint.format import keys
@@ -80,7 +80,9 @@ class ReadPlan:
             info = read_storage_info(found)
             target = None
             if item.type != LoadItemType.BYTE_IO:
-                target = self._planner.resolve_tensor(item).detach()
+                target = self._planner.resolve_tensor(item)
+                # A sparse tensor takes other elements as its own only itself.
+                target = target.detach() if target.layout is torch.strided else target
                 if tuple(target.shape) != tuple(item.lengths):
                     raise MismatchError(
                         f"The planner asked for {list(item.lengths)} and gave a tensor of {list(target.shape)}",
@@ -339,10 +341,14 @@ class ReadPlan:
                 with self._lock:
                     self._planner.load_bytes(item.read, io.BytesIO(data))
                 return
-            saved = decode_item(view, info, self._transforms, key=fqn, tensor_nbytes=self._saved_nbytes(item))
+            nbytes = self._saved_nbytes(item)
+            saved = decode_item(
+                view, info, self._transforms, key=fqn, tensor_nbytes=nbytes, trusted=self._trusted
+            )
             for axis, (at, size) in enumerate(zip(item.read.storage_offsets, item.read.lengths, strict=True)):
-                saved = saved.narrow(axis, at, size)
-            item.target.copy_(saved)
+                if (at, size) != (0, saved.shape[axis]):
+                    saved = saved.narrow(axis, at, size)
+            fill_tensor(item.target, saved)
             self._commit(item)
 
         return Extent(

@@ -20,7 +20,7 @@ from bucketpoint.format import keys
 from bucketpoint.format.frames import frameable, tensor_frame
 from bucketpoint.format.groups import GroupRule, group_of
 from bucketpoint.format.memory import copy_stretch, is_viewable, tensor_bytes
-from bucketpoint.format.safe_pickle import refused_globals
+from bucketpoint.format.pickles.items import refused_globals
 from bucketpoint.format.storage_info import make_storage_info, plan_blocks, set_object_facts
 from bucketpoint.transfer import ObjectSource, Segment, Uploaded
 from bucketpoint.transfer.checksum import fold_blocks

@@ -19,11 +19,16 @@ _DTYPES = (
     *("qint8", "qint32", "quint8", "quint4x2", "quint2x4"),
 )
 
-_STORAGES = (
-    *("BFloat16", "Half", "Float", "Double", "ComplexFloat", "ComplexDouble"),
-    *("Bool", "Byte", "Char", "Short", "Int", "Long"),
-    *("QInt8", "QInt32", "QUInt8", "QUInt4x2", "QUInt2x4"),
-)
+STORAGE_TYPE_NAMES: Mapping[str, str] = MappingProxyType({
+    f"{name}Storage": dtype
+    for name, dtype in {
+        **{"BFloat16": "bfloat16", "Half": "float16", "Float": "float32", "Double": "float64"},
+        **{"ComplexFloat": "complex64", "ComplexDouble": "complex128", "Bool": "bool", "Byte": "uint8"},
+        **{"Char": "int8", "Short": "int16", "Int": "int32", "Long": "int64", "QInt8": "qint8", "QInt32": "qint32"},
+        **{"QUInt8": "quint8", "QUInt4x2": "quint4x2", "QUInt2x4": "quint2x4"},
+    }.items()
+})  # fmt: skip
+"""Data types by the names of the storages in pickles."""
 
 
 def _names(module: str, names: str) -> tuple[str, ...]:
@@ -42,7 +47,7 @@ ITEM_REASONS: Mapping[str, tuple[str, ...]] = MappingProxyType({
         "torch.Tensor",
         "torch.nn.parameter.Parameter",
         *_names("torch.storage", "UntypedStorage TypedStorage"),
-        *(f"torch.{name}Storage" for name in _STORAGES),
+        *(f"torch.{name}" for name in STORAGE_TYPE_NAMES),
     ),
     "torch values: constants and value types": (
         *(f"torch.{name}" for name in _DTYPES),
@@ -76,6 +81,7 @@ ITEM_REASONS: Mapping[str, tuple[str, ...]] = MappingProxyType({
         *_names("builtins", "Ellipsis NotImplemented"),
         *_names("collections", "Counter OrderedDict defaultdict deque"),
         "_codecs.encode",  # how protocol 2, torch.save's default, spells bytes
+        *("_io.BytesIO", "io.BytesIO"),
         "types.SimpleNamespace",
         "argparse.Namespace",
     ),
@@ -100,13 +106,15 @@ METADATA_REASONS: Mapping[str, tuple[str, ...]] = MappingProxyType({
             "_MEM_FORMAT_ENCODING StorageMeta",
         ),
         *_names(f"{_CHECKPOINT}.filesystem", "_StorageInfo _StoragePrefix"),
+        # Under the names that they had before torch 2.2.
+        *_names("torch.distributed._shard.sharded_tensor.metadata", "TensorProperties MEM_FORMAT_ENCODING"),
     ),
     "torch values in tensor properties": (
         *(f"torch.{name}" for name in _DTYPES),
         "torch.Size",
         "torch.serialization._get_layout",
     ),
-    "Python 3.11.0 to 3.11.3 pickle an enum member as a getattr; only that of _MEM_FORMAT_ENCODING is ever done": (
+    "Python 3.11.0 to 3.11.3 pickle an enum member as a getattr; only that of _MEM_FORMAT_ENCODING is ever made": (
         "builtins.getattr",
         "__builtin__.getattr",
     ),

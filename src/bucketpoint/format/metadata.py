@@ -1,4 +1,4 @@
-"""The `.metadata` pickle: written so that every torch from 2.9 on reads it, read through an allow-list. No I/O."""
+"""The `.metadata` pickle: written so that every torch from 2.9 on reads it, read by an interpreter."""
 
 from __future__ import annotations
 
@@ -26,15 +26,13 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from bucketpoint.errors import CheckpointDeletedError, MetadataError, UnsafeDataError
-from bucketpoint.format.allow_list import METADATA_GLOBALS
 from bucketpoint.format.deletion_marker import parse_marker
 from bucketpoint.format.index_ref import INDEX_ATTRIBUTE, IndexRef
 from bucketpoint.format.index_view import as_stock
 from bucketpoint.format.keys import parse_data_path
-from bucketpoint.format.pickle_survey import MalformedPickleError, survey
+from bucketpoint.format.pickles import dcp_metadata
+from bucketpoint.format.pickles.machine import Machine, MalformedPickleError, OverspentError
 from bucketpoint.format.record import CommitRecord
-from bucketpoint.format.safe_pickle import AllowListUnpickler, check_stream
-from bucketpoint.format.stand_ins import Properties, stand_ins
 from bucketpoint.version import __version__
 
 FORMAT_VERSION = 1
@@ -131,7 +129,7 @@ def decode_metadata(data: bytes, *, trusted: bool = False, url: str | None = Non
     """The metadata in a `.metadata` object that anybody wrote with any torch from 2.9 to 2.15.
 
     Args:
-        trusted: unpickle without the allow-list, for metadata with classes of the user's own planner.
+        trusted: unpickle it, whatever it names, for metadata with classes of the user's own planner.
 
     Raises:
         UnsafeDataError: the pickle names something that DCP metadata never has. Nothing of it was run.
@@ -142,7 +140,7 @@ def decode_metadata(data: bytes, *, trusted: bool = False, url: str | None = Non
     if marker is not None:
         raise CheckpointDeletedError(marker.text, url=url)
     with without_gc():
-        metadata = _unpickle_trusted(data, url) if trusted else _unpickle_safely(bytes(data), url)
+        metadata = _unpickle_trusted(data, url) if trusted else _interpreted(bytes(data), url)
     if not isinstance(metadata, Metadata):
         raise _not_metadata(f"it holds a {type(metadata).__name__}", url)
     if trusted:
@@ -266,20 +264,21 @@ def _unpickle_trusted(data: bytes, url: str | None) -> Any:
         raise _not_metadata(f"{type(error).__name__}: {error}", url) from error
 
 
-def _unpickle_safely(data: bytes, url: str | None) -> Any:
+def _interpreted(data: bytes, url: str | None) -> Any:
+    machine, reason, found = Machine(data, dcp_metadata.vocabulary()), None, None
     try:
-        check_stream(data)
+        found = machine.run()
+    except OverspentError:
+        reason = "it asks for more work than its length pays for"
     except MalformedPickleError as error:
-        names = [name for name in survey(data, 0, METADATA_GLOBALS).refused if not name.startswith("<")]
-        if names:
-            raise UnsafeDataError(f"The metadata names {', '.join(dict.fromkeys(names))}", url=url) from None
-        raise _not_metadata(str(error), url) from None
-    try:
-        return AllowListUnpickler(data, stand_ins(), url=url).load()
-    except UnsafeDataError:
-        raise
-    except Exception as error:  # noqa: BLE001 - damaged pickles make the unpickler raise nearly everything
-        raise _not_metadata(f"{type(error).__name__}: {error}", url) from None
+        reason = str(error)
+    names = [name for name in machine.refused if not name.startswith("<")]
+    if names:
+        raise UnsafeDataError(f"The metadata names {', '.join(names)}", url=url)
+    reason = next(iter((*machine.refused, *machine.faults)), reason)
+    if reason is not None:
+        raise _not_metadata(reason, url)
+    return found
 
 
 def _not_metadata(reason: str, url: str | None) -> MetadataError:
@@ -314,8 +313,6 @@ def _check(metadata: Metadata, url: str | None) -> None:
 
 
 def _check_tensor(fqn: str, entry: TensorStorageMetadata, url: str | None) -> None:
-    if isinstance(entry.properties, Properties):
-        entry.properties = entry.properties.real
     if type(entry.properties) is not TensorProperties:
         raise TypeError(f"{fqn} has no tensor properties")
     _check_size(fqn, entry.size, entry.properties.dtype.itemsize)

@@ -1,0 +1,291 @@
+"""Items that anybody may have written: read into a closed set of values, and written anew for whoever unpickles them."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from bucketpoint.format.pickles import archive, arrays, plain, tensors
+from bucketpoint.format.pickles.machine import (
+    Deferred,
+    Machine,
+    MalformedPickleError,
+    OverspentError,
+    Registered,
+    Shell,
+    Vocabulary,
+)
+
+_LEGACY_MAGIC = 0x1950A86A20F9469CFC6C
+_LEGACY_PROTOCOL = 1001
+_DTENSOR = {
+    "torch.distributed.device_mesh": "DeviceMesh",
+    "torch.distributed._mesh_layout": "_FlatLayout _MeshLayout",
+    "torch.distributed.tensor": "DTensor",
+    "torch.distributed.tensor._dtensor_spec": "DTensorSpec TensorMeta ShardOrderEntry",
+    "torch.distributed.tensor.placement_types": "Partial Replicate Shard _StridedShard",
+}
+
+
+class RefusedError(Exception):
+    """An item holds what is only read when it is trusted.
+
+    Attributes:
+        refused: the names and constructs, each once.
+    """
+
+    def __init__(self, refused: list[str]) -> None:
+        super().__init__(", ".join(refused))
+        self.refused = refused
+
+
+class UnreadableError(Exception):
+    """An item is not in a format of torch.save, and no pickle."""
+
+
+@dataclass(frozen=True)
+class Item:
+    """What an item holds.
+
+    Attributes:
+        values: one for each pickle of it; one for a file of torch.save.
+        saved: it is a file of torch.save, and no bare pickle.
+        locations: name of the device of each storage of `values`, by its `_cdata`.
+        deferred: calls are left to the final load.
+    """
+
+    values: list[Any]
+    saved: bool
+    locations: dict[int, str]
+    deferred: bool
+
+
+def read_item(data: bytes) -> Item:
+    """Interpret an item: torch.save's output in any of its formats, or a bare pickle.
+
+    Tensors lie on the CPU, and what the user registered with `torch.serialization.add_safe_globals` is not called yet.
+
+    Raises:
+        RefusedError: it names something outside the allow-list, or does what no writer does.
+        UnreadableError: it is neither, so that loading it as one runs nothing.
+    """
+    return _read_zip(data) if data[: len(archive.MAGIC)] == archive.MAGIC else _read_stream(data)
+
+
+def refused_globals(data: bytes | bytearray | memoryview) -> list[str] | None:
+    """The names that keep an item from being loaded safely, each once, or an empty list if nothing does.
+
+    Besides names that are not on the allow-list, the list holds constructs that no writer produces and that could do
+    harm, in angle brackets.
+
+    Returns:
+        None if this is neither a pickle nor torch.save's zip, so that loading it as one runs nothing.
+    """
+    try:
+        read_item(bytes(data))
+    except RefusedError as error:
+        return error.refused
+    except UnreadableError:
+        return None
+    return []
+
+
+def vocabulary(*, distributed: bool = True) -> Vocabulary:
+    """Names of items, with what the user has registered.
+
+    Args:
+        distributed: with those of DTensors.
+    """
+    known, registered = _known(), torch.serialization.get_safe_globals()
+    names = dict(known.names) if distributed else {key: known.names[key] for key in known.names.keys() - _dtensor_names()}
+    for item in registered:
+        value, full = item if isinstance(item, tuple) else (item, f"{item.__module__}.{item.__qualname__}")
+        module, _, name = full.rpartition(".")
+        if not distributed and (module, name) in _dtensor_names():
+            continue
+        names.setdefault((module, name), Registered(value, called=True))
+    return Vocabulary(names, known.makers, known.changers, known.parts)
+
+
+@functools.cache
+def _known() -> Vocabulary:
+    parts = [plain, tensors, arrays] if arrays.available() else [plain, tensors]
+    names: dict[tuple[str, str], Any] = {}
+    makers: dict[int, Any] = {}
+    changers: dict[type, Any] = {Shell: _build}
+    keys: dict[type, Any] = {}
+    for part in parts:
+        names |= part.names()
+        makers |= {id(called): make for called, make in part.makers().items()}
+        changers |= part.changers()
+        keys |= part.parts()
+    for kind in {type(value) for value in names.values() if isinstance(value, torch.dtype)}:
+        keys[kind] = lambda key: ()
+    return Vocabulary(names | _dtensor_names(), makers, changers, keys)
+
+
+@functools.cache
+def _dtensor_names() -> dict[tuple[str, str], Any]:
+    found = {}
+    for module, names in _DTENSOR.items():
+        try:
+            imported = importlib.import_module(module)
+        except ImportError:
+            continue  # of another torch
+        for name in names.split():
+            if hasattr(imported, name):
+                found[module, name] = Registered(getattr(imported, name), called=False)
+    return found
+
+
+def _build(machine: Machine, shell: Shell, state: Any) -> Any:
+    build = {"dtype": "build_dtype", "array": "build_array", "seed": "build_seed"}.get(shell.kind)
+    return plain.build_uuid(machine, shell, state) if build is None else getattr(arrays, build)(machine, shell, state)
+
+
+# Reading
+
+
+def interpret(
+    data: bytes,
+    *,
+    paid: int,
+    position: int = 0,
+    storage: Callable[[str, int, str], torch.UntypedStorage] | None = None,
+    distributed: bool = True,
+) -> tuple[Any, Machine]:
+    """Interpret one pickle.
+
+    Args:
+        storage: gives a storage by its key, its length in bytes and the name of its device.
+        distributed: with DTensors.
+
+    Raises:
+        RefusedError, MalformedPickleError: as for an item.
+    """
+
+    def persistent(pid: Any) -> Any:
+        assert storage is not None
+        return tensors.storage(pid, storage)
+
+    machine = Machine(
+        data,
+        vocabulary(distributed=distributed),
+        position=position,
+        paid=paid,
+        persistent=None if storage is None else persistent,
+    )
+    try:
+        value = machine.run()
+    except OverspentError:
+        raise RefusedError([*machine.refused, "<more work or memory than its length pays for>"]) from None
+    except MalformedPickleError as error:
+        if machine.refused:
+            raise RefusedError(list(machine.refused)) from None
+        error.named = machine.named  # type: ignore[attr-defined]
+        raise
+    if machine.refused or machine.faults:
+        raise RefusedError([*machine.refused, *(f"<{fault}>" for fault in machine.faults)])
+    return value, machine
+
+
+class _Storages:
+    """Storages of one item, made of its bytes when the pickle first names them."""
+
+    def __init__(self, data: bytes, places: dict[str, tuple[int, int]]) -> None:
+        self._data, self._places = data, places
+        self._made: dict[str, torch.UntypedStorage] = {}
+        self.locations: dict[int, str] = {}
+        self._left = len(data)
+
+    def __call__(self, key: str, nbytes: int, location: str) -> torch.UntypedStorage:
+        found = self._made.get(key)
+        if found is None:
+            if location == "meta":
+                found = torch.UntypedStorage(nbytes, device="meta")  # type: ignore[no-untyped-call]
+            else:
+                found = self._copied(key)
+            self._made[key] = found
+            self.locations[found._cdata] = location
+        if found.nbytes() < nbytes:
+            raise MalformedPickleError("a storage has fewer bytes than the pickle says")
+        return found
+
+    def _copied(self, key: str) -> torch.UntypedStorage:
+        start, stop = self._places.get(key, (-1, -1))
+        # Records of a directory may overlap.
+        self._left -= stop - start
+        if start < 0 or self._left < 0:
+            raise MalformedPickleError(f"it has no storage {key[:100]!r}")
+        if start == stop:
+            return torch.UntypedStorage(0)  # type: ignore[no-untyped-call]
+        raw = bytearray(memoryview(self._data)[start:stop])
+        return torch.frombuffer(raw, dtype=torch.uint8).untyped_storage()
+
+
+def _read_zip(data: bytes) -> Item:
+    try:
+        places = archive.records(data)
+    except archive.CompressedError:
+        raise RefusedError(["<a compressed archive>"]) from None
+    except archive.ArchiveError as error:
+        raise UnreadableError(str(error)) from None
+    if "constants.pkl" in places:
+        raise RefusedError(["torch.jit.load"])
+    if "data.pkl" not in places:
+        raise UnreadableError("it has no data.pkl")
+    if "byteorder" in places and data[slice(*places["byteorder"])] != b"little":
+        raise RefusedError(["<a big-endian archive>"])
+    storages = _Storages(data, {name[5:]: place for name, place in places.items() if name.startswith("data/")})
+    try:
+        value, machine = interpret(data[slice(*places["data.pkl"])], paid=len(data), storage=storages)
+    except MalformedPickleError as error:
+        raise UnreadableError(str(error)) from None
+    return Item([value], True, storages.locations, machine.deferred)
+
+
+def _read_stream(data: bytes) -> Item:
+    values: list[Any] = []
+    position, deferred = 0, False
+    while position < len(data) or not values:
+        try:
+            value, machine = interpret(data, paid=len(data) - position, position=position)
+        except MalformedPickleError as error:
+            if values or error.named:  # type: ignore[attr-defined]
+                raise RefusedError([f"<a malformed pickle: {error}>"]) from None
+            raise UnreadableError(str(error)) from None
+        position, deferred = machine.position, deferred or machine.deferred
+        if not values and value == _LEGACY_MAGIC and type(value) is int:
+            return _read_legacy(data, position)
+        values.append(value)
+    return Item(values, False, {}, deferred)
+
+
+def _read_legacy(data: bytes, position: int) -> Item:
+    try:
+        for expected in ("protocol", "system"):
+            value, machine = interpret(data, paid=len(data), position=position)
+            position = machine.position
+            sound = value == _LEGACY_PROTOCOL if expected == "protocol" else type(value) is dict
+            if not sound or (expected == "system" and value.get("little_endian") is not True):
+                raise MalformedPickleError("it is of another version or system")
+        sizes: dict[str, int] = {}
+
+        def sized(key: str, nbytes: int, location: str) -> torch.UntypedStorage:
+            sizes[key] = max(sizes.get(key, 0), nbytes)
+            return torch.UntypedStorage(nbytes, device="meta")  # type: ignore[no-untyped-call]
+
+        # Once without the elements, which lie behind: to learn where the pickle ends, and how long they are.
+        _, machine = interpret(data, paid=len(data), position=position, storage=sized)
+        keys, behind = interpret(data, paid=len(data), position=machine.position)
+        places = archive.legacy_storages(data, behind.position, keys, sizes)
+        storages = _Storages(data, places)
+        value, machine = interpret(data, paid=len(data), position=position, storage=storages)
+    except (MalformedPickleError, archive.ArchiveError) as error:
+        raise RefusedError([f"<a malformed file of torch.save: {error}>"]) from None
+    return Item([value], True, storages.locations, machine.deferred)

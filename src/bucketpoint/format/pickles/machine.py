@@ -1,0 +1,684 @@
+"""An interpreter of pickle opcodes that builds values of a closed set.
+
+A `Vocabulary` says what names mean, and makes or changes the objects that the pickle asks for; nothing is imported or
+called because a pickle names it. Every opcode takes at least one byte, and what an opcode does beyond that (copies,
+hashes) is paid from an allowance, so that time and memory stay below a multiple of the length of the pickle.
+"""
+
+from __future__ import annotations
+
+import _compat_pickle
+import codecs
+import pickletools
+import struct
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable
+from typing import Any
+
+
+class MalformedPickleError(ValueError):
+    """The bytes are not a pickle, or not one that is read here."""
+
+
+class ObjectionError(Exception):
+    """A call or a change that no writer makes, and that could do harm."""
+
+
+class OverspentError(Exception):
+    """The pickle asks for more work or memory than its length pays for."""
+
+
+class Refused:
+    """Stands for an object that was refused; the interpreter goes on, to name all that is refused."""
+
+
+REFUSED = Refused()
+
+
+class Shell:
+    """An object that has yet to be given its state: an array, a data type or an identifier, which cannot be changed.
+
+    Attributes:
+        kind: name of the function of a vocabulary that makes the object of its state.
+        places: memo numbers under which the shell is known, and the object will be.
+    """
+
+    def __init__(self, kind: str, value: Any = None) -> None:
+        self.kind = kind
+        self.value = value
+        self.places: list[int] = []
+
+
+class Deferred:
+    """A call of a class or function that only the final load makes: one that the user registered, or of DTensor's.
+
+    Attributes:
+        new: `function` is a class of which an instance is made by `__new__`.
+        change: the state that the instance is to be given, as a tuple of one.
+    """
+
+    def __init__(self, function: Any, arguments: tuple[Any, ...], *, new: bool) -> None:
+        self.function, self.arguments, self.new = function, arguments, new
+        self.change: tuple[Any] | None = None
+        self.items: list[Any] = []
+        self.pairs: list[tuple[Any, Any]] = []
+
+
+Make = Callable[["Machine", Any], Any]
+Change = Callable[["Machine", Any, Any], Any]
+
+
+class Vocabulary:
+    """Meaning of the names that a pickle may use.
+
+    Attributes:
+        names: object for each (module, name). Real classes only where an instance cannot be changed by a pickle.
+        makers: function that checks and makes a call, by the `id` of the object that is called.
+        changers: function that checks and applies a state (BUILD), by the type of the object to change.
+        parts: by a type of dictionary keys, the parts that are hashed with it.
+    """
+
+    def __init__(
+        self,
+        names: dict[tuple[str, str], Any],
+        makers: dict[int, Make],
+        changers: dict[type, Change],
+        parts: dict[type, Callable[[Any], tuple[Any, ...]]],
+    ) -> None:
+        self.names, self.makers, self.changers, self.parts = names, makers, changers, parts
+
+
+MAX_DIGITS = 4300
+"""Of a number in decimal text: Python's own limit, beyond which conversion is worse than linear."""
+
+_MAX_KEY_PARTS = 4096
+_MAX_SAME_HASH = 16
+_LONG_TEXT = 64
+_HASHED_BYTES, _LISTED_BYTES = 16, 8
+_FREE, _MULTIPLE = 1 << 20, 10
+_MAPPINGS = frozenset({dict, OrderedDict, defaultdict, Counter})
+_LEAVES = frozenset({str, bytes, float, bool, complex, type(None), type(Ellipsis), range, type})
+
+
+class Machine:
+    """Interprets one pickle.
+
+    Args:
+        paid: bytes that pay for work: the length of the item in which the pickle lies.
+        persistent: object for a persistent id. None: there can be none.
+        encoding: of the text of Python 2.
+
+    Attributes:
+        refused: names outside the vocabulary, and objections in angle brackets, each once.
+        faults: why calls failed, that were allowed.
+        named: True once the pickle has named anything.
+        deferred: True once a call was left to the final load.
+        position: first byte behind the pickle, once it has been run.
+    """
+
+    def __init__(
+        self,
+        data: bytes,
+        vocabulary: Vocabulary,
+        *,
+        position: int = 0,
+        paid: int | None = None,
+        persistent: Callable[[Any], Any] | None = None,
+        encoding: str = "utf-8",
+    ) -> None:
+        self.data, self.vocabulary, self.position = data, vocabulary, position
+        self.refused: dict[str, None] = {}
+        self.faults: dict[str, None] = {}
+        self.named = self.deferred = False
+        self._persistent = persistent
+        self._encoding = encoding
+        self._left = _FREE + _MULTIPLE * (len(data) if paid is None else paid)
+        self._stack: list[Any] = []
+        self._marks: list[int] = []
+        self._memo: dict[int, Any] = {}
+        self._hashes: dict[int, Counter[int]] = {}
+        self._hashed: list[Any] = []
+
+    def run(self) -> Any:
+        """The value of the pickle.
+
+        Raises:
+            MalformedPickleError: it is no pickle, or it breaks off.
+            OverspentError: it asks for more than its length pays for.
+        """
+        try:
+            return self._run()
+        except (IndexError, struct.error):
+            raise MalformedPickleError("it breaks off, or its stack underflows") from None
+        except UnicodeDecodeError:
+            raise MalformedPickleError("it has text that is none") from None
+
+    def _run(self) -> Any:
+        # One loop with the frequent opcodes in it: metadata of 100,000 items has six million opcodes.
+        data, stack, marks, memo, steps = self.data, self._stack, self._marks, self._memo, _STEPS
+        push, pop = stack.append, stack.pop
+        u32 = struct.Struct("<I").unpack_from
+        position = self.position
+        while True:
+            code = data[position]
+            position += 1
+            if code == 0x6A:  # LONG_BINGET
+                (i,) = u32(data, position)
+                position += 4
+                push(memo[i] if i in memo else self.recall(i))
+            elif code == 0x94:  # MEMOIZE
+                value = stack[-1]
+                if type(value) is Shell:
+                    value.places.append(len(memo))
+                memo[len(memo)] = value
+            elif code == 0x68:  # BINGET
+                i = data[position]
+                position += 1
+                push(memo[i] if i in memo else self.recall(i))
+            elif code == 0x4B:  # BININT1
+                push(data[position])
+                position += 1
+            elif code == 0x28:  # MARK
+                marks.append(len(stack))
+            elif code == 0x29:  # EMPTY_TUPLE
+                push(())
+            elif code == 0x81:  # NEWOBJ
+                arguments = pop()
+                stack[-1] = self.call(stack[-1], arguments, new=True)
+            elif code == 0x62:  # BUILD
+                state = pop()
+                stack[-1] = self.change(stack[-1], state)
+            elif code == 0x75:  # SETITEMS
+                at = self.pop_mark()
+                items = stack[at:]
+                del stack[at:]
+                self.set_items(stack[-1], items)
+            elif code == 0x7D:  # EMPTY_DICT
+                push({})
+            elif code == 0x85:  # TUPLE1
+                stack[-1] = (stack[-1],)
+            elif code == 0x86:  # TUPLE2
+                value = pop()
+                stack[-1] = (stack[-1], value)
+            elif code == 0x52:  # REDUCE
+                arguments = pop()
+                stack[-1] = self.call(stack[-1], arguments)
+            elif code == 0x4D:  # BININT2
+                push(data[position] | data[position + 1] << 8)
+                position += 2
+            elif code == 0x4A:  # BININT
+                push(int.from_bytes(data[position : position + 4], "little", signed=True))
+                position += 4
+            elif code == 0x8C:  # SHORT_BINUNICODE
+                stop = position + 1 + data[position]
+                push(str(data[position + 1 : stop], "utf-8", "surrogatepass"))
+                position = stop
+            elif code == 0x2E:  # STOP
+                self.position = position
+                return pop()
+            else:
+                step = steps.get(code)
+                if step is None:
+                    raise MalformedPickleError(f"it has the opcode 0x{code:02x} at byte {position - 1}")
+                self.position = position
+                step(self)
+                position = self.position
+
+    # -- what calls and changes may use -------------------------------------------------------------------------------
+
+    def pay(self, cost: int) -> None:
+        """Take from the allowance.
+
+        Raises:
+            OverspentError: nothing is left.
+        """
+        self._left -= cost
+        if self._left < 0:
+            raise OverspentError
+
+    def pay_for(self, values: Any, *, hashed: bool = False) -> None:
+        """Take what a copy of a list, or of a set, costs."""
+        self.pay(len(values) * (_HASHED_BYTES if hashed else _LISTED_BYTES))
+
+    def check_key(self, key: Any, container: Any) -> None:
+        """Pay for hashing and comparing a key before it is put into a dictionary or a set.
+
+        Raises:
+            ObjectionError: its parts are too many, or too many keys of the container have the same hash.
+            OverspentError: hashing it costs too much.
+        """
+        kind = type(key)
+        if kind is str or kind is bytes:
+            self.pay(len(key) >> 6)
+            return
+        parts, waiting = 0, [key]
+        while waiting:
+            one = waiting.pop()
+            parts += 1
+            kind = type(one)
+            if kind is int:
+                parts += one.bit_length() >> 6
+            elif kind is str or kind is bytes:
+                parts += len(one) >> 6
+            elif kind not in _LEAVES:
+                waiting += self._parts_of(one)
+            if parts + len(waiting) > _MAX_KEY_PARTS:
+                raise ObjectionError("a key of many parts")
+        self.pay(parts)
+        same = self._hashes.get(id(container))
+        if same is None:
+            same = self._hashes[id(container)] = Counter()
+            self._hashed.append(container)  # its id must stay its own
+        digest = hash(key)
+        same[digest] += 1
+        if same[digest] > _MAX_SAME_HASH:
+            raise ObjectionError("many keys of one hash")
+
+    def _parts_of(self, value: Any) -> Any:
+        kind = type(value)
+        if kind is tuple or kind is frozenset:
+            if len(value) > _MAX_KEY_PARTS:
+                raise ObjectionError("a key of many parts")
+            return value
+        known = self.vocabulary.parts.get(kind)
+        if known is not None:
+            return known(value)
+        if kind in (Deferred, Refused) or isinstance(value, type):
+            return ()
+        raise ObjectionError(f"a {kind.__name__} as a key")
+
+    def defer(self, function: Any, arguments: tuple[Any, ...], *, new: bool = False) -> Deferred:
+        """Leave a call to the final load."""
+        self.deferred = True
+        return Deferred(function, arguments, new=new)
+
+    def refuse(self, what: str) -> Refused:
+        """Note a refusal, and give what stands for the object."""
+        if len(self.refused) < 100:
+            self.refused[what[:300]] = None
+        return REFUSED
+
+    # -- opcodes ------------------------------------------------------------------------------------------------------
+
+    def take(self, size: int) -> bytes:
+        start, self.position = self.position, self.position + size
+        if self.position > len(self.data):
+            raise MalformedPickleError("it breaks off")
+        return self.data[start : self.position]
+
+    def number(self, size: int) -> int:
+        return int.from_bytes(self.take(size), "little")
+
+    def line(self) -> bytes:
+        end = self.data.find(b"\n", self.position)
+        if end < 0:
+            raise MalformedPickleError("it breaks off")
+        taken = self.data[self.position : end]
+        self.position = end + 1
+        return taken
+
+    def push(self, value: Any) -> None:
+        self._stack.append(value)
+
+    def pop(self) -> Any:
+        return self._stack.pop()
+
+    def discard(self) -> None:
+        if self._marks and self._marks[-1] == len(self._stack):
+            self._marks.pop()
+        else:
+            self._stack.pop()
+
+    def pop_mark(self) -> int:
+        if not self._marks:
+            raise MalformedPickleError("a mark is missing")
+        return self._marks.pop()
+
+    def to_mark(self) -> list[Any]:
+        at = self.pop_mark()
+        items = self._stack[at:]
+        del self._stack[at:]
+        return items
+
+    def memoize(self, place: int) -> None:
+        value = self._stack[-1]
+        if place > len(self.data):
+            # The C unpickler keeps its memo in an array of that length.
+            self.refuse(f"<memo number {place}>")
+            raise MalformedPickleError("it numbers more objects than it can hold")
+        if type(value) is Shell:
+            value.places.append(place)
+        self._memo[place] = value
+
+    def recall(self, place: int) -> Any:
+        if place not in self._memo:
+            raise MalformedPickleError("it refers to an object that it has not numbered")
+        return self._memo[place]
+
+    def find(self, module: str, name: str) -> Any:
+        self.named = True
+        # Protocols below 3 carry the names of Python 2.
+        renamed = _compat_pickle.NAME_MAPPING.get((module, name))
+        if renamed is None:
+            renamed = (_compat_pickle.IMPORT_MAPPING.get(module, module), name)
+        names = self.vocabulary.names
+        for known in ((module, name), renamed):
+            if known in names:
+                return names[known]
+        return self.refuse(f"{renamed[0]}.{renamed[1]}")
+
+    def find_lines(self) -> Any:
+        # A name that ends the file counts as named, hence no call of `line`.
+        module, _, rest = self.data[self.position :].partition(b"\n")
+        name, ended, _ = rest.partition(b"\n")
+        self.position += len(module) + 1 + len(name) + 1
+        text = module.decode("utf-8", "replace"), name.decode("utf-8", "replace")
+        if not ended:
+            self.named = True
+            self.refuse(".".join(text))
+            raise MalformedPickleError("it breaks off")
+        return self.find(*text)
+
+    def find_stacked(self) -> None:
+        name, module = self.pop(), self.pop()
+        if type(name) is str and type(module) is str:
+            self.push(self.find(module, name))
+        else:
+            self.named = True
+            self.push(self.refuse("<a name that is computed>"))
+
+    def extension(self, size: int) -> None:
+        self.named = True
+        self.push(self.refuse(f"<copyreg extension {self.number(size)}>"))
+
+    def call(self, function: Any, arguments: Any, *, new: bool = False) -> Any:
+        """Make what a call makes, or note why it is refused."""
+        if type(arguments) is not tuple:
+            return self.refuse("<a call with what is computed>")
+        maker = self.vocabulary.makers.get(id(function))
+        try:
+            if maker is not None:
+                return maker(self, arguments)
+            if type(function) is Registered and (new or function.called):
+                return self.defer(function.value, arguments, new=new)
+        except ObjectionError as error:
+            return self.refuse(f"<{error}>")
+        except OverspentError:
+            raise
+        except Exception as error:  # noqa: BLE001 - constructors refuse what they are given in many ways
+            return self._fault(error)
+        if function is REFUSED:
+            return REFUSED
+        called = function if isinstance(function, type | Function | Registered) else None
+        return self.refuse("<a call of something that has no name>" if called is None else f"<a call of {_name(called)}>")
+
+    def change(self, target: Any, state: Any) -> Any:
+        """Give an object its state: the object itself, or the one that takes its place."""
+        kind = type(target)
+        changer = self.vocabulary.changers.get(kind)
+        try:
+            if changer is not None:
+                made = changer(self, target, state)
+                if kind is Shell:
+                    for place in target.places:
+                        self._memo[place] = made
+                return made
+        except ObjectionError as error:
+            return self.refuse(f"<{error}>")
+        except OverspentError:
+            raise
+        except Exception as error:  # noqa: BLE001 - as above
+            return self._fault(error)
+        if kind is Deferred:
+            target.change = (state,)
+        elif target is not REFUSED:
+            return self.refuse(f"<a change of {_name(target)}>")
+        return target
+
+    def set_items(self, target: Any, items: list[Any]) -> None:
+        kind = type(target)
+        if len(items) % 2:
+            raise MalformedPickleError("it has a key without a value")
+        pairs = iter(items)
+        if kind in _MAPPINGS:
+            try:
+                for key, value in zip(pairs, pairs, strict=True):
+                    if type(key) is not str or len(key) > _LONG_TEXT:
+                        self.check_key(key, target)
+                    target[key] = value
+            except ObjectionError as error:
+                self.refuse(f"<{error}>")
+            except TypeError as error:
+                self._fault(error)
+        elif kind is Deferred:
+            target.pairs += zip(pairs, pairs, strict=True)
+        elif target is not REFUSED:
+            self.refuse(f"<a change of {_name(target)}>")
+
+    def append(self, target: Any, items: list[Any]) -> None:
+        kind = type(target)
+        if kind is list or kind is deque:
+            target.extend(items)
+        elif kind is Deferred:
+            target.items += items
+        elif target is not REFUSED:
+            self.refuse(f"<a change of {_name(target)}>")
+
+    def add(self, target: Any, items: list[Any]) -> None:
+        if type(target) is not set:
+            if target is not REFUSED:
+                self.refuse(f"<a change of {_name(target)}>")
+            return
+        self.fill(target, items)
+
+    def fill(self, target: set[Any], items: Any) -> None:
+        """Add to a set."""
+        try:
+            for item in items:
+                self.check_key(item, target)
+                target.add(item)
+        except ObjectionError as error:
+            self.refuse(f"<{error}>")
+        except TypeError as error:
+            self._fault(error)
+
+    def frozen(self, items: Any) -> Any:
+        """A frozenset."""
+        filled: set[Any] = set()
+        self.fill(filled, items)
+        return frozenset(filled)
+
+    def persistent(self, pid: Any) -> None:
+        if self._persistent is None:
+            raise MalformedPickleError("it refers to something outside of it")
+        try:
+            self.push(self._persistent(pid))
+        except ObjectionError as error:
+            self.push(self.refuse(f"<{error}>"))
+
+    def text(self, raw: bytes, encoding: str = "utf-8") -> None:
+        try:
+            self.push(raw.decode(encoding, "surrogatepass" if encoding == "utf-8" else "strict"))
+        except UnicodeDecodeError:
+            raise MalformedPickleError("it has text that is none") from None
+
+    def decimal(self, raw: bytes) -> int:
+        if len(raw) > MAX_DIGITS + 2:
+            raise MalformedPickleError("it has a number of very many digits")
+        try:
+            return int(raw, 0) if raw[:1] != b"0" else int(raw)
+        except ValueError:
+            raise MalformedPickleError("it has a number that is none") from None
+
+    def float_line(self) -> None:
+        try:
+            self.push(float(self.line()))
+        except ValueError:
+            raise MalformedPickleError("it has a number that is none") from None
+
+    def int_line(self) -> None:
+        raw = self.line()
+        self.push({b"00": False, b"01": True}[raw] if raw in (b"00", b"01") else self.decimal(raw))
+
+    def string_line(self) -> None:
+        raw = self.line().strip()
+        if len(raw) < 2 or raw[:1] != raw[-1:] or raw[:1] not in (b"'", b'"'):
+            raise MalformedPickleError("it has text that is none")
+        try:
+            self.text(codecs.escape_decode(raw[1:-1])[0], self._encoding)  # type: ignore[attr-defined]
+        except ValueError:
+            raise MalformedPickleError("it has text that is none") from None
+
+    def _fault(self, error: Exception) -> Refused:
+        if len(self.faults) < 100:
+            self.faults[f"{type(error).__name__}: {error}"[:300]] = None
+        return REFUSED
+
+
+class Function:
+    """A function of the vocabulary, which is no value by itself."""
+
+    def __init__(self, name: str) -> None:
+        self.__name__ = name
+
+
+class Registered:
+    """A class or function that only the final load calls.
+
+    Attributes:
+        called: False for a class whose instances are made by `__new__` alone.
+    """
+
+    def __init__(self, value: Any, *, called: bool) -> None:
+        self.value, self.called = value, called
+
+
+def _name(value: Any) -> str:
+    if isinstance(value, Registered):
+        return _name(value.value)
+    if isinstance(value, Function):
+        return value.__name__
+    if isinstance(value, type):
+        return f"{value.__module__}.{value.__qualname__}"
+    return f"a {type(value).__name__}"
+
+
+_Step = Callable[[Machine], Any]
+
+
+def _instance(machine: Machine) -> None:
+    found = machine.find_lines()
+    machine.push(machine.call(found, tuple(machine.to_mark())))
+
+
+def _obj(machine: Machine) -> None:
+    function, *arguments = machine.to_mark()
+    machine.push(machine.call(function, tuple(arguments)))
+
+
+def _newobj_ex(machine: Machine) -> None:
+    named, arguments, function = machine.pop(), machine.pop(), machine.pop()
+    if type(named) is not dict or named:
+        machine.push(machine.refuse("<a call with named arguments>"))
+    else:
+        machine.push(machine.call(function, arguments, new=True))
+
+
+def _duplicate(machine: Machine) -> None:
+    value = machine.pop()
+    machine.push(value)
+    machine.push(value)
+
+
+def _set_item(machine: Machine) -> None:
+    value, key = machine.pop(), machine.pop()
+    target = machine.pop()
+    machine.push(target)
+    machine.set_items(target, [key, value])
+
+
+def _on_top(method: str, *, single: bool = False) -> _Step:
+    def step(machine: Machine) -> None:
+        items = [machine.pop()] if single else machine.to_mark()
+        target = machine.pop()
+        machine.push(target)
+        getattr(machine, method)(target, items)
+
+    return step
+
+
+def _tuple3(machine: Machine) -> None:
+    third, second, first = machine.pop(), machine.pop(), machine.pop()
+    machine.push((first, second, third))
+
+
+def _dict_to_mark(machine: Machine) -> None:
+    items = machine.to_mark()
+    made: dict[Any, Any] = {}
+    machine.set_items(made, items)
+    machine.push(made)
+
+
+def _sized(width: int, made: Callable[[Machine, bytes], Any]) -> _Step:
+    return lambda machine: made(machine, machine.take(machine.number(width)))
+
+
+def _long(width: int) -> _Step:
+    return _sized(width, lambda m, raw: m.push(int.from_bytes(raw, "little", signed=True)))
+
+
+_BY_NAME: dict[str, _Step] = {
+    "PROTO": lambda m: m.take(1),
+    "FRAME": lambda m: m.take(8),
+    "POP": Machine.discard,
+    "POP_MARK": Machine.to_mark,
+    "DUP": _duplicate,
+    "PUT": lambda m: m.memoize(m.decimal(m.line())),
+    "BINPUT": lambda m: m.memoize(m.number(1)),
+    "LONG_BINPUT": lambda m: m.memoize(m.number(4)),
+    "GET": lambda m: m.push(m.recall(m.decimal(m.line()))),
+    "NONE": lambda m: m.push(None),
+    "NEWTRUE": lambda m: m.push(True),
+    "NEWFALSE": lambda m: m.push(False),
+    "INT": Machine.int_line,
+    "LONG": lambda m: m.push(m.decimal(m.line().removesuffix(b"L"))),
+    "LONG1": _long(1),
+    "LONG4": _long(4),
+    "FLOAT": Machine.float_line,
+    "BINFLOAT": lambda m: m.push(struct.unpack(">d", m.take(8))[0]),
+    "STRING": Machine.string_line,
+    "BINSTRING": _sized(4, lambda m, raw: m.text(raw, m._encoding)),
+    "SHORT_BINSTRING": _sized(1, lambda m, raw: m.text(raw, m._encoding)),
+    "UNICODE": lambda m: m.text(m.line(), "raw-unicode-escape"),
+    "BINUNICODE": _sized(4, lambda m, raw: m.text(raw)),
+    "BINUNICODE8": _sized(8, lambda m, raw: m.text(raw)),
+    "SHORT_BINBYTES": _sized(1, Machine.push),
+    "BINBYTES": _sized(4, Machine.push),
+    "BINBYTES8": _sized(8, Machine.push),
+    "BYTEARRAY8": _sized(8, lambda m, raw: m.push(bytearray(raw))),
+    "EMPTY_LIST": lambda m: m.push([]),
+    "EMPTY_SET": lambda m: m.push(set()),
+    "LIST": lambda m: m.push(m.to_mark()),
+    "DICT": _dict_to_mark,
+    "TUPLE": lambda m: m.push(tuple(m.to_mark())),
+    "TUPLE3": _tuple3,
+    "FROZENSET": lambda m: m.push(m.frozen(m.to_mark())),
+    "APPEND": _on_top("append", single=True),
+    "APPENDS": _on_top("append"),
+    "ADDITEMS": _on_top("add"),
+    "SETITEM": _set_item,
+    "GLOBAL": lambda m: m.push(m.find_lines()),
+    "STACK_GLOBAL": Machine.find_stacked,
+    "INST": _instance,
+    "OBJ": _obj,
+    "NEWOBJ_EX": _newobj_ex,
+    "EXT1": lambda m: m.extension(1),
+    "EXT2": lambda m: m.extension(2),
+    "EXT4": lambda m: m.extension(4),
+    "PERSID": lambda m: m.persistent(m.line().decode("ascii", "replace")),
+    "BINPERSID": lambda m: m.persistent(m.pop()),
+}
+
+_STEPS: dict[int, _Step] = {
+    ord(opcode.code): _BY_NAME[opcode.name] for opcode in pickletools.opcodes if opcode.name in _BY_NAME
+}

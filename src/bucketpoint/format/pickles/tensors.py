@@ -1,0 +1,414 @@
+"""Tensors over the storages of an archive: shape, strides, offset and indices are checked before a tensor is made."""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.storage import TypedStorage
+
+from bucketpoint.format.allow_list import DTYPE_NAMES, STORAGE_TYPE_NAMES
+from bucketpoint.format.pickles.machine import Change, Deferred, Function, Machine, Make, ObjectionError, Registered
+
+_MAX_DIMS = 64
+_MAX_NUMBER = 1 << 62
+_TENSOR_BYTES = 256
+_GENERATOR_BYTES = 5056
+_COMPRESSED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
+_QSCHEMES = (
+    *("per_tensor_affine", "per_tensor_symmetric", "per_channel_affine", "per_channel_symmetric"),
+    "per_channel_affine_float_qparams",
+)
+_REBUILDERS = (
+    *("_rebuild_tensor", "_rebuild_tensor_v2", "_rebuild_tensor_v3", "_rebuild_parameter"),
+    *("_rebuild_parameter_with_state", "_rebuild_qtensor", "_rebuild_sparse_tensor", "_rebuild_nested_tensor"),
+    *("_rebuild_meta_tensor_no_storage", "_rebuild_device_tensor_from_numpy", "_rebuild_wrapper_subclass"),
+    "_rebuild_device_tensor_from_cpu_tensor",
+)
+FUNCTIONS = {name: Function(f"torch._utils.{name}") for name in _REBUILDERS}
+_FROM_TYPE = Function("torch._tensor._rebuild_from_type_v2")
+_GET_LAYOUT = Function("torch.serialization._get_layout")
+
+
+def _unfit(what: str) -> ObjectionError:
+    return ObjectionError(f"{what} that no writer makes")
+
+
+def _numbers(values: Any) -> tuple[int, ...]:
+    if not isinstance(values, (tuple, list)) or len(values) > _MAX_DIMS:
+        raise _unfit("a tensor of a shape")
+    if any(type(value) is not int or not 0 <= value < _MAX_NUMBER for value in values):
+        raise _unfit("a tensor of a shape")
+    return tuple(values)
+
+
+def _dtype(value: Any) -> torch.dtype:
+    if type(value) is not torch.dtype:
+        raise _unfit("a tensor of a type")
+    return value
+
+
+def _flag(value: Any) -> bool:
+    if type(value) is not bool:
+        raise _unfit("a tensor of a flag")
+    return value
+
+
+def _check_hooks(hooks: Any) -> None:
+    if hooks is not None and (type(hooks) is not OrderedDict or hooks):
+        raise ObjectionError("hooks of a tensor")
+
+
+def _place(machine: Machine, storage: Any, dtype: Any, offset: Any, shape: Any, strides: Any) -> tuple[Any, ...]:
+    """Storage, type of the elements, offset, shape and strides of a tensor that lies within its storage."""
+    machine.pay(_TENSOR_BYTES)
+    size, steps = _numbers(shape), _numbers(strides)
+    (first,) = _numbers((offset,))
+    if type(storage) is not TypedStorage or len(size) != len(steps) or math.prod(size) >= _MAX_NUMBER:
+        raise _unfit("a tensor of a shape")
+    untyped = storage._untyped_storage
+    kind = storage.dtype if dtype is None else _dtype(dtype)
+    if 0 not in size:
+        last = first + sum((count - 1) * step for count, step in zip(size, steps, strict=True))
+        if (last + 1) * kind.itemsize > untyped.nbytes():
+            raise _unfit("a tensor beyond its storage")
+    else:
+        first = min(first, untyped.nbytes() // kind.itemsize)
+    return untyped, kind, first, size, steps
+
+
+def _laid(machine: Machine, storage: Any, dtype: Any, offset: Any, shape: Any, strides: Any) -> torch.Tensor:
+    untyped, kind, first, size, steps = _place(machine, storage, dtype, offset, shape, strides)
+    return torch.empty((0,), dtype=kind, device=untyped.device).set_(untyped, first, size, steps)
+
+
+def _tensor(machine: Machine, arguments: Any) -> torch.Tensor:
+    storage, offset, shape, strides = arguments
+    return _laid(machine, storage, None, offset, shape, strides)
+
+
+def _tensor_v2(machine: Machine, arguments: Any) -> torch.Tensor:
+    storage, offset, shape, strides, requires_grad, hooks, *metadata = arguments
+    return _finished(_laid(machine, storage, None, offset, shape, strides), requires_grad, hooks, metadata)
+
+
+def _tensor_v3(machine: Machine, arguments: Any) -> torch.Tensor:
+    storage, offset, shape, strides, requires_grad, hooks, dtype, *metadata = arguments
+    return _finished(_laid(machine, storage, _dtype(dtype), offset, shape, strides), requires_grad, hooks, metadata)
+
+
+def _finished(made: torch.Tensor, requires_grad: Any, hooks: Any, metadata: list[Any]) -> torch.Tensor:
+    _check_hooks(hooks)
+    bits = metadata[0] if metadata else None
+    if len(metadata) > 1 or not (bits is None or type(bits) is dict) or set(bits or ()) - {"conj", "neg"}:
+        raise _unfit("a tensor of other bits")
+    if bits and _flag(bits.get("conj", False)):
+        made = made.conj()
+    if bits and _flag(bits.get("neg", False)):
+        made = torch._neg_view(made)
+    return made.requires_grad_() if _flag(requires_grad) else made
+
+
+def _plain(value: Any) -> torch.Tensor:
+    if type(value) not in (torch.Tensor, torch.nn.Parameter):
+        raise _unfit("a tensor of what is no tensor")
+    return value  # type: ignore[no-any-return]
+
+
+def _parameter(machine: Machine, arguments: Any) -> torch.nn.Parameter:
+    data, requires_grad, hooks, *state = arguments
+    machine.pay(_TENSOR_BYTES)
+    _check_hooks(hooks)
+    made = torch.nn.Parameter(_plain(data), _flag(requires_grad))
+    return _with_state(machine, made, state[0]) if state else made
+
+
+def _with_state(machine: Machine, made: Any, state: Any) -> Any:
+    if type(state) is tuple and len(state) == 2 and not state[1]:
+        state = state[0]
+    if not state:
+        return made
+    if type(state) is not dict or any(type(name) is not str or name.startswith("__") for name in state):
+        raise ObjectionError("a state of a tensor")
+    machine.pay_for(state, hashed=True)
+    vars(made).update(state)
+    return made
+
+
+def _from_type(machine: Machine, arguments: Any) -> Any:
+    function, kind, given, state = arguments
+    if not any(function is known for known in FUNCTIONS.values()) or type(given) is not tuple:
+        raise ObjectionError("torch._tensor._rebuild_from_type_v2 of another function")
+    made = machine.call(function, given)
+    if isinstance(made, Deferred):
+        if type(kind) is not Registered or kind.value is not made.arguments[0]:
+            raise ObjectionError("torch._tensor._rebuild_from_type_v2 of another class")
+        return machine.defer(
+            torch._tensor._rebuild_from_type_v2, (made.function, kind.value, made.arguments, state)
+        )
+    if not isinstance(made, torch.Tensor):
+        return made
+    if type(made) is not kind:
+        if kind is not torch.nn.Parameter and kind is not torch.Tensor:
+            raise ObjectionError("torch._tensor._rebuild_from_type_v2 of another class")
+        made = made.as_subclass(kind)
+    return _with_state(machine, made, state)
+
+
+def _wrapper(machine: Machine, arguments: Any) -> Deferred:
+    kind, dtype, shape, strides, offset, layout, device, requires_grad = arguments
+    _dtype(dtype), _numbers(shape), _numbers(strides), _numbers((offset,)), _flag(requires_grad)
+    if type(kind) is not Registered or type(layout) is not torch.layout or type(device) is not torch.device:
+        raise _unfit("a tensor of another class")
+    return machine.defer(torch._utils._rebuild_wrapper_subclass, (kind.value, *arguments[1:]))
+
+
+def _quantised(machine: Machine, arguments: Any) -> torch.Tensor:
+    storage, offset, shape, strides, how, requires_grad, hooks = arguments
+    untyped, dtype, first, size, steps = _place(machine, storage, None, offset, shape, strides)
+    if math.prod(size) * dtype.itemsize > untyped.nbytes():
+        raise ObjectionError("a tensor that repeats its elements")
+    machine.pay(untyped.nbytes() >> 3)
+    _check_hooks(hooks)
+    scheme, *how = how
+    if scheme is torch.per_tensor_affine:
+        scale, zero = how
+        made = torch._empty_affine_quantized(
+            size, scale=_scalar(scale), zero_point=_scalar(zero), dtype=dtype, device=untyped.device
+        )
+    elif scheme in (torch.per_channel_affine, torch.per_channel_affine_float_qparams):
+        scales, zeros, axis = how
+        scales, zeros = _plain(scales), _plain(zeros)
+        axis = _numbers((axis,))[0]
+        wanted = size[axis : axis + 1]
+        if not wanted or tuple(scales.shape) != wanted or tuple(zeros.shape) != wanted:
+            raise _unfit("a quantised tensor")
+        made = torch._empty_per_channel_affine_quantized(
+            size, scales=scales, zero_points=zeros, axis=axis, dtype=dtype, device=untyped.device
+        )
+    else:
+        raise _unfit("a quantised tensor")
+    made.set_(untyped, first, size, steps)
+    return made.requires_grad_() if _flag(requires_grad) else made
+
+
+def _scalar(value: Any) -> Any:
+    if type(value) not in (int, float):
+        raise _unfit("a quantised tensor")
+    return value
+
+
+def _check_owned(machine: Machine, tensor: torch.Tensor) -> None:
+    """Refuse elements that a storage does not hold one by one: checks and copies would take any time and memory."""
+    nbytes = tensor.numel() * tensor.element_size()
+    if nbytes > tensor.untyped_storage().nbytes():
+        raise ObjectionError("a tensor that repeats its elements")
+    machine.pay(nbytes >> 3)
+
+
+def _sparse(machine: Machine, arguments: Any) -> torch.Tensor:
+    layout, data = arguments
+    machine.pay(_TENSOR_BYTES)
+    *parts, shape = data[:3] if layout is torch.sparse_coo else data
+    coalesced = data[3] if layout is torch.sparse_coo and len(data) > 3 else None
+    size = _numbers(shape)
+    if math.prod(size) >= _MAX_NUMBER or not (coalesced is None or type(coalesced) is bool):
+        raise _unfit("a sparse tensor")
+    for part in parts:
+        if _plain(part).layout is not torch.strided or part.is_quantized or part.is_nested:
+            raise _unfit("a sparse tensor")
+        _check_owned(machine, part)
+    # There is nothing to check where only the shape is read.
+    check = not any(part.is_meta for part in parts)
+    try:
+        if layout is torch.sparse_coo:
+            indices, values = parts
+            return torch.sparse_coo_tensor(indices, values, size, check_invariants=check, is_coalesced=coalesced)
+        if layout in _COMPRESSED:
+            outer, inner, values = parts
+            return torch.sparse_compressed_tensor(
+                outer, inner, values, size, layout=layout, check_invariants=check
+            )
+    except RuntimeError as error:
+        raise ObjectionError(f"a sparse tensor whose indices do not fit: {str(error).splitlines()[0]}") from None
+    raise _unfit("a sparse tensor")
+
+
+def _nested(machine: Machine, arguments: Any) -> torch.Tensor:
+    buffer, sizes, strides, offsets = (_plain(part) for part in arguments)
+    for part in (buffer, sizes, strides, offsets):
+        _check_owned(machine, part)
+    if buffer.is_meta:
+        raise _unfit("a nested tensor")
+    if sizes.dim() != 2 or sizes.shape != strides.shape or tuple(offsets.shape) != tuple(sizes.shape[:1]):
+        raise _unfit("a nested tensor")
+    if not buffer.is_contiguous() or buffer.dim() != 1 or any(part.dtype != torch.int64 for part in (sizes, strides)):
+        raise _unfit("a nested tensor")
+    for size, step, first in zip(sizes.tolist(), strides.tolist(), offsets.tolist(), strict=True):
+        _numbers((*size, *step, first))
+        if 0 not in size and first + sum((n - 1) * s for n, s in zip(size, step, strict=True)) >= buffer.numel():
+            raise _unfit("a nested tensor")
+        if math.prod(size) > buffer.numel():
+            raise ObjectionError("a tensor that repeats its elements")
+    return torch._nested_view_from_buffer(buffer, sizes, strides, offsets)
+
+
+def _meta(machine: Machine, arguments: Any) -> torch.Tensor:
+    dtype, shape, strides, requires_grad = arguments
+    size, steps = _numbers(shape), _numbers(strides)
+    if math.prod(size) >= _MAX_NUMBER or len(size) != len(steps):
+        raise _unfit("a tensor of a shape")
+    machine.pay(_TENSOR_BYTES)
+    made = torch.empty_strided(size, steps, dtype=_dtype(dtype), device="meta")
+    return made.requires_grad_() if _flag(requires_grad) else made
+
+
+def _on_device(machine: Machine, arguments: Any) -> Any:
+    """A tensor of a device without storages (XLA and the like): saved as a tensor or an array of the host."""
+    data, dtype, device, requires_grad = arguments
+    if type(device) is str:
+        device = torch.device(device)
+    if type(device) is not torch.device or not isinstance(_dtype(dtype), torch.dtype):
+        raise _unfit("a tensor of a device")
+    if not isinstance(data, torch.Tensor):
+        import numpy as np
+
+        if type(data) is not np.ndarray:
+            raise _unfit("a tensor of a device")
+        machine.pay(data.nbytes)
+        data = torch.from_numpy(data)
+    _check_owned(machine, _plain(data))
+    if dtype.itemsize > data.dtype.itemsize:
+        raise _unfit("a tensor of a device")
+    return machine.defer(_to_device, (data, dtype, device, _flag(requires_grad)))
+
+
+def _to_device(data: torch.Tensor, dtype: torch.dtype, device: torch.device, requires_grad: bool) -> torch.Tensor:
+    return data.to(device=device, dtype=dtype).requires_grad_(requires_grad)
+
+
+def _size(machine: Machine, arguments: Any) -> torch.Size:
+    (numbers,) = arguments
+    return torch.Size(_numbers(numbers))
+
+
+def _device(machine: Machine, arguments: Any) -> torch.device:
+    name, *index = arguments
+    if type(name) is not str or len(name) > 64 or any(type(number) is not int for number in index):
+        raise _unfit("torch.device")
+    return torch.device(name, *index)
+
+
+def layouts() -> dict[str, torch.layout]:
+    """Layouts by their names."""
+    return {str(value): value for value in vars(torch).values() if isinstance(value, torch.layout)}
+
+
+def _layout(machine: Machine, arguments: Any) -> torch.layout:
+    (name,) = arguments
+    return layouts()[name]
+
+
+def _generator(machine: Machine, arguments: Any) -> torch.Generator:
+    (device,) = arguments
+    if type(device) is not torch.device or device.type != "cpu":
+        raise _unfit("a random generator of a device")
+    machine.pay(_GENERATOR_BYTES)
+    return torch.Generator()
+
+
+def _set_generator(machine: Machine, target: torch.Generator, state: Any) -> torch.Generator:
+    # torch checks this state itself: its length, and the position in it.
+    _, offset, words = state
+    if offset is not None or _plain(words).dtype != torch.uint8 or tuple(words.shape) != (_GENERATOR_BYTES,):
+        raise _unfit("a state of a random generator")
+    return target.set_state(words.contiguous())
+
+
+def storage(pid: Any, find: Callable[[str, int, str], torch.UntypedStorage]) -> TypedStorage:
+    """The storage of a persistent id of torch.save.
+
+    Args:
+        find: gives the storage by its key, its length in bytes and the name of its device.
+    """
+    if type(pid) is not tuple or not 5 <= len(pid) <= 6 or pid[0] != "storage":
+        raise ObjectionError("a reference that torch.save does not write")
+    _, kind, key, location, numel, *view = pid
+    if type(key) is not str or type(location) is not str or type(kind) is not StorageType or any(view):
+        raise ObjectionError("a reference that torch.save does not write")
+    (count,) = _numbers((numel,))
+    found = find(key, count * kind.dtype.itemsize, location)
+    return TypedStorage(wrap_storage=found, dtype=kind.dtype, _internal=True)  # type: ignore[no-untyped-call]
+
+
+class StorageType(Function):
+    """The class of a storage in a pickle, of which only the type of the elements matters."""
+
+    def __init__(self, name: str, dtype: torch.dtype) -> None:
+        super().__init__(name)
+        self.dtype = dtype
+
+
+def names() -> dict[tuple[str, str], Any]:
+    """Meaning of torch's names."""
+    found: dict[tuple[str, str], Any] = {}
+    for name, function in FUNCTIONS.items():
+        found["torch._utils", name] = function
+    found["torch._tensor", "_rebuild_from_type_v2"] = _FROM_TYPE
+    found["torch.serialization", "_get_layout"] = _GET_LAYOUT
+    found["torch", "Tensor"] = torch.Tensor
+    found["torch.nn.parameter", "Parameter"] = torch.nn.Parameter
+    found["torch", "Size"], found["torch", "device"] = torch.Size, torch.device
+    found["torch._C", "Generator"] = torch.Generator
+    for name in (*DTYPE_NAMES, *_QSCHEMES):
+        value = getattr(torch, name, None)
+        if isinstance(value, torch.dtype | torch.qscheme):
+            found["torch", name] = value
+    for name, dtype_name in STORAGE_TYPE_NAMES.items():
+        found["torch", name] = StorageType(f"torch.{name}", getattr(torch, dtype_name))
+    for name in ("UntypedStorage", "TypedStorage"):
+        found["torch.storage", name] = StorageType(f"torch.storage.{name}", torch.uint8)
+    return found
+
+
+def makers() -> dict[Any, Make]:
+    """Checked calls, by what is called."""
+    checked: dict[str, Make] = {
+        "_rebuild_tensor": _tensor,
+        "_rebuild_tensor_v2": _tensor_v2,
+        "_rebuild_tensor_v3": _tensor_v3,
+        "_rebuild_parameter": _parameter,
+        "_rebuild_parameter_with_state": _parameter,
+        "_rebuild_qtensor": _quantised,
+        "_rebuild_sparse_tensor": _sparse,
+        "_rebuild_nested_tensor": _nested,
+        "_rebuild_meta_tensor_no_storage": _meta,
+        "_rebuild_device_tensor_from_numpy": _on_device,
+        "_rebuild_device_tensor_from_cpu_tensor": _on_device,
+        "_rebuild_wrapper_subclass": _wrapper,
+    }
+    return {
+        **{FUNCTIONS[name]: make for name, make in checked.items()},
+        _FROM_TYPE: _from_type,
+        _GET_LAYOUT: _layout,
+        torch.Size: _size,
+        torch.device: _device,
+        torch.Generator: _generator,
+    }
+
+
+def changers() -> dict[type, Change]:
+    """Checked states, by the type of what they are given to."""
+    return {torch.Generator: _set_generator}
+
+
+def parts() -> dict[type, Any]:
+    """Parts of dictionary keys."""
+    found: dict[type, Any] = dict.fromkeys(
+        (torch.Tensor, torch.nn.Parameter, torch.dtype, torch.device, torch.layout, torch.qscheme), lambda key: ()
+    )
+    found[torch.Size] = tuple
+    return found

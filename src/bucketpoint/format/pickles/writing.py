@@ -1,0 +1,121 @@
+"""Items written anew, of values that were read safely: what `torch.load` and unpicklers of planners are given."""
+
+from __future__ import annotations
+
+import io
+import pickle
+from typing import Any
+
+import torch
+
+from bucketpoint.format.pickles.items import Item, RefusedError
+from bucketpoint.format.pickles.machine import Deferred, Function, Refused, Registered, Shell
+
+_PROTOCOL, _SAVED_PROTOCOL = 4, 2  # the second is that of torch.save, which its restricted unpickler reads
+
+
+def rewritten(item: Item) -> bytes:
+    """The item in bytes of our own: every unpickler makes the same values of them, and nothing else.
+
+    Raises:
+        RefusedError: a value cannot be written: it nests too deeply, or holds a function.
+    """
+    try:
+        if not item.saved:
+            return b"".join(_Pickler({}).dumped(value) for value in item.values)
+        return _archive(item.values[0], item.locations)
+    except RecursionError:
+        raise RefusedError(["<values that nest too deeply>"]) from None
+
+
+def settled(value: Any) -> Any:
+    """The value with all calls made that were deferred. Its tensors are the same objects."""
+    kept: list[Any] = []
+    try:
+        data = _Keeping(kept).dumped(value)
+    except RecursionError:
+        raise RefusedError(["<values that nest too deeply>"]) from None
+    unpickler = _Kept(io.BytesIO(data))
+    unpickler.kept = kept
+    return unpickler.load()
+
+
+def _archive(value: Any, locations: dict[int, str]) -> bytes:
+    pickler = _Pickler(locations, _SAVED_PROTOCOL)
+    body = pickler.dumped(value)
+    stream = io.BytesIO()
+    writer = torch._C.PyTorchFileWriter(stream)  # type: ignore[call-arg]
+    writer.write_record("data.pkl", body, len(body))
+    writer.write_record("byteorder", b"little", len(b"little"))
+    for storage, key in pickler.storages:
+        if storage.device.type != "meta":
+            writer.write_record(f"data/{key}", storage, storage.nbytes())
+    writer.write_end_of_file()
+    return stream.getvalue()
+
+
+class _Pickler(pickle.Pickler):
+    """Pickles values as torch.save does. Calls that were deferred become calls."""
+
+    def __init__(self, locations: dict[int, str], protocol: int = _PROTOCOL) -> None:
+        self._stream = io.BytesIO()
+        super().__init__(self._stream, protocol)
+        self._locations = locations
+        self._keys: dict[int, str] = {}
+        self.storages: list[tuple[torch.UntypedStorage, str]] = []
+
+    def dumped(self, value: Any) -> bytes:
+        self.dump(value)
+        return self._stream.getvalue()
+
+    def persistent_id(self, value: Any, /) -> Any:
+        if not isinstance(value, (torch.storage.TypedStorage, torch.UntypedStorage)):
+            return None
+        if isinstance(value, torch.storage.TypedStorage):
+            untyped, kind = value._untyped_storage, getattr(torch, value._pickle_storage_type())
+            count = value._size()
+        else:
+            untyped, kind, count = value, torch.UntypedStorage, value.nbytes()
+        address = untyped._cdata
+        if address not in self._keys:
+            self._keys[address] = str(len(self._keys))
+            self.storages.append((untyped, self._keys[address]))
+        return "storage", kind, self._keys[address], self._locations.get(address, "cpu"), count
+
+    def reducer_override(self, value: Any, /) -> Any:
+        if isinstance(value, Deferred):
+            new, arguments = value.function, value.arguments
+            made: Any = (_new, (new, *arguments)) if value.new else (new, arguments)
+            return *made, value.change[0] if value.change else None, iter(value.items), iter(value.pairs)
+        if isinstance(value, (Function, Registered, Refused, Shell)):
+            raise RefusedError([f"<{getattr(value, '__name__', type(value).__name__.lower())} as a value>"])
+        return NotImplemented
+
+
+def _new(kind: Any, *arguments: Any) -> Any:
+    return kind.__new__(kind, *arguments)
+
+
+class _Keeping(_Pickler):
+    """Keeps tensors and storages out of the pickle, as they are."""
+
+    def __init__(self, kept: list[Any]) -> None:
+        super().__init__({})
+        self._kept = kept
+        self._numbers: dict[int, int] = {}
+
+    def persistent_id(self, value: Any, /) -> Any:
+        plain = isinstance(value, torch.Tensor) and not value.__dict__
+        if not plain and not isinstance(value, (torch.storage.TypedStorage, torch.UntypedStorage)):
+            return None
+        if id(value) not in self._numbers:
+            self._numbers[id(value)] = len(self._kept)
+            self._kept.append(value)
+        return self._numbers[id(value)]
+
+
+class _Kept(pickle.Unpickler):
+    kept: list[Any]
+
+    def persistent_load(self, pid: Any, /) -> Any:
+        return self.kept[pid]
