@@ -2,8 +2,18 @@
 
 from __future__ import annotations
 
+import collections
+import datetime
+import decimal
+import fractions
+import io
+import pathlib
 import pickle
+import types
+import uuid
+from typing import Any
 
+import numpy as np
 import torch
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
@@ -88,3 +98,32 @@ prune: {grace: 1h, max_delete: {count: 20, fraction: 0.5}}
 
 def policy_seeds() -> list[bytes]:
     return [text.encode() for text in POLICIES]
+
+
+VALUES: list[Any] = [
+    {
+        "arrays": [
+            np.ones((2, 3)),
+            np.float32(1),
+            np.array(["a", None], object),
+            np.datetime64("2026-01-02"),
+            np.arange(3),
+        ]
+    },
+    {"generators": [np.random.RandomState(4), np.random.default_rng(3), np.random.Philox(5), torch.Generator()]},
+    {
+        "values": [decimal.Decimal("1.5"), fractions.Fraction(1, 3), uuid.UUID(int=5), pathlib.PurePosixPath("z"), 1j],
+        "times": [datetime.datetime(2026, 1, 2, tzinfo=datetime.timezone.utc), datetime.timedelta(4)],
+        "containers": [collections.OrderedDict(a=1), collections.Counter("abca"), collections.deque([1], 3)],
+        "keys": {(1, ("a", 2)): {3, 4}, frozenset([5]): 6},
+        "stream": io.BytesIO(b"abc"),
+        "space": types.SimpleNamespace(a=1),
+    },
+    [torch.eye(3).to_sparse(), torch.nn.Parameter(torch.ones(2)), torch.ones(2, dtype=torch.complex64).conj()],
+    {"meta": torch.ones(2, device="meta"), "view": torch.ones(6)[1:3].expand(4, 2), "size": torch.Size((1, 2))},
+]
+SPARSE: list[torch.Tensor] = [
+    torch.eye(3).to_sparse(),
+    torch.eye(3).to_sparse_csr(),
+    torch.eye(4).to_sparse_bsr((2, 2)),
+]

@@ -184,6 +184,99 @@ def programs(canary: str) -> dict[str, bytes]:
     return found
 
 
+def _array(shape: bytes, code: str, raw: bytes) -> bytes:
+    """An array whose state says `shape` and holds `raw`, both as opcodes."""
+    core = "numpy._core.multiarray"
+    dtype = (
+        global_("numpy", "dtype")
+        + text(code)
+        + b"\x89\x88\x87R(K\x03"
+        + text("|")
+        + b"NNNJ\xff\xff\xff\xffJ\xff\xff\xff\xffK?tb"
+    )
+    shell = global_(core, "_reconstruct") + global_("numpy", "ndarray") + b"K\x00\x85C\x01b\x87R"
+    return P4 + shell + b"(K\x01" + shape + dtype + b"\x89" + raw + b"tb."
+
+
+def crashes() -> dict[str, bytes]:
+    """Pickles of allowed names that ended the process, or never ended, in 0.1.0."""
+    doubled = P4 + b")\x94" + b"".join(b"h" + bytes([n]) + b"h" + bytes([n]) + b"\x86\x94" for n in range(64))
+    lists = P4 + b"]\x94" + b"".join(b"]\x94(h" + bytes([n]) + b"h" + bytes([n]) + b"e" for n in range(60))
+    escape = global_("builtins", "str") + global_("_codecs", "encode")
+    same_hash = b"".join(b"\x8a\x0a" + (n * ((1 << 61) - 1)).to_bytes(10, "little") + b"N" for n in range(1, 6000))
+    decimal, million = global_("decimal", "Decimal"), b"J" + struct.pack("<i", 1 << 20)
+    copies = P4 + b"]\x94(" + b"K\x01" * 20_000 + b"e0" + global_("builtins", "tuple") + b"\x94("
+    bits = global_("numpy.random._pickle", "__bit_generator_ctor") + text("MT19937") + b"\x85R"
+    return {
+        "an array of objects that are not there": _array(million + b"\x85", "O8", b"]NaNa"),
+        "an array of numbers that are not there": _array(
+            million + b"\x85", "f8", b"C\x08\x00\x00\x00\x00\x00\x00\x00\x00"
+        ),
+        "a state of a generator that points beyond it": P4
+        + bits
+        + b"}("
+        + (text("bit_generator") + text("MT19937") + text("state") + b"}(" + text("pos") + b"J\xff\xff\xff\x7f")
+        + (text("key") + _array(b"M\x70\x02\x85", "u4", b"B" + struct.pack("<I", 2496) + bytes(2496))[2:-1] + b"uub."),
+        "a scalar of two gigabytes": P4
+        + global_("numpy._core.multiarray", "scalar")
+        + global_("numpy", "dtype")
+        + text("V2000000000")
+        + b"\x89\x88\x87RC\x00\x86R.",
+        "an integer of a decimal": P4 + global_("builtins", "int") + decimal + text("1E+400000") + b"\x85R\x85R.",
+        "a fraction of a decimal": P4
+        + global_("fractions", "Fraction")
+        + decimal
+        + text("1e30000000")
+        + b"\x85R\x85R.",
+        "text of shared lists": lists + global_("builtins", "str") + b"h\x3c\x85R.",
+        "text escaped again and again": P4
+        + escape * 28
+        + text("\\" * 8)
+        + (text("unicode_escape") + b"\x86R\x85R") * 28
+        + b".",
+        "a doubled tuple as a key": doubled + b"}h\x40Ns.",
+        "a doubled tuple in a set": doubled + b"\x8f(h\x40\x90.",
+        "a deep tuple as a key": P4 + b"})" + b"\x85" * 200_000 + b"Ns.",
+        "keys of one hash": P4 + b"}(" + same_hash + b"u.",
+        "copies of one list": copies + b"h\x01h\x00\x85R" * 6000 + b"t.",
+    }
+
+
+def archive(body: bytes, storage: bytes = bytes(4)) -> bytes:
+    """A file of torch.save with this pickle, and this storage as `0`."""
+    stream = io.BytesIO()
+    writer = torch._C.PyTorchFileWriter(stream)
+    for name, record in (("data.pkl", body), ("byteorder", b"little"), ("data/0", storage)):
+        writer.write_record(name, record, len(record))
+    writer.write_end_of_file()
+    return stream.getvalue()
+
+
+def repeated(count: int = 1 << 30) -> bytes:
+    """Opcodes of a tensor that repeats one element."""
+    pid = b"(" + text("storage") + global_("torch", "FloatStorage") + text("0") + text("cpu") + b"K\x01tQ"
+    size = b"\x8a\x08" + struct.pack("<q", count) + b"\x85K\x00\x85"
+    return global_("torch._utils", "_rebuild_tensor_v2") + b"(" + pid + b"K\x00" + size + b"\x89" + ORDERED + b")RtR"
+
+
+def expanding_archives() -> dict[str, bytes]:
+    """Files of torch.save of a kilobyte that take gigabytes once something is made of their tensor."""
+    device = global_("torch._utils", "_rebuild_device_tensor_from_cpu_tensor")
+    found = {
+        f"{name} of a tensor": P4 + global_(module, name) + repeated() + b"\x85R."
+        for module, name in [
+            ("builtins", "list"),
+            ("builtins", "tuple"),
+            ("collections", "Counter"),
+            ("collections", "deque"),
+        ]
+    }
+    found["a tensor of a device"] = (
+        P4 + device + b"(" + repeated() + global_("torch", "float64") + text("cpu") + b"\x89tR."
+    )
+    return {name: archive(body) for name, body in found.items()}
+
+
 HUGE32 = struct.pack("<I", 0x7FFFFFF0)
 ANY_SIZE = b"\x8a\x06" + (1 << 40).to_bytes(6, "little")
 HUGE64 = struct.pack("<Q", 1 << 40)

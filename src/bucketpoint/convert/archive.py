@@ -23,7 +23,7 @@ from bucketpoint.dcp.source_objects import REMEDY
 from bucketpoint.errors import BucketpointError, CorruptDataError, MetadataError, MismatchError, UnsafeDataError
 from bucketpoint.format.frames import contiguous_strides
 from bucketpoint.format.pickles.items import RefusedError, interpret
-from bucketpoint.format.pickles.machine import MalformedPickleError
+from bucketpoint.format.pickles.vocabulary import MalformedPickleError
 from bucketpoint.format.pickles.writing import settled
 from bucketpoint.format.probe import STORAGE_NAMES
 from bucketpoint.transfer.pieces import each

@@ -26,9 +26,9 @@ from bucketpoint.convert.tensors import whole_tensors
 from bucketpoint.errors import MetadataError, MismatchError, UnsafeDataError
 from bucketpoint.format.frames import VERSION_RECORD, ArchiveWriter, contiguous_strides, frameable
 from bucketpoint.format.memory import tensor_bytes
-from bucketpoint.format.probe import STORAGE_NAMES
 from bucketpoint.format.pickles.items import RefusedError, UnreadableError, read_item
 from bucketpoint.format.pickles.writing import settled
+from bucketpoint.format.probe import STORAGE_NAMES
 from bucketpoint.transfer import Segment, Uploaded
 
 _PROTOCOL = 2  # torch.save's own

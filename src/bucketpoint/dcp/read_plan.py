@@ -342,9 +342,7 @@ class ReadPlan:
                     self._planner.load_bytes(item.read, io.BytesIO(data))
                 return
             nbytes = self._saved_nbytes(item)
-            saved = decode_item(
-                view, info, self._transforms, key=fqn, tensor_nbytes=nbytes, trusted=self._trusted
-            )
+            saved = decode_item(view, info, self._transforms, key=fqn, tensor_nbytes=nbytes, trusted=self._trusted)
             for axis, (at, size) in enumerate(zip(item.read.storage_offsets, item.read.lengths, strict=True)):
                 if (at, size) != (0, saved.shape[axis]):
                     saved = saved.narrow(axis, at, size)

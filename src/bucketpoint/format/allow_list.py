@@ -22,10 +22,10 @@ _DTYPES = (
 STORAGE_TYPE_NAMES: Mapping[str, str] = MappingProxyType({
     f"{name}Storage": dtype
     for name, dtype in {
-        **{"BFloat16": "bfloat16", "Half": "float16", "Float": "float32", "Double": "float64"},
-        **{"ComplexFloat": "complex64", "ComplexDouble": "complex128", "Bool": "bool", "Byte": "uint8"},
-        **{"Char": "int8", "Short": "int16", "Int": "int32", "Long": "int64", "QInt8": "qint8", "QInt32": "qint32"},
-        **{"QUInt8": "quint8", "QUInt4x2": "quint4x2", "QUInt2x4": "quint2x4"},
+        "BFloat16": "bfloat16", "Half": "float16", "Float": "float32", "Double": "float64",
+        "ComplexFloat": "complex64", "ComplexDouble": "complex128", "Bool": "bool", "Byte": "uint8",
+        "Char": "int8", "Short": "int16", "Int": "int32", "Long": "int64", "QInt8": "qint8", "QInt32": "qint32",
+        "QUInt8": "quint8", "QUInt4x2": "quint4x2", "QUInt2x4": "quint2x4",
     }.items()
 })  # fmt: skip
 """Data types by the names of the storages in pickles."""

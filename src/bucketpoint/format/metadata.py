@@ -31,7 +31,8 @@ from bucketpoint.format.index_ref import INDEX_ATTRIBUTE, IndexRef
 from bucketpoint.format.index_view import as_stock
 from bucketpoint.format.keys import parse_data_path
 from bucketpoint.format.pickles import dcp_metadata
-from bucketpoint.format.pickles.machine import Machine, MalformedPickleError, OverspentError
+from bucketpoint.format.pickles.machine import Machine
+from bucketpoint.format.pickles.vocabulary import MalformedPickleError, OverspentError
 from bucketpoint.format.record import CommitRecord
 from bucketpoint.version import __version__
 

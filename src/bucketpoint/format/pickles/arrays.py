@@ -1,6 +1,6 @@
-"""numpy's arrays, scalars, data types and random generators, made of what a pickle says of them once it was checked.
+"""numpy's arrays, scalars, data types and random generators, made of what a pickle says, once it was checked.
 
-Nothing here gives numpy a state of the pickle's own: an array believes the shape in its state, a generator its position.
+numpy is given no state of the pickle's own: an array believes the shape in it, a generator the position.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ import math
 import re
 from typing import Any
 
-from bucketpoint.format.pickles.machine import Change, Function, Machine, Make, ObjectionError, Shell
+from bucketpoint.format.pickles.machine import Machine
+from bucketpoint.format.pickles.vocabulary import Change, Function, Make, ObjectionError, Shell
 
 _DTYPE = re.compile(r"[<>=|]?(?:[biufcSUmM]\d{0,9}|[?U]|O8?|b1|bool|u?int\d+|float\d+|complex\d+)")
 _TIMES = {b"Y", b"M", b"W", b"D", b"h", b"m", b"s", b"ms", b"us", b"ns", b"ps", b"fs", b"as", b"generic"}
@@ -42,7 +43,11 @@ def _dtype(machine: Machine, arguments: Any) -> Shell:
     import numpy as np
 
     text = arguments[0]
-    if type(text) is not str or not _DTYPE.fullmatch(text) or any(type(flag) not in (bool, int) for flag in arguments[1:]):
+    if (
+        type(text) is not str
+        or not _DTYPE.fullmatch(text)
+        or any(type(flag) not in (bool, int) for flag in arguments[1:])
+    ):
         raise ObjectionError("numpy.dtype of fields, or of an object of a size")
     # A state always follows, and tells the order of the bytes, the length of text, and the unit of time.
     return Shell("dtype", np.dtype(text))
@@ -150,7 +155,8 @@ def _bit_generator(machine: Machine, arguments: Any) -> Any:
     if not any(found is one for one in kinds.values()):
         raise _unfit("a random generator")
     machine.pay(_GENERATOR_BYTES)
-    return found(0)
+    made: Any = found
+    return made(0)
 
 
 def _bit_generators() -> dict[str, Any]:

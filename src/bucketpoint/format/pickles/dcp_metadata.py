@@ -24,7 +24,8 @@ from torch.distributed.checkpoint.metadata import (
 
 from bucketpoint.format.allow_list import METADATA_GLOBALS
 from bucketpoint.format.pickles import plain, tensors
-from bucketpoint.format.pickles.machine import Function, Machine, Make, ObjectionError, Vocabulary
+from bucketpoint.format.pickles.machine import Machine
+from bucketpoint.format.pickles.vocabulary import Function, Make, ObjectionError, Vocabulary
 
 _DCP, _FILES = "torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem"
 _BEFORE_TORCH_2_2 = "torch.distributed._shard.sharded_tensor.metadata"

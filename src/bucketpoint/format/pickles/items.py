@@ -1,4 +1,4 @@
-"""Items that anybody may have written: read into a closed set of values, and written anew for whoever unpickles them."""
+"""Items that anybody may have written, read into a closed set of values."""
 
 from __future__ import annotations
 
@@ -11,15 +11,8 @@ from typing import Any
 import torch
 
 from bucketpoint.format.pickles import archive, arrays, plain, tensors
-from bucketpoint.format.pickles.machine import (
-    Deferred,
-    Machine,
-    MalformedPickleError,
-    OverspentError,
-    Registered,
-    Shell,
-    Vocabulary,
-)
+from bucketpoint.format.pickles.machine import Machine
+from bucketpoint.format.pickles.vocabulary import MalformedPickleError, OverspentError, Registered, Shell, Vocabulary
 
 _LEGACY_MAGIC = 0x1950A86A20F9469CFC6C
 _LEGACY_PROTOCOL = 1001
@@ -102,7 +95,9 @@ def vocabulary(*, distributed: bool = True) -> Vocabulary:
         distributed: with those of DTensors.
     """
     known, registered = _known(), torch.serialization.get_safe_globals()
-    names = dict(known.names) if distributed else {key: known.names[key] for key in known.names.keys() - _dtensor_names()}
+    names = (
+        dict(known.names) if distributed else {key: known.names[key] for key in known.names.keys() - _dtensor_names()}
+    )
     for item in registered:
         value, full = item if isinstance(item, tuple) else (item, f"{item.__module__}.{item.__qualname__}")
         module, _, name = full.rpartition(".")

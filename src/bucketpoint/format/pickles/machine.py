@@ -8,85 +8,25 @@ hashes) is paid from an allowance, so that time and memory stay below a multiple
 from __future__ import annotations
 
 import _compat_pickle
-import codecs
-import pickletools
 import struct
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable
 from typing import Any
 
-
-class MalformedPickleError(ValueError):
-    """The bytes are not a pickle, or not one that is read here."""
-
-
-class ObjectionError(Exception):
-    """A call or a change that no writer makes, and that could do harm."""
-
-
-class OverspentError(Exception):
-    """The pickle asks for more work or memory than its length pays for."""
-
-
-class Refused:
-    """Stands for an object that was refused; the interpreter goes on, to name all that is refused."""
-
-
-REFUSED = Refused()
-
-
-class Shell:
-    """An object that has yet to be given its state: an array, a data type or an identifier, which cannot be changed.
-
-    Attributes:
-        kind: name of the function of a vocabulary that makes the object of its state.
-        places: memo numbers under which the shell is known, and the object will be.
-    """
-
-    def __init__(self, kind: str, value: Any = None) -> None:
-        self.kind = kind
-        self.value = value
-        self.places: list[int] = []
-
-
-class Deferred:
-    """A call of a class or function that only the final load makes: one that the user registered, or of DTensor's.
-
-    Attributes:
-        new: `function` is a class of which an instance is made by `__new__`.
-        change: the state that the instance is to be given, as a tuple of one.
-    """
-
-    def __init__(self, function: Any, arguments: tuple[Any, ...], *, new: bool) -> None:
-        self.function, self.arguments, self.new = function, arguments, new
-        self.change: tuple[Any] | None = None
-        self.items: list[Any] = []
-        self.pairs: list[tuple[Any, Any]] = []
-
-
-Make = Callable[["Machine", Any], Any]
-Change = Callable[["Machine", Any, Any], Any]
-
-
-class Vocabulary:
-    """Meaning of the names that a pickle may use.
-
-    Attributes:
-        names: object for each (module, name). Real classes only where an instance cannot be changed by a pickle.
-        makers: function that checks and makes a call, by the `id` of the object that is called.
-        changers: function that checks and applies a state (BUILD), by the type of the object to change.
-        parts: by a type of dictionary keys, the parts that are hashed with it.
-    """
-
-    def __init__(
-        self,
-        names: dict[tuple[str, str], Any],
-        makers: dict[int, Make],
-        changers: dict[type, Change],
-        parts: dict[type, Callable[[Any], tuple[Any, ...]]],
-    ) -> None:
-        self.names, self.makers, self.changers, self.parts = names, makers, changers, parts
-
+from bucketpoint.format.pickles.opcodes import STEPS
+from bucketpoint.format.pickles.vocabulary import (
+    REFUSED,
+    Deferred,
+    Function,
+    MalformedPickleError,
+    ObjectionError,
+    OverspentError,
+    Refused,
+    Registered,
+    Shell,
+    Vocabulary,
+    name_of,
+)
 
 MAX_DIGITS = 4300
 """Of a number in decimal text: Python's own limit, beyond which conversion is worse than linear."""
@@ -106,7 +46,6 @@ class Machine:
     Args:
         paid: bytes that pay for work: the length of the item in which the pickle lies.
         persistent: object for a persistent id. None: there can be none.
-        encoding: of the text of Python 2.
 
     Attributes:
         refused: names outside the vocabulary, and objections in angle brackets, each once.
@@ -124,14 +63,12 @@ class Machine:
         position: int = 0,
         paid: int | None = None,
         persistent: Callable[[Any], Any] | None = None,
-        encoding: str = "utf-8",
     ) -> None:
         self.data, self.vocabulary, self.position = data, vocabulary, position
         self.refused: dict[str, None] = {}
         self.faults: dict[str, None] = {}
         self.named = self.deferred = False
         self._persistent = persistent
-        self._encoding = encoding
         self._left = _FREE + _MULTIPLE * (len(data) if paid is None else paid)
         self._stack: list[Any] = []
         self._marks: list[int] = []
@@ -155,7 +92,7 @@ class Machine:
 
     def _run(self) -> Any:
         # One loop with the frequent opcodes in it: metadata of 100,000 items has six million opcodes.
-        data, stack, marks, memo, steps = self.data, self._stack, self._marks, self._memo, _STEPS
+        data, stack, marks, memo, steps = self.data, self._stack, self._marks, self._memo, STEPS
         push, pop = stack.append, stack.pop
         u32 = struct.Struct("<I").unpack_from
         position = self.position
@@ -403,14 +340,16 @@ class Machine:
                 return self.defer(function.value, arguments, new=new)
         except ObjectionError as error:
             return self.refuse(f"<{error}>")
-        except OverspentError:
+        except (OverspentError, MemoryError):
             raise
         except Exception as error:  # noqa: BLE001 - constructors refuse what they are given in many ways
             return self._fault(error)
         if function is REFUSED:
             return REFUSED
         called = function if isinstance(function, type | Function | Registered) else None
-        return self.refuse("<a call of something that has no name>" if called is None else f"<a call of {_name(called)}>")
+        return self.refuse(
+            "<a call of something that has no name>" if called is None else f"<a call of {name_of(called)}>"
+        )
 
     def change(self, target: Any, state: Any) -> Any:
         """Give an object its state: the object itself, or the one that takes its place."""
@@ -425,14 +364,14 @@ class Machine:
                 return made
         except ObjectionError as error:
             return self.refuse(f"<{error}>")
-        except OverspentError:
+        except (OverspentError, MemoryError):
             raise
         except Exception as error:  # noqa: BLE001 - as above
             return self._fault(error)
         if kind is Deferred:
             target.change = (state,)
         elif target is not REFUSED:
-            return self.refuse(f"<a change of {_name(target)}>")
+            return self.refuse(f"<a change of {name_of(target)}>")
         return target
 
     def set_items(self, target: Any, items: list[Any]) -> None:
@@ -448,12 +387,12 @@ class Machine:
                     target[key] = value
             except ObjectionError as error:
                 self.refuse(f"<{error}>")
-            except TypeError as error:
+            except (TypeError, AttributeError) as error:
                 self._fault(error)
         elif kind is Deferred:
             target.pairs += zip(pairs, pairs, strict=True)
         elif target is not REFUSED:
-            self.refuse(f"<a change of {_name(target)}>")
+            self.refuse(f"<a change of {name_of(target)}>")
 
     def append(self, target: Any, items: list[Any]) -> None:
         kind = type(target)
@@ -462,12 +401,12 @@ class Machine:
         elif kind is Deferred:
             target.items += items
         elif target is not REFUSED:
-            self.refuse(f"<a change of {_name(target)}>")
+            self.refuse(f"<a change of {name_of(target)}>")
 
     def add(self, target: Any, items: list[Any]) -> None:
         if type(target) is not set:
             if target is not REFUSED:
-                self.refuse(f"<a change of {_name(target)}>")
+                self.refuse(f"<a change of {name_of(target)}>")
             return
         self.fill(target, items)
 
@@ -479,7 +418,7 @@ class Machine:
                 target.add(item)
         except ObjectionError as error:
             self.refuse(f"<{error}>")
-        except TypeError as error:
+        except (TypeError, AttributeError) as error:
             self._fault(error)
 
     def frozen(self, items: Any) -> Any:
@@ -510,175 +449,7 @@ class Machine:
         except ValueError:
             raise MalformedPickleError("it has a number that is none") from None
 
-    def float_line(self) -> None:
-        try:
-            self.push(float(self.line()))
-        except ValueError:
-            raise MalformedPickleError("it has a number that is none") from None
-
-    def int_line(self) -> None:
-        raw = self.line()
-        self.push({b"00": False, b"01": True}[raw] if raw in (b"00", b"01") else self.decimal(raw))
-
-    def string_line(self) -> None:
-        raw = self.line().strip()
-        if len(raw) < 2 or raw[:1] != raw[-1:] or raw[:1] not in (b"'", b'"'):
-            raise MalformedPickleError("it has text that is none")
-        try:
-            self.text(codecs.escape_decode(raw[1:-1])[0], self._encoding)  # type: ignore[attr-defined]
-        except ValueError:
-            raise MalformedPickleError("it has text that is none") from None
-
     def _fault(self, error: Exception) -> Refused:
         if len(self.faults) < 100:
             self.faults[f"{type(error).__name__}: {error}"[:300]] = None
         return REFUSED
-
-
-class Function:
-    """A function of the vocabulary, which is no value by itself."""
-
-    def __init__(self, name: str) -> None:
-        self.__name__ = name
-
-
-class Registered:
-    """A class or function that only the final load calls.
-
-    Attributes:
-        called: False for a class whose instances are made by `__new__` alone.
-    """
-
-    def __init__(self, value: Any, *, called: bool) -> None:
-        self.value, self.called = value, called
-
-
-def _name(value: Any) -> str:
-    if isinstance(value, Registered):
-        return _name(value.value)
-    if isinstance(value, Function):
-        return value.__name__
-    if isinstance(value, type):
-        return f"{value.__module__}.{value.__qualname__}"
-    return f"a {type(value).__name__}"
-
-
-_Step = Callable[[Machine], Any]
-
-
-def _instance(machine: Machine) -> None:
-    found = machine.find_lines()
-    machine.push(machine.call(found, tuple(machine.to_mark())))
-
-
-def _obj(machine: Machine) -> None:
-    function, *arguments = machine.to_mark()
-    machine.push(machine.call(function, tuple(arguments)))
-
-
-def _newobj_ex(machine: Machine) -> None:
-    named, arguments, function = machine.pop(), machine.pop(), machine.pop()
-    if type(named) is not dict or named:
-        machine.push(machine.refuse("<a call with named arguments>"))
-    else:
-        machine.push(machine.call(function, arguments, new=True))
-
-
-def _duplicate(machine: Machine) -> None:
-    value = machine.pop()
-    machine.push(value)
-    machine.push(value)
-
-
-def _set_item(machine: Machine) -> None:
-    value, key = machine.pop(), machine.pop()
-    target = machine.pop()
-    machine.push(target)
-    machine.set_items(target, [key, value])
-
-
-def _on_top(method: str, *, single: bool = False) -> _Step:
-    def step(machine: Machine) -> None:
-        items = [machine.pop()] if single else machine.to_mark()
-        target = machine.pop()
-        machine.push(target)
-        getattr(machine, method)(target, items)
-
-    return step
-
-
-def _tuple3(machine: Machine) -> None:
-    third, second, first = machine.pop(), machine.pop(), machine.pop()
-    machine.push((first, second, third))
-
-
-def _dict_to_mark(machine: Machine) -> None:
-    items = machine.to_mark()
-    made: dict[Any, Any] = {}
-    machine.set_items(made, items)
-    machine.push(made)
-
-
-def _sized(width: int, made: Callable[[Machine, bytes], Any]) -> _Step:
-    return lambda machine: made(machine, machine.take(machine.number(width)))
-
-
-def _long(width: int) -> _Step:
-    return _sized(width, lambda m, raw: m.push(int.from_bytes(raw, "little", signed=True)))
-
-
-_BY_NAME: dict[str, _Step] = {
-    "PROTO": lambda m: m.take(1),
-    "FRAME": lambda m: m.take(8),
-    "POP": Machine.discard,
-    "POP_MARK": Machine.to_mark,
-    "DUP": _duplicate,
-    "PUT": lambda m: m.memoize(m.decimal(m.line())),
-    "BINPUT": lambda m: m.memoize(m.number(1)),
-    "LONG_BINPUT": lambda m: m.memoize(m.number(4)),
-    "GET": lambda m: m.push(m.recall(m.decimal(m.line()))),
-    "NONE": lambda m: m.push(None),
-    "NEWTRUE": lambda m: m.push(True),
-    "NEWFALSE": lambda m: m.push(False),
-    "INT": Machine.int_line,
-    "LONG": lambda m: m.push(m.decimal(m.line().removesuffix(b"L"))),
-    "LONG1": _long(1),
-    "LONG4": _long(4),
-    "FLOAT": Machine.float_line,
-    "BINFLOAT": lambda m: m.push(struct.unpack(">d", m.take(8))[0]),
-    "STRING": Machine.string_line,
-    "BINSTRING": _sized(4, lambda m, raw: m.text(raw, m._encoding)),
-    "SHORT_BINSTRING": _sized(1, lambda m, raw: m.text(raw, m._encoding)),
-    "UNICODE": lambda m: m.text(m.line(), "raw-unicode-escape"),
-    "BINUNICODE": _sized(4, lambda m, raw: m.text(raw)),
-    "BINUNICODE8": _sized(8, lambda m, raw: m.text(raw)),
-    "SHORT_BINBYTES": _sized(1, Machine.push),
-    "BINBYTES": _sized(4, Machine.push),
-    "BINBYTES8": _sized(8, Machine.push),
-    "BYTEARRAY8": _sized(8, lambda m, raw: m.push(bytearray(raw))),
-    "EMPTY_LIST": lambda m: m.push([]),
-    "EMPTY_SET": lambda m: m.push(set()),
-    "LIST": lambda m: m.push(m.to_mark()),
-    "DICT": _dict_to_mark,
-    "TUPLE": lambda m: m.push(tuple(m.to_mark())),
-    "TUPLE3": _tuple3,
-    "FROZENSET": lambda m: m.push(m.frozen(m.to_mark())),
-    "APPEND": _on_top("append", single=True),
-    "APPENDS": _on_top("append"),
-    "ADDITEMS": _on_top("add"),
-    "SETITEM": _set_item,
-    "GLOBAL": lambda m: m.push(m.find_lines()),
-    "STACK_GLOBAL": Machine.find_stacked,
-    "INST": _instance,
-    "OBJ": _obj,
-    "NEWOBJ_EX": _newobj_ex,
-    "EXT1": lambda m: m.extension(1),
-    "EXT2": lambda m: m.extension(2),
-    "EXT4": lambda m: m.extension(4),
-    "PERSID": lambda m: m.persistent(m.line().decode("ascii", "replace")),
-    "BINPERSID": lambda m: m.persistent(m.pop()),
-}
-
-_STEPS: dict[int, _Step] = {
-    ord(opcode.code): _BY_NAME[opcode.name] for opcode in pickletools.opcodes if opcode.name in _BY_NAME
-}

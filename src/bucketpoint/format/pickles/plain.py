@@ -15,7 +15,8 @@ import uuid
 from collections import Counter, OrderedDict, defaultdict, deque
 from typing import Any
 
-from bucketpoint.format.pickles.machine import Change, Function, Machine, Make, ObjectionError, Registered, Shell
+from bucketpoint.format.pickles.machine import Machine
+from bucketpoint.format.pickles.vocabulary import Change, Function, Make, ObjectionError, Registered, Shell
 
 _SCALARS = (bool, int, float)
 _FRACTION = re.compile(r"-?\d{1,4000}(/\d{1,4000})?")
@@ -139,9 +140,9 @@ def _deque(machine: Machine, arguments: Any) -> Any:
 
 def _range(kind: Any) -> Make:
     def make(machine: Machine, arguments: Any) -> Any:
-        if any(type(value) is not int and not (value is None and kind is slice) for value in arguments):
-            if kind is range or any(type(value) not in (int, float, str) for value in arguments if value is not None):
-                raise _unfit(f"builtins.{kind.__name__}")
+        kinds = (int,) if kind is range else (int, float, str, type(None))
+        if any(type(value) not in kinds for value in arguments):
+            raise _unfit(f"builtins.{kind.__name__}")
         return kind(*arguments)
 
     return make
@@ -198,11 +199,12 @@ def _zone_in(arguments: Any) -> Any:
 
 def _datetime(machine: Machine, arguments: Any) -> Any:
     if len(arguments) >= 3 and _plain_ints(arguments):
-        return datetime.datetime(*arguments)
+        return datetime.datetime(*arguments)  # noqa: DTZ001 - as it was saved
     zone, raw = _zone_in(arguments), _raw(arguments[0], 10)
     # The first bit of the month is the fold.
-    day = raw[0] << 8 | raw[1], raw[2] & 0x7F, raw[3]
-    return datetime.datetime(*day, *raw[4:7], int.from_bytes(raw[7:], "big"), zone, fold=raw[2] >> 7)
+    year, month, (day, hour, minute, second) = raw[0] << 8 | raw[1], raw[2] & 0x7F, raw[3:7]
+    micro = int.from_bytes(raw[7:], "big")
+    return datetime.datetime(year, month, day, hour, minute, second, micro, zone, fold=raw[2] >> 7)
 
 
 def _time(machine: Machine, arguments: Any) -> Any:
@@ -289,17 +291,16 @@ def names() -> dict[tuple[str, str], Any]:
     """Meaning of the names of Python's own modules."""
     found: dict[tuple[str, str], Any] = {}
     for module in ("builtins", "__builtin__"):
-        for kind in (*_BUILTINS, range, slice):
-            found[module, kind.__name__] = kind
+        found |= {(module, kind.__name__): kind for kind in (*_BUILTINS, range, slice)}
     found["builtins", "Ellipsis"], found["builtins", "NotImplemented"] = Ellipsis, NotImplemented
-    for kind in (Counter, OrderedDict, defaultdict, deque):
-        found["collections", kind.__name__] = kind
+    found |= {("collections", kind.__name__): kind for kind in (Counter, OrderedDict, defaultdict, deque)}
     found["_codecs", "encode"] = _ENCODE
     found["types", "SimpleNamespace"] = types.SimpleNamespace
     found["argparse", "Namespace"] = argparse.Namespace
     found["_io", "BytesIO"] = found["io", "BytesIO"] = io.BytesIO
-    for kind in (datetime.date, datetime.datetime, datetime.time, datetime.timedelta, datetime.timezone):
-        found["datetime", kind.__name__] = kind
+    found |= {
+        ("datetime", name): getattr(datetime, name) for name in ["date", "datetime", "time", "timedelta", "timezone"]
+    }
     found["decimal", "Decimal"] = decimal.Decimal
     found["fractions", "Fraction"] = fractions.Fraction
     found["uuid", "UUID"], found["uuid", "SafeUUID"] = uuid.UUID, uuid.SafeUUID

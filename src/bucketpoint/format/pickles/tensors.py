@@ -11,7 +11,8 @@ import torch
 from torch.storage import TypedStorage
 
 from bucketpoint.format.allow_list import DTYPE_NAMES, STORAGE_TYPE_NAMES
-from bucketpoint.format.pickles.machine import Change, Deferred, Function, Machine, Make, ObjectionError, Registered
+from bucketpoint.format.pickles.machine import Machine
+from bucketpoint.format.pickles.vocabulary import Change, Deferred, Function, Make, ObjectionError, Registered
 
 _MAX_DIMS = 64
 _MAX_NUMBER = 1 << 62
@@ -146,9 +147,7 @@ def _from_type(machine: Machine, arguments: Any) -> Any:
     if isinstance(made, Deferred):
         if type(kind) is not Registered or kind.value is not made.arguments[0]:
             raise ObjectionError("torch._tensor._rebuild_from_type_v2 of another class")
-        return machine.defer(
-            torch._tensor._rebuild_from_type_v2, (made.function, kind.value, made.arguments, state)
-        )
+        return machine.defer(torch._tensor._rebuild_from_type_v2, (made.function, kind.value, made.arguments, state))
     if not isinstance(made, torch.Tensor):
         return made
     if type(made) is not kind:
@@ -229,9 +228,7 @@ def _sparse(machine: Machine, arguments: Any) -> torch.Tensor:
             return torch.sparse_coo_tensor(indices, values, size, check_invariants=check, is_coalesced=coalesced)
         if layout in _COMPRESSED:
             outer, inner, values = parts
-            return torch.sparse_compressed_tensor(
-                outer, inner, values, size, layout=layout, check_invariants=check
-            )
+            return torch.sparse_compressed_tensor(outer, inner, values, size, layout=layout, check_invariants=check)
     except RuntimeError as error:
         raise ObjectionError(f"a sparse tensor whose indices do not fit: {str(error).splitlines()[0]}") from None
     raise _unfit("a sparse tensor")

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from bucketpoint.format.pickles.items import Item, RefusedError
-from bucketpoint.format.pickles.machine import Deferred, Function, Refused, Registered, Shell
+from bucketpoint.format.pickles.vocabulary import Deferred, Function, Refused, Registered, Shell
 
 _PROTOCOL, _SAVED_PROTOCOL = 4, 2  # the second is that of torch.save, which its restricted unpickler reads
 
@@ -44,7 +44,7 @@ def _archive(value: Any, locations: dict[int, str]) -> bytes:
     pickler = _Pickler(locations, _SAVED_PROTOCOL)
     body = pickler.dumped(value)
     stream = io.BytesIO()
-    writer = torch._C.PyTorchFileWriter(stream)  # type: ignore[call-arg]
+    writer: Any = torch._C.PyTorchFileWriter(stream)
     writer.write_record("data.pkl", body, len(body))
     writer.write_record("byteorder", b"little", len(b"little"))
     for storage, key in pickler.storages:
@@ -71,11 +71,11 @@ class _Pickler(pickle.Pickler):
     def persistent_id(self, value: Any, /) -> Any:
         if not isinstance(value, (torch.storage.TypedStorage, torch.UntypedStorage)):
             return None
-        if isinstance(value, torch.storage.TypedStorage):
-            untyped, kind = value._untyped_storage, getattr(torch, value._pickle_storage_type())
-            count = value._size()
-        else:
+        typed: Any = value
+        if isinstance(value, torch.UntypedStorage):
             untyped, kind, count = value, torch.UntypedStorage, value.nbytes()
+        else:
+            untyped, kind, count = typed._untyped_storage, getattr(torch, typed._pickle_storage_type()), typed._size()
         address = untyped._cdata
         if address not in self._keys:
             self._keys[address] = str(len(self._keys))

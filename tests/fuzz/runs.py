@@ -1,0 +1,71 @@
+"""Runs of damaged inputs in child processes, which go on behind an input that ended one."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import struct
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass, field
+from pathlib import Path
+
+_BATCH = 20_000
+_PROGRESS = struct.Struct("<2Q")
+_STUCK_SECONDS = 1800
+
+
+@dataclass
+class Report:
+    """Inputs tried by target, and what was wrong: (target, number of the input, its length, reason)."""
+
+    tried: dict[str, int] = field(default_factory=dict)
+    failures: list[tuple[str, int, int, str]] = field(default_factory=list)
+
+
+def run(counts: dict[str, int], *, seed: int, first: int = 0) -> Report:
+    """Try so many inputs of each target."""
+    report = Report(tried=dict(counts))
+    jobs: list[tuple[str, int, int]] = []
+    for name, count in counts.items():
+        jobs += [(name, first + at, min(_BATCH, count - at)) for at in range(0, count, _BATCH)]
+    waiting: list[tuple[str, int, int]] = []
+    total = 0
+    for job in jobs:
+        waiting.append(job)
+        total += job[2]
+        if total >= _BATCH:
+            _try(waiting, seed, report)
+            waiting, total = [], 0
+    if waiting:
+        _try(waiting, seed, report)
+    return report
+
+
+def _try(jobs: list[tuple[str, int, int]], seed: int, report: Report) -> None:
+    tests = Path(__file__).parents[1]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tests), *sys.path])}
+    while jobs:
+        with tempfile.NamedTemporaryFile() as progress:
+            progress.write(bytes(_PROGRESS.size))
+            progress.flush()
+            command = [sys.executable, "-W", "ignore", "-m", "fuzz.child", progress.name, json.dumps(jobs), str(seed)]
+            died = None
+            try:
+                done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=_STUCK_SECONDS)
+                told, died = done.stdout, done.returncode
+            except subprocess.TimeoutExpired as error:
+                told, died = (error.stdout or b"").decode(), -signal.SIGKILL
+            number, index = _PROGRESS.unpack(Path(progress.name).read_bytes())
+        report.failures += [tuple(json.loads(line)) for line in told.splitlines() if line.startswith("[")]
+        if died == 0:
+            return
+        if died > 0:
+            raise RuntimeError(f"the child failed: {done.stderr[-3000:]}")
+        name, start, count = jobs[number]
+        what = "time-out: killed" if died in (-signal.SIGPROF, -signal.SIGKILL) else f"signal {-died}"
+        report.failures.append((name, index, -1, what))
+        left = start + count - index - 1
+        jobs = [*([(name, index + 1, left)] if left else []), *jobs[number + 1 :]]
