@@ -12,9 +12,9 @@ import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
 
-_BATCH = 20_000
+_BATCH = 100_000
 _PROGRESS = struct.Struct("<2Q")
-_STUCK_SECONDS = 1800
+_STUCK_SECONDS = 7200
 
 
 @dataclass

@@ -203,9 +203,9 @@ def crashes() -> dict[str, bytes]:
     doubled = P4 + b")\x94" + b"".join(b"h" + bytes([n]) + b"h" + bytes([n]) + b"\x86\x94" for n in range(64))
     lists = P4 + b"]\x94" + b"".join(b"]\x94(h" + bytes([n]) + b"h" + bytes([n]) + b"e" for n in range(60))
     escape = global_("builtins", "str") + global_("_codecs", "encode")
-    same_hash = b"".join(b"\x8a\x0a" + (n * ((1 << 61) - 1)).to_bytes(10, "little") + b"N" for n in range(1, 6000))
+    same_hash = b"".join(b"\x8a\x0a" + (n * ((1 << 61) - 1)).to_bytes(10, "little") + b"N" for n in range(1, 2000))
     decimal, million = global_("decimal", "Decimal"), b"J" + struct.pack("<i", 1 << 20)
-    copies = P4 + b"]\x94(" + b"K\x01" * 20_000 + b"e0" + global_("builtins", "tuple") + b"\x94("
+    copies = P4 + b"]\x94(" + b"K\x01" * 5000 + b"e0" + global_("builtins", "tuple") + b"\x94("
     bits = global_("numpy.random._pickle", "__bit_generator_ctor") + text("MT19937") + b"\x85R"
     return {
         "an array of objects that are not there": _array(million + b"\x85", "O8", b"]NaNa"),
@@ -238,7 +238,7 @@ def crashes() -> dict[str, bytes]:
         "a doubled tuple in a set": doubled + b"\x8f(h\x40\x90.",
         "a deep tuple as a key": P4 + b"})" + b"\x85" * 200_000 + b"Ns.",
         "keys of one hash": P4 + b"}(" + same_hash + b"u.",
-        "copies of one list": copies + b"h\x01h\x00\x85R" * 6000 + b"t.",
+        "copies of one list": copies + b"h\x01h\x00\x85R" * 2000 + b"t.",
     }
 
 

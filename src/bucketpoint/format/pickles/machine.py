@@ -202,6 +202,8 @@ class Machine:
             if parts + len(waiting) > _MAX_KEY_PARTS:
                 raise ObjectionError("a key of many parts")
         self.pay(parts)
+        if len(container) < _MAX_SAME_HASH:
+            return
         same = self._hashes.get(id(container))
         if same is None:
             same = self._hashes[id(container)] = Counter()
