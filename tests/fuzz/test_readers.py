@@ -18,7 +18,7 @@ from bucketpoint.errors import BucketpointError, InvalidURLError
 from bucketpoint.format import keys
 from bucketpoint.format.catalogue import StepTemplate
 from bucketpoint.testing.tally import Tally
-from fuzz.readers import HOSTILE, TARGETS, read_note, whole
+from fuzz.readers import HOSTILE, TARGETS, read_note, read_url, whole
 from fuzz.runs import run
 
 INPUTS = int(os.environ.get("BUCKETPOINT_FUZZ") or 5000)
@@ -63,6 +63,12 @@ def test_a_note_that_is_none_is_nobodys(data: bytes) -> None:
 def test_a_template_with_half_a_surrogate_pair_is_refused() -> None:
     with pytest.raises(InvalidURLError):
         StepTemplate("\udcf3step-{step}")
+
+
+def test_a_url_with_a_zero_byte_is_refused() -> None:
+    """Of a home folder it is a ValueError."""
+    with pytest.raises(InvalidURLError):
+        read_url(b"~\0me/x")
 
 
 @pytest.mark.parametrize("data", [b"R", b"0.", b"\x80\x02K\x05Q."], ids=repr)

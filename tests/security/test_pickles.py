@@ -94,7 +94,7 @@ if sys.platform == "linux":
     now = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (now + (512 << 20), resource.RLIM_INFINITY))
     tracemalloc.start()
-    found["bombs"] = outcomes(corpus.bombs(), True)
+    found["bombs"] = outcomes({**corpus.bombs(), **corpus.crashes(), **corpus.expanding_archives()}, True)
 print(json.dumps(found))
 """
 

@@ -48,6 +48,8 @@ def parse_url(url: str | os.PathLike[str]) -> tuple[str, str, str]:
     """
     text = os.fspath(url)
     _refuse_password(text)
+    if "\0" in text:
+        raise InvalidURLError("the URL holds a zero byte", remedy="Pass something like s3://bucket/prefix")
     match = _SCHEME.match(text)
     if match is None or match[2] == "::":
         if not text:

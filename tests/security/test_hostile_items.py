@@ -1,0 +1,192 @@
+"""Checkpoints of a few kilobytes that ended the reader, held it for ever, or took gigabytes; what must still load."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import FileSystemWriter
+
+import bucketpoint as bp
+from bucketpoint.dcp.decode import fill_tensor
+from bucketpoint.errors import BucketpointError, UnsafeDataError
+from security.corpus import crashes, expanding_archives
+
+PROGRAM = """
+import json, resource, sys
+from pathlib import Path
+import torch.distributed.checkpoint as dcp
+import bucketpoint as bp
+from bucketpoint.dcp.saved import open_checkpoint
+from bucketpoint.dcp.verify import verify
+from bucketpoint.errors import BucketpointError
+from security.test_hostile_items import theirs
+
+def outcome(action):
+    try:
+        action()
+    except dcp.CheckpointException as failed:
+        return type(next(iter(failed.failures.values()))[0]).__name__
+    except BucketpointError as error:
+        return type(error).__name__
+    except Exception as error:
+        return f"RAISED {type(error).__name__}: {error}"[:200]
+    return "read"
+
+found, folder = {}, Path(sys.argv[2])
+for number, (name, path) in enumerate(json.loads(sys.argv[1]).items()):
+    data, root = Path(path).read_bytes(), folder / str(number)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    if sys.argv[3] == "item":
+        theirs(root, {"x": 5}, data)
+        reader = bp.BucketReader(f"file://{root}")
+        said = [outcome(lambda: dcp.load({"x": 0}, storage_reader=reader, no_dist=True))]
+    else:
+        theirs(root, {"x": 5}, None)
+        (root / ".metadata").write_bytes(data)
+        url = f"file://{root}"
+        said = [
+            outcome(lambda: open_checkpoint(url)),
+            outcome(lambda: verify(open_checkpoint(url))),
+            outcome(lambda: bp.load({"x": 0}, url, deadline_s=4)),
+        ]
+    grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+    found[name] = [*said, (grown << 10) > (24 << 20) + 8 * len(data)]
+print(json.dumps(found))
+"""
+
+
+def theirs(root: Path, state: dict[str, Any], item: bytes | None) -> None:
+    """A checkpoint of torch's own writer, which keeps no checksums, with other bytes in its only item."""
+    dcp.save(state, storage_writer=FileSystemWriter(root), no_dist=True)
+    if item is None:
+        return
+    (path,) = root.glob("*.distcp")
+    path.write_bytes(item)
+    metadata = pickle.loads((root / ".metadata").read_bytes())
+    (info,) = metadata.storage_data.values()
+    info.length = len(item)
+    (root / ".metadata").write_bytes(pickle.dumps(metadata))
+
+
+def outcomes(samples: dict[str, bytes], folder: Path, kind: str) -> dict[str, list[Any]]:
+    """Outcomes of each sample, and whether too much memory was taken, in a process that it may end."""
+    paths = {}
+    for number, (name, data) in enumerate(samples.items()):
+        paths[name] = str(folder / f"{number}.data")
+        Path(paths[name]).write_bytes(data)
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[1]), *sys.path])}
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", PROGRAM, json.dumps(paths), str(folder), kind],
+        capture_output=True, text=True, env=env, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, f"the reader ended with {done.returncode}: {done.stderr[-1000:]}"
+    found: dict[str, list[Any]] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def saved(value: Any) -> bytes:
+    stream = io.BytesIO()
+    torch.save(value, stream)
+    return stream.getvalue()
+
+
+def error_of(url: str, state: dict[str, Any]) -> BucketpointError:
+    with pytest.raises(dcp.CheckpointException) as caught:
+        dcp.load(state, checkpoint_id=url, storage_reader=bp.BucketReader(), no_dist=True)
+    error = next(iter(caught.value.failures.values()))[0]
+    assert isinstance(error, BucketpointError), error
+    return error
+
+
+def out_of_bounds() -> torch.Tensor:
+    return torch.sparse_coo_tensor(torch.tensor([[1 << 40]]), torch.ones(1), (4,), check_invariants=False)
+
+
+def in_archives(samples: dict[str, bytes]) -> dict[str, bytes]:
+    from security.corpus import archive
+
+    return {name: archive(body) for name, body in samples.items()}
+
+
+def test_items_of_allowed_names_neither_end_the_reader_nor_hold_it(tmp_path: Path) -> None:
+    found = outcomes({**in_archives(crashes()), **expanding_archives()}, tmp_path, "item")
+    assert len(found) >= 17
+    assert {name: told for name, told in found.items() if told != ["UnsafeDataError", False]} == {}
+
+
+def test_metadata_neither_ends_the_reader_nor_holds_it(tmp_path: Path) -> None:
+    found = outcomes(crashes(), tmp_path, "metadata")
+    unsafe = {"UnsafeDataError", "MetadataError"}
+    assert {name: told for name, told in found.items() if told[-1] or not unsafe.issuperset(told[:-1])} == {}
+
+
+def test_a_stream_of_bytes_is_loaded_as_it_was_saved(tmp_path: Path) -> None:
+    stream = io.BytesIO(b"abcdef")
+    stream.seek(3)
+    dcp.save({"x": stream}, checkpoint_id=f"file://{tmp_path}/x", storage_writer=bp.BucketWriter(), no_dist=True)
+    state: dict[str, Any] = {"x": io.BytesIO()}
+    dcp.load(state, checkpoint_id=f"file://{tmp_path}/x", storage_reader=bp.BucketReader(), no_dist=True)
+    assert (state["x"].getvalue(), state["x"].tell()) == (b"abcdef", 3)
+
+
+def test_metadata_of_torch_before_2_2_is_read(tmp_path: Path) -> None:
+    dcp.save({"w": torch.arange(4.0)}, storage_writer=FileSystemWriter(tmp_path), no_dist=True)
+    metadata = pickle.loads((tmp_path / ".metadata").read_bytes())
+    data = pickle.dumps(metadata, 2)
+    new, old = b"torch.distributed.checkpoint.metadata\n", b"torch.distributed._shard.sharded_tensor.metadata\n"
+    for name in (b"TensorProperties", b"_MEM_FORMAT_ENCODING"):
+        assert new + name in data
+        data = data.replace(new + name, old + name.lstrip(b"_"))
+    (tmp_path / ".metadata").write_bytes(data)
+    state = {"w": torch.zeros(4)}
+    dcp.load(state, storage_reader=bp.BucketReader(f"file://{tmp_path}"), no_dist=True)
+    assert state["w"].tolist() == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("where", ["item of bytes", "tensor item"])
+def test_indices_of_a_sparse_tensor_that_lie_outside_of_it_are_refused(where: str, tmp_path: Path) -> None:
+    url = f"file://{tmp_path}"
+    if where == "tensor item":
+        theirs(tmp_path, {"w": torch.ones(4)}, saved(out_of_bounds()))
+        error = error_of(url, {"w": torch.zeros(4).to_sparse()})
+    else:
+        theirs(tmp_path, {"w": 5}, saved((out_of_bounds(),)))
+        error = error_of(url, {"w": 0})
+    assert isinstance(error, UnsafeDataError)
+    assert "indices" in error.message
+
+
+@pytest.mark.parametrize("target", ["sparse, with other elements", "sparse, empty", "dense"])
+def test_a_sparse_tensor_is_loaded_as_it_was_saved(target: str, tmp_path: Path) -> None:
+    eye = torch.eye(4).to_sparse()
+    dcp.save({"w": eye}, checkpoint_id=f"file://{tmp_path}/x", storage_writer=bp.BucketWriter(), no_dist=True)
+    into = torch.zeros(4, 4)
+    if target != "dense":
+        into[1, 2] = float(target != "sparse, empty")
+        into = into.to_sparse()
+    state = {"w": into}
+    dcp.load(state, checkpoint_id=f"file://{tmp_path}/x", storage_reader=bp.BucketReader(), no_dist=True)
+    assert state["w"] is into
+    assert torch.equal(into.to_dense(), torch.eye(4))
+    assert into.layout is torch.strided or torch.equal(into.coalesce().indices(), eye.indices())
+
+
+@pytest.mark.parametrize("layout", [torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc])
+def test_compressed_sparse_tensors_take_other_elements_than_they_had(layout: torch.layout) -> None:
+    """torch 2.15 refuses to save them; older ones save them, and then they are loaded."""
+    block = (2, 2) if layout in (torch.sparse_bsr, torch.sparse_bsc) else None
+    target = torch.zeros(4, 4)
+    target[0, 1] = 3
+    target = target.to_sparse(layout=layout, blocksize=block)
+    fill_tensor(target, torch.eye(4).to_sparse(layout=layout, blocksize=block))
+    assert torch.equal(target.to_dense(), torch.eye(4))
