@@ -33,6 +33,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
 
 from bucketpoint.format.allow_list import ITEM_GLOBALS, METADATA_GLOBALS
+from bucketpoint.format.pickles import dcp_metadata, items
 from bucketpoint.format.pickles.items import refused_globals
 
 np = pytest.importorskip("numpy")
@@ -338,6 +339,14 @@ def test_the_lists_have_nothing_that_executes_imports_or_loads() -> None:
     assert ("builtins", "getattr") in METADATA_GLOBALS  # a stand-in that gives members of one enum; see test_metadata
     modules = {module.partition(".")[0] for module, _ in ITEM_GLOBALS}
     assert not modules & {"os", "posix", "nt", "sys", "subprocess", "operator", "functools", "importlib", "ctypes"}
+
+
+def test_the_interpreter_knows_the_names_of_the_lists_and_no_others() -> None:
+    known = set(items.vocabulary().names)
+    # Not every torch has all of its own.
+    assert {name for name in ITEM_GLOBALS - known if name[0].partition(".")[0] != "torch"} == set()
+    assert set(items._known().names) <= ITEM_GLOBALS
+    assert set(dcp_metadata.vocabulary().names) <= METADATA_GLOBALS
 
 
 def test_no_name_on_the_list_is_translated_to_another_one() -> None:

@@ -1,9 +1,8 @@
-"""The allow-lists: every name that a pickle may use, in groups with the reason. Data only, no code that looks them up.
+"""The allow-lists: every name that a pickle may use, in groups with the reason.
 
-Two rules decide what gets in: real training states or DCP itself put it into pickles, and calling it with arguments
-that an attacker chose, among them the other names here, runs no code of theirs. So there is no `getattr`, no
-`functools.partial`, no `operator.*`, nothing that loads (`torch.load`, `torch.storage._load_from_bytes`, `numpy.load`)
-and nothing that imports.
+Names get in that real training states or DCP itself put into pickles, and of which the interpreter in `pickles` can
+check every call and every state. So there is no `getattr`, no `functools.partial`, no `operator.*`, nothing that loads
+(`torch.load`, `torch.storage._load_from_bytes`, `numpy.load`) and nothing that imports.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ def _names(module: str, names: str) -> tuple[str, ...]:
 
 
 ITEM_REASONS: Mapping[str, tuple[str, ...]] = MappingProxyType({
-    "tensors: rebuild functions that only lay a tensor over bytes, and torch's own weights_only list has them": (
+    "tensors: they are laid over the storages of the item once their bounds were checked": (
         *_names(
             "torch._utils",
             "_rebuild_tensor _rebuild_tensor_v2 _rebuild_tensor_v3 _rebuild_parameter _rebuild_parameter_with_state "

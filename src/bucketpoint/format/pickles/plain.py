@@ -289,9 +289,7 @@ def _change_bytes_io(machine: Machine, target: io.BytesIO, state: Any) -> io.Byt
 
 def names() -> dict[tuple[str, str], Any]:
     """Meaning of the names of Python's own modules."""
-    found: dict[tuple[str, str], Any] = {}
-    for module in ("builtins", "__builtin__"):
-        found |= {(module, kind.__name__): kind for kind in (*_BUILTINS, range, slice)}
+    found: dict[tuple[str, str], Any] = {("builtins", kind.__name__): kind for kind in (*_BUILTINS, range, slice)}
     found["builtins", "Ellipsis"], found["builtins", "NotImplemented"] = Ellipsis, NotImplemented
     found |= {("collections", kind.__name__): kind for kind in (Counter, OrderedDict, defaultdict, deque)}
     found["_codecs", "encode"] = _ENCODE
