@@ -1,0 +1,396 @@
+"""What actors do: the product's own functions, called as programs and people call them."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint import DefaultSavePlanner
+
+from bucketpoint.catalog import notes
+from bucketpoint.catalog.adopt import adopt
+from bucketpoint.catalog.catalog import Catalog, open_catalog
+from bucketpoint.catalog.pruning import prune_by, worker_of
+from bucketpoint.catalog.save_log import SaveLog
+from bucketpoint.catalog.sweep import sweep
+from bucketpoint.catalog.tombstones import GoneError, undo
+from bucketpoint.convert.convert import ConvertOptions, plan_conversion, run_conversion
+from bucketpoint.dcp import BucketReader, BucketWriter
+from bucketpoint.dcp.copy import copy_checkpoint, plan_copy
+from bucketpoint.dcp.saved import open_checkpoint
+from bucketpoint.errors import BucketpointError, StoreError
+from bucketpoint.retention import RetentionPolicy
+from bucketpoint.transfer import TransferOptions
+from tests.simulation.bucket import URL, Bucket, View
+from tests.simulation.oracle import OPTIM_ADDS, Op, Oracle, Pinned
+from tests.simulation.scheduler import KilledError, Process, Scheduler, here
+
+COLLECTIVE_S = 1800.0
+"""After which a rank gives up waiting for the others, as torch's process groups do."""
+
+IN_PARTS = TransferOptions(part_bytes=1 << 20, single_put_bytes=1)
+WHOLE = TransferOptions()
+COPYING = TransferOptions(max_inflight_bytes=1 << 20)
+
+Step = tuple[str, dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Actor:
+    """A job of one rank or several, or a person with a terminal: what it does, one after the other."""
+
+    name: str
+    steps: tuple[Step, ...]
+    ranks: int = 1
+    skews: tuple[float, ...] = (0.0,)
+    signs: bool = True
+    spared: bool = False
+
+    def with_steps(self, steps: tuple[Step, ...]) -> Actor:
+        return Actor(self.name, steps, self.ranks, self.skews, self.signs, self.spared)
+
+
+@dataclass
+class World:
+    """One run of the simulation."""
+
+    scheduler: Scheduler
+    bucket: Bucket
+    oracle: Oracle
+    view: View
+    values: int = 0
+    log: list[str] = field(default_factory=list)
+
+    def catalog(self, root: str) -> Catalog:
+        return open_catalog(f"{URL}/{root}")
+
+    def next_value(self) -> float:
+        self.values += 1
+        return float(self.values)
+
+
+class CollectiveError(Exception):
+    """Another rank has failed, died, or not come."""
+
+
+@dataclass
+class Meeting:
+    """Where the ranks of one save leave what they have for each other."""
+
+    processes: list[Process]
+    there: dict[tuple[str, int], tuple[bool, Any]] = field(default_factory=dict)
+    answers: dict[str, tuple[bool, Any]] = field(default_factory=dict)
+
+    def all_there(self, phase: str) -> bool:
+        # Of a process that is gone the others are told at once.
+        return all((phase, rank) in self.there or one.dead for rank, one in enumerate(self.processes))
+
+    def meet(self, rank: int, phase: str, mine: Callable[[], Any], together: Callable[[list[Any]], Any]) -> Any:
+        """`mine` on each rank; `together` on the first of all their results; its answer on each."""
+        found = here()
+        assert found is not None
+        scheduler, task = found
+        try:
+            self.there[phase, rank] = True, mine()
+        except Exception as error:  # noqa: BLE001 (raised again below, on each rank)
+            self.there[phase, rank] = False, error
+        if rank == 0:
+            if len(self.processes) > 1 and not scheduler.wait(task, lambda: self.all_there(phase), COLLECTIVE_S):
+                self.answers[phase] = False, CollectiveError(f"{phase}: a rank did not come")
+                raise CollectiveError(f"{phase}: a rank did not come")
+            results = [self.there.get((phase, one), (False, CollectiveError("gone"))) for one in range(len(self.processes))]
+            failed = next((value for whole, value in results if not whole), None)
+            try:
+                if failed is not None:
+                    raise failed
+                self.answers[phase] = True, together([value for _, value in results])
+            except Exception as error:
+                self.answers[phase] = False, error
+                raise
+        else:
+            first = self.processes[0]
+            scheduler.wait(task, lambda: phase in self.answers or first.dead, COLLECTIVE_S)
+        whole, answer = self.answers.get(phase, (False, CollectiveError(f"{phase}: the coordinator did not answer")))
+        if not whole:
+            raise CollectiveError(f"{phase}: {answer}") from answer
+        return answer
+
+
+class Running:
+    """An actor at work: its processes, and the writers that they keep."""
+
+    def __init__(self, world: World, actor: Actor) -> None:
+        self.world = world
+        self.actor = actor
+        skews = (actor.skews * actor.ranks)[: actor.ranks]
+        self.processes = [
+            Process(f"{actor.name}.{rank}" if actor.ranks > 1 else actor.name, skew, actor.signs, spared=actor.spared)
+            for rank, skew in enumerate(skews)
+        ]
+
+    def start(self) -> None:
+        self.world.scheduler.spawn(self.processes[0], self.actor.name, self.work)
+
+    def work(self) -> None:
+        for number, (kind, given) in enumerate(self.actor.steps):
+            getattr(self, kind)(number, **given)
+
+    # -- helpers -------------------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def op(self, kind: str, text: str = "", **facts: Any) -> Iterator[Op]:
+        """What is done within is `kind`; a failure that the product reports ends it, and not the actor."""
+        found = here()
+        assert found is not None
+        _, task = found
+        op = task.op = Op(kind, self.actor.name, text, **facts)
+        try:
+            yield op
+            self.world.log.append(f"{op}: done")
+        except (BucketpointError, CollectiveError) as error:
+            self.world.log.append(f"{op}: {type(error).__name__}: {error}")
+        finally:
+            task.op = None
+
+    def sleep(self, number: int, seconds: float) -> None:
+        found = here()
+        assert found is not None
+        found[0].sleep(found[1], seconds)
+
+    # -- saving --------------------------------------------------------------------------------------------------------
+
+    def save(
+        self,
+        number: int,
+        root: str,
+        step: int,
+        how: str = "plain",
+        policy: RetentionPolicy | None = None,
+        overwrite: bool = True,
+        collectives: bool = True,
+        parts: bool = False,
+        slow: float = 0.0,
+        discards: tuple[int, ...] = (),
+    ) -> None:
+        url = f"{URL}/{root}/step-{step}"
+        value = self.world.next_value()
+        ranks = len(self.processes)
+        text = f"{url} ({value:.0f}, {how}{'' if collectives else ', no collectives'}{', overwrite' if overwrite else ''})"
+        with self.op("save", text, overwrite=overwrite, value=value, policy=policy, discards=frozenset(discards)) as op:
+            meeting = Meeting(self.processes)
+            make = functools.partial(self._writer, root, how, policy, overwrite, parts, discards)
+            found = here()
+            assert found is not None
+            scheduler = found[0]
+            tokens: dict[int, str] = {}
+            work = [
+                functools.partial(self._rank, rank, meeting, url, value, make, collectives, slow, tokens)
+                for rank in range(ranks)
+            ]
+            others = []
+            for rank in range(1, ranks):
+                if not self.processes[rank].dead:
+                    others.append(scheduler.spawn(self.processes[rank], f"{self.actor.name}.{rank}", work[rank], op))
+            work[0]()
+            if not collectives and others:
+                scheduler.wait(found[1], lambda: all(task.ended for task in others))
+                if any(task.error is not None for task in others):
+                    raise CollectiveError("a rank failed")
+            with self._judged():
+                self.world.oracle.saved(op, set(tokens.values()) if not collectives else [tokens[0]])
+
+    def _writer(
+        self,
+        root: str,
+        how: str,
+        policy: RetentionPolicy | None,
+        overwrite: bool,
+        parts: bool,
+        discards: tuple[int, ...],
+    ) -> BucketWriter:
+        settings: dict[str, Any] = {}
+        if how == "retention":
+            settings["retention"] = policy
+        elif how == "log":
+            catalog = self.world.catalog(root)
+            pruner = worker_of(catalog, policy) if policy is not None else None
+            settings["log"] = SaveLog(catalog, overwrite=overwrite, pruner=pruner, discards=frozenset(discards))
+        return BucketWriter(overwrite=overwrite, transfer=IN_PARTS if parts else WHOLE, progress=_silent, **settings)
+
+    def _rank(
+        self,
+        rank: int,
+        meeting: Meeting,
+        url: str,
+        value: float,
+        make: Callable[[], BucketWriter],
+        collectives: bool,
+        slow: float,
+        tokens: dict[int, str],
+    ) -> None:
+        """As `torch.distributed.checkpoint.state_dict_saver` goes about it."""
+        found = here()
+        assert found is not None
+        scheduler, task = found
+        writer = make()
+        planner = DefaultSavePlanner()
+        state = {
+            "model": {f"w{rank}": torch.full((3,), value)},
+            "optim": {f"m{rank}": torch.full((2,), value + OPTIM_ADDS)},
+        }
+        writer.reset(url)
+        metadata: list[Any] = []
+
+        def local_step() -> Any:
+            meta = writer.storage_meta()
+            tokens[rank] = str(meta.save_id) if meta is not None else ""
+            planner.set_up_planner(state_dict=state, storage_meta=meta, is_coordinator=rank == 0 or not collectives)
+            writer.set_up_storage_writer(rank == 0 or not collectives, rank=rank, use_collectives=collectives)
+            return writer.prepare_local_plan(planner.create_local_plan())
+
+        def global_step(plans: list[Any]) -> Any:
+            plans, made = planner.create_global_plan(plans)
+            metadata.append(made)
+            return writer.prepare_global_plan(plans)
+
+        def write_data(plan: Any) -> Any:
+            if slow:
+                scheduler.sleep(task, slow)
+            return writer.write_data(planner.finish_plan(plan), planner).value()
+
+        def finish(results: list[Any]) -> None:
+            writer.finish(metadata=metadata[0], results=results)
+
+        if not collectives:
+            finish([write_data(global_step([local_step()])[0])])
+            return
+        plans = meeting.meet(rank, "plan", local_step, global_step)
+        meeting.meet(rank, "write", lambda: write_data(plans[rank]), finish)
+
+    @contextlib.contextmanager
+    def _judged(self) -> Iterator[None]:
+        """What the oracle raises ends the whole run."""
+        try:
+            yield
+        except Exception as error:
+            self.world.scheduler.stop(error)
+            raise KilledError() from error
+
+    # -- pruning and sweeping ------------------------------------------------------------------------------------------
+
+    def prune(self, number: int, root: str, policy: RetentionPolicy) -> None:
+        with self.op("prune", root, policy=policy) as op:
+            done = prune_by(self.world.catalog(root), policy, holder=f"{self.actor.name}-{number}").done
+            op.text += f" -> {_said(done)}"
+
+    def sweep(self, number: int, root: str, older_than: float, deep: bool = False) -> None:
+        with self.op("sweep", f"{root} older than {older_than:.0f} s{', deep' if deep else ''}"):
+            sweep(self.world.catalog(root), older_than=older_than, deep=deep)
+
+    # -- copies --------------------------------------------------------------------------------------------------------
+
+    def cp(self, number: int, source: str, target: str, overwrite: bool = False) -> None:
+        text = f"{source} to {target}{', overwrite' if overwrite else ''}"
+        with self.op("cp", text, overwrite=overwrite):
+            saved = open_checkpoint(f"{URL}/{source}")
+            copy_checkpoint(plan_copy(saved, f"{URL}/{target}", overwrite=overwrite), COPYING)
+
+    def convert(self, number: int, source: str, target: str, overwrite: bool = False) -> None:
+        text = f"{source} to {target}{', overwrite' if overwrite else ''}"
+        with self.op("convert", text, overwrite=overwrite):
+            options = ConvertOptions(overwrite=overwrite)
+            run_conversion(
+                plan_conversion(f"{URL}/{source}", f"{URL}/{target}", to_format="bucketpoint", options=options)
+            )
+
+    # -- what people say -----------------------------------------------------------------------------------------------
+
+    def adopt(self, number: int, root: str) -> None:
+        with self.op("adopt", root):
+            adopt(self.world.catalog(root))
+
+    def undo(self, number: int, root: str, step: int) -> None:
+        with self.op("undo", f"{root} {step}"), contextlib.suppress(GoneError):
+            undo(self.world.catalog(root), step)
+
+    def pin(self, number: int, root: str, step: int, seconds: float = 0.0) -> None:
+        """Pin a step for good, or take the pin back after so long."""
+        name = f"{self.actor.name}/{number}"
+        with self.op("pin", f"{root} {step}") as op:
+            catalog = self.world.catalog(root)
+            made = notes.pin(catalog, step)
+            self.world.oracle.pins[name] = Pinned(root, step, float("inf"), "pinned")
+            if seconds:
+                self.sleep(number, seconds)
+                op.text += " -> unpin"
+                del self.world.oracle.pins[name]
+                notes.unpin(catalog, step, made)
+
+    # -- reading -------------------------------------------------------------------------------------------------------
+
+    def load(self, number: int, root: str, step: int, seconds: int = 600) -> None:
+        """Read a step under a lease."""
+        name = f"{self.actor.name}/{number}"
+        with self.op("load", f"{root} {step}") as op:
+            catalog = self.world.catalog(root)
+            # The heartbeat is no older than now, by the store's clock.
+            began = self.world.scheduler.now
+            notes.lease(catalog, step, name.replace("/", "-"), seconds=seconds)
+            self.world.oracle.pins[name] = Pinned(root, step, began + seconds, "leased")
+            try:
+                values = self._values(f"{URL}/{root}/step-{step}")
+                with self._judged():
+                    self.world.oracle.loaded(op, values)
+            finally:
+                self.world.oracle.pins.pop(name, None)
+                with contextlib.suppress(StoreError):
+                    notes.release(catalog, step, name.replace("/", "-"))
+
+    @staticmethod
+    def _values(url: str) -> list[float]:
+        """All that a checkpoint holds, through the reader that loads use."""
+        from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
+
+        reader = BucketReader(url, progress=_silent)
+        metadata = reader.read_metadata()
+        state = {
+            name: torch.zeros(entry.size, dtype=entry.properties.dtype)
+            for name, entry in metadata.state_dict_metadata.items()
+            if hasattr(entry, "size")
+        }
+        _load_state_dict(state, storage_reader=reader, no_dist=True)
+        less = {name: OPTIM_ADDS if name.startswith("optim") else 0.0 for name in state}
+        return [number - less[name] for name, tensor in state.items() for number in tensor.tolist()]
+
+    # -- by hand -------------------------------------------------------------------------------------------------------
+
+    def damage(self, number: int, root: str, step: int) -> None:
+        """A person deletes the data of a checkpoint, and leaves its metadata."""
+        with self.op("person", f"deletes the data of {root} {step}"):
+            view = self.world.view
+            view.delete([info.key for info in view.list(f"{root}/step-{step}/data/")])
+
+    def remove(self, number: int, root: str, step: int) -> None:
+        """A person deletes a checkpoint's folder."""
+        with self.op("person", f"deletes {root} {step}"):
+            view = self.world.view
+            view.delete([info.key for info in view.list(f"{root}/step-{step}/")])
+
+    def plant(self, number: int, key: str) -> None:
+        """Somebody puts a file of their own into a checkpoint's folder."""
+        with self.op("plant", key):
+            self.world.view.put(key, [memoryview(b"not yours")])
+            self.world.oracle.planted.add(key)
+
+
+def _silent(progress: Any) -> None:
+    pass
+
+
+def _said(done: Any) -> str:
+    parts = {name: getattr(done, name) for name in ("stopped", "buried", "deleted", "thinned", "withdrawn", "refused")}
+    return "; ".join(f"{name} {value}" for name, value in parts.items() if value) or "nothing"

@@ -1,0 +1,347 @@
+"""What must hold, judged by what was acknowledged alone. It watches each change of the bucket, and looks again at the end."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from bucketpoint.catalog.snapshot import read_notes, read_steps
+from bucketpoint.errors import BucketpointError
+from bucketpoint.format import catalogue
+from bucketpoint.format.catalogue import NoteKey
+from bucketpoint.format.index_ref import ref_of
+from bucketpoint.format.metadata import decode_metadata, extra
+from bucketpoint.format.storage_info import read_storage_info
+from bucketpoint.retention import RetentionPolicy, plan
+from bucketpoint.stores import ObjectInfo
+from tests.simulation.bucket import Bucket, Held
+
+OPTIM_ADDS = 0.5
+"""What an optimizer's values have more than the model's of the same save."""
+
+SAVES = frozenset({"save", "cp", "convert"})
+
+
+class ViolationError(Exception):
+    """Something that must hold does not. `kind` names what, `row` is its row in the list of what was found once."""
+
+    def __init__(self, kind: str, message: str, row: str = "") -> None:
+        super().__init__(f"{kind}: {message}")
+        self.kind = kind
+        self.row = row
+
+
+@dataclass(eq=False)
+class Op:
+    """Something that an actor does: of what kind, by whom. `began` is when it first changed something."""
+
+    kind: str
+    actor: str
+    text: str = ""
+    policy: RetentionPolicy | None = None
+    began: int | None = None
+    overwrite: bool = True
+    value: float | None = None
+    discards: frozenset[int] = frozenset()
+    wanted: int | None = None
+
+    def __str__(self) -> str:
+        return f"{self.actor}: {self.kind} {self.text}".rstrip()
+
+
+@dataclass(frozen=True)
+class Commit:
+    """What a `.metadata` that can be loaded says."""
+
+    key: str
+    prefix: str
+    id: str
+    kind: str
+    names: frozenset[str]
+    values: tuple[tuple[str, str, int, int], ...]
+    """(name, key, from, to) of each tensor's bytes."""
+    etag: str
+    seq: int
+    step: int | None
+
+
+@dataclass
+class Pinned:
+    root: str
+    step: int
+    until: float
+    """By the true time."""
+    what: str
+
+
+@dataclass
+class Oracle:
+    """The judge of one run."""
+
+    bucket: Bucket
+    seq: int = 0
+    live: dict[str, Commit] = field(default_factory=dict)
+    named: dict[str, set[str]] = field(default_factory=dict)
+    """By data key: the `.metadata` that name it."""
+    planted: set[str] = field(default_factory=set)
+    damaged: set[str] = field(default_factory=set)
+    """Data keys that a person has deleted."""
+    deleted_by: dict[str, Op] = field(default_factory=dict)
+    committed: dict[str, float] = field(default_factory=dict)
+    """By id: the value that was committed under it."""
+    pins: dict[str, Pinned] = field(default_factory=dict)
+    undone: int = 0
+    counts: dict[str, int] = field(default_factory=dict)
+
+    # -- changes -------------------------------------------------------------------------------------------------------
+
+    def changed(self, op: Any, key: str, before: Held | None, after: Held | None) -> None:
+        self.seq += 1
+        if op is not None and op.began is None:
+            op.began = self.seq
+        if key in self.planted and op.kind != "plant":
+            raise ViolationError("foreign", f"{op} touched {key}, which is nobody's", row="4")
+        if key.endswith(".metadata"):
+            self._metadata(op, key, before, after)
+        elif after is None:
+            self._gone(op, key)
+        elif key in self.named and before is not None and before.data != after.data:
+            raise ViolationError("torn", f"{op} replaced {key}, which {self._of(key)} names")
+        if after is not None and "/steps/" in key:
+            self._noted(op, key, after)
+
+    def _of(self, key: str) -> str:
+        return " and ".join(sorted(self.named[key]))
+
+    def _gone(self, op: Op, key: str) -> None:
+        self.deleted_by[key] = op
+        if self.named.get(key):
+            if op.kind == "person":
+                self.damaged.add(key)
+                return
+            if key in self.damaged:
+                return
+            alone = any("/__" in name for name in self.named[key])
+            row = "3" if op.kind == "sweep" and alone else "4" if op.kind == "prune" else ""
+            raise ViolationError(
+                "torn", f"{op} deleted {key}, which {self._of(key)} names and which can be loaded", row=row
+            )
+
+    def _metadata(self, op: Op, key: str, before: Held | None, after: Held | None) -> None:
+        was = self.live.pop(key, None)
+        if was is not None:
+            for name in was.names:
+                self.named[name].discard(key)
+        now = self._read(key, after) if after is not None else None
+        if was is not None and (now is None or now.id != was.id):
+            self._removed(op, was, now)
+        if was is not None and now is not None and now.id == was.id and now.kind != was.kind:
+            self._thinned(op, was)
+        if now is None:
+            return
+        if op.kind in ("prune", "sweep", "adopt", "pin", "undo") and (was is None or now.id != was.id):
+            raise ViolationError("undead", f"{op} made {key} loadable")
+        self.live[key] = now
+        for name in now.names:
+            self.named.setdefault(name, set()).add(key)
+        self.committed[now.id] = self._whole(op, now)
+
+    def _read(self, key: str, held: Held) -> Commit | None:
+        try:
+            metadata = decode_metadata(held.data)
+        except BucketpointError:
+            return None
+        prefix = key.rpartition("/")[0]
+        facts = extra(metadata)
+        names, values = set(), []
+        for index, stored in (metadata.storage_data or {}).items():
+            info = read_storage_info(stored)
+            names.add(f"{prefix}/{info.path}")
+            if info.payload_offset is not None:
+                start = info.offset + info.payload_offset
+                values.append((index.fqn, f"{prefix}/{info.path}", start, start + (info.payload_nbytes or 0)))
+        ref = ref_of(metadata)
+        if ref is not None:
+            names.add(f"{prefix}/{ref.path}")
+        token = facts.get("token") or hashlib.sha256(held.data).hexdigest()[:12]
+        folder = prefix.rpartition("/")[2]
+        step = catalogue.StepTemplate().step_of(folder)
+        return Commit(
+            key,
+            prefix,
+            token,
+            facts.get("kind") or "full",
+            frozenset(names),
+            tuple(values),
+            held.etag,
+            self.seq,
+            step,
+        )
+
+    def _whole(self, op: Op, commit: Commit) -> float:
+        """The value of a checkpoint that is whole and of one save."""
+        found: dict[str, float] = {}
+        for name in sorted(commit.names):
+            if name not in self.bucket.objects and name not in self.damaged:
+                by = self.deleted_by.get(name)
+                row = {"prune": "4", "sweep": "10"}.get(by.kind, "") if by is not None else ""
+                raise ViolationError("torn", f"{op} committed {commit.key} without {name}, deleted by {by}", row=row)
+        for fqn, key, start, stop in commit.values:
+            if key in self.damaged:
+                continue
+            data = self.bucket.objects[key].data[start:stop]
+            numbers = np.frombuffer(data, dtype=np.float32)
+            if len(data) != stop - start or not len(numbers) or (numbers != numbers[0]).any():
+                raise ViolationError("torn", f"{op} committed {commit.key}, whose {fqn} is {numbers}")
+            found[fqn] = float(numbers[0]) - (OPTIM_ADDS if fqn.startswith("optim") else 0.0)
+        if len(set(found.values())) > 1:
+            raise ViolationError("mixed", f"{op} committed {commit.key} of several saves: {found}", row="6")
+        return next(iter(found.values()), -1.0)
+
+    # -- who may remove what -------------------------------------------------------------------------------------------
+
+    def _removed(self, op: Op, was: Commit, now: Commit | None) -> None:
+        self.counts[f"removed by {op.kind}"] = self.counts.get(f"removed by {op.kind}", 0) + 1
+        if op.kind == "person":
+            return
+        if op.kind in SAVES and now is not None:
+            began = op.began if op.began is not None else self.seq
+            if not op.overwrite:
+                raise ViolationError("replaced", f"{op} replaced {was.key} and was not to overwrite")
+            if was.seq > began:
+                row = "11" if op.kind in ("cp", "convert") else ""
+                raise ViolationError("replaced", f"{op} replaced {was.key}, committed after it had begun", row=row)
+            return
+        if op.kind != "prune":
+            raise ViolationError("removed", f"{op} removed {was.key}")
+        self._may_go(op, was, catalogue_action="delete")
+
+    def _thinned(self, op: Op, was: Commit) -> None:
+        if op.kind == "prune":
+            self._may_go(op, was, catalogue_action="thin")
+        elif op.kind not in SAVES:
+            raise ViolationError("thinned", f"{op} thinned {was.key}")
+
+    def _may_go(self, op: Op, was: Commit, *, catalogue_action: str) -> None:
+        root, _, folder = was.prefix.rpartition("/")
+        buried = False
+        for key in self._steps_of(root):
+            note = NoteKey.parse(key.rpartition("/")[2])
+            if note is not None and note.kind == catalogue.TOMBSTONE and len(note.fields) == 5:
+                token, _, action, _, of = note.fields
+                buried |= (token, action, of) == (was.id, catalogue_action, folder)
+        if not buried:
+            raise ViolationError(
+                "not buried", f"{op} removed {was.key} of {was.id}, which has no tombstone", row="5"
+            )
+        now = self.bucket.clock()
+        for name, pin in self.pins.items():
+            if (pin.root, pin.step) == (root, was.step) and now < pin.until:
+                raise ViolationError(pin.what, f"{op} removed {was.key}, which {name} holds")
+        if catalogue_action == "delete" and was.kind == "full":
+            others = [one for one in self._of_root(root) if one.key != was.key and one.kind == "full"]
+            if self._is_whole(was) and not any(self._is_whole(one) for one in others):
+                raise ViolationError("last", f"{op} removed {was.key}, the last that was whole", row="12")
+
+    def _of_root(self, root: str) -> list[Commit]:
+        return [one for one in self.live.values() if one.prefix.rpartition("/")[0] == root and one.step is not None]
+
+    def _is_whole(self, commit: Commit) -> bool:
+        return all(name in self.bucket.objects for name in commit.names)
+
+    def _steps_of(self, root: str) -> Iterable[str]:
+        above = f"{root}/{catalogue.CATALOGUE}/"
+        return [key for key in self.bucket.objects if key.startswith(above) and "/steps/" in key]
+
+    def _noted(self, op: Op, key: str, held: Held) -> None:
+        """A tombstone: the policy must say so of the records that there are."""
+        note = NoteKey.parse(key.rpartition("/")[2])
+        if note is None or note.kind != catalogue.TOMBSTONE or not held.data or op.policy is None:
+            return
+        if b"waiting" not in held.data or note.step in op.discards:
+            return
+        token, _, action, _, folder = note.fields
+        if op.kind != "prune":
+            return
+        root = key[: key.index(f"/{catalogue.CATALOGUE}/")]
+        rows = self.rows(root)
+        planned = plan(op.policy, rows)
+        for entry in planned.entries:
+            if (entry.row.step, entry.row.id) == (note.step, token):
+                held = entry.row.pinned or entry.row.leased or entry.row.restored_from
+                if entry.action == "keep" and not held:
+                    reasons = "; ".join(map(str, entry.reasons))
+                    raise ViolationError("plan", f"{op} buries step {note.step} ({folder}), to be kept: {reasons}")
+                return
+
+    def rows(self, root: str) -> list[Any]:
+        above = f"{root}/{catalogue.CATALOGUE}/step-N/"
+        objects = self.bucket.objects
+        infos = {
+            key[len(above) :]: ObjectInfo(key, len(held.data), held.etag, held.modified)
+            for key, held in objects.items()
+            if key.startswith(above)
+        }
+        steps = [(name[6:], info) for name, info in sorted(infos.items()) if name.startswith("steps/")]
+        notes = [(name[6:], info) for name, info in sorted(infos.items()) if name.startswith("notes/")]
+        # Whoever has a tombstone counts as well: what this one was ordered for is in no snapshot without it.
+        steps = [(name, info) for name, info in steps if "__tombstone__" not in name]
+        snapshot = read_steps(steps, taken=self.bucket.clock()).with_notes(read_notes(notes))
+        return snapshot.rows()
+
+    # -- acknowledgements ----------------------------------------------------------------------------------------------
+
+    def saved(self, op: Op, tokens: Iterable[str]) -> None:
+        """An actor was told that its save is committed."""
+        self.counts["acknowledged"] = self.counts.get("acknowledged", 0) + 1
+        for token in tokens:
+            if token not in self.committed:
+                raise ViolationError("not committed", f"{op} reported success, and {token} was never committed")
+            if op.value is not None and self.committed[token] not in (op.value, -1.0):
+                raise ViolationError("values", f"{op} committed {self.committed[token]} and not {op.value}")
+
+    def loaded(self, op: Op, values: Iterable[float]) -> None:
+        found = set(values)
+        if len(found) > 1:
+            raise ViolationError("mixed load", f"{op} loaded {sorted(found)}")
+
+    # -- the end -------------------------------------------------------------------------------------------------------
+
+    def at_the_end(self, roots: Iterable[str]) -> None:
+        """After the last prune and sweep: nothing is left that nothing names."""
+        folders = set()
+        for root in roots:
+            folders.add(root)
+        for commit in self.live.values():
+            self._whole(Op("end", "the end"), commit)
+        loadable = {one.prefix for one in self.live.values()}
+        left = []
+        for key in sorted(self.bucket.objects):
+            if key in self.planted or key in self.live or self.named.get(key):
+                continue
+            parts = key.split("/")
+            if catalogue.CATALOGUE in parts:
+                left += self._note_left(key, loadable)
+                continue
+            left.append(key)
+        if self.bucket.lists_uploads:
+            left += [f"upload {one.key}" for one in self.bucket.uploads.values()]
+        if left:
+            raise ViolationError("left", ", ".join(left[:6]) + (f" and {len(left) - 6} more" if len(left) > 6 else ""))
+
+    def _note_left(self, key: str, loadable: set[str]) -> list[str]:
+        root = key[: key.index(f"/{catalogue.CATALOGUE}/")]
+        name = key.rpartition("/")[2]
+        if "/steps/" not in key and "/uploads/" not in key:
+            return []
+        commit = catalogue.CommitKey.parse(name)
+        if commit is not None:
+            return [] if f"{root}/{commit.folder}" in loadable else [key]
+        if "/uploads/" in key or catalogue.AttemptKey.parse(name) is not None:
+            return [key]
+        return []
+

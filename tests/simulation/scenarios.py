@@ -1,0 +1,286 @@
+"""Which actors meet: a few families that aim at what is rare, and a mix of everything. A seed decides on all numbers."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
+from functools import cache
+from typing import Any
+
+from bucketpoint.retention import RetentionPolicy
+from bucketpoint.retention.policy import Keep, MaxDelete, Prune
+from bucketpoint.retention.rules import EverySteps
+from tests.simulation.actors import Actor, Step
+from tests.simulation.scheduler import Chances
+
+RUN = "run"
+INNER = "run/step-100/finetune"
+OWN_FOLDER = "run/step-100"
+NEIGHBOUR = "run-2"
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """What one run of the simulation begins with."""
+
+    family: str
+    setup: tuple[Step, ...]
+    actors: tuple[Actor, ...]
+    roots: tuple[str, ...] = (RUN,)
+    chances: Chances = field(default_factory=Chances)
+    page: int = 4
+    delete_page: int = 1000
+    conditional_delete: bool = True
+    lists_uploads: bool = True
+    copies_inside: bool = False
+    policy: RetentionPolicy | None = None
+
+
+@cache
+def policy(latest: int = 2, grace: float = 0.0, *, thin: int = 0, debris: float = 48 * 3600.0) -> RetentionPolicy:
+    every = (EverySteps(steps=thin, thin="weights"),) if thin else ()
+    return RetentionPolicy(
+        keep=Keep(latest=latest, every=every),
+        prune=Prune(
+            grace=timedelta(seconds=grace),
+            debris_after=timedelta(seconds=debris),
+            max_delete=MaxDelete(count=100, fraction=1.0),
+        ),
+    )
+
+
+def _saves(root: str, *steps: int, how: str = "log", **given: Any) -> tuple[Step, ...]:
+    return tuple(("save", {"root": root, "step": step, "how": how, **given}) for step in steps)
+
+
+def _save(root: str, step: int, **given: Any) -> Step:
+    return "save", {"root": root, "step": step, **given}
+
+
+def _prune(rule: RetentionPolicy, root: str = RUN) -> Step:
+    return "prune", {"root": root, "policy": rule}
+
+
+def _sweep(older_than: float = 48 * 3600.0, *, deep: bool = False, root: str = RUN) -> Step:
+    return "sweep", {"root": root, "older_than": older_than, "deep": deep}
+
+
+def _sleep(seconds: float) -> Step:
+    return "sleep", {"seconds": seconds}
+
+
+def _skew(rng: random.Random) -> float:
+    return rng.choice([0.0, 0.0, 0.0, rng.uniform(-600, 600)])
+
+
+def _skews(rng: random.Random, ranks: int = 1) -> tuple[float, ...]:
+    return tuple(_skew(rng) for _ in range(ranks))
+
+
+def _how(rng: random.Random, rule: RetentionPolicy) -> dict[str, Any]:
+    """How a job saves: without a catalogue, with one, with one and a policy."""
+    return rng.choice(
+        [
+            {"how": "plain"},
+            {"how": "log"},
+            {"how": "retention", "policy": rule},
+            {"how": "log", "policy": rule},
+        ]
+    )
+
+
+def _rule(rng: random.Random) -> RetentionPolicy:
+    return policy(
+        rng.choice([1, 2, 3]), rng.choice([0.0, 0.0, 3600.0, 86400.0]), thin=rng.choice([0, 0, 100]),
+        debris=rng.choice([48 * 3600.0, 48 * 3600.0, 3600.0, 60.0]),
+    )  # fmt: skip
+
+
+# -- families ----------------------------------------------------------------------------------------------------------
+
+
+def plain_over_due(rng: random.Random) -> Scenario:
+    """Somebody saves without a catalogue over a step that a policy is about to delete, or to thin."""
+    rule = policy(1, rng.choice([0.0, 60.0]), thin=rng.choice([0, 0, 200]))
+    saver = Actor("saver", (_sleep(rng.choice([0.0, 60.0])), _save(RUN, 200)), rng.choice([1, 1, 2]), _skews(rng, 2))
+    pruner = Actor("pruner", (_prune(rule), _sleep(120.0), _prune(rule)), skews=_skews(rng))
+    return Scenario("plain over due", _saves(RUN, 100, 200, 300), (saver, pruner), policy=rule)
+
+
+def nested(rng: random.Random) -> Scenario:
+    """A run within a step that goes."""
+    inner = rng.choice([INNER, OWN_FOLDER])
+    rule = policy(1, rng.choice([0.0, 60.0]), thin=rng.choice([0, 0, 100]))
+    how: dict[str, Any] = rng.choice([{}, {"how": "log"}, {"how": "retention", "policy": policy(2, 0.0)}])
+    setup = _saves(RUN, 100, 200, 300)
+    if rng.random() < 0.3:
+        setup += _saves(inner, 1, how=rng.choice(["plain", "log"]))
+    tuner = Actor("tuner", (_save(inner, 2, **how), _save(inner, 3, **how)), rng.choice([1, 1, 2]), _skews(rng, 2))
+    pruner = Actor("pruner", (_prune(rule), _sleep(120.0), _prune(rule)), skews=_skews(rng))
+    return Scenario("nested", setup, (tuner, pruner), (RUN, inner), policy=rule)
+
+
+def asleep(rng: random.Random) -> Scenario:
+    """A pruner that is suspended, and a job that saves the same step again meanwhile."""
+    rule = policy(1, 0.0, thin=rng.choice([0, 0, 0, 200]))
+    how = _how(rng, rule)
+    saver = Actor("saver", (_sleep(rng.choice([0.0, 2.0])), _save(RUN, rng.choice([100, 200]), **how)), 1, _skews(rng))
+    pruners = tuple(
+        Actor(f"pruner-{n}", (_prune(rule), _sleep(60.0), _prune(rule)), skews=_skews(rng))
+        for n in range(rng.choice([1, 2]))
+    )
+    chances = Chances(0.3, 0.05, (8, 0, 0, 0, 1, 1, 1, 0))
+    return Scenario("asleep", _saves(RUN, 100, 200, 300), (saver, *pruners), policy=rule, chances=chances)
+
+
+def alone(rng: random.Random) -> Scenario:
+    """Saves without collectives, and a sweep that looks everywhere."""
+    rule = policy(2, 0.0)
+    given = {"how": "plain", "collectives": False}
+    saver = Actor("saver", (_save(RUN, 300, **given), _save(RUN, 400, **given)), rng.choice([1, 2]), _skews(rng, 2))
+    sweeper = Actor("sweeper", (_sweep(rng.choice([0.0, 3600.0, 48 * 3600.0]), deep=True),), skews=_skews(rng))
+    setup = (*_saves(RUN, 100), _save(RUN, 200, **given), _sleep(rng.choice([0.0, 3 * 86400.0])))
+    return Scenario("alone", setup, (saver, sweeper), policy=rule)
+
+
+def long_save(rng: random.Random) -> Scenario:
+    """A save that lasts longer than the age from which a sweep takes attempts to be dead."""
+    rule = policy(2, 0.0, debris=rng.choice([60.0, 3600.0]))
+    how = _how(rng, rule)
+    slow = rng.choice([120.0, 7200.0, 86400.0, 4 * 86400.0])
+    ranks = rng.choice([1, 2])
+    saver = Actor("saver", (_save(RUN, 200, **how), _save(RUN, 300, **how)), ranks, _skews(rng, 2))
+    if ranks == 1:
+        saver = saver.with_steps((_save(RUN, 200, slow=slow, **how), _save(RUN, 300, **how)))
+    deep = rng.random() < 0.7
+    older = rng.choice([0.0, 60.0, 3600.0, 48 * 3600.0])
+    step = _sweep(older, deep=deep)
+    sweeper = Actor("sweeper", (step, _sleep(rng.choice([60.0, 7200.0, 86400.0])), step), skews=_skews(rng))
+    return Scenario("long save", _saves(RUN, 100), (saver, sweeper), policy=rule)
+
+
+def copies(rng: random.Random) -> Scenario:
+    """A copy, or a conversion, over a step that another job saves to."""
+    rule = policy(3, 0.0)
+    kind = rng.choice(["cp", "convert"])
+    target = rng.choice([f"{RUN}/step-200", f"{NEIGHBOUR}/step-200"])
+    given = {"source": f"{RUN}/step-100", "target": target, "overwrite": True}
+    copier = Actor("copier", ((kind, given),), skews=_skews(rng))
+    how = _how(rng, rule)
+    saver = Actor("saver", (_save(target.partition("/")[0], 200, **how),), rng.choice([1, 2]), _skews(rng, 2))
+    setup = _saves(RUN, 100, 300) + (_saves(target.partition("/")[0], 200) if rng.random() < 0.5 else ())
+    return Scenario(
+        "copies", setup, (copier, saver), (RUN, NEIGHBOUR), policy=rule, copies_inside=rng.random() < 0.3
+    )
+
+
+def newest_gone(rng: random.Random) -> Scenario:
+    """The data of the newest checkpoint is gone, by hand."""
+    rule = policy(rng.choice([1, 2]), rng.choice([0.0, 60.0]))
+    how = rng.choice(["log", "plain"])
+    person = Actor("person", (_sleep(rng.choice([0.0, 0.5])), ("damage", {"root": RUN, "step": 300})))
+    pruner = Actor("pruner", (_sleep(1.0), _prune(rule), _sleep(120.0), _prune(rule)), skews=_skews(rng))
+    setup = _saves(RUN, 100, 200, 300, how=how)
+    if how == "plain":
+        setup += (("adopt", {"root": RUN}),)
+    return Scenario("newest gone", setup, (person, pruner), policy=rule)
+
+
+def mixture(rng: random.Random) -> Scenario:
+    """Everybody at once."""
+    rule = _rule(rng)
+    how = _how(rng, rule)
+    steps = [100, 200, 300, 400, 500]
+    begun = rng.randrange(0, 4)
+    setup = _saves(RUN, *steps[:begun], how=rng.choice(["log", "log", "plain"]))
+    if rng.random() < 0.2:
+        setup += (_sleep(rng.choice([3600.0, 3 * 86400.0])),)
+    roots = [RUN]
+    actors: list[Actor] = []
+
+    def add(*work: Step, ranks: int = 1) -> None:
+        skews = _skews(rng, ranks)
+        actors.append(Actor(f"actor-{len(actors)}", work, ranks, skews, signs=True))
+
+    def pause() -> tuple[Step, ...]:
+        return (_sleep(rng.choice([1.0, 60.0, 3600.0, 86400.0])),) if rng.random() < 0.4 else ()
+
+    ranks = rng.choice([1, 1, 1, 2, 3])
+    parts = rng.random() < 0.2
+    overwrite = rng.random() < 0.7
+    work: list[Step] = []
+    for step in steps[begun : begun + rng.choice([1, 2])]:
+        work += (*pause(), _save(RUN, step, parts=parts, overwrite=overwrite, **how))
+    add(*work, ranks=ranks)
+    for _ in range(rng.choice([1, 2, 2, 3])):
+        step = rng.choice(steps[: begun + 1])
+        choice = rng.randrange(11)
+        if choice == 0:
+            add(*pause(), _save(RUN, step, **_how(rng, rule)), ranks=rng.choice([1, 2]))
+        elif choice in (1, 2, 3):
+            add(*pause(), _prune(rule), *pause(), _prune(rule))
+        elif choice == 4:
+            add(*pause(), _sweep(rng.choice([0.0, 3600.0, 48 * 3600.0]), deep=rng.random() < 0.5))
+        elif choice == 5:
+            source, target = rng.sample(steps[: begun + 2], 2)
+            kind = rng.choice(["cp", "cp", "convert"])
+            given = {"source": f"{RUN}/step-{source}", "target": f"{RUN}/step-{target}"}
+            add(*pause(), (kind, {**given, "overwrite": rng.random() < 0.7}))
+        elif choice == 6:
+            add(*pause(), ("pin", {"root": RUN, "step": step, "seconds": rng.choice([0.0, 7200.0])}))
+        elif choice == 7:
+            add(*pause(), ("load", {"root": RUN, "step": step}), *pause(), ("undo", {"root": RUN, "step": step}))
+        elif choice == 8:
+            inner = rng.choice([INNER, OWN_FOLDER])
+            roots.append(inner)
+            add(*pause(), _save(inner, 2, **_how(rng, rule)), *pause(), _save(inner, 3, **_how(rng, rule)))
+        elif choice == 9:
+            roots.append(NEIGHBOUR)
+            near = rng.choice([{"how": "plain"}, {"how": "log"}])
+            add(*pause(), _save(NEIGHBOUR, step, **near), _prune(rule, NEIGHBOUR))
+        else:
+            add(*pause(), ("adopt", {"root": RUN}))
+    if rng.random() < 0.15:
+        setup += (("plant", {"key": f"{RUN}/step-100/notes.txt"}),)
+    return Scenario(
+        "mixture",
+        setup,
+        tuple(actors),
+        tuple(dict.fromkeys(roots)),
+        chances=Chances(
+            rng.choice([0.05, 0.2, 0.5, 1.0]),
+            rng.choice([0.0, 0.01, 0.03, 0.1]),
+            rng.choice([(4, 1, 1, 1, 1, 1, 1, 0), (1, 0, 0, 0, 0, 0, 0, 0), (1, 4, 4, 1, 1, 1, 1, 0)]),
+        ),
+        policy=rule,
+    )
+
+
+Family = Callable[[random.Random], Scenario]
+
+FAMILIES: tuple[tuple[Family, int], ...] = (
+    (plain_over_due, 1),
+    (nested, 1),
+    (asleep, 2),
+    (alone, 1),
+    (long_save, 1),
+    (copies, 1),
+    (newest_gone, 1),
+    (mixture, 6),
+)
+
+
+def scenario(seed: int, only: str = "") -> Scenario:
+    """The scenario of a seed."""
+    rng = random.Random(seed)
+    names, weights = zip(*FAMILIES, strict=True)
+    family = next((one for one in names if one.__name__ == only), None) or rng.choices(names, weights)[0]
+    made = family(rng)
+    return replace(
+        made,
+        page=rng.choice([2, 4, 1000]),
+        delete_page=rng.choice([2, 1000]),
+        lists_uploads=rng.random() < 0.7,
+    )
