@@ -14,6 +14,7 @@ from bucketpoint.errors import BucketpointError
 from bucketpoint.format import catalogue
 from bucketpoint.format.catalogue import NoteKey
 from bucketpoint.format.index_ref import ref_of
+from bucketpoint.format.keys import RECORD
 from bucketpoint.format.metadata import decode_metadata, extra
 from bucketpoint.format.storage_info import read_storage_info
 from bucketpoint.retention import RetentionPolicy, plan
@@ -273,7 +274,9 @@ class Oracle:
         for entry in planned.entries:
             if (entry.row.step, entry.row.id) == (note.step, token):
                 held = entry.row.pinned or entry.row.leased or entry.row.restored_from
-                if entry.action == "keep" and not held:
+                # Somebody else has thinned it meanwhile.
+                thinned = action == "thin" and entry.row.kind != "full"
+                if entry.action == "keep" and not held and not thinned:
                     reasons = "; ".join(map(str, entry.reasons))
                     raise ViolationError("plan", f"{op} buries step {note.step} ({folder}), to be kept: {reasons}")
                 return
@@ -311,11 +314,8 @@ class Oracle:
 
     # -- the end -------------------------------------------------------------------------------------------------------
 
-    def at_the_end(self, roots: Iterable[str]) -> None:
+    def at_the_end(self) -> None:
         """After the last prune and sweep: nothing is left that nothing names."""
-        folders = set()
-        for root in roots:
-            folders.add(root)
         for commit in self.live.values():
             self._whole(Op("end", "the end"), commit)
         loadable = {one.prefix for one in self.live.values()}
@@ -326,6 +326,10 @@ class Oracle:
             parts = key.split("/")
             if catalogue.CATALOGUE in parts:
                 left += self._note_left(key, loadable)
+                continue
+            above, _, name = key.rpartition("/")
+            # A record lies beside its commit, and may outlive it where another one has replaced that.
+            if name == RECORD and above in loadable:
                 continue
             left.append(key)
         if self.bucket.lists_uploads:

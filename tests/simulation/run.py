@@ -91,7 +91,7 @@ def run(seed: int, given: Scenario | None = None, replay: Sequence[int] | None =
         go(Actor("the end", tuple(steps), spared=True), quiet=True)
     if scheduler.problem is None:
         try:
-            oracle.at_the_end(made.roots)
+            oracle.at_the_end()
         except ViolationError as violation:
             scheduler.problem = violation
     return Outcome(
