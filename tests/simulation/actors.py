@@ -29,8 +29,8 @@ from tests.simulation.bucket import URL, Bucket, View
 from tests.simulation.oracle import OPTIM_ADDS, Op, Oracle, Pinned
 from tests.simulation.scheduler import KilledError, Process, Scheduler, here
 
-COLLECTIVE_S = 1800.0
-"""After which a rank gives up waiting for the others, as torch's process groups do."""
+COLLECTIVE_S = 5 * 86400.0
+"""After which a rank gives up waiting for the others: torch's process groups may be told to wait for days."""
 
 IN_PARTS = TransferOptions(part_bytes=1 << 20, single_put_bytes=1)
 WHOLE = TransferOptions()
@@ -174,6 +174,7 @@ class Running:
         collectives: bool = True,
         parts: bool = False,
         slow: float = 0.0,
+        slow_end: bool = False,
         discards: tuple[int, ...] = (),
     ) -> None:
         url = f"{URL}/{root}/step-{step}"
@@ -188,7 +189,7 @@ class Running:
             scheduler = found[0]
             tokens: dict[int, str] = {}
             work = [
-                functools.partial(self._rank, rank, meeting, url, value, make, collectives, slow, tokens)
+                functools.partial(self._rank, rank, meeting, url, value, make, collectives, (slow, slow_end), tokens)
                 for rank in range(ranks)
             ]
             others = []
@@ -229,7 +230,7 @@ class Running:
         value: float,
         make: Callable[[], BucketWriter],
         collectives: bool,
-        slow: float,
+        slow: tuple[float, bool],
         tokens: dict[int, str],
     ) -> None:
         """As `torch.distributed.checkpoint.state_dict_saver` goes about it."""
@@ -258,9 +259,13 @@ class Running:
             return writer.prepare_global_plan(plans)
 
         def write_data(plan: Any) -> Any:
-            if slow:
-                scheduler.sleep(task, slow)
-            return writer.write_data(planner.finish_plan(plan), planner).value()
+            if slow[0] and not slow[1]:
+                scheduler.sleep(task, slow[0])
+            written = writer.write_data(planner.finish_plan(plan), planner).value()
+            # Another rank takes so long, or another of its objects: what is here gets old.
+            if slow[0] and slow[1]:
+                scheduler.sleep(task, slow[0])
+            return written
 
         def finish(results: list[Any]) -> None:
             writer.finish(metadata=metadata[0], results=results)
@@ -286,6 +291,8 @@ class Running:
         with self.op("prune", root, policy=policy) as op:
             done = prune_by(self.world.catalog(root), policy, holder=f"{self.actor.name}-{number}").done
             op.text += f" -> {_said(done)}"
+            with self._judged():
+                self.world.oracle.pruned(op, root, done.deleted, done.thinned)
 
     def sweep(self, number: int, root: str, older_than: float, deep: bool = False) -> None:
         with self.op("sweep", f"{root} older than {older_than:.0f} s{', deep' if deep else ''}"):

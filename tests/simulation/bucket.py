@@ -46,6 +46,7 @@ class Bucket:
     page: int = 4
     delete_page: int = 1000
     conditional_delete: bool = True
+    expiring_delete: bool = False
     lists_uploads: bool = True
     copies_inside: bool = False
     objects: dict[str, Held] = field(default_factory=dict)
@@ -90,7 +91,16 @@ class View:
 
     @property
     def capabilities(self) -> Capabilities:
-        return Capabilities(True, True, True, True, lists_uploads=self.bucket.lists_uploads)
+        bucket = self.bucket
+        return Capabilities(
+            conditional_put=True,
+            checksums=True,
+            multipart=True,
+            pinned_reads=True,
+            lists_uploads=bucket.lists_uploads,
+            conditional_delete=bucket.conditional_delete,
+            expiring_delete=bucket.expiring_delete,
+        )
 
     def _request(self, name: str, key: str, act: Callable[[Any], T]) -> T:
         found = here()
@@ -184,6 +194,38 @@ class View:
 
             self._request("DELETE", " ".join(batch), act)
         return []
+
+    def delete_if(self, key: str, etag: str) -> bool:
+        def act(op: Any) -> bool:
+            there = self.bucket.objects.get(key)
+            if self.bucket.conditional_delete and there is not None and there.etag != etag:
+                raise PreconditionFailedError("it is another", key=key)
+            self.bucket.remove(op, key)
+            return True
+
+        if not self.bucket.conditional_delete:
+            try:
+                if self.head(key).etag != etag:
+                    raise PreconditionFailedError("it is another", key=key)
+            except ObjectNotFoundError:
+                return True
+        return self._request("DELETE if-match", key, act)
+
+    def prove_deletes(self, prefix: str) -> Capabilities:
+        return self.capabilities
+
+    def expiring_delete(self, key: str, seconds: int) -> Callable[[], bool]:
+        found = here()
+        assert found is not None
+        ends = found[0].signed(found[1].process) + seconds
+
+        def act(op: Any) -> bool:
+            if self.bucket.clock() > ends:
+                return False
+            self.bucket.remove(op, key)
+            return True
+
+        return lambda: self._request(f"DELETE within {seconds} s", key, act)
 
     def copy(self, source: str, target: str) -> ObjectInfo:
         return self._request("COPY", target, lambda op: self.bucket.put(op, target, self.bucket.there(source).data))

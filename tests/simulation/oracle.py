@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from bucketpoint.catalog.snapshot import read_notes, read_steps
+from bucketpoint.convert.journal import NAME as JOURNAL
 from bucketpoint.errors import BucketpointError
 from bucketpoint.format import catalogue
 from bucketpoint.format.catalogue import NoteKey
@@ -95,7 +96,8 @@ class Oracle:
     committed: dict[str, float] = field(default_factory=dict)
     """By id: the value that was committed under it."""
     pins: dict[str, Pinned] = field(default_factory=dict)
-    undone: int = 0
+    removed: dict[tuple[str, int | None, str], tuple[Commit, float]] = field(default_factory=dict)
+    """By root, step and id: what a pruner has removed or thinned, and when."""
     counts: dict[str, int] = field(default_factory=dict)
 
     # -- changes -------------------------------------------------------------------------------------------------------
@@ -229,6 +231,7 @@ class Oracle:
 
     def _may_go(self, op: Op, was: Commit, *, catalogue_action: str) -> None:
         root, _, folder = was.prefix.rpartition("/")
+        self.removed[root, was.step, was.id] = was, self.bucket.clock()
         buried = False
         for key in self._steps_of(root):
             note = NoteKey.parse(key.rpartition("/")[2])
@@ -307,6 +310,17 @@ class Oracle:
             if op.value is not None and self.committed[token] not in (op.value, -1.0):
                 raise ViolationError("values", f"{op} committed {self.committed[token]} and not {op.value}")
 
+    def pruned(self, op: Op, root: str, deleted: Iterable[tuple[int, str]], thinned: Iterable[tuple[int, str]]) -> None:
+        """A pruner was told what it has deleted and thinned."""
+        for step, token in [*deleted, *thinned]:
+            commit, at = self.removed.get((root, step, token), (None, 0.0))
+            if commit is None:
+                continue
+            there = {name: self.bucket.objects[name] for name in commit.names if name in self.bucket.objects}
+            left = [name for name, held in there.items() if held.modified < at and not self.named.get(name)]
+            if left:
+                raise ViolationError("not freed", f"{op} says that step {step} is gone, and leaves {sorted(left)}")
+
     def loaded(self, op: Op, values: Iterable[float]) -> None:
         found = set(values)
         if len(found) > 1:
@@ -331,6 +345,9 @@ class Oracle:
             # A record lies beside its commit, and may outlive it where another one has replaced that.
             if name == RECORD and above in loadable:
                 continue
+            if name == JOURNAL:
+                # What a conversion that was killed takes up again when it is run again, and nobody else removes.
+                continue
             left.append(key)
         if self.bucket.lists_uploads:
             left += [f"upload {one.key}" for one in self.bucket.uploads.values()]
@@ -340,6 +357,8 @@ class Oracle:
     def _note_left(self, key: str, loadable: set[str]) -> list[str]:
         root = key[: key.index(f"/{catalogue.CATALOGUE}/")]
         name = key.rpartition("/")[2]
+        if "/fences/" in key:
+            return [key]
         if "/steps/" not in key and "/uploads/" not in key:
             return []
         commit = catalogue.CommitKey.parse(name)

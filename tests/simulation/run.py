@@ -51,6 +51,7 @@ def run(seed: int, given: Scenario | None = None, replay: Sequence[int] | None =
         page=made.page,
         delete_page=made.delete_page,
         conditional_delete=made.conditional_delete,
+        expiring_delete=made.expiring_delete,
         lists_uploads=made.lists_uploads,
         copies_inside=made.copies_inside,
     )

@@ -33,6 +33,7 @@ class Scenario:
     page: int = 4
     delete_page: int = 1000
     conditional_delete: bool = True
+    expiring_delete: bool = False
     lists_uploads: bool = True
     copies_inside: bool = False
     policy: RetentionPolicy | None = None
@@ -147,18 +148,23 @@ def alone(rng: random.Random) -> Scenario:
 
 def long_save(rng: random.Random) -> Scenario:
     """A save that lasts longer than the age from which a sweep takes attempts to be dead."""
-    rule = policy(2, 0.0, debris=rng.choice([60.0, 3600.0]))
+    rule = policy(2, 0.0, debris=rng.choice([60.0, 3600.0, 3600.0, 7200.0]))
     how = _how(rng, rule)
-    slow = rng.choice([120.0, 7200.0, 86400.0, 4 * 86400.0])
+    slow = rng.choice([120.0, 1700.0, 3500.0, 3700.0, 5400.0, 7300.0, 4 * 86400.0])
     ranks = rng.choice([1, 2])
-    saver = Actor("saver", (_save(RUN, 200, **how), _save(RUN, 300, **how)), ranks, _skews(rng, 2))
-    if ranks == 1:
-        saver = saver.with_steps((_save(RUN, 200, slow=slow, **how), _save(RUN, 300, **how)))
-    deep = rng.random() < 0.7
-    older = rng.choice([0.0, 60.0, 3600.0, 48 * 3600.0])
-    step = _sweep(older, deep=deep)
-    sweeper = Actor("sweeper", (step, _sleep(rng.choice([60.0, 7200.0, 86400.0])), step), skews=_skews(rng))
-    return Scenario("long save", _saves(RUN, 100), (saver, sweeper), policy=rule)
+    alone = {"collectives": False} if how["how"] == "plain" and rng.random() < 0.3 else {}
+    saves = (_save(RUN, 200, slow=slow, slow_end=rng.random() < 0.7, **alone, **how), _save(RUN, 300, **how))
+    saver = Actor("saver", saves[: rng.choice([1, 2])], ranks, _skews(rng, 2))
+    older = rng.choice([0.0, 3600.0, 3600.0, 3600.0, 7200.0])
+    step = _sweep(older, deep=rng.random() < 0.8)
+    waits = [_sleep(rng.choice([1.0, 60.0, slow - older, slow - 60.0, slow - 1.0, slow, 3700.0])) for _ in range(3)]
+    sweeps = tuple(part for wait in waits for part in (wait, step))
+    sweepers = [Actor("sweeper", sweeps, skews=_skews(rng))]
+    if rng.random() < 0.3:
+        sweepers.append(Actor("sweeper-2", sweeps, skews=_skews(rng)))
+    chances = Chances(rng.choice([0.3, 0.7]), rng.choice([0.0, 0.02, 0.06]), (6, 1, 0, 0, 1, 1, 1, 0))
+    setup = _saves(RUN, *rng.choice([(100,), (100, 200)]))
+    return Scenario("long save", setup, (saver, *sweepers), policy=rule, chances=chances)
 
 
 def copies(rng: random.Random) -> Scenario:
@@ -278,8 +284,11 @@ def scenario(seed: int, only: str = "") -> Scenario:
     names, weights = zip(*FAMILIES, strict=True)
     family = next((one for one in names if one.__name__ == only), None) or rng.choices(names, weights)[0]
     made = family(rng)
+    deletes = rng.random()
     return replace(
         made,
+        conditional_delete=deletes < 0.6,
+        expiring_delete=deletes >= 0.7,
         page=rng.choice([2, 4, 1000]),
         delete_page=rng.choice([2, 1000]),
         lists_uploads=rng.random() < 0.7,

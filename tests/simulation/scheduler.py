@@ -22,7 +22,7 @@ CLIENT_TIMEOUT_S = 60.0
 SKEWED_S = 900.0
 """S3 refuses a request whose time is further from its own (RequestTimeTooSkewed)."""
 
-LONG_S = (60.0, 600.0, 1200.0, 7200.0, 86400.0, 3 * 86400.0)
+LONG_S = (60.0, 600.0, 1700.0, 3700.0, 7200.0, 3 * 86400.0)
 SHORT_S = (5.0, 60.0, 300.0, 600.0, 840.0, 1500.0)
 
 FAULTS = ("none", "suspend", "kill", "kill after", "lose request", "lose answer", "delay", "zombie", "suspend before")
@@ -279,9 +279,9 @@ class Scheduler:
         fault, much = ("none", 0) if process.spared else self.decisions.fault()
         if fault == "suspend before":
             process.wakes = self.now + LONG_S[much]
-        signed = self.now if fault != "suspend before" else process.wakes
-        if process.signs:
-            signed += process.skew
+        signed = self.signed(process)
+        if fault == "suspend before":
+            signed += process.wakes - self.now
         self.switch(task)
         self.requests += 1
         if self.requests > self._most:
@@ -324,6 +324,10 @@ class Scheduler:
                 raise KilledError()
             elif fault == "lose answer":
                 self._give_up(task)
+
+    def signed(self, process: Process) -> float:
+        """The time that a request carries which is signed now."""
+        return self.now + process.skew if process.signs else self.now
 
     def _give_up(self, task: Task) -> None:
         task.ready = self.now + CLIENT_TIMEOUT_S
