@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,10 +20,11 @@ from bucketpoint.catalog.save_log import SaveLog
 from bucketpoint.catalog.sweep import sweep
 from bucketpoint.catalog.tombstones import GoneError, undo
 from bucketpoint.convert.convert import ConvertOptions, plan_conversion, run_conversion
-from bucketpoint.dcp import BucketReader, BucketWriter
+from bucketpoint.dcp import BucketReader, BucketWriter, SaveHandle
 from bucketpoint.dcp.copy import copy_checkpoint, plan_copy
 from bucketpoint.dcp.saved import open_checkpoint
 from bucketpoint.errors import BucketpointError, StoreError
+from bucketpoint.manager import CheckpointManager
 from bucketpoint.retention import RetentionPolicy
 from bucketpoint.transfer import TransferOptions
 from tests.simulation.bucket import URL, Bucket, View
@@ -126,6 +128,7 @@ class Running:
     def __init__(self, world: World, actor: Actor) -> None:
         self.world = world
         self.actor = actor
+        self.managers: dict[str, CheckpointManager] = {}
         skews = (actor.skews * actor.ranks)[: actor.ranks]
         self.processes = [
             Process(f"{actor.name}.{rank}" if actor.ranks > 1 else actor.name, skew, actor.signs, spared=actor.spared)
@@ -138,6 +141,9 @@ class Running:
     def work(self) -> None:
         for number, (kind, given) in enumerate(self.actor.steps):
             getattr(self, kind)(number, **given)
+        for manager in self.managers.values():
+            with contextlib.suppress(BucketpointError):
+                manager.close()
 
     # -- helpers -------------------------------------------------------------------------------------------------------
 
@@ -182,6 +188,12 @@ class Running:
         ranks = len(self.processes)
         text = f"{url} ({value:.0f}, {how}{'' if collectives else ', no collectives'}{', overwrite' if overwrite else ''})"
         with self.op("save", text, overwrite=overwrite, value=value, policy=policy, discards=frozenset(discards)) as op:
+            if how == "manager":
+                assert policy is not None
+                token = self._managed(root, step, policy, overwrite, "discard" if discards else "keep", value)
+                with self._judged():
+                    self.world.oracle.saved(op, [token])
+                return
             meeting = Meeting(self.processes)
             make = functools.partial(self._writer, root, how, policy, overwrite, parts, discards)
             found = here()
@@ -203,6 +215,46 @@ class Running:
                     raise CollectiveError("a rank failed")
             with self._judged():
                 self.world.oracle.saved(op, set(tokens.values()) if not collectives else [tokens[0]])
+
+    def _managed(self, root: str, step: int, policy: RetentionPolicy, overwrite: bool, newer: str, value: float) -> str:
+        """Save through this process's manager of the run, and wait for it. Returns the token."""
+        found = here()
+        assert found is not None
+        task = found[1]
+        tokens: dict[int, str] = {}
+
+        def at_once(state: Any, *, storage_writer: BucketWriter, checkpoint_id: str, **given: Any) -> SaveHandle:
+            """`async_save` without the copy and the thread, which know no store."""
+            handle = SaveHandle(checkpoint_id)
+            try:
+                self._rank(0, Meeting(self.processes[:1]), checkpoint_id, value, lambda: storage_writer, True, (0, False), tokens)
+                handle.set_result(None)
+            except Exception as error:  # noqa: BLE001 (what a future holds)
+                cause = error.__cause__
+                handle.set_exception(cause if isinstance(cause, BucketpointError) else error)
+            return handle
+
+        task.async_save = at_once
+        manager = self._manager(root, policy)
+        manager.save(step, {}, overwrite=overwrite, newer=newer)
+        manager.wait()
+        return tokens[0]
+
+    def _manager(self, root: str, policy: RetentionPolicy) -> CheckpointManager:
+        if root not in self.managers:
+            self.managers[root] = CheckpointManager(f"{URL}/{root}", policy=policy)
+        return self.managers[root]
+
+    def restore(self, number: int, root: str, policy: RetentionPolicy) -> None:
+        """Go on from the newest checkpoint."""
+        with self.op("load", f"{root}, the newest") as op:
+            state = {"model": {"w0": torch.zeros(3)}, "optim": {"m0": torch.zeros(2)}}
+            restored = self._manager(root, policy).restore(state)
+            if restored is not None:
+                op.text += f" -> {restored.step}"
+                optim = [number - OPTIM_ADDS for number in state["optim"]["m0"].tolist()]
+                with self._judged():
+                    self.world.oracle.loaded(op, [*state["model"]["w0"].tolist(), *optim])
 
     def _writer(
         self,
@@ -259,6 +311,8 @@ class Running:
             return writer.prepare_global_plan(plans)
 
         def write_data(plan: Any) -> Any:
+            if collectives and os.environ.get("SIM_SHARED"):
+                writer._saves.session.token = tokens[0]
             if slow[0] and not slow[1]:
                 scheduler.sleep(task, slow[0])
             written = writer.write_data(planner.finish_plan(plan), planner).value()

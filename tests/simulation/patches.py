@@ -20,8 +20,9 @@ from tests.simulation.bucket import View
 from tests.simulation.oracle import Op
 from tests.simulation.scheduler import START, here
 
-# The package has a function of that name.
+# The packages have a function, or a class, of that name.
 fetch = importlib.import_module("bucketpoint.transfer.fetch")
+managing = importlib.import_module("bucketpoint.manager.manager")
 
 
 class InlineGroup:
@@ -190,6 +191,18 @@ def _failed(real: Callable[..., Any]) -> Callable[..., Any]:
     return failed
 
 
+def _async_save(*given: Any, **named: Any) -> Any:
+    found = here()
+    assert found is not None
+    return found[1].async_save(*given, **named)
+
+
+class _NoExit:
+    @staticmethod
+    def register(*given: Any) -> None:
+        return None
+
+
 @contextlib.contextmanager
 def simulated() -> Iterator[None]:
     """For as long as this lasts, simulated threads live in their simulation, and all others in the world."""
@@ -218,6 +231,8 @@ def simulated() -> Iterator[None]:
         put(pruning, "prune_by", _labelled("prune", pruning.prune_by))
         put(pruning, "sweep", _labelled("sweep", pruning.sweep))
         put(pruning.PruneWorker, "_failed", _failed(pruning.PruneWorker._failed))
+        put(managing, "async_save", _async_save)
+        put(managing, "atexit", _NoExit)
         logging.disable(logging.CRITICAL)
         stack.callback(logging.disable, level)
         yield

@@ -216,7 +216,14 @@ def mixture(rng: random.Random) -> Scenario:
     ranks = rng.choice([1, 1, 1, 2, 3])
     parts = rng.random() < 0.2
     overwrite = rng.random() < 0.7
-    work: list[Step] = []
+    if rng.random() < 0.2:
+        ranks, how = 1, {"how": "manager", "policy": rule}
+        overwrite |= rng.random() < 0.5
+    work: list[Step] = [("restore", {"root": RUN, "policy": rule})] if how["how"] == "manager" and begun else []
+    if how["how"] == "manager" and rng.random() < 0.2:
+        # Training is rolled back behind what is there.
+        begun = max(begun - 2, 0)
+        how["discards"] = (1,)
     for step in steps[begun : begun + rng.choice([1, 2])]:
         work += (*pause(), _save(RUN, step, parts=parts, overwrite=overwrite, **how))
     add(*work, ranks=ranks)

@@ -118,6 +118,8 @@ class Task:
     ended: bool = False
     value: Any = None
     error: BaseException | None = None
+    async_save: Any = None
+    """What stands in for the product's on this thread."""
     baton: Any = field(default_factory=_Lock)
 
     def can_run(self, now: float) -> bool:
