@@ -3,12 +3,82 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
 
-Switch = Callable[[], AbstractContextManager[object]]
+from bucketpoint.catalog import deletion, fence, folder_sweep, pruner
+from bucketpoint.catalog import sweep as sweeping
+from bucketpoint.catalog.catalog import Catalog
+from bucketpoint.dcp import commit
+from bucketpoint.format import keys
+from tests.simulation.bucket import View
 
-GUARDS: dict[str, Switch] = {}
+
+@dataclass(frozen=True)
+class Guard:
+    """A guard: how it is switched off, and the scenarios in which that shows soonest."""
+
+    off: Callable[[], AbstractContextManager[object]]
+    family: str
+
+
+def _replaced(where: Any, name: str, what: Any) -> Callable[[], AbstractContextManager[object]]:
+    return lambda: mock.patch.object(where, name, what)
+
+
+@contextlib.contextmanager
+def _unconditional_deletion() -> Iterator[None]:
+    """The pruner takes `.metadata` away whatever it is by then."""
+    at_it = threading.local()
+    uncommit, write, delete_if = deletion._uncommit, Catalog.write, View.delete_if
+
+    def careless(*given: Any, **named: Any) -> Any:
+        at_it.now = True
+        try:
+            return uncommit(*given, **named)
+        finally:
+            at_it.now = False
+
+    def written(self: Catalog, key: str, data: bytes = b"", *, if_match: str | None = None) -> Any:
+        return write(self, key, data, if_match=None if getattr(at_it, "now", False) else if_match)
+
+    def deleted(self: View, key: str, etag: str) -> bool:
+        if not getattr(at_it, "now", False):
+            return delete_if(self, key, etag)
+        self.delete([key])
+        return True
+
+    with (
+        mock.patch.object(deletion, "_uncommit", careless),
+        mock.patch.object(Catalog, "write", written),
+        mock.patch.object(View, "delete_if", deleted),
+    ):
+        yield
+
+
+def _all_that_is_there(catalog: Any, snapshot: Any, one: Any, listed: dict[str, Any], paths: Any) -> list[str]:
+    return [info.key for path, info in listed.items() if path != keys.METADATA]
+
+
+def _may_withdraw(real: Callable[..., bool]) -> Callable[..., bool]:
+    return lambda *given, **named: real(*given, **{**named, "taken_over": False})
+
+
+GUARDS: dict[str, Guard] = {
+    "deletion is conditional": Guard(_unconditional_deletion, "asleep"),
+    "deletion by token": Guard(_replaced(deletion, "_data", _all_that_is_there), "plain_over_due"),
+    "newest is whole": Guard(_replaced(pruner, "damage", lambda catalog, inspected: None), "newest_gone"),
+    "save takes its fence": Guard(_replaced(fence.AttemptFence, "ensure", lambda self: None), "long_save"),
+    "sweep takes the fence": Guard(_replaced(folder_sweep, "condemn", lambda *given: True), "long_save"),
+    "age floor": Guard(_replaced(sweeping, "MIN_SWEEP_AGE_S", 0.0), "long_save"),
+    "metadata of ranks": Guard(_replaced(keys, "is_rank_metadata", lambda path: False), "alone"),
+    "only what was seen": Guard(_replaced(commit, "_refuse_others", lambda request, found: None), "copies"),
+    "claims are not withdrawn": Guard(_replaced(pruner, "_still_goes", _may_withdraw(pruner._still_goes)), "asleep"),
+}
 
 
 @contextlib.contextmanager
@@ -17,5 +87,5 @@ def switched_off(name: str) -> Iterator[None]:
     if not name:
         yield
         return
-    with GUARDS[name]():
+    with GUARDS[name].off():
         yield
