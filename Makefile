@@ -109,6 +109,10 @@ soak: $(VENV)/$(STAMP) minio ## 300 saves and 60 restores while requests fail, w
 simulate: $(VENV)/$(STAMP) ## thousands of ranks and a million items, simulated; ARGS=--quick for a few of them
 	@$(BIN)/python -W ignore sim/run.py $(ARGS)
 
+.PHONY: simulate-races
+simulate-races: $(VENV)/$(STAMP) ## many actors on one bucket in memory, by seed; ARGS="--seeds 100000", or "--seed 7 --family mixture" for one
+	@$(BIN)/python -W ignore -m tests.simulation.simulate $(ARGS)
+
 .PHONY: terraform
 terraform: $(VENV)/$(STAMP) ## check the Terraform modules; what needs a provider is "not run" where none is to be had
 	@$(BIN)/python tools/check_terraform.py

@@ -129,11 +129,24 @@ def asleep(rng: random.Random) -> Scenario:
     how = _how(rng, rule)
     saver = Actor("saver", (_sleep(rng.choice([0.0, 2.0])), _save(RUN, rng.choice([100, 200]), **how)), 1, _skews(rng))
     pruners = tuple(
-        Actor(f"pruner-{n}", (_prune(rule), _sleep(60.0), _prune(rule)), skews=_skews(rng))
+        Actor(f"pruner-{n}", (_prune(rule), _sleep(rng.choice([60.0, 1000.0])), _prune(rule)), skews=_skews(rng))
         for n in range(rng.choice([1, 2]))
     )
     chances = Chances(0.3, 0.05, (8, 0, 0, 0, 1, 1, 1, 0))
     return Scenario("asleep", _saves(RUN, 100, 200, 300), (saver, *pruners), policy=rule, chances=chances)
+
+
+def held(rng: random.Random) -> Scenario:
+    """A pruner that is suspended, another that takes over once its lock has expired, and somebody who wants a step kept."""
+    rule = policy(1, 0.0, thin=rng.choice([0, 0, 0, 200]))
+    first = Actor("pruner-1", (_prune(rule),), skews=_skews(rng))
+    second = Actor("pruner-2", (_sleep(rng.choice([905.0, 1000.0, 1600.0])), _prune(rule)), skews=_skews(rng))
+    step = {"root": RUN, "step": 200}
+    wants: list[Step] = [("pin", step), ("pin", step), ("load", {**step, "seconds": 3600}), ("undo", step)]
+    pause = rng.choice([0.0, 905.0, 1000.0, 1000.3, 1000.6])
+    keeper = Actor("keeper", (_sleep(pause), rng.choice(wants), _sleep(1.0), rng.choice(wants)), skews=_skews(rng))
+    chances = Chances(rng.choice([0.5, 0.9]), 0.06, (10, 0, 0, 0, 0, 0, 0, 0))
+    return Scenario("held", _saves(RUN, 200, 300), (first, second, keeper), policy=rule, chances=chances)
 
 
 def alone(rng: random.Random) -> Scenario:
@@ -277,6 +290,7 @@ FAMILIES: tuple[tuple[Family, int], ...] = (
     (plain_over_due, 1),
     (nested, 1),
     (asleep, 2),
+    (held, 1),
     (alone, 1),
     (long_save, 1),
     (copies, 1),

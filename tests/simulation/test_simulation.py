@@ -1,0 +1,58 @@
+"""Many actors on one bucket, by seed: nothing that was acknowledged is lost, and without its guards the product fails."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.simulation.guards import GUARDS, switched_off
+from tests.simulation.patches import simulated
+from tests.simulation.run import run
+from tests.simulation.scenarios import FAMILIES
+from tests.simulation.shrink import shrunk, told
+
+A_FEW, MANY = 40, 1000
+"""Schedules of each family. All of the first take some 15 s."""
+
+GUARD_SEEDS = 1500
+
+
+@pytest.fixture(autouse=True)
+def _simulated() -> Iterator[None]:
+    with simulated():
+        yield
+
+
+def _refuse_violations(family: str, first: int, count: int) -> None:
+    for seed in range(first, first + count):
+        made = run(seed, only=family)
+        if made.kind:
+            again = f"python -m tests.simulation.simulate --family {family} --seed {seed}"
+            pytest.fail(f"{again}\n{told(shrunk(made))}", pytrace=False)
+
+
+@pytest.mark.parametrize("family", [family.__name__ for family, _ in FAMILIES])
+def test_nothing_that_was_acknowledged_is_lost(family: str) -> None:
+    _refuse_violations(family, 0, A_FEW)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", [family.__name__ for family, _ in FAMILIES])
+def test_nothing_is_lost_in_many_schedules(family: str) -> None:
+    _refuse_violations(family, A_FEW, MANY)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", GUARDS)
+def test_without_a_guard_something_is_violated(name: str) -> None:
+    with switched_off(name):
+        assert any(run(seed, only=GUARDS[name].family).kind for seed in range(GUARD_SEEDS))
+
+
+def test_a_seed_is_repeated_to_the_request() -> None:
+    first, second = run(7, only="mixture"), run(7, only="mixture")
+    assert first.requests > 10
+    assert [line[2:] for line in first.trace] == [line[2:] for line in second.trace]
+    again = run(7, only="mixture", replay=first.decisions)
+    assert [line[2:] for line in again.trace] == [line[2:] for line in first.trace]
