@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint import DefaultSavePlanner
+from tests.simulation.bucket import URL, Bucket, View
+from tests.simulation.oracle import OPTIM_ADDS, Op, Oracle, Pinned
+from tests.simulation.ranks import CollectiveError, Meeting, save_on_rank
+from tests.simulation.scheduler import KilledError, Process, Scheduler, here
 
 from bucketpoint.catalog import notes
 from bucketpoint.catalog.adopt import adopt
@@ -27,12 +29,6 @@ from bucketpoint.errors import BucketpointError, StoreError
 from bucketpoint.manager import CheckpointManager
 from bucketpoint.retention import RetentionPolicy
 from bucketpoint.transfer import TransferOptions
-from tests.simulation.bucket import URL, Bucket, View
-from tests.simulation.oracle import OPTIM_ADDS, Op, Oracle, Pinned
-from tests.simulation.scheduler import KilledError, Process, Scheduler, here
-
-COLLECTIVE_S = 5 * 86400.0
-"""After which a rank gives up waiting for the others: torch's process groups may be told to wait for days."""
 
 IN_PARTS = TransferOptions(part_bytes=1 << 20, single_put_bytes=1)
 WHOLE = TransferOptions()
@@ -73,53 +69,6 @@ class World:
     def next_value(self) -> float:
         self.values += 1
         return float(self.values)
-
-
-class CollectiveError(Exception):
-    """Another rank has failed, died, or not come."""
-
-
-@dataclass
-class Meeting:
-    """Where the ranks of one save leave what they have for each other."""
-
-    processes: list[Process]
-    there: dict[tuple[str, int], tuple[bool, Any]] = field(default_factory=dict)
-    answers: dict[str, tuple[bool, Any]] = field(default_factory=dict)
-
-    def all_there(self, phase: str) -> bool:
-        # Of a process that is gone the others are told at once.
-        return all((phase, rank) in self.there or one.dead for rank, one in enumerate(self.processes))
-
-    def meet(self, rank: int, phase: str, mine: Callable[[], Any], together: Callable[[list[Any]], Any]) -> Any:
-        """`mine` on each rank; `together` on the first of all their results; its answer on each."""
-        found = here()
-        assert found is not None
-        scheduler, task = found
-        try:
-            self.there[phase, rank] = True, mine()
-        except Exception as error:  # noqa: BLE001 (raised again below, on each rank)
-            self.there[phase, rank] = False, error
-        if rank == 0:
-            if len(self.processes) > 1 and not scheduler.wait(task, lambda: self.all_there(phase), COLLECTIVE_S):
-                self.answers[phase] = False, CollectiveError(f"{phase}: a rank did not come")
-                raise CollectiveError(f"{phase}: a rank did not come")
-            results = [self.there.get((phase, one), (False, CollectiveError("gone"))) for one in range(len(self.processes))]
-            failed = next((value for whole, value in results if not whole), None)
-            try:
-                if failed is not None:
-                    raise failed
-                self.answers[phase] = True, together([value for _, value in results])
-            except Exception as error:
-                self.answers[phase] = False, error
-                raise
-        else:
-            first = self.processes[0]
-            scheduler.wait(task, lambda: phase in self.answers or first.dead, COLLECTIVE_S)
-        whole, answer = self.answers.get(phase, (False, CollectiveError(f"{phase}: the coordinator did not answer")))
-        if not whole:
-            raise CollectiveError(f"{phase}: {answer}") from answer
-        return answer
 
 
 class Running:
@@ -186,7 +135,13 @@ class Running:
         url = f"{URL}/{root}/step-{step}"
         value = self.world.next_value()
         ranks = len(self.processes)
-        text = f"{url} ({value:.0f}, {how}{'' if collectives else ', no collectives'}{', overwrite' if overwrite else ''})"
+        said = [
+            f"{value:.0f}",
+            how,
+            *([] if collectives else ["no collectives"]),
+            *(["overwrite"] if overwrite else []),
+        ]
+        text = f"{url} ({', '.join(said)})"
         with self.op("save", text, overwrite=overwrite, value=value, policy=policy, discards=frozenset(discards)) as op:
             if how == "manager":
                 assert policy is not None
@@ -201,7 +156,7 @@ class Running:
             scheduler = found[0]
             tokens: dict[int, str] = {}
             work = [
-                functools.partial(self._rank, rank, meeting, url, value, make, collectives, (slow, slow_end), tokens)
+                functools.partial(save_on_rank, rank, meeting, url, value, make, collectives, (slow, slow_end), tokens)
                 for rank in range(ranks)
             ]
             others = []
@@ -227,7 +182,8 @@ class Running:
             """`async_save` without the copy and the thread, which know no store."""
             handle = SaveHandle(checkpoint_id)
             try:
-                self._rank(0, Meeting(self.processes[:1]), checkpoint_id, value, lambda: storage_writer, True, (0, False), tokens)
+                alone = Meeting(self.processes[:1])
+                save_on_rank(0, alone, checkpoint_id, value, lambda: storage_writer, True, (0, False), tokens)
                 handle.set_result(None)
             except Exception as error:  # noqa: BLE001 (what a future holds)
                 cause = error.__cause__
@@ -273,62 +229,6 @@ class Running:
             pruner = worker_of(catalog, policy) if policy is not None else None
             settings["log"] = SaveLog(catalog, overwrite=overwrite, pruner=pruner, discards=frozenset(discards))
         return BucketWriter(overwrite=overwrite, transfer=IN_PARTS if parts else WHOLE, progress=_silent, **settings)
-
-    def _rank(
-        self,
-        rank: int,
-        meeting: Meeting,
-        url: str,
-        value: float,
-        make: Callable[[], BucketWriter],
-        collectives: bool,
-        slow: tuple[float, bool],
-        tokens: dict[int, str],
-    ) -> None:
-        """As `torch.distributed.checkpoint.state_dict_saver` goes about it."""
-        found = here()
-        assert found is not None
-        scheduler, task = found
-        writer = make()
-        planner = DefaultSavePlanner()
-        state = {
-            "model": {f"w{rank}": torch.full((3,), value)},
-            "optim": {f"m{rank}": torch.full((2,), value + OPTIM_ADDS)},
-        }
-        writer.reset(url)
-        metadata: list[Any] = []
-
-        def local_step() -> Any:
-            meta = writer.storage_meta()
-            tokens[rank] = str(meta.save_id) if meta is not None else ""
-            planner.set_up_planner(state_dict=state, storage_meta=meta, is_coordinator=rank == 0 or not collectives)
-            writer.set_up_storage_writer(rank == 0 or not collectives, rank=rank, use_collectives=collectives)
-            return writer.prepare_local_plan(planner.create_local_plan())
-
-        def global_step(plans: list[Any]) -> Any:
-            plans, made = planner.create_global_plan(plans)
-            metadata.append(made)
-            return writer.prepare_global_plan(plans)
-
-        def write_data(plan: Any) -> Any:
-            if collectives and os.environ.get("SIM_SHARED"):
-                writer._saves.session.token = tokens[0]
-            if slow[0] and not slow[1]:
-                scheduler.sleep(task, slow[0])
-            written = writer.write_data(planner.finish_plan(plan), planner).value()
-            # Another rank takes so long, or another of its objects: what is here gets old.
-            if slow[0] and slow[1]:
-                scheduler.sleep(task, slow[0])
-            return written
-
-        def finish(results: list[Any]) -> None:
-            writer.finish(metadata=metadata[0], results=results)
-
-        if not collectives:
-            finish([write_data(global_step([local_step()])[0])])
-            return
-        plans = meeting.meet(rank, "plan", local_step, global_step)
-        meeting.meet(rank, "write", lambda: write_data(plans[rank]), finish)
 
     @contextlib.contextmanager
     def _judged(self) -> Iterator[None]:

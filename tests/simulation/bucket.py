@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
 
+from tests.simulation.scheduler import here
+
 from bucketpoint.errors import (
     CorruptDataError,
     ObjectNotFoundError,
@@ -14,7 +16,6 @@ from bucketpoint.errors import (
     UploadNotFoundError,
 )
 from bucketpoint.stores import Capabilities, DeleteFailure, ObjectInfo, OpenUpload, Part, retry
-from tests.simulation.scheduler import here
 
 T = TypeVar("T")
 

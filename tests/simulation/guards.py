@@ -10,12 +10,13 @@ from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
+from tests.simulation.bucket import View
+
 from bucketpoint.catalog import deletion, fence, folder_sweep, pruner
 from bucketpoint.catalog import sweep as sweeping
 from bucketpoint.catalog.catalog import Catalog
 from bucketpoint.dcp import commit
 from bucketpoint.format import keys
-from tests.simulation.bucket import View
 
 
 @dataclass(frozen=True)

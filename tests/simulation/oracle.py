@@ -1,4 +1,4 @@
-"""What must hold, judged by what was acknowledged alone. It watches each change of the bucket, and looks again at the end."""
+"""What must hold, judged by what was acknowledged alone: after each change of the bucket, and again at the end."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+from tests.simulation.bucket import Bucket, Held
 
 from bucketpoint.catalog.snapshot import read_notes, read_steps
 from bucketpoint.convert.journal import NAME as JOURNAL
@@ -20,7 +21,6 @@ from bucketpoint.format.metadata import decode_metadata, extra
 from bucketpoint.format.storage_info import read_storage_info
 from bucketpoint.retention import RetentionPolicy, plan
 from bucketpoint.stores import ObjectInfo
-from tests.simulation.bucket import Bucket, Held
 
 OPTIM_ADDS = 0.5
 """What an optimizer's values have more than the model's of the same save."""
@@ -239,9 +239,7 @@ class Oracle:
                 token, _, action, _, of = note.fields
                 buried |= (token, action, of) == (was.id, catalogue_action, folder)
         if not buried:
-            raise ViolationError(
-                "not buried", f"{op} removed {was.key} of {was.id}, which has no tombstone", row="5"
-            )
+            raise ViolationError("not buried", f"{op} removed {was.key} of {was.id}, which has no tombstone", row="5")
         now = self.bucket.clock()
         for name, pin in self.pins.items():
             if (pin.root, pin.step) == (root, was.step) and now < pin.until:
@@ -367,4 +365,3 @@ class Oracle:
         if "/uploads/" in key or catalogue.AttemptKey.parse(name) is not None:
             return [key]
         return []
-

@@ -1,4 +1,4 @@
-"""What of the product is replaced in a simulation: clocks, chance, threads and the client of the store. Nothing else."""
+"""What of the product is replaced in a simulation: clocks, chance, threads, the store's client. Nothing else."""
 
 from __future__ import annotations
 
@@ -9,16 +9,18 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
+from types import TracebackType
 from typing import Any
 from unittest import mock
+
+from tests.simulation.bucket import View
+from tests.simulation.oracle import Op
+from tests.simulation.scheduler import START, here
 
 from bucketpoint.catalog import catalog, pace, pruning
 from bucketpoint.stores import open as opening
 from bucketpoint.stores import retry
 from bucketpoint.transfer import pieces, upload
-from tests.simulation.bucket import View
-from tests.simulation.oracle import Op
-from tests.simulation.scheduler import START, here
 
 # The packages have a function, or a class, of that name.
 fetch = importlib.import_module("bucketpoint.transfer.fetch")
@@ -44,10 +46,12 @@ class InlineGroup:
         self._error = self._error or error
         self._queue.clear()
 
-    def __enter__(self) -> InlineGroup:
+    def __enter__(self) -> InlineGroup:  # noqa: PYI034 (Self needs Python 3.11)
         return self
 
-    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
         if error is not None:
             self.cancel(error)
             return
@@ -242,4 +246,3 @@ def forget() -> None:
     """Before each run: what a process of the real world would keep between them."""
     pruning._workers.clear()
     retry._budgets.clear()
-

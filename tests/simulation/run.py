@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from tests.simulation.actors import Actor, Running, World
+from tests.simulation.actors import Actor, Running, Step, World
 from tests.simulation.bucket import Bucket, View
 from tests.simulation.oracle import Oracle, ViolationError
 from tests.simulation.patches import forget
@@ -82,19 +82,18 @@ def run(seed: int, given: Scenario | None = None, replay: Sequence[int] | None =
         scheduler.now += LATER_S
         scheduler.finish_late()
     if scheduler.problem is None:
-        steps = []
+        steps: list[Step] = []
         # Inner runs first: what lies above them may go with them.
         for root in sorted(made.roots, key=len, reverse=True):
             for _ in range(2):
                 if made.policy is not None and root == made.roots[0]:
                     steps.append(("prune", {"root": root, "policy": made.policy}))
-                steps += [("sleep", {"seconds": 7 * 86400.0}), ("sweep", {"root": root, "older_than": 48 * 3600.0, "deep": True})]
+                steps.append(("sleep", {"seconds": 7 * 86400.0}))
+                steps.append(("sweep", {"root": root, "older_than": 48 * 3600.0, "deep": True}))
         go(Actor("the end", tuple(steps), spared=True), quiet=True)
     if scheduler.problem is None:
         try:
             oracle.at_the_end()
         except ViolationError as violation:
             scheduler.problem = violation
-    return Outcome(
-        seed, made, scheduler.problem, decisions.taken, requests, scheduler.trace, world.log, oracle.counts
-    )
+    return Outcome(seed, made, scheduler.problem, decisions.taken, requests, scheduler.trace, world.log, oracle.counts)

@@ -1,4 +1,4 @@
-"""Which actors meet: a few families that aim at what is rare, and a mix of everything. A seed decides on all numbers."""
+"""Which actors meet: families that aim at what is rare, and a mix of everything. A seed decides on all numbers."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ from datetime import timedelta
 from functools import cache
 from typing import Any
 
+from tests.simulation.actors import Actor, Step
+from tests.simulation.scheduler import Chances
+
 from bucketpoint.retention import RetentionPolicy
 from bucketpoint.retention.policy import Keep, MaxDelete, Prune
 from bucketpoint.retention.rules import EverySteps
-from tests.simulation.actors import Actor, Step
-from tests.simulation.scheduler import Chances
 
 RUN = "run"
 INNER = "run/step-100/finetune"
@@ -137,7 +138,7 @@ def asleep(rng: random.Random) -> Scenario:
 
 
 def held(rng: random.Random) -> Scenario:
-    """A pruner that is suspended, another that takes over once its lock has expired, and somebody who wants a step kept."""
+    """A pruner that is suspended, another that takes over once its lock has expired, and a person who pins."""
     rule = policy(1, 0.0, thin=rng.choice([0, 0, 0, 200]))
     first = Actor("pruner-1", (_prune(rule),), skews=_skews(rng))
     second = Actor("pruner-2", (_sleep(rng.choice([905.0, 1000.0, 1600.0])), _prune(rule)), skews=_skews(rng))
@@ -190,9 +191,7 @@ def copies(rng: random.Random) -> Scenario:
     how = _how(rng, rule)
     saver = Actor("saver", (_save(target.partition("/")[0], 200, **how),), rng.choice([1, 2]), _skews(rng, 2))
     setup = _saves(RUN, 100, 300) + (_saves(target.partition("/")[0], 200) if rng.random() < 0.5 else ())
-    return Scenario(
-        "copies", setup, (copier, saver), (RUN, NEIGHBOUR), policy=rule, copies_inside=rng.random() < 0.3
-    )
+    return Scenario("copies", setup, (copier, saver), (RUN, NEIGHBOUR), policy=rule, copies_inside=rng.random() < 0.3)
 
 
 def newest_gone(rng: random.Random) -> Scenario:

@@ -6,6 +6,7 @@ where everybody waits.
 
 from __future__ import annotations
 
+import contextlib
 import random
 import threading
 from collections.abc import Callable, Sequence
@@ -303,10 +304,9 @@ class Scheduler:
             arrival = self.now + SHORT_S[much]
 
             def arrive() -> None:
-                try:
+                # Nobody gets the answer.
+                with contextlib.suppress(Exception, KilledError):
                     self._act(op, name, key, act, late=True, signed=signed)
-                except (Exception, KilledError):  # noqa: BLE001, S110 (nobody gets the answer)
-                    pass
 
             self._note(op, name, key, f"nobody answers; it arrives {SHORT_S[much]:.0f} s later")
             self._in_flight.append((arrival, len(self.trace), arrive))

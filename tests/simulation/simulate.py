@@ -26,7 +26,9 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--from", dest="first", type=int, default=0, help="the first seed")
     parser.add_argument("--seed", type=int, help="this one alone, with its trace")
     parser.add_argument("--family", default="", help="scenarios of this family only")
-    parser.add_argument("--off", default="", choices=["", *GUARDS], metavar="GUARD", help="switch off a guard of the product")
+    parser.add_argument(
+        "--off", default="", choices=["", *GUARDS], metavar="GUARD", help="switch off a guard of the product"
+    )
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--whole", action="store_true", help="do not make violations smaller")
     parser.add_argument("--traces", type=int, default=1, help="how many of each kind are printed with a trace")

@@ -1,11 +1,10 @@
-"""Many actors on one bucket, by seed: nothing that was acknowledged is lost, and without its guards the product fails."""
+"""Many actors on one bucket: nothing that was acknowledged is lost, and each guard of the product is needed."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 import pytest
-
 from tests.simulation.guards import GUARDS, switched_off
 from tests.simulation.patches import simulated
 from tests.simulation.run import run
