@@ -2,7 +2,7 @@
 
 Where the store can compare and delete in one step that is a DELETE; elsewhere, and where only the metadata tells which
 objects go, `.metadata` is replaced by a marker, which goes last. Nothing is deleted for the folder that it
-lies in: only what the commit that goes has named. Data objects carry the token of their attempt.
+lies in: only what the commit that goes has named. Data objects carry a token of their rank and attempt.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from bucketpoint.catalog.tombstones import withdraw
 from bucketpoint.errors import MetadataError, ObjectNotFoundError, PreconditionFailedError, UnsafeDataError
 from bucketpoint.format import catalogue, keys
 from bucketpoint.format.deletion_marker import DeletionMarker, parse_marker
+from bucketpoint.format.index_ref import index_path
 from bucketpoint.stores import Capabilities, ExpiringDeletes, ObjectInfo, Store, proven_deletes
 
 SIGNED_S = 300
@@ -91,43 +92,50 @@ def _uncommit(catalog: Catalog, able: Capabilities, snapshot: Snapshot, one: Tom
     listed = {info.key[len(above) :]: info for info in catalog.store.list(above)}
     committed = listed.get(keys.METADATA)
     if committed is None:
-        # Deleted by hand, or by a pruner that got so far: the data of the attempt is left.
-        return Doomed(_data(catalog, snapshot, one, listed, ()))
+        # Deleted by hand, or by a pruner that got so far.
+        return Doomed(_data(listed, {one.id}, ()))
+    same = one.mark != catalogue.UNKNOWN and catalogue.mark_of(committed.etag) == one.mark
     paths: tuple[str, ...] = ()
-    by_token = any(keys.token_of(path) == one.id for path in listed)
-    if one.mark == catalogue.UNKNOWN or catalogue.mark_of(committed.etag) != one.mark or not by_token:
-        # Only the names that other writers gave need the metadata itself.
+    tokens = _all_tokens(snapshot, one, listed) if same else None
+    if tokens is None:
         data = _get(catalog, committed)
         marker = parse_marker(data)
         if marker is not None and marker.token != one.id:
-            return Doomed(_data(catalog, snapshot, one, listed, ()))
+            return Doomed(_data(listed, {one.id}, ()))
         if marker is not None:
-            paths = marker.paths
-        elif _is_commit_of(one, data, committed):
-            paths = () if by_token else _flat_paths(data)
+            tokens, paths = set(marker.tokens), marker.paths
+        elif same or (one.mark == catalogue.UNKNOWN and _token_in(data, committed) == one.id):
+            tokens = keys.tokens_in(data)
+            paths = () if tokens else _flat_paths(data)
         else:
             _void(catalog, one, done)
             return None
     remove = None
     try:
-        if by_token and not paths and committed.etag is not None and able.conditional_delete:
+        if tokens == {one.id} and committed.etag is not None and able.conditional_delete:
             catalog.store.delete_if(committed.key, committed.etag)
         else:
-            said = DeletionMarker(one.id, catalog.clock(), "by the retention policy", paths)
+            # What else goes must be known to the next pruner too, if this one dies.
+            said = DeletionMarker(one.id, catalog.clock(), "by the retention policy", tuple(sorted(tokens)), paths)
             remove = put_marker(catalog, able, committed, said)
     except ObjectNotFoundError:
         pass
     except PreconditionFailedError:
         _void(catalog, one, done)
         return None
-    return Doomed(_data(catalog, snapshot, one, listed, paths), remove)
+    return Doomed(_data(listed, tokens | {one.id}, paths), remove)
 
 
-def _is_commit_of(one: Tombstone, data: bytes, info: ObjectInfo) -> bool:
-    """Whether this metadata is what the tombstone is for: by its ETag, or where the store has none, by its token."""
-    if one.mark != catalogue.UNKNOWN:
-        return catalogue.mark_of(info.etag) == one.mark
-    return _token_in(data, info) == one.id
+def _all_tokens(snapshot: Snapshot, one: Tombstone, listed: dict[str, ObjectInfo]) -> set[str] | None:
+    """The tokens of the commit, one for each rank, if all data in its folder is of it; None if that is not sure.
+
+    The record's key tells how many bytes the commit has. Where a save is under way beside it, there are more.
+    """
+    record = next((other for other in snapshot.checkpoints if (other.folder, other.id) == (one.folder, one.id)), None)
+    data = {path: info.size for path, info in listed.items() if keys.token_of(path) and path != index_path(one.id)}
+    if record is None or not data or sum(data.values()) != sum(record.groups.values()):
+        return None
+    return {token for path in listed if (token := keys.token_of(path)) is not None}
 
 
 def _void(catalog: Catalog, one: Tombstone, done: Pruned) -> None:
@@ -164,11 +172,8 @@ def _flat_paths(data: bytes) -> tuple[str, ...]:
     return tuple(sorted(path for path in paths if "/" not in path and keys.may_be_data(path)))
 
 
-def _data(
-    catalog: Catalog, snapshot: Snapshot, one: Tombstone, listed: dict[str, ObjectInfo], paths: tuple[str, ...]
-) -> list[str]:
-    """Keys of what goes: the objects of the attempt, and of those that it has replaced in its folder."""
-    tokens = {one.id, *(other.id for other in snapshot.superseded if other.folder == one.folder)}
+def _data(listed: dict[str, ObjectInfo], tokens: set[str], paths: tuple[str, ...]) -> list[str]:
+    """Keys of what goes: the objects of the attempt, by the tokens of its ranks or by the names in its metadata."""
     named_by_it = {keys.RECORD, *(path for path in paths if "/" not in path and keys.may_be_data(path))}
     return [
         info.key

@@ -57,6 +57,8 @@ LONG_AGO = Stopwatch(float("-inf"), float("-inf"))
 class AttemptFence:
     """Signs of life of one attempt to save, on the rank that commits it.
 
+    Each rank names its objects by a token of its own, and has a fence by that token.
+
     Args:
         since: started before any rank of the attempt sent data.
 
@@ -64,16 +66,12 @@ class AttemptFence:
         sizes: the data objects that the commit will name, by their paths, in bytes.
     """
 
-    def __init__(
-        self, store: Store, prefix: str, token: str, since: Stopwatch, sizes: Mapping[str, int] | None = None
-    ) -> None:
+    def __init__(self, store: Store, prefix: str, since: Stopwatch, sizes: Mapping[str, int] | None = None) -> None:
         self.sizes = sizes or {}
         self._store = store
         self._prefix = prefix
-        self._token = token
         self._alive = since
-        self._etag: str | None = None
-        self._taken = False
+        self._etags: dict[str, str | None] = {}
 
     def ensure(self) -> None:
         """Make sure that no sweep removes the data of this attempt now. Call it right before each PUT of the commit.
@@ -81,41 +79,44 @@ class AttemptFence:
         Raises:
             IncompleteSaveError: a sweep has removed them, or may have.
         """
-        if self._alive.seconds() >= FENCE_AGE_S:
+        # Again after it was taken: the process may have been suspended on the way.
+        while self._alive.seconds() >= FENCE_AGE_S:
             self.take()
 
     def take(self) -> None:
-        """Write the fence, or renew it: from now on sweeps take the attempt for one that has just begun.
+        """Write the fences, or renew them: from now on sweeps take the attempt for one that has just begun.
+
+        A PUT for each rank, and one LIST for each 1,000 objects.
 
         Raises:
             IncompleteSaveError: a sweep has condemned the attempt, or data of it are gone.
         """
         alive = Stopwatch()
-        body = memoryview(_body(SAVE))
+        for token in sorted({token for path in self.sizes if (token := keys.token_of(path)) is not None}):
+            self._etags[token] = self._write(keys.join(self._prefix, keys.fence_path(token)), token).etag
+        missing = self._missing()
+        if missing is not None:
+            self.release()
+            raise self._swept(f"{missing} is gone or has another size")
+        self._alive = alive
+
+    def release(self) -> None:
+        """Remove the fences, once the attempt has committed. Best effort: sweeps remove what stays."""
+        self._store.delete([keys.join(self._prefix, keys.fence_path(token)) for token in self._etags])
+        self._etags = {}
+
+    def _write(self, key: str, token: str) -> ObjectInfo:
+        body, taken, etag = memoryview(_body(SAVE)), token in self._etags, self._etags.get(token)
         try:
-            info = retry_transient(
-                lambda: self._store.put(
-                    self._key, [body], crc32c=crc32c(body), if_none_match=not self._taken, if_match=self._etag
-                ),
+            return retry_transient(
+                lambda: self._store.put(key, [body], crc32c=crc32c(body), if_none_match=not taken, if_match=etag),
                 attempts=ATTEMPTS,
             )
         except PreconditionFailedError:
-            info = self._own()
-        missing = self._missing()
-        if missing is not None:
-            self._store.delete([self._key])
-            raise self._swept(f"{missing} is gone or has another size")
-        self._taken, self._etag, self._alive = True, info.etag, alive
-
-    def release(self) -> None:
-        """Remove the fence, once the attempt has committed. Best effort: sweeps remove what stays."""
-        if self._taken:
-            self._store.delete([self._key])
-
-    def _own(self) -> ObjectInfo:
-        """The fence, if it is that of the save: an answer may have been lost."""
+            pass
+        # An answer may have been lost.
         try:
-            data, info = retry_transient(lambda: self._store.get(self._key, max_bytes=1 << 16), attempts=ATTEMPTS)
+            data, info = retry_transient(lambda: self._store.get(key, max_bytes=1 << 16), attempts=ATTEMPTS)
         except ObjectNotFoundError:
             data = b""
         if data != _body(SAVE):
@@ -147,10 +148,6 @@ class AttemptFence:
             remedy="Sweep later: raise prune.debris_after in the policy, or --older-than of bucketpoint gc, above what "
             "the longest save takes",
         )
-
-    @property
-    def _key(self) -> str:
-        return keys.join(self._prefix, keys.fence_path(self._token))
 
 
 def condemn(store: Store, prefix: str, token: str, there: ObjectInfo | None) -> bool:

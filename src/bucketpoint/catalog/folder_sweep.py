@@ -81,7 +81,10 @@ def sweep_folder(
     try:
         commits = _read_commits(catalog, above, listed)
         alive = _alive_tokens(listed, uploads, oldest)
-        dead = _tokens(listed) - _tokens(commits.paths or ()) - alive
+        dead = _tokens(listed) - _tokens(commits.paths or ())
+        if not alive.isdisjoint(dead):
+            # Each rank has a token of its own, so all of them may be of one attempt, and one of its ranks is alive.
+            dead = set()
         if dead and not dry_run:
             fences = {token: listed.get(keys.fence_path(token)) for token in dead}
             dead = {token for token in dead if condemn(catalog.store, above[:-1], token, fences[token])}

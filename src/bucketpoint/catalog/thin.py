@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
 
 from torch.distributed.checkpoint import Metadata
 
@@ -21,7 +20,7 @@ from bucketpoint.errors import (
 )
 from bucketpoint.format import keys
 from bucketpoint.format.groups import OPTIM
-from bucketpoint.format.index_ref import INDEX_GROUP
+from bucketpoint.format.index_ref import ref_of
 from bucketpoint.format.metadata import decode_metadata, encode_metadata, extra, record_from_metadata
 from bucketpoint.format.record import CommitRecord
 from bucketpoint.format.storage_info import read_storage_info
@@ -74,10 +73,10 @@ def thin(catalog: Catalog, snapshot: Snapshot, one: Tombstone, done: Pruned) -> 
         done.failures += failures + catalog.store.delete([written])
         _void(catalog, one, done)
         return
-    # Objects of this attempt alone: a save that is under way has objects of the same groups in the same folder. The
-    # index says what the metadata said before, and is no longer named.
-    goes = _paths_of_attempt(found, record.token, {OPTIM, INDEX_GROUP}) - _paths(decode_metadata(data))
-    failures += catalog.store.delete([found[path] for path in sorted(goes)])
+    # Objects of this attempt alone: a save that is under way has objects of the same groups in the same folder.
+    thinned = decode_metadata(data)
+    goes = set(extra(thinned).get("thinned_paths", ())) - _paths(thinned)
+    failures += catalog.store.delete([found[path] for path in sorted(goes & found.keys()) if keys.token_of(path)])
     done.failures += failures
     if not failures:
         done.failures += catalog.store.delete([one.key])
@@ -87,11 +86,6 @@ def thin(catalog: Catalog, snapshot: Snapshot, one: Tombstone, done: Pruned) -> 
 def _void(catalog: Catalog, one: Tombstone, done: Pruned) -> None:
     if withdraw(catalog, one):
         done.withdrawn.append((one.step, one.id))
-
-
-def _paths_of_attempt(paths: Iterable[str], token: str | None, groups: set[str]) -> set[str]:
-    named = ((path, keys.parse_data_path(path)) for path in paths)
-    return {path for path, of in named if of is not None and of[0] == token and of[2] in groups}
 
 
 def _record_of(catalog: Catalog, one: Checkpoint) -> CommitRecord | None:
@@ -131,7 +125,11 @@ def thinned_metadata(metadata: Metadata, etag: str | None = None) -> bytes:
         storage_data=storage,
     )
     objects = {path: fact for path, fact in facts.get("objects", {}).items() if path not in goes}
-    return encode_metadata(kept, bucketpoint={**facts, "kind": WEIGHTS, "objects": objects, "thinned_from": etag})
+    index = ref_of(metadata)
+    # Another pruner may have to finish it. The index says what the metadata said before, and is no longer named.
+    gone = sorted({*goes, *([index.path] if index is not None else [])})
+    facts = {**facts, "kind": WEIGHTS, "objects": objects, "thinned_from": etag, "thinned_paths": gone}
+    return encode_metadata(kept, bucketpoint=facts)
 
 
 def _paths(metadata: Metadata) -> set[str]:

@@ -53,10 +53,10 @@ def damage(catalog: Catalog, inspected: Inspected) -> str | None:
         return inspected.problem
     above = catalog.key(f"{checkpoint.folder}/")
     sizes = {info.key[len(above) :]: info.size for info in catalog.store.list(above)}
-    own = [(path, size) for path, size in sizes.items() if keys.token_of(path) == record.token]
-    data_sizes = [size for path, size in own if path != index_path(record.token or "")]
-    if own and (len(data_sizes), sum(data_sizes)) == (record.objects, record.bytes):
-        # Nobody else names objects by this token, so these are the objects that were committed.
+    data_sizes = [
+        size for path, size in sizes.items() if keys.token_of(path) and path != index_path(record.token or "")
+    ]
+    if data_sizes and (len(data_sizes), sum(data_sizes)) == (record.objects, record.bytes):
         return None
     missing = _missing(inspected.data, sizes)
     return f"data of the newest checkpoint, {checkpoint.folder}, is gone: {missing}" if missing is not None else None
@@ -64,7 +64,7 @@ def damage(catalog: Catalog, inspected: Inspected) -> str | None:
 
 def _missing(data: bytes, sizes: dict[str, int]) -> str | None:
     """An object that the metadata names and that is not there, or has too few bytes. None if all are there."""
-    # Only where the record does not tell, as decoding needs torch.
+    # Only where the numbers do not tell, as where a save is under way in the folder: decoding needs torch.
     from bucketpoint.format.metadata import decode_metadata, extra
     from bucketpoint.format.storage_info import read_storage_info
 

@@ -73,7 +73,7 @@ def plan_bucketpoint(
             facts=facts,
             seen=seen,
             # What an interrupted conversion left may be old, and a sweep takes it for dead.
-            fence=AttemptFence(place.store, place.prefix, token, LONG_AGO),
+            fence=AttemptFence(place.store, place.prefix, LONG_AGO),
         )
         told = reported([_results(planned, uploaded)], source.metadata)
         endpoint = place.store.identity

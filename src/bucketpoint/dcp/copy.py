@@ -179,7 +179,7 @@ def copy_checkpoint(
     request = Commit(
         plan.store, plan.prefix, plan.url, token, keys.METADATA, overwrite=plan.replaces, log=log, seen=plan.seen
     )
-    request = dataclasses.replace(request, fence=AttemptFence(plan.store, plan.prefix, token, since, sizes))
+    request = dataclasses.replace(request, fence=AttemptFence(plan.store, plan.prefix, since, sizes))
     _check_unchanged(plan, copied)
     commit_copy(request, data, record, paths=plan.paths.values())
     meter.finish()

@@ -223,7 +223,7 @@ class BucketWriter(StorageWriter):
             overwrite=self.overwrite,
             log=self._log_of(session),
             seen=session.seen,
-            fence=AttemptFence(store, prefix, session.token, session.since),
+            fence=AttemptFence(store, prefix, session.since),
         )
         committed = commit(
             request,

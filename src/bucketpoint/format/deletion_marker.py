@@ -22,16 +22,18 @@ class DeletionMarker:
     Readers refuse a marker, and no reader of torch can load it. A save may replace it, as there is no checkpoint.
 
     Attributes:
-        token: the attempt whose commit was replaced.
+        token: the attempt whose commit was replaced, as its record names it.
         at: seconds since the epoch, by the clock of the pruner.
         reason: what the policy, or a person, says.
         seen: seconds since the epoch at which a sweep came to remove the marker.
-        paths: the objects that go, where their names do not tell which attempt they are of: those of other writers.
+        tokens: those of all its ranks, by which the objects that go are known.
+        paths: the objects that go, where their names have no token: those of other writers.
     """
 
     token: str
     at: float
     reason: str = ""
+    tokens: tuple[str, ...] = ()
     paths: tuple[str, ...] = ()
     seen: float = 0.0
 
@@ -65,11 +67,13 @@ def parse_marker(data: bytes) -> DeletionMarker | None:
         content = json.loads(data)
         texts = [content.get(name, "") for name in ("token", "reason")]
         moments = [float(content.get(name, 0.0)) for name in ("at", "seen")]
-        paths = content.get("paths", [])
-        if not isinstance(paths, list) or not all(isinstance(text, str) for text in [*texts, *paths]):
+        tokens, paths = content.get("tokens", []), content.get("paths", [])
+        if not isinstance(tokens, list) or not isinstance(paths, list):
+            raise ValueError("a field has another type")
+        if not all(isinstance(text, str) for text in [*texts, *tokens, *paths]):
             raise ValueError("a field has another type")
         if not all(0 <= moment < 1e11 for moment in moments):
             raise ValueError("a time is none")
-        return DeletionMarker(texts[0], moments[0], texts[1], tuple(paths), moments[1])
+        return DeletionMarker(texts[0], moments[0], texts[1], tuple(tokens), tuple(paths), moments[1])
     except (ValueError, TypeError, RecursionError):
         return DeletionMarker("", 0.0)

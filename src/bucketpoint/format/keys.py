@@ -27,6 +27,7 @@ _DATA_PATH = re.compile(
     r"-(?P<group>[A-Za-z0-9_.]+)-(?P<n>0|[1-9][0-9]*)\.distcp",
     re.ASCII,
 )
+_DATA_PATH_BYTES = re.compile(rb"data/[0-9a-f]{2}/([0-9a-f]{12})-[0-9]{1,9}-[A-Za-z0-9_.]+-[0-9]{1,9}\.distcp")
 _FENCE_PATH = re.compile(CATALOGUE + r"/fences/(?P<token>[0-9a-f]{12})", re.ASCII)
 _RANK_METADATA = re.compile(r"__(0|[1-9][0-9]{0,8})\.metadata", re.ASCII)
 _REFUSED_CHARACTER = re.compile(r"[\x00-\x1f\x7f\ud800-\udfff\\]")
@@ -88,8 +89,16 @@ def parse_data_path(path: str) -> tuple[str, int, str, int] | None:
     return match["token"], rank, group, n
 
 
+def tokens_in(data: bytes) -> set[str]:
+    """The tokens of all data paths that stand somewhere in `data`, such as a `.metadata` that need not be decoded.
+
+    Each rank of an attempt has a token of its own.
+    """
+    return {match[1].decode() for match in _DATA_PATH_BYTES.finditer(data)}
+
+
 def token_of(path: str) -> str | None:
-    """The token of the attempt that a data path was made for, or None for any other path."""
+    """The token of the rank and the attempt that a data path was made for, or None for any other path."""
     named = parse_data_path(path)
     return named[0] if named is not None else None
 
