@@ -9,6 +9,7 @@ PYTHON3 ?= python3#              the Python that runs the tools
 PYTHON ?=#                       the Python of the environments; default: a fitting one that is here
 TORCH ?=#                        an exact torch version, in an environment of its own; default: the newest, in .venv
 MATRIX ?= 2.9.1 2.11.0 2.13.0
+PYTHONS ?= 3.10 3.12 3.13 3.14#  versions for test-python; those that are not on the machine are named and left out
 WORKERS ?= 2#                    processes that share the suite; each has servers of its own
 ARGS ?=#                         further arguments for pytest, the demo, the benchmark or the simulation
 
@@ -61,6 +62,17 @@ test-torch-%: .venv-torch-%/$(STAMP) minio fake-gcs versitygw
 	@echo "== torch $*"
 	@.venv-torch-$*/bin/python -m pytest -n $(WORKERS) --dist worksteal -m "contract and not slow" \
 		-k "not minio and not gcs and not versitygw" --ignore tests/stores --ignore tests/test_servers.py $(ARGS)
+
+.PHONY: test-python
+test-python: $(foreach version,$(PYTHONS),test-python-$(version)) ## what depends on the interpreter, on each other Python that is here
+
+ON_PYTHONS := tests/dcp/test_program_end.py tests/transfer/test_tasks.py tests/staging
+
+test-python-%: minio fake-gcs versitygw
+	@found="$$($(PYTHON3) tools/find_python.py $*)" || { echo "== Python $*: nothing was tested, as it is not on this machine"; exit 0; }; \
+	echo "== Python $*: $$found"; \
+	$(MAKE) --no-print-directory .venv-py$*/$(STAMP) PYTHON="$$found"; \
+	.venv-py$*/bin/python -m pytest -n $(WORKERS) --dist worksteal -m "not slow" $(ON_PYTHONS) $(ARGS)
 
 .PHONY: test-xla
 test-xla: .venv-xla/$(STAMP) minio fake-gcs versitygw ## torch_xla's planners on virtual devices, where the index has torch_xla
@@ -148,7 +160,7 @@ env: $(VENV)/$(STAMP) ## build the environment
 
 .PHONY: clean
 clean: ## delete environments, caches and builds, servers and uv too
-	rm -rf .venv .venv-torch-* .venv-xla .venv-titan .venv-fsspec .cache
+	rm -rf .venv .venv-torch-* .venv-py* .venv-xla .venv-titan .venv-fsspec .cache
 	rm -rf .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache build dist
 	find src tests tools examples bench sim -name __pycache__ -type d -prune -exec rm -rf {} +
 
@@ -170,7 +182,10 @@ TITAN_PYTHON := >=3.11,<3.15
 .venv-fsspec/$(STAMP): pyproject.toml tools/make_env.py
 	@$(PYTHON3) tools/make_env.py .venv-fsspec --extra dev,fsspec --python "$(PYTHON)"
 
+.venv-py%/$(STAMP): pyproject.toml tools/make_env.py
+	@$(PYTHON3) tools/make_env.py .venv-py$* --python "$(PYTHON)"
+
 .venv-torch-%/$(STAMP): pyproject.toml tools/make_env.py
 	@$(PYTHON3) tools/make_env.py .venv-torch-$* --torch "$*" --python "$(PYTHON)"
 
-.PRECIOUS: .venv-torch-%/$(STAMP)
+.PRECIOUS: .venv-torch-%/$(STAMP) .venv-py%/$(STAMP)

@@ -129,7 +129,7 @@ class PruneWorker:
             try:
                 thread.start()
             except RuntimeError:
-                # From Python 3.12 on a program that ends starts no threads, and its last save must not fail by that.
+                # Python 3.12.0 and 3.12.1 start no threads as a program ends, and its last save must not fail by that.
                 self._asked = False
                 logger.info(
                     "nothing is pruned after the last save, as the program ends: the next job's first save does"
