@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import logging
 import os
 import pickle
@@ -172,9 +173,9 @@ def test_a_handle_tells_staged_from_committed(
     assert not handle.done()
     assert not handle.committed.done()
     assert not handle.wait(0)
-    with pytest.raises(TimeoutError):
+    with pytest.raises(concurrent.futures.TimeoutError):
         handle.result(0)
-    with pytest.raises(TimeoutError):
+    with pytest.raises(concurrent.futures.TimeoutError):
         handle.exception(0)
     gated.gate.set()
     assert handle.wait(WAIT_S)
