@@ -61,7 +61,7 @@ def _unconditional_deletion() -> Iterator[None]:
         yield
 
 
-def _all_that_is_there(catalog: Any, snapshot: Any, one: Any, listed: dict[str, Any], paths: Any) -> list[str]:
+def _all_that_is_there(listed: dict[str, Any], tokens: Any, paths: Any) -> list[str]:
     return [info.key for path, info in listed.items() if path != keys.METADATA]
 
 
@@ -77,7 +77,7 @@ GUARDS: dict[str, Guard] = {
     "sweep takes the fence": Guard(_replaced(folder_sweep, "condemn", lambda *given: True), "long_save"),
     "age floor": Guard(_replaced(sweeping, "MIN_SWEEP_AGE_S", 0.0), "long_save"),
     "metadata of ranks": Guard(_replaced(keys, "is_rank_metadata", lambda path: False), "alone"),
-    "only what was seen": Guard(_replaced(commit, "_refuse_others", lambda request, found: None), "copies"),
+    "only what was seen": Guard(_replaced(commit, "_refuse_others", lambda *given, **named: None), "copies"),
     "claims are not withdrawn": Guard(_replaced(pruner, "_still_goes", _may_withdraw(pruner._still_goes)), "held"),
 }
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -148,6 +148,9 @@ class Oracle:
             return
         if op.kind in ("prune", "sweep", "adopt", "pin", "undo") and (was is None or now.id != was.id):
             raise ViolationError("undead", f"{op} made {key} loadable")
+        if was is not None and now.id == was.id:
+            # Thinned: whoever saw it whole saw this one.
+            now = replace(now, seq=was.seq)
         self.live[key] = now
         for name in now.names:
             self.named.setdefault(name, set()).add(key)

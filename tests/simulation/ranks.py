@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -102,8 +101,6 @@ def save_on_rank(
         return writer.prepare_global_plan(plans)
 
     def write_data(plan: Any) -> Any:
-        if collectives and os.environ.get("SIM_SHARED"):
-            writer._saves.session.token = tokens[0]
         if slow[0] and not slow[1]:
             scheduler.sleep(task, slow[0])
         written = writer.write_data(planner.finish_plan(plan), planner).value()
