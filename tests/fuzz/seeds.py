@@ -6,6 +6,7 @@ import collections
 import datetime
 import decimal
 import fractions
+import importlib.util
 import io
 import pathlib
 import pickle
@@ -13,7 +14,6 @@ import types
 import uuid
 from typing import Any
 
-import numpy as np
 import torch
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
@@ -100,17 +100,17 @@ def policy_seeds() -> list[bytes]:
     return [text.encode() for text in POLICIES]
 
 
+ARRAYS: list[Any] = []
+if importlib.util.find_spec("numpy") is not None:
+    import numpy as np
+
+    ARRAYS = [
+        [np.ones((2, 3)), np.float32(1), np.array(["a", None], object), np.datetime64("2026-01-02"), np.arange(3)],
+        [np.random.RandomState(4), np.random.default_rng(3), np.random.Philox(5)],
+    ]
 VALUES: list[Any] = [
-    {
-        "arrays": [
-            np.ones((2, 3)),
-            np.float32(1),
-            np.array(["a", None], object),
-            np.datetime64("2026-01-02"),
-            np.arange(3),
-        ]
-    },
-    {"generators": [np.random.RandomState(4), np.random.default_rng(3), np.random.Philox(5), torch.Generator()]},
+    *ARRAYS,
+    torch.Generator(),
     {
         "values": [decimal.Decimal("1.5"), fractions.Fraction(1, 3), uuid.UUID(int=5), pathlib.PurePosixPath("z"), 1j],
         "times": [datetime.datetime(2026, 1, 2, tzinfo=datetime.timezone.utc), datetime.timedelta(4)],

@@ -15,7 +15,7 @@ from bucketpoint.format.pickles.vocabulary import Change, Function, Make, Object
 
 _DTYPE = re.compile(r"[<>=|]?(?:[biufcSUmM]\d{0,9}|[?U]|O8?|b1|bool|u?int\d+|float\d+|complex\d+)")
 _TIMES = {b"Y", b"M", b"W", b"D", b"h", b"m", b"s", b"ms", b"us", b"ns", b"ps", b"fs", b"as", b"generic"}
-_MAX_DIMS = 64
+_MAX_DIMS, _MAX_DTYPE = 64, 16
 _MAX_NUMBER = 1 << 62
 _GENERATOR_BYTES = 2500
 _MAX_ENTROPY_BITS, _MAX_SEQUENCE = 4096, 64
@@ -45,6 +45,7 @@ def _dtype(machine: Machine, arguments: Any) -> Shell:
     text = arguments[0]
     if (
         type(text) is not str
+        or len(text) > _MAX_DTYPE
         or not _DTYPE.fullmatch(text)
         or any(type(flag) not in (bool, int) for flag in arguments[1:])
     ):
@@ -94,17 +95,15 @@ def _laid(machine: Machine, raw: Any, dtype: Any, shape: Any, order: str, *, cop
     import numpy as np
 
     count = _numel(shape)
-    if type(raw) is str:
-        raw = raw.encode("latin-1")
-    if dtype.hasobject or type(raw) not in (bytes, bytearray) or count * dtype.itemsize != len(raw):
+    if dtype.hasobject or type(raw) not in (bytes, bytearray, str) or count * dtype.itemsize != len(raw):
         raise _unfit("an array of other bytes than its shape has")
+    # An array that shares its bytes is written out whenever it is pickled.
+    machine.pay(len(raw))
+    raw = raw.encode("latin-1") if type(raw) is str else raw
     if not raw:
         return np.empty(shape, dtype)
     made = np.frombuffer(raw, dtype).reshape(shape, order=order)  # type: ignore[call-overload]
-    if not copy:
-        return made
-    machine.pay(len(raw))
-    return made.copy(order)
+    return made.copy(order) if copy else made
 
 
 def _scalar(machine: Machine, arguments: Any) -> Any:
@@ -192,8 +191,8 @@ def build_seed(machine: Machine, shell: Shell, state: Any) -> Any:
     import numpy as np
 
     entropy, spawned, _, pool_size, spawn_key, *_ = state
-    numbers = list(entropy) if type(entropy) in (list, tuple) else [] if entropy is None else [entropy]
-    sound = len(numbers) <= _MAX_SEQUENCE and len(spawn_key) <= _MAX_SEQUENCE and type(spawn_key) is tuple
+    numbers = entropy[: _MAX_SEQUENCE + 1] if type(entropy) in (list, tuple) else [] if entropy is None else [entropy]
+    sound = len(numbers) <= _MAX_SEQUENCE and type(spawn_key) is tuple and len(spawn_key) <= _MAX_SEQUENCE
     if not sound or type(spawned) is not int or type(pool_size) is not int or not 4 <= pool_size <= _MAX_SEQUENCE:
         raise _unfit("a random seed")
     if any(type(n) is not int or not 0 <= n.bit_length() <= _MAX_ENTROPY_BITS for n in (*numbers, *spawn_key, spawned)):

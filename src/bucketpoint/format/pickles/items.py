@@ -16,6 +16,7 @@ from bucketpoint.format.pickles.vocabulary import MalformedPickleError, Overspen
 
 _LEGACY_MAGIC = 0x1950A86A20F9469CFC6C
 _LEGACY_PROTOCOL = 1001
+_MAX_PICKLES = 5
 _DTENSOR = {
     "torch.distributed.device_mesh": "DeviceMesh",
     "torch.distributed._mesh_layout": "_FlatLayout _MeshLayout",
@@ -255,6 +256,8 @@ def _read_stream(data: bytes) -> Item:
                 raise RefusedError([f"<a malformed pickle: {error}>"]) from None
             raise UnreadableError(str(error)) from None
         position, deferred = machine.position, deferred or machine.deferred
+        if len(values) == _MAX_PICKLES:
+            raise RefusedError(["<more pickles than anybody writes>"])
         if not values and value == _LEGACY_MAGIC and type(value) is int:
             return _read_legacy(data, position)
         values.append(value)

@@ -33,7 +33,7 @@ MAX_DIGITS = 4300
 
 _MAX_KEY_PARTS = 4096
 _MAX_SAME_HASH = 16
-_LONG_TEXT = 64
+_LONG_TEXT, _LONGEST_NAME = 64, 1024
 _HASHED_BYTES, _LISTED_BYTES = 16, 8
 _FREE, _MULTIPLE = 1 << 20, 10
 _MAPPINGS = frozenset({dict, OrderedDict, defaultdict, Counter})
@@ -189,6 +189,7 @@ class Machine:
             self.pay(len(key) >> 6)
             return
         parts, waiting = 0, [key]
+        self.pay(1)
         while waiting:
             one = waiting.pop()
             parts += 1
@@ -200,6 +201,7 @@ class Machine:
             elif kind not in _LEAVES:
                 waiting += self._parts_of(one)
             if parts + len(waiting) > _MAX_KEY_PARTS:
+                self.pay(_MAX_KEY_PARTS)
                 raise ObjectionError("a key of many parts")
         self.pay(parts)
         if len(container) < _MAX_SAME_HASH:
@@ -307,16 +309,14 @@ class Machine:
         return self.refuse(f"{renamed[0]}.{renamed[1]}")
 
     def find_lines(self) -> Any:
-        # A name that ends the file counts as named, hence no call of `line`.
-        module, _, rest = self.data[self.position :].partition(b"\n")
-        name, ended, _ = rest.partition(b"\n")
-        self.position += len(module) + 1 + len(name) + 1
-        text = module.decode("utf-8", "replace"), name.decode("utf-8", "replace")
-        if not ended:
-            self.named = True
-            self.refuse(".".join(text))
+        self.named = True
+        module = self.line().decode("utf-8", "replace")
+        if b"\n" not in self.data[self.position : self.position + _LONGEST_NAME]:
+            # A name that ends the file counts as named.
+            name = self.data[self.position : self.position + _LONGEST_NAME].decode("utf-8", "replace")
+            self.refuse(f"{module}.{name}")
             raise MalformedPickleError("it breaks off")
-        return self.find(*text)
+        return self.find(module, self.line().decode("utf-8", "replace"))
 
     def find_stacked(self) -> None:
         name, module = self.pop(), self.pop()
@@ -335,6 +335,7 @@ class Machine:
         if type(arguments) is not tuple:
             return self.refuse("<a call with what is computed>")
         maker = self.vocabulary.makers.get(id(function))
+        self.pay(1 + len(arguments))
         try:
             if maker is not None:
                 return maker(self, arguments)
@@ -357,6 +358,7 @@ class Machine:
         """Give an object its state: the object itself, or the one that takes its place."""
         kind = type(target)
         changer = self.vocabulary.changers.get(kind)
+        self.pay(1 + (len(state) if isinstance(state, (tuple, list, dict)) else 0))
         try:
             if changer is not None:
                 made = changer(self, target, state)

@@ -15,7 +15,7 @@ import uuid
 from collections import Counter, OrderedDict, defaultdict, deque
 from typing import Any
 
-from bucketpoint.format.pickles.machine import Machine
+from bucketpoint.format.pickles.machine import MAX_DIGITS, Machine
 from bucketpoint.format.pickles.vocabulary import Change, Function, Make, ObjectionError, Registered, Shell
 
 _SCALARS = (bool, int, float)
@@ -107,13 +107,14 @@ def _mapping(kind: Any) -> Make:
         if len(arguments) > 1:
             raise _unfit(kind.__name__)
         for given in arguments:
+            if isinstance(given, (dict, list, tuple, deque)):
+                machine.pay_for(given, hashed=True)
             if type(given) is dict:
                 pairs: Any = given.items()
             elif type(given) in _LISTS and all(type(pair) in (tuple, list) and len(pair) == 2 for pair in given):
                 pairs = given
             else:
                 raise _unfit(kind.__name__)
-            machine.pay_for(pairs, hashed=True)
             machine.set_items(made, [part for pair in pairs for part in pair])
         return made
 
@@ -226,7 +227,7 @@ def _timezone(machine: Machine, arguments: Any) -> Any:
 
 def _decimal(machine: Machine, arguments: Any) -> Any:
     (text,) = arguments
-    if type(text) is not str:
+    if type(text) is not str or len(text) > MAX_DIGITS:
         raise _unfit("decimal.Decimal")
     machine.pay(len(text))
     return decimal.Decimal(text)
@@ -351,7 +352,8 @@ _KEYS = (datetime.date, datetime.datetime, datetime.time, datetime.timedelta, da
 def parts() -> dict[type, Any]:
     """Parts of dictionary keys."""
     paths = {type(getattr(pathlib, name)()) for name in ("Path", "PurePosixPath", "PureWindowsPath")}
-    found: dict[type, Any] = dict.fromkeys((*_KEYS, *paths, uuid.SafeUUID, type(NotImplemented)), lambda key: ())
-    found[decimal.Decimal] = lambda key: (len(key.as_tuple().digits),)
+    found: dict[type, Any] = dict.fromkeys((*_KEYS, uuid.SafeUUID, type(NotImplemented)), lambda key: ())
+    found |= dict.fromkeys(paths, lambda key: (str(key),))
+    found[decimal.Decimal] = lambda key: key.as_tuple().digits
     found[fractions.Fraction] = lambda key: (key.numerator, key.denominator)
     return found

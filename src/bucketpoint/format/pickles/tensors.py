@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections import OrderedDict
 from collections.abc import Callable
@@ -104,7 +105,12 @@ def _tensor_v3(machine: Machine, arguments: Any) -> torch.Tensor:
 def _finished(made: torch.Tensor, requires_grad: Any, hooks: Any, metadata: list[Any]) -> torch.Tensor:
     _check_hooks(hooks)
     bits = metadata[0] if metadata else None
-    if len(metadata) > 1 or not (bits is None or type(bits) is dict) or set(bits or ()) - {"conj", "neg"}:
+    if (
+        len(metadata) > 1
+        or not (bits is None or type(bits) is dict)
+        or len(bits or ()) > 2
+        or set(bits or ()) - {"conj", "neg"}
+    ):
         raise _unfit("a tensor of other bits")
     if bits and _flag(bits.get("conj", False)):
         made = made.conj()
@@ -210,7 +216,9 @@ def _check_owned(machine: Machine, tensor: torch.Tensor) -> None:
 
 def _sparse(machine: Machine, arguments: Any) -> torch.Tensor:
     layout, data = arguments
-    machine.pay(_TENSOR_BYTES)
+    machine.pay(4 * _TENSOR_BYTES)
+    if type(data) is not tuple or not 3 <= len(data) <= 4:
+        raise _unfit("a sparse tensor")
     *parts, shape = data[:3] if layout is torch.sparse_coo else data
     coalesced = data[3] if layout is torch.sparse_coo and len(data) > 3 else None
     size = _numbers(shape)
@@ -275,9 +283,9 @@ def _on_device(machine: Machine, arguments: Any) -> Any:
 
         if type(data) is not np.ndarray:
             raise _unfit("a tensor of a device")
-        machine.pay(data.nbytes)
         data = torch.from_numpy(data)
     _check_owned(machine, _plain(data))
+    machine.pay(data.numel() * data.element_size())
     if dtype.itemsize > data.dtype.itemsize:
         raise _unfit("a tensor of a device")
     return machine.defer(_to_device, (data, dtype, device, _flag(requires_grad)))
@@ -299,6 +307,7 @@ def _device(machine: Machine, arguments: Any) -> torch.device:
     return torch.device(name, *index)
 
 
+@functools.cache
 def layouts() -> dict[str, torch.layout]:
     """Layouts by their names."""
     return {str(value): value for value in vars(torch).values() if isinstance(value, torch.layout)}
