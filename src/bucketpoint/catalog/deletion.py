@@ -1,8 +1,9 @@
 """Deleting checkpoints. A deletion is a commit: `.metadata` goes by one conditional request before any data does.
 
-Where the store can compare and delete in one step that is a DELETE; elsewhere, and where only the metadata tells which
-objects go, `.metadata` is replaced by a marker, which goes last. Nothing is deleted for the folder that it
-lies in: only what the commit that goes has named. Data objects carry a token of their rank and attempt.
+Where the store can compare and delete in one step, and all data carries the commit's own token, that is a DELETE.
+Otherwise `.metadata` is replaced by a marker, which tells the next pruner what goes, and which goes last. Nothing is
+deleted for the folder that it lies in: only what the commit that goes has named. Data objects carry a token of their
+rank and attempt.
 """
 
 from __future__ import annotations
@@ -25,12 +26,12 @@ from bucketpoint.format.index_ref import index_path
 from bucketpoint.stores import Capabilities, ExpiringDeletes, ObjectInfo, Store, proven_deletes
 
 SIGNED_S = 300
-"""How long a signed deletion of a marker is in force. More than deleting some thousand objects takes."""
+"""Seconds for which a signed deletion of a marker is in force. More than deleting some thousand objects takes."""
 
 
 @dataclass
 class Doomed:
-    """What goes with one checkpoint.
+    """Objects that go with one checkpoint.
 
     Attributes:
         data: keys of its objects.
@@ -108,20 +109,20 @@ def _uncommit(catalog: Catalog, able: Capabilities, snapshot: Snapshot, one: Tom
             tokens = keys.tokens_in(data)
             paths = () if tokens else _flat_paths(data)
         else:
-            _void(catalog, one, done)
+            withdraw(catalog, one, done)
             return None
     remove = None
     try:
         if tokens == {one.id} and committed.etag is not None and able.conditional_delete:
             catalog.store.delete_if(committed.key, committed.etag)
         else:
-            # What else goes must be known to the next pruner too, if this one dies.
+            # If this pruner dies, the next one must know what else goes.
             said = DeletionMarker(one.id, catalog.clock(), "by the retention policy", tuple(sorted(tokens)), paths)
             remove = put_marker(catalog, able, committed, said)
     except ObjectNotFoundError:
         pass
     except PreconditionFailedError:
-        _void(catalog, one, done)
+        withdraw(catalog, one, done)
         return None
     return Doomed(_data(listed, tokens | {one.id}, paths), remove)
 
@@ -136,11 +137,6 @@ def _all_tokens(snapshot: Snapshot, one: Tombstone, listed: dict[str, ObjectInfo
     if record is None or not data or sum(data.values()) != sum(record.groups.values()):
         return None
     return {token for path in listed if (token := keys.token_of(path)) is not None}
-
-
-def _void(catalog: Catalog, one: Tombstone, done: Pruned) -> None:
-    if withdraw(catalog, one):
-        done.withdrawn.append((one.step, one.id))
 
 
 def _get(catalog: Catalog, committed: ObjectInfo) -> bytes:
@@ -162,11 +158,10 @@ def _token_in(data: bytes, info: ObjectInfo) -> str | None:
 def _flat_paths(data: bytes) -> tuple[str, ...]:
     """The objects that metadata of another writer names beside itself. Whatever lies deeper may be another's."""
     from bucketpoint.format.metadata import decode_metadata
-    from bucketpoint.format.storage_info import read_storage_info
+    from bucketpoint.format.storage_info import data_paths
 
     try:
-        stored = decode_metadata(data).storage_data or {}
-        paths = {read_storage_info(info).path for info in stored.values()}
+        paths = data_paths(decode_metadata(data))
     except (MetadataError, UnsafeDataError):
         return ()
     return tuple(sorted(path for path in paths if "/" not in path and keys.may_be_data(path)))
@@ -189,7 +184,7 @@ def _records(snapshot: Snapshot, one: Tombstone) -> list[str]:
 
 
 def _notes(snapshot: Snapshot, step: int, alone: bool) -> list[str]:
-    """What was said about a step; it goes with the last checkpoint of that step."""
+    """Keys of the notes on a step; they go with the last checkpoint of that step."""
     if not alone:
         return []
     said = snapshot.notes

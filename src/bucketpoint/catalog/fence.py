@@ -27,6 +27,7 @@ MIN_SWEEP_AGE_S = 3600.0
 """No sweep removes what is younger. Twice `FENCE_AGE_S`, which leaves half an hour for a commit that is under way."""
 
 FENCE_AGE_S = MIN_SWEEP_AGE_S / 2
+"""A save that has given no sign of life for so long writes its fence before it commits."""
 
 ATTEMPTS = 3
 SAVE, SWEEP = "save", "sweep"
@@ -51,7 +52,7 @@ def _boottime() -> float:
 
 
 LONG_AGO = Stopwatch(float("-inf"), float("-inf"))
-"""Of attempts that rely on data of an earlier one."""
+"""Start of an attempt that takes over data of an earlier one, of any age: it always writes its fence."""
 
 
 class AttemptFence:

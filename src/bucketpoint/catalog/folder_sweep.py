@@ -26,7 +26,7 @@ _LOOKED_S = 60.0
 
 @dataclass
 class Swept:
-    """What was removed, or would be in a dry run. `bytes` are of objects; what parts of uploads hold is not known."""
+    """Report of a sweep: objects removed, or to remove in a dry run. `bytes` do not count the parts of uploads."""
 
     objects: list[str] = field(default_factory=list)
     bytes: int = 0
@@ -37,7 +37,7 @@ class Swept:
 
 @dataclass(frozen=True)
 class FolderState:
-    """What a sweep found in a folder.
+    """State of a folder after its sweep.
 
     Attributes:
         clean: nothing of a dead attempt is left there, so that its intent may go.
@@ -50,10 +50,10 @@ class FolderState:
 
 @dataclass(frozen=True)
 class _Commits:
-    """What the commits of a folder name.
+    """Objects that the commits of a folder name.
 
     Attributes:
-        paths: of data objects, and of indexes; None if nothing is committed.
+        paths: those of data objects and of indexes; None if nothing is committed.
         deleted: in place of a commit there is the marker of a deletion.
     """
 
@@ -125,12 +125,12 @@ def sweep_folder(
 
 
 def is_old(moment: float | None, oldest: float) -> bool:
-    """Whether a time that the store tells is before `oldest`. What the store does not date is not known to be old."""
+    """True if a time that the store tells is before `oldest`; False for what the store does not date."""
     return moment is not None and moment < oldest
 
 
 def _read_commits(catalog: Catalog, above: str, listed: Mapping[str, ObjectInfo]) -> _Commits:
-    """What is named by `.metadata`, and by the metadata of each rank where a save ran without collectives.
+    """Collect what `.metadata` names, and the metadata of each rank where a save ran without collectives.
 
     Raises:
         MetadataError, UnsafeDataError: one of them cannot be read.
@@ -150,12 +150,11 @@ def _read_commits(catalog: Catalog, above: str, listed: Mapping[str, ObjectInfo]
 def _named_by(data: bytes) -> set[str]:
     from bucketpoint.format.index_ref import ref_of
     from bucketpoint.format.metadata import decode_metadata
-    from bucketpoint.format.storage_info import read_storage_info
+    from bucketpoint.format.storage_info import data_paths
 
     metadata = decode_metadata(data)
     index = ref_of(metadata)
-    named = {read_storage_info(info).path for info in (metadata.storage_data or {}).values()}
-    return named | ({index.path} if index is not None else set())
+    return data_paths(metadata) | ({index.path} if index is not None else set())
 
 
 def _alive_tokens(listed: Mapping[str, ObjectInfo], uploads: list[OpenUpload], oldest: float) -> set[str]:

@@ -9,7 +9,7 @@ from bucketpoint.stores import DeleteFailure
 
 @dataclass
 class Pruned:
-    """What a prune did. Checkpoints are (step, id).
+    """Report of one prune. Checkpoints are (step, id).
 
     Attributes:
         buried: got a tombstone.
@@ -17,7 +17,7 @@ class Pruned:
         withdrawn: had a tombstone that is now void: somebody holds on to them, or they were saved anew.
         refused: ordered, and not done, with the reason.
         failures: keys that the store did not delete, and why; what has failed is tried again by the next prune.
-        stopped: why nothing was done at all: another one prunes, or the newest checkpoint cannot be read.
+        stopped: why nothing was done at all: another one prunes, or the newest checkpoint is not whole.
     """
 
     buried: list[tuple[int, str]] = field(default_factory=list)

@@ -78,7 +78,7 @@ def prune(catalog: Catalog, decide: Decide, *, grace: float, holder: str, lock_s
 def _damage_of_newest(
     catalog: Catalog, snapshot: Snapshot, orders: Sequence[Order], newest: Inspected | None
 ) -> str | None:
-    """Why nothing may go: the newest full checkpoint that would remain is not whole. None if it is, or nothing goes."""
+    """Tell why the newest full checkpoint that would remain is not whole. None if it is, or if nothing goes."""
     stones = [one for one in snapshot.notes.tombstones if not one.undone]
     if newest is None or (not orders and all(one.due > snapshot.taken for one in stones)):
         return None
@@ -148,7 +148,7 @@ def collect(catalog: Catalog, done: Pruned, *, until: float) -> None:
 
 
 def _still_goes(catalog: Catalog, snapshot: Snapshot, one: Tombstone, done: Pruned, *, taken_over: bool) -> bool:
-    """Whether the deletion that was claimed is to be carried out.
+    """Decide whether a claimed deletion is carried out; if not, withdraw the claim or put it back.
 
     Args:
         taken_over: another pruner had claimed it before. It may be suspended, and deletes the checkpoint once it wakes:
@@ -161,8 +161,7 @@ def _still_goes(catalog: Catalog, snapshot: Snapshot, one: Tombstone, done: Prun
         done.refused[one.step, one.id] = f"{held}, and another pruner had begun with it"
         return False
     if replaced or held is not None:
-        if withdraw(catalog, one):
-            done.withdrawn.append((one.step, one.id))
+        withdraw(catalog, one, done)
         return False
     try:
         if any(attempt.folder == one.folder and attempt.is_live(snapshot.taken) for attempt in snapshot.attempts):

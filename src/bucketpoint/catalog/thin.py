@@ -23,7 +23,7 @@ from bucketpoint.format.groups import OPTIM
 from bucketpoint.format.index_ref import ref_of
 from bucketpoint.format.metadata import decode_metadata, encode_metadata, extra, record_from_metadata
 from bucketpoint.format.record import CommitRecord
-from bucketpoint.format.storage_info import read_storage_info
+from bucketpoint.format.storage_info import data_paths, read_storage_info
 
 WEIGHTS = "weights"
 
@@ -37,20 +37,20 @@ def thin(catalog: Catalog, snapshot: Snapshot, one: Tombstone, done: Pruned) -> 
         metadata = decode_metadata(data, url=catalog.url_of_folder(one.folder))
         facts = extra(metadata)
         if facts.get("token") not in (None, one.id):
-            _void(catalog, one, done)
+            withdraw(catalog, one, done)
             return
         if facts.get("kind") != WEIGHTS:
             data = thinned_metadata(metadata, info.etag)
             # Metadata that others replaced meanwhile fails the condition, and is left alone.
             info = catalog.write(key, data, if_match=info.etag)
     except (ObjectNotFoundError, CheckpointDeletedError):
-        _void(catalog, one, done)
+        withdraw(catalog, one, done)
         return
     except PreconditionFailedError:
         done.refused[name] = "its metadata has just been replaced"
         return
     except (MetadataError, UnsafeDataError) as error:
-        _void(catalog, one, done)
+        withdraw(catalog, one, done)
         done.refused[name] = f"its metadata does not allow it: {error.message}"
         return
     record = record_from_metadata(data, metadata_etag=info.etag)
@@ -71,21 +71,16 @@ def thin(catalog: Catalog, snapshot: Snapshot, one: Tombstone, done: Pruned) -> 
     if keys.METADATA not in found:
         # Another pruner, unseen by this one, has deleted the checkpoint meanwhile: the record speaks of nothing.
         done.failures += failures + catalog.store.delete([written])
-        _void(catalog, one, done)
+        withdraw(catalog, one, done)
         return
     # Objects of this attempt alone: a save that is under way has objects of the same groups in the same folder.
     thinned = decode_metadata(data)
-    goes = set(extra(thinned).get("thinned_paths", ())) - _paths(thinned)
+    goes = set(extra(thinned).get("thinned_paths", ())) - data_paths(thinned)
     failures += catalog.store.delete([found[path] for path in sorted(goes & found.keys()) if keys.token_of(path)])
     done.failures += failures
     if not failures:
         done.failures += catalog.store.delete([one.key])
         done.thinned.append(name)
-
-
-def _void(catalog: Catalog, one: Tombstone, done: Pruned) -> None:
-    if withdraw(catalog, one):
-        done.withdrawn.append((one.step, one.id))
 
 
 def _record_of(catalog: Catalog, one: Checkpoint) -> CommitRecord | None:
@@ -107,7 +102,7 @@ def thinned_metadata(metadata: Metadata, etag: str | None = None) -> bytes:
     """
     facts = extra(metadata)
     places = metadata.storage_data or {}
-    goes = {path for path in _paths(metadata) if _is_optim(path)}
+    goes = {path for path in data_paths(metadata) if _is_optim(path)}
     if not goes:
         raise MetadataError("No object holds the optimizer alone")
     storage = {index: info for index, info in places.items() if read_storage_info(info).path not in goes}
@@ -130,10 +125,6 @@ def thinned_metadata(metadata: Metadata, etag: str | None = None) -> bytes:
     gone = sorted({*goes, *([index.path] if index is not None else [])})
     facts = {**facts, "kind": WEIGHTS, "objects": objects, "thinned_from": etag, "thinned_paths": gone}
     return encode_metadata(kept, bucketpoint=facts)
-
-
-def _paths(metadata: Metadata) -> set[str]:
-    return {read_storage_info(info).path for info in (metadata.storage_data or {}).values()}
 
 
 def _is_optim(path: str) -> bool:

@@ -6,6 +6,7 @@ import json
 from dataclasses import replace
 
 from bucketpoint.catalog.catalog import Catalog
+from bucketpoint.catalog.prune_report import Pruned
 from bucketpoint.catalog.snapshot import BEGUN_BYTES, Checkpoint, Tombstone, read_steps
 from bucketpoint.errors import BucketpointError, ObjectNotFoundError, PreconditionFailedError
 from bucketpoint.format import catalogue
@@ -85,13 +86,13 @@ def empty(catalog: Catalog, tombstone: Tombstone) -> None:
     catalog.store.delete([tombstone.key])
 
 
-def withdraw(catalog: Catalog, tombstone: Tombstone) -> bool:
-    """Make void a tombstone that this pruner has claimed. False if another pruner has taken over."""
+def withdraw(catalog: Catalog, tombstone: Tombstone, done: Pruned) -> None:
+    """Make void a tombstone that this pruner has claimed, and report it. Does nothing if another pruner has it now."""
     try:
         empty(catalog, tombstone)
     except PreconditionFailedError:
-        return False
-    return True
+        return
+    done.withdrawn.append((tombstone.step, tombstone.id))
 
 
 def claim(catalog: Catalog, tombstone: Tombstone) -> Tombstone | None:

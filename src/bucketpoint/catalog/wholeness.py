@@ -1,4 +1,4 @@
-"""Whether a checkpoint is whole, as far as its record and listings tell. The pruner relies on its newest one."""
+"""Checks of the newest checkpoint, on which the pruner relies: its metadata by its record, its objects by a listing."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def inspect(catalog: Catalog, newest: Checkpoint) -> Inspected:
 
 
 def damage(catalog: Catalog, inspected: Inspected) -> str | None:
-    """What is wrong with a checkpoint; None if all of its objects are there. One LIST for each 1,000 of them."""
+    """Tell what is wrong with a checkpoint. None if all of its objects are there. One LIST for each 1,000 of them."""
     checkpoint, record = inspected.checkpoint, inspected.record
     if inspected.problem is not None or record is None:
         return inspected.problem

@@ -39,7 +39,7 @@ from bucketpoint.format.index import encode_index
 from bucketpoint.format.index_ref import index_path, make_ref, ref_of
 from bucketpoint.format.metadata import decode_metadata, encode_metadata, extension, extra, make_record
 from bucketpoint.format.record import CommitRecord
-from bucketpoint.format.storage_info import pop_object_facts, read_storage_info
+from bucketpoint.format.storage_info import data_paths, pop_object_facts, read_storage_info
 from bucketpoint.stores import ExpiringDeletes, ObjectInfo, Store, proven, retry
 from bucketpoint.transfer import retry_transient
 from bucketpoint.transfer.checksum import crc32c
@@ -441,9 +441,8 @@ def _release(request: Commit) -> None:
 def _delete_replaced(request: Commit, replaced: Metadata, *, kept: set[str]) -> None:
     """Remove the data of the checkpoint that was overwritten. A trainer may lack the right to: then it stays."""
     try:
-        paths = {read_storage_info(info).path for info in (replaced.storage_data or {}).values()}
         index = ref_of(replaced)
-        paths = (paths if index is None else {*paths, index.path}) - kept
+        paths = (data_paths(replaced) | ({index.path} if index is not None else set())) - kept
         # Whoever wrote it may have named the commit that has just been made, or another one below this URL.
         paths = {path for path in paths if keys.may_be_data(path)}
         failures = request.store.delete([keys.join(request.prefix, path) for path in sorted(paths)])

@@ -36,7 +36,7 @@ from bucketpoint.errors import (
 )
 from bucketpoint.format import keys
 from bucketpoint.format.metadata import decode_metadata, encode_metadata, make_record
-from bucketpoint.format.storage_info import read_storage_info
+from bucketpoint.format.storage_info import data_paths
 from bucketpoint.stores import ObjectInfo, Store, open_store
 from bucketpoint.transfer import Meter, ProgressCallback, TransferOptions, retry_transient
 from bucketpoint.transfer.copy import CopyJob, copy_objects, inside_one_service
@@ -177,9 +177,16 @@ def copy_checkpoint(
             # Of several records of one folder the youngest counts, and what is replaced may be younger than the source.
             record = dataclasses.replace(record, created=log.catalog.clock())
     request = Commit(
-        plan.store, plan.prefix, plan.url, token, keys.METADATA, overwrite=plan.replaces, log=log, seen=plan.seen
+        plan.store,
+        plan.prefix,
+        plan.url,
+        token,
+        keys.METADATA,
+        overwrite=plan.replaces,
+        log=log,
+        seen=plan.seen,
+        fence=AttemptFence(plan.store, plan.prefix, since, sizes),
     )
-    request = dataclasses.replace(request, fence=AttemptFence(plan.store, plan.prefix, since, sizes))
     _check_unchanged(plan, copied)
     commit_copy(request, data, record, paths=plan.paths.values())
     meter.finish()
@@ -225,8 +232,7 @@ def _used_there(store: Store, prefix: str, url: str) -> _Used | None:
         return _Used(None, seen=None)
     seen = Seen(there=True, etag=committed.etag)
     try:
-        stored = decode_metadata(data, url=url).storage_data or {}
-        return _Used({read_storage_info(info).path for info in stored.values()}, seen)
+        return _Used(data_paths(decode_metadata(data, url=url)), seen)
     except BucketpointError:
         return _Used(None, seen)
 

@@ -160,6 +160,15 @@ def read_storage_info(info: Any, *, url: str | None = None) -> ItemInfo:
     )  # fmt: skip
 
 
+def data_paths(metadata: Any) -> set[str]:
+    """Paths of the objects in which the items of DCP's `Metadata` lie.
+
+    Raises:
+        MetadataError: as `read_storage_info`.
+    """
+    return {read_storage_info(info).path for info in (metadata.storage_data or {}).values()}
+
+
 def plan_blocks(nbytes: int, row_nbytes: int) -> int:
     """The length of the blocks that an item's checksums are kept for; all are equal but the last.
 
