@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import io
 import pickle
-import struct
 import zipfile
 import zlib
 from collections.abc import Callable, Collection
@@ -22,23 +21,20 @@ from bucketpoint.convert.source import Checksum, Decoded, Stretch
 from bucketpoint.dcp.source_objects import REMEDY
 from bucketpoint.errors import BucketpointError, CorruptDataError, MetadataError, MismatchError, UnsafeDataError
 from bucketpoint.format.frames import contiguous_strides
+from bucketpoint.format.pickles.archive import DAMAGED, LOCAL_HEADER, MAGIC
 from bucketpoint.format.pickles.items import RefusedError, interpret
 from bucketpoint.format.pickles.vocabulary import MalformedPickleError
 from bucketpoint.format.pickles.writing import settled
 from bucketpoint.format.probe import STORAGE_NAMES
 from bucketpoint.transfer.pieces import each
 
-MAGIC = b"PK\x03\x04"
-
 MAX_EXPANDED_BYTES = 256 << 20
 """A tensor that repeats its elements (`expand`) is written out: a few bytes of a file could become any number."""
 
 _FEW = 8
-_LOCAL = struct.Struct("<4s5H3I2H")
 _DTYPE_OF = {name: dtype for dtype, name in STORAGE_NAMES.items()}
 # Modules of DTensor's parts, which would make a mesh of processes that are not there.
 _DISTRIBUTED = "torch.distributed"
-_DAMAGED = (zipfile.BadZipFile, NotImplementedError, ValueError, struct.error, OverflowError, EOFError)
 
 
 @dataclass(frozen=True)
@@ -72,7 +68,7 @@ def open_archive(source: SourceBytes, key: str, start: int, stop: int) -> Archiv
     try:
         with zipfile.ZipFile(source.file(key, start, stop)) as archive:
             entries = archive.infolist()
-    except _DAMAGED as error:
+    except DAMAGED as error:
         raise _malformed(source, key, f"its directory cannot be read: {error}") from None
     # torch writes a zero for each once `set_crc32_options(False)` was called; a single one may be what is damaged.
     has_crc = any(entry.CRC for entry in entries)
@@ -88,10 +84,10 @@ def open_archive(source: SourceBytes, key: str, start: int, stop: int) -> Archiv
     def locate(name: str) -> None:
         entry = wanted[name]
         at = start + entry.header_offset
-        if entry.compress_type != zipfile.ZIP_STORED or at < start or at + _LOCAL.size > stop:
+        if entry.compress_type != zipfile.ZIP_STORED or at < start or at + LOCAL_HEADER.size > stop:
             raise _malformed(source, key, f"{name} does not lie in it as torch.save has it")
-        head = _LOCAL.unpack(source.take(key, at, _LOCAL.size))
-        first = at + _LOCAL.size + head[-2] + head[-1]
+        head = LOCAL_HEADER.unpack(source.take(key, at, LOCAL_HEADER.size))
+        first = at + LOCAL_HEADER.size + head[-2] + head[-1]
         if head[0] != MAGIC or first + entry.file_size > stop:
             raise _malformed(source, key, f"{name} does not lie within it")
         records[name] = Record(first, entry.file_size, entry.CRC if has_crc else None)

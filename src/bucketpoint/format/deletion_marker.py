@@ -1,4 +1,4 @@
-"""The deletion marker: what `.metadata` is replaced by before the data of a checkpoint is deleted."""
+"""The deletion marker, which replaces `.metadata` before the data of a checkpoint is deleted."""
 
 from __future__ import annotations
 
@@ -11,9 +11,6 @@ _MAGIC = b'{"bucketpoint":"deleted"'
 MARKER_HEAD_BYTES = 64
 """Enough of the beginning of an object to tell whether it is a marker. No pickle begins as a marker does."""
 
-MAX_MARKER_BYTES = 64 << 20
-"""Far above what the list of paths in a marker takes."""
-
 
 @dataclass(frozen=True)
 class DeletionMarker:
@@ -25,9 +22,9 @@ class DeletionMarker:
         token: the attempt whose commit was replaced, as its record names it.
         at: seconds since the epoch, by the clock of the pruner.
         reason: what the policy, or a person, says.
-        seen: seconds since the epoch at which a sweep came to remove the marker.
         tokens: those of all its ranks, by which the objects that go are known.
         paths: the objects that go, where their names have no token: those of other writers.
+        seen: seconds since the epoch at which a sweep came to remove the marker.
     """
 
     token: str
@@ -55,7 +52,7 @@ class DeletionMarker:
 
 
 def is_marker(head: bytes) -> bool:
-    """Whether an object that begins so is a deletion marker. `MARKER_HEAD_BYTES` are enough."""
+    """True if an object that begins so is a deletion marker. `MARKER_HEAD_BYTES` are enough."""
     return head.startswith(_MAGIC)
 
 

@@ -13,24 +13,16 @@ from typing import Any
 
 import torch
 
+from bucketpoint.format.allow_list import STORAGE_TYPE_NAMES
+
 PROBE_BYTES = 4096
 """Of a frame, so many first bytes tell all. torch.save's own headers take about 700 for any tensor."""
 
 STORAGE_NAMES: dict[torch.dtype, str] = {
-    torch.bfloat16: "BFloat16Storage",
-    torch.bool: "BoolStorage",
-    torch.complex64: "ComplexFloatStorage",
-    torch.complex128: "ComplexDoubleStorage",
-    torch.float16: "HalfStorage",
-    torch.float32: "FloatStorage",
-    torch.float64: "DoubleStorage",
-    torch.int8: "CharStorage",
-    torch.int16: "ShortStorage",
-    torch.int32: "IntStorage",
-    torch.int64: "LongStorage",
-    torch.uint8: "ByteStorage",
+    getattr(torch, dtype): name for name, dtype in STORAGE_TYPE_NAMES.items() if not dtype.startswith("q")
 }
-"""The dtypes that pickle by the name of a typed storage. All newer ones pickle by an untyped storage and their name."""
+"""The dtypes that pickle by the name of a typed storage, but for quantised ones, which have no frame. All newer ones
+pickle by an untyped storage and their name."""
 
 _DTYPE_OF_STORAGE = {name: dtype for dtype, name in STORAGE_NAMES.items()}
 

@@ -8,8 +8,9 @@ import zipfile
 from typing import Any
 
 MAGIC = b"PK\x03\x04"  # what torch.load itself goes by
-_LOCAL = struct.Struct("<4s5H3I2H")
-_DAMAGED = (zipfile.BadZipFile, NotImplementedError, ValueError, struct.error, OverflowError, EOFError)
+LOCAL_HEADER = struct.Struct("<4s5H3I2H")
+DAMAGED = (zipfile.BadZipFile, NotImplementedError, ValueError, struct.error, OverflowError, EOFError)
+"""Exceptions that `zipfile` raises at a damaged directory."""
 
 
 class ArchiveError(ValueError):
@@ -32,15 +33,15 @@ def records(data: bytes) -> dict[str, tuple[int, int]]:
             for entry in archive.infolist():
                 if entry.compress_type != zipfile.ZIP_STORED or entry.file_size > len(data):
                     raise CompressedError("a compressed archive")
-                head = _LOCAL.unpack_from(data, entry.header_offset)
-                start = entry.header_offset + _LOCAL.size + head[-2] + head[-1]
+                head = LOCAL_HEADER.unpack_from(data, entry.header_offset)
+                start = entry.header_offset + LOCAL_HEADER.size + head[-2] + head[-1]
                 stop = start + entry.file_size
                 if head[0] != MAGIC or stop > len(data):
                     raise ArchiveError("a record does not lie within it")
                 found[entry.filename.partition("/")[2]] = start, stop
     except ArchiveError:
         raise
-    except _DAMAGED as error:
+    except DAMAGED as error:
         raise ArchiveError(f"its directory cannot be read: {error}") from None
     return found
 

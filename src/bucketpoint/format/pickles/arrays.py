@@ -11,7 +11,7 @@ import re
 from typing import Any
 
 from bucketpoint.format.pickles.machine import Machine
-from bucketpoint.format.pickles.vocabulary import Change, Function, Make, ObjectionError, Shell
+from bucketpoint.format.pickles.vocabulary import Change, Function, Make, ObjectionError, Shell, unfit
 
 _DTYPE = re.compile(r"[<>=|]?(?:[biufcSUmM]\d{0,9}|[?U]|O8?|b1|bool|u?int\d+|float\d+|complex\d+)")
 _TIMES = {b"Y", b"M", b"W", b"D", b"h", b"m", b"s", b"ms", b"us", b"ns", b"ps", b"fs", b"as", b"generic"}
@@ -35,10 +35,6 @@ def available() -> bool:
     return importlib.util.find_spec("numpy") is not None
 
 
-def _unfit(what: str) -> ObjectionError:
-    return ObjectionError(f"{what} that no writer makes")
-
-
 def _dtype(machine: Machine, arguments: Any) -> Shell:
     import numpy as np
 
@@ -51,10 +47,10 @@ def _dtype(machine: Machine, arguments: Any) -> Shell:
     ):
         raise ObjectionError("numpy.dtype of fields, or of an object of a size")
     # A state always follows, and tells the order of the bytes, the length of text, and the unit of time.
-    return Shell("dtype", np.dtype(text))
+    return Shell(_build_dtype, np.dtype(text))
 
 
-def build_dtype(machine: Machine, shell: Shell, state: Any) -> Any:
+def _build_dtype(machine: Machine, shell: Shell, state: Any) -> Any:
     import numpy as np
 
     found = shell.value
@@ -65,12 +61,12 @@ def build_dtype(machine: Machine, shell: Shell, state: Any) -> Any:
         width = found.str[1]
         unit = 4 if width == "U" else 1
         if type(itemsize) is not int or not 0 <= itemsize < 1 << 31 or itemsize % unit:
-            raise _unfit("a numpy.dtype")
+            raise unfit("a numpy.dtype")
         found = np.dtype(f"{width}{itemsize // unit}")
     if found.kind in "mM" and more:
         unit, count, *_ = more[0][1]
         if unit not in _TIMES or type(count) is not int or not 0 < count < 1 << 31:
-            raise _unfit("a numpy.dtype")
+            raise unfit("a numpy.dtype")
         found = np.dtype(found.kind + "8" + ("" if unit == b"generic" else f"[{count}{unit.decode()}]"))
     return found.newbyteorder(order) if found.kind != "O" and order in "<>" else found
 
@@ -79,15 +75,15 @@ def _of(value: Any) -> Any:
     import numpy as np
 
     if not isinstance(value, np.dtype):
-        raise _unfit("an array of a type")
+        raise unfit("an array of a type")
     return value
 
 
 def _numel(shape: Any) -> int:
     if type(shape) is not tuple or len(shape) > _MAX_DIMS:
-        raise _unfit("an array of a shape")
+        raise unfit("an array of a shape")
     if any(type(size) is not int or not 0 <= size < _MAX_NUMBER for size in shape):
-        raise _unfit("an array of a shape")
+        raise unfit("an array of a shape")
     return math.prod(shape)
 
 
@@ -96,7 +92,7 @@ def _laid(machine: Machine, raw: Any, dtype: Any, shape: Any, order: str, *, cop
 
     count = _numel(shape)
     if dtype.hasobject or type(raw) not in (bytes, bytearray, str) or count * dtype.itemsize != len(raw):
-        raise _unfit("an array of other bytes than its shape has")
+        raise unfit("an array of other bytes than its shape has")
     # An array that shares its bytes is written out whenever it is pickled.
     machine.pay(len(raw))
     raw = raw.encode("latin-1") if type(raw) is str else raw
@@ -118,10 +114,10 @@ def _reconstruct(machine: Machine, arguments: Any) -> Shell:
     kind, shape, _ = arguments
     if kind is not np.ndarray or shape != (0,):
         raise ObjectionError("numpy.core.multiarray._reconstruct of a shape")
-    return Shell("array")
+    return Shell(_build_array)
 
 
-def build_array(machine: Machine, shell: Shell, state: Any) -> Any:
+def _build_array(machine: Machine, shell: Shell, state: Any) -> Any:
     import numpy as np
 
     _, shape, of, fortran, raw = state
@@ -129,7 +125,7 @@ def build_array(machine: Machine, shell: Shell, state: Any) -> Any:
     if not dtype.hasobject:
         return _laid(machine, raw, dtype, shape, order, copy=True)
     if type(raw) is not list or dtype.kind != "O" or len(raw) != _numel(shape):
-        raise _unfit("an array of objects")
+        raise unfit("an array of objects")
     machine.pay_for(raw)
     flat = np.empty(len(raw), object)
     for place, value in enumerate(raw):
@@ -140,7 +136,7 @@ def build_array(machine: Machine, shell: Shell, state: Any) -> Any:
 def _frombuffer(machine: Machine, arguments: Any) -> Any:
     raw, dtype, shape, order, *_ = arguments
     if order not in ("C", "F") or len(arguments) > 4:
-        raise _unfit("an array of an order")
+        raise unfit("an array of an order")
     return _laid(machine, raw, _of(dtype), shape, order, copy=False)
 
 
@@ -152,7 +148,7 @@ def _bit_generator(machine: Machine, arguments: Any) -> Any:
     kinds = _bit_generators()
     found = kinds.get(kind) if type(kind) is str else kind
     if not any(found is one for one in kinds.values()):
-        raise _unfit("a random generator")
+        raise unfit("a random generator")
     machine.pay(_GENERATOR_BYTES)
     made: Any = found
     return made(0)
@@ -172,7 +168,7 @@ def _over_bits(name: str) -> Make:
         if type(bits) is str:
             bits = _bit_generator(machine, (bits,))
         if type(bits) not in _bit_generators().values():
-            raise _unfit("a random generator")
+            raise unfit("a random generator")
         machine.pay(_GENERATOR_BYTES)
         return getattr(np.random, name)(bits)
 
@@ -183,20 +179,20 @@ def _seed_sequence(machine: Machine, arguments: Any) -> Shell:
     import numpy as np
 
     if arguments[0] is not np.random.SeedSequence:
-        raise _unfit("a random seed")
-    return Shell("seed")
+        raise unfit("a random seed")
+    return Shell(_build_seed)
 
 
-def build_seed(machine: Machine, shell: Shell, state: Any) -> Any:
+def _build_seed(machine: Machine, shell: Shell, state: Any) -> Any:
     import numpy as np
 
     entropy, spawned, _, pool_size, spawn_key, *_ = state
     numbers = entropy[: _MAX_SEQUENCE + 1] if type(entropy) in (list, tuple) else [] if entropy is None else [entropy]
     sound = len(numbers) <= _MAX_SEQUENCE and type(spawn_key) is tuple and len(spawn_key) <= _MAX_SEQUENCE
     if not sound or type(spawned) is not int or type(pool_size) is not int or not 4 <= pool_size <= _MAX_SEQUENCE:
-        raise _unfit("a random seed")
+        raise unfit("a random seed")
     if any(type(n) is not int or not 0 <= n.bit_length() <= _MAX_ENTROPY_BITS for n in (*numbers, *spawn_key, spawned)):
-        raise _unfit("a random seed")
+        raise unfit("a random seed")
     machine.pay(_GENERATOR_BYTES)
     return np.random.SeedSequence(entropy, spawn_key=spawn_key, pool_size=pool_size, n_children_spawned=spawned)
 
@@ -205,20 +201,20 @@ def _words(value: Any, count: int, kind: str) -> Any:
     import numpy as np
 
     if type(value) is not np.ndarray or value.shape != (count,) or value.dtype.kind not in "ui":
-        raise _unfit("a state of a random generator")
+        raise unfit("a state of a random generator")
     return value.astype(kind)
 
 
 def _whole(value: Any, most: int) -> int:
     if type(value) is not int or not 0 <= value <= most:
-        raise _unfit("a state of a random generator")
+        raise unfit("a state of a random generator")
     return value
 
 
 def _checked(name: str, state: Any) -> dict[str, Any]:
     """The state of a bit generator, made anew: it indexes memory with what is in it."""
     if type(state) is not dict or type(state.get("state")) is not dict or state.get("bit_generator") != name:
-        raise _unfit("a state of a random generator")
+        raise unfit("a state of a random generator")
     inner = state["state"]
     found: dict[str, Any] = {"bit_generator": name}
     if name == "MT19937":
@@ -258,7 +254,7 @@ def _set_random_state(machine: Machine, target: Any, state: Any) -> Any:
     bits = _checked("MT19937", {"bit_generator": state.get("bit_generator"), "state": state.get("state")})
     gauss = state.get("gauss")
     if type(gauss) is not float:
-        raise _unfit("a state of a random generator")
+        raise unfit("a state of a random generator")
     target.set_state({**bits, "has_gauss": _whole(state.get("has_gauss"), 1), "gauss": gauss})
     return target
 

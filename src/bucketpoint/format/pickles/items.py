@@ -44,7 +44,7 @@ class UnreadableError(Exception):
 
 @dataclass(frozen=True)
 class Item:
-    """What an item holds.
+    """Values of an item.
 
     Attributes:
         values: one for each pickle of it; one for a file of torch.save.
@@ -140,8 +140,7 @@ def _dtensor_names() -> dict[tuple[str, str], Any]:
 
 
 def _build(machine: Machine, shell: Shell, state: Any) -> Any:
-    build = {"dtype": "build_dtype", "array": "build_array", "seed": "build_seed"}.get(shell.kind)
-    return plain.build_uuid(machine, shell, state) if build is None else getattr(arrays, build)(machine, shell, state)
+    return shell.build(machine, shell, state)
 
 
 # Reading
@@ -183,7 +182,7 @@ def interpret(
     except MalformedPickleError as error:
         if machine.refused:
             raise RefusedError(list(machine.refused)) from None
-        error.named = machine.named  # type: ignore[attr-defined]
+        error.named = machine.named
         raise
     if machine.refused or machine.faults:
         raise RefusedError([*machine.refused, *(f"<{fault}>" for fault in machine.faults)])
@@ -252,7 +251,7 @@ def _read_stream(data: bytes) -> Item:
         try:
             value, machine = interpret(data, paid=len(data) - position, position=position)
         except MalformedPickleError as error:
-            if values or error.named:  # type: ignore[attr-defined]
+            if values or error.named:
                 raise RefusedError([f"<a malformed pickle: {error}>"]) from None
             raise UnreadableError(str(error)) from None
         position, deferred = machine.position, deferred or machine.deferred

@@ -248,14 +248,14 @@ def _fraction(machine: Machine, arguments: Any) -> Any:
 def _empty_uuid(machine: Machine, arguments: Any) -> Shell:
     if arguments:
         raise _unfit("uuid.UUID")
-    return Shell("uuid")
+    return Shell(_build_uuid)
 
 
 def _safe_uuid(machine: Machine, arguments: Any) -> Any:
     return uuid.SafeUUID(*arguments)
 
 
-def build_uuid(machine: Machine, shell: Shell, state: Any) -> Any:
+def _build_uuid(machine: Machine, shell: Shell, state: Any) -> Any:
     known = {name: state[name] for name in ("int", "is_safe") if name in state}
     if type(known.get("int")) is not int or type(known.get("is_safe", uuid.SafeUUID.unknown)) is not uuid.SafeUUID:
         raise ObjectionError("an identifier that is none")

@@ -13,7 +13,7 @@ from torch.storage import TypedStorage
 
 from bucketpoint.format.allow_list import DTYPE_NAMES, STORAGE_TYPE_NAMES
 from bucketpoint.format.pickles.machine import Machine
-from bucketpoint.format.pickles.vocabulary import Change, Deferred, Function, Make, ObjectionError, Registered
+from bucketpoint.format.pickles.vocabulary import Change, Deferred, Function, Make, ObjectionError, Registered, unfit
 
 _MAX_DIMS = 64
 _MAX_NUMBER = 1 << 62
@@ -30,32 +30,28 @@ _REBUILDERS = (
     *("_rebuild_meta_tensor_no_storage", "_rebuild_device_tensor_from_numpy", "_rebuild_wrapper_subclass"),
     "_rebuild_device_tensor_from_cpu_tensor",
 )
-FUNCTIONS = {name: Function(f"torch._utils.{name}") for name in _REBUILDERS}
+_FUNCTIONS = {name: Function(f"torch._utils.{name}") for name in _REBUILDERS}
 _FROM_TYPE = Function("torch._tensor._rebuild_from_type_v2")
 _GET_LAYOUT = Function("torch.serialization._get_layout")
 
 
-def _unfit(what: str) -> ObjectionError:
-    return ObjectionError(f"{what} that no writer makes")
-
-
 def _numbers(values: Any) -> tuple[int, ...]:
     if not isinstance(values, (tuple, list)) or len(values) > _MAX_DIMS:
-        raise _unfit("a tensor of a shape")
+        raise unfit("a tensor of a shape")
     if any(type(value) is not int or not 0 <= value < _MAX_NUMBER for value in values):
-        raise _unfit("a tensor of a shape")
+        raise unfit("a tensor of a shape")
     return tuple(values)
 
 
 def _dtype(value: Any) -> torch.dtype:
     if type(value) is not torch.dtype:
-        raise _unfit("a tensor of a type")
+        raise unfit("a tensor of a type")
     return value
 
 
 def _flag(value: Any) -> bool:
     if type(value) is not bool:
-        raise _unfit("a tensor of a flag")
+        raise unfit("a tensor of a flag")
     return value
 
 
@@ -70,13 +66,13 @@ def _place(machine: Machine, storage: Any, dtype: Any, offset: Any, shape: Any, 
     size, steps = _numbers(shape), _numbers(strides)
     (first,) = _numbers((offset,))
     if type(storage) is not TypedStorage or len(size) != len(steps) or math.prod(size) >= _MAX_NUMBER:
-        raise _unfit("a tensor of a shape")
+        raise unfit("a tensor of a shape")
     untyped = storage._untyped_storage
     kind = storage.dtype if dtype is None else _dtype(dtype)
     if 0 not in size:
         last = first + sum((count - 1) * step for count, step in zip(size, steps, strict=True))
         if (last + 1) * kind.itemsize > untyped.nbytes():
-            raise _unfit("a tensor beyond its storage")
+            raise unfit("a tensor beyond its storage")
     else:
         first = min(first, untyped.nbytes() // kind.itemsize)
     return untyped, kind, first, size, steps
@@ -111,7 +107,7 @@ def _finished(made: torch.Tensor, requires_grad: Any, hooks: Any, metadata: list
         or len(bits or ()) > 2
         or set(bits or ()) - {"conj", "neg"}
     ):
-        raise _unfit("a tensor of other bits")
+        raise unfit("a tensor of other bits")
     if bits and _flag(bits.get("conj", False)):
         made = made.conj()
     if bits and _flag(bits.get("neg", False)):
@@ -121,7 +117,7 @@ def _finished(made: torch.Tensor, requires_grad: Any, hooks: Any, metadata: list
 
 def _plain(value: Any) -> torch.Tensor:
     if type(value) not in (torch.Tensor, torch.nn.Parameter):
-        raise _unfit("a tensor of what is no tensor")
+        raise unfit("a tensor of what is no tensor")
     return value  # type: ignore[no-any-return]
 
 
@@ -147,7 +143,7 @@ def _with_state(machine: Machine, made: Any, state: Any) -> Any:
 
 def _from_type(machine: Machine, arguments: Any) -> Any:
     function, kind, given, state = arguments
-    if not any(function is known for known in FUNCTIONS.values()) or type(given) is not tuple:
+    if not any(function is known for known in _FUNCTIONS.values()) or type(given) is not tuple:
         raise ObjectionError("torch._tensor._rebuild_from_type_v2 of another function")
     made = machine.call(function, given)
     if isinstance(made, Deferred):
@@ -167,7 +163,7 @@ def _wrapper(machine: Machine, arguments: Any) -> Deferred:
     kind, dtype, shape, strides, offset, layout, device, requires_grad = arguments
     _dtype(dtype), _numbers(shape), _numbers(strides), _numbers((offset,)), _flag(requires_grad)
     if type(kind) is not Registered or type(layout) is not torch.layout or type(device) is not torch.device:
-        raise _unfit("a tensor of another class")
+        raise unfit("a tensor of another class")
     return machine.defer(torch._utils._rebuild_wrapper_subclass, (kind.value, *arguments[1:]))
 
 
@@ -190,19 +186,19 @@ def _quantised(machine: Machine, arguments: Any) -> torch.Tensor:
         axis = _numbers((axis,))[0]
         wanted = size[axis : axis + 1]
         if not wanted or tuple(scales.shape) != wanted or tuple(zeros.shape) != wanted:
-            raise _unfit("a quantised tensor")
+            raise unfit("a quantised tensor")
         made = torch._empty_per_channel_affine_quantized(
             size, scales=scales, zero_points=zeros, axis=axis, dtype=dtype, device=untyped.device
         )
     else:
-        raise _unfit("a quantised tensor")
+        raise unfit("a quantised tensor")
     made.set_(untyped, first, size, steps)
     return made.requires_grad_() if _flag(requires_grad) else made
 
 
 def _scalar(value: Any) -> Any:
     if type(value) not in (int, float):
-        raise _unfit("a quantised tensor")
+        raise unfit("a quantised tensor")
     return value
 
 
@@ -218,15 +214,15 @@ def _sparse(machine: Machine, arguments: Any) -> torch.Tensor:
     layout, data = arguments
     machine.pay(4 * _TENSOR_BYTES)
     if type(data) is not tuple or not 3 <= len(data) <= 4:
-        raise _unfit("a sparse tensor")
+        raise unfit("a sparse tensor")
     *parts, shape = data[:3] if layout is torch.sparse_coo else data
     coalesced = data[3] if layout is torch.sparse_coo and len(data) > 3 else None
     size = _numbers(shape)
     if math.prod(size) >= _MAX_NUMBER or not (coalesced is None or type(coalesced) is bool):
-        raise _unfit("a sparse tensor")
+        raise unfit("a sparse tensor")
     for part in parts:
         if _plain(part).layout is not torch.strided or part.is_quantized or part.is_nested:
-            raise _unfit("a sparse tensor")
+            raise unfit("a sparse tensor")
         _check_owned(machine, part)
     # There is nothing to check where only the shape is read.
     check = not any(part.is_meta for part in parts)
@@ -239,7 +235,7 @@ def _sparse(machine: Machine, arguments: Any) -> torch.Tensor:
             return torch.sparse_compressed_tensor(outer, inner, values, size, layout=layout, check_invariants=check)
     except RuntimeError as error:
         raise ObjectionError(f"a sparse tensor whose indices do not fit: {str(error).splitlines()[0]}") from None
-    raise _unfit("a sparse tensor")
+    raise unfit("a sparse tensor")
 
 
 def _nested(machine: Machine, arguments: Any) -> torch.Tensor:
@@ -247,15 +243,15 @@ def _nested(machine: Machine, arguments: Any) -> torch.Tensor:
     for part in (buffer, sizes, strides, offsets):
         _check_owned(machine, part)
     if buffer.is_meta:
-        raise _unfit("a nested tensor")
+        raise unfit("a nested tensor")
     if sizes.dim() != 2 or sizes.shape != strides.shape or tuple(offsets.shape) != tuple(sizes.shape[:1]):
-        raise _unfit("a nested tensor")
+        raise unfit("a nested tensor")
     if not buffer.is_contiguous() or buffer.dim() != 1 or any(part.dtype != torch.int64 for part in (sizes, strides)):
-        raise _unfit("a nested tensor")
+        raise unfit("a nested tensor")
     for size, step, first in zip(sizes.tolist(), strides.tolist(), offsets.tolist(), strict=True):
         _numbers((*size, *step, first))
         if 0 not in size and first + sum((n - 1) * s for n, s in zip(size, step, strict=True)) >= buffer.numel():
-            raise _unfit("a nested tensor")
+            raise unfit("a nested tensor")
         if math.prod(size) > buffer.numel():
             raise ObjectionError("a tensor that repeats its elements")
     return torch._nested_view_from_buffer(buffer, sizes, strides, offsets)
@@ -265,7 +261,7 @@ def _meta(machine: Machine, arguments: Any) -> torch.Tensor:
     dtype, shape, strides, requires_grad = arguments
     size, steps = _numbers(shape), _numbers(strides)
     if math.prod(size) >= _MAX_NUMBER or len(size) != len(steps):
-        raise _unfit("a tensor of a shape")
+        raise unfit("a tensor of a shape")
     machine.pay(_TENSOR_BYTES)
     made = torch.empty_strided(size, steps, dtype=_dtype(dtype), device="meta")
     return made.requires_grad_() if _flag(requires_grad) else made
@@ -277,17 +273,17 @@ def _on_device(machine: Machine, arguments: Any) -> Any:
     if type(device) is str:
         device = torch.device(device)
     if type(device) is not torch.device or not isinstance(_dtype(dtype), torch.dtype):
-        raise _unfit("a tensor of a device")
+        raise unfit("a tensor of a device")
     if not isinstance(data, torch.Tensor):
         import numpy as np
 
         if type(data) is not np.ndarray:
-            raise _unfit("a tensor of a device")
+            raise unfit("a tensor of a device")
         data = torch.from_numpy(data)
     _check_owned(machine, _plain(data))
     machine.pay(data.numel() * data.element_size())
     if dtype.itemsize > data.dtype.itemsize:
-        raise _unfit("a tensor of a device")
+        raise unfit("a tensor of a device")
     return machine.defer(_to_device, (data, dtype, device, _flag(requires_grad)))
 
 
@@ -303,25 +299,25 @@ def _size(machine: Machine, arguments: Any) -> torch.Size:
 def _device(machine: Machine, arguments: Any) -> torch.device:
     name, *index = arguments
     if type(name) is not str or len(name) > 64 or any(type(number) is not int for number in index):
-        raise _unfit("torch.device")
+        raise unfit("torch.device")
     return torch.device(name, *index)
 
 
 @functools.cache
-def layouts() -> dict[str, torch.layout]:
+def _layouts() -> dict[str, torch.layout]:
     """Layouts by their names."""
     return {str(value): value for value in vars(torch).values() if isinstance(value, torch.layout)}
 
 
 def _layout(machine: Machine, arguments: Any) -> torch.layout:
     (name,) = arguments
-    return layouts()[name]
+    return _layouts()[name]
 
 
 def _generator(machine: Machine, arguments: Any) -> torch.Generator:
     (device,) = arguments
     if type(device) is not torch.device or device.type != "cpu":
-        raise _unfit("a random generator of a device")
+        raise unfit("a random generator of a device")
     machine.pay(_GENERATOR_BYTES)
     return torch.Generator()
 
@@ -330,7 +326,7 @@ def _set_generator(machine: Machine, target: torch.Generator, state: Any) -> tor
     # torch checks this state itself: its length, and the position in it.
     _, offset, words = state
     if offset is not None or _plain(words).dtype != torch.uint8 or tuple(words.shape) != (_GENERATOR_BYTES,):
-        raise _unfit("a state of a random generator")
+        raise unfit("a state of a random generator")
     return target.set_state(words.contiguous())
 
 
@@ -361,7 +357,7 @@ class StorageType(Function):
 def names() -> dict[tuple[str, str], Any]:
     """Meaning of torch's names."""
     found: dict[tuple[str, str], Any] = {}
-    for name, function in FUNCTIONS.items():
+    for name, function in _FUNCTIONS.items():
         found["torch._utils", name] = function
     found["torch._tensor", "_rebuild_from_type_v2"] = _FROM_TYPE
     found["torch.serialization", "_get_layout"] = _GET_LAYOUT
@@ -397,7 +393,7 @@ def makers() -> dict[Any, Make]:
         "_rebuild_wrapper_subclass": _wrapper,
     }
     return {
-        **{FUNCTIONS[name]: make for name, make in checked.items()},
+        **{_FUNCTIONS[name]: make for name, make in checked.items()},
         _FROM_TYPE: _from_type,
         _GET_LAYOUT: _layout,
         torch.Size: _size,

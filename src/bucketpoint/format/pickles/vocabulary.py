@@ -10,11 +10,22 @@ if TYPE_CHECKING:
 
 
 class MalformedPickleError(ValueError):
-    """The bytes are not a pickle, or not one that is read here."""
+    """The bytes are not a pickle, or not one that is read here.
+
+    Attributes:
+        named: the pickle had named something before it broke off.
+    """
+
+    named = False
 
 
 class ObjectionError(Exception):
     """A call or a change that no writer makes, and that could do harm."""
+
+
+def unfit(what: str) -> ObjectionError:
+    """An objection to a value that no writer makes."""
+    return ObjectionError(f"{what} that no writer makes")
 
 
 class OverspentError(Exception):
@@ -32,12 +43,13 @@ class Shell:
     """An object that has yet to be given its state: an array, a data type or an identifier, which cannot be changed.
 
     Attributes:
-        kind: name of the function of a vocabulary that makes the object of its state.
+        build: makes the object of its state.
+        value: what the call gave, for `build`.
         places: memo numbers under which the shell is known, and the object will be.
     """
 
-    def __init__(self, kind: str, value: Any = None) -> None:
-        self.kind = kind
+    def __init__(self, build: Change, value: Any = None) -> None:
+        self.build = build
         self.value = value
         self.places: list[int] = []
 
