@@ -1,4 +1,4 @@
-"""What stands between the program and the terminal, which obeys some of the characters in others' keys and names."""
+"""Streams that make printed text safe: a terminal obeys some of the characters in others' keys and names."""
 
 from __future__ import annotations
 

@@ -133,7 +133,7 @@ class Journal:
         return {info.key[len(above) :]: info.etag for info in listed}
 
     def leftovers(self) -> dict[str, Any]:
-        """What this conversion may have left at its target, with that which is `stale` there already."""
+        """Objects that this conversion may have left at its target, and those that are `stale` there already."""
         found = {**self.stale, **{path: dict(entry) for path, entry in self.planned.items()}}
         for path, note in self.notes.items():
             found[path] = {**found.get(path, {}), "etag": note.get("etag")}

@@ -1,4 +1,4 @@
-"""What all ranks of a save must have in common, and the error that names the ranks that differ.
+"""Agreement of the ranks of a save on what they must have in common, and the error that names those that differ.
 
 A rank's statement crosses with its plan, so that ranks which differ raise before anything is sent, and again with its
 results: where plans are kept, none crosses, or DCP's planner drops what is on it.
@@ -35,7 +35,7 @@ _NO_TENSOR = 0
 
 @dataclass(frozen=True)
 class Statement:
-    """What one rank takes the save for.
+    """The save as one rank takes it: where to, by which options, of how many ranks.
 
     Attributes:
         place: digest of the store, its endpoint included, and of the key prefix in it.
@@ -52,7 +52,7 @@ class Statement:
     made: float = field(default_factory=time.monotonic, compare=False)
 
     def packed(self) -> bytes:
-        """What crosses."""
+        """The statement as it crosses to the coordinator, in bytes."""
         return _FIXED.pack(self.place, self.options, self.world) + self.end.encode("utf-8", "replace")
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -131,7 +131,7 @@ def agree(statements: Sequence[Statement | None], url: str | None) -> None:
 
 
 _Said = Mapping[int, tuple[Any, str]]
-"""What each rank said: to compare, and in words."""
+"""Statement of each rank: a value to compare, and the words for it."""
 
 
 def _refuse_different(message: str, said: _Said, url: str | None) -> None:

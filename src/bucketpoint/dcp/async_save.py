@@ -74,7 +74,7 @@ class SaveHandle(Future[Metadata]):
             self._told()
 
     def failure(self) -> BaseException | None:
-        """The same at once, and None while the save runs. It does not count as having told the program."""
+        """The error of a save that failed; None while it runs. Unlike `exception`, leaves the exit status as it is."""
         return super().exception() if self.done() else None
 
     def wait(self, timeout: float | None = None) -> bool:

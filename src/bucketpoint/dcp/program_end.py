@@ -17,7 +17,7 @@ from bucketpoint.errors import BucketpointError
 
 
 class LastSave:
-    """What is known of one save: a small object, as it outlives the save's error, with its frames and their memory.
+    """Outcome of one save. A small object of its own: the error itself would keep its frames and their memory alive.
 
     Attributes:
         failure: why the save failed, as text; empty while it runs, None once it is committed, or once the program has
@@ -51,7 +51,7 @@ def lose(url: str | None, error: BaseException) -> None:
 
 
 def has_come() -> bool:
-    """Whether the main program is through, and the interpreter waits for threads."""
+    """True once the main program is through, and the interpreter waits for threads."""
     return bool(getattr(threading, "_SHUTTING_DOWN", False))
 
 

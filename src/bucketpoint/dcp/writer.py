@@ -292,8 +292,9 @@ class BucketWriter(StorageWriter):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Whether this class serves the URL: its scheme is one of the class's, or any that fsspec knows, installed or
-        not; or it is a path.
+        """Tell whether this class serves the URL by its scheme.
+
+        `BucketWriter` serves paths and all schemes that fsspec knows, whether their libraries are installed or not.
         """
         return accepts_url(checkpoint_id, cls.schemes)
 

@@ -18,7 +18,7 @@ RECORD = ".bucketpoint.json"
 DATA_FOLDER = "data"
 
 FENCE_FOLDER = f"{CATALOGUE}/fences"
-"""Where the fences of attempts lie, within a checkpoint's folder. Trainers and pruners may write and delete there."""
+"""Folder of the fences of attempts, within a checkpoint's folder. Trainers and pruners may write and delete there."""
 
 _TOKEN_BYTES = 6
 _GROUP = re.compile(r"[A-Za-z0-9_.]+")
@@ -42,7 +42,7 @@ def rank_metadata(rank: int) -> str:
 
 
 def is_rank_metadata(path: str) -> bool:
-    """Whether `rank_metadata` makes this path of some rank."""
+    """True if `rank_metadata` makes this path of some rank."""
     return _RANK_METADATA.fullmatch(path) is not None
 
 

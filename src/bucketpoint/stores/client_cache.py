@@ -34,7 +34,7 @@ _PROXIES_AND_AUTHORITIES = (
 
 @dataclass(frozen=True)
 class Environment:
-    """What the environment says of a service, as digests: there are secrets among the values.
+    """Digests of what the environment says of a service: there are secrets among the values.
 
     Attributes:
         place: which store is reached, and how.

@@ -67,7 +67,7 @@ def parse_url(url: str | os.PathLike[str]) -> tuple[str, str, str]:
 
 
 def accepts_url(url: str | os.PathLike[str], schemes: Sequence[str] = ()) -> bool:
-    """Whether `open_store` would take this URL, as far as its text tells.
+    """Tell whether `open_store` would take this URL, as far as its text tells.
 
     A scheme that fsspec knows is accepted although its library may not be installed: DCP then chooses the class whose
     error says what to install.

@@ -30,7 +30,7 @@ RACERS = 8
 
 ADMIN, TRAINER, READER, PRUNER = "admin", "trainer", "reader", "pruner"
 ROLES = (ADMIN, TRAINER, READER, PRUNER)
-"""Those of `policies/`, and one that saves, loads and prunes."""
+"""The roles of `policies/`, and one that saves, loads and prunes."""
 
 _NAMED = 5
 _STAYS = "it could not be deleted again"
@@ -183,7 +183,7 @@ class _Examination:
         return True
 
     def _why_kept(self, key: str) -> str | None:
-        """Why an object under this key could not be deleted. Asked of a key that nobody has, so that nothing goes."""
+        """Tell why an object under this key could not be deleted: by deleting one that nobody has, so nothing goes."""
         try:
             failures = self._store.delete([key])
         except UNREACHABLE:

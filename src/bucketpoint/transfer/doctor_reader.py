@@ -1,4 +1,4 @@
-"""What a role that only reads may do, as findings. Writes nothing."""
+"""Checks of a role that only reads. They write nothing."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ _WITHOUT_CONDITIONS = (
 
 
 def needed(store: Store, check: str) -> str:
-    """What the right that a check tries is for, and what this store calls it."""
+    """Say what the right that a check tries is for, and what this store calls it."""
     right = _RIGHTS.get(type(store), {}).get(check.partition(" ")[0])
     return f"{_NEEDED[check]} ({right})" if right else _NEEDED[check]
 
@@ -44,6 +44,6 @@ def without_conditions(store: Store) -> str:
 
 
 def removal(store: Store, prefix: str) -> str:
-    """How to remove what an examination could not."""
+    """Say how to remove what an examination could not."""
     url = f"{store.url}/{prefix}" if prefix else store.url
     return f"`bucketpoint gc {url}` removes what is older than 48 h there, with a role that may delete"

@@ -27,7 +27,7 @@ _OURS = re.compile(
 
 @dataclass(frozen=True)
 class ScratchKeys:
-    """Where one examination of the place at `prefix` may write.
+    """Keys to which one examination of a place may write.
 
     Attributes:
         folder: of objects that are deleted again.
@@ -43,6 +43,7 @@ class ScratchKeys:
 
     @classmethod
     def below(cls, prefix: str) -> ScratchKeys:
+        """Keys for an examination of the place at `prefix`, with a random name in those that are deleted again."""
         above, run = f"{prefix}/" if prefix else "", os.urandom(6).hex()
         notes, data = f"{above}{_NOTES}/doctor/", f"{above}{_DATA_FOLDER}{run}/"
         return cls(f"{notes}{run}/", f"{notes}access", f"{data}access", f"{data}.metadata")
@@ -50,7 +51,7 @@ class ScratchKeys:
 
 @dataclass
 class Leftovers:
-    """What examinations left and a sweep removed, or would remove in a dry run."""
+    """Report of a sweep of what examinations left: removed, or to remove in a dry run."""
 
     objects: list[ObjectInfo] = field(default_factory=list)
     uploads: list[str] = field(default_factory=list)

@@ -28,5 +28,4 @@ def measure(report: Report, folder: str, nbytes: int, *, used: Callable[[str], N
         f"waits for {waiting:.0%} of its time; {advised.connections} are the fewest connections that carry 90 % of "
         "what the most of those tried did",
     )
-
     return speed

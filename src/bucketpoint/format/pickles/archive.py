@@ -14,7 +14,7 @@ DAMAGED = (zipfile.BadZipFile, NotImplementedError, ValueError, struct.error, Ov
 
 
 class ArchiveError(ValueError):
-    """It begins as an archive, and is none of torch.save's; the reason is for people."""
+    """The bytes begin as an archive, and are none of torch.save's. The message tells a person why."""
 
 
 class CompressedError(ArchiveError):

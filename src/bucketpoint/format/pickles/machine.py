@@ -29,7 +29,7 @@ from bucketpoint.format.pickles.vocabulary import (
 )
 
 MAX_DIGITS = 4300
-"""Of a number in decimal text: Python's own limit, beyond which conversion is worse than linear."""
+"""Digits of a number in decimal text at most: Python's own limit, beyond which conversion is worse than linear."""
 
 _MAX_KEY_PARTS = 4096
 _MAX_SAME_HASH = 16
@@ -174,7 +174,7 @@ class Machine:
             raise OverspentError
 
     def pay_for(self, values: Any, *, hashed: bool = False) -> None:
-        """Take what a copy of a list, or of a set, costs."""
+        """Take from the allowance what a copy of a list, or of a set, costs."""
         self.pay(len(values) * (_HASHED_BYTES if hashed else _LISTED_BYTES))
 
     def check_key(self, key: Any, container: Any) -> None:
