@@ -6,6 +6,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from bucketpoint.catalog.catalog import open_catalog
 from bucketpoint.catalog.pace import LONGEST_REST_S, PAGE, REST_AT_MOST_S, RESTS, Pace, paced
 from bucketpoint.catalog.pruning import PruneWorker
 from bucketpoint.retention import Keep, MaxDelete, Prune, RetentionPolicy
+from bucketpoint.stores import Capabilities, proven_deletes
 from catalog.memory import MemoryStore, memory_catalog, save
 
 POLICY = RetentionPolicy(Keep(1), prune=Prune(grace=timedelta(0), max_delete=MaxDelete(fraction=1.0)))
@@ -156,3 +158,17 @@ def test_a_program_that_ends_is_not_held_up(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == "1"
     assert [one.step for one in catalog.steps().checkpoints] == [19]
+
+
+def test_a_paced_store_finds_out_about_deletions_as_the_store_itself_does() -> None:
+    class Unknown(MemoryStore):
+        def prove_deletes(self, prefix: str) -> Capabilities:
+            return replace(self.capabilities, expiring_delete=True)
+
+        def expiring_delete(self, key: str, seconds: int) -> Any:
+            raise NotImplementedError
+
+    store: Any = Unknown()
+    time = Time(0.01)
+    assert proven_deletes(store, "run").expiring_delete
+    assert proven_deletes(paced(store, time.pace), "run").expiring_delete

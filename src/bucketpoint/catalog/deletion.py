@@ -12,7 +12,7 @@ import contextlib
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TypeGuard
+from typing import cast
 
 from bucketpoint.catalog.adopt import named
 from bucketpoint.catalog.catalog import Catalog
@@ -23,7 +23,7 @@ from bucketpoint.errors import MetadataError, ObjectNotFoundError, PreconditionF
 from bucketpoint.format import catalogue, keys
 from bucketpoint.format.deletion_marker import DeletionMarker, parse_marker
 from bucketpoint.format.index_ref import index_path
-from bucketpoint.stores import Capabilities, ExpiringDeletes, ObjectInfo, Store, proven_deletes
+from bucketpoint.stores import Capabilities, ExpiringDeletes, ObjectInfo, proven_deletes
 
 SIGNED_S = 300
 """Seconds for which a signed deletion of a marker is in force. More than deleting some thousand objects takes."""
@@ -75,16 +75,14 @@ def put_marker(
         ObjectNotFoundError, PreconditionFailedError: what is there is not `there` any more.
     """
     store = catalog.store
-    signed = store.expiring_delete(there.key, SIGNED_S) if _must_sign(store, able) else None
+    signed = None
+    if able.expiring_delete and not able.conditional_delete:
+        signed = cast("ExpiringDeletes", store).expiring_delete(there.key, SIGNED_S)
     written = catalog.write(there.key, marker.encode(), if_match=there.etag)
     etag = written.etag
     if signed is None and etag is not None and (able.conditional_delete or not able.conditional_put):
         return lambda: store.delete_if(there.key, etag)
     return signed
-
-
-def _must_sign(store: Store, able: Capabilities) -> TypeGuard[ExpiringDeletes]:
-    return not able.conditional_delete and able.expiring_delete and isinstance(store, ExpiringDeletes)
 
 
 def _uncommit(catalog: Catalog, able: Capabilities, snapshot: Snapshot, one: Tombstone, done: Pruned) -> Doomed | None:

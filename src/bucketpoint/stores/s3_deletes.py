@@ -25,7 +25,7 @@ from bucketpoint.errors import (
     StoreError,
 )
 from bucketpoint.stores import retry
-from bucketpoint.stores.base import Capabilities, ExpiringDeletes, Store
+from bucketpoint.stores.base import Capabilities, Store
 from bucketpoint.stores.fsspec_probe import SCRATCH, UNDECIDED
 from bucketpoint.stores.s3_client import Client, DeletesFound, http_session
 from bucketpoint.stores.s3_errors import FAILURES, translate
@@ -97,7 +97,9 @@ def proven_deletes(store: Store, prefix: str) -> Capabilities:
     Where only a trial tells, it is made once a process for each bucket, with a scratch object below `prefix`, where the
     caller may write and delete. Raises StoreError where nothing could be found out.
     """
-    return store.prove_deletes(prefix) if isinstance(store, ExpiringDeletes) else store.capabilities
+    # Not by the type: from Python 3.12 on a protocol does not see what a wrapper passes on, such as a paced store.
+    prove: Callable[[str], Capabilities] | None = getattr(store, "prove_deletes", None)
+    return store.capabilities if prove is None else prove(prefix)
 
 
 def tried(store: S3Store, prefix: str) -> DeletesFound:
