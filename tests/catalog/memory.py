@@ -219,17 +219,18 @@ def memory_catalog(store: MemoryStore, template: str = "step-{step}", prefix: st
     return Catalog(f"{store.url}/{prefix}", store, prefix, StepTemplate(template), clock=lambda: store.now)  # type: ignore[arg-type]
 
 
-def metadata_bytes(token: str, **facts: Any) -> tuple[bytes, dict[str, bytes]]:
-    """Metadata of one model item and one of an optimizer, and the objects that it names."""
+def metadata_bytes(token: str, objects: int = 0, **facts: Any) -> tuple[bytes, dict[str, bytes]]:
+    """Metadata of one model item and one of an optimizer, of so many `objects` more, and the objects that it names."""
     paths = {group: keys.data_path(token, 0, group, 0) for group in ("model", "optim")}
+    paths |= {f"model{number}": keys.data_path(token, number, "model", 0) for number in range(1, objects + 1)}
     storage = {
         MetadataIndex(f"{group}.w"): _StorageInfo(relative_path=path, offset=0, length=10)
         for group, path in paths.items()
     }
     names = {index.fqn: BytesStorageMetadata() for index in storage}
     metadata = Metadata(dict(names), planner_data={name: (name,) for name in names}, storage_data=storage)  # type: ignore[arg-type]
-    objects = {path: {"size": 10, "etag": None} for path in paths.values()}
-    known = {"token": token, "torch": str(torch.__version__), "world_size": 1, "objects": objects, **facts}
+    sizes = {path: {"size": 10, "etag": None} for path in paths.values()}
+    known = {"token": token, "torch": str(torch.__version__), "world_size": 1, "objects": sizes, **facts}
     data = encode_metadata(metadata, bucketpoint=known)
     return data, {path: (group.encode() * 10)[:10] for group, path in paths.items()}
 
@@ -244,9 +245,7 @@ def save(
     url = catalog.url_of(step)
     log.begin(url, token)
     folder, _ = catalog.folder_of(url)
-    data, content = metadata_bytes(token, created=catalog.clock(), **log.facts(url))
-    for number in range(objects):
-        content[keys.data_path(token, number + 1, "model", 0)] = b"x" * 10
+    data, content = metadata_bytes(token, objects, created=catalog.clock(), **log.facts(url))
     for path, body in content.items():
         store.put(catalog.key(f"{folder}/{path}"), [memoryview(body)])
     info = store.put(catalog.metadata_key(folder), [memoryview(data)])

@@ -197,7 +197,7 @@ def test_a_pruner_that_puts_a_tombstone_back_does_not_put_back_another_ones(
     def another() -> None:
         store.delete([one.key for one in catalog.snapshot().attempts])
         release_lock(catalog)
-        die(store, 14, lambda: run(catalog, drop(), holder="another"))
+        die(store, 15, lambda: run(catalog, drop(), holder="another"))
 
     seen = once(store, when, another)
     run(catalog, drop(), holder="late")

@@ -90,9 +90,11 @@ def _uncommit(catalog: Catalog, able: Capabilities, snapshot: Snapshot, one: Tom
     above = catalog.key(f"{one.folder}/")
     listed = {info.key[len(above) :]: info for info in catalog.store.list(above)}
     committed = listed.get(keys.METADATA)
+    # A trainer without the right to delete leaves what its commit has replaced.
+    ended = {one.id, *(other.id for other in snapshot.superseded if other.folder == one.folder)}
     if committed is None:
         # Deleted by hand, or by a pruner that got so far.
-        return Doomed(_data(listed, {one.id}, ()))
+        return Doomed(_data(listed, ended, ()))
     same = one.mark != catalogue.UNKNOWN and catalogue.mark_of(committed.etag) == one.mark
     paths: tuple[str, ...] = ()
     tokens = _all_tokens(snapshot, one, listed) if same else None
@@ -100,7 +102,7 @@ def _uncommit(catalog: Catalog, able: Capabilities, snapshot: Snapshot, one: Tom
         data = _get(catalog, committed)
         marker = parse_marker(data)
         if marker is not None and marker.token != one.id:
-            return Doomed(_data(listed, {one.id}, ()))
+            return Doomed(_data(listed, ended, ()))
         if marker is not None:
             tokens, paths = set(marker.tokens), marker.paths
         elif same or (one.mark == catalogue.UNKNOWN and _token_in(data, committed) == one.id):
@@ -122,7 +124,7 @@ def _uncommit(catalog: Catalog, able: Capabilities, snapshot: Snapshot, one: Tom
     except PreconditionFailedError:
         withdraw(catalog, one, done)
         return None
-    return Doomed(_data(listed, tokens | {one.id}, paths), remove)
+    return Doomed(_data(listed, tokens | ended, paths), remove)
 
 
 def _all_tokens(snapshot: Snapshot, one: Tombstone, listed: dict[str, ObjectInfo]) -> set[str] | None:

@@ -20,7 +20,7 @@ from bucketpoint.errors import (
 )
 from bucketpoint.format import keys
 from bucketpoint.format.groups import OPTIM
-from bucketpoint.format.index_ref import ref_of
+from bucketpoint.format.index_ref import index_path
 from bucketpoint.format.metadata import decode_metadata, encode_metadata, extra, record_from_metadata
 from bucketpoint.format.record import CommitRecord
 from bucketpoint.format.storage_info import data_paths, read_storage_info
@@ -120,10 +120,11 @@ def thinned_metadata(metadata: Metadata, etag: str | None = None) -> bytes:
         storage_data=storage,
     )
     objects = {path: fact for path, fact in facts.get("objects", {}).items() if path not in goes}
-    index = ref_of(metadata)
-    # Another pruner may have to finish it. The index says what the metadata said before, and is no longer named.
-    gone = sorted({*goes, *([index.path] if index is not None else [])})
-    facts = {**facts, "kind": WEIGHTS, "objects": objects, "thinned_from": etag, "thinned_paths": gone}
+    token = facts.get("token")
+    # The index says what the metadata said before, and is no longer named.
+    index = {index_path(token)} if isinstance(token, str) and keys.is_token(token) else set()
+    # Another pruner may have to finish it.
+    facts = {**facts, "kind": WEIGHTS, "objects": objects, "thinned_from": etag, "thinned_paths": sorted(goes | index)}
     return encode_metadata(kept, bucketpoint=facts)
 
 

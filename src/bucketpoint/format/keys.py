@@ -28,6 +28,7 @@ _DATA_PATH = re.compile(
     re.ASCII,
 )
 _DATA_PATH_BYTES = re.compile(rb"data/[0-9a-f]{2}/([0-9a-f]{12})-[0-9]{1,9}-[A-Za-z0-9_.]+-[0-9]{1,9}\.distcp")
+_TOKEN = re.compile(r"[0-9a-f]{12}", re.ASCII)
 _FENCE_PATH = re.compile(CATALOGUE + r"/fences/(?P<token>[0-9a-f]{12})", re.ASCII)
 _RANK_METADATA = re.compile(r"__(0|[1-9][0-9]{0,8})\.metadata", re.ASCII)
 _REFUSED_CHARACTER = re.compile(r"[\x00-\x1f\x7f\ud800-\udfff\\]")
@@ -61,6 +62,11 @@ def new_token() -> str:
     """A token for one attempt to save, which no other attempt shares."""
     # os.urandom and not `random`: every rank of a seeded training run would otherwise draw the same token every time.
     return os.urandom(_TOKEN_BYTES).hex()
+
+
+def is_token(text: str) -> bool:
+    """Whether `new_token` may have made this text."""
+    return _TOKEN.fullmatch(text) is not None
 
 
 def data_path(token: str, rank: int, group: str, n: int) -> str:
