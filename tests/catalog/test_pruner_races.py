@@ -12,9 +12,11 @@ import pytest
 
 from bucketpoint.catalog import lock as locks
 from bucketpoint.catalog.catalog import Catalog
+from bucketpoint.catalog.fence import AttemptFence, Stopwatch, condemn
 from bucketpoint.catalog.notes import pin
 from bucketpoint.catalog.pruner import LOCK_SECONDS, Order
 from bucketpoint.catalog.save_log import SaveLog, read_record
+from bucketpoint.catalog.sweep import sweep
 from bucketpoint.catalog.tombstones import BEGUN, GoneError, state_of, undo
 from bucketpoint.format import catalogue, keys
 from bucketpoint.format.index_ref import INDEX_GROUP
@@ -397,3 +399,30 @@ def test_a_deletion_takes_with_it_the_tombstone_of_a_thinning_that_was_to_come(
     assert [step for step, _ in run(catalog, drop(100)).deleted] == [100]
     assert states(store) == []
     assert undo(catalog, 100) == 0
+
+
+def test_a_sweep_does_not_take_a_fence_that_was_renewed_since_its_listing(store: MemoryStore) -> None:
+    path = keys.data_path("abcabcabcabc", 0, "model", 0)
+    store.put(f"x/{path}", [memoryview(b"data")])
+    fence = AttemptFence(store, "x", Stopwatch(), {path: 4})  # type: ignore[arg-type]
+    fence.take()
+    listed = store.head(f"x/{keys.fence_path('abcabcabcabc')}")
+    fence.take()
+    assert not condemn(store, "x", "abcabcabcabc", listed)  # type: ignore[arg-type]
+
+
+def test_two_copies_of_one_checkpoint_may_both_hold_its_fence(store: MemoryStore) -> None:
+    path = keys.data_path("abcabcabcabc", 0, "model", 0)
+    store.put(f"x/{path}", [memoryview(b"data")])
+    for _ in range(2):
+        AttemptFence(store, "x", Stopwatch(), {path: 4}).take()  # type: ignore[arg-type]
+
+
+def test_an_upload_of_one_rank_keeps_what_another_has_sent_long_before(store: MemoryStore, catalog: Catalog) -> None:
+    save(catalog, 100)
+    sent = keys.data_path("aaaaaaaaaaaa", 0, "model", 0)
+    store.put(f"run/step-200/{sent}", [memoryview(b"data")])
+    store.now += 0.9 * HOUR
+    store.create_multipart(f"run/step-200/{keys.data_path('bbbbbbbbbbbb', 1, 'model', 0)}")
+    store.now += 0.9 * HOUR
+    assert sweep(catalog, older_than=HOUR, deep=True).objects == []

@@ -13,12 +13,14 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from bucketpoint.errors import AccessDeniedError, IncompleteSaveError, ObjectNotFoundError, PreconditionFailedError
 from bucketpoint.format import keys
+from bucketpoint.format.catalogue import content_of
 from bucketpoint.stores import ObjectInfo, Store
 from bucketpoint.transfer import retry_transient
 from bucketpoint.transfer.checksum import crc32c
@@ -108,21 +110,28 @@ class AttemptFence:
 
     def _write(self, key: str, token: str) -> ObjectInfo:
         body, taken, etag = memoryview(_body(SAVE)), token in self._etags, self._etags.get(token)
-        try:
-            return retry_transient(
-                lambda: self._store.put(key, [body], crc32c=crc32c(body), if_none_match=not taken, if_match=etag),
-                attempts=ATTEMPTS,
-            )
-        except PreconditionFailedError:
-            pass
-        # An answer may have been lost.
-        try:
-            data, info = retry_transient(lambda: self._store.get(key, max_bytes=1 << 16), attempts=ATTEMPTS)
-        except ObjectNotFoundError:
-            data = b""
-        if data != _body(SAVE):
-            raise self._swept("its fence says so")
-        return info
+        for _ in range(ATTEMPTS):
+            try:
+                return retry_transient(
+                    lambda taken=taken, etag=etag: self._store.put(  # type: ignore[misc]
+                        key, [body], crc32c=crc32c(body), if_none_match=not taken, if_match=etag
+                    ),
+                    attempts=ATTEMPTS,
+                )
+            except PreconditionFailedError:
+                pass
+            try:
+                data, info = retry_transient(lambda: self._store.get(key, max_bytes=1 << 16), attempts=ATTEMPTS)
+            except ObjectNotFoundError:
+                break
+            if data == body:
+                # An answer was lost.
+                return info
+            if _held_by(data) != SAVE:
+                break
+            # Of another copy of the same checkpoint.
+            taken, etag = True, info.etag
+        raise self._swept("its fence says so")
 
     def _missing(self) -> str | None:
         """An object of the attempt that is not there as it was sent. One LIST for each 1,000 objects."""
@@ -169,10 +178,15 @@ def condemn(store: Store, prefix: str, token: str, there: ObjectInfo | None) -> 
         return True
     except PreconditionFailedError:
         try:
-            return store.get(key, max_bytes=1 << 16)[0] == _body(SWEEP)
+            return _held_by(store.get(key, max_bytes=1 << 16)[0]) == SWEEP
         except ObjectNotFoundError:
             return False
 
 
 def _body(by: str) -> bytes:
-    return json.dumps({"held_by": by}).encode()
+    # S3 makes an ETag of the bytes alone: a fence that was renewed must not pass for the one that a sweep has listed.
+    return json.dumps({"held_by": by, "nonce": os.urandom(8).hex()}).encode()
+
+
+def _held_by(data: bytes) -> object:
+    return content_of(data).get("held_by")
