@@ -81,8 +81,9 @@ def sweep_folder(
     try:
         commits = _read_commits(catalog, above, listed)
         alive = _alive_tokens(listed, uploads, oldest)
-        dead = _tokens(listed) - _tokens(commits.paths or ())
-        if not alive.isdisjoint(dead):
+        committed = _tokens(commits.paths or ())
+        dead = _tokens(listed) - committed
+        if alive - committed:
             # Each rank has a token of its own, so all of them may be of one attempt, and one of its ranks is alive.
             dead = set()
         if dead and not dry_run:
