@@ -92,7 +92,7 @@ def _deletions_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """A trial of what a service's deletions may take lasts three seconds, and each test has a bucket of its own."""
 
     def tried(store: s3_store.S3Store, prefix: str) -> DeletesFound:
-        endpoint = str(store.options.endpoint_url)
+        endpoint = store.identity.removesuffix(store.bucket)
         if endpoint not in _tried:
             _tried[endpoint] = s3_deletes.tried(store, prefix)
         return _tried[endpoint]

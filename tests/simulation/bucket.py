@@ -226,7 +226,8 @@ class View:
             self.bucket.remove(op, key)
             return True
 
-        return lambda: self._request(f"DELETE within {seconds} s", key, act)
+        # Once: a repeated one could arrive after a save that found nothing any more.
+        return lambda: found[0].request(found[1], f"DELETE within {seconds} s", key, act)
 
     def copy(self, source: str, target: str) -> ObjectInfo:
         return self._request("COPY", target, lambda op: self.bucket.put(op, target, self.bucket.there(source).data))

@@ -16,6 +16,7 @@ from typing import cast
 
 from bucketpoint.catalog.adopt import named
 from bucketpoint.catalog.catalog import Catalog
+from bucketpoint.catalog.fence import Stopwatch
 from bucketpoint.catalog.prune_report import Pruned
 from bucketpoint.catalog.snapshot import Snapshot, Tombstone
 from bucketpoint.catalog.tombstones import withdraw
@@ -42,21 +43,32 @@ class Doomed:
     remove: Callable[[], object] | None = None
 
 
-def delete_checkpoints(catalog: Catalog, snapshot: Snapshot, going: list[Tombstone], done: Pruned) -> None:
+LOOKED_S = 300.0
+"""How long the look at the newest checkpoint holds. A pruner that was suspended since then looks again."""
+
+
+def delete_checkpoints(
+    catalog: Catalog, snapshot: Snapshot, going: list[Tombstone], done: Pruned, looked: Stopwatch
+) -> None:
     """Delete checkpoints whose tombstones this pruner has claimed, and say in `done` what came of it.
 
     The commit, then the record and the data, then the notes and the tombstone. Each checkpoint costs a LIST of its
     folder and a conditional request for its `.metadata`; the deletes of all else are shared.
+
+    Args:
+        looked: since the newest checkpoint was looked at.
     """
     able = proven_deletes(catalog.store, catalog.key(catalogue.CATALOGUE)) if going else catalog.store.capabilities
-    doomed = {one: found for one in going if (found := _uncommit(catalog, able, snapshot, one, done)) is not None}
-    wanted = {one: _records(snapshot, one) + found.data for one, found in doomed.items()}
+    doomed = {
+        one: found for one in going if (found := _uncommit(catalog, able, snapshot, one, done, looked)) is not None
+    }
+    wanted = {one: _records(snapshot, one) + what.data for one, what in doomed.items()}
     _delete_all(catalog, wanted, doomed, done)
-    for found in doomed.values():
-        if found.remove is not None:
+    for what in doomed.values():
+        if what.remove is not None:
             # A save may have committed in its place: then it stays.
             with contextlib.suppress(PreconditionFailedError):
-                found.remove()
+                what.remove()
     alone = Counter(one.step for one in snapshot.checkpoints)
     notes = {one: _notes(snapshot, one.step, alone[one.step] <= 1) + _tombstones(snapshot, one) for one in doomed}
     _delete_all(catalog, notes, doomed, done)
@@ -85,7 +97,9 @@ def put_marker(
     return signed
 
 
-def _uncommit(catalog: Catalog, able: Capabilities, snapshot: Snapshot, one: Tombstone, done: Pruned) -> Doomed | None:
+def _uncommit(
+    catalog: Catalog, able: Capabilities, snapshot: Snapshot, one: Tombstone, done: Pruned, looked: Stopwatch
+) -> Doomed | None:
     """Take the commit away. None if there is another commit by now, which stays whole."""
     above = catalog.key(f"{one.folder}/")
     listed = {info.key[len(above) :]: info for info in catalog.store.list(above)}
@@ -111,6 +125,9 @@ def _uncommit(catalog: Catalog, able: Capabilities, snapshot: Snapshot, one: Tom
         else:
             withdraw(catalog, one, done)
             return None
+    if looked.seconds() > LOOKED_S:
+        done.refused[one.step, one.id] = "the newest checkpoint must be looked at again: the next prune does"
+        return None
     remove = None
     try:
         if tokens == {one.id} and committed.etag is not None and able.conditional_delete:
@@ -134,7 +151,7 @@ def _all_tokens(snapshot: Snapshot, one: Tombstone, listed: dict[str, ObjectInfo
     """
     record = next((other for other in snapshot.checkpoints if (other.folder, other.id) == (one.folder, one.id)), None)
     data = {path: info.size for path, info in listed.items() if keys.token_of(path) and path != index_path(one.id)}
-    if record is None or not data or sum(data.values()) != sum(record.groups.values()):
+    if record is None or not data or sum(data.values()) != sum(record.groups.values()) or not keys.one_attempt(data):
         return None
     return {token for path in listed if (token := keys.token_of(path)) is not None}
 

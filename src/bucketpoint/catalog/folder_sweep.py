@@ -105,6 +105,9 @@ def sweep_folder(
             orphans.append(info)
         else:
             young = True
+    record = listed.get(keys.RECORD)
+    if commits.paths is None and not young and record is not None and is_old(record.modified, oldest):
+        orphans.append(record)
     stale = [one for one in uploads if _token_of_key(one.key) not in alive]
     young = young or len(stale) < len(uploads)
     failures: list[DeleteFailure] = []

@@ -13,6 +13,7 @@ from bucketpoint.catalog import lock as locks
 from bucketpoint.catalog.adopt import heal
 from bucketpoint.catalog.catalog import Catalog
 from bucketpoint.catalog.deletion import delete_checkpoints
+from bucketpoint.catalog.fence import Stopwatch
 from bucketpoint.catalog.prune_report import Pruned
 from bucketpoint.catalog.snapshot import DELETE, Checkpoint, Snapshot, Tombstone
 from bucketpoint.catalog.tombstones import bury, claim, unclaim, withdraw
@@ -61,6 +62,7 @@ def prune(catalog: Catalog, decide: Decide, *, grace: float, holder: str, lock_s
             return Pruned(stopped=newest.problem)
         done = Pruned()
         orders = decide(snapshot.rows())
+        looked = Stopwatch()
         problem = _damage_of_newest(catalog, snapshot, orders, newest)
         if problem is not None:
             return Pruned(stopped=problem)
@@ -69,7 +71,7 @@ def prune(catalog: Catalog, decide: Decide, *, grace: float, holder: str, lock_s
         # intent of an overwrite is the sweep's: it says that what was replaced may be there still.
         replaced = {one.folder for one in snapshot.superseded}
         done.failures += catalog.store.delete([one.key for one in snapshot.finished if one.folder not in replaced])
-        collect(catalog, done, until=lock.expires)
+        collect(catalog, done, looked, until=lock.expires)
         return done
     finally:
         locks.give_back(catalog, lock)
@@ -80,7 +82,7 @@ def _damage_of_newest(
 ) -> str | None:
     """Tell why the newest full checkpoint that would remain is not whole. None if it is, or if nothing goes."""
     stones = [one for one in snapshot.notes.tombstones if not one.undone]
-    if newest is None or (not orders and all(one.due > snapshot.taken for one in stones)):
+    if newest is None or (not orders and all(one.due > snapshot.taken + LOCK_SECONDS for one in stones)):
         return None
     going = {(one.step, one.id) for one in stones} | {(one.step, one.id) for one in orders}
     full = [one for one in snapshot.checkpoints if one.kind == FULL]
@@ -114,10 +116,11 @@ def _held(snapshot: Snapshot, one: Checkpoint | Tombstone, action: str) -> str |
     return f"it is {' and '.join(sorted(reasons))}" if reasons else None
 
 
-def collect(catalog: Catalog, done: Pruned, *, until: float) -> None:
+def collect(catalog: Catalog, done: Pruned, looked: Stopwatch, *, until: float) -> None:
     """Carry out the tombstones that are due. For each one claim and one LIST; deletes are shared.
 
     Args:
+        looked: since the newest checkpoint was looked at.
         until: begin nothing after this moment: the lock has expired by then.
     """
     now = catalog.clock()
@@ -138,7 +141,7 @@ def collect(catalog: Catalog, done: Pruned, *, until: float) -> None:
         if catalog.clock() >= until:
             break
         if action == DELETE:
-            delete_checkpoints(catalog, snapshot, list(group), done)
+            delete_checkpoints(catalog, snapshot, list(group), done, looked)
         else:
             # Only thinning needs to read metadata, and thereby torch.
             from bucketpoint.catalog.thin import thin

@@ -117,16 +117,18 @@ def plan_copy(
         raise CheckpointExistsError(
             "Checkpoint already exists at the destination", url=text, remedy="Name another, or pass --overwrite"
         )
-    paths = {path: path for path in sources}
-    if used is not None and (used.paths is None or not used.paths.isdisjoint(paths)):
-        paths = _moved_aside(saved, text)
-    there = {} if used is not None else _left_behind(saved, store, prefix, sources)
-    inside = inside_one_service(saved.store, store)
     try:
         found = catalog_above(text, storage_options=storage_options, fs=fs)
     except AccessDeniedError:
         # Whoever may only write there leaves the record beside the metadata, as any writer without a catalogue does.
         found = None
+    paths = {path: path for path in sources}
+    # A pruner that deletes an earlier copy of the same checkpoint from this folder goes by the tokens in its names.
+    pruned = found is not None and bool(saved.facts) and all(map(keys.token_of, paths))
+    if pruned or (used is not None and (used.paths is None or not used.paths.isdisjoint(paths))):
+        paths = _moved_aside(saved, text)
+    there = {} if used is not None or pruned else _left_behind(saved, store, prefix, sources)
+    inside = inside_one_service(saved.store, store)
     return CopyPlan(
         saved,
         text,

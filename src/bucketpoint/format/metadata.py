@@ -44,6 +44,8 @@ PICKLE_PROTOCOL = 4  # what every supported Python reads, and the least that has
 _EXTRA = "bucketpoint"
 _MAX_DIMS = 64
 _MAX_NBYTES = 1 << 62
+_MAX_SECONDS = 1e12  # as commit records have it
+_MAX_WORD = 64
 _NOT_METADATA = "Whoever wrote this did not write a DCP checkpoint, or the object is damaged; name another checkpoint"
 
 
@@ -171,6 +173,14 @@ def extra(metadata: Metadata) -> dict[str, Any]:
     objects = facts.get("objects", {})
     if type(objects) is not dict or not all(map(_is_object_fact, objects.values())):
         raise _not_metadata("its table of objects is malformed", None)
+    created, gone = facts.get("created"), facts.get("thinned_paths", [])
+    # NaN and the infinities, which a pickle may hold, fail the comparison.
+    if created is not None and not (type(created) in (int, float) and 0 <= created < _MAX_SECONDS):
+        raise _not_metadata("the time of its commit is none", None)
+    if type(gone) is not list or not all(type(path) is str for path in gone):
+        raise _not_metadata("the list of what was thinned is malformed", None)
+    if any(len(str(facts.get(name))) > _MAX_WORD for name in ("token", "kind")):
+        raise _not_metadata("its token or kind is too long", None)
     return facts
 
 
@@ -240,7 +250,8 @@ def make_record(
 
 def _metrics(facts: dict[str, Any]) -> dict[str, float]:
     metrics = _typed(facts, "metrics", dict) or {}
-    if not all(type(value) in (int, float) for value in metrics.values()):
+    # A larger int may not fit a float.
+    if not all(type(value) is float or (type(value) is int and abs(value) < _MAX_NBYTES) for value in metrics.values()):
         raise _not_metadata("its bucketpoint part has metrics that are no numbers", None)
     return {name: float(value) for name, value in metrics.items()}
 
