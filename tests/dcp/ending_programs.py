@@ -53,6 +53,13 @@ class Ended:
     output: str
 
 
+_WITH_CTRL_C = (
+    "import os, signal, sys; signal.signal(signal.SIGINT, signal.SIG_DFL); "
+    "os.execv(sys.executable, [sys.executable, *sys.argv[1:]])"
+)
+"""What a shell starts in the background ignores Ctrl-C, and so does all that it starts."""
+
+
 class Programs:
     """Starts programs, one after another or some ranks at once."""
 
@@ -60,7 +67,7 @@ class Programs:
         here = Path(__file__).resolve()
         paths = [str(here.parent.parent), os.environ.get("PYTHONPATH", "")]
         self._server = subprocess.Popen(
-            [sys.executable, "-W", "ignore", str(here)],
+            [sys.executable, "-c", _WITH_CTRL_C, "-W", "ignore", str(here)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))},
