@@ -303,7 +303,7 @@ def test_a_load_with_late_and_damaged_ranges_is_right(minio: S3Server, fault_pro
         part_bytes=64 * KIB, connections=6, max_inflight_bytes=2 * MIB, hedge=Hedge(after_s=0.1, most_extra=1.0)
     )
     faults = (Delay(0.5), Slow(100_000.0), FlipReply())
-    proxy.play(Script((Rule(faults, ("GetObject",), keys="*.distcp", probability=0.3, times=12),), seed=5))
+    proxy.play(Script((Rule(faults, ("GetObject",), keys="*.distcp", probability=0.7, times=12),), seed=5))
     reader = S3Reader(url, storage_options=minio.at(proxy.url).options, transfer=options)
     dcp.load(target, storage_reader=reader, no_dist=True)
     for name, value in state.items():
