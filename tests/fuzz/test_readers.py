@@ -5,10 +5,13 @@ Readers run in child processes: a signal, a time-out and an allocation are failu
 
 from __future__ import annotations
 
+import io
 import os
+import zipfile
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -18,7 +21,7 @@ from bucketpoint.errors import BucketpointError, InvalidURLError
 from bucketpoint.format import keys
 from bucketpoint.format.catalogue import StepTemplate
 from bucketpoint.testing.tally import Tally
-from fuzz.readers import HOSTILE, TARGETS, read_note, read_url, whole
+from fuzz.readers import HOSTILE, TARGETS, read_item, read_note, read_url, whole
 from fuzz.runs import run
 
 INPUTS = int(os.environ.get("BUCKETPOINT_FUZZ") or 5000)
@@ -97,3 +100,14 @@ def test_a_path_of_any_text_stays_below_a_folder(tmp_path_factory: pytest.TempPa
     except BucketpointError:
         return
     assert root / "run" in [*(root / key).parents, root / key] or relative in (".", "./")
+
+
+def test_an_archive_whose_storage_is_longer_than_its_pickle_says_is_refused_before_torch_meets_it() -> None:
+    saved, longer = io.BytesIO(), io.BytesIO()
+    torch.save({"w": torch.arange(4, dtype=torch.uint8)}, saved)
+    with zipfile.ZipFile(saved) as old, zipfile.ZipFile(longer, "w", zipfile.ZIP_STORED) as new:
+        for name in old.namelist():
+            new.writestr(name, old.read(name) + (b"7 bytes" if name.endswith("/data/0") else b""))
+    read_item(saved.getvalue())
+    with pytest.raises(BucketpointError):
+        read_item(longer.getvalue())

@@ -205,6 +205,9 @@ class _Storages:
                 found = torch.UntypedStorage(nbytes, device="meta")  # type: ignore[no-untyped-call]
             else:
                 found = self._copied(key)
+            if found.nbytes() != nbytes:
+                # torch.load refuses it too.
+                raise MalformedPickleError("a storage has another length than the pickle says")
             self._made[key] = found
             self.locations[found._cdata] = location
         if found.nbytes() < nbytes:
