@@ -169,6 +169,11 @@ class Catalog:
         """The `.metadata` of a checkpoint; None where there is none, or the marker of a deletion. One small GET."""
         return committed_info(self.store, self.metadata_key(folder))
 
+    def objects_of(self, folder: str) -> dict[str, ObjectInfo]:
+        """List the objects in a checkpoint's folder, by their paths within it. One LIST for each 1,000."""
+        above = self.key(f"{folder}/")
+        return {info.key[len(above) :]: info for info in self.store.list(above)}
+
     def metadata_key(self, folder: str) -> str:
         return self.key(f"{folder}/{keys.METADATA}")
 

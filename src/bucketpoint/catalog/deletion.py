@@ -101,8 +101,7 @@ def _uncommit(
     catalog: Catalog, able: Capabilities, snapshot: Snapshot, one: Tombstone, done: Pruned, looked: Stopwatch
 ) -> Doomed | None:
     """Take the commit away. None if there is another commit by now, which stays whole."""
-    above = catalog.key(f"{one.folder}/")
-    listed = {info.key[len(above) :]: info for info in catalog.store.list(above)}
+    listed = catalog.objects_of(one.folder)
     committed = listed.get(keys.METADATA)
     # A trainer without the right to delete leaves what its commit has replaced.
     ended = {one.id, *(other.id for other in snapshot.superseded if other.folder == one.folder)}

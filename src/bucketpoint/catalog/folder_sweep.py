@@ -74,7 +74,7 @@ def sweep_folder(
     """
     watch = Stopwatch()
     above = catalog.key(f"{folder}/")
-    listed = _listed(catalog, above)
+    listed = catalog.objects_of(folder)
     uploads = [*catalog.store.list_multipart(above), *announced]
     # Deeper in the folder there may be another run, whose sweep they are.
     uploads = [one for one in uploads if keys.parse_data_path(one.key[len(above) :]) is not None]
@@ -90,7 +90,7 @@ def sweep_folder(
             fences = {token: listed.get(keys.fence_path(token)) for token in dead}
             dead = {token for token in dead if condemn(catalog.store, above[:-1], token, fences[token])}
             # A save may have committed and removed its fence between the listing and the condemnation.
-            listed = _listed(catalog, above)
+            listed = catalog.objects_of(folder)
             commits = _read_commits(catalog, above, listed)
     except (MetadataError, UnsafeDataError):
         # The metadata could name anything.
@@ -196,10 +196,6 @@ def _remove_marker(catalog: Catalog, marker: ObjectInfo, watch: Stopwatch) -> No
                 remove()
         elif store.head(marker.key).etag == marker.etag and watch.seconds() < _LOOKED_S:
             store.delete([marker.key])
-
-
-def _listed(catalog: Catalog, above: str) -> dict[str, ObjectInfo]:
-    return {info.key[len(above) :]: info for info in catalog.store.list(above)}
 
 
 def _tokens(paths: Iterable[str]) -> set[str]:

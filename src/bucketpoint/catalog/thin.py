@@ -66,8 +66,7 @@ def thin(catalog: Catalog, snapshot: Snapshot, one: Tombstone, done: Pruned) -> 
         record = dataclasses.replace(record, token=one.id)
     written = write_record(catalog, one.folder, one.step, record)
     failures = catalog.store.delete([other.key for other in old if other.key and other.key != written])
-    above = catalog.key(f"{one.folder}/")
-    found = {info.key[len(above) :]: info.key for info in catalog.store.list(above)}
+    found = {path: info.key for path, info in catalog.objects_of(one.folder).items()}
     if keys.METADATA not in found:
         # Another pruner, unseen by this one, has deleted the checkpoint meanwhile: the record speaks of nothing.
         done.failures += failures + catalog.store.delete([written])

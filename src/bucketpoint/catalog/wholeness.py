@@ -51,8 +51,7 @@ def damage(catalog: Catalog, inspected: Inspected) -> str | None:
     checkpoint, record = inspected.checkpoint, inspected.record
     if inspected.problem is not None or record is None:
         return inspected.problem
-    above = catalog.key(f"{checkpoint.folder}/")
-    sizes = {info.key[len(above) :]: info.size for info in catalog.store.list(above)}
+    sizes = {path: info.size for path, info in catalog.objects_of(checkpoint.folder).items()}
     data = {
         path: size for path, size in sizes.items() if keys.token_of(path) and path != index_path(record.token or "")
     }
