@@ -243,6 +243,22 @@ def read_through(store: FsspecStore, cuts: list[tuple[int, int]], content: bytes
     return into
 
 
+def test_a_listing_of_memory_beside_writers_is_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    failures = [RuntimeError("dictionary changed size during iteration")] * 3
+    find = MemoryFileSystem.find
+
+    def beside_writers(fs: MemoryFileSystem, *given: Any, **settings: Any) -> Any:
+        if failures:
+            raise failures.pop()
+        return find(fs, *given, **settings)
+
+    store = FsspecStore(MemoryFileSystem(), "/listed-beside-writers")
+    store.put("a", [memoryview(b"1")])
+    monkeypatch.setattr(MemoryFileSystem, "find", beside_writers)
+    assert [info.key for info in store.list("")] == ["a"]
+    assert failures == []
+
+
 def test_many_ranges_come_in_few_calls_and_no_byte_more_than_asked_for() -> None:
     fs = RecordingFileSystem()
     store, content = FsspecStore(fs, "bucket"), os.urandom(4 * MIB)

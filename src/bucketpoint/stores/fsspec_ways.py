@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import fsspec.asyn
+from fsspec.implementations.memory import MemoryFileSystem
 from fsspec.spec import AbstractFileSystem
 
 from bucketpoint.stores.base import Part
@@ -26,6 +27,7 @@ _UPLOAD = _HIDDEN + "upload-"
 _TEMPORARY = _HIDDEN + "tmp-"
 
 _DELETES_AT_ONCE = 32
+_MEMORY_TRIES = 8
 
 # Only here are folders made: on an object store makedirs would create the bucket.
 _WITH_FOLDERS = frozenset({"file", "local", "ftp", "sftp", "ssh", "smb", "hdfs", "webhdfs", "arrow_hdfs", "dbfs"})
@@ -171,12 +173,20 @@ def make_folder_of(fs: AbstractFileSystem, path: str) -> None:
 
 
 def files_below(fs: AbstractFileSystem, folder: str) -> dict[str, dict[str, Any]]:
-    """What lies below a folder, by path."""
-    try:
-        found = fs.find(folder.rstrip("/") or "/", detail=True)
-    except (FileNotFoundError, NotADirectoryError):
-        return {}
-    return {name: info for name, info in found.items() if info.get("type") == "file"}
+    """List the files below a folder, by path."""
+    tries = _MEMORY_TRIES if isinstance(fs, MemoryFileSystem) else 1
+    while True:
+        tries -= 1
+        try:
+            found = fs.find(folder.rstrip("/") or "/", detail=True)
+        except (FileNotFoundError, NotADirectoryError):
+            return {}
+        except RuntimeError:
+            # MemoryFileSystem iterates over the dict of its objects, which another thread may have changed meanwhile.
+            if tries == 0:
+                raise
+            continue
+        return {name: info for name, info in found.items() if info.get("type") == "file"}
 
 
 def remove(fs: AbstractFileSystem, paths: Sequence[str]) -> list[Exception | None]:
