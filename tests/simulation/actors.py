@@ -13,6 +13,7 @@ from tests.simulation.bucket import URL, Bucket, View
 from tests.simulation.oracle import OPTIM_ADDS, Op, Oracle, Pinned
 from tests.simulation.ranks import CollectiveError, Meeting, save_on_rank
 from tests.simulation.scheduler import KilledError, Process, Scheduler, here
+from torch.distributed.checkpoint import CheckpointException
 
 from bucketpoint.catalog import notes
 from bucketpoint.catalog.adopt import adopt
@@ -23,9 +24,10 @@ from bucketpoint.catalog.sweep import sweep
 from bucketpoint.catalog.tombstones import GoneError, undo
 from bucketpoint.convert.convert import ConvertOptions, plan_conversion, run_conversion
 from bucketpoint.dcp import BucketReader, BucketWriter, SaveHandle
+from bucketpoint.dcp.async_save import as_ours
 from bucketpoint.dcp.copy import copy_checkpoint, plan_copy
 from bucketpoint.dcp.saved import open_checkpoint
-from bucketpoint.errors import BucketpointError, StoreError
+from bucketpoint.errors import BucketpointError, CorruptDataError, StoreError
 from bucketpoint.manager import CheckpointManager
 from bucketpoint.retention import RetentionPolicy
 from bucketpoint.transfer import TransferOptions
@@ -302,10 +304,15 @@ class Running:
             began = self.world.scheduler.now
             notes.lease(catalog, step, name.replace("/", "-"), seconds=seconds)
             self.world.oracle.pins[name] = Pinned(root, step, began + seconds, "leased")
+            since = self.world.oracle.seq
             try:
                 values = self._values(f"{URL}/{root}/step-{step}")
                 with self._judged():
                     self.world.oracle.loaded(op, values)
+            except CorruptDataError as error:
+                with self._judged():
+                    self.world.oracle.not_loaded(op, f"{root}/step-{step}", since, error)
+                raise
             finally:
                 self.world.oracle.pins.pop(name, None)
                 with contextlib.suppress(StoreError):
@@ -323,7 +330,11 @@ class Running:
             for name, entry in metadata.state_dict_metadata.items()
             if hasattr(entry, "size")
         }
-        _load_state_dict(state, storage_reader=reader, no_dist=True)
+        try:
+            _load_state_dict(state, storage_reader=reader, no_dist=True)
+        except CheckpointException as raised:
+            error = as_ours(raised, url, "The load")
+            raise error from raised
         less = {name: OPTIM_ADDS if name.startswith("optim") else 0.0 for name in state}
         return [number - less[name] for name, tensor in state.items() for number in tensor.tolist()]
 

@@ -96,8 +96,10 @@ class Oracle:
     committed: dict[str, float] = field(default_factory=dict)
     """By id: the value that was committed under it."""
     pins: dict[str, Pinned] = field(default_factory=dict)
-    removed: dict[tuple[str, int | None, str], tuple[Commit, float]] = field(default_factory=dict)
-    """By root, step and id: what a pruner has removed or thinned, and when."""
+    removed: dict[tuple[str, int | None, str], tuple[frozenset[str], float]] = field(default_factory=dict)
+    """By root, step and id: the objects that a pruner has freed by removing or thinning a checkpoint, and when."""
+    discarded: set[str] = field(default_factory=set)
+    """Keys of tombstones that a save wrote because its user discards the step: no policy need say so."""
     counts: dict[str, int] = field(default_factory=dict)
 
     # -- changes -------------------------------------------------------------------------------------------------------
@@ -143,7 +145,7 @@ class Oracle:
         if was is not None and (now is None or now.id != was.id):
             self._removed(op, was, now)
         if was is not None and now is not None and now.id == was.id and now.kind != was.kind:
-            self._thinned(op, was)
+            self._thinned(op, was, now)
         if now is None:
             return
         if op.kind in ("prune", "sweep", "adopt", "pin", "undo") and (was is None or now.id != was.id):
@@ -224,17 +226,17 @@ class Oracle:
             return
         if op.kind != "prune":
             raise ViolationError("removed", f"{op} removed {was.key}")
-        self._may_go(op, was, catalogue_action="delete")
+        self._may_go(op, was, was.names, catalogue_action="delete")
 
-    def _thinned(self, op: Op, was: Commit) -> None:
+    def _thinned(self, op: Op, was: Commit, now: Commit) -> None:
         if op.kind == "prune":
-            self._may_go(op, was, catalogue_action="thin")
+            self._may_go(op, was, was.names - now.names, catalogue_action="thin")
         elif op.kind not in SAVES:
             raise ViolationError("thinned", f"{op} thinned {was.key}")
 
-    def _may_go(self, op: Op, was: Commit, *, catalogue_action: str) -> None:
+    def _may_go(self, op: Op, was: Commit, freed: frozenset[str], *, catalogue_action: str) -> None:
         root, _, folder = was.prefix.rpartition("/")
-        self.removed[root, was.step, was.id] = was, self.bucket.clock()
+        self.removed[root, was.step, was.id] = freed, self.bucket.clock()
         buried = False
         for key in self._steps_of(root):
             note = NoteKey.parse(key.rpartition("/")[2])
@@ -267,7 +269,9 @@ class Oracle:
         note = NoteKey.parse(key.rpartition("/")[2])
         if note is None or note.kind != catalogue.TOMBSTONE or not held.data or op.policy is None:
             return
-        if b"waiting" not in held.data or note.step in op.discards:
+        if op.kind == "save" and op.discards:
+            self.discarded.add(key)
+        if b"waiting" not in held.data or key in self.discarded:
             return
         token, _, action, _, folder = note.fields
         if op.kind != "prune":
@@ -314,10 +318,8 @@ class Oracle:
     def pruned(self, op: Op, root: str, deleted: Iterable[tuple[int, str]], thinned: Iterable[tuple[int, str]]) -> None:
         """A pruner was told what it has deleted and thinned."""
         for step, token in [*deleted, *thinned]:
-            commit, at = self.removed.get((root, step, token), (None, 0.0))
-            if commit is None:
-                continue
-            there = {name: self.bucket.objects[name] for name in commit.names if name in self.bucket.objects}
+            freed, at = self.removed.get((root, step, token), (frozenset(), 0.0))
+            there = {name: self.bucket.objects[name] for name in freed if name in self.bucket.objects}
             left = [name for name, held in there.items() if held.modified < at and not self.named.get(name)]
             if left:
                 raise ViolationError("not freed", f"{op} says that step {step} is gone, and leaves {sorted(left)}")
@@ -326,6 +328,12 @@ class Oracle:
         found = set(values)
         if len(found) > 1:
             raise ViolationError("mixed load", f"{op} loaded {sorted(found)}")
+
+    def not_loaded(self, op: Op, prefix: str, since: int, error: BaseException) -> None:
+        """An actor could not load a checkpoint, which it found when `since` was the number of the last change."""
+        commit = self.live.get(f"{prefix}/.metadata")
+        if commit is not None and commit.etag and commit.seq <= since and not commit.names & self.damaged:
+            raise ViolationError("not loaded", f"{op}: {commit.key} is whole, and a load says: {error}")
 
     # -- the end -------------------------------------------------------------------------------------------------------
 

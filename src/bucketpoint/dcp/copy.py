@@ -175,9 +175,6 @@ def copy_checkpoint(
     token = _token_there(plan)
     if log is not None:
         record = named(record, data, saved.info)
-        if plan.replaces:
-            # Of several records of one folder the youngest counts, and what is replaced may be younger than the source.
-            record = dataclasses.replace(record, created=log.catalog.clock())
     request = Commit(
         plan.store,
         plan.prefix,
@@ -376,6 +373,10 @@ def _metadata_there(plan: CopyPlan, copied: Mapping[str, ObjectInfo]) -> tuple[M
         "objects": {plan.paths[path]: {"size": info.size, "etag": info.etag} for path, info in sorted(copied.items())},
         "copied_from": saved.url,
     }
+    if plan.replaces and plan.catalog is not None:
+        # Of several records of one folder the youngest counts, and what is replaced may be younger than the source.
+        # The metadata says the same, for those who make the record anew from it.
+        facts["created"] = plan.catalog.clock()
     return metadata, facts, encode_metadata(metadata, bucketpoint=facts)
 
 
