@@ -15,7 +15,7 @@ from tests.simulation.bucket import View
 from bucketpoint.catalog import deletion, fence, folder_sweep, pruner
 from bucketpoint.catalog import sweep as sweeping
 from bucketpoint.catalog.catalog import Catalog
-from bucketpoint.dcp import commit
+from bucketpoint.dcp import commit_put
 from bucketpoint.format import keys
 
 
@@ -77,7 +77,7 @@ GUARDS: dict[str, Guard] = {
     "sweep takes the fence": Guard(_replaced(folder_sweep, "condemn", lambda *given: True), "long_save"),
     "age floor": Guard(_replaced(sweeping, "MIN_SWEEP_AGE_S", 0.0), "long_save"),
     "metadata of ranks": Guard(_replaced(keys, "is_rank_metadata", lambda path: False), "alone"),
-    "only what was seen": Guard(_replaced(commit, "_refuse_others", lambda *given, **named: None), "copies"),
+    "only what was seen": Guard(_replaced(commit_put, "_refuse_others", lambda *given, **named: None), "copies"),
     "claims are not withdrawn": Guard(_replaced(pruner, "_still_goes", _may_withdraw(pruner._still_goes)), "held"),
 }
 

@@ -18,8 +18,9 @@ from bucketpoint.catalog.fence import LONG_AGO, AttemptFence
 from bucketpoint.convert.filling import Filling
 from bucketpoint.convert.source import Payload, Source
 from bucketpoint.convert.target import Layout, Place, TargetObject, held
-from bucketpoint.dcp.commit import Commit, commit, complete_metadata, look, put_commit
+from bucketpoint.dcp.commit import commit, complete_metadata
 from bucketpoint.dcp.commit_log import CommitLog
+from bucketpoint.dcp.commit_put import Commit, look, put_commit
 from bucketpoint.dcp.planned import reported
 from bucketpoint.dcp.regions import ChunkShapes
 from bucketpoint.dcp.upload_plan import PlacedItem, PlannedObject, results_of

@@ -13,7 +13,7 @@ from bucketpoint.convert.safetensors_header import Entry, encode_header, nameabl
 from bucketpoint.convert.source import Source
 from bucketpoint.convert.target import Layout, Place, TargetObject, held
 from bucketpoint.convert.tensors import WholeTensor, whole_tensors
-from bucketpoint.dcp.commit import Commit, put_commit
+from bucketpoint.dcp.commit_put import Commit, put_commit
 from bucketpoint.errors import MismatchError
 from bucketpoint.transfer import Uploaded
 

@@ -21,7 +21,8 @@ from bucketpoint.catalog.fence import LONG_AGO, AttemptFence, Stopwatch
 from bucketpoint.catalog.run import catalog_above
 from bucketpoint.catalog.save_log import SaveLog
 from bucketpoint.dcp.block_tables import read_tables, with_blocks
-from bucketpoint.dcp.commit import Commit, commit_copy
+from bucketpoint.dcp.commit import commit_copy
+from bucketpoint.dcp.commit_put import Commit
 from bucketpoint.dcp.regions import ChunkShapes, ObjectCheck, Region, item_regions, table_regions
 from bucketpoint.dcp.saved import SavedCheckpoint
 from bucketpoint.dcp.session import Seen, as_url

@@ -25,8 +25,9 @@ from bucketpoint.catalog.keeping import Keeping
 from bucketpoint.catalog.pruning import PruneWorker
 from bucketpoint.dcp.agreement import agree_on_plans, agree_on_results, make_statement
 from bucketpoint.dcp.boundary import dcp_call
-from bucketpoint.dcp.commit import Commit, commit, look
+from bucketpoint.dcp.commit import commit
 from bucketpoint.dcp.commit_log import CommitLog
+from bucketpoint.dcp.commit_put import Commit, look
 from bucketpoint.dcp.console import describe, noted, progress_callback
 from bucketpoint.dcp.planned import PlannedMetadata, WriterMeta, reported
 from bucketpoint.dcp.results import Results
