@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from bucketpoint.catalog import lock, tombstones
 from bucketpoint.dcp.decode import decode_item
 from bucketpoint.errors import BucketpointError, InvalidURLError
-from bucketpoint.format import keys
+from bucketpoint.format import index_ref, keys
 from bucketpoint.format.catalogue import StepTemplate
 from bucketpoint.testing.tally import Tally
 from fuzz.readers import HOSTILE, TARGETS, read_item, read_note, read_url, whole
@@ -78,6 +78,14 @@ def test_a_url_with_a_zero_byte_is_refused() -> None:
 def test_pickles_at_which_torchs_own_unpickler_stumbles_are_no_tensors(data: bytes) -> None:
     with pytest.raises(BucketpointError):
         decode_item(memoryview(bytearray(data)), whole(data), None, key="k")
+
+
+def test_an_index_whose_path_no_writer_makes_is_none() -> None:
+    """The folder below `data/` follows from the name."""
+    made = index_ref.make_ref("0123456789ab", b"index")
+    named = b"\x8c\x11bucketpoint_index\x94\x8c\xff" + made.text.encode() + b"\x94"
+    assert index_ref.find_ref(named) == made
+    assert index_ref.find_ref(named.replace(made.path[:8].encode(), b"data/00/")) is None
 
 
 @given(st.text(max_size=40), st.text(max_size=20).filter(lambda text: not text.startswith("/")))

@@ -72,7 +72,7 @@ def make_ref(token: str, data: bytes) -> IndexRef:
 def find_ref(head: bytes) -> IndexRef | None:
     """The index that a `.metadata` names which begins with `head`; None for all that name none in this way."""
     found = _PATTERN.search(head[:_SEARCHED])
-    if found is None:
+    if found is None or keys.parse_data_path(found["path"].decode()) is None:
         return None
     return IndexRef(found["path"].decode(), int(found["size"]), found["digest"].decode())
 
