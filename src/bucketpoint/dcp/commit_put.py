@@ -26,7 +26,7 @@ from bucketpoint.errors import (
 from bucketpoint.format import keys
 from bucketpoint.format.deletion_marker import MARKER_HEAD_BYTES, is_marker
 from bucketpoint.format.metadata import decode_metadata, extra
-from bucketpoint.stores import ExpiringDeletes, ObjectInfo, Store, proven, retry
+from bucketpoint.stores import ObjectInfo, Store, proven, retry
 from bucketpoint.transfer import retry_transient
 from bucketpoint.transfer.checksum import crc32c
 
@@ -190,7 +190,8 @@ def _settled(request: Commit, marker: ObjectInfo) -> bool:
     the clock of the machine that signed, which it lets be a quarter of an hour ahead.
     """
     store = request.store
-    if store.capabilities.conditional_delete or not isinstance(store, ExpiringDeletes):
+    # Not by the type: from Python 3.12 on a protocol does not see what a wrapper of a store passes on.
+    if store.capabilities.conditional_delete or getattr(store, "expiring_delete", None) is None:
         return True
     watch, longest = Stopwatch(), SIGNED_S + CLOCKS_S
     while watch.seconds() < longest and (marker.modified is None or time.time() < marker.modified + longest + CLOCKS_S):
