@@ -17,7 +17,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint import CheckpointException, Metadata, SavePlanner, StorageWriter
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
-from bucketpoint.dcp import program_end
+from bucketpoint.dcp import process_groups, program_end
 from bucketpoint.dcp.writer import BucketWriter
 from bucketpoint.errors import BucketpointError, PeerFailedError
 from bucketpoint.staging import Lease, StagedState, Stager, dead_checkpoint_process
@@ -40,6 +40,8 @@ class SaveHandle(Future[Metadata]):
         self.staged: Future[None] = Future()
         self._lease: Lease | None = None
         self._at_end: program_end.LastSave | None = None
+        # Our own group over its ranks goes with it, and not before the save has ended.
+        self._parent_group: ProcessGroup | None = None
         # What has begun cannot be taken back: cancel() says so.
         self.set_running_or_notify_cancel()
         self.staged.set_running_or_notify_cancel()
@@ -102,6 +104,9 @@ def async_save(
     """`dcp.async_save` with its arguments, and one return type whatever the stager and the executor.
 
     Args:
+        process_group: the ranks, by a group of any backend; None for all of the job. The save runs on a gloo group of
+            its own over the same ranks, so that it never meets collectives of training. That group is made by the first
+            call for these ranks, which all of them make, and kept as long as `process_group` is.
         storage_writer: any writer; without one, a `BucketWriter` for this save alone. One writer, or one `Stager`, kept
             over all saves keeps its staging memory too.
 
@@ -111,7 +116,11 @@ def async_save(
 
     Raises:
         StagingError: the state cannot be copied; nothing was begun.
+        BucketpointError: there are several ranks and no process group.
     """
+    if not no_dist:
+        where = str(checkpoint_id) if checkpoint_id is not None else None
+        process_groups.refuse_a_rank_alone("An asynchronous save", where)
     writer = storage_writer if storage_writer is not None else BucketWriter(checkpoint_id)
     stager = async_stager if async_stager is not None else writer
     if not hasattr(stager, "stage"):
@@ -120,12 +129,13 @@ def async_save(
     own = writer._url if isinstance(writer, BucketWriter) else getattr(writer, "checkpoint_id", None)
     handle = SaveHandle(str(checkpoint_id) if checkpoint_id is not None else own)
     watched = _Watched(stager, handle)
+    handle._parent_group = process_group
     begun = dcp.async_save(
         state_dict,
         checkpoint_id=checkpoint_id,
         storage_writer=writer,
         planner=planner,
-        process_group=process_group,
+        process_group=None if no_dist else process_groups.group_beside(process_group),
         async_checkpointer_type=async_checkpointer_type,
         async_stager=watched,
         no_dist=no_dist,
@@ -185,6 +195,7 @@ def _ending(handle: SaveHandle) -> Callable[[Future[Any]], None]:
         error = upload.exception()
         if handle._lease is not None:
             handle._lease.end()
+        handle._parent_group = None
         if error is not None:
             error = as_ours(error, handle.url)
         if handle._at_end is not None:

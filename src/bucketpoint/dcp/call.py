@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint import CheckpointException
 
+from bucketpoint.dcp import process_groups
 from bucketpoint.dcp.async_save import as_ours
 from bucketpoint.dcp.call_line import ANSWER_S, WAITS, Failure, Kind, Line, Refused
 from bucketpoint.errors import BucketpointError
@@ -83,7 +84,8 @@ class Call:
         self.stops = self.ends - min(ANSWER_S, deadline_s / 4)
         self.cut = Cut(self.ends)
         self.group: Any = None
-        self._ranks = _ranks_of(parent)
+        process_groups.refuse_a_rank_alone(what, url)
+        self._ranks = process_groups.ranks_of(parent)
         self._stage = "had not begun"
         self._stopped: Kind | None = None
         self._stage_then = WAITS
@@ -269,18 +271,6 @@ def _let_go(error: BaseException | None) -> None:
             seen.add(id(one))
             traceback.clear_frames(one.__traceback__)
             waiting += [one.__cause__, one.__context__]
-
-
-def _ranks_of(parent: Any) -> tuple[int, ...]:
-    if not (dist.is_available() and dist.is_initialized()):
-        return (0,)
-    ranks = tuple(range(dist.get_world_size())) if parent is None else tuple(dist.get_process_group_ranks(parent))
-    if dist.get_rank() not in ranks:
-        raise BucketpointError(
-            f"Rank {dist.get_rank()} is not in the process group that was given",
-            remedy="Pass each rank a group that it is in, or make the call on the group's ranks alone",
-        )
-    return ranks
 
 
 def _disconnect(group: Any) -> None:

@@ -6,7 +6,6 @@ One thread a call. It meets the others, makes the group, tells and hears. What i
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import pickle
 import threading
 import time
@@ -17,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch.distributed as dist
 
+from bucketpoint.dcp import process_groups
 from bucketpoint.errors import BucketpointError
 
 if TYPE_CHECKING:
@@ -109,7 +109,7 @@ class Line:
         there is at its next call where the others are.
         """
         call, world = self._call, len(self._ranks)
-        job = _job_store(self._ranks)
+        job = process_groups.store_of(self._ranks)
         number = job.add(f"calls/{self._index}", 1)
         while job.check([f"{number}/failed/1"]):
             number = job.add(f"calls/{self._index}", 1)
@@ -132,24 +132,9 @@ class Line:
             )
 
     def _connect(self) -> Any:
-        from torch.distributed import distributed_c10d as c10d
-
         left = max(self._call.stops - time.monotonic(), 0.001)
-        # `new_group` needs all ranks of the job, and repeats its names after a failure.
-        name = f"bucketpoint-{_digest(self._ranks)}-{self._number}"
-        make: Any = c10d._new_process_group_helper
-        group, _ = make(
-            len(self._ranks),
-            self._index,
-            list(self._ranks),
-            c10d.Backend("gloo"),
-            dist.PrefixStore("group", self._store),
-            name,
-            timeout=timedelta(seconds=left),
-            group_desc="bucketpoint",
-        )
-        c10d._world.pg_group_ranks[group] = {rank: index for index, rank in enumerate(self._ranks)}
-        return group
+        store = dist.PrefixStore("group", self._store)
+        return process_groups.connect(self._ranks, store, str(self._number), timedelta(seconds=left))
 
     def _serve(self) -> None:
         call = self._call
@@ -237,13 +222,3 @@ class Line:
         while not until() and time.monotonic() < ends:
             time.sleep(max(min(pause, ends - time.monotonic()), 0))
             pause = min(2 * pause, _LONGEST_POLL_S)
-
-
-def _job_store(ranks: tuple[int, ...]) -> Any:
-    from torch.distributed.distributed_c10d import _get_default_store
-
-    return dist.PrefixStore(f"bucketpoint/{_digest(ranks)}", _get_default_store())
-
-
-def _digest(ranks: tuple[int, ...]) -> str:
-    return hashlib.sha256(",".join(map(str, ranks)).encode()).hexdigest()[:16]

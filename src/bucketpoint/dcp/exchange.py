@@ -19,8 +19,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore
-from torch.distributed.constants import default_pg_timeout
 
+from bucketpoint.dcp.process_groups import timeout_of
 from bucketpoint.errors import BucketpointError, PeerFailedError
 from bucketpoint.format.keys import new_token
 
@@ -143,7 +143,7 @@ class Exchange:
     def __init__(self, members: Sequence[Member], group: Any) -> None:
         self.members = tuple(members)
         self.rank = [member.rank for member in members].index(dist.get_rank())
-        self.timeout = _timeout_of(group)
+        self.timeout = timeout_of(group)
         self._ears: dict[int, tuple[torch.Tensor, Any]] = {}
         with self._losing("the first of them to be missed"):
             self._backend: Any = _gloo(members[0].token, self.rank, len(members), self.timeout)
@@ -324,17 +324,6 @@ def _gloo(token: str, rank: int, size: int, timeout: timedelta) -> Any:
         ) from error
     # Not `dist.new_group`: every rank of the job would have to call it, and its names repeat after a failure.
     return ProcessGroupGloo(PrefixStore(f"bucketpoint/{token}", _get_default_store()), rank, size, timeout)
-
-
-def _timeout_of(group: Any) -> timedelta:
-    """How long the caller's own group waits. There is no public way to ask."""
-    pg: Any = group if group is not None else dist.group.WORLD
-    for device in ("cpu", "cuda"):
-        with contextlib.suppress(AttributeError, RuntimeError):
-            found = pg._get_backend(torch.device(device)).options._timeout
-            if isinstance(found, timedelta):
-                return found
-    return default_pg_timeout
 
 
 def _node() -> str:

@@ -23,6 +23,7 @@ from torch.futures import Future
 from bucketpoint.catalog.fence import AttemptFence
 from bucketpoint.catalog.keeping import Keeping
 from bucketpoint.catalog.pruning import PruneWorker
+from bucketpoint.dcp import process_groups
 from bucketpoint.dcp.agreement import agree_on_plans, agree_on_results, make_statement
 from bucketpoint.dcp.boundary import dcp_call
 from bucketpoint.dcp.commit import commit
@@ -154,6 +155,10 @@ class BucketWriter(StorageWriter):
         session = self._session()
         session.rank = int(kwargs.get("rank") or 0)
         session.use_collectives = bool(kwargs.get("use_collectives", True))
+        process_groups.refuse_to_save_as_one_of_many(session.url)
+        if session.rank == 1 and self.unwatched:
+            # Rank 0 cannot tell yet whether it saves alone, and a job may end before it can.
+            process_groups.warn_of_a_shared_group()
         if not session.use_collectives:
             self._refuse_to_hide(session)
         elif is_coordinator:
@@ -181,6 +186,8 @@ class BucketWriter(StorageWriter):
             RanksDisagreeError: the ranks do not save to one place, or not one state.
         """
         session = self._session()
+        if len(plans) > 1 and self.unwatched:
+            process_groups.warn_of_a_shared_group()
         plans = agree_on_plans(plans, session.url, since=session.started)
         log = self._log_of(session)
         if log is not None:

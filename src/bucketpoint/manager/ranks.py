@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from bucketpoint.dcp import process_groups
 from bucketpoint.errors import BucketpointError
 
 T = TypeVar("T")
@@ -17,20 +18,26 @@ T = TypeVar("T")
 class Ranks:
     """All ranks of a group, or this process alone where torch.distributed is not initialised.
 
-    The group is a new one, so that no collective of the training can meet the manager's, and on gloo, as saves beside
-    training need one. Making it is a collective call.
+    The group is a new one on gloo, so that no collective of training can meet the manager's. Saves beside training run
+    on another one, the one that `async_save` keeps beside this: the manager asks other ranks while a save is under way.
+    Making them is a collective call.
 
     Args:
         members: torch's group of the ranks; None for all of the job.
         timeout: how long a rank waits for another, in any one collective.
+
+    Raises:
+        BucketpointError: there are several ranks and no process group.
     """
 
     def __init__(self, members: Any = None, *, timeout: timedelta) -> None:
         self.group: Any = None
         self.rank, self.world = 0, 1
-        if dist.is_available() and dist.is_initialized():
-            listed = None if members is None else dist.get_process_group_ranks(members)
-            self.group = dist.new_group(listed, timeout=timeout, backend="gloo", use_local_synchronization=bool(listed))
+        process_groups.refuse_a_rank_alone("A checkpoint manager")
+        if process_groups.is_initialized():
+            self.group = process_groups.new_group(members, timeout)
+            # Now, while all ranks are here, and not at the first save.
+            process_groups.group_beside(self.group)
             self.rank, self.world = dist.get_rank(self.group), dist.get_world_size(self.group)
 
     @property
@@ -66,7 +73,7 @@ class Ranks:
 
     def close(self) -> None:
         """Leave the group. Not a collective call."""
-        if self.group is not None and dist.is_initialized():
-            dist.destroy_process_group(self.group)
+        if self.group is not None:
+            process_groups.leave(self.group)
         self.group = None
         self.world = 1
