@@ -167,7 +167,10 @@ class CheckpointDeletedError(CheckpointNotFoundError):
 class CheckpointExistsError(BucketpointError):
     """A checkpoint is already committed here, and overwrite=False."""
 
-    remedy_default = "Choose another checkpoint_id, or pass overwrite=True"
+    remedy_default = (
+        "Save elsewhere, or pass overwrite=True; where training goes on from an earlier step, "
+        "CheckpointManager.restore(..., rollback=True) says so"
+    )
 
 
 class OtherRunError(BucketpointError):

@@ -672,19 +672,33 @@ def test_a_dead_pruners_lock_keeps_others_away_until_it_expires(store: MemorySto
     assert run(catalog, drop(100), holder="other").stopped is None
 
 
-def test_an_overwrite_takes_the_tombstone_back_or_says_that_it_is_too_late(
+def test_a_save_over_a_step_that_goes_leaves_the_tombstone_on_what_it_replaces(
     store: MemoryStore, catalog: Catalog
 ) -> None:
     save(catalog, 100)
     save(catalog, 200)
     run(catalog, drop(100), grace=HOUR)
-    SaveLog(catalog, overwrite=True).begin(catalog.url_of(100), "0123456789ab")
-    assert catalog.snapshot().notes.tombstones == ()
-    store.delete([one.key for one in catalog.snapshot().attempts])
-    run(catalog, drop(100), grace=HOUR)
+    # It dies: what was given up does not come back by it.
+    SaveLog(catalog).begin(catalog.url_of(100), "0123456789ab")
+    assert next(catalog.candidates()).step == 200
     store.now += HOUR
+    assert list(run(catalog, drop()).refused.values()) == ["a save to its folder is under way"]
+    save(catalog, 100)
+    assert [row.step for row in catalog.snapshot().rows()] == [100, 200]
+    assert [step for step, _ in run(catalog, drop()).withdrawn] == [100]
+    assert steps_of(catalog) == [100, 200]
+
+
+def test_a_save_over_a_step_that_a_dead_pruner_had_begun_with_is_not_refused(
+    store: MemoryStore, catalog: Catalog
+) -> None:
+    save(catalog, 100)
+    save(catalog, 200)
     with killed(store, 12, acts=True):
-        run(catalog, drop(), holder="dead")
-    with pytest.raises(GoneError):
-        SaveLog(catalog, overwrite=True).begin(catalog.url_of(100), "0123456789ab")
-    assert catalog.snapshot().attempts == ()
+        run(catalog, drop(100), holder="dead")
+    assert [one.begun for one in catalog.snapshot().notes.tombstones] == [True]
+    save(catalog, 100)
+    store.now += LOCK_SECONDS + 1
+    run(catalog, drop(), holder="other")
+    assert steps_of(catalog) == [100, 200]
+    assert catalog.snapshot().notes.tombstones == ()

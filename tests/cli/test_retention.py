@@ -34,11 +34,11 @@ def policy_file(tmp_path: Path, root: str) -> Path:
     return write(tmp_path, root)
 
 
-def write(folder: Path, root: str, *, grace: str = "0s", fraction: float = 1.0) -> Path:
+def write(folder: Path, root: str, *, grace: str = "0s", count: int = 20) -> Path:
     file = folder / "policy.yaml"
     file.write_text(
         f"version: 1\nroot: {root}\nkeep:\n  latest: 2\n  best:\n    - {{metric: eval/loss, mode: min}}\n"
-        f"prune: {{grace: {grace}, max_delete: {{count: 20, fraction: {fraction}}}}}\n"
+        f"prune: {{grace: {grace}, max_delete: {{count: {count}, fraction: 1.0}}}}\n"
     )
     return file
 
@@ -92,16 +92,19 @@ def test_what_has_a_tombstone_is_listed_and_can_be_had_back(program: Program, ro
     assert marks == {10: (True, []), 20: (False, []), 30: (False, ["pinned"]), 40: (False, []), 50: (False, [])}
 
 
-def test_a_plan_that_deletes_too_much_is_refused_until_somebody_says_yes(
+def test_of_a_plan_that_deletes_too_much_a_few_go_until_somebody_says_yes(
     program: Program, root: str, tmp_path: Path
 ) -> None:
     save_run(root, *STEPS)
-    careful = str(write(tmp_path, root, fraction=0.2))
-    for arguments in (("plan", careful), ("prune", careful)):
+    careful = str(write(tmp_path, root, count=1))
+    for arguments in (("plan", careful), ("prune", careful, "--dry-run"), ("prune", careful)):
         refused = program(*arguments)
         assert refused.code == 1
         assert "REFUSED" in refused.out
-    assert steps_in(program, root) == [*STEPS]
+        assert "max_delete allows 1" in refused.out
+        assert "prune --yes" in refused.out
+    assert "step 10 deleted" in refused.out
+    assert steps_in(program, root) == [20, 30, 40, 50]
     assert program("prune", careful, "--yes").code == 0
     assert steps_in(program, root) == [40, 50]
 

@@ -71,7 +71,7 @@ class Place:
         return open_catalog(self.root, storage_options=self.server.options)
 
     def writer(self, *, logged: bool = True, overwrite: bool = True, **options: Any) -> BucketWriter:
-        log = SaveLog(self.catalog(), overwrite=overwrite) if logged else None
+        log = SaveLog(self.catalog()) if logged else None
         storage = {**self.server.options, **options}
         return BucketWriter(self.url, storage_options=storage, transfer=OPTIONS, log=log, overwrite=overwrite)
 

@@ -53,7 +53,7 @@ class Run:
 
     def save(self, step: int, value: float) -> None:
         """A save that the catalogue records."""
-        self.save_plainly(f"step-{step}", value, log=SaveLog(self.catalog, overwrite=True))
+        self.save_plainly(f"step-{step}", value, log=SaveLog(self.catalog))
 
     def save_plainly(
         self, folder: str, value: float, meanwhile: Callable[[], object] | None = None, **arguments: Any
@@ -207,7 +207,7 @@ def test_of_a_save_and_a_sweep_that_takes_it_for_dead_only_one_goes_on(
         assert run.sweep_later(2, deep=deep)
         monkeypatch.setattr(time, "time", lambda: real() + 2 * HOUR)
 
-    log = {} if deep else {"log": SaveLog(run.catalog, overwrite=True)}
+    log = {} if deep else {"log": SaveLog(run.catalog)}
     with pytest.raises(dcp.CheckpointException) as failed:
         run.save_plainly("step-1", 3.0, hours_later, **log)
     monkeypatch.setattr(time, "time", real)

@@ -161,3 +161,16 @@ def group_of_its_own(rank: int, world: int, root: str) -> Any:
                 dist.all_reduce(one)
                 sums.append(one.sum().item())
     return set(sums)
+
+
+def go_on_over_damage(rank: int, world: int, root: str) -> Any:
+    """The newest is damaged for one rank: all go back, and save its step again."""
+    target = state(0, world)
+    with CheckpointManager(root, policy=policy()) as manager:
+        found = manager.restore(target)
+        assert found is not None
+        manager.save(30, {**state(31, world), "step": 31})
+    with CheckpointManager(root, policy=policy()) as manager:
+        again = manager.restore(target)
+        assert again is not None
+        return found.step, [step for step, _ in found.passed], again.step, value_of(target), again.passed

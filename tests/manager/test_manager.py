@@ -268,15 +268,20 @@ def test_the_policy_is_carried_out_after_each_commit_and_what_was_restored_stays
         assert [step for step, _ in done.done.deleted] == [60]
 
 
-def test_the_circuit_breaker_stops_a_plan_that_deletes_too_much(root: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_of_a_plan_that_deletes_too_much_a_few_go_and_the_log_says_how_to_go_on(
+    root: str, caplog: pytest.LogCaptureFixture
+) -> None:
     save(root, *range(10, 20))
     careful = policy(1, prune=Prune(grace=timedelta(0), max_delete=MaxDelete(count=3)))
     with CheckpointManager(root, policy=careful) as manager:
         manager.save(20, state(20))
         manager.wait()
         manager.pruning.drain()
-        assert len(committed(root)) == 11
-        assert "max_delete allows 3" in caplog.text
+        # Three, and one for the commit.
+        assert committed(root) == [f"step-{step}" for step in range(14, 21)]
+        assert "10 of 11 checkpoints would be deleted or thinned; max_delete allows 3: 4 go" in caplog.text
+        assert f"`bucketpoint plan POLICY.yaml --root {root}` shows" in caplog.text
+        assert f"`bucketpoint prune POLICY.yaml --root {root} --yes` carries out" in caplog.text
         manager.prune(force=True)
         assert committed(root) == ["step-20"]
 

@@ -26,6 +26,7 @@ from bucketpoint.retention import (
     circuit_breaker,
     plan,
 )
+from bucketpoint.retention.plans import ALWAYS_ALLOWED
 from retention.cases import (
     HOUR,
     SIZE,
@@ -272,8 +273,33 @@ def test_19_a_plan_that_exceeds_max_delete_is_refused(
 ) -> None:
     made = plan(policy, rows)
     lost = len(made.deleted) + len(made.thinned)
-    too_much = lost > count or (lost > 1 and lost > fraction * len(rows))
+    too_much = lost > count or (lost > ALWAYS_ALLOWED and lost > fraction * len(rows))
     assert circuit_breaker(made, count=count, fraction=fraction).allowed is not too_much
+
+
+@invariant(policies, universes(), st.lists(st.integers(0, 12), max_size=6), st.integers(1, SIZE), st.floats(0.01, 1))
+def test_21_a_backlog_shrinks_with_each_prune_whatever_was_saved(
+    policy: RetentionPolicy, rows: list[Row], saves: list[int], count: int, fraction: float
+) -> None:
+    """`saves` are how many were committed before each of the first prunes; then training only prunes."""
+    least = min(ALWAYS_ALLOWED, count)
+    step = max((row.step for row in rows), default=0)
+    time = max((row.created for row in rows), default=0.0)
+    rounds = [*saves, *[0] * (len(rows) + sum(saves) + 1)]
+    for committed in rounds:
+        new = [Row(step + at, time + 60.0 * at, f"new{step + at}") for at in range(1, committed + 1)]
+        step, time, rows = step + committed, time + 60.0 * committed, [*rows, *new]
+        made = plan(policy, rows)
+        wanted = [one for one in made.entries if one.action != "keep"]
+        verdict = circuit_breaker(made, count=count, fraction=fraction, committed=committed)
+        gone = wanted if verdict else wanted[: verdict.unasked]
+        assert len(gone) >= min(len(wanted), committed + least)
+        done = {(one.row.step, one.row.id): one.action for one in gone}
+        left_over = [(row, done.get((row.step, row.id), "keep")) for row in rows]
+        rows = [row.thinned() if action == "thin" else row for row, action in left_over if action != "delete"]
+        if not committed and not wanted:
+            break
+    assert not [one for one in plan(policy, rows).entries if one.action != "keep"]
 
 
 @invariant(policies, universes())

@@ -132,16 +132,27 @@ def test_a_plan_pickles() -> None:
     assert repr(pickle.loads(pickle.dumps(made))) == repr(made)
 
 
-def test_the_breaker_counts_thinned_ones_too_and_lets_a_single_one_pass() -> None:
+def test_the_breaker_counts_thinned_ones_too() -> None:
     keep = RetentionPolicy(Keep(1, every=[EverySteps(10, thin="weights")]))
     made = plan(keep, rows_at(10, 11, 20, 21))
     assert len(made.deleted) + len(made.thinned) == 3
-    assert circuit_breaker(made, count=3, fraction=0.75)
-    assert not circuit_breaker(made, count=2, fraction=1.0)
-    refused = circuit_breaker(made, count=20, fraction=0.5)
+    assert circuit_breaker(made, count=3, fraction=0.01)
+    refused = circuit_breaker(made, count=2, fraction=1.0)
     assert not refused
     assert "3 of 4" in refused.why
-    assert circuit_breaker(plan(RetentionPolicy(Keep(3)), rows_at(1, 2, 3, 4)), count=1, fraction=0.01)
+
+
+def test_a_wrong_policy_is_refused_all_but_a_few_deletions_and_ordinary_work_is_not() -> None:
+    wrong = plan(RetentionPolicy(Keep(1)), rows_at(*range(1, 16)))
+    refused = circuit_breaker(wrong, count=20, fraction=0.5)
+    assert (refused.allowed, refused.unasked) == (False, 5)
+    assert "14 of 15 checkpoints would be deleted or thinned; max_delete allows 50 %" in refused.why
+    assert circuit_breaker(wrong, count=3, fraction=1.0).unasked == 3
+    # What the job has committed since the last prune is not what a policy was wrong about.
+    assert circuit_breaker(wrong, count=20, fraction=0.5, committed=9).allowed
+    assert circuit_breaker(wrong, count=20, fraction=0.5, committed=2).unasked == 7
+    for there in range(2, 7):
+        assert circuit_breaker(plan(RetentionPolicy(Keep(1)), rows_at(*range(there))), count=20, fraction=0.5)
 
 
 def test_a_wrong_clock_far_ahead_costs_no_latest_and_no_milestone() -> None:

@@ -152,7 +152,7 @@ class Running:
                     self.world.oracle.saved(op, [token])
                 return
             meeting = Meeting(self.processes)
-            make = functools.partial(self._writer, root, how, policy, overwrite, parts, discards)
+            make = functools.partial(self._writer, root, how, policy, overwrite, parts)
             found = here()
             assert found is not None
             scheduler = found[0]
@@ -221,7 +221,6 @@ class Running:
         policy: RetentionPolicy | None,
         overwrite: bool,
         parts: bool,
-        discards: tuple[int, ...],
     ) -> BucketWriter:
         settings: dict[str, Any] = {}
         if how == "retention":
@@ -229,7 +228,7 @@ class Running:
         elif how == "log":
             catalog = self.world.catalog(root)
             pruner = worker_of(catalog, policy) if policy is not None else None
-            settings["log"] = SaveLog(catalog, overwrite=overwrite, pruner=pruner, discards=frozenset(discards))
+            settings["log"] = SaveLog(catalog, pruner=pruner)
         return BucketWriter(overwrite=overwrite, transfer=IN_PARTS if parts else WHOLE, progress=_silent, **settings)
 
     @contextlib.contextmanager

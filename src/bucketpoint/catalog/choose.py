@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from itertools import islice
 
 from bucketpoint.catalog.catalog import Catalog
+from bucketpoint.catalog.snapshot import Checkpoint
 from bucketpoint.errors import BucketpointError, CheckpointNotFoundError, IncompleteCheckpointError
 from bucketpoint.retention.policy import RetentionPolicy
 from bucketpoint.retention.row import FULL
@@ -17,10 +18,15 @@ TRIED_AT_MOST = 20
 
 @dataclass(frozen=True)
 class Choice:
-    """A checkpoint to try."""
+    """A checkpoint to try.
+
+    Attributes:
+        checkpoint: as the catalog has it; None for one that is asked for by its step.
+    """
 
     step: int
     folder: str
+    checkpoint: Checkpoint | None = None
 
 
 def choices(catalog: Catalog, policy: RetentionPolicy, which: str | int, metric: str | None) -> list[Choice]:
@@ -34,7 +40,7 @@ def choices(catalog: Catalog, policy: RetentionPolicy, which: str | int, metric:
     if isinstance(which, int):
         return [_named(catalog, which)]
     if which == "latest":
-        found = [Choice(one.step, one.folder) for one in islice(catalog.candidates(), TRIED_AT_MOST)]
+        found = [Choice(one.step, one.folder, one) for one in islice(catalog.candidates(), TRIED_AT_MOST)]
     elif which == "best":
         found = _best(catalog, _rule(policy, metric))
     else:
@@ -74,7 +80,7 @@ def _rule(policy: RetentionPolicy, metric: str | None) -> Best:
 
 def _best(catalog: Catalog, rule: Best) -> list[Choice]:
     snapshot = catalog.snapshot()
-    folders = {(one.step, one.id): one.folder for one in snapshot.checkpoints}
+    known = {(one.step, one.id): one for one in snapshot.checkpoints}
     full = sorted((row for row in snapshot.rows() if row.kind == FULL), key=lambda row: row.order)
     rows = [full[position] for position in rule.ranked(full)]
     if not rows:
@@ -83,4 +89,5 @@ def _best(catalog: Catalog, rule: Best) -> list[Choice]:
             url=catalog.url,
             remedy='Report it with report(step, {...}), or restore("latest")',
         )
-    return [Choice(row.step, folders[row.step, row.id]) for row in rows[:TRIED_AT_MOST]]
+    found = [known[row.step, row.id] for row in rows[:TRIED_AT_MOST]]
+    return [Choice(one.step, one.folder, one) for one in found]

@@ -72,7 +72,10 @@ def delete_checkpoints(
     alone = Counter(one.step for one in snapshot.checkpoints)
     notes = {one: _notes(snapshot, one.step, alone[one.step] <= 1) + _tombstones(snapshot, one) for one in doomed}
     _delete_all(catalog, notes, doomed, done)
-    done.deleted += [(one.step, one.id) for one in doomed]
+    sizes = {(one.folder, one.id): sum(one.groups.values()) for one in snapshot.checkpoints}
+    for one in doomed:
+        done.deleted.append((one.step, one.id))
+        done.freed[one.step, one.id] = sizes.get((one.folder, one.id), 0)
 
 
 def put_marker(

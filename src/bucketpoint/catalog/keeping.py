@@ -27,7 +27,6 @@ class Keeping:
 
     Args:
         policy: or the file that it is in.
-        overwrite: saves may replace checkpoints.
 
     Raises:
         PolicyError: with all that is wrong with the file.
@@ -38,12 +37,10 @@ class Keeping:
         self,
         policy: RetentionPolicy | str | os.PathLike[str],
         *,
-        overwrite: bool = False,
         storage_options: Mapping[str, Any] | None = None,
         fs: Any = None,
     ) -> None:
         self.policy = policy if isinstance(policy, RetentionPolicy) else read_policy(policy)
-        self._overwrite = overwrite
         self._store_arguments = {"storage_options": storage_options, "fs": fs}
         self._root = open_run(self.policy, **self._store_arguments) if self.policy.root is not None else None
         self._logs: dict[str, SaveLog] = {}
@@ -75,7 +72,7 @@ class Keeping:
             catalog = self._catalog(root)
             if catalog is None:
                 return None
-            self._logs[root] = SaveLog(catalog, overwrite=self._overwrite, pruner=worker_of(catalog, self.policy))
+            self._logs[root] = SaveLog(catalog, pruner=worker_of(catalog, self.policy))
         log = self._logs[root]
         return log if log.catalog.template.step_of(folder) is not None else None
 

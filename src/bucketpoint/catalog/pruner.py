@@ -57,7 +57,10 @@ def prune(catalog: Catalog, decide: Decide, *, grace: float, holder: str, lock_s
         full = [one for one in snapshot.checkpoints if one.kind == FULL]
         if not full and snapshot.checkpoints:
             return Pruned(stopped="there is no full checkpoint")
-        newest = inspect(catalog, full[-1]) if full else None
+        going = snapshot.going()
+        # A damaged one that was set aside must not keep itself and all others from going.
+        staying = [one for one in full if (one.folder, one.id) not in going] or full
+        newest = inspect(catalog, staying[-1]) if staying else None
         if newest is not None and newest.problem is not None:
             return Pruned(stopped=newest.problem)
         done = Pruned()

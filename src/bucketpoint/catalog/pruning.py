@@ -6,20 +6,21 @@ import logging
 import os
 import socket
 import threading
-from collections.abc import Collection, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from bucketpoint.catalog.catalog import Catalog
+from bucketpoint.catalog.discards import Discard, bury_discards, united
 from bucketpoint.catalog.pace import Pace, paced
 from bucketpoint.catalog.prune_report import Pruned
 from bucketpoint.catalog.pruner import Order, prune
 from bucketpoint.catalog.snapshot import DELETE, THIN
 from bucketpoint.catalog.sweep import sweep
-from bucketpoint.catalog.tombstones import bury
 from bucketpoint.errors import BucketpointError
 from bucketpoint.format.keys import new_token
 from bucketpoint.retention import Plan, RetentionPolicy, Row, Verdict, circuit_breaker, plan
+from bucketpoint.retention.shapes import written
 from bucketpoint.transfer.tasks import stand_back
 
 logger = logging.getLogger(__name__)
@@ -40,12 +41,15 @@ class Round:
     done: Pruned
 
 
-def prune_by(catalog: Catalog, policy: RetentionPolicy, *, holder: str, force: bool = False) -> Round:
+def prune_by(
+    catalog: Catalog, policy: RetentionPolicy, *, holder: str, force: bool = False, committed: int = 0
+) -> Round:
     """Carry out what a policy says, once.
 
     Args:
         holder: who prunes, for the lock.
-        force: also where the circuit breaker refuses.
+        force: all of it, also where the circuit breaker refuses.
+        committed: how many checkpoints the job has committed since its last round.
 
     Raises:
         StoreError: a request failed for good. What was begun is finished by the next round.
@@ -54,19 +58,20 @@ def prune_by(catalog: Catalog, policy: RetentionPolicy, *, holder: str, force: b
     made: list[tuple[Plan, Verdict]] = []
 
     def decide(rows: Sequence[Row]) -> list[Order]:
-        planned, verdict = judged(policy, rows)
+        planned, verdict = judged(policy, rows, committed=committed)
         made.append((planned, verdict))
-        return orders(planned) if verdict or force else []
+        # The oldest first: what waits goes in later rounds.
+        return orders(planned) if verdict or force else orders(planned)[: verdict.unasked]
 
     done = prune(catalog, decide, grace=policy.prune.grace.total_seconds(), holder=holder)
     planned, verdict = made[0] if made else (None, None)
     return Round(planned, verdict, done)
 
 
-def judged(policy: RetentionPolicy, rows: Sequence[Row]) -> tuple[Plan, Verdict]:
+def judged(policy: RetentionPolicy, rows: Sequence[Row], *, committed: int = 0) -> tuple[Plan, Verdict]:
     """What a policy says of these rows, and whether it may be carried out unasked."""
     made, limit = plan(policy, rows), policy.prune.max_delete
-    return made, circuit_breaker(made, count=limit.count, fraction=limit.fraction)
+    return made, circuit_breaker(made, count=limit.count, fraction=limit.fraction, committed=committed)
 
 
 def orders(planned: Plan) -> list[Order]:
@@ -88,6 +93,8 @@ class PruneWorker:
         holder: its name for the lock.
         last: the last round of this process; None before the first.
         failure: why the last round failed; None if it did not.
+        given_up: what gets a tombstone once another checkpoint is committed. Forgotten with the process: a job that
+            begins again finds out anew.
     """
 
     def __init__(self, catalog: Catalog, policy: RetentionPolicy, *, pace: Pace | None = None) -> None:
@@ -97,19 +104,34 @@ class PruneWorker:
         self.holder = f"{socket.gethostname()}-{os.getpid()}-{new_token()}"
         self.last: Round | None = None
         self.failure: BucketpointError | None = None
+        self.given_up: tuple[Discard, ...] = ()
+        self._named: set[tuple[str, str]] = set()
+        self._committed = 0
         self._swept = False
         self._lock = threading.Lock()
         self._asked = False
         self._thread: threading.Thread | None = None
 
-    def after_commit(self, step: int, discards: Collection[int] = ()) -> None:
-        """A checkpoint of this step can be loaded: `discards` get their tombstones, and the policy is carried out soon.
+    def give_up(self, discards: Iterable[Discard]) -> None:
+        """Once a checkpoint is committed, these get a tombstone too."""
+        with self._lock:
+            self.given_up = united(self.given_up, discards)
+
+    def give_up_only(self, discards: Iterable[Discard]) -> None:
+        """The same, and nothing that was given up before: the job goes on from another checkpoint now."""
+        with self._lock:
+            self.given_up = tuple(discards)
+
+    def after_commit(self, step: int) -> None:
+        """Bury what was given up, and carry the policy out soon: a checkpoint of this step can be loaded.
 
         Never raises: the save has been made.
         """
+        with self._lock:
+            self._committed += 1
         try:
-            if discards:
-                self._discard(step, discards)
+            if self.given_up:
+                self._discard()
         except BucketpointError as error:
             # Rules would count what ought to be gone.
             self._failed(error)
@@ -140,7 +162,9 @@ class PruneWorker:
     def now(self, *, force: bool = False) -> Round:
         """One round on the caller's thread, without rests, once the one under way has ended. Raises as `prune_by`."""
         self.drain()
-        return prune_by(self.catalog, self.policy, holder=self.holder, force=force)
+        made = self._carried_out(self.catalog, force=force)
+        _tell(self.catalog, self.policy, made, forced=force)
+        return made
 
     @property
     def busy(self) -> bool:
@@ -161,11 +185,39 @@ class PruneWorker:
     def __reduce__(self) -> tuple[Any, ...]:
         return worker_of, (self.catalog, self.policy)
 
-    def _discard(self, step: int, discards: Collection[int]) -> None:
-        due = self.catalog.clock() + self.policy.prune.grace.total_seconds()
-        for one in self.catalog.steps().checkpoints:
-            if one.step in discards:
-                bury(self.catalog, one, DELETE, due=due, reason=f"training was rolled back to step {step}")
+    def _discard(self) -> None:
+        grace = self.policy.prune.grace
+        done = bury_discards(self.catalog, self.given_up, due=self.catalog.clock() + grace.total_seconds())
+        for one in done.buried:
+            logger.log(
+                logging.WARNING if one.damaged else logging.INFO,
+                "step %d is set aside and goes %s: %s. %s",
+                one.checkpoint.step,
+                _after(self.policy),
+                one.reason,
+                f"`bucketpoint undo {self.catalog.url} {one.checkpoint.step}` takes that back" if grace else "",
+            )
+        for one, why in done.held:
+            if one.name not in self._named:
+                self._named.add(one.name)
+                logger.warning(
+                    "step %d was given up (%s), and stays as it is %s: until that ends, `latest` may find it",
+                    one.checkpoint.step,
+                    one.reason,
+                    why,
+                )
+        settled = {one.name for one in [*done.buried, *done.void]}
+        with self._lock:
+            self.given_up = tuple(one for one in self.given_up if one.name not in settled)
+
+    def _carried_out(self, catalog: Catalog, *, force: bool = False) -> Round:
+        with self._lock:
+            committed = self._committed
+        made = prune_by(catalog, self.policy, holder=self.holder, force=force, committed=committed)
+        if made.done.stopped is None:
+            with self._lock:
+                self._committed -= committed
+        return made
 
     def _work(self) -> None:
         stand_back(19)
@@ -181,7 +233,7 @@ class PruneWorker:
         catalog = replace(self.catalog, store=paced(self.catalog.store, self._pace))
         self._pace.begin()
         try:
-            self.last, self.failure = prune_by(catalog, self.policy, holder=self.holder), None
+            self.last, self.failure = self._carried_out(catalog), None
             if not self._swept:
                 # Once for each job: debris is what earlier ones left.
                 self._swept = True
@@ -194,7 +246,7 @@ class PruneWorker:
             ours.__cause__ = error
             self._failed(ours)
             return
-        _tell(self.last)
+        _tell(catalog, self.policy, self.last)
 
     def _failed(self, error: BucketpointError) -> None:
         self.failure = error
@@ -224,12 +276,27 @@ def worker_of(catalog: Catalog, policy: RetentionPolicy) -> PruneWorker:
         return found
 
 
-def _tell(made: Round) -> None:
+def _tell(catalog: Catalog, policy: RetentionPolicy, made: Round, *, forced: bool = False) -> None:
     done, verdict = made.done, made.verdict
+    why = {(one.row.step, one.row.id): one for one in made.plan.entries} if made.plan is not None else {}
+    for step, token in done.buried:
+        entry = why[step, token]
+        logger.info("step %d %s %s: %s", step, _FATE[entry.action], _after(policy), entry.miss)
+    for words, gone in (("deleted", done.deleted), ("thinned to its weights", done.thinned)):
+        for name in gone:
+            reason = f": {why[name].miss}" if name in why else ""
+            logger.info("step %d is %s, and %.1f MB are freed%s", name[0], words, done.freed.get(name, 0) / 1e6, reason)
     if done.stopped is not None:
         logger.info("nothing was pruned: %s", done.stopped)
-    if verdict is not None and not verdict:
-        logger.warning("nothing was pruned: %s. Look at the plan, and prune by hand if it is right", verdict.why)
+    if verdict is not None and not verdict and not forced:
+        logger.warning(
+            "%s: %d go in this round, and the others wait. `bucketpoint plan POLICY.yaml --root %s` shows the plan, "
+            "`bucketpoint prune POLICY.yaml --root %s --yes` carries out all of it",
+            verdict.why,
+            len(done.buried),
+            catalog.url,
+            catalog.url,
+        )
     if done.failures:
         logger.warning(
             "%d objects were not deleted, %s first (%s); the next prune tries again",
@@ -237,3 +304,12 @@ def _tell(made: Round) -> None:
             done.failures[0].key,
             done.failures[0].code,
         )
+
+
+_FATE = {"delete": "is not kept and goes", "thin": "is thinned to its weights"}
+
+
+def _after(policy: RetentionPolicy) -> str:
+    """When what has a tombstone goes, in words."""
+    grace = policy.prune.grace
+    return f"once its grace of {written(grace)} is over" if grace else "now"

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 from bucketpoint.catalog.catalog import Catalog
 from bucketpoint.catalog.claim import hold
 from bucketpoint.catalog.notes import report
-from bucketpoint.catalog.tombstones import GoneError, undo
 from bucketpoint.errors import BucketpointError, CorruptDataError, MetadataError, ObjectNotFoundError
 from bucketpoint.format import catalogue
 from bucketpoint.format.catalogue import AttemptKey, CommitKey, UploadKey
@@ -37,9 +36,7 @@ class SaveLog:
         kind: of checkpoint.
         metrics: known at save. They are in the record, and reported like any others.
         git_sha, config_hash: of what the job runs.
-        overwrite: the step may have a checkpoint, so its tombstones are taken back first. One LIST more.
         pruner: told of each commit, so that it carries out a policy.
-        discards: steps that get a tombstone once this one is committed, as training was rolled back behind them.
     """
 
     catalog: Catalog
@@ -47,9 +44,7 @@ class SaveLog:
     metrics: Mapping[str, float] = field(default_factory=dict)
     git_sha: str | None = None
     config_hash: str | None = None
-    overwrite: bool = False
     pruner: PruneWorker | None = None
-    discards: frozenset[int] = frozenset()
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
@@ -60,15 +55,9 @@ class SaveLog:
         folder, step = catalog.folder_of(url)
         hold(catalog)
         body = {"version": 1, "token": token, "url": url, "started": catalog.clock()}
-        intent = self._attempt(folder, step, token)
-        catalog.write(intent, _json(body))
-        if self.overwrite:
-            # The pruner claims a step and then looks for saves, and here it is the other way round: one sees the other.
-            try:
-                undo(catalog, step)
-            except GoneError:
-                catalog.store.delete([intent])
-                raise
+        # A checkpoint of this step that has a tombstone keeps it: it may be one that the run has given up, which a save
+        # that dies must not bring back. Its deletion goes by its own tokens, and the pruner waits for this attempt.
+        catalog.write(self._attempt(folder, step, token), _json(body))
 
     def uploading(self, url: str, token: str, rank: int, paths: Sequence[str]) -> None:
         body = {"version": 1, "paths": list(paths), "started": self.catalog.clock()}
@@ -96,7 +85,7 @@ class SaveLog:
             # A trainer may lack the right to delete, and its pruner has more to say about that.
             logger.warning("step %d is committed and recorded; what should have followed did not: %s", step, error)
         if self.pruner is not None:
-            self.pruner.after_commit(step, self.discards)
+            self.pruner.after_commit(step)
 
     def _note_metrics(self, step: int) -> None:
         if self.metrics:

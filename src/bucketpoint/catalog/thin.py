@@ -24,6 +24,7 @@ from bucketpoint.format.index_ref import index_path
 from bucketpoint.format.metadata import decode_metadata, encode_metadata, extra, record_from_metadata
 from bucketpoint.format.record import CommitRecord
 from bucketpoint.format.storage_info import data_paths, read_storage_info
+from bucketpoint.retention.row import FULL
 
 WEIGHTS = "weights"
 
@@ -80,6 +81,8 @@ def thin(catalog: Catalog, snapshot: Snapshot, one: Tombstone, done: Pruned) -> 
     if not failures:
         done.failures += catalog.store.delete([one.key])
         done.thinned.append(name)
+        before = next((sum(other.groups.values()) for other in old if other.kind == FULL), record.bytes)
+        done.freed[name] = before - record.bytes
 
 
 def _record_of(catalog: Catalog, one: Checkpoint) -> CommitRecord | None:

@@ -29,14 +29,15 @@ def plan(policy: RetentionPolicy, catalog: Catalog, picture: str | None, as_json
     """Say what a policy keeps, thins and deletes of its run, and why. Changes nothing there.
 
     Every checkpoint that is kept comes with all its reasons, every deleted one with the rule that nearly kept it. Ends
-    with 1 where the circuit breaker (max_delete) would refuse.
+    with 1 where the circuit breaker (max_delete) would refuse: a prune then carries out a few of the deletions.
     """
     from bucketpoint.catalog.pruning import judged
 
     if picture is not None and not picture.endswith(".svg"):
         raise click.BadParameter(f"{picture!r} does not end in .svg, the one format there is", param_hint="--plot")
     made, verdict = judged(policy, catalog.snapshot().rows())
-    document = {"root": catalog.url, **made.to_dict(), "allowed": verdict.allowed, "verdict": verdict.why}
+    judgement = {"allowed": verdict.allowed, "unasked": verdict.unasked, "verdict": verdict.why}
+    document = {"root": catalog.url, **made.to_dict(), **judgement}
     # The engine's own version of the plan, beside that of the command's document.
     document["plan_version"] = document.pop("version")
     document["plot"] = picture
@@ -47,7 +48,7 @@ def plan(policy: RetentionPolicy, catalog: Catalog, picture: str | None, as_json
 
 @command("prune")
 @click.option("--dry-run", is_flag=True, help="Make the plan, and change nothing.")
-@click.option("--yes", is_flag=True, help="Also where the circuit breaker (max_delete) refuses.")
+@click.option("--yes", is_flag=True, help="All of it, also where the circuit breaker (max_delete) refuses.")
 @progress_option
 @policy_argument
 def prune(
@@ -56,7 +57,8 @@ def prune(
     """Carry out a policy once: tombstones for what is to go, and deletion of what is due.
 
     Safe from any machine and beside a training that saves: one prunes at a time, and what somebody pins or reads
-    meanwhile stays. Ends with 1 where the circuit breaker refuses, nothing could be done, or a delete failed.
+    meanwhile stays. Ends with 1 where the circuit breaker refuses all but a few deletions, nothing could be done, or a
+    delete failed.
     """
     import os
     import socket
@@ -105,7 +107,10 @@ def _plan_lines(made: Plan, verdict: Verdict, picture: str | None = None) -> Ite
     if picture is not None:
         yield f"drawn: {picture}"
     if not verdict.allowed:
-        yield f"REFUSED: {verdict.why}. Look at the plan; `prune --yes` carries it out"
+        yield (
+            f"REFUSED: {verdict.why}, so that `prune` carries out {verdict.unasked} of them. Look at the plan; "
+            "`prune --yes` carries out all of it"
+        )
 
 
 def _done(done: Pruned) -> dict[str, Any]:
@@ -127,7 +132,10 @@ def _done_lines(document: dict[str, Any], *, refused: bool) -> Iterator[str]:
         yield f"nothing was done: {document['stopped']}"
         return
     if refused:
-        yield f"REFUSED: {document['verdict']}. `bucketpoint plan` shows it; --yes carries it out"
+        yield (
+            f"REFUSED: {document['verdict']}, so that only a few go. `bucketpoint plan` shows it all; "
+            "`bucketpoint prune --yes` carries it out"
+        )
     told = {
         "tombstones": "got a tombstone",
         "deleted": "deleted",

@@ -182,7 +182,7 @@ def plan_conversion(
     digest = _digest(found, wanted, chosen)
     journal, other = open_journal(store, folder, digest) if wanted != TORCH else (None, None)
     token = journal.token if journal is not None else keys.new_token()
-    log = _log_there(place, found, chosen, target_options, target_fs) if wanted == BUCKETPOINT else None
+    log = _log_there(place, found, target_options, target_fs) if wanted == BUCKETPOINT else None
     filling = Filling(found.bytes, transfer.max_inflight_bytes // 4)
     layout = _layout(found, wanted, place, name, filling, chosen, token, log)
     there = journal.done(layout.objects, transfer) if journal is not None and journal.notes else {}
@@ -308,16 +308,14 @@ def _layout(
     )
 
 
-def _log_there(
-    place: Place, source: Source, options: ConvertOptions, storage_options: Mapping[str, Any] | None, fs: Any
-) -> SaveLog | None:
+def _log_there(place: Place, source: Source, storage_options: Mapping[str, Any] | None, fs: Any) -> SaveLog | None:
     """A conversion into a run is a save of that run."""
     try:
         found = catalog_above(place.url, storage_options=storage_options, fs=fs)
     except AccessDeniedError:
         # Whoever may only write there leaves the record beside the metadata, as any writer without a catalogue does.
         return None
-    return None if found is None else SaveLog(found[0], source.kind, source.metrics, overwrite=options.overwrite)
+    return None if found is None else SaveLog(found[0], source.kind, source.metrics)
 
 
 def _batches(objects: Sequence[TargetObject]) -> Iterator[list[TargetObject]]:

@@ -199,7 +199,7 @@ def _log_there(plan: CopyPlan) -> SaveLog | None:
     if plan.catalog is None:
         return None
     record = plan.saved.record
-    return SaveLog(plan.catalog, record.kind, record.metrics, overwrite=plan.replaces)
+    return SaveLog(plan.catalog, record.kind, record.metrics)
 
 
 def _token_there(plan: CopyPlan) -> str:

@@ -341,7 +341,7 @@ class BucketWriter(StorageWriter):
         if retention is None:
             return None
         where = self._location
-        made = Keeping(retention, overwrite=self.overwrite, storage_options=where.storage_options, fs=where.fs)
+        made = Keeping(retention, storage_options=where.storage_options, fs=where.fs)
         if made.policy.root is not None:
             where.open(made.policy.root)
         return made

@@ -146,7 +146,7 @@ class BucketpointManager(CheckpointManager):
 
     def _log(self, kind: str) -> SaveLog:
         """Records the commit, and prunes after it and never because a save has begun."""
-        return SaveLog(self._catalog, kind, overwrite=True, pruner=self._pruner)
+        return SaveLog(self._catalog, kind, pruner=self._pruner)
 
     def _wait_for_saving(self) -> None:
         # Forgotten first: a failure is told once, and `close` goes on.
@@ -163,7 +163,7 @@ class BucketpointManager(CheckpointManager):
 
     def _resume(self, step: int) -> bool:
         wanted = Wanted("latest" if step == -1 else step, None, self._fresh, '{"fresh": true} in the override')
-        found = restored(self._catalog, self._policy, self._ranks, wanted, self._try)
+        found = restored(self._catalog, self._policy, self._ranks, wanted, self._try, self._pruner)
         if found is None:
             return False
         self._triggers.resumed(found.step)

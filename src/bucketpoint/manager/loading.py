@@ -23,7 +23,7 @@ from bucketpoint.manager.ranks import Ranks
 DAMAGE = (CheckpointNotFoundError, CorruptDataError, MetadataError, ObjectNotFoundError, UnsafeDataError)
 """What is the checkpoint's fault and not the store's, the state's or the network's: another checkpoint may do."""
 
-_LOADED, _DAMAGED, _FAILED = range(3)
+_LOADED, _UNSAFE, _DAMAGED, _FAILED = range(4)
 
 
 @dataclass(frozen=True)
@@ -31,10 +31,12 @@ class Outcome:
     """Attributes:
     error: of this rank, or of another where this one had none; None if the state was loaded.
     damaged: the checkpoint is at fault, on every rank's word.
+    unsafe: it names what the allow-list refuses, which may be damage, and may be what was saved.
     """
 
     error: BaseException | None = None
     damaged: bool = False
+    unsafe: bool = False
 
     @property
     def loaded(self) -> bool:
@@ -59,11 +61,19 @@ def attempt(
         error = _most_telling(raised)
     except BucketpointError as raised:
         error = raised
-    code = _LOADED if error is None else _DAMAGED if isinstance(error, DAMAGE) else _FAILED
-    (agreed,) = ranks.most([code])
+    (agreed,) = ranks.most([_code(error)])
     if agreed == _LOADED:
         return Outcome()
-    return Outcome(error or BucketpointError("Another rank could not load it", url=str(url)), agreed == _DAMAGED)
+    error = error or BucketpointError("Another rank could not load it", url=str(url))
+    return Outcome(error, damaged=agreed != _FAILED, unsafe=agreed == _UNSAFE)
+
+
+def _code(error: BaseException | None) -> int:
+    if error is None:
+        return _LOADED
+    if isinstance(error, UnsafeDataError):
+        return _UNSAFE
+    return _DAMAGED if isinstance(error, DAMAGE) else _FAILED
 
 
 def _most_telling(raised: CheckpointException) -> BaseException:

@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Mapping
 from datetime import timedelta
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any
 
 from typing_extensions import Self
 
@@ -21,9 +21,10 @@ from bucketpoint.catalog.run import open_run
 from bucketpoint.catalog.save_log import SaveLog
 from bucketpoint.catalog.snapshot import Snapshot
 from bucketpoint.dcp import BucketWriter, SaveHandle, SavePlanner, async_save, program_end
-from bucketpoint.errors import BucketpointError, CheckpointExistsError
+from bucketpoint.errors import BucketpointError
 from bucketpoint.manager.loading import attempt
 from bucketpoint.manager.ranks import Ranks
+from bucketpoint.manager.replacing import Newer, Replacing
 from bucketpoint.manager.restoring import Restored, Wanted, restored
 from bucketpoint.manager.running import Running
 from bucketpoint.manager.triggers import Triggers
@@ -36,8 +37,6 @@ logger = logging.getLogger(__name__)
 
 _COLLECTIVE_TIMEOUT = timedelta(minutes=30)
 """How long ranks wait for each other's uploads at least, torch's default."""
-
-Newer = Literal["error", "keep", "discard"]
 
 
 class CheckpointManager:
@@ -84,8 +83,7 @@ class CheckpointManager:
         self._triggers = Triggers(policy.save, self._ranks)
         self._pruner = PruneWorker(self.catalog, policy)
         self._running: Running | None = None
-        self._newest: int | None = None
-        self._looked = False
+        self._replacing = Replacing(self.catalog, self._pruner)
         self.skipped = 0
         self._closed = False
         atexit.register(_at_exit, weakref.ref(self))
@@ -127,7 +125,7 @@ class CheckpointManager:
             overwrite: replace a checkpoint of this step.
             newer: what becomes of checkpoints of higher steps, which are there if training was rolled back: an
                 `"error"` is raised, they are left alone (`"keep"`: they stay the latest), or they get a tombstone
-                once this one is committed (`"discard"`).
+                once this one is committed (`"discard"`). `restore(..., rollback=True)` says it for all saves to come.
 
         Raises:
             BucketpointError: the save before this one failed, which was not known yet; or it has not ended within the
@@ -138,18 +136,16 @@ class CheckpointManager:
         self._refuse_if_closed()
         if not self._make_room(step):
             return None
-        later = self._ranks.told(lambda: self._before_saving(step, overwrite, newer))
+        replaces = self._ranks.told(lambda: self._replacing.allowed(step, overwrite=overwrite, newer=newer))
         log = SaveLog(
             self.catalog,
             kind,
             dict(metrics or {}),
-            overwrite=overwrite,
             pruner=self._pruner,
-            discards=frozenset(later),
             **self._facts,
         )
         url = self.catalog.url_of(step)
-        writer = BucketWriter(url, overwrite=overwrite, log=log, staging=self._stager.options, **self._store_arguments)
+        writer = BucketWriter(url, overwrite=replaces, log=log, staging=self._stager.options, **self._store_arguments)
         handle = async_save(
             state,
             checkpoint_id=url,
@@ -160,7 +156,7 @@ class CheckpointManager:
         )
         self._triggers.saved()
         self._running = Running(step, handle)
-        after = functools.partial(_ended, weakref.ref(self), self._running, later)
+        after = functools.partial(_ended, weakref.ref(self), self._running)
         handle.add_done_callback(after)
         return handle
 
@@ -190,34 +186,6 @@ class CheckpointManager:
             remedy="Save less often, or set save: {in_flight: {when_busy: skip}}",
         )
 
-    def _before_saving(self, step: int, overwrite: bool, newer: Newer) -> list[int]:
-        """Coordinator: steps of higher number that are there. Asks the store once; from then on saves are known."""
-        if self._looked and self._newest is not None and step > self._newest:
-            return []
-        snapshot = self.catalog.steps()
-        full = [one for one in snapshot.checkpoints if one.kind == FULL]
-        there = [one.step for one in full]
-        # What was discarded before is on its way out.
-        staying = {one.step for one in full if (one.folder, one.id) not in snapshot.going()}
-        self._looked = True
-        self._newest = max(there, default=None)
-        if step in there and not overwrite:
-            raise CheckpointExistsError(
-                f"Checkpoint already exists: step {step} is committed", url=self.catalog.url_of(step)
-            )
-        later = [one for one in there if one > step and one in staying]
-        if later and newer == "error":
-            raise BucketpointError(
-                f"Step {step} is behind {len(later)} checkpoints, up to step {max(later)}: training was rolled back",
-                url=self.catalog.url,
-                remedy='save(..., newer="discard") gives them a tombstone, newer="keep" leaves them the latest',
-            )
-        return later if newer == "discard" else []
-
-    def _after_commit(self, step: int, discarded: list[int]) -> None:
-        """Coordinator, on the thread that saved."""
-        self._newest = max(step, self._newest if self._newest is not None and not discarded else step)
-
     # -- restoring ----------------------------------------------------------------------------------------------------
 
     def restore(
@@ -227,15 +195,19 @@ class CheckpointManager:
         *,
         metric: str | None = None,
         fresh: bool = False,
+        rollback: bool = False,
         planner: Any = None,
     ) -> Restored | None:
         """Load a checkpoint into a state, in place. All ranks. None if the run has none yet.
 
         Args:
             which: `"latest"`, `"best"` by the policy's first `best` rule, or a step. Of the first two, one that is
-                damaged is passed over, which is logged as an error, and the next one is tried.
+                damaged is passed over, which is logged as an error, and the next one is tried. The next commit sets
+                aside what was passed over: a save of its step may replace it, and it goes after its grace.
             metric: for `"best"`: which of the policy's metrics.
             fresh: begin from scratch although there are traces of checkpoints and none can be loaded.
+            rollback: go back for good: saves behind newer checkpoints, and of this very step, are no mistake, and the
+                next commit gives the newer ones a tombstone. What is pinned or leased stays.
             planner: a load planner; by default `LoadPlanner`.
 
         Raises:
@@ -243,16 +215,22 @@ class CheckpointManager:
             IncompleteCheckpointError: there are saves that never committed, and no checkpoint.
             CorruptDataError: all checkpoints are damaged, or the one that was named.
             MismatchError: the state is another one than was saved.
+            UnsafeDataError: it was saved with what the allow-list refuses.
         """
         self._refuse_if_closed()
+        if rollback and self._running is not None:
+            # What it commits is among what is given up.
+            self._running.wait(self.policy.save.in_flight.timeout.total_seconds())
         reading = {"planner": planner, **self._store_arguments, **self._reading}
         found = restored(
             self.catalog,
             self.policy,
             self._ranks,
-            Wanted(which, metric, fresh),
+            Wanted(which, metric, fresh, rollback=rollback),
             lambda step, url: attempt(state, url, self._ranks, **reading),
+            self._pruner,
         )
+        self._replacing.restored(found.step if found is not None and rollback else None)
         if found is not None:
             self._triggers.resumed(found.step)
         return found
@@ -361,10 +339,10 @@ class CheckpointManager:
             raise BucketpointError("This manager is closed", remedy="Make another one")
 
 
-def _ended(manager: weakref.ref[CheckpointManager], running: Running, discarded: list[int], handle: SaveHandle) -> None:
+def _ended(manager: weakref.ref[CheckpointManager], running: Running, handle: SaveHandle) -> None:
     alive = manager()
     if alive is not None and handle.failure() is None:
-        alive._after_commit(running.step, discarded)
+        alive._replacing.committed(running.step)
     running.settled.set()
 
 

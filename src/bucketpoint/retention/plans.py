@@ -202,29 +202,43 @@ class Verdict:
     """Whether a plan may be carried out unasked.
 
     Attributes:
-        allowed: every deletion and thinning, or none of them.
+        allowed: every deletion and thinning.
         why: in words.
+        unasked: how many of them one prune carries out all the same, the oldest first.
     """
 
     allowed: bool
     why: str
+    unasked: int
 
     def __bool__(self) -> bool:
         return self.allowed
 
 
-def circuit_breaker(plan: Plan, *, count: int, fraction: float) -> Verdict:
-    """Refuses a plan that deletes or thins more than `count` checkpoints, or more than `fraction` of those there are.
+ALWAYS_ALLOWED = 5
+"""Deletions that one prune may always make. A new checkpoint displaces about one for each rule, and few policies have
+more rules; of the three checkpoints of a small run two are quickly more than half."""
 
-    One deletion alone is never too large a fraction: with three kept, each new checkpoint makes it a quarter.
+
+def circuit_breaker(plan: Plan, *, count: int, fraction: float, committed: int = 0) -> Verdict:
+    """Refuse a plan that deletes or thins more than `count` checkpoints, or more than `fraction` of those there are.
+
+    That is what a wrong policy does. What a right one does as a run goes on is not refused: the share counts only above
+    `ALWAYS_ALLOWED`, and as many as were committed since the last prune may go besides. Of a plan that is refused as
+    many may go all the same, so that a backlog shrinks with each prune, however it came to be.
+
+    Args:
+        committed: checkpoints that the job has committed since its last prune.
     """
     lost, there = len(plan.deleted) + len(plan.thinned), len(plan.entries)
-    if lost > count:
-        return Verdict(False, f"{lost} of {there} checkpoints would be deleted or thinned; max_delete allows {count}")
-    if lost > 1 and lost > fraction * there:
-        share = f"{100 * fraction:.3g} %"
-        return Verdict(False, f"{lost} of {there} checkpoints would be deleted or thinned; max_delete allows {share}")
-    return Verdict(True, f"{lost} of {there} checkpoints are deleted or thinned, within max_delete")
+    beyond = lost - committed
+    few = committed + min(ALWAYS_ALLOWED, count)
+    said = f"{lost} of {there} checkpoints would be deleted or thinned"
+    if beyond > count:
+        return Verdict(False, f"{said}; max_delete allows {count}", few)
+    if beyond > ALWAYS_ALLOWED and beyond > fraction * there:
+        return Verdict(False, f"{said}; max_delete allows {100 * fraction:.3g} %", few)
+    return Verdict(True, f"{lost} of {there} checkpoints are deleted or thinned, within max_delete", lost)
 
 
 def _to_json(value: float) -> float | str:

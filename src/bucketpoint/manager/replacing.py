@@ -1,0 +1,87 @@
+"""Whether a save may go where it is to go: behind newer checkpoints, or over one of its own step."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from bucketpoint.catalog.catalog import Catalog
+from bucketpoint.catalog.discards import HOLDS, rolled_back
+from bucketpoint.catalog.pruning import PruneWorker
+from bucketpoint.catalog.snapshot import Checkpoint, Snapshot
+from bucketpoint.errors import BucketpointError, CheckpointExistsError
+from bucketpoint.retention.row import FULL
+
+Newer = Literal["error", "keep", "discard"]
+
+_SAY_SO = "If training goes on from an earlier step, say manager.restore(state, step, rollback=True),"
+
+
+class Replacing:
+    """Looks at what is there before each save, on the coordinator: once it knows the highest step, at no more.
+
+    What was given up, or has a tombstone, is in nobody's way, unless somebody holds on to it.
+
+    Attributes:
+        rolled_back_to: the step that training was rolled back to, which may be saved again until something is.
+    """
+
+    def __init__(self, catalog: Catalog, pruner: PruneWorker) -> None:
+        self._catalog = catalog
+        self._pruner = pruner
+        self._looked = False
+        self._highest: int | None = None
+        self.rolled_back_to: int | None = None
+
+    def restored(self, rolled_back_to: int | None) -> None:
+        """Look again: the job goes on from another checkpoint."""
+        self._looked, self.rolled_back_to = False, rolled_back_to
+
+    def committed(self, step: int) -> None:
+        """Note a commit. Called on the thread that saved."""
+        self._highest = step if self._highest is None else max(step, self._highest)
+        self.rolled_back_to = None
+
+    def allowed(self, step: int, *, overwrite: bool, newer: Newer) -> bool:
+        """Whether the save of a step may replace a checkpoint of that step. One LIST, two after a rollback.
+
+        Raises:
+            CheckpointExistsError: the step is committed.
+            BucketpointError: it is behind newer checkpoints.
+        """
+        if self._looked and self._highest is not None and step > self._highest:
+            return overwrite
+        given_up = {one.name: one for one in self._pruner.given_up}
+        back = given_up or self.rolled_back_to is not None
+        # What somebody holds on to, the notes say.
+        snapshot = self._catalog.snapshot() if back else self._catalog.steps()
+        there = [one.step for one in snapshot.checkpoints] + [one.checkpoint.step for one in given_up.values()]
+        self._looked, self._highest = True, max(there, default=None)
+        gone = snapshot.going() | given_up.keys()
+        for one in snapshot.checkpoints:
+            if one.step == step and not overwrite:
+                self._refuse_to_replace(one, snapshot, gone)
+        full = [one for one in snapshot.checkpoints if one.kind == FULL and (one.folder, one.id) not in gone]
+        later = [one.step for one in full if one.step > step]
+        if later and newer == "error":
+            raise BucketpointError(
+                f"Step {step} is behind {len(later)} checkpoints, up to step {max(later)}: training was rolled back",
+                url=self._catalog.url,
+                remedy=f'{_SAY_SO} and they get a tombstone; save(..., newer="keep") leaves them the latest',
+            )
+        if newer == "discard":
+            self._pruner.give_up(rolled_back(snapshot, step))
+        return overwrite or step in there
+
+    def _refuse_to_replace(self, one: Checkpoint, snapshot: Snapshot, gone: set[tuple[str, str]]) -> None:
+        """Raise if a checkpoint may not be replaced unasked: somebody holds on to it, or nobody has given it up."""
+        held = sorted(snapshot.held().get(one.step, set()) & HOLDS)
+        given_up = (one.folder, one.id) in gone or one.step == self.rolled_back_to
+        damaged = any(each.damaged for each in self._pruner.given_up if each.name == (one.folder, one.id))
+        if damaged or (given_up and not held):
+            return
+        replaces = "save(..., overwrite=True) replaces it"
+        raise CheckpointExistsError(
+            f"Checkpoint already exists: step {one.step} is {' and '.join(['committed', *held])}",
+            url=self._catalog.url_of_folder(one.folder),
+            remedy=f"{replaces}, held or not" if given_up else f"{_SAY_SO} and it may be replaced; {replaces} too",
+        )

@@ -1,0 +1,447 @@
+"""Going on after a restore: past damaged checkpoints, and behind a rollback. With real ranks where they must agree."""
+
+from __future__ import annotations
+
+import logging
+import pickle
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from bucketpoint import BucketWriter
+from bucketpoint.catalog.tombstones import undo
+from bucketpoint.errors import (
+    BucketpointError,
+    CheckpointExistsError,
+    EndpointError,
+    UnsafeDataError,
+)
+from bucketpoint.manager.manager import CheckpointManager
+from bucketpoint.retention import Best, MaxDelete, Prune
+from bucketpoint.stores.local import LocalStore
+from dcp.ranks import Ranks
+from manager import manager_scenarios as scenarios
+from manager.manager_scenarios import policy, state, value_of
+
+pytestmark = pytest.mark.contract
+
+DAY = policy(prune=Prune(grace=timedelta(hours=24)))
+"""Nothing goes within a test, but all that is to go has a tombstone."""
+
+
+class Own:
+    """What no allow-list knows."""
+
+
+@pytest.fixture(scope="module")
+def two_ranks() -> Iterator[Ranks]:
+    ranks = Ranks(2)
+    yield ranks
+    ranks.close()
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> str:
+    return str(tmp_path / "run")
+
+
+def committed(root: str) -> list[int]:
+    return sorted(int(path.parent.name[5:]) for path in Path(root).glob("*/.metadata"))
+
+
+def flip(root: str, step: int) -> None:
+    """Change one byte in the middle of each data object."""
+    for file in Path(root, f"step-{step}", "data").rglob("*"):
+        if file.is_file():
+            data = bytearray(file.read_bytes())
+            data[len(data) // 2] ^= 0xFF
+            file.write_bytes(bytes(data))
+
+
+def lose(root: str, step: int) -> None:
+    """Remove a data object."""
+    next(file for file in Path(root, f"step-{step}", "data").rglob("*") if file.is_file()).unlink()
+
+
+def garble(root: str, step: int) -> None:
+    Path(root, f"step-{step}", ".metadata").write_bytes(b"\x80\x04nonsense")
+
+
+def run_with(root: str, *steps: int) -> None:
+    with CheckpointManager(root, policy=DAY) as manager:
+        for step in steps:
+            manager.save(step, state(step), metrics={"eval/loss": 1.0 / step})
+
+
+def going(manager: CheckpointManager) -> list[int]:
+    return sorted({one.step for one in manager.catalog.steps().notes.tombstones if not one.undone})
+
+
+def counted(manager: CheckpointManager) -> list[int]:
+    """What rules count."""
+    return [row.step for row in manager.catalog.snapshot().rows()]
+
+
+# -- damaged ones -----------------------------------------------------------------------------------------------------
+
+
+def test_saves_go_on_over_damaged_checkpoints_which_the_next_commit_sets_aside(
+    root: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    run_with(root, 10, 20, 30, 40, 50)
+    lose(root, 50)
+    flip(root, 40)
+    best = policy(best=(Best("eval/loss", "min"),), prune=Prune(grace=timedelta(hours=24)))
+    target = state(0)
+    with CheckpointManager(root, policy=best) as manager:
+        restored = manager.restore(target)
+        assert restored is not None
+        assert (restored.step, [step for step, _ in restored.passed]) == (30, [50, 40])
+        # Only once something is there to go on from.
+        assert going(manager) == []
+        manager.save(35, state(35))
+        manager.wait()
+        assert going(manager) == [40, 50]
+        assert counted(manager) == [10, 20, 30, 35]
+        for step in (40, 50):
+            assert (
+                f"step {step} is set aside and goes once its grace of 1d is over: it could not be loaded" in caplog.text
+            )
+            assert f"`bucketpoint undo {root} {step}` takes that back" in caplog.text
+        assert manager.restore(target, "best").step == 30  # type: ignore[union-attr]
+        manager.save(40, state(41))
+        manager.wait()
+    with CheckpointManager(root, policy=best) as manager:
+        restored = manager.restore(target)
+        assert (restored.step, value_of({**target, "step": 41}), restored.passed) == (40, 41.0, ())  # type: ignore[union-attr]
+        # A job that begins again needs nobody's help either.
+        manager.save(50, state(50))
+        manager.wait()
+        assert counted(manager) == [10, 20, 30, 35, 40, 50]
+
+
+@pytest.mark.parametrize("harm", [flip, lose, garble])
+@pytest.mark.parametrize("grace", [timedelta(0), timedelta(hours=24)])
+def test_a_loop_of_restarts_always_makes_progress(root: str, harm: Any, grace: timedelta) -> None:
+    """Each job restores, saves one step and is gone; what it saved last is damaged."""
+    rule = policy(3, prune=Prune(grace=grace))
+    run_with(root, 10, 20, 30, 40, 50)
+    for step in (40, 50):
+        harm(root, step)
+    seen = []
+    for _ in range(4):
+        with CheckpointManager(root, policy=rule) as manager:
+            found = manager.restore(state(0))
+            assert found is not None
+            seen.append((found.step, [step for step, _ in found.passed]))
+            manager.save(found.step + 10, state(found.step + 10))
+    assert seen == [(30, [50, 40]), (40, []), (50, []), (60, [])]
+    with CheckpointManager(root, policy=rule) as manager:
+        manager.pruning.now()
+        assert [step for step in counted(manager) if step > 30] == [50, 60, 70] if grace else [40, 50, 60, 70]
+
+
+def test_a_job_that_dies_before_its_next_commit_finds_them_damaged_again(root: str) -> None:
+    run_with(root, 10, 20)
+    lose(root, 20)
+    for _ in range(2):
+        with CheckpointManager(root, policy=DAY) as manager:
+            assert manager.restore(state(0)).passed[0][0] == 20  # type: ignore[union-attr]
+            assert going(manager) == []
+
+
+def test_what_could_not_be_reached_is_not_set_aside(root: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    run_with(root, 10, 20)
+    get = LocalStore.get
+
+    def away(self: Any, key: str, *given: Any, **more: Any) -> Any:
+        if "step-20/" in key:
+            raise EndpointError("the store is away", key=key)
+        return get(self, key, *given, **more)
+
+    with CheckpointManager(root, policy=DAY) as manager:
+        with monkeypatch.context() as patched:
+            patched.setattr(LocalStore, "get", away)
+            with pytest.raises(BucketpointError, match="the store is away"):
+                manager.restore(state(0))
+        assert manager.pruning.given_up == ()
+        manager.save(30, state(30))
+        manager.wait()
+        assert going(manager) == []
+
+
+def test_what_was_saved_again_since_is_not_set_aside(root: str) -> None:
+    run_with(root, 10, 20)
+    lose(root, 20)
+    with CheckpointManager(root, policy=DAY) as manager:
+        assert manager.restore(state(0)).step == 10  # type: ignore[union-attr]
+        with CheckpointManager(root, policy=DAY) as other:
+            other.save(20, state(20), overwrite=True)
+        manager.save(15, state(15), newer="keep")
+        manager.wait()
+        assert going(manager) == []
+        assert counted(manager) == [10, 15, 20]
+
+
+def test_what_needs_trust_is_an_error_and_nothing_is_given_up(root: str) -> None:
+    run_with(root, 10)
+    trusting = CheckpointManager(root, policy=DAY, trusted=True)
+    trusting.save(20, {**state(20), "own": Own()})
+    trusting.close()
+    with CheckpointManager(root, policy=DAY) as manager:
+        with pytest.raises(UnsafeDataError, match="trusted=True"):
+            manager.restore({**state(0), "own": None})
+        assert manager.pruning.given_up == ()
+
+
+def test_damaged_checkpoints_without_a_record_are_set_aside_too(root: str) -> None:
+    for step in (10, 20, 30):
+        dcp.save(state(step), checkpoint_id=f"{root}/step-{step}", storage_writer=BucketWriter(), no_dist=True)
+    lose(root, 30)
+    garble(root, 20)
+    with CheckpointManager(root, policy=DAY) as manager:
+        assert manager.restore(state(0)).step == 10  # type: ignore[union-attr]
+        manager.save(20, state(20))
+        manager.wait()
+        assert going(manager) == [30]
+        manager.save(30, state(30))
+        manager.wait()
+        assert counted(manager) == [20, 30]
+
+
+def test_all_ranks_go_on_over_what_one_of_them_found_damaged(two_ranks: Ranks, root: str) -> None:
+    two_ranks.run(scenarios.save_steps, root, [10, 20, 30])
+    (file,) = (file for file in Path(root, "step-30", "data").rglob("*-1-model-*") if file.is_file())
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 0xFF
+    file.write_bytes(bytes(data))
+    assert two_ranks.run(scenarios.go_on_over_damage, root) == [(20, [30], 30, 31.0, ())] * 2
+
+
+def test_a_damaged_newest_keeps_no_prune_from_going_on_once_it_is_set_aside(root: str) -> None:
+    run_with(root, 10, 20, 30, 40)
+    garble(root, 40)
+    rule = policy(1)
+    with CheckpointManager(root, policy=rule) as manager:
+        manager.restore(state(0))
+        manager.save(35, state(35))
+        manager.wait()
+        manager.pruning.drain()
+        assert manager.pruning.last.done.stopped is None  # type: ignore[union-attr]
+        assert committed(root) == [35]
+
+
+# -- rollbacks --------------------------------------------------------------------------------------------------------
+
+
+def test_a_rollback_is_one_word(root: str, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "bucketpoint")
+    run_with(root, 10, 20, 30)
+    target = state(0)
+    with CheckpointManager(root, policy=DAY) as manager:
+        assert manager.restore(target, 10, rollback=True).step == 10  # type: ignore[union-attr]
+        # The step itself may be saved again, and nothing goes before a commit.
+        assert going(manager) == []
+        manager.save(10, state(11))
+        manager.wait()
+        assert going(manager) == [20, 30]
+        assert (
+            "step 30 is set aside and goes once its grace of 1d is over: training was rolled back to step 10"
+            in caplog.text
+        )
+        for step in (15, 20):
+            manager.save(step, state(step + 1))
+            manager.wait()
+        assert counted(manager) == [10, 15, 20]
+    with CheckpointManager(root, policy=DAY) as manager:
+        assert manager.restore(target).step == 20  # type: ignore[union-attr]
+        manager.save(30, state(31))
+        manager.wait()
+        assert manager.restore(target).step == 30  # type: ignore[union-attr]
+        assert value_of({**target, "step": 31}) == 31.0
+
+
+def test_a_save_that_dies_over_a_discarded_step_does_not_bring_it_back(
+    root: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_with(root, 10, 20)
+    with CheckpointManager(root, policy=DAY) as manager:
+        manager.restore(state(0), 10, rollback=True)
+        manager.save(15, state(15))
+        manager.wait()
+        put = LocalStore.put
+
+        def full(self: Any, key: str, *given: Any, **more: Any) -> Any:
+            if key.endswith(".distcp"):
+                raise OSError("the disk is full")
+            return put(self, key, *given, **more)
+
+        with monkeypatch.context() as patched:
+            patched.setattr(LocalStore, "put", full)
+            manager.save(20, state(20))
+            with pytest.raises(BucketpointError, match="the disk is full"):
+                manager.wait()
+    with CheckpointManager(root, policy=DAY) as manager:
+        assert manager.restore(state(0)).step == 15  # type: ignore[union-attr]
+
+
+def test_every_error_on_the_way_back_says_how_to_roll_back(root: str) -> None:
+    run_with(root, 10, 20, 30)
+    with CheckpointManager(root, policy=DAY) as manager:
+        manager.restore(state(0), 10)
+        for step, kind in ((15, BucketpointError), (20, CheckpointExistsError)):
+            with pytest.raises(kind) as caught:
+                manager.save(step, state(step))
+            assert "restore(state, step, rollback=True)" in str(caught.value)
+            assert "checkpoint_id" not in str(caught.value)
+    plain = CheckpointExistsError("Checkpoint already exists here")
+    assert "rollback=True" in str(plain)
+    assert "checkpoint_id" not in str(plain)
+
+
+def test_a_rollback_leaves_and_names_what_somebody_holds_on_to(root: str, caplog: pytest.LogCaptureFixture) -> None:
+    run_with(root, 10, 20, 30)
+    with CheckpointManager(root, policy=DAY) as manager:
+        manager.pin(20, reason="a release")
+        manager.restore(state(0), 10, rollback=True)
+        for step in (14, 15):
+            manager.save(step, state(step))
+            manager.wait()
+        assert going(manager) == [30]
+        assert (
+            caplog.text.count("step 20 was given up (training was rolled back to step 10), and stays as it is pinned")
+            == 1
+        )
+        with pytest.raises(CheckpointExistsError, match="step 20 is committed and pinned"):
+            manager.save(20, state(20))
+        manager.unpin(20)
+        manager.save(16, state(16))
+        manager.wait()
+        assert going(manager) == [20, 30]
+        manager.save(20, state(20))
+
+
+def test_whoever_undoes_a_rollback_is_not_overruled_by_the_next_save(root: str) -> None:
+    run_with(root, 10, 20)
+    with CheckpointManager(root, policy=DAY) as manager:
+        manager.restore(state(0), 10, rollback=True)
+        manager.save(15, state(15))
+        manager.wait()
+        assert undo(manager.catalog, 20) == 1
+        with pytest.raises(BucketpointError, match="training was rolled back"):
+            manager.save(16, state(16))
+
+
+def test_another_restore_takes_a_rollback_back(root: str) -> None:
+    run_with(root, 10, 20)
+    with CheckpointManager(root, policy=DAY) as manager:
+        manager.restore(state(0), 10, rollback=True)
+        manager.restore(state(0))
+        manager.save(30, state(30))
+        manager.wait()
+        assert going(manager) == []
+
+
+def test_a_rollback_gives_up_what_the_save_under_way_commits(root: str) -> None:
+    run_with(root, 10)
+    with CheckpointManager(root, policy=DAY) as manager:
+        manager.save(20, state(20))
+        manager.restore(state(0), 10, rollback=True)
+        manager.save(15, state(15))
+        manager.wait()
+        assert going(manager) == [20]
+
+
+def test_what_a_run_has_given_up_pickles(root: str) -> None:
+    run_with(root, 10, 20)
+    with CheckpointManager(root, policy=DAY) as manager:
+        manager.restore(state(0), 10, rollback=True)
+        assert pickle.loads(pickle.dumps(manager.pruning.given_up)) == manager.pruning.given_up
+
+
+# -- beginning, and what is said --------------------------------------------------------------------------------------
+
+
+def test_a_fresh_start_is_said_with_the_root(root: str, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "bucketpoint")
+    with CheckpointManager(root, policy=DAY) as manager:
+        assert manager.restore(state(0)) is None
+    assert f"training begins from scratch: there is no checkpoint to go on from at {root}" in caplog.text
+
+
+def test_beginning_from_scratch_beside_damaged_ones_goes_on_as_well(root: str) -> None:
+    run_with(root, 10, 20)
+    for step in (10, 20):
+        lose(root, step)
+    with CheckpointManager(root, policy=DAY) as manager:
+        assert manager.restore(state(0), fresh=True) is None
+        manager.save(10, state(10))
+        manager.wait()
+        assert counted(manager) == [10]
+
+
+# -- max_delete -------------------------------------------------------------------------------------------------------
+
+
+def test_saves_every_few_seconds_under_latest_1_are_pruned_without_a_refusal(
+    root: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    rule = policy(1, prune=Prune(grace=timedelta(0), max_delete=MaxDelete()))
+    with CheckpointManager(root, policy=rule) as manager:
+        for step in range(1, 13):
+            manager.save(step, state(step))
+            manager.wait()
+            # Several commits for each round.
+            if step % 4 == 0:
+                manager.pruning.drain()
+    assert committed(root) == [12]
+    assert "max_delete" not in caplog.text
+
+
+def test_thirty_fast_saves_are_pruned_without_a_refusal_also_after_a_restart(
+    root: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    rule = policy(1, prune=Prune(grace=timedelta(0), max_delete=MaxDelete(), when="manual"))
+    with CheckpointManager(root, policy=rule) as manager:
+        for step in range(1, 31):
+            manager.save(step, {"step": step})
+        manager.wait()
+        manager.prune()
+        assert committed(root) == [30]
+        for step in range(31, 61):
+            manager.save(step, {"step": step})
+    assert "max_delete" not in caplog.text
+    # The job is gone before it has pruned. What it left goes by and by.
+    left = []
+    for step in range(61, 67):
+        with CheckpointManager(root, policy=policy(1, prune=Prune(grace=timedelta(0)))) as manager:
+            manager.save(step, {"step": step})
+            manager.wait()
+            manager.pruning.drain()
+            left.append(len(committed(root)))
+    assert left == [26, 21, 16, 11, 6, 1]
+
+
+def test_each_deletion_is_said_with_its_rule_and_its_bytes(root: str, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "bucketpoint")
+    with CheckpointManager(root, policy=policy(1)) as manager:
+        for step in (1, 2):
+            manager.save(step, {"w": torch.ones(1_000_000)})
+            manager.wait()
+            manager.pruning.drain()
+    assert "step 1 is not kept and goes now: latest: 1 (2nd latest" in caplog.text
+    assert "step 1 is deleted, and 4.0 MB are freed: latest: 1 (2nd latest" in caplog.text
+    caplog.clear()
+    later = f"{root}-2"
+    with CheckpointManager(later, policy=policy(1, prune=Prune(grace=timedelta(hours=24)))) as manager:
+        for step in (1, 2):
+            manager.save(step, state(step))
+            manager.wait()
+            manager.pruning.drain()
+    assert "step 1 is not kept and goes once its grace of 1d is over: latest: 1 (2nd latest" in caplog.text
+    assert "deleted" not in caplog.text
