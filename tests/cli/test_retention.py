@@ -14,6 +14,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from bucketpoint import BucketWriter
+from bucketpoint.catalog.catalog import open_catalog
 from bucketpoint.cli.app import COMMANDS
 from bucketpoint.manager.manager import CheckpointManager
 from bucketpoint.retention import Keep, Prune, RetentionPolicy
@@ -200,3 +201,65 @@ def test_pruning_deletes_nothing_behind_a_link_that_stands_where_a_checkpoint_wa
     assert "step-10 is a symbolic link" in done.err
     # The link itself is what a person may name.
     assert program("show", f"{root}/step-10").code == 0
+
+
+def test_a_rollback_gives_what_is_newer_a_tombstone_and_the_next_restore_goes_on_from_there(
+    program: Program, root: str
+) -> None:
+    save_run(root, *STEPS)
+    planned = program("rollback", root, "20", "--dry-run", "--json").json
+    assert (planned["tombstones"], planned["dry_run"]) == ([30, 40, 50], True)
+    assert program("ls", root).out.count("goes 2") == 0
+    done = program("rollback", root, "20")
+    assert done.code == 0
+    assert done.out.count("goes 2") == 3
+    assert "step 20 is what the next restore finds" in done.out
+    with CheckpointManager(root, policy=RetentionPolicy(Keep(100))) as manager:
+        state = {"model": {"w": torch.zeros(1000)}, "optim": {"m": torch.zeros(2000)}, "step": 0}
+        assert manager.restore(state).step == 20  # type: ignore[union-attr]
+        manager.save(30, state)
+    assert program("undo", root, "50").code == 0
+    assert [one["step"] for one in program("ls", root, "--json").json["checkpoints"] if not one["tombstone"]] == [
+        10,
+        20,
+        30,
+        50,
+    ]
+    # Further, or back again: the step that is named is what is restored.
+    assert program("rollback", root, "10", "--grace", "1h").code == 0
+    assert program("rollback", root, "20", "--json").json["tombstones"] == []
+    with CheckpointManager(root, policy=RetentionPolicy(Keep(100))) as manager:
+        assert manager.restore(state).step == 20  # type: ignore[union-attr]
+
+
+def test_a_rollback_leaves_what_is_held_names_it_and_gives_nothing_up_for_what_is_not_whole(
+    program: Program, root: str
+) -> None:
+    save_run(root, *STEPS)
+    assert program("pin", root, "40").code == 0
+    run = open_catalog(root)
+    run.store.delete([next(info.key for path, info in run.objects_of("step-10").items() if path.startswith("data/"))])
+    refused = program("rollback", root, "10")
+    assert refused.code == 1
+    assert "Step 10 is not whole" in refused.err
+    assert program("rollback", root, "25").code == 3
+    assert "tombstone" not in program("ls", root).out
+    held = program("rollback", root, "20", "--json")
+    assert held.code == 1
+    assert held.json["tombstones"] == [30, 50]
+    assert held.json["held"] == [{"step": 40, "why": "pinned"}]
+    assert "step 40 stays, as it is pinned" in program("rollback", root, "20").out
+
+
+def test_a_rollback_needs_no_torch(tmp_path: Path) -> None:
+    root = str(tmp_path / "run")
+    save_run(root, *STEPS)
+    done = subprocess.run(
+        [sys.executable, "-X", "importtime", "-m", "bucketpoint.cli", "rollback", root, "20"],
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "step 50 goes" in done.stdout
+    assert not [line for line in done.stderr.splitlines() if line.rpartition("|")[2].strip() == "torch"]

@@ -95,13 +95,15 @@ def united(*groups: Iterable[Discard]) -> tuple[Discard, ...]:
     return tuple(found.values())
 
 
-def bury_discards(catalog: Catalog, discards: Collection[Discard], *, due: float) -> Discarded:
+def bury_discards(catalog: Catalog, discards: Collection[Discard], *, due: float, dry_run: bool = False) -> Discarded:
     """Give tombstones to checkpoints that were given up, unless somebody holds on to them or has saved them anew.
 
     Two LISTs, and a PUT for each.
     """
     done = Discarded()
-    snapshot = _with_records(catalog, catalog.snapshot(), discards)
+    snapshot = catalog.snapshot()
+    if not dry_run:
+        snapshot = _with_records(catalog, snapshot, discards)
     there = {one.folder: one for one in snapshot.checkpoints}
     going, held = snapshot.going(), snapshot.held()
     for one in discards:
@@ -111,7 +113,8 @@ def bury_discards(catalog: Catalog, discards: Collection[Discard], *, due: float
         elif reasons := held.get(current.step, set()) & HOLDS:
             done.held.append((one, " and ".join(sorted(reasons))))
         else:
-            bury(catalog, replace(current, mark=one.checkpoint.mark), DELETE, due=due, reason=one.reason)
+            if not dry_run:
+                bury(catalog, replace(current, mark=one.checkpoint.mark), DELETE, due=due, reason=one.reason)
             done.buried.append(one)
     return done
 

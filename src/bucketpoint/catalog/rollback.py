@@ -1,0 +1,64 @@
+"""Rolling a run back by hand: what is newer than a checkpoint gets a tombstone, and a restart goes on from that one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from bucketpoint.catalog.adopt import heal
+from bucketpoint.catalog.catalog import Catalog
+from bucketpoint.catalog.discards import Discarded, bury_discards, rolled_back
+from bucketpoint.catalog.tombstones import undo
+from bucketpoint.catalog.wholeness import damage, inspect
+from bucketpoint.errors import CheckpointNotFoundError, CorruptDataError
+from bucketpoint.retention.row import FULL
+
+
+@dataclass(frozen=True)
+class RolledBack:
+    """What a rollback did, or would do.
+
+    Attributes:
+        steps: they have a tombstone now, and go at `due`, in seconds since the epoch.
+        held: they stay, as somebody holds on to them, and are what is restored until that ends.
+    """
+
+    steps: tuple[int, ...]
+    held: tuple[tuple[int, str], ...]
+    due: float
+
+
+def roll_back(catalog: Catalog, step: int, *, grace: float, dry_run: bool = False) -> RolledBack:
+    """Give all checkpoints of higher steps a tombstone, and take back that of `step`, if it has one.
+
+    Args:
+        grace: seconds until they go.
+        dry_run: say what would be done, and change nothing.
+
+    Raises:
+        CheckpointNotFoundError: there is no full checkpoint of this step.
+        CorruptDataError: it is not whole, so that nothing is given up for it.
+        GoneError: its deletion has begun.
+    """
+    snapshot = catalog.snapshot() if dry_run else heal(catalog, catalog.snapshot())
+    target = next((one for one in snapshot.checkpoints if one.step == step and one.kind == FULL), None)
+    if target is None:
+        there = ", ".join(str(one.step) for one in snapshot.checkpoints if one.kind == FULL)
+        raise CheckpointNotFoundError(
+            f"There is no full checkpoint of step {step} in the catalogue",
+            url=catalog.url,
+            remedy=f"There are {there}" if there else "See `bucketpoint ls`",
+        )
+    problem = damage(catalog, inspect(catalog, target))
+    if problem is not None:
+        raise CorruptDataError(
+            f"Step {step} is not whole, and nothing was rolled back: of what would be the newest, {problem}",
+            url=catalog.url_of_folder(target.folder),
+            remedy="Roll back to another step; `bucketpoint verify` says what is wrong with this one",
+        )
+    due = catalog.clock() + grace
+    discards = rolled_back(snapshot, step)
+    if not dry_run and any(one.step == step for one in snapshot.notes.tombstones):
+        undo(catalog, step)
+    done = bury_discards(catalog, discards, due=due, dry_run=dry_run) if discards else Discarded()
+    held = tuple((one.checkpoint.step, why) for one, why in done.held)
+    return RolledBack(tuple(one.checkpoint.step for one in done.buried), held, due)

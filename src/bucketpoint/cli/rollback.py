@@ -1,0 +1,53 @@
+"""`bucketpoint rollback`: thin around the rollback of a run."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import click
+
+from bucketpoint.cli import text
+from bucketpoint.cli.frame import Answer, command
+from bucketpoint.cli.run_options import Age, run_argument
+
+if TYPE_CHECKING:
+    from bucketpoint.catalog.catalog import Catalog
+
+
+@command("rollback")
+@run_argument
+@click.argument("step", type=click.IntRange(min=0))
+@click.option(
+    "--grace",
+    type=Age(),
+    default="24h",
+    show_default=True,
+    help="After so long the newer ones go. The default is that of policies.",
+)
+@click.option("--dry-run", is_flag=True, help="Say what would be done, and change nothing.")
+def rollback(catalog: Catalog, step: int, grace: float, dry_run: bool, as_json: bool) -> Answer:
+    """Roll a run back to a step: every newer checkpoint gets a tombstone, and the next restore finds this one.
+
+    End the job first, or it saves newer ones again. `bucketpoint undo` takes a tombstone back as long as the grace
+    lasts. What is pinned or leased stays and is named: the command then ends with 1, as a restore finds the newest of
+    these. In a program, `manager.restore(state, step, rollback=True)` does the same.
+    """
+    from bucketpoint.catalog.rollback import roll_back
+
+    done = roll_back(catalog, step, grace=grace, dry_run=dry_run)
+    document = {
+        "root": catalog.url,
+        "step": step,
+        "dry_run": dry_run,
+        "tombstones": list(done.steps),
+        "due": done.due,
+        "held": [{"step": one, "why": why} for one, why in done.held],
+    }
+    words = "would go" if dry_run else "goes"
+    lines = [f"step {one} {words} {text.when(done.due)}" for one in done.steps]
+    lines += [f"step {one} stays, as it is {why}: a restore finds it until that ends" for one, why in done.held]
+    if not done.held:
+        lines.append(f"step {step} is what the next restore {'would find' if dry_run else 'finds'}")
+    if done.steps and not dry_run:
+        lines.append(f"`bucketpoint undo {catalog.url} STEP` takes a tombstone back until then")
+    return Answer(document, lines, ok=not done.held)
