@@ -108,10 +108,12 @@ class Save(Checked):
 
 @dataclass(frozen=True)
 class MaxDelete(Checked):
-    """The circuit breaker: a plan that exceeds either number is not carried out unasked."""
+    """The circuit breaker: of a plan that exceeds either number no more than a few deletions are made unasked."""
 
-    count: Annotated[int, Whole(1), "checkpoints that one prune deletes or thins at most"] = 20
-    fraction: Annotated[float, Fraction(), "of the checkpoints that there are, unless it is a single one"] = 0.5
+    count: Annotated[
+        int, Whole(1), "deletions and thinnings by one prune, besides as many as were committed since the last"
+    ] = 20
+    fraction: Annotated[float, Fraction(), "of the checkpoints that there are, where more than 5 go"] = 0.5
 
 
 LEAST_DEBRIS_AGE = (timedelta(hours=1), "the data of a save that is running would be swept")
