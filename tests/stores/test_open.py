@@ -20,11 +20,16 @@ from hypothesis import strategies as st
 import bucketpoint
 from bucketpoint import GCSReader, GCSWriter, S3Reader, S3Writer
 from bucketpoint.cli.app import run
+from bucketpoint.convert import plan_conversion
+from bucketpoint.dcp.saved import open_checkpoint
 from bucketpoint.errors import BucketpointError, InvalidURLError
+from bucketpoint.retention import Keep, RetentionPolicy
 from bucketpoint.stores import FsspecStore, LocalStore, S3Store, accepts_url, open_store, parse_url
 from bucketpoint.stores.open import GCS_SCHEMES
 
-keys = st.text(st.characters(exclude_categories=["Cs"]), min_size=1).filter(lambda key: not key.endswith("/"))
+keys = st.text(st.characters(exclude_categories=["Cs"]), min_size=1).filter(
+    lambda key: not key.endswith("/") and "\0" not in key
+)
 buckets = st.from_regex(r"[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]", fullmatch=True)
 
 
@@ -116,6 +121,73 @@ def test_a_url_of_another_store_is_refused_by_every_way_into_a_class(
         assert error.url == url
         for part in (f"does not serve {url.partition(':')[0]}:// URLs", f"begins with {wanted}", "BucketWriter"):
             assert part in str(error)
+
+
+FOLDED = (
+    "s3:/bucket/x",
+    "gs:/bucket/x",
+    "az:/box/x",
+    "memory:/x",
+    "S3:/bucket",
+    "s3:",
+    "simplecache::s3:/b/x",
+    "{cwd}/s3:/b/x",
+)
+
+
+@pytest.mark.parametrize("as_path", [str, Path], ids=["text", "path"])
+@pytest.mark.parametrize("given", FOLDED)
+def test_a_url_that_a_path_has_folded_is_refused_by_every_way_in_and_makes_no_folder(
+    given: str, as_path: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    torch.save({"w": torch.zeros(1)}, "model.pt")
+    url, state = as_path(given.format(cwd=tmp_path)), {"w": torch.zeros(1)}
+    policy = RetentionPolicy(Keep(latest=1))
+    ways: list[Callable[[], object]] = [
+        lambda: bucketpoint.save(state, url),
+        lambda: bucketpoint.load(state, url),
+        lambda: bucketpoint.latest_checkpoint(url),
+        lambda: bucketpoint.CheckpointManager(url, policy=policy),
+        lambda: open_checkpoint(url),
+        lambda: open_store(url, fs=fsspec.filesystem("file")),
+        lambda: dcp.save(state, checkpoint_id=url, storage_writer=bucketpoint.BucketWriter(), no_dist=True),
+        lambda: dcp.save(state, storage_writer=bucketpoint.BucketWriter(url), no_dist=True),
+        lambda: dcp.load(state, checkpoint_id=url, storage_reader=bucketpoint.BucketReader(), no_dist=True),
+        lambda: plan_conversion(url, "out"),
+        lambda: plan_conversion("model.pt", url),
+    ]
+    for number, way in enumerate(ways):
+        with pytest.raises((InvalidURLError, dcp.CheckpointException)) as caught:
+            way()
+        error = getattr(caught.value, "failures", {0: (caught.value,)})[0][0]
+        assert isinstance(error, InvalidURLError), number
+        assert "Pass the URL as text" in str(error)
+    assert not accepts_url(url)
+    assert not bucketpoint.BucketWriter.validate_checkpoint_id(url)
+    assert not bucketpoint.BucketReader.validate_checkpoint_id(url)
+    for command in ("ls", "show", "verify", "gc", "adopt", "doctor"):
+        assert run([command, str(url)]) == 2
+        assert "Pass the URL as text" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["model.pt"]
+
+
+def test_one_slash_behind_file_is_the_path_behind_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for text in (f"file:{tmp_path}/a", f"local:{tmp_path}/a"):
+        for url in (text, Path(text)):
+            store, prefix = open_store(url)
+            assert isinstance(store, LocalStore)
+            assert store.url == open_store(f"file://{tmp_path}/a")[0].url
+            assert prefix == ""
+    assert parse_url(Path("file:///a/b")) == ("file", "/a/b", "")
+    with pytest.raises(InvalidURLError):
+        open_store("file:")
+
+
+@pytest.mark.parametrize("url", ["s3://bucket/home/s3:/x", "a:b/c", "./data:x/y", "c:/x", "memory://s3:/x", "run:/x"])
+def test_what_only_looks_like_a_folded_url_is_taken(url: str) -> None:
+    assert accepts_url(url)
 
 
 @pytest.mark.parametrize("way", ["save", "load", "latest_checkpoint", "doctor", "ls"])

@@ -35,6 +35,12 @@ _INSTALL = {
 # RFC 3986, section 3.1. One letter is a Windows drive.
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+)(://|::)")
 
+# What a `Path` makes of a URL, alone or behind folders: `s3:/bucket`, `/home/me/s3:/bucket`; `s3:` of `s3://`.
+_FOLDED = re.compile(r"(?:^|/|::)([A-Za-z][A-Za-z0-9+.-]+):(?:/(?!/)|$)")
+_LOCAL_SCHEMES = ("file", "local")
+# RFC 8089 allows one slash, and there the path is the same.
+_LOCAL = re.compile(rf"({'|'.join(_LOCAL_SCHEMES)}):(?=/[^/])", re.IGNORECASE)
+
 
 def parse_url(url: str | os.PathLike[str]) -> tuple[str, str, str]:
     """Split a URL into its scheme (empty for a bare path), its root, and the key prefix below the root.
@@ -42,14 +48,18 @@ def parse_url(url: str | os.PathLike[str]) -> tuple[str, str, str]:
     The root of an `s3://` or `gs://` URL is its bucket, and the key prefix is the rest as it stands: nothing is
     decoded, `?` and `#` are letters like any other, and `//` stays. Slashes at its end are dropped: `prefix/` and
     `prefix` are the same checkpoint. With any other scheme all of the path is the root, and the key prefix is empty.
+    `file:/path` is `file:///path`.
 
     Raises:
-        InvalidURLError: the URL names no bucket, is empty, or holds a password.
+        InvalidURLError: the URL names no bucket, is empty, holds a password, or has lost a slash.
     """
     text = os.fspath(url)
-    _refuse_password(text)
+    _refuse_mistaken(text)
     if "\0" in text:
         raise InvalidURLError("the URL holds a zero byte", remedy="Pass something like s3://bucket/prefix")
+    local = _LOCAL.match(text)
+    if local is not None:
+        return local[1].lower(), text[local.end() :], ""
     match = _SCHEME.match(text)
     if match is None or match[2] == "::":
         if not text:
@@ -78,7 +88,7 @@ def accepts_url(url: str | os.PathLike[str], schemes: Sequence[str] = ()) -> boo
         return False
     # Of a chain of URLs the first.
     match = _SCHEME.match(os.fspath(url))
-    return match is None or match[1].lower() in {*S3_SCHEMES, *GCS_SCHEMES, *_INSTALL, *fsspec.available_protocols()}
+    return match is None or _is_known(match[1])
 
 
 def open_store(
@@ -101,7 +111,7 @@ def open_store(
         BucketpointError: an option is not known.
     """
     if fs is not None:
-        _refuse_password(os.fspath(url))
+        _refuse_mistaken(os.fspath(url))
         if schemes and parse_url(url)[0]:
             _check_scheme(url, schemes)
         return _store_on(fs, fs._strip_protocol(os.fspath(url))), ""
@@ -110,7 +120,7 @@ def open_store(
         return S3Store(root, S3Options.from_storage_options(storage_options)), prefix
     if scheme in GCS_SCHEMES and _has_gcs():
         return GCSStore(root, GCSOptions.from_storage_options(storage_options)), prefix
-    if scheme in ("", "file", "local") and not storage_options and "::" not in root:
+    if scheme in ("", *_LOCAL_SCHEMES) and not storage_options and "::" not in root:
         return LocalStore(_absolute(root)), ""
     failure: BucketpointError
     options = dict(storage_options or {})
@@ -139,7 +149,21 @@ def open_store(
     raise failure
 
 
-def _refuse_password(url: str) -> None:
+def _is_known(scheme: str) -> bool:
+    return scheme.lower() in {*S3_SCHEMES, *GCS_SCHEMES, *_INSTALL, *fsspec.available_protocols()}
+
+
+def _refuse_mistaken(url: str) -> None:
+    first = _SCHEME.match(url)
+    # Behind `s3://` all is a key, which may look like anything.
+    folded = _FOLDED.search(url) if first is None or first[2] == "::" else None
+    if folded is not None and _LOCAL.match(url) is None and _is_known(folded[1]):
+        scheme, path = folded[1], url[folded.end() :]
+        raise InvalidURLError(
+            f"this is a local path and looks like a {scheme}:// URL that went through a Path, which drops a slash",
+            url=url,
+            remedy=f"Pass the URL as text: {scheme}://{path or 'bucket/prefix'}",
+        )
     if holds_password(url):
         raise InvalidURLError(
             "the URL holds a password",
