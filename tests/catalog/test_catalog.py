@@ -70,7 +70,7 @@ def test_restoring_the_latest_costs_a_listing_per_thousand_and_at_most_two_reads
     newest = next(catalog.candidates())
     assert newest.step == count - 1
     # The metadata of the attempt under way is looked for. The GET of the load comes next.
-    assert store.calls == {"list": -(-(count + 1) // 1000), "get": 1}
+    assert store.calls == {"list": -(-(count + 1) // 1000), "list_folders": 1, "get": 1}
 
 
 def test_a_commit_whose_coordinator_died_before_the_record_is_restored_from_all_the_same(store: MemoryStore) -> None:

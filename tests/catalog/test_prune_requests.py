@@ -56,9 +56,11 @@ def test_a_checkpoint_of_64_objects_costs_few_requests_besides_its_tombstone(
     assert two - one == uncommit + Counter(PutObject=2, ListObjects=1, DeleteObjects=batches)
 
 
-def test_the_newest_checkpoint_is_found_by_one_listing(catalog: Catalog, proxy: FaultProxy) -> None:
+def test_the_newest_checkpoint_is_found_by_a_listing_of_records_and_one_of_folders(
+    catalog: Catalog, proxy: FaultProxy
+) -> None:
     for step in (100, 200, 300):
         save(catalog, step)
     proxy.clear()
     assert next(catalog.candidates()).step == 300
-    assert sent(proxy) == Counter(ListObjects=1)
+    assert sent(proxy) == Counter(ListObjects=2)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Collection
 from dataclasses import replace
 
 from bucketpoint.catalog.catalog import Catalog
@@ -67,11 +68,14 @@ def _may_be_younger(one: Checkpoint, youngest: Checkpoint) -> bool:
     return one.written is not None and youngest.written is not None and one.written > youngest.written
 
 
-def adopt(catalog: Catalog) -> list[str]:
+def adopt(catalog: Catalog, steps: Collection[int] | None = None) -> list[str]:
     """Write the missing records of all checkpoints below the root, whoever saved them. Returns their folders.
 
     A folder is taken whose whole name fits the template and which has a readable `.metadata`. One LIST for each 1,000
     folders; one GET and one PUT for each without a record.
+
+    Args:
+        steps: only those of these steps.
     """
     snapshot = catalog.snapshot()
     recorded = {one.folder for one in snapshot.checkpoints}
@@ -80,7 +84,7 @@ def adopt(catalog: Catalog) -> list[str]:
     adopted = []
     for folder in catalog.folders():
         step = catalog.template.step_of(folder)
-        if step is None or folder in recorded or folder in going:
+        if step is None or folder in recorded or folder in going or (steps is not None and step not in steps):
             continue
         record = metadata_record(catalog, folder)
         if record is not None:

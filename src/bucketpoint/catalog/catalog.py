@@ -6,10 +6,10 @@ import os
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from bucketpoint.catalog.snapshot import Attempt, Checkpoint, Snapshot, read_notes, read_steps
+from bucketpoint.catalog.snapshot import Checkpoint, Snapshot, read_notes, read_steps
 from bucketpoint.errors import (
     CorruptDataError,
     InvalidURLError,
@@ -21,7 +21,9 @@ from bucketpoint.format import catalogue, keys
 from bucketpoint.format.catalogue import StepTemplate
 from bucketpoint.format.deletion_marker import MARKER_HEAD_BYTES, is_marker
 from bucketpoint.stores import ObjectInfo, Store, open_store
+from bucketpoint.transfer import TransferOptions
 from bucketpoint.transfer.checksum import crc32c
+from bucketpoint.transfer.pieces import each
 
 _STEP = re.compile(r"(?:.*\D)?(\d+)")
 
@@ -112,44 +114,54 @@ class Catalog:
         notes = read_notes(self._listed(catalogue.NOTES))
         return self.steps().with_notes(notes)
 
+    def with_unrecorded(self, snapshot: Snapshot) -> Snapshot:
+        """The snapshot with the checkpoints besides that have no record: of plain writers, of torch, of dead ranks.
+
+        One LIST for each 1,000 folders, and one small GET for each folder without a record, several at a time.
+        """
+        found: list[Checkpoint] = []
+
+        def look(folder: str) -> None:
+            one = self._unrecorded(folder)
+            if one is not None:
+                found.append(one)
+
+        each(self._without_record(snapshot), look, TransferOptions())
+        both = sorted([*snapshot.checkpoints, *found], key=lambda one: one.order)
+        return replace(snapshot, checkpoints=tuple(both))
+
     def candidates(self, kind: str = "full") -> Iterator[Checkpoint]:
         """Checkpoints that one may restore from, newest first, and those that a tombstone will delete after all others.
 
-        A record's `.metadata` is not looked at: whoever loads it finds out, and asks for the next. A step that has an
-        attempt under way and no record may be committed all the same, so its `.metadata` is: one small GET each. Where
-        there is no record at all, the folders are listed, and each is looked at until the caller has enough.
+        A record's `.metadata` is not looked at: whoever loads it finds out, and asks for the next. That of a folder
+        without a record is, once the caller gets there: one small GET each.
         """
         snapshot = self.steps()
-        records = sorted((one for one in snapshot.checkpoints if one.kind == kind), key=lambda one: one.order)
-        known = {one.folder for one in snapshot.checkpoints}
-        attempts = {one.folder: one for one in snapshot.attempts if one.folder not in known}
         # A run that went back discards its highest steps, and must not go on from there after all.
         going = snapshot.going()
+        leaving = {folder for folder, _ in going}
+        # Of equal steps the record is sure.
+        ranked: list[tuple[bool, int, bool, Checkpoint | str]] = [
+            ((one.folder, one.id) not in going, one.step, True, one) for one in snapshot.checkpoints if one.kind == kind
+        ]
+        for folder in self._without_record(snapshot):
+            ranked.append((folder not in leaving, self.template.step_of(folder) or 0, False, folder))
+        for *_, one in sorted(ranked, key=lambda entry: entry[:3], reverse=True):
+            checkpoint = self._unrecorded(one, kind) if isinstance(one, str) else one
+            if checkpoint is not None:
+                yield checkpoint
 
-        def rank(one: Checkpoint | Attempt) -> tuple[bool, int, bool]:
-            if not isinstance(one, Checkpoint):
-                return True, one.step, False
-            # Of equal steps the record is sure.
-            return (one.folder, one.id) not in going, one.step, True
+    def _without_record(self, snapshot: Snapshot) -> list[str]:
+        """Folders of the run that may hold a checkpoint and have no record. One LIST for each 1,000 folders."""
+        known = {one.folder for one in snapshot.checkpoints}
+        return sorted({*self.folders(), *(one.folder for one in snapshot.attempts)} - known)
 
-        found: list[Checkpoint | Attempt] = sorted([*records, *attempts.values()], key=rank, reverse=True)
-        for one in found:
-            if isinstance(one, Checkpoint):
-                yield one
-                continue
-            committed = self.metadata_info(one.folder)
-            if committed is not None:
-                yield _unrecorded(one.step, one.folder, kind, committed)
-        if not snapshot.checkpoints:
-            # A run without a catalogue, or with one that was lost, is no reason to begin from scratch.
-            yield from self._uncatalogued(kind, passed=set(attempts))
-
-    def _uncatalogued(self, kind: str, passed: set[str]) -> Iterator[Checkpoint]:
-        found = [(self.template.step_of(folder) or 0, folder) for folder in self.folders() if folder not in passed]
-        for step, folder in sorted(found, reverse=True):
-            committed = self.metadata_info(folder)
-            if committed is not None:
-                yield _unrecorded(step, folder, kind, committed)
+    def _unrecorded(self, folder: str, kind: str = "full") -> Checkpoint | None:
+        """What is known of a commit without reading its metadata: not which attempt it was, nor what it holds."""
+        committed, step = self.metadata_info(folder), self.template.step_of(folder)
+        if committed is None or step is None:
+            return None
+        return Checkpoint(step, committed.modified or 0.0, "", kind, catalogue.mark_of(committed.etag), folder)
 
     def folders(self) -> list[str]:
         """The run's checkpoint folders, whole or not, in the order of their names. One LIST for each 1,000."""
@@ -222,11 +234,6 @@ def other_run(catalog: Catalog, owner: str | None) -> OtherRunError:
     else:
         remedy = f"If it is the same run, say so once: bucketpoint name {catalog.url} {catalog.run}; else {apart}"
     return OtherRunError(f"These are the checkpoints of {whose}, and {mine}", url=catalog.url, remedy=remedy)
-
-
-def _unrecorded(step: int, folder: str, kind: str, committed: ObjectInfo) -> Checkpoint:
-    """What is known of a commit without reading its metadata: not which attempt it was, nor what it holds."""
-    return Checkpoint(step, committed.modified or 0.0, "", kind, catalogue.mark_of(committed.etag), folder)
 
 
 def open_catalog(

@@ -60,6 +60,9 @@ def _named(catalog: Catalog, step: int) -> Choice:
         return Choice(step, there[step])
     folder = catalog.template.folder(step)
     if catalog.metadata_info(folder) is None:
+        there = {one.step: one.folder for one in catalog.with_unrecorded(catalog.steps()).checkpoints}
+        if step in there:
+            return Choice(step, there[step])
         raise CheckpointNotFoundError(
             f"There is no checkpoint of step {step}",
             url=catalog.url_of_folder(folder),

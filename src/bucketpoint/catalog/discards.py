@@ -60,17 +60,23 @@ def damaged(catalog: Catalog, checkpoint: Checkpoint, reason: str) -> Discard | 
 
     One small GET, and one of the whole `.metadata` where that is not what the record says.
     """
+    found = _as_committed(catalog, checkpoint)
+    return None if found is None else Discard(found, reason, damaged=True)
+
+
+def _as_committed(catalog: Catalog, checkpoint: Checkpoint) -> Checkpoint | None:
+    """The checkpoint with the id and the mark that its `.metadata` has now. None if another one is there by now."""
     committed = catalog.metadata_info(checkpoint.folder)
     if committed is None:
-        return Discard(checkpoint, reason, damaged=True) if checkpoint.key is not None else None
+        return checkpoint if checkpoint.key is not None else None
     mark = catalogue.mark_of(committed.etag)
     if checkpoint.key is not None and mark == checkpoint.mark:
-        return Discard(checkpoint, reason, damaged=True)
+        return checkpoint
     record = metadata_record(catalog, checkpoint.folder)
     token = checkpoint.id if record is None else record.token or ""
     if checkpoint.id and token != checkpoint.id:
         return None
-    return Discard(replace(checkpoint, id=token, mark=mark), reason, damaged=True)
+    return replace(checkpoint, id=token, mark=mark)
 
 
 def is_as_written(catalog: Catalog, checkpoint: Checkpoint) -> bool:
@@ -78,12 +84,16 @@ def is_as_written(catalog: Catalog, checkpoint: Checkpoint) -> bool:
     return checkpoint.key is not None and inspect(catalog, checkpoint).problem is None
 
 
-def rolled_back(snapshot: Snapshot, step: int) -> list[Discard]:
-    """Give up the checkpoints of higher steps, of all kinds, but for those that a tombstone will delete anyway."""
+def rolled_back(catalog: Catalog, snapshot: Snapshot, step: int) -> list[Discard]:
+    """Give up the checkpoints of higher steps, of all kinds, but for those that a tombstone will delete anyway.
+
+    Two GETs for each that has no record, which alone would say which commit it is.
+    """
     going = snapshot.going()
     reason = f"training was rolled back to step {step}"
     newer = [one for one in snapshot.checkpoints if one.step > step and (one.folder, one.id) not in going]
-    return [Discard(one, reason) for one in newer]
+    known = (one if one.key is not None else _as_committed(catalog, one) for one in newer)
+    return [Discard(one, reason) for one in known if one is not None]
 
 
 def united(*groups: Iterable[Discard]) -> tuple[Discard, ...]:
@@ -105,6 +115,9 @@ def bury_discards(catalog: Catalog, discards: Collection[Discard], *, due: float
     if not dry_run:
         snapshot = _with_records(catalog, snapshot, discards)
     there = {one.folder: one for one in snapshot.checkpoints}
+    if dry_run:
+        # They would have a record by now.
+        there |= {one.checkpoint.folder: one.checkpoint for one in discards if one.checkpoint.key is None}
     going, held = snapshot.going(), snapshot.held()
     for one in discards:
         current = there.get(one.checkpoint.folder)

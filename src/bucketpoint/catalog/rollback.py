@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from bucketpoint.catalog.adopt import heal
+from bucketpoint.catalog.adopt import adopt, heal
 from bucketpoint.catalog.catalog import Catalog
 from bucketpoint.catalog.discards import Discarded, bury_discards, rolled_back
 from bucketpoint.catalog.tombstones import undo
@@ -30,6 +30,8 @@ class RolledBack:
 def roll_back(catalog: Catalog, step: int, *, grace: float, dry_run: bool = False) -> RolledBack:
     """Give all checkpoints of higher steps a tombstone, and take back that of `step`, if it has one.
 
+    Those among them that have no record get one.
+
     Args:
         grace: seconds until they go.
         dry_run: say what would be done, and change nothing.
@@ -39,16 +41,20 @@ def roll_back(catalog: Catalog, step: int, *, grace: float, dry_run: bool = Fals
         CorruptDataError: it is not whole, so that nothing is given up for it.
         GoneError: its deletion has begun.
     """
-    snapshot = catalog.snapshot() if dry_run else heal(catalog, catalog.snapshot())
+    snapshot = catalog.with_unrecorded(catalog.snapshot() if dry_run else heal(catalog, catalog.snapshot()))
+    unrecorded = [one.step for one in snapshot.unrecorded if one.step >= step]
+    if unrecorded and not dry_run:
+        adopt(catalog, unrecorded)
+        snapshot = catalog.snapshot()
     target = next((one for one in snapshot.checkpoints if one.step == step and one.kind == FULL), None)
     if target is None:
         there = ", ".join(str(one.step) for one in snapshot.checkpoints if one.kind == FULL)
         raise CheckpointNotFoundError(
-            f"There is no full checkpoint of step {step} in the catalogue",
+            f"There is no full checkpoint of step {step} in this run",
             url=catalog.url,
             remedy=f"There are {there}" if there else "See `bucketpoint ls`",
         )
-    problem = damage(catalog, inspect(catalog, target))
+    problem = damage(catalog, inspect(catalog, target)) if target.key is not None else None
     if problem is not None:
         raise CorruptDataError(
             f"Step {step} is not whole, and nothing was rolled back: of what would be the newest, {problem}",
@@ -56,7 +62,7 @@ def roll_back(catalog: Catalog, step: int, *, grace: float, dry_run: bool = Fals
             remedy="Roll back to another step; `bucketpoint verify` says what is wrong with this one",
         )
     due = catalog.clock() + grace
-    discards = rolled_back(snapshot, step)
+    discards = rolled_back(catalog, snapshot, step)
     if not dry_run and any(one.step == step for one in snapshot.notes.tombstones):
         undo(catalog, step)
     done = bury_discards(catalog, discards, due=due, dry_run=dry_run) if discards else Discarded()

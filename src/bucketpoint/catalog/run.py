@@ -53,7 +53,7 @@ def catalog_above(
     """The catalogue that the checkpoint at `url` belongs into, and the checkpoint's folder there. One LIST.
 
     None if there is no catalogue above it whose run has folders of such a name. One is not begun for a single
-    checkpoint: where a run has records, what has none is not looked for, so its neighbours would be out of sight.
+    checkpoint: no policy would see its neighbours.
 
     Raises:
         AccessDeniedError: one may not list there.

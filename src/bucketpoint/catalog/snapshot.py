@@ -151,7 +151,7 @@ class Snapshot:
     """The catalogue at `taken`.
 
     Attributes:
-        checkpoints: in order; one for each folder.
+        checkpoints: in order; one for each folder. What has no record only where it was looked for.
         superseded: records of commits that another one in the same folder has replaced.
         finished: attempts whose intent is still there although they have their record.
         runs: the names of the run whose they are. None if it has no name; more for the moment in which two claim them.
@@ -170,7 +170,7 @@ class Snapshot:
         return replace(self, notes=replace(notes, tombstones=self.notes.tombstones))
 
     def rows(self) -> list[Row]:
-        """What the rules decide on: every checkpoint that no tombstone stands for."""
+        """What the rules decide on: every checkpoint that has a record, and that no tombstone stands for."""
         going = self.going()
         # A pruner that is suspended deletes these once it wakes, whoever holds on to them now.
         begun = {(one.folder, one.id) for one in self.notes.tombstones if one.begun and one.action == DELETE}
@@ -189,10 +189,19 @@ class Snapshot:
                 leased="leased" in held.get(one.step, ()),
                 restored_from="restored from" in held.get(one.step, ()),
             )
-            for one in self.checkpoints
+            for one in self.recorded
             # A tombstone on what somebody has pinned since will be withdrawn.
             if (one.folder, one.id) not in going or (one.step in held and (one.folder, one.id) not in begun)
         ]
+
+    @property
+    def recorded(self) -> tuple[Checkpoint, ...]:
+        return tuple(one for one in self.checkpoints if one.key is not None)
+
+    @property
+    def unrecorded(self) -> tuple[Checkpoint, ...]:
+        """Checkpoints without a record, where they were looked for: no rule decides on them."""
+        return tuple(one for one in self.checkpoints if one.key is None)
 
     def going(self) -> set[tuple[str, str]]:
         """(folder, id) of what a tombstone will delete."""

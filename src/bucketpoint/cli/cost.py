@@ -29,16 +29,20 @@ LIST_PRICE = 0.023
 def cost(catalog: Catalog, price: float, policy_file: str | None, as_json: bool) -> Answer:
     """Say what a run's checkpoints take and cost a month, and what a policy would leave of them.
 
-    By their records, from two listings: what dead saves left is not counted (see gc), nor are older versions that a
-    versioned bucket keeps.
+    By their records, from three listings, and by one listing more for each checkpoint without a record. What dead saves
+    left is not counted (see gc), nor are older versions that a versioned bucket keeps.
     """
-    snapshot = catalog.snapshot()
+    from bucketpoint.catalog.survey import size_of, survey
+
+    snapshot = survey(catalog)
     going = snapshot.going()
-    sizes = {(one.folder, one.id): sum(one.groups.values()) for one in snapshot.checkpoints}
+    others = [size_of(catalog, one.folder) for one in snapshot.unrecorded]
+    sizes = {(one.folder, one.id): sum(one.groups.values()) for one in snapshot.recorded}
     document: dict[str, Any] = {
         "root": catalog.url,
         "price": price,
-        "now": _taken(list(sizes.values()), price),
+        "now": _taken([*sizes.values(), *others], price),
+        "no_record": _taken(others, price),
         "tombstoned": _taken([size for key, size in sizes.items() if key in going], price),
         "what_if": None,
     }
@@ -47,7 +51,8 @@ def cost(catalog: Catalog, price: float, policy_file: str | None, as_json: bool)
         from bucketpoint.retention import plan
 
         left = plan(read_policy(policy_file), snapshot.rows()).left()
-        document["what_if"] = _taken([row.bytes for row in left], price)
+        # What has no record stays.
+        document["what_if"] = _taken([*(row.bytes for row in left), *others], price)
     return Answer(document, _lines(document))
 
 
@@ -57,7 +62,10 @@ def _taken(sizes: list[int], price: float) -> dict[str, Any]:
 
 
 def _lines(document: dict[str, Any]) -> Iterator[str]:
-    titles = {"now": "now", "tombstoned": "of it with a tombstone", "what_if": "left by the policy"}
+    titles = {"now": "now", "no_record": "of it without a record", "tombstoned": "of it with a tombstone"}
+    titles["what_if"] = "left by the policy"
+    if not document["no_record"]["checkpoints"]:
+        del titles["no_record"]
     yield from text.table([_row(titles[name], document[name]) for name in titles if document[name]], indent=0)
     yield f"at ${document['price']} a GB-month"
 

@@ -10,6 +10,7 @@ import click
 
 from bucketpoint.cli import text
 from bucketpoint.cli.frame import Answer, command
+from bucketpoint.cli.ls import unrecorded_lines
 from bucketpoint.cli.run_options import policy_argument
 from bucketpoint.cli.work import progress_option, watched
 from bucketpoint.errors import BucketpointError
@@ -17,6 +18,7 @@ from bucketpoint.errors import BucketpointError
 if TYPE_CHECKING:
     from bucketpoint.catalog.catalog import Catalog
     from bucketpoint.catalog.prune_report import Pruned
+    from bucketpoint.catalog.snapshot import Snapshot
     from bucketpoint.retention import Plan, RetentionPolicy, Verdict
 
 
@@ -32,18 +34,20 @@ def plan(policy: RetentionPolicy, catalog: Catalog, picture: str | None, as_json
     with 1 where the circuit breaker (max_delete) would refuse: a prune then carries out a few of the deletions.
     """
     from bucketpoint.catalog.pruning import judged
+    from bucketpoint.catalog.survey import survey
 
     if picture is not None and not picture.endswith(".svg"):
         raise click.BadParameter(f"{picture!r} does not end in .svg, the one format there is", param_hint="--plot")
-    made, verdict = judged(policy, catalog.snapshot().rows())
+    snapshot = survey(catalog)
+    made, verdict = judged(policy, snapshot.rows())
     judgement = {"allowed": verdict.allowed, "unasked": verdict.unasked, "verdict": verdict.why}
-    document = {"root": catalog.url, **made.to_dict(), **judgement}
+    document = {"root": catalog.url, **made.to_dict(), **judgement, "unrecorded": _unrecorded(catalog, snapshot)}
     # The engine's own version of the plan, beside that of the command's document.
     document["plan_version"] = document.pop("version")
     document["plot"] = picture
     if picture is not None:
         _draw(made, catalog.url, picture)
-    return Answer(document, _plan_lines(made, verdict, picture), ok=verdict.allowed)
+    return Answer(document, _plan_lines(made, verdict, document, picture), ok=verdict.allowed)
 
 
 @command("prune")
@@ -64,11 +68,15 @@ def prune(
     import socket
 
     from bucketpoint.catalog.pruning import judged, prune_by
+    from bucketpoint.catalog.survey import survey
 
+    # Before the lock is written: a mistyped root would be made by it.
+    snapshot = survey(catalog)
+    others = _unrecorded(catalog, snapshot)
     if dry_run:
-        made, verdict = judged(policy, catalog.snapshot().rows())
-        document = {"root": catalog.url, "dry_run": True, **_counts(made), "verdict": verdict.why}
-        return Answer(document, _plan_lines(made, verdict), ok=verdict.allowed or yes)
+        made, verdict = judged(policy, snapshot.rows())
+        document = {"root": catalog.url, "dry_run": True, **_counts(made), "verdict": verdict.why, "unrecorded": others}
+        return Answer(document, _plan_lines(made, verdict, document), ok=verdict.allowed or yes)
     with watched(catalog, progress) as at:
         done = prune_by(at, policy, holder=f"{socket.gethostname()}-{os.getpid()}", force=yes)
     refused = done.verdict is not None and not done.verdict.allowed and not yes
@@ -78,6 +86,7 @@ def prune(
         "stopped": done.done.stopped,
         "verdict": done.verdict.why if done.verdict is not None else None,
         **_done(done.done),
+        "unrecorded": others,
     }
     fine = done.done.stopped is None and not refused and not done.done.failures
     return Answer(document, _done_lines(document, refused=refused), ok=fine)
@@ -98,12 +107,17 @@ def _draw(made: Plan, root: str, picture: str) -> None:
         ) from error
 
 
-def _plan_lines(made: Plan, verdict: Verdict, picture: str | None = None) -> Iterator[str]:
+def _unrecorded(catalog: Catalog, snapshot: Snapshot) -> list[str]:
+    return [catalog.url_of_folder(one.folder) for one in snapshot.unrecorded]
+
+
+def _plan_lines(made: Plan, verdict: Verdict, document: dict[str, Any], picture: str | None = None) -> Iterator[str]:
     for one in made.entries:
         why = "; ".join(map(str, one.reasons)) if one.action == "keep" else str(one.miss)
         yield f"{one.action:<7}step {one.row.step}  {text.size(one.row.bytes)}  {why}"
     kept, thinned, deleted = len(made.kept), len(made.thinned), len(made.deleted)
     yield f"{kept} kept, {thinned} thinned, {deleted} deleted: {text.size(made.freed_bytes)} are freed"
+    yield from unrecorded_lines(document["root"], len(document["unrecorded"]))
     if picture is not None:
         yield f"drawn: {picture}"
     if not verdict.allowed:
@@ -155,3 +169,4 @@ def _done_lines(document: dict[str, Any], *, refused: bool) -> Iterator[str]:
         yield f"not deleted: {one['key']} ({one['code']} {one['message']}); the next prune tries again"
     if quiet and not refused:
         yield "nothing to do"
+    yield from unrecorded_lines(document["root"], len(document["unrecorded"]))

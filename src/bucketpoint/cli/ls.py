@@ -23,9 +23,11 @@ if TYPE_CHECKING:
 def ls(catalog: Catalog, everything: bool, as_json: bool) -> Answer:
     """List a run's checkpoints, the oldest first: sizes, metrics, and what holds them or is about to delete them.
 
-    Two listings, and no object is read.
+    Three listings, and of each checkpoint without a record the beginning of its `.metadata`.
     """
-    snapshot = catalog.snapshot()
+    from bucketpoint.catalog.survey import survey
+
+    snapshot = survey(catalog)
     rows = list(_rows(snapshot, catalog))
     document: dict[str, Any] = {"root": catalog.url, "run": min(snapshot.runs, default=None), "checkpoints": rows}
     if everything:
@@ -50,10 +52,11 @@ def _rows(snapshot: Snapshot, catalog: Catalog) -> Iterator[dict[str, Any]]:
             "step": one.step,
             "url": catalog.url_of_folder(one.folder),
             "created": one.created,
+            "recorded": one.key is not None,
             "kind": one.kind,
-            "bytes": sum(one.groups.values()),
+            "bytes": sum(one.groups.values()) if one.key is not None else None,
             "groups": dict(one.groups),
-            "token": one.id,
+            "token": one.id or None,
             "metrics": {name: json_number(value) for name, value in sorted(metrics.get(one.step, {}).items())},
             "held": sorted(held.get(one.step, ())),
             "tombstone": {"action": tombstone.action, "due": tombstone.due} if tombstone is not None else None,
@@ -63,20 +66,22 @@ def _rows(snapshot: Snapshot, catalog: Catalog) -> Iterator[dict[str, Any]]:
 def _lines(document: dict[str, Any]) -> Iterator[str]:
     rows = document["checkpoints"]
     if not rows:
-        yield f"no checkpoint of {document['root']} is in its catalogue; `bucketpoint adopt` looks for others"
+        yield f"no save to {document['root']} has committed yet; --all shows those under way or dead"
     else:
         yield from text.table(
             [("step", "saved", "kind", "size", "metrics", ""), *map(_row, rows)],
             indent=0,
         )
-        total = sum(row["bytes"] for row in rows)
-        yield f"{text.count(len(rows), 'checkpoint')}, {text.size(total)}"
+        total = sum(row["bytes"] or 0 for row in rows)
+        missing = sum(not row["recorded"] for row in rows)
+        yield f"{text.count(len(rows), 'checkpoint')}, {text.size(total)}" + (" and unknown sizes" if missing else "")
+        yield from unrecorded_lines(document["root"], missing)
     for one in document.get("attempts", ()):
         yield f"step {one['step']}: a save that began {text.when(one['started'])} and has not committed"
 
 
 def _row(row: dict[str, Any]) -> tuple[str, ...]:
-    marks = list(row["held"])
+    marks = ([] if row["recorded"] else ["no record"]) + row["held"]
     if row["tombstone"]:
         gone = "goes" if row["tombstone"]["action"] == "delete" else "is thinned"
         marks.append(f"{gone} {text.when(row['tombstone']['due'])}")
@@ -84,4 +89,12 @@ def _row(row: dict[str, Any]) -> tuple[str, ...]:
         f"{name}={value:.6g}" if isinstance(value, float) else f"{name}={value}"
         for name, value in row["metrics"].items()
     )
-    return str(row["step"]), text.when(row["created"]), row["kind"], text.size(row["bytes"]), metrics, ", ".join(marks)
+    size = "unknown" if row["bytes"] is None else text.size(row["bytes"])
+    return str(row["step"]), text.when(row["created"]), row["kind"], size, metrics, ", ".join(marks)
+
+
+def unrecorded_lines(root: str, count: int) -> Iterator[str]:
+    """Tell of checkpoints without a record, which no policy decides on."""
+    if count:
+        remedy = f"`bucketpoint adopt {root}` records what has none"
+        yield f"without a record, so that no policy deletes any of it: {text.count(count, 'checkpoint')}; {remedy}"

@@ -89,11 +89,11 @@ def report(catalog: Catalog, step: int, metrics: Sequence[str], as_json: bool) -
     from bucketpoint.catalog import notes
 
     values = dict(map(_pair, metrics))
-    there = any(one.step == step for one in catalog.steps().checkpoints)
+    there = _is_there(catalog, step)
     notes.report(catalog, step, values)
     lines = [f"step {step}: " + ", ".join(f"{name}={value!r}" for name, value in values.items())]
     if not there:
-        lines.append(f"there is no checkpoint of step {step} in the catalogue; if one comes, it has these")
+        lines.append(f"there is no checkpoint of step {step}; if one comes, it has these")
     told = {name: json_number(value) for name, value in values.items()}
     return Answer({"step": step, "metrics": told, "checkpoint": there}, lines)
 
@@ -113,7 +113,14 @@ def _wrong(text: str) -> tuple[str, float]:
 def _must_be_there(catalog: Catalog, step: int) -> None:
     from bucketpoint.errors import CheckpointNotFoundError
 
-    if not any(one.step == step for one in catalog.steps().checkpoints):
+    if not _is_there(catalog, step):
         raise CheckpointNotFoundError(
-            f"There is no checkpoint of step {step} in the catalogue", url=catalog.url, remedy="See `bucketpoint ls`"
+            f"There is no checkpoint of step {step}", url=catalog.url, remedy="See `bucketpoint ls`"
         )
+
+
+def _is_there(catalog: Catalog, step: int) -> bool:
+    snapshot = catalog.steps()
+    if any(one.step == step for one in snapshot.checkpoints):
+        return True
+    return any(one.step == step for one in catalog.with_unrecorded(snapshot).checkpoints)

@@ -64,7 +64,11 @@ def _lines(document: dict[str, Any]) -> Iterator[str]:
 def adopt(catalog: Catalog, as_json: bool) -> Answer:
     """Put checkpoints into the catalogue that lack a record: of other writers, or after the catalogue was lost."""
     from bucketpoint.catalog.adopt import adopt as adopted
+    from bucketpoint.catalog.survey import survey
 
     folders = adopted(catalog)
+    if not folders:
+        # Nothing to adopt is fine, and no run at all is not.
+        survey(catalog)
     urls = [catalog.url_of_folder(folder) for folder in folders]
     return Answer({"root": catalog.url, "adopted": urls}, [*urls, f"{text.count(len(urls), 'checkpoint')} adopted"])

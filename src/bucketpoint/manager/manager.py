@@ -238,10 +238,13 @@ class CheckpointManager:
     # -- what there is ------------------------------------------------------------------------------------------------
 
     def steps(self) -> list[int]:
-        """Steps of all full checkpoints, the oldest first. All ranks; the coordinator asks the store."""
+        """Steps of all full checkpoints, with a record or without, the oldest first.
+
+        All ranks; the coordinator asks the store.
+        """
 
         def listed() -> list[int]:
-            snapshot: Snapshot = self.catalog.steps()
+            snapshot: Snapshot = self.catalog.with_unrecorded(self.catalog.steps())
             return [one.step for one in snapshot.checkpoints if one.kind == FULL]
 
         return self._ranks.told(listed)

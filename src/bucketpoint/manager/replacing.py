@@ -42,7 +42,9 @@ class Replacing:
         self.rolled_back_to = None
 
     def allowed(self, step: int, *, overwrite: bool, newer: Newer) -> bool:
-        """Whether the save of a step may replace a checkpoint of that step. One LIST, two after a rollback.
+        """Whether the save of a step may replace a checkpoint of that step.
+
+        Two LISTs, three after a rollback, and one small GET for each checkpoint without a record.
 
         Raises:
             CheckpointExistsError: the step is committed.
@@ -53,10 +55,13 @@ class Replacing:
         given_up = {one.name: one for one in self._pruner.given_up}
         back = given_up or self.rolled_back_to is not None
         # What somebody holds on to, the notes say.
-        snapshot = self._catalog.snapshot() if back else self._catalog.steps()
+        snapshot = self._catalog.with_unrecorded(self._catalog.snapshot() if back else self._catalog.steps())
         there = [one.step for one in snapshot.checkpoints] + [one.checkpoint.step for one in given_up.values()]
         self._looked, self._highest = True, max(there, default=None)
         gone = snapshot.going() | given_up.keys()
+        # What has no record has no id in a snapshot.
+        folders = {one.checkpoint.folder for one in given_up.values() if one.checkpoint.key is None}
+        gone |= {(one.folder, one.id) for one in snapshot.unrecorded if one.folder in folders}
         for one in snapshot.checkpoints:
             if one.step == step and not overwrite:
                 self._refuse_to_replace(one, snapshot, gone)
@@ -69,14 +74,15 @@ class Replacing:
                 remedy=f'{_SAY_SO} and they get a tombstone; save(..., newer="keep") leaves them the latest',
             )
         if newer == "discard":
-            self._pruner.give_up(rolled_back(snapshot, step))
+            self._pruner.give_up(rolled_back(self._catalog, snapshot, step))
         return overwrite or step in there
 
     def _refuse_to_replace(self, one: Checkpoint, snapshot: Snapshot, gone: set[tuple[str, str]]) -> None:
         """Raise if a checkpoint may not be replaced unasked: somebody holds on to it, or nobody has given it up."""
         held = sorted(snapshot.held().get(one.step, set()) & HOLDS)
         given_up = (one.folder, one.id) in gone or one.step == self.rolled_back_to
-        damaged = any(each.damaged for each in self._pruner.given_up if each.name == (one.folder, one.id))
+        same = [each for each in self._pruner.given_up if each.checkpoint.folder == one.folder]
+        damaged = any(each.damaged and (one.key is None or each.checkpoint.id == one.id) for each in same)
         if damaged or (given_up and not held):
             return
         replaces = "save(..., overwrite=True) replaces it"

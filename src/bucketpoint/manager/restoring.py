@@ -126,7 +126,7 @@ def restored(
 
 
 def _newer(catalog: Catalog, step: int) -> list[Discard]:
-    return rolled_back(catalog.steps(), step)
+    return rolled_back(catalog, catalog.with_unrecorded(catalog.steps()), step)
 
 
 def _is_as_written(catalog: Catalog, one: Choice) -> bool:

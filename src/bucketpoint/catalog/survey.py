@@ -1,0 +1,55 @@
+"""What there is of a run, whoever saved it: records and notes, checkpoints without a record, or nothing at all."""
+
+from __future__ import annotations
+
+from itertools import islice
+
+from bucketpoint.catalog.catalog import Catalog, committed_info
+from bucketpoint.catalog.snapshot import Notes, Snapshot
+from bucketpoint.errors import CheckpointNotFoundError
+from bucketpoint.format import keys
+
+_NAMED_AT_MOST = 3
+
+
+def survey(catalog: Catalog) -> Snapshot:
+    """The snapshot of a run that is there, with the checkpoints that have no record.
+
+    Three LISTs for each 1,000, and one small GET for each folder without a record.
+
+    Raises:
+        CheckpointNotFoundError: nothing of the run is there: no checkpoint, no save and no note.
+    """
+    snapshot = catalog.with_unrecorded(catalog.snapshot())
+    noted = snapshot.notes != Notes() or snapshot.attempts or snapshot.finished or snapshot.runs
+    if not snapshot.checkpoints and not noted and not catalog.folders():
+        raise _nothing(catalog)
+    return snapshot
+
+
+def size_of(catalog: Catalog, folder: str) -> int:
+    """Bytes of the data in the folder of a checkpoint without a record. One LIST for each 1,000 objects."""
+    listed = catalog.objects_of(folder)
+    # What lies deeper and has no token may be another run's.
+    data = (path for path in listed if keys.token_of(path) or ("/" not in path and keys.may_be_data(path)))
+    return sum(listed[path].size for path in data)
+
+
+def _nothing(catalog: Catalog) -> CheckpointNotFoundError:
+    if committed_info(catalog.store, catalog.key(keys.METADATA)) is not None:
+        return CheckpointNotFoundError(
+            "This is a checkpoint and not a run",
+            url=catalog.url,
+            remedy="Name the folder above it, or look at it with `bucketpoint show`",
+        )
+    above = catalog.key("")
+    names = [name[len(above) :].rstrip("/") for name in islice(catalog.store.list_folders(above), _NAMED_AT_MOST)]
+    if names:
+        return CheckpointNotFoundError(
+            f"No folder here is named {catalog.template.text}; there are {', '.join(names)}",
+            url=catalog.url,
+            remedy="Check the URL, or say how the run's folders are named (--step-dir, layout: {step_dir: ...})",
+        )
+    return CheckpointNotFoundError(
+        "There is no run here: nothing lies below this URL", url=catalog.url, remedy="Check the URL"
+    )

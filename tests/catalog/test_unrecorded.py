@@ -1,0 +1,109 @@
+"""Checkpoints without a record, of plain writers and of torch: seen, restored, and deleted by no policy."""
+
+from __future__ import annotations
+
+import hashlib
+from datetime import timedelta
+
+import pytest
+
+from bucketpoint.catalog.catalog import Catalog
+from bucketpoint.catalog.pruner import Order, prune
+from bucketpoint.catalog.pruning import PruneWorker
+from bucketpoint.catalog.survey import survey
+from bucketpoint.errors import CheckpointNotFoundError
+from bucketpoint.format.deletion_marker import DeletionMarker
+from bucketpoint.retention import Keep, Prune, RetentionPolicy
+from catalog.memory import START, MemoryStore, memory_catalog, metadata_bytes, save
+
+
+@pytest.fixture
+def store() -> MemoryStore:
+    return MemoryStore()
+
+
+def save_plainly(catalog: Catalog, store: MemoryStore, step: int) -> None:
+    """What a writer without a catalogue leaves: data and `.metadata`."""
+    data, objects = metadata_bytes(f"{step:012x}", 1)
+    for path, body in {".metadata": data, **objects}.items():
+        key = catalog.key(f"step-{step}/{path}")
+        store.objects[key] = (body, hashlib.md5(body, usedforsecurity=False).hexdigest(), START + step)
+
+
+def test_the_newest_of_a_mixed_run_is_found_whoever_saved_it(store: MemoryStore) -> None:
+    catalog = memory_catalog(store)
+    for step in (1, 3, 5):
+        save(catalog, step)
+    for step in (2, 4, 6):
+        save_plainly(catalog, store, step)
+    assert [one.step for one in catalog.candidates()] == [6, 5, 4, 3, 2, 1]
+    snapshot = catalog.with_unrecorded(catalog.snapshot())
+    assert [one.step for one in snapshot.checkpoints] == [1, 2, 3, 4, 5, 6]
+    assert [one.step for one in snapshot.unrecorded] == [2, 4, 6]
+    # The rules decide on none of them.
+    assert [row.step for row in snapshot.rows()] == [1, 3, 5]
+
+
+def test_looking_for_what_has_no_record_costs_a_listing_and_a_read_for_each(store: MemoryStore) -> None:
+    catalog = memory_catalog(store)
+    for step in (1, 2, 3):
+        save(catalog, step)
+    store.calls.clear()
+    survey(catalog)
+    assert store.calls == {"list": 2, "list_folders": 1}
+    save_plainly(catalog, store, 4)
+    save_plainly(catalog, store, 5)
+    store.calls.clear()
+    survey(catalog)
+    assert store.calls == {"list": 2, "list_folders": 1, "get": 2}
+    store.calls.clear()
+    assert next(catalog.candidates()).step == 5
+    assert store.calls == {"list": 1, "list_folders": 1, "get": 1}
+
+
+def test_folders_without_metadata_or_with_a_deletions_marker_hold_no_checkpoint(store: MemoryStore) -> None:
+    catalog = memory_catalog(store)
+    save(catalog, 1)
+    store.objects[catalog.key("step-2/data/00/x")] = (b"x", "e", START)
+    marker = DeletionMarker("0" * 12, START, "by the retention policy", (), ()).encode()
+    store.objects[catalog.metadata_key("step-3")] = (marker, "e", START)
+    assert [one.step for one in survey(catalog).checkpoints] == [1]
+    assert [one.step for one in catalog.candidates()] == [1]
+
+
+def test_a_pruner_deletes_nothing_that_has_no_record(store: MemoryStore) -> None:
+    catalog = memory_catalog(store)
+    for step in (1, 5):
+        save(catalog, step)
+    for step in (2, 4):
+        save_plainly(catalog, store, step)
+    there = survey(catalog).checkpoints
+    done = prune(catalog, lambda rows: [Order(one.step, one.id) for one in there[:-1]], grace=0, holder="me")
+    assert [step for step, _ in done.deleted] == [1]
+    assert [one.step for one in survey(catalog).checkpoints] == [2, 4, 5]
+
+
+def test_a_rollback_discards_what_has_no_record_as_well(store: MemoryStore) -> None:
+    catalog = memory_catalog(store)
+    save(catalog, 1)
+    save_plainly(catalog, store, 4)
+    save(catalog, 2)
+    policy = RetentionPolicy(Keep(100), prune=Prune(when="manual", grace=timedelta(hours=1)))
+    PruneWorker(catalog, policy).after_commit(2, {4})
+    assert [one.step for one in catalog.candidates()] == [2, 1, 4]
+
+
+def test_what_is_not_there_is_named(store: MemoryStore) -> None:
+    catalog = memory_catalog(store)
+    with pytest.raises(CheckpointNotFoundError, match="nothing lies below") as caught:
+        survey(catalog)
+    assert caught.value.url == catalog.url
+    store.objects[catalog.key("epoch-1/.metadata")] = (metadata_bytes("0" * 12)[0], "e", START)
+    with pytest.raises(CheckpointNotFoundError, match=r"No folder here is named step-\{step\}; there are epoch-1"):
+        survey(catalog)
+    store.objects[catalog.key(".metadata")] = (metadata_bytes("0" * 12)[0], "e", START)
+    with pytest.raises(CheckpointNotFoundError, match="a checkpoint and not a run"):
+        survey(catalog)
+    # A save that never committed is a trace of a run.
+    store.objects[catalog.key("step-2/data/00/x")] = (b"x", "e", START)
+    assert survey(catalog).checkpoints == ()

@@ -1,0 +1,98 @@
+"""Checkpoints of plain writers and of torch in `ls`, `cost`, `plan` and `prune`, and runs that are not there."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from cli.conftest import Program, save
+from cli.test_retention import save_run, write
+
+
+def save_with_torch(path: Path) -> None:
+    dcp.save({"w": torch.ones(10)}, storage_writer=dcp.FileSystemWriter(path), no_dist=True)
+
+
+@pytest.fixture
+def mixed(tmp_path: Path) -> str:
+    """A run of a manager's steps 1 to 3, a plain writer's 4 and torch's own 5; 6 never committed."""
+    root = tmp_path / "run"
+    save_run(str(root), 1, 2, 3)
+    save(str(root / "step-4"))
+    save_with_torch(root / "step-5")
+    (root / "step-6/data").mkdir(parents=True)
+    return str(root)
+
+
+def test_ls_marks_what_has_no_record_and_says_what_records_it(program: Program, mixed: str) -> None:
+    listed = program("ls", mixed)
+    assert listed.code == 0
+    assert listed.out.count("no record") == 2
+    assert f"`bucketpoint adopt {mixed}`" in listed.out
+    rows = {one["step"]: one for one in program("ls", mixed, "--json").json["checkpoints"]}
+    assert {step: one["recorded"] for step, one in rows.items()} == {1: True, 2: True, 3: True, 4: False, 5: False}
+    assert (rows[5]["bytes"], rows[5]["token"], rows[5]["url"]) == (None, None, f"{mixed}/step-5")
+    assert program("adopt", mixed).code == 0
+    assert "no record" not in program("ls", mixed).out
+    # There is nothing left to adopt, which is fine.
+    assert program("adopt", mixed).code == 0
+
+
+def test_cost_counts_what_has_no_record(program: Program, mixed: str, tmp_path: Path) -> None:
+    policy = write(tmp_path, mixed)
+    before = program("cost", mixed, "--what-if", str(policy), "--json").json
+    assert before["now"]["checkpoints"] == 5
+    assert before["no_record"]["checkpoints"] == 2
+    # Two of the three that have a record, and all that have none.
+    assert before["what_if"]["checkpoints"] == 4
+    data = list(Path(mixed).glob("step-[45]/**/*.distcp"))
+    assert before["no_record"]["bytes"] == sum(path.stat().st_size for path in data)
+    assert "without a record" in program("cost", mixed).out
+
+
+@pytest.mark.parametrize("arguments", [["plan"], ["prune", "--dry-run"], ["prune"]], ids=" ".join)
+def test_a_policy_deletes_nothing_that_has_no_record_and_says_so(
+    program: Program, mixed: str, tmp_path: Path, arguments: list[str]
+) -> None:
+    policy = str(write(tmp_path, mixed))
+    said = program(*arguments, policy, "--json")
+    assert said.code == 0
+    assert said.json["unrecorded"] == [f"{mixed}/step-4", f"{mixed}/step-5"]
+    assert "2 checkpoints" in program(*arguments, policy).out.split("without a record")[1]
+    left = [one["step"] for one in program("ls", mixed, "--json").json["checkpoints"]]
+    assert left == ([2, 3, 4, 5] if arguments == ["prune"] else [1, 2, 3, 4, 5])
+
+
+def test_a_step_without_a_record_can_be_pinned(program: Program, mixed: str) -> None:
+    assert program("pin", mixed, "5").code == 0
+    assert program("pin", mixed, "6").code == 3
+    assert program("ls", mixed, "--json").json["checkpoints"][-1]["held"] == ["pinned"]
+
+
+@pytest.mark.parametrize(
+    "command",
+    ["ls", "cost", "plan", "prune", "prune --dry-run", "adopt", "show", "verify", "verify --all", "diff", "cp"],
+)
+def test_a_run_that_is_not_there_ends_with_3_and_names_its_url(
+    program: Program, root: str, tmp_path: Path, command: str
+) -> None:
+    url = f"{root}/typo"
+    name, *options = command.split()
+    given = [str(write(tmp_path, url))] if name in ("plan", "prune") else [url]
+    given += [f"{url}-too"] if name in ("diff", "cp") else []
+    done = program(name, *options, *given)
+    assert done.code == 3, done.out
+    assert url in done.err
+    # And nothing is written there.
+    assert program("ls", url).code == 3
+
+
+def test_a_run_that_has_only_begun_is_one(program: Program, tmp_path: Path) -> None:
+    (tmp_path / "run/step-6").mkdir(parents=True)
+    (tmp_path / "run/step-6/__0_0.distcp").write_bytes(b"x")
+    done = program("ls", str(tmp_path / "run"))
+    assert done.code == 0
+    assert "no save" in done.out

@@ -1,0 +1,90 @@
+"""A manager in a run into which plain writers save too."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from bucketpoint import BucketWriter, CheckpointExistsError, CheckpointManager, latest_checkpoint
+from bucketpoint.retention import Keep, Prune, RetentionPolicy
+
+POLICY = RetentionPolicy(Keep(latest=2), prune=Prune(when="manual", grace=timedelta(0)))
+
+
+def state(value: float) -> dict[str, Any]:
+    return {"w": torch.full((8,), value)}
+
+
+def save_plainly(root: str, step: int) -> None:
+    dcp.save(state(step), storage_writer=BucketWriter(f"{root}/step-{step}"), no_dist=True)
+
+
+@pytest.mark.parametrize("writer", ["bucketpoint", "torch"])
+def test_the_newest_of_a_mixed_run_is_restored_and_training_goes_on_from_it(tmp_path: Path, writer: str) -> None:
+    root = str(tmp_path / "run")
+    with CheckpointManager(root, policy=POLICY) as manager:
+        for step in (1, 2, 3):
+            manager.save(step, state(step))
+    if writer == "torch":
+        dcp.save(state(4), storage_writer=dcp.FileSystemWriter(f"{root}/step-4"), no_dist=True)
+    else:
+        save_plainly(root, 4)
+    assert latest_checkpoint(root) == f"{root}/step-4"
+    with CheckpointManager(root, policy=POLICY) as manager:
+        target = state(0)
+        restored = manager.restore(target)
+        assert restored is not None
+        assert (restored.step, target["w"][0].item()) == (4, 4.0)
+        assert manager.steps() == [1, 2, 3, 4]
+        with pytest.raises(CheckpointExistsError):
+            manager.save(4, state(4))
+        manager.save(5, state(5))
+        manager.wait()
+        round_ = manager.prune(force=True)
+        assert round_ is not None
+        assert {step for step, _ in round_.done.deleted} == {1, 2}
+        # What has no record stays.
+        assert manager.steps() == [3, 4, 5]
+
+
+def test_a_plain_step_may_be_saved_again_where_the_caller_says_so(tmp_path: Path) -> None:
+    root = str(tmp_path / "run")
+    save_plainly(root, 4)
+    with CheckpointManager(root, policy=POLICY) as manager:
+        manager.save(4, state(44), overwrite=True)
+    with CheckpointManager(root, policy=POLICY) as manager:
+        target = state(0)
+        assert manager.restore(target, 4) is not None
+        assert target["w"][0].item() == 44.0
+        assert manager.steps() == [4]
+
+
+def test_a_damaged_plain_checkpoint_is_passed_over(tmp_path: Path) -> None:
+    root = str(tmp_path / "run")
+    with CheckpointManager(root, policy=POLICY) as manager:
+        manager.save(3, state(3))
+    save_plainly(root, 4)
+    (tmp_path / "run/step-4/.metadata").write_bytes(b"not metadata")
+    with CheckpointManager(root, policy=POLICY) as manager:
+        restored = manager.restore(state(0))
+        assert restored is not None
+        assert (restored.step, [step for step, _ in restored.passed]) == (3, [4])
+
+
+def test_a_rollback_past_a_plain_step_discards_it(tmp_path: Path) -> None:
+    root = str(tmp_path / "run")
+    with CheckpointManager(root, policy=POLICY) as manager:
+        manager.save(2, state(2))
+    save_plainly(root, 4)
+    with CheckpointManager(root, policy=POLICY) as manager:
+        manager.restore(state(0), 2)
+        manager.save(3, state(3), newer="discard")
+    with CheckpointManager(root, policy=POLICY) as manager:
+        restored = manager.restore(state(0))
+        assert restored is not None
+        assert restored.step == 3
