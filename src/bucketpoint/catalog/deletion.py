@@ -48,7 +48,12 @@ LOOKED_S = 300.0
 
 
 def delete_checkpoints(
-    catalog: Catalog, snapshot: Snapshot, going: list[Tombstone], done: Pruned, looked: Stopwatch
+    catalog: Catalog,
+    snapshot: Snapshot,
+    going: list[Tombstone],
+    done: Pruned,
+    looked: Stopwatch,
+    by: str = "by the retention policy",
 ) -> None:
     """Delete checkpoints whose tombstones this pruner has claimed, and say in `done` what came of it.
 
@@ -57,10 +62,11 @@ def delete_checkpoints(
 
     Args:
         looked: since the newest checkpoint was looked at.
+        by: who deletes, for those who come to load it.
     """
     able = proven_deletes(catalog.store, catalog.key(catalogue.CATALOGUE)) if going else catalog.store.capabilities
     doomed = {
-        one: found for one in going if (found := _uncommit(catalog, able, snapshot, one, done, looked)) is not None
+        one: found for one in going if (found := _uncommit(catalog, able, snapshot, one, done, looked, by)) is not None
     }
     wanted = {one: _records(snapshot, one) + what.data for one, what in doomed.items()}
     _delete_all(catalog, wanted, doomed, done)
@@ -101,7 +107,7 @@ def put_marker(
 
 
 def _uncommit(
-    catalog: Catalog, able: Capabilities, snapshot: Snapshot, one: Tombstone, done: Pruned, looked: Stopwatch
+    catalog: Catalog, able: Capabilities, snapshot: Snapshot, one: Tombstone, done: Pruned, looked: Stopwatch, by: str
 ) -> Doomed | None:
     """Take the commit away. None if there is another commit by now, which stays whole."""
     listed = catalog.objects_of(one.folder)
@@ -136,7 +142,7 @@ def _uncommit(
             catalog.store.delete_if(committed.key, committed.etag)
         else:
             # If this pruner dies, the next one must know what else goes.
-            said = DeletionMarker(one.id, catalog.clock(), "by the retention policy", tuple(sorted(tokens)), paths)
+            said = DeletionMarker(one.id, catalog.clock(), by, tuple(sorted(tokens)), paths)
             remove = put_marker(catalog, able, committed, said)
     except ObjectNotFoundError:
         pass

@@ -139,7 +139,11 @@ def collect(catalog: Catalog, done: Pruned, looked: Stopwatch, *, until: float) 
         return
     # Again, now that everybody can see the claims: whoever came between the two listings is in this one.
     snapshot = catalog.snapshot()
-    going = [begun for one, begun in claimed if _still_goes(catalog, snapshot, begun, done, taken_over=one.begun)]
+    going = []
+    for one, begun in claimed:
+        held = _held(snapshot, one, one.action)
+        if still_goes(catalog, snapshot, begun, done, held=held, taken_over=one.begun):
+            going.append(begun)
     for action, group in groupby(sorted(going, key=lambda one: one.action), key=lambda one: one.action):
         if catalog.clock() >= until:
             break
@@ -153,16 +157,18 @@ def collect(catalog: Catalog, done: Pruned, looked: Stopwatch, *, until: float) 
                 thin(catalog, snapshot, one, done)
 
 
-def _still_goes(catalog: Catalog, snapshot: Snapshot, one: Tombstone, done: Pruned, *, taken_over: bool) -> bool:
+def still_goes(
+    catalog: Catalog, snapshot: Snapshot, one: Tombstone, done: Pruned, *, held: str | None, taken_over: bool
+) -> bool:
     """Decide whether a claimed deletion is carried out; if not, withdraw the claim or put it back.
 
     Args:
+        held: why it must not go; None if nothing is against it.
         taken_over: another pruner had claimed it before. It may be suspended, and deletes the checkpoint once it wakes:
             so the claim cannot be withdrawn, and a checkpoint that somebody holds on to is left as it is.
     """
     current = next((other for other in snapshot.checkpoints if other.folder == one.folder), None)
     replaced = current is not None and current.id != one.id
-    held = _held(snapshot, one, one.action)
     if taken_over and held is not None and not replaced:
         done.refused[one.step, one.id] = f"{held}, and another pruner had begun with it"
         return False

@@ -63,6 +63,21 @@ def damage(catalog: Catalog, inspected: Inspected) -> str | None:
     return f"data of the newest checkpoint, {checkpoint.folder}, is gone: {missing}" if missing is not None else None
 
 
+def is_whole(catalog: Catalog, checkpoint: Checkpoint) -> bool:
+    """Tell whether a checkpoint's metadata can be relied on and all of its objects are there. Two GETs, one LIST.
+
+    Of one without a record the metadata itself says which objects it has.
+    """
+    if checkpoint.key is not None:
+        return damage(catalog, inspect(catalog, checkpoint)) is None
+    try:
+        data, _ = catalog.store.get(catalog.metadata_key(checkpoint.folder))
+    except ObjectNotFoundError:
+        return False
+    sizes = {path: info.size for path, info in catalog.objects_of(checkpoint.folder).items()}
+    return _missing(data, sizes) is None
+
+
 def _missing(data: bytes, sizes: dict[str, int]) -> str | None:
     """An object that the metadata names and that is not there, or has too few bytes. None if all are there."""
     # Only where the numbers do not tell, as where a save is under way in the folder: decoding needs torch.

@@ -27,6 +27,7 @@ COMMANDS = {
     "plan": "bucketpoint.cli.keep:plan",
     "prune": "bucketpoint.cli.keep:prune",
     "report": "bucketpoint.cli.notes:report",
+    "rm": "bucketpoint.cli.rm:rm",
     "rollback": "bucketpoint.cli.rollback:rollback",
     "show": "bucketpoint.cli.show:show",
     "undo": "bucketpoint.cli.notes:undo",

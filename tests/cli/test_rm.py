@@ -1,0 +1,133 @@
+"""`rm`: one checkpoint goes, with the safety of a prune, whoever saved it."""
+
+from __future__ import annotations
+
+import io
+import shutil
+from pathlib import Path
+
+import pytest
+
+from bucketpoint.catalog.catalog import open_catalog
+from bucketpoint.catalog.lock import acquire
+from cli.conftest import Program, save
+from cli.test_retention import save_run, steps_in
+from cli.test_seen import save_with_torch
+
+
+def files(path: Path) -> list[str]:
+    return sorted(str(one.relative_to(path)) for one in path.rglob("*") if one.is_file())
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    save_run(str(tmp_path / "run"), 1, 2, 3)
+    return tmp_path / "run"
+
+
+def test_a_checkpoint_is_removed_with_its_record_and_the_others_stay_whole(program: Program, root: str) -> None:
+    save_run(root, 1, 2, 3)
+    save(f"{root}/step-4")
+    would = program("rm", f"{root}/step-2", "--dry-run", "--json").json
+    assert (would["ok"], would["deleted"], would["dry_run"], would["recorded"]) == (True, False, True, True)
+    assert steps_in(program, root) == [1, 2, 3, 4]
+    done = program("rm", f"{root}/step-2", "--yes", "--json")
+    assert (done.code, done.json["deleted"], done.json["step"]) == (0, True, 2)
+    assert steps_in(program, root) == [1, 3, 4]
+    assert program("show", f"{root}/step-2").code == 3
+    assert program("verify", f"{root}/step-3").code == 0
+    assert program("rm", f"{root}/step-2", "--yes").code == 3
+    # Of a plain writer, newest whole one: only by force.
+    assert program("rm", f"{root}/step-4", "--yes").code == 1
+    done = program("rm", f"{root}/step-4/", "--yes", "--force")
+    assert done.code == 0
+    assert f"deleted {root}/step-4 (saved" in done.out
+    assert steps_in(program, root) == [1, 3]
+    assert program("gc", root, "--deep", "--older-than", "1h", "--json").json["objects"] == []
+
+
+@pytest.mark.parametrize("folder", ["step-4", "epoch=1-step=4", "final"])
+@pytest.mark.parametrize("writer", ["bucketpoint", "torch"])
+def test_a_plain_checkpoint_of_any_name_leaves_nothing_behind(
+    program: Program, tmp_path: Path, folder: str, writer: str
+) -> None:
+    path = tmp_path / "run" / folder
+    save(str(path)) if writer == "bucketpoint" else save_with_torch(path)
+    (path / "notes.txt").write_text("mine")
+    assert program("rm", str(path), "--yes").code == 1
+    assert program("rm", str(path), "--yes", "--force").code == 0
+    assert files(tmp_path / "run") == [f"{folder}/notes.txt"]
+
+
+def test_a_damaged_newest_one_goes_without_force_and_the_whole_one_behind_it_does_not(
+    program: Program, run: Path
+) -> None:
+    next((run / "step-3").glob("data/**/*.distcp")).unlink()
+    refused = program("rm", str(run / "step-2"), "--yes")
+    assert refused.code == 1
+    assert "newest whole checkpoint" in refused.out
+    assert "--force" in refused.out
+    assert program("rm", str(run / "step-3"), "--yes").code == 0
+    assert steps_in(program, str(run)) == [1, 2]
+    assert files(run / "step-3") == []
+
+
+@pytest.mark.parametrize("damage", [b"", b"not metadata", None], ids=["empty", "other bytes", "gone"])
+@pytest.mark.parametrize("recorded", [True, False], ids=["recorded", "plain"])
+def test_one_whose_metadata_is_damaged_can_be_removed(
+    program: Program, run: Path, damage: bytes | None, recorded: bool
+) -> None:
+    if not recorded:
+        shutil.rmtree(run / "step-3")
+        save(str(run / "step-3"))
+        for record in run.glob("_bucketpoint/step-N/steps/0000000000000003*"):
+            record.unlink()
+    metadata = run / "step-3/.metadata"
+    metadata.unlink() if damage is None else metadata.write_bytes(damage)
+    done = program("rm", str(run / "step-3"), "--yes")
+    if damage is None and not recorded:
+        assert done.code == 3
+        assert "gc --deep" in done.err
+        return
+    assert done.code == 0, done.out
+    assert steps_in(program, str(run)) == [1, 2]
+    if recorded:
+        assert files(run / "step-3") == []
+
+
+def test_what_is_pinned_or_about_to_be_deleted_by_another_is_left_alone(program: Program, run: Path) -> None:
+    assert program("pin", str(run), "1").code == 0
+    refused = program("rm", str(run / "step-1"), "--yes", "--json")
+    assert (refused.code, refused.json["refused"]) == (1, "it is pinned")
+    assert acquire(open_catalog(str(run)), "another", seconds=100) is not None
+    busy = program("rm", str(run / "step-2"), "--yes")
+    assert busy.code == 1
+    assert "another pruner is at work" in busy.out
+    assert steps_in(program, str(run)) == [1, 2, 3]
+
+
+def test_it_asks_and_takes_no_for_an_answer(program: Program, run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    monkeypatch.setattr("sys.stdin", io.StringIO())
+    nobody = program("rm", str(run / "step-1"))
+    assert nobody.code == 2
+    assert "--yes" in nobody.err
+    for answer, code, left in (("n\n", 1, [1, 2, 3]), ("y\n", 0, [2, 3])):
+        monkeypatch.setattr("sys.stdin", Terminal(answer))
+        assert program("rm", str(run / "step-1")).code == code
+        assert steps_in(program, str(run)) == left
+
+
+def test_a_nested_run_and_what_is_no_checkpoint_stay(program: Program, run: Path) -> None:
+    save(str(run / "step-1/finetune/step-7"))
+    (run / "step-9").mkdir()
+    (run / "step-9/__0_0.distcp").write_bytes(b"x")
+    assert program("rm", str(run / "step-9"), "--yes").code == 3
+    assert program("rm", str(run), "--yes").code == 3
+    assert program("rm", "s3://bucket", "--yes").code == 2
+    assert program("rm", str(run / "step-1"), "--yes").code == 0
+    assert program("verify", str(run / "step-1/finetune/step-7")).code == 0
+    assert (run / "step-9/__0_0.distcp").exists()
