@@ -20,6 +20,7 @@ from typing import TypeVar
 
 from bucketpoint.errors import Action, BucketpointError, StoreError, ThrottledError
 from bucketpoint.stores.cut import current_cut
+from bucketpoint.stores.outage import Outage, store_of
 
 T = TypeVar("T")
 
@@ -122,10 +123,15 @@ class Gate:
 
 @dataclass
 class Budget:
-    """Repetitions that a process may still make: where everything fails, it stops making everything worse."""
+    """Repetitions that a process may still make: where everything fails, it stops making everything worse.
+
+    Attributes:
+        outages: of the stores whose requests have failed, by what names the store.
+    """
 
     tokens: float = BUDGET_TOKENS
     counts: RetryCounts = field(default_factory=RetryCounts)
+    outages: dict[str, Outage] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
     def take(self) -> bool:
@@ -144,6 +150,10 @@ class Budget:
     def note(self, name: str) -> None:
         with self._lock:
             setattr(self.counts, name, getattr(self.counts, name) + 1)
+
+    def outage_of(self, error: StoreError) -> Outage:
+        store = store_of(error)
+        return self.outages.setdefault(store, Outage(store))
 
 
 # By process: after a fork the lock may be held by a thread that the child lacks.
@@ -191,20 +201,23 @@ def run(
         StoreError: the last one, whose cause is the first, since that is the one that tells what began it.
     """
     tries = _Tries(policy, process_budget(), refresh, once_more)
-    with deadline(policy.deadline_s) as ends:
-        while True:
-            try:
-                value = attempt() if gate is None else _through(gate, attempt, ends)
-            except StoreError as error:
-                if tries.is_final(error):
-                    raise
-                # Without its traceback, whose frames hold the buffers of the request.
-                last = error.with_traceback(None)
-            else:
-                tries.budget.succeeded()
-                return value
-            if not tries.again(last, ends):
-                break
+    try:
+        with deadline(policy.deadline_s) as ends:
+            while True:
+                try:
+                    value = attempt() if gate is None else _through(gate, attempt, ends)
+                except StoreError as error:
+                    if tries.is_final(error):
+                        raise
+                    # Without its traceback, whose frames hold the buffers of the request.
+                    last = error.with_traceback(None)
+                else:
+                    tries.succeeded()
+                    return value
+                if not tries.again(last, ends):
+                    break
+    finally:
+        tries.end()
     raise tries.given_up(last) from tries.cause(last)
 
 
@@ -224,6 +237,9 @@ class _Tries:
         self._once_more = once_more
         self._started = time.monotonic()
         self._first: StoreError | None = None
+        self._outage: Outage | None = None
+        self._since = 0.0
+        self._well = False
         self._failed = self._throttled = self._refreshed = 0
 
     def is_final(self, error: StoreError) -> bool:
@@ -235,7 +251,7 @@ class _Tries:
         action = error.action
         if action is Action.FATAL and self._first is None and isinstance(error, self._once_more):
             action = Action.RETRY
-        self._first = self._first or error
+        self._note(error)
         if action is Action.THROTTLE:
             self._throttled += 1
             self.budget.note("throttled")
@@ -255,6 +271,25 @@ class _Tries:
             return False
         _wait(action, self._throttled if action is Action.THROTTLE else self._failed, error.wait_s, ends)
         return not stopped()
+
+    def _note(self, error: StoreError) -> None:
+        now = time.monotonic()
+        if self._outage is None:
+            self._first, self._since = error, now
+            self._outage = self.budget.outage_of(error)
+            self._outage.enter(now)
+        else:
+            self._outage.failed(error, self._since, now)
+
+    def succeeded(self) -> None:
+        """The request has ended well."""
+        self._well = True
+        self.budget.succeeded()
+
+    def end(self) -> None:
+        """The request is not tried any more."""
+        if self._outage is not None:
+            self._outage.leave(time.monotonic(), succeeded=self._well)
 
     def cause(self, last: StoreError) -> StoreError | None:
         return self._first if self._first is not last else None

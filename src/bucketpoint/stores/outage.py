@@ -1,0 +1,75 @@
+"""Outages: the times during which requests to one store fail and are tried again, and what is logged of them."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from urllib.parse import urlsplit
+
+from bucketpoint.errors import StoreError
+
+logger = logging.getLogger(__name__)
+
+SILENT_S = 5.0
+"""Seconds for which a request is tried again before anything is logged: most failures pass sooner."""
+
+REPEAT_S = 60.0
+"""Seconds between the warnings of one outage."""
+
+
+class Outage:
+    """The requests to one store that have failed and are being tried again, from any thread.
+
+    It begins with the first that fails, and ends with the last that succeeds or is given up. What many threads meet
+    together is logged once.
+    """
+
+    def __init__(self, store: str) -> None:
+        self._store = store
+        self._lock = threading.Lock()
+        self._failing = 0
+        self._since = 0.0
+        self._told: float | None = None
+
+    def enter(self, now: float) -> None:
+        """A request has failed for the first time."""
+        with self._lock:
+            if not self._failing:
+                self._since, self._told = now, None
+            self._failing += 1
+
+    def failed(self, error: StoreError, since: float, now: float) -> None:
+        """A request that first failed at `since` has failed again. Warns if it is time to."""
+        with self._lock:
+            if now - since < SILENT_S or (self._told is not None and now - self._told < REPEAT_S):
+                return
+            self._told = now
+            seconds = now - self._since
+        began = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(time.time() - seconds))
+        logger.warning(
+            "requests to %s have failed for %.0f s, since %s, and are tried again: %s: %s [url=%s]",
+            self._store,
+            seconds,
+            began,
+            type(error).__name__,
+            error.message,
+            error.url,
+        )
+
+    def leave(self, now: float, *, succeeded: bool) -> None:
+        """A request that had failed is not tried again: it has succeeded, or was given up."""
+        with self._lock:
+            self._failing -= 1
+            over = succeeded and not self._failing and self._told is not None
+            seconds = now - self._since
+        if over:
+            logger.info("requests to %s succeed again, after %.0f s", self._store, seconds)
+
+
+def store_of(error: StoreError) -> str:
+    """The store that an error is about, as far as its URL says: the scheme and the bucket."""
+    if error.url is None:
+        return "the store"
+    parts = urlsplit(error.url)
+    return f"{parts.scheme or 'file'}://{parts.netloc}"
