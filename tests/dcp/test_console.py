@@ -65,3 +65,27 @@ def test_a_save_and_a_load_log_one_line_each_and_set_no_level(caplog: pytest.Log
     lines = [record.getMessage() for record in caplog.records if record.name.startswith("bucketpoint")]
     assert [line.split()[0] for line in lines] == ["saved", "loaded"]
     assert {name: logging.getLogger(name).level for name in levels} == levels
+
+
+def test_progress_without_a_terminal_is_a_line_now_and_then(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from bucketpoint.dcp import console
+
+    monkeypatch.delenv("FORCE_COLOR", raising=False)
+    round_trip(True)
+    out, err = capfd.readouterr()
+    assert out == ""
+    assert [line.split(":")[0] for line in err.splitlines()] == ["save memory", "load memory"]
+    now = [0.0]
+    monkeypatch.setattr(console.time, "monotonic", lambda: now[0])
+    with console.progress_callback(True, 0) as callback:
+        assert callback is not None
+        for second in range(31):
+            now[0] = float(second)
+            callback(Progress("save", "s3://b/x", second * 1_000_000, 30_000_000, second == 30))
+    assert capfd.readouterr().err.splitlines() == [
+        "save s3://b/x: 10.0 of 30.0 MB (33 %) in 10 s",
+        "save s3://b/x: 20.0 of 30.0 MB (66 %) in 20 s",
+        "save s3://b/x: 30.0 of 30.0 MB (100 %) in 30 s",
+    ]

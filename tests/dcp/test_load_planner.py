@@ -281,7 +281,7 @@ def test_a_part_that_no_chunk_of_the_checkpoint_covers_is_named(parts: tuple[int
     target = side_by_side((4, 4), grid((4, 4), parts))
     said = refusal({"w": target, "v": torch.zeros(2)}, metadata)
     assert ("w has 12 of the 16 elements there" if parts == (1, 1) else "w has 0 of the 4 elements there") in said
-    assert "v" not in said.partition("fit:")[2].replace("saved", "")
+    assert "v has" not in said
     # Beside a key that DCP itself refuses too.
     said = refusal({"w": target, "absent": torch.zeros(2)}, metadata)
     assert "w has" in said

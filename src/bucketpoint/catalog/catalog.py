@@ -268,6 +268,12 @@ def latest_checkpoint(
     if not text:
         raise InvalidURLError("No root URL was given")
     store, prefix = open_store(text, storage_options=dict(storage_options or {}), fs=fs)
+    folder = newest_folder(store, prefix)
+    return None if folder is None else f"{text}/{folder}"
+
+
+def newest_folder(store: Store, prefix: str) -> str | None:
+    """The folder below a prefix that `latest_checkpoint` names."""
     folders = []
     for folder in store.list_folders(prefix + "/" if prefix else ""):
         name = folder.rstrip("/").rsplit("/", 1)[-1]
@@ -276,5 +282,5 @@ def latest_checkpoint(
             folders.append((int(match.group(1)), name))
     for _, name in sorted(folders, reverse=True):
         if committed_info(store, keys.join(keys.join(prefix, name), keys.METADATA)) is not None:
-            return f"{text}/{name}"
+            return name
     return None

@@ -7,10 +7,14 @@ import logging
 import sys
 import time
 from collections.abc import Iterator
+from typing import Any
 
 from bucketpoint.errors import BucketpointError
 from bucketpoint.staging import current_lease
 from bucketpoint.transfer import Meter, Progress, ProgressCallback
+
+LINE_S = 10.0
+"""Seconds between the lines of a transfer where no bar can be drawn."""
 
 
 @contextlib.contextmanager
@@ -18,11 +22,14 @@ def progress_callback(wanted: ProgressCallback | bool | None, rank: int) -> Iter
     """The callback for one transfer: the user's own, a `rich` bar, or none.
 
     With None the bar is shown on rank 0 if standard error is a terminal and `rich` is installed; a log file gets none.
+    With True a log file gets a line every `LINE_S` seconds, and one at the end.
     """
     if callable(wanted):
         yield wanted
     elif wanted is False or (wanted is None and (rank != 0 or not sys.stderr.isatty())):
         yield None
+    elif wanted is True and not _draws(sys.stderr):
+        yield _lines(sys.stderr)
     else:
         with _bar(required=wanted is True) as bar:
             yield bar
@@ -40,6 +47,38 @@ def noted(callback: ProgressCallback | None) -> ProgressCallback | None:
             callback(event)
 
     return note
+
+
+def _draws(stream: Any) -> bool:
+    """Whether a bar can be drawn: on a terminal, in a notebook, or where the environment asks for one."""
+    if stream.isatty():
+        return True
+    try:
+        from rich.console import Console
+    except ImportError:
+        return False
+    console = Console(file=stream)
+    return console.is_terminal or console.is_jupyter
+
+
+def _lines(stream: Any) -> ProgressCallback:
+    """A callback that writes a line now and then."""
+    started = told = time.monotonic()
+
+    def update(event: Progress) -> None:
+        nonlocal told
+        now = time.monotonic()
+        if not event.finished and now - told < LINE_S:
+            return
+        told = now
+        whole = f" of {event.total_bytes / 1e6:.1f}" if event.total_bytes else ""
+        share = f" ({100 * event.done_bytes // event.total_bytes} %)" if event.total_bytes else ""
+        stream.write(
+            f"{event.phase} {event.url}: {event.done_bytes / 1e6:.1f}{whole} MB{share} in {now - started:.0f} s\n"
+        )
+        stream.flush()
+
+    return update
 
 
 @contextlib.contextmanager

@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 
 from torch.distributed.checkpoint import Metadata
 
+from bucketpoint.catalog.catalog import newest_folder
 from bucketpoint.errors import (
     AccessDeniedError,
     CheckpointDeletedError,
@@ -37,6 +38,7 @@ MAX_METADATA_BYTES = 16 << 30
 """Far above what any job writes: only there so that a wrong object is refused before it fills the memory."""
 
 _LOOKED_AT = 1000
+_NAMED_AT_MOST = 5
 
 
 @dataclass(frozen=True)
@@ -119,8 +121,23 @@ class MetadataSource:
             logger.debug("could not list %s: %s", self.url, error)
             return []
 
-    def nothing_here(self, names: Sequence[str]) -> CheckpointNotFoundError:
-        """Why there is no checkpoint, where `names` are all that is here."""
+    def nothing_here(self) -> CheckpointNotFoundError:
+        """Why there is no checkpoint, by what lies here instead."""
+        names = self.names_here()
+        if keys.rank_metadata(0) in names:
+            return CheckpointNotFoundError(
+                "This was saved without collectives: each rank has metadata of its own, and there is no common one",
+                url=self.url,
+                remedy="Load it on as many ranks as saved it, and save it again with collectives",
+            )
+        newest, inside = self._below(names)
+        if newest is not None:
+            return CheckpointNotFoundError(
+                "This is a run and no checkpoint, there are checkpoints below it: "
+                + ", ".join(inside[:_NAMED_AT_MOST]),
+                url=self.url,
+                remedy=f"Load the newest one: bucketpoint.latest_checkpoint(root) names {self.url}/{newest}",
+            )
         if names:
             return IncompleteCheckpointError(
                 f"There are {len(names)}{'+' if len(names) == _LOOKED_AT else ''} objects here and no .metadata: a "
@@ -133,6 +150,18 @@ class MetadataSource:
             url=self.url,
             remedy="Check the URL: bucketpoint.latest_checkpoint(root) names the newest whole one under a root",
         )
+
+    def _below(self, names: Sequence[str]) -> tuple[str | None, list[str]]:
+        """The folder of the newest checkpoint below, by its number or else the last by name; and those of others."""
+        inside = {name.removesuffix("/" + keys.METADATA) for name in names if name.endswith("/" + keys.METADATA)}
+        try:
+            # What was listed may all be of the oldest one.
+            newest = newest_folder(self.store, self.prefix) if any("/" in name for name in names) else None
+        except StoreError as error:
+            logger.debug("could not look below %s: %s", self.url, error)
+            newest = None
+        found = sorted(inside | ({newest} if newest is not None else set()))
+        return newest or (found[-1] if found else None), found
 
 
 def committed_etags(metadata: Metadata, store: Store, url: str | None) -> dict[str, str]:

@@ -114,6 +114,7 @@ def load(
             where, storage_options=storage_options, fs=fs, transfer=transfer, progress=progress, trusted=trusted
         )
         reader.call = call
+        reader.reset()
         with _watched(planner if planner is not None else LoadPlanner(), call) as plans:
             dcp.load(
                 state,

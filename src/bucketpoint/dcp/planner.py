@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, NoReturn
@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from bucketpoint.dcp.local_chunks import LocalChunks, chunks_in, is_partial
 from bucketpoint.dcp.overlaps import Wanted, read_items
+from bucketpoint.dcp.rank_state import rank_state_name, saved_ranks
 from bucketpoint.errors import BucketpointError, MismatchError
 from bucketpoint.format.index_view import Chunks
 
@@ -55,7 +56,13 @@ class LoadPlanner(DefaultLoadPlanner):
     def set_up_planner(
         self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
     ) -> None:
-        """All ranks: take the state to load into, whose tensors on the meta device are given memory."""
+        """All ranks: take the state to load into. In a process group its tensors on the meta device are given memory.
+
+        Raises:
+            MismatchError: there are such tensors and no process group, whose device would be taken.
+        """
+        if not (dist.is_available() and dist.is_initialized()):
+            _refuse_meta(state_dict, metadata)
         self.pending = Counter()
         self.skipped = ()
         before = _containers(state_dict)
@@ -160,8 +167,8 @@ class LoadPlanner(DefaultLoadPlanner):
 
     # -- what does not fit --------------------------------------------------------------------------------------------
 
-    def _misfits(self, plan: LoadPlan | None, indexed: Mapping[str, list[ReadItem]]) -> Iterator[str]:
-        """`plan` is None if DCP has refused to make one."""
+    def _misfits(self, plan: LoadPlan | None, indexed: Mapping[str, list[ReadItem]]) -> Iterator[tuple[str, str]]:
+        """Keys, and what is wrong with each. `plan` is None if DCP has refused to make one."""
         assert self.metadata is not None
         planned: dict[str, list[ReadItem]] = {}
         for item in plan.items if plan is not None else ():
@@ -169,7 +176,7 @@ class LoadPlanner(DefaultLoadPlanner):
         for fqn, value in self.state_dict.items():
             entry = self.metadata.state_dict_metadata.get(fqn)
             if entry is None and not self.allow_partial_load:
-                yield f"{fqn} is not in it"
+                yield fqn, "is not in it"
             if not isinstance(entry, TensorStorageMetadata):
                 continue
             said = _unfit(entry, value)
@@ -179,18 +186,73 @@ class LoadPlanner(DefaultLoadPlanner):
                     own = planned.get(fqn, []) if plan is not None else _items(fqn, entry, value)
                 said = _gap(value, own)
             if said is not None:
-                yield f"{fqn} {said}"
+                yield fqn, said
 
-    def _refuse(self, misfits: list[str]) -> NoReturn:
-        named = "; ".join(misfits[:_NAMED_AT_MOST])
+    def _refuse(self, misfits: list[tuple[str, str]]) -> NoReturn:
+        assert self.metadata is not None
+        named = "; ".join(f"{fqn} {said}" for fqn, said in misfits[:_NAMED_AT_MOST])
         more = f"; and {len(misfits) - _NAMED_AT_MOST} more" if len(misfits) > _NAMED_AT_MOST else ""
-        meta = getattr(self.metadata, "storage_meta", None)
         raise MismatchError(
             f"The checkpoint and the state to load into do not fit: {named}{more}",
-            url=str(meta.checkpoint_id) if meta is not None and meta.checkpoint_id else None,
-            rank=dist.get_rank() if dist.is_available() and dist.is_initialized() else 0,
-            remedy="Load into the model that was saved; LoadPlanner(allow_partial_load=True) skips missing keys",
+            url=_url_of(self.metadata),
+            rank=_rank(),
+            remedy=_remedy([fqn for fqn, _ in misfits], self.metadata),
         )
+
+
+def _remedy(misfits: list[str], metadata: Metadata) -> str:
+    """What helps against each kind of misfit that there is."""
+    lacking = [fqn for fqn in misfits if fqn not in metadata.state_dict_metadata]
+    by_rank = sorted({name for fqn in lacking if (name := rank_state_name(fqn)) is not None})
+    said = []
+    if by_rank:
+        ranks = ", ".join(map(str, saved_ranks(metadata, by_rank[0]))) or "none"
+        said.append(
+            f"{by_rank[0]} was saved by ranks: {ranks}. saved_ranks(metadata, {by_rank[0]!r}) names them, and "
+            "rank_state(value, rank) takes the value of one"
+        )
+    if any(rank_state_name(fqn) is None for fqn in lacking):
+        said.append("Load into the model that was saved; LoadPlanner(allow_partial_load=True) skips missing keys")
+    if len(lacking) < len(misfits):
+        said.append(
+            "Build the model as it was saved, or read what was saved with bucketpoint.load(url, keys=...) and convert "
+            "it"
+        )
+    return ". ".join(said)
+
+
+def _refuse_meta(state: dict[str, Any], metadata: Metadata | None) -> None:
+    empty = [name for name, value in _leaves(state) if isinstance(value, torch.Tensor) and value.is_meta]
+    if empty:
+        raise MismatchError(
+            f"{len(empty)} tensors to load into are on the meta device and have no memory, such as {empty[0]}",
+            url=_url_of(metadata) if metadata is not None else None,
+            rank=_rank(),
+            remedy='Give them memory first: model.to_empty(device="cpu"), or the device to load to, before its '
+            "state_dict()",
+        )
+
+
+def _leaves(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    """What the containers of a state hold, by dotted names."""
+    if isinstance(value, Mapping):
+        parts: Iterable[tuple[Any, Any]] = value.items()
+    elif isinstance(value, (list, tuple)):
+        parts = enumerate(value)
+    else:
+        yield name, value
+        return
+    for key, part in parts:
+        yield from _leaves(part, f"{name}.{key}" if name else str(key))
+
+
+def _url_of(metadata: Metadata) -> str | None:
+    meta = metadata.storage_meta
+    return str(meta.checkpoint_id) if meta is not None and meta.checkpoint_id else None
+
+
+def _rank() -> int:
+    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
 
 
 def _amount(item: ReadItem) -> int:

@@ -57,6 +57,12 @@ def saved_ranks(metadata: Metadata, name: str) -> list[int]:
     return sorted({int(match[1]) for match in found if match is not None})
 
 
+def rank_state_name(fqn: str) -> str | None:
+    """The name under which `rank_state` put what has this key, such as `"loader"` for `"loader.rank-3.position"`."""
+    match = _RANK.search(fqn)
+    return fqn[: match.start()] if match is not None else None
+
+
 def value_digests(items: Iterable[WriteItem], state: Mapping[str, Any]) -> bytes:
     """4 bytes for each item that may be a rank's own, in their order: see `differing`. Zeros say nothing."""
     budget = [_MAX_NODES]

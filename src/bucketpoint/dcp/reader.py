@@ -33,6 +33,7 @@ from bucketpoint.errors import (
     MismatchError,
     ObjectNotFoundError,
     PreconditionFailedError,
+    StoreError,
 )
 from bucketpoint.format import keys
 from bucketpoint.format.frames import PROBE_BYTES, ProbedFrame, probe_frame
@@ -108,6 +109,7 @@ class BucketReader(StorageReader):
         self._url = as_url(path)
         self._metadata: Metadata | None = None
         self._failure: Exception | None = None
+        self._in_load = False
         if self._url is not None:
             self._location.open(self._url)
 
@@ -120,12 +122,15 @@ class BucketReader(StorageReader):
             self._url = as_url(checkpoint_id)
         self._metadata = None
         self._failure = None
+        self._in_load = True
         self._cooperation.close()
         self._wait_for_saves()
 
     @dcp_call
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Read `.metadata`, or with `rank=` the `__{rank}.metadata` of a save without collectives. All ranks.
+
+        Where a load has begun, with `reset`, what these errors are about is raised once the metadata is looked into.
 
         Raises:
             CheckpointNotFoundError: nothing is committed here.
@@ -134,31 +139,56 @@ class BucketReader(StorageReader):
             BucketpointError: the ranks that are to load together are not there, or load something else.
         """
         rank = kwargs.get("rank")
-        if rank is None:
-            self._wait_for_saves()
-            self._failure = None
-            try:
-                self._cooperation.connect(self._url)
-                return self._decode(self._cooperation.read_once(lambda: self._source().read(indexed=not self.trusted)))
-            except Exception as error:
-                self._failure = error
-                self._cooperation.close()
+        if rank is not None:
+            return self._after_failure(int(rank))
+        in_load, self._in_load = self._in_load, False
+        self._wait_for_saves()
+        self._failure = None
+        try:
+            self._cooperation.connect(self._url)
+            return self._decode(self._cooperation.read_once(lambda: self._source().read(indexed=not self.trusted)))
+        except Exception as error:
+            self._failure = error
+            self._cooperation.close()
+            if not in_load or self._may_be_by_rank(error):
                 raise
+            # DCP would log the traceback, and that of its second call.
+            return Unread(self._reason(error))
+
+    def _may_be_by_rank(self, failure: Exception) -> bool:
+        """Whether DCP has to ask for the metadata of each rank: this was saved without collectives."""
+        if not isinstance(failure, CheckpointNotFoundError):
+            return False
+        store, prefix = self._location.open(self._url)
+        try:
+            store.head(keys.join(prefix, keys.rank_metadata(0)))
+        except ObjectNotFoundError:
+            return False
+        except StoreError:
+            # That is what the second call will say.
+            return True
+        return True
+
+    def _after_failure(self, rank: int) -> Metadata:
         failure = self._failure
         if failure is None:
-            return self._read_of_rank(int(rank))
-        # DCP asks a second time after any failure of the first, and replaces what is raised then by an assertion. So
-        # the reason is kept, and raised as soon as the metadata is touched.
+            return self._read_of_rank(rank)
+        # DCP asks a second time after a failure of the first, and replaces what is raised then by an assertion. So the
+        # reason is kept, and raised as soon as the metadata is touched.
         if isinstance(failure, CheckpointNotFoundError):
             try:
-                return self._read_of_rank(int(rank))
+                return self._read_of_rank(rank)
             except CheckpointNotFoundError:
-                if not isinstance(failure, CheckpointDeletedError):
-                    source = self._source()
-                    failure = source.nothing_here(source.names_here())
+                failure = self._reason(failure)
             except Exception as error:  # noqa: BLE001 (kept, and raised once DCP touches the metadata)
                 failure = error
         return Unread(failure)
+
+    def _reason(self, failure: Exception) -> Exception:
+        """The failure, or where nothing is committed, what lies here instead."""
+        if isinstance(failure, CheckpointNotFoundError) and not isinstance(failure, CheckpointDeletedError):
+            return self._source().nothing_here()
+        return failure
 
     def _wait_for_saves(self) -> None:
         """A load's collectives must not meet those of a save that this thread has begun beside training."""

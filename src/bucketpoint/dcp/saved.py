@@ -110,7 +110,7 @@ def open_checkpoint(
     except CheckpointDeletedError:
         raise
     except CheckpointNotFoundError:
-        raise _nothing_here(source) from None
+        raise source.nothing_here() from None
     metadata = decode_metadata(data, trusted=trusted, url=text)
     return SavedCheckpoint(text, store, prefix, data, info, metadata, storage_options, fs)
 
@@ -127,20 +127,3 @@ def committed_below(
         if path == keys.METADATA or path.endswith("/" + keys.METADATA):
             folder = path.removesuffix(keys.METADATA).rstrip("/")
             yield f"{text.rstrip('/')}/{folder}" if folder else text
-
-
-def _nothing_here(source: MetadataSource) -> CheckpointNotFoundError:
-    names, url = source.names_here(), source.url
-    if keys.rank_metadata(0) in names:
-        return CheckpointNotFoundError(
-            "This was saved without collectives: each rank has metadata of its own, and there is no common one",
-            url=url,
-            remedy="Load it on as many ranks as saved it, and save it again with collectives",
-        )
-    if inside := sorted({name.split("/")[0] for name in names if name.endswith("/" + keys.METADATA)}):
-        return CheckpointNotFoundError(
-            f"This is no checkpoint, but there are checkpoints below it: {', '.join(inside[:5])}",
-            url=url,
-            remedy=f"Name one of them, such as {url}/{inside[-1]}",
-        )
-    return source.nothing_here(names)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import io
 import logging
+import pickle
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -66,8 +67,23 @@ class PlannedObject:
 
 
 def resolve(item: WriteItem, planner: SavePlanner) -> torch.Tensor | memoryview:
-    """The data of one item: a tensor on whatever device it is, or bytes."""
-    data = planner.resolve_data(item)
+    """The data of one item: a tensor on whatever device it is, or bytes.
+
+    Raises:
+        BucketpointError: a value cannot be pickled, or the planner gives something else than it planned.
+    """
+    try:
+        data = planner.resolve_data(item)
+    except (TypeError, AttributeError, RecursionError, pickle.PicklingError) as error:
+        # What pickle raises names a type, and not where in the state it is.
+        if item.type != WriteItemType.BYTE_IO:
+            raise
+        raise BucketpointError(
+            f"The value of {item.index.fqn} cannot be pickled: {type(error).__name__}: {error}",
+            key=item.index.fqn,
+            remedy="Leave it out of the state, or put in its place what it can be made of again: numbers, strings, "
+            "tensors, lists and dicts of them",
+        ) from error
     if item.type == WriteItemType.BYTE_IO:
         if not isinstance(data, io.BytesIO):
             raise BucketpointError(f"The planner gave {type(data).__name__} for a byte item", key=item.index.fqn)

@@ -234,7 +234,8 @@ class FlatState:
         except Exception as error:
             raise StagingError(
                 f"An object of type {type(value).__qualname__} cannot be copied for an asynchronous save: {error}",
-                remedy="Save it with dcp.save, or leave it out of the state",
+                remedy="Leave it out of the state, or put in its place what it can be made of again: numbers, strings, "
+                "tensors, lists and dicts of them",
             ) from error
 
 

@@ -1,0 +1,114 @@
+"""Errors of saves and loads name what is wrong, and their remedies help."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+import bucketpoint as bp
+
+
+def failures(error: BaseException) -> list[Any]:
+    assert isinstance(error, dcp.CheckpointException)
+    return [failure[0] for failure in error.failures.values()]
+
+
+UNPICKLABLE: dict[str, Any] = {"w": torch.ones(2), "a": {"lock": threading.Lock()}}
+
+
+def test_a_value_that_cannot_be_pickled_is_named_by_its_key(tmp_path: Path) -> None:
+    with pytest.raises(bp.BucketpointError, match=r"a\.lock cannot be pickled.*_thread\.lock") as caught:
+        bp.save(UNPICKLABLE, f"{tmp_path}/a")
+    assert caught.value.key == "a.lock"
+    assert "Leave it out" in str(caught.value)
+
+
+@pytest.mark.parametrize("planner", [None, bp.SavePlanner()], ids=["DCP's planner", "SavePlanner"])
+def test_dcp_save_names_the_key_of_what_cannot_be_pickled(tmp_path: Path, planner: Any) -> None:
+    with pytest.raises(dcp.CheckpointException) as caught:
+        dcp.save(UNPICKLABLE, checkpoint_id=tmp_path, storage_writer=bp.BucketWriter(), planner=planner, no_dist=True)
+    (error,) = failures(caught.value)
+    assert error.key == "a.lock"
+
+
+def test_async_save_names_the_key_of_what_cannot_be_copied_or_pickled(tmp_path: Path) -> None:
+    with pytest.raises(bp.StagingError, match=r"key=a\.lock") as caught:
+        bp.async_save(UNPICKLABLE, checkpoint_id=f"{tmp_path}/a", no_dist=True).result(60)
+    assert "dcp.save" not in str(caught.value), "which could not save it either"
+    # It can be copied, and not pickled.
+    state = {"w": torch.ones(2), "a": {"f": lambda: None}}
+    with pytest.raises(bp.BucketpointError, match=r"a\.f cannot be pickled"):
+        bp.async_save(state, checkpoint_id=f"{tmp_path}/a", no_dist=True).result(60)
+
+
+def test_a_missing_rank_is_told_of_saved_ranks(tmp_path: Path) -> None:
+    bp.save({"loader": {**bp.rank_state(7, 0), **bp.rank_state(8, 1)}}, f"{tmp_path}/a")
+    with pytest.raises(bp.MismatchError) as caught:
+        bp.load({"loader": bp.rank_state(0, 2)}, f"{tmp_path}/a")
+    assert "loader was saved by ranks: 0, 1" in str(caught.value)
+    assert "saved_ranks(metadata, 'loader')" in str(caught.value)
+    assert "allow_partial_load" not in str(caught.value)
+
+
+def test_a_shape_that_differs_does_not_suggest_to_skip_missing_keys(tmp_path: Path) -> None:
+    bp.save({"w": torch.ones(3)}, f"{tmp_path}/a")
+    with pytest.raises(bp.MismatchError) as caught:
+        bp.load({"w": torch.ones(4)}, f"{tmp_path}/a")
+    assert "allow_partial_load" not in str(caught.value)
+    assert "bucketpoint.load(url, keys=...)" in str(caught.value)
+    with pytest.raises(bp.MismatchError, match="allow_partial_load"):
+        bp.load({"v": torch.ones(4)}, f"{tmp_path}/a")
+
+
+@pytest.mark.parametrize("through", ["bucketpoint", "dcp"])
+def test_a_run_is_said_to_be_one_and_its_newest_checkpoint_is_named(tmp_path: Path, through: str) -> None:
+    for step in (9, 10):
+        bp.save({"w": torch.ones(3)}, f"{tmp_path}/step-{step}")
+    error: BaseException
+    if through == "bucketpoint":
+        with pytest.raises(bp.CheckpointNotFoundError) as caught:
+            bp.load({"w": torch.ones(3)}, tmp_path)
+        error = caught.value
+    else:
+        with pytest.raises(dcp.CheckpointException) as other:
+            dcp.load({"w": torch.ones(3)}, checkpoint_id=tmp_path, storage_reader=bp.BucketReader(), no_dist=True)
+        (error,) = failures(other.value)
+    assert not isinstance(error, bp.IncompleteCheckpointError)
+    assert "This is a run" in str(error)
+    assert f"names {tmp_path}/step-10" in str(error)
+    assert "latest_checkpoint" in str(error)
+    assert "interrupted" not in str(error)
+
+
+def test_tensors_on_the_meta_device_are_named_with_what_to_do(tmp_path: Path) -> None:
+    model = torch.nn.Linear(2, 2)
+    bp.save({"model": model.state_dict()}, f"{tmp_path}/a")
+    with torch.device("meta"):
+        empty = torch.nn.Linear(2, 2)
+    with pytest.raises(bp.MismatchError) as caught:
+        bp.load({"model": empty.state_dict()}, f"{tmp_path}/a")
+    assert "2 tensors to load into are on the meta device" in str(caught.value)
+    assert "such as model.weight" in str(caught.value)
+    assert "to_empty" in str(caught.value)
+
+
+@pytest.mark.parametrize("through", ["bucketpoint", "dcp"])
+@pytest.mark.parametrize("damage", ["nothing there", "no metadata"])
+def test_a_failed_load_logs_no_tracebacks_of_dcp(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, through: str, damage: str
+) -> None:
+    if damage == "no metadata":
+        (tmp_path / ".metadata").write_bytes(b"no pickle")
+    with caplog.at_level(logging.WARNING), pytest.raises((bp.BucketpointError, dcp.CheckpointException)):
+        if through == "bucketpoint":
+            bp.load({"w": torch.ones(3)}, tmp_path)
+        else:
+            dcp.load({"w": torch.ones(3)}, checkpoint_id=tmp_path, storage_reader=bp.BucketReader(), no_dist=True)
+    # To the other one, of structured events, torch gives a handler that drops them.
+    assert [record.getMessage() for record in caplog.records if "NullHandler" not in record.name] == []
