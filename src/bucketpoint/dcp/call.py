@@ -34,7 +34,7 @@ _UNUSED_TAG = 1 << 30
 
 
 @contextlib.contextmanager
-def together(what: str, parent: Any, deadline_s: float, *, url: str) -> Iterator[Call]:
+def together(what: str, parent: Any, deadline_s: float, *, url: str, alone: bool = False) -> Iterator[Call]:
     """Do something on all ranks of a group, which begin it together and raise together.
 
     Args:
@@ -42,13 +42,18 @@ def together(what: str, parent: Any, deadline_s: float, *, url: str) -> Iterator
         parent: torch's process group, of any backend; None for all ranks of the job, or this process alone where
             torch.distributed is not initialised.
         deadline_s: seconds from here until the last rank has raised.
+        alone: this process makes the call by itself, in whatever job it is.
 
     Raises:
         BucketpointError: another rank failed: its error. A rank is missing: names it.
     """
     if not deadline_s > 0:
         raise BucketpointError(f"deadline_s must be more than 0, not {deadline_s}")
-    call = Call(what, parent, deadline_s, url)
+    ranks: tuple[int, ...] = (0,)
+    if not alone:
+        process_groups.refuse_a_rank_alone(what, url)
+        ranks = process_groups.ranks_of(parent)
+    call = Call(what, ranks, deadline_s, url)
     try:
         call.join()
         # Requests have a little more than the call: what ends them is the cut, and not an error of their own.
@@ -78,14 +83,13 @@ class Call:
         stops, ends: by the monotonic clock, when this rank gives up, and when it has raised.
     """
 
-    def __init__(self, what: str, parent: Any, deadline_s: float, url: str) -> None:
+    def __init__(self, what: str, ranks: tuple[int, ...], deadline_s: float, url: str) -> None:
         self._what, self._url, self._deadline_s = what, url, deadline_s
         self.ends = time.monotonic() + deadline_s
         self.stops = self.ends - min(ANSWER_S, deadline_s / 4)
         self.cut = Cut(self.ends)
         self.group: Any = None
-        process_groups.refuse_a_rank_alone(what, url)
-        self._ranks = process_groups.ranks_of(parent)
+        self._ranks = ranks
         self._stage = "had not begun"
         self._stopped: Kind | None = None
         self._stage_then = WAITS

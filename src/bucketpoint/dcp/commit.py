@@ -92,6 +92,7 @@ def commit(
         "world_size": world_size,
         "created": created,
         "torch": str(torch.__version__),
+        **told.facts,
         **request.facts,
         **(request.log.facts(request.url) if request.log is not None else {}),
     }

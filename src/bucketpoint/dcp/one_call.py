@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, overload
 
+import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import Metadata
 from torch.distributed.checkpoint.planner import LoadPlan, SavePlan
@@ -15,11 +16,13 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from bucketpoint.dcp.call import DEADLINE_S, Call, together
+from bucketpoint.dcp.keys_planner import KeysPlanner
 from bucketpoint.dcp.planner import LoadPlanner
 from bucketpoint.dcp.reader import BucketReader
 from bucketpoint.dcp.save_planner import SavePlanner
 from bucketpoint.dcp.session import as_url
 from bucketpoint.dcp.writer import BucketWriter
+from bucketpoint.errors import BucketpointError
 from bucketpoint.retention import RetentionPolicy
 from bucketpoint.transfer import ProgressCallback, TransferOptions
 
@@ -82,8 +85,9 @@ def save(
         return metadata
 
 
+@overload
 def load(
-    state: dict[str, Any],
+    state: dict[Any, Any],
     url: str | os.PathLike[str],
     *,
     deadline_s: float = DEADLINE_S,
@@ -94,35 +98,109 @@ def load(
     process_group: Any = None,
     progress: ProgressCallback | bool | None = None,
     trusted: bool = False,
-) -> None:
-    """Load a checkpoint into a state, in place, on all ranks or in a process alone.
+    strict: bool | None = None,
+) -> None: ...
+@overload
+def load(
+    url: str | os.PathLike[str],
+    /,
+    *,
+    keys: str | Iterable[str] | None = None,
+    device: str | torch.device = "cpu",
+    deadline_s: float = DEADLINE_S,
+    storage_options: Mapping[str, Any] | None = None,
+    fs: Any = None,
+    transfer: TransferOptions | None = None,
+    progress: ProgressCallback | bool | None = None,
+    trusted: bool = False,
+) -> dict[Any, Any]: ...
+def load(
+    state: dict[Any, Any] | str | os.PathLike[str],
+    url: str | os.PathLike[str] | None = None,
+    *,
+    keys: str | Iterable[str] | None = None,
+    device: str | torch.device = "cpu",
+    deadline_s: float = DEADLINE_S,
+    storage_options: Mapping[str, Any] | None = None,
+    fs: Any = None,
+    transfer: TransferOptions | None = None,
+    planner: Any = None,
+    process_group: Any = None,
+    progress: ProgressCallback | bool | None = None,
+    trusted: bool = False,
+    strict: bool | None = None,
+) -> dict[Any, Any] | None:
+    """Load a checkpoint into a state, in place and on all ranks; or with its URL alone, return the state that it holds.
 
-    What `save` says of ranks that fail, stall or die holds here too. After an error the state is partly loaded.
+    `load(state, url)`: what `save` says of ranks that fail, stall or die holds here too. After an error the state is
+    partly loaded.
+
+    `load(url)`: each process that calls it loads by itself all that it asks for, whatever the others of its job do, and
+    whatever job saved it. Tensors are whole, plain, and on `device`.
 
     Args:
         state: as for `dcp.load`.
+        keys: with a URL alone: patterns of the flat names of what to load, such as `"model.*"`; None for everything.
+        device: with a URL alone: of the tensors.
         deadline_s, process_group: as for `save`.
         storage_options, fs, transfer, progress, trusted: as for `BucketReader`.
         planner: by default `LoadPlanner`.
+        strict: as in torch: True refuses a checkpoint with keys that no rank asks for, or without some that one asks
+            for; False takes either. By default only missing keys are refused.
+
+    Returns:
+        With a URL alone the nested state.
 
     Raises:
         BucketpointError: as `save`.
+        MismatchError: the state and the checkpoint do not fit, or no key fits one of `keys`.
     """
-    where = str(as_url(url))
-    with together(f"The load of {where}", process_group, deadline_s, url=where) as call, _quietly(call):
+    if isinstance(state, (str, os.PathLike)):
+        if url is not None:
+            raise BucketpointError(
+                f"load was given two URLs, or a state that is a {type(state).__name__}",
+                remedy="Call load(state, url) to load into a state, or load(url) to get the one that was saved",
+            )
+        if planner is not None or process_group is not None or strict is not None:
+            raise BucketpointError(
+                "planner=, process_group= and strict= are for loading into a state",
+                remedy="Call load(state, url), or choose what load(url) gives with keys=",
+            )
+        where, target, alone = str(as_url(state)), {}, True
+        planner = KeysPlanner(keys, device)
+    else:
+        if url is None or keys is not None:
+            raise BucketpointError(
+                "keys= is for loading without a state" if url is not None else "load was given no URL",
+                remedy="Call load(state, url) to load into a state, or load(url, keys=...) to get what was saved",
+            )
+        where, target, alone = str(as_url(url)), state, False
+        planner = _planner_for(planner, strict)
+    with together(f"The load of {where}", process_group, deadline_s, url=where, alone=alone) as call, _quietly(call):
         reader = _Reader(
             where, storage_options=storage_options, fs=fs, transfer=transfer, progress=progress, trusted=trusted
         )
         reader.call = call
         reader.reset()
-        with _watched(planner if planner is not None else LoadPlanner(), call) as plans:
+        with _watched(planner, call) as plans:
             dcp.load(
-                state,
+                target,
                 storage_reader=reader,
                 planner=plans,
                 process_group=call.group,
                 no_dist=call.group is None,
             )
+        return planner.loaded() if isinstance(planner, KeysPlanner) else None
+
+
+def _planner_for(planner: Any, strict: bool | None) -> Any:
+    if planner is None:
+        return LoadPlanner(allow_partial_load=strict is False, strict=strict is True)
+    if strict is not None:
+        raise BucketpointError(
+            "strict= is for the planner that load makes", remedy="Pass LoadPlanner(strict=True) as planner="
+        )
+    return planner
 
 
 class _Writer(BucketWriter):
@@ -143,6 +221,11 @@ class _Reader(BucketReader):
     """The same for a load."""
 
     call: Call
+
+    def _wait_for_saves(self) -> None:
+        # Who loads alone has no collectives that could meet those of a save.
+        if self.call.group is not None:
+            super()._wait_for_saves()
 
     def read_data(self, plan: LoadPlan, planner: Any) -> Future[None]:
         with self.call.doing("was reading its items"):

@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.metadata import StorageMeta
 from torch.distributed.checkpoint.storage import WriteResult
 
 from bucketpoint.dcp.dealing import Dealing
+from bucketpoint.dcp.nested import INT_KEYS, IntKeys, plain_int_keys
 from bucketpoint.dcp.results import PackedResults, Results, results_of
 from bucketpoint.errors import BucketpointError, IncompleteSaveError
 from bucketpoint.format.columns import PAYLOAD_NBYTES, Columns, IndexColumns, Layout, index_columns
@@ -46,6 +47,7 @@ class Agreed:
         plans: what each rank was dealt.
         digests: of the items of each.
         dealing: how it came about, if the ranks sent columns.
+        int_keys: where dicts have integer keys, on any rank.
         layouts: where each rank's items lay when it last reported.
         complete: digests of the layouts of all ranks that were found to account for all items.
         template: of the metadata for these.
@@ -59,6 +61,7 @@ class Agreed:
     digests: list[bytes]
     metadata: Metadata
     dealing: Dealing | None = None
+    int_keys: Sequence[IntKeys] = ()
     layouts: list[Layout | None] = field(init=False)
     complete: tuple[bytes, ...] | None = None
     template: MetadataTemplate | None = None
@@ -152,6 +155,12 @@ class Reported:
             len(each) if columns is None else columns.layout.count
             for each, columns in zip(self.sent, self.columns, strict=True)
         )
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What the plan adds to the metadata."""
+        found = self.agreed.int_keys if self.agreed is not None else ()
+        return {INT_KEYS: plain_int_keys(found)} if found else {}
 
     def objects(self) -> dict[str, dict[str, Any]]:
         """Size and ETag of each object that is named in columns, by its path."""

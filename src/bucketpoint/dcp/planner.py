@@ -18,7 +18,9 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadIte
 from torch.distributed.checkpoint.planner_helpers import _create_chunk_list, _create_read_items
 from torch.distributed.tensor import DTensor
 
+from bucketpoint.dcp.comparison import Comparison
 from bucketpoint.dcp.local_chunks import LocalChunks, chunks_in, is_partial
+from bucketpoint.dcp.nested import put
 from bucketpoint.dcp.overlaps import Wanted, read_items
 from bucketpoint.dcp.rank_state import rank_state_name, saved_ranks
 from bucketpoint.errors import BucketpointError, MismatchError
@@ -37,6 +39,13 @@ class LoadPlanner(DefaultLoadPlanner):
     A plain tensor may hold several chunks of a larger one, given by the attributes of torch 2.15's
     `CheckpointableTensor` (`global_shape`, `global_offsets`, `local_offsets`, `local_sizes`), on every torch.
 
+    Keys of the checkpoint that no rank asks for, and those that it lacks, are counted in one log line.
+
+    Args:
+        flatten_state_dict, flatten_sharded_tensors: as in `DefaultLoadPlanner`.
+        allow_partial_load: skip keys that the checkpoint lacks; their values stay as they were.
+        strict: refuse checkpoints with keys that no rank asks for.
+
     Attributes:
         pending: what was planned and has yet to arrive, by key: elements of a tensor, items of anything else. Empty
             once the load is complete.
@@ -48,8 +57,11 @@ class LoadPlanner(DefaultLoadPlanner):
         flatten_state_dict: bool = True,
         flatten_sharded_tensors: bool = True,
         allow_partial_load: bool = False,
+        *,
+        strict: bool = False,
     ) -> None:
         super().__init__(flatten_state_dict, flatten_sharded_tensors, allow_partial_load)
+        self.strict = strict
         self.pending: Counter[str] = Counter()
         self.skipped: tuple[str, ...] = ()
 
@@ -99,7 +111,18 @@ class LoadPlanner(DefaultLoadPlanner):
             assert refusal is not None
             raise refusal
         self.skipped = tuple(fqn for fqn in self.state_dict if fqn not in self.metadata.state_dict_metadata)
-        return plan
+        # The coordinator counts what all ranks lack.
+        return replace(plan, planner_data=self.skipped) if self.skipped and plan.planner_data is None else plan
+
+    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
+        """Coordinator: compare what all ranks ask for with what the checkpoint has.
+
+        Raises:
+            MismatchError: no rank asks for some of its keys, with `strict`.
+        """
+        self._compare(global_plan)
+        plans: list[LoadPlan] = super().create_global_plan(global_plan)
+        return plans
 
     def finish_plan(self, new_plan: LoadPlan) -> LoadPlan:
         """All ranks: what is read now is what `pending` counts."""
@@ -111,7 +134,11 @@ class LoadPlanner(DefaultLoadPlanner):
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         """Replace an object of the state by the one that was saved."""
-        super().load_bytes(read_item, value)
+        if self.flatten_state_dict:
+            path = self.mappings[read_item.dest_index.fqn]
+            put(self.original_state_dict, path, torch.load(value, weights_only=False))
+        else:
+            super().load_bytes(read_item, value)
         self._note(read_item)
 
     def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
@@ -130,6 +157,22 @@ class LoadPlanner(DefaultLoadPlanner):
             return chunks.find(index)
         found: torch.Tensor = super().lookup_tensor(index)
         return found
+
+    def _compare(self, plans: list[LoadPlan]) -> None:
+        assert self.metadata is not None
+        used = {item.storage_index.fqn for plan in plans for item in plan.items}
+        # Of empty tensors nothing is read.
+        used.update(self.state_dict)
+        lacking = {fqn for plan in plans if type(plan.planner_data) is tuple for fqn in plan.planner_data}
+        found = Comparison(self.metadata, used, sorted(lacking))
+        if found.unused and self.strict:
+            raise MismatchError(
+                f"The checkpoint has {found.not_asked_for}",
+                url=url_of(self.metadata),
+                rank=_rank(),
+                remedy="Put them into the state, or load without strict",
+            )
+        found.log(url_of(self.metadata))
 
     def _note(self, item: ReadItem) -> None:
         fqn = item.dest_index.fqn
@@ -194,7 +237,7 @@ class LoadPlanner(DefaultLoadPlanner):
         more = f"; and {len(misfits) - _NAMED_AT_MOST} more" if len(misfits) > _NAMED_AT_MOST else ""
         raise MismatchError(
             f"The checkpoint and the state to load into do not fit: {named}{more}",
-            url=_url_of(self.metadata),
+            url=url_of(self.metadata),
             rank=_rank(),
             remedy=_remedy([fqn for fqn, _ in misfits], self.metadata),
         )
@@ -226,7 +269,7 @@ def _refuse_meta(state: dict[str, Any], metadata: Metadata | None) -> None:
     if empty:
         raise MismatchError(
             f"{len(empty)} tensors to load into are on the meta device and have no memory, such as {empty[0]}",
-            url=_url_of(metadata) if metadata is not None else None,
+            url=url_of(metadata) if metadata is not None else None,
             rank=_rank(),
             remedy='Give them memory first: model.to_empty(device="cpu"), or the device to load to, before its '
             "state_dict()",
@@ -246,7 +289,8 @@ def _leaves(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
         yield from _leaves(part, f"{name}.{key}" if name else str(key))
 
 
-def _url_of(metadata: Metadata) -> str | None:
+def url_of(metadata: Metadata) -> str | None:
+    """The URL under which the checkpoint of this metadata was saved, as far as it says so."""
     meta = metadata.storage_meta
     return str(meta.checkpoint_id) if meta is not None and meta.checkpoint_id else None
 

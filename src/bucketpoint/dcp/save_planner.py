@@ -27,6 +27,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from bucketpoint.dcp.dealt_items import Answer, DealtItems, KnownItems, answer_digest, items_of
 from bucketpoint.dcp.global_plan import Asked
 from bucketpoint.dcp.local_chunks import is_partial
+from bucketpoint.dcp.nested import IntKeys, int_keys_of
 from bucketpoint.dcp.plan_columns import LocalItems, content_digest, merged_mappings, pack_mappings
 from bucketpoint.dcp.planned import Agreed, PlannedMetadata, WriterMeta, stock
 from bucketpoint.dcp.rank_state import differing, value_digests
@@ -53,6 +54,7 @@ class _Local:
         node: which machine the rank is on.
         mappings: DCP's, from flattened names to paths: see `pack_mappings`.
         digests: of the values that may differ between ranks.
+        int_keys: where dicts have integer keys.
     """
 
     entry: bytes | None
@@ -60,10 +62,12 @@ class _Local:
     node: str
     mappings: tuple[bytes, ...] = ()
     digests: bytes = b""
+    int_keys: tuple[IntKeys, ...] = ()
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Without the names of the fields, which would be a good part of what crosses.
-        return _Local, (self.entry, self.sender, self.node, self.mappings, self.digests)
+        rest = (self.int_keys,) if self.int_keys else ()
+        return _Local, (self.entry, self.sender, self.node, self.mappings, self.digests, *rest)
 
 
 @dataclass
@@ -118,6 +122,7 @@ class SavePlanner(DefaultSavePlanner):
         self._writer_is_ours = False
         self._signature: Hashable = None
         self._hit: _Kept | None = None
+        self._int_keys: tuple[IntKeys, ...] = ()
         self._asked = LocalItems([])
 
     def set_up_planner(
@@ -125,6 +130,7 @@ class SavePlanner(DefaultSavePlanner):
     ) -> None:
         """All ranks: the state to save, and what the writer says of itself."""
         super().set_up_planner(state_dict, storage_meta, is_coordinator)
+        self._int_keys = int_keys_of(state_dict) if self.flatten_state_dict else ()
         self._writer_is_ours = isinstance(storage_meta, WriterMeta)
 
     def create_local_plan(self) -> SavePlan:
@@ -134,7 +140,7 @@ class SavePlanner(DefaultSavePlanner):
             BucketpointError: a DTensor is a partial sum.
         """
         _refuse_partial(self.state_dict)
-        self._signature = (_signature(self.state_dict), tuple(self.mappings.values()))
+        self._signature = (_signature(self.state_dict), tuple(self.mappings.values()), self._int_keys)
         node = os.environ.get("GROUP_RANK") or socket.gethostname()
         sender = _global_rank()
         self._hit = self._find(self._signature) if self._keep_plans else None
@@ -147,7 +153,8 @@ class SavePlanner(DefaultSavePlanner):
         digests = value_digests(plan.items, self.state_dict)
         mappings = pack_mappings(plan.planner_data) if plan.planner_data is not None else ()
         items = self._asked = LocalItems(plan.items)
-        self.plan = replace(plan, items=items, planner_data=_Local(None, sender, node, mappings, digests))
+        local = _Local(None, sender, node, mappings, digests, self._int_keys)
+        self.plan = replace(plan, items=items, planner_data=local)
         return self.plan
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
@@ -219,6 +226,7 @@ class SavePlanner(DefaultSavePlanner):
         # A checkpoint process is sent the planner again for each save, and keeps what it has planned itself.
         self.__dict__.update(state)
         self.mappings, self._signature, self._hit, self._asked = {}, None, None, LocalItems([])
+        self._int_keys = ()
         self._cache = _caches.setdefault(self._identity, _Cache())
         for old in list(_caches)[:-KEPT_PLANNERS]:
             del _caches[old]
@@ -255,8 +263,9 @@ class SavePlanner(DefaultSavePlanner):
             merged = merged_mappings([plan.planner_data.mappings for plan in asked])
             metadata = replace(metadata, planner_data=merged)
         mappings = dict.fromkeys(blob for plan in asked for blob in plan.planner_data.mappings)
-        entry = content_digest(repr(senders).encode(), *found.digests, *mappings)
-        agreed = Agreed(entry, senders, asked, found.plans, found.digests, metadata, found.dealing)
+        int_keys = sorted({found for plan in asked for found in plan.planner_data.int_keys}, key=str)
+        entry = content_digest(repr(senders).encode(), *found.digests, *mappings, repr(int_keys).encode())
+        agreed = Agreed(entry, senders, asked, found.plans, found.digests, metadata, found.dealing, int_keys)
         if self._keep_plans:
             self._cache.agreed.pop(agreed.entry, None)
             self._cache.agreed[agreed.entry] = agreed
@@ -318,6 +327,7 @@ _OF_ONE_SAVE = {
     "_asked",
     "_cache",
     "_hit",
+    "_int_keys",
     "_signature",
     "mappings",
     "metadata",

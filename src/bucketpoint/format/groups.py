@@ -6,6 +6,7 @@ its metadata and deleting objects.
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -50,9 +51,21 @@ def group_of(fqn: str, rules: Sequence[GroupRule] = DEFAULT_RULES, *, tensor: bo
     which "model" or "weights" may occur. Without one, a tensor is taken for a weight, as torchtitan and plain
     `model.state_dict()` saves have their weights at the top level, and bytes belong to no part in particular.
     """
-    groups = {segment: rule.group for rule in reversed(rules) for segment in rule.segments}
-    for segment in fqn.split("."):
+    group, _ = deciding(fqn, rules)
+    return group or (MODEL if tensor else OTHER)
+
+
+def deciding(fqn: str, rules: Sequence[GroupRule] = DEFAULT_RULES) -> tuple[str | None, str]:
+    """The group by the first segment that any rule knows, and the name up to that segment; None without one."""
+    groups = _groups_by_segment(tuple(rules))
+    segments = fqn.split(".")
+    for number, segment in enumerate(segments, 1):
         group = groups.get(segment) or groups.get(_NUMBERED.sub("", segment))
         if group is not None:
-            return group
-    return MODEL if tensor else OTHER
+            return group, ".".join(segments[:number])
+    return None, fqn
+
+
+@functools.lru_cache(maxsize=16)
+def _groups_by_segment(rules: tuple[GroupRule, ...]) -> dict[str, str]:
+    return {segment: rule.group for rule in reversed(rules) for segment in rule.segments}

@@ -1,0 +1,301 @@
+"""`bucketpoint.load(url)` gives the state that was saved; loads into a state say what they leave out."""
+
+from __future__ import annotations
+
+import io
+import logging
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import Metadata
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata
+
+import bucketpoint as bp
+from bucketpoint.dcp.nested import nested
+from dcp.ranks import Ranks
+
+
+def same(one: Any, other: Any) -> bool:
+    """Equal, with the same containers and the same classes of keys, in any order."""
+    if isinstance(one, torch.Tensor):
+        return isinstance(other, torch.Tensor) and one.dtype == other.dtype and torch.equal(one, other)
+    if isinstance(one, dict):
+        keys = {(type(key), key) for key in one} == {(type(key), key) for key in other}
+        return type(other) is dict and keys and all(same(one[key], other[key]) for key in one)
+    if isinstance(one, list):
+        return type(other) is list and len(one) == len(other) and all(map(same, one, other))
+    return type(one) is type(other) and one == other
+
+
+def trained() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 2))
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(3, 4)).sum().backward()
+    optimizer.step()
+    return model, optimizer
+
+
+def a_state() -> dict[Any, Any]:
+    model, optimizer = trained()
+    return {
+        "model": dict(model.state_dict()),
+        "optim": optimizer.state_dict(),
+        "step": 7,
+        "names": ["a", "b"],
+        "sizes": {0: 1, 10: [torch.ones(2), {"3": 4, -5: "x"}]},
+    }
+
+
+@pytest.mark.parametrize("saved_by", ["save", "async_save", "dcp.save with SavePlanner"])
+def test_the_state_comes_back_as_it_was_saved(tmp_path: Path, saved_by: str) -> None:
+    state, url = a_state(), f"{tmp_path}/a"
+    if saved_by == "save":
+        bp.save(state, url)
+    elif saved_by == "async_save":
+        bp.async_save(state, checkpoint_id=url, planner=bp.SavePlanner(), no_dist=True).result(60)
+    else:
+        dcp.save(state, checkpoint_id=url, storage_writer=bp.BucketWriter(), planner=bp.SavePlanner(), no_dist=True)
+    loaded = bp.load(url)
+    assert same(loaded, state)
+    # What an optimizer makes of it.
+    model, optimizer = trained()
+    optimizer.load_state_dict(loaded["optim"])
+    model.load_state_dict(loaded["model"])
+
+
+def test_integer_keys_come_back_through_an_index_and_a_plan_that_is_kept(tmp_path: Path) -> None:
+    planner, writer = bp.SavePlanner(), bp.BucketWriter()
+    for number in range(3):
+        # The same flat names, and at last keys that are text.
+        keys = list(range(800)) if number < 2 else list(map(str, range(800)))
+        state = {"a": {key: torch.full((1,), float(number)) for key in keys}}
+        dcp.save(state, checkpoint_id=f"{tmp_path}/{number}", storage_writer=writer, planner=planner, no_dist=True)
+        assert same(bp.load(f"{tmp_path}/{number}"), state)
+        assert same(bp.load(f"{tmp_path}/{number}", trusted=True), state), "without the index"
+
+
+def test_checkpoints_of_others_come_back_nested(tmp_path: Path) -> None:
+    dcp.save({"a": {"b": [torch.ones(2), {"c": 1}]}, "n": {0: 5}}, checkpoint_id=tmp_path, no_dist=True)
+    assert same(bp.load(tmp_path), {"a": {"b": [torch.ones(2), {"c": 1}]}, "n": {"0": 5}})
+
+
+@pytest.mark.parametrize(
+    ("keys", "names"),
+    [
+        ("model.*.weight", {"model"}),
+        (["model", "step"], {"model", "step"}),
+        ("*.exp_avg", {"optim"}),
+        (["sizes.10.1.*"], {"sizes"}),
+    ],
+)
+def test_only_the_keys_that_are_asked_for_are_loaded(tmp_path: Path, keys: Any, names: set[str]) -> None:
+    state = a_state()
+    bp.save(state, f"{tmp_path}/a")
+    loaded = bp.load(f"{tmp_path}/a", keys=keys)
+    assert set(loaded) == names
+    if keys == "model.*.weight":
+        assert set(loaded["model"]) == {"0.weight", "1.weight"}
+    if keys == ["model", "step"]:
+        assert same(loaded, {"model": state["model"], "step": 7})
+    if keys == "*.exp_avg":
+        assert same(loaded["optim"]["state"][0], {"exp_avg": state["optim"]["state"][0]["exp_avg"]})
+    if keys == ["sizes.10.1.*"]:
+        assert same(loaded, {"sizes": {10: [None, {"3": 4, -5: "x"}]}}), "places of lists are kept"
+
+
+def test_a_pattern_that_no_key_fits_is_an_error(tmp_path: Path) -> None:
+    bp.save({"model": {"w": torch.ones(2)}, "step": 1}, f"{tmp_path}/a")
+    with pytest.raises(bp.MismatchError, match=r"no key that fits 'modle\.\*'.*begin with: model, step"):
+        bp.load(f"{tmp_path}/a", keys=["step", "modle.*"])
+
+
+def test_only_the_bytes_of_what_is_asked_for_are_read(tmp_path: Path) -> None:
+    bp.save({"model": {"small": torch.ones(1000), "large": torch.ones(1_000_000)}}, f"{tmp_path}/a")
+    events: list[bp.Progress] = []
+    bp.load(f"{tmp_path}/a", keys="model.small", progress=events.append)
+    assert 4000 <= events[-1].done_bytes < 10_000
+
+
+def test_values_that_are_no_plain_data_take_trust(tmp_path: Path) -> None:
+    bp.save({"w": torch.ones(2), "f": threading.Thread.start}, f"{tmp_path}/a")
+    with pytest.raises(bp.UnsafeDataError):
+        bp.load(f"{tmp_path}/a")
+    assert same(bp.load(f"{tmp_path}/a", keys="w"), {"w": torch.ones(2)})
+    assert bp.load(f"{tmp_path}/a", trusted=True)["f"] is threading.Thread.start
+
+
+def test_what_was_saved_on_gpus_loads_without_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # A tuple is pickled whole, with the device of its tensors.
+    with monkeypatch.context() as patched:
+        patched.setattr(torch.serialization, "location_tag", lambda storage: "cuda:3")
+        bp.save({"w": torch.ones(2), "pair": (torch.ones(3), 1)}, f"{tmp_path}/a")
+    found = bp.load(f"{tmp_path}/a", device="cpu")
+    assert found["pair"][0].device.type == "cpu"
+    assert torch.equal(found["pair"][0], torch.ones(3))
+
+
+def test_sparse_tensors_come_back_sparse(tmp_path: Path) -> None:
+    sparse = torch.eye(3).to_sparse()
+    bp.save({"s": sparse}, f"{tmp_path}/a")
+    found = bp.load(f"{tmp_path}/a")["s"]
+    assert found.layout is torch.sparse_coo
+    assert torch.equal(found.to_dense(), torch.eye(3))
+
+
+def test_what_does_not_go_together_is_refused(tmp_path: Path) -> None:
+    for wrong in (
+        lambda: bp.load(f"{tmp_path}/a", f"{tmp_path}/b"),  # type: ignore[call-overload]
+        lambda: bp.load({}, f"{tmp_path}/b", keys="x"),  # type: ignore[call-overload]
+        lambda: bp.load({}),  # type: ignore[call-overload]
+        lambda: bp.load(f"{tmp_path}/a", strict=True),  # type: ignore[call-overload]
+        lambda: bp.load({}, f"{tmp_path}/a", strict=True, planner=bp.LoadPlanner()),
+    ):
+        with pytest.raises(bp.BucketpointError, match=r"load\(|LoadPlanner\("):
+            wrong()
+
+
+@pytest.mark.parametrize(
+    "paths",
+    [
+        {"a": ("a",), "b": ("a", "b")},
+        {"a": ("a", "b"), "b": ("a",)},
+        {"a": ("x", 0), "b": ("x", "y")},
+        {"a": ("x",), "b": ("x",)},
+        {"a": ("x", 1 << 40), "b": ("b",)},
+        {"a": ("x", -1), "b": ("b",)},
+        {"a": (0,), "b": ("b",)},
+        {"a": (), "b": ("b",)},
+        {"a": ("x",) * 5000, "b": ("b",)},
+        {"a": "ab", "b": ("b",)},
+    ],
+)
+def test_paths_that_make_no_state_are_refused(paths: dict[str, Any]) -> None:
+    metadata = Metadata({"a": BytesStorageMetadata(), "b": BytesStorageMetadata()}, planner_data=paths)
+    with pytest.raises(bp.MetadataError):
+        nested({"a": 1, "b": 2}, metadata)
+
+
+def load_apart(rank: int, world: int, url: str) -> Any:
+    """Rank 0 loads alone; the others never come."""
+    return bp.load(url)["w"].tolist() if rank == 0 else None
+
+
+def save_shards(rank: int, world: int, url: str) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    mesh = init_device_mesh("cpu", (world,))
+    bp.save({"w": distribute_tensor(torch.arange(5.0), mesh, [Shard(0)]), "n": {rank: rank, 9: 9}}, url)
+
+
+def test_any_rank_loads_by_itself_what_many_saved(two_ranks: Ranks, tmp_path: Path) -> None:
+    url = f"file://{tmp_path}/a"
+    two_ranks.run(save_shards, url)
+    assert two_ranks.run(load_apart, url) == [[0.0, 1.0, 2.0, 3.0, 4.0], None]
+    assert same(bp.load(url), {"w": torch.arange(5.0), "n": {0: 0, 1: 1, 9: 9}})
+
+
+# Into a state
+
+
+def test_integer_keys_of_a_state_are_loaded_in_place(tmp_path: Path) -> None:
+    saved = {"a": {0: 101, 1: [102, {2: 103}], None: "t", "3": 4}}
+    bp.save(saved, f"{tmp_path}/a")
+    state: dict[Any, Any] = {"a": {0: 1, 1: [2, {2: 3}], None: "", "3": 0}}
+    bp.load(state, f"{tmp_path}/a")
+    assert same(state, saved)
+    # At the top too, and what any planner saved.
+    dcp.save({7: "top"}, checkpoint_id=f"{tmp_path}/b", storage_writer=bp.BucketWriter(), no_dist=True)
+    state = {7: ""}
+    bp.load(state, f"{tmp_path}/b")
+    assert state == {7: "top"}
+
+
+def loading_lines(caplog: pytest.LogCaptureFixture) -> list[tuple[str, str]]:
+    return [
+        (record.levelname, record.getMessage())
+        for record in caplog.records
+        if record.name == "bucketpoint.dcp.comparison"
+    ]
+
+
+def test_unused_and_missing_keys_are_counted_in_one_line(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    bp.save({"model": {f"w{n}": torch.ones(1) for n in range(8)}, "step": 1}, f"{tmp_path}/a")
+    with caplog.at_level(logging.INFO, logger="bucketpoint"):
+        bp.load({"step": 0, "model": {"w0": torch.zeros(1)}}, f"{tmp_path}/a")
+        bp.load({"step": 0, "more": {"v": torch.zeros(1)}}, f"{tmp_path}/a", strict=False)
+    (level, first), (_, second) = loading_lines(caplog)
+    assert level == "INFO"
+    assert "the checkpoint has 7 keys that the state does not ask for: model.w1" in first
+    assert "and 2 more" in first
+    assert "it lacks 1 keys, whose values stay as they were: more.v" in second
+
+
+def test_an_optimizer_that_has_made_no_step_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model, optimizer = trained()
+    bp.save({"model": model.state_dict(), "optim": optimizer.state_dict()}, f"{tmp_path}/a")
+    fresh = torch.optim.AdamW(model.parameters())
+    with caplog.at_level(logging.INFO, logger="bucketpoint"):
+        bp.load({"model": model.state_dict(), "optim": fresh.state_dict()}, f"{tmp_path}/a")
+        bp.load({"model": model.state_dict()}, f"{tmp_path}/a")
+        bp.load({"model": model.state_dict(), "optim": optimizer.state_dict()}, f"{tmp_path}/a")
+    (warned, warning), (told, _) = loading_lines(caplog)
+    assert (warned, told) == ("WARNING", "INFO"), "who asks for the model alone wants no optimizer"
+    assert "none of the 12 tensors of optim is loaded" in warning
+    assert "get_optimizer_state_dict" in warning
+
+
+def test_strict_is_as_in_torch(tmp_path: Path) -> None:
+    bp.save({f"w{n}": torch.ones(1) for n in range(8)}, f"{tmp_path}/a")
+    every = {f"w{n}": torch.zeros(1) for n in range(8)}
+    bp.load(every, f"{tmp_path}/a", strict=True)
+    with pytest.raises(bp.MismatchError, match=r"has 7 keys that the state does not ask for: w1, .* and 2 more"):
+        bp.load({"w0": torch.zeros(1)}, f"{tmp_path}/a", strict=True)
+    for strict in (None, True):
+        with pytest.raises(bp.MismatchError, match="v is not in it"):
+            bp.load({"v": torch.zeros(1)}, f"{tmp_path}/a", strict=strict)
+    kept = {"v": torch.zeros(1), "w0": torch.zeros(1)}
+    bp.load(kept, f"{tmp_path}/a", strict=False)
+    assert (kept["v"].item(), kept["w0"].item()) == (0, 1)
+    with pytest.raises(dcp.CheckpointException, match="does not ask for"):
+        dcp.load(
+            {"w0": torch.zeros(1)},
+            checkpoint_id=f"{tmp_path}/a",
+            storage_reader=bp.BucketReader(),
+            planner=bp.LoadPlanner(strict=True),
+            no_dist=True,
+        )
+
+
+def load_parts(rank: int, world: int, url: str) -> Any:
+    """Together the ranks ask for all keys, and each for some alone."""
+    stream = io.StringIO()
+    logger = logging.getLogger("bucketpoint.dcp.comparison")
+    handler = logging.StreamHandler(stream)
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        bp.load({f"w{rank}": torch.zeros(1)}, url, strict=True)
+        try:
+            bp.load({"w0": torch.zeros(1)}, url, strict=True)
+        except bp.MismatchError as error:
+            refused = str(error)
+        bp.load({f"v{rank}": torch.zeros(1), f"w{rank}": torch.zeros(1)}, url, strict=False)
+    finally:
+        logger.removeHandler(handler)
+    return refused, stream.getvalue()
+
+
+def test_keys_are_compared_with_those_of_all_ranks(two_ranks: Ranks, tmp_path: Path) -> None:
+    url = f"file://{tmp_path}/a"
+    bp.save({"w0": torch.ones(1), "w1": torch.ones(1)}, url)
+    (refused, line), (refused_too, nothing) = two_ranks.run(load_parts, url)
+    assert "has 1 keys that the state does not ask for: w1" in refused
+    assert "does not ask for: w1" in refused_too
+    assert "it lacks 2 keys, whose values stay as they were: v0, v1" in line
+    assert nothing == ""
