@@ -80,6 +80,7 @@ class Running:
         self.world = world
         self.actor = actor
         self.managers: dict[str, CheckpointManager] = {}
+        self.rolled_back_to: int | None = None
         skews = (actor.skews * actor.ranks)[: actor.ranks]
         self.processes = [
             Process(f"{actor.name}.{rank}" if actor.ranks > 1 else actor.name, skew, actor.signs, spared=actor.spared)
@@ -144,7 +145,8 @@ class Running:
             *(["overwrite"] if overwrite else []),
         ]
         text = f"{url} ({', '.join(said)})"
-        with self.op("save", text, overwrite=overwrite, value=value, policy=policy, discards=frozenset(discards)) as op:
+        facts = {"discards": frozenset(discards), "rolled_back_to": self.rolled_back_to}
+        with self.op("save", text, overwrite=overwrite, value=value, policy=policy, **facts) as op:
             if how == "manager":
                 assert policy is not None
                 token = self._managed(root, step, policy, overwrite, "discard" if discards else "keep", value)
@@ -203,11 +205,14 @@ class Running:
             self.managers[root] = CheckpointManager(f"{URL}/{root}", policy=policy)
         return self.managers[root]
 
-    def restore(self, number: int, root: str, policy: RetentionPolicy) -> None:
-        """Go on from the newest checkpoint."""
-        with self.op("load", f"{root}, the newest") as op:
+    def restore(
+        self, number: int, root: str, policy: RetentionPolicy, which: str | int = "latest", rollback: bool = False
+    ) -> None:
+        """Go on from the newest checkpoint, or roll back to one."""
+        with self.op("load", f"{root}, {which}{', rollback' if rollback else ''}") as op:
             state = {"model": {"w0": torch.zeros(3)}, "optim": {"m0": torch.zeros(2)}}
-            restored = self._manager(root, policy).restore(state)
+            restored = self._manager(root, policy).restore(state, which, rollback=rollback)
+            self.rolled_back_to = restored.step if restored is not None and rollback else None
             if restored is not None:
                 op.text += f" -> {restored.step}"
                 optim = [number - OPTIM_ADDS for number in state["optim"]["m0"].tolist()]

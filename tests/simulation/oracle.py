@@ -49,6 +49,7 @@ class Op:
     overwrite: bool = True
     value: float | None = None
     discards: frozenset[int] = frozenset()
+    rolled_back_to: int | None = None
     wanted: int | None = None
 
     def __str__(self) -> str:
@@ -116,7 +117,7 @@ class Oracle:
             self._gone(op, key)
         elif key in self.named and before is not None and before.data != after.data:
             raise ViolationError("torn", f"{op} replaced {key}, which {self._of(key)} names")
-        if after is not None and "/steps/" in key:
+        if after is not None and before is None and "/steps/" in key:
             self._noted(op, key, after)
 
     def _of(self, key: str) -> str:
@@ -218,7 +219,7 @@ class Oracle:
             return
         if op.kind in SAVES and now is not None:
             began = op.began if op.began is not None else self.seq
-            if not op.overwrite:
+            if not op.overwrite and not self._given_up(op, was):
                 raise ViolationError("replaced", f"{op} replaced {was.key} and was not to overwrite")
             if was.seq > began:
                 row = "11" if op.kind in ("cp", "convert") else ""
@@ -237,13 +238,7 @@ class Oracle:
     def _may_go(self, op: Op, was: Commit, freed: frozenset[str], *, catalogue_action: str) -> None:
         root, _, folder = was.prefix.rpartition("/")
         self.removed[root, was.step, was.id] = freed, self.bucket.clock()
-        buried = False
-        for key in self._steps_of(root):
-            note = NoteKey.parse(key.rpartition("/")[2])
-            if note is not None and note.kind == catalogue.TOMBSTONE and len(note.fields) == 5:
-                token, _, action, _, of = note.fields
-                buried |= (token, action, of) == (was.id, catalogue_action, folder)
-        if not buried:
+        if not self._buried(root, folder, was.id, catalogue_action):
             raise ViolationError("not buried", f"{op} removed {was.key} of {was.id}, which has no tombstone", row="5")
         now = self.bucket.clock()
         for name, pin in self.pins.items():
@@ -253,6 +248,21 @@ class Oracle:
             others = [one for one in self._of_root(root) if one.key != was.key and one.kind == "full"]
             if self._is_whole(was) and not any(self._is_whole(one) for one in others):
                 raise ViolationError("last", f"{op} removed {was.key}, the last that was whole", row="12")
+
+    def _buried(self, root: str, folder: str, token: str, wanted: str) -> bool:
+        for key in self._steps_of(root):
+            note = NoteKey.parse(key.rpartition("/")[2])
+            if note is not None and note.kind == catalogue.TOMBSTONE and len(note.fields) == 5:
+                of, _, action, _, where = note.fields
+                if (of, action, where) == (token, wanted, folder):
+                    return True
+        return False
+
+    def _given_up(self, op: Op, was: Commit) -> bool:
+        """What a manager's save may replace unasked: what goes, is damaged, or is not older than a rollback."""
+        root, _, folder = was.prefix.rpartition("/")
+        back = op.rolled_back_to is not None and was.step is not None and was.step >= op.rolled_back_to
+        return back or not self._is_whole(was) or self._buried(root, folder, was.id, "delete")
 
     def _of_root(self, root: str) -> list[Commit]:
         return [one for one in self.live.values() if one.prefix.rpartition("/")[0] == root and one.step is not None]

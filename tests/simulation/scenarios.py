@@ -206,6 +206,28 @@ def newest_gone(rng: random.Random) -> Scenario:
     return Scenario("newest gone", setup, (person, pruner), policy=rule)
 
 
+def going_on(rng: random.Random) -> Scenario:
+    """Jobs that go on over damaged checkpoints, or roll back, one after another: the one before may still wake up."""
+    rule = policy(rng.choice([1, 2]), rng.choice([0.0, 60.0, 3600.0]))
+
+    def job(name: str, pause: float) -> Actor:
+        back = {"which": 100, "rollback": True} if rng.random() < 0.3 else {}
+        how = {"how": "manager", "policy": rule, "overwrite": False}
+        steps = rng.choice([(200, 300), (250, 300), (200,), (400,)])
+        saves = tuple(part for step in steps for part in (_save(RUN, step, **how), _sleep(rng.choice([1.0, 100.0]))))
+        return Actor(name, (_sleep(pause), ("restore", {"root": RUN, "policy": rule, **back}), *saves), 1, _skews(rng))
+
+    steps = rng.sample([100, 200, 300], rng.choice([0, 1, 2]))
+    person = Actor("person", tuple(("damage", {"root": RUN, "step": step}) for step in steps))
+    jobs = (job("job-1", 1.0), job("job-2", rng.choice([1.0, 200.0, 4000.0])))
+    keeper: tuple[Step, ...] = (("pin", {"root": RUN, "step": rng.choice([200, 300])}), _sleep(50.0), _prune(rule))
+    others = (Actor("keeper", keeper, skews=_skews(rng)),) if rng.random() < 0.4 else ()
+    pruner = Actor("pruner", (_sleep(rng.choice([2.0, 150.0])), _prune(rule)), skews=_skews(rng))
+    chances = Chances(rng.choice([0.2, 0.6]), rng.choice([0.01, 0.05]), (4, 1, 1, 0, 1, 1, 1, 0))
+    setup = _saves(RUN, 100, 200, 300)
+    return Scenario("going on", setup, (person, *jobs, pruner, *others), policy=rule, chances=chances)
+
+
 def mixture(rng: random.Random) -> Scenario:
     """Everybody at once."""
     rule = _rule(rng)
@@ -294,6 +316,7 @@ FAMILIES: tuple[tuple[Family, int], ...] = (
     (long_save, 1),
     (copies, 1),
     (newest_gone, 1),
+    (going_on, 2),
     (mixture, 6),
 )
 

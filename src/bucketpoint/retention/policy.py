@@ -110,9 +110,7 @@ class Save(Checked):
 class MaxDelete(Checked):
     """The circuit breaker: of a plan that exceeds either number no more than a few deletions are made unasked."""
 
-    count: Annotated[
-        int, Whole(1), "deletions and thinnings by one prune, besides as many as were committed since the last"
-    ] = 20
+    count: Annotated[int, Whole(1), "deletions and thinnings by one prune, besides those for new commits"] = 20
     fraction: Annotated[float, Fraction(), "of the checkpoints that there are, where more than 5 go"] = 0.5
 
 
