@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import subprocess
 import sys
@@ -124,7 +125,10 @@ def test_training_may_use_the_jobs_group_while_saves_are_on_their_way(three_rank
 # -- saving -----------------------------------------------------------------------------------------------------------
 
 
-def test_a_save_while_another_is_on_its_way_is_skipped_refused_or_waits_as_the_policy_says(root: str) -> None:
+def test_a_save_while_another_is_on_its_way_is_skipped_refused_or_waits_as_the_policy_says(
+    root: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "bucketpoint")
     for when_busy, expected in (("skip", None), ("error", BucketpointError), ("wait", BucketpointError)):
         gated = GatedFileSystem()
         how = Save(in_flight=InFlight(when_busy=when_busy, timeout=timedelta(seconds=1)))
@@ -135,6 +139,7 @@ def test_a_save_while_another_is_on_its_way_is_skipped_refused_or_waits_as_the_p
             if expected is None:
                 assert manager.save(2, state(2)) is None
                 assert manager.skipped == 1
+                assert "step 2 is not saved: step 1 is still on its way" in caplog.text
             else:
                 with pytest.raises(expected, match="step 1 is still on its way"):
                     manager.save(2, state(2))
