@@ -35,7 +35,7 @@ def saved_twice(store: MemoryStore, catalog: Catalog, clock_s: float) -> None:
     for step in (100, 200):
         save(catalog, step, token=FIRST)
         store.now += 60
-        save(other, step, token=SECOND, overwrite=True)
+        save(other, step, token=SECOND)
     store.now += 60
 
 

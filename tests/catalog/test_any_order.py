@@ -78,7 +78,7 @@ class Run(RuleBasedStateMachine):
         """By a job whose clock is so far ahead. Tokens are as unordered as a writer's, but the same in each run."""
         self.saves += 1
         token = f"{40503 * self.saves % 65536:04x}{self.saves:08x}"
-        save(replace(self.catalog, clock=lambda: self.store.now + clock), step, token=token, overwrite=True)
+        save(replace(self.catalog, clock=lambda: self.store.now + clock), step, token=token)
 
     # -- what anybody does -------------------------------------------------------------------------------------------
 
