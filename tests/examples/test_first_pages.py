@@ -1,0 +1,113 @@
+"""What a new user copies first runs as it stands, in one process and on two ranks under torchrun."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from bucketpoint.testing.servers import S3Server
+
+ROOT = Path(__file__).resolve().parents[2]
+LIMIT_S = 500
+"""Far above what it takes: only a hang reaches it."""
+
+PAGES = {
+    "README.md": ["run/step-500"],
+    "docs/quickstart.md": ["run/step-500", "run/step-1", "run/step-2"],
+    "docs/staging.md": [f"run/step-{step}" for step in range(0, 1000, 100)],
+    "docs/manager.md": ["run/step-3"],
+}
+"""Pages, and the checkpoints that are in the bucket once their snippets have run."""
+
+PROGRAM = """
+import json, os, sys
+from pathlib import Path
+import torch
+import torch.distributed as dist
+
+many = int(os.environ.get("WORLD_SIZE", 1)) > 1
+pages = json.loads(Path(sys.argv[1]).read_text())
+snippets = pages["docs/quickstart.md"]
+(join,) = [each for each in snippets if "init_process_group" in each]
+snippets.remove(join)
+if many:
+    exec(join, {})
+
+
+def given():
+    '''What the pages take for granted.'''
+    model = torch.nn.Linear(8, 8)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def train_step(state=None):
+        if many:
+            dist.all_reduce(torch.ones(1000))
+
+    def forward_and_backward():
+        train_step()
+        return torch.zeros(())
+
+    state = {"model": model.state_dict()}
+    return {"state": state, "optimizer": optimizer, "train_step": train_step, "loss": 0.5, "last_step": 3,
+            "forward_and_backward": forward_and_backward}
+
+
+for page, snippets in pages.items():
+    names = given()
+    for snippet in snippets:
+        exec(compile(snippet, page, "exec"), names)
+    if page == "docs/quickstart.md":
+        for step in (1, 2):
+            names["save"](names["state"], step)
+        names["pending"].result()
+        assert names["resume"](names["state"]).endswith("run/step-500")
+    print("ran", page, flush=True)
+if many:
+    dist.destroy_process_group()
+"""
+
+
+def snippets(page: str) -> list[str]:
+    """The Python of a page, but for what names a server that is not here."""
+    text = (ROOT / page).read_text(encoding="utf-8")
+    found = [each[1] for each in re.finditer(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)]
+    return [each for each in found if "127.0.0.1:9000" not in each]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_snippets_of_the_first_pages_run_as_they_stand(minio: S3Server, tmp_path: Path, ranks: int) -> None:
+    buckets = {page: minio.make_bucket() for page in PAGES}
+    pasted = {
+        page: [
+            each.replace("s3://bucket/", f"s3://{bucket}/").replace("/tmp/run", str(tmp_path / "run"))
+            for each in snippets(page)
+        ]
+        for page, bucket in buckets.items()
+    }
+    program, said = tmp_path / "program.py", tmp_path / "pages.json"
+    program.write_text(PROGRAM)
+    said.write_text(json.dumps(pasted))
+    start = [sys.executable, "-W", "ignore"]
+    if ranks > 1:
+        start += ["-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
+        start += ["--nproc-per-node", str(ranks)]
+    done = subprocess.run(
+        [*start, str(program), str(said)],
+        env={**os.environ, **minio.env, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=LIMIT_S,
+    )
+    assert done.returncode == 0, done.stdout[-5000:]
+    assert "beside training on the default process group" not in done.stdout
+    for page, steps in PAGES.items():
+        assert done.stdout.count(f"ran {page}") == ranks
+        commits = {key.removesuffix("/.metadata") for key in minio.keys(buckets[page]) if key.endswith("/.metadata")}
+        assert commits >= set(steps), page
