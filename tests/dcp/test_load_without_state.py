@@ -200,6 +200,36 @@ def test_any_rank_loads_by_itself_what_many_saved(two_ranks: Ranks, tmp_path: Pa
     assert same(bp.load(url), {"w": torch.arange(5.0), "n": {0: 0, 1: 1, 9: 9}})
 
 
+def test_a_process_of_a_job_without_a_process_group_loads_by_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bp.save({"w": torch.ones(2)}, f"{tmp_path}/a")
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.setenv("RANK", "1")
+    assert same(bp.load(f"{tmp_path}/a"), {"w": torch.ones(2)})
+
+
+def load_beside_a_save(rank: int, world: int, url: str) -> list[float]:
+    """The load does not wait for the save, which cannot end before it."""
+    loaded = threading.Event()
+
+    class Waiting(bp.BucketWriter):
+        def write_data(self, plan: Any, planner: Any) -> Any:
+            assert loaded.wait(120)
+            return super().write_data(plan, planner)
+
+    handle = bp.async_save({"w": torch.zeros(2)}, checkpoint_id=f"{url}/b", storage_writer=Waiting())
+    found: list[float] = bp.load(f"{url}/a")["w"].tolist()
+    loaded.set()
+    handle.result(120)
+    return found
+
+
+def test_a_load_without_a_state_does_not_wait_for_a_save_beside_it(two_ranks: Ranks, tmp_path: Path) -> None:
+    bp.save({"w": torch.ones(2)}, f"{tmp_path}/a")
+    assert two_ranks.run(load_beside_a_save, f"file://{tmp_path}") == [[1.0, 1.0]] * 2
+
+
 # Into a state
 
 

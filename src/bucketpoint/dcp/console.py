@@ -29,7 +29,7 @@ def progress_callback(wanted: ProgressCallback | bool | None, rank: int) -> Iter
     elif wanted is False or (wanted is None and (rank != 0 or not sys.stderr.isatty())):
         yield None
     elif wanted is True and not _draws(sys.stderr):
-        yield _lines(sys.stderr)
+        yield _lines(sys.stderr, f" on rank {rank}" if rank else "")
     else:
         with _bar(required=wanted is True) as bar:
             yield bar
@@ -61,7 +61,7 @@ def _draws(stream: Any) -> bool:
     return console.is_terminal or console.is_jupyter
 
 
-def _lines(stream: Any) -> ProgressCallback:
+def _lines(stream: Any, where: str) -> ProgressCallback:
     """A callback that writes a line now and then."""
     started = told = time.monotonic()
 
@@ -73,9 +73,8 @@ def _lines(stream: Any) -> ProgressCallback:
         told = now
         whole = f" of {event.total_bytes / 1e6:.1f}" if event.total_bytes else ""
         share = f" ({100 * event.done_bytes // event.total_bytes} %)" if event.total_bytes else ""
-        stream.write(
-            f"{event.phase} {event.url}: {event.done_bytes / 1e6:.1f}{whole} MB{share} in {now - started:.0f} s\n"
-        )
+        moved = f"{event.done_bytes / 1e6:.1f}{whole} MB{share} in {now - started:.0f} s"
+        stream.write(f"{event.phase} {event.url}{where}: {moved}\n")
         stream.flush()
 
     return update
