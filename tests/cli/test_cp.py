@@ -16,8 +16,8 @@ from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 import bucketpoint.dcp.copy as copying
 from bucketpoint import BucketReader, BucketWriter
 from bucketpoint.catalog.catalog import open_catalog
+from bucketpoint.checkpoint.saved import open_checkpoint
 from bucketpoint.dcp.copy import COPY_OPTIONS, copy_checkpoint, plan_copy
-from bucketpoint.dcp.saved import open_checkpoint
 from bucketpoint.dcp.verify import verify
 from bucketpoint.errors import AccessDeniedError, CheckpointExistsError, CommitConflictError, StoreError
 from bucketpoint.retention import Keep, RetentionPolicy

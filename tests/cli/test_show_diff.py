@@ -12,11 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.checkpoint import FileSystemWriter
 
-import bucketpoint.dcp.saved as module
+import bucketpoint.checkpoint.saved as module
 from bucketpoint import BucketWriter, __version__
-from bucketpoint.dcp.saved import open_checkpoint
-from bucketpoint.dcp.summary import _whole_crc, summarise
-from bucketpoint.format.storage_info import ItemInfo
+from bucketpoint.checkpoint.saved import open_checkpoint
+from bucketpoint.checkpoint.summary import _whole_crc, summarise
+from bucketpoint.format.item_info import ItemInfo
 from bucketpoint.transfer.checksum import crc32c
 from cli.conftest import Program, save, state
 from transfer.wrappers import CountingStore

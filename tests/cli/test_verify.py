@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from torch.distributed.checkpoint import FileSystemWriter
 
 from bucketpoint import BucketReader, BucketWriter
+from bucketpoint.checkpoint.saved import SavedCheckpoint, open_checkpoint
 from bucketpoint.dcp.regions import ObjectCheck, Region
-from bucketpoint.dcp.saved import SavedCheckpoint, open_checkpoint
 from bucketpoint.dcp.verify import Verification, verify
 from bucketpoint.retention import Keep, Prune, RetentionPolicy
 from bucketpoint.stores import open_store

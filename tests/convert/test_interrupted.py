@@ -20,11 +20,11 @@ import bucketpoint.convert.journal as notes
 from bucketpoint import BucketWriter
 from bucketpoint.catalog.adopt import adopt
 from bucketpoint.catalog.catalog import open_catalog
+from bucketpoint.checkpoint.saved import open_checkpoint
 from bucketpoint.convert import ConvertOptions, plan_conversion, run_conversion
 from bucketpoint.convert.detect import open_source
 from bucketpoint.convert.from_safetensors import INDEX_NAME
 from bucketpoint.convert.journal import NAME
-from bucketpoint.dcp.saved import open_checkpoint
 from bucketpoint.dcp.verify import verify
 from bucketpoint.errors import (
     BucketpointError,

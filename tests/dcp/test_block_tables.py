@@ -14,9 +14,11 @@ from torch.distributed.checkpoint import FileSystemReader
 
 from bucketpoint import BucketReader, BucketWriter, CorruptDataError, LoadPlanner, TransferOptions
 from bucketpoint.catalog.thin import thinned_metadata
-from bucketpoint.dcp.saved import open_checkpoint
-from bucketpoint.format.metadata import decode_metadata, encode_metadata, extra
-from bucketpoint.format.storage_info import ItemInfo, make_storage_info
+from bucketpoint.checkpoint.saved import open_checkpoint
+from bucketpoint.format.item_info import ItemInfo
+from bucketpoint.format.metadata import decode_metadata, encode_metadata
+from bucketpoint.format.metadata_facts import extra
+from bucketpoint.format.storage_info import make_storage_info
 from dcp.states import same_bits
 from dcp.test_compat import counted
 from transfer.wrappers import CountingStore

@@ -35,7 +35,8 @@ from bucketpoint.dcp.save_planner import SavePlanner
 from bucketpoint.errors import BucketpointError, IncompleteSaveError
 from bucketpoint.format.columns import pack, unpack
 from bucketpoint.format.keys import parse_data_path
-from bucketpoint.format.metadata import decode_metadata, extra
+from bucketpoint.format.metadata import decode_metadata
+from bucketpoint.format.metadata_facts import extra
 from bucketpoint.format.storage_info import make_storage_info, read_storage_info, set_object_facts
 from dcp import planner_scenarios as scenarios
 from dcp.ranks import Ranks

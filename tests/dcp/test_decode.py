@@ -24,7 +24,7 @@ from bucketpoint import BucketReader, BucketWriter
 from bucketpoint.dcp import decode
 from bucketpoint.dcp.decode import FRAME_BYTES, decode_item, load_bytes
 from bucketpoint.errors import BucketpointError, CorruptDataError, MetadataError, UnsafeDataError
-from bucketpoint.format.storage_info import ItemInfo
+from bucketpoint.format.item_info import ItemInfo
 
 MIB = 1 << 20
 TENSOR = torch.arange(50_000.0)

@@ -16,7 +16,7 @@ from bucketpoint import BucketReader, BucketWriter, TransferOptions
 from bucketpoint.catalog.catalog import Catalog, open_catalog
 from bucketpoint.catalog.save_log import SaveLog
 from bucketpoint.catalog.sweep import sweep
-from bucketpoint.dcp.saved import open_checkpoint
+from bucketpoint.checkpoint.saved import open_checkpoint
 from bucketpoint.dcp.verify import verify
 from bucketpoint.errors import CheckpointNotFoundError, IncompleteCheckpointError
 from bucketpoint.format import catalogue, keys

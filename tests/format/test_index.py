@@ -37,7 +37,8 @@ from bucketpoint.format.index_read import is_index
 from bucketpoint.format.index_ref import INDEX_ATTRIBUTE, find_ref, index_path, make_ref, ref_of
 from bucketpoint.format.index_view import decode_index
 from bucketpoint.format.int_columns import Decoder, Segments, UnsuitableError, encode, encode_segments, narrow
-from bucketpoint.format.metadata import decode_metadata, encode_metadata, extension, extra
+from bucketpoint.format.metadata import decode_metadata, encode_metadata, extension
+from bucketpoint.format.metadata_facts import extra
 from bucketpoint.format.storage_info import make_storage_info
 
 pytestmark = pytest.mark.contract

@@ -20,11 +20,13 @@ from bucketpoint.format.catalogue import AttemptKey, CommitKey, NoteKey, StepTem
 from bucketpoint.format.frames import probe_frame, tensor_frame
 from bucketpoint.format.index_ref import find_ref
 from bucketpoint.format.index_view import decode_index
-from bucketpoint.format.metadata import decode_metadata, extra, record_of
+from bucketpoint.format.item_info import ItemInfo
+from bucketpoint.format.metadata import decode_metadata
+from bucketpoint.format.metadata_facts import extra, record_of
 from bucketpoint.format.pickles.archive import MAGIC
 from bucketpoint.format.pickles.items import refused_globals
 from bucketpoint.format.record import CommitRecord
-from bucketpoint.format.storage_info import ItemInfo, read_storage_info
+from bucketpoint.format.storage_info import read_storage_info
 from bucketpoint.retention import from_yaml
 from bucketpoint.stores import open_store, parse_url
 from fuzz.mutations import MOST_BYTES

@@ -11,7 +11,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import bucketpoint as bp
-from bucketpoint.dcp.saved import SavedCheckpoint, open_checkpoint
+from bucketpoint.checkpoint.saved import SavedCheckpoint, open_checkpoint
 from bucketpoint.dcp.verify import Verification, verify
 from bucketpoint.errors import BucketpointError
 from bucketpoint.format import index_ref
@@ -106,8 +106,8 @@ def flipped(url: str, path: str, at: int) -> Callable[[], None]:
 @pytest.fixture
 def no_pins(monkeypatch: pytest.MonkeyPatch) -> None:
     """As a copy elsewhere is read: checksums alone, no ETags. A flipped object has another ETag besides."""
+    import bucketpoint.checkpoint.saved as saved_module
     import bucketpoint.dcp.reader as reader
-    import bucketpoint.dcp.saved as saved_module
 
     for module in (reader, saved_module):
         if hasattr(module, "committed_etags"):

@@ -12,7 +12,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import bucketpoint as bp
-from bucketpoint.dcp.saved import open_checkpoint
+from bucketpoint.checkpoint.saved import open_checkpoint
 from bucketpoint.dcp.verify import verify
 from bucketpoint.testing.kills import Job
 from services import Service

@@ -26,7 +26,7 @@ import json, resource, sys
 from pathlib import Path
 import torch.distributed.checkpoint as dcp
 import bucketpoint as bp
-from bucketpoint.dcp.saved import open_checkpoint
+from bucketpoint.checkpoint.saved import open_checkpoint
 from bucketpoint.dcp.verify import verify
 from bucketpoint.errors import BucketpointError
 from security.test_hostile_items import theirs

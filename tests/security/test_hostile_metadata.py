@@ -19,8 +19,8 @@ import bucketpoint as bp
 from bucketpoint.catalog.catalog import open_catalog
 from bucketpoint.catalog.save_log import read_record
 from bucketpoint.catalog.wholeness import inspect
+from bucketpoint.checkpoint.saved import open_checkpoint
 from bucketpoint.dcp.copy import copy_checkpoint, plan_copy
-from bucketpoint.dcp.saved import open_checkpoint
 from bucketpoint.dcp.verify import verify
 from bucketpoint.errors import BucketpointError, MetadataError
 from bucketpoint.format import keys

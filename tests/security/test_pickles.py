@@ -32,7 +32,7 @@ from bucketpoint.dcp.decode import load_bytes
 from bucketpoint.errors import BucketpointError
 from bucketpoint.format.index_ref import find_ref
 from bucketpoint.format.metadata import decode_metadata, encode_metadata
-from bucketpoint.format.storage_info import ItemInfo
+from bucketpoint.format.item_info import ItemInfo
 from security import corpus
 
 canary = sys.argv[1]

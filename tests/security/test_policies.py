@@ -21,7 +21,7 @@ from bucketpoint.catalog.notes import pin, pins, unpin
 from bucketpoint.catalog.pruning import prune_by
 from bucketpoint.catalog.sweep import sweep
 from bucketpoint.catalog.tombstones import undo
-from bucketpoint.dcp.saved import open_checkpoint
+from bucketpoint.checkpoint.saved import open_checkpoint
 from bucketpoint.dcp.verify import verify
 from bucketpoint.errors import AccessDeniedError
 from bucketpoint.format.keys import data_path

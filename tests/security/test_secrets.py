@@ -10,8 +10,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import bucketpoint as bp
+from bucketpoint.checkpoint.saved import open_checkpoint
 from bucketpoint.cli.app import run
-from bucketpoint.dcp.saved import open_checkpoint
 from bucketpoint.dcp.verify import verify
 from bucketpoint.errors import BucketpointError, EndpointError
 from bucketpoint.stores import S3Options, S3Store, open_store, retry, s3_client

@@ -22,11 +22,11 @@ from bucketpoint.catalog.pruning import prune_by, worker_of
 from bucketpoint.catalog.save_log import SaveLog
 from bucketpoint.catalog.sweep import sweep
 from bucketpoint.catalog.tombstones import GoneError, undo
+from bucketpoint.checkpoint.saved import open_checkpoint
 from bucketpoint.convert.convert import ConvertOptions, plan_conversion, run_conversion
 from bucketpoint.dcp import BucketReader, BucketWriter, SaveHandle
 from bucketpoint.dcp.async_save import as_ours
 from bucketpoint.dcp.copy import copy_checkpoint, plan_copy
-from bucketpoint.dcp.saved import open_checkpoint
 from bucketpoint.errors import BucketpointError, CorruptDataError, StoreError
 from bucketpoint.manager import CheckpointManager
 from bucketpoint.retention import RetentionPolicy

@@ -17,7 +17,8 @@ from bucketpoint.format import catalogue
 from bucketpoint.format.catalogue import NoteKey
 from bucketpoint.format.index_ref import ref_of
 from bucketpoint.format.keys import RECORD
-from bucketpoint.format.metadata import decode_metadata, extra
+from bucketpoint.format.metadata import decode_metadata
+from bucketpoint.format.metadata_facts import extra
 from bucketpoint.format.storage_info import read_storage_info
 from bucketpoint.retention import RetentionPolicy, plan
 from bucketpoint.stores import ObjectInfo

@@ -19,9 +19,9 @@ from hypothesis import strategies as st
 
 import bucketpoint
 from bucketpoint import GCSReader, GCSWriter, S3Reader, S3Writer
+from bucketpoint.checkpoint.saved import open_checkpoint
 from bucketpoint.cli.app import run
 from bucketpoint.convert import plan_conversion
-from bucketpoint.dcp.saved import open_checkpoint
 from bucketpoint.errors import BucketpointError, InvalidURLError
 from bucketpoint.retention import Keep, RetentionPolicy
 from bucketpoint.stores import FsspecStore, LocalStore, S3Store, accepts_url, open_store, parse_url

@@ -10,7 +10,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import bucketpoint as bp
-from bucketpoint.dcp.saved import open_checkpoint
+from bucketpoint.checkpoint.saved import open_checkpoint
 from bucketpoint.dcp.verify import verify
 from bucketpoint.errors import CredentialsError, StoreError, ThrottledError, TransientStoreError
 from bucketpoint.stores.gcs import GCSStore

@@ -11,6 +11,7 @@ from bucketpoint.catalog.save_log import write_record
 from bucketpoint.catalog.snapshot import Checkpoint, Snapshot
 from bucketpoint.errors import CheckpointDeletedError, MetadataError, ObjectNotFoundError, UnsafeDataError
 from bucketpoint.format import catalogue
+from bucketpoint.format.plain_metadata import read_record
 from bucketpoint.format.record import CommitRecord
 from bucketpoint.stores import ObjectInfo
 
@@ -95,12 +96,9 @@ def adopt(catalog: Catalog, steps: Collection[int] | None = None) -> list[str]:
 
 def metadata_record(catalog: Catalog, folder: str) -> CommitRecord | None:
     """The record of what is committed in a folder, made of its `.metadata`; None if there is none that can be read."""
-    # Whoever only lists and prunes need not wait for torch.
-    from bucketpoint.format.metadata import record_from_metadata
-
     try:
         data, info = catalog.store.get(catalog.metadata_key(folder))
-        record = record_from_metadata(data, metadata_etag=info.etag)
+        record = read_record(data, metadata_etag=info.etag)
     except (ObjectNotFoundError, CheckpointDeletedError, MetadataError, UnsafeDataError):
         return None
     return named(record, data, info)

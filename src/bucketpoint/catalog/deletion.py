@@ -24,6 +24,8 @@ from bucketpoint.errors import MetadataError, ObjectNotFoundError, PreconditionF
 from bucketpoint.format import catalogue, keys
 from bucketpoint.format.deletion_marker import DeletionMarker, parse_marker
 from bucketpoint.format.index_ref import index_path
+from bucketpoint.format.item_info import data_paths
+from bucketpoint.format.plain_metadata import read_metadata, read_record
 from bucketpoint.stores import Capabilities, ExpiringDeletes, ObjectInfo, proven_deletes
 
 SIGNED_S = 300
@@ -172,21 +174,16 @@ def _get(catalog: Catalog, committed: ObjectInfo) -> bytes:
 
 
 def _token_in(data: bytes, info: ObjectInfo) -> str | None:
-    from bucketpoint.format.metadata import record_from_metadata
-
     try:
-        return named(record_from_metadata(data), data, info).token
+        return named(read_record(data), data, info).token
     except (MetadataError, UnsafeDataError):
         return None
 
 
 def _flat_paths(data: bytes) -> tuple[str, ...]:
     """The objects that metadata of another writer names beside itself. Whatever lies deeper may be another's."""
-    from bucketpoint.format.metadata import decode_metadata
-    from bucketpoint.format.storage_info import data_paths
-
     try:
-        paths = data_paths(decode_metadata(data))
+        paths = data_paths(read_metadata(data))
     except (MetadataError, UnsafeDataError):
         return ()
     return tuple(sorted(path for path in paths if "/" not in path and keys.may_be_data(path)))

@@ -153,8 +153,8 @@ def _read_commits(catalog: Catalog, above: str, listed: Mapping[str, ObjectInfo]
 
 def _named_by(data: bytes) -> set[str]:
     from bucketpoint.format.index_ref import ref_of
+    from bucketpoint.format.item_info import data_paths
     from bucketpoint.format.metadata import decode_metadata
-    from bucketpoint.format.storage_info import data_paths
 
     metadata = decode_metadata(data)
     index = ref_of(metadata)

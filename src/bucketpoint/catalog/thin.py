@@ -21,9 +21,11 @@ from bucketpoint.errors import (
 from bucketpoint.format import keys
 from bucketpoint.format.groups import OPTIM
 from bucketpoint.format.index_ref import index_path
-from bucketpoint.format.metadata import decode_metadata, encode_metadata, extra, record_from_metadata
+from bucketpoint.format.item_info import data_paths
+from bucketpoint.format.metadata import decode_metadata, encode_metadata, record_from_metadata
+from bucketpoint.format.metadata_facts import extra
 from bucketpoint.format.record import CommitRecord
-from bucketpoint.format.storage_info import data_paths, read_storage_info
+from bucketpoint.format.storage_info import read_storage_info
 from bucketpoint.retention.row import FULL
 
 WEIGHTS = "weights"

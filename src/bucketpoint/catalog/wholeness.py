@@ -11,6 +11,9 @@ from bucketpoint.errors import CheckpointNotFoundError, MetadataError, ObjectNot
 from bucketpoint.format import keys
 from bucketpoint.format.deletion_marker import is_marker
 from bucketpoint.format.index_ref import index_path
+from bucketpoint.format.item_info import read_item
+from bucketpoint.format.metadata_facts import extra
+from bucketpoint.format.plain_metadata import read_metadata
 from bucketpoint.format.record import CommitRecord
 from bucketpoint.transfer.checksum import crc32c
 
@@ -80,15 +83,11 @@ def is_whole(catalog: Catalog, checkpoint: Checkpoint) -> bool:
 
 def _missing(data: bytes, sizes: dict[str, int]) -> str | None:
     """An object that the metadata names and that is not there, or has too few bytes. None if all are there."""
-    # Only where the numbers do not tell, as where a save is under way in the folder: decoding needs torch.
-    from bucketpoint.format.metadata import decode_metadata, extra
-    from bucketpoint.format.storage_info import read_storage_info
-
     try:
-        metadata = decode_metadata(data)
+        metadata = read_metadata(data)
         least = {path: int(fact["size"]) for path, fact in extra(metadata).get("objects", {}).items()}
         for info in (metadata.storage_data or {}).values():
-            item = read_storage_info(info)
+            item = read_item(info)
             least[item.path] = max(least.get(item.path, 0), item.offset + item.length)
     except (CheckpointNotFoundError, MetadataError, UnsafeDataError) as error:
         return f"its metadata cannot be read: {error.message}"

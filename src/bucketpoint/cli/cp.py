@@ -45,9 +45,9 @@ def cp(
     interrupted goes on when it is run again. Where the destination is a step of a run that has a catalogue, it gets a
     record there.
     """
+    from bucketpoint.checkpoint.saved import open_checkpoint
     from bucketpoint.dcp.console import progress_callback
     from bucketpoint.dcp.copy import copy_checkpoint, plan_copy
-    from bucketpoint.dcp.saved import open_checkpoint
     from bucketpoint.dcp.verify import verify
 
     saved = open_checkpoint(source, storage_options=here, trusted=trusted)

@@ -1,4 +1,4 @@
-"""`bucketpoint diff`: thin around `dcp.summary`."""
+"""`bucketpoint diff`: thin around `checkpoint.summary`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from bucketpoint.cli import text
 from bucketpoint.cli.frame import Access, Answer, command, parse_options, store_options
 
 if TYPE_CHECKING:
-    from bucketpoint.dcp.summary import Difference, Entry, Summary
+    from bucketpoint.checkpoint.summary import Difference, Entry, Summary
 
 
 @command("diff")
@@ -38,12 +38,12 @@ def diff(
 
     Reads two `.metadata` objects and no tensor. Ends with 1 if anything differs.
     """
-    from bucketpoint.dcp.saved import open_checkpoint
-    from bucketpoint.dcp.summary import difference, summarise
+    from bucketpoint.checkpoint.saved import open_checkpoint
+    from bucketpoint.checkpoint.summary import difference, summarise
 
     options = access.for_url(a, parse_options(a_option)), access.for_url(b, parse_options(b_option))
     left, right = (
-        summarise(open_checkpoint(url, storage_options=given, trusted=trusted))
+        summarise(open_checkpoint(url, storage_options=given, trusted=trusted, plain=True))
         for url, given in zip((a, b), options, strict=True)
     )
     found = difference(left, right, values=values)

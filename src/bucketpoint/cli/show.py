@@ -1,4 +1,4 @@
-"""`bucketpoint show`: thin around `dcp.summary`."""
+"""`bucketpoint show`: thin around `checkpoint.summary`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from bucketpoint.cli import text
 from bucketpoint.cli.frame import Access, Answer, command, store_options
 
 if TYPE_CHECKING:
-    from bucketpoint.dcp.summary import Entry, Summary
+    from bucketpoint.checkpoint.summary import Entry, Summary
 
 LARGEST = 10
 
@@ -28,10 +28,10 @@ def show(url: str, tensors: bool, trusted: bool, access: Access, as_json: bool) 
 
     Reads `.metadata` and nothing else.
     """
-    from bucketpoint.dcp.saved import open_checkpoint
-    from bucketpoint.dcp.summary import summarise
+    from bucketpoint.checkpoint.saved import open_checkpoint
+    from bucketpoint.checkpoint.summary import summarise
 
-    found = summarise(open_checkpoint(url, storage_options=access.for_url(url), trusted=trusted))
+    found = summarise(open_checkpoint(url, storage_options=access.for_url(url), trusted=trusted, plain=True))
     return Answer(_document(found, whole=tensors), _lines(found, whole=tensors))
 
 

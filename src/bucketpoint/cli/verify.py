@@ -29,8 +29,8 @@ def verify(url: str, trusted: bool, every: bool, progress: bool | None, access: 
     Names each damaged item, missing object and wrong size, and says how many bytes it had nothing to compare with. Ends
     with 1 if anything is damaged.
     """
+    from bucketpoint.checkpoint.saved import committed_below, open_checkpoint
     from bucketpoint.dcp.console import progress_callback
-    from bucketpoint.dcp.saved import committed_below, open_checkpoint
     from bucketpoint.dcp.verify import verify as run
 
     options = access.for_url(url)

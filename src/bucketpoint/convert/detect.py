@@ -6,12 +6,12 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
+from bucketpoint.checkpoint.saved import open_checkpoint
 from bucketpoint.convert.from_dcp import read_dcp
 from bucketpoint.convert.from_safetensors import INDEX_NAME, SINGLE_NAME, read_file, read_index
 from bucketpoint.convert.from_torch import read_torch
 from bucketpoint.convert.reading import SourceBytes
 from bucketpoint.convert.source import BUCKETPOINT, DCP, SAFETENSORS, TORCH, Source
-from bucketpoint.dcp.saved import open_checkpoint
 from bucketpoint.dcp.session import as_url
 from bucketpoint.errors import CheckpointNotFoundError, InvalidURLError, ObjectNotFoundError
 from bucketpoint.format import keys

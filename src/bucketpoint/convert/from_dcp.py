@@ -15,17 +15,17 @@ import torch
 from torch.distributed.checkpoint import TensorStorageMetadata
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
+from bucketpoint.checkpoint.saved import SavedCheckpoint
 from bucketpoint.convert.archive import Skeleton, open_archive
 from bucketpoint.convert.reading import BLOCK_BYTES, SourceBytes
 from bucketpoint.convert.source import BUCKETPOINT, DCP, Checksum, Decoded, Held, Payload, Source, Stretch
 from bucketpoint.dcp.decode import decode_item, undone_bytes
 from bucketpoint.dcp.regions import ChunkShapes
-from bucketpoint.dcp.saved import SavedCheckpoint
 from bucketpoint.dcp.source_objects import damaged, look_at_objects
 from bucketpoint.errors import MetadataError, UnsafeDataError
 from bucketpoint.format.archive import Verdict, check_archive
+from bucketpoint.format.item_info import ItemInfo
 from bucketpoint.format.pickles.items import refused_globals
-from bucketpoint.format.storage_info import ItemInfo
 from bucketpoint.transfer import BufferPool
 from bucketpoint.transfer.checksum import crc32c
 from bucketpoint.transfer.pieces import each

@@ -10,7 +10,8 @@ from bucketpoint.convert.source import BUCKETPOINT, SAFETENSORS, TORCH
 from bucketpoint.convert.target import Place
 from bucketpoint.errors import AccessDeniedError, CheckpointExistsError, CommitConflictError, ObjectNotFoundError
 from bucketpoint.format import keys
-from bucketpoint.format.metadata import decode_metadata, extra
+from bucketpoint.format.metadata import decode_metadata
+from bucketpoint.format.metadata_facts import extra
 from bucketpoint.stores import ObjectInfo, Store
 
 

@@ -13,7 +13,7 @@ from typing import TypeVar
 
 from bucketpoint.dcp.saved_chunk import PlannedItem
 from bucketpoint.errors import CorruptDataError
-from bucketpoint.format.storage_info import ItemInfo
+from bucketpoint.format.item_info import ItemInfo
 from bucketpoint.stores import Store
 from bucketpoint.transfer import Extent, retry_transient
 from bucketpoint.transfer.checksum import fold_blocks

@@ -26,9 +26,11 @@ from bucketpoint.errors import (
 from bucketpoint.format import index_ref, keys
 from bucketpoint.format.index import encode_index
 from bucketpoint.format.index_ref import index_path, make_ref, ref_of
-from bucketpoint.format.metadata import encode_metadata, extension, make_record
+from bucketpoint.format.item_info import data_paths
+from bucketpoint.format.metadata import encode_metadata, extension
+from bucketpoint.format.metadata_facts import make_record
 from bucketpoint.format.record import CommitRecord
-from bucketpoint.format.storage_info import data_paths, pop_object_facts, read_storage_info
+from bucketpoint.format.storage_info import pop_object_facts, read_storage_info
 from bucketpoint.transfer import retry_transient
 from bucketpoint.transfer.checksum import crc32c
 from bucketpoint.version import __version__

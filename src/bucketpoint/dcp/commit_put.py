@@ -25,7 +25,8 @@ from bucketpoint.errors import (
 )
 from bucketpoint.format import keys
 from bucketpoint.format.deletion_marker import MARKER_HEAD_BYTES, is_marker
-from bucketpoint.format.metadata import decode_metadata, extra
+from bucketpoint.format.metadata import decode_metadata
+from bucketpoint.format.metadata_facts import extra
 from bucketpoint.stores import ObjectInfo, Store, proven, retry
 from bucketpoint.transfer import retry_transient
 from bucketpoint.transfer.checksum import crc32c

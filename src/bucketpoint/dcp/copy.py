@@ -20,11 +20,11 @@ from bucketpoint.catalog.catalog import Catalog
 from bucketpoint.catalog.fence import LONG_AGO, AttemptFence, Stopwatch
 from bucketpoint.catalog.run import catalog_above
 from bucketpoint.catalog.save_log import SaveLog
+from bucketpoint.checkpoint.saved import SavedCheckpoint
 from bucketpoint.dcp.block_tables import read_tables, with_blocks
 from bucketpoint.dcp.commit import commit_copy
 from bucketpoint.dcp.commit_put import Commit
 from bucketpoint.dcp.regions import ChunkShapes, ObjectCheck, Region, item_regions, table_regions
-from bucketpoint.dcp.saved import SavedCheckpoint
 from bucketpoint.dcp.session import Seen, as_url
 from bucketpoint.dcp.source_objects import damaged, look_at_objects
 from bucketpoint.errors import (
@@ -36,8 +36,9 @@ from bucketpoint.errors import (
     ObjectNotFoundError,
 )
 from bucketpoint.format import keys
-from bucketpoint.format.metadata import decode_metadata, encode_metadata, make_record
-from bucketpoint.format.storage_info import data_paths
+from bucketpoint.format.item_info import data_paths
+from bucketpoint.format.metadata import decode_metadata, encode_metadata
+from bucketpoint.format.metadata_facts import make_record
 from bucketpoint.stores import ObjectInfo, Store, open_store
 from bucketpoint.transfer import Meter, ProgressCallback, TransferOptions, retry_transient
 from bucketpoint.transfer.copy import CopyJob, copy_objects, inside_one_service

@@ -26,7 +26,7 @@ from bucketpoint.dcp.balance import BYTES_OF_AN_OBJECT, assign, row_borders, sli
 from bucketpoint.dcp.plan_columns import BYTE_IO, SHARD, PackedItems, Table, compress
 from bucketpoint.format.columns import IndexColumns
 from bucketpoint.format.memory import tensor_bytes
-from bucketpoint.format.metadata import without_gc
+from bucketpoint.format.metadata_facts import without_gc
 
 _MAX_DIMS = 8
 _MAX_KEY = 1 << 62

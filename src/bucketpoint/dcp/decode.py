@@ -10,10 +10,10 @@ from torch.distributed.checkpoint import DefaultLoadPlanner, LoadPlanner
 
 from bucketpoint.errors import BucketpointError, CorruptDataError, MetadataError, UnsafeDataError
 from bucketpoint.format.frames import PROBE_BYTES, probe_frame
+from bucketpoint.format.item_info import ItemInfo
 from bucketpoint.format.pickles.archive import may_be_archive
 from bucketpoint.format.pickles.items import RefusedError, UnreadableError, read_item
 from bucketpoint.format.pickles.writing import rewritten, settled
-from bucketpoint.format.storage_info import ItemInfo
 
 FRAME_BYTES = 1 << 20
 """What torch.save puts around a tensor's own bytes, at most: some kilobytes for any tensor that DCP saves."""

@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 from torch.distributed.checkpoint import Metadata
 
 from bucketpoint.errors import MetadataError
-from bucketpoint.format.metadata import extra
+from bucketpoint.format.metadata_facts import extra
 
 Path: TypeAlias = tuple[str | int, ...]
 """Where a value lies: text for the key of a dict, a number for the place in a list."""

@@ -25,7 +25,7 @@ from bucketpoint.format.columns import PAYLOAD_NBYTES, Columns, IndexColumns, La
 from bucketpoint.format.index import IndexTemplate, make_index
 from bucketpoint.format.index_ref import IndexRef
 from bucketpoint.format.int_columns import over
-from bucketpoint.format.metadata import without_gc
+from bucketpoint.format.metadata_facts import without_gc
 from bucketpoint.format.template import MetadataTemplate, make_template
 
 _STOCK_FIELDS = tuple(one.name for one in dataclasses.fields(Metadata))

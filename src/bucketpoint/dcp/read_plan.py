@@ -24,9 +24,10 @@ from bucketpoint.errors import MetadataError, MismatchError
 from bucketpoint.format import keys
 from bucketpoint.format.frames import contiguous_strides
 from bucketpoint.format.index_view import Chunks
+from bucketpoint.format.item_info import ItemInfo
 from bucketpoint.format.layout import Runs, slice_runs
 from bucketpoint.format.memory import is_viewable, tensor_bytes
-from bucketpoint.format.storage_info import ItemInfo, read_storage_info
+from bucketpoint.format.storage_info import read_storage_info
 from bucketpoint.transfer import Block, Extent, TransferOptions, Whole
 
 Deliver = Callable[[memoryview | None], None]

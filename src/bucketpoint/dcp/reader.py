@@ -17,15 +17,16 @@ from torch.distributed.checkpoint.metadata import StorageMeta
 from torch.distributed.checkpoint.planner import LoadItemType
 from torch.futures import Future
 
+from bucketpoint.checkpoint.metadata_source import MetadataSource, committed_etags
 from bucketpoint.dcp.block_tables import table_extent
 from bucketpoint.dcp.boundary import dcp_call
 from bucketpoint.dcp.console import describe, progress_callback
 from bucketpoint.dcp.cooperative import Bandwidths
 from bucketpoint.dcp.cooperative_load import Cooperation
-from bucketpoint.dcp.metadata_source import MetadataSource, Unread, committed_etags
 from bucketpoint.dcp.read_plan import ReadPlan
 from bucketpoint.dcp.saved_chunk import PlannedItem, SavedChunk, chunk_of_probe
 from bucketpoint.dcp.session import Location, as_url, world_size
+from bucketpoint.dcp.unread import Unread
 from bucketpoint.errors import (
     CheckpointDeletedError,
     CheckpointNotFoundError,
@@ -39,9 +40,10 @@ from bucketpoint.format import keys
 from bucketpoint.format.frames import PROBE_BYTES, ProbedFrame, probe_frame
 from bucketpoint.format.index_read import is_index
 from bucketpoint.format.index_view import decode_index
+from bucketpoint.format.item_info import ItemInfo
 from bucketpoint.format.keys import new_token
-from bucketpoint.format.metadata import decode_metadata, extra
-from bucketpoint.format.storage_info import ItemInfo
+from bucketpoint.format.metadata import decode_metadata
+from bucketpoint.format.metadata_facts import extra
 from bucketpoint.staging import take_turn
 from bucketpoint.stores import Store, accepts_url
 from bucketpoint.stores.s3_options import with_engine

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from bucketpoint.format.frames import tensor_frame
-from bucketpoint.format.storage_info import ItemInfo
+from bucketpoint.format.item_info import ItemInfo
 from bucketpoint.transfer.checksum import combine, crc32c
 
 

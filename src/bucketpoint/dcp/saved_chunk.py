@@ -9,7 +9,7 @@ import torch
 from torch.distributed.checkpoint.planner import ReadItem
 
 from bucketpoint.format.frames import ProbedFrame
-from bucketpoint.format.storage_info import ItemInfo
+from bucketpoint.format.item_info import ItemInfo
 
 
 @dataclass(frozen=True)

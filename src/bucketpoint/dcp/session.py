@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import enum
-import os
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -16,6 +15,7 @@ from bucketpoint.dcp.agreement import Statement
 from bucketpoint.errors import BucketpointError, InvalidURLError
 from bucketpoint.format.keys import new_token
 from bucketpoint.stores import Store, open_store
+from bucketpoint.stores import as_url as as_url
 
 
 @dataclass(frozen=True)
@@ -38,14 +38,6 @@ class Location:
                 "No checkpoint URL was given", remedy="Pass checkpoint_id= to DCP, or the path to the constructor"
             )
         return open_store(url, storage_options=self.storage_options, fs=self.fs, schemes=self.schemes)
-
-
-def as_url(path: str | os.PathLike[str] | None) -> str | None:
-    """A checkpoint id as text, unchanged: a `Path` would fold the `//` of a URL."""
-    if path is None:
-        return None
-    text = os.fspath(path)
-    return text.rstrip("/") if len(text) > 1 else text
 
 
 def world_size() -> int:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from bucketpoint.dcp.saved import SavedCheckpoint
+from bucketpoint.checkpoint.saved import SavedCheckpoint
 from bucketpoint.errors import CorruptDataError, ObjectNotFoundError
 from bucketpoint.stores import ObjectInfo
 from bucketpoint.transfer import TransferOptions

@@ -18,9 +18,9 @@ from torch.distributed.checkpoint import TensorStorageMetadata
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from bucketpoint.catalog.run import record_above
+from bucketpoint.checkpoint.saved import SavedCheckpoint
 from bucketpoint.dcp.block_tables import read_tables, with_blocks
 from bucketpoint.dcp.regions import ChunkShapes, ObjectCheck, Region, item_regions, table_regions
-from bucketpoint.dcp.saved import SavedCheckpoint
 from bucketpoint.errors import (
     AccessDeniedError,
     CorruptDataError,
@@ -30,8 +30,8 @@ from bucketpoint.errors import (
 )
 from bucketpoint.format import keys
 from bucketpoint.format.archive import Verdict, check_archive
+from bucketpoint.format.item_info import ItemInfo
 from bucketpoint.format.record import MAX_RECORD_BYTES, CommitRecord
-from bucketpoint.format.storage_info import ItemInfo
 from bucketpoint.stores import ObjectInfo, Store
 from bucketpoint.transfer import BufferPool, Meter, ProgressCallback, TransferOptions, retry_transient
 from bucketpoint.transfer.checksum import crc32c

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from bucketpoint.errors import MetadataError
-from bucketpoint.format import storage_info as names
+from bucketpoint.format import item_info as names
 from bucketpoint.format.storage_info import set_object_facts
 
 _NONE = -1

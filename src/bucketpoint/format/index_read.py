@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, MetadataIndex, TensorProperties
 
 from bucketpoint.errors import MetadataError
-from bucketpoint.format import storage_info as names
+from bucketpoint.format import item_info as names
 from bucketpoint.format.allow_list import DTYPE_NAMES
 from bucketpoint.format.index import (
     COMPRESSED,

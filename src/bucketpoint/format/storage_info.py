@@ -8,10 +8,21 @@ from __future__ import annotations
 import itertools
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from bucketpoint.errors import MetadataError
+from bucketpoint.format.item_info import (
+    _BLOCK_CRCS,
+    _BLOCK_NBYTES,
+    _CRC32C,
+    _OBJECT,
+    _PAYLOAD_NBYTES,
+    _PAYLOAD_OFFSET,
+    _TABLE_BLOCK_NBYTES,
+    _TABLE_OFFSET,
+    ItemInfo,
+    read_fields,
+)
 
 try:
     from torch.distributed.checkpoint.filesystem import _StorageInfo
@@ -30,61 +41,6 @@ _COARSE = (32, 256 * KIB, 4 * MIB)
 _FINE = (256, 32 * KIB, MIB)
 _SECTIONS = 8  # a resharding load that halves, quarters or eighths should find its borders
 _PIECES_TRIED = 256
-# Those of an item of 16 TiB. Metadata that claims more would have memory taken for its table before anything is read.
-_MOST_BLOCKS = 16 << 20
-
-_MAX_NUMBER = 1 << 62
-_MAX_PATH = 4096
-
-_PAYLOAD_OFFSET = "bp_po"
-_PAYLOAD_NBYTES = "bp_pn"
-_CRC32C = "bp_crc"
-_BLOCK_NBYTES = "bp_bn"
-_BLOCK_CRCS = "bp_bc"
-_TABLE_BLOCK_NBYTES = "bp_tn"
-_TABLE_OFFSET = "bp_to"
-_OBJECT = "bp_obj"
-
-
-@dataclass(frozen=True)
-class ItemInfo:
-    """An item as the metadata describes it. None stands for what its writer did not record.
-
-    Attributes:
-        payload_offset: where the raw tensor bytes begin, from the item's first byte. None for bytes and for tensors
-            that were not framed by bucketpoint.
-        crc32c: of the payload if `payload_offset` is known, else of all the item's bytes as they are stored.
-        block_nbytes: the same bytes are checked block by block; all blocks have this length but the last.
-        block_crcs: CRC32C of each block; None where they lie in a table.
-        table_offset: where that table begins in the item's object, 4 bytes a block, little-endian. `crc32c` vouches for
-            it, as it is what they combine to.
-    """
-
-    path: str
-    offset: int
-    length: int
-    transform_descriptors: tuple[str, ...] | None = None
-    payload_offset: int | None = None
-    payload_nbytes: int | None = None
-    crc32c: int | None = None
-    block_nbytes: int | None = None
-    block_crcs: tuple[int, ...] | None = None
-    table_offset: int | None = None
-
-    @property
-    def table_nbytes(self) -> int:
-        """How long the item's table is; 0 if it has none."""
-        return 0 if self.table_offset is None else 4 * -(-self.checked_nbytes // (self.block_nbytes or 1))
-
-    @property
-    def checked_offset(self) -> int:
-        """Where the bytes that the checksums cover begin, from the item's first byte."""
-        return self.payload_offset or 0
-
-    @property
-    def checked_nbytes(self) -> int:
-        """How many bytes the checksums cover."""
-        return self.length if self.payload_nbytes is None else self.payload_nbytes
 
 
 def make_storage_info(
@@ -129,44 +85,7 @@ def read_storage_info(info: Any, *, url: str | None = None) -> ItemInfo:
     """
     if type(info) is not _StorageInfo:
         raise MetadataError(f"The storage data of an item is a {type(info).__name__}, not DCP's _StorageInfo", url=url)
-    reader = _Fields(vars(info), url)
-    path = reader.text("relative_path")
-    offset, length = reader.number("offset"), reader.number("length")
-    descriptors = reader.descriptors()
-    payload_offset, payload_nbytes = reader.optional(_PAYLOAD_OFFSET), reader.optional(_PAYLOAD_NBYTES)
-    reader.require((payload_offset is None) == (payload_nbytes is None), "half of its payload's place is missing")
-    if payload_offset is not None and payload_nbytes is not None:
-        reader.require(payload_offset + payload_nbytes <= length, "its payload does not lie within it")
-    checked = length if payload_nbytes is None else payload_nbytes
-    crc32c = reader.optional(_CRC32C, limit=1 << 32)
-    block_nbytes, block_crcs = reader.optional(_BLOCK_NBYTES), reader.checksums()
-    reader.require((block_nbytes is None) == (block_crcs is None), "half of its block checksums is missing")
-    table_nbytes, table_offset = reader.optional(_TABLE_BLOCK_NBYTES), reader.optional(_TABLE_OFFSET)
-    reader.require((table_nbytes is None) == (table_offset is None), "half of its table of checksums is missing")
-    if table_nbytes is not None:
-        reader.require(block_nbytes is None, "it has its block checksums twice")
-        reader.require(table_nbytes > 0 and crc32c is not None, "nothing vouches for its table of checksums")
-        reader.require(checked > table_nbytes, "it has a table of checksums for a single block")
-        reader.require(checked <= table_nbytes * _MOST_BLOCKS, "its table of checksums is absurdly long")
-        block_nbytes = table_nbytes
-    elif block_nbytes is not None and block_crcs is not None:
-        reader.require(block_nbytes > 0, "its blocks are empty")
-        reader.require(len(block_crcs) == -(-checked // block_nbytes), "it has checksums for another number of blocks")
-    elif crc32c is not None:
-        block_nbytes, block_crcs = checked, (crc32c,) if checked else ()
-    return ItemInfo(
-        path, offset, length, descriptors, payload_offset, payload_nbytes, crc32c, block_nbytes, block_crcs,
-        table_offset,
-    )  # fmt: skip
-
-
-def data_paths(metadata: Any) -> set[str]:
-    """Paths of the objects in which the items of DCP's `Metadata` lie.
-
-    Raises:
-        MetadataError: as `read_storage_info`.
-    """
-    return {read_storage_info(info).path for info in (metadata.storage_data or {}).values()}
+    return read_fields(vars(info), url=url)
 
 
 def plan_blocks(nbytes: int, row_nbytes: int) -> int:
@@ -211,48 +130,6 @@ def _target(nbytes: int, count: int, smallest: int, largest: int) -> int:
 
 def _power_of_two_below(number: int) -> int:
     return 1 << (number.bit_length() - 1)
-
-
-class _Fields:
-    """An untrusted attribute dictionary."""
-
-    def __init__(self, values: dict[str, Any], url: str | None) -> None:
-        self._values = values
-        self._url = url
-
-    def require(self, condition: bool, complaint: str) -> None:
-        if not condition:
-            path = self._values.get("relative_path")
-            key = path[:200] if type(path) is str else None
-            raise MetadataError(f"The metadata of an item is damaged: {complaint}", url=self._url, key=key)
-
-    def text(self, name: str) -> str:
-        value = self._values.get(name)
-        self.require(type(value) is str and 0 < len(value) <= _MAX_PATH, f"{name} is no path")
-        return str(value)
-
-    def number(self, name: str, *, limit: int = _MAX_NUMBER) -> int:
-        value = self._values.get(name)
-        self.require(type(value) is int and 0 <= value < limit, f"{name} is no number of bytes")
-        return int(value)  # type: ignore[arg-type]
-
-    def optional(self, name: str, *, limit: int = _MAX_NUMBER) -> int | None:
-        return None if self._values.get(name) is None else self.number(name, limit=limit)
-
-    def descriptors(self) -> tuple[str, ...] | None:
-        value = self._values.get("transform_descriptors")
-        if not value:
-            return None
-        sound = type(value) in (list, tuple) and all(type(descriptor) is str for descriptor in value)
-        self.require(sound, "its transform descriptors are no list of names")
-        return tuple(value)
-
-    def checksums(self) -> tuple[int, ...] | None:
-        value = self._values.get(_BLOCK_CRCS)
-        if value is None:
-            return None
-        self.require(type(value) is bytes and len(value) % 4 == 0, "its block checksums are malformed")
-        return struct.unpack(f"<{len(value) // 4}I", value)
 
 
 def set_object_facts(info: Any, *, size: int, etag: str | None) -> None:

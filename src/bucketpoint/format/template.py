@@ -26,11 +26,12 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from bucketpoint.format import storage_info as names
+from bucketpoint.format import item_info as names
 from bucketpoint.format.columns import Columns, IndexColumns
 from bucketpoint.format.index_ref import INDEX_ATTRIBUTE, TEXT_LENGTH, IndexRef
 from bucketpoint.format.int_columns import over
-from bucketpoint.format.metadata import PICKLE_PROTOCOL, _Sharing, without_gc
+from bucketpoint.format.metadata import PICKLE_PROTOCOL, _Sharing
+from bucketpoint.format.metadata_facts import without_gc
 
 _PROTO = pickle.PROTO + bytes([PICKLE_PROTOCOL])
 _END = pickle.SETITEMS + pickle.BUILD + pickle.STOP

@@ -19,7 +19,7 @@ from bucketpoint.stores.fsspec import FsspecStore, proven
 from bucketpoint.stores.gcs import GCSStore
 from bucketpoint.stores.gcs_options import GCSOptions
 from bucketpoint.stores.local import LocalStore
-from bucketpoint.stores.open import accepts_url, open_store, parse_url
+from bucketpoint.stores.open import accepts_url, as_url, open_store, parse_url
 from bucketpoint.stores.s3 import S3Store
 from bucketpoint.stores.s3_deletes import proven_deletes
 from bucketpoint.stores.s3_options import S3Options
@@ -45,6 +45,7 @@ __all__ = [
     "S3Store",
     "Store",
     "accepts_url",
+    "as_url",
     "open_store",
     "parse_url",
     "proven",

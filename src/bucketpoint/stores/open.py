@@ -76,6 +76,14 @@ def parse_url(url: str | os.PathLike[str]) -> tuple[str, str, str]:
     return scheme, bucket, key.rstrip("/")
 
 
+def as_url(path: str | os.PathLike[str] | None) -> str | None:
+    """A checkpoint id as text, unchanged: a `Path` would fold the `//` of a URL."""
+    if path is None:
+        return None
+    text = os.fspath(path)
+    return text.rstrip("/") if len(text) > 1 else text
+
+
 def accepts_url(url: str | os.PathLike[str], schemes: Sequence[str] = ()) -> bool:
     """Tell whether `open_store` would take this URL, as far as its text tells.
 

@@ -17,8 +17,8 @@ from urllib.parse import urlsplit
 import torch
 import torch.distributed.checkpoint as dcp
 
+from bucketpoint.checkpoint.saved import open_checkpoint
 from bucketpoint.dcp import BucketReader, BucketWriter
-from bucketpoint.dcp.saved import open_checkpoint
 from bucketpoint.dcp.verify import verify
 from bucketpoint.errors import BucketpointError, CheckpointNotFoundError, InvalidURLError
 from bucketpoint.stores import GCSStore, S3Store, Store, gcs_client, open_store, s3_client

@@ -6,21 +6,22 @@ import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from torch.distributed.checkpoint import Metadata
-from torch.distributed.checkpoint.metadata import MetadataIndex
-
-from bucketpoint.dcp.metadata_source import MetadataSource, committed_etags
-from bucketpoint.dcp.session import as_url
+from bucketpoint.checkpoint.metadata_source import MetadataSource, committed_etags
 from bucketpoint.errors import CheckpointDeletedError, CheckpointNotFoundError
 from bucketpoint.format import keys
 from bucketpoint.format.index_ref import IndexRef, ref_of
-from bucketpoint.format.metadata import decode_metadata, extra, record_of
+from bucketpoint.format.item_info import ItemInfo, read_item
+from bucketpoint.format.metadata_facts import extra, record_of
+from bucketpoint.format.plain_metadata import read_metadata
 from bucketpoint.format.record import CommitRecord
-from bucketpoint.format.storage_info import ItemInfo, read_storage_info
-from bucketpoint.stores import ObjectInfo, Store, open_store
+from bucketpoint.stores import ObjectInfo, Store, as_url, open_store
 from bucketpoint.transfer import TransferOptions
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint import Metadata
+    from torch.distributed.checkpoint.metadata import MetadataIndex
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,7 @@ class SavedCheckpoint:
     def items(self) -> list[tuple[MetadataIndex, ItemInfo]]:
         """Every stored item. Raises MetadataError where one is malformed."""
         stored = self.metadata.storage_data or {}
-        return [(index, read_storage_info(info, url=self.url)) for index, info in stored.items()]
+        return [(index, read_item(info, url=self.url)) for index, info in stored.items()]
 
     @cached_property
     def by_object(self) -> dict[str, list[tuple[MetadataIndex, ItemInfo]]]:
@@ -91,11 +92,13 @@ def open_checkpoint(
     storage_options: Mapping[str, Any] | None = None,
     fs: Any = None,
     trusted: bool = False,
+    plain: bool = False,
 ) -> SavedCheckpoint:
     """Read and decode the metadata of a checkpoint that anybody wrote.
 
     Args:
         trusted: unpickle without the allow-list.
+        plain: only look at it: its metadata is made of plain classes, without torch, unless it is trusted.
 
     Raises:
         CheckpointNotFoundError: nothing is committed here; IncompleteCheckpointError where data is,
@@ -111,7 +114,12 @@ def open_checkpoint(
         raise
     except CheckpointNotFoundError:
         raise source.nothing_here() from None
-    metadata = decode_metadata(data, trusted=trusted, url=text)
+    if plain and not trusted:
+        metadata = read_metadata(data, url=text)
+    else:
+        from bucketpoint.format.metadata import decode_metadata
+
+        metadata = decode_metadata(data, trusted=trusted, url=text)
     return SavedCheckpoint(text, store, prefix, data, info, metadata, storage_options, fs)
 
 

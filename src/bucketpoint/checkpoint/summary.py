@@ -5,15 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from torch.distributed.checkpoint import TensorStorageMetadata
-from torch.distributed.checkpoint.metadata import MetadataIndex
-
-from bucketpoint.dcp.saved import SavedCheckpoint
+from bucketpoint.checkpoint.saved import SavedCheckpoint
 from bucketpoint.format import keys
 from bucketpoint.format.groups import group_of
+from bucketpoint.format.item_info import ItemInfo
+from bucketpoint.format.metadata_facts import is_tensor
 from bucketpoint.format.record import CommitRecord
-from bucketpoint.format.storage_info import ItemInfo
 from bucketpoint.transfer.checksum import combine
 
 
@@ -67,7 +66,7 @@ class Summary:
 
 def summarise(saved: SavedCheckpoint) -> Summary:
     """What the checkpoint holds. Raises MetadataError where its metadata is malformed."""
-    stored = dict(saved.items)
+    stored = {(index.fqn, _place(index.offset)): info for index, info in saved.items}
     entries = {fqn: _entry(fqn, entry, stored) for fqn, entry in saved.metadata.state_dict_metadata.items()}
     groups: dict[str, int] = {}
     for entry in entries.values():
@@ -86,13 +85,17 @@ def summarise(saved: SavedCheckpoint) -> Summary:
     )
 
 
-def _entry(fqn: str, entry: object, stored: dict[MetadataIndex, ItemInfo]) -> Entry:
-    if not isinstance(entry, TensorStorageMetadata):
-        info = stored.get(MetadataIndex(fqn))
+def _place(offset: Sequence[int] | None) -> tuple[int, ...] | None:
+    return None if offset is None else tuple(offset)
+
+
+def _entry(fqn: str, entry: Any, stored: dict[tuple[str, tuple[int, ...] | None], ItemInfo]) -> Entry:
+    if not is_tensor(entry):
+        info = stored.get((fqn, None))
         group = _group(fqn, info, tensor=False)
         return Entry(fqn, None, None, info.length if info else 0, 1, group, info.crc32c if info else None)
     shape = tuple(entry.size)
-    items = [(tuple(chunk.offsets), tuple(chunk.sizes), stored.get(MetadataIndex(fqn, chunk.offsets)))
+    items = [(tuple(chunk.offsets), tuple(chunk.sizes), stored.get((fqn, tuple(chunk.offsets))))
              for chunk in entry.chunks]  # fmt: skip
     return Entry(
         fqn,

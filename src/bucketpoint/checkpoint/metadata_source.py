@@ -9,9 +9,7 @@ import itertools
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn
-
-from torch.distributed.checkpoint import Metadata
+from typing import Any
 
 from bucketpoint.catalog.catalog import newest_folder
 from bucketpoint.errors import (
@@ -26,9 +24,8 @@ from bucketpoint.errors import (
 )
 from bucketpoint.format import index_ref, keys
 from bucketpoint.format.deletion_marker import is_marker, parse_marker
-from bucketpoint.format.index_read import is_index
 from bucketpoint.format.index_ref import IndexRef
-from bucketpoint.format.metadata import extra
+from bucketpoint.format.metadata_facts import extra
 from bucketpoint.stores import ObjectInfo, Store
 from bucketpoint.transfer import retry_transient
 
@@ -66,6 +63,9 @@ class MetadataSource:
         if index is not None:
             return index
         data = head if whole else self.get(keys.METADATA)
+        # Tools that only look come here too, and need not wait for torch.
+        from bucketpoint.format.index_read import is_index
+
         if is_index(data):
             raise MetadataError("The metadata object is an index and not DCP's metadata", url=self.url)
         return data
@@ -164,24 +164,9 @@ class MetadataSource:
         return newest or (found[-1] if found else None), found
 
 
-def committed_etags(metadata: Metadata, store: Store, url: str | None) -> dict[str, str]:
+def committed_etags(metadata: Any, store: Store, url: str | None) -> dict[str, str]:
     """ETags to insist on, if the checkpoint still lies where it was committed: copies have their own."""
     facts = extra(metadata)
     if not store.capabilities.pinned_reads or facts.get("url") != url or facts.get("endpoint") != store.identity:
         return {}
     return {path: entry["etag"] for path, entry in facts.get("objects", {}).items() if entry.get("etag")}
-
-
-class Unread(Metadata):
-    """Stands for metadata that could not be read, until DCP touches it: then the reason is raised."""
-
-    def __init__(self, reason: Exception) -> None:
-        self.__dict__["_reason"] = reason
-
-    def fail(self) -> NoReturn:
-        raise self.__dict__["_reason"]
-
-    def __getattribute__(self, name: str) -> Any:
-        if name in ("state_dict_metadata", "planner_data", "storage_data", "storage_meta"):
-            raise object.__getattribute__(self, "__dict__")["_reason"]
-        return object.__getattribute__(self, name)
