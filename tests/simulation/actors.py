@@ -308,14 +308,14 @@ class Running:
             began = self.world.scheduler.now
             notes.lease(catalog, step, name.replace("/", "-"), seconds=seconds)
             self.world.oracle.pins[name] = Pinned(root, step, began + seconds, "leased")
-            since = self.world.oracle.seq
+            before = self.world.oracle.live.get(f"{root}/step-{step}/.metadata")
             try:
                 values = self._values(f"{URL}/{root}/step-{step}")
                 with self._judged():
                     self.world.oracle.loaded(op, values)
             except CorruptDataError as error:
                 with self._judged():
-                    self.world.oracle.not_loaded(op, f"{root}/step-{step}", since, error)
+                    self.world.oracle.not_loaded(op, f"{root}/step-{step}", before, error)
                 raise
             finally:
                 self.world.oracle.pins.pop(name, None)

@@ -78,7 +78,7 @@ GUARDS: dict[str, Guard] = {
     "age floor": Guard(_replaced(sweeping, "MIN_SWEEP_AGE_S", 0.0), "long_save"),
     "metadata of ranks": Guard(_replaced(keys, "is_rank_metadata", lambda path: False), "alone"),
     "only what was seen": Guard(_replaced(commit_put, "_refuse_others", lambda *given, **named: None), "copies"),
-    "claims are not withdrawn": Guard(_replaced(pruner, "_still_goes", _may_withdraw(pruner._still_goes)), "held"),
+    "claims are not withdrawn": Guard(_replaced(pruner, "still_goes", _may_withdraw(pruner.still_goes)), "held"),
 }
 
 

@@ -92,8 +92,8 @@ class Oracle:
     named: dict[str, set[str]] = field(default_factory=dict)
     """By data key: the `.metadata` that name it."""
     planted: set[str] = field(default_factory=set)
-    damaged: set[str] = field(default_factory=set)
-    """Data keys that a person has deleted."""
+    damaged: dict[str, int] = field(default_factory=dict)
+    """Data keys that a person has deleted, and the number of that change."""
     deleted_by: dict[str, Op] = field(default_factory=dict)
     committed: dict[str, float] = field(default_factory=dict)
     """By id: the value that was committed under it."""
@@ -128,7 +128,7 @@ class Oracle:
         self.deleted_by[key] = op
         if self.named.get(key):
             if op.kind == "person":
-                self.damaged.add(key)
+                self.damaged[key] = self.seq
                 return
             if key in self.damaged:
                 return
@@ -247,7 +247,9 @@ class Oracle:
                 raise ViolationError(pin.what, f"{op} removed {was.key}, which {name} holds")
         if catalogue_action == "delete" and was.kind == "full":
             others = [one for one in self._of_root(root) if one.key != was.key and one.kind == "full"]
-            if self._is_whole(was) and not any(self._is_whole(one) for one in others):
+            # What a person deletes after the pruner has looked, nobody can know of.
+            began = op.began if op.began is not None else self.seq
+            if self._is_whole(was) and not any(self._is_whole(one, since=began) for one in others):
                 raise ViolationError("last", f"{op} removed {was.key}, the last that was whole", row="12")
 
     def _buried(self, root: str, folder: str, token: str, wanted: str) -> bool:
@@ -268,8 +270,9 @@ class Oracle:
     def _of_root(self, root: str) -> list[Commit]:
         return [one for one in self.live.values() if one.prefix.rpartition("/")[0] == root and one.step is not None]
 
-    def _is_whole(self, commit: Commit) -> bool:
-        return all(name in self.bucket.objects for name in commit.names)
+    def _is_whole(self, commit: Commit, since: float = float("inf")) -> bool:
+        """Whether all objects of a checkpoint are there, but for those that a person has deleted after `since`."""
+        return all(name in self.bucket.objects or self.damaged.get(name, 0) > since for name in commit.names)
 
     def _steps_of(self, root: str) -> Iterable[str]:
         above = f"{root}/{catalogue.CATALOGUE}/"
@@ -340,10 +343,12 @@ class Oracle:
         if len(found) > 1:
             raise ViolationError("mixed load", f"{op} loaded {sorted(found)}")
 
-    def not_loaded(self, op: Op, prefix: str, since: int, error: BaseException) -> None:
-        """An actor could not load a checkpoint, which it found when `since` was the number of the last change."""
+    def not_loaded(self, op: Op, prefix: str, before: Commit | None, error: BaseException) -> None:
+        """An actor could not load the checkpoint that was there `before`, before it looked."""
         commit = self.live.get(f"{prefix}/.metadata")
-        if commit is not None and commit.etag and commit.seq <= since and not commit.names & self.damaged:
+        if commit is None or before is None or commit.etag != before.etag:
+            return
+        if not any(name in self.damaged for name in commit.names):
             raise ViolationError("not loaded", f"{op}: {commit.key} is whole, and a load says: {error}")
 
     # -- the end -------------------------------------------------------------------------------------------------------
