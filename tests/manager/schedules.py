@@ -113,8 +113,6 @@ def live(rank: int, world: int, folder: str, life: Life) -> None:
     """Restore, train with saves and calls and signals at random, and close."""
     rng, own = random.Random(life.seed), random.Random(f"{life.seed}/{rank}")
     Path(folder, "acknowledged").mkdir(exist_ok=True)
-    # A run of which nothing but dead saves is there has to be told to begin again.
-    fresh = not _acknowledged(Path(folder))
     save = Save(
         every=(SaveEvery(rng.randrange(1, 6)), SaveEveryMinutes(1)),
         on=("first_step", "last_step", "sigterm", "sigusr1"),
@@ -134,7 +132,7 @@ def live(rank: int, world: int, folder: str, life: Life) -> None:
         CheckpointManager(f"{folder}/run", policy=policy(rng.choice((2, 5)), save=save), staging=staging) as manager,
     ):
         target = state(0, rank)
-        found = manager.restore(target, fresh=fresh)
+        found = manager.restore(target)
         step = 0 if found is None else found.step
         assert value_of(target) == step
         Path(folder, f"restored-{life.seed.replace('/', '-')}-{rank}").write_text(str(step))

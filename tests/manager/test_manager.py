@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import subprocess
 import sys
 import textwrap
@@ -13,7 +14,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -23,6 +24,7 @@ from bucketpoint import BucketReader, BucketWriter
 from bucketpoint.catalog import catalog
 from bucketpoint.catalog.fence import MIN_SWEEP_AGE_S
 from bucketpoint.catalog.pruner import Order, prune
+from bucketpoint.catalog.save_log import SaveLog
 from bucketpoint.catalog.sweep import sweep
 from bucketpoint.dcp import session
 from bucketpoint.errors import (
@@ -149,6 +151,24 @@ def test_a_save_while_another_is_on_its_way_is_skipped_refused_or_waits_as_the_p
         assert committed(f"{root}/{when_busy}") == ["step-1", "step-3"]
 
 
+@pytest.mark.parametrize("when_busy", ["skip", "error"])
+@pytest.mark.parametrize("last", [False, True], ids=["after a signal", "last step"])
+def test_the_save_that_a_signal_or_the_end_of_training_asks_for_waits_for_the_one_before(
+    root: str, when_busy: Literal["skip", "error"], last: bool
+) -> None:
+    gated = GatedFileSystem()
+    how = Save(on=("sigterm", "last_step"), in_flight=InFlight(when_busy=when_busy))
+    with CheckpointManager(root, policy=policy(save=how), fs=gated) as manager:
+        manager.save(1, state(1))
+        assert gated.arrived.wait(240)
+        if not last:
+            os.kill(os.getpid(), signal.SIGTERM)
+        assert manager.should_save(2, last=last)
+        threading.Timer(0.2, gated.gate.set).start()
+        assert manager.save(2, state(2)) is not None
+    assert committed(root) == ["step-1", "step-2"]
+
+
 def test_a_committed_step_is_replaced_only_if_that_is_said(root: str) -> None:
     save(root, 5)
     with CheckpointManager(root, policy=policy()) as manager:
@@ -231,6 +251,23 @@ def test_saves_that_never_committed_are_no_reason_to_start_from_scratch(root: st
         with pytest.raises(IncompleteCheckpointError, match="1 saves here that never committed"):
             manager.restore(state(0))
         assert manager.restore(state(0), fresh=True) is None
+
+
+def test_a_job_that_was_killed_in_its_first_save_begins_from_scratch(
+    root: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    save(root, 10)
+    Path(root, "step-10", ".metadata").unlink()
+    run = catalog.open_catalog(root)
+    run.store.delete([one.key for one in run.steps().checkpoints if one.key is not None])
+    SaveLog(run).begin(run.url_of(10), "0123456789ab")
+    target = state(0)
+    with CheckpointManager(root, policy=policy()) as manager:
+        assert manager.restore(target) is None
+        assert "1 saves that were begun and died" in caplog.text
+        assert manager.save(10, state(10)) is not None
+    with CheckpointManager(root, policy=policy()) as manager:
+        assert manager.restore(target).step == 10  # type: ignore[union-attr]
 
 
 def test_another_state_than_was_saved_is_no_damage(root: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from itertools import islice
 
@@ -11,6 +12,8 @@ from bucketpoint.errors import BucketpointError, CheckpointNotFoundError, Incomp
 from bucketpoint.retention.policy import RetentionPolicy
 from bucketpoint.retention.row import FULL
 from bucketpoint.retention.rules import Best
+
+logger = logging.getLogger(__name__)
 
 TRIED_AT_MOST = 20
 """Checkpoints that one restore looks at. As many damaged ones in a row are no accident of one save."""
@@ -30,11 +33,11 @@ class Choice:
 
 
 def choices(catalog: Catalog, policy: RetentionPolicy, which: str | int, metric: str | None) -> list[Choice]:
-    """The checkpoints to try, best first; empty where the run has none and no trace of one.
+    """The checkpoints to try, best first; empty where the run has none, and no trace of one but saves that died.
 
     Raises:
         CheckpointNotFoundError: the step that was named is not there.
-        IncompleteCheckpointError: there are saves that never committed, and no checkpoint.
+        IncompleteCheckpointError: there are folders of checkpoints, no checkpoint, and no intent that explains them.
         BucketpointError: `which` is not known, or no metric says which is best.
     """
     if isinstance(which, int):
@@ -45,13 +48,28 @@ def choices(catalog: Catalog, policy: RetentionPolicy, which: str | int, metric:
         found = _best(catalog, _rule(policy, metric))
     else:
         raise BucketpointError(f"There is no {which!r} checkpoint", remedy='Ask for "latest", "best" or a step')
-    if not found and (dead := catalog.folders()):
+    if not found:
+        _refuse_traces(catalog)
+    return found
+
+
+def _refuse_traces(catalog: Catalog) -> None:
+    """Check that a run without a checkpoint has not lost one: all its folders are of saves that were begun and died.
+
+    A job that is killed in its first save begins from scratch once more. A folder without an intent may have been a
+    checkpoint, whose `.metadata` was deleted.
+    """
+    begun = {one.folder for one in catalog.steps().attempts}
+    dead = catalog.folders()
+    unexplained = [folder for folder in dead if folder not in begun]
+    if unexplained:
         raise IncompleteCheckpointError(
-            f"There are {len(dead)} saves here that never committed, and no checkpoint",
+            f"There are {len(unexplained)} saves here that never committed, and no checkpoint",
             url=catalog.url,
             remedy="Look at them first",
         )
-    return found
+    if dead:
+        logger.warning("there is no checkpoint at %s, and %d saves that were begun and died", catalog.url, len(dead))
 
 
 def _named(catalog: Catalog, step: int) -> Choice:

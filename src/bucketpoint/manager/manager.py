@@ -165,7 +165,8 @@ class CheckpointManager:
         running, how = self._running, self.policy.save.in_flight
         if running is None:
             return True
-        if how.when_busy == "wait":
+        when_busy = "wait" if step == self._triggers.pressing else how.when_busy
+        if when_busy == "wait":
             running.wait(how.timeout.total_seconds())
         busy, failed = self._ranks.most([int(not running.handle.done()), int(running.failed)])
         if failed:
@@ -176,7 +177,7 @@ class CheckpointManager:
         if not busy:
             self._running = None
             return True
-        if how.when_busy == "skip":
+        if when_busy == "skip":
             self.skipped += 1
             logger.info("step %d is not saved: step %d is still on its way", step, running.step)
             return False
@@ -212,7 +213,7 @@ class CheckpointManager:
 
         Raises:
             CheckpointNotFoundError: the step that was named is not there.
-            IncompleteCheckpointError: there are saves that never committed, and no checkpoint.
+            IncompleteCheckpointError: there is no checkpoint, and folders in which one may have been.
             CorruptDataError: all checkpoints are damaged, or the one that was named.
             MismatchError: the state is another one than was saved.
             UnsafeDataError: it was saved with what the allow-list refuses.

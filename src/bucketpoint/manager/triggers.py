@@ -68,6 +68,8 @@ class Triggers:
         self._last_save = time.monotonic()
         self._signals = Signals(tuple(name for name in save.on if name in _SIGNALS))
         self._minutes = [one.minutes for one in save.every if isinstance(one, SaveEveryMinutes)]
+        self.pressing: int | None = None
+        """The step that a signal or the end of training asks to save: there may be no later one to save instead."""
         self.stop_asked: float | None = None
         """`time.monotonic()` on this rank when SIGTERM was agreed upon, or came here; None before."""
 
@@ -92,7 +94,10 @@ class Triggers:
             if isinstance(one, SaveEvery) and step // one.steps > before // one.steps:
                 reasons.append(f"every {one.steps} steps")
         self._last_seen = max(before, step)
-        reasons += self._agreed()
+        agreed = self._agreed()
+        reasons += agreed
+        if "last_step" in reasons or not _SIGNALS.keys().isdisjoint(agreed):
+            self.pressing = step
         return ", ".join(reasons) or None
 
     def close(self) -> None:
