@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from bucketpoint.errors import BucketpointError
+from bucketpoint.manager import manager as managing
 from bucketpoint.manager.manager import CheckpointManager
 from bucketpoint.retention import InFlight, Save, SaveEvery, SaveEveryMinutes
 from bucketpoint.staging import StagingOptions
@@ -28,6 +29,8 @@ from manager.manager_scenarios import policy
 
 WORLD = 2
 LIMIT_S = 60.0
+LOST_S = 30.0
+"""After so long a rank that waits for one that was killed gives up. A launcher would end it at once; here is none."""
 DELAYS_S = (0.0, 0.0, 0.02, 0.1, 0.3)
 CALLS = ("steps", "report", "pin", "unpin", "prune", "wait", "wait a little", "restore", "nothing", "nothing")
 
@@ -63,7 +66,7 @@ def run(seed: int, folder: Path) -> dict[str, int]:
     begun = time.monotonic()
     for life in lives(seed):
         acknowledged = _acknowledged(folder)
-        with Job(WORLD, group_timeout_s=2 * LIMIT_S) as job:
+        with Job(WORLD, group_timeout_s=LOST_S) as job:
             job.ready()
             outcomes = job.run(live, str(folder), life, timeout_s=LIMIT_S)
         counts["lives"] += 1
@@ -116,7 +119,7 @@ def live(rank: int, world: int, folder: str, life: Life) -> None:
     save = Save(
         every=(SaveEvery(rng.randrange(1, 6)), SaveEveryMinutes(1)),
         on=("first_step", "last_step", "sigterm", "sigusr1"),
-        in_flight=InFlight(when_busy=rng.choice(("wait", "skip", "error")), timeout=timedelta(seconds=LIMIT_S)),
+        in_flight=InFlight(when_busy=rng.choice(("wait", "skip", "error")), timeout=timedelta(seconds=LOST_S / 2)),
     )
     staging = StagingOptions(
         use_async_staging=rng.random() < 0.3, when_busy=rng.choice(("wait", "wait", "double_buffer"))
@@ -129,6 +132,7 @@ def live(rank: int, world: int, folder: str, life: Life) -> None:
 
     with (
         mock.patch.object(LocalStore, "put", slow),
+        mock.patch.object(managing, "_COLLECTIVE_TIMEOUT", timedelta(seconds=LOST_S)),
         CheckpointManager(f"{folder}/run", policy=policy(rng.choice((2, 5)), save=save), staging=staging) as manager,
     ):
         target = state(0, rank)
