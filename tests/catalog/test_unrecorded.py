@@ -8,6 +8,7 @@ from datetime import timedelta
 import pytest
 
 from bucketpoint.catalog.catalog import Catalog
+from bucketpoint.catalog.discards import rolled_back
 from bucketpoint.catalog.pruner import Order, prune
 from bucketpoint.catalog.pruning import PruneWorker
 from bucketpoint.catalog.survey import survey
@@ -89,7 +90,9 @@ def test_a_rollback_discards_what_has_no_record_as_well(store: MemoryStore) -> N
     save_plainly(catalog, store, 4)
     save(catalog, 2)
     policy = RetentionPolicy(Keep(100), prune=Prune(when="manual", grace=timedelta(hours=1)))
-    PruneWorker(catalog, policy).after_commit(2, {4})
+    pruner = PruneWorker(catalog, policy)
+    pruner.give_up(rolled_back(catalog, catalog.with_unrecorded(catalog.steps()), 2))
+    pruner.after_commit(2)
     assert [one.step for one in catalog.candidates()] == [2, 1, 4]
 
 
