@@ -11,6 +11,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from bucketpoint import BucketWriter, CheckpointExistsError, CheckpointManager, latest_checkpoint
+from bucketpoint.catalog.catalog import open_catalog
+from bucketpoint.catalog.rollback import roll_back
 from bucketpoint.retention import Keep, Prune, RetentionPolicy
 
 POLICY = RetentionPolicy(Keep(latest=2), prune=Prune(when="manual", grace=timedelta(0)))
@@ -88,3 +90,38 @@ def test_a_rollback_past_a_plain_step_discards_it(tmp_path: Path) -> None:
         restored = manager.restore(state(0))
         assert restored is not None
         assert restored.step == 3
+
+
+@pytest.mark.parametrize("damage", ["no metadata", "no data", "rolled back"])
+def test_a_plain_step_that_was_given_up_is_replaced_by_the_next_save_of_it(tmp_path: Path, damage: str) -> None:
+    root = str(tmp_path / "run")
+    with CheckpointManager(root, policy=POLICY) as manager:
+        manager.save(3, state(3))
+    for step in (4, 5):
+        save_plainly(root, step)
+        if damage == "no metadata":
+            (tmp_path / f"run/step-{step}/.metadata").write_bytes(b"not metadata")
+        elif damage == "no data":
+            for path in (tmp_path / f"run/step-{step}/data").rglob("*.distcp"):
+                path.unlink()
+    with CheckpointManager(root, policy=POLICY) as manager:
+        restored = manager.restore(state(0), 3, rollback=True) if damage == "rolled back" else manager.restore(state(0))
+        assert restored is not None
+        assert restored.step == 3
+        manager.save(4, state(44))
+        manager.wait()
+        target = state(0)
+        assert manager.restore(target) is not None
+        assert target["w"][0].item() == 44.0
+
+
+def test_the_command_that_rolls_back_records_what_it_gives_up_and_what_it_goes_back_to(tmp_path: Path) -> None:
+    root = str(tmp_path / "run")
+    for step in (3, 4, 5):
+        save_plainly(root, step)
+    catalog = open_catalog(root)
+    assert roll_back(catalog, 4, grace=3600.0, dry_run=True).steps == (5,)
+    assert catalog.steps().checkpoints == ()
+    assert roll_back(catalog, 4, grace=3600.0).steps == (5,)
+    assert latest_checkpoint(root) == f"{root}/step-4"
+    assert [one.step for one in catalog.steps().checkpoints] == [4, 5]

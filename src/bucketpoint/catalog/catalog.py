@@ -261,8 +261,9 @@ def latest_checkpoint(
     """URL of the newest whole checkpoint in a folder below `root`, or None if there is none.
 
     Newest is the highest number at the end of the folder's name (`step-500`, `step-00000500`, `epoch=3-step=500`);
-    folders without a number are passed over. Costs one LIST per 1,000 folders, and one small GET for each folder, from
-    the newest on, until one is whole. Call it on one rank and broadcast the answer.
+    folders without a number are passed over. What has a tombstone in the run's catalogue comes after all others: a
+    rollback gives it to what is newer. Costs one LIST per 1,000 folders, one more where there is a catalogue, and one
+    small GET for each folder, from the newest on, until one is whole. Call it on one rank and broadcast the answer.
     """
     text = os.fspath(root).rstrip("/")
     if not text:
@@ -275,12 +276,15 @@ def latest_checkpoint(
 def newest_folder(store: Store, prefix: str) -> str | None:
     """The folder below a prefix that `latest_checkpoint` names."""
     folders = []
+    going: set[str] = set()
     for folder in store.list_folders(prefix + "/" if prefix else ""):
         name = folder.rstrip("/").rsplit("/", 1)[-1]
         match = _STEP.fullmatch(name)
         if match:
             folders.append((int(match.group(1)), name))
-    for _, name in sorted(folders, reverse=True):
+        elif name == catalogue.CATALOGUE:
+            going = {one for one, _ in Catalog(store.url, store, prefix).steps().going()}
+    for _, _, name in sorted(((name not in going, step, name) for step, name in folders), reverse=True):
         if committed_info(store, keys.join(keys.join(prefix, name), keys.METADATA)) is not None:
             return name
     return None
