@@ -193,6 +193,10 @@ class MetadataError(BucketpointError):
     """The metadata object is not readable as DCP metadata."""
 
 
+class NewerFormatError(MetadataError):
+    """The metadata is of a newer version of bucketpoint than this one, which cannot read it."""
+
+
 class UnsafeDataError(BucketpointError):
     """A pickle names something outside the allow-list. Nothing of it was run."""
 

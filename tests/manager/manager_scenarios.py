@@ -174,3 +174,38 @@ def go_on_over_damage(rank: int, world: int, root: str) -> Any:
         again = manager.restore(target)
         assert again is not None
         return found.step, [step for step, _ in found.passed], again.step, value_of(target), again.passed
+
+
+def wait_unequally(rank: int, world: int, root: str) -> Any:
+    """One rank knows that a save has ended, and the other has not asked."""
+    with CheckpointManager(root, policy=policy()) as manager:
+        for step in (1, 2, 3):
+            manager.save(step, state(step, world))
+            if rank == step % 2:
+                manager.wait()
+        manager.wait()
+        return manager.steps()
+
+
+class Hooked:
+    """Raises on one rank as its state is loaded."""
+
+    def __init__(self, raises: bool) -> None:
+        self.raises = raises
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"w": torch.zeros(2)}
+
+    def load_state_dict(self, given: dict[str, Any]) -> None:
+        if self.raises:
+            raise ValueError("a hook of the caller's")
+
+
+def restore_with_a_hook_that_raises(rank: int, world: int, root: str) -> Any:
+    with CheckpointManager(root, policy=policy()) as manager:
+        manager.save(1, {"hooked": Hooked(False)})
+        manager.wait()
+        try:
+            manager.restore({"hooked": Hooked(rank == 1)})
+        except (BucketpointError, ValueError) as error:
+            return type(error).__name__

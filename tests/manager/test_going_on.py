@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import pickle
+import threading
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -13,14 +14,20 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
+import bucketpoint
 from bucketpoint import BucketWriter
+from bucketpoint.catalog.catalog import open_catalog
+from bucketpoint.catalog.rollback import roll_back
 from bucketpoint.catalog.tombstones import undo
 from bucketpoint.errors import (
     BucketpointError,
     CheckpointExistsError,
     EndpointError,
+    NewerFormatError,
     UnsafeDataError,
 )
+from bucketpoint.format import metadata, metadata_facts
+from bucketpoint.manager import manager as managing
 from bucketpoint.manager.manager import CheckpointManager
 from bucketpoint.retention import Best, MaxDelete, Prune
 from bucketpoint.stores.local import LocalStore
@@ -197,6 +204,99 @@ def test_what_needs_trust_is_an_error_and_nothing_is_given_up(root: str) -> None
         with pytest.raises(UnsafeDataError, match="trusted=True"):
             manager.restore({**state(0), "own": None})
         assert manager.pruning.given_up == ()
+
+
+def test_plain_checkpoints_that_need_trust_are_an_error_and_stay(root: str) -> None:
+    """No record tells whether what is refused is what was saved: then it may be whole."""
+    bucketpoint.save({**state(5), "own": 1}, f"{root}/step-5")
+    for step in (8, 9):
+        bucketpoint.save({**state(step), "own": Own()}, f"{root}/step-{step}")
+    with CheckpointManager(root, policy=policy(prune=Prune(grace=timedelta(0)))) as manager:
+        with pytest.raises(UnsafeDataError, match="trusted=True"):
+            manager.restore({**state(0), "own": None})
+        assert manager.restore({**state(0), "own": None}, fresh=True).step == 5  # type: ignore[union-attr]
+        for step in (6, 7):
+            manager.save(step, state(step))
+        manager.wait()
+        manager.prune()
+        assert going(manager) == []
+    assert committed(root) == [5, 6, 7, 8, 9]
+
+
+@pytest.mark.parametrize("recorded", [True, False])
+def test_checkpoints_of_a_newer_bucketpoint_are_an_error_and_stay(
+    root: str, monkeypatch: pytest.MonkeyPatch, recorded: bool
+) -> None:
+    run_with(root, 5)
+    with monkeypatch.context() as patched:
+        patched.setattr(metadata, "FORMAT_VERSION", 2)
+        patched.setattr(metadata_facts, "FORMAT_VERSION", 2)
+        if recorded:
+            run_with(root, 6)
+        else:
+            bucketpoint.save(state(6), f"{root}/step-6")
+    with CheckpointManager(root, policy=DAY) as manager:
+        with pytest.raises(NewerFormatError, match="Upgrade bucketpoint"):
+            manager.restore(state(0))
+        assert manager.pruning.given_up == ()
+
+
+def test_a_plain_checkpoint_that_is_saved_anew_during_the_restore_is_not_set_aside(
+    root: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_with(root, 5)
+    bucketpoint.save(state(10), f"{root}/step-10")
+    lose(root, 10)
+    real = managing.attempt
+
+    def beside_another_job(given: Any, url: str, *args: Any, **more: Any) -> Any:
+        outcome = real(given, url, *args, **more)
+        if url.endswith("step-10"):
+            bucketpoint.save(state(11), url)
+        return outcome
+
+    monkeypatch.setattr(managing, "attempt", beside_another_job)
+    with CheckpointManager(root, policy=policy(prune=Prune(grace=timedelta(0)))) as manager:
+        assert manager.restore(state(0)).step == 5  # type: ignore[union-attr]
+        manager.save(6, state(6), newer="keep")
+        manager.wait()
+        manager.prune()
+        assert going(manager) == []
+    assert committed(root) == [5, 6, 10]
+
+
+def test_saves_go_on_behind_a_plain_checkpoint_whose_metadata_cannot_be_read(root: str) -> None:
+    run_with(root, 5)
+    bucketpoint.save(state(10), f"{root}/step-10")
+    Path(root, "step-10", ".metadata").write_bytes(b"not metadata")
+    for first in (6, 8):
+        with CheckpointManager(root, policy=DAY) as manager:
+            assert manager.restore(state(0)).step == first - 1  # type: ignore[union-attr]
+            for step in (first, first + 1):
+                manager.save(step, state(step))
+                manager.wait()
+    rolled = roll_back(open_catalog(root), 9, grace=0.0)
+    assert rolled.steps == ()
+    assert rolled.held == ((10, "without metadata that can be read"),)
+
+
+def test_what_a_save_that_fails_was_to_discard_stays(root: str) -> None:
+    run_with(root, 5, 7, 8)
+    with CheckpointManager(root, policy=DAY) as manager:
+        with pytest.raises(BucketpointError):
+            manager.save(6, {**state(6), "lock": threading.Lock()}, newer="discard")
+            manager.wait()
+        manager.save(9, state(9))
+        manager.wait()
+        assert going(manager) == []
+
+
+def test_ranks_that_wait_for_unequal_times_agree_at_the_next_save(two_ranks: Ranks, root: str) -> None:
+    assert two_ranks.run(scenarios.wait_unequally, root) == [[1, 2, 3]] * 2
+
+
+def test_a_hook_that_raises_on_one_rank_fails_the_restore_on_all(two_ranks: Ranks, root: str) -> None:
+    assert two_ranks.run(scenarios.restore_with_a_hook_that_raises, root) == ["BucketpointError", "ValueError"]
 
 
 def test_damaged_checkpoints_without_a_record_are_set_aside_too(root: str) -> None:

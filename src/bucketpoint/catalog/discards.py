@@ -46,7 +46,7 @@ class Discarded:
 
     Attributes:
         buried: they have a tombstone now.
-        held: somebody holds on to them, as is said; they stay.
+        held: they stay: somebody holds on to them, or nobody can say which commit they are.
         void: they are gone, have a tombstone already, or were saved anew.
     """
 
@@ -72,6 +72,8 @@ def _as_committed(catalog: Catalog, checkpoint: Checkpoint) -> Checkpoint | None
     mark = catalogue.mark_of(committed.etag)
     if checkpoint.key is not None and mark == checkpoint.mark:
         return checkpoint
+    if checkpoint.key is None and mark != checkpoint.mark:
+        return None
     record = metadata_record(catalog, checkpoint.folder)
     token = checkpoint.id if record is None else record.token or ""
     if checkpoint.id and token != checkpoint.id:
@@ -121,7 +123,9 @@ def bury_discards(catalog: Catalog, discards: Collection[Discard], *, due: float
     going, held = snapshot.going(), snapshot.held()
     for one in discards:
         current = there.get(one.checkpoint.folder)
-        if current is None or not _same(current, one.checkpoint) or one.name in going:
+        if not one.checkpoint.id and (current is None or current.key is None):
+            done.held.append((one, "without metadata that can be read"))
+        elif current is None or not _same(current, one.checkpoint) or one.name in going:
             done.void.append(one)
         elif reasons := held.get(current.step, set()) & HOLDS:
             done.held.append((one, " and ".join(sorted(reasons))))

@@ -122,6 +122,12 @@ class PruneWorker:
         with self._lock:
             self.given_up = tuple(discards)
 
+    def forget(self, discards: Iterable[Discard]) -> None:
+        """These are not given up after all: the save that was to discard them has failed."""
+        names = {one.name for one in discards}
+        with self._lock:
+            self.given_up = tuple(one for one in self.given_up if one.name not in names)
+
     def after_commit(self, step: int) -> None:
         """Bury what was given up, and carry the policy out soon: a checkpoint of this step can be loaded.
 

@@ -45,7 +45,7 @@ def roll_back(catalog: Catalog, step: int, *, grace: float, dry_run: bool = Fals
     unrecorded = [one.step for one in snapshot.unrecorded if one.step >= step]
     if unrecorded and not dry_run:
         adopt(catalog, unrecorded)
-        snapshot = catalog.snapshot()
+        snapshot = catalog.with_unrecorded(catalog.snapshot())
     target = next((one for one in snapshot.checkpoints if one.step == step and one.kind == FULL), None)
     if target is None:
         there = ", ".join(str(one.step) for one in snapshot.checkpoints if one.kind == FULL)

@@ -10,7 +10,7 @@ from typing import Any
 
 from awscrt.checksums import crc32c
 
-from bucketpoint.errors import CheckpointDeletedError, MetadataError, UnsafeDataError
+from bucketpoint.errors import CheckpointDeletedError, MetadataError, NewerFormatError, UnsafeDataError
 from bucketpoint.format.deletion_marker import parse_marker
 from bucketpoint.format.keys import parse_data_path
 from bucketpoint.format.pickles.machine import Machine
@@ -33,7 +33,7 @@ def extra(metadata: Any) -> dict[str, Any]:
     """What bucketpoint wrote beside DCP's own fields, checked; empty for the metadata of other writers.
 
     Raises:
-        MetadataError: it is there and malformed.
+        MetadataError: it is there and malformed; NewerFormatError where a newer bucketpoint has written it.
     """
     facts = vars(metadata).get(_EXTRA)
     if facts is None:
@@ -42,8 +42,10 @@ def extra(metadata: Any) -> dict[str, Any]:
         raise not_metadata(f"its bucketpoint part is a {type(facts).__name__}", None)
     require_plain(facts, "its bucketpoint part", None)
     version = facts.get("format")
-    if type(version) is not int or version > FORMAT_VERSION:
-        raise MetadataError(f"The metadata has bucketpoint's format {version!r}", remedy="Upgrade bucketpoint")
+    if type(version) is not int:
+        raise not_metadata(f"its bucketpoint format is {version!r}"[:200], None)
+    if version > FORMAT_VERSION:
+        raise NewerFormatError(f"The metadata has bucketpoint's format {version!r}", remedy="Upgrade bucketpoint")
     objects = facts.get("objects", {})
     if type(objects) is not dict or not all(map(_is_object_fact, objects.values())):
         raise not_metadata("its table of objects is malformed", None)

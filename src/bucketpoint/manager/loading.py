@@ -15,6 +15,7 @@ from bucketpoint.errors import (
     CheckpointNotFoundError,
     CorruptDataError,
     MetadataError,
+    NewerFormatError,
     ObjectNotFoundError,
     UnsafeDataError,
 )
@@ -23,7 +24,7 @@ from bucketpoint.manager.ranks import Ranks
 DAMAGE = (CheckpointNotFoundError, CorruptDataError, MetadataError, ObjectNotFoundError, UnsafeDataError)
 """What is the checkpoint's fault and not the store's, the state's or the network's: another checkpoint may do."""
 
-_LOADED, _UNSAFE, _DAMAGED, _FAILED = range(4)
+_LOADED, _UNREADABLE, _REFUSED, _DAMAGED, _FAILED = range(5)
 
 
 @dataclass(frozen=True)
@@ -31,12 +32,14 @@ class Outcome:
     """Attributes:
     error: of this rank, or of another where this one had none; None if the state was loaded.
     damaged: the checkpoint is at fault, on every rank's word.
-    unsafe: it names what the allow-list refuses, which may be damage, and may be what was saved.
+    doubtful: it was read and not understood, which may be damage, and may be what was saved.
+    refused: that is because it names what the allow-list refuses, or has the format of a newer bucketpoint.
     """
 
     error: BaseException | None = None
     damaged: bool = False
-    unsafe: bool = False
+    doubtful: bool = False
+    refused: bool = False
 
     @property
     def loaded(self) -> bool:
@@ -59,20 +62,23 @@ def attempt(
         )
     except CheckpointException as raised:
         error = _most_telling(raised)
-    except BucketpointError as raised:
+    except Exception as raised:  # noqa: BLE001 (raised by the caller, once the other ranks know)
         error = raised
     (agreed,) = ranks.most([_code(error)])
     if agreed == _LOADED:
         return Outcome()
     error = error or BucketpointError("Another rank could not load it", url=str(url))
-    return Outcome(error, damaged=agreed != _FAILED, unsafe=agreed == _UNSAFE)
+    doubtful = agreed in (_UNREADABLE, _REFUSED)
+    return Outcome(error, damaged=agreed != _FAILED, doubtful=doubtful, refused=agreed == _REFUSED)
 
 
 def _code(error: BaseException | None) -> int:
     if error is None:
         return _LOADED
-    if isinstance(error, UnsafeDataError):
-        return _UNSAFE
+    if isinstance(error, (UnsafeDataError, NewerFormatError)):
+        return _REFUSED
+    if isinstance(error, MetadataError):
+        return _UNREADABLE
     return _DAMAGED if isinstance(error, DAMAGE) else _FAILED
 
 

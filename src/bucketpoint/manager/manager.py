@@ -146,14 +146,18 @@ class CheckpointManager:
         )
         url = self.catalog.url_of(step)
         writer = BucketWriter(url, overwrite=replaces, log=log, staging=self._stager.options, **self._store_arguments)
-        handle = async_save(
-            state,
-            checkpoint_id=url,
-            storage_writer=writer,
-            planner=self._planner,
-            process_group=self._ranks.group,
-            async_stager=self._stager,
-        )
+        try:
+            handle = async_save(
+                state,
+                checkpoint_id=url,
+                storage_writer=writer,
+                planner=self._planner,
+                process_group=self._ranks.group,
+                async_stager=self._stager,
+            )
+        except BaseException:
+            self._replacing.failed()
+            raise
         self._triggers.saved()
         self._running = Running(step, handle)
         after = functools.partial(_ended, weakref.ref(self), self._running)
@@ -168,7 +172,7 @@ class CheckpointManager:
         when_busy = "wait" if step == self._triggers.pressing else how.when_busy
         if when_busy == "wait":
             running.wait(how.timeout.total_seconds())
-        busy, failed = self._ranks.most([int(not running.handle.done()), int(running.failed)])
+        busy, failed = self._ranks.most([int(not running.handle.done()), int(running.failed and not running.told)])
         if failed:
             # Others may still be on their way to the same end.
             running.wait(how.timeout.total_seconds())
@@ -231,7 +235,8 @@ class CheckpointManager:
             lambda step, url: attempt(state, url, self._ranks, **reading),
             self._pruner,
         )
-        self._replacing.restored(found.step if found is not None and rollback else None)
+        rolled_back_to = found.step if found is not None and rollback else None
+        self._replacing.restored(rolled_back_to, beside=fresh)
         if found is not None:
             self._triggers.resumed(found.step)
         return found
@@ -289,8 +294,9 @@ class CheckpointManager:
             return True
         if not running.wait(timeout):
             return False
-        self._running = None
-        if running.failed:
+        # Kept until all ranks have agreed on it, in `_make_room`: each may wait for another time.
+        if running.failed and not running.told:
+            running.told = True
             raise running.error
         return True
 
@@ -314,7 +320,7 @@ class CheckpointManager:
                     url=running.handle.url,
                     remedy="Give the job more time to end, or save more often",
                 )
-            if running is not None and self.stop_asked and self._ranks.is_coordinator:
+            if running is not None and not running.failed and self.stop_asked and self._ranks.is_coordinator:
                 logger.warning("SIGTERM: step %d is committed", running.step)
             self._pruner.drain(self._left_s())
         finally:
@@ -347,6 +353,8 @@ def _ended(manager: weakref.ref[CheckpointManager], running: Running, handle: Sa
     alive = manager()
     if alive is not None and handle.failure() is None:
         alive._replacing.committed(running.step)
+    elif alive is not None:
+        alive._replacing.failed()
     running.settled.set()
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 from bucketpoint.catalog.catalog import Catalog
-from bucketpoint.catalog.discards import HOLDS, rolled_back
+from bucketpoint.catalog.discards import HOLDS, Discard, rolled_back
 from bucketpoint.catalog.pruning import PruneWorker
 from bucketpoint.catalog.snapshot import Checkpoint, Snapshot
 from bucketpoint.errors import BucketpointError, CheckpointExistsError
@@ -23,6 +23,7 @@ class Replacing:
 
     Attributes:
         rolled_back_to: the step that training was rolled back to, which may be saved again until something is.
+        beside: the job was told to begin beside what could not be loaded: its saves may lie behind that.
     """
 
     def __init__(self, catalog: Catalog, pruner: PruneWorker) -> None:
@@ -31,13 +32,21 @@ class Replacing:
         self._looked = False
         self._highest: int | None = None
         self.rolled_back_to: int | None = None
+        self.beside = False
+        self._discards: list[Discard] = []
 
-    def restored(self, rolled_back_to: int | None) -> None:
+    def restored(self, rolled_back_to: int | None, *, beside: bool = False) -> None:
         """Look again: the job goes on from another checkpoint."""
-        self._looked, self.rolled_back_to = False, rolled_back_to
+        self._looked, self.rolled_back_to, self.beside = False, rolled_back_to, beside
+
+    def failed(self) -> None:
+        """Take back what the save that has failed was to discard."""
+        self._pruner.forget(self._discards)
+        self._discards = []
 
     def committed(self, step: int) -> None:
         """Note a commit. Called on the thread that saved."""
+        self._discards = []
         self._highest = step if self._highest is None else max(step, self._highest)
         self.rolled_back_to = None
 
@@ -67,14 +76,16 @@ class Replacing:
                 self._refuse_to_replace(one, snapshot, gone)
         full = [one for one in snapshot.checkpoints if one.kind == FULL and (one.folder, one.id) not in gone]
         later = [one.step for one in full if one.step > step]
-        if later and newer == "error":
+        if later and newer == "error" and not self.beside:
             raise BucketpointError(
                 f"Step {step} is behind {len(later)} checkpoints, up to step {max(later)}: training was rolled back",
                 url=self._catalog.url,
                 remedy=f'{_SAY_SO} and they get a tombstone; save(..., newer="keep") leaves them the latest',
             )
         if newer == "discard":
-            self._pruner.give_up(rolled_back(self._catalog, snapshot, step))
+            discards = rolled_back(self._catalog, snapshot, step)
+            self._discards = [one for one in discards if one.name not in given_up]
+            self._pruner.give_up(discards)
         return overwrite or step in there
 
     def _refuse_to_replace(self, one: Checkpoint, snapshot: Snapshot, gone: set[tuple[str, str]]) -> None:

@@ -105,13 +105,13 @@ def restored(
             return Restored(one.step, url, tuple(passed))
         if named or not outcome.damaged:
             raise outcome.error
-        # What the allow-list refuses is damage only if it is not what was saved. Nothing that is whole is given up.
-        refused = outcome.unsafe and ranks.told(functools.partial(_is_as_written, catalog, one))
-        if refused and not wanted.fresh:
+        # What is not understood is damage only where it is not what was saved. Nothing that may be whole is given up.
+        whole = outcome.doubtful and ranks.told(functools.partial(_may_be_whole, catalog, one, outcome.refused))
+        if whole and not wanted.fresh:
             raise outcome.error
         logger.error("step %d cannot be loaded, and an older one is tried: %s", one.step, outcome.error)
         passed.append((one.step, str(outcome.error)))
-        if ranks.is_coordinator and not refused:
+        if ranks.is_coordinator and not whole:
             given_up += _set_aside(catalog, one, outcome.error)
     if not passed or wanted.fresh:
         if ranks.is_coordinator:
@@ -129,8 +129,11 @@ def _newer(catalog: Catalog, step: int) -> list[Discard]:
     return rolled_back(catalog, catalog.with_unrecorded(catalog.steps()), step)
 
 
-def _is_as_written(catalog: Catalog, one: Choice) -> bool:
-    return one.checkpoint is not None and is_as_written(catalog, one.checkpoint)
+def _may_be_whole(catalog: Catalog, one: Choice, refused: bool) -> bool:
+    """Whether a checkpoint that is not understood may be what was saved. Where no record tells, a refusal says so."""
+    if one.checkpoint is None or one.checkpoint.key is None:
+        return refused
+    return is_as_written(catalog, one.checkpoint)
 
 
 def _set_aside(catalog: Catalog, one: Choice, error: BaseException) -> list[Discard]:

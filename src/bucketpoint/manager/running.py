@@ -12,11 +12,13 @@ from bucketpoint.errors import BucketpointError
 @dataclass
 class Running:
     """Attributes:
+    told: this rank's program knows that it failed.
     settled: what follows the save has been seen to: a future tells those who wait for it before it calls back.
     """
 
     step: int
     handle: SaveHandle
+    told: bool = False
     settled: threading.Event = field(default_factory=threading.Event)
 
     @property
