@@ -464,7 +464,7 @@ class Asked(CountingStore):
 
 
 @pytest.mark.parametrize("items", [2, 1000])
-def test_restoring_the_latest_costs_one_listing_and_two_reads_and_a_note(
+def test_restoring_the_latest_costs_two_listings_and_two_reads_and_a_note(
     service: Service, monkeypatch: pytest.MonkeyPatch, items: int
 ) -> None:
     root = service.url("run")
@@ -490,10 +490,11 @@ def test_restoring_the_latest_costs_one_listing_and_two_reads_and_a_note(
         restored = manager.restore(target)
     assert restored is not None
     assert (restored.step, target["model"]["w1"].tolist()) == (30, [30.0, 30.0])
-    assert [key for name, key in asked if name.startswith("list")] == ["run/_bucketpoint/step-N/steps/"]
+    # Of the records, and of the folders: one without a record may be the newest.
+    assert [key for name, key in asked if name.startswith("list")] == ["run/_bucketpoint/step-N/steps/", "run/"]
     assert len([key for name, key in asked if name in ("get", "read_into", "head")]) <= 2, asked
     assert [name for name, key in asked if "/notes/" in key] == ["put"]
-    assert len(asked) <= 4
+    assert len(asked) <= 5
 
 
 def test_a_run_that_went_back_does_not_go_on_from_what_it_discarded(root: str) -> None:
