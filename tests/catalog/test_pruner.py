@@ -392,7 +392,7 @@ def test_of_two_pruners_the_second_goes_home_until_the_lock_expires(store: Memor
     save(catalog, 200)
     lock = locks.acquire(catalog, "first", seconds=60)
     assert lock is not None
-    assert run(catalog, drop(100), holder="second").stopped == "another pruner is at work"
+    assert "another pruner is at work ('" in str(run(catalog, drop(100), holder="second").stopped)
     assert locks.acquire(catalog, "first", seconds=60) is not None
     store.now += 61
     assert run(catalog, drop(100), holder="second").stopped is None
@@ -664,7 +664,7 @@ def test_a_dead_pruners_lock_keeps_others_away_until_it_expires(store: MemorySto
     save(catalog, 200)
     with killed(store, 3):
         run(catalog, drop(100), holder="dead")
-    assert run(catalog, drop(100), holder="other").stopped == "another pruner is at work"
+    assert "another pruner is at work ('" in str(run(catalog, drop(100), holder="other").stopped)
     assert run(catalog, drop(100), holder="dead").stopped is None
     with killed(store, 3):
         run(catalog, drop(100), holder="dead")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import time
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -91,6 +92,31 @@ def test_what_has_a_tombstone_is_listed_and_can_be_had_back(program: Program, ro
         for one in program("ls", root, "--json").json["checkpoints"]
     }
     assert marks == {10: (True, []), 20: (False, []), 30: (False, ["pinned"]), 40: (False, []), 50: (False, [])}
+
+
+@pytest.mark.parametrize(("grace", "due"), [("1h", False), ("1s", True)])
+@pytest.mark.parametrize("command", [("plan",), ("prune", "--dry-run")], ids=" ".join)
+def test_a_plan_names_what_has_a_tombstone_and_when_it_goes(
+    program: Program, root: str, tmp_path: Path, command: tuple[str, ...], grace: str, due: bool
+) -> None:
+    save_run(root, *STEPS)
+    file = write(tmp_path, root, grace=grace)
+    planned = program(*command, str(file))
+    assert f"are freed once they have had a tombstone for {grace}" in planned.out
+    program("prune", str(file))
+    time.sleep(1.1)
+    said = program(*command, str(file))
+    assert "0 deleted" in said.out
+    assert said.out.count("has a tombstone, goes with the next prune" if due else "has a tombstone, goes after 2") == 3
+    assert ("3 checkpoints with a tombstone that is due" in said.out) == due
+    waiting = program(*command, str(file), "--json").json["waiting"]
+    assert [(one["step"], one["action"], one["is_due"]) for one in waiting] == [(n, "delete", due) for n in STEPS[:3]]
+
+
+def test_a_policy_file_is_what_a_manager_takes_too(root: str, tmp_path: Path) -> None:
+    with CheckpointManager(policy=write(tmp_path, root)) as manager:
+        assert manager.policy.keep.latest == 2
+        assert manager.catalog.url == root
 
 
 def test_of_a_plan_that_deletes_too_much_a_few_go_until_somebody_says_yes(

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import datetime
 import json
 from dataclasses import dataclass, replace
 
 from bucketpoint.catalog.catalog import Catalog
 from bucketpoint.errors import ObjectNotFoundError, PreconditionFailedError
 from bucketpoint.format import catalogue
+
+_DAY_S = 86400.0
+_NAME_LENGTH = 80
 
 
 @dataclass(frozen=True)
@@ -35,6 +39,18 @@ def acquire(catalog: Catalog, holder: str, *, seconds: float) -> Lock | None:
         return replace(lock, etag=catalog.write(key, _body(lock), if_match=info.etag).etag)
     except PreconditionFailedError:
         return None
+
+
+def held_by(catalog: Catalog) -> str:
+    """Say who holds the lock, and when it is free at the latest. One small GET."""
+    try:
+        data = catalog.store.get(catalog.own_key(catalogue.LOCK), max_bytes=1 << 16)[0]
+    except ObjectNotFoundError:
+        return "another pruner was at work"
+    expires = min(max(_expires(data), 0.0), catalog.clock() + _DAY_S)
+    until = datetime.datetime.fromtimestamp(expires, datetime.timezone.utc).strftime("%H:%M:%S UTC")
+    holder = (_holder(data) or "")[:_NAME_LENGTH]
+    return f"another pruner is at work ({holder!r}); if it has died, a prune after {until} goes on"
 
 
 def give_back(catalog: Catalog, lock: Lock) -> None:

@@ -51,7 +51,7 @@ def prune(catalog: Catalog, decide: Decide, *, grace: float, holder: str, lock_s
     """
     lock = locks.acquire(catalog, holder, seconds=lock_seconds)
     if lock is None:
-        return Pruned(stopped="another pruner is at work")
+        return Pruned(stopped=locks.held_by(catalog))
     try:
         snapshot = heal(catalog, catalog.snapshot())
         full = [one for one in snapshot.checkpoints if one.kind == FULL]

@@ -102,7 +102,7 @@ def remove(removal: Removal, *, holder: str, force: bool = False) -> Pruned:
     catalog, one = removal.catalog, removal.checkpoint
     lock = locks.acquire(catalog, holder, seconds=LOCK_SECONDS)
     if lock is None:
-        return Pruned(stopped="another pruner is at work")
+        return Pruned(stopped=locks.held_by(catalog))
     try:
         done = Pruned()
         heal(catalog, catalog.snapshot())

@@ -41,7 +41,7 @@ def plan(policy: RetentionPolicy, catalog: Catalog, picture: str | None, as_json
     snapshot = survey(catalog)
     made, verdict = judged(policy, snapshot.rows())
     judgement = {"allowed": verdict.allowed, "unasked": verdict.unasked, "verdict": verdict.why}
-    document = {"root": catalog.url, **made.to_dict(), **judgement, "unrecorded": _unrecorded(catalog, snapshot)}
+    document = {"root": catalog.url, **made.to_dict(), **judgement, **_beside(policy, catalog, snapshot)}
     # The engine's own version of the plan, beside that of the command's document.
     document["plan_version"] = document.pop("version")
     document["plot"] = picture
@@ -75,7 +75,8 @@ def prune(
     others = _unrecorded(catalog, snapshot)
     if dry_run:
         made, verdict = judged(policy, snapshot.rows())
-        document = {"root": catalog.url, "dry_run": True, **_counts(made), "verdict": verdict.why, "unrecorded": others}
+        judgement = {"dry_run": True, **_counts(made), "verdict": verdict.why}
+        document = {"root": catalog.url, **judgement, **_beside(policy, catalog, snapshot)}
         return Answer(document, _plan_lines(made, verdict, document), ok=verdict.allowed or yes)
     with watched(catalog, progress) as at:
         done = prune_by(at, policy, holder=f"{socket.gethostname()}-{os.getpid()}", force=yes)
@@ -111,12 +112,45 @@ def _unrecorded(catalog: Catalog, snapshot: Snapshot) -> list[str]:
     return [catalog.url_of_folder(one.folder) for one in snapshot.unrecorded]
 
 
+def _beside(policy: RetentionPolicy, catalog: Catalog, snapshot: Snapshot) -> dict[str, Any]:
+    """What no rule decides on any more, or yet: checkpoints with a tombstone, and those without a record."""
+    rows = {(row.step, row.id) for row in snapshot.rows()}
+    known = {(one.folder, one.id): one for one in snapshot.recorded}
+    now = catalog.clock()
+    waiting = [
+        {
+            "step": one.step,
+            "token": one.id,
+            "action": one.action,
+            "due": one.due,
+            "is_due": one.begun or one.due <= now,
+            "bytes": sum(known[one.folder, one.id].groups.values()),
+        }
+        for one in snapshot.notes.tombstones
+        if not one.undone and (one.folder, one.id) in known and (one.step, one.id) not in rows
+    ]
+    return {
+        "grace_s": policy.prune.grace.total_seconds(),
+        "waiting": waiting,
+        "unrecorded": _unrecorded(catalog, snapshot),
+    }
+
+
 def _plan_lines(made: Plan, verdict: Verdict, document: dict[str, Any], picture: str | None = None) -> Iterator[str]:
     for one in made.entries:
         why = "; ".join(map(str, one.reasons)) if one.action == "keep" else str(one.miss)
         yield f"{one.action:<7}step {one.row.step}  {text.size(one.row.bytes)}  {why}"
+    for one in document["waiting"]:
+        when = "with the next prune" if one["is_due"] else f"after {text.when(one['due'])}"
+        yield f"{one['action']:<7}step {one['step']}  {text.size(one['bytes'])}  has a tombstone, goes {when}"
     kept, thinned, deleted = len(made.kept), len(made.thinned), len(made.deleted)
-    yield f"{kept} kept, {thinned} thinned, {deleted} deleted: {text.size(made.freed_bytes)} are freed"
+    grace = document["grace_s"]
+    later = f" once they have had a tombstone for {text.duration(grace)}" if grace and (thinned or deleted) else ""
+    yield f"{kept} kept, {thinned} thinned, {deleted} deleted: {text.size(made.freed_bytes)} are freed{later}"
+    due = [one["bytes"] for one in document["waiting"] if one["is_due"] and one["action"] == "delete"]
+    if due:
+        which = text.count(len(due), "checkpoint")
+        yield f"{which} with a tombstone that is due: the next prune frees {text.size(sum(due))}"
     yield from unrecorded_lines(document["root"], len(document["unrecorded"]))
     if picture is not None:
         yield f"drawn: {picture}"

@@ -31,6 +31,14 @@ def when(seconds: float | None) -> str:
     return datetime.datetime.fromtimestamp(seconds, datetime.timezone.utc).strftime("%Y-%m-%d %H:%M:%S UTC")
 
 
+def duration(seconds: float) -> str:
+    """A duration in its largest whole unit, as policies write it."""
+    for unit, length in (("d", 86400), ("h", 3600), ("m", 60)):
+        if seconds >= length and seconds % length == 0:
+            return f"{seconds / length:.0f}{unit}"
+    return f"{seconds:g}s"
+
+
 def shape(sizes: Sequence[int]) -> str:
     return "[" + ", ".join(map(str, sizes)) + "]"
 

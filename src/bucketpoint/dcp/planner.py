@@ -255,7 +255,10 @@ def _remedy(misfits: list[str], metadata: Metadata) -> str:
             "rank_state(value, rank) takes the value of one"
         )
     if any(rank_state_name(fqn) is None for fqn in lacking):
-        said.append("Load into the model that was saved; LoadPlanner(allow_partial_load=True) skips missing keys")
+        said.append(
+            "Load into the model that was saved; strict=False of bucketpoint.load, or "
+            "LoadPlanner(allow_partial_load=True), skips missing keys"
+        )
     if len(lacking) < len(misfits):
         said.append(
             "Build the model as it was saved, or read what was saved with bucketpoint.load(url, keys=...) and convert "

@@ -81,6 +81,7 @@ def refuse_to_save_as_one_of_many(url: str | None) -> None:
             f"This is rank {rank} of {world} ranks, as RANK and WORLD_SIZE say, and there is no process group: each "
             "rank would save by itself, and replace what the others save",
             url=url,
+            rank=int(rank) if rank.isdigit() else None,
             remedy="Call torch.distributed.init_process_group() first, on every rank; a rank that saves something of "
             "its own passes no_dist=True after that",
         )

@@ -16,6 +16,7 @@ from typing import Any
 from typing_extensions import Self
 
 from bucketpoint.catalog import notes
+from bucketpoint.catalog.policy_file import read_policy
 from bucketpoint.catalog.pruning import PruneWorker, Round
 from bucketpoint.catalog.run import open_run
 from bucketpoint.catalog.save_log import SaveLog
@@ -47,7 +48,7 @@ class CheckpointManager:
 
     Args:
         root: URL of the run; by default the policy's.
-        policy: what is kept, and when saves are made.
+        policy: what is kept, and when saves are made; or the YAML file that says so, which each rank reads.
         process_group: the ranks; None for all of the job. The manager makes a gloo group of its own.
         storage_options, fs, transfer, staging: as for `BucketWriter`.
         trusted: as for `BucketReader`.
@@ -60,7 +61,7 @@ class CheckpointManager:
         self,
         root: str | os.PathLike[str] | None = None,
         *,
-        policy: RetentionPolicy,
+        policy: RetentionPolicy | str | os.PathLike[str],
         process_group: Any = None,
         storage_options: Mapping[str, Any] | None = None,
         fs: Any = None,
@@ -71,6 +72,7 @@ class CheckpointManager:
         config_hash: str | None = None,
         grace_s: float | None = None,
     ) -> None:
+        policy = policy if isinstance(policy, RetentionPolicy) else read_policy(policy)
         self.policy = policy
         self.catalog = open_run(policy, root, storage_options=storage_options, fs=fs)
         self._store_arguments = {"storage_options": storage_options, "fs": fs, "transfer": transfer}
