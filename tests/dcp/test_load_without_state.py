@@ -172,6 +172,7 @@ def test_what_does_not_go_together_is_refused(tmp_path: Path) -> None:
         {"a": (), "b": ("b",)},
         {"a": ("x",) * 5000, "b": ("b",)},
         {"a": "ab", "b": ("b",)},
+        {"a": ("a", ["x"]), "b": ("b",)},
     ],
 )
 def test_paths_that_make_no_state_are_refused(paths: dict[str, Any]) -> None:

@@ -101,6 +101,8 @@ def nested(values: Mapping[str, Any], metadata: Metadata, *, url: str | None = N
         path = paths.get(fqn, (fqn,))
         if type(path) not in (tuple, list) or not 0 < len(path) <= _MOST_DEPTH:
             raise _faulty(fqn, url)
+        if not all(type(part) in (str, int) for part in path):
+            raise _faulty(fqn, url)
         node = root
         for part in path[:-1]:
             node = node.setdefault(part, {})
