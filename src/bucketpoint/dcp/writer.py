@@ -37,6 +37,7 @@ from bucketpoint.dcp.transformed import transformed_paths, write_transformed
 from bucketpoint.dcp.upload_plan import Place, plan_objects, results_of
 from bucketpoint.errors import BucketpointError, CheckpointExistsError
 from bucketpoint.format import keys
+from bucketpoint.format.catalogue import mark_of
 from bucketpoint.format.groups import DEFAULT_RULES, GroupRule
 from bucketpoint.retention import RetentionPolicy
 from bucketpoint.staging import StagedState, Stager, StagingOptions, as_staging_options, current_lease, take_turn
@@ -115,6 +116,8 @@ class BucketWriter(StorageWriter):
         self.log = log
         self.transfer = _with_connections(transfer or TransferOptions(), thread_count)
         self.overwrite = overwrite
+        # Marks of the commits that may be replaced; None for any.
+        self.replaces_only: frozenset[str] | None = None
         self.target_object_bytes = target_object_bytes
         self.groups = tuple(groups)
         self.progress = progress
@@ -163,7 +166,7 @@ class BucketWriter(StorageWriter):
             self._refuse_to_hide(session)
         elif is_coordinator:
             session.seen = self._look(session)
-            if session.seen is not None and session.seen.there and not self.overwrite:
+            if session.seen is not None and session.seen.there and not self._may_replace(session.seen):
                 # Before terabytes are sent for nothing.
                 raise CheckpointExistsError("Checkpoint already exists here", url=session.url)
 
@@ -415,6 +418,10 @@ class BucketWriter(StorageWriter):
                 url=session.url,
                 remedy="Choose another checkpoint_id",
             )
+
+    def _may_replace(self, seen: Seen) -> bool:
+        """Whether this save may replace what is committed there now. The commit then replaces this alone."""
+        return self.overwrite and (self.replaces_only is None or mark_of(seen.etag) in self.replaces_only)
 
     def _look(self, session: SaveSession) -> Seen | None:
         """What is committed when the attempt begins: another job's commit from now on is not ours to replace."""

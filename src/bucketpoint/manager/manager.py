@@ -147,7 +147,10 @@ class CheckpointManager:
             **self._facts,
         )
         url = self.catalog.url_of(step)
-        writer = BucketWriter(url, overwrite=replaces, log=log, staging=self._stager.options, **self._store_arguments)
+        overwrites = bool(replaces)
+        writer = BucketWriter(url, overwrite=overwrites, log=log, staging=self._stager.options, **self._store_arguments)
+        if isinstance(replaces, frozenset):
+            writer.replaces_only = replaces
         try:
             handle = async_save(
                 state,

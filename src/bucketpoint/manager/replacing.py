@@ -50,8 +50,8 @@ class Replacing:
         self._highest = step if self._highest is None else max(step, self._highest)
         self.rolled_back_to = None
 
-    def allowed(self, step: int, *, overwrite: bool, newer: Newer) -> bool:
-        """Whether the save of a step may replace a checkpoint of that step.
+    def allowed(self, step: int, *, overwrite: bool, newer: Newer) -> bool | frozenset[str]:
+        """Whether the save of a step may replace a checkpoint of that step, or by their marks which ones alone.
 
         Two LISTs, three after a rollback, and one small GET for each checkpoint without a record.
 
@@ -86,7 +86,13 @@ class Replacing:
             discards = rolled_back(self._catalog, snapshot, step)
             self._discards = [one for one in discards if one.name not in given_up]
             self._pruner.give_up(discards)
-        return overwrite or step in there
+        if overwrite:
+            return True
+        # Only these very commits: another job may save this step meanwhile.
+        marks = {one.mark for one in snapshot.checkpoints if one.step == step}
+        marks |= {one.mark for one in snapshot.notes.tombstones if one.step == step}
+        marks |= {one.checkpoint.mark for one in given_up.values() if one.checkpoint.step == step}
+        return frozenset(marks) or False
 
     def _refuse_to_replace(self, one: Checkpoint, snapshot: Snapshot, gone: set[tuple[str, str]]) -> None:
         """Raise if a checkpoint may not be replaced unasked: somebody holds on to it, or nobody has given it up."""
