@@ -17,6 +17,7 @@ import torch.distributed.checkpoint as dcp
 import bucketpoint
 from bucketpoint import BucketWriter
 from bucketpoint.catalog.catalog import open_catalog
+from bucketpoint.catalog.pruner import Order, prune
 from bucketpoint.catalog.rollback import roll_back
 from bucketpoint.catalog.tombstones import undo
 from bucketpoint.errors import (
@@ -545,3 +546,27 @@ def test_each_deletion_is_said_with_its_rule_and_its_bytes(root: str, caplog: py
             manager.pruning.drain()
     assert "step 1 is not kept and goes once its grace of 1d is over: latest: 1 (2nd latest" in caplog.text
     assert "deleted" not in caplog.text
+
+
+def test_a_prune_of_what_lost_its_data_leaves_the_save_that_is_under_way_there(
+    root: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The new objects are as many and as large as those that are gone."""
+    run_with(root, 10, 20, 30)
+    for file in Path(root, "step-20", "data").rglob("*.distcp"):
+        file.unlink()
+    catalog = open_catalog(root)
+    (lost,) = [one for one in catalog.snapshot().checkpoints if one.step == 20]
+    put = LocalStore.put
+
+    def beside_a_prune(store: LocalStore, key: str, *args: Any, **more: Any) -> Any:
+        if key == ".metadata":
+            monkeypatch.setattr(LocalStore, "put", put)
+            prune(catalog, lambda rows: [Order(20, lost.id)], grace=0.0, holder="me")
+        return put(store, key, *args, **more)
+
+    monkeypatch.setattr(LocalStore, "put", beside_a_prune)
+    bucketpoint.save(state(21), f"{root}/step-20")
+    target = state(0)
+    bucketpoint.load(target, f"{root}/step-20")
+    assert value_of(target) == 21.0

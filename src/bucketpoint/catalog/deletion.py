@@ -23,7 +23,6 @@ from bucketpoint.catalog.tombstones import withdraw
 from bucketpoint.errors import MetadataError, ObjectNotFoundError, PreconditionFailedError, UnsafeDataError
 from bucketpoint.format import catalogue, keys
 from bucketpoint.format.deletion_marker import DeletionMarker, parse_marker
-from bucketpoint.format.index_ref import index_path
 from bucketpoint.format.item_info import data_paths
 from bucketpoint.format.plain_metadata import read_metadata, read_record
 from bucketpoint.stores import Capabilities, ExpiringDeletes, ObjectInfo, proven_deletes
@@ -121,7 +120,7 @@ def _uncommit(
         return Doomed(_data(listed, ended, ()))
     same = one.mark != catalogue.UNKNOWN and catalogue.mark_of(committed.etag) == one.mark
     paths: tuple[str, ...] = ()
-    tokens = _all_tokens(snapshot, one, listed) if same else None
+    tokens = {one.id} if same and _only_its_own(one, listed) else None
     if tokens is None:
         data = _get(catalog, committed)
         marker = parse_marker(data)
@@ -154,16 +153,13 @@ def _uncommit(
     return Doomed(_data(listed, tokens | ended, paths), remove)
 
 
-def _all_tokens(snapshot: Snapshot, one: Tombstone, listed: dict[str, ObjectInfo]) -> set[str] | None:
-    """The tokens of the commit, one for each rank, if all data in its folder is of it; None if that is not sure.
+def _only_its_own(one: Tombstone, listed: dict[str, ObjectInfo]) -> bool:
+    """Whether all data in the folder carries the token that the commit goes by: then nothing else can be of it.
 
-    The record's key tells how many bytes the commit has. Where a save is under way beside it, there are more.
+    Where several ranks saved, the others have tokens of their own, and only the metadata tells those from the tokens of
+    a save that is under way, whose objects may be as many and as large.
     """
-    record = next((other for other in snapshot.checkpoints if (other.folder, other.id) == (one.folder, one.id)), None)
-    data = {path: info.size for path, info in listed.items() if keys.token_of(path) and path != index_path(one.id)}
-    if record is None or not data or sum(data.values()) != sum(record.groups.values()) or not keys.one_attempt(data):
-        return None
-    return {token for path in listed if (token := keys.token_of(path)) is not None}
+    return {token for path in listed if (token := keys.token_of(path)) is not None} <= {one.id}
 
 
 def _get(catalog: Catalog, committed: ObjectInfo) -> bytes:

@@ -59,8 +59,8 @@ def damage(catalog: Catalog, inspected: Inspected) -> str | None:
         path: size for path, size in sizes.items() if keys.token_of(path) and path != index_path(record.token or "")
     }
     whole = (len(data), sum(data.values())) == (record.objects, record.bytes)
-    # An object of another attempt may be as large as one that is gone.
-    if data and whole and keys.one_attempt(data):
+    # Objects of a save that is under way may be as many and as large as those that are gone.
+    if data and whole and {keys.token_of(path) for path in data} <= keys.tokens_in(inspected.data):
         return None
     missing = _missing(inspected.data, sizes)
     return f"data of the newest checkpoint, {checkpoint.folder}, is gone: {missing}" if missing is not None else None

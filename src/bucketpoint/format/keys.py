@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import zlib
-from collections.abc import Iterable
 
 from bucketpoint.errors import UnsafeDataError
 from bucketpoint.format.catalogue import CATALOGUE
@@ -102,13 +101,6 @@ def tokens_in(data: bytes) -> set[str]:
     Each rank of an attempt has a token of its own.
     """
     return {match[1].decode() for match in _DATA_PATH_BYTES.finditer(data)}
-
-
-def one_attempt(paths: Iterable[str]) -> bool:
-    """Whether data paths may be those of one attempt: no rank has two tokens."""
-    ranks: dict[int, str] = {}
-    named = [found for path in paths if (found := parse_data_path(path)) is not None]
-    return all(ranks.setdefault(rank, token) == token for token, rank, _, _ in named)
 
 
 def token_of(path: str) -> str | None:
