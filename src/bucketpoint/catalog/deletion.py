@@ -159,7 +159,7 @@ def _only_its_own(one: Tombstone, listed: dict[str, ObjectInfo]) -> bool:
     Where several ranks saved, the others have tokens of their own, and only the metadata tells those from the tokens of
     a save that is under way, whose objects may be as many and as large.
     """
-    return {token for path in listed if (token := keys.token_of(path)) is not None} <= {one.id}
+    return {token for path in listed if (token := keys.token_of(path)) is not None} == {one.id}
 
 
 def _get(catalog: Catalog, committed: ObjectInfo) -> bytes:
