@@ -101,6 +101,7 @@ lint: $(VENV)/$(STAMP) ## ruff, mypy, import directions, links of the documents
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo --no-cache
+	$(BIN)/python tools/check_house.py
 	$(BIN)/python tools/check_docs.py
 
 .PHONY: format
@@ -112,6 +113,12 @@ format: $(VENV)/$(STAMP) ## ruff's fixes and formatting
 bench: $(VENV)/$(STAMP) minio ## the benchmark beside other writers and readers; ARGS=--quick for a short one
 	@uv="$$($(PYTHON3) tools/get_uv.py)"; \
 	PATH="$(CURDIR)/$(BIN):$$(dirname "$$uv"):$$PATH" $(BIN)/python bench/run.py $(ARGS)
+
+.PHONY: dist
+dist: ## build the wheel and the sdist into dist/, and run quick tests against the installed wheel
+	@rm -rf dist .venv-dist; "$$($(PYTHON3) tools/get_uv.py)" build --quiet --out-dir dist
+	@$(PYTHON3) tools/make_env.py .venv-dist --wheel "$$(echo dist/*.whl)" --python "$(PYTHON)"
+	@.venv-dist/bin/python -m pytest -n $(WORKERS) -m "not slow" tests/test_package.py tests/format tests/retention $(ARGS)
 
 .PHONY: soak
 soak: $(VENV)/$(STAMP) minio ## 300 saves and 60 restores while requests fail, with retention on; ARGS="--saves 30" for less
@@ -160,7 +167,7 @@ env: $(VENV)/$(STAMP) ## build the environment
 
 .PHONY: clean
 clean: ## delete environments, caches and builds, servers and uv too
-	rm -rf .venv .venv-torch-* .venv-py* .venv-xla .venv-titan .venv-fsspec .cache
+	rm -rf .venv .venv-torch-* .venv-py* .venv-xla .venv-titan .venv-fsspec .venv-dist .cache
 	rm -rf .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache build dist
 	find src tests tools examples bench sim -name __pycache__ -type d -prune -exec rm -rf {} +
 

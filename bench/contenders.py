@@ -160,7 +160,7 @@ class RawEngine:
     _buffers: list[memoryview] = field(default_factory=list)
 
     def prepare(self, op: str, setting: Setting) -> None:
-        from bucketpoint.stores.open import open_store  # noqa: F401  (imported before the clock starts)
+        from bucketpoint.stores.registry import open_store  # noqa: F401  (imported before the clock starts)
 
         self._buffers = [_filled(size, random=op == "save") for size in setting.layout]
 
@@ -211,7 +211,7 @@ class RawEngine:
 
 
 def _open(url: str) -> tuple[Any, str]:
-    from bucketpoint.stores.open import open_store
+    from bucketpoint.stores.registry import open_store
 
     store, prefix = open_store(url)
     return store, prefix

@@ -20,7 +20,7 @@ import bucketpoint
 from bench.contenders import Setting, _load_s3torch, _save_s3torch
 from bench.lines import answer_each, speaker
 from bench.resident import forget_peak, memory
-from bucketpoint.stores import s3_crt
+from bucketpoint.stores.s3 import crt as s3_crt
 from bucketpoint.transfer.options import TransferOptions
 
 TENSORS, TENSOR_BYTES = 16, 16 << 20

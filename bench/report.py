@@ -7,7 +7,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from bench import engines_report, hedge_report, ranks_report, retention_report, staging_report, stores_report
+from bench import (
+    engines_report,
+    hedge_report,
+    ranks_report,
+    retention_report,
+    staging_report,
+    start_up_report,
+    stores_report,
+)
 from bench.contenders import CONTENDERS
 from bench.figures import Results, cpu_per_gb, peak_mb, wall
 from bench.tables import shown, table, verdict_table
@@ -20,6 +28,7 @@ PARTS: dict[str, Any] = {
     "hedge": hedge_report,
     "stores": stores_report,
     "engines": engines_report,
+    "start-up": start_up_report,
 }
 """Sections of parts that are measured by themselves, in the order in which they are shown."""
 

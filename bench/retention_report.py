@@ -40,7 +40,10 @@ def print_measurement(found: dict[str, Any]) -> None:
 
 
 def of_one(results: Results) -> int | None:
-    """Requests that one checkpoint more costs a prune, without its tombstone."""
+    """Requests that one checkpoint more costs a prune, without its tombstone.
+
+    Of the prunes that delete one the last is taken: the first also tries out what the server's deletions can do.
+    """
     found = {one["round"]: sum(one["requests"].values()) for one in results.of(OURS, "prune", "count")}
     return found[1] - found[0] - TOMBSTONE - CLAIMED if {0, 1} <= set(found) else None
 

@@ -22,8 +22,8 @@ import torch
 from bench.lines import commands, speaker
 from bench.staging_steps import SETTLE_S, Trainer
 from bucketpoint.catalog.catalog import open_catalog
-from bucketpoint.catalog.pace import Pace
-from bucketpoint.catalog.pruning import PruneWorker, prune_by
+from bucketpoint.catalog.deletion.prune_worker import PruneWorker, prune_by
+from bucketpoint.catalog.deletion.throttle import Throttle
 from bucketpoint.retention import (
     Await,
     Best,
@@ -119,7 +119,7 @@ class Process:
 
         # A clock that hardly moves makes rests of nothing.
         clock = time.monotonic if rests else itertools.count(0.0, 1e-9).__next__
-        worker = PruneWorker(open_catalog(root), LATEST, pace=Pace(clock=clock, wait=wait))
+        worker = PruneWorker(open_catalog(root), LATEST, pace=Throttle(clock=clock, wait=wait))
         found: list[dict[str, Any]] = []
         begun = time.monotonic()
         worker.ask()

@@ -9,13 +9,14 @@
     python bench/run.py --only hedge        what asking twice for late ranges gains
     python bench/run.py --only stores       other stores, and any filesystem, beside others over the same library
     python bench/run.py --only engines      boto3 and the CRT at 1 to 64 connections
+    python bench/run.py --only start-up     CPU time of commands before their first request
 
 Transfers, in three passes. "loopback": a MinIO over TLS, timed. "count": the same operations through a proxy that only
 writes down every request. "wire": through the proxy with 20 ms added to every request and 25 MB/s a connection, timed.
 Each measurement is a forked child; a round runs every contender once, in an order that shifts by one each round, so a
 ratio is taken between neighbours in time. The server's data lies on tmpfs, and only the client's CPU time counts.
 Staging is described in `staging.py`, many ranks in `ranks.py`, retention in `retention.py`, late ranges in `hedge.py`,
-other stores in `stores.py`, engines in `engines.py`.
+other stores in `stores.py`, engines in `engines.py`, the command line in `start_up.py`.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "tools"), str(ROOT / "src")]
 
 import get_minio  # noqa: E402
-from bench import engines, environments, hedge, ranks, report, retention, staging, stores  # noqa: E402
+from bench import engines, environments, hedge, ranks, report, retention, staging, start_up, stores  # noqa: E402
 from bench.contenders import CONTENDERS, Setting, bucket_and_prefix  # noqa: E402
 from bench.endpoints import client_env, empty, proxied  # noqa: E402
 from bench.lines import Worker  # noqa: E402
@@ -60,6 +61,7 @@ PARTS = {
     "hedge": hedge.measure,
     "stores": stores.measure,
     "engines": engines.measure,
+    "start-up": start_up.measure,
 }
 """Among the operations of `--only`: the parts of the benchmark in modules of their own."""
 

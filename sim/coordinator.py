@@ -22,7 +22,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from bucketpoint import BucketWriter, SavePlanner, TransferOptions
-from bucketpoint.format.metadata import decode_metadata
+from bucketpoint.format.metadata.codec import decode_metadata
 from sim.copied_ranks import CopiedPlanner, CopiedWriter, FirstPlanner
 from sim.layouts import Layout, state_of
 

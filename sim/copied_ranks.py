@@ -12,12 +12,12 @@ from typing import Any
 from torch.distributed.checkpoint import SavePlan
 
 from bucketpoint import SavePlanner
-from bucketpoint.dcp.dealing import answered
-from bucketpoint.dcp.plan_columns import AskedItems, PackedItems, compress
-from bucketpoint.dcp.planned import WriterMeta
-from bucketpoint.dcp.results import Dealt, _arrived
+from bucketpoint.dcp.planning.columnar.assign import decode_assignment
+from bucketpoint.dcp.planning.columnar.encoding import AskedItems, PackedItems, compress
+from bucketpoint.dcp.planning.plan_cache import WriterMeta
+from bucketpoint.dcp.planning.results import AssignedPlan, _arrived
 from bucketpoint.format import keys
-from bucketpoint.format.columns import Layout as Places
+from bucketpoint.format.columns import ItemColumns as Places
 from sim.layouts import Layout
 
 _NBYTES = (8, 16, 16, 4)
@@ -92,7 +92,7 @@ class CopiedWriter:
         return plan
 
     def write_data(self, plan: SavePlan, planner: CopiedPlanner) -> CopiedWriter:
-        kinds = [position % 4 for position, _, _, _ in answered(planner.answer)]
+        kinds = [position % 4 for position, _, _, _ in decode_assignment(planner.answer)]
         count = len(kinds)
         nbytes = [_NBYTES[kind] for kind in kinds]
         none, zero = [-1] * count, [0] * count
@@ -100,7 +100,7 @@ class CopiedWriter:
         columns = ([min(kind, 1) for kind in kinds], offsets, lengths, starts, nbytes, none, zero, none)
         places = Places(b"".join(array("q", column).tobytes() for column in columns))
         dealt: Any = plan.planner_data
-        assert isinstance(dealt, Dealt)
+        assert isinstance(dealt, AssignedPlan)
         known = dealt.layout == places.digest
         token = f"{self._saves:012x}"
         objects = tuple(

@@ -39,13 +39,13 @@ from torch.distributed.checkpoint.metadata import (  # noqa: E402
 )
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list  # noqa: E402
 
-from bucketpoint.dcp.overlaps import Wanted, read_items  # noqa: E402
+from bucketpoint.dcp.planning.chunk_overlaps import WantedChunks, read_items  # noqa: E402
 from bucketpoint.format import keys  # noqa: E402
-from bucketpoint.format.frames import Frame, tensor_frame  # noqa: E402
-from bucketpoint.format.index import HEAD, encode_index  # noqa: E402
-from bucketpoint.format.index_view import decode_index  # noqa: E402
-from bucketpoint.format.metadata import decode_metadata, encode_metadata, extension  # noqa: E402
+from bucketpoint.format.index.encode import HEAD, encode_index  # noqa: E402
+from bucketpoint.format.index.view import decode_index  # noqa: E402
+from bucketpoint.format.metadata.codec import decode_metadata, encode_metadata, extension  # noqa: E402
 from bucketpoint.format.storage_info import make_storage_info, plan_blocks  # noqa: E402
+from bucketpoint.format.torch_zip import Frame, tensor_frame  # noqa: E402
 
 TOKEN = "0123456789ab"
 HIDDEN, FEED_FORWARD, HEADS, VOCABULARY, LAYERS = 4096, 14336, 1024, 128256, 32
@@ -191,7 +191,7 @@ def _by_dcp(metadata: Metadata, local: dict[str, ChunkStorageMetadata]) -> int:
 
 def _by_index(metadata: Metadata, local: dict[str, ChunkStorageMetadata]) -> int:
     entries: Any = metadata.state_dict_metadata
-    found = read_items([Wanted(fqn, entries[fqn].chunks, [chunk]) for fqn, chunk in local.items()])
+    found = read_items([WantedChunks(fqn, entries[fqn].chunks, [chunk]) for fqn, chunk in local.items()])
     return sum(map(len, found.values()))
 
 

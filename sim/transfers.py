@@ -11,7 +11,7 @@ import numpy as np
 
 from bucketpoint.dcp.writer import DEFAULT_OBJECT_BYTES
 from bucketpoint.format import keys
-from bucketpoint.stores.s3 import CAPABILITIES
+from bucketpoint.stores.s3.store import CAPABILITIES
 from bucketpoint.transfer import TransferOptions
 from bucketpoint.transfer.download import Extent, plan_requests
 from bucketpoint.transfer.parts import common_part_bytes, plan_parts

@@ -16,9 +16,9 @@ import get_fake_gcs
 import get_minio
 import get_versitygw
 from azurite import AzureServer
-from bucketpoint.stores import s3 as s3_store
-from bucketpoint.stores import s3_deletes
-from bucketpoint.stores.s3_client import DeletesFound
+from bucketpoint.stores.s3 import deletes as s3_deletes
+from bucketpoint.stores.s3 import store as s3_store
+from bucketpoint.stores.s3.client import DeletesFound
 from bucketpoint.testing import FaultProxy, servers
 from bucketpoint.testing.plugin import MakeProxy
 from bucketpoint.testing.servers import S3Server

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -27,3 +29,10 @@ def test_every_public_name_is_there_and_listed(name: str) -> None:
 def test_a_name_that_is_not_there_is_missed_like_any_other() -> None:
     with pytest.raises(AttributeError, match="'bucketpoint' has no attribute 'S4Writer'"):
         bucketpoint.S4Writer  # noqa: B018
+
+
+def test_type_checkers_see_each_public_name_in_the_module_that_gives_it_at_run_time() -> None:
+    tree = ast.parse(Path(bucketpoint.__file__).read_text(encoding="utf-8"))
+    (typed,) = [node for node in tree.body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"]
+    seen = {alias.name: node.module for node in typed.body if isinstance(node, ast.ImportFrom) for alias in node.names}
+    assert seen == bucketpoint._ROOMS

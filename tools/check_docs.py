@@ -1,4 +1,4 @@
-"""Checks the documents: every relative link leads somewhere, every anchor exists, every example parses."""
+"""Checks the documents: links, anchors and rooms exist, and every example parses."""
 
 from __future__ import annotations
 
@@ -12,6 +12,11 @@ from urllib.parse import unquote
 import yaml
 
 ROOT = Path(__file__).resolve().parent.parent
+
+PACKAGE = ROOT / "src" / "bucketpoint"
+
+# Names of rooms and files, as docs/architecture.md writes them.
+_ROOM = re.compile(r"`((?:\w+/)+\w+)/?`")
 
 _FENCE = re.compile(r"^```(\w*)[^\n]*\n(.*?)^```", re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"\[[^\]]*\]\(<?([^)\s>]+)>?(?:\s+\"[^\"]*\")?\)")
@@ -54,6 +59,11 @@ def faults(document: Path) -> Iterator[str]:
             yield f"{line}: {link[1]} leads nowhere"
         elif anchor and path.suffix == ".md" and anchor not in anchors(path):
             yield f"{line}: {link[1]} names no heading"
+    if document.name == "architecture.md":
+        for room in _ROOM.finditer(prose):
+            place = room[1]
+            if not any(path.exists() for path in (PACKAGE / place, PACKAGE / f"{place}.py", ROOT / place)):
+                yield f"{prose.count(chr(10), 0, room.start()) + 1}: there is no {room[1]}"
 
 
 def anchors(document: Path) -> set[str]:

@@ -36,11 +36,13 @@ SYSTEM_BUNDLES = (
 )
 
 
-def build(env: Path, *, torch: str, python: str, extra: str, beside: str = "") -> None:
+def build(env: Path, *, torch: str, python: str, extra: str, beside: str = "", wheel: str = "") -> None:
     """Creates or refreshes the environment; an empty `torch` means the newest that the interpreter has.
 
-    `beside` is one more requirement, of a package that not every index and platform has: where it cannot be had there
-    is no environment, and this says so and returns.
+    Args:
+        beside: one more requirement, of a package that not every index and platform has. Where it cannot be had there
+            is no environment, and this says so and returns.
+        wheel: a file to install in place of the checkout.
     """
     uv = get_uv.obtain()
     if uv is None:
@@ -53,8 +55,9 @@ def build(env: Path, *, torch: str, python: str, extra: str, beside: str = "") -
         print(f"make_env: no {env.name}: {beside} is not to be had here (see above)", file=sys.stderr)
         shutil.rmtree(env)
         return
+    package = [f"{wheel}[{extra}]"] if wheel else ["--editable", f".[{extra}]"]
     # Not `uv sync`: its lock file would fix the torch that is meant to be the newest.
-    if _call(uv, "pip", "install", "--python", str(interpreter), "--editable", f".[{extra}]", *requirements):
+    if _call(uv, "pip", "install", "--python", str(interpreter), *package, *requirements):
         raise SystemExit(f"make_env: {env.name} could not be filled (see above)")
     (env / STAMP).write_text(f"{' '.join(requirements)} [{extra}]\n")
 
@@ -105,9 +108,10 @@ def main() -> int:
     parser.add_argument("--python", default="", help="interpreter or version; default: one that is here")
     parser.add_argument("--extra", default="dev")
     parser.add_argument("--beside", default="", help="one more requirement; without it there is no environment")
+    parser.add_argument("--wheel", default="", help="a wheel to install in place of the checkout")
     args = parser.parse_args()
     env = (ROOT / args.env).resolve()
-    build(env, torch=args.torch, python=args.python, extra=args.extra, beside=args.beside)
+    build(env, torch=args.torch, python=args.python, extra=args.extra, beside=args.beside, wheel=args.wheel)
     return 0
 
 

@@ -30,8 +30,8 @@ from torch.distributed.checkpoint import CheckpointException
 import get_minio
 from bucketpoint import BucketpointError, CheckpointManager, TransferOptions
 from bucketpoint.catalog.catalog import open_catalog
-from bucketpoint.checkpoint.saved import open_checkpoint
-from bucketpoint.dcp.verify import verify
+from bucketpoint.checkpoint.open import open_checkpoint
+from bucketpoint.checkpoint.verify import verify
 from bucketpoint.retention import from_yaml
 from bucketpoint.testing import FaultProxy, Script, mixed, servers
 

@@ -1,6 +1,6 @@
-"""PyTorch Distributed Checkpoint on object stores: whole or not at all, checksummed, and fast.
+"""PyTorch Distributed Checkpoint on object stores, with atomic commits, checksums and parallel transfers.
 
-Names are imported when they are first used: the command line lists a bucket without waiting for torch.
+Each public name is imported on first use, so that the command line can list a bucket without waiting for torch.
 """
 
 from importlib import import_module

@@ -1,7 +1,7 @@
-"""Every error that bucketpoint raises, as one small tree. No I/O and no imports from the other rooms.
+"""The exception classes of bucketpoint, all derived from `BucketpointError`.
 
-All kinds pickle as (message, fields) because DCP ships a rank's exception to every other rank: one that could not be
-unpickled there would hang the job instead of failing it.
+Each class pickles as (message, fields), because DCP sends the exception of one rank to every other rank: an exception
+that cannot be unpickled there would hang the job instead of failing it.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from typing import Any
 
 
 class BucketpointError(Exception):
-    """Base of all errors raised on purpose by bucketpoint.
+    """Base class of all errors that bucketpoint raises on purpose.
 
     Args:
         message: what went wrong, in one sentence, without secrets.
-        url: the checkpoint or object URL concerned.
-        key: the object key or state-dict key concerned.
-        rank: the rank on which it happened.
-        remedy: what the user can do about it.
+        url: URL of the checkpoint or object concerned.
+        key: object key or state-dict key concerned.
+        rank: rank on which the error happened.
+        remedy: what the user can do about the error.
     """
 
     remedy_default: str | None = None
@@ -47,7 +47,7 @@ class BucketpointError(Exception):
         return f"{text}. {self.remedy}" if self.remedy else text
 
     def fields(self) -> dict[str, Any]:
-        """The keyword arguments that rebuild this error."""
+        """Return the keyword arguments that rebuild this error."""
         return {"url": self.url, "key": self.key, "rank": self.rank, "remedy": self.remedy}
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -59,15 +59,15 @@ def _rebuild(kind: type[BucketpointError], message: str, fields: dict[str, Any])
 
 
 class PeerFailedError(BucketpointError):
-    """Another rank of those that load together has failed, and said why: this one has nothing of its own to add."""
+    """Another rank of the same load failed and reported the cause; this rank has no error of its own."""
 
 
 class InvalidURLError(BucketpointError):
-    """The URL has no scheme, no bucket, or a scheme that this class does not serve."""
+    """The URL has no scheme, no bucket, or a scheme that the called class does not serve."""
 
 
 class Action(enum.Enum):
-    """What a failed request calls for."""
+    """The reaction that a failed request calls for: retry, slow down, refresh credentials, or give up."""
 
     RETRY = "retry"
     THROTTLE = "throttle"
@@ -79,8 +79,8 @@ class StoreError(BucketpointError):
     """A request to the store failed.
 
     Attributes:
-        action: what it calls for; fatal once every attempt has been made.
-        wait_s: seconds that the service asked to wait at least before another attempt.
+        action: the reaction that the failure calls for; FATAL once every attempt has been made.
+        wait_s: least number of seconds that the service asked to wait before another attempt.
     """
 
     action: Action = Action.FATAL
@@ -94,13 +94,13 @@ class EndpointError(StoreError):
 
 
 class CredentialsError(StoreError):
-    """No credentials, malformed credentials, or credentials that have expired."""
+    """The credentials are missing, malformed or expired."""
 
     remedy_default = "Refresh the credentials (AWS_PROFILE, AWS_ACCESS_KEY_ID, an instance role) and try again"
 
 
 class AccessDeniedError(StoreError):
-    """The store knows who is asking and says no."""
+    """The store recognised the credentials but refused the request."""
 
     remedy_default = (
         "A trainer needs GetObject, PutObject and AbortMultipartUpload below the checkpoint's URL; "
@@ -115,7 +115,7 @@ class BucketNotFoundError(StoreError):
 
 
 class WrongRegionError(StoreError):
-    """The bucket lives in another region than the one asked."""
+    """The bucket is in another region than the one that the request was sent to."""
 
     remedy_default = "Set AWS_REGION (or region=) to the bucket's region"
 
@@ -125,27 +125,27 @@ class ObjectNotFoundError(StoreError):
 
 
 class PreconditionFailedError(StoreError):
-    """A conditional request was refused: the object exists, or is no longer the one expected (HTTP 409 and 412)."""
+    """A conditional request was refused: the object exists, or is not the expected version (HTTP 409 and 412)."""
 
 
 class UploadNotFoundError(StoreError):
-    """The multipart upload is not (or no longer) there: aborted, expired, or already completed."""
+    """The multipart upload does not exist (any more): aborted, expired, or already completed."""
 
 
 class ThrottledError(StoreError):
-    """The store asked for fewer requests, and still did at the deadline."""
+    """The store asked for fewer requests, and was still asking at the deadline."""
 
     action = Action.THROTTLE
 
 
 class TransientStoreError(StoreError):
-    """The request may succeed when it is sent again: timeouts, resets, short bodies, 5xx."""
+    """The request may succeed when it is sent again: timeout, connection reset, short body, 5xx."""
 
     action = Action.RETRY
 
 
 class CorruptDataError(StoreError):
-    """Bytes that were read are not the bytes that were written, by checksum or by length."""
+    """The bytes read differ from the bytes written, in checksum or in length."""
 
     remedy_default = "The object was altered, truncated or replaced; load an older checkpoint or restore the object"
 
@@ -155,17 +155,17 @@ class CheckpointNotFoundError(BucketpointError):
 
 
 class IncompleteCheckpointError(CheckpointNotFoundError):
-    """Data is there but no commit: a save that was interrupted, is still running, or failed."""
+    """The checkpoint has data but no commit: its save was interrupted, is still running, or failed."""
 
 
 class CheckpointDeletedError(CheckpointNotFoundError):
-    """The checkpoint was deleted, by a policy or a person, and its data goes or is gone."""
+    """The checkpoint was deleted by a policy or a person; its data is being removed or is already gone."""
 
     remedy_default = "Load another checkpoint: bucketpoint.latest_checkpoint(root) names the newest whole one"
 
 
 class CheckpointExistsError(BucketpointError):
-    """A checkpoint is already committed here, and overwrite=False."""
+    """A checkpoint is already committed at this URL, and overwrite=False."""
 
     remedy_default = (
         "Save elsewhere, or pass overwrite=True; where training goes on from an earlier step, "
@@ -174,62 +174,69 @@ class CheckpointExistsError(BucketpointError):
 
 
 class OtherRunError(BucketpointError):
-    """The folders are those of a run of another name. Nothing was read or written there."""
+    """The folders belong to a run of another name. Nothing was read or written there."""
 
 
 class CommitConflictError(BucketpointError):
-    """Another job committed to the same URL during this save. The other one's checkpoint stands."""
+    """Another job committed to the same URL during this save. The other job's checkpoint is kept."""
 
 
 class RanksDisagreeError(BucketpointError):
-    """The ranks of a save differ in what they must have in common. Nothing was committed."""
+    """The ranks of a save disagree on a value that must be the same on all of them. Nothing was committed."""
 
 
 class IncompleteSaveError(BucketpointError):
-    """Planned items are not accounted for, so the save must not be committed."""
+    """Some planned items were not reported as written, so the save must not be committed."""
 
 
 class MetadataError(BucketpointError):
-    """The metadata object is not readable as DCP metadata."""
+    """The metadata object cannot be read as DCP metadata."""
 
 
 class NewerFormatError(MetadataError):
-    """The metadata is of a newer version of bucketpoint than this one, which cannot read it."""
+    """The metadata was written by a newer version of bucketpoint, in a format that this version cannot read."""
 
 
 class UnsafeDataError(BucketpointError):
-    """A pickle names something outside the allow-list. Nothing of it was run."""
+    """A pickle names a class or function outside the allow-list. No code from the pickle was run."""
 
     remedy_default = "If you trust whoever wrote this checkpoint, pass trusted=True"
 
 
 class MismatchError(BucketpointError):
-    """The checkpoint and the state to load into do not fit: missing keys or different shapes."""
+    """The checkpoint does not fit the state to load into: missing keys or different shapes."""
+
+
+UNSAVEABLE = (
+    "Leave it out of the state, or put in its place what it can be made of again: numbers, strings, tensors, lists and "
+    "dicts of them"
+)
+"""The remedy for a value that cannot be copied or pickled."""
 
 
 class StagingError(BucketpointError):
-    """The state could not be copied to host memory: nothing of it has been saved."""
+    """The state could not be copied to host memory; nothing has been saved."""
 
 
 class StagingOverlapError(StagingError):
-    """An earlier save still reads the staging memory, and `when_busy="error"`."""
+    """An earlier save is still reading the staging memory, and `when_busy="error"`."""
 
     remedy_default = 'Wait for its future first, or choose when_busy="wait" or "double_buffer"'
 
 
 class CheckpointProcessError(BucketpointError):
-    """DCP's checkpoint process has died, or could not be given the state."""
+    """DCP's checkpoint process died, or the state could not be passed to it."""
 
 
 @dataclass(frozen=True)
-class Fault:
-    """One thing that is wrong with a policy.
+class PolicyFault:
+    """One fault in a retention policy.
 
     Attributes:
         message: what is wrong.
         remedy: what to write instead.
-        path: the keys and the positions in lists that lead to it, from the top of the policy.
-        line, column: where it stands in the file, counted from 1; None for Python objects.
+        path: the keys and list indices that lead from the top of the policy to the fault.
+        line, column: position of the fault in the file, counted from 1; None for Python objects.
     """
 
     message: str
@@ -238,8 +245,8 @@ class Fault:
     line: int | None = None
     column: int | None = None
 
-    def under(self, *path: str | int) -> Fault:
-        """The same fault, seen from further up."""
+    def under(self, *path: str | int) -> PolicyFault:
+        """Return the same fault with `path` put before the path that it has."""
         return replace(self, path=(*path, *self.path))
 
     def __str__(self) -> str:
@@ -252,16 +259,16 @@ class PolicyError(BucketpointError):
     """A retention policy is wrong, or cannot be applied. Nothing was deleted.
 
     Attributes:
-        faults: all that is wrong, in the order of the file.
+        faults: all faults found, in the order of the file.
         file: the policy's file, or None.
-        line, column: of the first fault; None for Python objects.
+        line, column: position of the first fault; None for Python objects.
     """
 
     def __init__(
         self,
         message: str,
         *,
-        faults: Sequence[Fault] = (),
+        faults: Sequence[PolicyFault] = (),
         file: str | None = None,
         **fields: Any,
     ) -> None:
@@ -270,8 +277,8 @@ class PolicyError(BucketpointError):
         self.file = file
 
     @classmethod
-    def of(cls, *faults: Fault, file: str | None = None) -> PolicyError:
-        """The error that lists these faults."""
+    def of(cls, *faults: PolicyFault, file: str | None = None) -> PolicyError:
+        """Return an error that lists these faults."""
         name = file or "The policy"
         message = f"{name} has {len(faults)} faults" if len(faults) > 1 else f"{name} has a fault"
         return cls(message, faults=faults, file=file, remedy=faults[0].remedy)
@@ -289,7 +296,7 @@ class PolicyError(BucketpointError):
             return super().__str__()
         return "\n".join([f"{self.message}:", *(f"  {self._place(fault)}{fault}" for fault in self.faults)])
 
-    def _place(self, fault: Fault) -> str:
+    def _place(self, fault: PolicyFault) -> str:
         where = [str(part) for part in (self.file, fault.line, fault.column) if part is not None]
         return ":".join(where) + ": " if where else ""
 

@@ -29,8 +29,8 @@ from bucketpoint.errors import (
     UploadNotFoundError,
 )
 from bucketpoint.format import keys
-from bucketpoint.format.catalogue import StepTemplate
-from bucketpoint.format.metadata import encode_metadata, record_from_metadata
+from bucketpoint.format.catalog_keys import StepTemplate
+from bucketpoint.format.metadata.codec import encode_metadata, record_from_metadata
 from bucketpoint.stores import Capabilities, DeleteFailure, ObjectInfo, OpenUpload
 
 START = 1_700_000_000.0

@@ -6,12 +6,12 @@ from dataclasses import replace
 
 import pytest
 
-from bucketpoint.catalog.adopt import heal
 from bucketpoint.catalog.catalog import Catalog
-from bucketpoint.catalog.fence import MIN_SWEEP_AGE_S
+from bucketpoint.catalog.deletion.fence import MIN_SWEEP_AGE_S
+from bucketpoint.catalog.deletion.pruner import prune
+from bucketpoint.catalog.deletion.sweep import sweep
 from bucketpoint.catalog.notes import pin
-from bucketpoint.catalog.pruner import prune
-from bucketpoint.catalog.sweep import sweep
+from bucketpoint.catalog.reconcile import reconcile
 from catalog.memory import MemoryStore, memory_catalog, save
 from catalog.test_pruner import drop
 
@@ -46,12 +46,12 @@ def test_of_a_step_that_is_saved_again_the_later_save_counts_whatever_the_clocks
     saved_twice(store, catalog, clock_s)
     assert len(catalog.steps().superseded) == 2
     store.calls.clear()
-    healed = heal(catalog, catalog.snapshot())
+    healed = reconcile(catalog, catalog.snapshot())
     assert [(one.step, one.id) for one in healed.checkpoints] == [(100, SECOND), (200, SECOND)]
     # Where the clocks agree it costs nothing.
     assert store.calls["get"] == (0 if clock_s == 0 else 2)
     store.calls.clear()
-    assert heal(catalog, healed) == healed
+    assert reconcile(catalog, healed) == healed
     assert sum(store.calls.values()) == 0
 
 

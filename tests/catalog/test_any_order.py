@@ -12,13 +12,13 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from bucketpoint.catalog.fence import MIN_SWEEP_AGE_S
+from bucketpoint.catalog.deletion.fence import MIN_SWEEP_AGE_S
+from bucketpoint.catalog.deletion.pruner import LOCK_SECONDS, Order, prune
+from bucketpoint.catalog.deletion.sweep import SAFETY_AGE_S, sweep
 from bucketpoint.catalog.notes import lease, pin, report, unpin
-from bucketpoint.catalog.pruner import LOCK_SECONDS, Order, prune
-from bucketpoint.catalog.sweep import SAFETY_AGE_S, sweep
 from bucketpoint.catalog.tombstones import GoneError, undo
 from bucketpoint.errors import TransientStoreError
-from bucketpoint.format.metadata import decode_metadata
+from bucketpoint.format.metadata.codec import decode_metadata
 from bucketpoint.retention.row import Row
 from catalog.memory import Fault, KilledError, MemoryStore, memory_catalog, save
 
@@ -29,7 +29,7 @@ moments = st.integers(1, 25)
 
 
 class Run(RuleBasedStateMachine):
-    """What is true of the store after each step of anybody: it is asked directly, not through the catalogue."""
+    """What is true of the store after each step of anybody: it is asked directly, not through the catalog."""
 
     @initialize()
     def begin(self) -> None:

@@ -10,16 +10,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bucketpoint.catalog.adopt import adopt, heal
 from bucketpoint.catalog.catalog import Catalog
+from bucketpoint.catalog.deletion.pruner import Order, prune
 from bucketpoint.catalog.notes import lease, note_restored, pin, pins, release, report, unpin
-from bucketpoint.catalog.pruner import Order, prune
+from bucketpoint.catalog.reconcile import adopt, reconcile
 from bucketpoint.catalog.run import templates_of
 from bucketpoint.catalog.save_log import SaveLog, read_record
 from bucketpoint.catalog.snapshot import CLOCKS_S
-from bucketpoint.catalog.tombstones import bury, undo
+from bucketpoint.catalog.tombstones import schedule_deletion, undo
 from bucketpoint.errors import BucketpointError, InvalidURLError, OtherRunError, PolicyError
-from bucketpoint.format.catalogue import CommitKey, StepTemplate
+from bucketpoint.format.catalog_keys import CommitKey, StepTemplate
 from bucketpoint.retention import Layout
 from catalog.memory import START, MemoryStore, killed, memory_catalog, metadata_bytes, save
 
@@ -80,7 +80,7 @@ def test_a_commit_whose_coordinator_died_before_the_record_is_restored_from_all_
         save(catalog, 200)
     assert [one.step for one in catalog.steps().checkpoints] == [100]
     assert [one.step for one in catalog.candidates()] == [200, 100]
-    healed = heal(catalog, catalog.snapshot())
+    healed = reconcile(catalog, catalog.snapshot())
     assert [row.step for row in healed.rows()] == [100, 200]
     assert healed.attempts == ()
 
@@ -91,7 +91,7 @@ def test_an_attempt_that_died_before_its_commit_is_nothing(store: MemoryStore) -
     with killed(store, 4):
         save(catalog, 200)
     assert [one.step for one in catalog.candidates()] == [100]
-    assert [row.step for row in heal(catalog, catalog.snapshot()).rows()] == [100]
+    assert [row.step for row in reconcile(catalog, catalog.snapshot()).rows()] == [100]
 
 
 def test_a_record_whose_metadata_is_gone_does_not_count(store: MemoryStore) -> None:
@@ -159,7 +159,7 @@ def test_folders_of_other_writers_are_adopted(store: MemoryStore) -> None:
     assert adopt(catalog) == []
 
 
-def test_a_lost_catalogue_is_rebuilt_as_it_was(store: MemoryStore) -> None:
+def test_a_lost_catalog_is_rebuilt_as_it_was(store: MemoryStore) -> None:
     catalog = memory_catalog(store)
     for step in (100, 200, 300):
         save(catalog, step, kind="weights" if step == 200 else "full", git_sha="abc")
@@ -261,7 +261,7 @@ def test_what_a_run_went_on_from_is_held_until_a_newer_full_checkpoint(store: Me
     assert not any(row.restored_from for row in catalog.snapshot().rows())
 
 
-def test_a_run_without_a_catalogue_is_not_taken_for_an_empty_one(store: MemoryStore) -> None:
+def test_a_run_without_a_catalog_is_not_taken_for_an_empty_one(store: MemoryStore) -> None:
     catalog = memory_catalog(store)
     for step in (5, 100, 20):
         data, _ = metadata_bytes(f"{step:012x}")
@@ -362,14 +362,14 @@ def test_a_checkpoint_that_a_tombstone_will_delete_is_the_last_to_be_restored() 
     for step in (100, 200, 300):
         save(catalog, step)
     one = catalog.steps().checkpoints[-1]
-    bury(catalog, one, "delete", due=store.now + 3600)
+    schedule_deletion(catalog, one, "delete", due=store.now + 3600)
     assert [found.step for found in catalog.candidates()] == [200, 100, 300]
     undo(catalog, 300)
     assert [found.step for found in catalog.candidates()] == [300, 200, 100]
 
 
 @given(st.from_regex(r"[^{}/]{0,12}\{step(:0[1-9][0-9]?d)?\}[^{}/]{0,12}", fullmatch=True), st.integers(0, 10**15))
-def test_a_layout_is_one_and_the_same_to_policies_and_to_the_catalogue(text: str, step: int) -> None:
+def test_a_layout_is_one_and_the_same_to_policies_and_to_the_catalog(text: str, step: int) -> None:
     try:
         template = StepTemplate(Layout(text).step_dir)
     except (InvalidURLError, PolicyError):

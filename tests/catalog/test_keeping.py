@@ -19,14 +19,14 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 from bucketpoint import BucketWriter, S3Writer, async_save
-from bucketpoint.catalog import pruning
 from bucketpoint.catalog.catalog import Catalog, open_catalog
-from bucketpoint.catalog.pruning import PruneWorker, worker_of
+from bucketpoint.catalog.deletion import prune_worker as pruning
+from bucketpoint.catalog.deletion.prune_worker import PruneWorker, worker_of
+from bucketpoint.catalog.deletion.sweep import sweep
 from bucketpoint.catalog.run import open_run, parent_and_name
 from bucketpoint.catalog.save_log import SaveLog, read_record
-from bucketpoint.catalog.sweep import sweep
 from bucketpoint.errors import AccessDeniedError, BucketpointError, InvalidURLError, PolicyError
-from bucketpoint.format import catalogue
+from bucketpoint.format import catalog_keys
 from bucketpoint.retention import Keep, Layout, MaxDelete, Prune, RetentionPolicy
 from bucketpoint.stores.local import LocalStore
 from dcp.ranks import Ranks
@@ -354,6 +354,6 @@ def test_open_uploads_of_a_killed_save_are_found_by_their_policys_writer(service
 
 def test_names_of_runs_come_back_from_their_keys() -> None:
     for name in ("a", "llama-8b.v2_final", "0"):
-        assert catalogue.run_of(catalogue.encode([catalogue.RUN, name])) == name
+        assert catalog_keys.run_of(catalog_keys.encode([catalog_keys.RUN, name])) == name
     for other in ("run", "run__", "run__a__b", "0000000000000001__run__a", "steps__a"):
-        assert catalogue.run_of(other) is None
+        assert catalog_keys.run_of(other) is None

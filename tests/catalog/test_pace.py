@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from bucketpoint.catalog.catalog import open_catalog
-from bucketpoint.catalog.pace import LONGEST_REST_S, PAGE, REST_AT_MOST_S, RESTS, Pace, paced
-from bucketpoint.catalog.pruning import PruneWorker
+from bucketpoint.catalog.deletion.prune_worker import PruneWorker
+from bucketpoint.catalog.deletion.throttle import LONGEST_REST_S, PAGE, REST_AT_MOST_S, RESTS, Throttle, paced
 from bucketpoint.retention import Keep, MaxDelete, Prune, RetentionPolicy
 from bucketpoint.stores import Capabilities, proven_deletes
 from catalog.memory import MemoryStore, memory_catalog, save
@@ -33,7 +33,7 @@ class Time:
         self.rests: list[float] = []
         self.store = MemoryStore(between=self._request)
         self.request_s = request_s
-        self.pace = Pace(clock=lambda: self.now, wait=self._rest)
+        self.pace = Throttle(clock=lambda: self.now, wait=self._rest)
 
     def _request(self, number: int, name: str) -> None:
         self.now += self.request_s
@@ -99,7 +99,7 @@ def test_a_worker_rests_as_often_as_it_asks_the_store_until_somebody_waits_for_i
             resting.set()
             assert go_on.wait(WAIT_S)
 
-    worker = PruneWorker(catalog, POLICY, pace=Pace(clock=lambda: time.now, wait=rest))
+    worker = PruneWorker(catalog, POLICY, pace=Throttle(clock=lambda: time.now, wait=rest))
     time.store.calls.clear()
     worker.ask()
     assert worker.busy
@@ -134,8 +134,8 @@ def test_a_program_that_ends_is_not_held_up(tmp_path: Path) -> None:
         import threading
         from datetime import timedelta
         from bucketpoint.catalog.catalog import open_catalog
-        from bucketpoint.catalog.pace import Pace
-        from bucketpoint.catalog.pruning import PruneWorker
+        from bucketpoint.catalog.deletion.throttle import Throttle
+        from bucketpoint.catalog.deletion.prune_worker import PruneWorker
         from bucketpoint.retention import Keep, MaxDelete, Prune, RetentionPolicy
         main, resting, rests = threading.main_thread(), threading.Event(), []
         def wait(seconds):
@@ -143,7 +143,7 @@ def test_a_program_that_ends_is_not_held_up(tmp_path: Path) -> None:
             resting.set()
             main.join()
         policy = RetentionPolicy(Keep(1), prune=Prune(grace=timedelta(0), max_delete=MaxDelete(fraction=1.0)))
-        worker = PruneWorker(open_catalog({str(tmp_path / "run")!r}), policy, pace=Pace(wait=wait))
+        worker = PruneWorker(open_catalog({str(tmp_path / "run")!r}), policy, pace=Throttle(wait=wait))
         worker.ask()
         pruning = worker._thread
         resting.wait()

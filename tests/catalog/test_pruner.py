@@ -7,17 +7,17 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from bucketpoint.catalog import lock as locks
 from bucketpoint.catalog.catalog import Catalog
+from bucketpoint.catalog.deletion import lock as locks
+from bucketpoint.catalog.deletion.pruner import LOCK_SECONDS, Decide, Order, Pruned, prune
+from bucketpoint.catalog.deletion.sweep import SAFETY_AGE_S, sweep
 from bucketpoint.catalog.notes import lease, note_restored, pin, report
-from bucketpoint.catalog.pruner import LOCK_SECONDS, Decide, Order, Pruned, prune
 from bucketpoint.catalog.save_log import SaveLog
 from bucketpoint.catalog.snapshot import CLOCKS_S, THIN
-from bucketpoint.catalog.sweep import SAFETY_AGE_S, sweep
 from bucketpoint.catalog.tombstones import GoneError, undo
 from bucketpoint.errors import PreconditionFailedError
 from bucketpoint.format import keys
-from bucketpoint.format.metadata import decode_metadata
+from bucketpoint.format.metadata.codec import decode_metadata
 from bucketpoint.retention.row import Row
 from catalog.memory import START, Fault, KilledError, MemoryStore, killed, memory_catalog, save
 
@@ -447,8 +447,42 @@ def test_a_commit_without_a_record_gets_it_before_anything_is_decided(store: Mem
 def test_intents_that_a_trainer_could_not_delete_go_with_the_next_prune(store: MemoryStore, catalog: Catalog) -> None:
     token = save(catalog, 100)
     store.put(catalog.own_key("steps", f"{100:016d}__open__{token}__step-100"), [memoryview(b"{}")])
+    store.now += HOUR + 1
     run(catalog, drop())
     assert catalog.snapshot().finished == ()
+
+
+@pytest.mark.parametrize("action", ["delete", "thin"])
+def test_a_checkpoint_stays_whose_save_may_send_its_commit_again(
+    store: MemoryStore, catalog: Catalog, action: str
+) -> None:
+    """It has lost the answer: were the checkpoint deleted, the second request would commit it without its data."""
+    token = save(catalog, 100)
+    save(catalog, 200)
+    intent = catalog.own_key("steps", f"{100:016d}__open__{token}__step-100")
+    store.put(intent, [memoryview(b"{}")])
+    before = in_folder(store, 100)
+    done = run(catalog, drop(100, action=action))
+    assert "under way" in done.refused[100, token]
+    assert in_folder(store, 100) == before
+    assert intent in store.objects
+    store.now += HOUR + 1
+    done = run(catalog, drop())
+    assert [step for step, _ in (done.deleted if action == "delete" else done.thinned)] == [100]
+
+
+def test_a_checkpoint_stays_whose_old_save_has_a_fence(store: MemoryStore, catalog: Catalog) -> None:
+    """A save that took longer than an intent counts has written one, and removes it once it knows of its commit."""
+    token = save(catalog, 100)
+    save(catalog, 200)
+    store.now += 2 * HOUR
+    store.put(f"run/step-100/{keys.fence_path(token)}", [memoryview(b"{}")])
+    done = run(catalog, drop(100))
+    assert "fence" in done.refused[100, token]
+    assert len(in_folder(store, 100)) == 4
+    store.now += HOUR + 1
+    assert [step for step, _ in run(catalog, drop()).deleted] == [100]
+    assert left_of(store, 100) == []
 
 
 def thinned(store: MemoryStore, step: int) -> tuple[set[str], str]:

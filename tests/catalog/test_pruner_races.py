@@ -10,16 +10,16 @@ from typing import Any
 
 import pytest
 
-from bucketpoint.catalog import lock as locks
 from bucketpoint.catalog.catalog import Catalog
-from bucketpoint.catalog.fence import AttemptFence, Stopwatch, condemn
+from bucketpoint.catalog.deletion import lock as locks
+from bucketpoint.catalog.deletion.fence import AttemptFence, Stopwatch, condemn
+from bucketpoint.catalog.deletion.pruner import LOCK_SECONDS, Order
+from bucketpoint.catalog.deletion.sweep import sweep
 from bucketpoint.catalog.notes import pin
-from bucketpoint.catalog.pruner import LOCK_SECONDS, Order
 from bucketpoint.catalog.save_log import SaveLog, read_record
-from bucketpoint.catalog.sweep import sweep
 from bucketpoint.catalog.tombstones import BEGUN, GoneError, state_of, undo
-from bucketpoint.format import catalogue, keys
-from bucketpoint.format.index_ref import INDEX_GROUP
+from bucketpoint.format import catalog_keys, keys
+from bucketpoint.format.index.ref import INDEX_GROUP
 from bucketpoint.stores import ObjectInfo
 from catalog.memory import Fault, KilledError, MemoryStore, killed, memory_catalog, metadata_bytes, save
 from catalog.test_pruner import HOUR, drop, in_folder, left_of, records_of, run, steps_of
@@ -128,7 +128,7 @@ def test_where_a_store_tells_no_etags_the_token_tells_that_a_step_was_saved_anew
     save(catalog, 200)
     run(catalog, drop(100), grace=HOUR)
     (stone,) = catalog.snapshot().notes.tombstones
-    assert stone.mark == catalogue.UNKNOWN
+    assert stone.mark == catalog_keys.UNKNOWN
     store.now += 1
     second = save(catalog, 100)
     store.now += HOUR

@@ -1,4 +1,4 @@
-"""The catalogue and the pruner on real stores, with checkpoints that a real writer saved and a real reader loads."""
+"""The catalog and the pruner on real stores, with checkpoints that a real writer saved and a real reader loads."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from bucketpoint import BucketReader, BucketWriter, TransferOptions
-from bucketpoint.catalog.adopt import adopt
 from bucketpoint.catalog.catalog import Catalog, open_catalog
+from bucketpoint.catalog.deletion.pruner import Order, prune
+from bucketpoint.catalog.deletion.sweep import sweep
 from bucketpoint.catalog.notes import lease, pin, report, unpin
-from bucketpoint.catalog.pruner import Order, prune
+from bucketpoint.catalog.reconcile import adopt
 from bucketpoint.catalog.save_log import SaveLog, read_record
 from bucketpoint.catalog.snapshot import THIN
-from bucketpoint.catalog.sweep import sweep
 from bucketpoint.catalog.tombstones import undo
 from bucketpoint.dcp import session
 from bucketpoint.errors import TransientStoreError
@@ -97,7 +97,7 @@ def sweep_markers(catalog: Catalog) -> None:
     sweep(replace(catalog, clock=lambda: time.time() + 72 * 3600))
 
 
-def test_what_a_writer_saves_is_in_the_catalogue_and_nowhere_else(catalog: Catalog, options: dict[str, Any]) -> None:
+def test_what_a_writer_saves_is_in_the_catalog_and_nowhere_else(catalog: Catalog, options: dict[str, Any]) -> None:
     save(catalog, 100, options, metrics={"eval/loss": 0.5}, git_sha="abc")
     save(catalog, 200, options)
     rows = catalog.snapshot().rows()
@@ -216,7 +216,7 @@ def test_three_pruners_at_once_end_where_one_does(catalog: Catalog, options: dic
 
 def copy_of_a_save(catalog: Catalog, step: int, token: str, options: dict[str, Any], source: str) -> None:
     """A checkpoint of few small objects, without the planning of a save."""
-    from bucketpoint.format.metadata import record_from_metadata
+    from bucketpoint.format.metadata.codec import record_from_metadata
     from catalog.memory import metadata_bytes
 
     folder = f"step-{step}"

@@ -20,10 +20,10 @@ from typing import Any
 import pytest
 
 from bucketpoint.catalog.catalog import Catalog, open_catalog
+from bucketpoint.catalog.deletion.prune_worker import PruneWorker, prune_by
 from bucketpoint.catalog.notes import pin
 from bucketpoint.catalog.policy_file import read_policy
-from bucketpoint.catalog.pruning import PruneWorker, prune_by
-from bucketpoint.format.catalogue import StepTemplate
+from bucketpoint.format.catalog_keys import StepTemplate
 from catalog.memory import save
 from services import Service
 
@@ -50,7 +50,7 @@ def written(folder: Path, catalog: Catalog, thin: str) -> Path:
 
 
 def fill(catalog: Catalog, steps: range) -> None:
-    """Light checkpoints, by the catalogue's own code. The same steps have the same tokens and metrics anywhere."""
+    """Light checkpoints, by the catalog's own code. The same steps have the same tokens and metrics anywhere."""
 
     def one(step: int) -> None:
         save(catalog, step, token=f"{step:012x}", metrics={"loss": float(abs(step - 13))})

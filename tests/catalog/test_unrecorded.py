@@ -8,12 +8,12 @@ from datetime import timedelta
 import pytest
 
 from bucketpoint.catalog.catalog import Catalog
-from bucketpoint.catalog.discards import rolled_back
-from bucketpoint.catalog.pruner import Order, prune
-from bucketpoint.catalog.pruning import PruneWorker
+from bucketpoint.catalog.deletion.discards import rolled_back
+from bucketpoint.catalog.deletion.prune_worker import PruneWorker
+from bucketpoint.catalog.deletion.pruner import Order, prune
 from bucketpoint.catalog.survey import survey
 from bucketpoint.errors import CheckpointNotFoundError
-from bucketpoint.format.deletion_marker import DeletionMarker
+from bucketpoint.format.metadata.deletion_marker import DeletionMarker
 from bucketpoint.retention import Keep, Prune, RetentionPolicy
 from catalog.memory import START, MemoryStore, memory_catalog, metadata_bytes, save
 
@@ -24,7 +24,7 @@ def store() -> MemoryStore:
 
 
 def save_plainly(catalog: Catalog, store: MemoryStore, step: int) -> None:
-    """What a writer without a catalogue leaves: data and `.metadata`."""
+    """What a writer without a catalog leaves: data and `.metadata`."""
     data, objects = metadata_bytes(f"{step:012x}", 1)
     for path, body in {".metadata": data, **objects}.items():
         key = catalog.key(f"step-{step}/{path}")

@@ -15,7 +15,7 @@ import torch.distributed.checkpoint as dcp
 from azurite import AzureServer
 from bucketpoint import BucketWriter
 from bucketpoint.cli.app import run
-from bucketpoint.stores import s3_client
+from bucketpoint.stores.s3 import client as s3_client
 from fsspec_backends import SERVED
 
 
@@ -38,7 +38,7 @@ Program = Callable[..., Done]
 @pytest.fixture(autouse=True)
 def fresh_clients(monkeypatch: pytest.MonkeyPatch) -> None:
     """A process keeps its clients, and a program its environment: tests here change the environment of one process."""
-    monkeypatch.setattr(s3_client, "_clients", s3_client._Clients())
+    monkeypatch.setattr(s3_client, "_clients", s3_client._S3Clients())
 
 
 @pytest.fixture

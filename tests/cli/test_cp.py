@@ -16,9 +16,9 @@ from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 import bucketpoint.dcp.copy as copying
 from bucketpoint import BucketReader, BucketWriter
 from bucketpoint.catalog.catalog import open_catalog
-from bucketpoint.checkpoint.saved import open_checkpoint
+from bucketpoint.checkpoint.open import open_checkpoint
+from bucketpoint.checkpoint.verify import verify
 from bucketpoint.dcp.copy import COPY_OPTIONS, copy_checkpoint, plan_copy
-from bucketpoint.dcp.verify import verify
 from bucketpoint.errors import AccessDeniedError, CheckpointExistsError, CommitConflictError, StoreError
 from bucketpoint.retention import Keep, RetentionPolicy
 from bucketpoint.stores import S3Store, open_store
@@ -460,10 +460,10 @@ def test_a_copy_into_a_run_is_recorded_there_and_one_to_anywhere_else_is_not(roo
     assert [(one["step"], one["metrics"]) for one in listed] == [(5, {}), (20, {"eval/loss": 0.5})]
     assert program("ls", f"{root}/b", "--all", "--json").json["attempts"] == []
     assert latest(f"{root}/b") == "step-20"
-    # A folder that is no step, and a place without a catalogue: one record alone would hide its neighbours.
+    # A folder that is no step, and a place without a catalog: one record alone would hide its neighbours.
     save(f"{root}/c/step-99")
     for there in (f"{root}/b/best", f"{root}/c/step-20"):
-        assert "recorded in its catalogue" not in program("cp", f"{root}/a/step-20", there).out
+        assert "recorded in its catalog" not in program("cp", f"{root}/a/step-20", there).out
         assert contents(there)[".bucketpoint.json"]
     assert latest(f"{root}/c") == "step-99"
 
@@ -472,7 +472,7 @@ def latest(root: str) -> str:
     return next(open_catalog(root).candidates()).folder
 
 
-def test_a_copy_over_a_step_of_a_run_takes_its_place_in_the_catalogue(root: str, program: Program) -> None:
+def test_a_copy_over_a_step_of_a_run_takes_its_place_in_the_catalog(root: str, program: Program) -> None:
     in_run(f"{root}/a", 10)
     in_run(f"{root}/b", 10)
     before = program("ls", f"{root}/b", "--json").json["checkpoints"][0]["token"]

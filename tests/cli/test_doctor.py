@@ -14,12 +14,13 @@ from typing import Any
 import pytest
 from botocore.exceptions import ClientError
 
+from bucketpoint.doctor.examine import Diagnosis, examine
+from bucketpoint.doctor.throughput import LEVELS, Level, Speed, probe
 from bucketpoint.errors import AccessDeniedError, StoreError
-from bucketpoint.stores import LocalStore, S3Options, S3Store, open_store, s3_bucket
-from bucketpoint.stores.s3_bucket import LifecycleRule
+from bucketpoint.stores import LocalStore, S3Options, S3Store, open_store
+from bucketpoint.stores.s3 import inspect as s3_bucket
+from bucketpoint.stores.s3.inspect import LifecycleRule
 from bucketpoint.testing.servers import S3Server
-from bucketpoint.transfer.doctor import Diagnosis, examine
-from bucketpoint.transfer.speed import LEVELS, Level, Speed, probe
 from cli.conftest import Program
 from transfer.wrappers import CountingStore, FailingStore
 

@@ -15,8 +15,8 @@ import pytest
 from bucketpoint import errors
 from bucketpoint.cli import text
 from bucketpoint.cli.app import COMMANDS, app
+from bucketpoint.cli.command import Access, CommandResult, command, parse_options
 from bucketpoint.cli.exits import exit_code
-from bucketpoint.cli.frame import Access, Answer, command, parse_options
 from bucketpoint.testing.servers import S3Server
 from cli.conftest import Program, save
 
@@ -107,7 +107,7 @@ def test_debug_adds_the_traceback_and_json_a_document(program: Program, tmp_path
 
 def test_a_fault_of_ours_has_a_code_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:
     @command("broken")
-    def broken(as_json: bool) -> Answer:
+    def broken(as_json: bool) -> CommandResult:
         raise ZeroDivisionError("secret of the implementation")
 
     assert broken.main([], standalone_mode=False) == 70
@@ -121,7 +121,7 @@ def test_a_fault_of_ours_has_a_code_of_its_own(capsys: pytest.CaptureFixture[str
 
 
 @command("stuck")
-def stuck(as_json: bool) -> Answer:
+def stuck(as_json: bool) -> CommandResult:
     """Waits until somebody interrupts it."""
     raise KeyboardInterrupt
 

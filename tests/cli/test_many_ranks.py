@@ -9,7 +9,7 @@ import pytest
 import torch.distributed.checkpoint as dcp
 
 from bucketpoint import BucketReader
-from bucketpoint.checkpoint.saved import open_checkpoint
+from bucketpoint.checkpoint.open import open_checkpoint
 from cli.conftest import Program
 from cli.test_verify import flip, replaced
 from dcp import reshard_scenarios as scenarios

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from bucketpoint.catalog.catalog import open_catalog
-from bucketpoint.catalog.lock import acquire
+from bucketpoint.catalog.deletion.lock import acquire
 from cli.conftest import Program, save
 from cli.test_retention import save_run, steps_in
 from cli.test_seen import save_with_torch

@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.checkpoint import FileSystemWriter
 
-import bucketpoint.checkpoint.saved as module
+import bucketpoint.checkpoint.open as module
 from bucketpoint import BucketWriter, __version__
-from bucketpoint.checkpoint.saved import open_checkpoint
+from bucketpoint.checkpoint.open import open_checkpoint
 from bucketpoint.checkpoint.summary import _whole_crc, summarise
 from bucketpoint.format.item_info import ItemInfo
 from bucketpoint.transfer.checksum import crc32c

@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from torch.distributed.checkpoint import FileSystemWriter
 
 from bucketpoint import BucketReader, BucketWriter
-from bucketpoint.checkpoint.saved import SavedCheckpoint, open_checkpoint
-from bucketpoint.dcp.regions import ObjectCheck, Region
-from bucketpoint.dcp.verify import Verification, verify
+from bucketpoint.checkpoint.open import SavedCheckpoint, open_checkpoint
+from bucketpoint.checkpoint.regions import ObjectCheck, Region
+from bucketpoint.checkpoint.verify import Verification, verify
 from bucketpoint.retention import Keep, Prune, RetentionPolicy
 from bucketpoint.stores import open_store
 from bucketpoint.transfer import TransferOptions
@@ -209,7 +209,7 @@ def test_of_another_writer_what_can_be_checked_is(tmp_path: Path, crc: bool) -> 
 
 
 def test_each_byte_is_read_once_within_the_budget(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import bucketpoint.dcp.verify as module
+    import bucketpoint.checkpoint.verify as module
     from bucketpoint.transfer import BufferPool
 
     pools: list[BufferPool] = []
@@ -272,7 +272,7 @@ def in_run(root: str, content: dict[str, Any], step: int = 1) -> str:
     return url
 
 
-def test_the_record_is_found_in_the_runs_catalogue(root: str, program: Program) -> None:
+def test_the_record_is_found_in_the_runs_catalog(root: str, program: Program) -> None:
     url = in_run(root, state())
     done = program("verify", url, "--json")
     assert (done.code, done.json["notes"]) == (0, [])
@@ -284,14 +284,14 @@ def test_the_record_is_found_in_the_runs_catalogue(root: str, program: Program) 
     assert {one["kind"] for one in done.json["damage"]} == {"metadata"}
 
 
-def test_a_record_in_the_catalogue_tells_of_metadata_that_was_put_back(root: str, program: Program) -> None:
+def test_a_record_in_the_catalog_tells_of_metadata_that_was_put_back(root: str, program: Program) -> None:
     first, second = in_run(root, state(1.0), 1), in_run(root, state(1.0), 2)
     store, prefix = open_store(second)
     theirs = store.get(f"{prefix}/.metadata" if prefix else ".metadata")[0]
     replaced(first, ".metadata", lambda data: (data.clear(), data.extend(theirs)))
     done = program("verify", first, "--json")
     assert done.json["notes"] == [
-        ".metadata itself was not checked: there is no record beside it, and the record in a catalogue above it is of "
+        ".metadata itself was not checked: there is no record beside it, and the record in a catalog above it is of "
         "another save"
     ]
 

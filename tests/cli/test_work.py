@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from bucketpoint.catalog.pace import PAGE
-from bucketpoint.cli.work import told
+from bucketpoint.catalog.deletion.throttle import PAGE
+from bucketpoint.cli.progress_line import told
 from bucketpoint.stores import DeleteFailure, LocalStore
 from cli.conftest import Program
 from cli.test_retention import save_run, write

@@ -11,7 +11,8 @@ import torch.distributed.checkpoint as dcp
 
 from bucketpoint import BucketReader
 from bucketpoint.convert import Converted, ConvertOptions, plan_conversion, run_conversion
-from bucketpoint.stores import open_store, s3_client
+from bucketpoint.stores import open_store
+from bucketpoint.stores.s3 import client as s3_client
 from bucketpoint.transfer import TransferOptions
 from dcp.states import blank, filled
 
@@ -21,7 +22,7 @@ SMALL = TransferOptions(max_inflight_bytes=32 << 20, part_bytes=5 << 20, connect
 @pytest.fixture(autouse=True)
 def fresh_clients(monkeypatch: pytest.MonkeyPatch) -> None:
     """A process keeps its clients, and tests here change the environment of one process."""
-    monkeypatch.setattr(s3_client, "_clients", s3_client._Clients())
+    monkeypatch.setattr(s3_client, "_clients", s3_client._S3Clients())
 
 
 @pytest.fixture(params=["file", "minio"])

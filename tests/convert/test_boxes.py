@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bucketpoint.convert.boxes import Box, covers, cut, shared, stretch_start
+from bucketpoint.convert.nd_boxes import Box, covers, cut, shared, stretch_start
 
 SHAPES = st.lists(st.integers(1, 5), min_size=1, max_size=4).map(tuple)
 

@@ -20,10 +20,10 @@ from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint._fsspec_filesystem import FsspecWriter
 
 from bucketpoint import BucketWriter
-from bucketpoint.checkpoint.saved import open_checkpoint
+from bucketpoint.checkpoint.open import open_checkpoint
+from bucketpoint.checkpoint.verify import verify
 from bucketpoint.convert import ConvertOptions, plan_conversion
-from bucketpoint.convert.from_safetensors import INDEX_NAME, SINGLE_NAME
-from bucketpoint.dcp.verify import verify
+from bucketpoint.convert.readers.from_safetensors import INDEX_NAME, SINGLE_NAME
 from bucketpoint.errors import BucketpointError, CheckpointExistsError, InvalidURLError, MetadataError, MismatchError
 from bucketpoint.testing.servers import S3Server
 from convert.chunked import GridPlanner

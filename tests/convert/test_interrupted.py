@@ -15,17 +15,17 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import FileSystemWriter
 
-import bucketpoint.convert.convert as run
 import bucketpoint.convert.journal as notes
+import bucketpoint.convert.pipeline as run
 from bucketpoint import BucketWriter
-from bucketpoint.catalog.adopt import adopt
 from bucketpoint.catalog.catalog import open_catalog
-from bucketpoint.checkpoint.saved import open_checkpoint
+from bucketpoint.catalog.reconcile import adopt
+from bucketpoint.checkpoint.open import open_checkpoint
+from bucketpoint.checkpoint.verify import verify
 from bucketpoint.convert import ConvertOptions, plan_conversion, run_conversion
 from bucketpoint.convert.detect import open_source
-from bucketpoint.convert.from_safetensors import INDEX_NAME
 from bucketpoint.convert.journal import NAME
-from bucketpoint.dcp.verify import verify
+from bucketpoint.convert.readers.from_safetensors import INDEX_NAME
 from bucketpoint.errors import (
     BucketpointError,
     CheckpointExistsError,
@@ -217,7 +217,7 @@ def test_an_index_that_somebody_else_put_there_is_not_taken_for_the_end_of_a_con
 
 KILLED = """
 import os, sys
-import bucketpoint.convert.convert as run
+import bucketpoint.convert.pipeline as run
 import bucketpoint.convert.journal as notes
 from bucketpoint.convert import ConvertOptions, plan_conversion, run_conversion
 from bucketpoint.transfer import TransferOptions

@@ -13,11 +13,11 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import FileSystemWriter
 
-import bucketpoint.convert.convert as run
 import bucketpoint.convert.journal as notes
+import bucketpoint.convert.pipeline as run
 from bucketpoint.convert import ConvertOptions, ConvertPlan, plan_conversion, run_conversion
-from bucketpoint.convert.from_safetensors import INDEX_NAME
 from bucketpoint.convert.journal import NAME
+from bucketpoint.convert.readers.from_safetensors import INDEX_NAME
 from bucketpoint.errors import StoreError
 from bucketpoint.transfer import TransferOptions
 
@@ -92,7 +92,7 @@ def stopped(monkeypatch: pytest.MonkeyPatch, source: Path, target: Path, *, allo
 
 KILLED = """
 import os, signal, sys
-import bucketpoint.convert.convert as run
+import bucketpoint.convert.pipeline as run
 import bucketpoint.convert.journal as notes
 from bucketpoint.convert import ConvertOptions, plan_conversion, run_conversion
 from bucketpoint.stores import LocalStore

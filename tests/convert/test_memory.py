@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-import bucketpoint.convert.convert as run
+import bucketpoint.convert.pipeline as run
 from bucketpoint import BucketWriter
 from bucketpoint.convert import plan_conversion, run_conversion
 from bucketpoint.testing.servers import S3Server

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bucketpoint.convert import plan_conversion
-from bucketpoint.convert.safetensors_header import MAX_HEADER_BYTES, Entry, decode_header, encode_header
+from bucketpoint.convert.safetensors_header import MAX_HEADER_BYTES, TensorEntry, decode_header, encode_header
 from bucketpoint.errors import MetadataError
 
 safetensors = pytest.importorskip("safetensors.torch")
@@ -38,7 +38,7 @@ TENSORS = st.dictionaries(
 def test_what_is_written_is_read_here_and_by_the_library(tensors: dict[str, Any]) -> None:
     entries, position = [], 0
     for name, (dtype, shape) in tensors.items():
-        entries.append(Entry(name, dtype, tuple(shape), position))
+        entries.append(TensorEntry(name, dtype, tuple(shape), position))
         position += entries[-1].nbytes
     header = encode_header(entries)
     assert len(header) % 8 == 0

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from bucketpoint.convert import plan_conversion
-from bucketpoint.convert.from_safetensors import INDEX_NAME
+from bucketpoint.convert.readers.from_safetensors import INDEX_NAME
 from bucketpoint.errors import BucketpointError, CorruptDataError, MetadataError, MismatchError, UnsafeDataError
 from convert.conftest import converted, load
 from security.corpus import Call

@@ -21,10 +21,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from bucketpoint import BucketReader, BucketWriter, LoadPlanner, TransferOptions
-from bucketpoint.dcp import exchange as exchanges
-from bucketpoint.dcp import node_memory
-from bucketpoint.dcp.cooperative import Bandwidths, Measured
-from bucketpoint.dcp.exchange import Exchange, Message, Note, meet
+from bucketpoint.dcp.cooperative import node_memory
+from bucketpoint.dcp.cooperative import peers as exchanges
+from bucketpoint.dcp.cooperative.decision import Bandwidths, Measured
+from bucketpoint.dcp.cooperative.peers import Message, Note, Peers, meet
 from bucketpoint.errors import AccessDeniedError, BucketpointError
 from bucketpoint.stores.local import LocalStore
 from dcp import scenarios
@@ -193,9 +193,9 @@ def load_on_nodes(rank: int, world: int, url: str, shape: Sequence[int], mode: s
 def load_where_memory_is_not_shared(rank: int, world: int, url: str, shape: Sequence[int], alone: int) -> Any:
     """One rank cannot open what the others share; how many bytes each rank was sent over connections."""
     moved: list[int] = []
-    move = Exchange.move
+    move = Peers.move
 
-    def counting(self: Exchange, receives: Sequence[Message], sends: Sequence[Message]) -> None:
+    def counting(self: Peers, receives: Sequence[Message], sends: Sequence[Message]) -> None:
         moved.extend(len(message.data) for message in receives)
         move(self, receives, sends)
 
@@ -207,7 +207,7 @@ def load_where_memory_is_not_shared(rank: int, world: int, url: str, shape: Sequ
         return opened(*args)
 
     state = {"w": torch.zeros(*shape)}
-    with mock.patch.object(node_memory, "_open", refusing), mock.patch.object(Exchange, "move", counting):
+    with mock.patch.object(node_memory, "_open", refusing), mock.patch.object(Peers, "move", counting):
         dcp.load(state, checkpoint_id=url, storage_reader=BucketReader(transfer=SMALL, cooperative="group"))
     assert torch.equal(state["w"], expected_tensor(shape))
     return sum(moved)
@@ -215,7 +215,7 @@ def load_where_memory_is_not_shared(rank: int, world: int, url: str, shape: Sequ
 
 def share_two_rounds(rank: int, world: int, url: str) -> list[bytes]:
     """Rank 0 writes a second round before rank 1 has read the first; what the others then read of both."""
-    exchange = Exchange(meet("group", url, None), None)
+    exchange = Peers(meet("group", url, None), None)
     node = node_memory.NodeMemory(exchange, range(world), 8)
     assert node.near == frozenset(range(world)) - {rank}
     for number in (0, 1):
@@ -453,7 +453,7 @@ def load_from_a_bucket(rank: int, world: int, url: str, options: dict[str, Any])
 
 def one_rank_leaves_after_another_was_lost(rank: int, world: int, url: str) -> float:
     """Rank 0 is gone. Rank 1 leaves then, and keeps what refers to its connections; rank 2 waits for its bytes."""
-    exchange = Exchange(meet("group", url, None), None)
+    exchange = Peers(meet("group", url, None), None)
     kept = exchange._backend
     dist.barrier()
     if rank == 0:
@@ -480,7 +480,7 @@ def one_rank_leaves_after_another_was_lost(rank: int, world: int, url: str) -> f
 
 def one_rank_leaves(rank: int, world: int, url: str) -> tuple[str, str, float]:
     """Rank 1 goes while rank 2 waits for its bytes and all others for its word."""
-    exchange = Exchange(meet("group", url, None), None)
+    exchange = Peers(meet("group", url, None), None)
     started = time.monotonic()
     try:
         if rank == 1:

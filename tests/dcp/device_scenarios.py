@@ -17,12 +17,13 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import DefaultLoadPlanner
 
 from bucketpoint import BucketReader, TransferOptions
-from bucketpoint.dcp import carrier as carriers
-from bucketpoint.dcp import cooperative_devices, device_assembly
-from bucketpoint.dcp import exchange as exchanges
-from bucketpoint.dcp.carrier import Device, Parcel
-from bucketpoint.dcp.exchange import Exchange, Message
-from bucketpoint.dcp.read_plan import ReadPlan
+from bucketpoint.dcp.cooperative import carrier as carriers
+from bucketpoint.dcp.cooperative import device_assembly
+from bucketpoint.dcp.cooperative import devices as cooperative_devices
+from bucketpoint.dcp.cooperative import peers as exchanges
+from bucketpoint.dcp.cooperative.carrier import Device, Parcel
+from bucketpoint.dcp.cooperative.peers import Message, Peers
+from bucketpoint.dcp.loading.read_plan import ReadPlan
 from bucketpoint.errors import BucketpointError
 from bucketpoint.format.keys import new_token
 from dcp import scenarios
@@ -110,13 +111,13 @@ def devices(
 ) -> Iterator[Traffic]:
     """Every rank has a device of its own, on which all targets are but those that `on_host` says otherwise of."""
     traffic = Traffic()
-    is_there, move, on_its_host = ReadPlan._is_there, Exchange.move, device_assembly._on_host
+    is_there, move, on_its_host = ReadPlan._is_there, Peers.move, device_assembly._on_host
 
     def open_carrier(*args: Any) -> GlooCarrier:
         traffic.carriers.append(carrier(*args))
         return traffic.carriers[-1]
 
-    def counting(self: Exchange, receives: Sequence[Message], sends: Sequence[Message]) -> None:
+    def counting(self: Peers, receives: Sequence[Message], sends: Sequence[Message]) -> None:
         traffic.by_host += sum(len(message.data) for message in receives)
         move(self, receives, sends)
 
@@ -131,7 +132,7 @@ def devices(
         mock.patch.object(carriers, "device_here", return_value=Device(device, rank + 1)),
         mock.patch.object(device_assembly, "_on_host", fetching_back),
         mock.patch.object(carriers, "open_carrier", open_carrier),
-        mock.patch.object(Exchange, "move", counting),
+        mock.patch.object(Peers, "move", counting),
         mock.patch.object(ReadPlan, "_is_there", there),
     ):
         yield traffic

@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from bucketpoint import BucketReader, BucketWriter, LoadPlanner, SavePlanner
-from bucketpoint.format.index_view import Entries
+from bucketpoint.format.index.view import Entries
 
 TENSORS = 600
 

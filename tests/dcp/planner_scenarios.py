@@ -17,9 +17,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from bucketpoint import BucketpointError, BucketReader, BucketWriter, async_save
-from bucketpoint.dcp.balance import item_bytes
-from bucketpoint.dcp.rank_state import rank_state
-from bucketpoint.dcp.save_planner import SavePlanner
+from bucketpoint.dcp.planning.balance import item_bytes
+from bucketpoint.dcp.planning.rank_state import rank_state
+from bucketpoint.dcp.planning.save_planner import SavePlanner
 
 
 class CountingPlanner(SavePlanner):

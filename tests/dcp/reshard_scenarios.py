@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from bucketpoint import BucketReader, BucketWriter
-from bucketpoint.dcp.save_planner import SavePlanner
+from bucketpoint.dcp.planning.save_planner import SavePlanner
 from dcp.reshard_job import OnMesh, part
 
 HIDDEN = 24

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint import DefaultSavePlanner, Metadata, SavePlan,
 from torch.distributed.checkpoint.metadata import TensorProperties
 
 from bucketpoint import BucketWriter
-from bucketpoint.dcp.agreement import agree, make_statement
+from bucketpoint.dcp.planning.agreement import agree, make_statement
 from bucketpoint.errors import RanksDisagreeError
 from bucketpoint.stores import open_store
 from dcp import agreement_scenarios as scenarios

@@ -10,7 +10,7 @@ from hypothesis import given
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
-from bucketpoint.dcp.balance import balanced, item_bytes
+from bucketpoint.dcp.planning.balance import balanced, item_bytes
 
 
 def tensor_item(name: str, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> WriteItem:

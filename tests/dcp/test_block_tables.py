@@ -13,11 +13,11 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import FileSystemReader
 
 from bucketpoint import BucketReader, BucketWriter, CorruptDataError, LoadPlanner, TransferOptions
-from bucketpoint.catalog.thin import thinned_metadata
-from bucketpoint.checkpoint.saved import open_checkpoint
+from bucketpoint.catalog.deletion.thin import thinned_metadata
+from bucketpoint.checkpoint.open import open_checkpoint
 from bucketpoint.format.item_info import ItemInfo
-from bucketpoint.format.metadata import decode_metadata, encode_metadata
-from bucketpoint.format.metadata_facts import extra
+from bucketpoint.format.metadata.codec import decode_metadata, encode_metadata
+from bucketpoint.format.metadata.facts import extra
 from bucketpoint.format.storage_info import make_storage_info
 from dcp.states import same_bits
 from dcp.test_compat import counted

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,11 +15,14 @@ from torch.distributed.checkpoint import DefaultSavePlanner
 import bucketpoint.dcp.session as session
 from bucketpoint import (
     BucketpointError,
+    BucketWriter,
     CheckpointExistsError,
     CommitConflictError,
     IncompleteSaveError,
     TransferOptions,
 )
+from bucketpoint.catalog.catalog import open_catalog
+from bucketpoint.catalog.save_log import SaveLog
 from bucketpoint.errors import AccessDeniedError, ObjectNotFoundError, PreconditionFailedError, TransientStoreError
 from bucketpoint.testing import FaultProxy
 from services import Service
@@ -318,3 +322,26 @@ def test_a_checkpoint_that_may_not_be_read_is_not_replaced(service: Service, wra
     with pytest.raises(dcp.CheckpointException) as caught:
         save(service, url, 2.0)
     assert isinstance(error_of(caught), AccessDeniedError)
+
+
+@pytest.mark.parametrize("lost", [False, True], ids=["answered at once", "sent again"])
+def test_a_commit_that_was_sent_again_leaves_its_intent(
+    tmp_path: Path, wrap: Callable[[Wrap], list[Any]], lost: bool
+) -> None:
+    """The first request may still arrive: a prune that finds the intent leaves the checkpoint alone."""
+    catalog = open_catalog(str(tmp_path))
+    first: list[str] = []
+
+    class Unanswered(CountingStore):
+        def put(self, key: str, *args: Any, **kwargs: Any) -> Any:
+            if key.endswith(".metadata") and not first:
+                first.append(key)
+                if lost:
+                    raise TransientStoreError("the store did not answer")
+            return self.inner.put(key, *args, **kwargs)
+
+    wrap(Unanswered)
+    writer = BucketWriter(catalog.url_of(1), log=SaveLog(catalog))
+    dcp.save({"w": torch.ones(4)}, storage_writer=writer, no_dist=True)
+    assert len(catalog.snapshot().finished) == (1 if lost else 0)
+    assert len(catalog.snapshot().checkpoints) == 1

@@ -26,17 +26,17 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner_helpers import _create_write_items
 from torch.distributed.checkpoint.storage import WriteResult
 
-import bucketpoint.dcp.commit as commit_module
+import bucketpoint.dcp.saving.commit as commit_module
 import bucketpoint.dcp.writer as writer_module
 from bucketpoint import BucketReader, BucketWriter
-from bucketpoint.dcp.planned import PlannedMetadata, RemoteMetadata
-from bucketpoint.dcp.results import NamedResults, PackedResults, Results, results_of
-from bucketpoint.dcp.save_planner import SavePlanner
+from bucketpoint.dcp.planning.plan_cache import PlannedMetadata, RemoteMetadata
+from bucketpoint.dcp.planning.results import NamedResults, PackedResults, Results, results_of
+from bucketpoint.dcp.planning.save_planner import SavePlanner
 from bucketpoint.errors import BucketpointError, IncompleteSaveError
 from bucketpoint.format.columns import pack, unpack
 from bucketpoint.format.keys import parse_data_path
-from bucketpoint.format.metadata import decode_metadata
-from bucketpoint.format.metadata_facts import extra
+from bucketpoint.format.metadata.codec import decode_metadata
+from bucketpoint.format.metadata.facts import extra
 from bucketpoint.format.storage_info import make_storage_info, read_storage_info, set_object_facts
 from dcp import planner_scenarios as scenarios
 from dcp.ranks import Ranks

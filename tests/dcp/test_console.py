@@ -50,7 +50,7 @@ def test_a_bar_is_shown_when_it_is_asked_for(
 
 
 def test_a_terminal_gets_a_bar_on_rank_0_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    from bucketpoint.dcp.console import progress_callback
+    from bucketpoint.dcp.progress_bar import progress_callback
 
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
     with progress_callback(None, 0) as shown, progress_callback(None, 1) as hidden:
@@ -70,7 +70,7 @@ def test_a_save_and_a_load_log_one_line_each_and_set_no_level(caplog: pytest.Log
 def test_progress_without_a_terminal_is_a_line_now_and_then(
     capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from bucketpoint.dcp import console
+    from bucketpoint.dcp import progress_bar as console
 
     monkeypatch.delenv("FORCE_COLOR", raising=False)
     round_trip(True)

@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from bucketpoint import BucketpointError, BucketReader, BucketWriter, TransferOptions
-from bucketpoint.dcp.cooperative import Bandwidths
+from bucketpoint.dcp.cooperative.decision import Bandwidths
 from dcp import cooperative_scenarios as scenarios
 from dcp import scenarios as dcp_scenarios
 from dcp.cooperative_scenarios import SMALL, expected_tensor

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bucketpoint.dcp.cooperative_targets import common_memory
+from bucketpoint.dcp.cooperative.targets import common_memory
 from bucketpoint.errors import CorruptDataError
 from bucketpoint.transfer.checksum import crc32c
 from bucketpoint.transfer.download import SMALL_EXTENT_BYTES, Assembly, Block, Extent, Request

@@ -11,8 +11,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bucketpoint.dcp.cooperative import Bandwidths, Demand, decide, predict
-from bucketpoint.dcp.cooperative_schedule import SMALLEST_CELL, Cell, Overlaps, Schedule
+from bucketpoint.dcp.cooperative.decision import Bandwidths, Demand, decide, predict
+from bucketpoint.dcp.cooperative.schedule import SMALLEST_CELL, Cell, Overlaps, Schedule
 from bucketpoint.errors import BucketpointError, MetadataError
 
 GB = 10**9

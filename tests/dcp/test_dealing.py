@@ -18,12 +18,18 @@ from torch.distributed.checkpoint.default_planner import create_default_global_s
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
-from bucketpoint.dcp.agreement import agree_on_tensors
-from bucketpoint.dcp.balance import balanced
-from bucketpoint.dcp.dealt_items import Answer, answer_digest, items_of
-from bucketpoint.dcp.global_plan import Asked, GlobalPlan, _validate
-from bucketpoint.dcp.plan_columns import AskedItems, LocalItems, merged_mappings, pack_items, pack_mappings
-from bucketpoint.dcp.results import items_digest
+from bucketpoint.dcp.planning.agreement import agree_on_tensors
+from bucketpoint.dcp.planning.balance import balanced
+from bucketpoint.dcp.planning.columnar.assignments import EncodedAssignment, answer_digest, items_of
+from bucketpoint.dcp.planning.columnar.encoding import (
+    AskedItems,
+    LocalItems,
+    merged_mappings,
+    pack_items,
+    pack_mappings,
+)
+from bucketpoint.dcp.planning.global_plan import Asked, GlobalPlan, _validate
+from bucketpoint.dcp.planning.results import items_digest
 from bucketpoint.errors import BucketpointError
 
 pytestmark = pytest.mark.contract
@@ -77,7 +83,7 @@ def by_columns(held: Sequence[list[WriteItem]], nodes: Sequence[object]) -> tupl
     final = []
     for mine, dealt, digest in zip(held, plan.plans, plan.digests, strict=True):
         crossed: Any = pickle.loads(pickle.dumps(dealt)).items
-        if isinstance(crossed, Answer):
+        if isinstance(crossed, EncodedAssignment):
             packed = pack_items(mine)
             assert packed is not None
             assert answer_digest(crossed.answer(), packed) == digest

@@ -19,10 +19,12 @@ import zstandard
 from torch.distributed.checkpoint import DefaultLoadPlanner
 from torch.distributed.checkpoint._extension import ExtensionRegistry, StreamTransformExtension, ZStandard
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.planner import ReadItem
 
-from bucketpoint import BucketReader, BucketWriter
-from bucketpoint.dcp import decode
-from bucketpoint.dcp.decode import FRAME_BYTES, decode_item, load_bytes
+from bucketpoint import BucketReader, BucketWriter, LoadPlanner
+from bucketpoint.dcp.loading import decode
+from bucketpoint.dcp.loading.decode import FRAME_BYTES, decode_item, load_bytes
+from bucketpoint.dcp.planning.keys_planner import KeysPlanner
 from bucketpoint.errors import BucketpointError, CorruptDataError, MetadataError, UnsafeDataError
 from bucketpoint.format.item_info import ItemInfo
 
@@ -230,3 +232,19 @@ def test_compressed_checkpoints_of_ours_and_of_torch_are_loaded(tmp_path: Path) 
         assert torch.equal(target["w"], TENSOR)
         assert not target["zeros"].any()
         assert (target["step"], target["text"]) == (5, state["text"])
+
+
+class PlannerOfAnotherFormat(DefaultLoadPlanner):
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        self.state_dict[read_item.dest_index.fqn] = value.getvalue()
+
+
+@pytest.mark.parametrize("planner", [DefaultLoadPlanner, LoadPlanner, KeysPlanner])
+def test_what_is_no_pickle_reaches_no_planner_that_unpickles(planner: type[DefaultLoadPlanner]) -> None:
+    """Their torch.load is unrestricted: Python's reader may see a pickle where ours sees none."""
+    data = b"neither a pickle nor an archive"
+    view, info = memoryview(data), of(data, None)
+    arguments: dict[str, Any] = {"key": "b", "trusted": False}
+    with pytest.raises(UnsafeDataError):
+        load_bytes(view, info, ExtensionRegistry(), planner=planner(), **arguments)
+    assert load_bytes(view, info, ExtensionRegistry(), planner=PlannerOfAnotherFormat(), **arguments) == data

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bucketpoint.dcp.device_assembly import DeviceAssembly, DeviceMemory, borders_of, pieces_of
+from bucketpoint.dcp.cooperative.device_assembly import DeviceAssembly, DeviceMemory, borders_of, pieces_of
 from bucketpoint.errors import CorruptDataError
 from bucketpoint.transfer import TransferOptions, plan_requests
 from bucketpoint.transfer.checksum import crc32c

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bucketpoint.dcp.held_memory import HeldMemory
+from bucketpoint.dcp.cooperative.held_memory import HeldMemory
 
 GRAIN = 256 << 10
 

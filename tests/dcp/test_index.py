@@ -13,17 +13,17 @@ import torch.distributed.checkpoint as dcp
 from hypothesis import HealthCheck, given, settings
 from torch.distributed.checkpoint import FileSystemReader
 
-import bucketpoint.dcp.commit as commit
-import bucketpoint.dcp.planned as planned
+import bucketpoint.dcp.planning.plan_cache as planned
+import bucketpoint.dcp.saving.commit as commit
 import bucketpoint.dcp.session as session
 from bucketpoint import BucketReader, BucketWriter, LoadPlanner, SavePlanner
 from bucketpoint.errors import TransientStoreError
-from bucketpoint.format import index_ref
 from bucketpoint.format.groups import GroupRule
-from bucketpoint.format.index import MAGIC
-from bucketpoint.format.index_ref import find_ref
-from bucketpoint.format.index_view import Entries, decode_index
-from bucketpoint.format.metadata import decode_metadata, record_from_metadata
+from bucketpoint.format.index import ref as index_ref
+from bucketpoint.format.index.encode import MAGIC
+from bucketpoint.format.index.ref import find_ref
+from bucketpoint.format.index.view import Entries, decode_index
+from bucketpoint.format.metadata.codec import decode_metadata, record_from_metadata
 from bucketpoint.format.record import CommitRecord
 from bucketpoint.stores import LocalStore
 from dcp import index_scenarios

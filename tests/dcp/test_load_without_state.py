@@ -15,7 +15,7 @@ from torch.distributed.checkpoint import Metadata
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
 import bucketpoint as bp
-from bucketpoint.dcp.nested import nested
+from bucketpoint.dcp.planning.nested_state import nested
 from dcp.ranks import Ranks
 
 
@@ -251,7 +251,7 @@ def loading_lines(caplog: pytest.LogCaptureFixture) -> list[tuple[str, str]]:
     return [
         (record.levelname, record.getMessage())
         for record in caplog.records
-        if record.name == "bucketpoint.dcp.comparison"
+        if record.name == "bucketpoint.dcp.planning.unused_keys"
     ]
 
 
@@ -306,7 +306,7 @@ def test_strict_is_as_in_torch(tmp_path: Path) -> None:
 def load_parts(rank: int, world: int, url: str) -> Any:
     """Together the ranks ask for all keys, and each for some alone."""
     stream = io.StringIO()
-    logger = logging.getLogger("bucketpoint.dcp.comparison")
+    logger = logging.getLogger("bucketpoint.dcp.planning.unused_keys")
     handler = logging.StreamHandler(stream)
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)

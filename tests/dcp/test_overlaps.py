@@ -13,12 +13,12 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-import bucketpoint.dcp.overlaps as overlaps
+import bucketpoint.dcp.planning.chunk_overlaps as overlaps
 from bucketpoint import LoadPlanner, MismatchError
-from bucketpoint.dcp.overlaps import Wanted, read_items
-from bucketpoint.format.index import encode_index
-from bucketpoint.format.index_view import Chunks, Entries, decode_index
-from bucketpoint.format.metadata import extension
+from bucketpoint.dcp.planning.chunk_overlaps import WantedChunks, read_items
+from bucketpoint.format.index.encode import encode_index
+from bucketpoint.format.index.view import Chunks, Entries, decode_index
+from bucketpoint.format.metadata.codec import extension
 from bucketpoint.format.storage_info import make_storage_info
 from format.test_index import rows, tensors
 
@@ -80,7 +80,7 @@ def test_the_items_are_those_of_dcps_own_planner(case: tuple[Any, Any], pairs: i
         patch.setattr(overlaps, "_PAIRS_AT_ONCE", pairs)
         patch.setattr(overlaps, "_MANY", many)
         wanted = [
-            Wanted(fqn, indexed.state_dict_metadata[fqn].chunks, [chunk(box) for box in boxes])
+            WantedChunks(fqn, indexed.state_dict_metadata[fqn].chunks, [chunk(box) for box in boxes])
             for fqn, boxes in local.items()
         ]
         found = read_items(wanted)

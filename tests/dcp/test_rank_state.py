@@ -14,8 +14,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from bucketpoint import BucketReader, BucketWriter
-from bucketpoint.dcp.rank_state import DIGEST_BYTES, rank_state, saved_ranks, value_digests
-from bucketpoint.dcp.save_planner import SavePlanner
+from bucketpoint.dcp.planning.rank_state import DIGEST_BYTES, rank_state, saved_ranks, value_digests
+from bucketpoint.dcp.planning.save_planner import SavePlanner
 from bucketpoint.errors import BucketpointError
 from dcp import planner_scenarios as scenarios
 from dcp.ranks import Ranks
@@ -125,9 +125,9 @@ def test_digests_take_four_bytes_an_item_and_nothing_when_the_state_is_unchanged
 
 
 def _dealt() -> Any:
-    from bucketpoint.dcp.results import Dealt
+    from bucketpoint.dcp.planning.results import AssignedPlan
 
-    return Dealt(b"1")
+    return AssignedPlan(b"1")
 
 
 def test_a_value_is_keyed_by_its_rank() -> None:

@@ -20,7 +20,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 import bucketpoint as bp
 from bucketpoint import BucketReader, BucketWriter, TransferOptions
-from bucketpoint.dcp.save_planner import SavePlanner
+from bucketpoint.dcp.planning.save_planner import SavePlanner
 from dcp import reshard_job as job
 from dcp.reshard_job import Box, Layout, OnMesh, Pieces, Plain
 from dcp.states import filled, same_bits
@@ -244,8 +244,8 @@ def jobs(draw: st.DrawFn) -> tuple[list[Case], int, int]:
 
 def any_layout_is_loaded(which: tuple[list[Case], int, int], pair: dict[str, Any]) -> None:
     with (
-        mock.patch("bucketpoint.dcp.upload_plan.plan_blocks", lambda nbytes, row: min(nbytes, pair["block"])),
-        mock.patch("bucketpoint.dcp.balance.MIN_SLICE_BYTES", pair["slice"]),
+        mock.patch("bucketpoint.dcp.saving.object_layout.plan_blocks", lambda nbytes, row: min(nbytes, pair["block"])),
+        mock.patch("bucketpoint.dcp.planning.balance.MIN_SLICE_BYTES", pair["slice"]),
     ):
         check(*which, pair)
 

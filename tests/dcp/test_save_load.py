@@ -23,7 +23,7 @@ from bucketpoint import (
     UnsafeDataError,
     latest_checkpoint,
 )
-from bucketpoint.format.metadata import record_from_metadata
+from bucketpoint.format.metadata.codec import record_from_metadata
 from dcp.states import DTYPES, assert_same, blank, filled, same_bits, varied  # noqa: F401
 from services import Service
 

@@ -14,8 +14,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from bucketpoint.dcp.balance import item_bytes
-from bucketpoint.dcp.save_planner import KEPT_PLANS, SavePlanner
+from bucketpoint.dcp.planning.balance import item_bytes
+from bucketpoint.dcp.planning.save_planner import KEPT_PLANS, SavePlanner
 from bucketpoint.errors import BucketpointError
 from dcp import planner_scenarios as scenarios
 from dcp.ranks import Ranks

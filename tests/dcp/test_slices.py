@@ -67,7 +67,9 @@ def test_a_loaded_box_is_the_box_of_the_tensor(case: dict[str, Any]) -> None:
         whole = whole.permute(*reversed(range(whole.dim()))).contiguous().permute(*reversed(range(whole.dim())))
     url = f"memory://slices/{uuid.uuid4().hex}"
     if case["writer"] == "ours":
-        with mock.patch("bucketpoint.dcp.upload_plan.plan_blocks", lambda nbytes, row: min(nbytes, case["block"])):
+        with mock.patch(
+            "bucketpoint.dcp.saving.object_layout.plan_blocks", lambda nbytes, row: min(nbytes, case["block"])
+        ):
             writer = BucketWriter(transfer=case["options"])
             dcp.save({"w": whole}, checkpoint_id=url, storage_writer=writer, no_dist=True)
     else:

@@ -67,7 +67,9 @@ for page, snippets in pages.items():
             names["save"](names["state"], step)
         names["pending"].result()
         assert names["resume"](names["state"]).endswith("run/step-500")
-    print("ran", page, flush=True)
+    # One write: a line that print writes in pieces mixes with the other rank's.
+    sys.stdout.write(f"ran {page}\\n")
+    sys.stdout.flush()
 if many:
     dist.destroy_process_group()
 """

@@ -11,11 +11,14 @@ from typing import Any
 import pytest
 import yaml
 
-from bucketpoint.stores import GCSOptions, GCSStore, LocalStore, S3Options, S3Store, gcs_client, s3_client, s3_services
+from bucketpoint.doctor.bucket import bucket_findings
+from bucketpoint.stores import GCSOptions, GCSStore, LocalStore, S3Options, S3Store
 from bucketpoint.stores.base import Capabilities
+from bucketpoint.stores.gcs import client as gcs_client
+from bucketpoint.stores.s3 import client as s3_client
+from bucketpoint.stores.s3 import services as s3_services
 from bucketpoint.testing import servers
 from bucketpoint.testing.servers import S3Server
-from bucketpoint.transfer.doctor_bucket import bucket_findings
 from gcs_server import GCSServer
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
@@ -26,8 +29,8 @@ COMMIT = "run/step-500/.metadata"
 @pytest.fixture(autouse=True)
 def fresh_clients(monkeypatch: pytest.MonkeyPatch) -> None:
     """A process keeps its clients, and tests here change the environment of one process."""
-    monkeypatch.setattr(s3_client, "_clients", s3_client._Clients())
-    monkeypatch.setattr(gcs_client, "_clients", gcs_client._Clients())
+    monkeypatch.setattr(s3_client, "_clients", s3_client._S3Clients())
+    monkeypatch.setattr(gcs_client, "_clients", gcs_client._GCSClients())
 
 
 def blocks(page: str, language: str) -> list[str]:

@@ -14,14 +14,14 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 from bucketpoint import BucketReader, BucketWriter, TransferOptions
 from bucketpoint.catalog.catalog import Catalog, open_catalog
+from bucketpoint.catalog.deletion.sweep import sweep
 from bucketpoint.catalog.save_log import SaveLog
-from bucketpoint.catalog.sweep import sweep
-from bucketpoint.checkpoint.saved import open_checkpoint
-from bucketpoint.dcp.verify import verify
+from bucketpoint.checkpoint.open import open_checkpoint
+from bucketpoint.checkpoint.verify import verify
 from bucketpoint.errors import CheckpointNotFoundError, IncompleteCheckpointError
-from bucketpoint.format import catalogue, keys
-from bucketpoint.format.catalogue import CommitKey
-from bucketpoint.testing.exchange import Exchange
+from bucketpoint.format import catalog_keys, keys
+from bucketpoint.format.catalog_keys import CommitKey
+from bucketpoint.testing.proxied_connection import RecordedRequest
 from services import Server
 
 STEP = 7
@@ -106,7 +106,7 @@ class Place:
         swept = sweep(catalog)
         assert not swept.failures
 
-    def litter(self, exchanges: Sequence[Exchange]) -> list[str]:
+    def litter(self, exchanges: Sequence[RecordedRequest]) -> list[str]:
         """What lies there and belongs to no checkpoint.
 
         Uploads are asked for by the exact keys that were seen, as MinIO lists them by nothing else.
@@ -120,7 +120,7 @@ class Place:
             named = {folder + path for path in saved.by_object} | {folder + keys.METADATA, folder + keys.RECORD}
         except CheckpointNotFoundError:
             pass
-        records = {key for key in there if f"/{catalogue.STEPS}/" in key and CommitKey.parse(key.rpartition("/")[2])}
+        records = {key for key in there if f"/{catalog_keys.STEPS}/" in key and CommitKey.parse(key.rpartition("/")[2])}
         begun = {one.request.key for one in exchanges if one.request.kind == "CreateMultipartUpload"}
         prefixes = {below} if store.capabilities.lists_uploads else begun
         uploads = {f"upload of {one.key}" for prefix in prefixes for one in store.list_multipart(prefix)}
@@ -137,7 +137,7 @@ def save_beside(rank: int, world: int, place: Place, value: int, executor: str) 
     future.result()  # type: ignore[union-attr]
 
 
-def committed(exchanges: Sequence[Exchange]) -> bool:
+def committed(exchanges: Sequence[RecordedRequest]) -> bool:
     """Whether the store took the commit, as its answers say. They may have reached nobody.
 
     GCS's uploads say their key in their body. Of those with a condition the commit is the first.

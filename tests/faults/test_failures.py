@@ -18,8 +18,8 @@ from torch.distributed.checkpoint import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import SavePlanner, WriteItem
 
 from bucketpoint.testing import FaultProxy, Kill, Script, Stall, always
-from bucketpoint.testing.exchange import Exchange
 from bucketpoint.testing.kills import Job, Outcome
+from bucketpoint.testing.proxied_connection import RecordedRequest
 from bucketpoint.testing.tally import Tally
 from dcp.ranks import Ranks
 from faults.saves import Place, slow_on_gcs, state
@@ -119,7 +119,7 @@ def die(rank: int) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def left(place: Place, seen: Sequence[Exchange], expected: int | None) -> None:
+def left(place: Place, seen: Sequence[RecordedRequest], expected: int | None) -> None:
     """What a failed save leaves is what was there before it, and nothing else; and the next one succeeds."""
     assert place.load() == expected
     place.sweep()
@@ -146,7 +146,9 @@ def save_with(rank: int, world: int, place: Place, planner: SavePlanner) -> None
     dcp.save(state(world, NEW, own=rank), storage_writer=place.writer(max_attempts=1), planner=planner)
 
 
-def check(place: Place, outcomes: list[Outcome], seen: Sequence[Exchange], *, afflicted: int, over: bool) -> None:
+def check(
+    place: Place, outcomes: list[Outcome], seen: Sequence[RecordedRequest], *, afflicted: int, over: bool
+) -> None:
     for rank, outcome in enumerate(outcomes):
         if rank != afflicted:
             assert outcome.text, f"rank {rank} came to {outcome}"

@@ -22,9 +22,9 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from bucketpoint.format.frames import ALIGNMENT, contiguous_strides, frameable, probe_frame, tensor_frame
-from bucketpoint.format.probe import PROBE_BYTES, ProbedFrame
 from bucketpoint.format.storage_info import make_storage_info
+from bucketpoint.format.torch_zip import ALIGNMENT, contiguous_strides, frameable, probe_frame, tensor_frame
+from bucketpoint.format.zip_probe import PROBE_BYTES, ProbedFrame
 
 pytestmark = pytest.mark.contract
 

@@ -32,13 +32,13 @@ from torch.distributed.checkpoint.metadata import (
 from bucketpoint.errors import MetadataError
 from bucketpoint.format import keys
 from bucketpoint.format.columns import Columns, index_columns, pack
-from bucketpoint.format.index import HEAD, MAGIC, encode_index, make_index
-from bucketpoint.format.index_read import is_index
-from bucketpoint.format.index_ref import INDEX_ATTRIBUTE, find_ref, index_path, make_ref, ref_of
-from bucketpoint.format.index_view import decode_index
-from bucketpoint.format.int_columns import Decoder, Segments, UnsuitableError, encode, encode_segments, narrow
-from bucketpoint.format.metadata import decode_metadata, encode_metadata, extension
-from bucketpoint.format.metadata_facts import extra
+from bucketpoint.format.index.decode import is_index
+from bucketpoint.format.index.encode import HEAD, MAGIC, encode_index, make_index
+from bucketpoint.format.index.int_columns import Decoder, Segments, UnsuitableError, encode, encode_segments, narrow
+from bucketpoint.format.index.ref import INDEX_ATTRIBUTE, find_ref, index_path, make_ref, ref_of
+from bucketpoint.format.index.view import decode_index
+from bucketpoint.format.metadata.codec import decode_metadata, encode_metadata, extension
+from bucketpoint.format.metadata.facts import extra
 from bucketpoint.format.storage_info import make_storage_info
 
 pytestmark = pytest.mark.contract
@@ -434,7 +434,7 @@ def test_what_an_index_cannot_tell_has_none(change: Any) -> None:
 
 def test_a_dtype_that_safe_readers_refuse_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
     metadata, facts = example()
-    monkeypatch.setattr("bucketpoint.format.index.DTYPE_NAMES", ("int8",))
+    monkeypatch.setattr("bucketpoint.format.index.encode.DTYPE_NAMES", ("int8",))
     assert encode_index(metadata, bucketpoint=extension(facts)["bucketpoint"]) is None
 
 

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bucketpoint.format.layout import Runs, covering_range, slice_runs
+from bucketpoint.format.slicing import Runs, covering_range, slice_runs
 
 
 @st.composite

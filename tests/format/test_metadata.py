@@ -32,8 +32,8 @@ from torch.distributed.checkpoint.metadata import (
 
 from bucketpoint.errors import MetadataError, UnsafeDataError
 from bucketpoint.format import keys
-from bucketpoint.format.metadata import PICKLE_PROTOCOL, decode_metadata, encode_metadata, record_from_metadata
-from bucketpoint.format.metadata_facts import extra
+from bucketpoint.format.metadata.codec import PICKLE_PROTOCOL, decode_metadata, encode_metadata, record_from_metadata
+from bucketpoint.format.metadata.facts import extra
 from bucketpoint.format.storage_info import make_storage_info
 
 pytestmark = pytest.mark.contract

@@ -11,12 +11,12 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from bucketpoint import BucketWriter
-from bucketpoint.checkpoint.saved import open_checkpoint
+from bucketpoint.checkpoint.open import open_checkpoint
 from bucketpoint.checkpoint.summary import summarise
 from bucketpoint.errors import BucketpointError
-from bucketpoint.format.allow_list import DTYPE_NAMES
-from bucketpoint.format.metadata import decode_metadata, record_from_metadata
-from bucketpoint.format.plain_metadata import Dtype, read_metadata, read_record
+from bucketpoint.format.metadata.codec import decode_metadata, record_from_metadata
+from bucketpoint.format.metadata.plain import Dtype, read_metadata, read_record
+from bucketpoint.format.pickles.allow_list import DTYPE_NAMES
 from security.corpus import bombs, crashes, programs
 
 

@@ -22,11 +22,11 @@ from torch.distributed.checkpoint.metadata import (
 
 from bucketpoint.errors import BucketpointError
 from bucketpoint.format.columns import Columns, index_columns, pack, unpack
-from bucketpoint.format.metadata import decode_metadata, encode_metadata, extension
+from bucketpoint.format.metadata.codec import decode_metadata, encode_metadata, extension
+from bucketpoint.format.metadata.template import make_template
 from bucketpoint.format.pickles import dcp_metadata
 from bucketpoint.format.pickles.machine import Machine
 from bucketpoint.format.storage_info import make_storage_info
-from bucketpoint.format.template import make_template
 
 U32 = st.integers(0, (1 << 32) - 1) | st.sampled_from([0, 0xFF, 0xFFFF, 0x7FFFFFFF, 0x80000000, 0xFFFFFFFF])
 BLOCKS = st.lists(U32, min_size=0, max_size=4) | st.just([7] * 70)

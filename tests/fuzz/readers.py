@@ -13,20 +13,21 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint import DefaultLoadPlanner
 
-from bucketpoint.catalog import lock, tombstones
-from bucketpoint.dcp.decode import decode_item, load_bytes
+from bucketpoint.catalog import tombstones
+from bucketpoint.catalog.deletion import lock
+from bucketpoint.dcp.loading.decode import decode_item, load_bytes
 from bucketpoint.format import keys
-from bucketpoint.format.catalogue import AttemptKey, CommitKey, NoteKey, StepTemplate, UploadKey, content_of, decode
-from bucketpoint.format.frames import probe_frame, tensor_frame
-from bucketpoint.format.index_ref import find_ref
-from bucketpoint.format.index_view import decode_index
+from bucketpoint.format.catalog_keys import AttemptKey, CommitKey, NoteKey, StepTemplate, UploadKey, content_of, decode
+from bucketpoint.format.index.ref import find_ref
+from bucketpoint.format.index.view import decode_index
 from bucketpoint.format.item_info import ItemInfo
-from bucketpoint.format.metadata import decode_metadata
-from bucketpoint.format.metadata_facts import extra, record_of
+from bucketpoint.format.metadata.codec import decode_metadata
+from bucketpoint.format.metadata.facts import extra, record_of
 from bucketpoint.format.pickles.archive import MAGIC
 from bucketpoint.format.pickles.items import refused_globals
 from bucketpoint.format.record import CommitRecord
 from bucketpoint.format.storage_info import read_storage_info
+from bucketpoint.format.torch_zip import probe_frame, tensor_frame
 from bucketpoint.retention import from_yaml
 from bucketpoint.stores import open_store, parse_url
 from fuzz.mutations import MOST_BYTES
@@ -91,7 +92,7 @@ def read_record(data: bytes) -> None:
     assert CommitRecord.from_json(record.to_json()) == record
 
 
-def read_catalogue(data: bytes) -> None:
+def read_catalog(data: bytes) -> None:
     name = data.decode("utf-8", "surrogateescape")
     for kind in (CommitKey, AttemptKey, UploadKey, NoteKey):
         found = kind.parse(name)
@@ -192,7 +193,7 @@ TARGETS = {
     "byte items": Target(read_item, ITEMS, 1.2),
     "tensor items": Target(read_tensor, TENSORS),
     "records": Target(read_record, [RECORD.to_json(), CommitRecord().to_json()]),
-    "catalogue keys": Target(read_catalogue, [key.encode() for key in KEYS]),
+    "catalog keys": Target(read_catalog, [key.encode() for key in KEYS]),
     "notes": Target(read_note, NOTES, 0.5),
     "policies": Target(read_policy, policy_seeds()),
     "urls": Target(read_url, [url.encode() for url in URLS]),

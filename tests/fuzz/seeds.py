@@ -25,9 +25,9 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from bucketpoint.format.index import encode_index
-from bucketpoint.format.index_ref import make_ref
-from bucketpoint.format.metadata import encode_metadata, extension
+from bucketpoint.format.index.encode import encode_index
+from bucketpoint.format.index.ref import make_ref
+from bucketpoint.format.metadata.codec import encode_metadata, extension
 from bucketpoint.format.storage_info import make_storage_info
 
 TOKEN = "0123456789ab"

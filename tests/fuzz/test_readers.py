@@ -15,11 +15,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bucketpoint.catalog import lock, tombstones
-from bucketpoint.dcp.decode import decode_item
+from bucketpoint.catalog import tombstones
+from bucketpoint.catalog.deletion import lock
+from bucketpoint.dcp.loading.decode import decode_item
 from bucketpoint.errors import BucketpointError, InvalidURLError
-from bucketpoint.format import index_ref, keys
-from bucketpoint.format.catalogue import StepTemplate
+from bucketpoint.format import keys
+from bucketpoint.format.catalog_keys import StepTemplate
+from bucketpoint.format.index import ref as index_ref
 from bucketpoint.testing.tally import Tally
 from fuzz.readers import HOSTILE, TARGETS, read_item, read_note, read_url, whole
 from fuzz.runs import run
@@ -33,7 +35,7 @@ SEED = int(os.environ.get("BUCKETPOINT_FUZZ_SEED") or 1)
 def test_every_seed_is_read_as_it_is() -> None:
     """All but those that are there because they did harm."""
     for name, target in TARGETS.items():
-        if name in ("urls", "catalogue keys", "paths"):
+        if name in ("urls", "catalog keys", "paths"):
             continue
         for seed in target.seeds:
             if seed not in HOSTILE:

@@ -11,12 +11,13 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import bucketpoint as bp
-from bucketpoint.checkpoint.saved import SavedCheckpoint, open_checkpoint
-from bucketpoint.dcp.verify import Verification, verify
+from bucketpoint.checkpoint.open import SavedCheckpoint, open_checkpoint
+from bucketpoint.checkpoint.verify import Verification, verify
 from bucketpoint.errors import BucketpointError
-from bucketpoint.format import index_ref
+from bucketpoint.format.index import ref as index_ref
 from bucketpoint.format.record import CommitRecord
-from bucketpoint.stores import open_store, s3_client
+from bucketpoint.stores import open_store
+from bucketpoint.stores.s3 import client as s3_client
 from bucketpoint.testing.tally import Tally
 
 FLIPS = "bits flipped in a checkpoint where it lies"
@@ -106,7 +107,7 @@ def flipped(url: str, path: str, at: int) -> Callable[[], None]:
 @pytest.fixture
 def no_pins(monkeypatch: pytest.MonkeyPatch) -> None:
     """As a copy elsewhere is read: checksums alone, no ETags. A flipped object has another ETag besides."""
-    import bucketpoint.checkpoint.saved as saved_module
+    import bucketpoint.checkpoint.open as saved_module
     import bucketpoint.dcp.reader as reader
 
     for module in (reader, saved_module):
@@ -221,7 +222,7 @@ def test_a_replaced_object_is_an_error_where_it_was_committed_and_a_copied_one_i
         root = f"file://{tmp_path}"
     else:
         # A process keeps its clients, and this one's environment leads to one server after the other.
-        monkeypatch.setattr(s3_client, "_clients", s3_client._Clients())
+        monkeypatch.setattr(s3_client, "_clients", s3_client._S3Clients())
         server = request.getfixturevalue(kind)
         for name, value in server.env.items():
             monkeypatch.setenv(name, value)

@@ -16,16 +16,16 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from bucketpoint.catalog.adopt import adopt
 from bucketpoint.catalog.catalog import Catalog, open_catalog
-from bucketpoint.catalog.fence import AttemptFence
-from bucketpoint.catalog.pruner import Order, Pruned, prune
+from bucketpoint.catalog.deletion.fence import AttemptFence
+from bucketpoint.catalog.deletion.pruner import Order, Pruned, prune
+from bucketpoint.catalog.deletion.sweep import sweep
+from bucketpoint.catalog.reconcile import adopt
 from bucketpoint.catalog.save_log import SaveLog
-from bucketpoint.catalog.sweep import sweep
 from bucketpoint.convert import plan_conversion, run_conversion
 from bucketpoint.errors import BucketpointError, CheckpointDeletedError, CheckpointNotFoundError
 from bucketpoint.format import keys
-from bucketpoint.format.deletion_marker import DeletionMarker
+from bucketpoint.format.metadata.deletion_marker import DeletionMarker
 from bucketpoint.stores import ObjectInfo
 from bucketpoint.testing.servers import S3Server
 from services import Service
@@ -52,13 +52,13 @@ class Run:
         return f"{self.root}/{folder}"
 
     def save(self, step: int, value: float) -> None:
-        """A save that the catalogue records."""
+        """A save that the catalog records."""
         self.save_plainly(f"step-{step}", value, log=SaveLog(self.catalog))
 
     def save_plainly(
         self, folder: str, value: float, meanwhile: Callable[[], object] | None = None, **arguments: Any
     ) -> None:
-        """A save of a writer that knows nothing of the catalogue; `meanwhile` happens before it commits."""
+        """A save of a writer that knows nothing of the catalog; `meanwhile` happens before it commits."""
         done: list[object] = []
 
         def progress(event: Any) -> None:

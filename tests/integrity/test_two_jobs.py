@@ -12,8 +12,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import bucketpoint as bp
-from bucketpoint.checkpoint.saved import open_checkpoint
-from bucketpoint.dcp.verify import verify
+from bucketpoint.checkpoint.open import open_checkpoint
+from bucketpoint.checkpoint.verify import verify
 from bucketpoint.testing.kills import Job
 from services import Service
 

@@ -6,6 +6,7 @@ import logging
 import pickle
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -17,8 +18,8 @@ import torch.distributed.checkpoint as dcp
 import bucketpoint
 from bucketpoint import BucketWriter
 from bucketpoint.catalog.catalog import open_catalog
-from bucketpoint.catalog.pruner import Order, prune
-from bucketpoint.catalog.rollback import roll_back
+from bucketpoint.catalog.deletion.pruner import Order, prune
+from bucketpoint.catalog.deletion.rollback import roll_back
 from bucketpoint.catalog.tombstones import undo
 from bucketpoint.errors import (
     BucketpointError,
@@ -27,11 +28,13 @@ from bucketpoint.errors import (
     NewerFormatError,
     UnsafeDataError,
 )
-from bucketpoint.format import metadata, metadata_facts
+from bucketpoint.format.metadata import codec as metadata
+from bucketpoint.format.metadata import facts as metadata_facts
 from bucketpoint.manager import manager as managing
 from bucketpoint.manager.manager import CheckpointManager
-from bucketpoint.retention import Best, MaxDelete, Prune
+from bucketpoint.retention import Best, InFlight, MaxDelete, Prune, Save
 from bucketpoint.stores.local import LocalStore
+from dcp.async_scenarios import GatedFileSystem
 from dcp.ranks import Ranks
 from manager import manager_scenarios as scenarios
 from manager.manager_scenarios import policy, state, value_of
@@ -452,6 +455,23 @@ def test_a_rollback_gives_up_what_the_save_under_way_commits(root: str) -> None:
     run_with(root, 10)
     with CheckpointManager(root, policy=DAY) as manager:
         manager.save(20, state(20))
+        manager.restore(state(0), 10, rollback=True)
+        manager.save(15, state(15))
+        manager.wait()
+        assert going(manager) == [20]
+
+
+def test_a_rollback_waits_for_the_save_under_way_and_is_refused_while_it_goes_on(root: str) -> None:
+    """It might commit behind the rollback, and no one would have given it up."""
+    run_with(root, 10)
+    gated = GatedFileSystem()
+    short = replace(DAY, save=Save(in_flight=InFlight(timeout=timedelta(seconds=1))))
+    with CheckpointManager(root, policy=short, fs=gated) as manager:
+        manager.save(20, state(20))
+        with pytest.raises(BucketpointError, match="step 20 is still on its way"):
+            manager.restore(state(0), 10, rollback=True)
+        gated.gate.set()
+        assert manager.wait(60)
         manager.restore(state(0), 10, rollback=True)
         manager.save(15, state(15))
         manager.wait()

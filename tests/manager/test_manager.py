@@ -15,6 +15,7 @@ from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal
+from unittest import mock
 
 import pytest
 import torch
@@ -22,10 +23,10 @@ import torch.distributed.checkpoint as dcp
 
 from bucketpoint import BucketReader, BucketWriter
 from bucketpoint.catalog import catalog
-from bucketpoint.catalog.fence import MIN_SWEEP_AGE_S
-from bucketpoint.catalog.pruner import Order, prune
+from bucketpoint.catalog.deletion.fence import MIN_SWEEP_AGE_S
+from bucketpoint.catalog.deletion.pruner import Order, prune
+from bucketpoint.catalog.deletion.sweep import sweep
 from bucketpoint.catalog.save_log import SaveLog
-from bucketpoint.catalog.sweep import sweep
 from bucketpoint.dcp import session
 from bucketpoint.errors import (
     BucketpointError,
@@ -36,6 +37,7 @@ from bucketpoint.errors import (
 )
 from bucketpoint.manager.manager import CheckpointManager
 from bucketpoint.retention import InFlight, MaxDelete, Prune, Save, SaveEvery
+from bucketpoint.stores.local import LocalStore
 from dcp.async_scenarios import GatedFileSystem
 from dcp.ranks import Ranks
 from manager import manager_scenarios as scenarios
@@ -330,7 +332,6 @@ def test_of_a_plan_that_deletes_too_much_a_few_go_and_the_log_says_how_to_go_on(
 
 def test_a_store_that_refuses_deletion_harms_no_save(root: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from bucketpoint.errors import AccessDeniedError
-    from bucketpoint.stores.local import LocalStore
 
     def refuse(self: Any, keys: Any) -> Any:
         if keys:
@@ -404,6 +405,35 @@ def test_after_sigterm_close_waits_no_longer_than_there_is_time(root: str) -> No
     # Not lost if the scheduler is in no hurry after all.
     assert manager.save.__self__._running.handle.wait(240)
     assert committed(root) == ["step-3"]
+
+
+@pytest.mark.parametrize("asked_by", ["sigterm", "last"])
+def test_the_last_save_is_made_although_the_one_before_has_failed(root: str, asked_by: str) -> None:
+    manager = CheckpointManager(root, policy=policy(save=Save(on=("sigterm", "last_step"))))
+    with mock.patch.object(LocalStore, "put", side_effect=OSError("the disk is full")):
+        manager.save(1, state(1))
+        manager._running.handle.wait(60)  # type: ignore[union-attr]
+    if asked_by == "sigterm":
+        os.kill(os.getpid(), 15)
+    assert manager.should_save(2, last=asked_by == "last")
+    assert manager.save(2, state(2)) is not None
+    manager.close()
+    assert committed(root) == ["step-2"]
+
+
+def test_a_manager_that_is_closed_on_another_thread_still_passes_signals_on(root: str) -> None:
+    """Only the main thread may change handlers: ours stays, and calls the one that was there before."""
+    seen: list[int] = []
+    before = signal.signal(signal.SIGUSR1, lambda number, frame: seen.append(number))
+    try:
+        manager = CheckpointManager(root, policy=policy(save=Save(on=("sigusr1",))))
+        closing = threading.Thread(target=manager.close)
+        closing.start()
+        closing.join()
+        os.kill(os.getpid(), signal.SIGUSR1)
+        assert seen == [signal.SIGUSR1]
+    finally:
+        signal.signal(signal.SIGUSR1, before)
 
 
 def test_a_closed_manager_is_refused(root: str) -> None:

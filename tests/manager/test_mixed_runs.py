@@ -12,7 +12,7 @@ import torch.distributed.checkpoint as dcp
 
 from bucketpoint import BucketWriter, CheckpointExistsError, CheckpointManager, latest_checkpoint
 from bucketpoint.catalog.catalog import open_catalog
-from bucketpoint.catalog.rollback import roll_back
+from bucketpoint.catalog.deletion.rollback import roll_back
 from bucketpoint.retention import Keep, Prune, RetentionPolicy
 
 POLICY = RetentionPolicy(Keep(latest=2), prune=Prune(when="manual", grace=timedelta(0)))

@@ -1,4 +1,4 @@
-"""A save of two ranks: one tells the catalogue of the attempt and the commit, each tells of its own uploads."""
+"""A save of two ranks: one tells the catalog of the attempt and the commit, each tells of its own uploads."""
 
 from __future__ import annotations
 
@@ -41,10 +41,10 @@ class Telling(SaveLog):
         self.told.append("uploaded")
         super().uploaded(url, token, rank)
 
-    def committed(self, url: str, record: Any) -> None:
+    def committed(self, url: str, record: Any, *, intent_stays: bool = False) -> None:
         self.told.append("committed")
         assert len(self.catalog.steps().attempts) == 1
-        super().committed(url, record)
+        super().committed(url, record, intent_stays=intent_stays)
 
     @property
     def told(self) -> list[str]:
@@ -64,7 +64,7 @@ def save_twice(rank: int, world: int, root: str, options: dict[str, Any]) -> lis
 
 
 @pytest.mark.contract
-def test_a_save_of_two_ranks_is_in_the_catalogue_once(ranks: Ranks, service: Service) -> None:
+def test_a_save_of_two_ranks_is_in_the_catalog_once(ranks: Ranks, service: Service) -> None:
     root = service.url("run")
     first, second = ranks.run(save_twice, root, service.options)
     catalog = open_catalog(root, storage_options=service.options)

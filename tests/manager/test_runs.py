@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from bucketpoint.catalog.claim import name_run
+from bucketpoint.catalog.run_owner import name_run
 from bucketpoint.errors import BucketpointError, CheckpointExistsError, OtherRunError
 from bucketpoint.manager.manager import CheckpointManager
 from bucketpoint.retention import Layout

@@ -1,6 +1,6 @@
 """The invariants of the engine, over random universes and policies with every rule, thinned rows and wrong clocks.
 
-Each runs with 150 examples, and with 2,000 where slow tests run. What concerns the catalogue (what is a row at all) and
+Each runs with 150 examples, and with 2,000 where slow tests run. What concerns the catalog (what is a row at all) and
 the pruner (that it does what the plan says) is checked here for the engine's part alone.
 """
 

@@ -27,7 +27,7 @@ from bucketpoint.retention import (
     plan,
     rules,
 )
-from bucketpoint.retention.universe import Explanation
+from bucketpoint.retention.checkpoint_set import Explanation
 from retention.cases import HOUR, reported, rows_at, steps
 
 EXAMPLE = RetentionPolicy(

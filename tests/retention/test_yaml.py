@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import pickle
 import re
@@ -17,7 +18,7 @@ import yaml
 from hypothesis import given
 
 import bucketpoint.retention
-from bucketpoint.catalog.fence import MIN_SWEEP_AGE_S
+from bucketpoint.catalog.deletion.fence import MIN_SWEEP_AGE_S
 from bucketpoint.errors import PolicyError
 from bucketpoint.retention import (
     Await,
@@ -119,6 +120,13 @@ def test_names_that_yaml_takes_for_something_else_come_back(metric: str, root: s
         Keep(1, best=[Best(metric, "max")]), root=f"s3://{root}/$x", prune=Prune(grace=timedelta(seconds=seconds))
     )
     assert from_yaml(to_yaml(policy), environ={}) == policy
+
+
+@pytest.mark.parametrize("setting", [setting.name for setting in dataclasses.fields(RetentionPolicy)])
+def test_every_setting_is_written(setting: str) -> None:
+    policy = dataclasses.replace(EXAMPLE, run="gpt-7b", layout=Layout("at-{step}"), prune=Prune(grace=timedelta(1.5)))
+    assert getattr(policy, setting) != getattr(RetentionPolicy(Keep(1)), setting)
+    assert getattr(from_yaml(to_yaml(policy), environ={}), setting) == getattr(policy, setting)
 
 
 def test_what_stands_at_its_default_is_not_written() -> None:

@@ -17,7 +17,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import FileSystemWriter
 
 import bucketpoint as bp
-from bucketpoint.dcp.decode import fill_tensor
+from bucketpoint.dcp.loading.decode import fill_tensor
 from bucketpoint.errors import BucketpointError, UnsafeDataError
 from security.corpus import crashes, expanding_archives
 
@@ -26,8 +26,8 @@ import json, resource, sys
 from pathlib import Path
 import torch.distributed.checkpoint as dcp
 import bucketpoint as bp
-from bucketpoint.checkpoint.saved import open_checkpoint
-from bucketpoint.dcp.verify import verify
+from bucketpoint.checkpoint.open import open_checkpoint
+from bucketpoint.checkpoint.verify import verify
 from bucketpoint.errors import BucketpointError
 from security.test_hostile_items import theirs
 

@@ -17,14 +17,14 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 import bucketpoint as bp
 from bucketpoint.catalog.catalog import open_catalog
+from bucketpoint.catalog.deletion.wholeness import inspect
 from bucketpoint.catalog.save_log import read_record
-from bucketpoint.catalog.wholeness import inspect
-from bucketpoint.checkpoint.saved import open_checkpoint
+from bucketpoint.checkpoint.open import open_checkpoint
+from bucketpoint.checkpoint.verify import verify
 from bucketpoint.dcp.copy import copy_checkpoint, plan_copy
-from bucketpoint.dcp.verify import verify
 from bucketpoint.errors import BucketpointError, MetadataError
 from bucketpoint.format import keys
-from bucketpoint.format.metadata import decode_metadata, encode_metadata
+from bucketpoint.format.metadata.codec import decode_metadata, encode_metadata
 from bucketpoint.format.record import MAX_RECORD_BYTES
 from bucketpoint.format.storage_info import read_storage_info
 from bucketpoint.retention import Keep, Prune, RetentionPolicy

@@ -28,10 +28,10 @@ import io, json, pickle, resource, sys, tracemalloc
 import torch
 from torch.distributed.checkpoint import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata
-from bucketpoint.dcp.decode import load_bytes
+from bucketpoint.dcp.loading.decode import load_bytes
 from bucketpoint.errors import BucketpointError
-from bucketpoint.format.index_ref import find_ref
-from bucketpoint.format.metadata import decode_metadata, encode_metadata
+from bucketpoint.format.index.ref import find_ref
+from bucketpoint.format.metadata.codec import decode_metadata, encode_metadata
 from bucketpoint.format.item_info import ItemInfo
 from security import corpus
 

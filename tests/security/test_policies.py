@@ -16,13 +16,13 @@ import torch.distributed.checkpoint as dcp
 
 from bucketpoint import S3Reader, S3Writer, TransferOptions, async_save
 from bucketpoint.catalog.catalog import open_catalog
-from bucketpoint.catalog.fence import MIN_SWEEP_AGE_S
+from bucketpoint.catalog.deletion.fence import MIN_SWEEP_AGE_S
+from bucketpoint.catalog.deletion.prune_worker import prune_by
+from bucketpoint.catalog.deletion.sweep import sweep
 from bucketpoint.catalog.notes import pin, pins, unpin
-from bucketpoint.catalog.pruning import prune_by
-from bucketpoint.catalog.sweep import sweep
 from bucketpoint.catalog.tombstones import undo
-from bucketpoint.checkpoint.saved import open_checkpoint
-from bucketpoint.dcp.verify import verify
+from bucketpoint.checkpoint.open import open_checkpoint
+from bucketpoint.checkpoint.verify import verify
 from bucketpoint.errors import AccessDeniedError
 from bucketpoint.format.keys import data_path
 from bucketpoint.manager.manager import CheckpointManager

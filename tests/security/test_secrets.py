@@ -10,11 +10,12 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import bucketpoint as bp
-from bucketpoint.checkpoint.saved import open_checkpoint
+from bucketpoint.checkpoint.open import open_checkpoint
+from bucketpoint.checkpoint.verify import verify
 from bucketpoint.cli.app import run
-from bucketpoint.dcp.verify import verify
 from bucketpoint.errors import BucketpointError, EndpointError
-from bucketpoint.stores import S3Options, S3Store, open_store, retry, s3_client
+from bucketpoint.stores import S3Options, S3Store, open_store, retry
+from bucketpoint.stores.s3 import client as s3_client
 from bucketpoint.testing.servers import KMS_KEY, S3Server, free_port
 from security.planted import SECRETS, assert_clean, assert_failure_is_clean
 from stores.scripted import error, scripted
@@ -101,7 +102,7 @@ def test_options_that_are_wrong_are_not_quoted() -> None:
 
 
 def test_the_program_tells_no_secret(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(s3_client, "_clients", s3_client._Clients())
+    monkeypatch.setattr(s3_client, "_clients", s3_client._S3Clients())
     with scripted(lambda request, number: error(403, "SignatureDoesNotMatch")) as server:
         for command in ("show", "verify", "ls", "doctor"):
             for more in ([], ["--json"], ["--debug"]):

@@ -16,14 +16,14 @@ from tests.simulation.scheduler import KilledError, Process, Scheduler, here
 from torch.distributed.checkpoint import CheckpointException
 
 from bucketpoint.catalog import notes
-from bucketpoint.catalog.adopt import adopt
 from bucketpoint.catalog.catalog import Catalog, open_catalog
-from bucketpoint.catalog.pruning import prune_by, worker_of
+from bucketpoint.catalog.deletion.prune_worker import prune_by, worker_of
+from bucketpoint.catalog.deletion.sweep import sweep
+from bucketpoint.catalog.reconcile import adopt
 from bucketpoint.catalog.save_log import SaveLog
-from bucketpoint.catalog.sweep import sweep
 from bucketpoint.catalog.tombstones import GoneError, undo
-from bucketpoint.checkpoint.saved import open_checkpoint
-from bucketpoint.convert.convert import ConvertOptions, plan_conversion, run_conversion
+from bucketpoint.checkpoint.open import open_checkpoint
+from bucketpoint.convert.pipeline import ConvertOptions, plan_conversion, run_conversion
 from bucketpoint.dcp import BucketReader, BucketWriter, SaveHandle
 from bucketpoint.dcp.async_save import as_ours
 from bucketpoint.dcp.copy import copy_checkpoint, plan_copy
@@ -105,7 +105,7 @@ class Running:
         found = here()
         assert found is not None
         _, task = found
-        op = task.op = Op(kind, self.actor.name, text, **facts)
+        op = task.op = Op(kind, self.actor.name, text, asked=self.world.oracle.seq, **facts)
         try:
             yield op
             self.world.log.append(f"{op}: done")

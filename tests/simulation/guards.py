@@ -12,11 +12,14 @@ from unittest import mock
 
 from tests.simulation.bucket import View
 
-from bucketpoint.catalog import deletion, fence, folder_sweep, pruner
-from bucketpoint.catalog import sweep as sweeping
 from bucketpoint.catalog.catalog import Catalog
-from bucketpoint.dcp import commit_put
+from bucketpoint.catalog.deletion import delete as deletion
+from bucketpoint.catalog.deletion import fence, folder_sweep, pruner
+from bucketpoint.catalog.deletion import sweep as sweeping
+from bucketpoint.catalog.snapshot import Attempt, Snapshot
+from bucketpoint.dcp.saving import commit, commit_put
 from bucketpoint.format import keys
+from bucketpoint.stores.retry import Budget
 
 
 @dataclass(frozen=True)
@@ -69,6 +72,10 @@ def _may_withdraw(real: Callable[..., bool]) -> Callable[..., bool]:
     return lambda *given, **named: real(*given, **{**named, "taken_over": False})
 
 
+def _under_way(snapshot: Snapshot) -> list[Attempt]:
+    return [one for one in snapshot.attempts if one.is_live(snapshot.taken)]
+
+
 GUARDS: dict[str, Guard] = {
     "deletion is conditional": Guard(_unconditional_deletion, "asleep"),
     "deletion by token": Guard(_replaced(deletion, "_data", _all_that_is_there), "plain_over_due"),
@@ -78,6 +85,9 @@ GUARDS: dict[str, Guard] = {
     "age floor": Guard(_replaced(sweeping, "MIN_SWEEP_AGE_S", 0.0), "long_save"),
     "metadata of ranks": Guard(_replaced(keys, "is_rank_metadata", lambda path: False), "alone"),
     "only what was seen": Guard(_replaced(commit_put, "_refuse_others", lambda *given, **named: None), "copies"),
+    "intent of a save that may commit again": Guard(_replaced(pruner, "_running", _under_way), "unheard"),
+    "fence of a save that may commit again": Guard(_replaced(deletion, "_fenced", lambda *given: False), "unheard"),
+    "intent after a second request": Guard(_replaced(commit, "process_budget", Budget), "unheard"),
     "claims are not withdrawn": Guard(_replaced(pruner, "still_goes", _may_withdraw(pruner.still_goes)), "held"),
 }
 

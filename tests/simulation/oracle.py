@@ -13,12 +13,12 @@ from tests.simulation.bucket import Bucket, Held
 from bucketpoint.catalog.snapshot import read_notes, read_steps
 from bucketpoint.convert.journal import NAME as JOURNAL
 from bucketpoint.errors import BucketpointError
-from bucketpoint.format import catalogue
-from bucketpoint.format.catalogue import NoteKey
-from bucketpoint.format.index_ref import ref_of
+from bucketpoint.format import catalog_keys
+from bucketpoint.format.catalog_keys import NoteKey
+from bucketpoint.format.index.ref import ref_of
 from bucketpoint.format.keys import RECORD
-from bucketpoint.format.metadata import decode_metadata
-from bucketpoint.format.metadata_facts import extra
+from bucketpoint.format.metadata.codec import decode_metadata
+from bucketpoint.format.metadata.facts import extra
 from bucketpoint.format.storage_info import read_storage_info
 from bucketpoint.retention import RetentionPolicy, plan
 from bucketpoint.stores import ObjectInfo
@@ -40,7 +40,7 @@ class ViolationError(Exception):
 
 @dataclass(eq=False)
 class Op:
-    """Something that an actor does: of what kind, by whom. `began` is when it first changed something."""
+    """Something that an actor does: its kind, and by whom. It starts at `asked`; its first change is `began`."""
 
     kind: str
     actor: str
@@ -52,6 +52,7 @@ class Op:
     discards: frozenset[int] = frozenset()
     rolled_back_to: int | None = None
     wanted: int | None = None
+    asked: int = 0
 
     def __str__(self) -> str:
         return f"{self.actor}: {self.kind} {self.text}".rstrip()
@@ -82,6 +83,15 @@ class Pinned:
     what: str
 
 
+def _tombstone(key: str) -> tuple[str, str, str] | None:
+    """The id, the action and the folder that a tombstone's key names; None if `key` is no such tombstone."""
+    note = NoteKey.parse(key.rpartition("/")[2])
+    if note is None or note.kind != catalog_keys.TOMBSTONE or len(note.fields) != 5:
+        return None
+    token, _, action, _, folder = note.fields
+    return token, action, folder
+
+
 @dataclass
 class Oracle:
     """The judge of one run."""
@@ -102,6 +112,8 @@ class Oracle:
     """By root, step and id: the objects that a pruner has freed by removing or thinning a checkpoint, and when."""
     discarded: set[str] = field(default_factory=set)
     """Keys of tombstones that a save wrote because its user discards the step: no policy need say so."""
+    withdrawn: dict[tuple[str, str, str], int] = field(default_factory=dict)
+    """By root, folder and id: when the tombstone of a checkpoint was taken away."""
     counts: dict[str, int] = field(default_factory=dict)
 
     # -- changes -------------------------------------------------------------------------------------------------------
@@ -118,8 +130,11 @@ class Oracle:
             self._gone(op, key)
         elif key in self.named and before is not None and before.data != after.data:
             raise ViolationError("torn", f"{op} replaced {key}, which {self._of(key)} names")
-        if after is not None and before is None and "/steps/" in key:
-            self._noted(op, key, after)
+        if "/steps/" in key:
+            if before is None and after is not None:
+                self._noted(op, key, after)
+            elif after is None:
+                self._withdrawn(key)
 
     def _of(self, key: str) -> str:
         return " and ".join(sorted(self.named[key]))
@@ -179,7 +194,7 @@ class Oracle:
             names.add(f"{prefix}/{ref.path}")
         token = facts.get("token") or hashlib.sha256(held.data).hexdigest()[:12]
         folder = prefix.rpartition("/")[2]
-        step = catalogue.StepTemplate().step_of(folder)
+        step = catalog_keys.StepTemplate().step_of(folder)
         return Commit(
             key,
             prefix,
@@ -228,24 +243,24 @@ class Oracle:
             return
         if op.kind != "prune":
             raise ViolationError("removed", f"{op} removed {was.key}")
-        self._may_go(op, was, was.names, catalogue_action="delete")
+        self._may_go(op, was, was.names, catalog_action="delete")
 
     def _thinned(self, op: Op, was: Commit, now: Commit) -> None:
         if op.kind == "prune":
-            self._may_go(op, was, was.names - now.names, catalogue_action="thin")
+            self._may_go(op, was, was.names - now.names, catalog_action="thin")
         elif op.kind not in SAVES:
             raise ViolationError("thinned", f"{op} thinned {was.key}")
 
-    def _may_go(self, op: Op, was: Commit, freed: frozenset[str], *, catalogue_action: str) -> None:
+    def _may_go(self, op: Op, was: Commit, freed: frozenset[str], *, catalog_action: str) -> None:
         root, _, folder = was.prefix.rpartition("/")
         self.removed[root, was.step, was.id] = freed, self.bucket.clock()
-        if not self._buried(root, folder, was.id, catalogue_action):
+        if not self._buried(root, folder, was.id, catalog_action):
             raise ViolationError("not buried", f"{op} removed {was.key} of {was.id}, which has no tombstone", row="5")
         now = self.bucket.clock()
         for name, pin in self.pins.items():
             if (pin.root, pin.step) == (root, was.step) and now < pin.until:
                 raise ViolationError(pin.what, f"{op} removed {was.key}, which {name} holds")
-        if catalogue_action == "delete" and was.kind == "full":
+        if catalog_action == "delete" and was.kind == "full":
             others = [one for one in self._of_root(root) if one.key != was.key and one.kind == "full"]
             # What a person deletes after the pruner has looked, nobody can know of.
             began = op.began if op.began is not None else self.seq
@@ -253,19 +268,15 @@ class Oracle:
                 raise ViolationError("last", f"{op} removed {was.key}, the last that was whole", row="12")
 
     def _buried(self, root: str, folder: str, token: str, wanted: str) -> bool:
-        for key in self._steps_of(root):
-            note = NoteKey.parse(key.rpartition("/")[2])
-            if note is not None and note.kind == catalogue.TOMBSTONE and len(note.fields) == 5:
-                of, _, action, _, where = note.fields
-                if (of, action, where) == (token, wanted, folder):
-                    return True
-        return False
+        return any(_tombstone(key) == (token, wanted, folder) for key in self._steps_of(root))
 
     def _given_up(self, op: Op, was: Commit) -> bool:
         """What a manager's save may replace unasked: what goes, is damaged, or is not older than a rollback."""
         root, _, folder = was.prefix.rpartition("/")
         back = op.rolled_back_to is not None and was.step is not None and was.step >= op.rolled_back_to
-        return back or not self._is_whole(was) or self._buried(root, folder, was.id, "delete")
+        # One whose tombstone is taken away while the save is under way stays given up for it.
+        was_buried = self.withdrawn.get((root, folder, was.id), -1) > op.asked
+        return back or not self._is_whole(was) or was_buried or self._buried(root, folder, was.id, "delete")
 
     def _of_root(self, root: str) -> list[Commit]:
         return [one for one in self.live.values() if one.prefix.rpartition("/")[0] == root and one.step is not None]
@@ -275,36 +286,42 @@ class Oracle:
         return all(name in self.bucket.objects or self.damaged.get(name, 0) > since for name in commit.names)
 
     def _steps_of(self, root: str) -> Iterable[str]:
-        above = f"{root}/{catalogue.CATALOGUE}/"
+        above = f"{root}/{catalog_keys.CATALOG}/"
         return [key for key in self.bucket.objects if key.startswith(above) and "/steps/" in key]
 
     def _noted(self, op: Op, key: str, held: Held) -> None:
         """A tombstone: the policy must say so of the records that there are."""
-        note = NoteKey.parse(key.rpartition("/")[2])
-        if note is None or note.kind != catalogue.TOMBSTONE or not held.data or op.policy is None:
+        tombstone = _tombstone(key)
+        if tombstone is None or not held.data or op.policy is None:
             return
         if op.kind == "save" and op.discards:
             self.discarded.add(key)
         if b"waiting" not in held.data or key in self.discarded:
             return
-        token, _, action, _, folder = note.fields
+        token, action, folder = tombstone
         if op.kind != "prune":
             return
-        root = key[: key.index(f"/{catalogue.CATALOGUE}/")]
+        root = key[: key.index(f"/{catalog_keys.CATALOG}/")]
         rows = self.rows(root)
         planned = plan(op.policy, rows)
         for entry in planned.entries:
-            if (entry.row.step, entry.row.id) == (note.step, token):
+            if entry.row.id == token:
                 held = entry.row.pinned or entry.row.leased or entry.row.restored_from
                 # Somebody else has thinned it meanwhile.
                 thinned = action == "thin" and entry.row.kind != "full"
                 if entry.action == "keep" and not held and not thinned:
                     reasons = "; ".join(map(str, entry.reasons))
-                    raise ViolationError("plan", f"{op} buries step {note.step} ({folder}), to be kept: {reasons}")
+                    raise ViolationError("plan", f"{op} buries step {entry.row.step} ({folder}), to be kept: {reasons}")
                 return
 
+    def _withdrawn(self, key: str) -> None:
+        tombstone = _tombstone(key)
+        if tombstone is not None and tombstone[1] == "delete":
+            token, _, folder = tombstone
+            self.withdrawn[key[: key.index(f"/{catalog_keys.CATALOG}/")], folder, token] = self.seq
+
     def rows(self, root: str) -> list[Any]:
-        above = f"{root}/{catalogue.CATALOGUE}/step-N/"
+        above = f"{root}/{catalog_keys.CATALOG}/step-N/"
         objects = self.bucket.objects
         infos = {
             key[len(above) :]: ObjectInfo(key, len(held.data), held.etag, held.modified)
@@ -363,7 +380,7 @@ class Oracle:
             if key in self.planted or key in self.live or self.named.get(key):
                 continue
             parts = key.split("/")
-            if catalogue.CATALOGUE in parts:
+            if catalog_keys.CATALOG in parts:
                 left += self._note_left(key, loadable)
                 continue
             above, _, name = key.rpartition("/")
@@ -380,15 +397,15 @@ class Oracle:
             raise ViolationError("left", ", ".join(left[:6]) + (f" and {len(left) - 6} more" if len(left) > 6 else ""))
 
     def _note_left(self, key: str, loadable: set[str]) -> list[str]:
-        root = key[: key.index(f"/{catalogue.CATALOGUE}/")]
+        root = key[: key.index(f"/{catalog_keys.CATALOG}/")]
         name = key.rpartition("/")[2]
         if "/fences/" in key:
             return [key]
         if "/steps/" not in key and "/uploads/" not in key:
             return []
-        commit = catalogue.CommitKey.parse(name)
+        commit = catalog_keys.CommitKey.parse(name)
         if commit is not None:
             return [] if f"{root}/{commit.folder}" in loadable else [key]
-        if "/uploads/" in key or catalogue.AttemptKey.parse(name) is not None:
+        if "/uploads/" in key or catalog_keys.AttemptKey.parse(name) is not None:
             return [key]
         return []

@@ -17,8 +17,10 @@ from tests.simulation.bucket import View
 from tests.simulation.oracle import Op
 from tests.simulation.scheduler import START, here
 
-from bucketpoint.catalog import catalog, pace, pruning
-from bucketpoint.stores import open as opening
+from bucketpoint.catalog import catalog
+from bucketpoint.catalog.deletion import prune_worker as pruning
+from bucketpoint.catalog.deletion import throttle as pace
+from bucketpoint.stores import registry as opening
 from bucketpoint.stores import retry
 from bucketpoint.transfer import pieces, upload
 
@@ -228,7 +230,7 @@ def simulated() -> Iterator[None]:
         put(opening, "S3Options", _Options)
         for module in (upload, pieces, fetch):
             put(module, "TaskGroup", InlineGroup)
-        put(pace.Pace, "rest", lambda self: None)
+        put(pace.Throttle, "rest", lambda self: None)
         put(pruning, "threading", _Threading())
         put(pruning, "stand_back", lambda nice: None)
         put(pruning, "_workers", _Workers())

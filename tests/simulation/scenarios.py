@@ -82,7 +82,7 @@ def _skews(rng: random.Random, ranks: int = 1) -> tuple[float, ...]:
 
 
 def _how(rng: random.Random, rule: RetentionPolicy) -> dict[str, Any]:
-    """How a job saves: without a catalogue, with one, with one and a policy."""
+    """How a job saves: without a catalog, with one, with one and a policy."""
     return rng.choice(
         [
             {"how": "plain"},
@@ -104,7 +104,7 @@ def _rule(rng: random.Random) -> RetentionPolicy:
 
 
 def plain_over_due(rng: random.Random) -> Scenario:
-    """Somebody saves without a catalogue over a step that a policy is about to delete, or to thin."""
+    """Somebody saves without a catalog over a step that a policy is about to delete, or to thin."""
     rule = policy(1, rng.choice([0.0, 60.0]), thin=rng.choice([0, 0, 200]))
     saver = Actor("saver", (_sleep(rng.choice([0.0, 60.0])), _save(RUN, 200)), rng.choice([1, 1, 2]), _skews(rng, 2))
     pruner = Actor("pruner", (_prune(rule), _sleep(120.0), _prune(rule)), skews=_skews(rng))
@@ -135,6 +135,22 @@ def asleep(rng: random.Random) -> Scenario:
     )
     chances = Chances(0.3, 0.05, (8, 0, 0, 0, 1, 1, 1, 0))
     return Scenario("asleep", _saves(RUN, 100, 200, 300), (saver, *pruners), policy=rule, chances=chances)
+
+
+def unheard(rng: random.Random) -> Scenario:
+    """A save that commits when it is no longer the newest, and does not hear of it: a pruner may be faster."""
+    rule = policy(1, 0.0, thin=rng.choice([0, 0, 0, 200]))
+    slow = rng.choice([0.0, 5000.0])
+    saver = Actor(
+        "saver", (_save(RUN, 100, how="log", slow=slow, slow_end=True),), rng.choice([1, 1, 2]), (-100.0, 0.0)
+    )
+    prunes = (_prune(rule), _sleep(15.0)) * 7
+    pruners = tuple(
+        Actor(name, (_sleep(slow + rng.choice([2.0, 10.0, 30.0])), *prunes)) for name in ("first", "second")
+    )
+    chances = Chances(0.3, 0.02, (0, 0, 0, 0, 1, 0, 2, 0))
+    newer = Actor("newer", (_sleep(slow + 0.5), _save(RUN, 400, how="log")))
+    return Scenario("unheard", _saves(RUN, 200, 300), (saver, newer, *pruners), policy=rule, chances=chances)
 
 
 def held(rng: random.Random) -> Scenario:
@@ -312,6 +328,7 @@ FAMILIES: tuple[tuple[Family, int], ...] = (
     (nested, 1),
     (asleep, 2),
     (held, 1),
+    (unheard, 1),
     (alone, 1),
     (long_save, 1),
     (copies, 1),

@@ -8,7 +8,9 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
-from bucketpoint.stores import GCSOptions, GCSStore, S3Options, S3Store, gcs_client, s3_client
+from bucketpoint.stores import GCSOptions, GCSStore, S3Options, S3Store
+from bucketpoint.stores.gcs import client as gcs_client
+from bucketpoint.stores.s3 import client as s3_client
 from stores.scripted import Answer, ScriptedServer, Seen
 from stores.scripted import error as s3_error
 

@@ -35,13 +35,13 @@ from bucketpoint.stores import (
     S3Options,
     S3Store,
     Store,
-    gcs_bucket,
     open_store,
     proven,
     proven_deletes,
-    s3,
-    s3_crt,
 )
+from bucketpoint.stores.gcs import api as gcs_bucket
+from bucketpoint.stores.s3 import crt as s3_crt
+from bucketpoint.stores.s3 import store as s3
 from bucketpoint.testing.servers import S3Server, free_port
 from fsspec_backends import SERVED, Backend, backend
 from gcs_server import GCSServer
@@ -603,7 +603,7 @@ class TestS3:
     ) -> None:
         store.put("big", views(b"x" * (6 * MIB)))
         # Parts below the service's minimum: completing is refused after the copies were made.
-        import bucketpoint.stores.s3 as module
+        import bucketpoint.stores.s3.store as module
 
         monkeypatch.setattr(module, "MAX_COPY_BYTES", MIB)
         with pytest.raises(StoreError):

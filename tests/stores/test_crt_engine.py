@@ -14,7 +14,8 @@ import pytest
 from awscrt import checksums
 
 from bucketpoint.errors import BucketpointError, CorruptDataError, EndpointError, StoreError, TransientStoreError
-from bucketpoint.stores import S3Options, S3Store, s3_crt
+from bucketpoint.stores import S3Options, S3Store
+from bucketpoint.stores.s3 import crt as s3_crt
 from bucketpoint.testing.servers import S3Server, free_port
 from stores.scripted import Answer, ScriptedServer, Seen, error, scripted
 

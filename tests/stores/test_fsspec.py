@@ -15,11 +15,12 @@ from awscrt import checksums
 from fsspec.asyn import AsyncFileSystem
 from fsspec.implementations.memory import MemoryFileSystem
 
+from bucketpoint.doctor.examine import examine
 from bucketpoint.errors import CorruptDataError, EndpointError, PreconditionFailedError, StoreError
-from bucketpoint.stores import FsspecStore, Range, fsspec_services, proven
-from bucketpoint.stores.fsspec_probe import SCRATCH
+from bucketpoint.stores import FsspecStore, Range, proven
+from bucketpoint.stores.fsspec import services as fsspec_services
+from bucketpoint.stores.trials import SCRATCH
 from bucketpoint.transfer import BufferPool, Extent, Meter, TransferOptions, fetch, plan_requests
-from bucketpoint.transfer.doctor import examine
 from bucketpoint.transfer.fetch import batches
 from fsspec_backends import IN_PROCESS, SERVED, Backend, backend
 
@@ -153,7 +154,7 @@ def forgetful(monkeypatch: pytest.MonkeyPatch) -> FsspecStore:
         limits = None
 
     fs = ForgetfulFileSystem()
-    monkeypatch.setattr("bucketpoint.stores.fsspec.ways_of", lambda _: Trusting())
+    monkeypatch.setattr("bucketpoint.stores.fsspec.store.driver_of", lambda _: Trusting())
     return FsspecStore(fs, f"/forgetful-{os.urandom(4).hex()}")
 
 
@@ -195,7 +196,7 @@ def test_a_body_whose_checksum_differs_at_the_service_is_removed_again(
 ) -> None:
     fs = RecordingFileSystem()
     store = FsspecStore(fs, "bucket/run")
-    monkeypatch.setattr("bucketpoint.stores.fsspec.ways_of", lambda _: fsspec_services.GCSFS())
+    monkeypatch.setattr("bucketpoint.stores.fsspec.store.driver_of", lambda _: fsspec_services.GCSFS())
     good = checksums.crc32c(b"body")
 
     async def info(path: str, **_: Any) -> dict[str, Any]:

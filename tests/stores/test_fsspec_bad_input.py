@@ -19,6 +19,7 @@ from fsspec.asyn import AsyncFileSystem
 
 from azurite import ACCOUNT, KEY, AzureServer
 from bucketpoint import BucketReader, BucketWriter, GCSReader, GCSWriter, S3Reader, S3Writer
+from bucketpoint.doctor.examine import examine
 from bucketpoint.errors import (
     AccessDeniedError,
     BucketNotFoundError,
@@ -34,9 +35,8 @@ from bucketpoint.errors import (
     TransientStoreError,
 )
 from bucketpoint.stores import FsspecStore, open_store
-from bucketpoint.stores.fsspec_errors import translate
+from bucketpoint.stores.fsspec.errors import translate
 from bucketpoint.testing.servers import free_port
-from bucketpoint.transfer.doctor import examine
 from fsspec_backends import SERVED, Backend, backend
 
 on_azure = pytest.mark.skipif("adlfs" not in SERVED, reason="adlfs is not here")
@@ -123,7 +123,7 @@ def test_of_what_a_library_says_in_many_lines_the_first_is_shown() -> None:
 def test_a_library_that_is_missing_is_named_with_what_installs_it(
     scheme: str, module: str, remedy: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("bucketpoint.stores.open._has_gcs", lambda: False)
+    monkeypatch.setattr("bucketpoint.stores.registry._has_gcs", lambda: False)
     # An import of it fails now as where it was never installed, and fsspec has to try it.
     monkeypatch.setitem(sys.modules, module, None)
     monkeypatch.delitem(sys.modules, "fsspec.implementations.sftp", raising=False)

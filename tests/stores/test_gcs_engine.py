@@ -28,7 +28,9 @@ from bucketpoint.errors import (
     TransientStoreError,
     UploadNotFoundError,
 )
-from bucketpoint.stores import GCSOptions, GCSStore, Part, gcs_client, gcs_composed, retry
+from bucketpoint.stores import GCSOptions, GCSStore, Part, retry
+from bucketpoint.stores.gcs import client as gcs_client
+from bucketpoint.stores.gcs import composed as gcs_composed
 from bucketpoint.testing.servers import free_port
 from gcs_server import GCSServer
 from stores.engines import OBJECT, views

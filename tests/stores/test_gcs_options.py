@@ -20,8 +20,11 @@ pytest.importorskip("google.cloud.storage")
 import bucketpoint
 from bucketpoint.cli.app import run
 from bucketpoint.errors import AccessDeniedError, BucketpointError, CredentialsError, EndpointError
-from bucketpoint.stores import GCSOptions, GCSStore, Part, gcs_client, gcs_composed, gcs_multipart, open_store
-from bucketpoint.stores.gcs_options import DEFAULT_MAX_ATTEMPTS
+from bucketpoint.stores import GCSOptions, GCSStore, Part, open_store
+from bucketpoint.stores.gcs import client as gcs_client
+from bucketpoint.stores.gcs import composed as gcs_composed
+from bucketpoint.stores.gcs import multipart as gcs_multipart
+from bucketpoint.stores.gcs.options import DEFAULT_MAX_ATTEMPTS
 from bucketpoint.testing.certificates import make_certificates
 from bucketpoint.testing.servers import free_port
 from gcs_server import GCSServer

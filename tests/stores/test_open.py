@@ -19,13 +19,13 @@ from hypothesis import strategies as st
 
 import bucketpoint
 from bucketpoint import GCSReader, GCSWriter, S3Reader, S3Writer
-from bucketpoint.checkpoint.saved import open_checkpoint
+from bucketpoint.checkpoint.open import open_checkpoint
 from bucketpoint.cli.app import run
 from bucketpoint.convert import plan_conversion
 from bucketpoint.errors import BucketpointError, InvalidURLError
 from bucketpoint.retention import Keep, RetentionPolicy
 from bucketpoint.stores import FsspecStore, LocalStore, S3Store, accepts_url, open_store, parse_url
-from bucketpoint.stores.open import GCS_SCHEMES
+from bucketpoint.stores.registry import GCS_SCHEMES
 
 keys = st.text(st.characters(exclude_categories=["Cs"]), min_size=1).filter(
     lambda key: not key.endswith("/") and "\0" not in key
@@ -306,7 +306,7 @@ def test_a_filesystem_of_the_callers_own_serves_whatever_the_url_says(tmp_path: 
 
 
 def test_opening_a_store_makes_no_request_and_no_client(monkeypatch: pytest.MonkeyPatch) -> None:
-    from bucketpoint.stores import s3_client
+    from bucketpoint.stores.s3 import client as s3_client
 
     def refuse(_: object) -> object:
         raise AssertionError("a client was made")

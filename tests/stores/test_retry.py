@@ -26,8 +26,9 @@ from bucketpoint.errors import (
     TransientStoreError,
     WrongRegionError,
 )
-from bucketpoint.stores import S3Options, S3Store, retry, s3_client
-from bucketpoint.stores.s3_errors import RULE_BY_CODE, RULE_BY_STATUS, RULE_BY_TYPE
+from bucketpoint.stores import S3Options, S3Store, retry
+from bucketpoint.stores.s3 import client as s3_client
+from bucketpoint.stores.s3.errors import RULE_BY_CODE, RULE_BY_STATUS, RULE_BY_TYPE
 from bucketpoint.testing.servers import S3Server, free_port
 from bucketpoint.transfer import TaskGroup, retry_transient
 from stores.scripted import Answer, ScriptedServer, Seen, error, scripted
@@ -238,7 +239,7 @@ def test_what_is_throttled_takes_nothing_of_the_budget() -> None:
 
 
 def test_the_first_slow_down_of_a_round_halves_and_the_others_do_not() -> None:
-    gate = retry.Gate()
+    gate = retry.ConcurrencyLimiter()
     epochs = [gate.enter(math.inf) for _ in range(16)]
     for epoch in epochs:
         gate.leave(epoch, throttled=True, succeeded=False)
@@ -248,7 +249,7 @@ def test_the_first_slow_down_of_a_round_halves_and_the_others_do_not() -> None:
 
 
 def test_successes_let_the_number_grow_back_until_there_is_no_limit() -> None:
-    gate = retry.Gate()
+    gate = retry.ConcurrencyLimiter()
     for epoch in [gate.enter(math.inf) for _ in range(8)]:
         gate.leave(epoch, throttled=True, succeeded=False)
     limits = []
@@ -293,7 +294,7 @@ def test_no_more_requests_are_under_way_than_the_store_can_bear() -> None:
 
 
 def test_a_request_that_never_gets_its_turn_fails_at_the_deadline() -> None:
-    gate = retry.Gate()
+    gate = retry.ConcurrencyLimiter()
     gate.leave(gate.enter(math.inf), throttled=True, succeeded=False)
     gate.enter(math.inf)
     with pytest.raises(ThrottledError, match="turn"):
@@ -418,7 +419,7 @@ def test_each_page_of_a_listing_is_repeated_by_itself(minio: S3Server, monkeypat
     for name in names:
         store.put(name, [memoryview(b"x")])
     failed: set[Any] = set()
-    call = s3_client.Client.call
+    call = s3_client.S3Client.call
 
     def flaky(self: Any, operation: str, **parameters: Any) -> Any:
         mark = parameters.get("ContinuationToken")
@@ -427,7 +428,7 @@ def test_each_page_of_a_listing_is_repeated_by_itself(minio: S3Server, monkeypat
             raise TransientStoreError("cut")
         return call(self, operation, **parameters)
 
-    monkeypatch.setattr(s3_client.Client, "call", flaky)
+    monkeypatch.setattr(s3_client.S3Client, "call", flaky)
     assert [info.key for info in store.list("a b/")] == names
     assert len(failed) == 4
 

@@ -21,7 +21,9 @@ from bucketpoint.errors import (
     TransientStoreError,
     WrongRegionError,
 )
-from bucketpoint.stores import S3Options, S3Store, s3_body, s3_client
+from bucketpoint.stores import S3Options, S3Store, http_body
+from bucketpoint.stores.s3 import body as s3_body
+from bucketpoint.stores.s3 import client as s3_client
 from bucketpoint.testing.servers import S3Server
 from stores.engines import s3_at as store_at
 from stores.engines import views
@@ -42,7 +44,7 @@ def test_an_outgoing_body_reads_seeks_and_tells_like_a_file(chunks: list[bytes],
     whole = b"".join(chunks)
     body = s3_body.OutgoingBody(views(*chunks))
     assert len(body) == len(whole)
-    assert b"".join(s3_body.pieces(views(*chunks))) == whole
+    assert b"".join(http_body.pieces(views(*chunks))) == whole
     at = data.draw(st.integers(0, len(whole)))
     size = data.draw(st.integers(0, len(whole)))
     assert body.seek(at) == body.tell() == at
@@ -56,12 +58,12 @@ def test_an_outgoing_body_reads_seeks_and_tells_like_a_file(chunks: list[bytes],
 
 def test_ten_thousand_small_buffers_are_sent_in_few_pieces_and_large_ones_are_not_copied() -> None:
     small = [memoryview(b"x" * 100)] * 10_000
-    assert len(list(s3_body.pieces(small))) == 4
+    assert len(list(http_body.pieces(small))) == 4
     large = bytearray(MIB)
-    for piece in s3_body.pieces(views(large)):
+    for piece in http_body.pieces(views(large)):
         assert isinstance(piece, memoryview)
         assert piece.obj is large
-        assert piece.nbytes <= s3_body.PIECE_BYTES
+        assert piece.nbytes <= http_body.PIECE_BYTES
 
 
 def test_no_request_waits_for_a_100_continue() -> None:
@@ -137,7 +139,7 @@ def test_threads_use_as_many_connections_as_there_are_threads(minio: S3Server) -
 def test_the_public_way_serves_when_the_private_one_is_not_there(
     monkeypatch: pytest.MonkeyPatch, minio_tls: S3Server
 ) -> None:
-    monkeypatch.setattr(s3_body._Wire, "of", classmethod(lambda cls, body, size: None))
+    monkeypatch.setattr(http_body._Wire, "of", classmethod(lambda cls, body, size: None))
     store = S3Store(minio_tls.make_bucket(), S3Options.from_storage_options(minio_tls.options))
     content = os.urandom(300_000)
     store.put("k", views(content))

@@ -14,7 +14,8 @@ import pytest
 from botocore.config import Config
 
 from bucketpoint.errors import AccessDeniedError, BucketpointError, CredentialsError, EndpointError, StoreError
-from bucketpoint.stores import S3Options, S3Store, s3_client
+from bucketpoint.stores import S3Options, S3Store
+from bucketpoint.stores.s3 import client as s3_client
 from bucketpoint.testing.servers import KMS_KEY, S3Server
 from stores.scripted import Answer, Seen, scripted
 

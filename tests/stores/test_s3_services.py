@@ -17,7 +17,9 @@ from bucketpoint.errors import (
     StoreError,
     WrongRegionError,
 )
-from bucketpoint.stores import S3Options, S3Store, s3_client, s3_services
+from bucketpoint.stores import S3Options, S3Store
+from bucketpoint.stores.s3 import client as s3_client
+from bucketpoint.stores.s3 import services as s3_services
 from bucketpoint.testing.servers import S3Server
 from stores.scripted import Answer, Seen, error, scripted
 

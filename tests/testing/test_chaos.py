@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from bucketpoint.doctor.chaos import chaos
 from bucketpoint.errors import InvalidURLError
 from bucketpoint.testing import servers
-from bucketpoint.testing.chaos import chaos
 from bucketpoint.testing.servers import S3Server
 from gcs_server import GCSServer
 
@@ -59,7 +59,7 @@ def test_a_loss_is_found(minio: S3Server, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def _nothing() -> Any:
-    from bucketpoint.dcp.commit import Committed
+    from bucketpoint.dcp.saving.commit import Committed
 
     return Committed(0, 0, 0)
 

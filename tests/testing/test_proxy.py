@@ -46,7 +46,7 @@ from bucketpoint.testing import (
     mixed,
 )
 from bucketpoint.testing.faults import Player
-from bucketpoint.testing.kinds import Request
+from bucketpoint.testing.kinds import StoreRequest
 from bucketpoint.testing.plugin import MakeProxy
 from bucketpoint.testing.proxy import Board
 from bucketpoint.testing.servers import S3Server
@@ -171,7 +171,7 @@ def test_a_stale_answer_is_the_first_that_was_given(minio: S3Server, fault_proxy
 
 
 def test_a_skewed_clock_shows_in_the_date(minio: S3Server, fault_proxy: MakeProxy) -> None:
-    from bucketpoint.stores.s3_bucket import clock
+    from bucketpoint.stores.s3.inspect import clock
 
     proxy = fault_proxy(minio, always(SkewClock(600)))
     found = clock(store_at(minio, proxy))
@@ -290,7 +290,7 @@ def test_a_client_without_a_checksum_stores_a_flipped_bit(minio: S3Server, fault
 KINDS = ["PutObject", "GetObject", "UploadPart", "CompleteMultipartUpload", "ListObjects"]
 
 requests = st.builds(
-    lambda kind, key, nbytes: Request(kind, key, "PUT", f"/b/{key}", nbytes),
+    lambda kind, key, nbytes: StoreRequest(kind, key, "PUT", f"/b/{key}", nbytes),
     st.sampled_from(KINDS),
     st.sampled_from(["a", "b/.metadata"]),
     st.integers(0, 10),
@@ -298,7 +298,7 @@ requests = st.builds(
 
 
 @given(st.lists(requests, max_size=40), st.floats(0, 1), st.integers(0, 5))
-def test_a_script_plays_the_same_every_time(passing: list[Request], probability: float, seed: int) -> None:
+def test_a_script_plays_the_same_every_time(passing: list[StoreRequest], probability: float, seed: int) -> None:
     script = mixed(probability, seed=seed)
     first, second = Player(script), Player(script)
     chosen = [first.choose(request) for request in passing]
@@ -311,7 +311,7 @@ def test_a_script_plays_the_same_every_time(passing: list[Request], probability:
 
 
 @given(st.lists(requests, max_size=40), st.integers(0, 5), st.integers(0, 5))
-def test_a_rule_passes_over_and_strikes_as_many_as_it_says(passing: list[Request], skip: int, times: int) -> None:
+def test_a_rule_passes_over_and_strikes_as_many_as_it_says(passing: list[StoreRequest], skip: int, times: int) -> None:
     player = Player(always(Reset(), kinds=["PutObject"], keys="*.metadata", skip=skip, times=times))
     struck = [player.choose(request) is not None for request in passing]
     fitting = [index for index, one in enumerate(passing) if one.kind == "PutObject" and one.key != "a"]
@@ -330,7 +330,7 @@ def test_a_secret_is_nowhere_in_what_is_recorded(minio: S3Server, fault_proxy: M
 def test_what_was_answered_before_a_clear_does_not_count_after_it() -> None:
     """A client has its answer a moment before the exchange has ended."""
     board = Board(Script())
-    exchange, _ = board.begin("1", Request("GetObject", "k", "GET", "/b/k", 0, None))
+    exchange, _ = board.begin("1", StoreRequest("GetObject", "k", "GET", "/b/k", 0, None))
     with ThreadPoolExecutor(1) as pool:
         cleared = pool.submit(board.clear)
         time.sleep(0.1)

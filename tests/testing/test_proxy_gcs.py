@@ -10,11 +10,11 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import bucketpoint as bp
-from bucketpoint.checkpoint.saved import open_checkpoint
-from bucketpoint.dcp.verify import verify
+from bucketpoint.checkpoint.open import open_checkpoint
+from bucketpoint.checkpoint.verify import verify
 from bucketpoint.errors import CredentialsError, StoreError, ThrottledError, TransientStoreError
-from bucketpoint.stores.gcs import GCSStore
-from bucketpoint.stores.gcs_options import GCSOptions
+from bucketpoint.stores.gcs.options import GCSOptions
+from bucketpoint.stores.gcs.store import GCSStore
 from bucketpoint.testing import (
     CutReply,
     CutRequest,
@@ -30,7 +30,7 @@ from bucketpoint.testing import (
     always,
     mixed,
 )
-from bucketpoint.testing.kinds import Api, Request
+from bucketpoint.testing.kinds import Api, StoreRequest
 from bucketpoint.testing.plugin import MakeProxy
 from gcs_server import GCSServer
 
@@ -179,9 +179,9 @@ def test_a_checkpoint_is_saved_and_loaded_through_all_transient_faults(gcs: GCSS
 def test_requests_are_known_by_the_names_of_s3() -> None:
     from bucketpoint.testing.http import Head
 
-    def request(method: str, target: str, *headers: str) -> Request:
+    def request(method: str, target: str, *headers: str) -> StoreRequest:
         lines = [f"{method} {target} HTTP/1.1", "Host: storage.googleapis.com", *headers, "", ""]
-        return Request.of(Head.parse("\r\n".join(lines).encode()))
+        return StoreRequest.of(Head.parse("\r\n".join(lines).encode()))
 
     def kind(method: str, target: str) -> tuple[str, str]:
         found = request(method, target)

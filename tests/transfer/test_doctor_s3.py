@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 
-from bucketpoint.stores import S3Options, S3Store, s3_client
+from bucketpoint.doctor.bucket import Finding
+from bucketpoint.doctor.examine import Diagnosis, examine
+from bucketpoint.stores import S3Options, S3Store
+from bucketpoint.stores.s3 import client as s3_client
 from bucketpoint.testing.servers import S3Server
-from bucketpoint.transfer.doctor import Diagnosis, examine
-from bucketpoint.transfer.doctor_bucket import Finding
 
 
 def store_of(server: S3Server, **changes: Any) -> S3Store:
@@ -30,12 +31,12 @@ def ignoring(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         for name in headers:
             del request.headers[name]
 
-    def build_without(options: S3Options) -> s3_client.Client:
+    def build_without(options: S3Options) -> s3_client.S3Client:
         client = build(options)
         client.api.meta.events.register("before-sign.s3", without)
         return client
 
-    monkeypatch.setattr(s3_client, "_clients", s3_client._Clients())
+    monkeypatch.setattr(s3_client, "_clients", s3_client._S3Clients())
     monkeypatch.setattr(s3_client, "build_client", build_without)
     return headers
 

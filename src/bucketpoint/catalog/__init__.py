@@ -1,4 +1,4 @@
-"""What checkpoints a run has: recorded, noted, pruned and swept. Needs no torch, and knows no training loop."""
+"""The catalog of a run: its commit records, the notes on its checkpoints, pruning and sweeping."""
 
 from bucketpoint.catalog.catalog import Catalog, latest_checkpoint, open_catalog
 

@@ -1,4 +1,7 @@
-"""Finding committed checkpoints under a root, and the `Catalog` of a run. Only a `.metadata` makes a checkpoint."""
+"""Discovery of committed checkpoints under a root, and the `Catalog` of a run.
+
+Only a `.metadata` makes a checkpoint.
+"""
 
 from __future__ import annotations
 
@@ -17,30 +20,30 @@ from bucketpoint.errors import (
     OtherRunError,
     PreconditionFailedError,
 )
-from bucketpoint.format import catalogue, keys
-from bucketpoint.format.catalogue import StepTemplate
-from bucketpoint.format.deletion_marker import MARKER_HEAD_BYTES, is_marker
+from bucketpoint.format import catalog_keys, keys
+from bucketpoint.format.catalog_keys import StepTemplate
+from bucketpoint.format.metadata.deletion_marker import MARKER_HEAD_BYTES, is_marker
 from bucketpoint.stores import ObjectInfo, Store, open_store
 from bucketpoint.transfer import TransferOptions
 from bucketpoint.transfer.checksum import crc32c
-from bucketpoint.transfer.pieces import each
+from bucketpoint.transfer.pieces import for_each
 
 _STEP = re.compile(r"(?:.*\D)?(\d+)")
 
 
 @dataclass(frozen=True)
 class Catalog:
-    """One run: its checkpoints and what is known of them. Configuration only; every call asks the store anew.
+    """One run: its checkpoints and the notes on them. Holds configuration only; every call asks the store anew.
 
-    `docs/catalogue.md` says which keys there are, who writes them and when.
+    `docs/catalog.md` lists the keys, who writes them and when.
 
     Attributes:
         url: the run's root, without a slash at its end.
-        store, prefix: the same, opened.
-        template: how the run's checkpoint folders are named.
-        clock: seconds since the epoch. Expiries are compared with it.
-        run: the name of the run that a job saves; empty if it gives none. What is listed must be of a run of that name.
-            None for tools, which look at any.
+        store, prefix: the opened store, and the root's key prefix in it.
+        template: template of the names of the run's checkpoint folders.
+        clock: returns seconds since the epoch. Expiries are compared with it.
+        run: name of the run that a job saves; empty if the job gives none. Listings must be of a run of that name. None
+            for tools, which look at any run.
     """
 
     url: str
@@ -56,18 +59,18 @@ class Catalog:
         return f"{self.prefix}/{relative}" if self.prefix else relative
 
     def own_key(self, *parts: str) -> str:
-        """A key of the catalogue itself."""
-        return self.key("/".join([catalogue.CATALOGUE, self.template.namespace, *parts]))
+        """Return the key of one of the catalog's own objects."""
+        return self.key("/".join([catalog_keys.CATALOG, self.template.namespace, *parts]))
 
     def url_of(self, step: int) -> str:
-        """Where a checkpoint of this step is saved."""
+        """Return the URL of the checkpoint of this step."""
         return self.url_of_folder(self.template.folder(step))
 
     def url_of_folder(self, folder: str) -> str:
         return f"{self.url}/{folder}"
 
     def folder_of(self, url: str) -> tuple[str, int]:
-        """The folder and the step of a checkpoint's URL.
+        """Return the folder and the step of a checkpoint's URL.
 
         Raises:
             InvalidURLError: it is not the URL of a checkpoint of this run.
@@ -83,10 +86,12 @@ class Catalog:
     # -- what there is -----------------------------------------------------------------------------------------------
 
     def steps(self) -> Snapshot:
-        """Commits, attempts under way, tombstones. One LIST for each 1,000; no notes, so nobody is pinned.
+        """List commits, attempts under way and tombstones. One LIST for each 1,000 keys.
+
+        Notes are not read, so no step appears as pinned.
 
         Raises:
-            OtherRunError: they are those of another run than this one.
+            OtherRunError: the checkpoints are those of another run.
         """
         found = self.listed_steps()
         if self.run is not None and self.run not in found.runs and (found.runs or (self.run and found.checkpoints)):
@@ -94,28 +99,31 @@ class Catalog:
         return found
 
     def listed_steps(self) -> Snapshot:
-        """The same, of whichever run it is."""
+        """List as `steps` does, whichever run the checkpoints belong to."""
         taken = self.clock()
-        return read_steps(self._listed(catalogue.STEPS), taken=taken)
+        return read_steps(self._listed(catalog_keys.STEPS), taken=taken)
 
     def record_of(self, folder: str) -> Checkpoint | None:
-        """What the listing says of one folder. One LIST, of its step's keys alone."""
+        """Return the recorded checkpoint of one folder, or None. One LIST, of that step's keys alone."""
         step = self.template.step_of(folder)
         if step is None:
             return None
-        above = self.own_key(catalogue.STEPS) + "/"
-        found = self.store.list(above + catalogue.encode([f"{step:016d}", ""]))
+        above = self.own_key(catalog_keys.STEPS) + "/"
+        found = self.store.list(above + catalog_keys.encode([f"{step:016d}", ""]))
         snapshot = read_steps(((info.key[len(above) :], info) for info in found), taken=self.clock())
         return next((one for one in snapshot.checkpoints if one.folder == folder), None)
 
     def snapshot(self) -> Snapshot:
-        """All that a plan needs: `steps` and the notes. One LIST for each 1,000 of either, and no GET."""
-        # Notes first: a checkpoint that was committed after its step was noted is then there with its notes.
-        notes = read_notes(self._listed(catalogue.NOTES))
+        """List everything that a plan needs: `steps` and the notes.
+
+        One LIST for each 1,000 keys of either, and no GET.
+        """
+        # Notes are listed first: a checkpoint that is committed after its step was noted then appears with its notes.
+        notes = read_notes(self._listed(catalog_keys.NOTES))
         return self.steps().with_notes(notes)
 
     def with_unrecorded(self, snapshot: Snapshot) -> Snapshot:
-        """The snapshot with the checkpoints besides that have no record: of plain writers, of torch, of dead ranks.
+        """Add the checkpoints without a record to a snapshot: those of plain writers, of torch, and of dead ranks.
 
         One LIST for each 1,000 folders, and one small GET for each folder without a record, several at a time.
         """
@@ -126,21 +134,21 @@ class Catalog:
             if one is not None:
                 found.append(one)
 
-        each(self._without_record(snapshot), look, TransferOptions())
+        for_each(self._without_record(snapshot), look, TransferOptions())
         both = sorted([*snapshot.checkpoints, *found], key=lambda one: one.order)
         return replace(snapshot, checkpoints=tuple(both))
 
     def candidates(self, kind: str = "full") -> Iterator[Checkpoint]:
-        """Checkpoints that one may restore from, newest first, and those that a tombstone will delete after all others.
+        """Yield the checkpoints to restore from, newest first; those with a tombstone for deletion come last.
 
-        A record's `.metadata` is not looked at: whoever loads it finds out, and asks for the next. That of a folder
-        without a record is, once the caller gets there: one small GET each.
+        The `.metadata` of a recorded checkpoint is not looked at: a caller that fails to load it asks for the next one.
+        A folder without a record costs one small GET, once the caller gets there.
         """
         snapshot = self.steps()
-        # A run that went back discards its highest steps, and must not go on from there after all.
+        # A run that was rolled back discards its highest steps, and must not go on from them after a restart.
         going = snapshot.going()
         leaving = {folder for folder, _ in going}
-        # Of equal steps the record is sure.
+        # Among equal steps, a checkpoint with a record comes first: it is known to be committed.
         ranked: list[tuple[bool, int, bool, Checkpoint | str]] = [
             ((one.folder, one.id) not in going, one.step, True, one) for one in snapshot.checkpoints if one.kind == kind
         ]
@@ -152,33 +160,36 @@ class Catalog:
                 yield checkpoint
 
     def _without_record(self, snapshot: Snapshot) -> list[str]:
-        """Folders of the run that may hold a checkpoint and have no record. One LIST for each 1,000 folders."""
+        """Return the folders of the run that may hold a checkpoint and have no record.
+
+        One LIST for each 1,000 folders.
+        """
         known = {one.folder for one in snapshot.checkpoints}
         return sorted({*self.folders(), *(one.folder for one in snapshot.attempts)} - known)
 
     def _unrecorded(self, folder: str, kind: str = "full") -> Checkpoint | None:
-        """What is known of a commit without reading its metadata: not which attempt it was, nor what it holds."""
+        """Return the commit in a folder without reading its metadata: its attempt and its contents stay unknown."""
         committed, step = self.metadata_info(folder), self.template.step_of(folder)
         if committed is None or step is None:
             return None
-        return Checkpoint(step, committed.modified or 0.0, "", kind, catalogue.mark_of(committed.etag), folder)
+        return Checkpoint(step, committed.modified or 0.0, "", kind, catalog_keys.mark_of(committed.etag), folder)
 
     def folders(self) -> list[str]:
-        """The run's checkpoint folders, whole or not, in the order of their names. One LIST for each 1,000."""
+        """Return the run's checkpoint folders, whole or not, in the order of their names. One LIST for each 1,000."""
         above = self.key(self.template.parent)
         above = above if not above or above.endswith("/") else above + "/"
         names = [self.template.parent + name[len(above) :].rstrip("/") for name in self.store.list_folders(above)]
         return [name for name in names if self.template.step_of(name) is not None]
 
     def latest(self, kind: str = "full") -> Checkpoint | None:
-        """The newest checkpoint whose `.metadata` is there, or None. One small GET for each that is looked at."""
+        """Return the newest checkpoint whose `.metadata` exists, or None. One small GET for each one looked at."""
         for one in self.candidates(kind):
             if one.key is None or self.metadata_info(one.folder) is not None:
                 return one
         return None
 
     def metadata_info(self, folder: str) -> ObjectInfo | None:
-        """The `.metadata` of a checkpoint; None where there is none, or the marker of a deletion. One small GET."""
+        """Return the `.metadata` object of a checkpoint; None if there is none, or a deletion marker. One small GET."""
         return committed_info(self.store, self.metadata_key(folder))
 
     def objects_of(self, folder: str) -> dict[str, ObjectInfo]:
@@ -194,7 +205,7 @@ class Catalog:
         return [(info.key[len(prefix) :], info) for info in self.store.list(prefix)]
 
     def uploads(self) -> list[tuple[str, ObjectInfo]]:
-        return self._listed(catalogue.UPLOADS)
+        return self._listed(catalog_keys.UPLOADS)
 
     # -- small writes ------------------------------------------------------------------------------------------------
 
@@ -203,7 +214,10 @@ class Catalog:
         return self.store.put(key, [body] if data else [], crc32c=crc32c(body), if_match=if_match)
 
     def create(self, key: str, data: bytes) -> bool:
-        """Write what nobody has written yet. False if somebody has, unless it is just this: an answer may be lost."""
+        """Write an object that must not exist yet. Return False if it exists with other content.
+
+        Equal content counts as written: it may be this call's own, if the answer to an earlier request was lost.
+        """
         body = memoryview(data)
         try:
             self.store.put(key, [body], crc32c=crc32c(body), if_none_match=True)
@@ -216,7 +230,7 @@ class Catalog:
 
 
 def committed_info(store: Store, key: str) -> ObjectInfo | None:
-    """A `.metadata` object; None where there is none, or the marker of a deletion. One small GET."""
+    """Return a `.metadata` object; None if there is none, or a deletion marker in its place. One small GET."""
     try:
         head, info = store.get(key, first=MARKER_HEAD_BYTES)
     except ObjectNotFoundError:
@@ -225,7 +239,7 @@ def committed_info(store: Store, key: str) -> ObjectInfo | None:
 
 
 def other_run(catalog: Catalog, owner: str | None) -> OtherRunError:
-    """The error for a job that comes to another run's folders."""
+    """Return the error for a job that uses another run's folders."""
     whose = f"run {owner!r}" if owner else "a run without a name"
     mine = f"this job says that it is run {catalog.run!r}" if catalog.run else "this job gives its run no name"
     apart = "give it a root or folders of its own (layout: {step_dir: ...})"
@@ -243,10 +257,10 @@ def open_catalog(
     storage_options: Mapping[str, Any] | None = None,
     fs: Any = None,
 ) -> Catalog:
-    """The catalogue of the run at `root`. Makes no request: a run without a catalogue has an empty one.
+    """Open the catalog of the run at `root`. Makes no request: a run without a catalog has an empty one.
 
     Raises:
-        InvalidURLError: no root, or a template that names no folders.
+        InvalidURLError: `root` is empty, or `template` names no folders.
     """
     text = os.fspath(root).rstrip("/")
     if not text:
@@ -258,12 +272,13 @@ def open_catalog(
 def latest_checkpoint(
     root: str | os.PathLike[str], *, storage_options: Mapping[str, Any] | None = None, fs: Any = None
 ) -> str | None:
-    """URL of the newest whole checkpoint in a folder below `root`, or None if there is none.
+    """Return the URL of the newest whole checkpoint in a folder below `root`, or None if there is none.
 
-    Newest is the highest number at the end of the folder's name (`step-500`, `step-00000500`, `epoch=3-step=500`);
-    folders without a number are passed over. What has a tombstone in the run's catalogue comes after all others: a
-    rollback gives it to what is newer. Costs one LIST per 1,000 folders, one more where there is a catalogue, and one
-    small GET for each folder, from the newest on, until one is whole. Call it on one rank and broadcast the answer.
+    The newest checkpoint has the highest number at the end of its folder's name (`step-500`, `step-00000500`,
+    `epoch=3-step=500`); folders without a number are ignored. A checkpoint with a tombstone in the run's catalog comes
+    after all others, because a rollback gives tombstones to the newer checkpoints. Costs one LIST per 1,000 folders,
+    one more if there is a catalog, and one small GET for each folder, from the newest on, until one is whole. Call it
+    on one rank and broadcast the answer.
     """
     text = os.fspath(root).rstrip("/")
     if not text:
@@ -274,7 +289,7 @@ def latest_checkpoint(
 
 
 def newest_folder(store: Store, prefix: str) -> str | None:
-    """The folder below a prefix that `latest_checkpoint` names."""
+    """Return the folder below a prefix that `latest_checkpoint` names, or None."""
     folders = []
     going: set[str] = set()
     for folder in store.list_folders(prefix + "/" if prefix else ""):
@@ -282,7 +297,7 @@ def newest_folder(store: Store, prefix: str) -> str | None:
         match = _STEP.fullmatch(name)
         if match:
             folders.append((int(match.group(1)), name))
-        elif name == catalogue.CATALOGUE:
+        elif name == catalog_keys.CATALOG:
             going = {one for one, _ in Catalog(store.url, store, prefix).steps().going()}
     for _, _, name in sorted(((name not in going, step, name) for step, name in folders), reverse=True):
         if committed_info(store, keys.join(keys.join(prefix, name), keys.METADATA)) is not None:

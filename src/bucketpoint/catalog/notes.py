@@ -1,6 +1,6 @@
-"""What people and jobs say about a step: metrics, pins, leases, resumes. Each is an object of its own.
+"""Notes of people and jobs on a step: metrics, pins, leases, resumes. Each note is an object of its own.
 
-Nobody reads, changes and writes: of any number of processes that note something at once, none loses another's.
+No note is changed by reading and rewriting it: when several processes note something at once, no note is lost.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from dataclasses import dataclass
 from bucketpoint.catalog.catalog import Catalog
 from bucketpoint.catalog.tombstones import GoneError, undo
 from bucketpoint.errors import BucketpointError, StoreError
-from bucketpoint.format import catalogue
-from bucketpoint.format.catalogue import MAX_NAME_BYTES, NoteKey
+from bucketpoint.format import catalog_keys
+from bucketpoint.format.catalog_keys import MAX_NAME_BYTES, NoteKey
 
 MAX_METRIC_NAME_BYTES = 120
 
 
 @dataclass(frozen=True)
 class PinInfo:
-    """A pin with what its author said."""
+    """A pin, with the reason and the author that were given."""
 
     step: int
     id: str
@@ -33,59 +33,59 @@ class PinInfo:
 
 
 def report(catalog: Catalog, step: int, metrics: Mapping[str, float], *, at: float | None = None) -> None:
-    """Note metrics of a step, at any time and from any process. Of one name the value reported last counts.
+    """Note metrics of a step, at any time and from any process. Of several values of a name, the last reported counts.
 
     The step may have no checkpoint yet, or never get one. NaN and infinite values are kept as they are.
 
     Args:
-        at: seconds since the epoch at which they were measured; now by default.
+        at: time of the measurement in seconds since the epoch; now by default.
 
     Raises:
         BucketpointError: a name is empty or too long, or a value is no number.
     """
-    head = ["", catalogue.METRICS, catalogue.milliseconds(catalog.clock() if at is None else at)]
+    head = ["", catalog_keys.METRICS, catalog_keys.milliseconds(catalog.clock() if at is None else at)]
     batch: list[str] = []
     for name in sorted(metrics):
         pair = [_metric_name(name), repr(_value(name, metrics[name]))]
-        # As many as fit one key: a request each would be more than the metrics are worth.
-        if batch and len(catalogue.encode([*head, *batch, *pair])) + 16 > MAX_NAME_BYTES:
-            _put(catalog, NoteKey(step, catalogue.METRICS, (head[2], *batch)))
+        # One key holds as many metrics as fit: one request for each metric would cost more than the metrics are worth.
+        if batch and len(catalog_keys.encode([*head, *batch, *pair])) + 16 > MAX_NAME_BYTES:
+            _put(catalog, NoteKey(step, catalog_keys.METRICS, (head[2], *batch)))
             batch = []
         batch += pair
     if batch:
-        _put(catalog, NoteKey(step, catalogue.METRICS, (head[2], *batch)))
+        _put(catalog, NoteKey(step, catalog_keys.METRICS, (head[2], *batch)))
 
 
 def pin(
     catalog: Catalog, step: int, *, reason: str = "", author: str | None = None, expires: float | None = None
 ) -> str:
-    """Keep a step until it is unpinned, or until `expires` (seconds since the epoch). Returns the pin's id.
+    """Keep a step until it is unpinned, or until `expires` (seconds since the epoch). Return the pin's id.
 
-    A checkpoint that already has a tombstone is saved by it.
+    If the checkpoint already has a tombstone, the pin takes the tombstone back.
 
     Raises:
-        GoneError: its deletion has begun. Nothing is pinned.
+        GoneError: the deletion of the checkpoint has begun. Nothing is pinned.
     """
     identity = os.urandom(4).hex()
-    end = "" if expires is None else catalogue.milliseconds(expires)
+    end = "" if expires is None else catalog_keys.milliseconds(expires)
     body = {"reason": reason, "author": author or _author(), "pinned": catalog.clock()}
-    _hold(catalog, NoteKey(step, catalogue.PIN, (identity, end)), json.dumps(body, sort_keys=True).encode())
+    _hold(catalog, NoteKey(step, catalog_keys.PIN, (identity, end)), json.dumps(body, sort_keys=True).encode())
     return identity
 
 
 def unpin(catalog: Catalog, step: int, id: str | None = None) -> int:  # noqa: A002 (what the pin calls it)
-    """Remove one pin of a step, or all of them. Returns how many there were."""
+    """Remove one pin of a step, or all of them. Return the number of removed pins."""
     keys = [one.key for one in catalog.snapshot().notes.pins if one.step == step and id in (None, one.id)]
     _delete(catalog, keys)
     return len(keys)
 
 
 def pins(catalog: Catalog) -> list[PinInfo]:
-    """All pins, expired ones too. One GET each."""
+    """Return all pins, expired ones too. One GET for each."""
     found = []
     for one in catalog.snapshot().notes.pins:
         try:
-            said = catalogue.content_of(catalog.store.get(one.key, max_bytes=1 << 20)[0])
+            said = catalog_keys.content_of(catalog.store.get(one.key, max_bytes=1 << 20)[0])
         except StoreError:
             said = {}
         found.append(PinInfo(one.step, one.id, str(said.get("reason", "")), str(said.get("author", "")), one.expires))
@@ -95,38 +95,39 @@ def pins(catalog: Catalog) -> list[PinInfo]:
 def lease(catalog: Catalog, step: int, holder: str, *, seconds: int = 600) -> None:
     """Keep a step while it is read: for `seconds` from now by the store's clock. Call it again to renew.
 
-    A pruner goes by its own clock, and lets it hold for a quarter of an hour more.
+    A pruner compares with its own clock, and lets the lease hold for a quarter of an hour more.
 
     Args:
-        holder: who reads; the same name renews, another one is a lease of its own.
+        holder: name of the reader. The same name renews the lease, another name makes a lease of its own.
 
     Raises:
-        GoneError: its deletion has begun. Nothing is leased.
+        GoneError: the deletion of the checkpoint has begun. Nothing is leased.
     """
     if seconds < 1 or not holder or len(holder.encode()) > 60:
         raise BucketpointError("A lease needs a holder of 1 to 60 bytes, and at least one second")
-    _hold(catalog, NoteKey(step, catalogue.LEASE, (holder, str(int(seconds)))), b"")
+    _hold(catalog, NoteKey(step, catalog_keys.LEASE, (holder, str(int(seconds)))), b"")
 
 
 def release(catalog: Catalog, step: int, holder: str) -> None:
-    """Give a lease back."""
+    """Give back a holder's lease on a step."""
     leases = catalog.snapshot().notes.leases
     _delete(catalog, [one.key for one in leases if one.step == step and one.holder == holder])
 
 
 def note_restored(catalog: Catalog, step: int) -> None:
-    """This run goes on from `step`: it stays until a newer full checkpoint is committed. One PUT.
+    """Note that this run goes on from `step`, which then stays until a newer full checkpoint is committed. One PUT.
 
-    A tombstone that the step has is void as long as it is held. Nobody asks whether its deletion has begun already:
-    what the job needed of it has been read.
+    A tombstone of the step is void as long as the note holds. The function does not check whether the deletion has
+    begun: the job has already read what it needs.
     """
-    now = catalogue.milliseconds(catalog.clock())
-    _put(catalog, NoteKey(step, catalogue.RESTORED, (now, os.urandom(4).hex())))
+    now = catalog_keys.milliseconds(catalog.clock())
+    _put(catalog, NoteKey(step, catalog_keys.RESTORED, (now, os.urandom(4).hex())))
 
 
 def _hold(catalog: Catalog, note: NoteKey, body: bytes) -> None:
     key = _put(catalog, note, body)
-    # The pruner says that it begins and then looks for notes; here it is the other way round, so one sees the other.
+    # A pruner first claims its tombstone and then looks for notes; this function first writes its note and then looks
+    # for claims. So at least one of the two sees the other.
     try:
         undo(catalog, note.step)
     except GoneError:
@@ -135,7 +136,7 @@ def _hold(catalog: Catalog, note: NoteKey, body: bytes) -> None:
 
 
 def _put(catalog: Catalog, note: NoteKey, body: bytes = b"") -> str:
-    key = catalog.own_key(catalogue.NOTES, note.name())
+    key = catalog.own_key(catalog_keys.NOTES, note.name())
     catalog.write(key, body)
     return key
 
@@ -147,7 +148,7 @@ def _delete(catalog: Catalog, keys: list[str]) -> None:
 
 
 def _metric_name(name: str) -> str:
-    if not 0 < len(catalogue.encode([name])) <= MAX_METRIC_NAME_BYTES:
+    if not 0 < len(catalog_keys.encode([name])) <= MAX_METRIC_NAME_BYTES:
         raise BucketpointError(
             f"A metric's name must have 1 to {MAX_METRIC_NAME_BYTES} bytes, and others than a-z, A-Z, 0-9, - and . "
             "count three times",

@@ -1,4 +1,4 @@
-"""A policy's file: read, and named in its errors. What it means is `retention`'s."""
+"""The file of a policy: reading it, and naming it in errors. `bucketpoint.retention` interprets the content."""
 
 from __future__ import annotations
 
@@ -6,19 +6,28 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-from bucketpoint.errors import Fault, InvalidURLError, PolicyError
-from bucketpoint.format.catalogue import StepTemplate
+from bucketpoint.errors import InvalidURLError, PolicyError, PolicyFault
+from bucketpoint.format.catalog_keys import StepTemplate
 from bucketpoint.retention import RetentionPolicy, from_yaml
 
 
-def read_policy(path: str | os.PathLike[str], *, environ: Mapping[str, str] | None = None) -> RetentionPolicy:
-    """The policy in a local YAML file.
-
-    Args:
-        environ: where `${VAR}` is taken from; this process's environment by default.
+def policy_of(policy: RetentionPolicy | str | os.PathLike[str]) -> RetentionPolicy:
+    """Return a policy that is given as such, or read it from its file.
 
     Raises:
-        PolicyError: with all that is wrong, each with its line and column; or the file cannot be read.
+        PolicyError: as `read_policy`.
+    """
+    return policy if isinstance(policy, RetentionPolicy) else read_policy(policy)
+
+
+def read_policy(path: str | os.PathLike[str], *, environ: Mapping[str, str] | None = None) -> RetentionPolicy:
+    """Read the policy in a local YAML file.
+
+    Args:
+        environ: values of `${VAR}`; this process's environment by default.
+
+    Raises:
+        PolicyError: the policy is wrong, with every fault and its line and column; or the file cannot be read.
     """
     try:
         text = Path(path).read_text(encoding="utf-8")
@@ -28,7 +37,7 @@ def read_policy(path: str | os.PathLike[str], *, environ: Mapping[str, str] | No
     try:
         StepTemplate(policy.layout.step_dir)
     except InvalidURLError as error:
-        # How long a folder's name may be is a matter of the catalogue's keys, which a policy knows nothing of.
-        fault = Fault(error.message, error.remedy, ("layout", "step_dir"))
+        # The catalog's keys limit the length of a folder's name; the classes of the policy do not know that limit.
+        fault = PolicyFault(error.message, error.remedy, ("layout", "step_dir"))
         raise PolicyError.of(fault, file=os.fspath(path)) from None
     return policy

@@ -13,12 +13,13 @@ class Pruned:
 
     Attributes:
         buried: got a tombstone.
-        deleted, thinned: gone, and reduced to their weights.
-        withdrawn: had a tombstone that is now void: somebody holds on to them, or they were saved anew.
-        refused: ordered, and not done, with the reason.
-        freed: bytes of data that are gone with those that were deleted or thinned.
-        failures: keys that the store did not delete, and why; what has failed is tried again by the next prune.
-        stopped: why nothing was done at all: another one prunes, or the newest checkpoint is not whole.
+        deleted, thinned: were deleted, and were reduced to their weights.
+        withdrawn: had a tombstone that is now void: they are held, or were saved anew.
+        refused: were ordered to go and were left, with the reason.
+        freed: bytes of data that were removed with each deleted or thinned checkpoint.
+        failures: keys that the store did not delete, with the reason; the next prune tries them again.
+        stopped: the reason why nothing was done at all: another pruner is at work, or the newest checkpoint is not
+            whole.
     """
 
     buried: list[tuple[int, str]] = field(default_factory=list)

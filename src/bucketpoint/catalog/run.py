@@ -1,4 +1,4 @@
-"""Which run a checkpoint is one of: the catalogue of a policy's run, and that which lies above a checkpoint's URL."""
+"""The run of a checkpoint: the catalog of a policy's run, and the catalog above a checkpoint's URL."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Any
 from bucketpoint.catalog.catalog import Catalog, open_catalog
 from bucketpoint.catalog.save_log import read_record
 from bucketpoint.errors import BucketpointError, InvalidURLError
-from bucketpoint.format import catalogue
-from bucketpoint.format.catalogue import StepTemplate
+from bucketpoint.format import catalog_keys
+from bucketpoint.format.catalog_keys import StepTemplate
 from bucketpoint.format.record import CommitRecord
 from bucketpoint.retention import RetentionPolicy
 
@@ -23,13 +23,13 @@ def open_run(
     storage_options: Mapping[str, Any] | None = None,
     fs: Any = None,
 ) -> Catalog:
-    """The catalogue of the run that a policy is for. Makes no request.
+    """Open the catalog of the run that a policy is for. Makes no request.
 
     Args:
-        root: of the run; by default the policy's.
+        root: URL of the run; by default the policy's `root`.
 
     Raises:
-        BucketpointError: neither says where the run is.
+        BucketpointError: neither `root` nor the policy says where the run is.
     """
     where = root if root is not None else policy.root
     if where is None:
@@ -39,24 +39,24 @@ def open_run(
 
 
 def parent_and_name(url: str) -> tuple[str, str] | None:
-    """The root and the folder of a checkpoint's URL; None for a URL that has nothing above it that could be a root."""
+    """Split a checkpoint's URL into root and folder; None if nothing above the folder could be a root."""
     above, slash, name = url.rstrip("/").rpartition("/")
     if not name or name in (".", "..") or above.endswith((":", "/")) or (slash and not above):
         return None
-    # A bucket is no folder: `s3://bucket` has a scheme's slash above it, which is caught as well.
+    # A bucket is not a folder: in `s3://bucket` the scheme's slash stands above it, which is refused as well.
     return above or ".", name
 
 
 def catalog_above(
     url: str, *, storage_options: Mapping[str, Any] | None = None, fs: Any = None
 ) -> tuple[Catalog, str] | None:
-    """The catalogue that the checkpoint at `url` belongs into, and the checkpoint's folder there. One LIST.
+    """Find the catalog of the checkpoint at `url`, and the checkpoint's folder in it. One LIST.
 
-    None if there is no catalogue above it whose run has folders of such a name. One is not begun for a single
-    checkpoint: no policy would see its neighbours.
+    None if no catalog above it has a run with folders of such a name. No catalog is created for a single checkpoint: a
+    policy would not see the checkpoints beside it.
 
     Raises:
-        AccessDeniedError: one may not list there.
+        AccessDeniedError: listing there is not allowed.
     """
     split = parent_and_name(url)
     if split is None:
@@ -66,7 +66,7 @@ def catalog_above(
         catalog = open_catalog(above, storage_options=storage_options, fs=fs)
     except InvalidURLError:
         return None
-    for path in sorted(catalog.store.list_folders(catalog.key(catalogue.CATALOGUE) + "/")):
+    for path in sorted(catalog.store.list_folders(catalog.key(catalog_keys.CATALOG) + "/")):
         for template in templates_of(path.rstrip("/").rpartition("/")[2]):
             if template.step_of(folder) is not None:
                 return replace(catalog, template=template), folder
@@ -74,11 +74,11 @@ def catalog_above(
 
 
 def record_above(url: str, *, storage_options: Mapping[str, Any] | None = None, fs: Any = None) -> CommitRecord | None:
-    """The record of the checkpoint at `url` in the catalogue above it, or None. Two small LISTs and a GET.
+    """Return the record of the checkpoint at `url` from the catalog above it, or None. Two small LISTs and a GET.
 
     Raises:
-        AccessDeniedError: one may not list there.
-        MetadataError: what lies there is no record.
+        AccessDeniedError: listing there is not allowed.
+        MetadataError: the object is not a commit record.
     """
     found = catalog_above(url, storage_options=storage_options, fs=fs)
     if found is None:
@@ -89,8 +89,11 @@ def record_above(url: str, *, storage_options: Mapping[str, Any] | None = None, 
 
 
 def templates_of(namespace: str) -> Iterator[StepTemplate]:
-    """The templates whose runs have this folder for their catalogue. Padding is not told by it."""
-    parts = catalogue.decode(namespace)
+    """Yield the templates whose runs have this folder for their catalog.
+
+    The folder does not tell the padding of steps.
+    """
+    parts = catalog_keys.decode(namespace)
     text = parts[0] if parts is not None and len(parts) == 1 else ""
     for at, letter in enumerate(text):
         if letter != "N" or "{" in text or "}" in text:

@@ -1,4 +1,4 @@
-"""What a writer tells the catalogue: an intent before the first upload, a record after the commit."""
+"""The log of a save in the catalog: an intent before the first upload, a record after the commit."""
 
 from __future__ import annotations
 
@@ -9,33 +9,33 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from bucketpoint.catalog.catalog import Catalog
-from bucketpoint.catalog.claim import hold
 from bucketpoint.catalog.notes import report
+from bucketpoint.catalog.run_owner import ensure
 from bucketpoint.errors import BucketpointError, CorruptDataError, MetadataError, ObjectNotFoundError
-from bucketpoint.format import catalogue
-from bucketpoint.format.catalogue import AttemptKey, CommitKey, UploadKey
+from bucketpoint.format import catalog_keys
+from bucketpoint.format.catalog_keys import AttemptKey, CommitKey, UploadKey
 from bucketpoint.format.groups import OTHER
 from bucketpoint.format.record import MAX_RECORD_BYTES, CommitRecord
 from bucketpoint.retention.row import FULL, KINDS
 
 if TYPE_CHECKING:
-    from bucketpoint.catalog.pruning import PruneWorker
+    from bucketpoint.catalog.deletion.prune_worker import PruneWorker
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class SaveLog:
-    """Give it to a writer as `log=`: its commits are then in the catalogue.
+    """Log that records a writer's commits in the catalog: pass it to the writer as `log=`.
 
-    A save costs a small PUT and a DELETE more than one without; its record lies in the catalogue and not beside
-    `.metadata`. Where uploads are listed by their exact key only, so does each rank that uploads in parts. A trainer
-    without the right to delete leaves its intents, which the pruner removes.
+    A save with a log costs one small PUT and one DELETE more; its record is stored in the catalog and not beside
+    `.metadata`. If the store lists uploads by their exact key only, each rank that uploads in parts costs as much
+    again. A trainer without the right to delete leaves its intents, which the pruner removes.
 
     Attributes:
-        kind: of checkpoint.
-        metrics: known at save. They are in the record, and reported like any others.
-        git_sha, config_hash: of what the job runs.
+        kind: kind of the checkpoints.
+        metrics: metrics known at save. They are in the record, and are reported like any others.
+        git_sha, config_hash: commit and configuration of the job's program.
         pruner: told of each commit, so that it carries out a policy.
     """
 
@@ -53,10 +53,11 @@ class SaveLog:
     def begin(self, url: str, token: str) -> None:
         catalog = self.catalog
         folder, step = catalog.folder_of(url)
-        hold(catalog)
+        ensure(catalog)
         body = {"version": 1, "token": token, "url": url, "started": catalog.clock()}
-        # A checkpoint of this step that has a tombstone keeps it: it may be one that the run has given up, which a save
-        # that dies must not bring back. Its deletion goes by its own tokens, and the pruner waits for this attempt.
+        # A tombstone on an existing checkpoint of this step stays: the run may have given that checkpoint up, and a
+        # save that dies must not bring it back. The deletion removes only data with that checkpoint's tokens, and the
+        # pruner waits for this attempt.
         catalog.write(self._attempt(folder, step, token), _json(body))
 
     def uploading(self, url: str, token: str, rank: int, paths: Sequence[str]) -> None:
@@ -75,14 +76,15 @@ class SaveLog:
             "config_hash": self.config_hash,
         }
 
-    def committed(self, url: str, record: CommitRecord) -> None:
+    def committed(self, url: str, record: CommitRecord, *, intent_stays: bool = False) -> None:
         folder, step = self.catalog.folder_of(url)
         write_record(self.catalog, folder, step, record)
         try:
             self._note_metrics(step)
-            self._delete_intent(folder, step, record.token)
+            if not intent_stays:
+                self._delete_intent(folder, step, record.token)
         except BucketpointError as error:
-            # A trainer may lack the right to delete, and its pruner has more to say about that.
+            # A trainer may lack the right to delete. That must not fail the save; its pruner reports it in detail.
             logger.warning("step %d is committed and recorded; what should have followed did not: %s", step, error)
         if self.pruner is not None:
             self.pruner.after_commit(step)
@@ -98,30 +100,30 @@ class SaveLog:
 
     def _uploads(self, url: str, token: str, rank: int) -> str:
         folder, step = self.catalog.folder_of(url)
-        return self.catalog.own_key(catalogue.UPLOADS, UploadKey(step, token, rank, folder).name())
+        return self.catalog.own_key(catalog_keys.UPLOADS, UploadKey(step, token, rank, folder).name())
 
     def _attempt(self, folder: str, step: int, token: str) -> str:
-        return self.catalog.own_key(catalogue.STEPS, AttemptKey(step, token, folder).name())
+        return self.catalog.own_key(catalog_keys.STEPS, AttemptKey(step, token, folder).name())
 
 
 def write_record(catalog: Catalog, folder: str, step: int, record: CommitRecord) -> str:
-    """Put the record of a commit under the key that says the same, and return the key."""
-    mark = catalogue.mark_of(record.metadata_etag)
+    """Write the record of a commit under the key that encodes the same facts, and return the key."""
+    mark = catalog_keys.mark_of(record.metadata_etag)
     token = record.token or ""
-    # What no group is known of, as in the objects of other writers, counts as well.
+    # Bytes without a known group, as in the objects of other writers, must count as well.
     groups = {**record.groups, OTHER: record.groups.get(OTHER, 0) + record.bytes - sum(record.groups.values())}
     name = CommitKey(step, record.created or 0.0, token, record.kind, mark, folder, groups).name()
-    key = catalog.own_key(catalogue.STEPS, name)
-    # The key names the commit whole: whatever is there already says the same.
+    key = catalog.own_key(catalog_keys.STEPS, name)
+    # The key encodes the whole commit: an object that exists under it already says the same.
     catalog.create(key, replace(record, step=step).to_json())
     return key
 
 
 def read_record(catalog: Catalog, key: str) -> CommitRecord | None:
-    """The record itself, which says more than its key; None where it is gone.
+    """Read a record, which holds more than its key. None if it is gone.
 
     Raises:
-        MetadataError: there is something else.
+        MetadataError: the object is not a commit record.
     """
     url = f"{catalog.store.url}/{key}"
     try:

@@ -1,12 +1,12 @@
-"""What a run's catalogue says at one moment: listings in, checkpoints and rows out. No I/O."""
+"""The state of a run's catalog at one moment: made from listings, and turned into the rows of a plan."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
-from bucketpoint.format import catalogue
-from bucketpoint.format.catalogue import AttemptKey, CommitKey, NoteKey
+from bucketpoint.format import catalog_keys
+from bucketpoint.format.catalog_keys import AttemptKey, CommitKey, NoteKey
 from bucketpoint.retention.row import FULL, Row
 from bucketpoint.stores import ObjectInfo
 
@@ -14,27 +14,27 @@ DELETE = "delete"
 THIN = "thin"
 
 BEGUN_BYTES = 4096
-"""Size of a tombstone that a pruner has claimed, so that a listing tells. One that waits is smaller."""
+"""Size of a tombstone that a pruner has claimed, so that a listing shows the claim. One that waits is smaller."""
 
 SAFETY_AGE_S = 48 * 3600.0
-"""An attempt that began so long ago is dead. Far above the longest save."""
+"""Age at which an attempt counts as dead. Far above the longest save."""
 
 
 CLOCKS_S = 900.0
-"""How far a pruner's clock may be ahead of the store's: S3 refuses requests whose time is further off (15 minutes)."""
+"""Most seconds by which a pruner's clock may be ahead of the store's: S3 refuses requests that are 15 minutes off."""
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A commit as its record's key tells it.
+    """A commit, as the key of its record describes it.
 
     Attributes:
         id: token of the attempt that committed.
-        mark: of the `.metadata` that was committed.
-        folder: below the run's root.
+        mark: mark of the `.metadata` that was committed.
+        folder: path below the run's root.
         groups: bytes by object group.
-        key: of the record; None where there is none yet.
-        written: when the record was, by the store's clock, in seconds since the epoch.
+        key: key of the record; None if there is none yet.
+        written: time at which the record was written, by the store's clock, in seconds since the epoch.
     """
 
     step: int
@@ -64,17 +64,17 @@ class Attempt:
     """Seconds since the epoch, by the store's clock."""
 
     def is_live(self, now: float, age: float = SAFETY_AGE_S) -> bool:
-        """Whether it may still commit. What the store does not date is not known to be old."""
+        """Return True if the attempt may still commit. Without a date from the store it never counts as old."""
         return self.started is None or now - self.started < age
 
 
 @dataclass(frozen=True)
 class Tombstone:
-    """A checkpoint that goes at `due`, or is thinned then. `etag` is that of the note, at the time it was listed.
+    """An order to delete or thin a checkpoint at `due`. `etag` is the note's ETag when it was listed.
 
     Attributes:
-        undone: taken back; what remains of it says nothing.
-        begun: a pruner has claimed it, and may have begun to delete.
+        undone: True if it was taken back; what remains of it is void.
+        begun: True if a pruner has claimed it, and may have begun to delete.
     """
 
     step: int
@@ -91,7 +91,7 @@ class Tombstone:
 
 @dataclass(frozen=True)
 class Pin:
-    """Somebody wants the step kept, until `expires` if that is known."""
+    """A request to keep a step, until `expires` if that is set."""
 
     step: int
     id: str
@@ -100,8 +100,8 @@ class Pin:
 
 
 @dataclass(frozen=True)
-class Lease:
-    """Valid for `seconds` after its last heartbeat, and then for as long as clocks may differ."""
+class ReadLease:
+    """A lease, valid for `seconds` after its last heartbeat, and then for as long as clocks may differ (`CLOCKS_S`)."""
 
     step: int
     holder: str
@@ -110,14 +110,14 @@ class Lease:
     key: str
 
     def valid(self, now: float) -> bool:
-        # The heartbeat is by the store's clock and `now` by the pruner's; neither that nor a store that tells no times
-        # may end a lease early.
+        # The heartbeat is by the store's clock and `now` by the pruner's. Neither this difference nor a store without
+        # times may end a lease early.
         return self.beaten is None or now <= self.beaten + self.seconds + CLOCKS_S
 
 
 @dataclass(frozen=True)
-class Report:
-    """One metric of a step, as it was reported at `time`."""
+class MetricReport:
+    """One metric of a step, as reported at `time`."""
 
     step: int
     time: float
@@ -128,7 +128,7 @@ class Report:
 
 @dataclass(frozen=True)
 class Resume:
-    """A job went on from the step at `time`."""
+    """A note that a job went on from the step at `time`."""
 
     step: int
     time: float
@@ -137,24 +137,28 @@ class Resume:
 
 @dataclass(frozen=True)
 class Notes:
-    """What has been said about steps, whether they have a checkpoint or not. Tombstones lie with the records."""
+    """All notes on steps, with or without a checkpoint.
 
-    reports: tuple[Report, ...] = ()
+    Tombstones are stored with the records, not with other notes.
+    """
+
+    reports: tuple[MetricReport, ...] = ()
     pins: tuple[Pin, ...] = ()
-    leases: tuple[Lease, ...] = ()
+    leases: tuple[ReadLease, ...] = ()
     resumes: tuple[Resume, ...] = ()
     tombstones: tuple[Tombstone, ...] = ()
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """The catalogue at `taken`.
+    """The catalog at the time `taken`.
 
     Attributes:
-        checkpoints: in order; one for each folder. What has no record only where it was looked for.
-        superseded: records of commits that another one in the same folder has replaced.
-        finished: attempts whose intent is still there although they have their record.
-        runs: the names of the run whose they are. None if it has no name; more for the moment in which two claim them.
+        checkpoints: in order, one for each folder. Those without a record are there only if they were looked for.
+        superseded: records of commits that another commit in the same folder has replaced.
+        finished: attempts whose intent still exists although they have a record.
+        runs: name of the run that owns the folders; empty if the run has no name. Several names appear only while two
+            runs claim the folders at once.
     """
 
     taken: float
@@ -166,13 +170,16 @@ class Snapshot:
     runs: frozenset[str] = frozenset()
 
     def with_notes(self, notes: Notes) -> Snapshot:
-        """With what was said elsewhere; tombstones are this one's own."""
+        """Return the snapshot with these notes; the tombstones stay those of the snapshot."""
         return replace(self, notes=replace(notes, tombstones=self.notes.tombstones))
 
     def rows(self) -> list[Row]:
-        """What the rules decide on: every checkpoint that has a record, and that no tombstone stands for."""
+        """Return the rows that the rules decide on: checkpoints with a record and without a tombstone for deletion.
+
+        A row with a tombstone stays if its step is held, unless a pruner has begun to delete it.
+        """
         going = self.going()
-        # A pruner that is suspended deletes these once it wakes, whoever holds on to them now.
+        # A suspended pruner deletes these once it wakes, even if they are held by now.
         begun = {(one.folder, one.id) for one in self.notes.tombstones if one.begun and one.action == DELETE}
         metrics = self.metrics()
         held = self.held()
@@ -190,7 +197,7 @@ class Snapshot:
                 restored_from="restored from" in held.get(one.step, ()),
             )
             for one in self.recorded
-            # A tombstone on what somebody has pinned since will be withdrawn.
+            # The tombstone of a step that is held will be withdrawn, so its checkpoint stays a row.
             if (one.folder, one.id) not in going or (one.step in held and (one.folder, one.id) not in begun)
         ]
 
@@ -200,22 +207,22 @@ class Snapshot:
 
     @property
     def unrecorded(self) -> tuple[Checkpoint, ...]:
-        """Checkpoints without a record, where they were looked for: no rule decides on them."""
+        """Checkpoints without a record, if they were looked for: no rule decides on them."""
         return tuple(one for one in self.checkpoints if one.key is None)
 
     def going(self) -> set[tuple[str, str]]:
-        """(folder, id) of what a tombstone will delete."""
+        """Return (folder, id) of the checkpoints that a tombstone will delete."""
         return {(one.folder, one.id) for one in self.notes.tombstones if one.action == DELETE and not one.undone}
 
     def metrics(self) -> dict[int, dict[str, float]]:
-        """By step and name; of several values the one that was reported last."""
+        """Return the metrics by step and name; of several values the one that was reported last."""
         found: dict[int, dict[str, float]] = {}
         for one in sorted(self.notes.reports, key=lambda one: (one.time, one.key)):
             found.setdefault(one.step, {})[one.name] = one.value
         return found
 
     def held(self) -> dict[int, set[str]]:
-        """Steps that somebody holds on to at the moment, and why."""
+        """Return the steps that are held at the moment, with the reasons: pinned, leased or restored from."""
         found: dict[int, set[str]] = {}
         for pin in self.notes.pins:
             if pin.expires is None or self.taken < pin.expires:
@@ -230,9 +237,10 @@ class Snapshot:
         return found
 
     def newest(self) -> set[tuple[str, str]]:
-        """(folder, id) of what is never deleted: the newest full checkpoint by step and by time, and the newest.
+        """Return (folder, id) of the checkpoints that are never deleted.
 
-        What has a tombstone counts only where nothing else is left: a rollback discards the highest steps.
+        These are the newest full checkpoint by step and by time, and the newest of any kind by step and by time.
+        Checkpoints with a tombstone count only if no others are left: a rollback discards the highest steps.
         """
         going = self.going()
         staying = [one for one in self.checkpoints if (one.folder, one.id) not in going] or [*self.checkpoints]
@@ -250,7 +258,7 @@ def _by_time(one: Checkpoint) -> tuple[float, int, str]:
 
 
 def read_steps(listed: Iterable[tuple[str, ObjectInfo]], *, taken: float) -> Snapshot:
-    """Checkpoints, attempts and tombstones, of a listing of names. Unknown names are left out."""
+    """Parse checkpoints, attempts and tombstones from a listing of names. Unknown names are ignored."""
     by_folder: dict[str, list[Checkpoint]] = {}
     attempts = []
     tombstones = []
@@ -274,11 +282,11 @@ def read_steps(listed: Iterable[tuple[str, ObjectInfo]], *, taken: float) -> Sna
             attempts.append(Attempt(attempt.step, attempt.token, attempt.folder, info.key, info.modified))
         elif tombstone := _tombstone(name, info):
             tombstones.append(tombstone)
-        elif run := catalogue.run_of(name):
+        elif run := catalog_keys.run_of(name):
             runs.add(run)
     current, superseded = [], []
     for records in by_folder.values():
-        # Of one attempt the thinned record is the later one: nothing makes a thinned checkpoint whole again.
+        # Of two records of one attempt, the thinned one is the later: nothing makes a thinned checkpoint whole again.
         *older, last = sorted(records, key=lambda one: (one.created, one.id, one.kind != FULL, one.key))
         current.append(last)
         superseded += older
@@ -295,36 +303,36 @@ def read_steps(listed: Iterable[tuple[str, ObjectInfo]], *, taken: float) -> Sna
 
 
 def read_notes(listed: Iterable[tuple[str, ObjectInfo]]) -> Notes:
-    """The notes of a listing of names, without tombstones. Unknown and malformed ones are left out."""
-    reports: list[Report] = []
+    """Parse the notes, without tombstones, from a listing of names. Unknown and malformed names are ignored."""
+    reports: list[MetricReport] = []
     pins: list[Pin] = []
-    leases: list[Lease] = []
+    leases: list[ReadLease] = []
     resumes: list[Resume] = []
     for name, info in listed:
         note = NoteKey.parse(name)
         if note is None:
             continue
         try:
-            if note.kind == catalogue.METRICS:
+            if note.kind == catalog_keys.METRICS:
                 reports += _reports(note, info.key)
-            elif note.kind == catalogue.PIN:
+            elif note.kind == catalog_keys.PIN:
                 pins.append(_pin(note, info.key))
-            elif note.kind == catalogue.LEASE:
+            elif note.kind == catalog_keys.LEASE:
                 holder, seconds = note.fields
-                leases.append(Lease(note.step, holder, float(seconds), info.modified, info.key))
-            elif note.kind == catalogue.RESTORED:
+                leases.append(ReadLease(note.step, holder, float(seconds), info.modified, info.key))
+            elif note.kind == catalog_keys.RESTORED:
                 resumes.append(Resume(note.step, _time(note.fields[0]), info.key))
         except (ValueError, IndexError):
             continue
     return Notes(tuple(reports), tuple(pins), tuple(leases), tuple(resumes))
 
 
-def _reports(note: NoteKey, key: str) -> list[Report]:
+def _reports(note: NoteKey, key: str) -> list[MetricReport]:
     time, *pairs = note.fields
     if len(pairs) % 2:
         raise ValueError("a metric without a value")
     at = _time(time)
-    return [Report(note.step, at, pairs[i], float(pairs[i + 1]), key) for i in range(0, len(pairs), 2)]
+    return [MetricReport(note.step, at, pairs[i], float(pairs[i + 1]), key) for i in range(0, len(pairs), 2)]
 
 
 def _pin(note: NoteKey, key: str) -> Pin:
@@ -334,20 +342,20 @@ def _pin(note: NoteKey, key: str) -> Pin:
 
 def _tombstone(name: str, info: ObjectInfo) -> Tombstone | None:
     note = NoteKey.parse(name)
-    if note is None or note.kind != catalogue.TOMBSTONE or len(note.fields) != 5:
+    if note is None or note.kind != catalog_keys.TOMBSTONE or len(note.fields) != 5:
         return None
     token, moment, action, mark, folder = note.fields
-    due = catalogue.seconds(moment)
+    due = catalog_keys.seconds(moment)
     if due is None or action not in (DELETE, THIN):
         return None
-    # An undone one is empty, so that a listing tells.
+    # An undone tombstone is empty, and a claimed one has at least `BEGUN_BYTES`: the size in a listing tells the state.
     return Tombstone(
         note.step, token, due, action, mark, folder, info.key, info.etag, info.size == 0, info.size >= BEGUN_BYTES
     )
 
 
 def _time(text: str) -> float:
-    found = catalogue.seconds(text)
+    found = catalog_keys.seconds(text)
     if found is None:
         raise ValueError("not a time")
     return found

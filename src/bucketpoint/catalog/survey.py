@@ -1,4 +1,4 @@
-"""What there is of a run, whoever saved it: records and notes, checkpoints without a record, or nothing at all."""
+"""The survey of a run, whoever saved it: records and notes, checkpoints without a record, or nothing at all."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ _NAMED_AT_MOST = 3
 
 
 def survey(catalog: Catalog) -> Snapshot:
-    """The snapshot of a run that is there, with the checkpoints that have no record.
+    """Return the snapshot of an existing run, including the checkpoints that have no record.
 
-    Three LISTs for each 1,000, and one small GET for each folder without a record.
+    Three LISTs for each 1,000 keys, and one small GET for each folder without a record.
 
     Raises:
-        CheckpointNotFoundError: nothing of the run is there: no checkpoint, no save and no note.
+        CheckpointNotFoundError: the run has no checkpoint, no save and no note.
     """
     snapshot = catalog.with_unrecorded(catalog.snapshot())
     noted = snapshot.notes != Notes() or snapshot.attempts or snapshot.finished or snapshot.runs
@@ -28,9 +28,9 @@ def survey(catalog: Catalog) -> Snapshot:
 
 
 def size_of(catalog: Catalog, folder: str) -> int:
-    """Bytes of the data in the folder of a checkpoint without a record. One LIST for each 1,000 objects."""
+    """Return the bytes of data in the folder of a checkpoint without a record. One LIST for each 1,000 objects."""
     listed = catalog.objects_of(folder)
-    # What lies deeper and has no token may be another run's.
+    # Objects in deeper folders without a token in their name may belong to another run.
     data = (path for path in listed if keys.token_of(path) or ("/" not in path and keys.may_be_data(path)))
     return sum(listed[path].size for path in data)
 

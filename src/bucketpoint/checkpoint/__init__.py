@@ -1,1 +1,1 @@
-"""A committed checkpoint as it lies in a store: found, looked at and summed up, without torch where that will do."""
+"""Committed checkpoints in a store: opened, inspected, verified and summed up, without torch where possible."""

@@ -1,6 +1,6 @@
-"""Where a load's metadata comes from: `.metadata`, or the index that it names; and why there is none.
+"""The source of a load's metadata: `.metadata`, or the index that it names; or the reason why there is none.
 
-One or two small requests. Nothing is decoded here.
+One or two small requests.
 """
 
 from __future__ import annotations
@@ -22,17 +22,21 @@ from bucketpoint.errors import (
     ObjectNotFoundError,
     StoreError,
 )
-from bucketpoint.format import index_ref, keys
-from bucketpoint.format.deletion_marker import is_marker, parse_marker
-from bucketpoint.format.index_ref import IndexRef
-from bucketpoint.format.metadata_facts import extra
+from bucketpoint.format import keys
+from bucketpoint.format.index import ref as index_ref
+from bucketpoint.format.index.ref import IndexRef
+from bucketpoint.format.metadata.deletion_marker import is_marker, parse_marker
+from bucketpoint.format.metadata.facts import extra
 from bucketpoint.stores import ObjectInfo, Store
 from bucketpoint.transfer import retry_transient
 
 logger = logging.getLogger(__name__)
 
 MAX_METADATA_BYTES = 16 << 30
-"""Far above what any job writes: only there so that a wrong object is refused before it fills the memory."""
+"""Most bytes of a metadata object, far above what any job writes.
+
+A wrong object is refused before it fills the memory.
+"""
 
 _LOOKED_AT = 1000
 _NAMED_AT_MOST = 5
@@ -40,7 +44,7 @@ _NAMED_AT_MOST = 5
 
 @dataclass(frozen=True)
 class MetadataSource:
-    """A checkpoint's URL, and how to read there."""
+    """The store and the URL of a checkpoint, from which its metadata is read."""
 
     store: Store
     prefix: str
@@ -48,13 +52,14 @@ class MetadataSource:
     attempts: int
 
     def read(self, *, indexed: bool) -> bytes:
-        """`.metadata`; or instead of a large one the index that it names, which says the same in fewer bytes.
+        """Read `.metadata`; or, instead of a large one, the index that it names, which says the same in fewer bytes.
 
         Args:
-            indexed: whether an index will do.
+            indexed: True if the caller accepts an index.
 
         Raises:
-            CheckpointNotFoundError: nothing is committed here. CheckpointDeletedError: not any more.
+            CheckpointNotFoundError: nothing is committed here.
+            CheckpointDeletedError: the checkpoint was deleted.
         """
         head, info = self._first(keys.METADATA, index_ref.HEAD_BYTES if indexed else None)
         whole = info.size <= len(head)
@@ -63,23 +68,24 @@ class MetadataSource:
         if index is not None:
             return index
         data = head if whole else self.get(keys.METADATA)
-        # Tools that only look come here too, and need not wait for torch.
-        from bucketpoint.format.index_read import is_index
+        # Imported here: tools that only inspect metadata use this module too, and need not wait for torch.
+        from bucketpoint.format.index.decode import is_index
 
         if is_index(data):
             raise MetadataError("The metadata object is an index and not DCP's metadata", url=self.url)
         return data
 
     def get(self, name: str) -> bytes:
-        """A metadata object.
+        """Read a metadata object.
 
         Raises:
-            CheckpointNotFoundError: it is not there. CheckpointDeletedError: not any more.
+            CheckpointNotFoundError: the object is not there.
+            CheckpointDeletedError: the checkpoint was deleted.
         """
         return self.get_with_info(name)[0]
 
     def get_with_info(self, name: str) -> tuple[bytes, ObjectInfo]:
-        """The same, and what the store says of it."""
+        """Read a metadata object, and the store's description of it."""
         return self._first(name, None)
 
     def _first(self, name: str, first: int | None) -> tuple[bytes, ObjectInfo]:
@@ -98,13 +104,13 @@ class MetadataSource:
         return data, info
 
     def _index(self, ref: IndexRef) -> bytes | None:
-        """The index, if it is the one that is meant. Whatever is wrong with it, `.metadata` says the same."""
+        """Read the index. None if it is missing or not the one that is meant: `.metadata` says the same."""
         key = keys.join(self.prefix, ref.path)
         try:
             data, _ = retry_transient(lambda: self.store.get(key, max_bytes=ref.size), attempts=self.attempts)
         except (ObjectNotFoundError, AccessDeniedError, CorruptDataError) as error:
-            # Also what an overwrite between the two reads looks like: what is there now is then read as a whole. S3
-            # answers 403 instead of 404 to those who may not list.
+            # An overwrite between the two reads looks like this too: the metadata that is there now is then read as a
+            # whole. S3 answers 403 instead of 404 to callers that may not list.
             logger.info("the index of %s cannot be read, so all of its metadata is: %s", self.url, error)
             return None
         if not ref.fits(data):
@@ -113,7 +119,7 @@ class MetadataSource:
         return data
 
     def names_here(self) -> list[str]:
-        """What lies here, the first 1,000; nothing for those who may not list. A load that works never lists."""
+        """List the first 1,000 names that lie here; empty if the caller may not list. A load that works never lists."""
         above = self.prefix + "/" if self.prefix else ""
         try:
             return [info.key.removeprefix(above) for info in itertools.islice(self.store.list(above), _LOOKED_AT)]
@@ -122,7 +128,7 @@ class MetadataSource:
             return []
 
     def nothing_here(self) -> CheckpointNotFoundError:
-        """Why there is no checkpoint, by what lies here instead."""
+        """Return the error that says why there is no checkpoint, by the objects that lie here instead."""
         names = self.names_here()
         if keys.rank_metadata(0) in names:
             return CheckpointNotFoundError(
@@ -152,10 +158,13 @@ class MetadataSource:
         )
 
     def _below(self, names: Sequence[str]) -> tuple[str | None, list[str]]:
-        """The folder of the newest checkpoint below, by its number or else the last by name; and those of others."""
+        """Return the folder of the newest checkpoint below, and the folders of all that were found.
+
+        The newest has the highest number, or else it is the last by name.
+        """
         inside = {name.removesuffix("/" + keys.METADATA) for name in names if name.endswith("/" + keys.METADATA)}
         try:
-            # What was listed may all be of the oldest one.
+            # The names that were listed may all be of the oldest checkpoint.
             newest = newest_folder(self.store, self.prefix) if any("/" in name for name in names) else None
         except StoreError as error:
             logger.debug("could not look below %s: %s", self.url, error)
@@ -165,7 +174,7 @@ class MetadataSource:
 
 
 def committed_etags(metadata: Any, store: Store, url: str | None) -> dict[str, str]:
-    """ETags to insist on, if the checkpoint still lies where it was committed: copies have their own."""
+    """Return the ETags that a load requires. Empty if the checkpoint was copied elsewhere: copies have their own."""
     facts = extra(metadata)
     if not store.capabilities.pinned_reads or facts.get("url") != url or facts.get("endpoint") != store.identity:
         return {}

@@ -1,4 +1,4 @@
-"""What a saved checkpoint holds, and where two differ, from their metadata alone. No requests, and no tensors."""
+"""The summary of a checkpoint, and the differences between two, from their metadata alone."""
 
 from __future__ import annotations
 
@@ -7,25 +7,25 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from bucketpoint.checkpoint.saved import SavedCheckpoint
+from bucketpoint.checkpoint.open import SavedCheckpoint
 from bucketpoint.format import keys
 from bucketpoint.format.groups import group_of
 from bucketpoint.format.item_info import ItemInfo
-from bucketpoint.format.metadata_facts import is_tensor
+from bucketpoint.format.metadata.facts import is_tensor
 from bucketpoint.format.record import CommitRecord
 from bucketpoint.transfer.checksum import combine
 
 
 @dataclass(frozen=True)
-class Entry:
+class SummaryEntry:
     """One key of the saved state.
 
     Attributes:
-        dtype, shape: None for what is no tensor.
-        nbytes: of a tensor's elements; else of the bytes as they are stored.
-        chunks: how many pieces it was saved in.
+        dtype, shape: None if the entry is no tensor.
+        nbytes: bytes of a tensor's elements; of other entries, the bytes as they are stored.
+        chunks: number of pieces in which it was saved.
         group: the object group of its bytes.
-        crc32c: of all its elements in row-major order, whatever it was cut into; None where that is not known.
+        crc32c: CRC32C of all its elements in row-major order, however it was cut; None if that is not known.
     """
 
     fqn: str
@@ -45,18 +45,18 @@ class Summary:
     record: CommitRecord
     metadata_nbytes: int
     modified: float | None
-    """When `.metadata` was written, by the store's clock, in seconds since the epoch."""
+    """Time at which `.metadata` was written, by the store's clock, in seconds since the epoch."""
     copied_from: str | None
     ours: bool
-    entries: dict[str, Entry]
+    entries: dict[str, SummaryEntry]
     groups: dict[str, int]
 
     @property
-    def tensors(self) -> list[Entry]:
+    def tensors(self) -> list[SummaryEntry]:
         return [entry for entry in self.entries.values() if entry.dtype is not None]
 
     def by_dtype(self) -> dict[str, tuple[int, int]]:
-        """How many tensors there are of each dtype, and their bytes."""
+        """Return the number of tensors of each dtype, and their bytes."""
         found: dict[str, tuple[int, int]] = {}
         for entry in self.tensors:
             count, nbytes = found.get(str(entry.dtype), (0, 0))
@@ -65,7 +65,7 @@ class Summary:
 
 
 def summarise(saved: SavedCheckpoint) -> Summary:
-    """What the checkpoint holds. Raises MetadataError where its metadata is malformed."""
+    """Summarise a checkpoint. Raises MetadataError if its metadata is malformed."""
     stored = {(index.fqn, _place(index.offset)): info for index, info in saved.items}
     entries = {fqn: _entry(fqn, entry, stored) for fqn, entry in saved.metadata.state_dict_metadata.items()}
     groups: dict[str, int] = {}
@@ -80,7 +80,8 @@ def summarise(saved: SavedCheckpoint) -> Summary:
         saved.facts.get("copied_from"),
         bool(saved.facts),
         dict(sorted(entries.items())),
-        # Of objects where their names tell, which counts the frames too; of the entries where another wrote them.
+        # Sizes of objects, if their names tell the group: this counts the frames too. For other writers, sizes of
+        # entries.
         record.groups or dict(sorted(groups.items())),
     )
 
@@ -89,15 +90,15 @@ def _place(offset: Sequence[int] | None) -> tuple[int, ...] | None:
     return None if offset is None else tuple(offset)
 
 
-def _entry(fqn: str, entry: Any, stored: dict[tuple[str, tuple[int, ...] | None], ItemInfo]) -> Entry:
+def _entry(fqn: str, entry: Any, stored: dict[tuple[str, tuple[int, ...] | None], ItemInfo]) -> SummaryEntry:
     if not is_tensor(entry):
         info = stored.get((fqn, None))
         group = _group(fqn, info, tensor=False)
-        return Entry(fqn, None, None, info.length if info else 0, 1, group, info.crc32c if info else None)
+        return SummaryEntry(fqn, None, None, info.length if info else 0, 1, group, info.crc32c if info else None)
     shape = tuple(entry.size)
     items = [(tuple(chunk.offsets), tuple(chunk.sizes), stored.get((fqn, tuple(chunk.offsets))))
              for chunk in entry.chunks]  # fmt: skip
-    return Entry(
+    return SummaryEntry(
         fqn,
         str(entry.properties.dtype).removeprefix("torch."),
         shape,
@@ -116,9 +117,10 @@ def _group(fqn: str, info: ItemInfo | None, *, tensor: bool) -> str:
 def _whole_crc(
     shape: tuple[int, ...], items: Sequence[tuple[tuple[int, ...], tuple[int, ...], ItemInfo | None]]
 ) -> int | None:
-    """The CRC32C of a tensor from those of its chunks, where they follow each other in its row-major order.
+    """Combine the CRC32C of a tensor from those of its chunks, if they follow each other in its row-major order.
 
-    So it does not depend on how many ranks saved it, as long as they cut it along the first dimension alone.
+    The result does not depend on how many ranks saved the tensor, as long as they cut it along the first dimension
+    alone.
     """
     at, crc = 0, 0
     for offsets, sizes, info in sorted(items, key=lambda item: item[0]):
@@ -133,18 +135,18 @@ def _whole_crc(
 
 @dataclass(frozen=True)
 class Difference:
-    """Where two checkpoints differ.
+    """The differences between two checkpoints.
 
     Attributes:
-        only_a, only_b: entries whose key the other does not have.
-        changed: entries with another dtype or shape, of a and of b.
-        values: keys whose checksums differ. Empty where values were not compared.
-        equal, unknown: how many keys have equal checksums, and which have none that could be compared.
+        only_a, only_b: entries whose key the other checkpoint does not have.
+        changed: entries with another dtype or shape, as pairs of a and b.
+        values: keys whose checksums differ. Empty if values were not compared.
+        equal, unknown: the number of keys with equal checksums, and the keys without checksums to compare.
     """
 
-    only_a: list[Entry]
-    only_b: list[Entry]
-    changed: list[tuple[Entry, Entry]]
+    only_a: list[SummaryEntry]
+    only_b: list[SummaryEntry]
+    changed: list[tuple[SummaryEntry, SummaryEntry]]
     values: list[str]
     equal: int
     unknown: list[str]
@@ -155,7 +157,7 @@ class Difference:
 
 
 def difference(a: Summary, b: Summary, *, values: bool = False) -> Difference:
-    """Compare two checkpoints by key, dtype and shape, and with `values` by the checksums that were recorded."""
+    """Compare two checkpoints by key, dtype and shape, and with `values` by the recorded checksums."""
     both = [(a.entries[fqn], b.entries[fqn]) for fqn in a.entries if fqn in b.entries]
     changed = [(x, y) for x, y in both if (x.dtype, x.shape) != (y.dtype, y.shape)]
     alike = [(x, y) for x, y in both if (x.dtype, x.shape) == (y.dtype, y.shape)] if values else []
@@ -170,5 +172,5 @@ def difference(a: Summary, b: Summary, *, values: bool = False) -> Difference:
     )
 
 
-def _missing_in(entries: Iterable[Entry], other: Summary) -> list[Entry]:
+def _missing_in(entries: Iterable[SummaryEntry], other: Summary) -> list[SummaryEntry]:
     return [entry for entry in entries if entry.fqn not in other.entries]

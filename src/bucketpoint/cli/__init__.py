@@ -1,1 +1,1 @@
-"""The command line. Thin: what is decided and what is moved lives in the rooms to the right."""
+"""The command line: arguments, output and exit codes around the package's functions."""

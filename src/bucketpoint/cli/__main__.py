@@ -1,4 +1,4 @@
-"""`python -m bucketpoint.cli`: the program where its script is not on the PATH."""
+"""`python -m bucketpoint.cli`: the program, for environments in which its script is not on the PATH."""
 
 from bucketpoint.cli.app import main
 

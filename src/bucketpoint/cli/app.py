@@ -1,4 +1,4 @@
-"""`bucketpoint`: the group of commands and the program's entry. A command's module is imported when it is asked for."""
+"""`bucketpoint`: the group of commands and the program's entry. A command's module is imported on first use."""
 
 from __future__ import annotations
 
@@ -14,33 +14,33 @@ from bucketpoint.cli.terminal import printed_safely
 from bucketpoint.version import __version__
 
 COMMANDS = {
-    "adopt": "bucketpoint.cli.sweep:adopt",
-    "convert": "bucketpoint.cli.convert:convert",
-    "cost": "bucketpoint.cli.cost:cost",
-    "cp": "bucketpoint.cli.cp:cp",
-    "diff": "bucketpoint.cli.diff:diff",
-    "doctor": "bucketpoint.cli.doctor:doctor",
-    "gc": "bucketpoint.cli.sweep:gc",
-    "ls": "bucketpoint.cli.ls:ls",
-    "name": "bucketpoint.cli.notes:name",
-    "pin": "bucketpoint.cli.notes:pin",
-    "plan": "bucketpoint.cli.keep:plan",
-    "prune": "bucketpoint.cli.keep:prune",
-    "report": "bucketpoint.cli.notes:report",
-    "rm": "bucketpoint.cli.rm:rm",
-    "rollback": "bucketpoint.cli.rollback:rollback",
-    "show": "bucketpoint.cli.show:show",
-    "undo": "bucketpoint.cli.notes:undo",
-    "unpin": "bucketpoint.cli.notes:unpin",
-    "verify": "bucketpoint.cli.verify:verify",
+    "adopt": "bucketpoint.cli.commands.sweep:adopt",
+    "convert": "bucketpoint.cli.commands.convert:convert",
+    "cost": "bucketpoint.cli.commands.cost:cost",
+    "cp": "bucketpoint.cli.commands.cp:cp",
+    "diff": "bucketpoint.cli.commands.diff:diff",
+    "doctor": "bucketpoint.cli.commands.doctor:doctor",
+    "gc": "bucketpoint.cli.commands.sweep:gc",
+    "ls": "bucketpoint.cli.commands.ls:ls",
+    "name": "bucketpoint.cli.commands.notes:name",
+    "pin": "bucketpoint.cli.commands.notes:pin",
+    "plan": "bucketpoint.cli.commands.plan_prune:plan",
+    "prune": "bucketpoint.cli.commands.plan_prune:prune",
+    "report": "bucketpoint.cli.commands.notes:report",
+    "rm": "bucketpoint.cli.commands.rm:rm",
+    "rollback": "bucketpoint.cli.commands.rollback:rollback",
+    "show": "bucketpoint.cli.commands.show:show",
+    "undo": "bucketpoint.cli.commands.notes:undo",
+    "unpin": "bucketpoint.cli.commands.notes:unpin",
+    "verify": "bucketpoint.cli.commands.verify:verify",
 }
-"""Where each command is. Their modules import click and nothing large: `--help` reads all of them."""
+"""Module and name of each command. The modules import click and nothing large, because `--help` reads all of them."""
 
 PROGRAM = "bucketpoint"
 
 
 class Commands(click.Group):
-    """A group whose commands are looked up in `COMMANDS`."""
+    """Group that looks its commands up in `COMMANDS`."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return sorted(COMMANDS)
@@ -58,26 +58,28 @@ class Commands(click.Group):
 def app() -> None:
     """Look at, check, copy, keep and delete PyTorch distributed checkpoints in a bucket.
 
-    What lists or deletes takes the URL of a run, above its checkpoints; plan and prune take its policy, which names it.
+    Commands that list or delete take the URL of a run, the folder above its checkpoints. plan and prune take a policy
+    file, which names the run.
 
-    A URL is s3://bucket/prefix, a local path, or anything that fsspec knows. Credentials and endpoints are found as the
-    library finds them (AWS_PROFILE, AWS_ENDPOINT_URL, and so on).
+    A URL is s3://bucket/prefix, a local path, or anything that fsspec knows. Credentials and endpoints come from the
+    usual places (AWS_PROFILE, AWS_ENDPOINT_URL, and so on).
 
     \b
-    Exit codes: 0 fine, 1 something is wrong with what was looked at, 2 usage, 3 not found, 4 no permission,
-    5 in the way, 6 the store failed, 70 an error of bucketpoint itself, 130 interrupted.
+    Exit codes: 0 success, 1 a problem was found in what was checked, 2 usage, 3 not found, 4 no permission,
+    5 something is in the way at the target, 6 the store failed, 70 an error of bucketpoint itself, 130 interrupted.
     """
 
 
 def run(arguments: Sequence[str] | None = None) -> int:
-    """Run the program and return its exit code. Nothing that it prints makes a terminal do anything."""
+    """Run the program and return its exit code. Control characters in printed text are escaped."""
     with printed_safely():
         return _run(arguments)
 
 
 def _run(arguments: Sequence[str] | None) -> int:
     try:
-        # Not click's own way out: it gives an interrupted program the same code as one that found damage.
+        # Not click's standalone mode: it exits with the same code for an interrupted program as for one that found
+        # damage.
         code = app.main(arguments, prog_name=PROGRAM, standalone_mode=False)
     except click.ClickException as error:
         error.show()

@@ -1,4 +1,4 @@
-"""The options of commands that read at one URL and write at another. What such a command does is its own."""
+"""Options of commands that read at one URL and write at another."""
 
 from __future__ import annotations
 
@@ -8,15 +8,17 @@ from typing import Any
 
 import click
 
-from bucketpoint.cli.frame import Access, Answer, parse_options, store_options
+from bucketpoint.cli.command import Access, CommandResult, parse_options, store_options
 
 
-def between_stores(function: Callable[..., Answer]) -> Callable[..., Answer]:
-    """The function gets `storage_options` for its arguments `source` and `target`, as `here` and `there`."""
+def between_stores(function: Callable[..., CommandResult]) -> Callable[..., CommandResult]:
+    """Pass `storage_options` for the arguments `source` and `target` to the function, as `here` and `there`."""
 
-    @click.option("--from-option", multiple=True, metavar="NAME=VALUE", help="A --storage-option of the source alone.")
-    @click.option("--to-option", multiple=True, metavar="NAME=VALUE", help="A --storage-option of the target alone.")
-    @click.option("--progress/--no-progress", default=None, help="A bar on stderr. Default: on a terminal.")
+    @click.option("--from-option", multiple=True, metavar="NAME=VALUE", help="A storage option of the source only.")
+    @click.option("--to-option", multiple=True, metavar="NAME=VALUE", help="A storage option of the target only.")
+    @click.option(
+        "--progress/--no-progress", default=None, help="Show a progress bar on stderr. Default: only on a terminal."
+    )
     @store_options
     @functools.wraps(function)
     def call(
@@ -26,7 +28,7 @@ def between_stores(function: Callable[..., Answer]) -> Callable[..., Answer]:
         to_option: Sequence[str],
         access: Access,
         **arguments: Any,
-    ) -> Answer:
+    ) -> CommandResult:
         here = access.for_url(source, parse_options(from_option))
         there = access.for_url(target, parse_options(to_option))
         return function(source=source, target=target, here=here, there=there, **arguments)

@@ -1,4 +1,4 @@
-"""What an exit code means, and which error ends in which. No output."""
+"""Exit codes, and the code that each error leads to."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ from bucketpoint import errors
 
 FINE = 0
 FOUND = 1
-"""The command did its work, and what it looked at is damaged, different or unfit."""
+"""The command ran, and found its object damaged, different or unfit."""
 USAGE = 2
 NOT_FOUND = 3
 NO_PERMISSION = 4
 IN_THE_WAY = 5
-"""Something is there already, or came there meanwhile. Nothing was overwritten."""
+"""Something exists at the target already, or appeared meanwhile. Nothing was overwritten."""
 STORE_FAILED = 6
 INTERNAL = 70
-"""A fault of bucketpoint's own: sysexits.h calls it EX_SOFTWARE."""
+"""A fault of bucketpoint itself: EX_SOFTWARE in sysexits.h."""
 INTERRUPTED = 130
-"""What a shell gives a program that SIGINT ended."""
+"""The code that a shell reports for a program that SIGINT ended."""
 
 # Order matters: the first match wins, and subclasses stand before their bases.
 _BY_KIND: tuple[tuple[type[errors.BucketpointError], int], ...] = (
@@ -38,5 +38,5 @@ _BY_KIND: tuple[tuple[type[errors.BucketpointError], int], ...] = (
 
 
 def exit_code(error: errors.BucketpointError) -> int:
-    """The code that a program ends with on this error. Unknown options and the like count as usage."""
+    """Return the program's exit code for an error. Errors of no listed kind count as usage errors."""
     return next((code for kind, code in _BY_KIND if isinstance(error, kind)), USAGE)

@@ -1,6 +1,6 @@
-"""A plan as a picture, SVG: steps on a line, what happens to each checkpoint, and a row for each rule. No I/O.
+"""A plan as an SVG picture: steps on a line, the action for each checkpoint, and a row for each rule.
 
-The picture has no background of its own, and its colours are of middle lightness: it is read on white and on black.
+The picture has no background of its own, and colours of medium lightness: it is readable on white and on black.
 """
 
 from __future__ import annotations
@@ -16,35 +16,35 @@ if TYPE_CHECKING:
     from bucketpoint.retention.plans import Entry
 
 INK = "#757575"
-"""Of text, and of what no rule has coloured: 4.5 to 1 on white and on black, as WCAG 2.2 asks of text (1.4.3)."""
+"""Colour of text, and of marks without a rule: contrast 4.5 to 1 on white and black, as WCAG 2.2 requires (1.4.3)."""
 
 COLOURS = ("#2f7fd1", "#c8701a", "#1a9179", "#9266c8", "#cf5080", "#84841f", "#a9653a", "#3b8fa8")
-"""Of the rules, in their order, and over again: 3 to 1 on both, as it asks of what is drawn (1.4.11)."""
+"""Colours of the rules, in order and repeating: contrast 3 to 1 on both, as WCAG 2.2 requires of graphics (1.4.11)."""
 
 WIDTH = 800
 LEFT, RIGHT = 236.0, 746.0
-"""Where the oldest and the newest step are drawn."""
+"""Positions of the oldest and the newest step."""
 
 LINE, FULL, HALF = 112.0, 40.0, 18.0
-"""The line of the steps, and how far what is kept, and what is thinned or deleted, stands out of it."""
+"""Position of the line of steps; height of bars for kept checkpoints, and for thinned or deleted ones."""
 
 ROW = 20.0
 LABEL_CHARACTERS = 38
 TOLD = 200
-"""Up to so many checkpoints each says what becomes of it, as a tooltip. More are narrower than a pointer."""
+"""Most checkpoints for which each bar gets a tooltip with its reasons. With more, bars are narrower than a pointer."""
 
 _SAFETY = "safety"
 _WORDS = {"keep": "kept", "thin": "thinned to the weights", "delete": "deleted"}
 
 
 def svg(plan: Plan, title: str) -> str:
-    """The picture of a plan. The same plan gives the same text.
+    """Draw a plan. The same plan gives the same text.
 
     Args:
-        title: what it is a plan of, such as the run's URL.
+        title: name of the planned object, such as the run's URL.
     """
     at = _scale(plan)
-    # Wide enough to be seen, and no wider than what there is room for.
+    # Wide enough to be seen, and no wider than the space for one checkpoint.
     width = max(2.0, min(9.0, 0.7 * (RIGHT - LEFT) / max(1, len(plan.entries))))
     rows = [*plan.rules, _SAFETY]
     bottom = LINE + HALF + 40 + ROW * len(rows)
@@ -70,7 +70,7 @@ def svg(plan: Plan, title: str) -> str:
 
 
 def _scale(plan: Plan) -> Callable[[int], float]:
-    """From a step to where it is drawn."""
+    """Return the function from a step to its horizontal position."""
     steps = [entry.row.step for entry in plan.entries] or [0]
     first, last = steps[0], steps[-1]
     if first == last:
@@ -79,9 +79,9 @@ def _scale(plan: Plan) -> Callable[[int], float]:
 
 
 def _checkpoints(plan: Plan, at: Callable[[int], float], width: float) -> Iterator[str]:
-    """Kept and thinned ones above the line, deleted ones below: the shape tells without the colour."""
+    """Draw kept and thinned ones above the line, deleted ones below: the shape is clear without the colour."""
     told = len(plan.entries) <= TOLD
-    # What goes is drawn first: where there are many, what stays must not lie under it.
+    # Deleted ones are drawn first: if there are many, they must not cover the kept ones.
     for action, entries in (("delete", plan.deleted), ("thin", plan.thinned), ("keep", plan.kept)):
         marks = [(at(one.row.step), INK if action == "delete" else _colour(plan, one), one) for one in entries]
         top = {"delete": LINE, "thin": LINE - HALF, "keep": LINE - FULL}[action]
@@ -96,10 +96,10 @@ def _checkpoints(plan: Plan, at: Callable[[int], float], width: float) -> Iterat
 
 
 def _rules(plan: Plan, rows: Sequence[str], at: Callable[[int], float], width: float) -> Iterator[str]:
-    """A row for each rule, with all that it keeps: what several rules keep is in several rows."""
+    """Draw a row for each rule with all checkpoints that it keeps. One kept by several rules is in several rows."""
     keeps: dict[str, list[float]] = {rule: [] for rule in rows}
     for entry in (*plan.kept, *plan.thinned):
-        # Whoever is kept for safety in several ways has several reasons of that name.
+        # A checkpoint kept for safety in several ways has several reasons of that name: draw it once.
         for rule in dict.fromkeys(reason.rule for reason in entry.reasons):
             keeps.setdefault(rule, []).append(at(entry.row.step))
     for number, rule in enumerate(rows):
@@ -143,7 +143,7 @@ def _axis(plan: Plan, at: Callable[[int], float], bottom: float) -> Iterator[str
 
 
 def _round_steps(first: int, last: int) -> list[int]:
-    """At most seven round numbers within the range; its only one if there is one alone."""
+    """Return at most seven round numbers within the range; the only number if the range has just one."""
     if first == last:
         return [first]
     width = 1
@@ -154,7 +154,10 @@ def _round_steps(first: int, last: int) -> list[int]:
 
 
 def _bars(marks: Iterable[tuple[float, str, str | None]], top: float, height: float, width: float) -> Iterator[str]:
-    """Bars of one height. Those that say nothing are one path a colour, each place once: many cost no more than few."""
+    """Draw bars of one height.
+
+    Bars without a tooltip are one path per colour with each position once, so that many of them stay a small file.
+    """
     silent: dict[str, dict[float, None]] = {}
     for x, colour, words in marks:
         if words is None:
@@ -180,7 +183,7 @@ def _words(
 
 
 def _colour(plan: Plan, entry: Entry) -> str:
-    """That of the first of the policy's rules that keeps it."""
+    """Return the colour of the first of the policy's rules that keeps the checkpoint."""
     return next((_rule_colour(plan, one.rule) for one in entry.reasons if one.rule != _SAFETY), INK)
 
 
@@ -194,7 +197,7 @@ def _told(entry: Entry) -> str:
 
 
 def _description(plan: Plan, summary: str) -> str:
-    """What the picture shows, for whoever does not see it."""
+    """Describe the picture in words, for readers who cannot see it."""
     some = {"Kept": plan.kept, "Thinned": plan.thinned, "Pinned": [one for one in plan.entries if one.row.pinned]}
     named = [
         f"{word}: steps {', '.join(str(one.row.step) for one in entries[:20])}"

@@ -1,4 +1,4 @@
-"""What commands about a run have in common: its root, its folders' names, its policy. No output."""
+"""Common parts of commands about a run: its root, the names of its folders, its policy."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from bucketpoint.cli.frame import Access, Answer, store_options
+from bucketpoint.cli.command import Access, CommandResult, store_options
 
 if TYPE_CHECKING:
     from bucketpoint.catalog.catalog import Catalog
@@ -18,32 +18,32 @@ if TYPE_CHECKING:
 _UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0, "w": 604800.0}
 
 
-def run_argument(function: Callable[..., Answer]) -> Callable[..., Answer]:
-    """The run as an argument. The function gets its catalogue, named `catalog`."""
+def run_argument(function: Callable[..., CommandResult]) -> Callable[..., CommandResult]:
+    """Add the run as an argument. The function gets the run's catalog, named `catalog`."""
 
     @click.argument("root")
     @click.option(
         "--step-dir",
         default="step-{step}",
         show_default=True,
-        help="How the folders of the run's checkpoints are named.",
+        help="Name of a checkpoint folder, with {step} for the step.",
     )
     @store_options
     @functools.wraps(function)
-    def call(root: str, step_dir: str, access: Access, **arguments: Any) -> Answer:
+    def call(root: str, step_dir: str, access: Access, **arguments: Any) -> CommandResult:
         return function(catalog=_opened(root, step_dir, access), **arguments)
 
     return call
 
 
-def policy_argument(function: Callable[..., Answer]) -> Callable[..., Answer]:
-    """A policy's file as an argument. The function gets `policy`, and the `catalog` of the run that it is for."""
+def policy_argument(function: Callable[..., CommandResult]) -> Callable[..., CommandResult]:
+    """Add a policy's file as an argument. The function gets `policy`, and `catalog` for the policy's run."""
 
     @click.argument("policy_file", metavar="POLICY", type=click.Path(exists=True, dir_okay=False))
-    @click.option("--root", help="The run, where the policy does not name it or another one is meant.")
+    @click.option("--root", help="URL of the run, if the policy names none or another one.")
     @store_options
     @functools.wraps(function)
-    def call(policy_file: str, root: str | None, access: Access, **arguments: Any) -> Answer:
+    def call(policy_file: str, root: str | None, access: Access, **arguments: Any) -> CommandResult:
         from bucketpoint.catalog.policy_file import read_policy
         from bucketpoint.catalog.run import open_run
 
@@ -64,7 +64,7 @@ def _opened(root: str, step_dir: str, access: Access) -> Catalog:
 
 
 class Age(click.ParamType):  # type: ignore[type-arg]  # generic in its types, and not at run time
-    """A length of time as policies write it: `20m`, `48h`, `7d`. In seconds."""
+    """A duration as policies write it: `20m`, `48h`, `7d`. Converted to seconds."""
 
     name = "duration"
 

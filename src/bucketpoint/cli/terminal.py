@@ -1,4 +1,4 @@
-"""Streams that make printed text safe: a terminal obeys some of the characters in others' keys and names."""
+"""Streams that make printed text safe: terminals obey control characters, and keys and names may contain them."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ _KEPT = "\n\t"
 
 
 class PrintableStream:
-    """A text stream that shows control characters instead of sending them."""
+    """A text stream that shows control characters as escapes instead of sending them."""
 
     def __init__(self, stream: TextIO) -> None:
         self.rich_proxied_file = stream
-        """By this name rich finds the stream itself: it draws with control characters, of its own only."""
+        """The raw stream, under the name that rich looks for: rich draws with control characters, but only its own."""
 
     def write(self, text: str) -> int:
         self.rich_proxied_file.write(printable(text, keep=_KEPT))
@@ -34,9 +34,9 @@ class PrintableStream:
 
 @contextmanager
 def printed_safely() -> Iterator[None]:
-    """Everything printed and logged while the block runs is made printable."""
+    """Make everything printable that is printed and logged while the block runs."""
     out, err = (cast("TextIO", PrintableStream(stream)) for stream in (sys.stdout, sys.stderr))
-    # While a bar is drawn, rich takes standard error over, and what is logged goes through no stream of ours.
+    # While a bar is drawn, rich replaces standard error, and log records would bypass the stream above: filter them.
     handler = logging.lastResort
     if handler is not None:
         handler.addFilter(_made_printable)

@@ -1,4 +1,4 @@
-"""Numbers, sizes, times and shapes as a person reads them. Pure functions."""
+"""Numbers, sizes, times and shapes in text for people."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ _UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
 
 
 def size(nbytes: float) -> str:
-    """Bytes in decimal units, three digits: `1.05 GB`."""
+    """Format bytes in decimal units, with three digits: `1.05 GB`."""
     value, unit = float(nbytes), 0
-    # What would be rounded to 1000 of a unit is one of the next.
+    # A value that would round to 1000 of a unit is written as 1 of the next.
     while value >= 999.5 and unit < len(_UNITS) - 1:
         value, unit = value / 1000, unit + 1
     if unit == 0:
@@ -20,23 +20,15 @@ def size(nbytes: float) -> str:
 
 
 def count(number: int, noun: str) -> str:
-    """`1 object`, `1,234 objects`."""
+    """Format a number and its noun: `1 object`, `1,234 objects`."""
     return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
 
 
 def when(seconds: float | None) -> str:
-    """Seconds since the epoch, in UTC."""
+    """Format seconds since the epoch as UTC."""
     if seconds is None:
         return "at an unknown time"
     return datetime.datetime.fromtimestamp(seconds, datetime.timezone.utc).strftime("%Y-%m-%d %H:%M:%S UTC")
-
-
-def duration(seconds: float) -> str:
-    """A duration in its largest whole unit, as policies write it."""
-    for unit, length in (("d", 86400), ("h", 3600), ("m", 60)):
-        if seconds >= length and seconds % length == 0:
-            return f"{seconds / length:.0f}{unit}"
-    return f"{seconds:g}s"
 
 
 def shape(sizes: Sequence[int]) -> str:
@@ -44,7 +36,7 @@ def shape(sizes: Sequence[int]) -> str:
 
 
 def table(rows: Iterable[Sequence[str]], *, indent: int = 2) -> list[str]:
-    """Rows with their columns aligned to the left."""
+    """Format rows with columns aligned to the left."""
     cells = [tuple(row) for row in rows]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     return [
@@ -56,7 +48,7 @@ def table(rows: Iterable[Sequence[str]], *, indent: int = 2) -> list[str]:
 def printable(text: str, *, keep: str = "") -> str:
     """Show control characters, and those that change the direction of text, as escapes: `\\x1b`, `\\u202e`.
 
-    Keys and names are whatever somebody has written into the store, and a terminal obeys some characters.
+    Anybody may have written keys and names into the store, and a terminal obeys control characters in them.
     """
     if text.isprintable():
         return text

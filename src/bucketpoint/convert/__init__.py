@@ -1,6 +1,6 @@
-"""Checkpoints of other formats made into ours, and ours into others, as a stream from bucket to bucket."""
+"""Conversion of checkpoints between bucketpoint's and other formats, as a stream from bucket to bucket."""
 
-from bucketpoint.convert.convert import (
+from bucketpoint.convert.pipeline import (
     CONVERT_OPTIONS,
     Converted,
     ConvertOptions,

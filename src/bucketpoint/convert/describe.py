@@ -1,4 +1,4 @@
-"""DCP's own description of a state dict: which items it has, and the metadata of a save of it by one rank. No I/O."""
+"""DCP's description of a state dict: its items, and the metadata of a save of the state by one rank."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from bucketpoint.errors import MismatchError
 
 @dataclass(frozen=True)
 class Described:
-    """A state as DCP sees it. `tensors` and `objects` are the state's own, by the items that they become."""
+    """A state as DCP sees it. `tensors` and `objects` are the state's own values, by the items that they become."""
 
     metadata: Metadata
     tensors: dict[MetadataIndex, torch.Tensor]
@@ -24,10 +24,10 @@ class Described:
 
 
 def describe(state: Mapping[str, Any]) -> Described:
-    """What DCP's default planner makes of a state. Tensors may be on the `meta` device.
+    """Describe a state as DCP's default planner does. Tensors may be on the `meta` device.
 
     Raises:
-        MismatchError: two of its keys are the same once it is flattened.
+        MismatchError: two keys of the state are the same once it is flattened.
     """
     planner = DefaultSavePlanner()
     try:

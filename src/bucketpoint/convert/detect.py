@@ -1,4 +1,4 @@
-"""From a URL to a source: which format lies there, and who reads it. Also the way to an object that a URL names."""
+"""Detection of a source's format, and opening of the store that a URL names."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from bucketpoint.checkpoint.saved import open_checkpoint
-from bucketpoint.convert.from_dcp import read_dcp
-from bucketpoint.convert.from_safetensors import INDEX_NAME, SINGLE_NAME, read_file, read_index
-from bucketpoint.convert.from_torch import read_torch
-from bucketpoint.convert.reading import SourceBytes
+from bucketpoint.checkpoint.open import open_checkpoint
+from bucketpoint.convert.readers.from_dcp import read_dcp
+from bucketpoint.convert.readers.from_safetensors import INDEX_NAME, SINGLE_NAME, read_file, read_index
+from bucketpoint.convert.readers.from_torch import read_torch
 from bucketpoint.convert.source import BUCKETPOINT, DCP, SAFETENSORS, TORCH, Source
+from bucketpoint.convert.source_reader import SourceBytes
 from bucketpoint.dcp.session import as_url
 from bucketpoint.errors import CheckpointNotFoundError, InvalidURLError, ObjectNotFoundError
 from bucketpoint.format import keys
@@ -24,11 +24,11 @@ TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
 SAFETENSORS_SUFFIX = ".safetensors"
 
 _EXTRAS = {"msc": "pip install multi-storage-client, or name the place by the URL that its profile stands for"}
-"""Filesystems of other writers, which fsspec does not list by itself."""
+"""Schemes of other packages' filesystems, which fsspec does not list by itself: the remedy if a scheme is unknown."""
 
 
 def open_place(url: str | os.PathLike[str], *, storage_options: Mapping[str, Any] | None, fs: Any) -> tuple[Store, str]:
-    """As `open_store`; where a scheme is unknown for want of a package, the error says which."""
+    """Open a store as `open_store` does. If a scheme needs a package that is missing, the error names the package."""
     try:
         return open_store(url, storage_options=storage_options, fs=fs)
     except InvalidURLError as error:
@@ -39,10 +39,10 @@ def open_place(url: str | os.PathLike[str], *, storage_options: Mapping[str, Any
 
 
 def open_object(url: str, *, storage_options: Mapping[str, Any] | None, fs: Any) -> tuple[Store, str]:
-    """The store and the key of the object that a URL names: a store's root is a folder.
+    """Return the store and the key of the object that a URL names. The root of a store names no object.
 
     Raises:
-        InvalidURLError: it names no object.
+        InvalidURLError: the URL names no object.
     """
     above, slash, name = url.rpartition("/")
     if slash and (not above or above.endswith((":", "/"))):
@@ -63,16 +63,16 @@ def open_source(
     trusted: bool = False,
     transfer: TransferOptions,
 ) -> Source:
-    """Plan the reading of whatever lies at a URL. Of the data itself, no more is read than what is no tensor.
+    """Plan the reading of the checkpoint or file at a URL. Of the data, only items that are not tensors are read.
 
     Args:
-        format: one of `FORMATS`, or `"auto"`: a commit, a safetensors index or file, or a file of torch.save, whichever
-            is there.
-        prefix: of keys, where the source is safetensors.
+        format: one of `FORMATS`, or `"auto"`: a commit, a safetensors index or file, or a file of torch.save, the
+            first that is there.
+        prefix: put before each key if the source is safetensors.
 
     Raises:
-        CheckpointNotFoundError: nothing that is known lies there.
-        BucketpointError: what is there cannot or must not be read; see the `from_` modules.
+        CheckpointNotFoundError: there is nothing of a known format.
+        BucketpointError: the source cannot or must not be read; see the modules in `readers`.
     """
     text = as_url(url) or ""
     reasons: list[CheckpointNotFoundError] = []

@@ -1,6 +1,7 @@
-"""The journal of a conversion, beside its target: objects to come, those that are whole, and their checksums.
+"""The journal of a conversion, beside its target: planned objects, complete objects, and their checksums.
 
-A note and not the truth: an object counts only while the store says of it what it said when it was written.
+The journal is a note and not the truth: an object counts as done only while the store reports the ETag and size that it
+had when it was written.
 """
 
 from __future__ import annotations
@@ -13,13 +14,13 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from bucketpoint.convert.target import Place, TargetObject
+from bucketpoint.convert.target import TargetObject, TargetPlace
 from bucketpoint.errors import AccessDeniedError, BucketpointError, CorruptDataError, ObjectNotFoundError
 from bucketpoint.format import keys
 from bucketpoint.stores import ObjectInfo, Store
 from bucketpoint.transfer import TransferOptions, Uploaded, retry_transient
 from bucketpoint.transfer.checksum import crc32c
-from bucketpoint.transfer.pieces import each
+from bucketpoint.transfer.pieces import for_each
 
 NAME = ".bucketpoint-convert.json"
 
@@ -29,20 +30,20 @@ _MAX_BYTES = 1 << 30
 
 NOTE_BYTES = 64 << 20
 NOTE_SECONDS = 5.0
-"""Written down are objects of so many bytes at once, or what is whole so long after the last time: the next run repeats
-no more than those of one such note, and what was on its way."""
+"""Limits on unsaved notes: the journal is stored after this many bytes of complete objects, or this many seconds. The
+next run repeats no more than the objects noted since then, and those that were in flight."""
 
 
 @dataclass
 class Journal:
-    """One conversion to one place.
+    """Journal of one conversion to one place.
 
     Attributes:
-        digest: of all that decides about the target's bytes. Another conversion's notes are of no use.
-        token: of the attempt, which the names of its objects may hold.
-        notes: of each object that was written, by its path.
-        planned: of each object that was to be written, by its path: its size, and the ETag of what was there before.
-        stale: the same, with the ETag that was noted, of objects of earlier conversions that did not come to an end.
+        digest: of everything that decides the target's bytes. Notes under another digest are of no use.
+        token: of the attempt; the names of its objects may contain it.
+        notes: for the path of each written object, its ETag and checksums.
+        planned: for the path of each object to be written, its size, and the ETag of an object that was there before.
+        stale: the same entries, with the noted ETag, for objects of earlier conversions that did not finish.
     """
 
     store: Store
@@ -58,7 +59,7 @@ class Journal:
     _written: float = 0.0
 
     def done(self, objects: Sequence[TargetObject], options: TransferOptions) -> dict[str, Uploaded]:
-        """The objects that are at the target, whole and unchanged."""
+        """Return the objects that are at the target, whole and unchanged."""
         found: dict[str, Uploaded] = {}
 
         def look(entry: TargetObject) -> None:
@@ -71,15 +72,15 @@ class Journal:
                 info = retry_transient(lambda: self.store.head(key), attempts=options.read_attempts)
             except ObjectNotFoundError:
                 return
-            # Without an ETag an object of that size may be anybody's.
+            # Without an ETag, an object of the same size may be anybody's.
             if info.etag is not None and (info.size, info.etag) == (entry.nbytes, note.get("etag")):
                 found[entry.path] = Uploaded(info, crcs)
 
-        each(objects, look, options)
+        for_each(objects, look, options)
         return found
 
     def begin(self, objects: Sequence[TargetObject], stale: Mapping[str, Any]) -> None:
-        """Name the objects that are going to be written, before the first of them. A LIST and a PUT, the first time."""
+        """Record the objects to be written, before the first of them. Costs a LIST and a PUT, the first time."""
         if not self.planned:
             before = self._there_before([entry.path for entry in objects])
             if before is not None:
@@ -89,7 +90,7 @@ class Journal:
         self._written = time.monotonic()
 
     def note(self, entry: TargetObject, uploaded: Uploaded) -> None:
-        """Note an object that is there. From any thread."""
+        """Note an object that has been written. Safe to call from any thread."""
         with self._lock:
             crcs = [list(crcs) for crcs in uploaded.block_crcs]
             self.notes[entry.path] = {"etag": uploaded.info.etag, "crc32c": crcs}
@@ -97,7 +98,7 @@ class Journal:
         self._write_if(NOTE_BYTES, NOTE_SECONDS)
 
     def flush(self) -> None:
-        """Write down what was noted, if it is not yet."""
+        """Store the journal if it has notes that are not stored yet."""
         self._write_if(1, 0.0)
 
     def _write_if(self, nbytes: int, seconds: float) -> None:
@@ -105,7 +106,7 @@ class Journal:
             waited = time.monotonic() - self._written >= seconds
             return self._unwritten >= nbytes or (self._unwritten > 0 and waited)
 
-        # Whoever is writing looks again afterwards, so that nobody has to wait here.
+        # The thread that stores the journal checks again afterwards, so that no other thread has to wait here.
         while due() and self._writing.acquire(blocking=False):
             try:
                 self._write()
@@ -121,9 +122,9 @@ class Journal:
         self._written = time.monotonic()
 
     def _there_before(self, paths: Sequence[str]) -> dict[str, str | None] | None:
-        """ETags of what has the name of an object to come; None if that cannot be known."""
+        """Return the ETags of existing objects under the paths to be written; None if listing is denied."""
         if all(keys.parse_data_path(path) for path in paths):
-            # Nobody else has the token in these names.
+            # These paths contain this attempt's token, so no other object has them.
             return {}
         above = keys.join(self.prefix, "x")[:-1]
         try:
@@ -133,14 +134,14 @@ class Journal:
         return {info.key[len(above) :]: info.etag for info in listed}
 
     def leftovers(self) -> dict[str, Any]:
-        """Objects that this conversion may have left at its target, and those that are `stale` there already."""
+        """Return the objects that this conversion may have left at its target, and the `stale` ones."""
         found = {**self.stale, **{path: dict(entry) for path, entry in self.planned.items()}}
         for path, note in self.notes.items():
             found[path] = {**found.get(path, {}), "etag": note.get("etag")}
         return found
 
     def remove(self) -> None:
-        """The conversion is complete."""
+        """Delete the journal, once the conversion is complete."""
         self.store.delete([self._key])
 
     @property
@@ -149,7 +150,11 @@ class Journal:
 
 
 def open_journal(store: Store, prefix: str, digest: str) -> tuple[Journal, Journal | None]:
-    """The journal of this conversion, with what it has done before; and another conversion's that is there instead."""
+    """Open the journal of this conversion, with the notes of earlier runs.
+
+    Returns:
+        The journal, and the journal of another conversion if one is there instead (else None).
+    """
     fresh = Journal(store, prefix, digest, keys.new_token())
     try:
         data, _ = store.get(keys.join(prefix, NAME), max_bytes=_MAX_BYTES)
@@ -176,14 +181,14 @@ def _is_table(value: Any) -> bool:
     return type(value) is dict and all(type(entry) is dict for entry in value.values())
 
 
-def remove_stale(place: Place, stale: Mapping[str, Any], kept: Collection[str], options: TransferOptions) -> None:
-    """Delete what conversions to this place left that did not come to an end, as far as it is what they wrote.
+def remove_stale(place: TargetPlace, stale: Mapping[str, Any], kept: Collection[str], options: TransferOptions) -> None:
+    """Delete objects that unfinished conversions to this place left, if they are provably theirs.
 
-    That is an object with the ETag that was noted of it; and one that was announced and has come there since with the
-    size that was announced, as the note of an object comes after the object.
+    An object is theirs if it has the noted ETag; or if it was planned, has appeared since, and has the planned size:
+    the journal notes an object only after it is written, so the note may be missing.
 
     Args:
-        kept: paths of the conversion that is complete.
+        kept: paths of the finished conversion, which are not deleted.
     """
     gone: list[str] = []
 
@@ -199,12 +204,12 @@ def remove_stale(place: Place, stale: Mapping[str, Any], kept: Collection[str], 
         if info.etag is not None and keys.may_be_data(path) and (noted or came):
             gone.append(key)
 
-    each([path for path in stale if path not in kept], look, options)
+    for_each([path for path in stale if path not in kept], look, options)
     place.store.delete(sorted(gone))
 
 
 def _checksums(note: Mapping[str, Any], entry: TargetObject) -> list[list[int]] | None:
-    """The checksums of an object's blocks as they were noted, if there are as many as it has."""
+    """Return the noted checksums of an object's blocks, or None if their number does not fit the object."""
     noted = note.get("crc32c")
     if type(noted) is not list or len(noted) != len(entry.segments):
         return None

@@ -1,22 +1,26 @@
-"""What lies at the target before a conversion begins: another checkpoint, or what a run before left. Reads only."""
+"""Checks of the target before a conversion: another checkpoint, or the remains of an earlier run."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-from bucketpoint.convert.from_safetensors import INDEX_NAME, SINGLE_NAME
 from bucketpoint.convert.journal import Journal
+from bucketpoint.convert.readers.from_safetensors import INDEX_NAME, SINGLE_NAME
 from bucketpoint.convert.source import BUCKETPOINT, SAFETENSORS, TORCH
-from bucketpoint.convert.target import Place
+from bucketpoint.convert.target import TargetPlace
 from bucketpoint.errors import AccessDeniedError, CheckpointExistsError, CommitConflictError, ObjectNotFoundError
 from bucketpoint.format import keys
-from bucketpoint.format.metadata import decode_metadata
-from bucketpoint.format.metadata_facts import extra
+from bucketpoint.format.metadata.codec import decode_metadata
+from bucketpoint.format.metadata.facts import extra
 from bucketpoint.stores import ObjectInfo, Store
 
 
-def refuse_to_replace(place: Place, wanted: str, name: str, overwrite: bool) -> None:
-    """Raises CheckpointExistsError where something is at the target that must not, or cannot safely, be replaced."""
+def refuse_to_replace(place: TargetPlace, wanted: str, name: str, overwrite: bool) -> None:
+    """Refuse a target whose content must not, or cannot safely, be replaced.
+
+    Raises:
+        CheckpointExistsError: there is such content.
+    """
     safely = wanted in (BUCKETPOINT, TORCH)
     if overwrite and safely:
         return
@@ -27,7 +31,7 @@ def refuse_to_replace(place: Place, wanted: str, name: str, overwrite: bool) -> 
         except AccessDeniedError:
             if wanted != BUCKETPOINT:
                 raise
-            # Without the right to list, a key that is not there is denied like one that is. The commit will tell.
+            # Without the right to list, a missing key is denied just like a present one. The commit will find out.
             continue
         if found:
             raise CheckpointExistsError(
@@ -47,10 +51,10 @@ def _is_there(store: Store, key: str) -> bool:
     return True
 
 
-def watch_file(place: Place, name: str) -> Callable[[], None]:
-    """Look at a file at the target. The function that is returned looks again.
+def watch_file(place: TargetPlace, name: str) -> Callable[[], None]:
+    """Look at a file at the target, and return a function that looks again.
 
-    It raises CommitConflictError where another file is there now, or one where there was none.
+    That function raises CommitConflictError if the file was replaced meanwhile, or has appeared.
     """
     key = keys.join(place.prefix, name)
 
@@ -72,16 +76,16 @@ def watch_file(place: Place, name: str) -> Callable[[], None]:
     return look_again
 
 
-def is_finished(place: Place, wanted: str, journal: Journal | None, *, whole: bool) -> bool:
-    """Whether this conversion was interrupted after its commit: then only its journal is to be removed.
+def is_finished(place: TargetPlace, wanted: str, journal: Journal | None, *, whole: bool) -> bool:
+    """Return True if this conversion was interrupted after its commit, so that only its journal is left to remove.
 
     Args:
-        whole: all objects that the journal notes are at the target, unchanged.
+        whole: True if all objects that the journal notes are at the target, unchanged.
     """
     if journal is None or not journal.notes:
         return False
     if wanted == SAFETENSORS:
-        # An index says nothing of who wrote it.
+        # An index does not record its writer, so the unchanged objects have to serve as evidence.
         return whole and _is_there(place.store, keys.join(place.prefix, INDEX_NAME))
     try:
         data, _ = place.store.get(keys.join(place.prefix, keys.METADATA))
@@ -93,6 +97,6 @@ def is_finished(place: Place, wanted: str, journal: Journal | None, *, whole: bo
     return getattr(metadata.storage_meta, "save_id", None) == journal.token
 
 
-def is_committed(place: Place) -> bool:
-    """Whether any checkpoint of several files is at the target."""
+def is_committed(place: TargetPlace) -> bool:
+    """Return True if any checkpoint of several files is at the target."""
     return any(_is_there(place.store, keys.join(place.prefix, name)) for name in (keys.METADATA, INDEX_NAME))

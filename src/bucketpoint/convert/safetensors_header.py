@@ -1,6 +1,6 @@
-"""The header of a safetensors file, written and read. Text and numbers only: no requests, no tensors.
+"""Encoder and decoder of the header of a safetensors file.
 
-The format: 8 bytes that say how long the header is, little-endian; the header, JSON; the tensors' bytes, without gaps.
+The format: 8 bytes with the length of the header, little-endian; the header, JSON; the tensors' bytes, without gaps.
 https://huggingface.co/docs/safetensors/index#format
 """
 
@@ -51,7 +51,7 @@ _DTYPES = {name: dtype for dtype, name in _NAMES.items()}
 
 
 @dataclass(frozen=True)
-class Entry:
+class TensorEntry:
     """A tensor in a file. `start` counts from the end of the header."""
 
     name: str
@@ -65,23 +65,23 @@ class Entry:
 
 
 def writable(dtype: torch.dtype) -> bool:
-    """Whether safetensors has a name for this dtype."""
+    """Return True if safetensors has a name for this dtype."""
     return dtype in _NAMES
 
 
 def nameable(name: str) -> bool:
-    """Whether a tensor may be called so: a header has one name of its own, and JSON's readers want Unicode."""
+    """Return True if a tensor may have this name: not the header's reserved key, and valid Unicode for JSON readers."""
     return name != _METADATA and not any("\ud800" <= letter <= "\udfff" for letter in name)
 
 
-def encode_header(entries: Sequence[Entry]) -> bytes:
-    """The first bytes of a file, up to the tensors. Its length is a multiple of 8, so that these are aligned.
+def encode_header(entries: Sequence[TensorEntry]) -> bytes:
+    """Encode the first bytes of a file, up to the tensors. Their number is a multiple of 8, to align the tensors.
 
     Raises:
-        MismatchError: it would be longer than any reader takes.
+        MismatchError: the header would be longer than any reader accepts.
     """
     content: dict[str, Any] = {
-        # transformers asks which framework's the tensors are.
+        # transformers requires the name of the framework that the tensors are for.
         _METADATA: {"format": "pt"},
         **{
             entry.name: {
@@ -103,10 +103,10 @@ def encode_header(entries: Sequence[Entry]) -> bytes:
 
 
 def header_nbytes(head: bytes, size: int, *, key: str) -> int:
-    """How long the header is, by the first 8 bytes of a file of so many bytes.
+    """Return the length of the header, from the first 8 bytes of a file of `size` bytes.
 
     Raises:
-        MetadataError: longer than the file, or than any writer makes.
+        MetadataError: the header would be longer than the file, or than any writer makes.
     """
     nbytes = int.from_bytes(head, "little")
     if len(head) != LENGTH_BYTES or not 2 <= nbytes <= min(MAX_HEADER_BYTES, size - LENGTH_BYTES):
@@ -114,15 +114,15 @@ def header_nbytes(head: bytes, size: int, *, key: str) -> int:
     return nbytes
 
 
-def decode_header(text: bytes, data_nbytes: int, *, key: str) -> list[Entry]:
-    """The tensors of a file, in the order in which they lie in it.
+def decode_header(text: bytes, data_nbytes: int, *, key: str) -> list[TensorEntry]:
+    """Decode the tensors of a file, in the order of their positions.
 
     Args:
-        text: the header, without its length.
-        data_nbytes: bytes of the file after it.
+        text: the header, without the length before it.
+        data_nbytes: bytes of the file after the header.
 
     Raises:
-        MetadataError: it is malformed, or its tensors do not fill the file without gaps.
+        MetadataError: the header is malformed, or the tensors do not fill the file without gaps.
     """
     content = decode_json(text, key=key)
     content.pop(_METADATA, None)
@@ -140,10 +140,10 @@ def decode_header(text: bytes, data_nbytes: int, *, key: str) -> list[Entry]:
 
 
 def decode_json(text: bytes, *, key: str) -> dict[str, Any]:
-    """A JSON object in which no name occurs twice.
+    """Decode a JSON object, and require that no name occurs twice.
 
     Raises:
-        MetadataError: it is none.
+        MetadataError: the text is not such an object.
     """
     try:
         content = json.loads(text.decode("utf-8"), object_pairs_hook=_once)
@@ -161,7 +161,7 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def _entry(name: str, said: Any, key: str) -> Entry:
+def _entry(name: str, said: Any, key: str) -> TensorEntry:
     if type(said) is not dict:
         raise _malformed(f"{name[:200]} is no tensor", key)
     dtype, shape, offsets = said.get("dtype"), said.get("shape"), said.get("data_offsets")
@@ -169,8 +169,8 @@ def _entry(name: str, said: Any, key: str) -> Entry:
         raise _malformed(f"{name[:200]} has the dtype {str(dtype)[:50]}, which is not known here", key)
     if not _are_counts(shape) or len(shape) > _MAX_DIMS or not _are_counts(offsets) or len(offsets) != 2:
         raise _malformed(f"{name[:200]} has no shape or no place", key)
-    entry = Entry(name, _DTYPES[dtype], tuple(shape), offsets[0])
-    # Strides are products of sizes: those of an empty tensor may be beyond all numbers.
+    entry = TensorEntry(name, _DTYPES[dtype], tuple(shape), offsets[0])
+    # Strides are products of sizes, so even an empty tensor can have strides that overflow.
     if math.prod(max(size, 1) for size in shape) >= _MAX_NBYTES or entry.nbytes != offsets[1] - offsets[0]:
         raise _malformed(f"{name[:200]} has another number of bytes than its shape says", key)
     return entry

@@ -1,6 +1,6 @@
-"""What is converted, whoever wrote it: DCP's description of a state, and where the bytes of each of its items lie.
+"""A source of a conversion, in whatever format: DCP's description of a state, and the position of each item's bytes.
 
-Data only. How a format is read is in the `from_` modules, how bytes are fetched in `reading`.
+The modules in `readers` read a format; `source_reader` and `payload_reader` fetch bytes.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import torch
 from torch.distributed.checkpoint import Metadata
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
-from bucketpoint.convert.reading import SourceBytes
+from bucketpoint.convert.source_reader import SourceBytes
 
 BUCKETPOINT = "bucketpoint"
 DCP = "dcp"
@@ -24,7 +24,7 @@ FORMATS = (BUCKETPOINT, DCP, TORCH, SAFETENSORS)
 
 @dataclass(frozen=True)
 class Checksum:
-    """`kind` is `"crc32c"`, or `"crc32"` as archives have it."""
+    """A checksum. `kind` is `"crc32c"`, or `"crc32"` as in zip archives."""
 
     kind: str
     value: int
@@ -32,12 +32,12 @@ class Checksum:
 
 @dataclass(frozen=True, eq=False)
 class Stretch:
-    """The bytes of an item as they lie in one object: of a tensor its elements in C order, else what torch.save made.
+    """Bytes of an item within one object: a tensor's elements in C order, or a torch.save archive.
 
     Attributes:
-        checksum: of all of them, where their writer recorded one.
-        opaque: of a tensor, and all the same what torch.save made: of one that is sparse, quantised or of a class of
-            its own. Only DCP has a place for it.
+        checksum: of all the bytes, if their writer recorded one.
+        opaque: True if the item is a tensor that is stored as a torch.save archive (sparse, quantised, subclass), not
+        as raw elements. Only DCP formats can hold it.
     """
 
     key: str
@@ -48,17 +48,17 @@ class Stretch:
 
     @property
     def place(self) -> tuple[str, int]:
-        """Sorts payloads in the order in which they lie in the source."""
+        """Sort key that orders payloads by their position in the source."""
         return self.key, self.start
 
 
 @dataclass(frozen=True)
 class Decoded:
-    """A tensor whose elements do not lie in C order, or not as they are: it is taken whole, and decoded.
+    """A tensor that has to be decoded whole, because its elements are not stored in C order or not as raw values.
 
     Attributes:
-        nbytes: of its elements.
-        place: the object and the byte where it lies.
+        nbytes: of the elements.
+        place: key of the object, and offset of the stored tensor in it.
     """
 
     nbytes: int
@@ -69,7 +69,7 @@ class Decoded:
 
 @dataclass(frozen=True)
 class Held:
-    """Bytes that are in memory: what is no tensor, and was made anew of the source."""
+    """Bytes held in memory: an item other than a tensor, serialized anew from the source."""
 
     data: bytes = field(repr=False)
     opaque = False
@@ -89,10 +89,9 @@ class Source:
 
     Attributes:
         format: one of `FORMATS`.
-        metadata: as DCP has it, without storage data. Every chunk of its tensors, and everything else in it, has a
-            payload.
-        fingerprint: differs where the source does: of its objects' keys, sizes and ETags.
-        kind, metrics: of the record, where the source has one.
+        metadata: as DCP has it, without storage data. Every chunk of every tensor, and every other item, has a payload.
+        fingerprint: of the keys, sizes and ETags of the source's objects; differs if the source differs.
+        kind, metrics: of the record, if the source has one.
     """
 
     format: str

@@ -1,4 +1,4 @@
-"""What a conversion writes: objects, and what makes them a checkpoint once they are all there. Data only."""
+"""Target of a conversion: objects, and the function that commits them once all are written."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from bucketpoint.transfer import Segment, Uploaded
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where a checkpoint is to be: a folder's prefix, or for a single file the folder above it."""
+class TargetPlace:
+    """Place of a checkpoint: the prefix of a folder, or for a single file the folder above it."""
 
     store: Store
     prefix: str
@@ -22,7 +22,7 @@ class Place:
 class TargetObject:
     """An object to write: its path below the target's prefix, and its bytes.
 
-    Every stretch has a length of blocks, so that the checksum of the object is known once it is written.
+    Every segment has a block length, so that the checksum of the object is known once it is written.
     """
 
     path: str
@@ -34,13 +34,13 @@ class TargetObject:
 
 
 @dataclass(frozen=True)
-class Layout:
+class TargetLayout:
     """All objects of a target.
 
     Attributes:
-        commit: makes them a checkpoint, given what the store said of each. Not called before all of them are there.
-        left_out: keys of the source that the target's format has no place for.
-        tensors: how many tensors it holds.
+        commit: commits the objects, given the store's answer for each. Called only once all of them are written.
+        left_out: keys of the source that the target's format cannot hold.
+        tensors: number of tensors in the target.
     """
 
     objects: Sequence[TargetObject]
@@ -50,5 +50,5 @@ class Layout:
 
 
 def held(data: bytes) -> Segment:
-    """Bytes that are in memory, as a stretch."""
+    """Return bytes in memory as a segment."""
     return Segment(len(data), memoryview(data), block_nbytes=len(data))

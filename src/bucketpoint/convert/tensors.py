@@ -1,4 +1,4 @@
-"""Tensors of a source as wholes, for formats that know no chunks."""
+"""Whole tensors of a source, for formats without chunks."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import torch
 from torch.distributed.checkpoint import TensorStorageMetadata
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
-from bucketpoint.convert.boxes import Box, covers
-from bucketpoint.convert.filling import Filling
+from bucketpoint.convert.nd_boxes import Box, covers
+from bucketpoint.convert.payload_reader import Filling
 from bucketpoint.convert.source import Payload, Source
 from bucketpoint.errors import MismatchError
 from bucketpoint.transfer import Segment
@@ -19,7 +19,7 @@ from bucketpoint.transfer import Segment
 
 @dataclass(frozen=True)
 class WholeTensor:
-    """A tensor and the chunks that fill it. The last dimension of their places counts bytes."""
+    """A tensor and the chunks that fill it. The last dimension of the chunks' boxes counts bytes."""
 
     fqn: str
     dtype: torch.dtype
@@ -31,15 +31,15 @@ class WholeTensor:
         return math.prod(self.shape) * self.dtype.itemsize
 
     def segment(self, filling: Filling) -> Segment:
-        """All of it, as a stretch of an object to be sent."""
+        """Return the whole tensor as a segment of an object to be sent."""
         return filling.whole(self.shape, self.dtype.itemsize, self.chunks)
 
 
 def whole_tensors(source: Source, without: Collection[str] = ()) -> Iterator[WholeTensor]:
-    """The tensors of a source, in the order in which they lie in it.
+    """Yield the tensors of a source, in the order of their positions in it.
 
     Raises:
-        MismatchError: the chunks of one do not fill it, or it has no plain elements.
+        MismatchError: the chunks of a tensor do not fill it, or it is not stored as plain elements.
     """
     found = [
         _whole(source, fqn, entry)

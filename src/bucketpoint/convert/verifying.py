@@ -1,20 +1,24 @@
-"""Reading a target again: whether the store gives back what was sent. Knows objects and checksums, and no formats."""
+"""Verification of a target: read it again, and compare it with what was sent."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from bucketpoint.convert.target import Place, TargetObject
+from bucketpoint.convert.target import TargetObject, TargetPlace
 from bucketpoint.format import keys
 from bucketpoint.transfer import BufferPool, Meter, TransferOptions, Uploaded, retry_transient
 from bucketpoint.transfer.checksum import combine, crc32c, fold_blocks
-from bucketpoint.transfer.pieces import each, piece_bytes
+from bucketpoint.transfer.pieces import for_each, piece_bytes
 
 
 def read_again(
-    place: Place, objects: Sequence[TargetObject], done: Mapping[str, Uploaded], options: TransferOptions, meter: Meter
+    place: TargetPlace,
+    objects: Sequence[TargetObject],
+    done: Mapping[str, Uploaded],
+    options: TransferOptions,
+    meter: Meter,
 ) -> list[str]:
-    """Read all objects, and return the paths of those that are not what was sent."""
+    """Read all objects, and return the paths of those that differ from what was sent."""
     pool, step = BufferPool(options.max_inflight_bytes), piece_bytes(options)
     found: dict[tuple[str, int], tuple[int, int]] = {}
 
@@ -27,7 +31,7 @@ def read_again(
         meter.add(nbytes)
 
     meter.total_bytes += sum(entry.nbytes for entry in objects)
-    each(((entry, start) for entry in objects for start in range(0, entry.nbytes, step)), read, options)
+    for_each(((entry, start) for entry in objects for start in range(0, entry.nbytes, step)), read, options)
     damaged = []
     for entry in objects:
         there = 0
@@ -39,7 +43,7 @@ def read_again(
 
 
 def _sent(entry: TargetObject, uploaded: Uploaded) -> int:
-    """The CRC32C of an object, from those of its blocks."""
+    """Compute the CRC32C of a sent object from those of its blocks."""
     total = 0
     for segment, crcs in zip(entry.segments, uploaded.block_crcs, strict=True):
         total = combine(total, fold_blocks(crcs, segment.nbytes, segment.block_nbytes), segment.nbytes)

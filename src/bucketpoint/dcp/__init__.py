@@ -1,12 +1,12 @@
-"""What DCP calls: writer and reader. Knows no details of any cloud."""
+"""The parts that DCP calls: writer, reader, planners, and `save`, `load` and `async_save` around them."""
 
 from bucketpoint.dcp.async_save import SaveHandle, async_save
-from bucketpoint.dcp.cooperative import Bandwidths
-from bucketpoint.dcp.one_call import load, save
-from bucketpoint.dcp.planner import LoadPlanner
-from bucketpoint.dcp.rank_state import rank_state, saved_ranks
+from bucketpoint.dcp.cooperative.decision import Bandwidths
+from bucketpoint.dcp.deadline.api import load, save
+from bucketpoint.dcp.planning.load_planner import LoadPlanner
+from bucketpoint.dcp.planning.rank_state import rank_state, saved_ranks
+from bucketpoint.dcp.planning.save_planner import SavePlanner
 from bucketpoint.dcp.reader import BucketReader, GCSReader, S3Reader
-from bucketpoint.dcp.save_planner import SavePlanner
 from bucketpoint.dcp.writer import BucketWriter, GCSWriter, S3Writer
 
 __all__ = [

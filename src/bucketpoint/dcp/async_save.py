@@ -1,7 +1,8 @@
-"""`async_save` with one return type: a handle on a save under way. Adds nothing to what DCP does but what it lacks.
+"""Wrap `dcp.async_save` so that it always returns a `SaveHandle`.
 
-DCP answers with a future or with a pair of futures, by how the stager works; takes a staging that fails early for one
-that succeeded; and keeps a failed save's memory for as long as someone keeps its error.
+The wrapper makes up for three things in DCP: DCP returns a future or a pair of futures, depending on the stager; it
+takes a staging that fails early for one that succeeded; and it keeps the memory of a failed save for as long as the
+program keeps the error.
 """
 
 from __future__ import annotations
@@ -24,14 +25,14 @@ from bucketpoint.staging import Lease, StagedState, Stager, dead_checkpoint_proc
 from bucketpoint.transfer import Progress
 
 _DYING_S = 1.0
-"""A checkpoint process that dies closes its pipe, which ends the save, a moment before it counts as dead."""
+"""Seconds to wait for a checkpoint process to be reported dead: its pipe closes, and the save ends, before that."""
 
 
 class SaveHandle(Future[Metadata]):
     """One asynchronous save: a future of the committed checkpoint's metadata.
 
     Attributes:
-        staged: done when the state may change again; fails if it could not be copied.
+        staged: future that is done when the program may change the state again; fails if the state could not be copied.
     """
 
     def __init__(self, url: str | None) -> None:
@@ -40,9 +41,10 @@ class SaveHandle(Future[Metadata]):
         self.staged: Future[None] = Future()
         self._lease: Lease | None = None
         self._at_end: program_end.LastSave | None = None
-        # Our own group over its ranks goes with it, and not before the save has ended.
+        # Our own group over the same ranks is destroyed when the caller's group is garbage-collected. This reference
+        # keeps the caller's group alive until the save has ended.
         self._parent_group: ProcessGroup | None = None
-        # What has begun cannot be taken back: cancel() says so.
+        # A save under way cannot be cancelled: cancel() returns False.
         self.set_running_or_notify_cancel()
         self.staged.set_running_or_notify_cancel()
 
@@ -52,39 +54,42 @@ class SaveHandle(Future[Metadata]):
 
     @property
     def committed(self) -> Future[Metadata]:
-        """Done when the checkpoint can be loaded: the handle itself, under the name that goes with `staged`."""
+        """Future that is done when the checkpoint can be loaded: the handle itself, as a counterpart of `staged`."""
         return self
 
     @property
     def progress(self) -> Progress | None:
-        """How far this rank's upload is; None before it begins, and always with a checkpoint process."""
+        """Progress of this rank's upload; None before the upload begins, and always with a checkpoint process."""
         progress = self._lease.progress if self._lease is not None else None
         return progress if isinstance(progress, Progress) else None
 
     def result(self, timeout: float | None = None) -> Metadata:
-        """The metadata, once the checkpoint is committed. Raises the error of a save that failed."""
+        """Wait for the commit and return the checkpoint's metadata. Raises the error of a save that failed."""
         try:
             return super().result(timeout)
         finally:
             self._told()
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
-        """The error of a save that failed, once it has ended; None if the checkpoint is committed."""
+        """Wait for the end of the save and return the error if it failed; None if the checkpoint is committed."""
         try:
             return super().exception(timeout)
         finally:
             self._told()
 
     def failure(self) -> BaseException | None:
-        """The error of a save that failed; None while it runs. Unlike `exception`, leaves the exit status as it is."""
+        """Return the error if the save has failed; None while it runs and once it is committed.
+
+        Unlike `exception`, it does not count as telling the program: the exit status still reports the failure.
+        """
         return super().exception() if self.done() else None
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Wait for the end of the save, at most `timeout` seconds. Whether it has ended, well or not."""
+        """Wait at most `timeout` seconds for the end of the save. Return True if it has ended, in success or not."""
         return bool(concurrent.futures.wait([self], timeout).done)
 
     def _told(self) -> None:
-        """The program knows how the save has ended, and its exit status is its own affair."""
+        """Clear the failure noted for the exit status: the program has been told the outcome and decides by itself."""
         if self.done() and self._at_end is not None:
             self._at_end.failure = None
 
@@ -101,17 +106,20 @@ def async_save(
     no_dist: bool = False,
     use_collectives: bool = True,
 ) -> SaveHandle:
-    """`dcp.async_save` with its arguments, and one return type whatever the stager and the executor.
+    """Begin a save in the background. Takes the arguments of `dcp.async_save`.
+
+    The return type is the same for every stager and executor.
 
     Args:
-        process_group: the ranks, by a group of any backend; None for all of the job. The save runs on a gloo group of
-            its own over the same ranks, so that it never meets collectives of training. That group is made by the first
-            call for these ranks, which all of them make, and kept as long as `process_group` is.
-        storage_writer: any writer; without one, a `BucketWriter` for this save alone. One writer, or one `Stager`, kept
-            over all saves keeps its staging memory too.
+        process_group: the ranks that save, as a group of any backend; None for all ranks of the job. The save runs on a
+            separate gloo group over the same ranks, so that its collectives never mix with those of training. The first
+            call for these ranks makes that group, so all of them must make the call; the group is kept for as long as
+            `process_group` exists.
+        storage_writer: any writer; without one, a `BucketWriter` for this save alone. Reuse one writer, or one
+            `Stager`, for all saves to reuse its staging memory too.
 
     Returns:
-        A handle whose `result()` is the checkpoint's `Metadata`. Its errors are `BucketpointError`s, which
+        A handle whose `result()` is the checkpoint's `Metadata`. The errors it raises are `BucketpointError`s, which
         `except Exception` catches; DCP's `CheckpointException` is their cause.
 
     Raises:
@@ -125,7 +133,7 @@ def async_save(
     stager = async_stager if async_stager is not None else writer
     if not hasattr(stager, "stage"):
         stager = Stager()
-    # What the writer saved last on this thread is not what it saves next.
+    # Not `writer.url`: that may be the URL of the save that this thread ran last.
     own = writer._url if isinstance(writer, BucketWriter) else getattr(writer, "checkpoint_id", None)
     handle = SaveHandle(str(checkpoint_id) if checkpoint_id is not None else own)
     watched = _Watched(stager, handle)
@@ -148,7 +156,7 @@ def async_save(
 
 
 class _Watched:
-    """The stager of one save, which tells the handle what becomes of the copy."""
+    """Wrapper of the stager for one save: it reports to the handle when the copy is complete or has failed."""
 
     def __init__(self, stager: Any, handle: SaveHandle) -> None:
         self._stager = stager
@@ -171,7 +179,7 @@ class _Watched:
         self._stager.synchronize_staging()
 
     def close(self) -> None:
-        """The stager is its owner's to close."""
+        """Do nothing: the owner of the wrapped stager closes it."""
 
     def _staged(self, staging: Future[Any]) -> None:
         error = staging.exception()
@@ -181,11 +189,11 @@ class _Watched:
             self._note(staging.result())
 
     def _note(self, staged: Any) -> None:
-        # The lease and not the state, which would keep the memory.
+        # Keep the lease only: a reference to the staged state would keep the staging memory.
         if isinstance(staged, StagedState):
             self._handle._lease = staged.lease
             if self._handle.url:
-                # In a checkpoint process no writer of ours could say so.
+                # Set here, as with a checkpoint process no writer in this process could set the label.
                 staged.lease.label = f"the save of {self._handle.url}"
         self._handle.staged.set_result(None)
 
@@ -199,7 +207,7 @@ def _ending(handle: SaveHandle) -> Callable[[Future[Any]], None]:
         if error is not None:
             error = as_ours(error, handle.url)
         if handle._at_end is not None:
-            # Before callbacks, which may tell the program.
+            # Before the callbacks run: one of them may tell the program the outcome, which clears this again.
             handle._at_end.failure = None if error is None else str(error)
         if error is None:
             handle.set_result(upload.result())
@@ -210,7 +218,12 @@ def _ending(handle: SaveHandle) -> Callable[[Future[Any]], None]:
 
 
 def as_ours(error: BaseException, url: str | None, what: str = "The save") -> BaseException:
-    """The first error of ours among the ranks', or one that says what DCP said. One that tells of a peer comes last."""
+    """Turn an error of DCP into a BucketpointError.
+
+    Of the errors of all ranks, take the first BucketpointError; a `PeerFailedError` only if there is no other. If no
+    rank raised a BucketpointError, make one with the text of every rank's error. If the checkpoint process has died,
+    return an error that says so. Any other error is returned unchanged.
+    """
     if isinstance(error, BucketpointError):
         error.url = error.url or url
         return error

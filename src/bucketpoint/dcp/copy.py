@@ -1,6 +1,7 @@
-"""Copying a committed checkpoint: its data objects first, `.metadata` last and by the same commit as a save's.
+"""Copy of a committed checkpoint: data objects first, then `.metadata`, by the same commit as a save.
 
-What is at the destination stays whole until that commit, and what an interrupted copy left is taken up again.
+A checkpoint at the destination stays whole until that commit. A copy that was interrupted is resumed: the objects that
+it left are not sent again.
 """
 
 from __future__ import annotations
@@ -15,18 +16,18 @@ from typing import Any
 
 from torch.distributed.checkpoint import Metadata
 
-from bucketpoint.catalog.adopt import named
 from bucketpoint.catalog.catalog import Catalog
-from bucketpoint.catalog.fence import LONG_AGO, AttemptFence, Stopwatch
+from bucketpoint.catalog.deletion.fence import LONG_AGO, AttemptFence, Stopwatch
+from bucketpoint.catalog.reconcile import named
 from bucketpoint.catalog.run import catalog_above
 from bucketpoint.catalog.save_log import SaveLog
-from bucketpoint.checkpoint.saved import SavedCheckpoint
-from bucketpoint.dcp.block_tables import read_tables, with_blocks
-from bucketpoint.dcp.commit import commit_copy
-from bucketpoint.dcp.commit_put import Commit
-from bucketpoint.dcp.regions import ChunkShapes, ObjectCheck, Region, item_regions, table_regions
-from bucketpoint.dcp.session import Seen, as_url
-from bucketpoint.dcp.source_objects import damaged, look_at_objects
+from bucketpoint.checkpoint.block_tables import read_tables, with_blocks
+from bucketpoint.checkpoint.objects import damaged, look_at_objects
+from bucketpoint.checkpoint.open import SavedCheckpoint
+from bucketpoint.checkpoint.regions import ChunkShapes, ObjectCheck, Region, item_regions, table_regions
+from bucketpoint.dcp.saving.commit import commit_copy
+from bucketpoint.dcp.saving.commit_put import Commit
+from bucketpoint.dcp.session import PriorCommit, as_url
 from bucketpoint.errors import (
     AccessDeniedError,
     BucketpointError,
@@ -37,28 +38,28 @@ from bucketpoint.errors import (
 )
 from bucketpoint.format import keys
 from bucketpoint.format.item_info import data_paths
-from bucketpoint.format.metadata import decode_metadata, encode_metadata
-from bucketpoint.format.metadata_facts import make_record
+from bucketpoint.format.metadata.codec import decode_metadata, encode_metadata
+from bucketpoint.format.metadata.facts import make_record
 from bucketpoint.stores import ObjectInfo, Store, open_store
 from bucketpoint.transfer import Meter, ProgressCallback, TransferOptions, retry_transient
 from bucketpoint.transfer.copy import CopyJob, copy_objects, inside_one_service
 
 COPY_OPTIONS = TransferOptions(max_inflight_bytes=256 << 20)
-"""All that comes through passes memory of our own, so the budget decides the size of parts: about 10 MiB."""
+"""All bytes pass through memory of this process, so the budget decides the size of parts: about 10 MiB."""
 
 
 @dataclass(frozen=True)
 class CopyPlan:
-    """What a copy will do.
+    """The steps of a copy, decided before anything is written.
 
     Attributes:
-        paths: of each object within the source, the path that it gets.
-        sources: what the source's store says of each object.
+        paths: path of each object in the source, and the path that it gets at the destination.
+        sources: size and ETag of each object, from the source's store.
         there: objects that an earlier, interrupted copy left at the destination, whole.
         replaces: a checkpoint is committed at the destination, or may be, and will be replaced.
-        seen: that checkpoint, and no other may be replaced; None where it could not be looked at.
-        inside: the service can copy by itself.
-        catalog: of the run that the copy becomes a checkpoint of, if the destination lies in one.
+        seen: commit found at the destination; only it may be replaced. None: it could not be read, and is not checked.
+        inside: the service can copy the objects by itself, without sending them through this process.
+        catalog: catalog of the run that the copy will belong to; None if the destination is not in a run.
     """
 
     saved: SavedCheckpoint
@@ -71,7 +72,7 @@ class CopyPlan:
     replaces: bool
     inside: bool
     catalog: Catalog | None = None
-    seen: Seen | None = None
+    seen: PriorCommit | None = None
 
     @property
     def nbytes(self) -> int:
@@ -85,7 +86,7 @@ class CopyPlan:
 
 @dataclass(frozen=True)
 class Copied:
-    """What a copy did. `inside` says whether the service copied by itself, so that no checksum could be compared."""
+    """The outcome of a copy. `inside`: the service copied by itself, so that no checksum could be compared."""
 
     objects: int
     nbytes: int
@@ -102,7 +103,7 @@ def plan_copy(
     fs: Any = None,
     overwrite: bool = False,
 ) -> CopyPlan:
-    """Look at source and destination. Writes nothing.
+    """Look at source and destination, and plan the copy. Writes nothing.
 
     Raises:
         InvalidURLError: both are the same place.
@@ -122,10 +123,11 @@ def plan_copy(
     try:
         found = catalog_above(text, storage_options=storage_options, fs=fs)
     except AccessDeniedError:
-        # Whoever may only write there leaves the record beside the metadata, as any writer without a catalogue does.
+        # Without the right to read the catalog, the record goes beside the metadata, as for any writer without one.
         found = None
     paths = {path: path for path in sources}
-    # A pruner that deletes an earlier copy of the same checkpoint from this folder goes by the tokens in its names.
+    # A pruner that deletes an earlier copy of this checkpoint from the folder picks objects by the token in their
+    # names: with the same token it would delete the new copy's objects too.
     pruned = found is not None and bool(saved.facts) and all(map(keys.token_of, paths))
     if pruned or (used is not None and (used.paths is None or not used.paths.isdisjoint(paths))):
         paths = _moved_aside(saved, text)
@@ -142,18 +144,18 @@ def plan_copy(
         replaces=used is not None and overwrite,
         inside=inside,
         catalog=found[0] if found is not None else None,
-        seen=used.seen if used is not None else Seen(there=False),
+        seen=used.seen if used is not None else PriorCommit(there=False),
     )
 
 
 def copy_checkpoint(
     plan: CopyPlan, options: TransferOptions = COPY_OPTIONS, *, progress: ProgressCallback | None = None
 ) -> Copied:
-    """Do what the plan says. Bytes that come through this process are compared with every recorded checksum.
+    """Carry out a plan. Bytes that pass through this process are compared with every recorded checksum.
 
     Raises:
         CorruptDataError: the source is damaged; nothing was committed.
-        CheckpointExistsError, CommitConflictError: another commit came in between, and stands.
+        CheckpointExistsError, CommitConflictError: another commit was made meanwhile, and stays.
     """
     saved = plan.saved
     shapes = ChunkShapes(saved.metadata)
@@ -164,7 +166,7 @@ def copy_checkpoint(
         for path, check in zip(waiting, checks, strict=True)
     ]
     meter = Meter("cp", plan.url, plan.left_nbytes, progress)
-    # What an interrupted copy left is old, and a sweep takes it for dead however fast this one is.
+    # Objects of an interrupted copy are old, so a sweep may delete them as debris however fast this copy is.
     since = LONG_AGO if plan.there else Stopwatch()
     log = _log_there(plan)
     if log is not None:
@@ -196,7 +198,10 @@ def copy_checkpoint(
 
 
 def _log_there(plan: CopyPlan) -> SaveLog | None:
-    """A copy into a run is a save of that run: with an intent, and with what the source's record says of metrics."""
+    """Return the log of the destination's run, with kind and metrics of the source's record; None outside of a run.
+
+    A copy into a run counts as a save of that run, so it has an intent too.
+    """
     if plan.catalog is None:
         return None
     record = plan.saved.record
@@ -204,7 +209,7 @@ def _log_there(plan: CopyPlan) -> SaveLog | None:
 
 
 def _token_there(plan: CopyPlan) -> str:
-    """The token that the copy goes by: that of the save, or a fresh one where its objects got other names."""
+    """Return the token of the copy: that of the original save, or the fresh one in the objects' new names."""
     moved = next((new for old, new in plan.paths.items() if old != new), None)
     if moved is not None:
         parsed = keys.parse_data_path(moved)
@@ -217,10 +222,10 @@ def _token_there(plan: CopyPlan) -> str:
 
 @dataclass(frozen=True)
 class _Used:
-    """A checkpoint at the destination: its object paths and its commit. None where they cannot be read."""
+    """A checkpoint at the destination: its object paths and its commit, each None if it cannot be read."""
 
     paths: set[str] | None
-    seen: Seen | None
+    seen: PriorCommit | None
 
 
 def _used_there(store: Store, prefix: str, url: str) -> _Used | None:
@@ -229,9 +234,9 @@ def _used_there(store: Store, prefix: str, url: str) -> _Used | None:
     except ObjectNotFoundError:
         return None
     except AccessDeniedError:
-        # Without the right to list, a key that is not there is denied like one that is. The commit will tell.
+        # Without the right to list, S3 answers 403 for a missing key too. The commit will find out.
         return _Used(None, seen=None)
-    seen = Seen(there=True, etag=committed.etag)
+    seen = PriorCommit(there=True, etag=committed.etag)
     try:
         return _Used(data_paths(decode_metadata(data, url=url)), seen)
     except BucketpointError:
@@ -246,7 +251,10 @@ def _source_objects(saved: SavedCheckpoint) -> dict[str, ObjectInfo]:
 
 
 def _moved_aside(saved: SavedCheckpoint, url: str) -> dict[str, str]:
-    """Fresh paths: what is at the destination has objects of the same names, and must stay loadable meanwhile."""
+    """Return fresh paths for all objects.
+
+    The checkpoint at the destination has objects of the same names, and must stay loadable until the commit.
+    """
     token = keys.new_token()
     moved = {}
     for path in saved.by_object:
@@ -265,7 +273,10 @@ def _moved_aside(saved: SavedCheckpoint, url: str) -> dict[str, str]:
 def _left_behind(
     saved: SavedCheckpoint, store: Store, prefix: str, sources: Mapping[str, ObjectInfo]
 ) -> dict[str, ObjectInfo]:
-    """Objects that are at the destination already. Only a name with the token of a save tells what is in one."""
+    """Return the objects that are at the destination already.
+
+    Only objects named by the token of a save are taken: any other name does not tell the content of an object.
+    """
     wanted = {keys.join(prefix, path): path for path in sources if keys.parse_data_path(path) is not None}
     if not wanted or not saved.facts:
         return {}
@@ -279,7 +290,7 @@ def _left_behind(
 
 
 def _check_unchanged(plan: CopyPlan, copied: Mapping[str, ObjectInfo]) -> None:
-    """Look once more before the commit: a sweep may take what an interrupted copy left long ago for debris.
+    """Check just before the commit that all objects are still there: a sweep may have deleted those of an old copy.
 
     One LIST for each 1,000 objects.
     """
@@ -290,7 +301,7 @@ def _check_unchanged(plan: CopyPlan, copied: Mapping[str, ObjectInfo]) -> None:
     try:
         listed = retry_transient(lambda: list(plan.store.list(above)), attempts=COPY_OPTIONS.read_attempts)
     except AccessDeniedError:
-        # Then nothing was taken over from an earlier copy either.
+        # Without the right to list, no object of an earlier copy was taken over, so no sweep can have deleted one.
         return
     found = {info.key: (info.size, info.etag) for info in listed}
     for key, info in expected.items():
@@ -323,7 +334,7 @@ def _regions(saved: SavedCheckpoint, path: str, shapes: ChunkShapes, source: Obj
 
 
 class _Checked:
-    """Refuses the bytes of an object at the first that are not those that were saved."""
+    """Verification of one object while it is copied: raises at the first bytes whose checksum is wrong."""
 
     def __init__(self, saved: SavedCheckpoint, path: str, shapes: ChunkShapes, source: ObjectInfo) -> None:
         self._saved = saved
@@ -333,11 +344,11 @@ class _Checked:
         self._lock = threading.Lock()
         self._check: ObjectCheck | None = None
         self.nbytes = 0
-        """How many bytes are compared with a checksum."""
+        """Bytes that are compared with a checksum."""
 
     def see(self, start: int, view: memoryview) -> None:
         with self._lock:
-            # Not before bytes come: where the service copies by itself, none do.
+            # Made when the first bytes arrive: if the service copies by itself, none do, and no table need be read.
             if self._check is None:
                 regions = _regions(self._saved, self._path, self._shapes, self._source)
                 self._check = ObjectCheck(regions)
@@ -352,10 +363,10 @@ class _Checked:
 
 
 def _metadata_there(plan: CopyPlan, copied: Mapping[str, ObjectInfo]) -> tuple[Metadata, dict[str, Any], bytes]:
-    """The metadata to commit, with our part of it and as bytes.
+    """Return the metadata to commit, bucketpoint's part of it, and both as bytes.
 
-    Ours says where it was committed, and a load there insists on the ETags that the objects had: a copy says its own.
-    That of other writers says nothing of the kind, and stays as it is to the byte.
+    Metadata of bucketpoint holds the URL of the commit and the ETags of the objects, which a load checks: the copy gets
+    values of its own. Metadata of other writers holds neither, and is copied unchanged to the byte.
     """
     saved = plan.saved
     if not saved.facts:
@@ -376,8 +387,8 @@ def _metadata_there(plan: CopyPlan, copied: Mapping[str, ObjectInfo]) -> tuple[M
         "copied_from": saved.url,
     }
     if plan.replaces and plan.catalog is not None:
-        # Of several records of one folder the youngest counts, and what is replaced may be younger than the source.
-        # The metadata says the same, for those who make the record anew from it.
+        # Of several records of one folder the youngest counts, and the replaced checkpoint may be younger than the
+        # source. So the copy is dated now; in the metadata too, from which the record can be rebuilt.
         facts["created"] = plan.catalog.clock()
     return metadata, facts, encode_metadata(metadata, bucketpoint=facts)
 

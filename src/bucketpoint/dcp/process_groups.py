@@ -1,6 +1,6 @@
-"""Process groups of our own: what ranks tell each other for a checkpoint never meets the collectives of training.
+"""Separate process groups for checkpoints, so that their collectives never mix with those of training.
 
-Two threads that use one process group at once send on the same connections. Where the order differs between ranks, they
+Two threads that use one process group at once send on the same connections. If the order differs between ranks, they
 wait for each other forever, or one reads the other's bytes, on which gloo ends the process.
 """
 
@@ -25,7 +25,7 @@ from bucketpoint.errors import BucketpointError
 logger = logging.getLogger(__name__)
 
 _beside: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
-"""By the caller's group, the group of our own over the same ranks on which saves in the background run."""
+"""For each caller's group, our own group over the same ranks, on which background saves run."""
 
 
 def is_initialized() -> bool:
@@ -33,10 +33,10 @@ def is_initialized() -> bool:
 
 
 def ranks_of(group: Any) -> tuple[int, ...]:
-    """Global ranks of a process group; None stands for all ranks of the job, or for this process alone.
+    """Return the global ranks of a process group. None stands for all ranks of the job, or for this process alone.
 
     Raises:
-        BucketpointError: this rank is not among them.
+        BucketpointError: this rank is not in the group.
     """
     if not is_initialized():
         return (0,)
@@ -53,7 +53,7 @@ def refuse_a_rank_alone(what: str, url: str | None = None) -> None:
     """Check that a job of several ranks has the process group that joins them.
 
     Raises:
-        BucketpointError: torchrun says that there are several, and each of them would work by itself.
+        BucketpointError: WORLD_SIZE, which torchrun sets, names several ranks, and each of them would work by itself.
     """
     world = _ranks_without_a_group()
     if world > 1:
@@ -67,13 +67,13 @@ def refuse_a_rank_alone(what: str, url: str | None = None) -> None:
 
 
 def refuse_to_save_as_one_of_many(url: str | None) -> None:
-    """Check that a rank which DCP takes for the only one is not one of several without a process group.
+    """Refuse a save by a rank other than 0 in a job of several ranks without a process group.
 
-    Rank 0 may mean to save alone, with `no_dist=True`, which a writer cannot tell. The others would replace what it
-    saves.
+    DCP takes each such rank for the only one, and the ranks would replace each other's checkpoint. Rank 0 is not
+    refused: it may save alone on purpose, with `no_dist=True`, which a writer cannot see.
 
     Raises:
-        BucketpointError: this is another rank than 0.
+        BucketpointError: the environment says that this is a rank other than 0, of several.
     """
     rank, world = os.environ.get("RANK", "0"), _ranks_without_a_group()
     if rank != "0" and world > 1:
@@ -93,7 +93,7 @@ def _ranks_without_a_group() -> int:
 
 
 def timeout_of(group: Any) -> timedelta:
-    """How long the ranks of a group wait for each other. There is no public way to ask."""
+    """Return the timeout with which the ranks of a group wait for each other. Torch has no public way to ask."""
     pg: Any = group if group is not None else dist.group.WORLD
     for device in ("cpu", "cuda"):
         with contextlib.suppress(AttributeError, RuntimeError):
@@ -104,21 +104,21 @@ def timeout_of(group: Any) -> timedelta:
 
 
 def store_of(ranks: tuple[int, ...]) -> Any:
-    """The part of the job's store that belongs to these ranks."""
+    """Return the part of the job's store (torch's key-value store) that is reserved for these ranks."""
     from torch.distributed.distributed_c10d import _get_default_store
 
     return dist.PrefixStore(f"bucketpoint/{_digest(ranks)}", _get_default_store())
 
 
 def connect(ranks: tuple[int, ...], store: Any, name: str, timeout: timedelta) -> Any:
-    """Make a gloo group of these ranks. A collective call of theirs, and of no other rank's.
+    """Make a gloo group of these ranks. A collective call: exactly these ranks must make it.
 
-    Not `dist.new_group`: all ranks of the job have to call that one, its names repeat after a failure, and they differ
-    between ranks that are in different numbers of groups.
+    `dist.new_group` does not serve: all ranks of the job have to call it, its group names repeat after a failure, and
+    they differ between ranks that are in different numbers of groups.
 
     Args:
-        store: of this group alone.
-        name: the same on all ranks, and another one for each group of the same ranks.
+        store: a store that only this group uses.
+        name: the same on all ranks, and unique among the groups of the same ranks.
     """
     from torch.distributed import distributed_c10d as c10d
 
@@ -142,22 +142,23 @@ def _digest(ranks: tuple[int, ...]) -> str:
 
 
 def new_group(parent: Any, timeout: timedelta | None = None) -> Any:
-    """Make a gloo group of the ranks of another group; None stands for all ranks. A collective call of these ranks.
+    """Make a gloo group of the ranks of another group. A collective call: all these ranks must make it.
 
     Args:
+        parent: the other group; None for all ranks.
         timeout: how long ranks wait for each other in one collective; by default as long as in `parent`.
     """
     ranks = ranks_of(parent)
     store = store_of(ranks)
-    # Counted by each rank in the store: a process that was replaced goes on where the one before it was.
+    # Each rank counts its groups in the store, so that a restarted process continues the count of the one it replaces.
     name = f"kept-{store.add(f'groups/{ranks.index(dist.get_rank())}', 1)}"
     return connect(ranks, dist.PrefixStore(name, store), name, timeout if timeout is not None else timeout_of(parent))
 
 
 def group_beside(parent: Any) -> Any:
-    """The gloo group, made once and kept, on which saves in the background run instead of `parent`.
+    """Return the gloo group on which background saves run instead of `parent`; None if there is no process group.
 
-    The first call for a group is a collective one. None where there is no process group.
+    The group is made once and kept: the first call for a group is a collective one.
     """
     if not is_initialized():
         return None
@@ -171,21 +172,22 @@ def group_beside(parent: Any) -> Any:
 
 
 def leave(group: Any) -> None:
-    """Give back the connections and threads of a group. Not a collective call."""
+    """Free the connections and threads of a group. Not a collective call."""
     if is_initialized() and _is_known(group):
         dist.destroy_process_group(group)
 
 
 def _is_known(group: Any) -> bool:
-    """True until the group, or all groups with it, were destroyed."""
+    """Return True until this group, or all groups together, are destroyed."""
     return group in dist.distributed_c10d._world.pg_map
 
 
 def warn_of_a_shared_group() -> None:
-    """Say once that a save in the background runs on the default group, where there is no other that it could run on.
+    """Warn once if a background save runs on the default process group.
 
-    DCP does not tell a writer which group it is. The checkpoint process has a default group that it shares with nobody,
-    and saves on its main thread.
+    DCP does not tell a writer which group a save uses, so this is inferred: the default group is the only one, and the
+    save does not run on the main thread. A checkpoint process is no such case: it saves on its main thread, and shares
+    its default group with nobody.
     """
     if len(dist.distributed_c10d._world.pg_map) == 1 and threading.current_thread() is not threading.main_thread():
         _warn()

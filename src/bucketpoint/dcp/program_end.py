@@ -1,8 +1,8 @@
 """Exit status of a program that loses its last asynchronous save.
 
-The interpreter waits for the threads that save, but an error there does not change the exit status, and so a job whose
-last checkpoint failed would look like one that is complete. Python documents one way to change it that late: the status
-is 120 if output cannot be flushed.
+The interpreter waits for the threads that save, but an error in one of them does not change the exit status, so a job
+whose last checkpoint failed would look complete. Python documents one way to change the status that late: it is 120 if
+output cannot be flushed.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from bucketpoint.errors import BucketpointError
 
 
 class LastSave:
-    """Outcome of one save. A small object of its own: the error itself would keep its frames and their memory alive.
+    """Outcome of one save. Holds the text of an error only: the error would keep its frames and their memory alive.
 
     Attributes:
         failure: why the save failed, as text; empty while it runs, None once it is committed, or once the program has
@@ -31,7 +31,7 @@ class LastSave:
 
     @property
     def is_lost(self) -> bool:
-        # A forked process did not begin it, whatever its parent's copy says.
+        # Only in the process that began the save: a forked process inherits a copy of this object.
         return self.failure is not None and self._process == os.getpid()
 
 
@@ -39,24 +39,24 @@ _last: LastSave | None = None
 
 
 def begin(url: str | None) -> LastSave:
-    """Note that a save has begun, which from now on is the one that counts."""
+    """Note that a save has begun: from now on its outcome decides the exit status."""
     global _last
     _last = LastSave(url)
     return _last
 
 
 def lose(url: str | None, error: BaseException) -> None:
-    """Note that a save failed of which nobody can be told any more."""
+    """Note the failure of a save when the program has ended and cannot be told of it."""
     begin(url).failure = str(error)
 
 
 def has_come() -> bool:
-    """True once the main program is through, and the interpreter waits for threads."""
+    """Return True once the main program has ended and the interpreter waits for threads."""
     return bool(getattr(threading, "_SHUTTING_DOWN", False))
 
 
 class _Unflushable:
-    """Standard output that passes everything on, and fails to be flushed when the interpreter ends."""
+    """Wrapper of standard output that passes everything on, but fails to flush when the interpreter ends."""
 
     def __init__(self, stream: Any, error: BucketpointError) -> None:
         self._stream = stream
@@ -69,7 +69,7 @@ class _Unflushable:
     def flush(self) -> None:
         if self._stream is not None:
             self._stream.flush()
-        # Raised once: the interpreter flushes twice.
+        # Raised only once, as the interpreter flushes twice.
         if not self.closed:
             self.closed = True
             raise self._error
@@ -77,7 +77,8 @@ class _Unflushable:
 
 @atexit.register
 def _tell() -> None:
-    # Registered when this module is imported, it runs after the managers have waited for their saves.
+    # Registered when this module is imported, so it runs after the managers have waited for their saves: atexit calls
+    # the function that was registered first last.
     if _last is None or not _last.is_lost:
         return
     why = _last.failure or "the program ended first"

@@ -1,7 +1,4 @@
-"""What DCP calls to load: the `StorageReader`. Plans ranges, hands them to `transfer`, and fills the planner's tensors.
-
-No details of any cloud, and no thread of its own.
-"""
+"""The `StorageReader` that DCP calls to load: plans ranges, hands them to `transfer`, fills the planner's tensors."""
 
 from __future__ import annotations
 
@@ -17,16 +14,16 @@ from torch.distributed.checkpoint.metadata import StorageMeta
 from torch.distributed.checkpoint.planner import LoadItemType
 from torch.futures import Future
 
+from bucketpoint.checkpoint.block_tables import table_extent
+from bucketpoint.checkpoint.chunk import PlannedItem, SavedChunk, chunk_of_probe
 from bucketpoint.checkpoint.metadata_source import MetadataSource, committed_etags
-from bucketpoint.dcp.block_tables import table_extent
-from bucketpoint.dcp.boundary import dcp_call
-from bucketpoint.dcp.console import describe, progress_callback
-from bucketpoint.dcp.cooperative import Bandwidths
-from bucketpoint.dcp.cooperative_load import Cooperation
-from bucketpoint.dcp.read_plan import ReadPlan
-from bucketpoint.dcp.saved_chunk import PlannedItem, SavedChunk, chunk_of_probe
+from bucketpoint.dcp.cooperative.decision import Bandwidths
+from bucketpoint.dcp.cooperative.load import Cooperation
+from bucketpoint.dcp.error_boundary import dcp_call
+from bucketpoint.dcp.loading.read_plan import ReadPlan
+from bucketpoint.dcp.loading.unread import Unread
+from bucketpoint.dcp.progress_bar import describe, progress_callback
 from bucketpoint.dcp.session import Location, as_url, world_size
-from bucketpoint.dcp.unread import Unread
 from bucketpoint.errors import (
     CheckpointDeletedError,
     CheckpointNotFoundError,
@@ -37,16 +34,16 @@ from bucketpoint.errors import (
     StoreError,
 )
 from bucketpoint.format import keys
-from bucketpoint.format.frames import PROBE_BYTES, ProbedFrame, probe_frame
-from bucketpoint.format.index_read import is_index
-from bucketpoint.format.index_view import decode_index
+from bucketpoint.format.index.decode import is_index
+from bucketpoint.format.index.view import decode_index
 from bucketpoint.format.item_info import ItemInfo
 from bucketpoint.format.keys import new_token
-from bucketpoint.format.metadata import decode_metadata
-from bucketpoint.format.metadata_facts import extra
+from bucketpoint.format.metadata.codec import decode_metadata
+from bucketpoint.format.metadata.facts import extra
+from bucketpoint.format.torch_zip import PROBE_BYTES, ProbedFrame, probe_frame
 from bucketpoint.staging import take_turn
 from bucketpoint.stores import Store, accepts_url
-from bucketpoint.stores.s3_options import with_engine
+from bucketpoint.stores.s3.options import with_engine
 from bucketpoint.transfer import (
     BufferPool,
     Extent,
@@ -62,24 +59,26 @@ logger = logging.getLogger(__name__)
 
 
 class BucketReader(StorageReader):
-    """Loads DCP checkpoints from an object store: those of `BucketWriter`, of torch's `FileSystemWriter` and
-    `FsspecWriter`, and of s3torchconnector.
+    """Reader of DCP checkpoints in an object store.
 
-    Only the byte ranges that this rank needs are read, in parallel, straight into contiguous CPU tensors of the saved
-    dtype and through bounded memory into all others. What we wrote is verified by checksum before it is handed over.
+    Reads checkpoints of `BucketWriter`, of torch's `FileSystemWriter` and `FsspecWriter`, and of s3torchconnector.
+
+    Only the byte ranges that this rank needs are read, in parallel: straight into contiguous CPU tensors of the saved
+    dtype, and through bounded memory into all others. Data that `BucketWriter` wrote is verified by checksum before the
+    planner receives it.
 
     Args:
-        path: URL of the checkpoint; or none, with `checkpoint_id=` on each load.
+        path: URL of the checkpoint; None if each load passes `checkpoint_id=`.
         storage_options, fs, transfer, progress: as for `BucketWriter`.
-        trusted: read byte items that name things outside the allow-list. They can run any code: only for
-            checkpoints from a source that you would run programs from.
-        cooperative: whether ranks that want the same bytes read them once and hand them on: `"off"`, those of one
-            `"node"`, all of the `"group"`, or `"auto"`: the group if a model says that it pays. All ranks of the group
-            must then load at the same time.
+        trusted: read byte items whose pickles name things outside the allow-list. Such items can run any code: use this
+            only for checkpoints from a source that you would run programs from.
+        cooperative: which ranks read the bytes that several of them want only once, and hand them on to each other:
+            `"off"`, none; `"node"`, the ranks of one node; `"group"`, all ranks of the group; `"auto"`, the group if a
+            model predicts that it is faster. All ranks of the group must then load at the same time.
         process_group: torch's group of the ranks that read together; None for all ranks of the job.
-        bandwidths: what `cooperative="auto"` reckons with.
-        exchange: how ranks that read together hand on what goes to GPU tensors: through `"host"` memory, or from
-            `"device"` to device over NCCL. `"auto"`: through host memory for now, as NCCL has yet to prove itself here.
+        bandwidths: the bandwidths from which `cooperative="auto"` predicts the load times.
+        exchange: how ranks that read together hand on bytes for GPU tensors: through `"host"` memory, or from
+            `"device"` to device over NCCL. `"auto"`: through host memory for now, as NCCL is not yet proven here.
         _extension_registry: torch's registry of stream transforms; by default the one with zstd.
     """
 
@@ -119,7 +118,7 @@ class BucketReader(StorageReader):
 
     @dcp_call
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Begin a load, from another URL if one is given. All ranks."""
+        """Begin a load, from another URL if one is given. Called on all ranks."""
         if checkpoint_id is not None:
             self._url = as_url(checkpoint_id)
         self._metadata = None
@@ -130,15 +129,17 @@ class BucketReader(StorageReader):
 
     @dcp_call
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Read `.metadata`, or with `rank=` the `__{rank}.metadata` of a save without collectives. All ranks.
+        """Read `.metadata`, or with `rank=` the `__{rank}.metadata` of a save without collectives. On all ranks.
 
-        Where a load has begun, with `reset`, what these errors are about is raised once the metadata is looked into.
+        Within a load (after `reset`) the errors below are not raised here: this method returns an `Unread`, which
+        raises the error once DCP looks into the metadata. It does raise if the checkpoint may be one without
+        collectives: DCP then reads the metadata of each rank.
 
         Raises:
             CheckpointNotFoundError: nothing is committed here.
             IncompleteCheckpointError: data is here without a commit.
-            MetadataError, UnsafeDataError: it cannot or must not be read.
-            BucketpointError: the ranks that are to load together are not there, or load something else.
+            MetadataError, UnsafeDataError: the metadata cannot, or must not, be read.
+            BucketpointError: ranks that are to load together are missing, or load something else.
         """
         rank = kwargs.get("rank")
         if rank is not None:
@@ -154,11 +155,11 @@ class BucketReader(StorageReader):
             self._cooperation.close()
             if not in_load or self._may_be_by_rank(error):
                 raise
-            # DCP would log the traceback, and that of its second call.
+            # Not raised here: DCP would log this traceback, and that of the second call it makes.
             return Unread(self._reason(error))
 
     def _may_be_by_rank(self, failure: Exception) -> bool:
-        """Whether DCP has to ask for the metadata of each rank: this was saved without collectives."""
+        """Return True if the checkpoint may be one without collectives, for which DCP reads each rank's metadata."""
         if not isinstance(failure, CheckpointNotFoundError):
             return False
         store, prefix = self._location.open(self._url)
@@ -167,7 +168,7 @@ class BucketReader(StorageReader):
         except ObjectNotFoundError:
             return False
         except StoreError:
-            # That is what the second call will say.
+            # Unknown: the second call of DCP will meet the same error and report it.
             return True
         return True
 
@@ -175,8 +176,8 @@ class BucketReader(StorageReader):
         failure = self._failure
         if failure is None:
             return self._read_of_rank(rank)
-        # DCP asks a second time after a failure of the first, and replaces what is raised then by an assertion. So the
-        # reason is kept, and raised as soon as the metadata is touched.
+        # After a failure DCP calls a second time, and replaces an error of that call by an assertion. So the reason is
+        # kept, and raised as soon as DCP looks into the metadata.
         if isinstance(failure, CheckpointNotFoundError):
             try:
                 return self._read_of_rank(rank)
@@ -187,19 +188,19 @@ class BucketReader(StorageReader):
         return Unread(failure)
 
     def _reason(self, failure: Exception) -> Exception:
-        """The failure, or where nothing is committed, what lies here instead."""
+        """Return the failure; if nothing is committed, a more precise error about the objects that are here instead."""
         if isinstance(failure, CheckpointNotFoundError) and not isinstance(failure, CheckpointDeletedError):
             return self._source().nothing_here()
         return failure
 
     def _wait_for_saves(self) -> None:
-        """A load's collectives must not meet those of a save that this thread has begun beside training."""
+        """Wait for background saves that this thread has begun: their collectives must not mix with those of a load."""
         if world_size() > 1:
             take_turn(f"the load of {self._url}")
 
     @dcp_call
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """All ranks."""
+        """Take the metadata, on all ranks. Raises the error of `read_metadata` if there was one."""
         self.rank = int(kwargs.get("rank") or 0)
         if isinstance(metadata, Unread):
             metadata.fail()
@@ -215,7 +216,7 @@ class BucketReader(StorageReader):
 
     @dcp_call
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """All ranks: read this rank's items into the planner's tensors. Returns when all of them are there."""
+        """Read this rank's items into the planner's tensors; return when all have arrived. Called on all ranks."""
         started = time.monotonic()
         pool = BufferPool(self.transfer.max_inflight_bytes)
         with self._cooperation.taking_part(), progress_callback(self.progress, self.rank or 0) as callback:
@@ -243,19 +244,19 @@ class BucketReader(StorageReader):
         return future
 
     def explain(self) -> str:
-        """Whether the last load was cooperative, and why, with figures."""
+        """Say whether the last load was cooperative, and why, with figures."""
         return self._cooperation.explanation
 
-    # -- what DCP looks at --------------------------------------------------------------------------------------------
+    # -- properties that DCP reads ------------------------------------------------------------------------------------
 
     @property
     def checkpoint_id(self) -> str:
-        """The URL of the current checkpoint, or an empty string before the first one is known."""
+        """URL of the current checkpoint; an empty string before the first one is known."""
         return self._url or ""
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """As `BucketWriter.validate_checkpoint_id`."""
+        """Return True if this class serves the scheme of the URL, as `BucketWriter.validate_checkpoint_id`."""
         return accepts_url(checkpoint_id, cls.schemes)
 
     @property
@@ -320,7 +321,7 @@ class BucketReader(StorageReader):
         pool: BufferPool,
         meter: Meter,
     ) -> list[PlannedItem]:
-        """Read the checksums of blocks that parts of items are checked by: one small read an object."""
+        """Read the block checksums that are needed to verify parts of items: one small read for each object."""
         pairs = zip(items, chunks, strict=True)
         wanted = {(item.key, item.info.offset): item for item, chunk in pairs if reads.needs_table(item, chunk)}
         if not wanted:
@@ -336,7 +337,7 @@ class BucketReader(StorageReader):
     def _probe(
         self, store: Store, reads: ReadPlan, items: list[PlannedItem], pool: BufferPool, meter: Meter
     ) -> list[SavedChunk | None]:
-        """Find the payload in frames of other writers, one small read a chunk, where only a part of it is wanted."""
+        """Locate the payload in chunks of other writers, one small read a chunk, where only a part is wanted."""
         heads: dict[tuple[str, int], ProbedFrame | None] = {}
         wanted = {(item.key, item.info.offset): item for item in items if reads.needs_probe(item)}
 
@@ -370,7 +371,7 @@ class S3Reader(BucketReader):
     """`BucketReader` for `s3://` URLs: Amazon S3, MinIO and every other store that speaks its protocol.
 
     Args:
-        engine: what moves large bodies: "boto3", "crt" or "auto"; the storage option of that name.
+        engine: the client that moves large bodies: "boto3", "crt" or "auto". The same as the storage option `engine`.
         everything else: as for `BucketReader`.
     """
 

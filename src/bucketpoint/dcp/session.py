@@ -1,4 +1,4 @@
-"""One save under way as a state machine, and the configuration that writer and reader share. Makes no requests."""
+"""One save under way as a state machine, and the configuration that writer and reader share."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from bucketpoint.catalog.fence import Stopwatch
-from bucketpoint.dcp.agreement import Statement
+from bucketpoint.catalog.deletion.fence import Stopwatch
+from bucketpoint.dcp.planning.agreement import Statement
 from bucketpoint.errors import BucketpointError, InvalidURLError
 from bucketpoint.format.keys import new_token
 from bucketpoint.stores import Store, open_store
@@ -20,7 +20,7 @@ from bucketpoint.stores import as_url as as_url
 
 @dataclass(frozen=True)
 class Location:
-    """Where checkpoints live and how to get there: configuration only, so that it pickles without a connection.
+    """Configuration to reach the store of a checkpoint. Holds no connection, so that it can be pickled.
 
     Attributes:
         schemes: URL schemes that are accepted; empty for any.
@@ -32,7 +32,7 @@ class Location:
     fs: Any = field(default=None, repr=False)
 
     def open(self, url: str | None) -> tuple[Store, str]:
-        """The store and the key prefix of a checkpoint URL. Opens no connection."""
+        """Return the store and the key prefix of a checkpoint URL. Opens no connection."""
         if url is None:
             raise InvalidURLError(
                 "No checkpoint URL was given", remedy="Pass checkpoint_id= to DCP, or the path to the constructor"
@@ -41,12 +41,12 @@ class Location:
 
 
 def world_size() -> int:
-    """Ranks of this job, for saves and loads in which they do not talk to each other."""
+    """Return the number of ranks in this job, for saves and loads without collectives too."""
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
 class SaveState(enum.Enum):
-    """`OPEN -> UPLOADING -> UPLOADED -> COMMITTED`, or `ABORTED` from any but the last."""
+    """State of a save: `OPEN -> UPLOADING -> UPLOADED -> COMMITTED`, or `ABORTED` from any but `COMMITTED`."""
 
     OPEN = "open"
     UPLOADING = "uploading"
@@ -65,11 +65,12 @@ _MOVES = {
 
 
 @dataclass(frozen=True)
-class Seen:
-    """What was committed at a URL when an attempt began.
+class PriorCommit:
+    """The commit that was found at a URL when an attempt began.
 
     Attributes:
-        etag: of the checkpoint's metadata; None where there was none, and where the store has no ETags.
+        there: a checkpoint was committed.
+        etag: ETag of the checkpoint's metadata; None if there was no checkpoint, or if the store has no ETags.
     """
 
     there: bool
@@ -78,13 +79,13 @@ class Seen:
 
 @dataclass
 class SaveSession:
-    """What one save of this rank needs to know. Lives on the thread that DCP runs the save on.
+    """The state of one save on this rank, kept on the thread on which DCP runs the save.
 
     Attributes:
-        since: started before any rank sent data.
-        seen: by the coordinator, when the save began; None if that is not known.
-        statement: what must be the same on all ranks, once it is known.
-        planned: DCP has begun to plan it. The next save that DCP plans is another one.
+        since: stopwatch that was started before any rank sent data.
+        seen: commit that the coordinator found when the save began; None if that is not known.
+        statement: facts about the save that must be the same on all ranks; None until `prepare_local_plan`.
+        planned: DCP has begun to plan this save. The next save that DCP plans gets a new session.
     """
 
     url: str | None
@@ -94,12 +95,12 @@ class SaveSession:
     use_collectives: bool = True
     started: float = field(default_factory=time.monotonic)
     since: Stopwatch = field(default_factory=Stopwatch)
-    seen: Seen | None = None
+    seen: PriorCommit | None = None
     statement: Statement | None = None
     planned: bool = False
 
     def move(self, state: SaveState) -> None:
-        """Raises BucketpointError on an illegal move: DCP's calls came out of order."""
+        """Move to another state. Raises BucketpointError on an illegal move: DCP's calls came out of order."""
         if state not in _MOVES[self.state]:
             raise BucketpointError(f"A save cannot go from {self.state.value} to {state.value}", url=self.url)
         self.state = state

@@ -1,7 +1,4 @@
-"""What DCP calls to save: the `StorageWriter`. Plans objects, hands them to `transfer`, and commits.
-
-No details of any cloud, and no thread of its own.
-"""
+"""The `StorageWriter` that DCP calls to save: plans objects, hands them to `transfer`, and commits."""
 
 from __future__ import annotations
 
@@ -20,70 +17,71 @@ from torch.distributed.checkpoint.metadata import StorageMeta
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from bucketpoint.catalog.fence import AttemptFence
-from bucketpoint.catalog.keeping import Keeping
-from bucketpoint.catalog.pruning import PruneWorker
+from bucketpoint.catalog.deletion.fence import AttemptFence
+from bucketpoint.catalog.deletion.prune_worker import PruneWorker
+from bucketpoint.catalog.run_retention import RunRetention
 from bucketpoint.dcp import process_groups
-from bucketpoint.dcp.agreement import agree_on_plans, agree_on_results, make_statement
-from bucketpoint.dcp.boundary import dcp_call
-from bucketpoint.dcp.commit import commit
-from bucketpoint.dcp.commit_log import CommitLog
-from bucketpoint.dcp.commit_put import Commit, look
-from bucketpoint.dcp.console import describe, noted, progress_callback
-from bucketpoint.dcp.planned import PlannedMetadata, WriterMeta, reported
-from bucketpoint.dcp.results import Results
-from bucketpoint.dcp.session import Location, SaveSession, SaveState, Seen, as_url, world_size
-from bucketpoint.dcp.transformed import transformed_paths, write_transformed
-from bucketpoint.dcp.upload_plan import Place, plan_objects, results_of
+from bucketpoint.dcp.error_boundary import dcp_call
+from bucketpoint.dcp.planning.agreement import agree_on_plans, agree_on_results, make_statement
+from bucketpoint.dcp.planning.plan_cache import PlannedMetadata, WriterMeta, reported
+from bucketpoint.dcp.planning.results import Results
+from bucketpoint.dcp.progress_bar import describe, noted, progress_callback
+from bucketpoint.dcp.saving.commit import commit
+from bucketpoint.dcp.saving.commit_listener import CommitLog
+from bucketpoint.dcp.saving.commit_put import Commit, prior_commit
+from bucketpoint.dcp.saving.object_layout import ObjectPlace, plan_objects, results_of
+from bucketpoint.dcp.saving.transformed import transformed_paths, write_transformed
+from bucketpoint.dcp.session import Location, PriorCommit, SaveSession, SaveState, as_url, world_size
 from bucketpoint.errors import BucketpointError, CheckpointExistsError
 from bucketpoint.format import keys
-from bucketpoint.format.catalogue import mark_of
+from bucketpoint.format.catalog_keys import mark_of
 from bucketpoint.format.groups import DEFAULT_RULES, GroupRule
 from bucketpoint.retention import RetentionPolicy
 from bucketpoint.staging import StagedState, Stager, StagingOptions, as_staging_options, current_lease, take_turn
 from bucketpoint.stores import Capabilities, Store, accepts_url
-from bucketpoint.stores.s3_options import with_engine
+from bucketpoint.stores.s3.options import with_engine
 from bucketpoint.transfer import BufferPool, Meter, ProgressCallback, TransferOptions, upload_objects
 
 logger = logging.getLogger(__name__)
 
 DEFAULT_OBJECT_BYTES = 4 << 30
-"""Objects stay below 5 GiB, the most that one server-side CopyObject moves (Amazon S3 service limit)."""
+"""Default size of an object: below 5 GiB, the most that one server-side CopyObject moves (Amazon S3 service limit)."""
 
 WHOLE_OBJECT_BYTES = 64 << 20
-"""The same for stores that take an object in one piece only."""
+"""Default size of an object for stores that take an object in one piece only."""
 
 
 class BucketWriter(StorageWriter):
-    """Saves DCP checkpoints into an object store, whole or not at all.
+    """Writer of DCP checkpoints to an object store. A checkpoint is saved as a whole or not at all.
 
-    Usable with `dcp.save` and `dcp.async_save`, for any number of saves, with or without `checkpoint_id`. It is its own
-    `AsyncStager`: `async_save` returns once the state has been copied to host memory, which is kept for the next save
-    until `close()`. Saves that overlap are put in order.
+    Usable with `dcp.save` and `dcp.async_save`, for any number of saves, with or without `checkpoint_id`. The writer is
+    also the `AsyncStager`: `async_save` returns once the state has been copied to host memory. That memory is kept for
+    the next save until `close()`. Saves that overlap run one after the other.
 
     Args:
-        path: URL of the checkpoint, such as `"s3://bucket/run/step-500"`; or none, with `checkpoint_id=` on each save.
+        path: URL of the checkpoint, such as `"s3://bucket/run/step-500"`; None if each save passes `checkpoint_id=`.
         storage_options: credentials, endpoint and settings, spelt as fsspec's filesystem for that scheme spells them.
         fs: an fsspec filesystem of your own, which then serves every URL.
         overwrite: replace a checkpoint that is committed at the same URL when the save begins (DCP's default). The old
-            one stays loadable until the new one commits. One that another job commits meanwhile is not replaced.
+            checkpoint stays loadable until the new one commits. One that another job commits meanwhile is not replaced.
         thread_count: a hint, as in `FileSystemWriter`: at least this many requests are in flight.
         transfer: sizes and limits of the transfer.
-        target_object_bytes: how much of a group one object holds before another is begun: 4 GiB by default, 64 MiB
-            where the store takes an object in one piece only, and a quarter of `max_inflight_bytes` at most where a
-            copy of that piece is held.
-        groups: which name segments put an item into which group of objects.
+        target_object_bytes: bytes of a group that one object holds before the next object is begun: 4 GiB by default,
+            64 MiB where the store takes an object in one piece only, and at most a quarter of `max_inflight_bytes`
+            where a copy of that piece is held in memory.
+        groups: rules that put an item into a group of objects by the segments of its name.
         progress: True for a bar on the terminal (needs `rich`), a callable that gets `Progress` events, or None: no
             bar unless the standard error stream is an interactive terminal and this is rank 0.
-        single_file_per_rank, sync_files, per_thread_copy_ahead: accepted for `FileSystemWriter`'s sake; they have no
-            meaning for objects.
-        cache_staged_state_dict: accepted for `FileSystemWriter`'s sake: staging memory is kept between saves anyway.
-        staging: how `async_save` copies the state to host memory; torch's own `StagingOptions` will do.
-        retention: a policy, or its file: each commit is recorded in the catalogue of its run, and the policy carried
-            out after it, on a thread of the coordinator's. The run is the policy's `root`, or else what is above the
-            checkpoint's folder, whose name says the step, by the policy's `layout`.
-        log: told of each attempt and each commit, in place of `retention`. With neither, the record of a commit lies
-            beside its `.metadata`.
+        single_file_per_rank, sync_files, per_thread_copy_ahead: ignored, as they have no meaning for objects; accepted
+            for compatibility with `FileSystemWriter`.
+        cache_staged_state_dict: accepted for compatibility with `FileSystemWriter`: staging memory is always kept
+            between saves.
+        staging: how `async_save` copies the state to host memory; torch's own `StagingOptions` are accepted too.
+        retention: a policy, or the path of its file. Each commit is then recorded in the catalog of its run, and the
+            policy is carried out after the commit, on a thread of the coordinator. The run is the policy's `root`, or
+            else the folder above the checkpoint's, whose name says the step, by the policy's `layout`.
+        log: receives each attempt and each commit, in place of `retention`. With neither, the record of a commit is
+            stored beside its `.metadata`.
         _extensions: torch's stream transforms (compression, encryption), applied to each item.
     """
 
@@ -116,7 +114,7 @@ class BucketWriter(StorageWriter):
         self.log = log
         self.transfer = _with_connections(transfer or TransferOptions(), thread_count)
         self.overwrite = overwrite
-        # Marks of the commits that may be replaced; None for any.
+        # Marks of the commits that may be replaced (hashes of their ETags); None for any commit.
         self.replaces_only: frozenset[str] | None = None
         self.target_object_bytes = target_object_bytes
         self.groups = tuple(groups)
@@ -137,15 +135,15 @@ class BucketWriter(StorageWriter):
 
     @dcp_call
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Begin a save to a URL, on the thread that DCP runs it on. All ranks."""
+        """Begin a save to a URL, on the thread on which DCP runs the save. Called on all ranks."""
         self._begin(as_url(checkpoint_id))
 
     @dcp_call
     def storage_meta(self) -> StorageMeta | None:
-        """The URL and the token of this attempt. All ranks, first of all."""
+        """Return the URL and the token of this attempt. Called on all ranks, before anything else is planned."""
         session = self._session()
         if session.planned or session.state is not SaveState.OPEN:
-            # Without a `checkpoint_id` DCP never calls `reset` between saves.
+            # A new save begins: without a `checkpoint_id` DCP never calls `reset` between saves.
             session = self._begin()
         session.planned = True
         # Two saves whose collectives interleave on one process group wait for each other until it times out.
@@ -154,39 +152,39 @@ class BucketWriter(StorageWriter):
 
     @dcp_call
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """All ranks. `rank` and `use_collectives` come as keywords from torch 2.9 on."""
+        """Check on all ranks that this save may begin. From torch 2.9 on, DCP passes `rank` and `use_collectives`."""
         session = self._session()
         session.rank = int(kwargs.get("rank") or 0)
         session.use_collectives = bool(kwargs.get("use_collectives", True))
         process_groups.refuse_to_save_as_one_of_many(session.url)
         if session.rank == 1 and self.unwatched:
-            # Rank 0 cannot tell yet whether it saves alone, and a job may end before it can.
+            # Rank 1 warns: rank 0 does not know yet whether it saves alone, and the job may end before it does.
             process_groups.warn_of_a_shared_group()
         if not session.use_collectives:
             self._refuse_to_hide(session)
         elif is_coordinator:
             session.seen = self._look(session)
             if session.seen is not None and session.seen.there and not self._may_replace(session.seen):
-                # Before terabytes are sent for nothing.
+                # Checked now, before terabytes are sent in vain.
                 raise CheckpointExistsError("Checkpoint already exists here", url=session.url)
 
     @dcp_call
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """All ranks: state on the plan what this rank takes the save for."""
+        """Put this rank's statement on the plan: place, options and world size, which must be the same on all ranks."""
         session = self._session()
         rules = [(rule.group, sorted(rule.segments)) for rule in self.groups]
         options = (rules, self.target_object_bytes, [type(each).__qualname__ for each in self._extensions])
         store, prefix = self._location.open(session.url)
         session.statement = make_statement(store, prefix, str(session.url), options=options, world=world_size())
-        # A planner of the user's own may need the place on the plan: then the results alone say it.
+        # A planner of the user's own may use `storage_data` of the plan: then only the results carry the statement.
         return replace(plan, storage_data=session.statement) if plan.storage_data is None else plan
 
     @dcp_call
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Coordinator. Nothing is put on the plans: with plan caching, that outlives this save.
+        """Check on the coordinator that all ranks agree. Adds nothing to the plans: it would stay on cached plans.
 
         Raises:
-            RanksDisagreeError: the ranks do not save to one place, or not one state.
+            RanksDisagreeError: the ranks save to different places, or different states.
         """
         session = self._session()
         if len(plans) > 1 and self.unwatched:
@@ -194,13 +192,13 @@ class BucketWriter(StorageWriter):
         plans = agree_on_plans(plans, session.url, since=session.started)
         log = self._log_of(session)
         if log is not None:
-            # The last moment at which no rank has sent anything yet: ranks upload once they have their plan from here.
+            # The last moment at which no rank has sent data: ranks upload once they receive their plans from here.
             log.begin(str(session.url), session.token)
         return plans
 
     @dcp_call
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """All ranks: upload this rank's items, and report where each lies once all are acknowledged."""
+        """Upload this rank's items and, once all are acknowledged, report where each lies. Called on all ranks."""
         session = self._session()
         session.move(SaveState.UPLOADING)
         try:
@@ -217,10 +215,10 @@ class BucketWriter(StorageWriter):
 
     @dcp_call
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Coordinator (every rank without collectives): commit.
+        """Commit the checkpoint. Called on the coordinator; on every rank in a save without collectives.
 
         Raises:
-            RanksDisagreeError: as `prepare_global_plan`, where kept plans did not cross.
+            RanksDisagreeError: as `prepare_global_plan`, for cached plans, which DCP does not send to the coordinator.
         """
         session = self._session()
         agree_on_results(results, metadata, session.url)
@@ -266,7 +264,7 @@ class BucketWriter(StorageWriter):
     @dcp_call
     def stage(self, state_dict: dict[str, Any], **kwargs: Any) -> StagedState | concurrent.futures.Future[StagedState]:
         """Copy the state to host memory: see `Stager.stage`."""
-        # Torch 2.9 calls `reset` on this thread too, for a save that another one runs.
+        # Torch 2.9 calls `reset` on this thread too, although another thread runs the save: drop that session.
         session: SaveSession | None = getattr(self._saves, "session", None)
         if session is not None and not session.planned:
             del self._saves.session
@@ -274,7 +272,7 @@ class BucketWriter(StorageWriter):
 
     @dcp_call
     def prefault(self, state_dict: dict[str, Any]) -> None:
-        """Make ready the memory that an asynchronous save of this state will need: see `Stager.prefault`."""
+        """Allocate the memory that an asynchronous save of this state will need: see `Stager.prefault`."""
         self._own_stager().prefault(state_dict)
 
     def synchronize_staging(self) -> None:
@@ -283,7 +281,7 @@ class BucketWriter(StorageWriter):
             self._stager.synchronize_staging()
 
     def close(self) -> None:
-        """Wait for the saves under way, and return the staging memory. The writer stays usable, and makes it anew."""
+        """Wait for the saves under way and free the staging memory. A later save on this writer allocates it anew."""
         stager, self._stager = self._stager, None
         if stager is not None:
             stager.close()
@@ -294,18 +292,18 @@ class BucketWriter(StorageWriter):
             stager = self._stager = Stager(self.staging)
         return stager
 
-    # -- what DCP looks at --------------------------------------------------------------------------------------------
+    # -- properties that DCP reads ------------------------------------------------------------------------------------
 
     @property
     def checkpoint_id(self) -> str:
-        """The URL of this thread's latest save, or else the constructor's; an empty string where there is neither."""
+        """URL of this thread's latest save, or else the one given to the constructor; an empty string if neither is."""
         return self.url or ""
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Tell whether this class serves the URL by its scheme.
+        """Return True if this class serves the URL's scheme.
 
-        `BucketWriter` serves paths and all schemes that fsspec knows, whether their libraries are installed or not.
+        `BucketWriter` serves paths, and all schemes that fsspec knows, even without their libraries installed.
         """
         return accepts_url(checkpoint_id, cls.schemes)
 
@@ -316,14 +314,14 @@ class BucketWriter(StorageWriter):
 
     @property
     def pruning(self) -> PruneWorker | None:
-        """What pruning by `retention` came to on the coordinator: `last` and `failure`. None before the first save, and
-        where a checkpoint process saves, which logs it alone.
+        """Outcome of pruning by `retention` on the coordinator, in `last` and `failure`. None before the first save,
+        and if a checkpoint process saves, which only logs the outcome.
         """
         return self._keeping.pruning if self._keeping is not None else None
 
     @property
     def unwatched(self) -> bool:
-        """Whether this thread saves beside training, where the future that holds an error is often dropped."""
+        """True if this thread saves in the background: programs often drop the future that would hold an error."""
         return current_lease() is not None
 
     @property
@@ -332,7 +330,7 @@ class BucketWriter(StorageWriter):
         return session.rank if session is not None else None
 
     def __getstate__(self) -> dict[str, Any]:
-        # A writer crosses to the checkpoint process as configuration; saves under way stay where they are.
+        # A writer is pickled for the checkpoint process as configuration only, without the saves under way.
         return {name: value for name, value in self.__dict__.items() if name not in ("_saves", "_stager")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -340,17 +338,17 @@ class BucketWriter(StorageWriter):
         self._saves = threading.local()
         self._stager = None
 
-    def _made_keeping(self, retention: RetentionPolicy | str | os.PathLike[str] | None) -> Keeping | None:
+    def _made_keeping(self, retention: RetentionPolicy | str | os.PathLike[str] | None) -> RunRetention | None:
         if retention is None:
             return None
         where = self._location
-        made = Keeping(retention, storage_options=where.storage_options, fs=where.fs)
+        made = RunRetention(retention, storage_options=where.storage_options, fs=where.fs)
         if made.policy.root is not None:
             where.open(made.policy.root)
         return made
 
     def _log_of(self, session: SaveSession) -> CommitLog | None:
-        """Who is told of a save; nobody of one without collectives, which has no common commit."""
+        """Return the log for a save; None for a save without collectives, as there is no common commit to record."""
         if not session.use_collectives:
             return None
         return self._keeping.log_of(str(session.url)) if self._keeping is not None else self.log
@@ -358,7 +356,7 @@ class BucketWriter(StorageWriter):
     # -- one save -----------------------------------------------------------------------------------------------------
 
     def _begin(self, url: str | None = None) -> SaveSession:
-        # Per thread: DCP runs each save on one thread, and two saves in flight must not share a token or a URL.
+        # One session per thread: DCP runs each save on one thread, and two saves in flight must not share token or URL.
         session = SaveSession(url if url is not None else self._url)
         self._saves.session = session
         return session
@@ -372,7 +370,7 @@ class BucketWriter(StorageWriter):
         options = self.transfer if current_lease() is None else self.transfer.in_background()
         with progress_callback(self.progress, session.rank) as callback:
             meter = Meter("save", str(session.url), 0, noted(callback))
-            place = Place(prefix, session.token, session.rank, self.groups)
+            place = ObjectPlace(prefix, session.token, session.rank, self.groups)
             if self._extensions:
                 with self._announced(session, store, transformed_paths(plan.items, place)):
                     results = write_transformed(
@@ -396,7 +394,9 @@ class BucketWriter(StorageWriter):
 
     @contextlib.contextmanager
     def _announced(self, session: SaveSession, store: Store, paths: Sequence[str]) -> Iterator[None]:
-        """Where an upload is found by its exact key only, nobody would find those of a rank that is killed."""
+        """Note this rank's uploads in the log while they run, if the store can find an upload by its exact key only:
+        otherwise nobody would find the uploads of a rank that is killed.
+        """
         limits = store.capabilities
         log = self._log_of(session)
         if log is None or not paths or limits.lists_uploads or not limits.multipart:
@@ -410,7 +410,7 @@ class BucketWriter(StorageWriter):
             logger.warning("a note of uploads that are complete stays until the next sweep: %s", error)
 
     def _refuse_to_hide(self, session: SaveSession) -> None:
-        """Readers take `.metadata` before `__{rank}.metadata`: beside one, a save without collectives is never read."""
+        """Refuse a save without collectives beside `.metadata`, as readers never read `__{rank}.metadata` then."""
         seen = self._look(session)
         if seen is not None and seen.there:
             raise CheckpointExistsError(
@@ -419,21 +419,21 @@ class BucketWriter(StorageWriter):
                 remedy="Choose another checkpoint_id",
             )
 
-    def _may_replace(self, seen: Seen) -> bool:
-        """Whether this save may replace what is committed there now. The commit then replaces this alone."""
+    def _may_replace(self, seen: PriorCommit) -> bool:
+        """Return True if this save may replace the commit that it found. The commit then replaces only that one."""
         return self.overwrite and (self.replaces_only is None or mark_of(seen.etag) in self.replaces_only)
 
-    def _look(self, session: SaveSession) -> Seen | None:
-        """What is committed when the attempt begins: another job's commit from now on is not ours to replace."""
+    def _look(self, session: SaveSession) -> PriorCommit | None:
+        """Return what is committed as the attempt begins. A commit that another job makes later is never replaced."""
         store, prefix = self._location.open(session.url)
-        return look(store, prefix, keys.METADATA)
+        return prior_commit(store, prefix, keys.METADATA)
 
 
 class S3Writer(BucketWriter):
     """`BucketWriter` for `s3://` URLs: Amazon S3, MinIO and every other store that speaks its protocol.
 
     Args:
-        engine: what moves large bodies: "boto3", "crt" or "auto"; the storage option of that name.
+        engine: the client that moves large bodies: "boto3", "crt" or "auto". The same as the storage option `engine`.
         everything else: as for `BucketWriter`.
     """
 
@@ -452,7 +452,7 @@ class GCSWriter(BucketWriter):
 def _object_bytes(store: Capabilities, options: TransferOptions) -> int:
     if store.multipart:
         return DEFAULT_OBJECT_BYTES
-    # Where a copy of the whole object is held while it goes up, several should fit the budget.
+    # Where a copy of the whole object is held in memory during its upload, several objects should fit the budget.
     return min(WHOLE_OBJECT_BYTES, 2 * options.copied_part_bytes) if store.copies_bodies else WHOLE_OBJECT_BYTES
 
 

@@ -1,1 +1,1 @@
-"""What bytes mean: keys, frames, the metadata pickle and the commit record. No networks."""
+"""The stored format: object keys, item frames, the metadata pickle, its index and the commit record."""

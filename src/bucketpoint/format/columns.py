@@ -1,7 +1,7 @@
-"""The storage data of many items as columns: what ranks send of them, at a few bytes an item. No I/O.
+"""Columnar form of the storage data of many items, in which ranks send it at a few bytes an item.
 
-What is the same at every save of one structure (where each item lies in which object) is apart from what is not (names,
-sizes and ETags of the objects, checksums), so that it need not be sent again.
+The facts that stay the same at every save of one structure (object and position of each item) are apart from those
+that change (names, sizes and ETags of the objects, checksums), so that the former need not be sent again.
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ _KNOWN = {
 }  # fmt: skip
 COLUMNS = 8
 PAYLOAD_NBYTES = 4
-"""Number of the column of payloads' sizes."""
+"""Number of the column that holds the payload sizes."""
 
 ObjectFacts = tuple[str, int | None, str | None]
-"""Path, size and ETag of a data object; size and ETag are None where no item carried them."""
+"""Path, size and ETag of a data object; size and ETag are None if no item carried them."""
 
 
 @dataclass(frozen=True)
-class Layout:
-    """Where some items lie.
+class ItemColumns:
+    """Object and position of each of a list of items.
 
     Attributes:
-        columns: int64, one column after the other and one entry for each item: number of its object, offset, length,
-            offset and size of its payload, size of its blocks, number of those whose checksums are sent along, offset
-            of its table of checksums. -1 stands for None.
+        columns: int64, one column after the other and one entry for each item: number of the object, offset, length,
+            payload offset, payload size, block size, number of block checksums that are sent along, offset of the table
+            of checksums. -1 stands for None.
         transforms: descriptors of the transforms that all of the items went through.
     """
 
@@ -53,7 +53,7 @@ class Layout:
 
     @cached_property
     def digest(self) -> bytes:
-        """16 bytes that tell this layout from any other."""
+        """Digest of 16 bytes that differs between any two layouts."""
         said = hashlib.blake2b(self.columns, digest_size=16)
         said.update(repr(self.transforms).encode())
         return said.digest()
@@ -71,8 +71,8 @@ class Layout:
         return _inflated, (zlib.compress(self.columns), self.transforms)
 
 
-def _inflated(columns: bytes, transforms: tuple[str, ...] | None) -> Layout:
-    return Layout(zlib.decompress(columns), transforms)
+def _inflated(columns: bytes, transforms: tuple[str, ...] | None) -> ItemColumns:
+    return ItemColumns(zlib.decompress(columns), transforms)
 
 
 @dataclass(frozen=True)
@@ -84,19 +84,19 @@ class Columns:
             more than one.
     """
 
-    layout: Layout
+    layout: ItemColumns
     objects: tuple[ObjectFacts, ...]
     checksums: bytes
 
 
 @dataclass(frozen=True)
 class IndexColumns:
-    """What is written, item by item: the keys of the storage data, without an object for each.
+    """Keys of the storage data of the written items as columns, without a Python object for each.
 
     Attributes:
-        names: of the tensor or value of each item.
-        offsets: of its chunk; None for bytes.
-        hints: its number among the chunks, or -1.
+        names: fully qualified name of each item's tensor or value.
+        offsets: offset of each item's chunk; None for bytes.
+        hints: number of each item among the chunks of the tensor, or -1.
         borders: rank `r` has the items from `borders[r]` to `borders[r + 1]`.
     """
 
@@ -107,7 +107,7 @@ class IndexColumns:
 
 
 def index_columns(indices: Sequence[Sequence[MetadataIndex]]) -> IndexColumns | None:
-    """The columns of the indices of each rank; None if two items have the same."""
+    """Make columns of the indices of each rank. None if two items have the same index."""
     every = [index for mine in indices for index in mine]
     if len(set(every)) != len(every):
         return None
@@ -119,7 +119,7 @@ def index_columns(indices: Sequence[Sequence[MetadataIndex]]) -> IndexColumns | 
 
 
 def pack(infos: Sequence[Any]) -> Columns | None:
-    """The columns of what `make_storage_info` made; None if something in it would be lost."""
+    """Make columns of the results of `make_storage_info`. None if the columns cannot hold all of their content."""
     paths: dict[str, int] = {}
     facts: dict[str, tuple[int, str | None]] = {}
     columns = [array("q") for _ in range(COLUMNS)]
@@ -147,16 +147,16 @@ def pack(infos: Sequence[Any]) -> Columns | None:
         block_sizes.append(values.get(names._BLOCK_NBYTES, values.get(names._TABLE_BLOCK_NBYTES, _NONE)))
         tables.append(values.get(names._TABLE_OFFSET, _NONE))
         block_counts.append(len(own) // 4)
-    layout = Layout(b"".join(column.tobytes() for column in columns), next(iter(transforms), ()) or None)
+    layout = ItemColumns(b"".join(column.tobytes() for column in columns), next(iter(transforms), ()) or None)
     checksums = struct.pack(f"<{len(crcs)}I", *crcs) + b"".join(blocks)
     return Columns(layout, tuple([(path, *facts.get(path, (None, None))) for path in paths]), checksums)
 
 
 def unpack(columns: Columns) -> list[_StorageInfo]:
-    """What `pack` was given.
+    """Rebuild the storage data that `pack` was given.
 
     Raises:
-        MetadataError: the parts do not fit each other.
+        MetadataError: the columns do not fit each other.
     """
     layout, count = columns.layout, columns.layout.count
     block_counts = layout.column(6)

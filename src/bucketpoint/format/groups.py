@@ -1,4 +1,4 @@
-"""Which object group an item belongs to, by the segments of its name. Pure functions over strings.
+"""Assignment of items to object groups, by the segments of their names.
 
 Weights and optimizer state go to separate objects, so that an old checkpoint can be thinned to its weights by replacing
 its metadata and deleting objects.
@@ -20,7 +20,10 @@ _NUMBERED = re.compile(r"_[0-9]+$")
 
 @dataclass(frozen=True)
 class GroupRule:
-    """Items whose name has one of `segments` between its dots, numbered (`optimizer_0`) or not, belong to `group`."""
+    """Rule that puts items into `group` if their name has one of `segments` between dots.
+
+    A number at the end of a segment (`optimizer_0`) is ignored.
+    """
 
     group: str
     segments: frozenset[str]
@@ -41,22 +44,22 @@ DEFAULT_RULES: tuple[GroupRule, ...] = (
     ),
     GroupRule(OTHER, ("dataloader", "dataset", "train_state", "trainer", "rng", "rng_state", "rng_states")),
 )  # fmt: skip
-"""The names of PyTorch's recipes, torchtitan, Lightning and Megatron."""
+"""Rules for the names that PyTorch's recipes, torchtitan, Lightning and Megatron use."""
 
 
 def group_of(fqn: str, rules: Sequence[GroupRule] = DEFAULT_RULES, *, tensor: bool = True) -> str:
-    """The group of an item.
+    """Return the object group of an item.
 
     The first segment from the left that any rule knows decides: optimizer keys go on with the name of a parameter, in
-    which "model" or "weights" may occur. Without one, a tensor is taken for a weight, as torchtitan and plain
-    `model.state_dict()` saves have their weights at the top level, and bytes belong to no part in particular.
+    which "model" or "weights" may occur. If no segment is known, a tensor counts as a weight, because torchtitan and
+    plain `model.state_dict()` saves have their weights at the top level, and bytes belong to the group "other".
     """
     group, _ = deciding(fqn, rules)
     return group or (MODEL if tensor else OTHER)
 
 
 def deciding(fqn: str, rules: Sequence[GroupRule] = DEFAULT_RULES) -> tuple[str | None, str]:
-    """The group by the first segment that any rule knows, and the name up to that segment; None without one."""
+    """Return the group by the first segment that a rule knows, and the name up to there; None and all of it without."""
     groups = _groups_by_segment(tuple(rules))
     segments = fqn.split(".")
     for number, segment in enumerate(segments, 1):

@@ -1,4 +1,4 @@
-"""The fields of an item in `.metadata`, checked: where its bytes lie, and their checksums."""
+"""The checked fields of an item in `.metadata`: position of its bytes, and their checksums."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from bucketpoint.errors import MetadataError
 
-# Those of an item of 16 TiB. Metadata that claims more would have memory taken for its table before anything is read.
+# Blocks of an item of 16 TiB. Metadata that claims more would make a reader allocate a huge table before any read.
 _MOST_BLOCKS = 16 << 20
 
 _MAX_NUMBER = 1 << 62
@@ -26,16 +26,17 @@ _OBJECT = "bp_obj"
 
 @dataclass(frozen=True)
 class ItemInfo:
-    """An item as the metadata describes it. None stands for what its writer did not record.
+    """An item as the metadata describes it. None stands for a fact that its writer did not record.
 
     Attributes:
-        payload_offset: where the raw tensor bytes begin, from the item's first byte. None for bytes and for tensors
-            that were not framed by bucketpoint.
-        crc32c: of the payload if `payload_offset` is known, else of all the item's bytes as they are stored.
-        block_nbytes: the same bytes are checked block by block; all blocks have this length but the last.
-        block_crcs: CRC32C of each block; None where they lie in a table.
-        table_offset: where that table begins in the item's object, 4 bytes a block, little-endian. `crc32c` vouches for
-            it, as it is what they combine to.
+        payload_offset: start of the raw tensor bytes, from the item's first byte. None for bytes and for tensors that
+            were not framed by bucketpoint.
+        crc32c: of the payload if `payload_offset` is known, else of all stored bytes of the item.
+        block_nbytes: length of the blocks with a checksum each, over the same bytes as `crc32c`; the last may be
+            shorter.
+        block_crcs: CRC32C of each block; None if the block checksums lie in a table.
+        table_offset: start of the table of block checksums in the item's object, 4 bytes a block, little-endian.
+            `crc32c` protects the table too: the block checksums must combine to it.
     """
 
     path: str
@@ -51,25 +52,25 @@ class ItemInfo:
 
     @property
     def table_nbytes(self) -> int:
-        """How long the item's table is; 0 if it has none."""
+        """Bytes of the item's table of block checksums; 0 without a table."""
         return 0 if self.table_offset is None else 4 * -(-self.checked_nbytes // (self.block_nbytes or 1))
 
     @property
     def checked_offset(self) -> int:
-        """Where the bytes that the checksums cover begin, from the item's first byte."""
+        """Start of the bytes that the checksums cover, from the item's first byte."""
         return self.payload_offset or 0
 
     @property
     def checked_nbytes(self) -> int:
-        """How many bytes the checksums cover."""
+        """Number of bytes that the checksums cover."""
         return self.length if self.payload_nbytes is None else self.payload_nbytes
 
 
 def read_item(info: Any, *, url: str | None = None) -> ItemInfo:
-    """The checked content of a `_StorageInfo`: of DCP's, or of the plain one that stands for it.
+    """Return the checked content of a `_StorageInfo`: DCP's own class, or the plain one that stands for it.
 
     Raises:
-        MetadataError: as `read_fields`, or it is something else.
+        MetadataError: as `read_fields`, or `info` is of another type.
     """
     if type(info).__name__ != "_StorageInfo":
         raise MetadataError(f"The storage data of an item is a {type(info).__name__}, not DCP's _StorageInfo", url=url)
@@ -77,7 +78,7 @@ def read_item(info: Any, *, url: str | None = None) -> ItemInfo:
 
 
 def data_paths(metadata: Any) -> set[str]:
-    """Paths of the objects in which the items of a checkpoint's metadata lie.
+    """Return the paths of the objects that hold the items of a checkpoint's metadata.
 
     Raises:
         MetadataError: as `read_item`.
@@ -86,7 +87,7 @@ def data_paths(metadata: Any) -> set[str]:
 
 
 def read_fields(values: dict[str, Any], *, url: str | None = None) -> ItemInfo:
-    """The checked content of the attributes of a `_StorageInfo` that anybody may have written.
+    """Return the checked content of the attributes of an untrusted `_StorageInfo`.
 
     Raises:
         MetadataError: the values have wrong types, or do not fit each other.
@@ -123,7 +124,7 @@ def read_fields(values: dict[str, Any], *, url: str | None = None) -> ItemInfo:
 
 
 class _Fields:
-    """An untrusted attribute dictionary."""
+    """An untrusted attribute dictionary, read field by field with checks."""
 
     def __init__(self, values: dict[str, Any], url: str | None) -> None:
         self._values = values

@@ -1,4 +1,4 @@
-"""Object keys within a checkpoint's prefix: how they are named, joined and taken apart. No I/O, no torch."""
+"""Object keys within a checkpoint's prefix: naming, joining and parsing."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ import re
 import zlib
 
 from bucketpoint.errors import UnsafeDataError
-from bucketpoint.format.catalogue import CATALOGUE
+from bucketpoint.format.catalog_keys import CATALOG
 
 METADATA = ".metadata"
-"""The commit: DCP's own name for its metadata, so that stock readers find it."""
+"""Key of the commit. The name is DCP's own for its metadata, so that stock readers find it."""
 
 RECORD = ".bucketpoint.json"
-"""The small JSON record beside the metadata. A cache of it, never the truth."""
+"""Key of the small JSON record beside the metadata: a cache of it, never the truth."""
 
 DATA_FOLDER = "data"
 
-FENCE_FOLDER = f"{CATALOGUE}/fences"
+FENCE_FOLDER = f"{CATALOG}/fences"
 """Folder of the fences of attempts, within a checkpoint's folder. Trainers and pruners may write and delete there."""
 
 _TOKEN_BYTES = 6
@@ -29,48 +29,48 @@ _DATA_PATH = re.compile(
 )
 _DATA_PATH_BYTES = re.compile(rb"data/[0-9a-f]{2}/([0-9a-f]{12})-[0-9]{1,9}-[A-Za-z0-9_.]+-[0-9]{1,9}\.distcp")
 _TOKEN = re.compile(r"[0-9a-f]{12}", re.ASCII)
-_FENCE_PATH = re.compile(CATALOGUE + r"/fences/(?P<token>[0-9a-f]{12})", re.ASCII)
+_FENCE_PATH = re.compile(CATALOG + r"/fences/(?P<token>[0-9a-f]{12})", re.ASCII)
 _RANK_METADATA = re.compile(r"__(0|[1-9][0-9]{0,8})\.metadata", re.ASCII)
 _REFUSED_CHARACTER = re.compile(r"[\x00-\x1f\x7f\ud800-\udfff\\]")
 _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.\-]*:", re.ASCII)
 
 
 def rank_metadata(rank: int) -> str:
-    """The metadata of one rank's part, where a save ran without collectives."""
+    """Return the path of the metadata of one rank, for a save that ran without collectives."""
     if rank < 0:
         raise ValueError(f"rank {rank} is negative")
     return f"__{rank}{METADATA}"
 
 
 def is_rank_metadata(path: str) -> bool:
-    """True if `rank_metadata` makes this path of some rank."""
+    """Return True if `rank_metadata` makes this path for some rank."""
     return _RANK_METADATA.fullmatch(path) is not None
 
 
 def fence_path(token: str) -> str:
-    """The path of the object that decides whether an attempt commits or is swept."""
+    """Return the path of the object that decides if an attempt commits or is swept."""
     return f"{FENCE_FOLDER}/{token}"
 
 
 def parse_fence_path(path: str) -> str | None:
-    """The token that `fence_path` made this path of, or None for any other path."""
+    """Return the token in a path that `fence_path` made, or None for any other path."""
     match = _FENCE_PATH.fullmatch(path)
     return match["token"] if match is not None else None
 
 
 def new_token() -> str:
-    """A token for one attempt to save, which no other attempt shares."""
+    """Make a token for one attempt to save, which no other attempt shares."""
     # os.urandom and not `random`: every rank of a seeded training run would otherwise draw the same token every time.
     return os.urandom(_TOKEN_BYTES).hex()
 
 
 def is_token(text: str) -> bool:
-    """Whether `new_token` may have made this text."""
+    """Return True if the text has the form of a token of `new_token`."""
     return _TOKEN.fullmatch(text) is not None
 
 
 def data_path(token: str, rank: int, group: str, n: int) -> str:
-    """The path of data object `n` of a rank and an object group.
+    """Return the path of data object `n` of a rank and an object group.
 
     The folder spreads the objects of one checkpoint over the store's partitions. It depends on all but the token, so
     that the partitions which the store has split under the load of one save also serve the next at the same URL.
@@ -84,9 +84,9 @@ def data_path(token: str, rank: int, group: str, n: int) -> str:
 
 
 def parse_data_path(path: str) -> tuple[str, int, str, int] | None:
-    """The (token, rank, group, n) that `data_path` made this path of, or None for any other path."""
+    """Return the (token, rank, group, n) of a path that `data_path` made, or None for any other path."""
     match = _DATA_PATH.fullmatch(path)
-    # Hostile lists may hold digits without end; int() of those is quadratic.
+    # A hostile listing may hold names with endless digits, and int() takes quadratic time on those.
     if match is None or len(path) > 1024:
         return None
     rank, group, n = int(match["rank"]), match["group"], int(match["n"])
@@ -96,7 +96,7 @@ def parse_data_path(path: str) -> tuple[str, int, str, int] | None:
 
 
 def tokens_in(data: bytes) -> set[str]:
-    """The tokens of all data paths that stand somewhere in `data`, such as a `.metadata` that need not be decoded.
+    """Return the tokens of all data paths found in `data`, such as a `.metadata` that need not be decoded.
 
     Each rank of an attempt has a token of its own.
     """
@@ -104,13 +104,13 @@ def tokens_in(data: bytes) -> set[str]:
 
 
 def token_of(path: str) -> str | None:
-    """The token of the rank and the attempt that a data path was made for, or None for any other path."""
+    """Return the token of the attempt and rank that a data path was made for, or None for any other path."""
     named = parse_data_path(path)
     return named[0] if named is not None else None
 
 
 def join(prefix: str, relative: str) -> str:
-    """The key of `relative` below `prefix`, which is empty or has no trailing slash.
+    """Return the key of `relative` below `prefix`, which is empty or has no trailing slash.
 
     Raises:
         UnsafeDataError: `relative`, which may come from metadata that anybody wrote, would leave the prefix.
@@ -126,10 +126,12 @@ def join(prefix: str, relative: str) -> str:
 
 
 def may_be_data(path: str) -> bool:
-    """Whether what lies at a path that metadata names may be deleted with its data: no commit, no record, and nothing
-    of a catalogue, whoever wrote that it is data."""
+    """Return True if an object whose path the metadata names may be deleted with the checkpoint's data.
+
+    False for commits, records and everything in a catalog, even if hostile metadata calls them data.
+    """
     parts = path.casefold().split("/")
-    return not any(part.endswith(METADATA) or part in (RECORD, CATALOGUE) for part in parts)
+    return not any(part.endswith(METADATA) or part in (RECORD, CATALOG) for part in parts)
 
 
 def _entropy(rank: int, group: str, n: int) -> str:
@@ -142,7 +144,7 @@ def _unsafe(relative: str) -> str | None:
     if relative.startswith("/"):
         return "is absolute"
     if _REFUSED_CHARACTER.search(relative):
-        # A backslash separates folders on Windows and for some filesystems under fsspec, where one may climb.
+        # A backslash separates folders on Windows and some fsspec filesystems: `..\` would leave the prefix there.
         return "has a backslash, a control character or half a surrogate pair"
     if _SCHEME.match(relative):
         return "has a URL scheme"

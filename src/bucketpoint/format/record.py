@@ -1,4 +1,4 @@
-"""The small JSON record beside `.metadata`, which lists and tools read without torch. A cache of it. No I/O."""
+"""The small JSON record beside `.metadata`: a cache of it that listings and tools read without torch."""
 
 from __future__ import annotations
 
@@ -14,27 +14,27 @@ from bucketpoint.errors import MetadataError
 RECORD_VERSION = 1
 
 MAX_RECORD_BYTES = 1 << 20
-"""Far above what a record takes; a reader need not fetch more."""
+"""Limit far above the size of any record; a reader need not fetch more."""
 
 
 @dataclass(frozen=True)
 class CommitRecord:
-    """What a committed checkpoint is, in a few numbers.
+    """Summary of a committed checkpoint.
 
     Attributes:
-        version: of the record's and the metadata extension's format.
-        token: of the attempt that committed; None where another writer did.
-        created: seconds since the epoch at the coordinator's commit; None where not recorded.
+        version: of the format of the record and of the metadata extension.
+        token: of the attempt that committed; None if another writer did.
+        created: seconds since the epoch at the coordinator's commit; None if not recorded.
         bytes, objects: of the data, without the metadata.
-        items, tensors: chunks and bytes items stored; distinct tensors.
-        world_size: ranks that saved; None where not recorded.
+        items, tensors: stored items (chunks and bytes); distinct tensors.
+        world_size: number of ranks that saved; None if not recorded.
         torch, bucketpoint: versions of the writer.
-        metadata_etag, metadata_crc32c: of the `.metadata` object that this record was made of.
+        metadata_etag, metadata_crc32c: of the `.metadata` object from which this record was made.
         groups: bytes of each object group.
-        step: of training; None where nobody said.
+        step: training step; None if the caller gave none.
         kind: `full`, `weights`, `export` or `emergency`.
-        metrics: what was known when it was saved, NaN and infinite values too.
-        git_sha, config_hash: of what the job ran, as the caller gave them.
+        metrics: values known at the save, NaN and infinite ones included.
+        git_sha, config_hash: of the job's code and configuration, as the caller gave them.
     """
 
     version: int = RECORD_VERSION
@@ -57,22 +57,22 @@ class CommitRecord:
     config_hash: str | None = None
 
     def to_json(self) -> bytes_:
-        """The record as it is stored: one line of JSON with sorted keys, so that equal records are equal bytes."""
+        """Encode the record as one line of JSON with sorted keys, so that equal records are equal bytes."""
         content = {**asdict(self), "metrics": plain_metrics(self.metrics)}
         return json.dumps({**content, _CHECK: _check(content)}, sort_keys=True, allow_nan=False).encode() + b"\n"
 
     @classmethod
     def from_json(cls, data: bytes_, *, url: str | None = None) -> CommitRecord:
-        """The record that is stored as `data`. Fields that this version does not know are left out.
+        """Parse a stored record. Fields that this version does not know are dropped.
 
         Raises:
-            MetadataError: this is not such a record.
+            MetadataError: `data` is not a sound record.
         """
         try:
             if len(data) > MAX_RECORD_BYTES:
                 raise ValueError(f"{len(data)} bytes are too many")
             value = json.loads(data.decode("utf-8"))
-            # Records of before there was one have none.
+            # Records written before the check field existed have none.
             sound = not isinstance(value, dict) or value.pop(_CHECK, None) in (None, _check(value))
         except (ValueError, RecursionError) as error:
             raise MetadataError(f"The commit record is not JSON: {error}", url=url) from None
@@ -96,16 +96,16 @@ _CHECK = "check"
 
 
 def _check(content: Mapping[str, Any]) -> int:
-    """A checksum of all other fields, those of later versions too. Not of the bytes: other tools may indent them."""
+    """Return a checksum of all other fields, unknown ones too. Not of the bytes: other tools may reformat the JSON."""
     return zlib.crc32(json.dumps(content, sort_keys=True).encode())
 
 
 def plain_metrics(metrics: Mapping[str, float]) -> dict[str, float | str]:
-    """Metrics as JSON has them: it knows neither NaN nor the infinities, so those are their names."""
+    """Return metrics in JSON's terms. JSON has no NaN and no infinities, so their names stand for them."""
     return {name: value if math.isfinite(value) else repr(value) for name, value in metrics.items()}
 
 
-bytes_ = bytes  # the class has a field of that name
+bytes_ = bytes  # an alias, since the class has a field named `bytes`
 
 _COUNTS = {"version", "bytes", "objects", "items", "tensors"}
 _OPTIONAL_COUNTS = {"world_size", "metadata_crc32c", "step"}
@@ -118,7 +118,7 @@ def _fits(name: str, content: Any) -> bool:
     if name in _OPTIONAL_COUNTS:
         return content is None or _is_count(content)
     if name == "created":
-        # NaN and the infinities, which Python's JSON reads, fail the comparison.
+        # NaN and the infinities, which Python's JSON parser accepts, fail the comparison.
         return content is None or (type(content) in (int, float) and 0 <= content < 1e12)
     if name == "groups":
         return isinstance(content, dict) and all(map(_is_count, content.values()))

@@ -1,6 +1,6 @@
-"""What bucketpoint adds to DCP's `_StorageInfo` of an item: where its payload lies and its checksums. No I/O.
+"""Attributes that bucketpoint adds to DCP's `_StorageInfo` of an item: payload position and checksums.
 
-The additions are plain attributes of the stock class, which pickle along and which stock readers never look at.
+They are plain attributes of the stock class: they pickle along, and stock readers never look at them.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ KIB = 1 << 10
 MIB = 1 << 20
 
 SINGLE_BLOCK_NBYTES = MIB
-"""Up to this size an item is one block: a slice of it costs a request, not bytes."""
+"""Items up to this size are one block: reading all of one instead of a slice costs little more than the request."""
 
-# A slice is read in whole blocks, so that it can be verified. Coarse blocks do where their borders fall on rows that
-# a resharding load is likely to cut at; else small ones keep the excess down, at 4 bytes behind the items each.
+# A slice is read in whole blocks, so that it can be verified. Coarse blocks suffice if their borders fall on rows that
+# a resharding load is likely to cut at; otherwise small blocks limit the excess bytes, at 4 bytes of table a block.
 _COARSE = (32, 256 * KIB, 4 * MIB)
 _FINE = (256, 32 * KIB, MIB)
-_SECTIONS = 8  # a resharding load that halves, quarters or eighths should find its borders
+_SECTIONS = 8  # a resharding load that takes halves, quarters or eighths should find block borders there
 _PIECES_TRIED = 256
 
 
@@ -56,9 +56,9 @@ def make_storage_info(
     table_offset: int | None = None,
     transform_descriptors: Sequence[str] | None = None,
 ) -> _StorageInfo:
-    """The stock class's instance for an item, with what bucketpoint knows about it attached.
+    """Make a `_StorageInfo` of the stock class for an item, with bucketpoint's attributes attached.
 
-    Its block checksums are in a table of its object, or in `block_crcs`: metadata of before there were tables.
+    Block checksums are in a table of the item's object, or in `block_crcs`: the form from before there were tables.
     """
     info = _StorageInfo(path, offset, length, list(transform_descriptors) if transform_descriptors else None)
     if payload_offset is not None:
@@ -66,9 +66,9 @@ def make_storage_info(
         setattr(info, _PAYLOAD_NBYTES, payload_nbytes)
     if crc32c is not None:
         setattr(info, _CRC32C, crc32c)
-    # One block's checksum is the item's own; `read_storage_info` puts it back.
+    # A single block's checksum equals the item's own, so it is not stored; `read_storage_info` restores it.
     if table_offset is not None:
-        # Names that older readers do not know: to them the item is one block.
+        # Attributes that older readers do not know: they treat the item as one block.
         setattr(info, _TABLE_BLOCK_NBYTES, block_nbytes)
         setattr(info, _TABLE_OFFSET, table_offset)
     elif block_crcs is not None and len(block_crcs) > 1:
@@ -78,7 +78,7 @@ def make_storage_info(
 
 
 def read_storage_info(info: Any, *, url: str | None = None) -> ItemInfo:
-    """The checked content of a `_StorageInfo` that anybody may have written.
+    """Return the checked content of an untrusted `_StorageInfo` of the stock class.
 
     Raises:
         MetadataError: the values have wrong types, or do not fit each other.
@@ -89,14 +89,14 @@ def read_storage_info(info: Any, *, url: str | None = None) -> ItemInfo:
 
 
 def plan_blocks(nbytes: int, row_nbytes: int) -> int:
-    """The length of the blocks that an item's checksums are kept for; all are equal but the last.
+    """Return the length of the blocks into which an item is cut for checksums; the last block may be shorter.
 
-    Halves, quarters and eighths of the rows begin and end at block borders where the number of rows allows it, and so
-    does every row that is as large as a block.
+    Halves, quarters and eighths of the rows begin and end at block borders if the number of rows allows it. So does
+    every row that is as large as a block or larger.
 
     Args:
-        nbytes: how many bytes the checksums cover.
-        row_nbytes: bytes of one index of dimension 0, or 0 for what is never sliced.
+        nbytes: number of bytes that the checksums cover.
+        row_nbytes: bytes of one index of dimension 0, or 0 for an item that is never sliced.
     """
     if nbytes <= SINGLE_BLOCK_NBYTES:
         return nbytes
@@ -133,11 +133,11 @@ def _power_of_two_below(number: int) -> int:
 
 
 def set_object_facts(info: Any, *, size: int, etag: str | None) -> None:
-    """Let what the store said about an object ride to the coordinator on the first item of that object."""
+    """Attach an object's size and ETag to an item. They travel to the coordinator on the object's first item."""
     setattr(info, _OBJECT, (size, etag))
 
 
 def pop_object_facts(info: Any) -> dict[str, Any] | None:
-    """Take off what `set_object_facts` put on; None for items that carry nothing."""
+    """Remove and return the facts that `set_object_facts` attached; None for items without."""
     facts = vars(info).pop(_OBJECT, None)
     return None if facts is None else {"size": facts[0], "etag": facts[1]}

@@ -1,1 +1,1 @@
-"""What other trainers call. Thin: each module speaks one trainer's language, and is imported by that trainer only."""
+"""Integrations with other trainers: one module for each trainer, imported by that trainer only."""

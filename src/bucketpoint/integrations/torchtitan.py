@@ -1,7 +1,7 @@
-"""torchtitan's override hook: its trainer saves, loads and prunes through us, with one flag and no code of the user's.
+"""torchtitan's override hook: one flag makes its trainer save, load and prune through bucketpoint, without user code.
 
-Only torchtitan imports this module. When to save, and what is in a state, stays torchtitan's; here is where it goes,
-what is there, and what is kept. `docs/torchtitan.md` says how it is used.
+Only torchtitan imports this module. torchtitan decides when to save and what a state holds; this module decides where
+checkpoints are stored, which ones exist and which ones are kept. `docs/torchtitan.md` describes its use.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from torchtitan.observability import structured_logger
 from torchtitan.tools import filesystem
 from torchtitan.tools.utils import GarbageCollection
 
+from bucketpoint.catalog.deletion.prune_worker import worker_of
 from bucketpoint.catalog.policy_file import read_policy
-from bucketpoint.catalog.pruning import worker_of
 from bucketpoint.catalog.run import open_run
 from bucketpoint.catalog.save_log import SaveLog
 from bucketpoint.dcp import BucketWriter, SavePlanner, async_save
 from bucketpoint.dcp.async_save import as_ours
 from bucketpoint.errors import BucketpointError
-from bucketpoint.manager.loading import Outcome, attempt
+from bucketpoint.manager.loading import LoadOutcome, attempt
 from bucketpoint.manager.ranks import Ranks
-from bucketpoint.manager.restoring import Wanted, restored
+from bucketpoint.manager.restoring import RestoreRequest, restored
 from bucketpoint.manager.triggers import Triggers
 from bucketpoint.retention import Keep, Prune, RetentionPolicy
 from bucketpoint.retention.row import FULL, WEIGHTS
@@ -41,41 +41,42 @@ from bucketpoint.staging import Stager, StagingOptions
 logger = logging.getLogger(__name__)
 
 POLICY_VARIABLE = "BUCKETPOINT_POLICY"
-"""The environment variable that names the policy's file, where the flag does not."""
+"""Environment variable that names the policy file if the flag does not."""
 
 SEED_STEP = 0
-"""The step of torchtitan's seed checkpoint, of which it only ever loads the model."""
+"""Step of torchtitan's seed checkpoint, from which torchtitan only ever loads the model."""
 
 _COLLECTIVE_TIMEOUT = timedelta(minutes=30)
-"""How long ranks wait for each other's uploads at least, torch's default."""
+"""Timeout of the collectives in which ranks wait for each other's uploads: torch's default."""
 
 
 class BucketpointManager(CheckpointManager):
-    """torchtitan's manager of DCP checkpoints, with our writer, reader, staging and retention in it.
+    """torchtitan's manager of DCP checkpoints, with bucketpoint's writer, reader, staging and retention.
 
-    The hooks below are those that its base class calls; its public methods stay as they are.
+    The methods below are hooks that the base class calls; its public methods stay as they are.
     """
 
     @dataclass(kw_only=True, slots=True)
     class Config(CheckpointManager.Config):
-        """torchtitan's options, and two of ours.
+        """torchtitan's options, and two of bucketpoint's.
 
         Attributes:
-            policy: file of the retention policy, read by rank 0; by default what BUCKETPOINT_POLICY names. Without
-                either `keep_latest_k` is the policy.
-            fresh: begin from scratch although there are traces of checkpoints and none can be loaded.
+            policy: file of the retention policy, which rank 0 reads; by default the one that BUCKETPOINT_POLICY names.
+                Without either, `keep_latest_k` is the policy.
+            fresh: begin from scratch if there are traces of checkpoints and none can be loaded.
         """
 
         policy: str | None = None
         fresh: bool = False
 
-    # What the base class sets, which carries no types here.
+    # Attributes that the base class sets, declared here because torchtitan is imported without types.
     enable: bool
     folder: str
     save_future: Any
 
     def __init__(self, config: Any, **parts: Any) -> None:
-        # Without a number to keep torchtitan's own purge has no thread: it counts folders, dead saves among them.
+        # `keep_latest_k=0` stops torchtitan from starting its own purge thread, which counts folders, those of dead
+        # saves too.
         super().__init__(replace(config, keep_latest_k=0), **parts)
         if not self.enable:
             return
@@ -83,12 +84,12 @@ class BucketpointManager(CheckpointManager):
         policy = ranks.told(lambda: _policy_of(config))
         self._ranks, self._policy, self._fresh = ranks, policy, config.fresh
         self._exports = self.folder
-        # What was typed beside the command wins over what a file says.
+        # A remote folder from the command line wins over the root in the policy file.
         self.folder = self.folder if filesystem.is_remote(self.folder) else policy.root or self.folder
         self._catalog = open_run(policy, self.folder)
         self._planner = SavePlanner()
         if self.async_mode != AsyncMode.DISABLED:
-            # The base class makes torch's own only where there is none, and closes whichever there is.
+            # The base class makes torch's stager only if there is none, and closes whichever there is.
             beside = self.async_mode == AsyncMode.ASYNC_WITH_PINNED_MEM
             self.stager = Stager(StagingOptions(use_async_staging=beside))
         self._pruner = worker_of(self._catalog, policy)
@@ -98,7 +99,7 @@ class BucketpointManager(CheckpointManager):
     # -- saving -------------------------------------------------------------------------------------------------------
 
     def _should_save(self, curr_step: int, last_step: bool = False) -> bool:
-        """torchtitan's `interval`, or the policy's `save:`. All ranks, at every step."""
+        """Return True if torchtitan's `interval` or the policy's `save:` asks for a save. All ranks, at every step."""
         asked = self._triggers.due(curr_step, last=last_step) is not None
         return bool(super()._should_save(curr_step, last_step)) or (asked and not self.load_only)
 
@@ -114,17 +115,18 @@ class BucketpointManager(CheckpointManager):
         enable_garbage_collection: bool = False,
         to_hf: bool = False,
     ) -> Any:
-        """Save one state: at once, or beside training and answer with what torchtitan waits for."""
+        """Save one state at once, or start a save beside training and return the future that torchtitan waits for."""
         _, step = self._catalog.folder_of(checkpoint_id)
         if to_hf:
-            # Another format, which torchtitan writes to local folders only.
+            # safetensors are another format, which torchtitan writes to local folders only.
             local = filesystem.join(self._exports, f"step-{step}")
             return super().dcp_save(state_dict, local, async_mode, enable_garbage_collection, to_hf)
-        # A model alone is no checkpoint to resume from. Of the seed torchtitan wants nothing else.
+        # A run cannot resume from a model alone. The seed counts as full: torchtitan loads nothing but its model.
         kind = FULL if OPTIMIZER in state_dict or step == SEED_STEP else WEIGHTS
         saving: dict[str, Any] = {
             "checkpoint_id": checkpoint_id,
-            # A run that went back to an earlier step saves steps again, which torchtitan overwrites without asking.
+            # The writer overwrites by default, as torchtitan does: a run that went back to an earlier step saves steps
+            # again.
             "storage_writer": BucketWriter(checkpoint_id, log=self._log(kind)),
             "planner": self._planner,
             "process_group": self._ranks.group,
@@ -134,7 +136,7 @@ class BucketpointManager(CheckpointManager):
             try:
                 dcp.save(state_dict, **saving)
             except CheckpointException as raised:
-                # torchtitan ends a run by `except Exception`, and this is none.
+                # torchtitan ends a run by `except Exception`, which does not catch CheckpointException.
                 raise as_ours(raised, checkpoint_id) from raised
             if enable_garbage_collection:
                 GarbageCollection.collect("GC collection invoked by checkpointer.")
@@ -145,11 +147,11 @@ class BucketpointManager(CheckpointManager):
         return handle
 
     def _log(self, kind: str) -> SaveLog:
-        """Records the commit, and prunes after it and never because a save has begun."""
+        """Return the log of a save. It records the commit, and prunes after the commit, never when a save begins."""
         return SaveLog(self._catalog, kind, pruner=self._pruner)
 
     def _wait_for_saving(self) -> None:
-        # Forgotten first: a failure is told once, and `close` goes on.
+        # Cleared first, so that a failure is raised once and `close` goes on.
         saving, self.save_future = self.save_future, None
         saving.result()
 
@@ -158,11 +160,11 @@ class BucketpointManager(CheckpointManager):
     @structured_logger.log_trace_span("checkpoint_load")
     @torch.no_grad()
     def _load(self, step: int = -1) -> bool:
-        """Go on from the newest whole checkpoint, or the step that is named; or begin as torchtitan was told to."""
+        """Go on from the newest whole checkpoint or the named step; otherwise begin as torchtitan was told to."""
         return self._resume(step) or self._begin()
 
     def _resume(self, step: int) -> bool:
-        wanted = Wanted("latest" if step == -1 else step, None, self._fresh, '{"fresh": true} in the override')
+        wanted = RestoreRequest("latest" if step == -1 else step, None, self._fresh, '{"fresh": true} in the override')
         found = restored(self._catalog, self._policy, self._ranks, wanted, self._try, self._pruner)
         if found is None:
             return False
@@ -170,7 +172,7 @@ class BucketpointManager(CheckpointManager):
         GarbageCollection.collect("GC collection for checkpoint loading.")
         return True
 
-    def _try(self, step: int, url: str) -> Outcome:
+    def _try(self, step: int, url: str) -> LoadOutcome:
         begun = time.monotonic()
         logger.info("loading %s", url)
         outcome = self._attempt(self._states_to_load(step == SEED_STEP), url)
@@ -178,15 +180,18 @@ class BucketpointManager(CheckpointManager):
             logger.info("loaded %s in %.2f s", url, time.monotonic() - begun)
         return outcome
 
-    def _attempt(self, states: dict[str, Any], url: str) -> Outcome:
+    def _attempt(self, states: dict[str, Any], url: str) -> LoadOutcome:
         outcome = attempt(states, url, self._ranks)
         if outcome.loaded:
-            # Its states are flattened, so that DCP cannot hand them to the model by itself.
+            # torchtitan flattens the states of a model, so DCP cannot hand them to the model by itself.
             self.states[MODEL].load_state_dict(states)
         return outcome
 
     def _begin(self) -> bool:
-        """What torchtitan's `initial_load_*` say, for a run that has no checkpoint yet."""
+        """Begin a run that has no checkpoint yet, by torchtitan's `initial_load_*`.
+
+        Return True if anything was loaded.
+        """
         path, from_hf = self.initial_load_path, self.initial_load_in_hf
         if path is None and from_hf:
             path = self.sd_adapter.hf_assets_path if self.sd_adapter is not None else None
@@ -202,7 +207,7 @@ class BucketpointManager(CheckpointManager):
         return True
 
     def dcp_load(self, state_dict: dict[str, Any], checkpoint_id: str, from_hf: bool, from_quantized: bool) -> None:
-        """Load from anywhere: a bucket or a folder, ours or torch's; safetensors as torchtitan does."""
+        """Load from a bucket or a folder, written by bucketpoint or by torch. torchtitan itself loads safetensors."""
         if from_hf:
             super().dcp_load(state_dict, checkpoint_id, from_hf, from_quantized)
             return
@@ -213,7 +218,10 @@ class BucketpointManager(CheckpointManager):
     # -- ending -------------------------------------------------------------------------------------------------------
 
     def _close(self) -> None:
-        """Wait for the save under way and for pruning. torchtitan closes twice, the second time as it is collected."""
+        """Wait for the save under way and for pruning.
+
+        torchtitan closes twice, the second time at garbage collection.
+        """
         self.enable = False
         if getattr(self, "_triggers", None) is None:
             return
@@ -228,7 +236,7 @@ class BucketpointManager(CheckpointManager):
 
 
 def _policy_of(config: Any) -> RetentionPolicy:
-    """The policy's file, or what torchtitan's own option says.
+    """Read the policy's file, or make a policy from torchtitan's own option.
 
     Raises:
         PolicyError: the file cannot be read, or is no policy.
@@ -238,11 +246,15 @@ def _policy_of(config: Any) -> RetentionPolicy:
         return read_policy(path)
     if config.keep_latest_k == 0:
         return RetentionPolicy(keep=Keep(latest=1), prune=Prune(when="manual"))
-    # As torchtitan means it: what is not kept goes now, and the bucket does not hold a day's checkpoints beside them.
+    # As torchtitan means it: checkpoints that are not kept are deleted now, so that the bucket does not hold a day's
+    # deleted checkpoints as well.
     return RetentionPolicy(keep=Keep(latest=config.keep_latest_k), prune=Prune(grace=timedelta(0)))
 
 
 @override(target=CheckpointManager.Config, exact=True, description="checkpoints in object stores, by bucketpoint")
 def use(config: CheckpointManager.Config, *, policy: str | None = None, fresh: bool = False) -> Any:
-    """What `--override.imports bucketpoint.integrations.torchtitan.use` names."""
+    """Replace torchtitan's options by bucketpoint's.
+
+    `--override.imports bucketpoint.integrations.torchtitan.use` names this function.
+    """
     return derive(config, BucketpointManager.Config, policy=policy, fresh=fresh)

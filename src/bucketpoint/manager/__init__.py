@@ -1,4 +1,4 @@
-"""What a training loop calls to save, restore and prune. Knows nothing of DCP's internals."""
+"""The checkpoint manager: the interface through which a training loop saves, restores and prunes."""
 
 from bucketpoint.manager.manager import CheckpointManager
 from bucketpoint.manager.restoring import Restored

@@ -1,4 +1,4 @@
-"""One attempt to load a checkpoint, and what all ranks agree came of it: loaded, damaged, or an error to raise."""
+"""One attempt to load a checkpoint, and the outcome on which all ranks agree: loaded, damaged, or an error to raise."""
 
 from __future__ import annotations
 
@@ -22,18 +22,21 @@ from bucketpoint.errors import (
 from bucketpoint.manager.ranks import Ranks
 
 DAMAGE = (CheckpointNotFoundError, CorruptDataError, MetadataError, ObjectNotFoundError, UnsafeDataError)
-"""What is the checkpoint's fault and not the store's, the state's or the network's: another checkpoint may do."""
+"""Errors that the checkpoint causes, and not the store, the state or the network: another checkpoint may load."""
 
 _LOADED, _UNREADABLE, _REFUSED, _DAMAGED, _FAILED = range(5)
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """Attributes:
-    error: of this rank, or of another where this one had none; None if the state was loaded.
-    damaged: the checkpoint is at fault, on every rank's word.
-    doubtful: it was read and not understood, which may be damage, and may be what was saved.
-    refused: that is because it names what the allow-list refuses, or has the format of a newer bucketpoint.
+class LoadOutcome:
+    """Outcome of one attempt to load, on which all ranks agree.
+
+    Attributes:
+        error: the error of this rank, or a general one if only other ranks failed; None if the state was loaded.
+        damaged: True if the checkpoint is at fault: no rank failed for another reason.
+        doubtful: True if the metadata was read and not understood. It may be damaged, or may be what was saved.
+        refused: True if it was not understood because it names what the allow-list refuses, or has the format of a
+            newer bucketpoint.
     """
 
     error: BaseException | None = None
@@ -48,8 +51,8 @@ class Outcome:
 
 def attempt(
     state: dict[str, Any], url: str | os.PathLike[str], ranks: Ranks, *, planner: Any = None, **reading: Any
-) -> Outcome:
-    """Load `url` into `state` on all ranks. Whatever part of it was read into a damaged one's place stays there."""
+) -> LoadOutcome:
+    """Load `url` into `state` on all ranks. A failed attempt may leave part of the checkpoint's data in `state`."""
     reader = BucketReader(cooperative="auto" if ranks.world > 1 else "off", process_group=ranks.group, **reading)
     error: BaseException | None = None
     try:
@@ -66,10 +69,10 @@ def attempt(
         error = raised
     (agreed,) = ranks.most([_code(error)])
     if agreed == _LOADED:
-        return Outcome()
+        return LoadOutcome()
     error = error or BucketpointError("Another rank could not load it", url=str(url))
     doubtful = agreed in (_UNREADABLE, _REFUSED)
-    return Outcome(error, damaged=agreed != _FAILED, doubtful=doubtful, refused=agreed == _REFUSED)
+    return LoadOutcome(error, damaged=agreed != _FAILED, doubtful=doubtful, refused=agreed == _REFUSED)
 
 
 def _code(error: BaseException | None) -> int:
@@ -83,7 +86,7 @@ def _code(error: BaseException | None) -> int:
 
 
 def _most_telling(raised: CheckpointException) -> BaseException:
-    """The failure that says most: damage before a peer's failure, which only tells of it; ours before DCP's."""
+    """Return the failure that says most: damage before a peer's failure, which only reports it; ours before DCP's."""
     failures = [failure for _, (failure, _) in sorted(raised.failures.items())]
     for kinds in (DAMAGE, BucketpointError):
         found = next((failure for failure in failures if isinstance(failure, kinds)), None)

@@ -1,4 +1,4 @@
-"""`CheckpointManager`: what a training loop calls. Ties catalogue, policy, saves and loads together; decides little."""
+"""`CheckpointManager`, the interface of a training loop: it joins a run's catalog, policy, saves and loads."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from typing import Any
 from typing_extensions import Self
 
 from bucketpoint.catalog import notes
-from bucketpoint.catalog.policy_file import read_policy
-from bucketpoint.catalog.pruning import PruneWorker, Round
+from bucketpoint.catalog.deletion.prune_worker import PruneWorker, Round
+from bucketpoint.catalog.policy_file import policy_of
 from bucketpoint.catalog.run import open_run
 from bucketpoint.catalog.save_log import SaveLog
 from bucketpoint.catalog.snapshot import Snapshot
@@ -26,7 +26,7 @@ from bucketpoint.errors import BucketpointError
 from bucketpoint.manager.loading import attempt
 from bucketpoint.manager.ranks import Ranks
 from bucketpoint.manager.replacing import Newer, Replacing
-from bucketpoint.manager.restoring import Restored, Wanted, restored
+from bucketpoint.manager.restoring import Restored, RestoreRequest, restored
 from bucketpoint.manager.running import Running
 from bucketpoint.manager.triggers import Triggers
 from bucketpoint.retention import RetentionPolicy
@@ -37,24 +37,25 @@ from bucketpoint.transfer import TransferOptions
 logger = logging.getLogger(__name__)
 
 _COLLECTIVE_TIMEOUT = timedelta(minutes=30)
-"""How long ranks wait for each other's uploads at least, torch's default."""
+"""Least timeout of the manager's collectives, in which ranks wait for each other's uploads: torch's default."""
 
 
 class CheckpointManager:
-    """The checkpoints of one run: saved beside training, restored, and kept as a policy says.
+    """Manager of one run's checkpoints: saves them beside training, restores them, and keeps those that a policy names.
 
-    All ranks make one, with the same arguments, and call `save`, `should_save`, `restore`, `steps`, `wait` and `close`
-    at the same points of the program. `report`, `pin` and `unpin` may be called on any.
+    All ranks construct a manager, with the same arguments, and call `save`, `should_save`, `restore`, `steps`, `wait`
+    and `close` at the same points of the program. `report`, `pin` and `unpin` may be called on any rank.
 
     Args:
-        root: URL of the run; by default the policy's.
-        policy: what is kept, and when saves are made; or the YAML file that says so, which each rank reads.
-        process_group: the ranks; None for all of the job. The manager makes a gloo group of its own.
+        root: URL of the run; by default the policy's `root`.
+        policy: the policy, which says which checkpoints are kept and when saves are made; or its YAML file, which each
+            rank reads.
+        process_group: the ranks; None for all ranks of the job. The manager makes a gloo group of its own.
         storage_options, fs, transfer, staging: as for `BucketWriter`.
         trusted: as for `BucketReader`.
-        git_sha, config_hash: of what the job runs, for the record.
-        grace_s: how long the scheduler waits between SIGTERM and SIGKILL, in seconds: `close` waits for the last save
-            until then.
+        git_sha, config_hash: commit and configuration of the job's program, for the commit record.
+        grace_s: seconds that the scheduler waits between SIGTERM and SIGKILL: after SIGTERM `close` waits no longer
+            than that for the last save. None: no limit.
     """
 
     def __init__(
@@ -72,8 +73,7 @@ class CheckpointManager:
         config_hash: str | None = None,
         grace_s: float | None = None,
     ) -> None:
-        policy = policy if isinstance(policy, RetentionPolicy) else read_policy(policy)
-        self.policy = policy
+        policy = self.policy = policy_of(policy)
         self.catalog = open_run(policy, root, storage_options=storage_options, fs=fs)
         self._store_arguments = {"storage_options": storage_options, "fs": fs, "transfer": transfer}
         self._reading = {"trusted": trusted}
@@ -93,12 +93,12 @@ class CheckpointManager:
     # -- saving -------------------------------------------------------------------------------------------------------
 
     def should_save(self, step: int, *, last: bool = False) -> bool:
-        """Whether the policy's `save:` wants this step, for any reason. All ranks, at every step.
+        """Return True if the policy's `save:` asks to save this step, for any reason. All ranks, at every step.
 
-        Where it has time or signal triggers, one small collective each time.
+        If the policy has time or signal triggers, each call costs one small collective.
 
         Args:
-            last: training ends with this step.
+            last: True if training ends with this step.
         """
         why = self._triggers.due(step, last=last)
         if why is not None and self._ranks.is_coordinator:
@@ -107,7 +107,7 @@ class CheckpointManager:
 
     @property
     def stop_asked(self) -> bool:
-        """Whether SIGTERM has come, to any rank, and `should_save` has said so: save, leave the loop, `close`."""
+        """True once SIGTERM has reached any rank and `should_save` has reported it: save, leave the loop, `close`."""
         return self._triggers.stop_asked is not None
 
     def save(
@@ -120,18 +120,18 @@ class CheckpointManager:
         kind: str = FULL,
         newer: Newer = "error",
     ) -> SaveHandle | None:
-        """Save a state beside training. All ranks. None if the policy says to skip while another save is on its way.
+        """Save a state beside training. All ranks. Return None if another save is under way and the policy says skip.
 
         Args:
-            metrics: of this step, as far as they are known: those of the coordinator count.
+            metrics: metrics of this step, as far as they are known. Only the coordinator's are used.
             overwrite: replace a checkpoint of this step.
-            newer: what becomes of checkpoints of higher steps, which are there if training was rolled back: an
-                `"error"` is raised, they are left alone (`"keep"`: they stay the latest), or they get a tombstone
-                once this one is committed (`"discard"`). `restore(..., rollback=True)` says it for all saves to come.
+            newer: treatment of checkpoints of higher steps, which exist if training was rolled back: `"error"` raises,
+                `"keep"` leaves them alone (they stay the latest), `"discard"` gives them a tombstone once this save is
+                committed. `restore(..., rollback=True)` discards them for all later saves.
 
         Raises:
-            BucketpointError: the save before this one failed, which was not known yet; or it has not ended within the
-                policy's timeout; or there are newer checkpoints.
+            BucketpointError: the save before this one failed, and no call has raised that error yet; or it is still
+                under way, after the policy's timeout or with `when_busy: error`; or there are newer checkpoints.
             CheckpointExistsError: this step is committed.
             StagingError: the state cannot be copied.
         """
@@ -170,19 +170,23 @@ class CheckpointManager:
         return handle
 
     def _make_room(self, step: int) -> bool:
-        """Whether a save may begin: the last one has ended, well. All ranks come to the same."""
+        """Return True if a save may begin: the last one has ended without failure. All ranks get the same answer."""
         running, how = self._running, self.policy.save.in_flight
         if running is None:
             return True
-        when_busy = "wait" if step == self._triggers.pressing else how.when_busy
+        pressing = step == self._triggers.pressing
+        when_busy = "wait" if pressing else how.when_busy
         if when_busy == "wait":
             running.wait(how.timeout.total_seconds())
         busy, failed = self._ranks.most([int(not running.handle.done()), int(running.failed and not running.told)])
         if failed:
-            # Others may still be on their way to the same end.
+            # On other ranks the save may still be on its way to the same failure.
             running.wait(how.timeout.total_seconds())
             self._running = None
-            raise running.error
+            if not pressing:
+                raise running.error
+            # An error would end the job without its last checkpoint. That of the save before is logged.
+            return True
         if not busy:
             self._running = None
             return True
@@ -208,35 +212,43 @@ class CheckpointManager:
         rollback: bool = False,
         planner: Any = None,
     ) -> Restored | None:
-        """Load a checkpoint into a state, in place. All ranks. None if the run has none yet.
+        """Load a checkpoint into a state, in place. All ranks. Return None if the run has none yet.
 
         Args:
-            which: `"latest"`, `"best"` by the policy's first `best` rule, or a step. Of the first two, one that is
-                damaged is passed over, which is logged as an error, and the next one is tried. The next commit sets
-                aside what was passed over: a save of its step may replace it, and it goes after its grace.
-            metric: for `"best"`: which of the policy's metrics.
-            fresh: begin from scratch although there are traces of checkpoints and none can be loaded.
-            rollback: go back for good: saves behind newer checkpoints, and of this very step, are no mistake, and the
-                next commit gives the newer ones a tombstone. What is pinned or leased stays.
+            which: `"latest"`, `"best"` (by the policy's first `best` rule), or a step. For `"latest"` and `"best"`, a
+                damaged checkpoint is logged as an error and passed over, and the next one is tried. The next commit
+                sets the passed-over checkpoints aside: a save of the same step may replace them, and they are deleted
+                after their grace.
+            metric: for `"best"`: the metric to rank by, one of the policy's.
+            fresh: begin from scratch if there are traces of checkpoints and none can be loaded.
+            rollback: go back for good: later saves of this step, and of steps below existing checkpoints, are no
+                errors, and the next commit gives the newer checkpoints a tombstone. Pinned and leased checkpoints stay.
             planner: a load planner; by default `LoadPlanner`.
 
         Raises:
-            CheckpointNotFoundError: the step that was named is not there.
-            IncompleteCheckpointError: there is no checkpoint, and folders in which one may have been.
-            CorruptDataError: all checkpoints are damaged, or the one that was named.
-            MismatchError: the state is another one than was saved.
-            UnsafeDataError: it was saved with what the allow-list refuses.
+            CheckpointNotFoundError: there is no checkpoint of the named step.
+            IncompleteCheckpointError: there is no checkpoint, but folders in which one may have been.
+            CorruptDataError: the named checkpoint is damaged.
+            BucketpointError: all checkpoints are damaged.
+            MismatchError: the state does not match the saved one.
+            UnsafeDataError: the checkpoint was saved with types that the allow-list refuses.
         """
         self._refuse_if_closed()
         if rollback and self._running is not None:
-            # What it commits is among what is given up.
+            # The running save may commit a newer step, which must then be given up too.
             self._running.wait(self.policy.save.in_flight.timeout.total_seconds())
+            if self._ranks.most([int(not self._running.handle.done())])[0]:
+                raise BucketpointError(
+                    f"No rollback yet: step {self._running.step} is still on its way, and may commit behind it",
+                    url=self._running.handle.url,
+                    remedy="Wait for the save, and restore again",
+                )
         reading = {"planner": planner, **self._store_arguments, **self._reading}
         found = restored(
             self.catalog,
             self.policy,
             self._ranks,
-            Wanted(which, metric, fresh, rollback=rollback),
+            RestoreRequest(which, metric, fresh, rollback=rollback),
             lambda step, url: attempt(state, url, self._ranks, **reading),
             self._pruner,
         )
@@ -249,9 +261,9 @@ class CheckpointManager:
     # -- what there is ------------------------------------------------------------------------------------------------
 
     def steps(self) -> list[int]:
-        """Steps of all full checkpoints, with a record or without, the oldest first.
+        """Return the steps of all full checkpoints, with a record or without, oldest first.
 
-        All ranks; the coordinator asks the store.
+        All ranks; only the coordinator asks the store.
         """
 
         def listed() -> list[int]:
@@ -261,54 +273,59 @@ class CheckpointManager:
         return self._ranks.told(listed)
 
     def report(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Note metrics of a step, at any time. On whichever ranks call it, the coordinator writes."""
+        """Note metrics of a step, at any time. Any ranks may call it; only the coordinator writes."""
         if self._ranks.is_coordinator:
             notes.report(self.catalog, step, metrics)
 
     def pin(self, step: int, *, reason: str = "") -> None:
-        """Keep a step whatever the policy says. The coordinator writes."""
+        """Keep a step whatever the policy says. Only the coordinator writes."""
         if self._ranks.is_coordinator:
             notes.pin(self.catalog, step, reason=reason)
 
     def unpin(self, step: int) -> None:
-        """Take back all pins of a step. The coordinator writes."""
+        """Take back all pins of a step. Only the coordinator writes."""
         if self._ranks.is_coordinator:
             notes.unpin(self.catalog, step)
 
     def prune(self, *, force: bool = False) -> Round | None:
-        """Carry out the policy now. The coordinator prunes, and returns what came of it; other ranks return None."""
+        """Carry out the policy now.
+
+        The coordinator prunes and returns a report of the round; other ranks return None.
+        """
         if not self._ranks.is_coordinator:
             return None
         return self._pruner.now(force=force)
 
     @property
     def pruning(self) -> PruneWorker:
-        """What pruning beside training came to, on the coordinator."""
+        """The worker that prunes beside training, with the result of its last round. It works on the coordinator."""
         return self._pruner
 
     # -- ending -------------------------------------------------------------------------------------------------------
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Wait for the save under way, at most `timeout` seconds. Whether it has ended.
+        """Wait for the save under way, at most `timeout` seconds. Return True if it has ended, or if there is none.
 
         Raises:
-            BucketpointError: it failed.
+            BucketpointError: the save failed.
         """
         running = self._running
         if running is None:
             return True
         if not running.wait(timeout):
             return False
-        # Kept until all ranks have agreed on it, in `_make_room`: each may wait for another time.
+        # The save is forgotten only when all ranks agree on its end, in `_make_room`: each rank may wait for another
+        # time.
         if running.failed and not running.told:
             running.told = True
             raise running.error
         return True
 
     def close(self) -> None:
-        """Wait for the save under way and for pruning, and return all memory. All ranks.
+        """Wait for the save under way and for pruning, and release all memory. All ranks.
 
-        After SIGTERM it waits no longer than `grace_s` allows, and logs whether the last save was committed.
+        After SIGTERM `close` waits no longer than `grace_s` allows. The coordinator then logs that the last save is
+        committed.
 
         Raises:
             BucketpointError: the last save failed, or was not committed in time.
@@ -343,7 +360,7 @@ class CheckpointManager:
         self.close()
 
     def _left_s(self) -> float | None:
-        """Seconds until the scheduler loses patience; None for as long as it takes."""
+        """Return the seconds until the scheduler's SIGKILL; None for no limit."""
         asked = self._triggers.stop_asked
         if asked is None or self._grace_s is None:
             return None
@@ -364,7 +381,7 @@ def _ended(manager: weakref.ref[CheckpointManager], running: Running, handle: Sa
 
 
 def _at_exit(manager: weakref.ref[CheckpointManager]) -> None:
-    """A program that ends without `close` has its last save waited for, and is told what became of it."""
+    """Close the manager of a program that ends without `close`: wait for its last save, and report an error."""
     alive = manager()
     if alive is None or alive._closed:
         return

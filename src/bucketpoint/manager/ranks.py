@@ -1,4 +1,4 @@
-"""The ranks that use one manager together: a gloo group of its own, and what is agreed through it. No I/O on stores."""
+"""The ranks that use one manager together: a gloo group of their own, and the values that they agree on."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ T = TypeVar("T")
 
 
 class Ranks:
-    """All ranks of a group, or this process alone where torch.distributed is not initialised.
+    """All ranks of a group, or this process alone if torch.distributed is not initialised.
 
-    The group is a new one on gloo, so that no collective of training can meet the manager's. Saves beside training run
-    on another one, the one that `async_save` keeps beside this: the manager asks other ranks while a save is under way.
-    Making them is a collective call.
+    The group is a new gloo group, so that no collective of training can mix with the manager's. Saves beside training
+    use a second new group, which `async_save` keeps beside this one, because the manager's ranks communicate while a
+    save is under way. Constructing `Ranks` is a collective call.
 
     Args:
-        members: torch's group of the ranks; None for all of the job.
-        timeout: how long a rank waits for another, in any one collective.
+        members: torch's group of the ranks; None for all ranks of the job.
+        timeout: longest time that a rank waits for another in one collective.
 
     Raises:
         BucketpointError: there are several ranks and no process group.
@@ -36,7 +36,7 @@ class Ranks:
         process_groups.refuse_a_rank_alone("A checkpoint manager")
         if process_groups.is_initialized():
             self.group = process_groups.new_group(members, timeout)
-            # Now, while all ranks are here, and not at the first save.
+            # Made now, while all ranks are here, and not at the first save.
             process_groups.group_beside(self.group)
             self.rank, self.world = dist.get_rank(self.group), dist.get_world_size(self.group)
 
@@ -45,7 +45,7 @@ class Ranks:
         return self.rank == 0
 
     def told(self, find: Callable[[], T]) -> T:
-        """What the coordinator finds, on every rank; or the error that it raised there. `find` runs on it alone."""
+        """Run `find` on the coordinator alone. Return its result, or raise its error, on every rank."""
         said: list[Any] = [None, None]
         if self.is_coordinator:
             try:
@@ -53,7 +53,8 @@ class Ranks:
             except Exception as error:
                 if self.world == 1:
                     raise
-                # Whatever it is, no other rank may go on without it, and foreign ones may not unpickle there.
+                # Every error is sent: no other rank may go on without it. Errors of other libraries are sent as text,
+                # since they may not unpickle on the other ranks.
                 ours = isinstance(error, BucketpointError)
                 said[1] = error if ours else BucketpointError(f"{type(error).__name__}: {error}")
         if self.world > 1:
@@ -64,7 +65,7 @@ class Ranks:
         return found
 
     def most(self, numbers: Sequence[int]) -> list[int]:
-        """The largest that any rank has of each number."""
+        """Return the largest value of each number among all ranks."""
         if self.world == 1:
             return list(numbers)
         agreed = torch.tensor(list(numbers), dtype=torch.int64)

@@ -1,12 +1,12 @@
-"""Whether a save may go where it is to go: behind newer checkpoints, or over one of its own step."""
+"""The check whether a save may add a step below existing ones, or replace a checkpoint of its own step."""
 
 from __future__ import annotations
 
 from typing import Literal
 
 from bucketpoint.catalog.catalog import Catalog
-from bucketpoint.catalog.discards import HOLDS, Discard, rolled_back
-from bucketpoint.catalog.pruning import PruneWorker
+from bucketpoint.catalog.deletion.discards import HOLDS, Discard, rolled_back
+from bucketpoint.catalog.deletion.prune_worker import PruneWorker
 from bucketpoint.catalog.snapshot import Checkpoint, Snapshot
 from bucketpoint.errors import BucketpointError, CheckpointExistsError
 from bucketpoint.retention.row import FULL
@@ -17,13 +17,16 @@ _SAY_SO = "If training goes on from an earlier step, say manager.restore(state, 
 
 
 class Replacing:
-    """Looks at what is there before each save, on the coordinator: once it knows the highest step, at no more.
+    """The check, on the coordinator, of each save against the checkpoints that exist.
 
-    What was given up, or has a tombstone, is in nobody's way, unless somebody holds on to it.
+    The check asks the store until it knows the highest step; a save above that step makes no request. A checkpoint that
+    was given up, or has a tombstone, stops no save unless it is pinned or leased. A damaged one that was given up never
+    does.
 
     Attributes:
-        rolled_back_to: the step that training was rolled back to, which may be saved again until something is.
-        beside: the job was told to begin beside what could not be loaded: its saves may lie behind that.
+        rolled_back_to: step that training was rolled back to. It may be saved again until something is committed.
+        beside: True if the job was told to begin beside checkpoints that could not be loaded: its saves may have lower
+            steps than those.
     """
 
     def __init__(self, catalog: Catalog, pruner: PruneWorker) -> None:
@@ -36,11 +39,11 @@ class Replacing:
         self._discards: list[Discard] = []
 
     def restored(self, rolled_back_to: int | None, *, beside: bool = False) -> None:
-        """Look again: the job goes on from another checkpoint."""
+        """Note that the job goes on from another checkpoint: the next save asks the store again."""
         self._looked, self.rolled_back_to, self.beside = False, rolled_back_to, beside
 
     def failed(self) -> None:
-        """Take back what the save that has failed was to discard."""
+        """Take back the discards that the failed save was to make."""
         self._pruner.forget(self._discards)
         self._discards = []
 
@@ -51,24 +54,24 @@ class Replacing:
         self.rolled_back_to = None
 
     def allowed(self, step: int, *, overwrite: bool, newer: Newer) -> bool | frozenset[str]:
-        """Whether the save of a step may replace a checkpoint of that step, or by their marks which ones alone.
+        """Return True if any checkpoint of the step may be replaced, False if none, or the marks of those that may.
 
         Two LISTs, three after a rollback, and one small GET for each checkpoint without a record.
 
         Raises:
             CheckpointExistsError: the step is committed.
-            BucketpointError: it is behind newer checkpoints.
+            BucketpointError: there are newer checkpoints.
         """
         if self._looked and self._highest is not None and step > self._highest:
             return overwrite
         given_up = {one.name: one for one in self._pruner.given_up}
         back = given_up or self.rolled_back_to is not None
-        # What somebody holds on to, the notes say.
+        # Only a snapshot with notes tells which checkpoints are pinned or leased.
         snapshot = self._catalog.with_unrecorded(self._catalog.snapshot() if back else self._catalog.steps())
         there = [one.step for one in snapshot.checkpoints] + [one.checkpoint.step for one in given_up.values()]
         self._looked, self._highest = True, max(there, default=None)
         gone = snapshot.going() | given_up.keys()
-        # What has no record has no id in a snapshot.
+        # A checkpoint without a record has no id in a snapshot, so its folder identifies it.
         folders = {one.checkpoint.folder for one in given_up.values() if one.checkpoint.key is None}
         gone |= {(one.folder, one.id) for one in snapshot.unrecorded if one.folder in folders}
         for one in snapshot.checkpoints:
@@ -88,14 +91,14 @@ class Replacing:
             self._pruner.give_up(discards)
         if overwrite:
             return True
-        # Only these very commits: another job may save this step meanwhile.
+        # Only these commits may be replaced: another job may commit this step meanwhile.
         marks = {one.mark for one in snapshot.checkpoints if one.step == step}
         marks |= {one.mark for one in snapshot.notes.tombstones if one.step == step}
         marks |= {one.checkpoint.mark for one in given_up.values() if one.checkpoint.step == step}
         return frozenset(marks) or False
 
     def _refuse_to_replace(self, one: Checkpoint, snapshot: Snapshot, gone: set[tuple[str, str]]) -> None:
-        """Raise if a checkpoint may not be replaced unasked: somebody holds on to it, or nobody has given it up."""
+        """Raise if only `overwrite=True` may replace a checkpoint: it is pinned or leased, or was not given up."""
         held = sorted(snapshot.held().get(one.step, set()) & HOLDS)
         given_up = (one.folder, one.id) in gone or one.step == self.rolled_back_to
         same = [each for each in self._pruner.given_up if each.checkpoint.folder == one.folder]

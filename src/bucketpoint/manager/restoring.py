@@ -1,7 +1,7 @@
-"""What a run goes on from: the newest checkpoint that is whole, or the one that was asked for. All ranks agree on it.
+"""Restoring a run: load the newest whole checkpoint, or the one that was asked for. All ranks agree on it.
 
-The one place that tries one checkpoint after another; how one is loaded is the caller's. What the run gives up by it,
-damaged or behind a rollback, its pruner is told.
+Only this module tries one checkpoint after another; its caller supplies the function that loads one. It tells the
+pruner which checkpoints the run gives up by the restore: damaged ones, and those newer than the target of a rollback.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from dataclasses import dataclass
 
 from bucketpoint.catalog import notes
 from bucketpoint.catalog.catalog import Catalog
-from bucketpoint.catalog.choose import Choice, choices
-from bucketpoint.catalog.discards import Discard, damaged, is_as_written, rolled_back, united
-from bucketpoint.catalog.pruning import PruneWorker
+from bucketpoint.catalog.deletion.discards import Discard, damaged, is_as_written, rolled_back, united
+from bucketpoint.catalog.deletion.prune_worker import PruneWorker
+from bucketpoint.catalog.restore_candidates import RestoreCandidate, restore_candidates
 from bucketpoint.errors import BucketpointError, CheckpointNotFoundError, IncompleteCheckpointError
-from bucketpoint.manager.loading import Outcome
+from bucketpoint.manager.loading import LoadOutcome
 from bucketpoint.manager.ranks import Ranks
 from bucketpoint.retention import RetentionPolicy
 
@@ -26,10 +26,10 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Restored:
-    """What `restore` loaded.
+    """The checkpoint that `restore` loaded.
 
     Attributes:
-        passed: steps that were tried first and could not be loaded, with the reason.
+        passed: steps that were tried first and could not be loaded, each with the reason.
     """
 
     step: int
@@ -38,15 +38,15 @@ class Restored:
 
 
 @dataclass(frozen=True)
-class Wanted:
-    """What is to be restored.
+class RestoreRequest:
+    """The checkpoint that a restore asks for.
 
     Attributes:
         which: `"latest"`, `"best"`, or a step.
-        metric: for `"best"`: which of the policy's; None for its first.
-        fresh: begin from scratch although there are traces of checkpoints and none can be loaded.
-        fresh_by: how the caller's user says that, for messages.
-        rollback: give up what is newer than the checkpoint that is restored.
+        metric: for `"best"`: one of the policy's metrics; None for its first.
+        fresh: begin from scratch if there are traces of checkpoints and none can be loaded.
+        fresh_by: the setting by which the user asks for `fresh`, for messages.
+        rollback: give up the checkpoints that are newer than the restored one.
     """
 
     which: str | int = "latest"
@@ -60,26 +60,29 @@ def restored(
     catalog: Catalog,
     policy: RetentionPolicy,
     ranks: Ranks,
-    wanted: Wanted,
-    load: Callable[[int, str], Outcome],
+    wanted: RestoreRequest,
+    load: Callable[[int, str], LoadOutcome],
     pruner: PruneWorker,
 ) -> Restored | None:
-    """Load what is wanted; None if the run begins from scratch. All ranks.
+    """Load the requested checkpoint; return None if the run begins from scratch. All ranks.
 
-    The coordinator lists, and notes what was restored. One that is damaged on any rank is passed over on all.
+    The coordinator lists the checkpoints, and notes which one was restored. A checkpoint that is damaged on any rank is
+    passed over on all ranks.
 
     Args:
-        load: loads the checkpoint of a step from its URL, on all ranks, and answers alike on all of them.
-        pruner: gets what is given up, on the coordinator: it is set aside once another checkpoint is committed.
+        load: loads the checkpoint of a step from its URL, on all ranks, with the same outcome on all of them.
+        pruner: on the coordinator, receives the checkpoints that are given up. They are set aside once another
+            checkpoint is committed.
 
     Raises:
-        CheckpointNotFoundError, IncompleteCheckpointError: as `choices`.
-        UnsafeDataError: the next one to try was saved with what the allow-list refuses, and nothing is wrong with it.
-        BucketpointError: all checkpoints are damaged, or what `load` says of the one that was named.
+        CheckpointNotFoundError, IncompleteCheckpointError: as `restore_candidates`.
+        UnsafeDataError: the next checkpoint to try was saved with types that the allow-list refuses, and is not
+            damaged.
+        BucketpointError: all checkpoints are damaged; or the error that `load` returned for the named one.
     """
     named = isinstance(wanted.which, int)
     try:
-        found = ranks.told(lambda: choices(catalog, policy, wanted.which, wanted.metric))
+        found = ranks.told(lambda: restore_candidates(catalog, policy, wanted.which, wanted.metric))
     except IncompleteCheckpointError as error:
         if wanted.fresh:
             _from_scratch(catalog, ranks)
@@ -105,7 +108,8 @@ def restored(
             return Restored(one.step, url, tuple(passed))
         if named or not outcome.damaged:
             raise outcome.error
-        # What is not understood is damage only where it is not what was saved. Nothing that may be whole is given up.
+        # Metadata that is not understood counts as damage only if it is not what was saved: a checkpoint that may be
+        # whole must never be given up.
         whole = outcome.doubtful and ranks.told(functools.partial(_may_be_whole, catalog, one, outcome.refused))
         if whole and not wanted.fresh:
             raise outcome.error
@@ -129,15 +133,21 @@ def _newer(catalog: Catalog, step: int) -> list[Discard]:
     return rolled_back(catalog, catalog.with_unrecorded(catalog.steps()), step)
 
 
-def _may_be_whole(catalog: Catalog, one: Choice, refused: bool) -> bool:
-    """Whether a checkpoint that is not understood may be what was saved. Where no record tells, a refusal says so."""
+def _may_be_whole(catalog: Catalog, one: RestoreCandidate, refused: bool) -> bool:
+    """Return True if a checkpoint that is not understood may be what was saved.
+
+    The record tells. Without a record, True if it was refused, by the allow-list or for its newer format.
+    """
     if one.checkpoint is None or one.checkpoint.key is None:
         return refused
     return is_as_written(catalog, one.checkpoint)
 
 
-def _set_aside(catalog: Catalog, one: Choice, error: BaseException) -> list[Discard]:
-    """A checkpoint that could not be loaded, as given up; nothing where the store does not say what is there."""
+def _set_aside(catalog: Catalog, one: RestoreCandidate, error: BaseException) -> list[Discard]:
+    """Give up a checkpoint that could not be loaded.
+
+    Empty if the store does not tell its state, or if another checkpoint was committed in its place.
+    """
     if one.checkpoint is None:
         return []
     try:

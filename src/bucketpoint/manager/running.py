@@ -1,4 +1,4 @@
-"""The one save that a manager has under way, and what became of it. Begins none."""
+"""The one save that a manager has under way, and its outcome."""
 
 from __future__ import annotations
 
@@ -11,9 +11,12 @@ from bucketpoint.errors import BucketpointError
 
 @dataclass
 class Running:
-    """Attributes:
-    told: this rank's program knows that it failed.
-    settled: what follows the save has been seen to: a future tells those who wait for it before it calls back.
+    """The save under way, as this rank sees it.
+
+    Attributes:
+        told: True if the program has received the save's error on this rank.
+        settled: set when the follow-up work of the save is done. A future wakes those who wait for it before it runs
+            its callbacks, so its end alone does not say that.
     """
 
     step: int
@@ -23,15 +26,18 @@ class Running:
 
     @property
     def failed(self) -> bool:
-        """On this rank, as far as is known yet."""
+        """True if the save failed, as far as this rank knows yet."""
         return self.handle.failure() is not None
 
     @property
     def error(self) -> BaseException:
-        """Why it failed, on this rank or on another."""
+        """The error of the save, of this rank or of another."""
         error = self.handle.exception() if self.handle.done() else None
         return error or BucketpointError(f"The save of step {self.step} failed on another rank", url=self.handle.url)
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Whether it has ended in time, in seconds."""
+        """Wait for the save and for its follow-up work, at most `timeout` seconds each.
+
+        Return True if both have ended.
+        """
         return self.handle.wait(timeout) and self.settled.wait(timeout)

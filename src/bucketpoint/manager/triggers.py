@@ -1,4 +1,4 @@
-"""When to save: at steps, after minutes, on occasions and on signals. Says so, and saves nothing itself."""
+"""The triggers of saves: steps, minutes, occasions and signals."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ _SIGNALS = {
 
 
 class Signals:
-    """Notes signals instead of acting on them, and passes them on to whoever listened before.
+    """Handlers that note signals instead of acting on them, and pass them on to the previous handlers.
 
-    Only the main thread may listen (Python's rule): on another one nothing is noted.
+    Only the main thread may install handlers (Python's rule): on another thread no signal is noted.
 
     Attributes:
         seen: `time.monotonic()` of the first signal of each name that has not been answered.
@@ -37,10 +37,10 @@ class Signals:
                 self._before[name] = signal.signal(number, self._listener(name))
 
     def close(self) -> None:
-        """Give the signals back to whoever listened before. On the thread that began."""
-        before, self._before = self._before, {}
+        """Restore the previous handlers. On another thread than the main one they are still called, by ours."""
         if threading.current_thread() is not threading.main_thread():
             return
+        before, self._before = self._before, {}
         for name, handler in before.items():
             signal.signal(_SIGNALS[name], handler if handler is not None else signal.SIG_DFL)
 
@@ -55,10 +55,10 @@ class Signals:
 
 
 class Triggers:
-    """Whether a step is to be saved, the same on every rank.
+    """The decision whether a step is saved, the same on every rank.
 
-    Steps are counted alike everywhere. Time is the coordinator's, and a signal may reach any one rank, so these are
-    agreed upon: one small collective for each question, and only where the policy has such a trigger.
+    All ranks count steps alike. Minutes are counted by the coordinator's clock, and a signal may reach any one rank, so
+    the ranks agree on these: one small collective for each call of `due`, and only if the policy has such a trigger.
     """
 
     def __init__(self, save: Save, ranks: Ranks) -> None:
@@ -71,18 +71,18 @@ class Triggers:
         self.pressing: int | None = None
         """The step that a signal or the end of training asks to save: there may be no later one to save instead."""
         self.stop_asked: float | None = None
-        """`time.monotonic()` on this rank when SIGTERM was agreed upon, or came here; None before."""
+        """`time.monotonic()` when SIGTERM came to this rank, or when the ranks agreed on it; None before."""
 
     def resumed(self, step: int) -> None:
-        """Training goes on after `step`, which needs no save."""
+        """Note that training goes on after `step`, which needs no save."""
         self._last_seen = step
 
     def saved(self) -> None:
-        """A save has begun."""
+        """Note that a save has begun."""
         self._last_save = time.monotonic()
 
     def due(self, step: int, *, last: bool = False) -> str | None:
-        """Why to save now, or None. All ranks, at the same steps."""
+        """Return the reasons to save now, as text, or None. All ranks, at the same steps."""
         before = step - 1 if self._last_seen is None else self._last_seen
         reasons = []
         if self._last_seen is None and "first_step" in self._save.on:
@@ -90,7 +90,7 @@ class Triggers:
         if last and "last_step" in self._save.on:
             reasons.append("last_step")
         for one in self._save.every:
-            # A multiple that was stepped over counts at the next step that is asked about.
+            # If the loop steps over a multiple, the next step that it asks about is saved instead.
             if isinstance(one, SaveEvery) and step // one.steps > before // one.steps:
                 reasons.append(f"every {one.steps} steps")
         self._last_seen = max(before, step)

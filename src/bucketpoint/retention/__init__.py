@@ -1,4 +1,4 @@
-"""Which checkpoints a policy keeps: pure data in, pure data out. No I/O of any kind, and no torch."""
+"""Retention policies: a policy and the rows of checkpoints go in, a plan of deletions comes out."""
 
 from bucketpoint.retention.engine import plan
 from bucketpoint.retention.plans import Entry, Plan, Reason, Verdict, circuit_breaker

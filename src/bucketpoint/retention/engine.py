@@ -1,4 +1,4 @@
-"""From rows and a policy to a plan: the union of the rules and the safety set. Pure; what a rule keeps is not here."""
+"""The engine: makes a plan from rows and a policy, by the union of the policy's rules and the safety set."""
 
 from __future__ import annotations
 
@@ -8,26 +8,26 @@ from functools import partial
 from itertools import repeat
 from typing import NamedTuple
 
+from bucketpoint.retention.checkpoint_set import CheckpointSet, RuleDecision
 from bucketpoint.retention.plans import SAFETY, Action, Entry, Plan, Reason
 from bucketpoint.retention.policy import RetentionPolicy
 from bucketpoint.retention.row import FULL, Row
 from bucketpoint.retention.safety import safety_set
-from bucketpoint.retention.universe import Decision, Universe
 
 
 def plan(policy: RetentionPolicy, rows: Iterable[Row]) -> Plan:
-    """What `policy` says of the committed checkpoints of one run, and why.
+    """Make the plan of `policy` for the committed checkpoints of one run, with reasons.
 
-    Whatever is not committed, or is on its way out, is not to be among `rows`. The plan depends on the set of rows and
-    on nothing else: not on their order, not on a clock, not on an earlier plan. While metrics, pins, leases and
-    the answers of `match` stay the same, keep(A | B) = keep(keep(A) | keep(B)), thinned ones included, so pruners that
-    see different rows end at the same ones.
+    Checkpoints that are not committed, or are about to be deleted, must not be among `rows`. The plan depends on the
+    set of rows alone: not on their order, a clock or an earlier plan. While metrics, pins, leases and the answers of
+    `match` stay the same, keep(A | B) = keep(keep(A) | keep(B)), thinned rows included, so pruners that see different
+    rows end with the same ones.
 
     Raises:
         PolicyError: `match` cannot be imported, or fails.
         BucketpointError: rows contradict each other, or are of a kind that this version does not know.
     """
-    universe = Universe.of(rows)
+    universe = CheckpointSet.of(rows)
     judged = [_Judged(rule.label, rule.thins, rule.decide(universe)) for rule in policy.keep.rules()]
     safe: dict[int, list[str]] = {}
     for position, why in safety_set(universe):
@@ -51,7 +51,7 @@ _NEVER = sys.maxsize
 class _Judged(NamedTuple):
     label: str
     thins: bool
-    decision: Decision
+    decision: RuleDecision
 
     def reason(self, position: int) -> Reason:
         return Reason(self.label, self.decision.explanation.why(position))
@@ -63,7 +63,7 @@ class _Judged(NamedTuple):
 def _said(
     rows: Sequence[Row], judged: Sequence[_Judged], safe: Mapping[int, Sequence[str]], position: int
 ) -> tuple[tuple[Reason, ...], Reason | None]:
-    """The reasons of one position, and what it missed."""
+    """Return the reasons for one position, and the rule that it missed."""
     keeping = [rule for rule in judged if position in rule.decision.kept]
     whole = [Reason(SAFETY, why) for why in safe.get(position, ())]
     whole += [rule.reason(position) for rule in keeping if not rule.thins]
@@ -81,8 +81,8 @@ def _said(
 
 
 def _nearest(judged: Sequence[_Judged], position: int) -> _Judged:
-    """The rule that came nearest to keeping a position: the one that missed by the fewest places.
+    """Return the rule that came nearest to keeping a position: the one that missed by the fewest places.
 
-    Among equals, and where no rule counts places, it is the first of the policy.
+    Among equals, and if no rule counts places, it is the first rule of the policy.
     """
     return min(judged, key=lambda rule: rule.decision.explanation.places.get(position, _NEVER))

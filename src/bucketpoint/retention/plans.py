@@ -1,4 +1,4 @@
-"""What is to happen to each checkpoint, and why: a plan, its JSON, and the circuit breaker's verdict. No rules."""
+"""Plans: the action for each checkpoint with its reasons, a plan's JSON, and the circuit breaker's verdict."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from bucketpoint.retention.row import Row
 PLAN_VERSION = 1
 
 SAFETY = "safety"
-"""The name that reasons bear which no policy can switch off."""
+"""The rule's name in reasons that no policy can switch off."""
 
 Action = Literal["keep", "thin", "delete"]
 
 
 class Reason(NamedTuple):
-    """Why a checkpoint is kept, or is not.
+    """A reason why a checkpoint is kept, or is not.
 
     Attributes:
-        rule: as the policy writes it, or `SAFETY`.
-        why: how the row stands to the rule, in words.
+        rule: the rule as the policy writes it, or `SAFETY`.
+        why: the row's relation to the rule, in words.
     """
 
     rule: str
@@ -35,35 +35,36 @@ class Reason(NamedTuple):
 
 
 Said: TypeAlias = tuple[tuple[Reason, ...], Reason | None]
-"""What keeps a checkpoint, and what it missed."""
+"""The reasons that keep a checkpoint, and the rule that it missed."""
 
 
 class Entry:
-    """What is to happen to one checkpoint. Not to be changed.
+    """The action for one checkpoint. Must not be changed.
 
     Attributes:
-        row: as it was when the plan was made.
+        row: the row as it was when the plan was made.
         action: `keep` it whole, `thin` it to its weights, or `delete` it.
     """
 
-    # Neither a dataclass nor a tuple: of the 100,000 that a plan may have, most are deletions whose words nobody reads.
+    # Neither a dataclass nor a tuple, so that words are made on demand: of the 100,000 entries that a plan may have,
+    # most are deletions whose words nobody reads.
     __slots__ = ("_position", "_say", "action", "row")
 
     def __init__(self, row: Row, action: Action, say: Callable[[int], Said], position: int = 0) -> None:
-        """`say(position)` makes the words, whenever they are asked for, and always the same."""
+        """Store `say`: `say(position)` makes the words whenever they are asked for, and always the same."""
         self.row, self.action = row, action
         self._say, self._position = say, position
 
     @property
     def reasons(self) -> tuple[Reason, ...]:
-        """All that keep it, in the order of the policy, safety first. Empty where it is deleted."""
+        """All reasons that keep the checkpoint, in the order of the policy, safety first. Empty if it is deleted."""
         return self._say(self._position)[0]
 
     @property
     def miss(self) -> Reason | None:
         """For a deleted one, the rule that came nearest to keeping it. For a thinned one, why not all of it is kept.
 
-        None for a kept one, but where a rule that thins is all that keeps it: why it stays whole.
+        None for a kept one, unless only a rule that thins keeps it: then the reason why it stays whole.
         """
         return self._say(self._position)[1]
 
@@ -88,7 +89,7 @@ class Entry:
 
     @classmethod
     def told(cls, row: Row, action: Action, reasons: tuple[Reason, ...], miss: Reason | None = None) -> Entry:
-        """One whose words are there already."""
+        """Make an entry whose words are known already."""
         return cls(row, action, lambda position: (reasons, miss))
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -99,7 +100,7 @@ class Entry:
             return NotImplemented
         return (self.row, self.action, self.reasons, self.miss) == (other.row, other.action, other.reasons, other.miss)
 
-    # A row holds dictionaries.
+    # Not hashable, because a row holds dictionaries.
     __hash__ = None  # type: ignore[assignment]
 
     def __repr__(self) -> str:
@@ -112,10 +113,11 @@ _ROW_FIELDS = tuple(one.name for one in fields(Row))
 
 @dataclass(frozen=True)
 class Plan:
-    """What a policy says of a run's checkpoints at one moment.
+    """The decisions of a policy on a run's checkpoints at one moment.
 
-    It names every checkpoint that it was made of, by step, time and id. Whatever it does not name was committed later
-    or by somebody else, and is not to be touched; one of the same step with another id is another checkpoint.
+    It names every checkpoint that it was made from, by step, time and id. A checkpoint that it does not name was
+    committed later or by somebody else, and must not be touched; one of the same step with another id is another
+    checkpoint.
 
     Attributes:
         rules: the policy's rules, one line each.
@@ -127,7 +129,7 @@ class Plan:
 
     @cached_property
     def kept(self) -> tuple[Entry, ...]:
-        """Those of which all stays."""
+        """The entries of checkpoints that stay whole."""
         return tuple(entry for entry in self.entries if entry.action == "keep")
 
     @cached_property
@@ -140,12 +142,12 @@ class Plan:
 
     @property
     def freed_bytes(self) -> int:
-        """Bytes of data that are gone once the plan is carried out."""
+        """Bytes of data that are freed once the plan is carried out."""
         thinned = sum(entry.row.bytes - entry.row.thinned().bytes for entry in self.thinned)
         return sum(entry.row.bytes for entry in self.deleted) + thinned
 
     def left(self) -> tuple[Row, ...]:
-        """The rows that are there once the plan is carried out."""
+        """Return the rows that remain once the plan is carried out."""
         return tuple(
             entry.row.thinned() if entry.action == "thin" else entry.row
             for entry in self.entries
@@ -153,11 +155,11 @@ class Plan:
         )
 
     def agreed(self, later: Plan) -> Iterator[Entry]:
-        """The deletions and thinnings that a later plan of the same run makes too.
+        """Yield the deletions and thinnings that a later plan of the same run makes too.
 
-        Whoever carries a plan out some time after it was made, or after a grace, plans again and does only these: a
+        If a plan is carried out some time after it was made, or after a grace, make another plan and do only these: a
         checkpoint that was pinned, leased or replaced since, or whose metric came in, is left alone. By path
-        independence new commits alone take nothing away from a plan.
+        independence, new commits alone remove nothing from a plan.
         """
         again = {(entry.row.step, entry.row.id): entry.action for entry in later.entries}
         for entry in self.entries:
@@ -165,7 +167,9 @@ class Plan:
                 yield entry
 
     def to_dict(self) -> dict[str, Any]:
-        """The plan as JSON has it. NaN and the infinities, which JSON lacks, are the texts "nan", "inf" and "-inf".
+        """Return the plan as JSON data.
+
+        NaN and the infinities, which JSON lacks, are the texts "nan", "inf" and "-inf".
 
         Keys: `version`; `rules`; `summary` with the counts `keep`, `thin`, `delete` and `freed_bytes`; `checkpoints`,
         each with the fields of `Row`, `action`, `reasons` (a list of `rule` and `why`) and `miss` (one, or null).
@@ -184,10 +188,10 @@ class Plan:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Plan:
-        """The plan that `to_dict` wrote.
+        """Return the plan that `to_dict` wrote.
 
         Raises:
-            BucketpointError: it was not written by a version that this one understands.
+            BucketpointError: the data is not complete, or has a version that this one does not understand.
         """
         if data.get("version") != PLAN_VERSION:
             raise BucketpointError(f"This is no plan of version {PLAN_VERSION}", remedy="Make the plan again")
@@ -199,12 +203,12 @@ class Plan:
 
 @dataclass(frozen=True)
 class Verdict:
-    """Whether a plan may be carried out unasked.
+    """Verdict of the circuit breaker: may a plan be carried out unasked?
 
     Attributes:
-        allowed: every deletion and thinning.
-        why: in words.
-        unasked: how many of them one prune carries out all the same, the oldest first.
+        allowed: True if every deletion and thinning may be carried out.
+        why: the reason, in words.
+        unasked: how many of them one prune carries out in any case, the oldest first.
     """
 
     allowed: bool
@@ -216,19 +220,23 @@ class Verdict:
 
 
 ALWAYS_ALLOWED = 5
-"""Deletions that one prune may always make. A new checkpoint displaces about one for each rule, and few policies have
-more rules; of the three checkpoints of a small run two are quickly more than half."""
+"""Deletions that one prune may always make.
+
+A new checkpoint displaces about one for each rule, and few policies have more rules. In a small run a fraction alone is
+too strict: of three checkpoints, two are already more than half.
+"""
 
 
 def circuit_breaker(plan: Plan, *, count: int, fraction: float, committed: int = 0) -> Verdict:
-    """Refuse a plan that deletes or thins more than `count` checkpoints, or more than `fraction` of those there are.
+    """Refuse a plan that deletes or thins more than `count` checkpoints, or more than `fraction` of the existing ones.
 
-    That is what a wrong policy does. What a right one does as a run goes on is not refused: the share counts only above
-    `ALWAYS_ALLOWED`, and as many as were committed since the last prune may go besides. Of a plan that is refused as
-    many may go all the same, so that a backlog shrinks with each prune, however it came to be.
+    A wrong policy does that. The normal work of a right one is not refused: the fraction counts only above
+    `ALWAYS_ALLOWED`, and as many more checkpoints may go as were committed since the last prune. Under a refused plan,
+    `ALWAYS_ALLOWED` checkpoints (at most `count`) and as many as were committed may still go, so that any backlog
+    shrinks with each prune.
 
     Args:
-        committed: checkpoints that the job has committed since its last prune.
+        committed: number of checkpoints that the job has committed since its last prune.
     """
     lost, there = len(plan.deleted) + len(plan.thinned), len(plan.entries)
     beyond = lost - committed

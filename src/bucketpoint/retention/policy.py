@@ -1,5 +1,6 @@
-"""A policy as Python objects: what is kept, when saves are made, how pruning goes about it. Names, defaults and checks
-are those of YAML, since both come from these classes. No decisions.
+"""A policy as Python objects: the rules that keep checkpoints, the triggers of saves, the settings of pruning.
+
+Names, defaults and checks are those of YAML, since both come from these classes.
 """
 
 from __future__ import annotations
@@ -9,9 +10,19 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Annotated, Any, Literal
 
-from bucketpoint.errors import Fault
-from bucketpoint.retention.rules import Best, EveryHours, EverySteps, Latest, Match, Rule, Steps, Within
-from bucketpoint.retention.shapes import Checked, Choice, Duration, Either, Fraction, Record, Several, Text, Whole
+from bucketpoint.errors import PolicyFault
+from bucketpoint.retention.rules import Best, EveryHours, EverySteps, Latest, Match, RetentionRule, Steps, Within
+from bucketpoint.retention.setting_types import (
+    Checked,
+    Duration,
+    Either,
+    Fields,
+    Fraction,
+    OneOf,
+    Several,
+    Text,
+    WholeNumber,
+)
 
 POLICY_VERSION = 1
 
@@ -20,26 +31,26 @@ _DOTTED = r"[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z_][A-Za-z0-9_]*)*"
 
 @dataclass(frozen=True)
 class Keep(Checked):
-    """What is kept: whatever any of the rules keeps, and what no policy can give up."""
+    """The rules, united: a checkpoint is kept if any rule keeps it, or if it is one that no policy can give up."""
 
-    latest: Annotated[int, Whole(1), "the full checkpoints with the highest steps, so many"]
-    best: Annotated[Sequence[Best], Several(Record(Best)), "those with the best values of a metric"] = ()
+    latest: Annotated[int, WholeNumber(1), "the full checkpoints with the highest steps, so many"]
+    best: Annotated[Sequence[Best], Several(Fields(Best)), "those with the best values of a metric"] = ()
     every: Annotated[
         Sequence[EverySteps | EveryHours],
         Several(Either(EverySteps, EveryHours)),
         "the earliest one in each cell of a fixed grid",
     ] = ()
     within: Annotated[timedelta | None, Duration(), "those at most so much older than the newest one"] = None
-    steps: Annotated[Sequence[int], Several(Whole(0)), "named steps, forever"] = ()
+    steps: Annotated[Sequence[int], Several(WholeNumber(0)), "named steps, forever"] = ()
     match: Annotated[
         str | None,
         Text("an import path such as my_pkg.policies:keep", f"{_DOTTED}:{_DOTTED}"),
         "a function of one row that says whether it is kept",
     ] = None
 
-    def rules(self) -> tuple[Rule, ...]:
-        """The rules in the order of the policy, `latest` first."""
-        rules: list[Rule] = [Latest(self.latest), *self.best, *self.every]
+    def rules(self) -> tuple[RetentionRule, ...]:
+        """Return the rules in the order of the policy, `latest` first."""
+        rules: list[RetentionRule] = [Latest(self.latest), *self.best, *self.every]
         if self.within is not None:
             rules.append(Within(self.within))
         if self.steps:
@@ -49,7 +60,7 @@ class Keep(Checked):
         return tuple(rules)
 
     @classmethod
-    def conflicts(cls, values: Mapping[str, Any]) -> list[Fault]:
+    def conflicts(cls, values: Mapping[str, Any]) -> list[PolicyFault]:
         return [*_unreachable(values, "best", _covers_best), *_unreachable(values, "every", _covers_every)]
 
 
@@ -57,24 +68,24 @@ class Keep(Checked):
 class SaveEvery(Checked):
     """Save whenever a step is a multiple of `steps`."""
 
-    steps: Annotated[int, Whole(1), "a multiple of so many steps has been reached"]
+    steps: Annotated[int, WholeNumber(1), "a multiple of so many steps has been reached"]
 
 
 @dataclass(frozen=True)
 class SaveEveryMinutes(Checked):
     """Save when so many minutes have passed since the last save, by the coordinator's clock."""
 
-    minutes: Annotated[int, Whole(1), "so many minutes have passed since the last save began"]
+    minutes: Annotated[int, WholeNumber(1), "so many minutes have passed since the last save began"]
 
 
 @dataclass(frozen=True)
 class InFlight(Checked):
-    """What a save does while an earlier one is still on its way."""
+    """Behaviour of a save while an earlier one is still under way."""
 
-    max: Annotated[int, Whole(1, 1), "saves on their way at once; more than one is not supported"] = 1
+    max: Annotated[int, WholeNumber(1, 1), "saves on their way at once; more than one is not supported"] = 1
     when_busy: Annotated[
         Literal["wait", "skip", "error"],
-        Choice("wait", "skip", "error"),
+        OneOf("wait", "skip", "error"),
         "wait for it, skip this save, or raise",
     ] = "wait"
     timeout: Annotated[timedelta, Duration(), "after so long, waiting raises"] = timedelta(minutes=20)
@@ -85,7 +96,7 @@ Occasion = Literal["first_step", "last_step", "sigterm", "sigusr1", "sigusr2"]
 
 @dataclass(frozen=True)
 class Save(Checked):
-    """When saves are made: whenever any of these says so."""
+    """Triggers of saves: a save is made whenever one of them asks for it."""
 
     every: Annotated[
         Sequence[SaveEvery | SaveEveryMinutes],
@@ -94,23 +105,23 @@ class Save(Checked):
     ] = ()
     on: Annotated[
         Sequence[Occasion],
-        Several(Choice("first_step", "last_step", "sigterm", "sigusr1", "sigusr2")),
+        Several(OneOf("first_step", "last_step", "sigterm", "sigusr1", "sigusr2")),
         "saves on occasions",
     ] = ()
-    in_flight: Annotated[InFlight, Record(InFlight), "what happens while an earlier save is on its way"] = field(
+    in_flight: Annotated[InFlight, Fields(InFlight), "what happens while an earlier save is on its way"] = field(
         default_factory=InFlight
     )
 
     @classmethod
-    def conflicts(cls, values: Mapping[str, Any]) -> list[Fault]:
+    def conflicts(cls, values: Mapping[str, Any]) -> list[PolicyFault]:
         return _unreachable(values, "every", _covers_save)
 
 
 @dataclass(frozen=True)
 class MaxDelete(Checked):
-    """The circuit breaker: of a plan that exceeds either number no more than a few deletions are made unasked."""
+    """The circuit breaker: of a plan that exceeds either number, only a few deletions are made unasked."""
 
-    count: Annotated[int, Whole(1), "deletions and thinnings by one prune, besides those for new commits"] = 20
+    count: Annotated[int, WholeNumber(1), "deletions and thinnings by one prune, besides those for new commits"] = 20
     fraction: Annotated[float, Fraction(), "of the checkpoints that there are, where more than 5 go"] = 0.5
 
 
@@ -119,21 +130,21 @@ LEAST_DEBRIS_AGE = (timedelta(hours=1), "the data of a save that is running woul
 
 @dataclass(frozen=True)
 class Prune(Checked):
-    """When and how what is not kept goes."""
+    """Settings of pruning: when and how checkpoints that are not kept are deleted."""
 
     when: Annotated[
-        Literal["after_commit", "manual"], Choice("after_commit", "manual"), "after each commit, or on demand only"
+        Literal["after_commit", "manual"], OneOf("after_commit", "manual"), "after each commit, or on demand only"
     ] = "after_commit"
     grace: Annotated[timedelta, Duration(zero=True), "from tombstone to deletion of the bytes"] = timedelta(hours=24)
     debris_after: Annotated[
         timedelta, Duration(least=LEAST_DEBRIS_AGE), "age at which data that was never committed is swept"
     ] = timedelta(hours=48)
-    max_delete: Annotated[MaxDelete, Record(MaxDelete), "the circuit breaker"] = field(default_factory=MaxDelete)
+    max_delete: Annotated[MaxDelete, Fields(MaxDelete), "the circuit breaker"] = field(default_factory=MaxDelete)
 
 
 @dataclass(frozen=True)
 class Layout(Checked):
-    """Where a step's checkpoint lies below the root."""
+    """Place of a step's checkpoint below the root."""
 
     step_dir: Annotated[
         str,
@@ -146,7 +157,7 @@ class Layout(Checked):
 class RetentionPolicy(Checked):
     """A whole policy: the file with its keys as objects."""
 
-    keep: Annotated[Keep, Record(Keep), "the rules, united"]
+    keep: Annotated[Keep, Fields(Keep), "the rules, united"]
     root: Annotated[
         str | None,
         Text("a URL such as s3://bucket/run", r"\S(.*\S)?"),
@@ -157,30 +168,30 @@ class RetentionPolicy(Checked):
         Text("a name of letters, digits, dots, dashes and underscores", r"[A-Za-z0-9][A-Za-z0-9._-]{0,59}"),
         "the run's name: jobs that say another, or none, are refused its folders",
     ] = None
-    layout: Annotated[Layout, Record(Layout), "where a step's checkpoint lies"] = field(default_factory=Layout)
-    save: Annotated[Save, Record(Save), "when saves are made"] = field(default_factory=Save)
-    prune: Annotated[Prune, Record(Prune), "when and how what is not kept goes"] = field(default_factory=Prune)
+    layout: Annotated[Layout, Fields(Layout), "where a step's checkpoint lies"] = field(default_factory=Layout)
+    save: Annotated[Save, Fields(Save), "when saves are made"] = field(default_factory=Save)
+    prune: Annotated[Prune, Fields(Prune), "when and how what is not kept goes"] = field(default_factory=Prune)
 
 
-def _unreachable(values: Mapping[str, Any], key: str, covers: Any) -> list[Fault]:
-    """Members of a list that can never add anything, as another one always says as much."""
+def _unreachable(values: Mapping[str, Any], key: str, covers: Any) -> list[PolicyFault]:
+    """Return the faults of list members that can never add anything, because another member covers them."""
     listed = values.get(key) if isinstance(values.get(key), (list, tuple)) else ()
     return [fault.under(key, position) for position, fault in _covered(listed or (), covers)]
 
 
-def _covered(listed: Sequence[Any], covers: Any) -> Iterator[tuple[int, Fault]]:
+def _covered(listed: Sequence[Any], covers: Any) -> Iterator[tuple[int, PolicyFault]]:
     for position, rule in enumerate(listed):
         if isinstance(rule, EverySteps) and rule.until is not None and rule.until < rule.steps:
             message = f"Only step 0 is ever kept: the grid begins at {rule.steps}, and the rule ends at {rule.until}"
-            yield position, Fault(message, "Raise `until`, or remove the rule")
+            yield position, PolicyFault(message, "Raise `until`, or remove the rule")
             continue
         for number, other in enumerate(listed):
-            # Equal ones are duplicates in a list, which is said already.
+            # Equal members are reported as duplicates already.
             if other != rule and covers(other, rule):
                 message = f"The rule can never keep anything of its own: number {number + 1} keeps all of it"
                 if isinstance(rule, (SaveEvery, SaveEveryMinutes)):
                     message = f"The trigger never saves anything of its own: number {number + 1} saves then anyway"
-                yield position, Fault(message, "Remove one of the two")
+                yield position, PolicyFault(message, "Remove one of the two")
                 break
 
 
@@ -197,7 +208,10 @@ def _covers_best(wide: Any, narrow: Any) -> bool:
 
 
 def _covers_every(wide: Any, narrow: Any) -> bool:
-    """The earliest of a cell is the earliest of the smaller cell that it lies in, wherever grids nest."""
+    """Return True if `wide` keeps all that `narrow` keeps.
+
+    If grids nest, the earliest checkpoint of a cell is also the earliest of the smaller cell that it lies in.
+    """
     if isinstance(wide, EverySteps) and isinstance(narrow, EverySteps):
         width, narrower = wide.steps, narrow.steps
         ends = wide.until, narrow.until
@@ -209,7 +223,7 @@ def _covers_every(wide: Any, narrow: Any) -> bool:
     if narrower % width or (wide.thins and not narrow.thins):
         return False
     if wide.last is not None:
-        # The highest cells of two grids, or up to two ends, are different ones.
+        # Two grids, or two ends, have different highest cells, so only equal ones can cover each other.
         return width == narrower and ends[0] == ends[1] and narrow.last is not None and narrow.last <= wide.last
     return ends[0] is None or (ends[1] is not None and ends[1] <= ends[0])
 

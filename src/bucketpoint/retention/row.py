@@ -1,4 +1,4 @@
-"""What the rules know of one committed checkpoint. No I/O."""
+"""The facts on one committed checkpoint that rules may use."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 FULL = "full"
-"""What a job can resume from. Of the other kinds none counts as latest."""
+"""The kind of checkpoints that a job can resume from. No other kind counts as latest."""
 
 WEIGHTS = "weights"
 
@@ -16,7 +16,7 @@ MODEL = "model"
 """The object group that stays when a checkpoint is thinned."""
 
 ORDER = ("step", "created", "id")
-"""The attributes that put rows in order: a total one, whatever clocks did."""
+"""The attributes that order rows. The order is total, even if clocks were wrong."""
 
 
 @dataclass(frozen=True)
@@ -26,14 +26,14 @@ class Row:
     Attributes:
         step: the training step.
         created: seconds since the epoch at the coordinator's commit.
-        id: the attempt's token, or whatever else tells two commits of one step apart. Rows are ordered by
-            (step, created, id), which is total.
+        id: the attempt's token, or another text that tells two commits of one step apart. Rows are ordered by (step,
+            created, id), which is total.
         kind: one of `KINDS`.
-        bytes: of the data.
+        bytes: bytes of the data.
         groups: bytes by object group, of which `model` stays when a checkpoint is thinned.
-        metrics: what was reported for the step, as it was reported: NaN and the infinities are there too.
-        pinned: somebody wants it kept until they say otherwise.
-        leased: somebody reads it now, and their lease has not run out.
+        metrics: metrics of the step, as they were reported: NaN and the infinities are included.
+        pinned: somebody wants it kept until the pin is removed.
+        leased: somebody reads it now, by a lease that has not expired.
         restored_from: the run goes on from it, and has committed no full checkpoint since.
     """
 
@@ -50,15 +50,15 @@ class Row:
 
     @property
     def order(self) -> tuple[int, float, str]:
-        """The key of the total order of rows, that of `ORDER`."""
+        """The key by which rows are ordered, made of the attributes in `ORDER`."""
         return self.step, self.created, self.id
 
     @property
     def can_be_thinned(self) -> bool:
-        """Its weights lie in objects of their own, and something else lies beside them."""
+        """True if the weights are in objects of their own, and there are other objects beside them."""
         return self.kind == FULL and MODEL in self.groups and len(self.groups) > 1
 
     def thinned(self) -> Row:
-        """The row that is left when only the weights stay."""
+        """Return the row that is left when only the weights stay."""
         left = self.groups[MODEL]
         return replace(self, kind=WEIGHTS, bytes=left, groups={MODEL: left})

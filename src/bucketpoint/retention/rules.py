@@ -1,9 +1,10 @@
-"""The rules: each says which rows it keeps, from the rows alone. No clock, no I/O; what a policy unites is not here.
+"""The rules of a policy: each decides which rows it keeps, from the rows alone.
 
-Every rule is path independent, keep(A | B) = keep(keep(A) | keep(B)), as it is of one of two forms: the first few of a
-fixed total order (of all rows, or of each cell of a fixed grid), or a test of one row, whose only outside number is the
-time of the newest row, which is always kept. Unions of such rules are path independent again (Aizerman and Malishevski,
-1981). A rule of another form, such as one that is anchored on the oldest row left, breaks every pruner but one.
+Every rule is path independent: keep(A | B) = keep(keep(A) | keep(B)). This holds because it has one of two forms: the
+first few of a fixed total order (of all rows, or of each cell of a fixed grid), or a test of one row whose only outside
+number is the time of the newest row, which is always kept. Unions of such rules are path independent again (Aizerman
+and Malishevski, 1981). A rule of another form, such as one that is anchored on the oldest row left, is wrong as soon as
+there is more than one pruner.
 """
 
 from __future__ import annotations
@@ -19,14 +20,14 @@ from datetime import datetime, timedelta, timezone
 from itertools import islice
 from typing import Annotated, Any, Literal, Protocol, TypeAlias
 
-from bucketpoint.errors import Fault, PolicyError
+from bucketpoint.errors import PolicyError, PolicyFault
+from bucketpoint.retention.checkpoint_set import CheckpointSet, Explanation, RuleDecision, nth
 from bucketpoint.retention.row import FULL, Row
-from bucketpoint.retention.shapes import Checked, Choice, Duration, Key, Record, Text, Whole, written
-from bucketpoint.retention.universe import Decision, Explanation, Universe, nth
+from bucketpoint.retention.setting_types import Checked, Duration, Fields, Key, OneOf, Text, WholeNumber, written
 
 
-class Rule(Protocol):
-    """What a plan asks of a rule."""
+class RetentionRule(Protocol):
+    """Interface of a rule, as a plan uses it."""
 
     @property
     def label(self) -> str:
@@ -35,10 +36,10 @@ class Rule(Protocol):
 
     @property
     def thins(self) -> bool:
-        """What only such rules keep is thinned to its weights."""
+        """True if checkpoints that only such rules keep are thinned to their weights."""
         ...
 
-    def decide(self, universe: Universe) -> Decision: ...
+    def decide(self, universe: CheckpointSet) -> RuleDecision: ...
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,7 @@ class Latest:
     def label(self) -> str:
         return f"latest: {self.count}"
 
-    def decide(self, universe: Universe) -> Decision:
+    def decide(self, universe: CheckpointSet) -> RuleDecision:
         rows = universe.rows
 
         def ranked() -> Iterable[int]:
@@ -68,15 +69,15 @@ class Latest:
 
             return Explanation(lambda position: f"{nth(ranks[position])} latest", _missed(ranks, self.count), miss)
 
-        return Decision(frozenset(islice(ranked(), self.count)), explain)
+        return RuleDecision(frozenset(islice(ranked(), self.count)), explain)
 
 
 @dataclass(frozen=True)
 class Await(Checked):
-    """How long checkpoints without a value are held for it."""
+    """Limits of the hold on checkpoints whose value is not reported yet."""
 
     for_: Annotated[timedelta, Key("for"), Duration(), "held until the newest checkpoint is this much younger"]
-    max: Annotated[int, Whole(1), "at most so many are held, the newest ones"]
+    max: Annotated[int, WholeNumber(1), "at most so many are held, the newest ones"]
 
 
 @dataclass(frozen=True)
@@ -84,10 +85,10 @@ class Best(Checked):
     """The `count` checkpoints with the best values of one metric. NaN and infinite values are never ranked."""
 
     metric: Annotated[str, Text("a metric's name", r"\S(.*\S)?"), "the name that values are reported under"]
-    mode: Annotated[Literal["min", "max"], Choice("min", "max"), "which values are better"]
-    count: Annotated[int, Whole(1), "how many are kept"] = 1
-    ties: Annotated[Literal["oldest", "newest"], Choice("oldest", "newest"), "who wins among equal values"] = "oldest"
-    wait: Annotated[Await | None, Key("await"), Record(Await), "hold checkpoints whose value is not reported yet"] = (
+    mode: Annotated[Literal["min", "max"], OneOf("min", "max"), "which values are better"]
+    count: Annotated[int, WholeNumber(1), "how many are kept"] = 1
+    ties: Annotated[Literal["oldest", "newest"], OneOf("oldest", "newest"), "who wins among equal values"] = "oldest"
+    wait: Annotated[Await | None, Key("await"), Fields(Await), "hold checkpoints whose value is not reported yet"] = (
         None
     )
 
@@ -97,13 +98,13 @@ class Best(Checked):
     def label(self) -> str:
         return f"best: {self.metric} {self.mode} {self.count}"
 
-    def decide(self, universe: Universe) -> Decision:
+    def decide(self, universe: CheckpointSet) -> RuleDecision:
         rows, metric = universe.rows, self.metric
         sign = 1 if self.mode == "min" else -1
         values = {}
         for position, row in enumerate(rows):
             value = row.metrics.get(metric)
-            # What `finite` says of a float, without the call: these few lines are a third of a plan.
+            # The test of `finite` for a float, without the call: these few lines take a third of a plan's time.
             if type(value) is float:
                 if value - value == 0.0:
                     values[position] = sign * value
@@ -136,10 +137,10 @@ class Best(Checked):
             return Explanation(why, {**_missed(ranks, self.count), **_missed(waits, most)}, miss)
 
         best = heapq.nsmallest(self.count, in_order(), key=values.__getitem__)
-        return Decision(frozenset((*best, *waiting[:most])), explain)
+        return RuleDecision(frozenset((*best, *waiting[:most])), explain)
 
     def ranked(self, rows: Sequence[Row]) -> list[int]:
-        """Positions of the rows that have a value to rank, the best first. The rows are in their order."""
+        """Return the positions of the rows with a value to rank, best first. The rows must be in their total order."""
         sign = 1 if self.mode == "min" else -1
         age = 1 if self.ties == "oldest" else -1
         values = {
@@ -148,8 +149,8 @@ class Best(Checked):
         }  # fmt: skip
         return sorted(values, key=lambda position: (sign * values[position], age * position))
 
-    def _waiting(self, universe: Universe) -> list[int]:
-        """Rows without a value that are young enough, the newest first.
+    def _waiting(self, universe: CheckpointSet) -> list[int]:
+        """Return the rows without a value that are young enough, newest first.
 
         By time and not by step: a higher step with an older time would leave the window and let another one in.
         """
@@ -161,7 +162,7 @@ class Best(Checked):
 
 
 Thin: TypeAlias = Annotated[
-    Literal["weights"] | None, Choice("weights"), "keep only the weights of what no other rule keeps"
+    Literal["weights"] | None, OneOf("weights"), "keep only the weights of what no other rule keeps"
 ]
 
 
@@ -169,9 +170,9 @@ Thin: TypeAlias = Annotated[
 class EverySteps(Checked):
     """The earliest checkpoint in each of the cells [k * steps, (k + 1) * steps), k >= 1, and step 0."""
 
-    steps: Annotated[int, Whole(1), "width of the grid"]
-    until: Annotated[int | None, Whole(0), "the last step that the rule speaks of"] = None
-    last: Annotated[int | None, Whole(1), "keep those of the highest cells only"] = None
+    steps: Annotated[int, WholeNumber(1), "width of the grid"]
+    until: Annotated[int | None, WholeNumber(0), "the last step that the rule speaks of"] = None
+    last: Annotated[int | None, WholeNumber(1), "keep those of the highest cells only"] = None
     thin: Thin = None
 
     @property
@@ -182,7 +183,7 @@ class EverySteps(Checked):
     def label(self) -> str:
         return f"every: {self.steps} steps{_bounds(self.until, self.last, self.thin)}"
 
-    def decide(self, universe: Universe) -> Decision:
+    def decide(self, universe: CheckpointSet) -> RuleDecision:
         steps, width = universe.steps, self.steps
         # The cell below the grid's first line holds step 0 alone.
         zero, first = bisect_right(steps, 0), bisect_left(steps, width)
@@ -204,8 +205,8 @@ class EverySteps(Checked):
 class EveryHours(Checked):
     """The earliest checkpoint in each cell of a grid of hours, which begins at the epoch in UTC."""
 
-    hours: Annotated[int, Whole(1), "width of the grid; 24 begins at midnight UTC"]
-    last: Annotated[int | None, Whole(1), "keep those of the newest cells only"] = None
+    hours: Annotated[int, WholeNumber(1), "width of the grid; 24 begins at midnight UTC"]
+    last: Annotated[int | None, WholeNumber(1), "keep those of the newest cells only"] = None
     thin: Thin = None
 
     @property
@@ -216,7 +217,7 @@ class EveryHours(Checked):
     def label(self) -> str:
         return f"every: {self.hours} hours{_bounds(None, self.last, self.thin)}"
 
-    def decide(self, universe: Universe) -> Decision:
+    def decide(self, universe: CheckpointSet) -> RuleDecision:
         width = self.hours * 3600
 
         def name(cell: int) -> str:
@@ -228,7 +229,10 @@ class EveryHours(Checked):
 
 @dataclass(frozen=True)
 class Within:
-    """What is at most `age` older than the newest checkpoint: an idle run loses nothing."""
+    """The checkpoints at most `age` older than the newest one.
+
+    Age is not counted from now, so an idle run loses nothing.
+    """
 
     age: timedelta
     thins = False
@@ -237,7 +241,7 @@ class Within:
     def label(self) -> str:
         return f"within: {written(self.age)}"
 
-    def decide(self, universe: Universe) -> Decision:
+    def decide(self, universe: CheckpointSet) -> RuleDecision:
         by_time, created, newest = universe.by_time, universe.created, universe.newest_created
         too_old = len(by_time) - universe.younger(self.age.total_seconds())
 
@@ -247,7 +251,7 @@ class Within:
         def miss(position: int) -> str:
             return f"{why(position)}; within keeps {written(self.age)}"
 
-        return Decision(
+        return RuleDecision(
             frozenset(by_time[too_old:]),
             lambda: Explanation(why, _ranks(reversed(by_time[:too_old])), miss),
         )
@@ -255,7 +259,7 @@ class Within:
 
 @dataclass(frozen=True)
 class Steps:
-    """Named steps, forever."""
+    """Named steps, which are kept forever."""
 
     steps: tuple[int, ...]
     thins = False
@@ -264,16 +268,18 @@ class Steps:
     def label(self) -> str:
         return f"steps: {', '.join(map(str, self.steps[:5]))}{', ...' if len(self.steps) > 5 else ''}"
 
-    def decide(self, universe: Universe) -> Decision:
+    def decide(self, universe: CheckpointSet) -> RuleDecision:
         named = frozenset(self.steps)
         kept = frozenset(position for position, step in enumerate(universe.steps) if step in named)
-        return Decision(kept, _same("named", "not among the named steps"))
+        return RuleDecision(kept, _same("named", "not among the named steps"))
 
 
 @dataclass(frozen=True)
 class Match:
-    """What a function of the user's says yes to: of one row, the same at each call, and never yes to a row only since
-    it was thinned. It is imported when a plan needs it, and not when the policy is read.
+    """The rows for which a function of the user's returns True.
+
+    Its answer must depend on the row alone, be the same at each call, and never become True only because the row was
+    thinned. The function is imported when a plan needs it, and not when the policy is read.
     """
 
     path: str
@@ -283,18 +289,18 @@ class Match:
     def label(self) -> str:
         return f"match: {self.path}"
 
-    def decide(self, universe: Universe) -> Decision:
+    def decide(self, universe: CheckpointSet) -> RuleDecision:
         kept: frozenset[int] = frozenset()
         if universe.rows:
             function = self.load()
             kept = frozenset(position for position, row in enumerate(universe.rows) if self._asked(function, row))
-        return Decision(kept, _same("matches", "does not match"))
+        return RuleDecision(kept, _same("matches", "does not match"))
 
     def load(self) -> Callable[[Row], bool]:
-        """The function.
+        """Import the function.
 
         Raises:
-            PolicyError: it cannot be imported.
+            PolicyError: it cannot be imported, or is not a function.
         """
         module, _, name = self.path.partition(":")
         try:
@@ -318,11 +324,14 @@ class Match:
 
     def _failed(self, what: str) -> PolicyError:
         remedy = "Nothing is planned without its answer: put it right, or take `match` out of the policy"
-        return PolicyError.of(Fault(f"{self.path} {what}", remedy, ("keep", "match")))
+        return PolicyError.of(PolicyFault(f"{self.path} {what}", remedy, ("keep", "match")))
 
 
 def finite(value: object) -> float | None:
-    """A metric that can be ranked, or None: NaN, the infinities and what is no number have no place in an order."""
+    """Return a metric as a float that can be ranked, or None.
+
+    NaN, the infinities and values that are no numbers have no place in an order.
+    """
     if not isinstance(value, (int, float)) or isinstance(value, bool):
         return None
     try:
@@ -332,17 +341,17 @@ def finite(value: object) -> float | None:
 
 
 def _ranks(ranked: Iterable[int]) -> dict[int, int]:
-    """1 for the first, 2 for the second, and so on."""
+    """Number the positions: 1 for the first, 2 for the second, and so on."""
     return {position: rank for rank, position in enumerate(ranked, 1)}
 
 
 def _missed(ranks: Mapping[int, int], count: int) -> dict[int, int]:
-    """By how many places those missed that are not among the first `count`."""
+    """Return by how many places each position missed that is not among the first `count`."""
     return {position: rank - count for position, rank in ranks.items() if rank > count}
 
 
 def _same(why: str, miss: str) -> Callable[[], Explanation]:
-    """Of a rule that says the same of every row, and in which none is near."""
+    """Return the explanation of a rule that says the same of every row, and that no row nearly met."""
     return lambda: Explanation(lambda position: why, {}, lambda position: miss)
 
 
@@ -352,14 +361,14 @@ def _earliest(
     last: int | None,
     name: Callable[[int], str],
     outside: Callable[[int], str],
-) -> Decision:
-    """The first of each cell, in the given order, of the `last` highest cells that have any.
+) -> RuleDecision:
+    """Keep the first of each cell, in the given order, of the `last` highest cells that have any.
 
     Args:
         ordered: the positions that lie in the grid.
         cells: the cell of each of them.
     """
-    # Backwards, so that what comes first is what stays.
+    # Reversed, so that the first position of a cell is written last and stays.
     earliest = dict(zip(reversed(cells), reversed(ordered), strict=True))
     counted = sorted(earliest, reverse=True)[:last]
 
@@ -386,7 +395,7 @@ def _earliest(
 
         return Explanation(why, places, miss)
 
-    return Decision(frozenset(earliest[cell] for cell in counted), explain)
+    return RuleDecision(frozenset(earliest[cell] for cell in counted), explain)
 
 
 def _bounds(until: int | None, last: int | None, thin: str | None) -> str:
@@ -395,7 +404,7 @@ def _bounds(until: int | None, last: int | None, thin: str | None) -> str:
 
 
 def _ago(seconds: float) -> str:
-    """A span for reading, with one unit."""
+    """Format a time span for people, with one unit."""
     for unit, size in (("d", 86_400), ("h", 3_600), ("m", 60)):
         if seconds >= 2 * size or (unit == "m" and seconds >= size):
             return f"{seconds / size:.1f}".removesuffix(".0") + f" {unit}"

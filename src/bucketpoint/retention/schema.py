@@ -1,4 +1,4 @@
-"""The JSON Schema of policy files, from the classes that read them. Editors take it from `policy.schema.json`."""
+"""The JSON Schema of policy files, made from the classes that read them. Editors use `policy.schema.json`."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ import json
 from typing import Any
 
 from bucketpoint.retention.policy import POLICY_VERSION, RetentionPolicy
-from bucketpoint.retention.shapes import Record
+from bucketpoint.retention.setting_types import Fields
 
 SCHEMA_FILE = "policy.schema.json"
 
 
 def policy_schema() -> dict[str, Any]:
-    """What a policy file may hold, as JSON Schema 2020-12.
+    """Return the schema of policy files, as JSON Schema 2020-12.
 
-    It knows keys, types and bounds. Unreachable rules and variables that are not set are found by reading the policy.
+    It covers keys, types and bounds. Unreachable rules and variables that are not set are found by reading the policy.
     """
-    policy = Record(RetentionPolicy).schema()
+    policy = Fields(RetentionPolicy).schema()
     version = {"const": POLICY_VERSION, "description": "of the policy's format"}
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
@@ -28,5 +28,5 @@ def policy_schema() -> dict[str, Any]:
 
 
 def schema_text() -> str:
-    """The schema as the file holds it."""
+    """Return the schema as the text of the schema file."""
     return json.dumps(policy_schema(), indent=2) + "\n"

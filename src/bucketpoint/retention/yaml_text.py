@@ -1,7 +1,7 @@
-"""A policy from YAML text and back. Every fault is found, with its line and column. Reads no file and no environment.
+"""Reading a policy from YAML text, and writing it. Every fault is found, with its line and column.
 
-The text is taken as YAML's node graph, which knows where everything stands, and scalars are resolved as in YAML 1.2:
-`on` is a word. Aliases, tags and merge keys are refused: a policy is short, and what it says should stand there.
+The text is read as YAML's node graph, which knows the place of everything, and scalars are resolved as in YAML 1.2:
+`on` is a word. Aliases, tags and merge keys are refused: a policy is short, and its values should be written out.
 """
 
 from __future__ import annotations
@@ -14,17 +14,27 @@ from typing import Any
 
 import yaml
 
-from bucketpoint.errors import Fault, PolicyError
+from bucketpoint.errors import PolicyError, PolicyFault
 from bucketpoint.retention.policy import POLICY_VERSION, RetentionPolicy
-from bucketpoint.retention.shapes import Checked, Either, Record, Setting, Several, Shape, settings_of, shown, wrong
+from bucketpoint.retention.setting_types import (
+    Checked,
+    Either,
+    Fields,
+    Setting,
+    Several,
+    Shape,
+    settings_of,
+    shown,
+    wrong,
+)
 
 MAX_CHARACTERS = 1 << 20
-"""Far above any policy."""
+"""Most characters of a policy's text. Far above any policy."""
 
 MAX_DEPTH = 20
-"""A policy has 6 levels. PyYAML's time grows with the square of the depth."""
+"""Deepest nesting that is read. A policy has 6 levels. PyYAML's time grows with the square of the depth."""
 
-_ORDER = ("version", "root", "layout", "save", "keep", "prune")
+_ORDER = ("version", "root", "run", "layout", "save", "keep", "prune")
 
 _INTEGER = re.compile(r"[-+]?(0|[1-9][0-9]{0,17})")
 _FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)")
@@ -41,15 +51,15 @@ _Path = tuple[str | int, ...]
 
 
 def from_yaml(text: str, *, environ: Mapping[str, str], file: str | None = None) -> RetentionPolicy:
-    """The policy that `text` holds.
+    """Read the policy in `text`.
 
     Args:
         text: YAML; `docs/retention.md` describes it, `policy.schema.json` beside this module does so for editors.
-        environ: where `${VAR}` and `${VAR:-default}` in `root` are taken from, such as `os.environ`.
-        file: the name that errors bear.
+        environ: values of `${VAR}` and `${VAR:-default}` in `root`, such as `os.environ`.
+        file: name of the file in errors.
 
     Raises:
-        PolicyError: with all that is wrong, each with its line and column.
+        PolicyError: the policy is wrong, with every fault and its line and column.
     """
     reader = _Reader(environ)
     policy = None
@@ -65,25 +75,28 @@ def from_yaml(text: str, *, environ: Mapping[str, str], file: str | None = None)
 
 
 def to_yaml(policy: RetentionPolicy) -> str:
-    """The policy as `from_yaml` reads it, without what stands at its default."""
-    plain = {"version": POLICY_VERSION, **Record(RetentionPolicy).plain(policy)}
+    """Write a policy as `from_yaml` reads it, without the settings that have their default."""
+    plain = {"version": POLICY_VERSION, **Fields(RetentionPolicy).plain(policy)}
     if policy.root is not None:
         plain["root"] = policy.root.replace("$", "$$")
-    ordered = {key: plain[key] for key in _ORDER if key in plain}
+    # A setting that is not in the order raises, where leaving it out would write another policy.
+    ordered = dict(sorted(plain.items(), key=lambda item: _ORDER.index(item[0])))
     return yaml.dump(ordered, Dumper=_Dumper, sort_keys=False, default_flow_style=None, width=120, allow_unicode=True)  # type: ignore[no-any-return]
 
 
 class _Reader:
-    """Goes through the nodes along the shapes and notes every fault where it stands."""
+    """Reader that walks the nodes along the shapes, and notes every fault with its place."""
 
     def __init__(self, environ: Mapping[str, str]) -> None:
         self.environ = environ
-        self.faults: list[Fault] = []
+        self.faults: list[PolicyFault] = []
         self.places: dict[_Path, _Place] = {}
 
     def policy(self, root: yaml.Node | None) -> RetentionPolicy | None:
         if root is None:
-            raise PolicyError.of(Fault("The policy is empty", "Write at least `version: 1` and `keep:`", (), 1, 1))
+            raise PolicyError.of(
+                PolicyFault("The policy is empty", "Write at least `version: 1` and `keep:`", (), 1, 1)
+            )
         version = Setting("version", "version", _Version(), "", MISSING, False)
         self.places[()] = _place(root)
         found = self.record(RetentionPolicy, root, (), (version,))
@@ -116,7 +129,7 @@ class _Reader:
     def _children(
         self, node: yaml.MappingNode, known: Mapping[str, Setting], path: _Path
     ) -> tuple[dict[str, yaml.Node], set[str]]:
-        """The value of each key that is known, and the keys that others were probably meant to be."""
+        """Return the value node of each known key, and the known keys that unknown ones were probably meant to be."""
         children: dict[str, yaml.Node] = {}
         lines: dict[str, int] = {}
         meant = set()
@@ -125,12 +138,12 @@ class _Reader:
             place = _place(key_node)
             if key in lines:
                 message = f"The key `{key}` stands twice, first in line {lines[key]}"
-                self.faults.append(Fault(message, "Remove one of the two", (*path, key), *place))
+                self.faults.append(PolicyFault(message, "Remove one of the two", (*path, key), *place))
             elif key not in known:
                 near = difflib.get_close_matches(key, known, n=1)
                 meant.update(near)
                 remedy = f"Did you mean `{near[0]}`?" if near else f"Known here: {', '.join(known)}"
-                self.faults.append(Fault(f"The key `{key}` is not known", remedy, (*path, key), *place))
+                self.faults.append(PolicyFault(f"The key `{key}` is not known", remedy, (*path, key), *place))
             else:
                 children[key] = child
                 self.places[(*path, key)] = _place(child)
@@ -138,12 +151,12 @@ class _Reader:
         return children, meant
 
     def value(self, shape: Shape, node: yaml.Node, path: _Path) -> Any:
-        """What the node holds, or None after a fault was noted."""
+        """Return the value of a node, or None after a fault was noted."""
         self.places[path] = _place(node)
         if isinstance(node, yaml.ScalarNode) and _scalar(node) is None:
             self._fault("Nothing is written here", "Write a value, or leave the key out", path)
             return None
-        if isinstance(shape, Record):
+        if isinstance(shape, Fields):
             return self.record(shape.kind, node, path)
         if isinstance(shape, Either):
             return self._either(shape, node, path)
@@ -183,11 +196,11 @@ class _Reader:
         sound = [(position, item) for position, item in enumerate(items) if item is not None]
         for fault in shape.conflicts([item for _, item in sound]):
             number, *rest = fault.path
-            self._note([Fault(fault.message, fault.remedy, (sound[int(number)][0], *rest))], path)
+            self._note([PolicyFault(fault.message, fault.remedy, (sound[int(number)][0], *rest))], path)
         return tuple(items)
 
     def _interpolated(self, text: str, node: yaml.Node) -> str:
-        """The root with its variables, or a fault at the variable that is not set."""
+        """Replace the variables in the root, or note a fault at a variable that is not set."""
 
         def replaced(match: re.Match[str]) -> str:
             if match[0] == "$$":
@@ -203,24 +216,24 @@ class _Reader:
         def fault(match: re.Match[str], message: str, remedy: str) -> str:
             line, column = _place(node)
             column += match.start() + (1 if getattr(node, "style", None) in ("'", '"') else 0)
-            self.faults.append(Fault(message, remedy, ("root",), line, column))
+            self.faults.append(PolicyFault(message, remedy, ("root",), line, column))
             return "unset"
 
         return _VARIABLE.sub(replaced, text)
 
     def _fault(self, message: str, remedy: str, path: _Path) -> None:
-        self._note([Fault(message, remedy)], path)
+        self._note([PolicyFault(message, remedy)], path)
 
-    def _note(self, faults: Iterable[Fault], path: _Path) -> None:
-        """Faults as seen from `path`, each at the place of the longest path that stands in the text."""
+    def _note(self, faults: Iterable[PolicyFault], path: _Path) -> None:
+        """Note faults as seen from `path`, each at the place of the longest path that is in the text."""
         for fault in faults:
             whole = (*path, *fault.path)
             known = next(whole[:end] for end in range(len(whole), -1, -1) if whole[:end] in self.places)
-            self.faults.append(Fault(fault.message, fault.remedy, whole, *self.places[known]))
+            self.faults.append(PolicyFault(fault.message, fault.remedy, whole, *self.places[known]))
 
 
 class _Version:
-    """The version of the format: this one, and no other."""
+    """Shape of the format's version: only this version is accepted."""
 
     def check(self, value: Any) -> int:
         if type(value) is not int or value != POLICY_VERSION:
@@ -236,7 +249,7 @@ class _Version:
 
 
 class _Named:
-    """Stands for a node that no scalar shape takes, and is shown as what it is."""
+    """Stand-in for a node that no scalar shape takes. Messages show it by the type of the node."""
 
     def __init__(self, node: yaml.Node) -> None:
         self.node = node
@@ -251,7 +264,7 @@ class _Dumper(yaml.SafeDumper):  # type: ignore[misc]
 
 
 def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
-    # PyYAML knows YAML 1.1's numbers; `1e3` is one in 1.2 only.
+    # PyYAML quotes only texts that are numbers in YAML 1.1; `1e3` is a number in 1.2 only.
     return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=None if isinstance(_plain(text), str) else '"')
 
 
@@ -278,13 +291,15 @@ def _composed(text: str) -> yaml.Node | None:
     except yaml.reader.ReaderError as error:
         line = text.count("\n", 0, error.position) + 1
         column = error.position - (text.rfind("\n", 0, error.position) + 1) + 1
-        fault = Fault(f"The character #x{error.character:04x} has no place in YAML", "Remove it", (), line, column)
+        fault = PolicyFault(
+            f"The character #x{error.character:04x} has no place in YAML", "Remove it", (), line, column
+        )
         raise PolicyError.of(fault) from None
 
 
 def _at(mark: Any, message: str, remedy: str) -> PolicyError:
     place = (mark.line + 1, mark.column + 1) if mark is not None else (None, None)
-    return PolicyError.of(Fault(message, remedy, (), *place))
+    return PolicyError.of(PolicyFault(message, remedy, (), *place))
 
 
 def _place(node: yaml.Node) -> _Place:
@@ -302,7 +317,7 @@ def _scalar(node: yaml.ScalarNode) -> Any:
 
 
 def _plain(text: str) -> str | int | float | bool | None:
-    """A scalar without quotes, by YAML 1.2's core schema without its octal and hexadecimal numbers."""
+    """Resolve a scalar without quotes, by YAML 1.2's core schema without octal and hexadecimal numbers."""
     if text in _WORDS:
         return _WORDS[text]
     if _INTEGER.fullmatch(text):

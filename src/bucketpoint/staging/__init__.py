@@ -1,4 +1,4 @@
-"""Device to host: copies of the state that training cannot change any more. No networks."""
+"""Staging from device to host: copies of the state that training cannot change any more."""
 
 from bucketpoint.staging.lease import Lease, current_lease, take_turn
 from bucketpoint.staging.options import StagingOptions, as_staging_options

@@ -1,6 +1,6 @@
-"""Host memory that states are staged into: one allocation of exactly the needed size, registered with the driver once.
+"""Arenas: host memory for staged states, one allocation of exactly the needed size, registered with the driver once.
 
-What may be leased to whom is `pool.py`'s; nothing here copies.
+`pool.py` decides which state gets which arena; `copying.py` does the copies.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from bucketpoint.errors import StagingError
 logger = logging.getLogger(__name__)
 
 ALIGNMENT = 64
-"""Bytes. Tensors lie as their sources do modulo a cache line, which keeps every dtype aligned."""
+"""Bytes. Tensors keep their sources' offset modulo a cache line, which keeps every dtype aligned."""
 
 Place: TypeAlias = tuple[torch.dtype, "tuple[int, ...]", "tuple[int, ...]", int]
 """A strided view of an arena: dtype, shape, strides in elements, offset in bytes."""
@@ -28,14 +28,14 @@ _REGISTER_PORTABLE = 1
 
 
 class Arena:
-    """Bytes of anonymous memory, private or shared, that live until the last tensor over them does.
+    """Anonymous memory, private or shared, that lives until the last tensor over it is gone.
 
     Args:
         nbytes: size in bytes, rounded up to a cache line.
         shared: make it passable to other processes as a file descriptor, without a copy.
 
     Raises:
-        StagingError: the memory is not to be had.
+        StagingError: the memory cannot be allocated.
     """
 
     def __init__(self, nbytes: int, *, shared: bool) -> None:
@@ -44,7 +44,7 @@ class Arena:
         self.pinned = False
         self._refused = False
         try:
-            # An inference tensor could not be written to later, outside of inference mode.
+            # Made outside of inference mode: an inference tensor could not be written to later, outside of that mode.
             with torch.inference_mode(False):
                 self.memory = _shared_bytes(self.nbytes) if shared else _private_bytes(self.nbytes)
         except (OSError, RuntimeError) as error:
@@ -57,11 +57,11 @@ class Arena:
 
     @staticmethod
     def size_of(nbytes: int) -> int:
-        """Bytes of an arena for `nbytes`: whole cache lines, so that a view of any dtype divides it."""
+        """Return the size of an arena for `nbytes`: whole cache lines, so that a view of any dtype divides it."""
         return max(ALIGNMENT, -(-nbytes // ALIGNMENT) * ALIGNMENT)
 
     def view(self, place: Place) -> torch.Tensor:
-        """A tensor over the arena; the place's offset is a multiple of the dtype's size."""
+        """Return a tensor over the arena. The place's offset must be a multiple of the dtype's size."""
         dtype, shape, stride, offset = place
         known = self._typed.get(dtype)
         if known is None:
@@ -70,7 +70,10 @@ class Arena:
         return typed.as_strided(shape, stride, offset // size)
 
     def pin(self) -> bool:
-        """Register the memory with the CUDA driver, if that has not been done. False if the driver refuses, or has."""
+        """Register the memory with the CUDA driver, if that is not yet done.
+
+        False if the driver refuses or refused before.
+        """
         if self._refused:
             return False
         if not self.pinned:
@@ -79,13 +82,13 @@ class Arena:
                 self._refused = True
                 return False
             self.pinned = True
-            # Unmapping registered memory leaves a registration that points at nothing.
+            # Registered memory must not be unmapped before this: the driver's registration would then point at nothing.
             self._unregister = weakref.finalize(self, _unregister, pointer)
             self._unregister.atexit = False
         return True
 
     def unpin(self) -> None:
-        """Take the registration back. The memory and every tensor over it stay."""
+        """Undo the registration with the driver. The memory and every tensor over it stay."""
         if self._unregister is not None:
             self._unregister()
             self._unregister = None
@@ -99,20 +102,21 @@ class Arena:
 def _private_bytes(nbytes: int) -> torch.Tensor:
     pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     for advice in ("MADV_HUGEPAGE", "MADV_DONTFORK"):
-        # A forked data loader that shares pinned pages would make later writes go to pages the device does not see.
+        # DONTFORK: if a forked data loader shared pinned pages, later writes here would go to pages that the device
+        # does not see.
         if hasattr(mmap, advice):
             _advise(pages, getattr(mmap, advice))
     return torch.frombuffer(pages, dtype=torch.uint8)
 
 
 def _shared_bytes(nbytes: int) -> torch.Tensor:
-    """Memory in torch's own shared mapping, so that its pickler passes the descriptor on instead of copying."""
+    """Allocate in torch's own shared mapping, so that torch's pickler passes the descriptor instead of a copy."""
     if hasattr(os, "memfd_create"):
-        # Not /dev/shm: a container's default of 64 MB there ends a write with SIGBUS.
+        # Not /dev/shm: containers default to 64 MB there, and a write beyond that ends the process with SIGBUS.
         descriptor = os.memfd_create("bucketpoint-staging")
         try:
             os.ftruncate(descriptor, nbytes)
-            # Where it cannot be mapped, torch would raise too, and leave a descriptor open.
+            # Try the mapping first: torch would raise too if it fails, but leave a descriptor open.
             mmap.mmap(descriptor, nbytes).close()
             storage = torch.UntypedStorage._new_shared_fd_cpu(descriptor, nbytes)  # type: ignore[attr-defined]
         finally:
@@ -130,7 +134,7 @@ def _advise(pages: mmap.mmap, advice: int) -> None:
 
 
 def _register(pointer: int, nbytes: int) -> bool:
-    """Whether the driver took it. `cudaHostRegister` (CUDA Runtime API), by way of torch's binding."""
+    """Register with `cudaHostRegister` (CUDA Runtime API, by torch's binding). True if the driver accepts."""
     result = torch.cuda.cudart().cudaHostRegister(pointer, nbytes, _REGISTER_PORTABLE)  # type: ignore[no-untyped-call]
     if int(result) != 0:
         logger.debug("cudaHostRegister of %d bytes answered %s", nbytes, result)

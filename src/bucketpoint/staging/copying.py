@@ -1,6 +1,6 @@
-"""The copies themselves: in order with the caller's streams, in few calls that do not hold the interpreter.
+"""Copies from the state into an arena: ordered after the caller's streams, in few calls, without holding the GIL.
 
-What is copied where has been decided (`layout.py`); when the memory may be used again is not known here.
+`layout.py` has decided which bytes go where; `pool.py` decides when the memory may be used again.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from typing import TypeAlias
 import torch
 
 from bucketpoint.staging.arena import Arena
-from bucketpoint.staging.layout import Layout, Region
+from bucketpoint.staging.layout import ArenaLayout, Region
 
 _PIECE = 16 << 20
-"""Bytes that one thread copies at a time, at least."""
+"""Least number of bytes that one thread copies at a time."""
 
 
 @dataclass
 class SideStreams:
-    """One stream a device for the copies out of it, made on first use and kept."""
+    """One stream for each device, for the copies out of it. Made on first use and kept."""
 
     streams: dict[torch.device, torch.Stream] = field(default_factory=dict)
 
@@ -36,12 +36,12 @@ class SideStreams:
 
 @dataclass(frozen=True)
 class Ordering:
-    """What the caller's streams had been given when `stage()` was called: the copies come after it.
+    """Events at the end of the caller's streams when `stage()` was called: the copies wait for them.
 
-    Without it a side stream reads tensors that the optimizer's kernels are still writing.
+    Without this a side stream would read tensors that the optimizer's kernels are still writing.
 
     Attributes:
-        caller: index of the caller's current device: a worker thread starts on device 0, and making a context there
+        caller: index of the caller's current device. A worker thread starts on device 0, and creating a context there
             costs half a GiB a rank.
     """
 
@@ -50,7 +50,7 @@ class Ordering:
 
     @classmethod
     def of(cls, devices: Sequence[torch.device]) -> Ordering:
-        """Record where the caller's current streams are. Does not wait."""
+        """Record an event at the end of the caller's current streams. Does not wait."""
         events: dict[torch.device, torch.Event] = {}
         for device in devices:
             if device.type != "cpu":
@@ -60,20 +60,20 @@ class Ordering:
         return cls(events, torch.accelerator.current_device_index() if events else None)
 
     def use_callers_device(self) -> None:
-        """On the thread that copies, before anything else is asked of the driver."""
+        """Select the caller's device on the copying thread, before any other request to the driver."""
         if self.caller is not None:
             torch.accelerator.set_device_index(self.caller)
 
 
 _VIEWS = 16
-"""Tensors that are made between two pieces: about 50 us, for which other threads wait."""
+"""Tensor views that are made between two pieces: about 50 us, for which other threads wait."""
 
 
 class Movers:
-    """Threads that copy memory of this process, as many as torch computes with. Made on first use, and kept.
+    """Threads that copy memory within this process, as many as torch computes with. Made on first use, and kept.
 
-    torch's own copy waits, for each tensor, until all its threads have had the processor; here a thread that is late
-    leaves its pieces to the others. Each piece takes the interpreter's lock once: not for use beside training.
+    torch's own copy waits, for each tensor, until all of its threads have had the processor. Here a late thread leaves
+    its pieces to the others. Each piece takes the interpreter's lock once, so do not use this beside training.
     """
 
     def __init__(self) -> None:
@@ -81,10 +81,11 @@ class Movers:
         self._count = 0
 
     def move(self, regions: Sequence[Region], base: int, meanwhile: Iterator[object]) -> None:
-        """Copy regions to the memory at address `base`, and return when nobody writes any more.
+        """Copy regions to the memory at address `base`, and return when no thread writes any more.
 
         Args:
-            meanwhile: work for this thread, a step after each piece: in between, the others get at the interpreter.
+            meanwhile: work for this thread, one step after each piece: between pieces, the other threads get the
+                interpreter.
         """
         threads = torch.get_num_threads()
         pieces = deque(_pieces(regions, base, threads))
@@ -100,14 +101,14 @@ class Movers:
             helper.result()
 
     def close(self) -> None:
-        """End the threads. They are made again if needed."""
+        """End the threads. They are started again if needed."""
         helpers, self._helpers = self._helpers, None
         if helpers is not None:
             helpers.shutdown(wait=True)
 
     def _pool(self, threads: int) -> ThreadPoolExecutor:
         if self._helpers is None or self._count < threads:
-            # Not shut down: another thread may be giving work to the fewer. They end with their executor.
+            # Not shut down: another thread may be giving work to the old, smaller executor. Its threads end with it.
             self._count = threads
             self._helpers = ThreadPoolExecutor(threads, thread_name_prefix="bucketpoint-copy")
         return self._helpers
@@ -119,7 +120,8 @@ _Piece: TypeAlias = tuple[int, int, int]
 
 def _pieces(regions: Sequence[Region], base: int, threads: int) -> Iterator[_Piece]:
     for start, end, offset in regions:
-        # As large as leaves every thread one: beyond a size, memmove goes past the caches and takes a third less time.
+        # Large pieces, but at least one a thread: beyond a certain size, memmove bypasses the caches and takes a third
+        # less time.
         size = max(_PIECE, -(-(end - start) // threads))
         for begin in range(start, end, size):
             yield base + offset + begin - start, begin, min(size, end - begin)
@@ -131,13 +133,13 @@ def _move(pieces: deque[_Piece], between: Iterator[object]) -> None:
             target, source, size = pieces.popleft()
         except IndexError:
             return
-        # A foreign call: the interpreter's lock is released.
+        # A foreign call, so the interpreter's lock is released meanwhile.
         ctypes.memmove(target, source, size)
         next(between, None)
 
 
 def run_copies(
-    layout: Layout,
+    layout: ArenaLayout,
     arena: Arena,
     streams: SideStreams,
     movers: Movers,
@@ -145,7 +147,7 @@ def run_copies(
     *,
     non_blocking: bool,
 ) -> list[torch.Tensor]:
-    """Copy everything to an arena and wait until it is there.
+    """Copy everything that the layout names to an arena and wait until it is there.
 
     Args:
         non_blocking: issue a device's copies without waiting for each.
@@ -168,7 +170,7 @@ def run_copies(
         targets.append(views[index])
         sources.append(source)
     begun: list[torch.Stream] = []
-    # Devices first: they work on while the processor copies its own.
+    # Devices first: they copy on their own while the processor copies host tensors.
     for device, (targets, sources) in sorted(by_device.items(), key=lambda item: item[0].type == "cpu"):
         if device.type == "cpu":
             torch._foreach_copy_(targets, sources)
@@ -182,7 +184,7 @@ def run_copies(
         if layout.moves:
             movers.move(layout.moves, arena.memory.data_ptr(), making)
     finally:
-        # The sources stay referenced until here, so that the allocator cannot hand their memory to a kernel.
+        # The sources stay referenced until here, so that the allocator cannot reuse their memory for another kernel.
         for stream in begun:
             stream.synchronize()
     _exhaust(making)
@@ -194,7 +196,7 @@ def _exhaust(steps: Iterator[object]) -> None:
         pass
 
 
-def _make_views(layout: Layout, arena: Arena, views: list[torch.Tensor]) -> Iterator[None]:
+def _make_views(layout: ArenaLayout, arena: Arena, views: list[torch.Tensor]) -> Iterator[None]:
     for begin in range(0, len(layout.places), _VIEWS):
         views += map(arena.view, layout.places[begin : begin + _VIEWS])
         yield

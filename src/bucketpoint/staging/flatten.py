@@ -1,7 +1,7 @@
-"""A state taken apart into its tensors and a skeleton of everything else, and put together again around their copies.
+"""Split of a state into its tensors and a skeleton of everything else, and assembly around the tensors' copies.
 
-What is no tensor is copied here, at once. No memory is allocated for tensors, except for those that cannot be described
-as strides over a storage (sparse, quantised, of exotic devices): they are copied here too.
+Values other than tensors are copied here, at once. No memory is allocated for tensors, except for those that strides
+over a storage cannot describe (sparse, quantised, on unusual devices): they are copied here too.
 """
 
 from __future__ import annotations
@@ -18,25 +18,25 @@ from torch.distributed._shard.metadata import ShardMetadata
 from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor, ShardedTensorBase
 from torch.distributed.remote_device import _remote_device
 
-from bucketpoint.errors import BucketpointError, StagingError
+from bucketpoint.errors import UNSAVEABLE, BucketpointError, StagingError
 
 ADDRESSED_DEVICES = frozenset({"cpu", "cuda", "xpu"})
-"""Device types whose `data_ptr()` is an address, so that overlapping tensors are known by it."""
+"""Device types whose `data_ptr()` is an address, by which overlapping tensors are found."""
 
 _IMMUTABLE = frozenset(
     {int, float, bool, str, bytes, complex, type(None), torch.dtype, torch.device, torch.Size, range}
 )
 
 SHARD_OF_A_WHOLE = ("global_shape", "global_offsets", "local_offsets", "local_sizes")
-"""What makes a plain tensor a shard to DCP (`CheckpointableTensor`, torch 2.15). No other attribute is for saving."""
+"""Attributes that mark a plain tensor as a shard to DCP (`CheckpointableTensor`, torch 2.15). No others are saved."""
 
 
 class FlatState:
     """A state dict without its tensors.
 
     Attributes:
-        sources: the tensors to copy: strided, without subclass, in the order in which they were met, each once per
-            Python object. They still share memory with the caller's state.
+        sources: the tensors to copy: strided, not of a subclass, in the order of the visit, each once per Python
+            object. They still share memory with the caller's state.
     """
 
     def __init__(self, state_dict: dict[Any, Any]) -> None:
@@ -45,7 +45,8 @@ class FlatState:
         self._alive: list[Any] = []
         self._fills: list[tuple[Any, Any, _Node]] = []
         self._path: list[Any] = []
-        # The last device that was found fit: asking a device for its type costs more than all else here.
+        # The last device that was found usable. Reading a tensor's device type is the slowest step here, so skip
+        # repeats.
         self._device: torch.device | None = None
         try:
             with torch.no_grad():
@@ -59,7 +60,10 @@ class FlatState:
             self._memo, self._alive = {}, []
 
     def assemble(self, copies: Sequence[torch.Tensor]) -> dict[Any, Any]:
-        """The state again, with `copies[i]` for `sources[i]`. Once only: the skeleton itself becomes the result."""
+        """Rebuild the state, with `copies[i]` for `sources[i]`.
+
+        Call it once only: the skeleton itself becomes the result.
+        """
         for container, key, node in self._fills:
             container[key] = node.build(copies)
         return self._root  # type: ignore[no-any-return]
@@ -82,14 +86,14 @@ class FlatState:
         elif isinstance(value, tuple) and (kind is tuple or hasattr(value, "_fields")):
             made = self._tuple(value)
         elif isinstance(value, ShardedTensor):
-            # Before the tensors: it is one by name.
+            # Checked before torch.Tensor, of which ShardedTensor is a subclass in name only.
             made = self._sharded(value)
         elif isinstance(value, torch.Tensor):
             made = self._subclass(value)
         else:
             made = self._object(value)
         self._memo[id(value)] = made
-        # A temporary that is freed would leave its id, and its place in the memo, to another.
+        # Keep the value alive: if a temporary were freed, another object could get its id and its entry in the memo.
         self._alive.append(value)
         return made
 
@@ -100,7 +104,7 @@ class FlatState:
         try:
             for key, item in value.items():
                 if type(item) is torch.Tensor:
-                    # Nearly all there is in a large state: no more calls than it takes.
+                    # Plain tensors are nearly all of a large state, so they skip the call of `visit`.
                     made = memo.get(id(item))
                     if made is None:
                         made = memo[id(item)] = self._tensor(item)
@@ -159,7 +163,7 @@ class FlatState:
                 "A tensor on the meta device has no data to save",
                 remedy="Materialise it (module.to_empty, then initialise) or leave it out of the state",
             )
-        # Other tensors are kept by `sources`. An id must not come back while the memo knows it.
+        # `sources` keeps the other tensors alive. While the memo has this one's id, no other object may get that id.
         self._alive.append(value)
         try:
             return value.detach().to("cpu", copy=True).requires_grad_(value.requires_grad)
@@ -170,13 +174,13 @@ class FlatState:
 
     def _subclass(self, value: torch.Tensor) -> Any:
         if isinstance(value, AsyncCollectiveTensor):
-            # What a collective is still writing is waited for, on the caller's stream.
+            # A collective may still be writing this tensor: wait for it, on the caller's stream.
             return self._visit(value.wait())
         flatten = getattr(value, "__tensor_flatten__", None)
         if flatten is None:
             return self._relabelled(value)
         names, context = flatten()
-        # Newer versions of torch name a DTensor's device mesh beside its local tensor.
+        # Newer versions of torch list a DTensor's device mesh beside its local tensor.
         inner = {name: getattr(value, name) for name in names}
         parts: dict[str, Any] = {}
         for name, part in inner.items():
@@ -221,7 +225,7 @@ class FlatState:
 
         def build() -> Any:
             shards = [Shard(tensor, meta) for tensor, meta in zip(parts, metadata, strict=True)]
-            # The base class's, since ShardedTensor's own refuses shards that are not on the device that they came from.
+            # The base class's method, since ShardedTensor's own refuses shards that left the device of their placement.
             rebuilt: Any = ShardedTensorBase._init_from_local_shards_and_global_metadata(shards, whole)
             rebuilt._prepare_init(process_group=group, init_rrefs=False)
             return rebuilt
@@ -234,13 +238,12 @@ class FlatState:
         except Exception as error:
             raise StagingError(
                 f"An object of type {type(value).__qualname__} cannot be copied for an asynchronous save: {error}",
-                remedy="Leave it out of the state, or put in its place what it can be made of again: numbers, strings, "
-                "tensors, lists and dicts of them",
+                remedy=UNSAVEABLE,
             ) from error
 
 
 def _on_cpu(shard: ShardMetadata) -> ShardMetadata:
-    """A shard is refused where its placement names another device than its tensor's."""
+    """Return the metadata with a CPU placement: torch refuses a shard whose tensor is on another device."""
     placement = shard.placement
     if not isinstance(placement, _remote_device) or placement.device() == torch.device("cpu"):
         return shard
@@ -259,7 +262,7 @@ def _with_attributes(
 
 
 class _Node:
-    """A place in the skeleton that waits for tensors."""
+    """A place in the skeleton that is filled in once the tensors are copied."""
 
     __slots__ = ("_built",)
 
@@ -270,7 +273,7 @@ class _Node:
 
 
 class _Leaf(_Node):
-    """One tensor. The same Python object in two places stays one object."""
+    """One tensor. A Python object that occurs in two places stays one object."""
 
     __slots__ = ("finish", "index")
 
@@ -290,7 +293,7 @@ class _Leaf(_Node):
 
 
 class _Composite(_Node):
-    """Something made of parts that are filled in before it: fills run in the order of the visits, inner ones first."""
+    """A value made of parts that are filled in before it: fills run in the order of the visits, inner ones first."""
 
     __slots__ = ("_make",)
 

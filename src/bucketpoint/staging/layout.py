@@ -1,7 +1,7 @@
-"""Where each tensor lies in the arena: views share what they share at the source, and nothing unneeded is copied.
+"""Layout of an arena: position of each tensor. Views that overlap at the source overlap there, and are copied once.
 
-Pure arithmetic over addresses and strides. The last layout serves again where every address, shape, stride and dtype is
-what it was; nothing is ever known by the identity of a tensor.
+The layout is computed from addresses and strides. The last one is used again if every address, shape, stride and dtype
+is unchanged; the identity of a tensor object is never relied on.
 """
 
 from __future__ import annotations
@@ -17,24 +17,24 @@ from bucketpoint.errors import StagingError
 from bucketpoint.staging.arena import ALIGNMENT, Place
 
 Copy: TypeAlias = tuple[torch.Tensor, int]
-"""What to read, and the index of the place that it goes to: both of the same shape."""
+"""Tensor to read, and index of the place that it goes to: both of the same shape."""
 
 Region: TypeAlias = tuple[int, int, int]
-"""Start and end of bytes of a device's memory that go to the arena as they are, and the offset that they go to."""
+"""Start and end address of bytes in a device's memory that are copied as they are, and their offset in the arena."""
 
-# Plain tuples, since there are several for each of thousands of tensors, made while training waits.
+# Plain tuples for speed: several are made for each of thousands of tensors, while training waits.
 
 
 @dataclass
-class Layout:
-    """What to copy where, and what each source becomes.
+class ArenaLayout:
+    """Plan of the copies, and the view that replaces each source.
 
     Attributes:
         nbytes: size of the arena: the bytes of the sources, and less than a cache line for each.
-        places: for each source, where its copy is found; after those, places that are only copied to.
-        copies: fewer than sources where sources share memory.
-        moves: memory of this process to be copied byte by byte, beside `copies`.
-        devices: where the sources lie.
+        places: position of each source's copy; after those, places that are only copied to.
+        copies: tensor copies; fewer than sources if sources share memory.
+        moves: memory of this process to be copied byte by byte, besides `copies`.
+        devices: the devices on which the sources lie.
     """
 
     nbytes: int = 0
@@ -45,24 +45,25 @@ class Layout:
 
 
 class LayoutMemory:
-    """The last layout, for as long as the tensors lie where they lay: most training never moves them."""
+    """Cache of the last layout, valid while the tensors stay at their addresses: in most training they never move."""
 
     def __init__(self) -> None:
         self._last: _Remembered | None = None
 
-    def lay_out(self, sources: Sequence[torch.Tensor], *, by_bytes: bool = False) -> Layout:
-        """As `lay_out`. Keeps no tensor."""
+    def lay_out(self, sources: Sequence[torch.Tensor], *, by_bytes: bool = False) -> ArenaLayout:
+        """Lay out the sources as `lay_out` does, or reuse the last layout. Keeps no tensor."""
         facts: list[_Facts] = [(source.data_ptr(), source.shape, source.stride(), source.dtype) for source in sources]
-        # Bits beside the facts that make other values of the same bytes: such states are laid out anew each time.
+        # Lazy negation and conjugation change the values without changing these facts, so such states are laid out
+        # anew.
         lazy = any(map(torch.Tensor.is_neg, sources)) or any(map(torch.Tensor.is_conj, sources))
-        # One reference, since threads may share a stager.
+        # Read the attribute once: another thread that shares the stager may replace it.
         last = self._last
         if last is not None and not lazy and facts == last.facts:
             copies = [(sources[index], index) for index in last.read]
             return replace(last.layout, copies=copies)
         layout = lay_out(sources, by_bytes=by_bytes)
         read = [index for source, index in layout.copies if index < len(sources) and source is sources[index]]
-        # Bytes and narrowed views that stand for sources would have to be made again.
+        # Byte views and narrowed views that replaced sources would have to be made again, so such layouts are not kept.
         again = not lazy and len(read) == len(layout.copies)
         self._last = _Remembered(facts, replace(layout, copies=[]), read) if again else None
         return layout
@@ -73,23 +74,23 @@ _Facts: TypeAlias = tuple[int, "tuple[int, ...]", "tuple[int, ...]", torch.dtype
 
 
 class _Remembered(NamedTuple):
-    """A layout without its tensors, and which of them are read."""
+    """A layout without its tensors, and the indices of the sources that are read."""
 
     facts: list[_Facts]
-    layout: Layout
+    layout: ArenaLayout
     read: list[int]
 
 
-def lay_out(sources: Sequence[torch.Tensor], *, by_bytes: bool = False) -> Layout:
+def lay_out(sources: Sequence[torch.Tensor], *, by_bytes: bool = False) -> ArenaLayout:
     """Plan the copies of strided tensors on devices whose `data_ptr()` is an address.
 
     Tensors that overlap at the source (tied weights, views of one buffer) overlap in the arena in the same way, and
-    their bytes are copied once. A view with gaps gets the gaps only where something else needs them.
+    their bytes are copied once. The gaps of a strided view are copied only if another tensor needs them.
 
     Args:
-        by_bytes: what lies in this process's memory without gaps becomes `moves`, and not `copies`.
+        by_bytes: dense memory of this process becomes `moves`, not `copies`.
     """
-    layout = Layout(places=[_NOWHERE] * len(sources))
+    layout = ArenaLayout(places=[_NOWHERE] * len(sources))
     dense: dict[torch.device, list[_Span]] = {}
     gappy: list[int] = []
     device: torch.device | None = None
@@ -100,7 +101,7 @@ def lay_out(sources: Sequence[torch.Tensor], *, by_bytes: bool = False) -> Layou
             layout.places[index] = (source.dtype, source.shape, source.stride(), 0)
             continue
         if address == 0:
-            # Its storage has been freed (`resize_(0)`): reading it would end the process.
+            # The storage has been freed (`resize_(0)`): reading it would end the process.
             raise StagingError(f"A {source.dtype} tensor of shape {tuple(source.shape)} has no memory to copy from")
         if not (source.is_contiguous() or _is_dense(source)) or not _is_plain(source):
             gappy.append(index)
@@ -115,7 +116,7 @@ def lay_out(sources: Sequence[torch.Tensor], *, by_bytes: bool = False) -> Layou
         moved = by_bytes and device.type == "cpu"
         regions[device] = _place_dense(sources, spans, layout, moved)
         if moved:
-            # The largest first, so that threads which share them end together.
+            # The largest first, so that threads which share the regions end at about the same time.
             layout.moves = sorted(regions[device], key=lambda region: region[0] - region[1])
     if gappy:
         _place_gappy(sources, gappy, regions, layout)
@@ -124,13 +125,13 @@ def lay_out(sources: Sequence[torch.Tensor], *, by_bytes: bool = False) -> Layou
 
 
 _Span: TypeAlias = tuple[int, int, int]
-"""Address, minus the size in bytes, and index of a source: sorted, the widest of an address comes first."""
+"""Address, negated size in bytes, and index of a source. When sorted, the widest at an address comes first."""
 
 _NOWHERE: Place = (torch.uint8, (), (), 0)
 
 
-def _place_dense(sources: Sequence[torch.Tensor], spans: list[_Span], layout: Layout, moved: bool) -> list[Region]:
-    """One region for each run of overlapping spans, by address."""
+def _place_dense(sources: Sequence[torch.Tensor], spans: list[_Span], layout: ArenaLayout, moved: bool) -> list[Region]:
+    """Place dense sources: one region for each run of overlapping spans, by address."""
     regions: list[Region] = []
     places, copies = layout.places, layout.copies
     members: list[int] = []
@@ -140,13 +141,13 @@ def _place_dense(sources: Sequence[torch.Tensor], spans: list[_Span], layout: La
     for address, minus_size, index in spans:
         source = sources[index]
         dtype = source.dtype
-        # Bytes may be copied across tensors that touch, and storages may not.
+        # A byte copy may run across tensors that touch; a tensor copy may not, as it cannot cross storages.
         if address > end or (address == end and not moved):
             if members:
                 _copy_whole(sources, members, start, end, layout)
                 members.clear()
             start, end = address, address - minus_size
-            # At the same distance from a cache line as the source, so that every view in the region stays aligned.
+            # At the source's distance from a cache line, so that every view in the region stays aligned.
             offset = cursor + (address - cursor) % ALIGNMENT
             cursor = offset - minus_size
             place = (dtype, source.shape, source.stride(), offset)
@@ -170,11 +171,13 @@ def _place_dense(sources: Sequence[torch.Tensor], spans: list[_Span], layout: La
     return regions
 
 
-def _copy_whole(sources: Sequence[torch.Tensor], members: Sequence[int], start: int, end: int, layout: Layout) -> None:
-    """The last region reaches beyond its first tensor: copy the storage's bytes instead of that tensor."""
+def _copy_whole(
+    sources: Sequence[torch.Tensor], members: Sequence[int], start: int, end: int, layout: ArenaLayout
+) -> None:
+    """Copy the storage's bytes for the last region, because it reaches beyond the first tensor in it."""
     storage, size = sources[members[-1]].untyped_storage(), end - start
     if start < storage.data_ptr() or end > storage.data_ptr() + storage.nbytes():
-        # No storage has it all (two NumPy slices of one array): copy each tensor that reaches further.
+        # No storage holds all of it (two NumPy slices of one array): copy each tensor that reaches further.
         for index in members:
             place = layout.places[index]
             layout.copies.append((sources[index], index))
@@ -189,7 +192,10 @@ def _copy_whole(sources: Sequence[torch.Tensor], members: Sequence[int], start: 
 
 
 def _place_gappy(
-    sources: Sequence[torch.Tensor], indices: Iterable[int], regions: dict[torch.device, list[Region]], layout: Layout
+    sources: Sequence[torch.Tensor],
+    indices: Iterable[int],
+    regions: dict[torch.device, list[Region]],
+    layout: ArenaLayout,
 ) -> None:
     known: dict[tuple[object, ...], Place] = {}
     for index in indices:
@@ -207,7 +213,7 @@ def _place_gappy(
 
 
 def _inside(source: torch.Tensor, regions: list[Region]) -> Place | None:
-    """Where a view with gaps lies in a region that is copied anyway."""
+    """Find a view with gaps inside a region that is copied anyway. None if no region holds it."""
     address = source.data_ptr()
     reach = sum((size - 1) * step for size, step in zip(source.shape, source.stride(), strict=True)) + 1
     at = bisect_right(regions, address, key=lambda region: region[0]) - 1
@@ -217,8 +223,11 @@ def _inside(source: torch.Tensor, regions: list[Region]) -> Place | None:
     return (source.dtype, source.shape, source.stride(), offset + address - start)
 
 
-def _compact(source: torch.Tensor, layout: Layout) -> Place:
-    """Bytes of its own, without gaps. A dimension that repeats one element (`expand`) is copied once and repeats on."""
+def _compact(source: torch.Tensor, layout: ArenaLayout) -> Place:
+    """Place a tensor without its gaps, in bytes of its own.
+
+    A dimension that repeats one element (`expand`) is copied once and repeats in the view.
+    """
     unique = source
     for dim, (size, step) in enumerate(zip(source.shape, source.stride(), strict=True)):
         if step == 0 and size > 1:
@@ -242,12 +251,12 @@ def _compact(source: torch.Tensor, layout: Layout) -> Place:
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
-    """Whether its bytes are its values: neither conjugated nor negated lazily, and aligned to its elements."""
+    """True if the stored bytes are the values: neither conjugated nor negated lazily, and aligned to the elements."""
     return not (tensor.is_neg() or tensor.is_conj() or tensor.data_ptr() % tensor.element_size())
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:
-    """Whether the elements, in some order of the dimensions, lie one after another (channels_last, transposed)."""
+    """Return True if the elements lie one after another in some order of the dimensions (channels_last, transposed)."""
     expected = 1
     for step, size in sorted(
         (step, size) for size, step in zip(tensor.shape, tensor.stride(), strict=True) if size > 1
@@ -258,8 +267,8 @@ def _is_dense(tensor: torch.Tensor) -> bool:
     return True
 
 
-def _copy_as_bytes(source: torch.Tensor, place: Place, layout: Layout) -> None:
-    """The last copy, of a dtype that torch does not copy, as one of bytes."""
+def _copy_as_bytes(source: torch.Tensor, place: Place, layout: ArenaLayout) -> None:
+    """Replace the last copy by a copy of bytes, because torch cannot copy the dtype."""
     layout.copies[-1] = (source.view(torch.uint8), len(layout.places))
     layout.places.append((torch.uint8, *place[1:]))
 
@@ -269,4 +278,4 @@ _OPAQUE = frozenset(
     for name in (*(f"{sign}int{bits}" for sign in ("", "u") for bits in range(1, 8)), "bit", "float4_e2m1fn_x2")
     if hasattr(torch, name)
 )
-"""Dtypes of one byte that torch, or an older one, stores and does not copy."""
+"""One-byte dtypes that some versions of torch store but cannot copy."""

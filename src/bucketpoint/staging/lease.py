@@ -1,8 +1,9 @@
-"""Who reads staged memory, until when, and in which order. No memory and no tensors here.
+"""Leases on staged memory: the save that reads it, until when, and in which order.
 
 A lease belongs to one staged state. It ends when that state is dropped, when the thread that saves it has ended, or
-when that thread goes on to another save: whichever comes first. The order is that of the thread which staged: every
-rank runs the same program, so every rank has the same order, and the collectives of two saves cannot interleave.
+when that thread goes on to another save, whichever comes first. Saves take their turns in the order in which one thread
+staged them: every rank runs the same program, so every rank has the same order, and the collectives of two saves cannot
+interleave.
 """
 
 from __future__ import annotations
@@ -23,15 +24,15 @@ _tokens = itertools.count(1)
 
 
 class Lease:
-    """One staged state's claim on its memory, and its place in the order of saves.
+    """Claim of one staged state on its memory, and its place in the order of saves.
 
     Args:
-        unread_timeout_s: how long after the copy a state that no save has begun to read holds others back, seconds.
+        unread_timeout_s: seconds after the copy until a state that no save has begun to read stops blocking others.
 
     Attributes:
-        label: which save this is, as far as is known: the checkpoint's URL once the save has begun.
-        started: when it was staged, `time.monotonic` seconds.
-        progress: how far the save is, by whoever knows.
+        label: name of the save, as far as known: the checkpoint's URL once the save has begun.
+        started: time of the staging, `time.monotonic` seconds.
+        progress: progress of the save, set by the code that runs it.
     """
 
     def __init__(self, unread_timeout_s: float) -> None:
@@ -55,34 +56,34 @@ class Lease:
 
     @property
     def begun(self) -> bool:
-        """Whether a save has begun to read."""
+        """True if a save has begun to read."""
         return self._reader != 0
 
     @property
     def abandoned(self) -> bool:
-        """Whether no save has begun to read in time. Whoever holds the staged state keeps its memory."""
+        """True if no save has begun to read in time. The holder of the staged state keeps its memory."""
         return self._unread_for_s() > self._unread_timeout_s
 
     def _unread_for_s(self) -> float:
-        """Seconds since the copy was complete, if no save has begun to read it."""
+        """Return the seconds since the copy was complete, if no save has begun to read it; else 0."""
         return 0.0 if self.begun or self._copied_at is None else time.monotonic() - self._copied_at
 
     def end(self) -> None:
-        """Nobody reads the memory any more."""
+        """End the lease: nobody reads the memory any more."""
         self._end.open()
 
     def copied(self) -> None:
-        """The copy is complete, and a save may begin to read."""
+        """Note that the copy is complete, so that a save may begin to read."""
         self._copied_at = time.monotonic()
 
     def held_by_state(self) -> object:
-        """A token for the staged state to keep: when it is dropped, the lease ends."""
+        """Return a token for the staged state to keep: the lease ends when the state, and so the token, is dropped."""
         return _StateHold(self)
 
     def enter(self) -> None:
-        """The current thread saves the staged state: the lease ends with the thread, or with its next save.
+        """Make the current thread the reader of the staged state: the lease ends with it, or with its next save.
 
-        On another thread than the one that staged it waits for its turn too.
+        On a thread other than the one that staged the state, also wait for this save's turn.
 
         Raises:
             StagingError: the lease has ended, so that the memory may hold another state by now.
@@ -93,17 +94,18 @@ class Lease:
                 remedy="Stage the state again for another save",
             )
         if current_lease() is not self:
-            # Nothing here may keep the last hold: that save ends now, and this one may have to wait for it.
+            # Replacing `_here.saving` must drop the last hold: the thread's earlier save ends now, and this one may
+            # have to wait for that.
             _here.saving = _ThreadHold(self)
             if threading.get_ident() != self._stager_thread:
                 let_caller_go()
         _here.entered = True
         if threading.get_ident() != self._stager_thread:
-            # A thread of DCP's. Writers that are not ours never call `take_turn`.
+            # A thread of DCP's. Writers of other packages never call `take_turn`, so wait here.
             self.wait_for_turn()
 
     def wait_for_turn(self) -> None:
-        """Until every save that the same thread staged earlier has ended, so that this one's collectives are alone."""
+        """Wait for the saves that the same thread staged earlier, so that this one's collectives are alone."""
         _let_pass(self._before, self.label)
         self._before = None
 
@@ -111,7 +113,7 @@ class Lease:
         return self._end.wait(timeout_s)
 
     def wait(self, who: str) -> bool:
-        """Until the lease has ended: True. False: no save began to read in time, and none may be waited for."""
+        """Wait until the lease has ended: True. False if no save began to read in time and the wait was given up."""
         waiting_since = time.monotonic()
         told = False
         while not self._end.wait(_POLL_S):
@@ -128,7 +130,7 @@ class Lease:
         return True
 
     def wait_if_read(self, grace_s: float) -> bool:
-        """Until the lease has ended: True. False: no save has begun to read for `grace_s` since the copy."""
+        """Wait until the lease has ended: True. False if no save has begun to read for `grace_s` since the copy."""
         while not self._end.wait(min(_POLL_S, grace_s)):
             if self._unread_for_s() > grace_s:
                 return False
@@ -136,49 +138,49 @@ class Lease:
 
 
 def let_caller_go() -> None:
-    """On a thread that begins to work for a caller: leave the interpreter to it, until training goes on.
+    """Leave the interpreter to the caller for a moment, on a thread that begins to work for it, until training goes on.
 
-    The caller has calls of DCP's to finish. Beside a thread that plans in Python each would take milliseconds.
+    The caller has calls of DCP's to finish. Beside a thread that plans in Python each of them would take milliseconds.
     """
     time.sleep(_LET_GO_S)
 
 
 def current_lease() -> Lease | None:
-    """The lease of the staged state that the current thread is saving."""
+    """Return the lease of the staged state that the current thread is saving, or None."""
     return _here.saving.lease if _here.saving is not None else None
 
 
 def last_staged() -> Lease | None:
-    """What the current thread staged last and may still be read; whatever it staged before that may be read too."""
+    """Return the lease that the current thread staged last, if it may still be read. Earlier ones may be read too."""
     _here.staged = _unfinished(_here.staged)
     return _here.staged
 
 
 def take_turn(label: str) -> None:
-    """Begin a save on the current thread, before its first collective: wait for those that were staged before it.
+    """Begin a save on the current thread, before its first collective: wait for the saves that were staged before it.
 
     Args:
-        label: which save this is, for those who will wait for it.
+        label: name of the save, for the log lines of those that wait for it.
     """
     if _here.entered and _here.saving is not None:
         lease = _here.saving.lease
         lease.label = label
         lease.wait_for_turn()
     else:
-        # A state that was never staged: this thread saves it itself, so all that it staged before comes first.
+        # A state that was never staged: this thread saves it directly, so everything that it staged before goes first.
         end_own_save()
         _let_pass(last_staged(), label)
     _here.entered = False
 
 
 def end_own_save() -> None:
-    """The current thread has come back from whatever it was saving."""
+    """End the current thread's hold on its lease: the thread has returned from its save."""
     _here.saving = None
     _here.entered = False
 
 
 class _StateHold:
-    """Kept by a staged state."""
+    """Held by a staged state: the lease ends when the state is garbage-collected."""
 
     def __init__(self, lease: Lease) -> None:
         self.lease = lease
@@ -188,7 +190,7 @@ class _StateHold:
 
 
 class _ThreadHold:
-    """Kept by the thread that saves. Thread-locals die with their thread, whoever keeps its traceback alive."""
+    """Held by the saving thread. Thread-locals die with their thread, even if something keeps its traceback alive."""
 
     def __init__(self, lease: Lease) -> None:
         self.lease = lease
@@ -196,13 +198,13 @@ class _ThreadHold:
         lease._reader = self.token
 
     def __del__(self) -> None:
-        # Another thread may have taken over the reading since.
+        # Another thread may have become the reader since: then the lease is not ours to end.
         if self.lease._reader == self.token:
             self.lease.end()
 
 
 class _Here(threading.local):
-    """What this thread is saving, whether that save has yet to take its turn, and what the thread staged last."""
+    """Per thread: the save under way, a mark that its turn is still to be taken, and the lease staged last."""
 
     saving: _ThreadHold | None = None
     entered: bool = False
@@ -213,10 +215,10 @@ _here = _Here()
 
 
 class _Latch:
-    """Opens once. Safe to open from a finaliser, which may run on any thread in the middle of anything."""
+    """Latch that opens once. Safe to open from a finaliser, which may run on any thread in the middle of anything."""
 
     def __init__(self) -> None:
-        # A raw lock and not an Event: a finaliser that interrupts Event.set() on its own thread would wait for itself.
+        # A raw lock and not an Event: a finaliser that interrupts Event.set() on the same thread would deadlock.
         self._lock = threading.Lock()
         self._lock.acquire()
         self.is_open = False
@@ -234,19 +236,19 @@ class _Latch:
         try:
             self._lock.release()
         except RuntimeError:
-            # Another thread has released it already: open is open.
+            # Another thread has released the lock already, so the latch is open.
             return
 
 
 def _unfinished(lease: Lease | None) -> Lease | None:
-    """The lease itself, or the nearest before it that has not ended: a state may be dropped before its elders."""
+    """Return the lease, or the nearest earlier one that has not ended: a state may be dropped before older ones."""
     while lease is not None and lease.ended:
         lease = lease._before
     return lease
 
 
 def _let_pass(lease: Lease | None, who: str) -> None:
-    """Wait for a lease and for all before it: one that was dropped may have ended before its elders."""
+    """Wait for a lease and for all before it: the lease of a dropped state may end before older ones."""
     while lease is not None:
         lease.wait(who)
         lease = lease._before

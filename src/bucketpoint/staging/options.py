@@ -1,4 +1,4 @@
-"""How staging is done: one frozen dataclass, and torch's own taken for it. No tensors, no networks."""
+"""Options of staging: a frozen dataclass, into which torch's own options are translated."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ TORCH_FIELDS = ("use_pinned_memory", "use_shared_memory", "use_async_staging", "
 
 @dataclass(frozen=True)
 class StagingOptions:
-    """Each switch works alone; those that need an accelerator do nothing where there is none.
+    """Options of staging. Each works alone; those that need an accelerator do nothing without one.
 
     The first four have the names, the meaning and the order of `torch.distributed.checkpoint.staging.StagingOptions`.
 
     Attributes:
         use_pinned_memory: register the memory with the driver, once, so that device copies run at full speed.
-        use_shared_memory: memory that a checkpoint process reads without a second copy.
+        use_shared_memory: stage into memory that a checkpoint process reads without a second copy.
         use_async_staging: `stage()` returns a future, and the copy runs beside training, which must not change the
             state until that future is done. Off here and on in torch, so that `async_save` returns a plain future.
         use_non_blocking_copy: issue all device copies before waiting for any.
-        when_busy: what a new save does while an earlier one still reads its memory: `"wait"` until it has ended,
+        when_busy: reaction of a new save to an earlier one that still reads its memory: `"wait"` until that has ended,
             `"double_buffer"` copies at once into memory of its own (twice the bytes), `"error"` raises
             `StagingOverlapError`.
-        max_bytes: most bytes of host memory held for staging; None for as much as the state needs.
-        unread_timeout_s: seconds after which a staged state that no save has begun to read stops holding others back.
-            It is never overwritten: what comes next gets memory of its own.
+        max_bytes: limit on the host memory held for staging, in bytes; None for as much as the state needs.
+        unread_timeout_s: seconds after which a staged state that no save has begun to read stops blocking others. Its
+            memory is never overwritten: the next save gets memory of its own.
     """
 
     use_pinned_memory: bool = True
@@ -52,7 +52,7 @@ class StagingOptions:
 
 
 def as_staging_options(config: Any) -> StagingOptions:
-    """Ours as it is, torch's translated, None for the defaults.
+    """Return our options unchanged, torch's translated, and the defaults for None.
 
     Raises:
         BucketpointError: `config` is something else.

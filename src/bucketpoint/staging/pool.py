@@ -1,4 +1,4 @@
-"""Which arena a staged state gets: kept between saves, leased to one state at a time, under a cap. Copies nothing."""
+"""Pool of arenas: kept between saves, leased to one staged state at a time, under a cap on bytes."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from bucketpoint.staging.lease import Lease
 from bucketpoint.staging.options import StagingOptions
 
 GRACE_S = 1.0
-"""A save's future is done a moment before DCP lets go of the staged state."""
+"""Seconds. The future of a save is done a moment before DCP drops the staged state."""
 
 _REMEMBERED_SIZES = 4
 
 
 def overlap(lease: Lease) -> StagingOverlapError:
-    """The error that says which save is still in flight."""
+    """Return the error that names the save still in flight."""
     return StagingOverlapError(f"{lease.label}, staged {time.monotonic() - lease.started:.1f} s ago, has not ended")
 
 
 class ArenaPool:
     """The arenas of one stager.
 
-    An arena serves every state that needs exactly its size, so that the dicts that training makes afresh for each save
-    find it again, and nothing is planned that could go stale.
+    An arena serves any state that needs exactly its size: training makes new dicts for each save, and they get the
+    same arena again, without a plan that could become stale.
     """
 
     def __init__(self, options: StagingOptions) -> None:
@@ -35,7 +35,7 @@ class ArenaPool:
         self._most = 2 if options.when_busy == "double_buffer" else 1
         self._lock = threading.Lock()
         self._arenas: list[tuple[Arena, Lease | None]] = []
-        # Memory that is not ours to give any more, for as long as a state lies in it: the cap counts it too.
+        # Memory that was given up: not leased again, but the cap counts it while a state lies in it.
         self._given_up: list[tuple[int, Lease]] = []
         self._sizes: deque[int] = deque(maxlen=_REMEMBERED_SIZES)
 
@@ -46,11 +46,11 @@ class ArenaPool:
             return sum(arena.nbytes for arena, _ in self._arenas)
 
     def lease(self, nbytes: int) -> tuple[Arena, Lease]:
-        """An arena of `nbytes`, rounded up to a cache line, that nobody reads; waits or raises while there is none.
+        """Lease an arena of `nbytes`, rounded up to a cache line. Wait or raise while none is free.
 
         Raises:
             StagingOverlapError: an earlier save has not ended, and `when_busy="error"`.
-            StagingError: the cap is too small, states that nobody saves fill it, or the memory is not to be had.
+            StagingError: the cap is too small, states that nobody saves fill it, or the memory cannot be allocated.
         """
         needed = self._size_under_cap(nbytes)
         while True:
@@ -67,13 +67,13 @@ class ArenaPool:
             self._wait(*leased[0])
 
     def prepare(self, nbytes: int, make_ready: Callable[[Arena], None]) -> None:
-        """Make the arenas that the next saves of this size will get, and let the caller write to those that are idle.
+        """Allocate the arenas that the next saves of this size will get, and let the caller write to the idle ones.
 
         Raises:
-            StagingError: the cap is too small, or the memory is not to be had.
+            StagingError: the cap is too small, or the memory cannot be allocated.
         """
         needed = self._size_under_cap(nbytes)
-        # Nobody is given an arena meanwhile: what is written to must stay idle.
+        # Under the lock no arena is leased: one that is being written to must stay idle.
         with self._lock:
             self._settle()
             while sum(lease is not None or arena.nbytes == needed for arena, lease in self._arenas) < self._most:
@@ -86,9 +86,9 @@ class ArenaPool:
                     make_ready(arena)
 
     def surrender(self, arena: Arena) -> None:
-        """Forget an arena: whoever holds tensors over it keeps the memory, and nobody else will be given it.
+        """Forget an arena: the holders of tensors over it keep the memory, and no other state will get it.
 
-        Also for private memory on its way to another process: torch moves it to shared memory under the tensors.
+        Also used for private memory that is sent to another process: torch moves such tensors to shared memory.
         """
         with self._lock:
             self._given_up += [
@@ -98,7 +98,7 @@ class ArenaPool:
         arena.unpin()
 
     def close(self) -> None:
-        """Wait for the saves under way and let the memory go. A state that no save reads keeps its memory."""
+        """Wait for the saves under way and free the memory. A state that no save reads keeps its memory."""
         while True:
             with self._lock:
                 self._settle()
@@ -131,13 +131,13 @@ class ArenaPool:
                 return None
         self._sizes.append(needed)
         lease = Lease(self._options.unread_timeout_s)
-        # Last in the list is the newest lease, so that whoever must wait waits for the oldest.
+        # The newest lease goes last in the list, so that a waiting save waits for the oldest.
         self._arenas = [*(entry for entry in self._arenas if entry[0] is not idle), (idle, lease)]
         return idle, lease
 
     def _make(self, needed: int) -> Arena | None:
-        """A new arena, or None where the cap leaves no room until a lease has ended."""
-        # Sizes that come back (a model and an optimizer saved in turn) keep their memory; one that has gone does not.
+        """Make a new arena. None if the cap leaves no room until a lease has ended."""
+        # Sizes that recur (a model and an optimizer saved in turn) keep their memory; a size that is gone does not.
         self._drop_idle(keep=frozenset({needed, *self._sizes}) if needed in self._sizes else frozenset({needed}))
         if not self._fits(needed):
             self._drop_idle(keep=frozenset({needed}))
@@ -155,7 +155,7 @@ class ArenaPool:
         return cap is None or held + needed <= cap
 
     def _full(self, needed: int) -> StagingError:
-        """Nothing that may be waited for would make room."""
+        """Return the error for a full pool in which no lease would make room by ending."""
         unsaved = sum(nbytes for nbytes, _ in self._given_up)
         return StagingError(
             f"Staging this state needs {needed} bytes, and states that were staged and never saved hold {unsaved} of "
@@ -170,7 +170,7 @@ class ArenaPool:
         self._arenas = [(arena, lease) for arena, lease in self._arenas if lease is not None or arena.nbytes in keep]
 
     def _wait(self, arena: Arena | None, lease: Lease) -> None:
-        """`arena` is None where the memory has been given up already."""
+        """Wait for a lease, or raise as `when_busy` says. `arena` is None if the memory has been given up already."""
         if self._options.when_busy == "error":
             if lease.ended_within(GRACE_S):
                 return

@@ -1,4 +1,4 @@
-"""What may be sent to DCP's checkpoint process, in which form, and whether there is one. Sends nothing itself."""
+"""Conversion of staged values for DCP's checkpoint process, and a check that this process is alive."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ _PLAIN = (int, float, str, bool, bytes, type(None))
 
 
 def dead_checkpoint_process(grace_s: float = 0.0) -> CheckpointProcessError | None:
-    """The error that names DCP's checkpoint process, if that has been started and has died.
+    """Return the error that names DCP's checkpoint process, if that was started and has died.
 
-    DCP starts one for each rank, keeps it for good and never replaces it.
+    DCP starts one such process for each rank, keeps it until the job ends and never replaces it.
 
     Args:
-        grace_s: how long to wait for its end, in seconds: a dying process closes its pipe before it can be waited for.
+        grace_s: seconds to wait for its end: a dying process closes its pipe before it can be waited for.
     """
     daemon = getattr(sys.modules.get(_EXECUTOR), "_CHECKPOINT_PROCESS", None)
     process = getattr(daemon, "_save_process", None)
@@ -36,7 +36,11 @@ def dead_checkpoint_process(grace_s: float = 0.0) -> CheckpointProcessError | No
 
 
 def check_picklable(value: Any, path: tuple[Any, ...] = ()) -> None:
-    """Raises CheckpointProcessError with the key of what cannot cross, which the pickler's own message lacks."""
+    """Check that every value can be pickled for the checkpoint process.
+
+    Raises:
+        CheckpointProcessError: a value cannot. It has the value's key, which the pickler's own message lacks.
+    """
     if isinstance(value, torch.Tensor) or type(value) in _PLAIN:
         return
     if isinstance(value, (dict, list, tuple)):
@@ -54,11 +58,11 @@ def check_picklable(value: Any, path: tuple[Any, ...] = ()) -> None:
 
 
 def crossing(value: Any) -> Any:
-    """A staged value in a form that the pickler takes, which comes out on the other side as the value itself.
+    """Convert a staged value to a form that the pickler takes, and that unpickles as the value itself.
 
-    Torch tells a wrapper (a DTensor) from a tensor by a null `data_ptr()`, and a wrapper around a view into a larger
-    storage has its offset there: the pickler then takes the wrapper's storage, which there is none of, for shared
-    memory, and the process ends.
+    Torch recognises a wrapper (a DTensor) by its null `data_ptr()`. The `data_ptr()` of a wrapper around a view into a
+    larger storage is the view's offset instead: the pickler would then treat the wrapper's storage, which does not
+    exist, as shared memory, and the process would die.
     """
     if isinstance(value, torch.Tensor):
         return _Wrapper(value) if hasattr(value, "__tensor_flatten__") else value

@@ -1,4 +1,4 @@
-"""The dict that `stage()` returns. It knows its lease, and tells it who reads. Nothing of DCP's is imported here."""
+"""The dict that `stage()` returns: it holds a lease on its memory, and notes which thread reads."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from bucketpoint.staging.process import check_picklable, crossing, dead_checkpoi
 
 
 class StagedState(dict[Any, Any]):
-    """A state dict in staging memory, which stays its own until it is dropped or its save has ended.
+    """A state dict in staging memory, which no other state gets until this one is dropped or its save has ended.
 
-    DCP reads the top level once, on the thread that saves, before that save's first collective: that is where a save
-    learns which lease is its own. In a checkpoint process it arrives over the same memory, with a lease of its own.
+    DCP reads the top level once, on the saving thread, before the first collective of that save. At this point the
+    thread enters the state's lease. In a checkpoint process the state arrives over the same memory, with a new lease.
     """
 
     def __init__(self, state: dict[Any, Any], lease: Lease, on_pickle: Callable[[], None] | None = None) -> None:
@@ -39,7 +39,7 @@ class StagedState(dict[Any, Any]):
         return {copy.deepcopy(key, memo): copy.deepcopy(self[key], memo) for key in self}
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        """On its way to DCP's checkpoint process: its save takes its turn here, before that process sees it."""
+        """Pickle the state for DCP's checkpoint process. The save takes its turn before that process sees it."""
         self._lease.enter()
         self._lease.wait_for_turn()
         dead = dead_checkpoint_process()
@@ -53,7 +53,7 @@ class StagedState(dict[Any, Any]):
 
 
 def _arrived(state: dict[Any, Any], label: str) -> StagedState:
-    """In the checkpoint process: what the thread that unpickles it saves next, beside training as a thread would."""
+    """Rebuild the state in the checkpoint process, with a lease for the thread that unpickles it and saves it next."""
     lease = Lease(unread_timeout_s=math.inf)
     lease.label = label
     return StagedState(state, lease)

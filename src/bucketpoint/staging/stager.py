@@ -1,6 +1,6 @@
-"""`Stager`: what DCP asks for a copy of the state. Ties layout, memory, copies and leases together.
+"""The `Stager`, which DCP asks for a copy of the state. It ties layout, memory, copies and leases together.
 
-Whatever a user's state can get wrong is raised by `stage()` on the caller's thread, with asynchronous staging too.
+Errors in a user's state are raised by `stage()` on the caller's thread, with asynchronous staging too.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from bucketpoint.staging import lease as leases
 from bucketpoint.staging.arena import Arena
 from bucketpoint.staging.copying import Movers, Ordering, SideStreams, run_copies
 from bucketpoint.staging.flatten import FlatState
-from bucketpoint.staging.layout import Layout, LayoutMemory
+from bucketpoint.staging.layout import ArenaLayout, LayoutMemory
 from bucketpoint.staging.lease import Lease
 from bucketpoint.staging.options import StagingOptions, as_staging_options
 from bucketpoint.staging.pool import GRACE_S, ArenaPool, overlap
@@ -33,20 +33,21 @@ from bucketpoint.staging.staged import StagedState
 logger = logging.getLogger(__name__)
 
 _TOLD_LATE_S = 0.05
-"""DCP, in every version to 2.15, reports a staging that failed before it looked as completed: fail a little later."""
+"""DCP, in every version to 2.15, reports a staging that failed before DCP first looked at it as completed. Failures are
+therefore raised no earlier than this many seconds after the start."""
 
 
 class Stager:
     """Copies states to host memory that is allocated once, kept between saves and never overwritten while it is read.
 
-    An `AsyncStager`: pass it as `async_stager=` to `dcp.async_save`, to any number of saves through any writers. A
-    `BucketWriter` has one of its own. Buffers live until `close()`.
+    An `AsyncStager`: pass it as `async_stager=` to `dcp.async_save`, for any number of saves through any writers. A
+    `BucketWriter` has a stager of its own. Buffers live until `close()`.
 
     Args:
         config: `bucketpoint.StagingOptions`, or torch's own of the same name.
 
     Raises:
-        BucketpointError: `config` is no description of staging.
+        BucketpointError: `config` is of neither type.
     """
 
     def __init__(self, config: StagingOptions | Any = None) -> None:
@@ -58,7 +59,7 @@ class Stager:
         self._movers = Movers()
         self._layouts = LayoutMemory()
         self._worker: ThreadPoolExecutor | None = None
-        # Weak: a future holds the staged state, and the state its lease.
+        # A weak reference: a future holds the staged state, and the state holds its lease.
         self._latest: weakref.ref[Future[StagedState]] | None = None
         self._closed = False
         self._lock = threading.Lock()
@@ -78,11 +79,12 @@ class Stager:
         """Copy a state dict of tensors (any shape, dtype and device) and Python objects to host memory.
 
         Returns:
-            The copy; or, with `use_async_staging`, a future of it: until that is done the state must not change.
+            The copy; or, with `use_async_staging`, a future of it: the state must not change until that is done.
 
         Raises:
             StagingOverlapError: an earlier save still reads the memory, and `when_busy="error"`.
-            StagingError: the stager is closed, the cap is too small, or something cannot be copied (named by key).
+            StagingError: the stager is closed, the cap is too small, or a value cannot be copied (the error has its
+                key).
         """
         if self._closed:
             raise StagingError("This stager is closed", remedy="Make another one")
@@ -114,19 +116,19 @@ class Stager:
         return future
 
     def synchronize_staging(self) -> None:
-        """Wait until the copy that was begun last is complete: from then on the state may change.
+        """Wait until the copy that was begun last is complete. From then on the state may change.
 
         Raises:
-            StagingError: it failed.
+            StagingError: the copy failed.
         """
         future = self._latest() if self._latest is not None else None
         if future is not None:
             future.result()
 
     def prefault(self, state_dict: dict[str, Any]) -> None:
-        """Allocate, register and touch the memory that saves of this state will need, so that the first is not slow.
+        """Allocate, register and touch the memory that saves of this state will need: the first is then not slow.
 
-        Nothing is copied; a state of the same shapes and dtypes will do.
+        Nothing is copied. Any state of the same shapes and dtypes will do.
 
         Raises:
             StagingError: as `stage`.
@@ -142,7 +144,7 @@ class Stager:
         self._pool.prepare(layout.nbytes, make_ready)
 
     def close(self) -> None:
-        """Wait for the copies and the saves under way, and return all memory. Closing twice is no mistake."""
+        """Wait for the copies and the saves under way, and free all memory. Closing twice is allowed."""
         with self._lock:
             self._closed = True
             worker, self._worker = self._worker, None
@@ -160,19 +162,20 @@ class Stager:
     ) -> None:
         self.close()
 
-    def _plan(self, state_dict: dict[str, Any]) -> tuple[FlatState, Layout]:
+    def _plan(self, state_dict: dict[str, Any]) -> tuple[FlatState, ArenaLayout]:
         flat = FlatState(state_dict)
         try:
-            # Beside training, one call of torch's that leaves the interpreter alone is better than the faster copy.
+            # With asynchronous staging, one torch call that releases the GIL is better for training than the faster
+            # copy.
             return flat, self._layouts.lay_out(flat.sources, by_bytes=not self.options.use_async_staging)
         except RuntimeError as error:
-            # Tensors that look strided and have no strides: nested ones, and wrappers.
+            # Nested tensors and wrappers report a strided layout but have no strides.
             raise StagingError(f"The state has a tensor that cannot be copied to host memory: {error}") from error
 
     def _submit(self, job: _Staging) -> Future[StagedState]:
         with self._lock:
             if self._worker is None:
-                # One thread: copies are made in the order in which they were asked for.
+                # One thread, so that copies are made in the order in which they were requested.
                 self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="bucketpoint-staging")
             future = self._worker.submit(job.run_beside_training)
         future.add_done_callback(functools.partial(_end_if_cancelled, job.lease))
@@ -184,7 +187,7 @@ class _Staging:
     """One copy, from its layout to the staged dict."""
 
     flat: FlatState
-    layout: Layout
+    layout: ArenaLayout
     arena: Arena
     lease: Lease
     streams: SideStreams
@@ -198,7 +201,7 @@ class _Staging:
         try:
             self.ordering.use_callers_device()
             self.pinning.pin_if_useful(self.arena, self.layout)
-            # The caller may be in inference mode, and the worker is never: staged tensors are plain ones.
+            # The caller may be in inference mode, and the worker thread never is: make plain tensors in both cases.
             with torch.inference_mode(False), torch.no_grad():
                 views = run_copies(
                     self.layout,
@@ -215,7 +218,7 @@ class _Staging:
                 raise
             raise StagingError(f"Copying the state to host memory failed: {error}") from error
         self.lease.copied()
-        # Nothing of the caller's state may live as long as the copy does.
+        # Nothing of the caller's state may be kept alive by the copy.
         on_pickle = None if self.arena.shared else functools.partial(self.pool.surrender, self.arena)
         return StagedState(state, self.lease, on_pickle)
 
@@ -230,20 +233,20 @@ class _Staging:
 
 
 def _end_if_cancelled(lease: Lease, future: Future[StagedState]) -> None:
-    """A copy that was taken back before it began has nobody else to end its lease."""
+    """End the lease of a copy that was cancelled before it began: nothing else would end it."""
     if future.cancelled():
         lease.end()
 
 
 class _Pinning:
-    """Whether to register memory with the driver, and what to say when it refuses: once for each stager."""
+    """Decision to register memory with the driver, and a single warning per stager if the driver refuses."""
 
     def __init__(self, options: StagingOptions) -> None:
         self._wanted = options.use_pinned_memory
         self._warned = False
 
-    def pin_if_useful(self, arena: Arena, layout: Layout) -> None:
-        """Pinning serves the copies from CUDA devices, and those only."""
+    def pin_if_useful(self, arena: Arena, layout: ArenaLayout) -> None:
+        """Pin the arena if the layout copies from a CUDA device: only those copies profit."""
         if arena.pinned or not self._wanted or not any(device.type == "cuda" for device in layout.devices):
             return
         if not arena.pin() and not self._warned:
@@ -257,7 +260,10 @@ class _Pinning:
 
 
 def _refuse_to_overlap() -> None:
-    """Saves of other stagers on this thread count too, once they have begun: collectives are shared, memory is not."""
+    """Raise StagingOverlapError if the save that this thread staged last has begun and not ended.
+
+    Saves of other stagers count too: stagers share the collectives, though not the memory.
+    """
     earlier = leases.last_staged()
     if earlier is not None and earlier.begun and not earlier.ended_within(GRACE_S):
         raise overlap(earlier)

@@ -1,4 +1,4 @@
-"""Where bytes live: the `Store` protocol, its implementations, and the way from a URL to one of them."""
+"""The `Store` protocol, its implementations, and `open_store`, which finds the implementation for a URL."""
 
 from bucketpoint.stores.base import (
     Buffers,
@@ -15,14 +15,14 @@ from bucketpoint.stores.base import (
     RangeReply,
     Store,
 )
-from bucketpoint.stores.fsspec import FsspecStore, proven
-from bucketpoint.stores.gcs import GCSStore
-from bucketpoint.stores.gcs_options import GCSOptions
+from bucketpoint.stores.fsspec.store import FsspecStore, proven
+from bucketpoint.stores.gcs.options import GCSOptions
+from bucketpoint.stores.gcs.store import GCSStore
 from bucketpoint.stores.local import LocalStore
-from bucketpoint.stores.open import accepts_url, as_url, open_store, parse_url
-from bucketpoint.stores.s3 import S3Store
-from bucketpoint.stores.s3_deletes import proven_deletes
-from bucketpoint.stores.s3_options import S3Options
+from bucketpoint.stores.registry import accepts_url, as_url, open_store, parse_url
+from bucketpoint.stores.s3.deletes import proven_deletes
+from bucketpoint.stores.s3.options import S3Options
+from bucketpoint.stores.s3.store import S3Store
 
 __all__ = [
     "Buffers",

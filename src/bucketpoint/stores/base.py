@@ -1,8 +1,8 @@
-"""The `Store` protocol: where bytes live. Plain blocking calls; no tensors, no DCP, and no threads of its own.
+"""The `Store` protocol: blocking calls on the objects of one bucket.
 
 A store is one bucket (or one filesystem root) reached with one set of credentials. It is safe to call from several
-threads. Every failure is one of the kinds in `bucketpoint.errors`; nothing here retries a body that broke off, which is
-the business of `transfer`.
+threads, and starts no threads of its own. Every failure is raised as one of the classes in `bucketpoint.errors`. A
+store does not retry a body that broke off: `transfer` does.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from typing import Any, Protocol, runtime_checkable
 from bucketpoint.errors import StoreError
 
 Buffers = Sequence[memoryview]
-"""Byte-format (`"B"`), C-contiguous views that follow each other in an object."""
+"""Byte-format (`"B"`), C-contiguous views whose bytes follow each other in an object."""
 
 
 @dataclass(frozen=True)
 class Capabilities:
-    """What a store can do, so that callers ask instead of trying.
+    """Features and limits of a store, so that callers need not find them out by trying.
 
     Attributes:
         conditional_put: `if_none_match` and `if_match` are honoured atomically.
@@ -29,14 +29,14 @@ class Capabilities:
         min_part_bytes, max_part_bytes, max_parts: the service's limits for one multipart upload.
         max_put_bytes: the largest body of a single PUT.
         pinned_reads: `if_match` on a read is honoured.
-        lists_uploads: `list_multipart` finds uploads by any prefix of their keys, and not by the whole key only.
-        conditional_replace: where there is `conditional_put`, `if_match` is one too; otherwise only `if_none_match` is.
-        copies_bodies: a copy of each body is held while it goes up, and of each range as it comes down.
-        many_ranges: the store has `read_many`, which asks for many ranges in one call: see `ManyRanges`.
-        conditional_delete: `delete_if` compares and deletes in one step. Otherwise it looks first, and does not notice
-            a write between the look and the deletion.
-        expiring_delete: the store has `expiring_delete`, and the service refuses it after its time: see
-            `ExpiringDeletes`.
+        lists_uploads: `list_multipart` finds uploads by any prefix of their keys, not only by the whole key.
+        conditional_replace: `conditional_put` covers `if_match`, too. If False, it covers only `if_none_match`.
+        copies_bodies: the client holds a copy of each body while it is sent, and of each range while it is received.
+        many_ranges: the store has `read_many`, which reads many ranges in one call: see `ManyRanges`.
+        conditional_delete: `delete_if` compares and deletes in one step. Otherwise it reads the ETag first, and misses
+            a write between that read and the deletion.
+        expiring_delete: the store has `expiring_delete`, and the service refuses the signed request once it has
+            expired: see `ExpiringDeletes`.
     """
 
     conditional_put: bool
@@ -57,7 +57,7 @@ class Capabilities:
 
 @dataclass(frozen=True)
 class ObjectInfo:
-    """An object as the store describes it. `etag` is opaque, without quotes, and None where the store has none."""
+    """An object as the store describes it. `etag` is opaque, without quotes, and None if the store has no ETags."""
 
     key: str
     size: int
@@ -68,7 +68,7 @@ class ObjectInfo:
 
 @dataclass(frozen=True)
 class Part:
-    """An uploaded part: number from 1, the store's ETag, the CRC32C that was sent with it."""
+    """An uploaded part: its number, counted from 1, the store's ETag, and the CRC32C that was sent with the part."""
 
     number: int
     size: int
@@ -78,7 +78,7 @@ class Part:
 
 @dataclass(frozen=True)
 class DeleteFailure:
-    """A key that a batched delete could not remove, and why."""
+    """A key that a batched delete could not remove, with the reason."""
 
     key: str
     code: str
@@ -95,34 +95,40 @@ class OpenUpload:
 
 
 class RangeReply(Protocol):
-    """The reply to a ranged read, whose body is still on its connection."""
+    """The reply to a ranged read whose body has not been received yet."""
 
     def receive(self, buffers: Buffers) -> None:
-        """Receive the body, once, into writable `buffers`, whose length is that of the range.
+        """Receive the body into writable `buffers`, whose total length is that of the range. Can be called once.
 
         Raises:
-            TransientStoreError: the body broke off, or was dropped; the buffers' content is undefined.
+            TransientStoreError: the body broke off, or `drop` was called; the buffers' content is undefined.
         """
         ...
 
     def drop(self) -> None:
-        """Close the connection. From any thread and at any time: a `receive` under way then raises, and nothing is
-        written any more once it has. Without effect on a reply that has been received."""
+        """Close the connection. May be called from any thread at any time.
+
+        A `receive` under way then raises, and once it has raised, nothing more is written to the buffers. Has no effect
+        on a reply that was already received.
+        """
         ...
 
 
 @runtime_checkable
 class OpensRanges(Protocol):
-    """A store that reads a range in two steps, so that a reply can be given up before anything is written."""
+    """A store that can read a range in two steps, so that a reply can be dropped before any buffer is written."""
 
     def open_range(self, key: str, offset: int, nbytes: int, *, if_match: str | None = None) -> RangeReply:
-        """Ask for a range of at least one byte. Returns when the reply's head is there; raises as `read_into` does."""
+        """Request a range of at least one byte. Returns once the reply's headers are there; raises like `read_into`."""
         ...
 
 
 @runtime_checkable
 class Store(Protocol):
-    """Objects under string keys. Keys are relative to `url`, never begin with a slash, and are never normalised."""
+    """Access to the objects of one bucket.
+
+    Keys are relative to `url`, never begin with a slash, and are never normalised.
+    """
 
     @property
     def url(self) -> str:
@@ -131,7 +137,7 @@ class Store(Protocol):
 
     @property
     def identity(self) -> str:
-        """Which store this is, without credentials: stores with the same `url` at different endpoints differ here."""
+        """A unique name of this store, without credentials: it differs for the same `url` at different endpoints."""
         ...
 
     @property
@@ -150,20 +156,21 @@ class Store(Protocol):
 
         Args:
             crc32c: CRC32C of the whole body, sent so that the store verifies it.
-            if_none_match: only if no object has this key.
-            if_match: only if the object still has this ETag.
+            if_none_match: write only if no object has this key.
+            if_match: write only if the object still has this ETag.
 
         Raises:
-            PreconditionFailedError: a condition did not hold; nothing was written by this call, unless an earlier
-                attempt of the same call was and its answer was lost. The caller reads back to find out.
+            PreconditionFailedError: a condition did not hold. The call wrote nothing, unless an earlier attempt of the
+                same call succeeded and its answer was lost: the caller must read the object back to find out.
         """
         ...
 
     def get(self, key: str, *, max_bytes: int | None = None, first: int | None = None) -> tuple[bytes, ObjectInfo]:
-        """Read a whole small object, in one request.
+        """Read a whole small object in one request.
 
         Args:
-            first: only so many bytes of its beginning, if it has more. Its size is told all the same.
+            max_bytes: refuse a larger object.
+            first: read at most this many bytes, from the beginning. The returned info has the whole object's size.
 
         Raises:
             ObjectNotFoundError: no such key.
@@ -172,10 +179,10 @@ class Store(Protocol):
         ...
 
     def read_into(self, key: str, offset: int, buffers: Buffers, *, if_match: str | None = None) -> None:
-        """Receive one contiguous byte range that begins at `offset` into writable `buffers`, in order, in one request.
+        """Read one contiguous byte range, from `offset`, into writable `buffers` in order, in one request.
 
-        The length of the range is the sum of the buffers' lengths. The memory is received into directly where the
-        client library allows it.
+        The length of the range is the sum of the buffers' lengths. The bytes are received directly into the buffers
+        if the client library allows it.
 
         Raises:
             ObjectNotFoundError: no such key.
@@ -190,29 +197,34 @@ class Store(Protocol):
         ...
 
     def list(self, prefix: str, *, start_after: str | None = None) -> Iterator[ObjectInfo]:
-        """Objects whose key begins with `prefix`, in key order, lazily page by page."""
+        """Yield the objects whose key begins with `prefix`, in key order, fetching page by page."""
         ...
 
     def list_folders(self, prefix: str) -> Iterator[str]:
-        """Distinct `prefix + name + "/"` one level below `prefix` (which is empty or ends with a slash), in order."""
+        """Yield each distinct `prefix + name + "/"` one level below `prefix`, in key order.
+
+        Args:
+            prefix: empty, or ending with a slash.
+        """
         ...
 
     def delete(self, keys: Sequence[str]) -> builtins.list[DeleteFailure]:
-        """Delete many objects in as few requests as the service allows. A key that is not there counts as deleted."""
+        """Delete many objects in as few requests as the service allows. A missing key counts as deleted."""
         ...
 
     def delete_if(self, key: str, etag: str) -> bool:
-        """Delete one object only if it still has this ETag, in one step where there is `conditional_delete`.
+        """Delete one object only if it still has this ETag; in one step if the store has `conditional_delete`.
 
-        True if it is gone: by this call, or because it was not there any more.
+        Returns:
+            True if the object is gone: this call deleted it, or it was already missing.
 
         Raises:
-            PreconditionFailedError: there is another object under the key now. It stays.
+            PreconditionFailedError: another object has the key now. It is not deleted.
         """
         ...
 
     def copy(self, source: str, target: str) -> ObjectInfo:
-        """Copy one object inside the store without moving its bytes through this process where possible."""
+        """Copy one object inside the store, without moving its bytes through this process if possible."""
         ...
 
     def create_multipart(self, key: str) -> str:
@@ -220,58 +232,61 @@ class Store(Protocol):
         ...
 
     def put_part(self, key: str, upload_id: str, number: int, body: Buffers, *, crc32c: int | None = None) -> Part:
-        """Send part `number` (from 1). Sending a number again replaces that part."""
+        """Send part `number` (counted from 1). Sending a number again replaces that part."""
         ...
 
     def complete_multipart(self, key: str, upload_id: str, parts: Sequence[Part]) -> ObjectInfo:
-        """Make the object visible, of `parts` in the order of their numbers.
+        """Make the object visible, joined from `parts` in the order of their numbers.
 
         Raises:
-            UploadNotFoundError: the upload is gone. After a lost answer it may have been completed by an earlier
-                attempt: the caller finds out with `head`.
+            UploadNotFoundError: the upload is gone. An earlier attempt whose answer was lost may have completed it: the
+                caller finds out with `head`.
         """
         ...
 
     def abort_multipart(self, key: str, upload_id: str) -> None:
-        """Drop an upload and its parts. Not an error if it is gone already."""
+        """Abort an upload and delete its parts. A missing upload is not an error."""
         ...
 
     def list_multipart(self, prefix: str) -> Iterator[OpenUpload]:
-        """Uploads in progress whose key begins with `prefix` (on MinIO: equals it)."""
+        """Yield the uploads in progress whose key begins with `prefix` (on MinIO: equals `prefix`)."""
         ...
 
     def close(self) -> None:
-        """Release connections. The store may be used again afterwards; it then opens new ones."""
+        """Close all connections. The store may be used again afterwards; it then opens new connections."""
         ...
 
 
 @runtime_checkable
 class CopiesInside(Protocol):
-    """A store whose service can copy from another of its buckets, so that no byte passes through this process."""
+    """A store whose service can copy from another bucket of the same service, without bytes through this process."""
 
     def can_copy_from(self, other: Store) -> bool:
-        """Whether the service may be asked to. That it will not refuse is found out by asking."""
+        """Return True if the service can be asked to copy from `other`. The service may still refuse the request."""
         ...
 
     def copy_from(self, other: Any, source: ObjectInfo, target: str) -> ObjectInfo:
-        """Copy what `other.head` described, of a store that `can_copy_from` said yes to."""
+        """Copy the object that `other.head` described. `can_copy_from(other)` must have returned True."""
         ...
 
 
 @runtime_checkable
 class ExpiringDeletes(Protocol):
-    """A store that can sign a deletion now and send it later. Ask `Capabilities.expiring_delete` whether it expires."""
+    """A store that can sign a deletion now and send it later. `Capabilities.expiring_delete` tells if it expires."""
 
     def prove_deletes(self, prefix: str) -> Capabilities:
-        """`capabilities`, of which the two of deletions were tried out below `prefix` if only a trial tells."""
+        """Return the capabilities, after a trial below `prefix` if only a trial tells if deletions are conditional or
+        expire.
+        """
         ...
 
     def expiring_delete(self, key: str, seconds: int) -> Callable[[], bool]:
-        """Sign the deletion of one object now. What is returned sends it, once for each call.
+        """Sign the deletion of one object now, and return a function that sends the request once per call.
 
-        It returns True if the object is gone, and False if the service refused the request because it arrived more
-        than `seconds` after it was signed. So a process that was suspended in between deletes nothing. The time is
-        reckoned from this machine's clock to the service's: what the two differ in comes on top.
+        The function returns True if the object is gone, and False if the service refused the request because it
+        arrived more than `seconds` after it was signed. So a process that was suspended in between deletes nothing.
+        The signing time is from this machine's clock and the arrival time from the service's clock: a difference
+        between the two clocks makes the limit that much longer or shorter.
         """
         ...
 
@@ -287,8 +302,12 @@ class Range:
 
 @runtime_checkable
 class ManyRanges(Protocol):
-    """What a store has besides where one call for many ranges costs less than a thread for each."""
+    """A store for which one call for many ranges costs less than one thread per range."""
 
     def read_many(self, ranges: Sequence[Range], *, at_once: int) -> Sequence[bytes | StoreError]:
-        """The bytes of each range, exactly so many, or why they could not be had; so many under way `at_once`."""
+        """Read many ranges, at most `at_once` of them at a time.
+
+        Returns:
+            For each range, exactly the bytes that it names, or the error with which reading them failed.
+        """
         ...

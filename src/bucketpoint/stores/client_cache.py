@@ -1,4 +1,4 @@
-"""The clients of this process: one for each set of options in each environment, shared by the stores that have them."""
+"""The clients of this process: one for each set of options and environment, shared by the stores that use them."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from typing import Any, Generic, Protocol, TypeVar
 
 
 class Options(Protocol):
-    """What a client is made of."""
+    """The options from which a client is built."""
 
     def cache_key(self) -> tuple[Any, ...]:
-        """Equal for options that one client serves."""
+        """Return a key that is equal for options that can share one client."""
 
 
 _PROXIES_AND_AUTHORITIES = (
@@ -29,39 +29,39 @@ _PROXIES_AND_AUTHORITIES = (
     "SSL_CERT_DIR",
     "SSL_CERT_FILE",
 )
-"""Variables, in either case, that decide how any client reaches its service, and where it finds its files."""
+"""Variables, in upper or lower case, that decide how any client reaches the service and where it finds its files."""
 
 
 @dataclass(frozen=True)
 class Environment:
-    """Digests of what the environment says of a service: there are secrets among the values.
+    """Digests of the environment variables that concern a service; not the values, as some of them are secrets.
 
     Attributes:
-        place: which store is reached, and how.
-        credentials: as whom.
+        place: digest of the variables that decide which store is reached, and how.
+        credentials: digest of the variables that hold credentials.
     """
 
     place: bytes
     credentials: bytes
 
 
-class Pin:
-    """The environment in which a store was first used: it stays with that client whatever the environment says later.
+class FirstEnvironment:
+    """The environment in which a store was first used. The store keeps that client if the environment changes later.
 
-    It does not cross to another process, which has an environment of its own.
+    The remembered environment is not pickled: another process has an environment of its own.
     """
 
     def __init__(self) -> None:
         self._environment: Environment | None = None
 
     def environment(self, read: Callable[[], Environment]) -> Environment:
-        """The environment, which `read` says at the first call."""
+        """Return the environment; the first call gets it from `read`, and later calls return the same."""
         if self._environment is None:
             self._environment = read()
         return self._environment
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Pin, ()
+        return FirstEnvironment, ()
 
 
 O = TypeVar("O", bound=Options)  # noqa: E741
@@ -69,11 +69,11 @@ C = TypeVar("C")
 
 
 class ClientCache(ABC, Generic[O, C]):
-    """Makes a client once for each set of options, environment and process. Any thread may ask, and use what it gets.
+    """Cache of one client for each set of options, environment and process. Thread-safe.
 
     Attributes:
-        prefixes, variables: of the environment variables that the service's library reads.
-        credentials: those of them that say as whom, and not where.
+        prefixes, variables: prefixes and names of the environment variables that the service's library reads.
+        credentials: names of those variables that hold credentials rather than decide which store is reached.
     """
 
     prefixes: tuple[str, ...] = ()
@@ -87,10 +87,14 @@ class ClientCache(ABC, Generic[O, C]):
 
     @abstractmethod
     def build(self, options: O) -> C:
-        """A new client."""
+        """Build a new client."""
 
-    def get(self, options: O, pin: Pin | None = None) -> C:
-        """The client for these options, built at the first call. Without a pin: for the environment as it is."""
+    def get(self, options: O, pin: FirstEnvironment | None = None) -> C:
+        """Return the client for these options, built at the first call.
+
+        Args:
+            pin: environment of the store; None means the environment as it is now.
+        """
         key = self.key(options, pin)
         client = self._clients.get(key)
         if client is None:
@@ -101,16 +105,16 @@ class ClientCache(ABC, Generic[O, C]):
                     client = self._clients[key] = self.build(options)
         return client
 
-    def found(self, options: O, pin: Pin | None = None) -> C | None:
-        """The client for these options if there is one."""
+    def found(self, options: O, pin: FirstEnvironment | None = None) -> C | None:
+        """Return the client for these options if it was built already, else None."""
         return self._clients.get(self.key(options, pin))
 
-    def key(self, options: O, pin: Pin | None) -> tuple[Any, ...]:
-        """Equal where one client serves."""
-        return options.cache_key(), (pin or Pin()).environment(self.environment)
+    def key(self, options: O, pin: FirstEnvironment | None) -> tuple[Any, ...]:
+        """Return the cache key: equal for options and environments that can share one client."""
+        return options.cache_key(), (pin or FirstEnvironment()).environment(self.environment)
 
     def environment(self) -> Environment:
-        """The environment as it is now."""
+        """Read the environment as it is now."""
         place, credentials = hashlib.sha256(), hashlib.sha256()
         for name, value in sorted(os.environ.items()):
             if name.startswith(self.prefixes) or name in self.variables or name.upper() in _PROXIES_AND_AUTHORITIES:
@@ -124,6 +128,7 @@ class ClientCache(ABC, Generic[O, C]):
             self._watching_forks = True
 
     def _forget(self) -> None:
-        # Two processes on one TLS connection would garble it; the lock may be held by a thread that the child lacks.
+        # After a fork: two processes that write to one TLS connection would garble it, and the lock may be held by a
+        # thread that does not exist in the child.
         self._lock = threading.Lock()
         self._clients = {}

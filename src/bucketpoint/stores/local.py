@@ -1,4 +1,4 @@
-"""`LocalStore`: a folder of a local or network-mounted filesystem, by the operating system's own calls. No fsspec."""
+"""`LocalStore`: a folder of a local or network-mounted filesystem, accessed with system calls and not with fsspec."""
 
 from __future__ import annotations
 
@@ -36,7 +36,8 @@ from bucketpoint.stores.local_folders import (
     sync,
 )
 
-# https://pubs.opengroup.org/onlinepubs/9799919799/basedefs/limits.h.html promises 16; Linux and macOS both have 1024.
+# Most buffers of one `readv` or `writev`. POSIX guarantees 16; Linux and macOS both allow 1024:
+# https://pubs.opengroup.org/onlinepubs/9799919799/basedefs/limits.h.html
 MAX_VECTORS = 1024
 
 _TEMPORARY = HIDDEN + "tmp-"
@@ -55,14 +56,15 @@ _NO_LINKS = (
 
 @dataclass(frozen=True)
 class LocalStore:
-    """Files below `root`. An object appears by link or rename of a file that is already whole and on the disk.
+    """A store whose objects are files below `root`.
 
-    A file that is there is never written to, so an open one stays what it was, and time, size and inode make an ETag.
-    `//` in a key names the same file as `/`. Folders are made as they are needed, and pruned when they fall empty.
+    A new object is written to a temporary file and synced to the disk, and then gets its name by link or rename. An
+    existing file is never written to, so an open file does not change, and mtime, size and inode make an ETag. `//` in
+    a key names the same file as `/`. Folders are created when needed, and removed when they become empty.
 
-    The root may be a symbolic link. Below it no link to a folder is followed, wherever it leads: listings leave it out,
-    and a key that goes through one is refused. A link to a file is read as that file; a write or a deletion takes the
-    link, and not the file.
+    The root may be a symbolic link. Links to folders below the root are never followed, wherever they lead: listings
+    leave them out, and a key with such a link in its path is refused. A link to a file is read as that file; a write or
+    a deletion replaces or removes the link, not the file.
     """
 
     root: str
@@ -73,7 +75,7 @@ class LocalStore:
 
     @property
     def identity(self) -> str:
-        # ETags hold inodes, which do not survive a restored backup: a folder that was put back is another store.
+        # ETags contain inodes, which change when a backup is restored: a restored folder is another store.
         try:
             status = os.stat(self.root)
         except OSError:
@@ -158,11 +160,11 @@ class LocalStore:
         return True
 
     def _unlink(self, key: str, etag: str | None = None) -> None:
-        # Locked without a condition, too: what another writer compares is neither deleted nor created anew meanwhile.
+        # Locked without an ETag, too: otherwise the file could be deleted while another writer compares its ETag.
         with self._above(key) as (above, name), locked(above, needed=etag is not None):
             if etag is not None and _etag(os.stat(name, dir_fd=above)) != etag:
                 raise PreconditionFailedError("the object is not the one expected", url=self._url(key))
-            # Of a link to a file the link goes, and the file stays.
+            # If the name is a link to a file, the link is removed and the file stays.
             os.unlink(name, dir_fd=above)
 
     def copy(self, source: str, target: str) -> ObjectInfo:
@@ -234,14 +236,15 @@ class LocalStore:
                     except _ABSENT:
                         continue
                     with open(target, encoding="utf-8") as file:
-                        # Where it lies tells the rest: a store with another root may have begun it.
+                        # Only the name is taken from the file. The folders come from the position of the upload below
+                        # this root, because a store with another root may have begun the upload.
                         key = start + os.path.normpath(f"{path}/{file.read().rpartition('/')[2]}")
                         started = os.fstat(target).st_mtime
                     if key.startswith(prefix):
                         yield OpenUpload(key, name[len(_UPLOAD) :], started)
 
     def close(self) -> None:
-        """Nothing stays open between calls."""
+        """Do nothing: no file stays open between calls."""
 
     def _publish(
         self,
@@ -258,7 +261,7 @@ class LocalStore:
             try:
                 try:
                     write(fd)
-                    # Without it a crash of the machine can leave a file of the right name with nothing in it.
+                    # Without fsync a crash of the machine can leave a file with the right name and no content.
                     os.fsync(fd)
                     status = os.fstat(fd)
                 finally:
@@ -287,16 +290,16 @@ class LocalStore:
 
     @contextlib.contextmanager
     def _above(self, key: str) -> Iterator[tuple[int, str]]:
-        """Open the folder that an object lies in; yields it and the name there."""
+        """Open the folder of an object. Yields its file descriptor and the object's name in it."""
         names, name = split(key)
         with folder(self.root, names) as above:
             yield above, name
 
     @contextlib.contextmanager
     def _opened(self, key: str) -> Iterator[tuple[int, ObjectInfo]]:
-        """Open an object for reading. A link to a file is followed, as in a cache that keeps its files elsewhere."""
+        """Open an object for reading. A link to a file is followed, since some caches keep their files elsewhere."""
         with self._above(key) as (above, name):
-            # Whatever is no file is not waited for, as a pipe would be.
+            # O_NONBLOCK: opening a pipe would otherwise wait for a writer.
             fd = os.open(name, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK, dir_fd=above)
         try:
             status = os.fstat(fd)
@@ -307,15 +310,16 @@ class LocalStore:
             os.close(fd)
 
     def _walk(self, above: int, folder: str, prefix: str) -> Iterator[tuple[str, int]]:
-        """Keys below `folder` (empty or with a slash at its end) that begin with `prefix`, in key order, each with
-        the folder of its file."""
+        """Yield the keys below `folder` (empty or ending with a slash) that begin with `prefix`, in key order, each
+        with the file descriptor of the file's folder.
+        """
         for name, is_folder in scan(above):
             key = folder + name
             if not is_folder:
                 if key.startswith(prefix):
                     yield key, above
             elif key.startswith(prefix) or prefix.startswith(key):
-                # Not where it was removed, or a link was put in its place.
+                # The folder may have been removed meanwhile, or replaced by a link: then it is skipped.
                 with contextlib.suppress(*_ABSENT), enter(above, name[:-1]) as inner:
                     yield from self._walk(inner, key, prefix)
 
@@ -364,7 +368,7 @@ def _read(fd: int, offset: int, buffers: Buffers, url: str) -> None:
 
 
 def _after(views: Sequence[memoryview], count: int) -> builtins.list[memoryview]:
-    """What is left of the views when `count` bytes of them are done."""
+    """Return the views that remain after their first `count` bytes."""
     for index, view in enumerate(views):
         if count < view.nbytes:
             return [view[count:], *views[index + 1 :]]

@@ -1,4 +1,4 @@
-"""Folders below a root, opened one after the other from there, so that no link is followed on the way."""
+"""Folders below a root, opened one level at a time from the root, so that no symbolic link is followed."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ from typing import TypeVar
 
 T = TypeVar("T")
 
-# A folder that one may pass through need not be one that may be listed.
+# O_PATH needs only permission to pass through a folder; a folder that may be entered may still not be listable.
 _PASS = os.O_DIRECTORY | os.O_CLOEXEC | getattr(os, "O_PATH", os.O_RDONLY)
 _LIST = os.O_DIRECTORY | os.O_CLOEXEC | os.O_RDONLY
 
-# A folder may be pruned by a delete between its making and the first file in it.
+# A concurrent delete may prune an empty folder between its creation and the first file in it.
 ATTEMPTS = 20
 
 HIDDEN = ".bucketpoint-"
-"""The beginning of the names of files and folders that are no objects."""
+"""Prefix of the names of files and folders that are not objects."""
 
 
 class LinkedFolderError(OSError):
-    """A folder below the root is a symbolic link, which may lead anywhere."""
+    """A folder below the root is a symbolic link, which may point outside the root."""
 
     def __init__(self, path: str) -> None:
         super().__init__(errno.ELOOP, f"{path} is a symbolic link, and no folder below the root may be one", path)
 
 
 def split(key: str) -> tuple[builtins.list[str], str]:
-    """The names of the folders above an object, and its own. Slashes in a row are one.
+    """Split a key into the names of the folders above the object, and the object's name. Repeated slashes count as one.
 
     Raises:
         OSError: a name is `..`, which would lead out of the root.
@@ -46,14 +46,14 @@ def split(key: str) -> tuple[builtins.list[str], str]:
 
 @contextlib.contextmanager
 def folder(root: str, names: Sequence[str], *, make: bool = False) -> Iterator[int]:
-    """Open the folder of these names below the root, which may itself be a link, and be reached through links.
+    """Open the folder `names` below the root. The root itself may be a link, and its path may contain links.
 
     Args:
-        make: make what is not there, each folder on the disk before anything is in it.
+        make: create missing folders. Each one is synced to the disk before anything is put in it.
 
     Raises:
-        LinkedFolderError: one of the names is that of a link.
-        FileNotFoundError, NotADirectoryError: one is that of nothing, or of a file.
+        LinkedFolderError: one of the names is a link.
+        FileNotFoundError, NotADirectoryError: one of the names does not exist, or is a file.
     """
     if make:
         _make_root(os.path.abspath(root))
@@ -70,7 +70,7 @@ def folder(root: str, names: Sequence[str], *, make: bool = False) -> Iterator[i
 
 
 def in_folder(root: str, names: Sequence[str], act: Callable[[int], T]) -> T:
-    """Call `act` with the folder of these names, and again with a new one if the folder was pruned meanwhile."""
+    """Call `act` with the folder `names`, created if missing; call it again if the folder was pruned meanwhile."""
     for attempt in range(ATTEMPTS):
         try:
             with folder(root, names, make=True) as above:
@@ -83,7 +83,7 @@ def in_folder(root: str, names: Sequence[str], act: Callable[[int], T]) -> T:
 
 @contextlib.contextmanager
 def enter(above: int, name: str) -> Iterator[int]:
-    """Open a folder in a folder. Raises NotADirectoryError if it is a link."""
+    """Open the folder `name` in the folder `above`. Raises NotADirectoryError if `name` is a link."""
     fd = os.open(name, _PASS | os.O_NOFOLLOW, dir_fd=above)
     try:
         yield fd
@@ -122,7 +122,7 @@ def _make_root(path: str) -> None:
 
 
 def sync(fd: int) -> None:
-    """Write the names in a folder to the disk: without it a crash of the machine may lose a new file or folder."""
+    """Write the entries of a folder to the disk. Without this, a crash of the machine may lose a new file or folder."""
     own = os.open(".", _LIST, dir_fd=fd)
     try:
         os.fsync(own)
@@ -132,13 +132,17 @@ def sync(fd: int) -> None:
 
 @contextlib.contextmanager
 def locked(fd: int, *, needed: bool) -> Iterator[None]:
-    """Keep others who change this folder out while an ETag is compared. It is the folder itself that is locked."""
+    """Lock a folder (with `flock` on the folder itself), so that no other writer changes it while an ETag is compared.
+
+    Args:
+        needed: raise if the filesystem cannot lock. Otherwise go on without the lock.
+    """
     own = os.open(".", _LIST, dir_fd=fd)
     try:
         try:
             fcntl.flock(own, fcntl.LOCK_EX)
         except OSError:
-            # Some network filesystems cannot; then a plain put still can, and only a condition cannot be kept.
+            # Some network filesystems cannot lock. A plain put works without the lock; only a condition needs it.
             if needed:
                 raise
         yield
@@ -147,9 +151,9 @@ def locked(fd: int, *, needed: bool) -> Iterator[None]:
 
 
 def scan(fd: int) -> builtins.list[tuple[str, bool]]:
-    """List a folder: names, and whether each is a folder's, which then has a slash at its end. In the order of keys.
+    """List a folder in key order: pairs of name and is-folder, the names of folders with a slash at the end.
 
-    Links to folders are left out: what lies there is another folder's.
+    Links to folders are left out, because their contents belong to another folder.
     """
     own = os.open(".", _LIST, dir_fd=fd)
     try:
@@ -165,7 +169,7 @@ def scan(fd: int) -> builtins.list[tuple[str, bool]]:
 
 
 def prune(root: str, names: Sequence[str]) -> None:
-    """Remove the folder of these names and those above it that are empty, but not the root."""
+    """Remove the folder `names` and the folders above it as long as they are empty, but not the root."""
     for depth in range(len(names), 0, -1):
         try:
             with folder(root, names[: depth - 1]) as above:
@@ -175,7 +179,7 @@ def prune(root: str, names: Sequence[str]) -> None:
 
 
 def remove(name: str, above: int) -> None:
-    """Remove a folder with the files in it. Raises FileNotFoundError."""
+    """Remove the folder `name` with the files in it. Raises FileNotFoundError."""
     fd = os.open(name, _LIST | os.O_NOFOLLOW, dir_fd=above)
     try:
         for entry in os.listdir(fd):

@@ -1,4 +1,4 @@
-"""Outages: the times during which requests to one store fail and are tried again, and what is logged of them."""
+"""Log messages about outages: times during which requests to one store fail and are retried."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from bucketpoint.errors import StoreError
 logger = logging.getLogger(__name__)
 
 SILENT_S = 5.0
-"""Seconds for which a request is tried again before anything is logged: most failures pass sooner."""
+"""Seconds for which a request is retried before anything is logged: most failures pass sooner."""
 
 REPEAT_S = 60.0
 """Seconds between the warnings of one outage."""
 
 
 class Outage:
-    """The requests to one store that have failed and are being tried again, from any thread.
+    """One store's outage: the requests, from all threads, that have failed and are being retried.
 
-    It begins with the first that fails, and ends with the last that succeeds or is given up. What many threads meet
-    together is logged once.
+    An outage begins with the first request that fails, and ends when the last failing request succeeds or is given up.
+    It is logged once for all threads.
     """
 
     def __init__(self, store: str) -> None:
@@ -33,14 +33,14 @@ class Outage:
         self._told: float | None = None
 
     def enter(self, now: float) -> None:
-        """A request has failed for the first time."""
+        """Record that a request has failed for the first time."""
         with self._lock:
             if not self._failing:
                 self._since, self._told = now, None
             self._failing += 1
 
     def failed(self, error: StoreError, since: float, now: float) -> None:
-        """A request that first failed at `since` has failed again. Warns if it is time to."""
+        """Record that a request that first failed at `since` has failed again. Logs a warning if one is due."""
         with self._lock:
             if now - since < SILENT_S or (self._told is not None and now - self._told < REPEAT_S):
                 return
@@ -58,7 +58,7 @@ class Outage:
         )
 
     def leave(self, now: float, *, succeeded: bool) -> None:
-        """A request that had failed is not tried again: it has succeeded, or was given up."""
+        """Record that a request that had failed has succeeded, or was given up."""
         with self._lock:
             self._failing -= 1
             over = succeeded and not self._failing and self._told is not None
@@ -68,7 +68,7 @@ class Outage:
 
 
 def store_of(error: StoreError) -> str:
-    """The store that an error is about, as far as its URL says: the scheme and the bucket."""
+    """Return the name of the store that an error is about: scheme and bucket of the error's URL."""
     if error.url is None:
         return "the store"
     parts = urlsplit(error.url)

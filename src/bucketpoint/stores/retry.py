@@ -1,8 +1,9 @@
-"""Trying again: how often, how long, how many requests at once. What a failure calls for is said in
-`s3_errors` and `gcs_errors`.
+"""The retry loop of every request: attempts, waiting times, deadlines, and the number of requests under way.
 
-One loop for every request. Whoever calls another such loop from within shares its deadline, and an error that a loop
-has given up on is fatal to those around it, so that attempts never multiply.
+The `errors` module of each service's folder decides which reaction (`Action`) a failure calls for.
+
+Retry loops may be nested: an inner loop keeps the deadline of the outer loop, and an error that an inner loop has given
+up on is fatal to the outer loops, so that attempts never multiply.
 """
 
 from __future__ import annotations
@@ -19,20 +20,21 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from bucketpoint.errors import Action, BucketpointError, StoreError, ThrottledError
-from bucketpoint.stores.cut import current_cut
+from bucketpoint.stores.cancellation import current_cut
 from bucketpoint.stores.outage import Outage, store_of
 
 T = TypeVar("T")
 
 DEADLINE_S = 300.0
-"""All attempts of one request together. Half of the 10 minutes after which NCCL ends a job whose ranks wait."""
+"""Deadline for all attempts of one request together. Half of the 10 minutes after which NCCL ends a job whose ranks
+wait."""
 
 FIRST_DELAY_S, LONGEST_DELAY_S = 0.1, 10.0
 FIRST_THROTTLED_DELAY_S, LONGEST_THROTTLED_DELAY_S = 0.2, 20.0
 
 BUDGET_TOKENS = 500.0
 REFUND = 0.5
-"""What a success gives back of the one token that a repetition takes: a third of all requests may fail for ever."""
+"""Tokens that a success adds to the budget; a retry takes one token. A third of all requests may fail for ever."""
 
 MOST_REFRESHES = 2
 
@@ -45,13 +47,13 @@ _stop: ContextVar[threading.Event | None] = ContextVar("bucketpoint_retry_stop",
 
 @dataclass(frozen=True)
 class RetryPolicy:
-    """How long to insist.
+    """Limits on the attempts of one request.
 
     Attributes:
-        attempts: of a request that fails, the first included.
-        deadline_s: seconds for all attempts of one request. An attempt under way is not cut off.
-        counts_throttled: whether an answer that asks for fewer requests is one of the attempts. Otherwise only the
-            deadline ends the waiting: a store that throttles is well, and will take the request.
+        attempts: most attempts of a request, the first included.
+        deadline_s: seconds for all attempts of one request. An attempt under way is not interrupted.
+        counts_throttled: count a throttled request as one of the attempts. Otherwise only the deadline ends the
+            waiting, because a store that throttles works, and will accept the request later.
     """
 
     attempts: int = 6
@@ -67,7 +69,15 @@ class RetryPolicy:
 
 @dataclass
 class RetryCounts:
-    """What the loops of this process have done: `requests` that ended well, and what it took."""
+    """Counts over all retry loops of this process.
+
+    Attributes:
+        requests: requests that succeeded.
+        retried: retries that took a token of the budget.
+        throttled: attempts that the store throttled.
+        refreshed: times that credentials were refreshed after a refusal.
+        given_up: requests that were given up after an attempt that could be retried.
+    """
 
     requests: int = 0
     retried: int = 0
@@ -76,11 +86,12 @@ class RetryCounts:
     given_up: int = 0
 
 
-class Gate:
-    """How many requests may be under way at once towards one service: any number, until it throttles.
+class ConcurrencyLimiter:
+    """Limit on the requests to one service that are under way at once. There is no limit until the service throttles.
 
-    Then as many as half of those that were under way, and one more after each round of successes. Answers to requests
-    that were sent before the last halving say nothing new, and do not halve again.
+    When the service throttles, the limit becomes half of the requests under way, and then grows by one after each round
+    of successes. A throttled request that was sent before the last halving does not halve the limit again, because that
+    answer says nothing new.
     """
 
     def __init__(self) -> None:
@@ -92,11 +103,15 @@ class Gate:
 
     @property
     def limit(self) -> float:
-        """Requests that may be under way; infinite where the store has not throttled, or has long ceased to."""
+        """Number of requests that may be under way. Infinite if the store never throttled, or stopped long ago."""
         return self._limit
 
     def enter(self, ends: float) -> int:
-        """Wait for a place, and return what `leave` asks for. Raises ThrottledError at the deadline, or if stopped."""
+        """Wait for a place, and return the epoch to pass to `leave`.
+
+        Raises:
+            ThrottledError: the deadline passed, or this thread's work was given up.
+        """
         with self._state:
             while self._running >= self._limit:
                 left = ends - time.monotonic()
@@ -107,7 +122,7 @@ class Gate:
             return self._epoch
 
     def leave(self, epoch: int, *, throttled: bool, succeeded: bool) -> None:
-        """Give the place back, and say what came of the request."""
+        """Give the place back, and adjust the limit by the outcome of the request."""
         with self._state:
             if throttled and epoch == self._epoch:
                 self._peak = max(self._peak, self._running)
@@ -123,10 +138,10 @@ class Gate:
 
 @dataclass
 class Budget:
-    """Repetitions that a process may still make: where everything fails, it stops making everything worse.
+    """The retries that a process may still make. When everything fails, the budget keeps retries from adding load.
 
     Attributes:
-        outages: of the stores whose requests have failed, by what names the store.
+        outages: outages of the stores whose requests have failed, by the store's name (see `store_of`).
     """
 
     tokens: float = BUDGET_TOKENS
@@ -156,18 +171,21 @@ class Budget:
         return self.outages.setdefault(store, Outage(store))
 
 
-# By process: after a fork the lock may be held by a thread that the child lacks.
+# One budget for each process id: after a fork the lock may be held by a thread that does not exist in the child.
 _budgets: dict[int, Budget] = {}
 
 
 def process_budget() -> Budget:
-    """The budget that all requests of this process share, with the counts of what they took."""
+    """Return the budget that all requests of this process share, with their counts."""
     return _budgets.setdefault(os.getpid(), Budget())
 
 
 @contextmanager
 def deadline(seconds: float) -> Iterator[float]:
-    """All requests that the block makes on this thread end by then. Yields the time, by the monotonic clock."""
+    """Limit the retries of the block's requests, on this thread, to `seconds` from now.
+
+    Yields the time on the monotonic clock at which retries end. An outer deadline that is earlier is kept.
+    """
     outer = _ends.get()
     ends = time.monotonic() + seconds
     token = _ends.set(ends if outer is None else min(ends, outer))
@@ -178,7 +196,7 @@ def deadline(seconds: float) -> Iterator[float]:
 
 
 def stop_waiting_on(event: threading.Event) -> None:
-    """On this thread, from now on: whoever waits before another attempt gives up once the event is set."""
+    """Make retry loops on this thread give up, instead of waiting for another attempt, once the event is set."""
     _stop.set(event)
 
 
@@ -186,19 +204,21 @@ def run(
     attempt: Callable[[], T],
     policy: RetryPolicy,
     *,
-    gate: Gate | None = None,
+    gate: ConcurrencyLimiter | None = None,
     refresh: Callable[[], bool] | None = None,
     once_more: tuple[type[StoreError], ...] = (),
 ) -> T:
-    """Call `attempt` until it succeeds, as long as what it raises and the policy allow it, with full jitter between.
+    """Call `attempt` until it succeeds, as long as the error and the policy allow another attempt.
+
+    Waits between attempts with exponential backoff and full jitter.
 
     Args:
-        gate: of the service that is asked.
-        refresh: gets other credentials; False if there are none to be had.
-        once_more: fatal kinds that are given one more chance all the same.
+        gate: limiter of the service that the request goes to.
+        refresh: function that gets new credentials; returns False if there are none.
+        once_more: classes of fatal errors that are retried once all the same.
 
     Raises:
-        StoreError: the last one, whose cause is the first, since that is the one that tells what began it.
+        StoreError: the last error. Its cause is the first error, which tells how the failure began.
     """
     tries = _Tries(policy, process_budget(), refresh, once_more)
     try:
@@ -209,7 +229,7 @@ def run(
                 except StoreError as error:
                     if tries.is_final(error):
                         raise
-                    # Without its traceback, whose frames hold the buffers of the request.
+                    # Drop the traceback: its frames would keep the buffers of the request alive.
                     last = error.with_traceback(None)
                 else:
                     tries.succeeded()
@@ -243,11 +263,11 @@ class _Tries:
         self._failed = self._throttled = self._refreshed = 0
 
     def is_final(self, error: StoreError) -> bool:
-        """Whether there is nothing to add to the error, and nothing to try."""
+        """Return True if the error can be raised as it is: no retry is possible, and no earlier attempt failed."""
         return error.action is Action.FATAL and self._first is None and not isinstance(error, self._once_more)
 
     def again(self, error: StoreError, ends: float) -> bool:
-        """Wait before the next attempt; False if there is to be none."""
+        """Wait before the next attempt. Returns False if there is to be no next attempt."""
         action = error.action
         if action is Action.FATAL and self._first is None and isinstance(error, self._once_more):
             action = Action.RETRY
@@ -261,12 +281,12 @@ class _Tries:
         if action is Action.FATAL or counted >= self._policy.attempts or time.monotonic() >= ends or stopped():
             return False
         if action is Action.REFRESH:
-            # Credentials that are refused as soon as they are made will not do the next time.
+            # Bounded, because a service that refuses new credentials would refuse the next ones, too.
             if self._refreshed >= MOST_REFRESHES or self._refresh is None or not self._refresh():
                 return False
             self._refreshed += 1
             self.budget.note("refreshed")
-        # What is throttled is bounded by the gate and the deadline: it takes nothing of the budget.
+        # A throttled request takes no token of the budget: the gate and the deadline bound it.
         elif action is Action.RETRY and not self.budget.take():
             return False
         _wait(action, self._throttled if action is Action.THROTTLE else self._failed, error.wait_s, ends)
@@ -282,12 +302,12 @@ class _Tries:
             self._outage.failed(error, self._since, now)
 
     def succeeded(self) -> None:
-        """The request has ended well."""
+        """Record that the request has succeeded."""
         self._well = True
         self.budget.succeeded()
 
     def end(self) -> None:
-        """The request is not tried any more."""
+        """Record that the request is not tried any more."""
         if self._outage is not None:
             self._outage.leave(time.monotonic(), succeeded=self._well)
 
@@ -295,7 +315,10 @@ class _Tries:
         return self._first if self._first is not last else None
 
     def given_up(self, last: StoreError) -> StoreError:
-        """The last error, final, with the first one in its text: causes do not survive the way to another rank."""
+        """Return the last error as a fatal one, with the first error in the message.
+
+        The first error is in the message because `__cause__` is not pickled, and so does not reach other ranks.
+        """
         self.budget.note("given_up")
         message, tried = last.message, self._failed + self._throttled
         if tried > 1:
@@ -308,7 +331,7 @@ class _Tries:
         return final
 
 
-def _through(gate: Gate, attempt: Callable[[], T], ends: float) -> T:
+def _through(gate: ConcurrencyLimiter, attempt: Callable[[], T], ends: float) -> T:
     epoch = gate.enter(ends)
     throttled = succeeded = False
     try:
@@ -328,13 +351,13 @@ def _wait(action: Action, number: int, asked_s: float, ends: float) -> None:
         if action is Action.THROTTLE
         else (FIRST_DELAY_S, LONGEST_DELAY_S)
     )
-    # What a service asks for is waited at least, but not for ever: it would also ask for an hour.
+    # Wait at least as long as the service asks for, up to `high`: a service may ask for an hour.
     delay = min(asked_s, high) + random.uniform(0, min(low * 2.0 ** min(number - 1, 30), high))
     pause(max(min(delay, ends - time.monotonic()), 0))
 
 
 def pause(seconds: float) -> None:
-    """Sleep, or less if this thread's work is cancelled or cut off meanwhile."""
+    """Sleep for `seconds`, or less if this thread's work is given up or cut off meanwhile."""
     stop, cut = _stop.get(), current_cut()
     if cut is None:
         (stop or threading.Event()).wait(seconds)
@@ -345,6 +368,6 @@ def pause(seconds: float) -> None:
 
 
 def stopped() -> bool:
-    """Whether what this thread works for has been given up, or cut off."""
+    """Return True if this thread's work has been given up or cut off."""
     stop, cut = _stop.get(), current_cut()
     return (stop is not None and stop.is_set()) or (cut is not None and cut.is_made)

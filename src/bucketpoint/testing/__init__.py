@@ -1,4 +1,4 @@
-"""The fault kit: what stores and networks do wrong, by a script, before any S3 or GCS endpoint. `docs/testing.md`."""
+"""The fault kit: scripted faults of stores and networks, in front of any S3 or GCS endpoint. See `docs/testing.md`."""
 
 from bucketpoint.testing.faults import (
     TRANSIENT,

@@ -15,13 +15,13 @@ CA_FILE = Path("CAs", "ca.pem")
 
 
 def make_certificates(folder: Path) -> Path:
-    """Writes `public.crt` and `private.key` for 127.0.0.1 as MinIO expects them; returns the authority's file."""
+    """Write `public.crt` and `private.key` for 127.0.0.1 as MinIO expects them, and return the authority's file."""
     ca_key, key = ec.generate_private_key(ec.SECP256R1()), ec.generate_private_key(ec.SECP256R1())
     ca_name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "bucketpoint test authority")])
     now = datetime.datetime.now(datetime.timezone.utc)
 
     def builder(name: x509.Name, public_key: ec.EllipticCurvePublicKey) -> x509.CertificateBuilder:
-        # Python 3.13 verifies strictly: without the key identifiers it refuses the chain.
+        # Python 3.13 verifies strictly, and refuses the chain without the key identifiers.
         return (
             x509.CertificateBuilder()
             .subject_name(name)
@@ -53,7 +53,7 @@ def make_certificates(folder: Path) -> Path:
     (folder / "private.key").write_bytes(
         key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
     )
-    # In `CAs`, where MinIO looks for authorities: any other folder it takes for one more certificate of its own.
+    # In `CAs`, where MinIO looks for authorities. In any other folder MinIO would treat it as a certificate of its own.
     path = folder / CA_FILE
     path.parent.mkdir()
     path.write_bytes(ca.public_bytes(serialization.Encoding.PEM))

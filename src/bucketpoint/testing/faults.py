@@ -1,7 +1,7 @@
-"""The script of a run: which requests meet which fault. Pure: a seed and a count decide, no clock and no chance.
+"""The script of a run: faults, and rules for the requests that meet them. A seed and counts decide, no clock or chance.
 
-A fault is something that stores and networks do. Rules pick requests by kind, by key, and by number or probability; of
-several rules the first one that strikes counts.
+A fault is an event that happens with real stores and networks. Rules pick requests by kind, by key, and by number or
+probability. If several rules fit, the first one that strikes counts.
 """
 
 from __future__ import annotations
@@ -13,28 +13,30 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
-from bucketpoint.testing.kinds import BODIES_UP, READS, Api, Request
+from bucketpoint.testing.kinds import BODIES_UP, READS, Api, StoreRequest
 
 # -- faults ------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Fault:
-    """Base of all. What the proxy does to one request, or to its answer."""
+    """Base class: an action of the proxy on one request, or on the answer to it."""
 
     @property
     def name(self) -> str:
         return type(self).__name__
 
-    def fits(self, request: Request) -> bool:
-        """Whether it can happen to this request at all."""
+    def fits(self, request: StoreRequest) -> bool:
+        """Return True if this fault can happen to the request at all."""
         return True
 
 
 @dataclass(frozen=True)
 class Refuse(Fault):
-    """An error in the words of the API that is asked. With `acted` the store has done what it was asked, and only its
-    answer is lost."""
+    """An error in the format of the API that the client uses.
+
+    With `acted` the store has carried out the request, and only the answer is lost.
+    """
 
     status: int = 503
     code: str = "SlowDown"
@@ -47,7 +49,7 @@ class Refuse(Fault):
 
 @dataclass(frozen=True)
 class Reset(Fault):
-    """The connection is reset. With `acted` the store has done what it was asked."""
+    """The connection is reset. With `acted` the store has carried out the request."""
 
     acted: bool = False
 
@@ -58,7 +60,7 @@ class Reset(Fault):
 
 @dataclass(frozen=True)
 class Stall(Fault):
-    """Nothing for so many seconds, and then a reset."""
+    """Silence for this many seconds, and then a reset."""
 
     seconds: float = 5.0
     acted: bool = False
@@ -70,7 +72,7 @@ class Stall(Fault):
 
 @dataclass(frozen=True)
 class Delay(Fault):
-    """The request waits for so many seconds, and then goes on."""
+    """A pause of this many seconds before the request continues."""
 
     seconds: float = 0.2
 
@@ -81,7 +83,7 @@ class Delay(Fault):
 
 @dataclass(frozen=True)
 class Slow(Fault):
-    """Bodies pass at so many bytes a second."""
+    """A limit on the speed of bodies, in bytes a second."""
 
     bytes_per_s: float = 1e6
 
@@ -92,7 +94,7 @@ class Slow(Fault):
 
 @dataclass(frozen=True)
 class CutRequest(Fault):
-    """The store gets only this fraction of the body, and then a reset, as does the client."""
+    """The store gets only this fraction of the body. Then both the store and the client get a reset."""
 
     at: float = 0.5
 
@@ -100,13 +102,13 @@ class CutRequest(Fault):
     def name(self) -> str:
         return "request cut short"
 
-    def fits(self, request: Request) -> bool:
+    def fits(self, request: StoreRequest) -> bool:
         return request.nbytes > 0
 
 
 @dataclass(frozen=True)
 class CutReply(Fault):
-    """The client gets only this fraction of the body, under the full length."""
+    """The client gets only this fraction of the body, under a head with the full length."""
 
     at: float = 0.5
 
@@ -114,13 +116,13 @@ class CutReply(Fault):
     def name(self) -> str:
         return "reply cut short"
 
-    def fits(self, request: Request) -> bool:
+    def fits(self, request: StoreRequest) -> bool:
         return request.kind == "GetObject"
 
 
 @dataclass(frozen=True)
 class FlipRequest(Fault):
-    """One bit of the body changes on its way to the store: that at this fraction of it."""
+    """One bit of the body changes on the way to the store: the lowest bit of the byte at this fraction."""
 
     at: float = 0.5
 
@@ -128,13 +130,13 @@ class FlipRequest(Fault):
     def name(self) -> str:
         return "bit flipped on the way up"
 
-    def fits(self, request: Request) -> bool:
+    def fits(self, request: StoreRequest) -> bool:
         return request.kind in BODIES_UP and request.nbytes > 0
 
 
 @dataclass(frozen=True)
 class FlipReply(Fault):
-    """One bit of the body changes on its way to the client."""
+    """One bit of the body changes on the way to the client."""
 
     at: float = 0.5
 
@@ -142,7 +144,7 @@ class FlipReply(Fault):
     def name(self) -> str:
         return "bit flipped on the way down"
 
-    def fits(self, request: Request) -> bool:
+    def fits(self, request: StoreRequest) -> bool:
         return request.kind == "GetObject"
 
 
@@ -160,25 +162,25 @@ class ErrorInBody(Fault):
     def name(self) -> str:
         return "200 with an error in its body"
 
-    def fits(self, request: Request) -> bool:
+    def fits(self, request: StoreRequest) -> bool:
         return request.kind == "CompleteMultipartUpload" and request.api is not Api.GCS_JSON
 
 
 @dataclass(frozen=True)
 class Stale(Fault):
-    """The answer that the proxy saw first to the same read, as a cache that nobody invalidates would give."""
+    """The first answer that the proxy saw to the same read, as from a cache that is never invalidated."""
 
     @property
     def name(self) -> str:
         return "stale"
 
-    def fits(self, request: Request) -> bool:
+    def fits(self, request: StoreRequest) -> bool:
         return request.kind in READS
 
 
 @dataclass(frozen=True)
 class SkewClock(Fault):
-    """The store's clock, in the Date of its replies, is so many seconds ahead. Beyond 15 minutes it refuses requests.
+    """The store's clock, in the Date of replies, is this many seconds ahead. Beyond 15 minutes requests are refused.
 
     https://docs.aws.amazon.com/AmazonS3/latest/API/ErrorResponses.html: RequestTimeTooSkewed.
     """
@@ -194,8 +196,10 @@ class SkewClock(Fault):
 
 @dataclass(frozen=True)
 class ExpireCredentials(Fault):
-    """From this request on, whatever is signed with the same access key, or has the same token, is refused: by S3 with
-    ExpiredToken, by GCS with 401."""
+    """From this request on, all requests with the same access key or token are refused.
+
+    The refusal is ExpiredToken for S3, and 401 for GCS.
+    """
 
     @property
     def name(self) -> str:
@@ -204,10 +208,10 @@ class ExpireCredentials(Fault):
 
 @dataclass(frozen=True)
 class Kill(Fault):
-    """SIGKILL to these process groups, and nothing passes any more until another script is played.
+    """SIGKILL to these process groups. Afterwards nothing passes until another script is played.
 
-    With `acted` the store has done what it was asked: the death is after the request and before its answer. With
-    `others_live` there are clients besides, whose requests go on passing.
+    With `acted` the store has carried out the request: the processes die after the request and before the answer. With
+    `others_live` there are other clients as well, whose requests continue to pass.
     """
 
     groups: tuple[int, ...]
@@ -224,15 +228,15 @@ class Kill(Fault):
 
 @dataclass(frozen=True)
 class Rule:
-    """Which requests meet one of these faults.
+    """Selection of requests, and the faults that they meet.
 
     Attributes:
-        faults: one of them strikes, of those that fit the request: the seed decides which.
+        faults: the seed decides which of them strikes, among those that fit the request.
         kinds: operations; empty for all.
         keys: a pattern for the object's key, as in `fnmatch`.
         probability: of striking a request that fits.
-        skip: how many requests that fit go by first.
-        times: how many are struck at most; None for any number.
+        skip: number of requests that fit and pass before the first strike.
+        times: most requests to strike; None for any number.
     """
 
     faults: tuple[Fault, ...]
@@ -242,7 +246,7 @@ class Rule:
     skip: int = 0
     times: int | None = None
 
-    def fits(self, request: Request) -> bool:
+    def fits(self, request: StoreRequest) -> bool:
         if self.kinds and request.kind not in self.kinds:
             return False
         return fnmatchcase(request.key, self.keys) and any(fault.fits(request) for fault in self.faults)
@@ -250,7 +254,7 @@ class Rule:
 
 @dataclass(frozen=True)
 class Script:
-    """Rules and a seed. The n-th request that fits a rule meets the same fate in every run."""
+    """Rules and a seed. The n-th request that fits a rule is treated the same in every run."""
 
     rules: tuple[Rule, ...] = ()
     seed: int = 0
@@ -259,7 +263,7 @@ class Script:
 def always(
     *faults: Fault, kinds: Sequence[str] = (), keys: str = "*", skip: int = 0, times: int | None = None
 ) -> Script:
-    """A script of one rule without chance."""
+    """Make a script of one rule that always strikes."""
     return Script((Rule(tuple(faults), tuple(kinds), keys, skip=skip, times=times),))
 
 
@@ -276,16 +280,16 @@ TRANSIENT: tuple[Fault, ...] = (
     Delay(),
     ErrorInBody(),
 )
-"""What passes if it is tried again, and what a save and a load are to survive."""
+"""Faults that disappear on a retry. Saves and loads have to survive them."""
 
 
 def mixed(probability: float, *, seed: int = 0, faults: Sequence[Fault] = TRANSIENT) -> Script:
-    """Each request meets one of these with this probability."""
+    """Make a script in which each request meets one of these faults with this probability."""
     return Script((Rule(tuple(faults), probability=probability),), seed)
 
 
 class Player:
-    """A script being played: counts what has gone by. Safe to ask from several threads."""
+    """A script in play: counts the requests so far. Safe to use from several threads."""
 
     def __init__(self, script: Script) -> None:
         self.script = script
@@ -293,8 +297,8 @@ class Player:
         self._seen: Counter[int] = Counter()
         self._struck: Counter[int] = Counter()
 
-    def choose(self, request: Request) -> Fault | None:
-        """The fault that this request meets."""
+    def choose(self, request: StoreRequest) -> Fault | None:
+        """Return the fault that this request meets, or None."""
         with self._lock:
             for number, rule in enumerate(self.script.rules):
                 if not rule.fits(request):
@@ -308,8 +312,8 @@ class Player:
                     return chance.choice([fault for fault in rule.faults if fault.fits(request)])
         return None
 
-    def remembers(self, request: Request) -> bool:
-        """Whether a later request for the same may be answered with what this one gets."""
+    def remembers(self, request: StoreRequest) -> bool:
+        """Return True if the answer to this request may be needed later as a stale answer."""
         return any(
             isinstance(fault, Stale) and rule.fits(request) for rule in self.script.rules for fault in rule.faults
         )

@@ -1,4 +1,4 @@
-"""HTTP messages on sockets: heads are parsed, bodies pumped at a pace. Knows no S3, and of no fault."""
+"""HTTP messages on sockets: parsing of heads, and pumping of bodies at a set pace."""
 
 from __future__ import annotations
 
@@ -13,18 +13,21 @@ from dataclasses import dataclass, field
 CHUNK_BYTES = 256 << 10
 MAX_HEAD_BYTES = 64 << 10
 SMALLEST_SLEEP_S = 0.002
-"""Shorter waits are carried over to the next chunk: the scheduler could not keep them."""
+"""Shorter waits are carried over to the next chunk, because the scheduler is not that precise."""
 
 Socket = socket.socket | ssl.SSLSocket
 
 Write = Callable[[memoryview], None]
-"""Takes the next bytes of a message."""
+"""Callback for the next bytes of a message."""
 
 
 @dataclass(frozen=True)
 class Wire:
-    """What the emulated wire does: seconds added to each request; bytes a second of each connection, and of all
-    connections of one process together (0: no cap)."""
+    """Settings of the emulated network.
+
+    Seconds added to each request; bytes a second of each connection, and of all connections of one process together
+    (0: no cap).
+    """
 
     delay_s: float = 0.0
     bytes_per_s: float = 0.0
@@ -33,7 +36,7 @@ class Wire:
 
 @dataclass
 class Pace:
-    """The cap of one direction of a connection, or of all: a clock that may not fall behind the bytes sent."""
+    """Cap on one direction of a connection, or on all: a clock that runs ahead with the bytes sent."""
 
     bytes_per_s: float
     shared: Pace | None = None
@@ -54,19 +57,19 @@ class Pace:
 
 
 class Closed(Exception):
-    """The other side went away."""
+    """Raised if the peer has closed the connection."""
 
 
 @dataclass
 class Stream:
-    """A socket with a little buffered input, so that heads can be parsed and bodies pumped."""
+    """A socket with a small input buffer, so that heads can be parsed and bodies pumped."""
 
     sock: Socket
     buffered: bytearray = field(default_factory=bytearray)
     _chunk: memoryview = field(default_factory=lambda: memoryview(bytearray(CHUNK_BYTES)))
 
     def head(self) -> bytes:
-        """Everything up to and including the empty line; empty if the connection ended between messages."""
+        """Read up to and including the empty line. Empty if the connection ended between messages."""
         while (end := self.buffered.find(b"\r\n\r\n")) < 0:
             if len(self.buffered) > MAX_HEAD_BYTES:
                 raise Closed("the head is too long")
@@ -89,7 +92,7 @@ class Stream:
         return line
 
     def peek(self, mark: bytes, limit: int) -> bytes:
-        """What comes next, up to a mark or about so many bytes. It stays to be read."""
+        """Return the next bytes, up to a mark or about `limit` bytes, and leave them to be read."""
         while mark not in self.buffered and len(self.buffered) < limit:
             count = self._receive(CHUNK_BYTES)
             if not count:
@@ -112,7 +115,7 @@ class Stream:
             count = self._receive(min(nbytes, CHUNK_BYTES))
             if not count:
                 raise Closed("ended within a body")
-            # One TLS read gives one record; what else has arrived already goes out in the same write.
+            # One TLS read gives one record. Records that have arrived already go out in the same write.
             while count < min(nbytes, CHUNK_BYTES) and isinstance(self.sock, ssl.SSLSocket) and self.sock.pending():
                 count += self.sock.recv_into(self._chunk[count : min(nbytes, CHUNK_BYTES)])
             write(self._chunk[:count])
@@ -120,7 +123,7 @@ class Stream:
             nbytes -= count
 
     def ended(self) -> bool:
-        """Whether the other side has closed, or broken the silence between two messages."""
+        """Return True if the peer has closed the connection, or has sent something between two messages."""
         if self.buffered:
             return True
         before = self.sock.gettimeout()
@@ -136,7 +139,7 @@ class Stream:
             self.sock.settimeout(before)
 
     def abort(self) -> None:
-        """Close with a reset and not in peace, as a machine that has gone would."""
+        """Close with a reset instead of an orderly end, like a machine that disappears."""
         try:
             self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
             self.sock.close()
@@ -152,7 +155,7 @@ class Stream:
 
 @dataclass(frozen=True)
 class Head:
-    """A request's or response's first line and headers."""
+    """First line and headers of a request or response."""
 
     raw: bytes
     first: list[str]
@@ -184,14 +187,14 @@ class Head:
         return Head.parse(" ".join(words).encode("latin-1") + self.raw[self.raw.index(b"\r\n") :])
 
     def with_header(self, name: str, value: str) -> Head:
-        """The same with one header replaced, or added."""
+        """Return the same head with one header replaced or added."""
         lines = self.raw.decode("latin-1").split("\r\n")[:-2]
         kept = [line for line in lines[1:] if line.partition(":")[0].strip().lower() != name.lower()]
         return Head.parse("\r\n".join([lines[0], *kept, f"{name}: {value}", "", ""]).encode("latin-1"))
 
 
 def move_body(head: Head, source: Stream, write: Write, pace: Pace) -> int:
-    """Move one message's body, in its framing, and return its size on the wire."""
+    """Move one message's body, with its framing, and return its size on the wire."""
     if not head.chunked:
         source.pump(write, head.length, pace)
         return head.length
@@ -212,4 +215,4 @@ def move_body(head: Head, source: Stream, write: Write, pace: Pace) -> int:
 
 
 def nowhere(data: memoryview) -> None:
-    """A `Write` that drops what it gets."""
+    """Drop the data: a `Write` for bodies that nobody needs."""

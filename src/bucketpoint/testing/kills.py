@@ -1,6 +1,6 @@
-"""Jobs that can be killed as a machine can: ranks in a gloo group, each with whatever it starts, gone in one instant.
+"""Jobs that can be killed like a machine: ranks in a gloo group, each with its subprocesses, killed in one instant.
 
-Ranks are forked from a server process that has imported torch and has no threads, so that one costs little to replace.
+Ranks are forked from a server process that has imported torch and has no threads, so that replacing one is cheap.
 """
 
 from __future__ import annotations
@@ -29,7 +29,10 @@ PRELOAD = (
     "bucketpoint.dcp",
     "bucketpoint.catalog.save_log",
 )
-"""What the server imports once for all ranks. Whoever starts it first in a process decides."""
+"""Modules that the server imports once for all ranks.
+
+The first job in a process starts the server and fixes the list.
+"""
 
 GROUP_TIMEOUT_S = 120.0
 JOIN_S = 240.0
@@ -37,14 +40,14 @@ JOIN_S = 240.0
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a rank ended.
+    """Result of a rank.
 
     Attributes:
-        value: what its function returned.
-        error: what it raised, if that could be sent.
-        text: the traceback of that.
-        died: it was gone without a word.
-        seconds: from the start of the job's work.
+        value: return value of the rank's function.
+        error: exception of the function, if it could be pickled.
+        text: traceback of that exception.
+        died: True if the rank ended without an answer.
+        seconds: time since the start of the job's work.
     """
 
     value: Any = None
@@ -55,11 +58,11 @@ class Outcome:
 
 
 class Job:
-    """`world` ranks that wait for `run`. Each is the leader of a process group of its own, which `Kill` takes.
+    """A job of `world` ranks that wait for `run`. Each rank leads a process group of its own, which `Kill` can take.
 
     Args:
-        before: called in each rank before anything else, while it has one thread.
-        group_timeout_s: of the process group.
+        before: called in each rank before anything else, while the rank has one thread.
+        group_timeout_s: timeout of the gloo process group.
     """
 
     def __init__(
@@ -101,7 +104,7 @@ class Job:
                 raise RuntimeError(f"rank {rank} did not start: {answer}")
 
     def run(self, function: Callable[..., Any], *args: Any, timeout_s: float = JOIN_S) -> list[Outcome]:
-        """Call `function(rank, world, *args)` on each rank, once, and wait for all of them to end or die."""
+        """Call `function(rank, world, *args)` on each rank, once, and wait until all ranks have ended or died."""
         for pipe in self._pipes:
             with contextlib.suppress(BrokenPipeError):
                 pipe.send((function, args))
@@ -118,7 +121,7 @@ class Job:
         return outcomes
 
     def _answer(self, rank: int, timeout_s: float) -> Any:
-        """What a rank says; None if it is gone, and `...` if it says nothing in time."""
+        """Return the next message of a rank; None if the rank is gone, and `...` if no message comes in time."""
         try:
             if not self._pipes[rank].poll(max(timeout_s, 0)):
                 return ...
@@ -127,7 +130,7 @@ class Job:
             return None
 
     def close(self) -> None:
-        """End all that is left. Nothing is asked to leave: a rank may be stuck on purpose."""
+        """Kill all ranks that are left. None is asked to exit: a rank may hang on purpose."""
         for group in self.groups:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(group, signal.SIGKILL)
@@ -156,7 +159,7 @@ def _serve(
     import torch.distributed as dist
 
     torch.set_num_threads(1)
-    # Ranks find each other in the time that a busy machine takes; the group's own timeout is for what they do then.
+    # Joining takes as long as a busy machine needs; the shorter timeout of the group applies only afterwards.
     patience = timedelta(seconds=max(group_timeout_s, GROUP_TIMEOUT_S))
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=world, timeout=patience)
     if group_timeout_s < GROUP_TIMEOUT_S:
@@ -179,7 +182,7 @@ def _serve(
 def _set_timeout(timeout: timedelta) -> None:
     import torch.distributed as dist
 
-    # Under its public name only in newer versions of torch.
+    # Only newer versions of torch have the public name.
     set_timeout: Callable[[timedelta], None] | None = getattr(dist, "set_timeout", None)
     (set_timeout or dist.distributed_c10d._set_pg_timeout)(timeout)
 
@@ -193,7 +196,7 @@ def _sendable(error: BaseException) -> BaseException | None:
 
 
 def sampled(numbers: Sequence[int], count: int, *, seed: int) -> list[int]:
-    """So many of them, in order, the same for a seed: what a run takes that has no time for all."""
+    """Return `count` of the numbers, in order, the same for the same seed: a sample for runs without time for all."""
     import random
 
     return sorted(random.Random(seed).sample(list(numbers), min(count, len(numbers))))

@@ -1,4 +1,4 @@
-"""What a request means: S3's operations by their names, and those of GCS's two APIs by the same. No I/O."""
+"""Meaning of a request: S3's operations by name, and the operations of GCS's two APIs by the same names."""
 
 from __future__ import annotations
 
@@ -15,11 +15,14 @@ BODIES_UP = frozenset({"PutObject", "UploadPart"})
 _JSON_PATHS = ("storage/v1/", "upload/storage/v1/", "download/storage/v1/", "batch/storage/v1")
 
 NEXT_PART = b"\r\n--"
-"""Before each part of a multipart body but the first."""
+"""Separator before each part of a multipart body except the first."""
 
 
 class Api(enum.Enum):
-    """How a request is worded, and so its answers. GCS's XML API is S3's, with a token for a signature."""
+    """The API of a request, and so of the answer.
+
+    GCS's XML API equals S3's, but with a token instead of a signature.
+    """
 
     S3 = "s3"
     GCS_XML = "gcs xml"
@@ -27,14 +30,15 @@ class Api(enum.Enum):
 
 
 @dataclass(frozen=True)
-class Request:
-    """A request as rules see it.
+class StoreRequest:
+    """A request, with the facts that rules use.
 
     Attributes:
         kind: the operation, such as `PutObject`, `UploadPart` or `CompleteMultipartUpload`.
         key: of the object, decoded; empty for requests to a bucket.
-        nbytes: of the body; 0 if it is sent in chunks.
-        access_key: that signed it, as far as the request tells; for a token what tells it from others in this process.
+        nbytes: size of the body; 0 if it is sent in chunks.
+        access_key: key that signed the request, if the request names one. For a token, a value that distinguishes it
+            from other tokens within this process.
     """
 
     kind: str
@@ -47,8 +51,8 @@ class Request:
     api: Api = Api.S3
 
     @classmethod
-    def of(cls, head: Head, beginning: bytes = b"") -> Request:
-        """The request of this head, whose body has this beginning. Only `names_key_in_body` asks for one."""
+    def of(cls, head: Head, beginning: bytes = b"") -> StoreRequest:
+        """Interpret a head, and the beginning of the body, which is needed only if `names_key_in_body`."""
         method, target = head.first[0], head.first[1]
         parts = urlsplit(target)
         query = dict(parse_qsl(parts.query, keep_blank_values=True))
@@ -59,13 +63,13 @@ class Request:
             api = Api.GCS_JSON
             kind, key = _of_gcs(method, path, query, beginning)
         else:
-            # A bucket in the host's name leaves the path to the key.
+            # If the host's name holds the bucket, the whole path is the key.
             host = (parts.netloc or head.headers.get("host", "")).partition(":")[0]
             bucket = "" if _names_a_bucket(host) else path.partition("/")[0] + "/"
             key = unquote(path.removeprefix(bucket) if path.startswith(bucket) else "")
             kind = _of_s3(method, key, query, copies="x-amz-copy-source" in head.headers)
         if kind_of_signature == "Bearer":
-            # Python salts this anew in each process, so that it tells nothing of the token.
+            # Python salts this hash anew in each process, so it does not reveal the token.
             signer = f"{hash(signature):x}"
         else:
             signer = signature.partition("Credential=")[2].partition("/")[0]
@@ -74,7 +78,7 @@ class Request:
 
 
 def _names_a_bucket(host: str) -> bool:
-    """Whether it is `bucket.s3.region.amazonaws.com`, or the like elsewhere, and not the service's own name."""
+    """Return True for `bucket.s3.region.amazonaws.com` or the like elsewhere, and not for the service's own name."""
     return ".s3." in host or ".s3-" in host
 
 
@@ -99,7 +103,7 @@ def _of_s3(method: str, key: str, query: dict[str, str], *, copies: bool) -> str
 
 
 def names_key_in_body(head: Head) -> bool:
-    """Whether an upload's key stands before its bytes, in a body of two parts.
+    """Return True if an upload's key stands before the data, in a body of two parts.
 
     https://cloud.google.com/storage/docs/uploading-objects: the JSON API's multipart uploads.
     """
@@ -108,7 +112,7 @@ def names_key_in_body(head: Head) -> bool:
 
 
 def _of_gcs(method: str, path: str, query: dict[str, str], beginning: bytes) -> tuple[str, str]:
-    """https://cloud.google.com/storage/docs/json_api/v1"""
+    """Return operation and key of a GCS JSON request: https://cloud.google.com/storage/docs/json_api/v1"""
     key = unquote(path.partition("/o/")[2].partition("/")[0]) or query.get("name", "") or _named(beginning)
     if path.startswith("batch/"):
         return "DeleteObjects", key
@@ -128,7 +132,7 @@ def _of_gcs(method: str, path: str, query: dict[str, str], beginning: bytes) -> 
 
 
 def _named(beginning: bytes) -> str:
-    """The name in the first part of a multipart body; empty where there is none."""
+    """Return the name in the first part of a multipart body, or an empty string."""
     try:
         said = json.loads(beginning.partition(b"\r\n\r\n")[2].partition(NEXT_PART)[0])
     except ValueError:

@@ -1,6 +1,6 @@
-"""The pytest plugin: servers and the fault proxy as fixtures, and what was survived in the summary at the end.
+"""The pytest plugin: servers and the fault proxy as fixtures, and a summary of the survived faults at the end.
 
-Every pytest run of an environment that has bucketpoint imports this, so nothing large is imported before it is used.
+Every pytest run in an environment with bucketpoint imports this module, so it imports nothing large before it is used.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _tally = pytest.StashKey["Tally"]()
 
 
 class MakeProxy(Protocol):
-    """Begins a proxy before a server, or before the store at a URL. It ends with the test."""
+    """Starts a proxy in front of a server, or of the store at a URL. The proxy ends with the test."""
 
     def __call__(self, upstream: S3Server | str, script: Script | None = None, **options: Any) -> FaultProxy: ...
 
@@ -38,7 +38,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.fixture(scope="session")
 def bucketpoint_tally(pytestconfig: pytest.Config) -> Tally:
-    """Counts of this run, which its summary shows."""
+    """Counts of this run, for the summary at the end."""
     return pytestconfig.stash[_tally]
 
 
@@ -53,7 +53,7 @@ def bucketpoint_moto() -> Iterator[S3Server]:
 
 @pytest.fixture(scope="session")
 def bucketpoint_minio_binary() -> Path:
-    """The MinIO server's program. Override it to take another one."""
+    """Path of the MinIO server's program. Override this fixture to use another one."""
     from bucketpoint.testing.servers import find_minio
 
     binary = find_minio()
@@ -73,7 +73,10 @@ def bucketpoint_minio(bucketpoint_minio_binary: Path) -> Iterator[S3Server]:
 
 @pytest.fixture
 def fault_proxy(bucketpoint_tally: Tally) -> Iterator[MakeProxy]:
-    """`fault_proxy(server, script)`: a running `FaultProxy`. `server.at(proxy.url)` is the server behind it."""
+    """Factory `fault_proxy(server, script)` of running `FaultProxy`s.
+
+    `server.at(proxy.url)` is the server behind one.
+    """
     from bucketpoint.testing import FaultProxy
 
     with contextlib.ExitStack() as stack:
@@ -90,7 +93,7 @@ def fault_proxy(bucketpoint_tally: Tally) -> Iterator[MakeProxy]:
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    # Under xdist each worker has a tally of its own, and its output is what the main process gets to see.
+    # Under xdist each worker has a tally of its own, and the main process only sees the workers' output.
     output = getattr(session.config, "workeroutput", None)
     if output is not None:
         output[_WORKER_OUTPUT] = session.config.stash[_tally].as_dict()

@@ -1,6 +1,6 @@
 """The proxy in processes of its own, for measurements: TLS ends there, and each request becomes a JSON line in a log.
 
-Plain threads in a few processes: at 16 KiB a TLS record an event loop in Python would be the bottleneck.
+It uses plain threads in a few processes: at 16 KiB a TLS record an event loop in Python would be the bottleneck.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from bucketpoint.testing.exchange import Exchange, Upstream
 from bucketpoint.testing.faults import Script
 from bucketpoint.testing.http import Pace, Wire
+from bucketpoint.testing.proxied_connection import RecordedRequest, Upstream
 from bucketpoint.testing.proxy import Board, accept, serve
 
 
@@ -35,9 +35,9 @@ class RunningProxy:
     log_dir: Path
 
     def requests(self, start: float, end: float) -> list[dict[str, Any]]:
-        """The requests that began and ended within a window of the monotonic clock, by their beginning.
+        """Return the requests that began and ended within a window of the monotonic clock, in the order of their start.
 
-        Each has the fields of `Exchange`, and those of its `Request` beside them.
+        Each has the fields of `RecordedRequest`, and next to them those of the `StoreRequest` in it.
         """
         found = []
         for path in self.log_dir.glob("*.jsonl"):
@@ -77,18 +77,18 @@ def _wait_for_port(port: int) -> None:
 
 
 class _Log(Board):
-    """Writes what ends, and keeps nothing."""
+    """Board that writes each finished request to a file and keeps nothing."""
 
     def __init__(self, file: IO[str]) -> None:
         super().__init__(Script())
         self._file = file
         self._writing = threading.Lock()
 
-    def end(self, exchange: Exchange) -> None:
+    def end(self, exchange: RecordedRequest) -> None:
         exchange.end = time.monotonic()
         fields = asdict(exchange)
         request = fields.pop("request")
-        # Not a secret, and yet nobody's business in a log.
+        # Not a secret, but it does not belong in a log either.
         request.pop("access_key")
         request["api"] = request["api"].value
         line = json.dumps({**request, **fields})
@@ -104,7 +104,7 @@ def _run(options: argparse.Namespace) -> None:
     total = Pace(options.total_rate)
     upstream = Upstream.of(options.upstream)
     listener = socket.socket()
-    # Each worker has a listener of its own, and the kernel deals the connections out.
+    # Each worker has a listener of its own, and the kernel distributes the connections.
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
     listener.bind(("127.0.0.1", options.port))
     listener.listen(512)

@@ -1,6 +1,6 @@
 """`FaultProxy`: an HTTP proxy on this machine, in threads of this process, between a client and a store.
 
-Its script may be changed at any time, and what has passed is counted. `process` runs the same in processes of its own.
+The script may be changed at any time, and requests are counted. `process` runs the same proxy in separate processes.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any
 
-from bucketpoint.testing.exchange import Connection, Exchange, Upstream
 from bucketpoint.testing.faults import ExpireCredentials, Fault, Player, Reset, Script
 from bucketpoint.testing.http import Pace, Stream, Wire
-from bucketpoint.testing.kinds import Request
+from bucketpoint.testing.kinds import StoreRequest
+from bucketpoint.testing.proxied_connection import Connection, RecordedRequest, Upstream
 
 SETTLED_S = 1.0
-"""How long to wait for exchanges under way before they are counted."""
+"""Seconds to wait for exchanges under way before they are counted."""
 
 _DEAD = Reset()
 _EXPIRED = ExpireCredentials()
@@ -39,7 +39,7 @@ class Counts:
     received: Counter[str] = field(default_factory=Counter)
     faults: Counter[str] = field(default_factory=Counter)
 
-    def add(self, exchange: Exchange) -> None:
+    def add(self, exchange: RecordedRequest) -> None:
         kind = exchange.request.kind
         self.requests[kind] += 1
         self.sent[kind] += exchange.sent
@@ -48,7 +48,7 @@ class Counts:
             self.faults[exchange.fault] += 1
 
 
-def counted(exchanges: Sequence[Exchange]) -> Counts:
+def counted(exchanges: Sequence[RecordedRequest]) -> Counts:
     counts = Counts()
     for exchange in exchanges:
         counts.add(exchange)
@@ -56,7 +56,7 @@ def counted(exchanges: Sequence[Exchange]) -> Counts:
 
 
 class Board:
-    """What all connections of a proxy share: the script, what has passed, and what was seen before."""
+    """State shared by all connections of a proxy: the script, finished requests, and first answers for stale reads."""
 
     def __init__(self, script: Script) -> None:
         self._lock = threading.Condition()
@@ -64,7 +64,7 @@ class Board:
         self._numbers = itertools.count(1)
         self._first: dict[tuple[str, str, str | None], bytes] = {}
         self._expired: set[str] = set()
-        self.exchanges: list[Exchange] = []
+        self.exchanges: list[RecordedRequest] = []
         self.total = Counts()
         self.play(script)
 
@@ -75,7 +75,7 @@ class Board:
             self._expired.clear()
             self._first.clear()
 
-    def begin(self, connection: str, request: Request) -> tuple[Exchange, Fault | None]:
+    def begin(self, connection: str, request: StoreRequest) -> tuple[RecordedRequest, Fault | None]:
         with self._lock:
             player, dead = self._player, self._dead
             number = next(self._numbers)
@@ -88,12 +88,12 @@ class Board:
             fault = _EXPIRED
         else:
             fault = player.choose(request)
-        exchange = Exchange(number, connection, request, time.monotonic())
+        exchange = RecordedRequest(number, connection, request, time.monotonic())
         if fault is not None and not dead:
             exchange.fault = fault.name
         return exchange, fault
 
-    def end(self, exchange: Exchange) -> None:
+    def end(self, exchange: RecordedRequest) -> None:
         exchange.end = time.monotonic()
         with self._lock:
             self.exchanges.append(exchange)
@@ -101,25 +101,31 @@ class Board:
             self._under_way -= 1
             self._lock.notify_all()
 
-    def settled(self) -> list[Exchange]:
-        """What has ended. A client has its answer a moment before its exchange has, so those are waited for."""
+    def settled(self) -> list[RecordedRequest]:
+        """Return the finished exchanges.
+
+        Waits for those under way: a client has its answer a moment before the exchange ends.
+        """
         with self._lock:
             self._lock.wait_for(lambda: not self._under_way, SETTLED_S)
             return list(self.exchanges)
 
     def clear(self) -> None:
-        """Forget what has ended. Waits as `settled` does: what a client has its answer of must not count later."""
+        """Forget the finished exchanges.
+
+        Waits as `settled` does: an exchange whose answer the client already has must not be counted later.
+        """
         with self._lock:
             self._lock.wait_for(lambda: not self._under_way, SETTLED_S)
             self.exchanges = []
 
-    def remembers(self, request: Request) -> bool:
+    def remembers(self, request: StoreRequest) -> bool:
         return self._player.remembers(request)
 
-    def remembered(self, request: Request) -> bytes | None:
+    def remembered(self, request: StoreRequest) -> bytes | None:
         return self._first.get((request.method, request.target, request.range))
 
-    def remember(self, request: Request, reply: bytes) -> None:
+    def remember(self, request: StoreRequest, reply: bytes) -> None:
         self._first.setdefault((request.method, request.target, request.range), reply)
 
     def expire(self, access_key: str) -> None:
@@ -132,15 +138,16 @@ class Board:
 
 
 class FaultProxy:
-    """Stands before one store, on a port of this machine's loopback. Use as a context manager.
+    """HTTP proxy in front of one store, on a port of this machine's loopback. Use it as a context manager.
 
-    A client reaches the store through it in one of two ways. As the endpoint (`url`): the Host header goes through as
-    the client signed it, which MinIO, moto and others that do not look at it take. As a forward proxy (`options`), for
-    stores that do: the client names the store's true host, and requests go on over TLS if the store speaks that.
+    A client reaches the store through the proxy in one of two ways. As the endpoint (`url`): the Host header passes as
+    the client signed it, which MinIO, moto and other stores that do not check it accept. As a forward proxy
+    (`options`), for stores that check it: the client names the store's true host, and requests go on over TLS if the
+    store speaks TLS.
 
     Args:
         upstream: URL of the store: `http://127.0.0.1:9000`, `https://s3.eu-west-1.amazonaws.com`.
-        script: which requests meet which fault.
+        script: the faults, and the requests that meet them.
         wire: delays and caps that all requests share.
         ca: a file of authorities to trust, for a store under TLS.
         host_header: see `Upstream`.
@@ -174,7 +181,7 @@ class FaultProxy:
 
     @property
     def url(self) -> str:
-        """Of the proxy itself: an `endpoint_url`."""
+        """URL of the proxy itself, to be used as an `endpoint_url`."""
         return f"{'https' if self._context else 'http'}://127.0.0.1:{self.port}"
 
     @property
@@ -186,17 +193,17 @@ class FaultProxy:
         return {"endpoint_url": endpoint, "config_kwargs": {"proxies": {"http": self.url}}}
 
     @property
-    def exchanges(self) -> list[Exchange]:
-        """What has passed since the last `clear`, in the order in which it ended."""
+    def exchanges(self) -> list[RecordedRequest]:
+        """Exchanges since the last `clear`, in the order in which they ended."""
         return self.board.settled()
 
     @property
     def counts(self) -> Counts:
-        """Of what has passed since the last `clear`."""
+        """Counts of the exchanges since the last `clear`."""
         return counted(self.exchanges)
 
     def play(self, script: Script) -> None:
-        """Begin another script, and bring everything that died back to life."""
+        """Begin another script, and let requests pass again after a `Kill`."""
         self.board.play(script)
 
     def clear(self) -> None:
@@ -241,7 +248,7 @@ _numbers = itertools.count()
 
 
 def accept(listener: socket.socket, serve_one: Any) -> None:
-    """Give every connection a thread, until the listener is closed."""
+    """Start a thread for every connection, until the listener is closed."""
     while True:
         try:
             accepted, _ = listener.accept()
@@ -258,7 +265,7 @@ def serve(
     total: Pace,
     board: Board,
 ) -> None:
-    """Serve one connection to its end."""
+    """Serve one connection until it ends."""
     name = f"{os.getpid()}-{next(_numbers)}"
     with contextlib.suppress(OSError), accepted:
         accepted.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

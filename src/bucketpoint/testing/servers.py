@@ -1,4 +1,4 @@
-"""Real S3 servers on 127.0.0.1 for tests, benchmarks and demos: moto and MinIO, plain and TLS. No pytest here."""
+"""Real S3 servers on 127.0.0.1 for tests, benchmarks and demos: moto and MinIO, plain and TLS."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ STOP_TIMEOUT_S = 15
 START_ATTEMPTS = 3
 SUPERVISE = Path(__file__).with_name("supervise.py")
 
-# The name of the key that the MinIO servers here know for SSE-KMS.
+# Name of the key that the MinIO servers here know for SSE-KMS.
 KMS_KEY = "bucketpoint-test"
 
 _HOST_SETTINGS = ("AWS_", "MINIO_", "MOTO_")
@@ -41,7 +41,7 @@ Command = Callable[[Path, int], list[str]]
 
 @dataclass(frozen=True)
 class S3Server:
-    """A running server: how to reach it, and what tests do to it behind the back of the code under test."""
+    """A running server: settings to reach it, and direct access for tests, past the code under test."""
 
     kind: str
     endpoint: str
@@ -73,11 +73,11 @@ class S3Server:
         return env if self.ca is None else {**env, "AWS_CA_BUNDLE": str(self.ca)}
 
     def at(self, endpoint: str) -> S3Server:
-        """The same server, reached by another way, such as through a proxy."""
+        """Return the same server under another endpoint, such as a proxy's."""
         return replace(self, endpoint=endpoint)
 
     def client(self, service: str = "s3", **settings: Any) -> Any:
-        """A raw boto3 client that shares nothing with the code under test."""
+        """Make a raw boto3 client that shares nothing with the code under test."""
         return boto3.session.Session().client(
             service,
             endpoint_url=self.endpoint,
@@ -90,7 +90,7 @@ class S3Server:
         )
 
     def make_bucket(self, stem: str = "bucketpoint") -> str:
-        """A new, empty bucket with a name that nobody else has."""
+        """Make an empty bucket with a new, unique name, and return the name."""
         name = f"{stem}-{os.urandom(6).hex()}"
         self.client().create_bucket(Bucket=name)
         return name
@@ -102,17 +102,17 @@ class S3Server:
         return f"{self.endpoint}/{bucket}/{quote(key)}"
 
     def keys(self, bucket: str, prefix: str = "") -> list[str]:
-        """Every key under the prefix, sorted."""
+        """Return every key under the prefix, sorted."""
         pages = self.client().get_paginator("list_objects_v2").paginate(Bucket=bucket, Prefix=prefix)
         return sorted(entry["Key"] for page in pages for entry in page.get("Contents", []))
 
     def open_uploads(self, bucket: str, prefix: str = "") -> list[str]:
-        """The keys of multipart uploads neither completed nor aborted. MinIO lists them for an exact key only."""
+        """Return the keys of unfinished multipart uploads. MinIO lists them for an exact key only."""
         answer = self.client().list_multipart_uploads(Bucket=bucket, Prefix=prefix)
         return sorted(upload["Key"] for upload in answer.get("Uploads", []))
 
     def limited_options(self, *statements: dict[str, Any], lifetime_s: int = 900) -> dict[str, Any]:
-        """`storage_options` with session credentials that may do only what the statements allow (MinIO only)."""
+        """Return `storage_options` with session credentials limited to what the statements allow (MinIO only)."""
         policy = json.dumps({"Version": "2012-10-17", "Statement": list(statements)})
         granted = self.client("sts").assume_role(
             RoleArn="arn:aws:iam::000000000000:role/limited",
@@ -129,14 +129,14 @@ class S3Server:
 
 
 def find_minio() -> Path | None:
-    """The MinIO server of this machine: `$MINIO`, or `minio` on the PATH."""
+    """Find the MinIO server of this machine: `$MINIO`, or `minio` on the PATH."""
     found = os.environ.get("MINIO") or which("minio")
     return Path(found) if found else None
 
 
 @contextmanager
 def moto() -> Iterator[S3Server]:
-    """moto's server in a process of its own, so that its CPU time is not the test's. It keeps everything in memory."""
+    """Run moto's server in a process of its own, so that its CPU time is not the test's. It keeps data in memory."""
 
     def command(scratch: Path, port: int) -> list[str]:
         return [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
@@ -147,7 +147,7 @@ def moto() -> Iterator[S3Server]:
 
 @contextmanager
 def minio(binary: Path, *, tls: bool = False, data: Path | None = None) -> Iterator[S3Server]:
-    """A MinIO server on a temporary directory, or on `data`; with `tls`, under an authority made just now."""
+    """Run a MinIO server on a temporary directory, or on `data`; with `tls`, under a newly made authority."""
     key, secret = "bucketpoint", os.urandom(16).hex()
 
     def command(scratch: Path, port: int) -> list[str]:
@@ -157,7 +157,7 @@ def minio(binary: Path, *, tls: bool = False, data: Path | None = None) -> Itera
             make_certificates(certificates)
         return [
             *(str(binary), "server", "--quiet", "--address", f"127.0.0.1:{port}"),
-            # Named without TLS too: the default is a folder in the user's home.
+            # Given without TLS too: the default is a folder in the user's home.
             *("--certs-dir", str(certificates)),
             str(data or scratch / "data"),
         ]
@@ -167,9 +167,10 @@ def minio(binary: Path, *, tls: bool = False, data: Path | None = None) -> Itera
         "MINIO_ROOT_PASSWORD": secret,
         "MINIO_BROWSER": "off",
         "MINIO_UPDATE": "off",
-        # A directory of the root disk is all that a test needs; MinIO otherwise asks for a mount of its own.
+        # Lets MinIO use a directory of the root disk, which suffices for a test; it otherwise requires a mount of
+        # its own.
         "MINIO_CI_CD": "1",
-        # With a key MinIO serves SSE-S3 and SSE-KMS; SSE-C needs TLS besides.
+        # With this key MinIO supports SSE-S3 and SSE-KMS; SSE-C needs TLS as well.
         "MINIO_KMS_SECRET_KEY": f"{KMS_KEY}:{base64.b64encode(os.urandom(32)).decode()}",
     }
     with _running(command, env) as (scratch, port, pid):
@@ -182,7 +183,7 @@ def minio(binary: Path, *, tls: bool = False, data: Path | None = None) -> Itera
 
 @contextmanager
 def _running(command: Command, env: dict[str, str]) -> Iterator[tuple[Path, int, int]]:
-    """Runs the server and yields (its directory, its port, the supervisor's pid) once the port answers."""
+    """Run the server and yield (its directory, its port, the supervisor's pid) once the port answers."""
     for attempt in range(START_ATTEMPTS):
         with _supervised(command, env) as (process, scratch, port, log):
             if _wait_until_listening(process, port):
@@ -197,7 +198,7 @@ def _running(command: Command, env: dict[str, str]) -> Iterator[tuple[Path, int,
 def _supervised(
     command: Command, env: dict[str, str]
 ) -> Iterator[tuple[subprocess.Popen[bytes], Path, int, IO[bytes]]]:
-    # The supervisor deletes the directory too, for the case that this process is killed.
+    # The supervisor deletes the directory as well, in case this process is killed.
     scratch = Path(tempfile.mkdtemp(prefix="bucketpoint-server-"))
     port = free_port()
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(_HOST_SETTINGS)}
@@ -208,7 +209,7 @@ def _supervised(
             stdout=log,
             stderr=subprocess.STDOUT,
             env={**inherited, "HOME": str(scratch), **env},
-            # A Ctrl-C at the terminal is for pytest; the server ends when the fixture does.
+            # Ctrl-C at the terminal must reach pytest only; the server ends when the fixture does.
             start_new_session=True,
         )
         try:
@@ -224,7 +225,7 @@ def _supervised(
 
 
 def free_port() -> int:
-    """A port that is free now. Another process may take it first, so starting a server on it is tried again."""
+    """Return a port that is free now. Another process may take it first, so callers retry the start of a server."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]
@@ -243,7 +244,7 @@ def _wait_until_listening(process: subprocess.Popen[bytes], port: int) -> bool:
 
 
 def _wait_until_served(server: S3Server) -> None:
-    """MinIO listens before its disks are ready, and answers 503 until then."""
+    """Wait until the server answers requests: MinIO listens before its disks are ready, and answers 503 until then."""
     deadline = time.monotonic() + START_TIMEOUT_S
     client = server.client()
     while True:

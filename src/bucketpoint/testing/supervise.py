@@ -1,6 +1,7 @@
-"""Runs one server and ends it, and its directory, as soon as standard input closes. Standard library only.
+"""Supervisor of one server: ends it, and deletes its directory, as soon as standard input closes.
 
-The pipe closes however the test process ends, SIGKILL included, so no run of the suite leaves a server behind.
+The pipe closes however the test process ends, even by SIGKILL, so no run of the suite leaves a server behind. This
+module imports the standard library only.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a run of tests has done, to be told at its end: faults made, kills, and cases. Sums only."""
+"""Totals of a test run, for the summary at the end: faults made, kills, and cases."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Tally:
     cases: Counter[str] = field(default_factory=Counter)
 
     def passed(self, counts: Counts) -> None:
-        """Add what has passed through a proxy."""
+        """Add the counts of a proxy."""
         self.requests += counts.requests.total()
         self.faults.update(counts.faults)
 
@@ -30,7 +30,7 @@ class Tally:
         return {"requests": self.requests, "faults": dict(self.faults), "cases": dict(self.cases)}
 
     def add(self, other: Mapping[str, object]) -> None:
-        """Add what `as_dict` of another process's said."""
+        """Add the result of `as_dict` from another process."""
         requests, faults, cases = other["requests"], other["faults"], other["cases"]
         assert isinstance(requests, int)
         assert isinstance(faults, dict)
@@ -40,7 +40,7 @@ class Tally:
         self.cases.update(cases)
 
     def lines(self) -> list[str]:
-        """For a person; none if nothing happened."""
+        """Return the summary for a person; empty if nothing happened."""
         found = []
         if self.faults:
             found.append(f"{self.faults.total():,} faults in {self.requests:,} requests")

@@ -1,4 +1,4 @@
-"""Moving bytes under one budget. Knows nothing of tensors and nothing of DCP."""
+"""Uploads, downloads and copies of objects, in parallel and within one memory budget."""
 
 from bucketpoint.transfer.budget import BufferPool
 from bucketpoint.transfer.download import Block, Extent, Request, Whole, plan_requests

@@ -1,4 +1,4 @@
-"""Memory of our own, under one limit: leased buffers that are reused while they fit the budget. Knows no stores."""
+"""Buffers under one memory limit: leased to transfers, and reused as long as they fit the budget."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ _GRAIN = 1 << 20
 
 
 class BufferPool:
-    """Hands out writable buffers whose total stays within `limit_bytes`.
+    """A pool of writable buffers whose total size stays within `limit_bytes`.
 
-    A single request above the limit is granted alone, when nothing else is leased: refusing it would make a large
-    foreign item unloadable, and granting it beside others would not bound anything.
+    A single lease above the limit is granted only while nothing else is leased. Refusing such a lease would make a
+    large item of another writer unloadable, and granting it beside other leases would leave memory unbounded.
     """
 
     def __init__(self, limit_bytes: int) -> None:
@@ -26,18 +26,21 @@ class BufferPool:
         self._cached = 0
         self._free: list[mmap.mmap] = []
         self.peak_bytes = 0
-        """The most bytes that were ever held at once, free ones included."""
+        """The most bytes that were ever held at once, cached free buffers included."""
 
     @contextmanager
     def lease(self, nbytes: int) -> Iterator[memoryview]:
-        """A buffer of exactly `nbytes`, valid within the block. Its content is undefined."""
+        """Lease a buffer of exactly `nbytes`, valid within the block. Waits until the limit allows the lease.
+
+        The buffer's content is undefined.
+        """
         with self._lease(nbytes, waits=True) as view:
             assert view is not None
             yield view
 
     @contextmanager
     def lease_now(self, nbytes: int) -> Iterator[memoryview | None]:
-        """The same for whoever must not wait for it: None if that many bytes are not free within the limit."""
+        """Lease a buffer like `lease`, but without waiting: yields None if the limit does not allow the lease now."""
         with self._lease(nbytes, waits=False) as view:
             yield view
 
@@ -52,7 +55,7 @@ class BufferPool:
                 self._state.wait_for(lambda: self._leased == 0 or self._leased + size <= self._limit)
             granted = waits or self._leased + size <= self._limit
             if granted:
-                # Counted once it is there: what the system refuses is not held.
+                # Counted only after the allocation, because the system may refuse it.
                 buffer = self._take(size)
                 self._leased += size
                 self.peak_bytes = max(self.peak_bytes, self._leased + self._cached)
@@ -79,8 +82,8 @@ class BufferPool:
         while self._free and self._leased + size + self._cached > self._limit:
             self._cached -= len(self._free.pop())
         try:
-            # Anonymous maps go back to the system when dropped; heap memory of this size may not.
+            # An anonymous map is returned to the system when it is dropped; heap memory of this size may not be.
             return mmap.mmap(-1, size)
         except (OSError, OverflowError, ValueError) as error:
-            # A length in metadata that somebody else wrote may be any number.
+            # Metadata of another writer may contain any number as a length.
             raise BucketpointError(f"{size} bytes of memory cannot be had to take an item whole: {error}") from None

@@ -1,6 +1,6 @@
-"""Objects from one store to another: inside the service where that can be, else through this process in pieces.
+"""Copies of objects from one store to another: inside the service if possible, else in pieces through this process.
 
-Every byte that comes through is shown to a check before the object that it belongs to can become visible.
+Bytes that pass through this process are given to a check before the copied object can become visible.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from bucketpoint.errors import (
 from bucketpoint.stores import CopiesInside, ObjectInfo, Store
 from bucketpoint.transfer.budget import BufferPool
 from bucketpoint.transfer.options import TransferOptions
-from bucketpoint.transfer.pieces import each
+from bucketpoint.transfer.pieces import for_each
 from bucketpoint.transfer.progress import Meter
 from bucketpoint.transfer.retry import retry_transient
 from bucketpoint.transfer.upload import ObjectSource, Segment, upload_objects
@@ -29,12 +29,18 @@ from bucketpoint.transfer.upload import ObjectSource, Segment, upload_objects
 _NO_REFUSAL = (TransientStoreError, ThrottledError, EndpointError, ObjectNotFoundError, PreconditionFailedError)
 
 See = Callable[[int, memoryview], None]
-"""`see(start, view)` is shown the bytes of an object from `start` on, from several threads, and raises to refuse."""
+"""`see(start, view)` gets bytes of an object, from offset `start` on. Called from several threads; raises to refuse."""
 
 
 @dataclass(frozen=True)
 class CopyJob:
-    """One object to copy: what `head` said of the source, and the key that it gets."""
+    """One object to copy.
+
+    Attributes:
+        source: description of the source object, from `head`.
+        target: key of the copy.
+        see: check of the bytes that pass through this process, or None.
+    """
 
     source: ObjectInfo
     target: str
@@ -42,28 +48,28 @@ class CopyJob:
 
 
 def inside_one_service(source: Store, target: Store) -> bool:
-    """Whether the service can be asked to copy between these stores by itself."""
+    """Return True if the service can be asked to copy between these stores by itself."""
     return isinstance(target, CopiesInside) and target.can_copy_from(source)
 
 
 def copy_objects(
     source: Store, target: Store, jobs: Sequence[CopyJob], options: TransferOptions, *, meter: Meter
 ) -> tuple[list[ObjectInfo], bool]:
-    """Copy all objects in parallel. Memory stays within `max_inflight_bytes` where the target takes parts.
+    """Copy all objects in parallel. Memory stays within `max_inflight_bytes` if the target has multipart uploads.
 
     Returns:
-        what the target says of each, and whether the service copied them by itself.
+        The target's description of each object, and True if the service copied them by itself.
 
     Raises:
-        CorruptDataError: an object has another size afterwards.
-        StoreError: a request failed for good. What was begun is aborted; whole objects stay.
+        CorruptDataError: a copy has another size than its source.
+        StoreError: a request failed for good. Unfinished uploads are aborted; finished objects stay.
     """
     if jobs and isinstance(target, CopiesInside) and target.can_copy_from(source):
         try:
             first = _copy_inside(source, target, jobs[0], options, meter)
         except StoreError as error:
-            # The target's credentials may not reach the source, and some services copy within a bucket, a region or a
-            # partition only: whatever the refusal says, the bytes can still come through here.
+            # The target's credentials may not reach the source, and some services copy only within a bucket, a region
+            # or a partition. Whatever the reason of the refusal, the bytes can still pass through this process.
             if isinstance(error, _NO_REFUSAL):
                 raise
         else:
@@ -72,7 +78,7 @@ def copy_objects(
             def copy(job: CopyJob) -> None:
                 copied[job.target] = _copy_inside(source, target, job, options, meter)
 
-            each(jobs[1:], copy, options)
+            for_each(jobs[1:], copy, options)
             return [copied[job.target] for job in jobs], True
     return _stream(source, target, jobs, options, meter), False
 
@@ -82,7 +88,7 @@ def _copy_inside(source: Store, target: Store, job: CopyJob, options: TransferOp
     copies: CopiesInside = target
     attempts = options.read_attempts
     retry_transient(lambda: copies.copy_from(source, job.source, job.target), attempts=attempts)
-    # The answer to a copy does not always tell the size.
+    # The reply to a copy does not always contain the size.
     info = retry_transient(lambda: target.head(job.target), attempts=attempts)
     _check_size(target, job, info.size)
     meter.add(info.size)

@@ -1,6 +1,6 @@
-"""Extents come down: neighbours in an object coalesced into one request, received in place or through leased memory.
+"""Downloads of extents: neighbouring extents are coalesced into one request, and received in place or in leased memory.
 
-Knows byte ranges, checksums and stores; what the bytes mean is the business of `format` and `dcp`.
+This module deals with byte ranges, checksums and stores; `format` and `dcp` interpret the bytes.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from bucketpoint.transfer.progress import Meter
 from bucketpoint.transfer.retry import retry_transient
 
 SMALL_EXTENT_BYTES = 64 << 10
-"""Direct extents below this are copied out of a leased buffer instead: a socket read for each would cost more."""
+"""Smaller direct extents are received in a leased buffer and copied: a socket read for each would cost more."""
 
 
 @dataclass(frozen=True)
 class Block:
-    """An expected checksum: the next `nbytes` of an extent have this CRC32C."""
+    """The expected CRC32C of the next `nbytes` of an extent."""
 
     nbytes: int
     crc32c: int
 
 
 class Whole:
-    """An expected checksum of what several extents make up. They come in any order, from any thread."""
+    """The expected CRC32C of several extents together. They may arrive in any order, from any thread."""
 
     def __init__(self, nbytes: int, crc32c: int) -> None:
         self.nbytes = nbytes
@@ -41,7 +41,7 @@ class Whole:
         self._parts: dict[int, tuple[int, int]] = {}
 
     def found(self, start: int, nbytes: int, crc: int) -> int | None:
-        """Take in the checksum of one extent; that of the whole, once all have come."""
+        """Record the checksum of one extent. Returns the checksum of the whole once all extents have arrived."""
         with self._lock:
             self._parts[start] = nbytes, crc
             if sum(size for size, _ in self._parts.values()) < self.nbytes:
@@ -54,19 +54,20 @@ class Whole:
 
 @dataclass(frozen=True)
 class Extent:
-    """Bytes `[start, stop)` of the object at `key`, and where they go.
+    """Bytes `[start, stop)` of the object at `key`, with their checksums and their destination.
 
     Attributes:
-        blocks: expected checksums that cover the extent from its first byte on; empty for none.
-        part_of: what the extent is checked as a part of, where it has no blocks. The last part to come raises.
-        direct: memory of the caller that receives the bytes from `direct_start` on; what lies before and after it in
-            the extent is received only to verify the blocks at its borders.
-        deliver: called with the extent's bytes on a worker thread once they are verified, unless `direct` is given,
-            then with None. The view is valid during the call alone.
+        blocks: expected checksums that cover the extent from the first byte on; empty for none.
+        part_of: checksum of several extents of which this is one, for an extent without blocks. The check fails in the
+            extent that arrives last.
+        direct: memory of the caller that receives the bytes from `direct_start` on. The extent's bytes before and after
+            it are received only to verify the blocks at the borders.
+        deliver: called on a worker thread once the bytes are verified: with the extent's bytes, or with None if
+            `direct` is given. The view is valid only during the call.
         label: the state-dict key, for messages.
         etag: the object must still have this ETag.
-        deliver_there: instead of `deliver`, for bytes that the caller holds on a device, in a form of its own. None:
-            they must come through host memory.
+        deliver_there: called instead of `deliver` if the bytes can go from one device to another, with device data in
+            the caller's own form. None: the bytes must pass through host memory.
     """
 
     key: str
@@ -88,7 +89,12 @@ class Extent:
 
 @dataclass
 class Request:
-    """One ranged read: extents of one object in order, with gaps between them."""
+    """One ranged read: extents of one object in order, with gaps between them.
+
+    Attributes:
+        wanted: bytes of the extents.
+        leased: bytes of leased memory that the request needs, gaps included.
+    """
 
     key: str
     etag: str | None
@@ -106,16 +112,16 @@ class Request:
 
     @property
     def on_device(self) -> bool:
-        """Whether its bytes can go from one device to another."""
+        """True if the bytes can go from one device to another without host memory."""
         return self.extents[0].deliver_there is not None
 
 
 def plan_requests(extents: Iterable[Extent], options: TransferOptions) -> list[Request]:
-    """Sort extents by object and offset, and join neighbours by the cost model.
+    """Sort extents by object and offset, and join neighbours into requests.
 
-    Two are joined if the gap costs less time than another request would, as long as what is fetched stays within
-    `max_overread` of what is needed (tiny gaps are free), the request stays within a part, and what must be leased
-    for it fits one connection's share of the budget.
+    Two neighbours are joined if reading the gap costs less time than another request, as long as the bytes fetched stay
+    within `max_overread` of the bytes needed (tiny gaps are free), the request is no larger than a part, and its leased
+    memory fits one connection's share of the budget.
     """
     requests: list[Request] = []
     current: Request | None = None
@@ -128,7 +134,7 @@ def plan_requests(extents: Iterable[Extent], options: TransferOptions) -> list[R
         current.extents.append(extent)
         current.wanted += extent.nbytes
         current.leased += _leased(extent)
-    # The largest first: a big request begun last would be alone at the end.
+    # Largest first: a large request that starts last would run alone at the end.
     requests.sort(key=lambda request: request.start - request.stop)
     return requests
 
@@ -154,7 +160,7 @@ def _leased(extent: Extent) -> int:
 
 
 def fetch_one(reads: Reads, request: Request, options: TransferOptions, pool: BufferPool, meter: Meter) -> None:
-    """Run one request on the current thread: its bytes are received, verified and delivered."""
+    """Run one request on the current thread: receive, verify and deliver the bytes."""
     with pool.lease(request.leased) as lease:
         buffers, pieces = _lay_out(request, lease)
 
@@ -169,14 +175,15 @@ def fetch_one(reads: Reads, request: Request, options: TransferOptions, pool: Bu
 
 
 class Assembly:
-    """A request whose bytes come in any order, and not all of them from the store.
+    """A request whose bytes arrive in any order, possibly not all of them from the store.
 
-    Bytes are either received into the memory that `direct` or `place` names, or copied by `put`; `arrived` counts all.
-    One thread fills an assembly, and any thread may finish it once it is whole.
+    Bytes are received into the memory that `direct` or `place` returns, or are copied by `put`; `arrived` counts all of
+    them. One thread fills an assembly, and any thread may finish it once no byte is missing.
 
     Args:
-        url: of the store, for messages.
-        take, give: where memory of our own comes from, and where it goes once the assembly is finished.
+        url: URL of the store, for messages.
+        take: function that allocates the memory for bytes that do not go directly to the caller.
+        give: function that gets this memory back once the assembly is finished.
     """
 
     def __init__(
@@ -200,11 +207,11 @@ class Assembly:
 
     @property
     def leased(self) -> int:
-        """Bytes of memory of our own that the assembly holds now."""
+        """Number of bytes of memory from `take` that the assembly holds now."""
         return self.request.leased if self._buffers else 0
 
     def direct(self, start: int, stop: int) -> memoryview | None:
-        """The caller's memory that bytes `[start, stop)` of the object belong into, if all of them do."""
+        """Return the caller's memory for bytes `[start, stop)` of the object, or None if not all of them go there."""
         index = bisect.bisect_right(self._direct_starts, start) - 1
         if index < 0:
             return None
@@ -212,12 +219,12 @@ class Assembly:
         return view[start - origin : stop - origin] if stop - origin <= len(view) else None
 
     def place(self, start: int, stop: int) -> memoryview | None:
-        """Where bytes `[start, stop)` of the object belong, if that is one stretch: the caller's memory or our own."""
+        """Return the memory for bytes `[start, stop)`, the caller's or from `take`; None if it is not contiguous."""
         origin, buffer = self._buffers[self._buffer_of(start)]
         return buffer[start - origin : stop - origin] if stop - origin <= len(buffer) else None
 
     def put(self, start: int, data: memoryview) -> None:
-        """Copy the object's bytes from `start` on to where they belong."""
+        """Copy bytes of the object, from offset `start` on, to their destination."""
         index = self._buffer_of(start)
         while len(data):
             origin, buffer = self._buffers[index]
@@ -226,13 +233,13 @@ class Assembly:
             start, data, index = start + len(room), data[len(room) :], index + 1
 
     def arrived(self, nbytes: int) -> bool:
-        """Count bytes that are where they belong. True once none is missing."""
+        """Count bytes that have reached their destination. Returns True once none is missing."""
         self._missing -= nbytes
         assert self._missing >= 0
         return self._missing == 0
 
     def finish(self) -> None:
-        """Verify and deliver every extent, and let go of the memory. Raises CorruptDataError."""
+        """Verify and deliver every extent, and release the memory. Raises CorruptDataError."""
         if not self._buffers:
             self._open()
         for extent, views in zip(self.request.extents, self._pieces, strict=True):
@@ -269,7 +276,7 @@ def _hand_over(request: Request, pieces: Sequence[Sequence[memoryview]]) -> None
 
 
 def _lay_out(request: Request, lease: memoryview) -> tuple[list[memoryview], list[list[memoryview]]]:
-    """Buffers that receive the request from first byte to last, and for each extent the views that hold it."""
+    """Return the buffers that receive the request from first byte to last, and the views of each extent's bytes."""
     buffers: list[memoryview] = []
     pieces: list[list[memoryview]] = []
     run_start = used = 0
@@ -281,7 +288,7 @@ def _lay_out(request: Request, lease: memoryview) -> tuple[list[memoryview], lis
         return view
 
     def flush() -> None:
-        # What was leased since the last direct buffer lies together, so it is received by one read.
+        # Leased memory since the last direct buffer is contiguous, so it is received by one read.
         nonlocal run_start
         if used > run_start:
             buffers.append(lease[run_start:used])
@@ -321,7 +328,7 @@ def _crc_of(views: Iterable[memoryview]) -> int:
 
 
 def check_block(url: str, extent: Extent, start: int, block: Block, found: int) -> None:
-    """Raises CorruptDataError if `found` is not the CRC32C that the block from byte `start` of the object on has."""
+    """Raise CorruptDataError if `found` is not the CRC32C of the block that begins at byte `start` of the object."""
     if found != block.crc32c:
         raise CorruptDataError(
             f"Checksum mismatch in {extent.label or 'data'}: bytes {start}-{start + block.nbytes - 1} have "
@@ -332,7 +339,7 @@ def check_block(url: str, extent: Extent, start: int, block: Block, found: int) 
 
 
 def check_part(url: str, extent: Extent, whole: Whole, found: int) -> None:
-    """Raises CorruptDataError if this extent, whose CRC32C is `found`, completes its item and that differs."""
+    """Record the CRC32C `found` of an extent; raise CorruptDataError if it completes `whole` and the whole differs."""
     total = whole.found(extent.start, extent.nbytes, found)
     if total is not None and total != whole.crc32c:
         raise CorruptDataError(
@@ -344,7 +351,7 @@ def check_part(url: str, extent: Extent, whole: Whole, found: int) -> None:
 
 
 def _cut(views: Sequence[memoryview], sizes: Sequence[int]) -> Iterator[list[memoryview]]:
-    """The same bytes as `views`, cut into stretches of the given sizes."""
+    """Yield the bytes of `views`, cut into stretches of the given sizes."""
     index = offset = 0
     for size in sizes:
         stretch = []

@@ -1,7 +1,7 @@
-"""All requests of a load come down: a thread for each, or many in one call of a store that has an event loop.
+"""Execution of all requests of a load: one thread per request, or many ranges per call of a store with an event loop.
 
-Of such calls there are two at a time, so that what one has brought is copied and verified while the other waits. What a
-call brings is held in memory as it arrives, and counts against the budget.
+Two such calls are under way at a time, so that the bytes of one are copied and verified while the other waits. All
+bytes of a call are held in memory as they arrive, and count against the budget.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ CALLS = 2
 """Batches under way at once."""
 
 RANGES = 8
-"""Of a call that is full: fewer do not fill the connections, and more cost CPU, milliseconds each in some libraries."""
+"""Ranges of a full call. Fewer would not fill the connections; more cost CPU, in some libraries milliseconds each."""
 
 _SMALLEST_PIECE = 1 << 20
 
 
 @dataclass
 class Batch:
-    """Requests that are asked for in one call, and the ranges that they are cut into."""
+    """Requests that are sent in one call, and the ranges that they are cut into."""
 
     requests: list[Request] = field(default_factory=list)
     ranges: list[Range] = field(default_factory=list)
@@ -40,8 +40,8 @@ class Batch:
 def fetch(
     store: Store, requests: Sequence[Request], options: TransferOptions, *, pool: BufferPool, meter: Meter
 ) -> None:
-    """Run all requests in parallel; every extent is verified and delivered, or the first error is raised."""
-    # No call for many ranges takes conditions.
+    """Run all requests in parallel: every extent is verified and delivered, or the first error is raised."""
+    # `read_many` has no conditions, so requests with an ETag are sent one by one.
     if store.capabilities.many_ranges and not any(request.etag for request in requests):
         with TaskGroup(CALLS, name="bucketpoint-download", nice=options.nice) as group:
             for batch in batches(requests, options):
@@ -54,8 +54,9 @@ def fetch(
 
 
 def batches(requests: Sequence[Request], options: TransferOptions) -> Iterator[Batch]:
-    """Cut large requests into ranges, so that a call has enough of them to fill its connections, and deal requests out
-    to calls: each holds at most its share of the budget.
+    """Cut large requests into ranges, so that a call can fill its connections, and group the requests into calls.
+
+    Each call holds at most its share of the budget.
     """
     share = max(options.max_inflight_bytes // CALLS, 1)
     piece = max(share // RANGES, _SMALLEST_PIECE)
@@ -92,7 +93,7 @@ def _fetch_batch(store: Store, batch: Batch, options: TransferOptions, pool: Buf
                 meter.add(request.stop - request.start)
             else:
                 failed.append(request)
-    # Without the lease: on its own each takes one, and tries again as often as is allowed.
+    # After the lease of the batch has ended: each failed request takes a lease of its own, and has its own retries.
     for request in failed:
         fetch_one(store, request, options, pool, meter)
 

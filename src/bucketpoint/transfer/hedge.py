@@ -1,10 +1,10 @@
-"""Ranges that are late, asked for a second time: when, how often, and which of two replies counts. Knows no extents.
+"""Hedged reads: a late range is requested a second time, and the reply that is complete first is used.
 
-Two replies never write into the same memory. A reply gets memory only once its head is there: the first one the
-caller's, the second one a buffer of its own out of the budget. If the second is whole first, the first one's connection
-is shut, its thread is waited for, and then the bytes are copied. So requests that have not been answered, which is most
-of what is late, cost no memory and no copy, and a request that is given up needs nobody who waits for it: its thread
-finds nothing to write to, whenever the answer comes.
+Two replies never write into the same memory. A reply gets memory only once its headers have arrived: the first reply
+the caller's memory, the second reply a buffer of its own from the budget. If the second reply is complete first, the
+connection of the first reply is shut down, its thread is waited for, and then the bytes are copied. So requests without
+an answer, which most late requests are, cost no memory and no copy. And nobody needs to wait for a request that was
+given up: whenever its answer arrives, its thread finds no memory to write to.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ from bucketpoint.transfer.progress import Meter
 
 RECENT = 128
 ENOUGH = 10
-"""So many times of one size are remembered, and so many are needed before any of them counts as late."""
+"""`RECENT` durations are kept for each class of sizes; `ENOUGH` of them are needed before a range can count as late."""
 
 LATE = 2.0
-"""Times the median that a range must take to be late: a second request takes about one median, and would not be there
-before the first one otherwise."""
+"""A range must take at least this many times the median to be late. A second request takes about one median, so it
+would not be complete before the first one otherwise."""
 
 FIRST, SECOND = "bucketpoint-range", "bucketpoint-range-again"
-"""Names of the threads."""
+"""Names of the threads of the first and the second request."""
 
 _POLL_S = 0.1
 
 
 class Reads(Protocol):
-    """What a load needs of a store."""
+    """The part of `Store` that a load needs."""
 
     @property
     def url(self) -> str: ...
@@ -49,22 +49,22 @@ class Reads(Protocol):
 
 
 def hedged(store: Store, options: TransferOptions, pool: BufferPool, meter: Meter) -> Reads:
-    """The store as loads read it: late ranges are asked for twice, if the options say so and the store lets replies
-    be given up."""
+    """Return `store`, wrapped in `HedgedReads` if the options have `hedge` and the store implements `OpensRanges`."""
     if options.hedge is None or not isinstance(store, OpensRanges):
         return store
     return HedgedReads(store, store.url, options.hedge, pool, meter)
 
 
 class HedgedReads:
-    """Reads ranges as a store's `read_into` does, and asks for those that are late once more.
+    """Reader of ranges like a store's `read_into`, which requests late ranges a second time.
 
     Args:
-        pool: where the memory for second replies comes from. They do without where it has none left.
+        pool: memory for second replies. If there is none left, a second reply waits for the caller's memory.
         meter: counts the second requests.
 
     Attributes:
-        asked, extra: requests for ranges, and the second ones beside them.
+        asked: number of ranges requested.
+        extra: number of second requests.
     """
 
     def __init__(self, store: OpensRanges, url: str, hedge: Hedge, pool: BufferPool, meter: Meter) -> None:
@@ -100,7 +100,7 @@ class HedgedReads:
 
 
 class RecentTimes:
-    """How long ranges took, by their size: within one class, no range is more than four times as large as another."""
+    """Recent durations of reads by class of size: the sizes of a class differ by less than a factor of four."""
 
     def __init__(self, hedge: Hedge) -> None:
         self._hedge = hedge
@@ -112,7 +112,11 @@ class RecentTimes:
             self._by_class.setdefault(_class_of(nbytes), deque(maxlen=RECENT)).append(seconds)
 
     def late_after(self, nbytes: int) -> float | None:
-        """Seconds; None as long as too little is known. What is late among larger ranges is late for this one too."""
+        """Return the seconds after which a range of this size is late, or None as long as too few durations are known.
+
+        If this class has too few durations, those of a class of larger ranges are used: a duration that is late for a
+        larger range is late for this one, too.
+        """
         if self._hedge.after_s is not None:
             return self._hedge.after_s
         with self._lock:
@@ -129,9 +133,9 @@ def _class_of(nbytes: int) -> int:
 
 
 class _Race:
-    """One range, asked for once or twice, each time on a thread of its own.
+    """One range that is requested once or twice, each time on a thread of its own.
 
-    `_in_place` is the reply that writes into the caller's memory: one at a time, and none once `run` has returned.
+    `_in_place` is the reply that writes into the caller's memory: at most one at a time, and none after `run` returns.
     """
 
     def __init__(self, ask: Callable[[], RangeReply], target: Buffers, nbytes: int, pool: BufferPool) -> None:
@@ -148,7 +152,7 @@ class _Race:
         self._first_error: BaseException | None = None
 
     def run(self, late_after: Callable[[], float | None], may_ask_again: Callable[[], bool]) -> None:
-        """Fill the target. Raises what the first request raised, if the second has not been whole either."""
+        """Fill the target. Raises the error of the first request if the second request did not succeed either."""
         began, asked_again = time.monotonic(), False
         try:
             with self._state:
@@ -171,7 +175,7 @@ class _Race:
             self._end()
 
     def _end(self) -> None:
-        """Whatever happened: nobody writes into the target any more, or begins to, and nobody else holds on to it."""
+        """Make sure, after success or failure, that no thread writes into the target or keeps a reference to it."""
         with self._state:
             self._decided = True
             self._given_up.set()
@@ -182,7 +186,7 @@ class _Race:
     # -- on the threads of the two requests ---------------------------------------------------------------------------
 
     def _start(self, request: Callable[[], None], name: str) -> None:
-        # A daemon: of a request that is given up nobody needs an answer, and least of all a process that ends.
+        # A daemon thread, so that a request that was given up does not keep the process from ending.
         context = contextvars.copy_context()
         thread = threading.Thread(target=context.run, args=(request,), name=name, daemon=True)
         thread.start()
@@ -194,11 +198,11 @@ class _Race:
             try:
                 self._receive(self._ask())
             except BaseException as error:  # noqa: BLE001 (raised by `run`)
-                # Without its traceback, whose frames hold the target.
+                # Drop the traceback: its frames would keep the target alive.
                 self._first_error = error.with_traceback(None) if isinstance(error, StoreError) else error
 
     def _second(self) -> None:
-        # One attempt that waits for nothing: of a store that throttles or fails, no more than it was asked anyway.
+        # A set event means one attempt without retries: a store that throttles or fails gets no additional load.
         never = threading.Event()
         never.set()
         retry.stop_waiting_on(never)
@@ -206,7 +210,7 @@ class _Race:
             try:
                 self._receive(self._ask())
             except StoreError:
-                # The first request goes on, and says what is wrong if it fails too.
+                # The first request goes on; if it fails, too, its error is raised.
                 return
 
     @contextmanager
@@ -232,7 +236,7 @@ class _Race:
             reply.drop()
 
     def _receive_beside(self, reply: RangeReply) -> bool:
-        """Into memory of its own. False if there is none left."""
+        """Receive a reply into a buffer of its own. Returns False if the budget has no memory left."""
         with self._pool.lease_now(self._nbytes) as view:
             if view is None:
                 return False
@@ -241,7 +245,7 @@ class _Race:
             return True
 
     def _receive_in_place(self, reply: RangeReply) -> None:
-        """Into the caller's memory, once nobody else writes there."""
+        """Receive a reply into the caller's memory, once no other reply writes there."""
         with self._state:
             self._state.wait_for(lambda: self._decided or self._in_place is None)
             if self._decided or self._target is None:
@@ -259,7 +263,7 @@ class _Race:
                 self._state.notify_all()
 
     def _take_over(self, view: memoryview) -> None:
-        """What was received beside is whole, and counts unless what is in place already does."""
+        """Copy the complete second reply to the caller's memory, unless the other reply was complete before."""
         with self._state:
             if self._decided:
                 return
@@ -267,7 +271,7 @@ class _Race:
             self._drop_all()
             self._state.wait_for(lambda: self._in_place is None)
             if self._target is None:
-                # Whoever wanted it has left meanwhile.
+                # `run` has ended meanwhile.
                 return
             start = 0
             for part in self._target:

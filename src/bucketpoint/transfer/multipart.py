@@ -1,4 +1,4 @@
-"""The two ends of a multipart upload that every upload shares: completing it once, and dropping it. No tensors."""
+"""Completion and abortion of multipart uploads, shared by all kinds of uploads."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from bucketpoint.stores import ObjectInfo, Part, Store, retry
 logger = logging.getLogger(__name__)
 
 ABORT_DEADLINE_S = 30.0
-"""The save has failed, and whoever waits for its error should not wait for the tidying."""
+"""Deadline of an abort. The save has failed already, and its error should not be delayed by the cleanup."""
 
 
 def complete(store: Store, key: str, upload_id: str, parts: Iterable[Part], *, nbytes: int) -> ObjectInfo:
-    """Make the object of `nbytes` visible, also when the answer to an earlier attempt to do so was lost."""
+    """Complete an upload of `nbytes`, even if an earlier attempt succeeded and its answer was lost."""
     try:
         return store.complete_multipart(key, upload_id, sorted(parts, key=lambda part: part.number))
     except UploadNotFoundError:
-        # The store may have acted before. The key belongs to this attempt to save alone, so an object of the right
-        # size under it can only be ours.
+        # An earlier attempt may have completed the upload. Only this save attempt uses the key, so an object of the
+        # right size under the key can only be the completed upload.
         info = store.head(key)
         if info.size != nbytes:
             raise
@@ -28,7 +28,7 @@ def complete(store: Store, key: str, upload_id: str, parts: Iterable[Part], *, n
 
 
 def abort(store: Store, key: str, upload_id: str | None) -> None:
-    """Drop an upload, if one was begun. Its own failure must not hide the error that led here."""
+    """Abort an upload, if one was begun. A failure is only logged, so that it does not hide the error of the save."""
     if upload_id is None:
         return
     try:

@@ -1,4 +1,4 @@
-"""How bytes are moved: the few numbers that a user may change, with the reason for each default. No behaviour."""
+"""Options of transfers, with the reason for each default."""
 
 from __future__ import annotations
 
@@ -11,15 +11,18 @@ MIB = 1 << 20
 
 @dataclass(frozen=True)
 class Hedge:
-    """When a range that is late is asked for a second time, over another connection. The reply that is whole first
-    counts. After "The Tail at Scale" (Dean and Barroso, 2013), and S3's advice to repeat the slowest requests.
+    """Settings of hedged reads: a late range is requested a second time, over another connection.
+
+    The reply that is complete first is used. After "The Tail at Scale" (Dean and Barroso, 2013), and S3's advice to
+    repeat the slowest requests.
 
     Attributes:
-        quantile: a range is late when it takes longer than this share of recent ranges of about its size did, and at
-            least twice as long as half of them. 0.95: one in twenty is looked at twice.
-        after_s: seconds after which a range is late, instead of the quantile. For loads of few ranges: the quantile is
-            known after ten of them.
-        most_extra: second requests over requests, at most. A store that is slow as a whole is not asked twice as much.
+        quantile: a range is late if it takes longer than this share of recent ranges of about the same size, and at
+            least twice as long as their median. 0.95: one range in twenty is a candidate.
+        after_s: seconds after which a range is late, instead of the quantile. For loads of few ranges, because the
+            quantile is known only after ten ranges.
+        most_extra: most second requests, as a share of all requests. Keeps a store that is slow as a whole from getting
+            twice the requests.
     """
 
     quantile: float = 0.95
@@ -37,28 +40,29 @@ class Hedge:
 
 @dataclass(frozen=True)
 class TransferOptions:
-    """Sizes in bytes.
+    """Sizes, parallelism and limits of the transfers of a save or a load. Sizes are in bytes.
 
     Attributes:
-        part_bytes: the size aimed at for one upload part, which may come out at up to half more, and one ranged read.
-            32 MiB: at a first-byte latency of 60 ms and 90 MB/s a connection, a part spends 85 % of its time moving
-            bytes, and a 10 TB save costs 0.3 million requests and not 1.2 million (at 8 MiB).
-        connections: requests in flight at once, a save or a load. 24: a store that gives each connection 25 to 90 MB/s
-            then gives a rank 600 MB/s to 2 GB/s. More of them cost CPU where there are few cores.
-        max_inflight_bytes: memory of our own for bytes that cannot be sent from, or received into, the caller's
-            tensors (other devices, other dtypes, strided memory, transforms). The caller's memory is not counted.
-        single_put_bytes: objects up to this size go up in one request instead of as parts.
-        coalesce_gap_bytes: two ranges of an object this close are read in one request: a request costs about as much
-            time as these bytes do.
-        max_overread: bytes fetched over bytes needed that coalescing may reach, once gaps exceed `free_gap_bytes`. Low,
-            since every rank of a large job pays for it, and a store's bandwidth is what they share.
-        free_gap_bytes: gaps so small that they are always read over.
-        read_attempts: how often a range whose body broke off is asked for in all.
-        hedge: when a load asks for a late range a second time (S3 and GCS). None, the default: never. It costs
-            requests, and helps where a few ranges take much longer than the others.
-        nice: niceness (Linux) of the threads that move bytes.
-        background_nice: the same for those that upload while training goes on. 19, the highest: where every core is
-            busy the upload takes longer, and training steps do not. 0 where uploads must keep their share.
+        part_bytes: target size of one upload part, which may come out up to half larger, and of one ranged read.
+            32 MiB: at a first-byte latency of 60 ms and 90 MB/s per connection, a part spends 85 % of its
+            time moving bytes, and a 10 TB save costs 0.3 million requests instead of 1.2 million (at 8 MiB).
+        connections: requests in flight at once, per save or load. 24: a store that gives each connection 25 to 90 MB/s
+            then gives a rank 600 MB/s to 2 GB/s. More connections cost CPU on machines with few cores.
+        max_inflight_bytes: memory for bytes that cannot be sent from, or received into, the caller's tensors directly
+            (other devices, other dtypes, strided memory, transforms). The caller's memory is not counted.
+        single_put_bytes: objects up to this size are uploaded in one request instead of in parts.
+        coalesce_gap_bytes: two ranges of an object with at most this gap are read in one request: a request costs about
+            as much time as these bytes.
+        max_overread: largest ratio of bytes fetched to bytes needed in a coalesced request, once gaps exceed
+            `free_gap_bytes`. Low, because every rank of a large job pays for it, and the ranks share the store's
+            bandwidth.
+        free_gap_bytes: gaps up to this size are always read over.
+        read_attempts: attempts to read a range whose body broke off, the first included.
+        hedge: settings for requesting a late range a second time during a load (S3 and GCS). None, the default: never.
+            Hedging costs requests, and helps if a few ranges take much longer than the others.
+        nice: niceness (Linux) of the threads that transfer bytes.
+        background_nice: niceness of the threads that upload while training goes on. 19, the highest: if every core is
+            busy, uploads take longer and training steps do not. Use 0 if uploads must keep their share of the CPU.
     """
 
     part_bytes: int = 32 * MIB
@@ -84,15 +88,15 @@ class TransferOptions:
             raise BucketpointError(f"TransferOptions.max_overread must be at least 1, not {self.max_overread}")
 
     def in_background(self) -> TransferOptions:
-        """The options of an upload beside training."""
+        """Return the options for an upload while training goes on: `nice` is at least `background_nice`."""
         return replace(self, nice=max(self.nice, self.background_nice))
 
     @property
     def copied_part_bytes(self) -> int:
-        """Size of a part of which the store holds a copy: eight are under way within the budget."""
+        """Largest part size if the store's client copies each body: eight copies fit the budget."""
         return max(self.max_inflight_bytes // 8, 1)
 
     @property
     def lease_bytes(self) -> int:
-        """Size of one leased buffer: small enough that every connection gets one within the budget."""
+        """Size of one leased buffer: every connection gets one within the budget, but at least 1 MiB if it fits."""
         return max(self.max_inflight_bytes // self.connections, min(MIB, self.max_inflight_bytes))

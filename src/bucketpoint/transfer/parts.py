@@ -1,4 +1,4 @@
-"""Cutting a known number of bytes into parts, within a service's limits. Pure arithmetic."""
+"""Division of objects of known size into upload parts, within a service's limits."""
 
 from __future__ import annotations
 
@@ -10,31 +10,32 @@ from bucketpoint.stores import Capabilities
 from bucketpoint.transfer.options import MIB, TransferOptions
 
 SMALLEST_USEFUL_PART = 8 * MIB
-"""Parts are not made smaller than this for the sake of parallelism: below it the latency of a request dominates."""
+"""Parts are not made smaller than this to gain parallelism: in smaller parts the latency of a request dominates."""
 
 _GROWTH = 1.02
 
 
 @dataclass(frozen=True)
 class PartPlan:
-    """`count` parts of `part_bytes` each, but for the last, which holds the rest."""
+    """A division into `count` parts of `part_bytes` each; the last part has the rest."""
 
     nbytes: int
     part_bytes: int
     count: int
 
     def bounds(self, number: int) -> tuple[int, int]:
-        """First and one-past-last byte of part `number`, from 1."""
+        """Return the first and the one-past-last byte of part `number`, counted from 1."""
         start = (number - 1) * self.part_bytes
         return start, min(start + self.part_bytes, self.nbytes)
 
 
 def common_part_bytes(sizes: Sequence[int], options: TransferOptions) -> int:
-    """The size of part with which objects of these sizes, going up together, fill whole waves of the connections.
+    """Return a part size with which objects of these sizes, uploaded together, keep all connections busy to the end.
 
-    33 parts over 32 connections take as long as 64, so parts grow, to at most half above `part_bytes`, until their
-    number fits, or shrink to occupy idle connections as long as they stay useful. They grow rather than shrink where
-    either would do: thousands of ranks share a store's limit of requests a second.
+    33 parts over 32 connections take as long as 64 parts. So the part size grows, to at most 1.5 times `part_bytes`,
+    until the parts fill whole rounds of the connections; or it shrinks to use idle connections, but not below
+    `SMALLEST_USEFUL_PART`. If both are possible it grows, because thousands of ranks share a store's limit on requests
+    per second.
     """
     total = sum(sizes)
     largest = options.part_bytes * 3 // 2
@@ -46,10 +47,12 @@ def common_part_bytes(sizes: Sequence[int], options: TransferOptions) -> int:
 
 
 def plan_parts(nbytes: int, part_bytes: int, limits: Capabilities) -> PartPlan:
-    """Equal parts of about `part_bytes` within the service's limits. Equal, as some S3-compatible stores demand.
+    """Divide an object into equal parts of about `part_bytes` within the service's limits.
+
+    The parts are equal because some S3-compatible stores require that.
 
     Raises:
-        BucketpointError: the object is larger than the service can hold.
+        BucketpointError: the object is too large for the service.
     """
     wanted = min(max(part_bytes, limits.min_part_bytes), limits.max_part_bytes)
     count = min(max(-(-nbytes // wanted), 1), limits.max_parts)

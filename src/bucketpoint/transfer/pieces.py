@@ -1,4 +1,4 @@
-"""Reading through objects without keeping them: pieces taken as connections fall free, ranges as files. No tensors."""
+"""Reading of objects piece by piece: a parallel loop over pieces, and a byte range as a file."""
 
 from __future__ import annotations
 
@@ -16,13 +16,16 @@ T = TypeVar("T")
 
 
 def piece_bytes(options: TransferOptions) -> int:
-    """The size of piece with which every connection has one within the budget: whole MiB, as buffers are kept in."""
+    """Return the piece size with which every connection has one piece within the budget.
+
+    In whole MiB if possible, because `BufferPool` keeps buffers of whole MiB for reuse.
+    """
     size = min(options.part_bytes, options.lease_bytes)
     return size - size % MIB or size
 
 
-def each(items: Iterable[T], do: Callable[[T], None], options: TransferOptions) -> None:
-    """Call `do` for each item on as many threads as there are connections; items are taken as they are needed."""
+def for_each(items: Iterable[T], do: Callable[[T], None], options: TransferOptions) -> None:
+    """Call `do` for each item, on one thread per connection. Items are taken from the iterable as threads get free."""
     waiting: Iterator[T] = iter(items)
     lock = threading.Lock()
     with TaskGroup(options.connections, name="bucketpoint-pieces", nice=options.nice) as group:
@@ -40,7 +43,10 @@ def each(items: Iterable[T], do: Callable[[T], None], options: TransferOptions) 
 
 
 class RangeFile(io.RawIOBase):
-    """Bytes `[start, stop)` of an object as a seekable file. Wrap it in a `BufferedReader`: each read is a request."""
+    """Bytes `[start, stop)` of an object as a seekable file.
+
+    Each read is a request, so wrap this file in a `BufferedReader`.
+    """
 
     def __init__(self, store: Store, key: str, start: int, stop: int, *, etag: str | None, attempts: int) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Counting what moved, for callbacks, the log line and the tests. No output of its own."""
+"""Counters of transferred bytes and requests, for callbacks, the log line and the tests."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Progress:
-    """How far one save or load of this rank is. Bytes of data objects; the commit is not counted."""
+    """Progress of one save or load of this rank, in bytes of data objects. The commit is not counted."""
 
     phase: str
     """`"save"` or `"load"`."""
@@ -23,7 +23,7 @@ ProgressCallback = Callable[[Progress], None]
 
 
 class Meter:
-    """Thread-safe counters for one save or load, reported to a callback as they grow."""
+    """Thread-safe counters of one save or load, reported to a callback as they grow."""
 
     def __init__(self, phase: str, url: str, total_bytes: int, callback: ProgressCallback | None) -> None:
         self._phase = phase
@@ -38,7 +38,7 @@ class Meter:
         with self._lock:
             self.done_bytes += nbytes
             self.requests += requests
-            # Under the lock, so that a callback never sees the bytes go backwards.
+            # Called with the lock held, so that a callback never sees the bytes go backwards.
             self._report(finished=False)
 
     def finish(self) -> None:

@@ -1,4 +1,4 @@
-"""Doing again what a store does not repeat by itself: a body that broke off, a range whose checksum differs."""
+"""Retries of failures that a store does not retry by itself: a body that broke off, a range with a wrong checksum."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ T = TypeVar("T")
 
 
 def retry_transient(attempt: Callable[[], T], *, attempts: int, deadline_s: float = retry.DEADLINE_S) -> T:
-    """Call `attempt` up to `attempts` times while it fails for a reason that may pass, with full jitter between.
+    """Call `attempt` up to `attempts` times while it fails with a transient error, with full jitter between attempts.
 
-    What is throttled is not counted, and waits until the deadline. Bytes that are not what was written are read once
-    more before that is an error: it tells a bit that flipped on the way from one that flipped where it lies.
+    Throttled attempts are not counted, and are retried until the deadline. After a `CorruptDataError` the attempt is
+    made once more before the error is raised: this tells a bit that flipped on the way from one that flipped in the
+    store.
 
     Raises:
-        StoreError: the last one, with the first as its cause, since the first is the one that tells what began it.
+        StoreError: the last error. Its cause is the first error, which tells how the failure began.
     """
     policy = retry.RetryPolicy(attempts=attempts, deadline_s=deadline_s)
     return retry.run(attempt, policy, once_more=(CorruptDataError,))

@@ -1,4 +1,4 @@
-"""An object of unknown length goes up as it is written: for bytes that only a stream can produce. No tensors."""
+"""Upload of an object of unknown length while it is written, for bytes that only a stream can produce."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from bucketpoint.transfer.tasks import TaskGroup
 
 
 class StreamUpload(io.RawIOBase):
-    """A writable stream whose bytes become one object, in parts that go up while later ones are written.
+    """A writable stream whose bytes become one object. Parts are uploaded while later ones are written.
 
-    Use as a context manager around all writes and `commit()`. The object becomes visible by `commit()` alone: leaving
-    without it, `close()` and the garbage collector all abort, since a stream that completes on exit publishes a
-    truncated object whenever its producer fails.
+    Use as a context manager around all writes and `commit()`. Only `commit()` makes the object visible: leaving the
+    block without it aborts the upload, and neither `close()` nor the garbage collector completes it. A stream that
+    completed on exit would publish a truncated object whenever its producer fails.
 
     Args:
-        largest_nbytes: an upper bound of what will be written, for the size of the parts.
+        largest_nbytes: upper bound of the bytes that will be written, from which the part size is derived.
     """
 
     def __init__(self, store: Store, key: str, options: TransferOptions, *, largest_nbytes: int, meter: Meter) -> None:
@@ -69,12 +69,12 @@ class StreamUpload(io.RawIOBase):
         return len(view)
 
     def take_crc32c(self) -> int:
-        """CRC32C of what was written since the last call."""
+        """Return the CRC32C of the bytes written since the last call."""
         crc, self._item_crc = self._item_crc, 0
         return crc
 
     def commit(self) -> ObjectInfo:
-        """Send what is left and make the object visible."""
+        """Send the remaining bytes and make the object visible."""
         if self._upload_id is None:
             body = memoryview(self._buffer)
             self._info = self._store.put(self._key, [body], crc32c=crc32c(body))

@@ -1,9 +1,9 @@
-"""The one shape of concurrency: bounded workers, the first error wins, siblings are cancelled, leaving waits for all.
+"""`TaskGroup`: bounded parallel tasks. The first error cancels the other tasks, and leaving the block waits for all.
 
-Plain threads, not an executor: `concurrent.futures` refuses new work once the interpreter begins to exit, and a
-training script that ends while its last asynchronous save is still uploading must not lose that save. Where no thread
-can be started tasks run on the caller's: Python 3.12.0 and 3.12.1 start none as soon as the main program has ended, and
-no version does at the system's limit of threads.
+`TaskGroup` uses plain threads, not an executor: `concurrent.futures` refuses new work once the interpreter begins to
+exit, and a training script that ends while its last asynchronous save is still uploading must not lose that save. If no
+thread can be started, tasks run on the caller's thread: Python 3.12.0 and 3.12.1 start no threads once the main program
+has ended, and no version does at the system's limit of threads.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ logger = logging.getLogger(__name__)
 
 
 class TaskGroup:
-    """Runs callables on up to `workers` threads. Tasks may start further tasks.
+    """A group of tasks on up to `workers` threads. Tasks may start further tasks.
 
-    Use as a context manager: leaving the block waits until nothing runs any more, and raises the first error of a task.
-    After an error, or when the block itself raises, tasks not yet begun are dropped; running ones end by themselves and
-    may look at `cancelled` to end sooner.
+    Use as a context manager: leaving the block waits until no task runs any more, and raises the first error of a task.
+    After an error, or when the block itself raises, tasks not yet begun are dropped; running tasks end by themselves
+    and may check `cancelled` to end sooner.
 
     Args:
-        nice: how far the threads stand back for others where cores are scarce (Linux; 19 is the furthest).
+        nice: niceness of the threads (Linux): the higher, the less CPU time they get when cores are busy. 19 at most.
     """
 
     def __init__(self, workers: int, *, name: str = "bucketpoint", nice: int = 0) -> None:
@@ -53,7 +53,7 @@ class TaskGroup:
         return self._error is not None
 
     def start(self, task: Callable[[], None]) -> None:
-        """Queue a task. Dropped silently once the group has failed: its error is what the caller will see."""
+        """Queue a task. Once the group has failed the task is dropped silently, because the caller gets the error."""
         with self._state:
             if self._error is not None:
                 return
@@ -62,14 +62,14 @@ class TaskGroup:
                 self._state.notify()
             elif len(self._threads) < self._workers:
                 self._start_thread()
-            # A task that starts another one on this thread leaves it in the queue: its caller comes back to it.
+            # A task that runs on this thread only queues further tasks: the loop that runs it takes them afterwards.
             here = not self._threads and not self._running_here
             self._running_here |= here
         if here:
             contextvars.copy_context().run(self._work_here)
 
     def cancel(self, error: BaseException) -> None:
-        """Drop what has not begun. The first error given is the one that is raised."""
+        """Drop the tasks that have not begun. Leaving the group raises the first error given."""
         with self._state:
             if self._error is None:
                 self._error = error
@@ -103,12 +103,12 @@ class TaskGroup:
             try:
                 raise first
             finally:
-                # A traceback that refers to the error that refers to it keeps every staged buffer alive.
+                # Break the cycle of this frame, the error and its traceback, which would keep all staged buffers alive.
                 del first
 
     def _start_thread(self) -> None:
-        """Add a worker, where the system and the interpreter let it start; fewer do the same work."""
-        # In the starter's context: a deadline for requests, and a cut, hold on these threads too.
+        """Add a worker thread if the system and the interpreter allow it. Fewer workers do the same work."""
+        # The thread runs in a copy of the starter's context, so that a deadline and a canceller of requests apply here.
         work = functools.partial(contextvars.copy_context().run, self._work)
         thread = threading.Thread(target=work, name=f"{self._name}-{len(self._threads)}")
         try:
@@ -124,7 +124,7 @@ class TaskGroup:
             pass
 
     def _work_here(self) -> None:
-        """Run what is queued on the calling thread."""
+        """Run the queued tasks on the calling thread."""
         try:
             while self._run_next(wait=False):
                 pass
@@ -133,8 +133,8 @@ class TaskGroup:
             raise
 
     def _run_next(self, *, wait: bool) -> bool:
-        """Run one task. False if there is none: with `wait`, and none will come."""
-        # A request that the store throttles may wait for minutes, and nobody needs its answer any more.
+        """Run one task. Returns False if none is queued; with `wait`, only once the group is closing."""
+        # Once the group has failed, no task waits for a retry: a throttled request could otherwise wait for minutes.
         retry.stop_waiting_on(self._failed)
         with self._state:
             if wait:
@@ -159,7 +159,7 @@ class TaskGroup:
 
 
 def stand_back(nice: int) -> None:
-    """Raise the calling thread's niceness. On Linux it is a thread's own (sched(7)), elsewhere the whole process's."""
+    """Raise the calling thread's niceness on Linux. Elsewhere niceness belongs to the whole process (see sched(7))."""
     if sys.platform != "linux" or not nice:
         return
     thread = threading.get_native_id()
@@ -167,5 +167,5 @@ def stand_back(nice: int) -> None:
         if nice > os.getpriority(os.PRIO_PROCESS, thread):
             os.setpriority(os.PRIO_PROCESS, thread, nice)
     except OSError as error:
-        # A sandbox may forbid it, and a thread that died of that would leave its tasks waiting for ever.
+        # A sandbox may forbid this. If the thread died of the error, queued tasks would wait for ever.
         logger.debug("the niceness of a thread was not raised to %d: %s", nice, error)

@@ -1,6 +1,6 @@
-"""Objects go up: parts planned from the known size, sent from the caller's memory, checksummed once, aborted on error.
+"""Uploads of objects of known size: parts sent from the caller's memory, checksummed once, aborted on error.
 
-Knows segments of bytes and stores; what the bytes mean is the business of `format` and `dcp`.
+This module deals with segments of bytes and stores; `format` and `dcp` produce the bytes.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ Fill = Callable[[int, memoryview], None]
 
 @dataclass(frozen=True)
 class Segment:
-    """A stretch of an object: bytes that lie in memory (`data`), are produced on demand (`fill`), or are a table.
+    """A stretch of an object: bytes in memory (`data`), bytes produced on demand (`fill`), or a table of checksums.
 
     Attributes:
-        late: `fill` is not called before all that lies before the stretch has been read. Only more of the kind, and
-            tables, come after it.
-        block_nbytes: cuts the stretch into blocks whose CRC32C are wanted; 0 for none.
-        table_of: the stretch holds the CRC32C of the blocks of these segments, by number, 4 bytes each, little-endian.
-            They all come before it, and nothing but another table comes after it.
+        late: `fill` is not called before all bytes before the segment have been read. Only other late segments and
+            tables may follow.
+        block_nbytes: size of the blocks whose CRC32C are computed; 0 for none.
+        table_of: the segment holds the CRC32C of the blocks of these segments, given by number; 4 bytes each,
+            little-endian. All of these segments come before the table, and only other tables may follow it.
     """
 
     nbytes: int
@@ -50,7 +50,7 @@ class Segment:
 
 @dataclass(frozen=True)
 class ObjectSource:
-    """One object to write: its key and the segments it is made of."""
+    """One object to write: its key and its segments."""
 
     key: str
     segments: Sequence[Segment]
@@ -62,7 +62,7 @@ class ObjectSource:
 
 @dataclass(frozen=True)
 class Uploaded:
-    """What the store acknowledged, and for each segment the CRC32C of each of its blocks."""
+    """An uploaded object as the store acknowledged it, and for each segment the CRC32C of each block."""
 
     info: ObjectInfo
     block_crcs: Sequence[Sequence[int]]
@@ -77,13 +77,13 @@ def upload_objects(
     meter: Meter,
     acknowledged: Callable[[int, Uploaded], None] = lambda number, uploaded: None,
 ) -> list[Uploaded]:
-    """Upload all objects, parts of all of them in parallel, and return once every one is acknowledged.
+    """Upload all objects, with the parts of all of them in parallel, and return once the store has acknowledged each.
 
-    On the first error the parts not yet begun are dropped, running ones are waited for, and every multipart upload that
-    was begun is aborted before the error is raised: nothing becomes visible by accident, nothing is left to be billed.
+    On the first error, parts not yet begun are dropped, running parts are waited for, and all open multipart uploads
+    are aborted before the error is raised. So nothing becomes visible by accident, and no upload is left to be billed.
 
     Args:
-        acknowledged: called with the number of each object once it is there, from several threads.
+        acknowledged: called from several threads with the number and the result of each acknowledged object.
     """
     part_bytes = common_part_bytes([source.nbytes for source in sources], options)
     jobs = [
@@ -103,7 +103,7 @@ def upload_objects(
 
 @dataclass
 class _ObjectUpload:
-    """One object under way: `planned -> sending -> complete`, or aborted."""
+    """Upload of one object: `planned -> sending -> complete`, or aborted."""
 
     store: Store
     source: ObjectSource
@@ -130,7 +130,7 @@ class _ObjectUpload:
             group.start(self._put)
             return
         copied = any(segment.fill is not None for segment in self.source.segments)
-        # Parts that need a buffer of ours are kept small, so that every connection gets one within the budget.
+        # Parts that need a leased buffer are kept small, so that every connection gets a buffer within the budget.
         size = min(self.part_bytes, self.options.lease_bytes) if copied else self.part_bytes
         if limits.copies_bodies:
             size = min(size, self.options.copied_part_bytes)
@@ -143,7 +143,7 @@ class _ObjectUpload:
         return Uploaded(self._info, [self._fold_blocks(index) for index in range(len(self.source.segments))])
 
     def abort(self) -> None:
-        """Drop the upload if it is still open."""
+        """Abort the upload if it is still open."""
         if self._info is None:
             abort(self.store, self.source.key, self._upload_id)
 
@@ -160,12 +160,15 @@ class _ObjectUpload:
             group.start(lambda number=number: self._send(group, plan, number))  # type: ignore[misc]
 
     def _before_tables(self, plan: PartPlan) -> int:
-        """How many parts hold nothing of a table, and nothing that is late."""
+        """Return the number of parts that contain no bytes of a table or of a late segment."""
         tables = sum(segment.nbytes for segment in self.source.segments if segment.table_of or segment.late)
         return (self._nbytes - tables) // plan.part_bytes if tables else plan.count
 
     def _start_next(self, group: TaskGroup, plan: PartPlan) -> None:
-        """Begin a part with a table once the blocks before it are known: they are when their parts begin to be sent."""
+        """Start the next part with a table or a late segment, once the parts before it have been read and checksummed.
+
+        Called when the body of a part has been prepared and is about to be sent.
+        """
         with self._lock:
             self._checksummed += 1
             number = self._checksummed + 1
@@ -192,10 +195,11 @@ class _ObjectUpload:
 
     @contextlib.contextmanager
     def _body(self, start: int, stop: int) -> Iterator[tuple[list[memoryview], int]]:
-        """The buffers of bytes `[start, stop)` and their CRC32C, valid within the block."""
+        """Prepare the bytes `[start, stop)`: yields their buffers and their CRC32C, valid within the block."""
         stretches = list(self._stretches(start, stop))
         copied = sum(high - low for index, low, high in stretches if self.source.segments[index].fill is not None)
-        # What the store copies lies elsewhere, and is of ours all the same. Pages that nobody touches take no memory.
+        # The lease also counts the copy that the store's client makes elsewhere. The leased pages for it are never
+        # touched, so they take no memory.
         held = stop - start if self.store.capabilities.copies_bodies else 0
         with self.pool.lease(copied + held) as lease:
             body: list[memoryview] = []
@@ -216,7 +220,7 @@ class _ObjectUpload:
             yield body, crc
 
     def _stretches(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
-        """Where `[start, stop)` of the object meets its segments: (index, from, to) within the segment."""
+        """Yield the parts of segments in `[start, stop)` of the object, as (index, from, to) within the segment."""
         index = bisect_right(self._ends, start)
         while start < stop:
             end = self._ends[index]
@@ -227,7 +231,7 @@ class _ObjectUpload:
             index += 1
 
     def _checksum(self, index: int, low: int, view: memoryview) -> int:
-        """CRC32C of a stretch, noting that of each block or piece of a block on the way."""
+        """Return the CRC32C of a stretch, and record that of each block, or piece of a block, in it."""
         block = self.source.segments[index].block_nbytes
         if not block:
             return crc32c(view)

@@ -1,1 +1,1 @@
-"""Pickles that anybody may have written: interpreted into a closed set of values, never unpickled."""
+"""Safe reader of untrusted pickles: they are interpreted into a closed set of values, never unpickled."""

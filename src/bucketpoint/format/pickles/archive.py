@@ -1,4 +1,4 @@
-"""Files of torch.save in memory: where the pickle and the storages lie, in the zip format and in the one before it."""
+"""Files of torch.save in memory: position of pickle and storages, in the zip format and in the one before it."""
 
 from __future__ import annotations
 
@@ -7,25 +7,28 @@ import struct
 import zipfile
 from typing import Any
 
-MAGIC = b"PK\x03\x04"  # what torch.load itself goes by
+MAGIC = b"PK\x03\x04"  # torch.load itself recognises an archive by it
 LOCAL_HEADER = struct.Struct("<4s5H3I2H")
 DAMAGED = (zipfile.BadZipFile, NotImplementedError, ValueError, struct.error, OverflowError, EOFError)
-"""Exceptions that `zipfile` raises at a damaged directory."""
+"""Exceptions that `zipfile` raises for a damaged directory."""
 
 
 class ArchiveError(ValueError):
-    """The bytes begin as an archive, and are none of torch.save's. The message tells a person why."""
+    """The bytes begin as an archive, but torch.save did not write it. The message has the reason, for a person."""
 
 
 class CompressedError(ArchiveError):
-    """A record is compressed: torch compresses none, and a small one could become any amount of memory."""
+    """A record is compressed.
+
+    torch never compresses, and a small compressed record could expand to any amount of memory.
+    """
 
 
 def records(data: bytes) -> dict[str, tuple[int, int]]:
-    """Start and stop of each record of an archive, by its name without the folder.
+    """Return start and stop of each record of an archive, by the record's name without the folder.
 
     Raises:
-        ArchiveError: its directory is malformed.
+        ArchiveError: the directory of the archive is malformed.
     """
     found = {}
     try:
@@ -47,20 +50,20 @@ def records(data: bytes) -> dict[str, tuple[int, int]]:
 
 
 def legacy_storages(data: bytes, position: int, keys: Any, sizes: dict[str, int]) -> dict[str, tuple[int, int]]:
-    """Start and stop of each storage behind the pickles of torch.save's format before 1.6.
+    """Return start and stop of each storage after the pickles, in torch.save's format from before 1.6.
 
     Args:
-        keys: as the last pickle has them.
-        sizes: bytes of each storage, as the pickle before has them.
+        keys: the keys of the storages, from the last pickle.
+        sizes: bytes of each storage, from the pickle before.
 
     Raises:
-        ArchiveError: it is malformed.
+        ArchiveError: the file is malformed.
     """
     if type(keys) is not list or any(type(key) is not str or key not in sizes for key in keys):
         raise ArchiveError("its keys of storages are none")
     found = {}
     for key in keys:
-        # Before the elements stands their number.
+        # Each storage's elements follow their count, 8 bytes long.
         found[key] = position + 8, position + 8 + sizes[key]
         position = found[key][1]
         if position > len(data):
@@ -69,5 +72,5 @@ def legacy_storages(data: bytes, position: int, keys: Any, sizes: dict[str, int]
 
 
 def may_be_archive(data: bytes) -> bool:
-    """True if some reader of zip files could find the pickle of a file of torch.save in these bytes."""
+    """Return True if any zip reader could find the pickle of a torch.save file in these bytes."""
     return data[: len(MAGIC)] == MAGIC and b"data.pkl" in data

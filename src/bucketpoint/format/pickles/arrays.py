@@ -1,6 +1,6 @@
-"""numpy's arrays, scalars, data types and random generators, made of what a pickle says, once it was checked.
+"""Makers of numpy's arrays, scalars, data types and random generators from pickled values, once those are checked.
 
-numpy is given no state of the pickle's own: an array believes the shape in it, a generator the position.
+numpy never gets the pickle's state as it is: an array would trust the shape in it, a generator the position.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _SEED_SEQUENCE = Function("numpy.random.bit_generator.__pyx_unpickle_SeedSequenc
 
 
 def available() -> bool:
-    """True if numpy is installed."""
+    """Return True if numpy is installed."""
     return importlib.util.find_spec("numpy") is not None
 
 
@@ -46,7 +46,7 @@ def _dtype(machine: Machine, arguments: Any) -> Shell:
         or any(type(flag) not in (bool, int) for flag in arguments[1:])
     ):
         raise ObjectionError("numpy.dtype of fields, or of an object of a size")
-    # A state always follows, and tells the order of the bytes, the length of text, and the unit of time.
+    # A state always follows. It has the byte order, the length of text, and the unit of time.
     return Shell(_build_dtype, np.dtype(text))
 
 
@@ -93,7 +93,7 @@ def _laid(machine: Machine, raw: Any, dtype: Any, shape: Any, order: str, *, cop
     count = _numel(shape)
     if dtype.hasobject or type(raw) not in (bytes, bytearray, str) or count * dtype.itemsize != len(raw):
         raise unfit("an array of other bytes than its shape has")
-    # An array that shares its bytes is written out whenever it is pickled.
+    # Pay even without a copy: an array that shares its bytes is still written in full each time it is pickled.
     machine.pay(len(raw))
     raw = raw.encode("latin-1") if type(raw) is str else raw
     if not raw:
@@ -212,7 +212,7 @@ def _whole(value: Any, most: int) -> int:
 
 
 def _checked(name: str, state: Any) -> dict[str, Any]:
-    """The state of a bit generator, made anew: it indexes memory with what is in it."""
+    """Check the state of a bit generator and make it anew: numpy indexes memory with values in it."""
     if type(state) is not dict or type(state.get("state")) is not dict or state.get("bit_generator") != name:
         raise unfit("a state of a random generator")
     inner = state["state"]
@@ -238,7 +238,7 @@ def _set_bits(machine: Machine, target: Any, state: Any) -> Any:
     if type(state) is tuple:
         state, seed = state
     if type(seed) is np.random.SeedSequence:
-        # A seed is given to the constructor only.
+        # Only the constructor takes a seed.
         target.__init__(seed)
     target.state = _checked(type(target).__name__, state)
     return target
@@ -260,7 +260,7 @@ def _set_random_state(machine: Machine, target: Any, state: Any) -> Any:
 
 
 def names() -> dict[tuple[str, str], Any]:
-    """Meaning of numpy's names, under the modules of numpy 1 and 2."""
+    """Return the meaning of numpy's names, under the modules of numpy 1 and 2."""
     import numpy as np
 
     found: dict[tuple[str, str], Any] = {("numpy", "dtype"): np.dtype, ("numpy", "ndarray"): np.ndarray}
@@ -280,7 +280,7 @@ def names() -> dict[tuple[str, str], Any]:
 
 
 def makers() -> dict[Any, Make]:
-    """Checked calls, by what is called."""
+    """Return the checked calls, by the called object."""
     import numpy as np
 
     return {
@@ -296,7 +296,7 @@ def makers() -> dict[Any, Make]:
 
 
 def changers() -> dict[type, Change]:
-    """Checked states, by the type of what they are given to."""
+    """Return the checked state changes, by the type of the object to change."""
     import numpy as np
 
     found: dict[type, Change] = dict.fromkeys(_bit_generators().values(), _set_bits)
@@ -306,7 +306,7 @@ def changers() -> dict[type, Change]:
 
 
 def parts() -> dict[type, Any]:
-    """Parts of dictionary keys: scalars have none."""
+    """Return the hashed parts of dictionary keys by type: scalars have none."""
     import numpy as np
 
     kinds = {np.dtype(code).type for code in "?bhilqBHILQefdgFDGmMSU"}

@@ -33,18 +33,18 @@ _KINDS = (
 
 @functools.cache
 def classes() -> Classes:
-    """The classes of the torch that is installed."""
+    """Return the classes of the installed torch."""
     kinds = {kind.__name__: kind for kind in _KINDS}
     return Classes(kinds, _set_properties, _MEM_FORMAT_ENCODING, torch.Size, tensors.names(), tensors.makers())
 
 
 def vocabulary() -> Vocabulary:
-    """Names of a `.metadata` pickle, as these classes."""
+    """Return the vocabulary of a `.metadata` pickle, with the classes of the installed torch."""
     return metadata_vocabulary.vocabulary(classes())
 
 
 def _set_properties(machine: Machine, target: Any, state: Any) -> Any:
-    # torch before 2.15 cannot take the six fields that 2.15 writes.
+    # torch before 2.15 cannot take the six fields that 2.15 writes, so drop the sixth there.
     dtype, layout, requires_grad, memory_format, pin_memory, *later = state
     if type(dtype) is not torch.dtype or type(layout) is not torch.layout:
         raise ObjectionError("tensor properties without a dtype and a layout")

@@ -1,4 +1,4 @@
-"""Items that anybody may have written, read into a closed set of values."""
+"""Reader of untrusted items into a closed set of values."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ _DTENSOR = {
 
 
 class RefusedError(Exception):
-    """An item holds what is only read when it is trusted.
+    """Raised for an item with content that is read only if the item is trusted.
 
     Attributes:
-        refused: the names and constructs, each once.
+        refused: the refused names and constructs, each once.
     """
 
     def __init__(self, refused: list[str]) -> None:
@@ -39,18 +39,18 @@ class RefusedError(Exception):
 
 
 class UnreadableError(Exception):
-    """An item is not in a format of torch.save, and no pickle."""
+    """Raised for an item that is neither in a format of torch.save nor a pickle."""
 
 
 @dataclass(frozen=True)
 class Item:
-    """Values of an item.
+    """The values of an item.
 
     Attributes:
-        values: one for each pickle of it; one for a file of torch.save.
-        saved: it is a file of torch.save, and no bare pickle.
-        locations: name of the device of each storage of `values`, by its `_cdata`.
-        deferred: calls are left to the final load.
+        values: one for each pickle in the item; one for a file of torch.save.
+        saved: True for a file of torch.save, False for bare pickles.
+        locations: name of the device of each storage in `values`, by the storage's `_cdata`.
+        deferred: True if calls are left to the final load.
     """
 
     values: list[Any]
@@ -62,23 +62,24 @@ class Item:
 def read_item(data: bytes) -> Item:
     """Interpret an item: torch.save's output in any of its formats, or a bare pickle.
 
-    Tensors lie on the CPU, and what the user registered with `torch.serialization.add_safe_globals` is not called yet.
+    Tensors lie on the CPU. Functions that the user registered with `torch.serialization.add_safe_globals` are not
+    called yet.
 
     Raises:
-        RefusedError: it names something outside the allow-list, or does what no writer does.
-        UnreadableError: it is neither, so that loading it as one runs nothing.
+        RefusedError: the item names something outside the allow-list, or contains a construct that no writer makes.
+        UnreadableError: the data is neither format, so loading it runs nothing.
     """
     return _read_zip(data) if data[: len(archive.MAGIC)] == archive.MAGIC else _read_stream(data)
 
 
 def refused_globals(data: bytes | bytearray | memoryview) -> list[str] | None:
-    """The names that keep an item from being loaded safely, each once, or an empty list if nothing does.
+    """Return the names that keep an item from being loaded safely, each once; an empty list if there are none.
 
-    Besides names that are not on the allow-list, the list holds constructs that no writer produces and that could do
-    harm, in angle brackets.
+    Besides names outside the allow-list, the list holds constructs that no writer produces and that could do harm, in
+    angle brackets.
 
     Returns:
-        None if this is neither a pickle nor torch.save's zip, so that loading it as one runs nothing.
+        None if the data is neither a pickle nor torch.save's zip, so that loading it runs nothing.
     """
     try:
         read_item(bytes(data))
@@ -90,10 +91,10 @@ def refused_globals(data: bytes | bytearray | memoryview) -> list[str] | None:
 
 
 def vocabulary(*, distributed: bool = True) -> Vocabulary:
-    """Names of items, with what the user has registered.
+    """Return the vocabulary of items, including the names that the user has registered.
 
     Args:
-        distributed: with those of DTensors.
+        distributed: include the names of DTensors.
     """
     known, registered = _known(), torch.serialization.get_safe_globals()
     names = (
@@ -132,7 +133,7 @@ def _dtensor_names() -> dict[tuple[str, str], Any]:
         try:
             imported = importlib.import_module(module)
         except ImportError:
-            continue  # of another torch
+            continue  # a module of another version of torch
         for name in names.split():
             if hasattr(imported, name):
                 found[module, name] = Registered(getattr(imported, name), called=False)
@@ -157,11 +158,13 @@ def interpret(
     """Interpret one pickle.
 
     Args:
-        storage: gives a storage by its key, its length in bytes and the name of its device.
-        distributed: with DTensors.
+        paid: bytes that pay for work: the length of the item in which the pickle lies.
+        storage: returns a storage by key, length in bytes and name of the device.
+        distributed: allow DTensors.
 
     Raises:
-        RefusedError, MalformedPickleError: as for an item.
+        RefusedError: the pickle holds content that is read only if it is trusted.
+        MalformedPickleError: the data is not a pickle, or breaks off.
     """
 
     def persistent(pid: Any) -> Any:
@@ -190,7 +193,7 @@ def interpret(
 
 
 class _Storages:
-    """Storages of one item, made of its bytes when the pickle first names them."""
+    """Storages of one item, copied from its bytes when the pickle first refers to them."""
 
     def __init__(self, data: bytes, places: dict[str, tuple[int, int]]) -> None:
         self._data, self._places = data, places
@@ -206,7 +209,7 @@ class _Storages:
             else:
                 found = self._copied(key)
             if found.nbytes() != nbytes:
-                # torch.load refuses it too.
+                # torch.load refuses this too.
                 raise MalformedPickleError("a storage has another length than the pickle says")
             self._made[key] = found
             self.locations[found._cdata] = location
@@ -216,7 +219,7 @@ class _Storages:
 
     def _copied(self, key: str) -> torch.UntypedStorage:
         start, stop = self._places.get(key, (-1, -1))
-        # Records of a directory may overlap.
+        # Records may overlap, so copies are limited to the length of the data in total.
         self._left -= stop - start
         if start < 0 or self._left < 0:
             raise MalformedPickleError(f"it has no storage {key[:100]!r}")
@@ -280,7 +283,7 @@ def _read_legacy(data: bytes, position: int) -> Item:
             sizes[key] = max(sizes.get(key, 0), nbytes)
             return torch.UntypedStorage(nbytes, device="meta")  # type: ignore[no-untyped-call]
 
-        # Once without the elements, which lie behind: to learn where the pickle ends, and how long they are.
+        # Interpret once without the elements, which follow the pickle: to find its end and the lengths of the storages.
         _, machine = interpret(data, paid=len(data), position=position, storage=sized)
         keys, behind = interpret(data, paid=len(data), position=machine.position)
         places = archive.legacy_storages(data, behind.position, keys, sizes)

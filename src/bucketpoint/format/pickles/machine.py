@@ -1,8 +1,8 @@
 """An interpreter of pickle opcodes that builds values of a closed set.
 
-A `Vocabulary` says what names mean, and makes or changes the objects that the pickle asks for; nothing is imported or
-called because a pickle names it. Every opcode takes at least one byte, and what an opcode does beyond that (copies,
-hashes) is paid from an allowance, so that time and memory stay below a multiple of the length of the pickle.
+A `Vocabulary` defines the names, and makes or changes the objects that the pickle asks for; nothing is imported or
+called because a pickle names it. Every opcode takes at least one byte, and work beyond that (copies, hashes) is paid
+from an allowance, so that time and memory stay below a multiple of the pickle's length.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from bucketpoint.format.pickles.vocabulary import (
 )
 
 MAX_DIGITS = 4300
-"""Digits of a number in decimal text at most: Python's own limit, beyond which conversion is worse than linear."""
+"""Most digits of a number in decimal text: Python's own limit, beyond which conversion is worse than linear."""
 
 _MAX_KEY_PARTS = 4096
 _MAX_SAME_HASH = 16
@@ -45,14 +45,14 @@ class Machine:
 
     Args:
         paid: bytes that pay for work: the length of the item in which the pickle lies.
-        persistent: object for a persistent id. None: there can be none.
+        persistent: returns the object for a persistent id. None: there can be no such ids.
 
     Attributes:
         refused: names outside the vocabulary, and objections in angle brackets, each once.
-        faults: why calls failed, that were allowed.
-        named: True once the pickle has named anything.
+        faults: errors of allowed calls.
+        named: True once the pickle has used any name.
         deferred: True once a call was left to the final load.
-        position: first byte behind the pickle, once it has been run.
+        position: first byte after the pickle, once it has been run.
     """
 
     def __init__(
@@ -77,11 +77,11 @@ class Machine:
         self._hashed: list[Any] = []
 
     def run(self) -> Any:
-        """The value of the pickle.
+        """Run the pickle and return the value of it.
 
         Raises:
-            MalformedPickleError: it is no pickle, or it breaks off.
-            OverspentError: it asks for more than its length pays for.
+            MalformedPickleError: the data is not a pickle, or it breaks off.
+            OverspentError: the pickle asks for more work than its length pays for.
         """
         try:
             return self._run()
@@ -91,7 +91,7 @@ class Machine:
             raise MalformedPickleError("it has text that is none") from None
 
     def _run(self) -> Any:
-        # One loop with the frequent opcodes in it: metadata of 100,000 items has six million opcodes.
+        # The frequent opcodes are inlined in one loop: metadata of 100,000 items has six million opcodes.
         data, stack, marks, memo, steps = self.data, self._stack, self._marks, self._memo, STEPS
         push, pop = stack.append, stack.pop
         u32 = struct.Struct("<I").unpack_from
@@ -174,15 +174,15 @@ class Machine:
             raise OverspentError
 
     def pay_for(self, values: Any, *, hashed: bool = False) -> None:
-        """Take from the allowance what a copy of a list, or of a set, costs."""
+        """Take the cost of a copy of a list, or of a set, from the allowance."""
         self.pay(len(values) * (_HASHED_BYTES if hashed else _LISTED_BYTES))
 
     def check_key(self, key: Any, container: Any) -> None:
         """Pay for hashing and comparing a key before it is put into a dictionary or a set.
 
         Raises:
-            ObjectionError: its parts are too many, or too many keys of the container have the same hash.
-            OverspentError: hashing it costs too much.
+            ObjectionError: the key has too many parts, or too many keys of the container have the same hash.
+            OverspentError: hashing the key costs too much.
         """
         kind = type(key)
         if kind is str or kind is bytes:
@@ -209,7 +209,7 @@ class Machine:
         same = self._hashes.get(id(container))
         if same is None:
             same = self._hashes[id(container)] = Counter()
-            self._hashed.append(container)  # its id must stay its own
+            self._hashed.append(container)  # kept alive, so that no other container gets its id
         digest = hash(key)
         same[digest] += 1
         if same[digest] > _MAX_SAME_HASH:
@@ -234,7 +234,7 @@ class Machine:
         return Deferred(function, arguments, new=new)
 
     def refuse(self, what: str) -> Refused:
-        """Note a refusal, and give what stands for the object."""
+        """Note a refusal, and return the object that stands for the refused one."""
         if len(self.refused) < 100:
             self.refused[what[:300]] = None
         return REFUSED
@@ -284,7 +284,7 @@ class Machine:
     def memoize(self, place: int) -> None:
         value = self._stack[-1]
         if place > len(self.data):
-            # The C unpickler keeps its memo in an array of that length.
+            # The C unpickler keeps its memo in an array of that length, so such a number could exhaust memory.
             self.refuse(f"<memo number {place}>")
             raise MalformedPickleError("it numbers more objects than it can hold")
         if type(value) is Shell:
@@ -298,7 +298,7 @@ class Machine:
 
     def find(self, module: str, name: str) -> Any:
         self.named = True
-        # Protocols below 3 carry the names of Python 2.
+        # Protocols below 3 use the names of Python 2.
         renamed = _compat_pickle.NAME_MAPPING.get((module, name))
         if renamed is None:
             renamed = (_compat_pickle.IMPORT_MAPPING.get(module, module), name)
@@ -312,7 +312,7 @@ class Machine:
         self.named = True
         module = self.line().decode("utf-8", "replace")
         if b"\n" not in self.data[self.position : self.position + _LONGEST_NAME]:
-            # A name that ends the file counts as named.
+            # A name that is cut off by the end of the file still counts as named.
             name = self.data[self.position : self.position + _LONGEST_NAME].decode("utf-8", "replace")
             self.refuse(f"{module}.{name}")
             raise MalformedPickleError("it breaks off")
@@ -331,7 +331,7 @@ class Machine:
         self.push(self.refuse(f"<copyreg extension {self.number(size)}>"))
 
     def call(self, function: Any, arguments: Any, *, new: bool = False) -> Any:
-        """Make what a call makes, or note why it is refused."""
+        """Make the object that a call returns, or note why the call is refused."""
         if type(arguments) is not tuple:
             return self.refuse("<a call with what is computed>")
         maker = self.vocabulary.makers.get(id(function))
@@ -345,7 +345,7 @@ class Machine:
             return self.refuse(f"<{error}>")
         except (OverspentError, MemoryError):
             raise
-        except Exception as error:  # noqa: BLE001 - constructors refuse what they are given in many ways
+        except Exception as error:  # noqa: BLE001 - constructors reject arguments with many kinds of errors
             return self._fault(error)
         if function is REFUSED:
             return REFUSED
@@ -355,7 +355,7 @@ class Machine:
         )
 
     def change(self, target: Any, state: Any) -> Any:
-        """Give an object its state: the object itself, or the one that takes its place."""
+        """Give an object its state. Returns the object itself, or the one that replaces it."""
         kind = type(target)
         changer = self.vocabulary.changers.get(kind)
         self.pay(1 + (len(state) if isinstance(state, (tuple, list, dict)) else 0))
@@ -415,7 +415,7 @@ class Machine:
         self.fill(target, items)
 
     def fill(self, target: set[Any], items: Any) -> None:
-        """Add to a set."""
+        """Add items to a set, with checks."""
         try:
             for item in items:
                 self.check_key(item, target)
@@ -426,7 +426,7 @@ class Machine:
             self._fault(error)
 
     def frozen(self, items: Any) -> Any:
-        """A frozenset."""
+        """Make a frozenset, with checks."""
         filled: set[Any] = set()
         self.fill(filled, items)
         return frozenset(filled)

@@ -1,4 +1,4 @@
-"""Names in a `.metadata` pickle: DCP's dataclasses and what is in them, as classes of DCP's or plain ones."""
+"""Names in a `.metadata` pickle: DCP's dataclasses and their contents, as classes of DCP's or plain ones."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from bucketpoint.format.allow_list import METADATA_GLOBALS
 from bucketpoint.format.pickles import plain
+from bucketpoint.format.pickles.allow_list import METADATA_GLOBALS
 from bucketpoint.format.pickles.machine import Machine
 from bucketpoint.format.pickles.vocabulary import Change, Function, Make, ObjectionError, Vocabulary
 
@@ -28,14 +28,14 @@ _FOREIGN_PATH = Function("multistorageclient.pathlib.MultiStoragePath")
 
 @dataclass(frozen=True, eq=False)
 class Classes:
-    """What the names in a pickle become.
+    """Classes that stand for the names in a pickle.
 
     Attributes:
         kinds: DCP's dataclasses, by their names.
         set_properties: gives a `TensorProperties` its state.
-        encoding: of memory formats.
+        encoding: enumeration of memory formats.
         size: the class of shapes.
-        names, makers: torch's own: data types, layouts and sizes.
+        names, makers: torch's own names: data types, layouts and sizes.
     """
 
     kinds: Mapping[str, type]
@@ -47,7 +47,7 @@ class Classes:
 
 
 class ForeignPath(os.PathLike[str]):
-    """Stands for the path class of multi-storage-client, which looks for its own configuration when it is unpickled."""
+    """Stand-in for multi-storage-client's path class, which would look for its own configuration when unpickled."""
 
     _text: str
 
@@ -57,7 +57,7 @@ class ForeignPath(os.PathLike[str]):
 
 @functools.cache
 def vocabulary(classes: Classes) -> Vocabulary:
-    """Names of a `.metadata` pickle."""
+    """Return the vocabulary of a `.metadata` pickle."""
     kinds = {name: kind for name, kind in classes.kinds.items() if name != _PROPERTIES}
     calls = {name: Function(f"{_module(name)}.{name}") for name in classes.kinds}
     names: dict[tuple[str, str], Any] = {
@@ -75,7 +75,7 @@ def vocabulary(classes: Classes) -> Vocabulary:
         return classes.encoding(value)
 
     def named_member(machine: Machine, arguments: Any) -> Any:
-        # Python 3.11.0 to 3.11.3 pickle a member of an enumeration in this way.
+        # Python 3.11.0 to 3.11.3 pickle a member of an enumeration as a getattr.
         kind, name = arguments
         if kind is not _ENCODING:
             raise ObjectionError("getattr of something else than a memory format")
@@ -119,7 +119,7 @@ def _set_fields(machine: Machine, target: Any, state: Any) -> Any:
     if type(state) is not dict:
         raise ObjectionError(f"a state of {type(target).__name__} that is none")
     machine.pay(_FIELD_BYTES * len(state))
-    # Most of them are frozen, and none has a state of its own.
+    # Most of these classes are frozen, and none has a `__setstate__`.
     target.__dict__.update(state)
     return target
 

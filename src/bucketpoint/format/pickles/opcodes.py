@@ -1,4 +1,4 @@
-"""Steps of the interpreter for all opcodes but the frequent ones."""
+"""Steps of the interpreter for the rare opcodes; the frequent ones are in `Machine`."""
 
 from __future__ import annotations
 

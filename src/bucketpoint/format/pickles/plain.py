@@ -1,4 +1,4 @@
-"""Python's own values: how calls of them and states for them are checked, and what is made."""
+"""Makers of Python's own values: checks of calls and states, and the values made."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from bucketpoint.format.pickles.vocabulary import Change, Function, Make, Object
 
 _SCALARS = (bool, int, float)
 _FRACTION = re.compile(r"-?\d{1,4000}(/\d{1,4000})?")
-_MAX_BITS = 16_384  # of the numbers of a fraction: the common divisor takes a time that grows with the square
+_MAX_BITS = 16_384  # of a fraction's numbers: the time to find a common divisor grows with the square
 _LISTS = (list, tuple, deque)
 _SETS = (set, frozenset)
 _PATHS = "Path PosixPath PurePath PurePosixPath PureWindowsPath WindowsPath"
@@ -56,7 +56,7 @@ def _text(machine: Machine, arguments: Any) -> str:
 
 
 def _encode(machine: Machine, arguments: Any) -> bytes:
-    # How protocol 2, the default of torch.save, spells bytes.
+    # Protocol 2, the default of torch.save, encodes bytes in this way.
     if len(arguments) != 2 or type(arguments[0]) is not str or arguments[1] not in ("latin1", "latin-1"):
         raise _unfit("_codecs.encode")
     machine.pay(len(arguments[0]))
@@ -159,7 +159,7 @@ def _space(kind: Any) -> Make:
 
 
 def set_attributes(machine: Machine, target: Any, state: Any) -> Any:
-    """Give an object attributes, which are no methods."""
+    """Give an object plain attributes. Dunder names are refused."""
     if type(state) is tuple and len(state) == 2 and state[1] is None:
         state = state[0]
     if state is None:
@@ -235,7 +235,7 @@ def _decimal(machine: Machine, arguments: Any) -> Any:
 
 def _fraction(machine: Machine, arguments: Any) -> Any:
     if len(arguments) == 1 and type(arguments[0]) is str:
-        # No power of ten: a few letters could become any number.
+        # No exponents: with one, a few characters could become a number of any size.
         if not _FRACTION.fullmatch(arguments[0]):
             raise ObjectionError("fractions.Fraction of a power")
         arguments = tuple(map(int, arguments[0].split("/")))
@@ -266,7 +266,7 @@ def _path(name: str) -> Make:
     windows = "Windows" in name
     kind: Any = getattr(pathlib, name)
     if windows == (os.name == "posix"):
-        # Paths of the other system have no files here.
+        # Concrete paths of the other system cannot be made here, so pure ones stand for them.
         kind = {"PosixPath": pathlib.PurePosixPath, "WindowsPath": pathlib.PureWindowsPath}.get(name, kind)
 
     def make(machine: Machine, arguments: Any) -> Any:
@@ -289,7 +289,7 @@ def _change_bytes_io(machine: Machine, target: io.BytesIO, state: Any) -> io.Byt
 
 
 def names() -> dict[tuple[str, str], Any]:
-    """Meaning of the names of Python's own modules."""
+    """Return the meaning of the names of Python's own modules."""
     found: dict[tuple[str, str], Any] = {("builtins", kind.__name__): kind for kind in (*_BUILTINS, range, slice)}
     found["builtins", "Ellipsis"], found["builtins", "NotImplemented"] = Ellipsis, NotImplemented
     found |= {("collections", kind.__name__): kind for kind in (Counter, OrderedDict, defaultdict, deque)}
@@ -310,7 +310,7 @@ def names() -> dict[tuple[str, str], Any]:
 
 
 def makers() -> dict[Any, Make]:
-    """Checked calls, by what is called."""
+    """Return the checked calls, by the called object."""
     return {
         **{kind: _number(kind) for kind in (bool, int, float)},
         **{kind: _buffer(kind) for kind in (bytes, bytearray)},
@@ -338,7 +338,7 @@ def makers() -> dict[Any, Make]:
 
 
 def changers() -> dict[type, Change]:
-    """Checked states, by the type of what they are given to."""
+    """Return the checked state changes, by the type of the object to change."""
     found: dict[type, Change] = dict.fromkeys(
         (OrderedDict, Counter, types.SimpleNamespace, argparse.Namespace), set_attributes
     )
@@ -350,7 +350,7 @@ _KEYS = (datetime.date, datetime.datetime, datetime.time, datetime.timedelta, da
 
 
 def parts() -> dict[type, Any]:
-    """Parts of dictionary keys."""
+    """Return the hashed parts of dictionary keys, by type."""
     paths = {type(getattr(pathlib, name)()) for name in ("Path", "PurePosixPath", "PureWindowsPath")}
     found: dict[type, Any] = dict.fromkeys((*_KEYS, uuid.SafeUUID, type(NotImplemented)), lambda key: ())
     found |= dict.fromkeys(paths, lambda key: (str(key),))

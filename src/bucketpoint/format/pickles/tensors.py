@@ -1,4 +1,4 @@
-"""Tensors over the storages of an archive: shape, strides, offset and indices are checked before a tensor is made."""
+"""Makers of tensors over an archive's storages: shape, strides, offset and indices are checked first."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.storage import TypedStorage
 
-from bucketpoint.format.allow_list import DTYPE_NAMES, STORAGE_TYPE_NAMES
+from bucketpoint.format.pickles.allow_list import DTYPE_NAMES, STORAGE_TYPE_NAMES
 from bucketpoint.format.pickles.machine import Machine
 from bucketpoint.format.pickles.vocabulary import Change, Deferred, Function, Make, ObjectionError, Registered, unfit
 
@@ -61,7 +61,7 @@ def _check_hooks(hooks: Any) -> None:
 
 
 def _place(machine: Machine, storage: Any, dtype: Any, offset: Any, shape: Any, strides: Any) -> tuple[Any, ...]:
-    """Storage, type of the elements, offset, shape and strides of a tensor that lies within its storage."""
+    """Check that a tensor lies within its storage. Returns storage, data type, offset, shape and strides."""
     machine.pay(_TENSOR_BYTES)
     size, steps = _numbers(shape), _numbers(strides)
     (first,) = _numbers((offset,))
@@ -203,7 +203,7 @@ def _scalar(value: Any) -> Any:
 
 
 def _check_owned(machine: Machine, tensor: torch.Tensor) -> None:
-    """Refuse elements that a storage does not hold one by one: checks and copies would take any time and memory."""
+    """Refuse a tensor that repeats elements of its storage: checks and copies could take any time and memory."""
     nbytes = tensor.numel() * tensor.element_size()
     if nbytes > tensor.untyped_storage().nbytes():
         raise ObjectionError("a tensor that repeats its elements")
@@ -224,7 +224,7 @@ def _sparse(machine: Machine, arguments: Any) -> torch.Tensor:
         if _plain(part).layout is not torch.strided or part.is_quantized or part.is_nested:
             raise unfit("a sparse tensor")
         _check_owned(machine, part)
-    # There is nothing to check where only the shape is read.
+    # Tensors on the meta device have no values to check: only the shape is read.
     check = not any(part.is_meta for part in parts)
     try:
         if layout is torch.sparse_coo:
@@ -268,7 +268,7 @@ def _meta(machine: Machine, arguments: Any) -> torch.Tensor:
 
 
 def _on_device(machine: Machine, arguments: Any) -> Any:
-    """A tensor of a device without storages (XLA and the like): saved as a tensor or an array of the host."""
+    """Defer a tensor of a device without storages (XLA and the like), saved as a tensor or array of the host."""
     data, dtype, device, requires_grad = arguments
     if type(device) is str:
         device = torch.device(device)
@@ -305,7 +305,7 @@ def _device(machine: Machine, arguments: Any) -> torch.device:
 
 @functools.cache
 def _layouts() -> dict[str, torch.layout]:
-    """Layouts by their names."""
+    """Map layouts by their names."""
     return {str(value): value for value in vars(torch).values() if isinstance(value, torch.layout)}
 
 
@@ -323,7 +323,7 @@ def _generator(machine: Machine, arguments: Any) -> torch.Generator:
 
 
 def _set_generator(machine: Machine, target: torch.Generator, state: Any) -> torch.Generator:
-    # torch checks this state itself: its length, and the position in it.
+    # torch itself checks the content of this state: length, and the position in it.
     _, offset, words = state
     if offset is not None or _plain(words).dtype != torch.uint8 or tuple(words.shape) != (_GENERATOR_BYTES,):
         raise unfit("a state of a random generator")
@@ -331,10 +331,10 @@ def _set_generator(machine: Machine, target: torch.Generator, state: Any) -> tor
 
 
 def storage(pid: Any, find: Callable[[str, int, str], torch.UntypedStorage]) -> TypedStorage:
-    """The storage of a persistent id of torch.save.
+    """Return the storage for a persistent id of torch.save.
 
     Args:
-        find: gives the storage by its key, its length in bytes and the name of its device.
+        find: returns the storage by key, length in bytes and name of the device.
     """
     if type(pid) is not tuple or not 5 <= len(pid) <= 6 or pid[0] != "storage":
         raise ObjectionError("a reference that torch.save does not write")
@@ -347,7 +347,7 @@ def storage(pid: Any, find: Callable[[str, int, str], torch.UntypedStorage]) -> 
 
 
 class StorageType(Function):
-    """The class of a storage in a pickle, of which only the type of the elements matters."""
+    """The class of a storage in a pickle, of which only the data type matters."""
 
     def __init__(self, name: str, dtype: torch.dtype) -> None:
         super().__init__(name)
@@ -355,7 +355,7 @@ class StorageType(Function):
 
 
 def names() -> dict[tuple[str, str], Any]:
-    """Meaning of torch's names."""
+    """Return the meaning of torch's names."""
     found: dict[tuple[str, str], Any] = {}
     for name, function in _FUNCTIONS.items():
         found["torch._utils", name] = function
@@ -377,7 +377,7 @@ def names() -> dict[tuple[str, str], Any]:
 
 
 def makers() -> dict[Any, Make]:
-    """Checked calls, by what is called."""
+    """Return the checked calls, by the called object."""
     checked: dict[str, Make] = {
         "_rebuild_tensor": _tensor,
         "_rebuild_tensor_v2": _tensor_v2,
@@ -403,12 +403,12 @@ def makers() -> dict[Any, Make]:
 
 
 def changers() -> dict[type, Change]:
-    """Checked states, by the type of what they are given to."""
+    """Return the checked state changes, by the type of the object to change."""
     return {torch.Generator: _set_generator}
 
 
 def parts() -> dict[type, Any]:
-    """Parts of dictionary keys."""
+    """Return the hashed parts of dictionary keys, by type."""
     found: dict[type, Any] = dict.fromkeys(
         (torch.Tensor, torch.nn.Parameter, torch.dtype, torch.device, torch.layout, torch.qscheme), lambda key: ()
     )

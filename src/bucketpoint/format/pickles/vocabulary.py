@@ -1,4 +1,4 @@
-"""Meaning of the names in a pickle, and what stands for objects while a pickle is interpreted."""
+"""Meaning of the names in a pickle, and stand-ins for objects while a pickle is interpreted."""
 
 from __future__ import annotations
 
@@ -13,39 +13,39 @@ class MalformedPickleError(ValueError):
     """The bytes are not a pickle, or not one that is read here.
 
     Attributes:
-        named: the pickle had named something before it broke off.
+        named: True if the pickle had used a name before it broke off.
     """
 
     named = False
 
 
 class ObjectionError(Exception):
-    """A call or a change that no writer makes, and that could do harm."""
+    """Raised for a call or a change that no writer makes, and that could do harm."""
 
 
 def unfit(what: str) -> ObjectionError:
-    """An objection to a value that no writer makes."""
+    """Return the objection to a value that no writer makes."""
     return ObjectionError(f"{what} that no writer makes")
 
 
 class OverspentError(Exception):
-    """The pickle asks for more work or memory than its length pays for."""
+    """Raised for a pickle that asks for more work or memory than its length pays for."""
 
 
 class Refused:
-    """Stands for an object that was refused; the interpreter goes on, to name all that is refused."""
+    """Stand-in for a refused object: the interpreter continues, in order to name everything that is refused."""
 
 
 REFUSED = Refused()
 
 
 class Shell:
-    """An object that has yet to be given its state: an array, a data type or an identifier, which cannot be changed.
+    """A value that still lacks its state: an array, a data type or an identifier, none of which can be changed later.
 
     Attributes:
-        build: makes the object of its state.
-        value: what the call gave, for `build`.
-        places: memo numbers under which the shell is known, and the object will be.
+        build: makes the object from its state.
+        value: result of the call, for `build`.
+        places: memo numbers of the shell, at which the object will replace it.
     """
 
     def __init__(self, build: Change, value: Any = None) -> None:
@@ -55,11 +55,11 @@ class Shell:
 
 
 class Deferred:
-    """A call of a class or function that only the final load makes: one that the user registered, or of DTensor's.
+    """A call that only the final load makes: of a class or function that the user registered, or of DTensor's.
 
     Attributes:
-        new: `function` is a class of which an instance is made by `__new__`.
-        change: the state that the instance is to be given, as a tuple of one.
+        new: True if `function` is a class of which `__new__` makes an instance.
+        change: the state for the instance, as a tuple of one.
     """
 
     def __init__(self, function: Any, arguments: tuple[Any, ...], *, new: bool) -> None:
@@ -77,10 +77,10 @@ class Vocabulary:
     """Meaning of the names that a pickle may use.
 
     Attributes:
-        names: object for each (module, name). Real classes only where an instance cannot be changed by a pickle.
-        makers: function that checks and makes a call, by the `id` of the object that is called.
+        names: object for each (module, name). Real classes only if a pickle cannot change their instances.
+        makers: function that checks and makes a call, by the `id` of the called object.
         changers: function that checks and applies a state (BUILD), by the type of the object to change.
-        parts: by a type of dictionary keys, the parts that are hashed with it.
+        parts: function that returns the hashed parts of a dictionary key, by the type of the key.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class Vocabulary:
 
 
 class Function:
-    """A function of the vocabulary, which is no value by itself."""
+    """A function of the vocabulary. It can be called by a pickle, but is refused as a value."""
 
     def __init__(self, name: str) -> None:
         self.__name__ = name
@@ -104,7 +104,7 @@ class Registered:
     """A class or function that only the final load calls.
 
     Attributes:
-        called: False for a class whose instances are made by `__new__` alone.
+        called: False for a class whose instances only `__new__` makes.
     """
 
     def __init__(self, value: Any, *, called: bool) -> None:

@@ -1,4 +1,4 @@
-"""Items written anew, of values that were read safely: what `torch.load` and unpicklers of planners are given."""
+"""Encoder of safely read items, for `torch.load` and the unpicklers of planners."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ import torch
 from bucketpoint.format.pickles.items import Item, RefusedError
 from bucketpoint.format.pickles.vocabulary import Deferred, Function, Refused, Registered, Shell
 
-_PROTOCOL, _SAVED_PROTOCOL = 4, 2  # the second is that of torch.save, which its restricted unpickler reads
+_PROTOCOL, _SAVED_PROTOCOL = 4, 2  # the latter is torch.save's, which torch's restricted unpickler reads
 
 
 def rewritten(item: Item) -> bytes:
-    """The item in bytes of our own: every unpickler makes the same values of them, and nothing else.
+    """Encode the item in bytes of our own, from which every unpickler makes the same values and nothing else.
 
     Raises:
-        RefusedError: a value cannot be written: it nests too deeply, or holds a function.
+        RefusedError: a value cannot be written, because it nests too deeply or holds a function.
     """
     try:
         if not item.saved:
@@ -29,7 +29,7 @@ def rewritten(item: Item) -> bytes:
 
 
 def settled(value: Any) -> Any:
-    """The value with all calls made that were deferred. Its tensors are the same objects."""
+    """Return the value with all deferred calls made. Tensors in it are the same objects."""
     kept: list[Any] = []
     try:
         data = _Keeping(kept).dumped(value)
@@ -55,7 +55,7 @@ def _archive(value: Any, locations: dict[int, str]) -> bytes:
 
 
 class _Pickler(pickle.Pickler):
-    """Pickles values as torch.save does. Calls that were deferred become calls."""
+    """Pickler that writes values as torch.save does. Deferred calls become calls."""
 
     def __init__(self, locations: dict[int, str], protocol: int = _PROTOCOL) -> None:
         self._stream = io.BytesIO()
@@ -97,7 +97,7 @@ def _new(kind: Any, *arguments: Any) -> Any:
 
 
 class _Keeping(_Pickler):
-    """Keeps tensors and storages out of the pickle, as they are."""
+    """Pickler that keeps tensors and storages as objects, outside of the pickle."""
 
     def __init__(self, kept: list[Any]) -> None:
         super().__init__({})

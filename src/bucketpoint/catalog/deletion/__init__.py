@@ -1,0 +1,1 @@
+"""Deletion of checkpoints: tombstones, the pruner, removal by hand, rollback, thinning, and the sweep of dead saves."""

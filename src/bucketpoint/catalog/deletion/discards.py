@@ -1,0 +1,162 @@
+"""Checkpoints that a run has given up: damaged ones, and those newer than the step of a rollback.
+
+They get a tombstone once another checkpoint is committed, never before: until then they may be all that there is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, field, replace
+
+from bucketpoint.catalog.catalog import Catalog
+from bucketpoint.catalog.deletion.wholeness import inspect
+from bucketpoint.catalog.reconcile import metadata_record
+from bucketpoint.catalog.save_log import write_record
+from bucketpoint.catalog.snapshot import DELETE, Checkpoint, Snapshot
+from bucketpoint.catalog.tombstones import schedule_deletion
+from bucketpoint.format import catalog_keys
+
+HOLDS = frozenset({"pinned", "leased"})
+"""Notes that keep a given-up checkpoint. "restored from" is not among them: it ends with the next commit."""
+
+
+@dataclass(frozen=True)
+class Discard:
+    """A checkpoint that is given up.
+
+    Attributes:
+        checkpoint: the checkpoint as it was found. Its mark is that of the `.metadata` that is there, altered or not.
+            Its id is empty if there is no record, and no metadata that can be read.
+        damaged: True if it could not be loaded. Otherwise training was rolled back to an earlier step.
+    """
+
+    checkpoint: Checkpoint
+    reason: str
+    damaged: bool = False
+
+    @property
+    def name(self) -> tuple[str, str]:
+        """Folder and id of the checkpoint."""
+        return self.checkpoint.folder, self.checkpoint.id
+
+
+@dataclass
+class Discarded:
+    """Outcome for the checkpoints that were given up.
+
+    Attributes:
+        buried: have a tombstone now.
+        held: stay, because somebody holds them, or because nothing tells which commit they are.
+        void: are gone, have a tombstone already, or were saved anew.
+    """
+
+    buried: list[Discard] = field(default_factory=list)
+    held: list[tuple[Discard, str]] = field(default_factory=list)
+    void: list[Discard] = field(default_factory=list)
+
+
+def damaged(catalog: Catalog, checkpoint: Checkpoint, reason: str) -> Discard | None:
+    """Give up a checkpoint that could not be loaded. None if another one has been committed in its place.
+
+    One small GET, and a GET of the whole `.metadata` if it differs from the record.
+    """
+    found = _as_committed(catalog, checkpoint)
+    return None if found is None else Discard(found, reason, damaged=True)
+
+
+def _as_committed(catalog: Catalog, checkpoint: Checkpoint) -> Checkpoint | None:
+    """Return the checkpoint with the id and the mark of its present `.metadata`.
+
+    None if another one has replaced it.
+    """
+    committed = catalog.metadata_info(checkpoint.folder)
+    if committed is None:
+        return checkpoint if checkpoint.key is not None else None
+    mark = catalog_keys.mark_of(committed.etag)
+    if checkpoint.key is not None and mark == checkpoint.mark:
+        return checkpoint
+    if checkpoint.key is None and mark != checkpoint.mark:
+        return None
+    record = metadata_record(catalog, checkpoint.folder)
+    token = checkpoint.id if record is None else record.token or ""
+    if checkpoint.id and token != checkpoint.id:
+        return None
+    return replace(checkpoint, id=token, mark=mark)
+
+
+def is_as_written(catalog: Catalog, checkpoint: Checkpoint) -> bool:
+    """Return True if the metadata is what its record says. Two GETs. False if there is no record to compare with."""
+    return checkpoint.key is not None and inspect(catalog, checkpoint).problem is None
+
+
+def rolled_back(catalog: Catalog, snapshot: Snapshot, step: int) -> list[Discard]:
+    """Give up the checkpoints of higher steps, of all kinds, except those that a tombstone will delete anyway.
+
+    Two GETs for each checkpoint without a record, to find out which commit it is.
+    """
+    going = snapshot.going()
+    reason = f"training was rolled back to step {step}"
+    newer = [one for one in snapshot.checkpoints if one.step > step and (one.folder, one.id) not in going]
+    known = (one if one.key is not None else _as_committed(catalog, one) for one in newer)
+    return [Discard(one, reason) for one in known if one is not None]
+
+
+def united(*groups: Iterable[Discard]) -> tuple[Discard, ...]:
+    """Unite groups of discards: each checkpoint once, with the first reason that is given."""
+    found: dict[tuple[str, str], Discard] = {}
+    for group in groups:
+        for one in group:
+            found.setdefault(one.name, one)
+    return tuple(found.values())
+
+
+def bury_discards(catalog: Catalog, discards: Collection[Discard], *, due: float, dry_run: bool = False) -> Discarded:
+    """Give tombstones to given-up checkpoints, except those that somebody holds or has saved anew.
+
+    Two LISTs, and a PUT for each.
+    """
+    done = Discarded()
+    snapshot = catalog.snapshot()
+    if not dry_run:
+        snapshot = _with_records(catalog, snapshot, discards)
+    there = {one.folder: one for one in snapshot.checkpoints}
+    if dry_run:
+        # Without `dry_run` they would have a record by now.
+        there |= {one.checkpoint.folder: one.checkpoint for one in discards if one.checkpoint.key is None}
+    going, held = snapshot.going(), snapshot.held()
+    for one in discards:
+        current = there.get(one.checkpoint.folder)
+        if not one.checkpoint.id and (current is None or current.key is None):
+            done.held.append((one, "without metadata that can be read"))
+        elif current is None or not _same(current, one.checkpoint) or one.name in going:
+            done.void.append(one)
+        elif reasons := held.get(current.step, set()) & HOLDS:
+            done.held.append((one, " and ".join(sorted(reasons))))
+        else:
+            if not dry_run:
+                schedule_deletion(
+                    catalog, replace(current, mark=one.checkpoint.mark), DELETE, due=due, reason=one.reason
+                )
+            done.buried.append(one)
+    return done
+
+
+def _same(current: Checkpoint, given_up: Checkpoint) -> bool:
+    """Return True if the listed checkpoint is the one that was given up, and no later one of its step."""
+    if given_up.key is not None:
+        return current.key == given_up.key
+    return (current.id, current.mark) == (given_up.id, given_up.mark)
+
+
+def _with_records(catalog: Catalog, snapshot: Snapshot, discards: Collection[Discard]) -> Snapshot:
+    """Write the missing records of given-up checkpoints, since a tombstone needs one. Return the snapshot with them."""
+    known = {one.folder for one in snapshot.checkpoints}
+    written = False
+    for one in (one.checkpoint for one in discards):
+        if one.key is not None or not one.id or one.folder in known:
+            continue
+        record = metadata_record(catalog, one.folder)
+        if record is not None and record.token == one.id:
+            write_record(catalog, one.folder, one.step, record)
+            written = True
+    return catalog.snapshot() if written else snapshot

@@ -1,0 +1,196 @@
+"""The fence of an attempt: either its save may commit, or a sweep may remove its data, and never both.
+
+A sweep removes nothing that is younger than `MIN_SWEEP_AGE_S`. A save that is about to commit and has given no sign of
+life for `FENCE_AGE_S` first writes its fence, create-only, and then checks that all its data is there. A sweep writes
+the same object before it removes data of the attempt: the second of the two stops. Once the data is gone, the sweep
+removes the fence, and a save that comes later finds its data missing. A younger save makes no request for this.
+
+The condition cannot guard against a commit that is sent in time and reaches the store half an hour later. Amazon S3 and
+similar stores refuse requests that were signed more than 15 minutes before (`RequestTimeTooSkewed`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from bucketpoint.errors import AccessDeniedError, IncompleteSaveError, ObjectNotFoundError, PreconditionFailedError
+from bucketpoint.format import keys
+from bucketpoint.format.catalog_keys import content_of
+from bucketpoint.stores import ObjectInfo, Store
+from bucketpoint.transfer import retry_transient
+from bucketpoint.transfer.checksum import crc32c
+
+MIN_SWEEP_AGE_S = 3600.0
+"""Least age of what a sweep removes. Twice `FENCE_AGE_S`, which leaves half an hour for a commit that is under way."""
+
+FENCE_AGE_S = MIN_SWEEP_AGE_S / 2
+"""Seconds without a sign of life after which a save writes its fence before it commits."""
+
+ATTEMPTS = 3
+SAVE, SWEEP = "save", "sweep"
+
+
+@dataclass(frozen=True)
+class Stopwatch:
+    """Time since the start, including any suspension of the process or of the machine."""
+
+    wall: float = field(default_factory=lambda: time.time())
+    awake: float = field(default_factory=lambda: _boottime())
+
+    def seconds(self) -> float:
+        """Return the seconds since the start by the larger of two clocks: either may stand still or be set back."""
+        return max(time.time() - self.wall, _boottime() - self.awake)
+
+
+def _boottime() -> float:
+    # CLOCK_MONOTONIC stands still while a laptop sleeps, and CLOCK_BOOTTIME does not. Only Linux has it.
+    clock = getattr(time, "CLOCK_BOOTTIME", None)
+    return time.monotonic() if clock is None else time.clock_gettime(clock)
+
+
+LONG_AGO = Stopwatch(float("-inf"), float("-inf"))
+"""Start of an attempt that takes over data of an earlier one, of any age: it always writes its fence."""
+
+
+class AttemptFence:
+    """The fences of one attempt to save, on the rank that commits it.
+
+    Each rank names its objects by a token of its own, and has a fence by that token.
+
+    Args:
+        since: started before any rank of the attempt sent data.
+
+    Attributes:
+        sizes: sizes in bytes of the data objects that the commit will name, by their paths.
+    """
+
+    def __init__(self, store: Store, prefix: str, since: Stopwatch, sizes: Mapping[str, int] | None = None) -> None:
+        self.sizes = sizes or {}
+        self._store = store
+        self._prefix = prefix
+        self._alive = since
+        self._etags: dict[str, str | None] = {}
+
+    def ensure(self) -> None:
+        """Make sure that no sweep can remove the data of this attempt now. Call it right before each PUT of the commit.
+
+        Raises:
+            IncompleteSaveError: a sweep has removed data, or may have.
+        """
+        # Checked again after each `take`: the process may have been suspended meanwhile.
+        while self._alive.seconds() >= FENCE_AGE_S:
+            self.take()
+
+    def take(self) -> None:
+        """Write or renew the fences: from now on sweeps treat the attempt as one that has just begun.
+
+        A PUT for each rank, and one LIST for each 1,000 objects.
+
+        Raises:
+            IncompleteSaveError: a sweep has condemned the attempt, or data of it is gone.
+        """
+        alive = Stopwatch()
+        for token in sorted({token for path in self.sizes if (token := keys.token_of(path)) is not None}):
+            self._etags[token] = self._write(keys.join(self._prefix, keys.fence_path(token)), token).etag
+        missing = self._missing()
+        if missing is not None:
+            self.release()
+            raise self._swept(f"{missing} is gone or has another size")
+        self._alive = alive
+
+    def release(self) -> None:
+        """Remove the fences, once the attempt has committed. Best effort: sweeps remove those that stay."""
+        self._store.delete([keys.join(self._prefix, keys.fence_path(token)) for token in self._etags])
+        self._etags = {}
+
+    def _write(self, key: str, token: str) -> ObjectInfo:
+        body, taken, etag = memoryview(_body(SAVE)), token in self._etags, self._etags.get(token)
+        for _ in range(ATTEMPTS):
+            try:
+                return retry_transient(
+                    lambda taken=taken, etag=etag: self._store.put(  # type: ignore[misc]
+                        key, [body], crc32c=crc32c(body), if_none_match=not taken, if_match=etag
+                    ),
+                    attempts=ATTEMPTS,
+                )
+            except PreconditionFailedError:
+                pass
+            try:
+                data, info = retry_transient(lambda: self._store.get(key, max_bytes=1 << 16), attempts=ATTEMPTS)
+            except ObjectNotFoundError:
+                break
+            if data == body:
+                # The fence is this save's own: the answer to its PUT was lost.
+                return info
+            if _held_by(data) != SAVE:
+                break
+            # The fence is of another copy of the same checkpoint, and is taken over.
+            taken, etag = True, info.etag
+        raise self._swept("its fence says so")
+
+    def _missing(self) -> str | None:
+        """Return an object of the attempt that is gone or has another size, or None.
+
+        One LIST for each 1,000 objects.
+        """
+        # A sweep removes only objects with a token in their name.
+        sizes = {path: size for path, size in self.sizes.items() if keys.token_of(path) is not None}
+        if not sizes:
+            return None
+        above = keys.join(self._prefix, f"{keys.DATA_FOLDER}/")
+        start = len(above) - len(keys.DATA_FOLDER) - 1
+        try:
+            found = {info.key[start:]: info.size for info in self._store.list(above)}
+        except AccessDeniedError:
+            # Without the right to list, each object is asked for alone; the store denies access to a missing one as
+            # well.
+            found = {}
+            for path in sizes:
+                with contextlib.suppress(AccessDeniedError, ObjectNotFoundError):
+                    found[path] = self._store.head(keys.join(self._prefix, path)).size
+        return next((path for path, size in sizes.items() if found.get(path) != size), None)
+
+    def _swept(self, reason: str) -> IncompleteSaveError:
+        return IncompleteSaveError(
+            f"A sweep took this save for dead and has removed data of it, so nothing was committed: {reason}",
+            url=f"{self._store.url}/{self._prefix}",
+            remedy="Sweep later: raise prune.debris_after in the policy, or --older-than of bucketpoint gc, above what "
+            "the longest save takes",
+        )
+
+
+def condemn(store: Store, prefix: str, token: str, there: ObjectInfo | None) -> bool:
+    """Write the fence of an attempt for a sweep. Return True if its save can no longer commit, so that its data may go.
+
+    Args:
+        there: the fence as it was listed, old enough; None if there was none.
+    """
+    key, body = keys.join(prefix, keys.fence_path(token)), memoryview(_body(SWEEP))
+    try:
+        store.put(
+            key,
+            [body],
+            crc32c=crc32c(body),
+            if_none_match=there is None,
+            if_match=there.etag if there is not None else None,
+        )
+        return True
+    except PreconditionFailedError:
+        try:
+            return _held_by(store.get(key, max_bytes=1 << 16)[0]) == SWEEP
+        except ObjectNotFoundError:
+            return False
+
+
+def _body(by: str) -> bytes:
+    # S3 makes an ETag of the bytes alone: the nonce gives a renewed fence another ETag than a sweep has listed.
+    return json.dumps({"held_by": by, "nonce": os.urandom(8).hex()}).encode()
+
+
+def _held_by(data: bytes) -> object:
+    return content_of(data).get("held_by")

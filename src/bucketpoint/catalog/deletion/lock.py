@@ -1,0 +1,84 @@
+"""The lock of pruners, an object that expires: one pruner at a time.
+
+Losing the lock is harmless: it only saves work, and no safety depends on it.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import socket
+from dataclasses import dataclass, replace
+
+from bucketpoint.catalog.catalog import Catalog
+from bucketpoint.errors import ObjectNotFoundError, PreconditionFailedError
+from bucketpoint.format import catalog_keys
+
+_DAY_S = 86400.0
+_NAME_LENGTH = 80
+
+
+@dataclass(frozen=True)
+class Lock:
+    """The pruners' lock, held by `holder` until `expires`, seconds since the epoch."""
+
+    holder: str
+    expires: float
+    etag: str | None
+
+
+def holder_name() -> str:
+    """Name this process for the lock: its host and its process id."""
+    return f"{socket.gethostname()}-{os.getpid()}"
+
+
+def acquire(catalog: Catalog, holder: str, *, seconds: float) -> Lock | None:
+    """Acquire the lock; None while another holder's has not expired. One PUT if it is free."""
+    key = catalog.own_key(catalog_keys.LOCK)
+    lock = Lock(holder, catalog.clock() + seconds, None)
+    if catalog.create(key, _body(lock)):
+        return lock
+    try:
+        data, info = catalog.store.get(key, max_bytes=1 << 16)
+    except ObjectNotFoundError:
+        return lock if catalog.create(key, _body(lock)) else None
+    if _expires(data) > catalog.clock() and _holder(data) != holder:
+        return None
+    try:
+        return replace(lock, etag=catalog.write(key, _body(lock), if_match=info.etag).etag)
+    except PreconditionFailedError:
+        return None
+
+
+def held_by(catalog: Catalog) -> str:
+    """Describe who holds the lock, and when it is free at the latest. One small GET."""
+    try:
+        data = catalog.store.get(catalog.own_key(catalog_keys.LOCK), max_bytes=1 << 16)[0]
+    except ObjectNotFoundError:
+        return "another pruner was at work"
+    expires = min(max(_expires(data), 0.0), catalog.clock() + _DAY_S)
+    until = datetime.datetime.fromtimestamp(expires, datetime.timezone.utc).strftime("%H:%M:%S UTC")
+    holder = (_holder(data) or "")[:_NAME_LENGTH]
+    return f"another pruner is at work ({holder!r}); if it has died, a prune after {until} goes on"
+
+
+def give_back(catalog: Catalog, lock: Lock) -> None:
+    """Remove the lock, unless it has expired and may belong to another pruner by now."""
+    if catalog.clock() < lock.expires:
+        catalog.store.delete([catalog.own_key(catalog_keys.LOCK)])
+
+
+def _body(lock: Lock) -> bytes:
+    return json.dumps({"expires": lock.expires, "holder": lock.holder}, sort_keys=True).encode()
+
+
+def _expires(data: bytes) -> float:
+    expires = catalog_keys.content_of(data).get("expires")
+    # A lock that cannot be read counts as expired.
+    return expires if isinstance(expires, (int, float)) else 0.0
+
+
+def _holder(data: bytes) -> str | None:
+    holder = catalog_keys.content_of(data).get("holder")
+    return holder if isinstance(holder, str) else None

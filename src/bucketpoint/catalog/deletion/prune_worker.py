@@ -1,0 +1,330 @@
+"""Pruning by a policy: the orders, the circuit breaker, and the worker that prunes beside training."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from bucketpoint.catalog.catalog import Catalog
+from bucketpoint.catalog.deletion.discards import Discard, bury_discards, united
+from bucketpoint.catalog.deletion.lock import holder_name
+from bucketpoint.catalog.deletion.pruner import Order, prune
+from bucketpoint.catalog.deletion.sweep import sweep
+from bucketpoint.catalog.deletion.throttle import Throttle, paced
+from bucketpoint.catalog.prune_report import Pruned
+from bucketpoint.catalog.snapshot import DELETE, THIN
+from bucketpoint.errors import BucketpointError
+from bucketpoint.format.keys import new_token
+from bucketpoint.retention import Plan, RetentionPolicy, Row, Verdict, circuit_breaker, plan
+from bucketpoint.retention.setting_types import written
+from bucketpoint.transfer.tasks import stand_back
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Round:
+    """Report of one prune by a policy.
+
+    Attributes:
+        plan: the policy's plan; None if nothing was looked at, for the reason in `done.stopped`.
+        verdict: the circuit breaker's verdict on the plan.
+        done: the report of the pruner.
+    """
+
+    plan: Plan | None
+    verdict: Verdict | None
+    done: Pruned
+
+
+def prune_by(
+    catalog: Catalog, policy: RetentionPolicy, *, holder: str, force: bool = False, committed: int = 0
+) -> Round:
+    """Prune once by a policy.
+
+    Args:
+        holder: name of the pruner, for the lock.
+        force: carry out the whole plan, even if the circuit breaker refuses it.
+        committed: number of checkpoints that the job has committed since its last round.
+
+    Raises:
+        StoreError: a request failed for good. The next round finishes what was begun.
+        PolicyError: `match` fails.
+    """
+    made: list[tuple[Plan, Verdict]] = []
+
+    def decide(rows: Sequence[Row]) -> list[Order]:
+        planned, verdict = judged(policy, rows, committed=committed)
+        made.append((planned, verdict))
+        # The oldest go first; later rounds delete the rest.
+        return orders(planned) if verdict or force else orders(planned)[: verdict.unasked]
+
+    done = prune(catalog, decide, grace=policy.prune.grace.total_seconds(), holder=holder)
+    planned, verdict = made[0] if made else (None, None)
+    return Round(planned, verdict, done)
+
+
+def judged(policy: RetentionPolicy, rows: Sequence[Row], *, committed: int = 0) -> tuple[Plan, Verdict]:
+    """Return the policy's plan for these rows, and the circuit breaker's verdict on it."""
+    made, limit = plan(policy, rows), policy.prune.max_delete
+    return made, circuit_breaker(made, count=limit.count, fraction=limit.fraction, committed=committed)
+
+
+def orders(planned: Plan) -> list[Order]:
+    """Return the pruner's orders for a plan."""
+    gone = [Order(one.row.step, one.row.id, DELETE, str(one.miss or "")) for one in planned.deleted]
+    return gone + [Order(one.row.step, one.row.id, THIN, str(one.miss or "")) for one in planned.thinned]
+
+
+class PruneWorker:
+    """Worker that prunes on a thread of its own, one round at a time, with the lowest priority.
+
+    A failed round never ends training.
+
+    If it is asked while a round is under way, it makes one more round afterwards, however often it is asked. It rests
+    after every request, until somebody waits for it or the program ends.
+
+    Args:
+        pace: controls the rests.
+
+    Attributes:
+        holder: name of this worker for the lock.
+        last: report of the last round of this process; None before the first.
+        failure: error of the last round; None if it succeeded.
+        given_up: checkpoints that get a tombstone once another checkpoint is committed. They are lost with the process:
+            a restarted job finds out anew.
+    """
+
+    def __init__(self, catalog: Catalog, policy: RetentionPolicy, *, pace: Throttle | None = None) -> None:
+        self.catalog = catalog
+        self.policy = policy
+        self._pace = pace or Throttle()
+        self.holder = f"{holder_name()}-{new_token()}"
+        self.last: Round | None = None
+        self.failure: BucketpointError | None = None
+        self.given_up: tuple[Discard, ...] = ()
+        self._named: set[tuple[str, str]] = set()
+        self._committed = 0
+        self._swept = False
+        self._lock = threading.Lock()
+        self._asked = False
+        self._thread: threading.Thread | None = None
+
+    def give_up(self, discards: Iterable[Discard]) -> None:
+        """Give these checkpoints a tombstone too, once another checkpoint is committed."""
+        with self._lock:
+            self.given_up = united(self.given_up, discards)
+
+    def give_up_only(self, discards: Iterable[Discard]) -> None:
+        """Replace the given-up checkpoints by these: the job goes on from another checkpoint now."""
+        with self._lock:
+            self.given_up = tuple(discards)
+
+    def forget(self, discards: Iterable[Discard]) -> None:
+        """Take back these given-up checkpoints: the save that was to discard them has failed."""
+        names = {one.name for one in discards}
+        with self._lock:
+            self.given_up = tuple(one for one in self.given_up if one.name not in names)
+
+    def after_commit(self, step: int) -> None:
+        """Bury the given-up checkpoints, and carry out the policy soon: a checkpoint of this step can be loaded now.
+
+        Never raises: the save has succeeded.
+        """
+        with self._lock:
+            self._committed += 1
+        try:
+            if self.given_up:
+                self._discard()
+        except BucketpointError as error:
+            # No prune now: the rules would count checkpoints that ought to be gone.
+            self._failed(error)
+            return
+        if self.policy.prune.when == "after_commit":
+            self.ask()
+
+    def ask(self) -> None:
+        """Ask for a prune soon. Returns at once."""
+        with self._lock:
+            self._asked = True
+            if self._thread is not None:
+                return
+            self._pace.calm()
+            # Not a daemon thread: the interpreter waits at exit until the round ends, as it does for a save.
+            thread = threading.Thread(target=self._work, name="bucketpoint-prune")
+            try:
+                thread.start()
+            except RuntimeError:
+                # Python 3.12.0 and 3.12.1 start no threads while a program ends. The last save must not fail because of
+                # that.
+                self._asked = False
+                logger.info(
+                    "nothing is pruned after the last save, as the program ends: the next job's first save does"
+                )
+                return
+            self._thread = thread
+
+    def now(self, *, force: bool = False) -> Round:
+        """Run one round on the caller's thread, without rests, after the one under way has ended.
+
+        Raises as `prune_by`.
+        """
+        self.drain()
+        made = self._carried_out(self.catalog, force=force)
+        _tell(self.catalog, self.policy, made, forced=force)
+        return made
+
+    @property
+    def busy(self) -> bool:
+        """True if a round is under way, or has been asked for."""
+        with self._lock:
+            return self._thread is not None
+
+    def drain(self, timeout: float | None = None) -> bool:
+        """Wait at most `timeout` seconds for the rounds that were asked for, now without rests.
+
+        Return True if they ended.
+        """
+        with self._lock:
+            thread = self._thread
+        if thread is None:
+            return True
+        self._pace.hurry()
+        thread.join(timeout)
+        return not thread.is_alive()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return worker_of, (self.catalog, self.policy)
+
+    def _discard(self) -> None:
+        grace = self.policy.prune.grace
+        done = bury_discards(self.catalog, self.given_up, due=self.catalog.clock() + grace.total_seconds())
+        for one in done.buried:
+            logger.log(
+                logging.WARNING if one.damaged else logging.INFO,
+                "step %d is set aside and goes %s: %s. %s",
+                one.checkpoint.step,
+                _after(self.policy),
+                one.reason,
+                f"`bucketpoint undo {self.catalog.url} {one.checkpoint.step}` takes that back" if grace else "",
+            )
+        for one, why in done.held:
+            if one.name not in self._named:
+                self._named.add(one.name)
+                logger.warning(
+                    "step %d was given up (%s), and stays as it is %s: until that ends, `latest` may find it",
+                    one.checkpoint.step,
+                    one.reason,
+                    why,
+                )
+        settled = {one.name for one in [*done.buried, *done.void]}
+        with self._lock:
+            self.given_up = tuple(one for one in self.given_up if one.name not in settled)
+
+    def _carried_out(self, catalog: Catalog, *, force: bool = False) -> Round:
+        with self._lock:
+            committed = self._committed
+        made = prune_by(catalog, self.policy, holder=self.holder, force=force, committed=committed)
+        if made.done.stopped is None:
+            with self._lock:
+                self._committed -= committed
+        return made
+
+    def _work(self) -> None:
+        stand_back(19)
+        while True:
+            with self._lock:
+                if not self._asked:
+                    self._thread = None
+                    return
+                self._asked = False
+            self._round()
+
+    def _round(self) -> None:
+        catalog = replace(self.catalog, store=paced(self.catalog.store, self._pace))
+        self._pace.begin()
+        try:
+            self.last, self.failure = self._carried_out(catalog), None
+            if not self._swept:
+                # Once for each job: debris is left by earlier jobs.
+                self._swept = True
+                sweep(catalog, older_than=self.policy.prune.debris_after.total_seconds())
+        except BucketpointError as error:
+            self._failed(error)
+            return
+        except Exception as error:  # noqa: BLE001 (no fault of ours may end the thread for all later saves)
+            ours = BucketpointError(f"This is a fault of bucketpoint: {type(error).__name__}: {error}")
+            ours.__cause__ = error
+            self._failed(ours)
+            return
+        _tell(catalog, self.policy, self.last)
+
+    def _failed(self, error: BucketpointError) -> None:
+        self.failure = error
+        logger.warning("pruning failed, and is tried again after the next save: %s", error, exc_info=error.__cause__)
+
+
+_workers: dict[tuple[str, ...], PruneWorker] = {}
+_looking = threading.Lock()
+
+
+def worker_of(catalog: Catalog, policy: RetentionPolicy) -> PruneWorker:
+    """Return this process's worker for a run and a policy. The worker lives as long as the process.
+
+    All writers share one worker, as they share the clients of a store: a program may make a writer for each save, and a
+    checkpoint process receives one with each. The rounds of several workers would get in each other's way, and each
+    worker would sweep again.
+    """
+    url, identity = catalog.store.url, catalog.store.identity
+    # The identity of a local folder changes when the folder is created.
+    place = url if identity.startswith(url) else identity
+    run = place, catalog.prefix, catalog.template.namespace, str(catalog.run), repr(policy)
+    with _looking:
+        found = _workers.get(run)
+        if found is None:
+            found = _workers[run] = PruneWorker(catalog, policy)
+        # The latest caller may have newer credentials.
+        found.catalog = catalog
+        return found
+
+
+def _tell(catalog: Catalog, policy: RetentionPolicy, made: Round, *, forced: bool = False) -> None:
+    done, verdict = made.done, made.verdict
+    why = {(one.row.step, one.row.id): one for one in made.plan.entries} if made.plan is not None else {}
+    for step, token in done.buried:
+        entry = why[step, token]
+        logger.info("step %d %s %s: %s", step, _FATE[entry.action], _after(policy), entry.miss)
+    for words, gone in (("deleted", done.deleted), ("thinned to its weights", done.thinned)):
+        for name in gone:
+            reason = f": {why[name].miss}" if name in why else ""
+            logger.info("step %d is %s, and %.1f MB are freed%s", name[0], words, done.freed.get(name, 0) / 1e6, reason)
+    if done.stopped is not None:
+        logger.info("nothing was pruned: %s", done.stopped)
+    if verdict is not None and not verdict and not forced:
+        logger.warning(
+            "%s: %d go in this round, and the others wait. `bucketpoint plan POLICY.yaml --root %s` shows the plan, "
+            "`bucketpoint prune POLICY.yaml --root %s --yes` carries out all of it",
+            verdict.why,
+            len(done.buried),
+            catalog.url,
+            catalog.url,
+        )
+    if done.failures:
+        logger.warning(
+            "%d objects were not deleted, %s first (%s); the next prune tries again",
+            len(done.failures),
+            done.failures[0].key,
+            done.failures[0].code,
+        )
+
+
+_FATE = {"delete": "is not kept and goes", "thin": "is thinned to its weights"}
+
+
+def _after(policy: RetentionPolicy) -> str:
+    """Return in words when a checkpoint with a tombstone is deleted."""
+    grace = policy.prune.grace
+    return f"once its grace of {written(grace)} is over" if grace else "now"

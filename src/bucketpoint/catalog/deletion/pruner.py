@@ -1,0 +1,212 @@
+"""The pruner: tombstone, grace, deletion. It carries out orders and refuses unsafe ones; its caller makes the orders.
+
+If a pruner is killed at any request, the next one finishes its work.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+from bucketpoint.catalog.catalog import Catalog
+from bucketpoint.catalog.deletion import lock as locks
+from bucketpoint.catalog.deletion.delete import delete_checkpoints
+from bucketpoint.catalog.deletion.fence import MIN_SWEEP_AGE_S, Stopwatch
+from bucketpoint.catalog.deletion.wholeness import Inspected, damage, inspect
+from bucketpoint.catalog.prune_report import Pruned
+from bucketpoint.catalog.reconcile import reconcile
+from bucketpoint.catalog.snapshot import DELETE, Attempt, Checkpoint, Snapshot, Tombstone
+from bucketpoint.catalog.tombstones import claim, schedule_deletion, unclaim, withdraw
+from bucketpoint.errors import PreconditionFailedError
+from bucketpoint.retention.row import FULL, Row
+
+LOCK_SECONDS = 900.0
+"""Seconds for which a pruner's lock holds. Longer than deleting a batch takes; a dead pruner blocks others as long."""
+
+
+@dataclass(frozen=True)
+class Order:
+    """An order for one checkpoint: `delete` or `thin`, with the reason."""
+
+    step: int
+    id: str
+    action: str = DELETE
+    reason: str = ""
+
+
+Decide = Callable[[Sequence[Row]], Sequence[Order]]
+"""A policy, as a pure function. Called under the lock with all rows; returns the orders."""
+
+
+def prune(catalog: Catalog, decide: Decide, *, grace: float, holder: str, lock_seconds: float = LOCK_SECONDS) -> Pruned:
+    """Run one round: checkpoints that `decide` orders to go get a tombstone, and due tombstones are carried out.
+
+    Args:
+        grace: seconds from the tombstone to the deletion; 0 deletes in this round.
+        holder: name of the pruner, for the lock. The same name takes over its own lock.
+
+    Raises:
+        StoreError: a request failed for good. The next round finishes what was begun.
+    """
+    lock = locks.acquire(catalog, holder, seconds=lock_seconds)
+    if lock is None:
+        return Pruned(stopped=locks.held_by(catalog))
+    try:
+        snapshot = reconcile(catalog, catalog.snapshot())
+        full = [one for one in snapshot.checkpoints if one.kind == FULL]
+        if not full and snapshot.checkpoints:
+            return Pruned(stopped="there is no full checkpoint")
+        going = snapshot.going()
+        # A damaged checkpoint that was set aside does not count as the newest: it would block its own deletion and all
+        # others.
+        staying = [one for one in full if (one.folder, one.id) not in going] or full
+        newest = inspect(catalog, staying[-1]) if staying else None
+        if newest is not None and newest.problem is not None:
+            return Pruned(stopped=newest.problem)
+        done = Pruned()
+        orders = decide(snapshot.rows())
+        looked = Stopwatch()
+        problem = _damage_of_newest(catalog, snapshot, orders, newest)
+        if problem is not None:
+            return Pruned(stopped=problem)
+        _bury(catalog, snapshot, orders, catalog.clock() + grace, done)
+        # Intents that a trainer without the right to delete has left: they lengthen the listing that every restore asks
+        # for. The intent of an overwrite stays for the sweep: it shows that objects of the replaced checkpoint may be
+        # left.
+        replaced = {one.folder for one in snapshot.superseded}
+        unheard = _unheard(snapshot)
+        ended = [one for one in snapshot.finished if one not in unheard]
+        done.failures += catalog.store.delete([one.key for one in ended if one.folder not in replaced])
+        collect(catalog, done, looked, until=lock.expires)
+        return done
+    finally:
+        locks.give_back(catalog, lock)
+
+
+def _damage_of_newest(
+    catalog: Catalog, snapshot: Snapshot, orders: Sequence[Order], newest: Inspected | None
+) -> str | None:
+    """Return the reason why the newest full checkpoint that would remain is not whole.
+
+    None if it is, or if nothing goes.
+    """
+    stones = [one for one in snapshot.notes.tombstones if not one.undone]
+    if newest is None or (not orders and all(one.due > snapshot.taken + LOCK_SECONDS for one in stones)):
+        return None
+    going = {(one.step, one.id) for one in stones} | {(one.step, one.id) for one in orders}
+    full = [one for one in snapshot.checkpoints if one.kind == FULL]
+    staying = [one for one in full if (one.step, one.id) not in going]
+    if staying and staying[-1] != newest.checkpoint:
+        newest = inspect(catalog, staying[-1])
+    return damage(catalog, newest)
+
+
+def _bury(catalog: Catalog, snapshot: Snapshot, orders: Sequence[Order], due: float, done: Pruned) -> None:
+    there = {(one.step, one.id): one for one in snapshot.checkpoints}
+    buried = {(one.folder, one.id, one.action) for one in snapshot.notes.tombstones if not one.undone}
+    for order in orders:
+        name = (order.step, order.id)
+        one = there.get(name)
+        if one is None:
+            # Committed after the snapshot, or gone: the plan was not made for it.
+            done.refused[name] = "it is not in the snapshot"
+        elif reason := _held(snapshot, one, order.action):
+            done.refused[name] = reason
+        elif (one.folder, one.id, order.action) not in buried:
+            schedule_deletion(catalog, one, order.action, due=due, reason=order.reason)
+            done.buried.append(name)
+
+
+def _held(snapshot: Snapshot, one: Checkpoint | Tombstone, action: str) -> str | None:
+    """Return the reason why a checkpoint must not be deleted or thinned, or None. No order overrides it."""
+    if (one.folder, one.id) in snapshot.newest():
+        return "it is the newest"
+    reasons = snapshot.held().get(one.step)
+    return f"it is {' and '.join(sorted(reasons))}" if reasons else None
+
+
+def collect(catalog: Catalog, done: Pruned, looked: Stopwatch, *, until: float) -> None:
+    """Carry out the tombstones that are due. One claim and one LIST for each; deletes share requests.
+
+    Args:
+        looked: started when the newest checkpoint was looked at.
+        until: moment at which the lock expires. Nothing is begun after it.
+    """
+    now = catalog.clock()
+    first = catalog.snapshot()
+    waiting = []
+    for one in first.notes.tombstones:
+        if one.undone:
+            done.failures += catalog.store.delete([one.key])
+        elif one.due <= now:
+            waiting.append(one)
+    claimed = [(one, begun) for one in waiting if (begun := claim(catalog, one)) is not None]
+    if not claimed:
+        return
+    # Listed again, now that the claims are visible: a pin, lease or save that came between the two listings is in this
+    # one.
+    snapshot = catalog.snapshot()
+    going = []
+    for one, begun in claimed:
+        held = _held(snapshot, one, one.action)
+        if still_goes(catalog, snapshot, begun, done, held=held, taken_over=one.begun):
+            going.append(begun)
+    for action, group in groupby(sorted(going, key=lambda one: one.action), key=lambda one: one.action):
+        if catalog.clock() >= until:
+            break
+        if action == DELETE:
+            delete_checkpoints(catalog, snapshot, list(group), done, looked)
+        else:
+            # Imported here, because only thinning decodes metadata, which needs torch.
+            from bucketpoint.catalog.deletion.thin import thin
+
+            for one in group:
+                thin(catalog, snapshot, one, done)
+
+
+def still_goes(
+    catalog: Catalog, snapshot: Snapshot, one: Tombstone, done: Pruned, *, held: str | None, taken_over: bool
+) -> bool:
+    """Return True if a claimed deletion may be carried out.
+
+    If not, withdraw the claim, put it back, or leave it as it is.
+
+    Args:
+        held: the reason to keep the checkpoint; None if there is none.
+        taken_over: True if another pruner had claimed it before. That pruner may be suspended, and deletes the
+            checkpoint once it wakes: so the claim cannot be withdrawn, and a checkpoint that is held is left as it is.
+    """
+    current = next((other for other in snapshot.checkpoints if other.folder == one.folder), None)
+    replaced = current is not None and current.id != one.id
+    if taken_over and held is not None and not replaced:
+        done.refused[one.step, one.id] = f"{held}, and another pruner had begun with it"
+        return False
+    if replaced or held is not None:
+        withdraw(catalog, one, done)
+        return False
+    try:
+        if any(attempt.folder == one.folder for attempt in _running(snapshot)):
+            if not taken_over:
+                unclaim(catalog, one)
+            done.refused[one.step, one.id] = "a save to its folder is under way"
+            return False
+    except PreconditionFailedError:
+        # Another pruner has taken over, and makes the same decision.
+        return False
+    return True
+
+
+def _running(snapshot: Snapshot) -> list[Attempt]:
+    """Return the saves that may still send their commit, or send it again."""
+    return [*(one for one in snapshot.attempts if one.is_live(snapshot.taken)), *_unheard(snapshot)]
+
+
+def _unheard(snapshot: Snapshot) -> list[Attempt]:
+    """Return the committed attempts whose saves may not know it, so that they may send their commit again.
+
+    A save that loses the answer to its commit sends the same request again, within minutes. If its checkpoint were
+    deleted in between, the second request would commit it without its data. Such a save has not removed its intent yet;
+    if it is older than `FENCE_AGE_S`, it has a fence (see `delete_checkpoints`).
+    """
+    return [one for one in snapshot.finished if one.is_live(snapshot.taken, MIN_SWEEP_AGE_S)]

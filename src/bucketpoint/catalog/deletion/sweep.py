@@ -1,0 +1,121 @@
+"""The sweep of a run: removes what dead attempts left in its folders, and notes that mean nothing any more."""
+
+from __future__ import annotations
+
+from bucketpoint.catalog.catalog import Catalog
+from bucketpoint.catalog.deletion.fence import MIN_SWEEP_AGE_S
+from bucketpoint.catalog.deletion.folder_sweep import Swept, is_old, sweep_folder
+from bucketpoint.catalog.reconcile import reconcile
+from bucketpoint.catalog.snapshot import SAFETY_AGE_S, Snapshot
+from bucketpoint.errors import BucketpointError, CorruptDataError, ObjectNotFoundError
+from bucketpoint.format import keys
+from bucketpoint.format.catalog_keys import UploadKey, content_of
+from bucketpoint.stores import OpenUpload
+
+MAX_NOTE_BYTES = 64 << 20
+"""Most bytes of the note that lists one rank's uploads: far above what any rank writes."""
+
+
+def sweep(catalog: Catalog, *, older_than: float = SAFETY_AGE_S, deep: bool = False, dry_run: bool = False) -> Swept:
+    """Remove the remains of attempts that began more than `older_than` seconds ago and will never commit.
+
+    A `.metadata` without a record counts as committed, and gets its record. Only objects that a bucketpoint writer
+    named are removed, and none that the folder's metadata names, or could name if it could be read. An attempt whose
+    data is removed cannot commit any more: see `fence`.
+
+    Args:
+        older_than: at least an hour, so that a save that is still running is not taken for dead.
+        deep: look into every folder of the run, and not only where an intent says that an attempt began. One LIST for
+            each 1,000 objects, and one GET for each checkpoint. Records whose `.metadata` is gone are removed as well.
+
+    Raises:
+        BucketpointError: `older_than` is less than an hour.
+    """
+    if older_than < MIN_SWEEP_AGE_S:
+        raise BucketpointError(
+            f"A sweep of what is older than {older_than:g} seconds would remove the data of saves that are running",
+            url=catalog.url,
+            remedy=f"Sweep what is {MIN_SWEEP_AGE_S / 3600:g} hour old or older (--older-than 1h, debris_after: 1h)",
+        )
+    snapshot = catalog.snapshot() if dry_run else reconcile(catalog, catalog.snapshot())
+    oldest = snapshot.taken - older_than
+    announced = _announced(catalog)
+    live = {one.folder for one in snapshot.attempts if not is_old(one.started, oldest)}
+    # An intent that outlived its commit shows that objects of the checkpoint it replaced may still be there.
+    begun = [*snapshot.attempts, *snapshot.finished]
+    folders = {one.folder for one in begun} | {key.folder for key, _ in announced} | _folders_of_uploads(catalog)
+    if deep:
+        folders |= {*catalog.folders(), *(one.folder for one in snapshot.checkpoints)}
+    elif not catalog.store.capabilities.conditional_delete:
+        # If the pruner cannot remove its markers, they stay in folders that have no record any more.
+        folders |= set(catalog.folders()) - {one.folder for one in snapshot.checkpoints}
+    swept = Swept()
+    clean, uncommitted = set(), set()
+    for folder in sorted(folders - live):
+        noted = [note for key, note in announced if key.folder == folder]
+        uploads = [one for note in noted for one in _listed_by_key(catalog, folder, note)]
+        found = sweep_folder(catalog, folder, uploads, swept, oldest=oldest, dry_run=dry_run)
+        if found.uncommitted:
+            uncommitted.add(folder)
+        if found.clean:
+            clean.add(folder)
+    notes = [one.key for one in snapshot.attempts if one.folder in clean and is_old(one.started, oldest)]
+    notes += [key for upload, key in announced if upload.folder in clean]
+    # An intent outlives its record if the trainer may not delete, or was killed before it did.
+    notes += [one.key for one in snapshot.finished if one.folder in clean and is_old(one.started, oldest)]
+    # Records whose `.metadata` was deleted by hand, or beside a pruner whose lock had expired: a pin would keep them.
+    notes += [one.key for one in snapshot.checkpoints if one.folder in uncommitted and one.key is not None]
+    notes += _stale(snapshot, oldest)
+    swept.notes += dict.fromkeys(notes)
+    if not dry_run:
+        swept.failures += catalog.store.delete(swept.notes)
+    return swept
+
+
+def _folders_of_uploads(catalog: Catalog) -> set[str]:
+    """Return the run's folders with open multipart uploads below them: a dead save may have left nothing else.
+
+    Stores that are not known to list uploads by prefix are asked too: one that cannot answers with none.
+    """
+    above = catalog.key("")
+    parts = catalog.template.parent.count("/") + 1
+    found = {"/".join(one.key[len(above) :].split("/")[:parts]) for one in catalog.store.list_multipart(above)}
+    return {folder for folder in found if catalog.template.step_of(folder) is not None}
+
+
+def _listed_by_key(catalog: Catalog, folder: str, note: str) -> list[OpenUpload]:
+    """Return the open uploads of one rank, each asked for by its whole key."""
+    try:
+        data, _ = catalog.store.get(note, max_bytes=MAX_NOTE_BYTES)
+    except (CorruptDataError, ObjectNotFoundError):
+        return []
+    paths = content_of(data).get("paths")
+    found = []
+    for path in paths if isinstance(paths, list) else []:
+        if isinstance(path, str) and keys.parse_data_path(path) is not None:
+            key = catalog.key(f"{folder}/{path}")
+            found += [one for one in catalog.store.list_multipart(key) if one.key == key]
+    return found
+
+
+def _announced(catalog: Catalog) -> list[tuple[UploadKey, str]]:
+    found = []
+    for name, info in catalog.uploads():
+        key = UploadKey.parse(name)
+        # A folder name that the template does not make is no checkpoint of this run.
+        if key is not None and catalog.template.step_of(key.folder) == key.step:
+            found.append((key, info.key))
+    return found
+
+
+def _stale(snapshot: Snapshot, oldest: float) -> list[str]:
+    """Return the keys of notes that no plan will look at again, and of records that a later commit has replaced."""
+    said = snapshot.notes
+    there = {one.step for one in snapshot.checkpoints} | {one.step for one in snapshot.attempts}
+    newest = max((one.created for one in snapshot.checkpoints if one.kind == "full"), default=float("-inf"))
+    found = [one.key for one in snapshot.superseded if one.key]
+    found += [one.key for one in said.leases if not one.valid(oldest)]
+    found += [one.key for one in said.pins if one.expires is not None and one.expires < oldest]
+    found += [one.key for one in said.resumes if one.time < newest and one.time < oldest]
+    fresh = {one.key for one in said.reports if one.step in there or one.time >= oldest}
+    return found + [one.key for one in said.reports if one.key not in fresh]

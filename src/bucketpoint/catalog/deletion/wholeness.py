@@ -1,0 +1,98 @@
+"""Checks of the newest checkpoint, on which the pruner relies.
+
+Its metadata is compared with its record, and its objects with a listing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from bucketpoint.catalog.catalog import Catalog
+from bucketpoint.catalog.save_log import read_record
+from bucketpoint.catalog.snapshot import Checkpoint
+from bucketpoint.errors import CheckpointNotFoundError, MetadataError, ObjectNotFoundError, UnsafeDataError
+from bucketpoint.format import keys
+from bucketpoint.format.index.ref import index_path
+from bucketpoint.format.item_info import read_item
+from bucketpoint.format.metadata.deletion_marker import is_marker
+from bucketpoint.format.metadata.facts import extra
+from bucketpoint.format.metadata.plain import read_metadata
+from bucketpoint.format.record import CommitRecord
+from bucketpoint.transfer.checksum import crc32c
+
+
+@dataclass(frozen=True)
+class Inspected:
+    """A checkpoint's record and metadata.
+
+    Attributes:
+        problem: the reason why they cannot be relied on; None if the metadata is what the record says.
+    """
+
+    checkpoint: Checkpoint
+    problem: str | None
+    record: CommitRecord | None = None
+    data: bytes = field(default=b"", repr=False)
+
+
+def inspect(catalog: Catalog, newest: Checkpoint) -> Inspected:
+    """Read the record and the metadata of a checkpoint. Two GETs."""
+    try:
+        record = read_record(catalog, newest.key) if newest.key is not None else None
+        data, _ = catalog.store.get(catalog.metadata_key(newest.folder))
+    except ObjectNotFoundError:
+        return Inspected(newest, f"the newest checkpoint, {newest.folder}, has no metadata")
+    except MetadataError as error:
+        problem = f"the record of the newest checkpoint, {newest.folder}, cannot be read: {error.message}"
+        return Inspected(newest, problem)
+    if is_marker(data):
+        return Inspected(newest, f"the newest checkpoint, {newest.folder}, is being deleted")
+    if record is None or record.metadata_crc32c != crc32c(memoryview(data)):
+        return Inspected(newest, f"the metadata of the newest checkpoint, {newest.folder}, is not what its record says")
+    return Inspected(newest, None, record, data)
+
+
+def damage(catalog: Catalog, inspected: Inspected) -> str | None:
+    """Describe the damage of a checkpoint. None if all of its objects are there. One LIST for each 1,000 of them."""
+    checkpoint, record = inspected.checkpoint, inspected.record
+    if inspected.problem is not None or record is None:
+        return inspected.problem
+    sizes = {path: info.size for path, info in catalog.objects_of(checkpoint.folder).items()}
+    data = {
+        path: size for path, size in sizes.items() if keys.token_of(path) and path != index_path(record.token or "")
+    }
+    whole = (len(data), sum(data.values())) == (record.objects, record.bytes)
+    # The tokens are compared too: objects of a save that is under way may be as many and as large as those that are
+    # gone.
+    if data and whole and {keys.token_of(path) for path in data} <= keys.tokens_in(inspected.data):
+        return None
+    missing = _missing(inspected.data, sizes)
+    return f"data of the newest checkpoint, {checkpoint.folder}, is gone: {missing}" if missing is not None else None
+
+
+def is_whole(catalog: Catalog, checkpoint: Checkpoint) -> bool:
+    """Return True if a checkpoint's metadata can be relied on and all of its objects are there. Two GETs, one LIST.
+
+    Without a record, the metadata itself tells which objects the checkpoint has.
+    """
+    if checkpoint.key is not None:
+        return damage(catalog, inspect(catalog, checkpoint)) is None
+    try:
+        data, _ = catalog.store.get(catalog.metadata_key(checkpoint.folder))
+    except ObjectNotFoundError:
+        return False
+    sizes = {path: info.size for path, info in catalog.objects_of(checkpoint.folder).items()}
+    return _missing(data, sizes) is None
+
+
+def _missing(data: bytes, sizes: dict[str, int]) -> str | None:
+    """Return an object that the metadata names and that is missing or has too few bytes. None if all are there."""
+    try:
+        metadata = read_metadata(data)
+        least = {path: int(fact["size"]) for path, fact in extra(metadata).get("objects", {}).items()}
+        for info in (metadata.storage_data or {}).values():
+            item = read_item(info)
+            least[item.path] = max(least.get(item.path, 0), item.offset + item.length)
+    except (CheckpointNotFoundError, MetadataError, UnsafeDataError) as error:
+        return f"its metadata cannot be read: {error.message}"
+    return next((path for path, size in sorted(least.items()) if sizes.get(path, -1) < size), None)

@@ -1,0 +1,121 @@
+"""Records for checkpoints that have none: of dead coordinators, of other writers, or of a lost catalog."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Collection
+from dataclasses import replace
+
+from bucketpoint.catalog.catalog import Catalog
+from bucketpoint.catalog.save_log import write_record
+from bucketpoint.catalog.snapshot import Checkpoint, Snapshot
+from bucketpoint.errors import CheckpointDeletedError, MetadataError, ObjectNotFoundError, UnsafeDataError
+from bucketpoint.format import catalog_keys
+from bucketpoint.format.metadata.plain import read_record
+from bucketpoint.format.record import CommitRecord
+from bucketpoint.stores import ObjectInfo
+
+
+def reconcile(catalog: Catalog, snapshot: Snapshot) -> Snapshot:
+    """Make records agree with `.metadata`, where a listing shows that they may not. Return the snapshot to go on with.
+
+    An attempt that has committed without a record gets one: one GET for each attempt (usually there are none), and a
+    PUT and a small GET for each that has committed. Of several records of a folder the youngest counts. If clocks
+    disagree about which is youngest, the records that `.metadata` has replaced are deleted: one small GET for each such
+    folder.
+    """
+    known = {one.folder: one for one in snapshot.checkpoints}
+    healed = _drop_replaced(catalog, snapshot)
+    for attempt in snapshot.attempts:
+        record = metadata_record(catalog, attempt.folder)
+        # Metadata of another attempt belongs to an older checkpoint, which this attempt would replace.
+        if record is None or (record.token is not None and record.token != attempt.token and attempt.folder in known):
+            continue
+        if attempt.folder in known and known[attempt.folder].id == record.token:
+            continue
+        written = write_record(catalog, attempt.folder, attempt.step, record)
+        if catalog.metadata_info(attempt.folder) is None:
+            # The checkpoint was deleted since it was read, by a pruner that did not see the record.
+            catalog.store.delete([written])
+        healed = True
+    return catalog.snapshot() if healed else snapshot
+
+
+def _drop_replaced(catalog: Catalog, snapshot: Snapshot) -> bool:
+    """Delete records whose commit has been replaced, although they look youngest. Return True if there were any.
+
+    A job that saves a step again may have a clock that is behind. Its record would count as the older one: the sweep
+    would delete it, and the pruner would find that no record fits `.metadata` any more.
+    """
+    dead: list[str] = []
+    for youngest in snapshot.checkpoints:
+        others = [one for one in snapshot.superseded if one.folder == youngest.folder]
+        if not any(_may_be_younger(one, youngest) for one in others):
+            continue
+        committed = catalog.metadata_info(youngest.folder)
+        mark = catalog_keys.mark_of(committed.etag if committed is not None else None)
+        records = [youngest, *others]
+        # If no record fits, `.metadata` is just being replaced, and nothing may be deleted.
+        if mark != catalog_keys.UNKNOWN and any(one.mark == mark for one in records):
+            dead += [one.key for one in records if one.mark != mark and one.key is not None]
+    # Failed deletes are tried again by the next round.
+    catalog.store.delete(dead)
+    return bool(dead)
+
+
+def _may_be_younger(one: Checkpoint, youngest: Checkpoint) -> bool:
+    """Return True if another record may be younger than `youngest`.
+
+    That is so if the jobs' clocks give equal times, or if the store's clock, by which records were written, contradicts
+    them.
+    """
+    if one.created == youngest.created:
+        return True
+    return one.written is not None and youngest.written is not None and one.written > youngest.written
+
+
+def adopt(catalog: Catalog, steps: Collection[int] | None = None) -> list[str]:
+    """Write the missing records of all checkpoints below the root, whoever saved them. Return their folders.
+
+    A folder is adopted if its whole name fits the template and its `.metadata` is readable. One LIST for each 1,000
+    folders; one GET and one PUT for each folder without a record.
+
+    Args:
+        steps: adopt only checkpoints of these steps.
+    """
+    snapshot = catalog.snapshot()
+    recorded = {one.folder for one in snapshot.checkpoints}
+    # A checkpoint that is being deleted must not come back: its pruner has already removed the record.
+    going = {folder for folder, _ in snapshot.going()}
+    adopted = []
+    for folder in catalog.folders():
+        step = catalog.template.step_of(folder)
+        if step is None or folder in recorded or folder in going or (steps is not None and step not in steps):
+            continue
+        record = metadata_record(catalog, folder)
+        if record is not None:
+            write_record(catalog, folder, step, record)
+            adopted.append(folder)
+    return adopted
+
+
+def metadata_record(catalog: Catalog, folder: str) -> CommitRecord | None:
+    """Make the record of a folder's commit from its `.metadata`; None if there is none that can be read."""
+    try:
+        data, info = catalog.store.get(catalog.metadata_key(folder))
+        record = read_record(data, metadata_etag=info.etag)
+    except (ObjectNotFoundError, CheckpointDeletedError, MetadataError, UnsafeDataError):
+        return None
+    return named(record, data, info)
+
+
+def named(record: CommitRecord, data: bytes, info: ObjectInfo) -> CommitRecord:
+    """Add a token and a time to a record, which other writers' metadata lacks.
+
+    `data` is the metadata, `info` its object.
+    """
+    token = record.token or hashlib.sha256(data).hexdigest()[:12]
+    created = record.created
+    if created is None:
+        created = info.modified or 0.0
+    return replace(record, token=token, created=created)

@@ -1,0 +1,116 @@
+"""The checkpoints to try on a restore, in the order in which they are tried."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from itertools import islice
+
+from bucketpoint.catalog.catalog import Catalog
+from bucketpoint.catalog.snapshot import Checkpoint
+from bucketpoint.errors import BucketpointError, CheckpointNotFoundError, IncompleteCheckpointError
+from bucketpoint.retention.policy import RetentionPolicy
+from bucketpoint.retention.row import FULL
+from bucketpoint.retention.rules import Best
+
+logger = logging.getLogger(__name__)
+
+TRIED_AT_MOST = 20
+"""Most checkpoints that one restore looks at. So many damaged ones in a row are no accident of one save."""
+
+
+@dataclass(frozen=True)
+class RestoreCandidate:
+    """A checkpoint to try.
+
+    Attributes:
+        checkpoint: the catalog's entry; None if the caller asked for the checkpoint by its step.
+    """
+
+    step: int
+    folder: str
+    checkpoint: Checkpoint | None = None
+
+
+def restore_candidates(
+    catalog: Catalog, policy: RetentionPolicy, which: str | int, metric: str | None
+) -> list[RestoreCandidate]:
+    """Return the checkpoints to try, best first. Empty if the run has none, nor traces of any but saves that died.
+
+    Raises:
+        CheckpointNotFoundError: there is no checkpoint of the named step, or none with a value of the metric.
+        IncompleteCheckpointError: there are checkpoint folders, no checkpoint, and no intent that explains the folders.
+        BucketpointError: `which` is not known, or no rule says which checkpoint is best.
+    """
+    if isinstance(which, int):
+        return [_named(catalog, which)]
+    if which == "latest":
+        found = [RestoreCandidate(one.step, one.folder, one) for one in islice(catalog.candidates(), TRIED_AT_MOST)]
+    elif which == "best":
+        found = _best(catalog, _rule(policy, metric))
+    else:
+        raise BucketpointError(f"There is no {which!r} checkpoint", remedy='Ask for "latest", "best" or a step')
+    if not found:
+        _refuse_traces(catalog)
+    return found
+
+
+def _refuse_traces(catalog: Catalog) -> None:
+    """Raise if a run without a checkpoint may have lost one. It has not if saves that died explain all its folders.
+
+    A job that is killed in its first save begins from scratch once more. A folder without an intent may have been a
+    checkpoint whose `.metadata` was deleted.
+    """
+    begun = {one.folder for one in catalog.steps().attempts}
+    dead = catalog.folders()
+    unexplained = [folder for folder in dead if folder not in begun]
+    if unexplained:
+        raise IncompleteCheckpointError(
+            f"There are {len(unexplained)} saves here that never committed, and no checkpoint",
+            url=catalog.url,
+            remedy="Look at them first",
+        )
+    if dead:
+        logger.warning("there is no checkpoint at %s, and %d saves that were begun and died", catalog.url, len(dead))
+
+
+def _named(catalog: Catalog, step: int) -> RestoreCandidate:
+    there = {one.step: one.folder for one in catalog.steps().checkpoints}
+    if step in there:
+        return RestoreCandidate(step, there[step])
+    folder = catalog.template.folder(step)
+    if catalog.metadata_info(folder) is None:
+        there = {one.step: one.folder for one in catalog.with_unrecorded(catalog.steps()).checkpoints}
+        if step in there:
+            return RestoreCandidate(step, there[step])
+        raise CheckpointNotFoundError(
+            f"There is no checkpoint of step {step}",
+            url=catalog.url_of_folder(folder),
+            remedy=f"There are {', '.join(map(str, [*there][-10:]))}" if there else "There is none at all",
+        )
+    return RestoreCandidate(step, folder)
+
+
+def _rule(policy: RetentionPolicy, metric: str | None) -> Best:
+    rules = [rule for rule in policy.keep.best if metric in (None, rule.metric)]
+    if not rules:
+        raise BucketpointError(
+            f"No rule says whether a high or a low {metric} is best" if metric else "No rule says what is best",
+            remedy="Add one to the policy: keep: {best: [{metric: eval/loss, mode: min}]}",
+        )
+    return rules[0]
+
+
+def _best(catalog: Catalog, rule: Best) -> list[RestoreCandidate]:
+    snapshot = catalog.snapshot()
+    known = {(one.step, one.id): one for one in snapshot.checkpoints}
+    full = sorted((row for row in snapshot.rows() if row.kind == FULL), key=lambda row: row.order)
+    rows = [full[position] for position in rule.ranked(full)]
+    if not rows:
+        raise CheckpointNotFoundError(
+            f"No checkpoint has a value of {rule.metric}",
+            url=catalog.url,
+            remedy='Report it with report(step, {...}), or restore("latest")',
+        )
+    found = [known[row.step, row.id] for row in rows[:TRIED_AT_MOST]]
+    return [RestoreCandidate(one.step, one.folder, one) for one in found]

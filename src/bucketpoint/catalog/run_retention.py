@@ -1,0 +1,93 @@
+"""Retention for a writer that the caller makes: the log of each save's run, which records and prunes by a policy."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from bucketpoint.catalog.catalog import Catalog
+from bucketpoint.catalog.deletion.prune_worker import PruneWorker, worker_of
+from bucketpoint.catalog.policy_file import policy_of
+from bucketpoint.catalog.run import open_run, parent_and_name
+from bucketpoint.catalog.save_log import SaveLog
+from bucketpoint.retention import RetentionPolicy
+
+logger = logging.getLogger(__name__)
+
+
+class RunRetention:
+    """Source of save logs: finds the run of each save by its URL. The log records the commit and has the run pruned.
+
+    The run is at the policy's `root`; if the policy names none, at the parent of the checkpoint's folder. The step is
+    in the folder's name, by the policy's `layout`.
+
+    Args:
+        policy: the policy, or its file.
+
+    Raises:
+        PolicyError: the file is wrong; the error lists all its faults.
+        InvalidURLError: the policy's root or layout is invalid.
+    """
+
+    def __init__(
+        self,
+        policy: RetentionPolicy | str | os.PathLike[str],
+        *,
+        storage_options: Mapping[str, Any] | None = None,
+        fs: Any = None,
+    ) -> None:
+        self.policy = policy_of(policy)
+        self._store_arguments = {"storage_options": storage_options, "fs": fs}
+        self._root = open_run(self.policy, **self._store_arguments) if self.policy.root is not None else None
+        self._logs: dict[str, SaveLog] = {}
+        self._warned = False
+        self._lock = threading.Lock()
+        self.pruning: PruneWorker | None = None
+        """The worker of the run that this process saved into last."""
+
+    def log_of(self, url: str) -> SaveLog | None:
+        """Return the log for a save to `url`; None if `url` is no step of a run, which is logged once as a warning."""
+        split = parent_and_name(url)
+        with self._lock:
+            log = self._log(*split) if split is not None else None
+            if log is not None:
+                self.pruning = log.pruner
+            elif not self._warned:
+                self._warned = True
+                of = f"the run at {self.policy.root}" if self._root is not None else "a run"
+                logger.warning(
+                    "%s is saved, but not recorded and not pruned: it is no step of %s, whose folders are named %s",
+                    url,
+                    of,
+                    self.policy.layout.step_dir,
+                )
+            return log
+
+    def _log(self, root: str, folder: str) -> SaveLog | None:
+        if root not in self._logs:
+            catalog = self._catalog(root)
+            if catalog is None:
+                return None
+            self._logs[root] = SaveLog(catalog, pruner=worker_of(catalog, self.policy))
+        log = self._logs[root]
+        return log if log.catalog.template.step_of(folder) is not None else None
+
+    def _catalog(self, root: str) -> Catalog | None:
+        found = open_run(self.policy, root, **self._store_arguments)
+        if self._root is None:
+            return found
+        # One place may have several URLs, so the stores are compared.
+        same = (found.store.identity, found.prefix) == (self._root.store.identity, self._root.prefix)
+        return replace(self._root, url=root) if same else None
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Each process has its own worker, and finds it by the run.
+        return {**self.__dict__, "_lock": None, "_logs": {}, "pruning": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._lock = threading.Lock()

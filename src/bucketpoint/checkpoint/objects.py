@@ -1,0 +1,48 @@
+"""The objects of a checkpoint that is to be written elsewhere: checks that they are those that were committed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from bucketpoint.checkpoint.open import SavedCheckpoint
+from bucketpoint.errors import CorruptDataError, ObjectNotFoundError
+from bucketpoint.stores import ObjectInfo
+from bucketpoint.transfer import TransferOptions
+from bucketpoint.transfer.pieces import for_each
+
+REMEDY = "Take another one; `bucketpoint verify` lists all that is damaged in this one"
+
+
+def look_at_objects(
+    saved: SavedCheckpoint, look: Callable[[str], ObjectInfo], options: TransferOptions
+) -> dict[str, ObjectInfo]:
+    """Return the store's description of each object, by its path, after a check against the metadata.
+
+    Args:
+        look: asks the store about a key. Raises ObjectNotFoundError.
+
+    Raises:
+        CorruptDataError: an object is missing, has another size, does not hold all of its items, or was replaced.
+    """
+    found: dict[str, ObjectInfo] = {}
+
+    def check(path: str) -> None:
+        try:
+            info = look(saved.key(path))
+        except ObjectNotFoundError:
+            raise damaged(saved, path, "an object is missing") from None
+        size, pinned = saved.size_of(path), saved.etag_of(path)
+        needed = max((item.offset + item.length for _, item in saved.by_object[path]), default=0)
+        if info.size < needed or size not in (None, info.size):
+            raise damaged(saved, path, f"an object has {info.size} bytes, and {size or needed} were written")
+        if pinned not in (None, info.etag):
+            raise damaged(saved, path, "an object was replaced since the commit")
+        found[path] = info
+
+    for_each(saved.by_object, check, options)
+    return dict(sorted(found.items()))
+
+
+def damaged(saved: SavedCheckpoint, path: str, reason: str) -> CorruptDataError:
+    """Return the error for a checkpoint that is not what was saved."""
+    return CorruptDataError(f"The checkpoint is damaged: {reason}", url=saved.url, key=path, remedy=REMEDY)

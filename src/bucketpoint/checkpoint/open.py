@@ -1,0 +1,140 @@
+"""A committed checkpoint in a store: its metadata, and the places of its objects and items."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from bucketpoint.checkpoint.metadata_source import MetadataSource, committed_etags
+from bucketpoint.errors import CheckpointDeletedError, CheckpointNotFoundError
+from bucketpoint.format import keys
+from bucketpoint.format.index.ref import IndexRef, ref_of
+from bucketpoint.format.item_info import ItemInfo, read_item
+from bucketpoint.format.metadata.facts import extra, record_of
+from bucketpoint.format.metadata.plain import read_metadata
+from bucketpoint.format.record import CommitRecord
+from bucketpoint.stores import ObjectInfo, Store, as_url, open_store
+from bucketpoint.transfer import TransferOptions
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint import Metadata
+    from torch.distributed.checkpoint.metadata import MetadataIndex
+
+
+@dataclass(frozen=True)
+class SavedCheckpoint:
+    """The checkpoint that `open_checkpoint` found.
+
+    `data` and `info` are the `.metadata` object, and the store's description of it.
+    """
+
+    url: str
+    store: Store
+    prefix: str
+    data: bytes = field(repr=False)
+    info: ObjectInfo
+    metadata: Metadata = field(repr=False)
+    storage_options: Mapping[str, Any] | None = field(default=None, repr=False)
+    fs: Any = field(default=None, repr=False)
+
+    @cached_property
+    def facts(self) -> dict[str, Any]:
+        """The facts that bucketpoint wrote beside DCP's own fields; empty for the checkpoints of other writers."""
+        return extra(self.metadata)
+
+    @cached_property
+    def items(self) -> list[tuple[MetadataIndex, ItemInfo]]:
+        """All stored items. Raises MetadataError if one is malformed."""
+        stored = self.metadata.storage_data or {}
+        return [(index, read_item(info, url=self.url)) for index, info in stored.items()]
+
+    @cached_property
+    def by_object(self) -> dict[str, list[tuple[MetadataIndex, ItemInfo]]]:
+        """The items of each object, by its path within the checkpoint, in the order in which they lie in the object."""
+        objects: dict[str, list[tuple[MetadataIndex, ItemInfo]]] = {path: [] for path in self.facts.get("objects", {})}
+        for index, info in self.items:
+            objects.setdefault(info.path, []).append((index, info))
+        for members in objects.values():
+            members.sort(key=lambda member: (member[1].offset, member[1].length))
+        return dict(sorted(objects.items()))
+
+    @cached_property
+    def record(self) -> CommitRecord:
+        """The commit record, made from the metadata: the checkpoint in a few numbers."""
+        return record_of(self.metadata, self.data, metadata_etag=self.info.etag)
+
+    @cached_property
+    def _etags(self) -> dict[str, str]:
+        return committed_etags(self.metadata, self.store, self.url)
+
+    @cached_property
+    def index(self) -> IndexRef | None:
+        """The reference to the index that the metadata names; None if it names none."""
+        return ref_of(self.metadata)
+
+    def key(self, path: str) -> str:
+        """Return the key of a path within the checkpoint. Raises UnsafeDataError if the path leads out of it."""
+        return keys.join(self.prefix, path)
+
+    def size_of(self, path: str) -> int | None:
+        """Return the size that was committed for an object, or None if its writer did not record it."""
+        recorded = self.facts.get("objects", {}).get(path)
+        return None if recorded is None else int(recorded["size"])
+
+    def etag_of(self, path: str) -> str | None:
+        """Return the ETag that a load requires of an object, or None."""
+        return self._etags.get(path)
+
+
+def open_checkpoint(
+    url: str | os.PathLike[str],
+    *,
+    storage_options: Mapping[str, Any] | None = None,
+    fs: Any = None,
+    trusted: bool = False,
+    plain: bool = False,
+) -> SavedCheckpoint:
+    """Read and decode the metadata of a checkpoint, whoever wrote it.
+
+    Args:
+        trusted: unpickle without the allow-list.
+        plain: for inspection only: the metadata is made of plain classes, without torch, unless it is trusted.
+
+    Raises:
+        CheckpointNotFoundError: nothing is committed here. IncompleteCheckpointError if there is data,
+            CheckpointDeletedError if a checkpoint was deleted.
+        MetadataError, UnsafeDataError: the metadata cannot or must not be read.
+    """
+    text = as_url(url) or ""
+    store, prefix = open_store(text, storage_options=storage_options, fs=fs)
+    source = MetadataSource(store, prefix, text, TransferOptions().read_attempts)
+    try:
+        data, info = source.get_with_info(keys.METADATA)
+    except CheckpointDeletedError:
+        raise
+    except CheckpointNotFoundError:
+        raise source.nothing_here() from None
+    if plain and not trusted:
+        metadata = read_metadata(data, url=text)
+    else:
+        from bucketpoint.format.metadata.codec import decode_metadata
+
+        metadata = decode_metadata(data, trusted=trusted, url=text)
+    return SavedCheckpoint(text, store, prefix, data, info, metadata, storage_options, fs)
+
+
+def committed_below(
+    url: str | os.PathLike[str], *, storage_options: Mapping[str, Any] | None = None, fs: Any = None
+) -> Iterator[str]:
+    """Yield the URLs of all checkpoints at and below a URL, in key order. One LIST per 1,000 objects."""
+    text = as_url(url) or ""
+    store, prefix = open_store(text, storage_options=storage_options, fs=fs)
+    above = prefix + "/" if prefix else ""
+    for info in store.list(above):
+        path = info.key[len(above) :]
+        if path == keys.METADATA or path.endswith("/" + keys.METADATA):
+            folder = path.removesuffix(keys.METADATA).rstrip("/")
+            yield f"{text.rstrip('/')}/{folder}" if folder else text

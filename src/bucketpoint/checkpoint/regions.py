@@ -1,0 +1,160 @@
+"""The bytes that a data object must have: regions with their checksums, checked in pieces of any size."""
+
+from __future__ import annotations
+
+import math
+import threading
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from torch.distributed.checkpoint import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import MetadataIndex
+
+from bucketpoint.format.item_info import ItemInfo
+from bucketpoint.format.torch_zip import tensor_frame
+from bucketpoint.transfer.checksum import combine, crc32c
+
+
+@dataclass(frozen=True)
+class Region:
+    """Bytes `[start, stop)` of an object, the CRC32C that they must have, and the state-dict key that they belong to.
+
+    `part` is `"header"`, `"payload"` or `"trailer"` of a framed tensor, `"item"` for an item that is checked as a
+    whole, or `"table"` for the checksums of its blocks.
+    """
+
+    start: int
+    stop: int
+    crc32c: int
+    fqn: str
+    part: str
+
+    @property
+    def nbytes(self) -> int:
+        return self.stop - self.start
+
+
+class ChunkShapes:
+    """The shapes of saved chunks, by their index."""
+
+    def __init__(self, metadata: Metadata) -> None:
+        self._metadata = metadata
+        self._known: dict[str, dict[tuple[int, ...], tuple[int, ...]]] = {}
+
+    def of(self, index: MetadataIndex) -> tuple[int, ...] | None:
+        entry = self._metadata.state_dict_metadata.get(index.fqn)
+        if not isinstance(entry, TensorStorageMetadata):
+            return None
+        chunks = self._known.get(index.fqn)
+        if chunks is None:
+            chunks = {tuple(chunk.offsets): tuple(chunk.sizes) for chunk in entry.chunks}
+            self._known[index.fqn] = chunks
+        return chunks.get(tuple(index.offset) if index.offset is not None else (0,) * len(entry.size))
+
+
+def item_regions(index: MetadataIndex, info: ItemInfo, metadata: Metadata, shapes: ChunkShapes) -> Iterator[Region]:
+    """Yield the regions of one item whose bytes are known, in order. Empty if its writer recorded nothing."""
+    if info.crc32c is None:
+        return
+    if info.payload_offset is None or info.payload_nbytes is None:
+        yield from _blocks(index.fqn, info, info.offset, "item")
+        return
+    payload = info.offset + info.payload_offset
+    end = payload + info.payload_nbytes
+    frame = _frame(index, info, metadata, shapes)
+    if frame is not None:
+        yield Region(info.offset, payload, crc32c(memoryview(frame[0])), index.fqn, "header")
+    yield from _blocks(index.fqn, info, payload, "payload")
+    if frame is not None and frame[1]:
+        yield Region(end, info.offset + info.length, crc32c(memoryview(frame[1])), index.fqn, "trailer")
+
+
+def _frame(index: MetadataIndex, info: ItemInfo, metadata: Metadata, shapes: ChunkShapes) -> tuple[bytes, bytes] | None:
+    """Return the header and trailer that this version would write around the payload.
+
+    None if the item has no room for exactly them. Frames have no checksum of their own, but the metadata tells their
+    contents.
+    """
+    entry, shape = metadata.state_dict_metadata.get(index.fqn), shapes.of(index)
+    if not isinstance(entry, TensorStorageMetadata) or shape is None:
+        return None
+    if math.prod(shape) * entry.properties.dtype.itemsize != info.payload_nbytes:
+        return None
+    try:
+        frame = tensor_frame(entry.properties.dtype, shape)
+    except TypeError:
+        return None
+    if frame.payload_offset != info.payload_offset or frame.nbytes != info.length:
+        return None
+    return frame.header, frame.trailer
+
+
+def _blocks(fqn: str, info: ItemInfo, start: int, part: str) -> Iterator[Region]:
+    size, block = info.checked_nbytes, info.block_nbytes or 0
+    if info.block_crcs is None and info.crc32c is not None:
+        yield Region(start, start + size, info.crc32c, fqn, part)
+    for number, crc in enumerate(info.block_crcs or ()):
+        low = number * block
+        yield Region(start + low, start + min(low + block, size), crc, fqn, part)
+
+
+def table_regions(
+    items: Sequence[tuple[MetadataIndex, ItemInfo]], tables: Mapping[int, memoryview], after: int
+) -> Iterator[Region]:
+    """Yield the regions of an object's tables, in order: the tables that were read, and that begin at `after` or later.
+
+    `tables` are by the position of their item in `items`.
+    """
+    places = sorted((items[number][1].table_offset or 0, number) for number in tables)
+    for start, number in places:
+        if start < after:
+            continue
+        after = start + len(tables[number])
+        yield Region(start, after, crc32c(tables[number]), items[number][0].fqn, "table")
+
+
+class ObjectCheck:
+    """Check of the bytes of one object as they arrive: once each, in pieces of any size and order, from any thread.
+
+    A region is judged as soon as all of it has arrived. Once every byte has arrived, `wrong` is final.
+
+    Args:
+        regions: in order, without overlap.
+    """
+
+    def __init__(self, regions: Sequence[Region]) -> None:
+        self._regions = regions
+        self._stops = [region.stop for region in regions]
+        self._lock = threading.Lock()
+        self._parts: dict[int, list[tuple[int, int, int]]] = {}
+        self._wrong: set[int] = set()
+
+    def note(self, start: int, view: memoryview) -> None:
+        """Take in the bytes of `view`, which begin at `start` in the object."""
+        stop = start + len(view)
+        index = bisect_right(self._stops, start)
+        while index < len(self._regions) and self._regions[index].start < stop:
+            region = self._regions[index]
+            low, high = max(region.start, start), min(region.stop, stop)
+            self._judge(index, (low, high - low, crc32c(view[low - start : high - start])))
+            index += 1
+
+    def wrong(self) -> list[Region]:
+        """Return the regions that are known by now to have wrong bytes."""
+        with self._lock:
+            return [self._regions[index] for index in sorted(self._wrong)]
+
+    def _judge(self, index: int, piece: tuple[int, int, int]) -> None:
+        region = self._regions[index]
+        with self._lock:
+            pieces = self._parts.setdefault(index, [])
+            pieces.append(piece)
+            if sum(nbytes for _, nbytes, _ in pieces) < region.nbytes:
+                return
+            del self._parts[index]
+            total = 0
+            for _, nbytes, crc in sorted(pieces):
+                total = combine(total, crc, nbytes)
+            if total != region.crc32c:
+                self._wrong.add(index)

@@ -1,0 +1,420 @@
+"""Verification of a checkpoint in its store: every byte is read, and every recorded checksum is compared.
+
+Damage is collected, not raised: one run names all of it. The transfer options bound the memory.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from torch.distributed.checkpoint import TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import MetadataIndex
+
+from bucketpoint.catalog.run import record_above
+from bucketpoint.checkpoint.block_tables import read_tables, with_blocks
+from bucketpoint.checkpoint.open import SavedCheckpoint
+from bucketpoint.checkpoint.regions import ChunkShapes, ObjectCheck, Region, item_regions, table_regions
+from bucketpoint.errors import (
+    AccessDeniedError,
+    CorruptDataError,
+    MetadataError,
+    ObjectNotFoundError,
+    PreconditionFailedError,
+)
+from bucketpoint.format import keys
+from bucketpoint.format.item_info import ItemInfo
+from bucketpoint.format.record import MAX_RECORD_BYTES, CommitRecord
+from bucketpoint.format.zip_check import ZipVerdict, check_archive
+from bucketpoint.stores import ObjectInfo, Store
+from bucketpoint.transfer import BufferPool, Meter, ProgressCallback, TransferOptions, retry_transient
+from bucketpoint.transfer.checksum import crc32c
+from bucketpoint.transfer.pieces import RangeFile, for_each, piece_bytes
+
+VERIFY_OPTIONS = TransferOptions(max_inflight_bytes=256 << 20)
+"""Nothing that is read is kept, so all of the budget goes into larger reads: about 10 MiB for each connection."""
+
+_NO_CHECKSUM = "its writer recorded no checksum"
+_NOT_FRAMED = "the frame around the tensor is not one that this version writes"
+_UNCLAIMED = "no item lies there"
+_OVERLAP = "another item lies over it"
+
+
+@dataclass(frozen=True)
+class Damage:
+    """One fault of a checkpoint.
+
+    Attributes:
+        kind: `missing-object`, `wrong-size`, `replaced-object`, `checksum`, `missing-item`, `metadata` or `record`.
+        path: path of the object within the checkpoint.
+        item: the state-dict key, if the fault concerns one.
+        start, stop: the range of bytes in the object.
+    """
+
+    kind: str
+    path: str
+    message: str
+    item: str | None = None
+    start: int | None = None
+    stop: int | None = None
+
+
+@dataclass(frozen=True)
+class Verification:
+    """Report of one run. `unchecked` counts the bytes that were read and could not be compared, by reason."""
+
+    url: str
+    objects: int
+    items: int
+    read_bytes: int
+    checked_bytes: int
+    damage: Sequence[Damage]
+    unchecked: dict[str, int] = field(default_factory=dict)
+    notes: Sequence[str] = ()
+
+    @property
+    def ok(self) -> bool:
+        return not self.damage
+
+
+def verify(
+    saved: SavedCheckpoint, options: TransferOptions = VERIFY_OPTIONS, *, progress: ProgressCallback | None = None
+) -> Verification:
+    """Read every byte of a checkpoint and compare it with everything that was recorded about it.
+
+    The checks are: the objects' presence, size and pinned ETag; the CRC32C of every block that bucketpoint wrote and of
+    the frames around it; the CRC32 inside other writers' torch.save archives; the metadata against its record, beside
+    it or in the run's catalog; and the index against the metadata.
+
+    Raises:
+        StoreError: the store fails, or refuses access. Damage is never raised.
+    """
+    run = _Run(saved, options)
+    run.check_metadata()
+    run.check_items_are_named()
+    plans = run.plan()
+    total = sum(plan.info.size for plan in plans) + (saved.index.size if saved.index is not None else 0)
+    meter = Meter("verify", saved.url, total, progress)
+    run.check_index(meter)
+    run.read(plans, meter)
+    meter.finish()
+    return Verification(
+        saved.url,
+        objects=len(saved.by_object),
+        items=len(saved.items),
+        read_bytes=meter.done_bytes,
+        checked_bytes=run.checked,
+        damage=sorted(run.damage, key=lambda one: (one.path, one.start or 0)),
+        unchecked=dict(run.unchecked),
+        notes=run.notes,
+    )
+
+
+_Tables = tuple[dict[int, memoryview], list[tuple[MetadataIndex, ItemInfo]]]
+
+
+@dataclass
+class _ObjectPlan:
+    """One object that exists, and the check of its bytes. Other writers' objects have none."""
+
+    path: str
+    info: ObjectInfo
+    items: Sequence[tuple[MetadataIndex, ItemInfo]]
+    check: ObjectCheck | None
+
+
+class _Run:
+    """One verification under way. Its results are only ever appended to, from any thread."""
+
+    def __init__(self, saved: SavedCheckpoint, options: TransferOptions) -> None:
+        self.saved = saved
+        self.options = options
+        self.damage: list[Damage] = []
+        self.unchecked: Counter[str] = Counter()
+        self.notes: list[str] = []
+        self.checked = 0
+        self._lock = threading.Lock()
+        self._shapes = ChunkShapes(saved.metadata)
+        self._pool = BufferPool(options.max_inflight_bytes)
+
+    # -- the metadata -------------------------------------------------------------------------------------------------
+
+    def check_metadata(self) -> None:
+        """Compare the metadata with its record, which holds a checksum of the metadata and one of its own.
+
+        The record is a cache: a missing one is no damage.
+        """
+        reasons, beside = [], "beside it"
+        for where, read in ((beside, self._record_beside), ("in a catalog above it", self._record_above)):
+            try:
+                record = read()
+            except AccessDeniedError as error:
+                reasons.append(error.message)
+                continue
+            except (CorruptDataError, MetadataError) as error:
+                reasons.append(error.message)
+                if where == beside:
+                    self._add("record", keys.RECORD, error.message)
+                continue
+            if record is None:
+                reasons.append(f"there is no record {where}")
+            elif not self._is_of_this_save(record):
+                reasons.append(f"the record {where} is of another save")
+            else:
+                if record.metadata_crc32c not in (None, crc32c(memoryview(self.saved.data))):
+                    self._add("metadata", keys.METADATA, "it is not the one that was committed: its CRC32C differs")
+                return
+        self.notes.append(f"{keys.METADATA} itself was not checked: {', and '.join(reasons)}")
+
+    def _record_beside(self) -> CommitRecord | None:
+        try:
+            data, _ = self.saved.store.get(self.saved.key(keys.RECORD), max_bytes=MAX_RECORD_BYTES)
+        except ObjectNotFoundError:
+            return None
+        return CommitRecord.from_json(data, url=self.saved.url)
+
+    def _record_above(self) -> CommitRecord | None:
+        saved = self.saved
+        return record_above(saved.url, storage_options=saved.storage_options, fs=saved.fs)
+
+    def _is_of_this_save(self, record: CommitRecord) -> bool:
+        # The damaged part of the metadata may be its token; the names of its objects hold the token as well.
+        parsed = [keys.parse_data_path(path) for path in self.saved.by_object]
+        tokens = {self.saved.facts.get("token"), *(found[0] for found in parsed if found is not None)} - {None}
+        if tokens:
+            return record.token in tokens
+        # Other writers' metadata has no token; the record of an adopted checkpoint is identified by the metadata's
+        # ETag.
+        return record.metadata_etag is not None and record.metadata_etag == self.saved.info.etag
+
+    def check_index(self, meter: Meter) -> None:
+        """Check that the index is the one that the metadata names: loads read it before the metadata if it is there."""
+        ref, saved = self.saved.index, self.saved
+        if ref is None:
+            return
+        key = saved.key(ref.path)
+        try:
+            info = retry_transient(lambda: saved.store.head(key), attempts=self.options.read_attempts)
+            if info.size != ref.size:
+                text = (
+                    f"the index has {info.size} bytes, and {ref.size} were written: loads read {keys.METADATA} instead"
+                )
+                self._add("wrong-size", ref.path, text)
+                return
+            etag, attempts = _condition(saved.store, info), self.options.read_attempts
+            size = min(piece_bytes(self.options), ref.size)
+            raw = RangeFile(saved.store, key, 0, ref.size, etag=etag, attempts=attempts)
+            digest = hashlib.sha256()
+            with self._pool.lease(size), io.BufferedReader(raw, size) as file:
+                while piece := file.read(size):
+                    digest.update(piece)
+        except ObjectNotFoundError:
+            text = f"the index is not there: loads read all of {keys.METADATA} instead"
+            self._add("missing-object", ref.path, text)
+            return
+        except (CorruptDataError, PreconditionFailedError) as error:
+            self._add("replaced-object", ref.path, f"it changed while it was read: {error.message}")
+            return
+        meter.add(ref.size)
+        self._count(None, ref.size)
+        if digest.hexdigest() != ref.digest:
+            text = f"the index is not the one that was written: loads read {keys.METADATA} instead"
+            self._add("checksum", ref.path, text)
+
+    def check_items_are_named(self) -> None:
+        """Check that every tensor's chunks, and everything else in the state, have data."""
+        stored = self.saved.metadata.storage_data or {}
+        for fqn, entry in self.saved.metadata.state_dict_metadata.items():
+            if not isinstance(entry, TensorStorageMetadata):
+                wanted = [MetadataIndex(fqn)]
+            else:
+                wanted = [MetadataIndex(fqn, chunk.offsets) for chunk in entry.chunks]
+            missing = sum(index not in stored for index in wanted)
+            if missing:
+                text = f"the metadata names no data for {missing} of its {len(wanted)} chunks"
+                self._add("missing-item", keys.METADATA, text, item=fqn)
+
+    # -- the objects --------------------------------------------------------------------------------------------------
+
+    def plan(self) -> list[_ObjectPlan]:
+        """Look at every object, and plan those that can be read."""
+        plans: list[_ObjectPlan] = []
+
+        def look(path: str) -> None:
+            plan = self._plan_object(path)
+            if plan is not None:
+                plans.append(plan)
+
+        for_each(self.saved.by_object, look, self.options)
+        return sorted(plans, key=lambda plan: plan.path)
+
+    def _plan_object(self, path: str) -> _ObjectPlan | None:
+        saved, key = self.saved, self.saved.key(path)
+        items = saved.by_object[path]
+        try:
+            info = retry_transient(lambda: saved.store.head(key), attempts=self.options.read_attempts)
+        except ObjectNotFoundError:
+            self._add("missing-object", path, f"the object is not there, and {_named(items)} with it")
+            return None
+        committed, needed = saved.size_of(path), max((item.offset + item.length for _, item in items), default=0)
+        if (committed is not None and info.size != committed) or info.size < needed:
+            wanted = f"{committed}" if committed is not None else f"at least {needed}"
+            self._add("wrong-size", path, f"the object has {info.size} bytes, and {wanted} were written")
+            # The bytes that are there are compared all the same: this tells which items are lost.
+        pinned = saved.etag_of(path)
+        if pinned is not None and info.etag != pinned:
+            text = "the object was replaced since the commit: a load refuses it, whatever its bytes are"
+            self._add("replaced-object", path, text)
+        if not any(item.crc32c is not None for _, item in items):
+            return _ObjectPlan(path, info, items, None)
+        return _ObjectPlan(path, info, items, ObjectCheck(self._regions(path, items, info)))
+
+    def _tables(self, path: str, items: Sequence[tuple[MetadataIndex, ItemInfo]], info: ObjectInfo) -> _Tables:
+        """Return the checksum tables of an object's items, and the items with the blocks of those that are sound."""
+        known, attempts = list(items), self.options.read_attempts
+        store, infos = self.saved.store, [item for _, item in items]
+        try:
+            tables = read_tables(
+                store, self.saved.key(path), infos, size=info.size, etag=_condition(store, info), attempts=attempts
+            )
+        except (CorruptDataError, ObjectNotFoundError, PreconditionFailedError) as error:
+            self._add("replaced-object", path, f"it changed while it was read: {error.message}")
+            return {}, known
+        for number, table in tables.items():
+            index, item = items[number]
+            found = with_blocks(item, table)
+            if found is not None:
+                known[number] = index, found
+                continue
+            start = item.table_offset or 0
+            text = "the checksums of its blocks are not those that were written: no part of it can be loaded alone"
+            self._add("checksum", path, text, item=index.fqn, start=start, stop=start + len(table))
+        return tables, known
+
+    def _regions(
+        self, path: str, items: Sequence[tuple[MetadataIndex, ItemInfo]], info_of_object: ObjectInfo
+    ) -> list[Region]:
+        """Return the regions of an object that bucketpoint wrote. Bytes that cannot be compared are counted."""
+        size = info_of_object.size
+        tables, items = self._tables(path, items, info_of_object)
+        regions: list[Region] = []
+        at = 0
+        for index, info in items:
+            if info.offset < at:
+                self._count(_OVERLAP, info.length)
+                continue
+            self._count(_UNCLAIMED, info.offset - at)
+            at = info.offset + info.length
+            own = list(item_regions(index, info, self.saved.metadata, self._shapes))
+            inside = [region for region in own if region.stop <= size]
+            if len(inside) < len(own):
+                text = f"the object ends at byte {size}, before the item does"
+                self._add("wrong-size", path, text, item=index.fqn, start=own[len(inside)].start, stop=at)
+            compared = sum(region.nbytes for region in own)
+            self._count(_NO_CHECKSUM if info.crc32c is None else _NOT_FRAMED, info.length - compared)
+            regions += inside
+        for region in table_regions(items, tables, at):
+            self._count(_UNCLAIMED, region.start - at)
+            at = region.stop
+            regions.append(region)
+        self._count(_UNCLAIMED, max(size - at, 0))
+        self._count(None, sum(region.nbytes for region in regions))
+        return regions
+
+    def read(self, plans: Sequence[_ObjectPlan], meter: Meter) -> None:
+        for_each(self._tasks(plans, meter), lambda task: task(), self.options)
+        for plan in plans:
+            self._conclude(plan)
+
+    def _tasks(self, plans: Sequence[_ObjectPlan], meter: Meter) -> Iterator[Callable[[], None]]:
+        step = piece_bytes(self.options)
+        for plan in plans:
+            if plan.check is None:
+                for index, info in plan.items:
+                    yield partial(self._read_foreign, plan, index, info, meter)
+                continue
+            for start in range(0, plan.info.size, step):
+                yield partial(self._read_piece, plan, start, min(start + step, plan.info.size), meter)
+
+    def _read_piece(self, plan: _ObjectPlan, start: int, stop: int, meter: Meter) -> None:
+        assert plan.check is not None
+        store, key = self.saved.store, self.saved.key(plan.path)
+        with self._pool.lease(stop - start) as view:
+            try:
+                retry_transient(
+                    lambda: store.read_into(key, start, [view], if_match=_condition(store, plan.info)),
+                    attempts=self.options.read_attempts,
+                )
+            except (CorruptDataError, ObjectNotFoundError, PreconditionFailedError) as error:
+                text = f"it changed while it was read: {error.message}"
+                self._add("replaced-object", plan.path, text, start=start, stop=stop)
+                return
+            plan.check.note(start, view)
+        meter.add(stop - start)
+
+    def _conclude(self, plan: _ObjectPlan) -> None:
+        for region in plan.check.wrong() if plan.check is not None else ():
+            text = f"the CRC32C of its {region.part} is not {region.crc32c:08x}, which was written"
+            self._add("checksum", plan.path, text, item=region.fqn, start=region.start, stop=region.stop)
+
+    # -- what other writers wrote -------------------------------------------------------------------------------------
+
+    def _read_foreign(self, plan: _ObjectPlan, index: MetadataIndex, info: ItemInfo, meter: Meter) -> None:
+        """Read an item that has no bucketpoint checksum: torch.save's archives carry their own."""
+        stop = info.offset + info.length
+        note = partial(self._add, path=plan.path, item=index.fqn, start=info.offset, stop=stop)
+        if stop > plan.info.size:
+            note("wrong-size", message=f"the object ends at byte {plan.info.size}, before the item does")
+            return
+        store, key = self.saved.store, self.saved.key(plan.path)
+        etag, attempts = _condition(store, plan.info), self.options.read_attempts
+        size = max(min(piece_bytes(self.options), info.length), 1)
+        raw = RangeFile(store, key, info.offset, stop, etag=etag, attempts=attempts)
+        try:
+            # The reader has a buffer of its own; the lease only keeps all such buffers within the budget.
+            with self._pool.lease(size), io.BufferedReader(raw, size) as file:
+                transformed = bool(info.transform_descriptors)
+                verdict, reason = (ZipVerdict.NO_ARCHIVE, "") if transformed else check_archive(file)
+                if verdict in (ZipVerdict.NO_ARCHIVE, ZipVerdict.NO_CHECKSUMS):
+                    file.seek(0)
+                    while file.read(size):
+                        pass
+        except (CorruptDataError, ObjectNotFoundError, PreconditionFailedError) as error:
+            note("replaced-object", message=f"it changed while it was read: {error.message}")
+            return
+        meter.add(info.length)
+        if verdict is ZipVerdict.DAMAGED:
+            note("checksum", message=f"its archive is damaged: {reason}")
+        self._count(_NO_CHECKSUM if verdict in (ZipVerdict.NO_ARCHIVE, ZipVerdict.NO_CHECKSUMS) else None, info.length)
+
+    # -- gathering ----------------------------------------------------------------------------------------------------
+
+    def _add(self, kind: str, path: str, message: str, **where: Any) -> None:
+        self.damage.append(Damage(kind, path, message, **where))
+
+    def _count(self, reason: str | None, nbytes: int) -> None:
+        """Count bytes that could not be compared for this reason, or that were compared (None)."""
+        if not nbytes:
+            return
+        with self._lock:
+            if reason is None:
+                self.checked += nbytes
+            else:
+                self.unchecked[reason] += nbytes
+
+
+def _condition(store: Store, info: ObjectInfo) -> str | None:
+    """Return the ETag by which all pieces come from the object that was looked at; None if the store cannot do that."""
+    return info.etag if store.capabilities.pinned_reads else None
+
+
+def _named(items: Sequence[tuple[MetadataIndex, ItemInfo]], most: int = 3) -> str:
+    names = list(dict.fromkeys(index.fqn for index, _ in items))
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more if names else "nothing"

@@ -1,0 +1,177 @@
+"""Common parts of all commands: the answer as text or JSON, errors, and the options for stores."""
+
+from __future__ import annotations
+
+import functools
+import json
+import traceback
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import click
+
+from bucketpoint.cli import text
+from bucketpoint.cli.exits import FINE, FOUND, INTERNAL, exit_code
+from bucketpoint.errors import BucketpointError, PolicyError
+
+SCHEMA = 1
+"""Version of the JSON documents. Raised when a field changes its meaning or is removed, not for new fields."""
+
+# Options with these words in their name stay text: a key or a password may consist of digits only.
+_TEXT = ("key", "secret", "token", "password", "user", "id", "profile")
+
+
+@dataclass(frozen=True)
+class CommandResult:
+    """Result of a command.
+
+    Attributes:
+        document: fields for the JSON document. Plain values only.
+        lines: the same for a person.
+        ok: False if the command found a problem in what it checked.
+    """
+
+    document: Mapping[str, Any]
+    lines: Iterable[str] = field(default_factory=list)
+    ok: bool = True
+
+
+def command(name: str) -> Callable[[Callable[..., CommandResult]], click.Command]:
+    """Make a command of a function that returns a `CommandResult`.
+
+    The command gets `--json` and `--debug`. The former is passed on as `as_json`, for functions that print while they
+    work.
+    """
+
+    def wrap(function: Callable[..., CommandResult]) -> click.Command:
+        @click.command(name)
+        @click.option("--json", "as_json", is_flag=True, help="Print one JSON document instead of text.")
+        @click.option("--debug", is_flag=True, help="Print a traceback with an error.")
+        @functools.wraps(function)
+        def run(as_json: bool, debug: bool, **arguments: Any) -> int:
+            try:
+                answer = function(as_json=as_json, **arguments)
+            except BucketpointError as error:
+                return _failed(name, error, exit_code(error), as_json=as_json, debug=debug)
+            except click.ClickException:
+                raise
+            except Exception as error:  # noqa: BLE001 (reported as ours, with the way to its traceback)
+                fault = BucketpointError(
+                    f"This is a fault of bucketpoint: {type(error).__name__}: {error}",
+                    remedy="Run it again with --debug and report what it prints",
+                )
+                fault.__cause__ = error
+                return _failed(name, fault, INTERNAL, as_json=as_json, debug=debug)
+            if as_json:
+                _say_json({**_head(name, ok=answer.ok), **answer.document})
+            else:
+                for line in answer.lines:
+                    say(line)
+            return FINE if answer.ok else FOUND
+
+        return run
+
+    return wrap
+
+
+def say(line: str, *, err: bool = False) -> None:
+    """Print one line as text. A line break in a name is escaped, so that it does not start another line."""
+    click.echo(text.printable(line), err=err)
+
+
+def _say_json(document: Mapping[str, Any]) -> None:
+    # DEL is the one control character that json.dumps does not escape.
+    click.echo(json.dumps(document, allow_nan=False).replace("\x7f", "\\u007f"))
+
+
+def _head(name: str, *, ok: bool) -> dict[str, Any]:
+    return {"schema": SCHEMA, "command": name, "ok": ok}
+
+
+def _failed(name: str, error: BucketpointError, code: int, *, as_json: bool, debug: bool) -> int:
+    if debug:
+        for line in "".join(traceback.format_exception(error)).rstrip("\n").split("\n"):
+            say(line, err=True)
+    fields = {"url": error.url, "key": error.key, "remedy": error.remedy}
+    say(f"Error: {error.message}", err=True)
+    faults = error.faults if isinstance(error, PolicyError) else ()
+    if faults:
+        # Each fault has a remedy in its text; the error's own remedy is that of the first fault only.
+        fields["remedy"] = None
+    for fault in faults:
+        say(f"  line {fault.line}, column {fault.column}: {fault}", err=True)
+    for label, value in fields.items():
+        if value:
+            say(f"  {label + ':':<8}{value}", err=True)
+    if as_json:
+        kind = "InternalError" if code == INTERNAL else type(error).__name__
+        told: dict[str, Any] = {"kind": kind, "message": error.message, **fields, "exit_code": code}
+        if faults:
+            told["faults"] = [{"line": one.line, "column": one.column, "message": str(one)} for one in faults]
+        _say_json({**_head(name, ok=False), "error": told})
+    return code
+
+
+def store_options(function: Callable[..., CommandResult]) -> Callable[..., CommandResult]:
+    """Add the options for stores. The function gets them as one `Access`, named `access`."""
+
+    @click.option(
+        *("--storage-option", "pairs"),
+        multiple=True,
+        metavar="NAME=VALUE",
+        help="A storage option, as `storage_options` takes it; may be given many times. Pass secrets in the "
+        "environment: other users of the machine can see arguments.",
+    )
+    @click.option("--endpoint-url", help="Endpoint of s3:// URLs, if it is not Amazon's.")
+    @functools.wraps(function)
+    def call(pairs: Sequence[str], endpoint_url: str | None, **arguments: Any) -> CommandResult:
+        return function(access=Access(parse_options(pairs), endpoint_url), **arguments)
+
+    return call
+
+
+@dataclass(frozen=True)
+class Access:
+    """Settings for access to stores, from the command line."""
+
+    options: Mapping[str, Any] = field(default_factory=dict, repr=False)
+    endpoint_url: str | None = None
+
+    def for_url(self, url: str, extra: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """Return the `storage_options` for one URL. A local path takes none, and only S3 takes an endpoint."""
+        from bucketpoint.stores import parse_url
+
+        scheme = parse_url(url)[0]
+        if scheme in ("", "file", "local") and "::" not in url:
+            return dict(extra or {})
+        endpoint = {"endpoint_url": self.endpoint_url} if self.endpoint_url and scheme in ("s3", "s3a") else {}
+        return {**self.options, **endpoint, **(extra or {})}
+
+
+def parse_options(pairs: Sequence[str]) -> dict[str, Any]:
+    """Parse storage options from `name=value`: booleans, numbers and JSON as such, everything else as text.
+
+    Raises:
+        BadParameter: an option is no such pair. The message leaves out the value, which may be a secret.
+    """
+    return dict(map(_option, pairs))
+
+
+def _option(pair: str) -> tuple[str, Any]:
+    name, equals, value = pair.partition("=")
+    if not equals or not name:
+        raise click.BadParameter(f"{name!r} has no value: write NAME=VALUE", param_hint="--storage-option")
+    if value in ("true", "false", "null") or value[:1] in ("{", "[", '"'):
+        return name, _parsed(name, value)
+    if not any(part in name for part in _TEXT) and value.removeprefix("-").isdecimal():
+        return name, int(value)
+    return name, value
+
+
+def _parsed(name: str, value: str) -> Any:
+    try:
+        return json.loads(value)
+    except ValueError as error:
+        reason = error.msg if isinstance(error, json.JSONDecodeError) else "it is not JSON"
+        raise click.BadParameter(f"the value of {name} is not JSON: {reason}", param_hint="--storage-option") from None

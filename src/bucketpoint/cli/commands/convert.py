@@ -1,0 +1,156 @@
+"""`bucketpoint convert`: command around `convert`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from bucketpoint.cli import text
+from bucketpoint.cli.between import between_stores
+from bucketpoint.cli.command import CommandResult, command
+
+if TYPE_CHECKING:
+    from bucketpoint.convert import Converted, ConvertPlan
+
+_FORMATS = ("bucketpoint", "dcp", "torch", "safetensors")
+_UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
+_NAMED_AT_MOST = 5
+
+
+class _Size(click.ParamType):  # type: ignore[type-arg, unused-ignore]  # generic from click 8.2 on
+    """A number of bytes in the form that transformers takes: `5GB`, `500MB`, or a bare number."""
+
+    name = "size"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        said = str(value).strip().upper()
+        unit = next((unit for unit in sorted(_UNITS, key=len, reverse=True) if said.endswith(unit)), "")
+        number = said[: len(said) - len(unit)].strip()
+        if not number.isdecimal() or not int(number):
+            self.fail(f"{value!r} is no size: write 5GB, 500MB or a number of bytes", param, ctx)
+        return int(number) * _UNITS.get(unit, 1)
+
+
+@command("convert")
+@click.argument("source")
+@click.argument("target")
+@click.option("--from", "from_format", type=click.Choice(("auto", *_FORMATS)), default="auto", show_default=True)
+@click.option(
+    "--to",
+    "to_format",
+    type=click.Choice(("auto", *_FORMATS)),
+    default="auto",
+    show_default=True,
+    help="auto: torch if the target ends in .pt, .pth, .bin or .ckpt, else bucketpoint.",
+)
+@click.option(
+    "--prefix",
+    default="",
+    help="Prefix of keys, such as model.: to safetensors, only such keys are written, without it; from there, it is "
+    "added.",
+)
+@click.option(
+    "--max-shard-size", type=_Size(), default="5GB", show_default=True, help="Largest size of a safetensors file."
+)
+@click.option("--overwrite", is_flag=True, help="Replace the target; not with --to dcp or safetensors.")
+@click.option("--dry-run", is_flag=True, help="Show what would be written, and write nothing.")
+@click.option("--verify", "verified", is_flag=True, help="Read the target again, and check it.")
+@click.option("--trusted", is_flag=True, help="Unpickle whatever the source names. This can run any code.")
+@between_stores
+def convert(
+    source: str,
+    target: str,
+    from_format: str,
+    to_format: str,
+    prefix: str,
+    max_shard_size: int,
+    overwrite: bool,
+    dry_run: bool,
+    verified: bool,
+    trusted: bool,
+    progress: bool | None,
+    here: Mapping[str, Any],
+    there: Mapping[str, Any],
+    as_json: bool,
+) -> CommandResult:
+    """Convert a checkpoint to another format, between any two stores.
+
+    Formats are bucketpoint's, DCP's as torch and others write it, a file of torch.save, and safetensors with an index.
+    Tensors are streamed in pieces, within 256 MiB of memory. The target appears whole at the end, or not at all. Run
+    the command again to continue an interrupted conversion.
+    """
+    from bucketpoint.convert import ConvertOptions, plan_conversion, run_conversion
+    from bucketpoint.dcp.progress_bar import progress_callback
+
+    plan = plan_conversion(
+        source,
+        target,
+        from_format=from_format,
+        to_format=to_format,
+        options=ConvertOptions(prefix, max_shard_size, overwrite=overwrite, trusted=trusted),
+        source_options=here,
+        target_options=there,
+    )
+    if dry_run:
+        return CommandResult(_document(plan, None), _plan_lines(plan))
+    with progress_callback(progress, 0) as callback:
+        done = run_conversion(plan, verify=verified, progress=callback)
+    return CommandResult(_document(plan, done), _lines(plan, done), not done.damaged)
+
+
+def _document(plan: ConvertPlan, done: Converted | None) -> dict[str, Any]:
+    verification = None
+    if done is not None and done.verified_bytes is not None:
+        verification = {"read_bytes": done.verified_bytes, "damaged": list(done.damaged)}
+    return {
+        "source": plan.source.url,
+        "target": plan.place.url,
+        "from": plan.source.format,
+        "to": plan.format,
+        "dry_run": done is None,
+        "objects": len(plan.layout.objects),
+        "bytes": plan.nbytes,
+        "tensors": plan.layout.tensors,
+        "already_there": len(plan.there),
+        "left_out": list(plan.layout.left_out),
+        "recorded_in": plan.log.catalog.url if plan.log is not None else None,
+        "checked_bytes": None if done is None else done.checked_bytes,
+        "verification": verification,
+    }
+
+
+def _plan_lines(plan: ConvertPlan) -> Iterator[str]:
+    yield f"would write {_what(plan)}, to {plan.place.url}"
+    if plan.there:
+        left = text.size(plan.left_nbytes)
+        yield f"  {text.count(len(plan.there), 'object')} of an interrupted run are there already; {left} are left"
+    yield from _notes(plan)
+
+
+def _lines(plan: ConvertPlan, done: Converted) -> Iterator[str]:
+    checked = f"{text.size(done.checked_bytes)} compared with the source's checksums"
+    yield f"wrote {_what(plan)}, to {plan.place.url}: {checked}"
+    if done.skipped:
+        yield f"  {text.count(done.skipped, 'object')} of an interrupted run were there already"
+    yield from _notes(plan)
+    if done.verified_bytes is not None:
+        for path in done.damaged:
+            yield f"DAMAGED {path}: it is not what was sent"
+        yield f"  {text.size(done.verified_bytes)} read again, {text.count(len(done.damaged), 'object')} damaged"
+
+
+def _what(plan: ConvertPlan) -> str:
+    objects, tensors = text.count(len(plan.layout.objects), "object"), text.count(plan.layout.tensors, "tensor")
+    return f"{objects}, {text.size(plan.nbytes)}, {tensors}, {plan.source.format} to {plan.format}"
+
+
+def _notes(plan: ConvertPlan) -> Iterator[str]:
+    left_out = plan.layout.left_out
+    if left_out:
+        more = f" and {len(left_out) - _NAMED_AT_MOST} more" if len(left_out) > _NAMED_AT_MOST else ""
+        named = ", ".join(left_out[:_NAMED_AT_MOST])
+        yield f"  left out, as {plan.format} has no place for them or --prefix does not fit: {named}{more}"
+    if plan.log is not None:
+        yield f"  into the run at {plan.log.catalog.url}, whose catalog gets its record"

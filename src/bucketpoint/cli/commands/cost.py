@@ -1,0 +1,82 @@
+"""`bucketpoint cost`: stored bytes, their price, and the remainder under a policy."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from bucketpoint.cli import text
+from bucketpoint.cli.command import CommandResult, command
+from bucketpoint.cli.run_options import run_argument
+
+if TYPE_CHECKING:
+    from bucketpoint.catalog.catalog import Catalog
+
+LIST_PRICE = 0.023
+"""Dollars for a GB-month: Amazon S3 Standard, us-east-1, first 50 TB (its pricing page, 2026)."""
+
+
+@command("cost")
+@click.option(
+    "--price",
+    type=click.FloatRange(min=0),
+    default=LIST_PRICE,
+    show_default=True,
+    help="Price in dollars per GB and month.",
+)
+@click.option(
+    "--what-if",
+    "policy_file",
+    type=click.Path(exists=True, dir_okay=False),
+    help="A policy file: also show what it would leave.",
+)
+@run_argument
+def cost(catalog: Catalog, price: float, policy_file: str | None, as_json: bool) -> CommandResult:
+    """Show the size and monthly cost of a run's checkpoints, and the remainder under a policy.
+
+    Sizes come from the records, by three listings, and by one more listing for each checkpoint without a record. Not
+    counted are remains of dead saves (see gc), and older versions that a versioned bucket keeps.
+    """
+    from bucketpoint.catalog.survey import size_of, survey
+
+    snapshot = survey(catalog)
+    going = snapshot.going()
+    others = [size_of(catalog, one.folder) for one in snapshot.unrecorded]
+    sizes = {(one.folder, one.id): sum(one.groups.values()) for one in snapshot.recorded}
+    document: dict[str, Any] = {
+        "root": catalog.url,
+        "price": price,
+        "now": _taken([*sizes.values(), *others], price),
+        "no_record": _taken(others, price),
+        "tombstoned": _taken([size for key, size in sizes.items() if key in going], price),
+        "what_if": None,
+    }
+    if policy_file is not None:
+        from bucketpoint.catalog.policy_file import read_policy
+        from bucketpoint.retention import plan
+
+        left = plan(read_policy(policy_file), snapshot.rows()).left()
+        # Checkpoints without a record are kept by every policy.
+        document["what_if"] = _taken([*(row.bytes for row in left), *others], price)
+    return CommandResult(document, _lines(document))
+
+
+def _taken(sizes: list[int], price: float) -> dict[str, Any]:
+    total = sum(sizes)
+    return {"checkpoints": len(sizes), "bytes": total, "dollars_a_month": round(total / 1e9 * price, 2)}
+
+
+def _lines(document: dict[str, Any]) -> Iterator[str]:
+    titles = {"now": "now", "no_record": "of it without a record", "tombstoned": "of it with a tombstone"}
+    titles["what_if"] = "left by the policy"
+    if not document["no_record"]["checkpoints"]:
+        del titles["no_record"]
+    yield from text.table([_row(titles[name], document[name]) for name in titles if document[name]], indent=0)
+    yield f"at ${document['price']} a GB-month"
+
+
+def _row(title: str, taken: dict[str, Any]) -> tuple[str, ...]:
+    money = f"${taken['dollars_a_month']:,.2f} a month"
+    return title, text.count(taken["checkpoints"], "checkpoint"), text.size(taken["bytes"]), money

@@ -1,0 +1,106 @@
+"""`bucketpoint cp`: command around `dcp.copy`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from bucketpoint.cli import text
+from bucketpoint.cli.between import between_stores
+from bucketpoint.cli.command import CommandResult, command
+
+if TYPE_CHECKING:
+    from bucketpoint.checkpoint.verify import Verification
+    from bucketpoint.dcp.copy import Copied, CopyPlan
+
+
+@command("cp")
+@click.argument("source")
+@click.argument("target", metavar="DESTINATION")
+@click.option("--overwrite", is_flag=True, help="Replace a checkpoint that is at the destination.")
+@click.option("--dry-run", is_flag=True, help="Show what would be copied, and write nothing.")
+@click.option("--verify", "verified", is_flag=True, help="Read the copy again after its commit, and check it.")
+@click.option("--trusted", is_flag=True, help="Unpickle metadata that names other classes. This can run any code.")
+@between_stores
+def cp(
+    source: str,
+    target: str,
+    overwrite: bool,
+    dry_run: bool,
+    verified: bool,
+    trusted: bool,
+    progress: bool | None,
+    here: Mapping[str, Any],
+    there: Mapping[str, Any],
+    as_json: bool,
+) -> CommandResult:
+    """Copy a checkpoint from one URL to another, between any two stores.
+
+    The copy appears at the destination whole, by one commit after all data is there. Within one S3 service the service
+    copies the data itself; otherwise every byte passes through this machine and is compared with its checksum. Run the
+    command again to continue an interrupted copy. If the destination is a step of a run that has a catalog, the copy
+    gets a record there.
+    """
+    from bucketpoint.checkpoint.open import open_checkpoint
+    from bucketpoint.checkpoint.verify import verify
+    from bucketpoint.dcp.copy import copy_checkpoint, plan_copy
+    from bucketpoint.dcp.progress_bar import progress_callback
+
+    saved = open_checkpoint(source, storage_options=here, trusted=trusted)
+    plan = plan_copy(saved, target, storage_options=there, overwrite=overwrite)
+    if dry_run:
+        return CommandResult(_document(plan, None, None), _plan_lines(plan))
+    with progress_callback(progress, 0) as callback:
+        done = copy_checkpoint(plan, progress=callback)
+        check = None
+        if verified:
+            copied = open_checkpoint(target, storage_options=there, trusted=trusted)
+            check = verify(copied, progress=callback)
+    return CommandResult(_document(plan, done, check), _lines(plan, done, check), check is None or check.ok)
+
+
+def _document(plan: CopyPlan, done: Copied | None, check: Verification | None) -> dict[str, Any]:
+    from bucketpoint.cli.commands.verify import document
+
+    return {
+        "source": plan.saved.url,
+        "destination": plan.url,
+        "dry_run": done is None,
+        "objects": len(plan.paths),
+        "bytes": plan.nbytes,
+        "already_there": len(plan.there),
+        "replaces": plan.replaces,
+        "recorded_in": plan.catalog.url if plan.catalog is not None else None,
+        "server_side": plan.inside if done is None else done.inside,
+        "checked_bytes": None if done is None else done.checked_bytes,
+        "verification": None if check is None else document(check),
+    }
+
+
+def _plan_lines(plan: CopyPlan) -> Iterator[str]:
+    yield f"would copy {text.count(len(plan.paths), 'object')}, {text.size(plan.nbytes)}, to {plan.url}"
+    if plan.there:
+        left = text.size(plan.left_nbytes)
+        yield f"  {text.count(len(plan.there), 'object')} of an interrupted copy are there already; {left} are left"
+    yield "  by the service itself" if plan.inside else "  through this machine, checksums compared on the way"
+    if plan.catalog is not None:
+        yield f"  into the run at {plan.catalog.url}, whose catalog gets its record"
+    if plan.replaces:
+        yield "  REPLACING the checkpoint that is committed there"
+
+
+def _lines(plan: CopyPlan, done: Copied, check: Verification | None) -> Iterator[str]:
+    from bucketpoint.cli.commands.verify import lines
+
+    how = "by the service itself, sizes compared"
+    if not done.inside:
+        how = f"through this machine, {text.size(done.checked_bytes)} compared with checksums"
+    yield f"copied {text.count(done.objects, 'object')}, {text.size(done.nbytes)}, to {plan.url}: {how}"
+    if done.skipped:
+        yield f"  {text.count(done.skipped, 'object')} of an interrupted copy were there already"
+    if plan.catalog is not None:
+        yield f"  a checkpoint of the run at {plan.catalog.url}, and recorded in its catalog"
+    if check is not None:
+        yield from lines(check)

@@ -1,0 +1,92 @@
+"""`bucketpoint diff`: command around `checkpoint.summary`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from bucketpoint.cli import text
+from bucketpoint.cli.command import Access, CommandResult, command, parse_options, store_options
+
+if TYPE_CHECKING:
+    from bucketpoint.checkpoint.summary import Difference, Summary, SummaryEntry
+
+
+@command("diff")
+@click.argument("a")
+@click.argument("b")
+@click.option("--values", is_flag=True, help="Compare values too, by the checksums recorded at save.")
+@click.option("--a-option", multiple=True, metavar="NAME=VALUE", help="A storage option of A only.")
+@click.option("--b-option", multiple=True, metavar="NAME=VALUE", help="A storage option of B only.")
+@click.option("--trusted", is_flag=True, help="Unpickle metadata that names other classes. This can run any code.")
+@store_options
+def diff(
+    a: str,
+    b: str,
+    values: bool,
+    a_option: Sequence[str],
+    b_option: Sequence[str],
+    trusted: bool,
+    access: Access,
+    as_json: bool,
+) -> CommandResult:
+    """Show the differences between two checkpoints: keys, dtypes and shapes, and with --values contents.
+
+    Reads two `.metadata` objects and no tensor data. Exits with 1 if anything differs.
+    """
+    from bucketpoint.checkpoint.open import open_checkpoint
+    from bucketpoint.checkpoint.summary import difference, summarise
+
+    options = access.for_url(a, parse_options(a_option)), access.for_url(b, parse_options(b_option))
+    left, right = (
+        summarise(open_checkpoint(url, storage_options=given, trusted=trusted, plain=True))
+        for url, given in zip((a, b), options, strict=True)
+    )
+    found = difference(left, right, values=values)
+    return CommandResult(
+        _document(left, right, found, values=values), _lines(left, right, found, values=values), found.same
+    )
+
+
+def _document(a: Summary, b: Summary, found: Difference, *, values: bool) -> dict[str, Any]:
+    from bucketpoint.cli.commands.show import entry_document
+
+    document: dict[str, Any] = {
+        "a": {"url": a.url, "bytes": a.record.bytes, "keys": len(a.entries)},
+        "b": {"url": b.url, "bytes": b.record.bytes, "keys": len(b.entries)},
+        "only_a": [entry_document(entry) for entry in found.only_a],
+        "only_b": [entry_document(entry) for entry in found.only_b],
+        "changed": [{"key": x.fqn, "a": entry_document(x), "b": entry_document(y)} for x, y in found.changed],
+        "values": None,
+    }
+    if values:
+        document["values"] = {"differ": found.values, "equal": found.equal, "unknown": found.unknown}
+    return document
+
+
+def _lines(a: Summary, b: Summary, found: Difference, *, values: bool) -> Iterator[str]:
+    for entry in found.only_a:
+        yield f"- {entry.fqn}  {_what(entry)}"
+    for entry in found.only_b:
+        yield f"+ {entry.fqn}  {_what(entry)}"
+    for x, y in found.changed:
+        yield f"! {x.fqn}  {_what(x)} -> {_what(y)}"
+    for fqn in found.values:
+        yield f"~ {fqn}  other values"
+    if found.unknown:
+        names = ", ".join(found.unknown[:3]) + (", ..." if len(found.unknown) > 3 else "")
+        yield f"not compared, for want of checksums: {text.count(len(found.unknown), 'key')} ({names})"
+    yield f"A {a.url}: {text.size(a.record.bytes)}, {text.count(len(a.entries), 'key')}"
+    yield f"B {b.url}: {text.size(b.record.bytes)}, {text.count(len(b.entries), 'key')}"
+    if not found.same:
+        counts = f"{len(found.only_a)} only in A, {len(found.only_b)} only in B, {len(found.changed)} changed"
+        yield counts + (f", {len(found.values)} with other values" if values else "")
+    else:
+        yield f"the same keys, dtypes and shapes{f', and {found.equal} equal checksums' if values else ''}"
+
+
+def _what(entry: SummaryEntry) -> str:
+    shape = "" if entry.shape is None else f"{text.shape(entry.shape)} "
+    return f"{entry.dtype or 'bytes'} {shape}{text.size(entry.nbytes)}"

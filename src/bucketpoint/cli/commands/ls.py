@@ -1,0 +1,100 @@
+"""`bucketpoint ls`: command around the catalog's snapshot."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from bucketpoint.cli import text
+from bucketpoint.cli.command import CommandResult, command
+from bucketpoint.cli.run_options import run_argument
+
+if TYPE_CHECKING:
+    from bucketpoint.catalog.catalog import Catalog
+    from bucketpoint.catalog.snapshot import Snapshot
+
+
+@command("ls")
+@click.option("--all", "everything", is_flag=True, help="List saves that are under way or dead, too.")
+@run_argument
+def ls(catalog: Catalog, everything: bool, as_json: bool) -> CommandResult:
+    """List a run's checkpoints, oldest first: sizes, metrics, holds (pinned, leased, restored from), pending deletions.
+
+    Takes three listings, and for each checkpoint without a record a read of the beginning of its `.metadata`.
+    """
+    from bucketpoint.catalog.survey import survey
+
+    snapshot = survey(catalog)
+    rows = list(_rows(snapshot, catalog))
+    document: dict[str, Any] = {"root": catalog.url, "run": min(snapshot.runs, default=None), "checkpoints": rows}
+    if everything:
+        document["attempts"] = [
+            {"step": one.step, "url": catalog.url_of_folder(one.folder), "token": one.token, "started": one.started}
+            for one in snapshot.attempts
+        ]
+    return CommandResult(document, _lines(document))
+
+
+def json_number(value: float) -> float | str:
+    """Return a number that JSON can hold: NaN and the infinities become text."""
+    return value if math.isfinite(value) else str(value)
+
+
+def _rows(snapshot: Snapshot, catalog: Catalog) -> Iterator[dict[str, Any]]:
+    metrics, held = snapshot.metrics(), snapshot.held()
+    going = {(one.folder, one.id): one for one in snapshot.notes.tombstones if not one.undone}
+    for one in snapshot.checkpoints:
+        tombstone = going.get((one.folder, one.id))
+        yield {
+            "step": one.step,
+            "url": catalog.url_of_folder(one.folder),
+            "created": one.created,
+            "recorded": one.key is not None,
+            "kind": one.kind,
+            "bytes": sum(one.groups.values()) if one.key is not None else None,
+            "groups": dict(one.groups),
+            "token": one.id or None,
+            "metrics": {name: json_number(value) for name, value in sorted(metrics.get(one.step, {}).items())},
+            "held": sorted(held.get(one.step, ())),
+            "tombstone": {"action": tombstone.action, "due": tombstone.due} if tombstone is not None else None,
+        }
+
+
+def _lines(document: dict[str, Any]) -> Iterator[str]:
+    rows = document["checkpoints"]
+    if not rows:
+        yield f"no save to {document['root']} has committed yet; --all shows those under way or dead"
+    else:
+        yield from text.table(
+            [("step", "saved", "kind", "size", "metrics", ""), *map(_row, rows)],
+            indent=0,
+        )
+        total = sum(row["bytes"] or 0 for row in rows)
+        missing = sum(not row["recorded"] for row in rows)
+        yield f"{text.count(len(rows), 'checkpoint')}, {text.size(total)}" + (" and unknown sizes" if missing else "")
+        yield from unrecorded_lines(document["root"], missing)
+    for one in document.get("attempts", ()):
+        yield f"step {one['step']}: a save that began {text.when(one['started'])} and has not committed"
+
+
+def _row(row: dict[str, Any]) -> tuple[str, ...]:
+    marks = ([] if row["recorded"] else ["no record"]) + row["held"]
+    if row["tombstone"]:
+        gone = "goes" if row["tombstone"]["action"] == "delete" else "is thinned"
+        marks.append(f"{gone} {text.when(row['tombstone']['due'])}")
+    metrics = " ".join(
+        f"{name}={value:.6g}" if isinstance(value, float) else f"{name}={value}"
+        for name, value in row["metrics"].items()
+    )
+    size = "unknown" if row["bytes"] is None else text.size(row["bytes"])
+    return str(row["step"]), text.when(row["created"]), row["kind"], size, metrics, ", ".join(marks)
+
+
+def unrecorded_lines(root: str, count: int) -> Iterator[str]:
+    """Yield a line about checkpoints without a record, on which no policy decides."""
+    if count:
+        remedy = f"`bucketpoint adopt {root}` records what has none"
+        yield f"without a record, so that no policy deletes any of it: {text.count(count, 'checkpoint')}; {remedy}"

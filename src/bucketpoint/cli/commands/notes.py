@@ -1,0 +1,126 @@
+"""`bucketpoint name`, `pin`, `unpin`, `undo` and `report`: commands around the notes of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import click
+
+from bucketpoint.cli import text
+from bucketpoint.cli.command import CommandResult, command
+from bucketpoint.cli.commands.ls import json_number
+from bucketpoint.cli.run_options import Age, run_argument
+
+if TYPE_CHECKING:
+    from bucketpoint.catalog.catalog import Catalog
+
+
+@command("name")
+@run_argument
+@click.argument("run_name", metavar="NAME")
+def name(catalog: Catalog, run_name: str, as_json: bool) -> CommandResult:
+    """Name the run whose checkpoints these are, if it was started without a name.
+
+    From then on only jobs whose policy says run: NAME save, restore and prune here. Exits with 1 if the run has another
+    name already.
+    """
+    from bucketpoint.catalog.run_owner import name_run
+    from bucketpoint.retention import Keep, RetentionPolicy
+
+    # Building a policy checks the name: names that policies accept are accepted here.
+    RetentionPolicy(Keep(latest=1), run=run_name)
+    owner = name_run(catalog, run_name)
+    said = f"these are the checkpoints of run {owner}"
+    return CommandResult({"root": catalog.url, "run": owner}, [said], ok=owner == run_name)
+
+
+@command("pin")
+@run_argument
+@click.argument("step", type=click.IntRange(min=0))
+@click.option("--reason", default="", help="Reason of the pin, for others.")
+@click.option("--expires", type=Age(), help="Time after which the pin ends, such as 7d.")
+def pin(catalog: Catalog, step: int, reason: str, expires: float | None, as_json: bool) -> CommandResult:
+    """Keep a step, whatever any policy says, until it is unpinned. Withdraws a tombstone that the step has."""
+    from bucketpoint.catalog import notes
+
+    until = catalog.clock() + expires if expires is not None else None
+    _must_be_there(catalog, step)
+    name = notes.pin(catalog, step, reason=reason, expires=until)
+    line = f"step {step} is pinned" + (f" until {text.when(until)}" if until is not None else "") + f": {name}"
+    return CommandResult({"step": step, "pin": name, "expires": until, "reason": reason}, [line])
+
+
+@command("unpin")
+@run_argument
+@click.argument("step", type=click.IntRange(min=0))
+@click.argument("pin_id", required=False)
+def unpin(catalog: Catalog, step: int, pin_id: str | None, as_json: bool) -> CommandResult:
+    """Remove all pins of a step, or the one that PIN_ID names. Exits with 1 if there is none."""
+    from bucketpoint.catalog import notes
+
+    count = notes.unpin(catalog, step, pin_id)
+    return CommandResult(
+        {"step": step, "removed": count}, [f"{text.count(count, 'pin')} of step {step} removed"], ok=count > 0
+    )
+
+
+@command("undo")
+@run_argument
+@click.argument("step", type=click.IntRange(min=0))
+def undo(catalog: Catalog, step: int, as_json: bool) -> CommandResult:
+    """Withdraw the tombstone of a step during its grace period. The next prune decides anew: pin the step to keep it.
+
+    Exits with 1 if there is no tombstone.
+    """
+    from bucketpoint.catalog import tombstones
+
+    count = tombstones.undo(catalog, step)
+    said = f"step {step} stays for now" if count else f"step {step} has no tombstone"
+    return CommandResult({"step": step, "undone": count}, [said], ok=count > 0)
+
+
+@command("report")
+@run_argument
+@click.argument("step", type=click.IntRange(min=0))
+@click.argument("metrics", nargs=-1, required=True, metavar="NAME=VALUE...")
+def report(catalog: Catalog, step: int, metrics: Sequence[str], as_json: bool) -> CommandResult:
+    """Note metrics of a step, at any time. `best` rules use the last value of each metric."""
+    from bucketpoint.catalog import notes
+
+    values = dict(map(_pair, metrics))
+    there = _is_there(catalog, step)
+    notes.report(catalog, step, values)
+    lines = [f"step {step}: " + ", ".join(f"{name}={value!r}" for name, value in values.items())]
+    if not there:
+        lines.append(f"there is no checkpoint of step {step}; if one comes, it has these")
+    told = {name: json_number(value) for name, value in values.items()}
+    return CommandResult({"step": step, "metrics": told, "checkpoint": there}, lines)
+
+
+def _pair(text: str) -> tuple[str, float]:
+    name, equals, value = text.rpartition("=")
+    try:
+        return (name, float(value)) if equals and name else _wrong(text)
+    except ValueError:
+        return _wrong(text)
+
+
+def _wrong(text: str) -> tuple[str, float]:
+    raise click.BadParameter(f"{text!r} is no metric: write eval/loss=1.23", param_hint="NAME=VALUE")
+
+
+def _must_be_there(catalog: Catalog, step: int) -> None:
+    from bucketpoint.errors import CheckpointNotFoundError
+
+    if not _is_there(catalog, step):
+        raise CheckpointNotFoundError(
+            f"There is no checkpoint of step {step}", url=catalog.url, remedy="See `bucketpoint ls`"
+        )
+
+
+def _is_there(catalog: Catalog, step: int) -> bool:
+    snapshot = catalog.steps()
+    if any(one.step == step for one in snapshot.checkpoints):
+        return True
+    return any(one.step == step for one in catalog.with_unrecorded(snapshot).checkpoints)

@@ -1,0 +1,93 @@
+"""`bucketpoint rm`: command around the removal of one checkpoint."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from bucketpoint.cli import text
+from bucketpoint.cli.command import Access, CommandResult, command, store_options
+
+if TYPE_CHECKING:
+    from bucketpoint.catalog.deletion.remove import Removal
+    from bucketpoint.catalog.prune_report import Pruned
+
+
+@command("rm")
+@click.argument("url")
+@click.option("--dry-run", is_flag=True, help="Show what would be deleted, and delete nothing.")
+@click.option("--yes", is_flag=True, help="Do not ask for confirmation.")
+@click.option("--force", is_flag=True, help="Delete it even if it is pinned, in use, or the newest whole checkpoint.")
+@store_options
+def rm(url: str, dry_run: bool, yes: bool, force: bool, access: Access, as_json: bool) -> CommandResult:
+    """Delete one checkpoint, with or without a record, whoever saved it. Asks first.
+
+    Deletes as a prune does: first the commit, and then only objects that the commit named. Exits with 1 if the deletion
+    is refused, if the answer is no, or if a delete failed.
+    """
+    from bucketpoint.catalog.deletion.lock import holder_name
+    from bucketpoint.catalog.deletion.remove import plan_removal, remove
+
+    removal = plan_removal(url, storage_options=access.for_url(url))
+    if dry_run or (removal.reasons and not force):
+        return _answer(removal, None, dry_run=dry_run, refused=None if force else _joined(removal))
+    if not yes and not _agreed(removal, as_json=as_json):
+        return _answer(removal, None, dry_run=False, refused="the answer was no")
+    done = remove(removal, holder=holder_name(), force=force)
+    return _answer(removal, done, dry_run=False, refused=_why_not(done))
+
+
+def _agreed(removal: Removal, *, as_json: bool) -> bool:
+    if as_json or not sys.stdin.isatty():
+        raise click.UsageError("Nobody can be asked here: pass --yes")
+    warning = f" ALTHOUGH {_joined(removal)}" if removal.reasons else ""
+    return click.confirm(text.printable(f"Delete {_what(removal)}{warning}?"), err=True)
+
+
+def _joined(removal: Removal) -> str | None:
+    return " and ".join(removal.reasons) or None
+
+
+def _why_not(done: Pruned) -> str | None:
+    if done.deleted:
+        return None
+    if done.stopped is not None or done.refused:
+        return done.stopped or " and ".join(done.refused.values())
+    return "a delete failed" if done.failures else "it was saved again meanwhile"
+
+
+def _answer(removal: Removal, done: Pruned | None, *, dry_run: bool, refused: str | None) -> CommandResult:
+    one = removal.checkpoint
+    failures = done.failures if done is not None else []
+    document: dict[str, Any] = {
+        "url": removal.url,
+        "step": one.step,
+        "token": one.id,
+        "bytes": removal.bytes,
+        "recorded": one.key is not None,
+        "dry_run": dry_run,
+        "deleted": done is not None and bool(done.deleted),
+        "refused": refused,
+        "failures": [{"key": one.key, "code": one.code, "message": one.message} for one in failures],
+    }
+    return CommandResult(document, _lines(removal, document), ok=refused is None and not failures)
+
+
+def _lines(removal: Removal, document: dict[str, Any]) -> Iterator[str]:
+    if document["deleted"]:
+        yield f"deleted {_what(removal)}"
+    elif document["refused"] is None:
+        yield f"would delete {_what(removal)}"
+    else:
+        forced = "; --force deletes it all the same" if removal.reasons else ""
+        yield f"left alone: {_what(removal)}: {document['refused']}{forced}"
+    for one in document["failures"]:
+        yield f"not deleted: {one['key']} ({one['code']} {one['message']}); the next prune tries again"
+
+
+def _what(removal: Removal) -> str:
+    one = removal.checkpoint
+    return f"{removal.url} (saved {text.when(one.created)}, {text.size(removal.bytes)}, token {one.id})"

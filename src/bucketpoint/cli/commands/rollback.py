@@ -1,0 +1,53 @@
+"""`bucketpoint rollback`: command around the rollback of a run."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import click
+
+from bucketpoint.cli import text
+from bucketpoint.cli.command import CommandResult, command
+from bucketpoint.cli.run_options import Age, run_argument
+
+if TYPE_CHECKING:
+    from bucketpoint.catalog.catalog import Catalog
+
+
+@command("rollback")
+@run_argument
+@click.argument("step", type=click.IntRange(min=0))
+@click.option(
+    "--grace",
+    type=Age(),
+    default="24h",
+    show_default=True,
+    help="Time until newer checkpoints are deleted. Default: that of policies.",
+)
+@click.option("--dry-run", is_flag=True, help="Show what would be done, and change nothing.")
+def rollback(catalog: Catalog, step: int, grace: float, dry_run: bool, as_json: bool) -> CommandResult:
+    """Roll a run back to a step: every newer checkpoint gets a tombstone, and the next restore finds this step.
+
+    End the job first, or it saves newer ones again. `bucketpoint undo` withdraws a tombstone during the grace period.
+    Pinned or leased checkpoints stay and are named. The command then exits with 1, because a restore finds the newest
+    of them. In a program, `manager.restore(state, step, rollback=True)` does the same.
+    """
+    from bucketpoint.catalog.deletion.rollback import roll_back
+
+    done = roll_back(catalog, step, grace=grace, dry_run=dry_run)
+    document = {
+        "root": catalog.url,
+        "step": step,
+        "dry_run": dry_run,
+        "tombstones": list(done.steps),
+        "due": done.due,
+        "held": [{"step": one, "why": why} for one, why in done.held],
+    }
+    words = "would go" if dry_run else "goes"
+    lines = [f"step {one} {words} {text.when(done.due)}" for one in done.steps]
+    lines += [f"step {one} stays, as it is {why}: a restore finds it until that ends" for one, why in done.held]
+    if not done.held:
+        lines.append(f"step {step} is what the next restore {'would find' if dry_run else 'finds'}")
+    if done.steps and not dry_run:
+        lines.append(f"`bucketpoint undo {catalog.url} STEP` takes a tombstone back until then")
+    return CommandResult(document, lines, ok=not done.held)

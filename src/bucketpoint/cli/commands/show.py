@@ -1,0 +1,105 @@
+"""`bucketpoint show`: command around `checkpoint.summary`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from bucketpoint.cli import text
+from bucketpoint.cli.command import Access, CommandResult, command, store_options
+
+if TYPE_CHECKING:
+    from bucketpoint.checkpoint.summary import Summary, SummaryEntry
+
+LARGEST = 10
+
+
+@command("show")
+@click.argument("url")
+@click.option("--tensors", is_flag=True, help="List every key of the state, not only the largest tensors.")
+@click.option("--trusted", is_flag=True, help="Unpickle metadata that names other classes. This can run any code.")
+@store_options
+def show(url: str, tensors: bool, trusted: bool, access: Access, as_json: bool) -> CommandResult:
+    """Describe a checkpoint: time and writer of the save, size, and content.
+
+    Reads only `.metadata`.
+    """
+    from bucketpoint.checkpoint.open import open_checkpoint
+    from bucketpoint.checkpoint.summary import summarise
+
+    found = summarise(open_checkpoint(url, storage_options=access.for_url(url), trusted=trusted, plain=True))
+    return CommandResult(_document(found, whole=tensors), _lines(found, whole=tensors))
+
+
+def entry_document(entry: SummaryEntry) -> dict[str, Any]:
+    return {
+        "key": entry.fqn,
+        "dtype": entry.dtype,
+        "shape": None if entry.shape is None else list(entry.shape),
+        "bytes": entry.nbytes,
+        "chunks": entry.chunks,
+        "group": entry.group,
+        "crc32c": None if entry.crc32c is None else f"{entry.crc32c:08x}",
+    }
+
+
+def _document(found: Summary, *, whole: bool) -> dict[str, Any]:
+    record = found.record
+    listed = list(found.entries.values()) if whole else _largest(found)
+    return {
+        "url": found.url,
+        "writer": "bucketpoint" if found.ours else "other",
+        "token": record.token,
+        "created": record.created,
+        "modified": found.modified,
+        "copied_from": found.copied_from,
+        "world_size": record.world_size,
+        "torch": record.torch,
+        "bucketpoint": record.bucketpoint,
+        "bytes": record.bytes,
+        "metadata_bytes": found.metadata_nbytes,
+        "objects": record.objects,
+        "items": record.items,
+        "keys": len(found.entries),
+        "tensors": record.tensors,
+        "groups": found.groups,
+        "dtypes": {name: {"tensors": count, "bytes": nbytes} for name, (count, nbytes) in found.by_dtype().items()},
+        "entries" if whole else "largest": [entry_document(entry) for entry in listed],
+    }
+
+
+def _lines(found: Summary, *, whole: bool) -> Iterator[str]:
+    record = found.record
+    yield found.url
+    rows = [("saved", text.when(record.created if record.created is not None else found.modified))]
+    by = f"bucketpoint {record.bucketpoint}, torch {record.torch}" if found.ours else "another writer"
+    rows.append(("by", by + (f", token {record.token}" if record.token else "")))
+    if found.copied_from:
+        rows.append(("copied from", found.copied_from))
+    rows.append(("ranks", "not recorded" if record.world_size is None else f"{record.world_size:,}"))
+    objects = f"{text.count(record.objects, 'object')}, {text.count(record.items, 'item')}"
+    rows.append(("size", f"{text.size(record.bytes)} in {objects}; .metadata has {text.size(found.metadata_nbytes)}"))
+    rows.append(("groups", _joined(f"{name} {text.size(nbytes)}" for name, nbytes in found.groups.items())))
+    kinds = (f"{count:,} {name} ({text.size(nbytes)})" for name, (count, nbytes) in found.by_dtype().items())
+    rows.append(("tensors", f"{record.tensors:,}: {_joined(kinds)}" if record.tensors else "none"))
+    rows.append(("other keys", f"{len(found.entries) - record.tensors:,}"))
+    yield from text.table(rows)
+    listed = list(found.entries.values()) if whole else _largest(found)
+    if listed:
+        yield "all keys" if whole else "largest tensors"
+        yield from text.table(map(_row, listed))
+
+
+def _row(entry: SummaryEntry) -> tuple[str, ...]:
+    kind, shape = entry.dtype or "bytes", "" if entry.shape is None else text.shape(entry.shape)
+    return entry.fqn, kind, shape, text.size(entry.nbytes), text.count(entry.chunks, "chunk"), entry.group
+
+
+def _largest(found: Summary) -> list[SummaryEntry]:
+    return sorted(found.tensors, key=lambda entry: (-entry.nbytes, entry.fqn))[:LARGEST]
+
+
+def _joined(parts: Iterator[str]) -> str:
+    return ", ".join(parts) or "none"

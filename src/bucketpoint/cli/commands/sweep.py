@@ -1,0 +1,82 @@
+"""`bucketpoint gc` and `adopt`: commands around the sweep of dead saves and the rebuilding of records."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from bucketpoint.cli import text
+from bucketpoint.cli.command import CommandResult, command
+from bucketpoint.cli.progress_line import progress_option, watched
+from bucketpoint.cli.run_options import Age, run_argument
+
+if TYPE_CHECKING:
+    from bucketpoint.catalog.catalog import Catalog
+
+
+@command("gc")
+@click.option(
+    "--older-than",
+    type=Age(),
+    default="48h",
+    show_default=True,
+    help="Age of the dead saves to remove: time since they began.",
+)
+@click.option("--deep", is_flag=True, help="Look into every folder, not only where a save is known to have begun.")
+@click.option("--dry-run", is_flag=True, help="Show what would be deleted, and delete nothing.")
+@progress_option
+@run_argument
+def gc(
+    catalog: Catalog, older_than: float, deep: bool, dry_run: bool, progress: bool | None, as_json: bool
+) -> CommandResult:
+    """Remove the remains of dead saves: data that no checkpoint names, and multipart uploads that nobody completes.
+
+    Also removes objects that `doctor` wrote at ROOT and could not delete. Checkpoints are never touched, with or
+    without a record. Exits with 1 if something could not be deleted.
+    """
+    from bucketpoint.catalog.deletion.sweep import sweep
+    from bucketpoint.doctor.scratch import sweep_leftovers
+
+    with watched(catalog, progress) as at:
+        done = sweep(at, older_than=older_than, deep=deep, dry_run=dry_run)
+        trials = sweep_leftovers(at.store, at.prefix, oldest=at.clock() - older_than, dry_run=dry_run)
+    failures = [*done.failures, *trials.failures]
+    document: dict[str, Any] = {
+        "root": catalog.url,
+        "dry_run": dry_run,
+        "objects": [*done.objects, *(info.key for info in trials.objects)],
+        "bytes": done.bytes + sum(info.size for info in trials.objects),
+        "uploads": [*done.uploads, *trials.uploads],
+        "notes": done.notes,
+        "failures": [{"key": one.key, "code": one.code, "message": one.message} for one in failures],
+    }
+    return CommandResult(document, _lines(document), ok=not failures)
+
+
+def _lines(document: dict[str, Any]) -> Iterator[str]:
+    verb = "would go" if document["dry_run"] else "removed"
+    counts = f"{text.count(len(document['objects']), 'object')}, {text.size(document['bytes'])}"
+    yield f"{verb}: {counts}, {text.count(len(document['uploads']), 'open upload')}"
+    for key in [*document["objects"], *document["uploads"]] if document["dry_run"] else ():
+        yield f"  {key}"
+    for one in document["failures"]:
+        yield f"not deleted: {one['key']} ({one['code']} {one['message']})"
+
+
+@command("adopt")
+@run_argument
+def adopt(catalog: Catalog, as_json: bool) -> CommandResult:
+    """Record checkpoints in the catalog that lack a record: of other writers, or after the catalog was lost."""
+    from bucketpoint.catalog.reconcile import adopt as adopted
+    from bucketpoint.catalog.survey import survey
+
+    folders = adopted(catalog)
+    if not folders:
+        # Nothing to adopt is fine, but a missing run is an error: the survey raises it.
+        survey(catalog)
+    urls = [catalog.url_of_folder(folder) for folder in folders]
+    return CommandResult(
+        {"root": catalog.url, "adopted": urls}, [*urls, f"{text.count(len(urls), 'checkpoint')} adopted"]
+    )

@@ -1,0 +1,92 @@
+"""Division of a range of a tensor's bytes into boxes, and of boxes along the tensor's chunks.
+
+Bytes are the innermost dimension, so that a range may begin within an element. With that, every box is one contiguous
+range of the tensor, and its overlap with a chunk is one contiguous range of that chunk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from math import prod
+
+
+@dataclass(frozen=True)
+class Box:
+    """A box: offset and size in each dimension."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return prod(self.sizes)
+
+    def within(self, other: Box) -> Box:
+        """Return the same box with offsets relative to `other`, a box that contains it."""
+        return Box(tuple(a - b for a, b in zip(self.offsets, other.offsets, strict=True)), self.sizes)
+
+
+def cut(shape: Sequence[int], start: int, stop: int) -> Iterator[Box]:
+    """Yield the bytes `[start, stop)` of a tensor in C order, as boxes one after another.
+
+    Args:
+        shape: of the tensor, with bytes as the last dimension.
+    """
+    if start >= stop:
+        return
+    if len(shape) == 1:
+        yield Box((start,), (stop - start,))
+        return
+    row = prod(shape[1:])
+    low, high = -(-start // row), stop // row
+    if low > high:
+        yield from _in_row(shape, high, start - high * row, stop - high * row)
+        return
+    if start < low * row:
+        yield from _in_row(shape, low - 1, start - (low - 1) * row, row)
+    if low < high:
+        yield Box((low, *(0 for _ in shape[1:])), (high - low, *shape[1:]))
+    if stop > high * row:
+        yield from _in_row(shape, high, 0, stop - high * row)
+
+
+def _in_row(shape: Sequence[int], number: int, start: int, stop: int) -> Iterator[Box]:
+    for box in cut(shape[1:], start, stop):
+        yield Box((number, *box.offsets), (1, *box.sizes))
+
+
+def shared(one: Box, other: Box) -> Box | None:
+    """Return the overlap of two boxes, or None."""
+    offsets, sizes = [], []
+    for low, size, other_low, other_size in zip(one.offsets, one.sizes, other.offsets, other.sizes, strict=True):
+        start, stop = max(low, other_low), min(low + size, other_low + other_size)
+        if start >= stop:
+            return None
+        offsets.append(start)
+        sizes.append(stop - start)
+    return Box(tuple(offsets), tuple(sizes))
+
+
+def stretch_start(shape: Sequence[int], box: Box) -> int:
+    """Return the offset of a box's first byte in a tensor or chunk of this shape, in C order."""
+    start = 0
+    for size, offset in zip(shape, box.offsets, strict=True):
+        start = start * size + offset
+    return start
+
+
+def covers(shape: Sequence[int], chunks: Sequence[Box]) -> bool:
+    """Return True if chunks that lie within the tensor fill it, each byte once. `shape` and chunks use one unit.
+
+    Compares volumes, and looks for overlaps among the chunks that meet in the first dimension.
+    """
+    if sum(chunk.nbytes for chunk in chunks) != prod(shape):
+        return False
+    waiting: list[Box] = []
+    for chunk in sorted((chunk for chunk in chunks if chunk.nbytes), key=lambda chunk: chunk.offsets):
+        waiting = [one for one in waiting if one.offsets[0] + one.sizes[0] > chunk.offsets[0]]
+        if any(shared(one, chunk) for one in waiting):
+            return False
+        waiting.append(chunk)
+    return True

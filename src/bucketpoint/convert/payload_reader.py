@@ -1,0 +1,155 @@
+"""Bytes of a target, fetched just before they are sent: of one payload, or of a whole tensor from its chunks.
+
+Fetched bytes are compared with the source's checksums in passing. Buffers are leased within a budget.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from awscrt.checksums import combine_crc32, combine_crc32c, crc32, crc32c
+
+from bucketpoint.checkpoint.objects import REMEDY
+from bucketpoint.convert.nd_boxes import Box, cut, shared, stretch_start
+from bucketpoint.convert.source import Checksum, Decoded, Held, Payload, Stretch
+from bucketpoint.convert.source_reader import SourceBytes
+from bucketpoint.errors import CorruptDataError
+from bucketpoint.format.tensor_bytes import copy_stretch
+from bucketpoint.transfer import BufferPool, Segment
+
+_CRC = {"crc32": crc32, "crc32c": crc32c}
+_COMBINE = {"crc32": combine_crc32, "crc32c": combine_crc32c}
+
+
+@dataclass
+class _Seen:
+    """Pieces of a stretch read so far: checksum and length of each, by the offset of its start."""
+
+    pieces: dict[int, tuple[int, int]] = field(default_factory=dict)
+    nbytes: int = 0
+
+
+class Filling:
+    """Fetches the bytes of a conversion, from several threads at once.
+
+    Args:
+        lease_bytes: limit on the buffers for chunks whose bytes have to be rearranged.
+    """
+
+    def __init__(self, source: SourceBytes, lease_bytes: int) -> None:
+        self.pool = BufferPool(lease_bytes)
+        self.checked_bytes = 0
+        """Bytes of stretches that were read whole and matched the checksum that their writer recorded."""
+        self._source = source
+        self._lock = threading.Lock()
+        self._seen: dict[Stretch, _Seen] = {}
+        self._decoding = threading.Lock()
+        self._decoded: tuple[Decoded, torch.Tensor] | None = None
+
+    def segment(self, payload: Payload, *, block_nbytes: int) -> Segment:
+        """Return a payload as a segment of an object to be sent."""
+        if isinstance(payload, Held):
+            return Segment(payload.nbytes, memoryview(payload.data), block_nbytes=block_nbytes)
+        return Segment(
+            payload.nbytes,
+            fill=lambda start, out: self.fill(payload, start, out),
+            block_nbytes=block_nbytes,
+        )
+
+    def whole(self, shape: Sequence[int], itemsize: int, chunks: Sequence[tuple[Box, Payload]]) -> Segment:
+        """Return all elements of a tensor, in C order, as a segment of an object to be sent.
+
+        Args:
+            shape: of the tensor.
+            chunks: the chunks that fill the tensor, each with its box. The last dimension of the boxes counts bytes.
+        """
+        counted = (*shape, itemsize)
+        nbytes = Box(counted, counted).nbytes
+        if len(chunks) == 1:
+            return self.segment(chunks[0][1], block_nbytes=nbytes)
+        ordered = sorted(chunks, key=lambda chunk: chunk[0].offsets)
+        return Segment(
+            nbytes,
+            fill=lambda start, out: self._gather(counted, ordered, start, out),
+            block_nbytes=nbytes,
+        )
+
+    def fill(self, payload: Payload, start: int, out: memoryview) -> None:
+        """Read the bytes `[start, start + len(out))` of a payload into `out`."""
+        if isinstance(payload, Stretch):
+            self._source.read(payload.key, payload.start + start, out)
+            self._compare(payload, start, out)
+        elif isinstance(payload, Decoded):
+            copy_stretch(self._tensor(payload), start, out)
+        else:
+            out[:] = payload.data[start : start + len(out)]
+
+    def _gather(self, shape: Sequence[int], chunks: Sequence[tuple[Box, Payload]], start: int, out: memoryview) -> None:
+        done = 0
+        for box in cut(shape, start, start + len(out)):
+            view = out[done : done + box.nbytes]
+            done += box.nbytes
+            low, high = box.offsets[0], box.offsets[0] + box.sizes[0]
+            for place, payload in chunks:
+                if place.offsets[0] >= high:
+                    break
+                if place.offsets[0] + place.sizes[0] > low:
+                    common = shared(box, place)
+                    if common is not None:
+                        self._put(box, view, place, payload, common)
+
+    def _put(self, box: Box, view: memoryview, place: Box, payload: Payload, common: Box) -> None:
+        """Fetch the contiguous part of a box that a chunk holds, and copy it to its place in the box's bytes."""
+        start = stretch_start(place.sizes, common.within(place))
+        target = torch.frombuffer(view, dtype=torch.uint8).view(box.sizes)
+        inside = common.within(box)
+        for axis, (offset, size) in enumerate(zip(inside.offsets, inside.sizes, strict=True)):
+            target = target.narrow(axis, offset, size)
+        if target.is_contiguous():
+            at = stretch_start(box.sizes, inside)
+            self.fill(payload, start, view[at : at + common.nbytes])
+            return
+        with self.pool.lease(common.nbytes) as lease:
+            self.fill(payload, start, lease)
+            target.copy_(torch.frombuffer(lease, dtype=torch.uint8).view(common.sizes))
+
+    def _tensor(self, payload: Decoded) -> torch.Tensor:
+        # One at a time over all threads: each decoded tensor may be as large as the largest of the checkpoint.
+        with self._decoding:
+            if self._decoded is None or self._decoded[0] is not payload:
+                self._decoded = None
+                self._decoded = payload, payload.decode()
+            return self._decoded[1]
+
+    def _compare(self, stretch: Stretch, start: int, view: memoryview) -> None:
+        checksum = stretch.checksum
+        if checksum is None:
+            return
+        crc = int(_CRC[checksum.kind](view))
+        with self._lock:
+            seen = self._seen.setdefault(stretch, _Seen())
+            if start not in seen.pieces:
+                seen.nbytes += len(view)
+            seen.pieces[start] = crc, len(view)
+            if seen.nbytes < stretch.nbytes:
+                return
+            del self._seen[stretch]
+            self.checked_bytes += stretch.nbytes
+        if _combined(seen.pieces, checksum) != checksum.value:
+            raise CorruptDataError(
+                f"The checkpoint is damaged: {stretch.nbytes} bytes of an object, from byte "
+                f"{stretch.start} on, have another {checksum.kind.upper()} than was written",
+                url=self._source.store.url,
+                key=stretch.key,
+                remedy=REMEDY,
+            )
+
+
+def _combined(pieces: dict[int, tuple[int, int]], checksum: Checksum) -> int:
+    total = 0
+    for _, (crc, nbytes) in sorted(pieces.items()):
+        total = int(_COMBINE[checksum.kind](total, crc, nbytes)) if nbytes else total
+    return total

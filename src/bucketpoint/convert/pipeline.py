@@ -1,0 +1,390 @@
+"""A conversion from plan to commit: objects are written within the memory budget, and the commit comes last.
+
+The modules in `writers` decide which objects are written; this module writes them, in the same way for every format.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+from bucketpoint.catalog.run import catalog_above
+from bucketpoint.catalog.save_log import SaveLog
+from bucketpoint.convert.detect import AUTO, TORCH_SUFFIXES, open_object, open_place, open_source
+from bucketpoint.convert.journal import Journal, open_journal, remove_stale
+from bucketpoint.convert.occupied import is_committed, is_finished, refuse_to_replace, watch_file
+from bucketpoint.convert.payload_reader import Filling
+from bucketpoint.convert.source import BUCKETPOINT, DCP, FORMATS, SAFETENSORS, TORCH, Source
+from bucketpoint.convert.target import TargetLayout, TargetObject, TargetPlace
+from bucketpoint.convert.verifying import read_again
+from bucketpoint.convert.writers.to_dcp import plan_bucketpoint, plan_stock
+from bucketpoint.convert.writers.to_safetensors import SHARD_BYTES, plan_safetensors
+from bucketpoint.convert.writers.to_torch import plan_torch
+from bucketpoint.dcp.session import as_url
+from bucketpoint.errors import AccessDeniedError, BucketpointError, CommitConflictError, InvalidURLError
+from bucketpoint.format import keys
+from bucketpoint.transfer import (
+    BufferPool,
+    Meter,
+    ObjectSource,
+    ProgressCallback,
+    TransferOptions,
+    Uploaded,
+    retry_transient,
+    upload_objects,
+)
+from bucketpoint.transfer.pieces import for_each
+from bucketpoint.version import __version__
+
+logger = logging.getLogger(__name__)
+
+CONVERT_OPTIONS = TransferOptions(max_inflight_bytes=256 << 20)
+"""Default options. All bytes pass through memory of our own, so the budget decides the size of parts: about 5 MiB."""
+
+OBJECT_BYTES = 1 << 30
+"""Bytes of one object of a DCP checkpoint: the most that an interruption costs, yet large enough for few objects."""
+
+_BATCH_BYTES = 1 << 29
+_SMALLEST_BUDGET = 1 << 20
+
+
+@dataclass(frozen=True)
+class ConvertOptions:
+    """Options that decide the content of the target.
+
+    Attributes:
+        prefix: prefix of the keys in the DCP checkpoint, such as `model.`. Towards safetensors it is removed, and other
+            keys are left out; from safetensors it is put before each key.
+        shard_bytes: bytes of tensors in one safetensors file.
+        object_bytes: bytes of one object of a DCP checkpoint.
+        overwrite: replace an existing target, if the format allows it in one atomic step.
+        trusted: unpickle without the allow-list.
+    """
+
+    prefix: str = ""
+    shard_bytes: int = SHARD_BYTES
+    object_bytes: int = OBJECT_BYTES
+    overwrite: bool = False
+    trusted: bool = False
+
+
+@dataclass(frozen=True)
+class ConvertPlan:
+    """Plan of a conversion.
+
+    Attributes:
+        format: of the target.
+        journal: None if there is only one object, which appears whole or not at all.
+        other: journal of another conversion that was found at the target.
+        finished: True if an earlier run has committed, and only its journal is left.
+        log: log of the run in which the target becomes a checkpoint; None if it lies in no run.
+    """
+
+    source: Source
+    format: str
+    place: TargetPlace
+    layout: TargetLayout
+    filling: Filling
+    transfer: TransferOptions
+    journal: Journal | None = None
+    other: Journal | None = None
+    finished: bool = False
+    log: SaveLog | None = None
+    token: str = ""
+    there: Mapping[str, Uploaded] = field(default_factory=dict, repr=False)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all objects of the target, without the commit."""
+        return sum(entry.nbytes for entry in self.layout.objects)
+
+    @property
+    def left_nbytes(self) -> int:
+        """Bytes that are not at the target yet."""
+        return sum(entry.nbytes for entry in self.layout.objects if entry.path not in self.there)
+
+
+@dataclass(frozen=True)
+class Converted:
+    """Result of a conversion.
+
+    Attributes:
+        skipped: number of objects that an interrupted run had written.
+        checked_bytes: bytes of the source that were compared with its checksums.
+        verified_bytes: bytes read again at the target; None if that was not requested.
+        damaged: objects that did not read back as they were written.
+        peak_bytes: most memory held for bytes in flight.
+    """
+
+    objects: int
+    nbytes: int
+    skipped: int
+    checked_bytes: int
+    verified_bytes: int | None
+    damaged: Sequence[str]
+    peak_bytes: int
+
+
+def plan_conversion(
+    source: str | os.PathLike[str],
+    target: str | os.PathLike[str],
+    *,
+    from_format: str = AUTO,
+    to_format: str = AUTO,
+    options: ConvertOptions | None = None,
+    source_options: Mapping[str, Any] | None = None,
+    target_options: Mapping[str, Any] | None = None,
+    source_fs: Any = None,
+    target_fs: Any = None,
+    transfer: TransferOptions = CONVERT_OPTIONS,
+) -> ConvertPlan:
+    """Look at source and target, and plan the conversion. Writes nothing.
+
+    Args:
+        from_format, to_format: one of `FORMATS`, or `"auto"`. The source's format is then detected from its
+            content, the target's from its name: a file of torch.save if the name ends like one, else bucketpoint's.
+
+    Raises:
+        CheckpointNotFoundError: there is nothing to convert.
+        CheckpointExistsError: there is a checkpoint or file at the target already.
+        UnsafeDataError: the source names something outside the allow-list.
+        MismatchError: the target's format cannot hold the source's content.
+        MetadataError, CorruptDataError: the source is damaged.
+    """
+    chosen = options or ConvertOptions()
+    transfer = _within(transfer)
+    url = as_url(target) or ""
+    found = open_source(
+        source,
+        from_format,
+        storage_options=source_options,
+        fs=source_fs,
+        prefix=chosen.prefix,
+        trusted=chosen.trusted,
+        transfer=transfer,
+    )
+    wanted = _format_of(url, to_format, found)
+    if chosen.prefix and SAFETENSORS not in (found.format, wanted):
+        raise BucketpointError(
+            f"A prefix is of keys in safetensors, and this is {found.format} to {wanted}", remedy="Leave --prefix out"
+        )
+    name = ""
+    if wanted == TORCH:
+        store, key = open_object(url, storage_options=target_options, fs=target_fs)
+        folder, _, name = key.rpartition("/")
+    else:
+        store, folder = open_place(url, storage_options=target_options, fs=target_fs)
+    place = TargetPlace(store, folder, url)
+    digest = _digest(found, wanted, chosen)
+    journal, other = open_journal(store, folder, digest) if wanted != TORCH else (None, None)
+    token = journal.token if journal is not None else keys.new_token()
+    log = _log_there(place, found, target_options, target_fs) if wanted == BUCKETPOINT else None
+    filling = Filling(found.bytes, transfer.max_inflight_bytes // 4)
+    layout = _layout(found, wanted, place, name, filling, chosen, token, log)
+    there = journal.done(layout.objects, transfer) if journal is not None and journal.notes else {}
+    finished = is_finished(place, wanted, journal, whole=len(there) == len(layout.objects))
+    if not finished:
+        refuse_to_replace(place, wanted, name, chosen.overwrite)
+        if len(layout.objects) < 2:
+            journal = None
+    return ConvertPlan(
+        found, wanted, place, layout, filling, transfer, journal, other, finished, log, token, there
+    )  # fmt: skip
+
+
+def run_conversion(plan: ConvertPlan, *, verify: bool = False, progress: ProgressCallback | None = None) -> Converted:
+    """Carry out the plan. The target exists once all of it is written, or not at all.
+
+    Args:
+        verify: read the target again, and compare it with the checksums of the sent bytes.
+
+    Raises:
+        CorruptDataError: the source is damaged, or changed meanwhile; nothing was committed.
+        CheckpointExistsError, CommitConflictError: somebody else wrote to the target meanwhile.
+        StoreError: a request failed for good. A new run continues after the objects that this one has written.
+    """
+    objects, done = plan.layout.objects, dict(plan.there)
+    skipped = len(done)
+    pool = BufferPool(_on_the_way(plan.transfer).max_inflight_bytes)
+    meter = Meter("convert", plan.place.url, plan.left_nbytes, progress)
+    stale = dict(plan.journal.stale) if plan.journal is not None else {}
+    if not plan.finished:
+        if plan.other is not None:
+            stale = {**plan.other.leftovers(), **stale}
+        if stale and is_committed(plan.place):
+            # A committed object is not left over, whoever wrote it.
+            stale = {}
+        if plan.journal is not None:
+            plan.journal.begin(objects, stale)
+        if plan.log is not None:
+            plan.log.begin(plan.place.url, plan.token)
+        _send(plan, done, pool, meter)
+        ordered = [done[entry.path] for entry in objects]
+        plan.source.bytes.check_unchanged()
+        _check_unchanged(plan, ordered)
+        plan.layout.commit(ordered)
+    if stale:
+        _tidy(plan, partial(remove_stale, plan.place, stale, {entry.path for entry in objects}, plan.transfer))
+    if stale and plan.journal is None and plan.other is not None:
+        _tidy(plan, plan.other.remove)
+    damaged: list[str] = []
+    if verify:
+        damaged = read_again(plan.place, objects, done, _on_the_way(plan.transfer), meter)
+    if plan.journal is not None:
+        _tidy(plan, plan.journal.remove)
+    meter.finish()
+    return Converted(
+        len(objects),
+        plan.nbytes,
+        skipped,
+        plan.filling.checked_bytes,
+        plan.nbytes if verify else None,
+        damaged,
+        pool.peak_bytes + plan.filling.pool.peak_bytes + plan.source.bytes.peak_bytes,
+    )
+
+
+def _within(transfer: TransferOptions) -> TransferOptions:
+    """Limit the size of single PUTs: half of the budget is for bytes in flight, and one PUT must fit into it."""
+    budget = max(transfer.max_inflight_bytes, _SMALLEST_BUDGET)
+    return replace(transfer, max_inflight_bytes=budget, single_put_bytes=min(transfer.single_put_bytes, budget // 4))
+
+
+def _on_the_way(transfer: TransferOptions) -> TransferOptions:
+    """Return options with the half of the budget for bytes in flight.
+
+    The rest is for rearranged chunks and small reads.
+    """
+    return replace(transfer, max_inflight_bytes=transfer.max_inflight_bytes // 2)
+
+
+def _format_of(url: str, wanted: str, source: Source) -> str:
+    if wanted not in (AUTO, *FORMATS):
+        raise BucketpointError(f"There is no format {wanted!r}", remedy=f"Use one of {', '.join(FORMATS)}")
+    if wanted != AUTO:
+        return wanted
+    if url.endswith(TORCH_SUFFIXES):
+        return TORCH
+    if source.format == BUCKETPOINT:
+        raise InvalidURLError(
+            "The source is a checkpoint of bucketpoint's already",
+            url=source.url,
+            remedy="Say what it is to become, with --to; `bucketpoint cp` copies it as it is",
+        )
+    return BUCKETPOINT
+
+
+def _digest(source: Source, wanted: str, options: ConvertOptions) -> str:
+    said = (__version__, source.format, source.fingerprint, wanted, options.prefix)
+    sizes = (options.shard_bytes, options.object_bytes)
+    return hashlib.sha256(repr((said, sizes)).encode()).hexdigest()
+
+
+def _layout(
+    source: Source,
+    wanted: str,
+    place: TargetPlace,
+    name: str,
+    filling: Filling,
+    options: ConvertOptions,
+    token: str,
+    log: SaveLog | None,
+) -> TargetLayout:
+    if wanted == TORCH:
+        return plan_torch(source, filling, name, trusted=options.trusted, before_end=watch_file(place, name))
+    if wanted == SAFETENSORS:
+        return plan_safetensors(source, filling, place, prefix=options.prefix, shard_bytes=options.shard_bytes)
+    if wanted == DCP:
+        return plan_stock(source, filling, place, token=token, object_bytes=options.object_bytes)
+    return plan_bucketpoint(
+        source,
+        filling,
+        place,
+        token=token,
+        object_bytes=options.object_bytes,
+        overwrite=options.overwrite,
+        log=log,
+    )
+
+
+def _log_there(
+    place: TargetPlace, source: Source, storage_options: Mapping[str, Any] | None, fs: Any
+) -> SaveLog | None:
+    """Return the log of the run that contains the target, if any: a conversion into a run is one of its saves."""
+    try:
+        found = catalog_above(place.url, storage_options=storage_options, fs=fs)
+    except AccessDeniedError:
+        # A caller who may only write there leaves just the record beside the metadata, like any writer without a
+        # catalog.
+        return None
+    return None if found is None else SaveLog(found[0], source.kind, source.metrics)
+
+
+def _batches(objects: Sequence[TargetObject]) -> Iterator[list[TargetObject]]:
+    """Split objects into batches: the objects of a batch are uploaded together, and the next batch waits for them."""
+    batch: list[TargetObject] = []
+    for entry in objects:
+        batch.append(entry)
+        if sum(one.nbytes for one in batch) >= _BATCH_BYTES:
+            yield batch
+            batch = []
+    if batch:
+        yield batch
+
+
+def _send(plan: ConvertPlan, done: dict[str, Uploaded], pool: BufferPool, meter: Meter) -> None:
+    """Write the objects that are not there yet, and note each in the journal."""
+    journal = plan.journal
+    try:
+        for batch in _batches([entry for entry in plan.layout.objects if entry.path not in done]):
+            uploaded = _upload(plan, batch, pool, meter)
+            done.update(zip((entry.path for entry in batch), uploaded, strict=True))
+    except BaseException:
+        if journal is not None:
+            _tidy(plan, journal.flush)
+        raise
+    if journal is not None:
+        journal.flush()
+
+
+def _upload(plan: ConvertPlan, batch: Sequence[TargetObject], pool: BufferPool, meter: Meter) -> list[Uploaded]:
+    options = _on_the_way(plan.transfer)
+
+    def note(number: int, uploaded: Uploaded) -> None:
+        if plan.journal is not None:
+            plan.journal.note(batch[number], uploaded)
+
+    sources = [ObjectSource(keys.join(plan.place.prefix, entry.path), entry.segments) for entry in batch]
+    return upload_objects(plan.place.store, sources, options, pool=pool, meter=meter, acknowledged=note)
+
+
+def _tidy(plan: ConvertPlan, remove: Callable[[], None]) -> None:
+    """Run a cleanup, and only log a failure: nothing depends on it, and a writer may lack the right to delete."""
+    try:
+        remove()
+    except BucketpointError as error:
+        logger.warning("what a conversion no longer needs was left at %s: %s", plan.place.url, error)
+
+
+def _check_unchanged(plan: ConvertPlan, uploaded: Sequence[Uploaded]) -> None:
+    """Check that all objects are still as they were written, before the commit.
+
+    If names are fixed, two conversions to one place overwrite each other's objects: neither may then commit.
+    """
+    expected = dict(zip((entry.path for entry in plan.layout.objects), uploaded, strict=True))
+    store, attempts = plan.place.store, plan.transfer.read_attempts
+
+    def look(entry: TargetObject) -> None:
+        key, known = keys.join(plan.place.prefix, entry.path), expected[entry.path].info
+        info = retry_transient(lambda: store.head(key), attempts=attempts)
+        if info.size != entry.nbytes or (known.etag is not None and info.etag != known.etag):
+            raise CommitConflictError(
+                "Somebody else wrote to the target meanwhile, so nothing was committed", url=plan.place.url, key=key
+            )
+
+    for_each(plan.layout.objects, look, plan.transfer)

@@ -1,0 +1,1 @@
+"""Readers of the formats that a checkpoint can be converted from."""

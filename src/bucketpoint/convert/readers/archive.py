@@ -1,0 +1,280 @@
+"""Reader of torch.save archives in place: positions of the storages, and the objects around them without tensor data.
+
+A pickle is interpreted, never run, unless it is trusted.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+import zipfile
+import zlib
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any
+
+import torch
+
+from bucketpoint.checkpoint.objects import REMEDY
+from bucketpoint.convert.source import Checksum, Decoded, Stretch
+from bucketpoint.convert.source_reader import SourceBytes
+from bucketpoint.errors import BucketpointError, CorruptDataError, MetadataError, MismatchError, UnsafeDataError
+from bucketpoint.format.pickles.archive import DAMAGED, LOCAL_HEADER, MAGIC
+from bucketpoint.format.pickles.items import RefusedError, interpret
+from bucketpoint.format.pickles.vocabulary import MalformedPickleError
+from bucketpoint.format.pickles.writing import settled
+from bucketpoint.format.torch_zip import contiguous_strides
+from bucketpoint.format.zip_probe import STORAGE_NAMES
+from bucketpoint.transfer.pieces import for_each
+
+MAX_EXPANDED_BYTES = 256 << 20
+"""Limit for a written-out tensor that repeats elements (`expand`): a few bytes of a file could become any number."""
+
+_FEW = 8
+_DTYPE_OF = {name: dtype for dtype, name in STORAGE_NAMES.items()}
+# Classes of DTensor's parts are in this module. Building them would require process groups that do not exist here.
+_DISTRIBUTED = "torch.distributed"
+
+
+@dataclass(frozen=True)
+class ArchiveRecord:
+    """A stored file of an archive: offset of its first byte in the object, length, and CRC32 if there is one."""
+
+    start: int
+    nbytes: int
+    crc32: int | None
+
+
+@dataclass(frozen=True)
+class Archive:
+    """Result of `open_archive`: the pickle, and the storages by their keys."""
+
+    source: SourceBytes = field(repr=False)
+    key: str
+    pickle: bytes = field(repr=False)
+    storages: dict[str, ArchiveRecord] = field(repr=False)
+
+
+def open_archive(source: SourceBytes, key: str, start: int, stop: int) -> Archive | None:
+    """Open the archive in bytes `[start, stop)` of an object; None if those do not begin as an archive.
+
+    Raises:
+        MetadataError: the archive is malformed, or was not written by torch.save.
+        CorruptDataError: the pickle has another CRC32 than was written.
+    """
+    if stop - start < len(MAGIC) or bytes(source.take(key, start, len(MAGIC))) != MAGIC:
+        return None
+    try:
+        with zipfile.ZipFile(source.file(key, start, stop)) as archive:
+            entries = archive.infolist()
+    except DAMAGED as error:
+        raise _malformed(source, key, f"its directory cannot be read: {error}") from None
+    # torch writes zero for all CRC32s after `set_crc32_options(False)`. A single zero may be damage, so it is checked.
+    has_crc = any(entry.CRC for entry in entries)
+    wanted: dict[str, zipfile.ZipInfo] = {}
+    for entry in entries:
+        _, _, name = entry.filename.partition("/")
+        if name in ("data.pkl", "byteorder", "constants.pkl") or name.startswith("data/"):
+            wanted[name] = entry
+    if "constants.pkl" in wanted or "data.pkl" not in wanted:
+        raise _malformed(source, key, "it was not written by torch.save")
+    records: dict[str, ArchiveRecord] = {}
+
+    def locate(name: str) -> None:
+        entry = wanted[name]
+        at = start + entry.header_offset
+        if entry.compress_type != zipfile.ZIP_STORED or at < start or at + LOCAL_HEADER.size > stop:
+            raise _malformed(source, key, f"{name} does not lie in it as torch.save has it")
+        head = LOCAL_HEADER.unpack(source.take(key, at, LOCAL_HEADER.size))
+        first = at + LOCAL_HEADER.size + head[-2] + head[-1]
+        if head[0] != MAGIC or first + entry.file_size > stop:
+            raise _malformed(source, key, f"{name} does not lie within it")
+        records[name] = ArchiveRecord(first, entry.file_size, entry.CRC if has_crc else None)
+
+    if len(wanted) > _FEW:
+        for_each(wanted, locate, source.options)
+    else:
+        for name in wanted:
+            locate(name)
+    if "byteorder" in records and _content(source, key, records["byteorder"]) != b"little":
+        raise _malformed(source, key, "it is big-endian")
+    body = _content(source, key, records["data.pkl"])
+    storages = {name[len("data/") :]: record for name, record in records.items() if name.startswith("data/")}
+    return Archive(source, key, body, storages)
+
+
+def _content(source: SourceBytes, key: str, record: ArchiveRecord) -> bytes:
+    body = source.file(key, record.start, record.start + record.nbytes).read()
+    if record.crc32 is not None and zlib.crc32(body) != record.crc32:
+        raise CorruptDataError(
+            f"{record.nbytes} bytes of an archive, from byte {record.start} on, have another CRC32 than was written",
+            url=source.store.url,
+            key=key,
+            remedy=REMEDY,
+        )
+    return body
+
+
+def _malformed(source: SourceBytes, key: str, reason: str) -> MetadataError:
+    return MetadataError(f"This archive cannot be converted: {reason}", url=source.store.url, key=key)
+
+
+class Skeleton:
+    """The objects of an archive. Tensors are on the `meta` device, except for those over the storages in `loaded`.
+
+    Args:
+        loaded: keys of storages whose bytes are read.
+        trusted: run the pickle, whatever it names.
+
+    Raises:
+        UnsafeDataError: the pickle names something outside the allow-list.
+        MismatchError: the archive holds DTensors, which are shards of one process.
+        MetadataError: the pickle is damaged.
+    """
+
+    def __init__(self, archive: Archive, *, loaded: Collection[str] = (), trusted: bool = False) -> None:
+        self.archive = archive
+        self._keys: dict[int, str] = {}
+        self._kept: dict[str, Any] = {}
+        if trusted:
+            self.root: Any = self._unpickled(loaded)
+        else:
+            self.root = self._interpreted(loaded)
+
+    def _unpickled(self, loaded: Collection[str]) -> Any:
+        try:
+            return _Unpickler(self.archive, lambda key: self._storage(key, loaded)).load()
+        except BucketpointError:
+            raise
+        except Exception as error:  # noqa: BLE001 - damaged pickles make the unpickler raise nearly everything
+            reason = f"{type(error).__name__}: {error}"[:300]
+            raise _malformed(self.archive.source, self.archive.key, reason) from None
+
+    def _interpreted(self, loaded: Collection[str]) -> Any:
+        body, key = self.archive.pickle, self.archive.key
+
+        def storage(name: str, nbytes: int, location: str) -> torch.UntypedStorage:
+            return self._storage(name, loaded)
+
+        try:
+            found, _ = interpret(body, paid=len(body), storage=storage, distributed=False)
+            return settled(found)
+        except MalformedPickleError as error:
+            raise _malformed(self.archive.source, key, str(error)) from None
+        except RefusedError as error:
+            names = [name for name in error.refused if not name.startswith("<")]
+            if not names:
+                raise _malformed(self.archive.source, key, str(error)[:300]) from None
+            if all(name.startswith(f"{_DISTRIBUTED}.") for name in names):
+                raise MismatchError(
+                    "The file holds DTensors, which are the shards of one process",
+                    key=key,
+                    remedy="Save with torch.distributed.checkpoint, or what `full_tensor()` returns",
+                ) from None
+            raise UnsafeDataError(f"The pickle names {str(error)[:500]}", key=key) from None
+
+    def storage_of(self, tensor: torch.Tensor) -> str | None:
+        """Return the key of the storage in which a tensor of the skeleton lies, or None."""
+        return self._keys.get(tensor.untyped_storage()._cdata)
+
+    def payload(self, tensor: torch.Tensor, name: str) -> Stretch | Decoded:
+        """Return the position of a skeleton tensor's elements.
+
+        Raises:
+            MismatchError: the tensor has no plain elements: it is sparse, quantised, or of a subclass.
+            MetadataError: the tensor does not lie within its storage.
+        """
+        if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.layout is not torch.strided:
+            raise _unfit(name, f"a {type(tensor).__name__} of layout {tensor.layout}")
+        if tensor.is_quantized or tensor.is_nested:
+            raise _unfit(name, "quantised or nested")
+        key = self.storage_of(tensor)
+        record = None if key is None else self.archive.storages.get(key)
+        if record is None:
+            raise _malformed(self.archive.source, self.archive.key, f"it has no bytes for {name}")
+        itemsize, shape, strides = tensor.dtype.itemsize, tuple(tensor.shape), tuple(tensor.stride())
+        nbytes = prod(shape) * itemsize
+        # A tensor without elements may begin beyond its storage, so its offset is not used.
+        first = int(tensor.storage_offset()) * itemsize if nbytes else 0
+        span = 0
+        if nbytes:
+            span = (1 + sum((size - 1) * step for size, step in zip(shape, strides, strict=True))) * itemsize
+        if first + span > record.nbytes:
+            raise _malformed(self.archive.source, self.archive.key, f"{name} does not lie within its storage")
+        start = record.start + first
+        if nbytes > max(record.nbytes, MAX_EXPANDED_BYTES):
+            raise _unfit(name, f"{nbytes} bytes by repeating {record.nbytes}")
+        if not (_in_c_order(shape, strides) and not tensor.is_conj() and not tensor.is_neg()):
+            return Decoded(nbytes, lambda: self._decode(tensor, start, span), (self.archive.key, start))
+        known = record.crc32 if (first, nbytes) == (0, record.nbytes) else None
+        checksum = None if known is None else Checksum("crc32", known)
+        return Stretch(self.archive.key, start, nbytes, checksum)
+
+    def _decode(self, tensor: torch.Tensor, start: int, span: int) -> torch.Tensor:
+        if not span:
+            return torch.empty(tensor.shape, dtype=tensor.dtype)
+        raw = self.archive.source.take(self.archive.key, start, span)
+        flat = torch.frombuffer(raw, dtype=torch.uint8).view(tensor.dtype)
+        found = flat.as_strided(tuple(tensor.shape), tuple(tensor.stride()))
+        found = found.conj() if tensor.is_conj() else found
+        return torch._neg_view(found) if tensor.is_neg() else found
+
+    def _storage(self, key: str, loaded: Collection[str]) -> torch.UntypedStorage:
+        found = self._kept.get(key)
+        if found is None:
+            record = self.archive.storages.get(key)
+            if record is None:
+                raise _malformed(self.archive.source, self.archive.key, f"it has no storage {key[:100]!r}")
+            if key in loaded:
+                # At least one byte: frombuffer refuses an empty buffer.
+                raw = bytearray(_content(self.archive.source, self.archive.key, record) or 1)
+                found = torch.frombuffer(raw, dtype=torch.uint8)[: record.nbytes].clone().untyped_storage()
+            else:
+                found = torch.UntypedStorage(record.nbytes, device="meta")  # type: ignore[no-untyped-call]
+            self._kept[key] = found
+            self._keys[found._cdata] = key
+        return found
+
+
+def _in_c_order(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
+    expected = contiguous_strides(shape)
+    pairs = zip(shape, strides, expected, strict=True)
+    return 0 in shape or all(size == 1 or stride == wanted for size, stride, wanted in pairs)
+
+
+def _unfit(name: str, what: str) -> MismatchError:
+    return MismatchError(
+        f"A tensor cannot be converted, as it is {what}", key=name, remedy="Save it as a plain, dense tensor"
+    )
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """Stand-in for the class of a typed storage, of which only the dtype matters."""
+
+    dtype: torch.dtype
+
+
+class _Unpickler(pickle.Unpickler):
+    """Unpickler for a trusted pickle, which resolves persistent ids to storages of the archive."""
+
+    def __init__(self, archive: Archive, storage: Callable[[str], torch.UntypedStorage]) -> None:
+        # torch.load's own encoding, for text pickled by Python 2.
+        super().__init__(io.BytesIO(archive.pickle), encoding="utf-8")
+        self._storage = storage
+
+    def find_class(self, module: str, name: str, /) -> Any:
+        if module in ("torch", "torch.storage") and name in _DTYPE_OF:
+            return _Kind(_DTYPE_OF[name])
+        return super().find_class(module, name)
+
+    def persistent_load(self, pid: Any, /) -> Any:
+        if type(pid) is not tuple or len(pid) < 5 or pid[0] != "storage" or type(pid[2]) is not str:
+            raise MetadataError("The pickle refers to something that torch.save does not write")
+        kind = pid[1]
+        dtype = kind.dtype if isinstance(kind, _Kind) else torch.uint8
+        storage = self._storage(pid[2])
+        return torch.storage.TypedStorage(  # type: ignore[no-untyped-call]
+            wrap_storage=storage, dtype=dtype, _internal=True
+        )

@@ -1,0 +1,195 @@
+"""A committed DCP checkpoint as a source: ours, or one of torch's writers or s3torchconnector.
+
+Frames of other writers are parsed with a few small reads each, so that their elements can be streamed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import math
+from collections.abc import Sequence
+from typing import Any, BinaryIO
+
+import torch
+from torch.distributed.checkpoint import TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import MetadataIndex
+
+from bucketpoint.checkpoint.objects import damaged, look_at_objects
+from bucketpoint.checkpoint.open import SavedCheckpoint
+from bucketpoint.checkpoint.regions import ChunkShapes
+from bucketpoint.convert.readers.archive import Skeleton, open_archive
+from bucketpoint.convert.source import BUCKETPOINT, DCP, Checksum, Decoded, Held, Payload, Source, Stretch
+from bucketpoint.convert.source_reader import BLOCK_BYTES, SourceBytes
+from bucketpoint.dcp.loading.decode import decode_item, undone_bytes
+from bucketpoint.errors import MetadataError, UnsafeDataError
+from bucketpoint.format.item_info import ItemInfo
+from bucketpoint.format.pickles.items import refused_globals
+from bucketpoint.format.zip_check import ZipVerdict, check_archive
+from bucketpoint.transfer import BufferPool
+from bucketpoint.transfer.checksum import crc32c
+from bucketpoint.transfer.pieces import for_each
+
+
+def read_dcp(source: SourceBytes, saved: SavedCheckpoint, *, trusted: bool = False) -> Source:
+    """Plan the reading of a checkpoint. Bytes items are read, and checked against the allow-list.
+
+    Raises:
+        UnsafeDataError: an item names something outside the allow-list.
+        CorruptDataError: an object is missing, too short, or was replaced since the commit.
+        MetadataError: an item has no data, or differs from its description in the metadata.
+    """
+    look_at_objects(saved, source.look, source.options)
+    reading = _Reading(source, saved, trusted)
+    payloads: dict[MetadataIndex, Payload] = {}
+
+    def read(item: tuple[MetadataIndex, ItemInfo]) -> None:
+        payloads[item[0]] = reading.payload(*item)
+
+    for_each(saved.items, read, source.options)
+    _check_complete(saved, payloads)
+    record = saved.record
+    return Source(
+        BUCKETPOINT if saved.facts else DCP,
+        saved.url,
+        source,
+        # Without bucketpoint's own attributes: those describe the place where the source lies.
+        dataclasses.replace(saved.metadata, storage_data=None, storage_meta=None),
+        {index: payloads[index] for index in sorted(payloads, key=_in_order)},
+        source.fingerprint(saved.data),
+        record.kind,
+        record.metrics,
+    )
+
+
+def _in_order(index: MetadataIndex) -> tuple[str, tuple[int, ...]]:
+    return index.fqn, tuple(index.offset or ())
+
+
+def _check_complete(saved: SavedCheckpoint, payloads: dict[MetadataIndex, Payload]) -> None:
+    for fqn, entry in saved.metadata.state_dict_metadata.items():
+        chunks: Sequence[Any] = entry.chunks if isinstance(entry, TensorStorageMetadata) else (None,)
+        for chunk in chunks:
+            if MetadataIndex(fqn, None if chunk is None else chunk.offsets) not in payloads:
+                raise MetadataError("The metadata names no data for this item", url=saved.url, key=fqn)
+
+
+class _Reading:
+    """Shared state while all items are looked at, on several threads."""
+
+    def __init__(self, source: SourceBytes, saved: SavedCheckpoint, trusted: bool) -> None:
+        self._source = source
+        self._saved = saved
+        self._trusted = trusted
+        self._shapes = ChunkShapes(saved.metadata)
+        self._transforms: Any = None
+        self._pool = BufferPool(source.options.max_inflight_bytes // 2)
+
+    def payload(self, index: MetadataIndex, info: ItemInfo) -> Payload:
+        key = self._saved.key(info.path)
+        entry = self._saved.metadata.state_dict_metadata.get(index.fqn)
+        if entry is None:
+            raise MetadataError(
+                "The metadata has data for an item that it does not describe", url=self._saved.url, key=index.fqn
+            )
+        if not isinstance(entry, TensorStorageMetadata):
+            return self._bytes(key, index.fqn, info)
+        shape = self._shapes.of(index)
+        if shape is None:
+            raise MetadataError("An item is no chunk of its tensor", url=self._saved.url, key=index.fqn)
+        dtype, stop = entry.properties.dtype, info.offset + info.length
+        nbytes = math.prod(shape) * dtype.itemsize
+        if info.payload_offset is not None and not info.transform_descriptors:
+            if info.payload_nbytes != nbytes:
+                raise self._unlike(index.fqn)
+            start = info.offset + info.payload_offset
+            return Stretch(key, start, nbytes, _crc32c(info))
+        if not info.transform_descriptors:
+            found = self._framed(key, index.fqn, info, dtype, shape)
+            if found is None and info.crc32c is None:
+                self._check_archive(info, io.BufferedReader(self._source.file(key, info.offset, stop), BLOCK_BYTES))
+            return found or Stretch(key, info.offset, info.length, _crc32c(info), opaque=True)
+        return Decoded(nbytes, lambda: self._decoded(key, index.fqn, info, dtype, shape), (key, info.offset))
+
+    def _framed(
+        self, key: str, fqn: str, info: ItemInfo, dtype: torch.dtype, shape: tuple[int, ...]
+    ) -> Stretch | Decoded | None:
+        archive = open_archive(self._source, key, info.offset, info.offset + info.length)
+        if archive is None:
+            with self._pool.lease(info.length) as raw:
+                self._source.read(key, info.offset, raw)
+                self._judge(fqn, raw)
+            return None
+        try:
+            skeleton = Skeleton(archive, trusted=self._trusted)
+        except MetadataError:
+            # Some kinds of tensors cannot be rebuilt without their elements. The pickle has passed the allow-list
+            # by now.
+            return None
+        tensor = skeleton.root
+        plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout is torch.strided
+        if not plain or tensor.is_quantized:
+            return None
+        if tensor.dtype != dtype or tuple(tensor.shape) != shape:
+            raise self._unlike(fqn)
+        return skeleton.payload(tensor, fqn)
+
+    def _decoded(self, key: str, fqn: str, info: ItemInfo, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+        raw = self._source.take(key, info.offset, info.length)
+        self._check(key, info, raw)
+        nbytes = math.prod(shape) * dtype.itemsize
+        tensor = decode_item(raw, info, self._registry(), key=fqn, tensor_nbytes=nbytes, trusted=self._trusted)
+        if tensor.dtype != dtype or tuple(tensor.shape) != shape:
+            raise self._unlike(fqn)
+        return tensor
+
+    def _bytes(self, key: str, fqn: str, info: ItemInfo) -> Payload:
+        with self._pool.lease(info.length) as raw:
+            self._source.read(key, info.offset, raw)
+            self._check(key, info, raw)
+            if not info.transform_descriptors:
+                self._judge(fqn, raw)
+                if info.crc32c is None:
+                    self._check_archive(info, io.BytesIO(raw))
+                return Stretch(key, info.offset, info.length, _crc32c(info))
+            data = undone_bytes(raw, info, self._registry(), key=fqn, trusted=self._trusted)
+            self._judge(fqn, data)
+            return Held(data)
+
+    def _judge(self, fqn: str, data: bytes | memoryview) -> None:
+        """Check an item against the allow-list.
+
+        Nothing is unpickled here, but readers will trust the converted item as the work of whoever converted it.
+        """
+        if self._trusted:
+            return
+        refused = refused_globals(data)
+        if refused is None or refused:
+            named = f"names {', '.join(refused)}" if refused else "is not in torch.save's format"
+            raise UnsafeDataError(f"This item {named}", url=self._saved.url, key=fqn)
+
+    def _check(self, key: str, info: ItemInfo, raw: memoryview) -> None:
+        if info.crc32c is not None and info.payload_offset is None and crc32c(raw) != info.crc32c:
+            raise damaged(self._saved, info.path, f"the item at byte {info.offset} has another checksum")
+
+    def _check_archive(self, info: ItemInfo, file: BinaryIO) -> None:
+        """Check an archive that is passed on unchanged and has no checksum except those inside it."""
+        verdict, reason = check_archive(file)
+        if verdict is ZipVerdict.DAMAGED:
+            raise damaged(self._saved, info.path, f"the archive at byte {info.offset} is not sound: {reason}")
+
+    def _registry(self) -> Any:
+        if self._transforms is None:
+            from torch.distributed.checkpoint._extension import ExtensionRegistry
+
+            self._transforms = ExtensionRegistry()
+        return self._transforms
+
+    def _unlike(self, fqn: str) -> MetadataError:
+        return MetadataError(
+            "An item is not of the dtype and shape that the metadata says", url=self._saved.url, key=fqn
+        )
+
+
+def _crc32c(info: ItemInfo) -> Checksum | None:
+    return None if info.crc32c is None else Checksum("crc32c", info.crc32c)

@@ -1,0 +1,82 @@
+"""Safetensors as a source: one file, or the files that an index names, in Hugging Face's layout."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch.distributed.checkpoint.metadata import MetadataIndex
+
+from bucketpoint.convert.describe import describe
+from bucketpoint.convert.safetensors_header import LENGTH_BYTES, TensorEntry, decode_header, decode_json, header_nbytes
+from bucketpoint.convert.source import SAFETENSORS, Payload, Source, Stretch
+from bucketpoint.convert.source_reader import MAX_READ_BYTES, SourceBytes
+from bucketpoint.errors import CorruptDataError, MetadataError, ObjectNotFoundError
+from bucketpoint.format import keys
+from bucketpoint.transfer.pieces import for_each
+
+INDEX_NAME = "model.safetensors.index.json"
+SINGLE_NAME = "model.safetensors"
+
+
+def read_file(source: SourceBytes, key: str, url: str, *, prefix: str = "") -> Source:
+    """Plan the reading of one file.
+
+    Args:
+        prefix: put before each name.
+    """
+    return _source(source, url, {key: _entries(source, key)}, prefix)
+
+
+def read_index(source: SourceBytes, folder: str, url: str, *, prefix: str = "") -> Source:
+    """Plan the reading of the files that the index in `folder` names.
+
+    Raises:
+        MetadataError: the index or a file is malformed, or they do not fit each other.
+        CorruptDataError: a file is missing.
+    """
+    name = keys.join(folder, INDEX_NAME)
+    size = source.look(name).size
+    if size > MAX_READ_BYTES:
+        raise MetadataError(f"The index has {size} bytes", url=url, key=name)
+    named = decode_json(bytes(source.take(name, 0, size)), key=name).get("weight_map")
+    if type(named) is not dict or not all(type(file) is str for file in named.values()):
+        raise MetadataError("The index has no weight_map", url=url, key=name)
+    files: dict[str, list[tuple[TensorEntry, int]]] = {}
+
+    def read(file: str) -> None:
+        key = keys.join(folder, file)
+        try:
+            files[key] = _entries(source, key)
+        except ObjectNotFoundError:
+            raise CorruptDataError("A file that the index names is missing", url=url, key=file) from None
+
+    for_each(dict.fromkeys(named.values()), read, source.options)
+    found = {entry.name: key for key, entries in files.items() for entry, _ in entries}
+    for tensor, file in named.items():
+        if found.get(tensor) != keys.join(folder, file):
+            raise MetadataError(f"The index names {file} for a tensor that is not there", url=url, key=tensor[:200])
+    if sum(map(len, files.values())) != len(named):
+        raise MetadataError("The files hold tensors that the index does not name", url=url, key=name)
+    return _source(source, url, dict(sorted(files.items())), prefix)
+
+
+def _entries(source: SourceBytes, key: str) -> list[tuple[TensorEntry, int]]:
+    size = source.look(key).size
+    nbytes = header_nbytes(bytes(source.take(key, 0, min(LENGTH_BYTES, size))), size, key=key)
+    first = LENGTH_BYTES + nbytes
+    entries = decode_header(bytes(source.take(key, LENGTH_BYTES, nbytes)), size - first, key=key)
+    return [(entry, first + entry.start) for entry in entries]
+
+
+def _source(source: SourceBytes, url: str, files: Mapping[str, list[tuple[TensorEntry, int]]], prefix: str) -> Source:
+    places: dict[str, Stretch] = {}
+    state: dict[str, torch.Tensor] = {}
+    for key, entries in files.items():
+        for entry, start in entries:
+            name = prefix + entry.name
+            places[name] = Stretch(key, start, entry.nbytes)
+            state[name] = torch.empty(entry.shape, dtype=entry.dtype, device="meta")
+    described = describe(state)
+    payloads: dict[MetadataIndex, Payload] = {index: places[index.fqn] for index in described.tensors}
+    return Source(SAFETENSORS, url, source, described.metadata, payloads, source.fingerprint())

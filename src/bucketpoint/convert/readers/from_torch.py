@@ -1,0 +1,102 @@
+"""A file of torch.save as a source: tensors are streamed from their place, everything else becomes bytes items."""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import MetadataIndex
+
+from bucketpoint.convert.describe import describe
+from bucketpoint.convert.readers.archive import Skeleton, open_archive
+from bucketpoint.convert.source import TORCH, Held, Payload, Source
+from bucketpoint.convert.source_reader import SourceBytes
+from bucketpoint.errors import MetadataError, MismatchError
+
+MAX_LOADED_BYTES = 64 << 20
+"""Limit on tensors inside of values that are neither dictionary nor list: they are held in memory.
+
+Weights never lie there.
+"""
+
+
+def read_torch(source: SourceBytes, key: str, url: str, *, trusted: bool = False) -> Source:
+    """Plan the reading of a file of torch.save. Only the archive's directory and its pickle are read.
+
+    Raises:
+        MetadataError: the file is no archive, or a damaged one.
+        UnsafeDataError: the pickle names something outside the allow-list.
+        MismatchError: the file holds no dictionary, or tensors that are not plain.
+    """
+    archive = open_archive(source, key, 0, source.look(key).size)
+    if archive is None:
+        raise MetadataError(
+            "This is no archive of torch.save",
+            url=url,
+            remedy="Files from before torch 1.6: load them with torch.load, and save them again",
+        )
+    skeleton = Skeleton(archive, trusted=trusted)
+    state = _as_state(skeleton.root, url)
+    described = describe(state)
+    loaded = _storages_in(described.objects, skeleton)
+    if loaded:
+        nbytes = sum(archive.storages[name].nbytes for name in loaded)
+        if nbytes > MAX_LOADED_BYTES:
+            raise MismatchError(
+                f"{nbytes} bytes of tensors lie in tuples and objects, where DCP does not look for tensors",
+                url=url,
+                remedy="Put them into dictionaries or lists",
+            )
+        skeleton = Skeleton(archive, loaded=loaded, trusted=trusted)
+        described = describe(_as_state(skeleton.root, url))
+    payloads: dict[MetadataIndex, Payload] = {
+        index: skeleton.payload(tensor, index.fqn) for index, tensor in described.tensors.items()
+    }
+    for index, value in described.objects.items():
+        payloads[index] = Held(_saved(value))
+    return Source(TORCH, url, source, described.metadata, payloads, source.fingerprint())
+
+
+def _as_state(root: Any, url: str) -> dict[str, Any]:
+    if not isinstance(root, Mapping):
+        raise MismatchError(
+            f"The file holds a {type(root).__name__}, and a checkpoint is a dictionary",
+            url=url,
+            remedy="Save a dictionary of it: torch.save({'model': ...}, path)",
+        )
+    return dict(root)
+
+
+def _saved(value: Any) -> bytes:
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    return buffer.getvalue()
+
+
+def _storages_in(objects: Mapping[MetadataIndex, Any], skeleton: Skeleton) -> set[str]:
+    """Return the storages of tensors inside of the values that become bytes items."""
+    found: set[str] = set()
+    for value in objects.values():
+        finder = _Finder(io.BytesIO(), skeleton, found)
+        finder.dump(value)
+    return found
+
+
+class _Finder(pickle.Pickler):
+    """Pickler that is run only to find tensors inside of values; the output is discarded."""
+
+    def __init__(self, file: io.BytesIO, skeleton: Skeleton, found: set[str]) -> None:
+        super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
+        self._skeleton = skeleton
+        self._found = found
+
+    def reducer_override(self, value: Any, /) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return NotImplemented
+        key = self._skeleton.storage_of(value)
+        if key is not None:
+            self._found.add(key)
+        return int, ()

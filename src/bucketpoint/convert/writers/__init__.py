@@ -1,0 +1,1 @@
+"""Writers of the formats that a checkpoint can be converted to."""

@@ -1,0 +1,96 @@
+"""Safetensors as a target, in Hugging Face's layout: `model.safetensors`, or numbered files and their index."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+
+from torch.distributed.checkpoint import TensorStorageMetadata
+
+from bucketpoint.convert.payload_reader import Filling
+from bucketpoint.convert.readers.from_safetensors import INDEX_NAME, SINGLE_NAME
+from bucketpoint.convert.safetensors_header import TensorEntry, encode_header, nameable, writable
+from bucketpoint.convert.source import Source
+from bucketpoint.convert.target import TargetLayout, TargetObject, TargetPlace, held
+from bucketpoint.convert.tensors import WholeTensor, whole_tensors
+from bucketpoint.dcp.saving.commit_put import Commit, put_commit
+from bucketpoint.errors import MismatchError
+from bucketpoint.transfer import Uploaded
+
+SHARD_BYTES = 5_000_000_000
+"""Bytes of tensors in one file: the default of transformers, "5GB"."""
+
+
+def plan_safetensors(
+    source: Source, filling: Filling, place: TargetPlace, *, prefix: str = "", shard_bytes: int = SHARD_BYTES
+) -> TargetLayout:
+    """Lay all tensors out in files. Items other than tensors are left out.
+
+    Args:
+        prefix: take only tensors whose keys begin with it, and remove it from the keys.
+
+    Raises:
+        MismatchError: no tensor is left, or a tensor has a dtype or a key that safetensors cannot hold.
+    """
+    chosen: list[tuple[str, WholeTensor]] = []
+    left_out = [
+        fqn
+        for fqn, entry in source.metadata.state_dict_metadata.items()
+        if not fqn.startswith(prefix) or not isinstance(entry, TensorStorageMetadata)
+    ]
+    for tensor in whole_tensors(source, set(left_out)):
+        if not writable(tensor.dtype):
+            raise MismatchError(f"Safetensors has no name for {tensor.dtype}", key=tensor.fqn)
+        name = tensor.fqn[len(prefix) :]
+        if not nameable(name):
+            raise MismatchError(f"A tensor in safetensors cannot be called {name!r}")
+        chosen.append((name, tensor))
+    if not chosen:
+        raise MismatchError(
+            f"The checkpoint has no tensor whose key begins with {prefix!r}",
+            url=source.url,
+            remedy="Name another --prefix; `bucketpoint show URL --tensors` lists the keys",
+        )
+    shards = _shards(chosen, shard_bytes)
+    names = [SINGLE_NAME]
+    if len(shards) > 1:
+        names = [f"model-{number:05d}-of-{len(shards):05d}.safetensors" for number in range(1, len(shards) + 1)]
+    objects = [_file(name, shard, filling) for name, shard in zip(names, shards, strict=True)]
+
+    def finish(uploaded: Sequence[Uploaded]) -> None:
+        # A single file needs no commit: its upload makes it appear whole or not at all.
+        if len(shards) > 1:
+            request = Commit(place.store, place.prefix, place.url, "", INDEX_NAME, overwrite=False)
+            put_commit(request, _index(names, shards))
+
+    return TargetLayout(objects, finish, left_out=left_out, tensors=len(chosen))
+
+
+def _shards(chosen: Sequence[tuple[str, WholeTensor]], shard_bytes: int) -> list[list[tuple[str, WholeTensor]]]:
+    shards: list[list[tuple[str, WholeTensor]]] = [[]]
+    size = 0
+    for name, tensor in chosen:
+        if shards[-1] and size + tensor.nbytes > shard_bytes:
+            shards.append([])
+            size = 0
+        shards[-1].append((name, tensor))
+        size += tensor.nbytes
+    return shards
+
+
+def _file(name: str, shard: Sequence[tuple[str, WholeTensor]], filling: Filling) -> TargetObject:
+    # The widest elements first, as the library does: then every tensor is aligned to its element size.
+    ordered = sorted(shard, key=lambda chosen: -chosen[1].dtype.itemsize)
+    entries, position = [], 0
+    for key, tensor in ordered:
+        entries.append(TensorEntry(key, tensor.dtype, tensor.shape, position))
+        position += tensor.nbytes
+    segments = [held(encode_header(entries)), *(tensor.segment(filling) for _, tensor in ordered)]
+    return TargetObject(name, segments)
+
+
+def _index(names: Sequence[str], shards: Sequence[Sequence[tuple[str, WholeTensor]]]) -> bytes:
+    total = sum(tensor.nbytes for shard in shards for _, tensor in shard)
+    weight_map = {key: name for name, shard in zip(names, shards, strict=True) for key, _ in shard}
+    content = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+    return json.dumps(content, indent=2).encode() + b"\n"

@@ -1,0 +1,235 @@
+"""One file of torch.save as a target: the nested state as it was before DCP flattened it.
+
+The pickle is made here, and refers to the tensors' bytes as torch.save does. Only the pickle is held in memory.
+"""
+
+from __future__ import annotations
+
+import io
+import itertools
+import pickle
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import prod
+from typing import Any
+
+import torch
+from awscrt.checksums import combine_crc32, crc32
+from torch.distributed.checkpoint import TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import MetadataIndex
+
+from bucketpoint.convert.payload_reader import Filling
+from bucketpoint.convert.source import Source
+from bucketpoint.convert.target import TargetLayout, TargetObject, held
+from bucketpoint.convert.tensors import whole_tensors
+from bucketpoint.errors import MetadataError, MismatchError, UnsafeDataError
+from bucketpoint.format.pickles.items import RefusedError, UnreadableError, read_item
+from bucketpoint.format.pickles.writing import settled
+from bucketpoint.format.tensor_bytes import tensor_bytes
+from bucketpoint.format.torch_zip import VERSION_RECORD, ArchiveWriter, contiguous_strides, frameable
+from bucketpoint.format.zip_probe import STORAGE_NAMES
+from bucketpoint.transfer import Segment, Uploaded
+
+_PROTOCOL = 2  # torch.save's own
+_SPARE_ELEMENTS = 1000
+
+
+def plan_torch(
+    source: Source, filling: Filling, name: str, *, trusted: bool = False, before_end: Callable[[], None] = lambda: None
+) -> TargetLayout:
+    """Lay the whole state out in one file.
+
+    Args:
+        trusted: load items other than tensors, whatever they name.
+        before_end: called before the upload of the file's last bytes, which makes it appear. Raises to prevent that.
+
+    Raises:
+        UnsafeDataError: an item names something outside the allow-list.
+        MismatchError: a tensor is not stored as plain elements.
+        MetadataError: the metadata names no place in the state for an item, or an impossible one.
+    """
+    later: dict[str, _Later] = {}
+    segments: dict[str, Segment] = {}
+    for tensor in whole_tensors(source):
+        later[tensor.fqn] = _Later(tensor.dtype, tensor.shape, tensor.segment(filling))
+    mapping = source.metadata.planner_data
+    places = mapping if isinstance(mapping, Mapping) else {}
+    nest = _Nest(len(source.metadata.state_dict_metadata))
+    for fqn, entry in source.metadata.state_dict_metadata.items():
+        value = later[fqn] if isinstance(entry, TensorStorageMetadata) else _loaded(source, filling, fqn, trusted)
+        nest.put(places.get(fqn, (fqn,)), value, fqn)
+    file = io.BytesIO()
+    _ArchivePickler(file, segments).dump(nest.state)
+    archive = ArchiveWriter()
+    archive.add(b"data.pkl", file.getvalue())
+    archive.add(b"byteorder", b"little")
+    archive.add(b"version", VERSION_RECORD)
+    parts: list[Segment] = []
+    sums: list[_Sum] = []
+    for key, segment in segments.items():
+        sums.append(_Sum())
+        parts += [held(archive.add_payload(f"data/{key}".encode(), segment.nbytes)), sums[-1].watching(segment)]
+    nbytes = len(archive.trailer())
+
+    def trailer(start: int, out: memoryview) -> None:
+        before_end()
+        # With the payloads' CRC32: torch does not check it, but other tools do.
+        out[:] = archive.trailer([one.total() for one in sums])[start : start + len(out)]
+
+    parts.append(Segment(nbytes, fill=trailer, late=True, block_nbytes=nbytes))
+
+    def finish(uploaded: Sequence[Uploaded]) -> None:
+        """Do nothing: the upload of the single file makes it appear whole or not at all."""
+
+    return TargetLayout([TargetObject(name, parts)], finish, tensors=len(later))
+
+
+@dataclass(frozen=True)
+class _Later:
+    """A tensor whose bytes are sent later."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    segment: Segment
+
+
+@dataclass(frozen=True)
+class _ArchiveStorage:
+    """Storage of a tensor in the pickle: pickled as a persistent id."""
+
+    key: str
+    kind: Any
+    count: int
+
+
+def _loaded(source: Source, filling: Filling, fqn: str, trusted: bool) -> Any:
+    """Load an item that is not a tensor."""
+    payload = source.payloads[MetadataIndex(fqn)]
+    data = bytearray(payload.nbytes)
+    filling.fill(payload, 0, memoryview(data))
+    # Checked again on the bytes read now: not every store guarantees that they are the bytes checked at the first read.
+    try:
+        if trusted:
+            return torch.load(io.BytesIO(data), map_location="cpu", weights_only=False)
+        item = read_item(bytes(data))
+        if item.saved:
+            return settled(item.values[0])
+    except RefusedError as error:
+        raise UnsafeDataError(f"This item names {error}", url=source.url, key=fqn) from None
+    except UnreadableError:
+        pass
+    except Exception as error:
+        reason = f"{type(error).__name__}: {error}"[:300]
+        raise MetadataError(f"This item cannot be loaded: {reason}", url=source.url, key=fqn) from error
+    raise UnsafeDataError("This item is not in torch.save's format", url=source.url, key=fqn)
+
+
+class _Nest:
+    """A nested state under construction, with `count` items."""
+
+    def __init__(self, count: int) -> None:
+        self.state: dict[str, Any] = {}
+        # Empty dictionaries have no items, so they leave gaps in lists. Metadata that claims many more elements than
+        # there are items is refused.
+        self._room = 4 * count + _SPARE_ELEMENTS
+
+    def put(self, path: Any, value: Any, fqn: str) -> None:
+        """Put a value at the path from which DCP took it: strings lead into dictionaries, numbers into lists."""
+        sound = isinstance(path, tuple | list) and path and type(path[0]) is str
+        if not sound or not all(type(step) is str or (type(step) is int and step >= 0) for step in path):
+            raise MetadataError("The metadata says no place in the state for this item", key=fqn)
+        at: Any = self.state
+        for step, following in itertools.pairwise(path):
+            self._open(at, step, fqn)
+            known = at[step]
+            if known is None:
+                known = at[step] = [] if type(following) is int else {}
+            at = known
+        self._open(at, path[-1], fqn)
+        if at[path[-1]] is not None:
+            raise MetadataError("The metadata says two things of a place in the state", key=fqn)
+        at[path[-1]] = value
+
+    def _open(self, at: Any, step: str | int, fqn: str) -> None:
+        """Make sure that the element exists; None stands for one without a value yet."""
+        if type(at) is dict and type(step) is str:
+            at.setdefault(step, None)
+            return
+        if type(at) is not list or type(step) is not int:
+            raise MetadataError("The metadata says two things of a place in the state", key=fqn)
+        missing = max(step + 1 - len(at), 0)
+        self._room -= missing
+        if self._room < 0:
+            raise MetadataError("The metadata claims lists with many more elements than there are items", key=fqn)
+        at.extend([None] * missing)
+
+
+class _Sum:
+    """CRC32 of a segment, computed from the pieces in which it is fetched."""
+
+    def __init__(self) -> None:
+        self._pieces: dict[int, tuple[int, int]] = {}
+
+    def watching(self, segment: Segment) -> Segment:
+        """Return the same segment with a `fill` that also records the CRC32 of each piece."""
+        if segment.fill is None:
+            assert segment.data is not None
+            self._pieces[0] = crc32(segment.data), segment.nbytes
+            return segment
+        fetch = segment.fill
+
+        def fill(start: int, out: memoryview) -> None:
+            fetch(start, out)
+            self._pieces[start] = crc32(out), len(out)
+
+        return replace(segment, fill=fill)
+
+    def total(self) -> int:
+        """Return the CRC32 of the whole segment. Call it once all pieces have been fetched."""
+        total = 0
+        for _, (crc, nbytes) in sorted(self._pieces.items()):
+            total = int(combine_crc32(total, crc, nbytes)) if nbytes else total
+        return total
+
+
+class _ArchivePickler(pickle.Pickler):
+    """Pickler that refers to tensors as torch.save does, and collects their segments by storage key."""
+
+    def __init__(self, file: io.BytesIO, segments: dict[str, Segment]) -> None:
+        super().__init__(file, protocol=_PROTOCOL)
+        self._segments = segments
+
+    def persistent_id(self, value: Any) -> Any:
+        if isinstance(value, _ArchiveStorage):
+            return "storage", value.kind, value.key, "cpu", value.count
+        return None
+
+    def reducer_override(self, value: Any, /) -> Any:
+        if isinstance(value, _Later):
+            return self._reduced(value.dtype, value.shape, value.segment)
+        if isinstance(value, torch.Tensor):
+            # A tensor in a tuple or an object, which DCP saves as one item.
+            return self._reduced(value.dtype, tuple(value.shape), _bytes_of(value))
+        return NotImplemented
+
+    def _reduced(self, dtype: torch.dtype, shape: tuple[int, ...], segment: Segment) -> Any:
+        key = str(len(self._segments))
+        self._segments[key] = segment
+        count, strides = prod(shape), contiguous_strides(shape)
+        hooks: OrderedDict[str, Any] = OrderedDict()
+        kind = STORAGE_NAMES.get(dtype)
+        if kind is not None:
+            storage = _ArchiveStorage(key, getattr(torch, kind), count)
+            return torch._utils._rebuild_tensor_v2, (storage, 0, shape, strides, False, hooks)
+        storage = _ArchiveStorage(key, torch.storage.UntypedStorage, count * dtype.itemsize)
+        return torch._utils._rebuild_tensor_v3, (storage, 0, shape, strides, False, hooks, dtype)
+
+
+def _bytes_of(tensor: torch.Tensor) -> Segment:
+    plain = tensor.detach().resolve_conj().resolve_neg()
+    if not frameable(plain):
+        raise MismatchError(f"A tensor of layout {tensor.layout} inside of another object cannot be converted")
+    # Keep the clone in a variable: the view into its memory does not keep it alive.
+    whole = plain.cpu().clone(memory_format=torch.contiguous_format)
+    return held(bytes(tensor_bytes(whole)))

@@ -1,0 +1,340 @@
+"""Separate connections between the ranks that load together, for bytes and short notes.
+
+The connections last for one load. They are separate from the caller's process group, so that they never mix with other
+collectives, and so that closing them wakes every rank that waits.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import struct
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import PrefixStore
+
+from bucketpoint.dcp.process_groups import timeout_of
+from bucketpoint.errors import BucketpointError, PeerFailedError
+from bucketpoint.format.keys import new_token
+
+_NOTE = struct.Struct("<BH2q")
+_NOTE_BYTES = 512
+_NOTE_TAG = 0
+_UNUSED_TAG = 1 << 30
+_FAREWELL = timedelta(seconds=1)
+_AT_ONCE = timedelta(milliseconds=1)
+
+ARRIVE_WITHIN = timedelta(minutes=2)
+"""Most time between the first and the last rank that come from planning to reading. The work in between is local and
+short. A rank that has failed in it waits in a collective of DCP, which the others reach only once they give up here.
+"""
+
+
+@dataclass(frozen=True)
+class Member:
+    """A rank that may load with this one.
+
+    Attributes:
+        rank: global rank.
+        node: name of the machine.
+        figures: bandwidths stated by the user; they must be the same on all ranks, which decide by them.
+        way: `exchange=` mode for bytes that go to devices; must be the same on all ranks.
+    """
+
+    rank: int
+    node: str
+    token: str
+    url: str | None
+    mode: str
+    figures: tuple[float | None, ...] = ()
+    way: str = ""
+
+
+@dataclass(frozen=True)
+class Note:
+    """Short message of a rank to all others: two numbers, and the reason if the rank has failed."""
+
+    numbers: tuple[int, int] = (0, 0)
+    failure: str | None = None
+
+    def pack(self) -> torch.Tensor:
+        text = (self.failure or "").encode("utf-8", "replace")[: _NOTE_BYTES - _NOTE.size]
+        data = bytearray(_NOTE_BYTES)
+        _NOTE.pack_into(data, 0, self.failure is not None, len(text), *self.numbers)
+        data[_NOTE.size : _NOTE.size + len(text)] = text
+        return torch.frombuffer(data, dtype=torch.uint8)
+
+    @staticmethod
+    def unpack(packed: torch.Tensor) -> Note:
+        data = bytes(packed.tolist())
+        failed, length, *numbers = _NOTE.unpack_from(data)
+        text = data[_NOTE.size : _NOTE.size + length].decode("utf-8", "replace")
+        return Note((numbers[0], numbers[1]), text if failed else None)
+
+
+@dataclass(frozen=True)
+class Message:
+    """Bytes to send to, or to receive from, another member. Both sides use the same tag for a message."""
+
+    peer: int
+    tag: int
+    data: memoryview
+
+
+def meet(mode: str, url: str | None, group: Any, figures: tuple[float | None, ...] = (), way: str = "") -> list[Member]:
+    """Find the ranks that load with this one: those of the same node, or all of the group. One collective on the group.
+
+    Returns:
+        The members, in the order of their ranks in the group; this rank is one of them.
+
+    Raises:
+        BucketpointError: this rank is not in the group, or a rank is missing, or loads something else.
+    """
+    here = dist.get_rank()
+    if dist.get_rank(group) < 0:
+        raise BucketpointError(
+            f"Rank {here} loads, and is not in the process group that was given to load together",
+            remedy="Pass each rank a group that it is in; the groups of different ranks may differ",
+        )
+    own = Member(here, _node(), new_token(), url, mode, figures, way)
+    found: list[Any] = [None] * dist.get_world_size(group)
+    try:
+        dist.all_gather_object(found, own, group=group)
+    except RuntimeError as error:
+        raise BucketpointError(
+            f"Not all ranks of the process group came to load together: {_first_line(error)}",
+            remedy="All ranks of the group must load, each with the same cooperative=",
+        ) from error
+    for other in found:
+        if (other.url, other.mode) != (url, mode):
+            raise BucketpointError(
+                f"Rank {other.rank} loads {other.url} with cooperative={other.mode!r}, "
+                f"and rank {here} {url} with {mode!r}: they cannot load together",
+                remedy="Load the same checkpoint in the same mode on all ranks of the group",
+            )
+        if other.way != way:
+            raise BucketpointError(
+                f"Rank {other.rank} loads with exchange={other.way!r} and rank {here} with {way!r}: "
+                "they cannot load together",
+                remedy="Pass the same exchange= on all ranks of the group",
+            )
+        if other.figures != figures:
+            raise BucketpointError(
+                f"Rank {other.rank} was given other bandwidths than rank {here}: they cannot decide alike",
+                remedy="Pass the same bandwidths= on all ranks of the group",
+            )
+    return [member for member in found if mode != "node" or member.node == own.node]
+
+
+class Peers:
+    """Connections among the members of a load. All calls must come from one thread, in the same order on every member.
+
+    From here on a rank is the position in `members`. Every method that communicates raises BucketpointError if a member
+    is lost; the caller must then call `leave`.
+    """
+
+    def __init__(self, members: Sequence[Member], group: Any) -> None:
+        self.members = tuple(members)
+        self.rank = [member.rank for member in members].index(dist.get_rank())
+        self.timeout = timeout_of(group)
+        self._ears: dict[int, tuple[torch.Tensor, Any]] = {}
+        with self._losing("the first of them to be missed"):
+            self._backend: Any = _gloo(members[0].token, self.rank, len(members), self.timeout)
+
+    @property
+    def nodes(self) -> list[int]:
+        """Number of the node of each member."""
+        names = sorted({member.node for member in self.members})
+        return [names.index(member.node) for member in self.members]
+
+    def arrive(self) -> None:
+        """Wait until all members are about to read: for `ARRIVE_WITHIN`, or the timeout if that is shorter.
+
+        Raises:
+            BucketpointError: a member has not come in time.
+        """
+        self.agree(Note(), within=min(ARRIVE_WITHIN, self.timeout))
+
+    def swap(self, note: Note, peers: Sequence[int] | None = None, within: timedelta | None = None) -> list[Note]:
+        """Send a note to all peers and receive one from each. Return the notes in the order of `peers`.
+
+        Args:
+            peers: the members that take part, with or without this one; by default all.
+            within: how long to wait for all peers; by default the timeout of the group.
+
+        Raises:
+            PeerFailedError: a peer is lost, and one has sent the reason of its failure.
+        """
+        everyone = self._all() if peers is None else peers
+        if not self._ears:
+            self.listen(everyone)
+        ears, self._ears = self._ears, {}
+        heard = {peer: tensor for peer, (tensor, _) in ears.items()}
+        packed = note.pack()
+        works = [(peer, work) for peer, (_, work) in ears.items()]
+        works += [(peer, self._backend.send([packed], peer, _NOTE_TAG)) for peer in heard]
+        try:
+            self._wait(works, within)
+        except BucketpointError as error:
+            refusal = self._refusal({peer: Note.unpack(tensor) for peer, tensor in heard.items()})
+            if refusal is None:
+                raise
+            # Pass the reason on: the rank that failed may not have told all others.
+            self.leave(refusal.message)
+            raise refusal from error
+        heard[self.rank] = packed
+        return [Note.unpack(heard[peer]) for peer in everyone]
+
+    def listen(self, peers: Sequence[int]) -> None:
+        """Begin to receive the next note of each peer. The next `swap`, with the same peers, waits for these notes."""
+        for peer in peers:
+            if peer != self.rank:
+                # Zeros are a note without a failure, so a note that has not arrived yet reports none.
+                heard = torch.zeros(_NOTE_BYTES, dtype=torch.uint8, device="cpu")
+                self._ears[peer] = heard, self._backend.recv([heard], peer, _NOTE_TAG)
+
+    def raise_if_told(self) -> None:
+        """Raise if a peer has reported a failure since `listen`. Does not wait for peers that have sent nothing.
+
+        Raises:
+            PeerFailedError: names the rank that failed, and the reason.
+        """
+        for peer, (heard, work) in self._ears.items():
+            if heard[0]:
+                with contextlib.suppress(RuntimeError):
+                    work.wait(_FAREWELL)
+                refusal = self._refusal({peer: Note.unpack(heard)})
+                assert refusal is not None
+                # Pass the reason on: the others may not have received it.
+                self.leave(refusal.message)
+                raise refusal
+
+    def agree(self, note: Note, peers: Sequence[int] | None = None, within: timedelta | None = None) -> list[Note]:
+        """Swap notes with all peers, and raise on every one if one has failed.
+
+        Raises:
+            PeerFailedError: names the ranks that failed, and the reason of the first.
+        """
+        notes = self.swap(note, peers, within)
+        refusal = self._refusal(dict(zip(self._all() if peers is None else peers, notes, strict=True)))
+        if refusal is not None:
+            raise refusal
+        return notes
+
+    def gather(self, rows: torch.Tensor, counts: Sequence[int]) -> list[torch.Tensor]:
+        """Return the rows of every member. `rows` has shape (counts[rank], n); dtype and n are the same everywhere."""
+        padded = rows.new_zeros(max(counts), *rows.shape[1:])
+        padded[: len(rows)] = rows
+        found = [torch.empty_like(padded) for _ in counts]
+        if padded.numel():
+            with self._losing():
+                self._backend.allgather([found], [padded]).wait()
+        return [table[:count] for table, count in zip(found, counts, strict=True)]
+
+    def broadcast(self, data: bytes, nbytes: int) -> memoryview:
+        """Send the first member's `data` to all members, and return it. All members must know the length, `nbytes`."""
+        buffer = bytearray(data if self.rank == 0 else nbytes)
+        if nbytes:
+            options = dist.BroadcastOptions()
+            options.rootRank, options.rootTensor = 0, 0
+            with self._losing():
+                self._backend.broadcast([torch.frombuffer(buffer, dtype=torch.uint8)], options).wait()
+        return memoryview(buffer)
+
+    def move(self, receives: Sequence[Message], sends: Sequence[Message]) -> None:
+        """Receive and send all messages. In one call, each pair of ranks uses each tag, from 0 on, only once."""
+        works = [
+            (message.peer, self._backend.recv([_bytes(message.data)], message.peer, _NOTE_TAG + 1 + message.tag))
+            for message in receives
+        ]
+        works += [
+            (message.peer, self._backend.send([_bytes(message.data)], message.peer, _NOTE_TAG + 1 + message.tag))
+            for message in sends
+        ]
+        self._wait(works)
+
+    def close(self) -> None:
+        """Close the connections, once no member waits on them any more."""
+        self._backend, self._ears = None, {}
+
+    def leave(self, reason: str) -> None:
+        """Close the connections while others may wait on them: send the reason to all, then cut the connections."""
+        backend, self._backend, self._ears = self._backend, None, {}
+        if backend is None:
+            return
+        others = [peer for peer in self._all() if peer != self.rank]
+        packed = Note(failure=reason).pack()
+        with contextlib.suppress(RuntimeError):
+            works = [backend.send([packed], peer, _NOTE_TAG) for peer in others]
+            for work in works:
+                work.wait(_FAREWELL)
+        # Connections stay open while anything refers to them, such as a traceback. A wait that times out closes all
+        # connections. A wait for a member that is already lost ends before the timeout and closes nothing: so try all.
+        for peer in others:
+            with contextlib.suppress(RuntimeError):
+                backend.recv([packed], peer, _UNUSED_TAG).wait(_AT_ONCE)
+
+    def _refusal(self, notes: Mapping[int, Note]) -> PeerFailedError | None:
+        failed = [(self.members[peer].rank, note.failure) for peer, note in notes.items() if note.failure is not None]
+        if not failed:
+            return None
+        first, reason = failed[0]
+        more = f" (and {len(failed) - 1} more)" if len(failed) > 1 else ""
+        return PeerFailedError(f"Rank {first}{more} failed, so no rank can load: {reason}", rank=first)
+
+    def _all(self) -> Sequence[int]:
+        return range(len(self.members))
+
+    def _wait(self, works: Sequence[tuple[int, Any]], within: timedelta | None = None) -> None:
+        limit = within or self.timeout
+        deadline = time.monotonic() + limit.total_seconds()
+        for peer, work in works:
+            with self._losing(f"rank {self.members[peer].rank}, or a rank that it waited for", limit):
+                if within is None:
+                    work.wait()
+                else:
+                    work.wait(max(timedelta(seconds=deadline - time.monotonic()), _AT_ONCE))
+
+    @contextlib.contextmanager
+    def _losing(self, whom: str = "one of them", limit: timedelta | None = None) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as error:
+            ranks = ", ".join(str(member.rank) for member in self.members[:16])
+            more = ", ..." if len(self.members) > 16 else ""
+            raise BucketpointError(
+                f"Ranks {ranks}{more} load together, and {whom} died, was stopped, or was silent for "
+                f"{(limit or self.timeout).total_seconds():.0f} s: {_first_line(error)}",
+                remedy="Look at that rank's own error or log, and load again on all ranks",
+            ) from error
+
+
+def _gloo(token: str, rank: int, size: int, timeout: timedelta) -> Any:
+    try:
+        from torch.distributed.distributed_c10d import ProcessGroupGloo, _get_default_store
+    except ImportError as error:  # pragma: no cover - a torch that was built without gloo
+        raise BucketpointError(
+            "This torch has no gloo, which ranks that load together talk over", remedy='Pass cooperative="off"'
+        ) from error
+    # Not `dist.new_group`: every rank of the job would have to call it, and its group names repeat after a failure.
+    return ProcessGroupGloo(PrefixStore(f"bucketpoint/{token}", _get_default_store()), rank, size, timeout)
+
+
+def _node() -> str:
+    # Containers may all have the same host name, so the number of torchrun's agent is part of the name.
+    return f"{socket.gethostname()}/{os.environ.get('GROUP_RANK', '')}"
+
+
+def _bytes(view: memoryview) -> torch.Tensor:
+    return torch.frombuffer(view, dtype=torch.uint8)
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).splitlines()[0][:300] if str(error) else type(error).__name__

@@ -1,0 +1,404 @@
+"""One rank's part in a schedule: read its cells ahead, hand them out round by round, and assemble what arrives.
+
+The caller's thread talks to the other ranks and copies; store reads, checks and deliveries run on other threads.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+from bucketpoint.dcp.cooperative.carrier import Carrier
+from bucketpoint.dcp.cooperative.device_assembly import DeviceAssembly, DeviceMemory
+from bucketpoint.dcp.cooperative.devices import DeviceRounds
+from bucketpoint.dcp.cooperative.held_memory import HeldMemory
+from bucketpoint.dcp.cooperative.node_memory import NodeMemory
+from bucketpoint.dcp.cooperative.peers import Message, Note, Peers
+from bucketpoint.dcp.cooperative.schedule import Cell, Schedule
+from bucketpoint.dcp.cooperative.targets import Targets
+from bucketpoint.errors import BucketpointError
+from bucketpoint.stores import Store
+from bucketpoint.transfer import BufferPool, Meter, Request, TaskGroup, TransferOptions, retry_transient
+from bucketpoint.transfer.download import Assembly, fetch_one
+from bucketpoint.transfer.hedge import hedged
+
+_FINISHERS = 2
+"""Threads that verify and deliver. Two suffice: a checksum takes a tenth of the time in which the bytes arrive."""
+
+# Shares of `max_inflight_bytes`. At most three rounds of bytes are held: one being received, one in requests that wait
+# for more bytes, one in requests that are being verified. An eighth is left for requests that span many rounds. The
+# memory shared within the node, two rounds of this rank's own cells, is subtracted from the share for reading ahead.
+_ROUND, _AHEAD, _ALONE, _KEPT = 1 / 8, 1 / 4, 1 / 4, 1 / 2
+
+
+def round_bytes(max_inflight_bytes: int) -> int:
+    """Return the most bytes that a round hands out, given the memory of the rank that has the least."""
+    return max(int(max_inflight_bytes * _ROUND), 1)
+
+
+def reason_of(error: BaseException) -> str:
+    """Return the text in which the other ranks are told of an error."""
+    return f"{type(error).__name__}: {error}"
+
+
+class SharedLoad:
+    """The run of a schedule on one rank.
+
+    Args:
+        requests: requests of this rank, in the order of the rank's rows in the schedule.
+        numbers: the number of each object in the schedule, by key.
+        carrier: connects the devices of the schedule's peers; None: all bytes go through host memory.
+    """
+
+    def __init__(
+        self,
+        exchange: Peers,
+        schedule: Schedule,
+        requests: Sequence[Request],
+        numbers: Mapping[str, int],
+        *,
+        store: Store,
+        options: TransferOptions,
+        meter: Meter,
+        carrier: Carrier | None = None,
+    ) -> None:
+        self._exchange = exchange
+        self._schedule = schedule
+        self._options = options
+        self._meter = meter
+        self._done_before = meter.done_bytes
+        self._pool = BufferPool(max(int(options.max_inflight_bytes * _ALONE), 1))
+        self._ranges = hedged(store, options, self._pool, meter)
+        self._memory = HeldMemory(int(options.max_inflight_bytes * _KEPT))
+        there = None if carrier is None else DeviceMemory(carrier.device)
+        self._there = there
+        self._targets = Targets(
+            [(numbers[own.key], own) for own, shared in zip(requests, schedule.shared, strict=True) if shared],
+            store.url,
+            everything=requests,
+            memory=self._memory,
+            there=there,
+        )
+        self._devices: DeviceRounds | None = None
+        if carrier is not None and there is not None:
+            self._devices = DeviceRounds(carrier, exchange, schedule.peers, self._targets, there)
+        self._pinned = carrier is not None and carrier.device.type == "cuda"
+        self._alone = deque(own for own, shared in zip(requests, schedule.shared, strict=True) if not shared)
+        mine = [cell for cells in schedule.rounds for cell in cells if cell.reader == exchange.rank]
+        meter.total_bytes = meter.done_bytes + sum(cell.nbytes for cell in mine)
+        meter.total_bytes += sum(request.stop - request.start for request in self._alone)
+
+        # Attributes below that the threads use too are changed only under the condition.
+        self._state = threading.Condition()
+        self._error: BaseException | None = None
+        self._alone_left = len(self._alone)
+        self._cells = deque(mine)
+        self._read: dict[tuple[int, int], memoryview] = {}
+        self._ahead = 0
+        self._ahead_bytes = 0
+        self._ahead_limit = int(options.max_inflight_bytes * _AHEAD)
+        self._finishing = 0
+        self._finishing_bytes = 0
+        self._reads = 0
+        self._reading_since = 0.0
+        self._reading_s = 0.0
+        self._exchanged_bytes = 0
+        self._exchanging_s = 0.0
+
+    @property
+    def peak_bytes(self) -> int:
+        """Most host memory for buffers that was held at once."""
+        return self._memory.peak_bytes
+
+    @property
+    def device_peak_bytes(self) -> int:
+        """Most device memory for buffers that was held at once."""
+        return 0 if self._there is None else self._there.peak_bytes
+
+    @property
+    def store_rate(self) -> float | None:
+        """Bytes a second from the store, over the time in which reads were under way. None: nothing was read."""
+        read = self._meter.done_bytes - self._done_before
+        return read / self._reading_s if read and self._reading_s else None
+
+    @property
+    def exchange_rate(self) -> float | None:
+        """Bytes a second from other ranks, over the time of the exchanges. None: nothing was received."""
+        return self._exchanged_bytes / self._exchanging_s if self._exchanged_bytes else None
+
+    def run(self, taking_part: Callable[[], contextlib.AbstractContextManager[None]]) -> None:
+        """Load all of this rank's bytes.
+
+        Args:
+            taking_part: context for all communication with other ranks: it tells them if this rank cannot continue.
+        """
+        options = self._options
+        with (
+            TaskGroup(options.connections, name="bucketpoint-download", nice=options.nice) as reading,
+            TaskGroup(_FINISHERS, name="bucketpoint-verify", nice=options.nice) as finishing,
+            # Innermost, so that the others are told of an error before this rank waits for its threads to end.
+            taking_part(),
+        ):
+            self._read_ahead(reading, self._schedule.rounds[0] if self._schedule.rounds else ())
+            through_host = self._schedule.peers if self._schedule.by_host or self._devices is None else ()
+            node = NodeMemory(self._exchange, through_host, self._most_in_a_round())
+            self._memory.count(node.nbytes)
+            self._ahead_limit -= node.nbytes
+            for _ in range(min(options.connections, len(self._alone))):
+                reading.start(self._watched(lambda: self._fetch_alone(reading)))
+            for number, cells in enumerate(self._schedule.rounds):
+                self._read_ahead(reading, cells)
+                self._wait_for(lambda cells=cells: self._is_ready(cells))  # type: ignore[misc]
+                with self._exchanging():
+                    self._publish(number, cells, node)
+                stated = self._agree(cells)
+                with self._exchanging():
+                    self._hand_out(number, cells, node, finishing, stated)
+            self._wait_for(lambda: not self._alone_left and not self._finishing)
+            if self._devices is not None and self._error is None:
+                self._devices.end()
+            self._agree()
+
+    # -- reading ------------------------------------------------------------------------------------------------------
+
+    def _read_ahead(self, reading: TaskGroup, cells: Sequence[Cell]) -> None:
+        """Begin to read this rank's cells: those of the round in any case, later ones as long as there is room."""
+        due = {(cell.obj, cell.start) for cell in cells}
+        while self._cells:
+            cell = self._cells[0]
+            direct = self._targets.direct(cell.obj, cell.start, cell.stop)
+            staged = 0 if direct is not None else cell.nbytes
+            room = self._ahead_bytes + staged <= self._ahead_limit and self._ahead < 2 * self._options.connections
+            if not room and (cell.obj, cell.start) not in due:
+                return
+            self._cells.popleft()
+            self._ahead += 1
+            self._ahead_bytes += staged
+            pinned = self._pinned and bool(cell.on_device)
+            view = direct if direct is not None else self._memory.take(cell.nbytes, pinned)
+            reading.start(self._watched(lambda cell=cell, view=view: self._read_cell(cell, view)))  # type: ignore[misc]
+
+    def _read_cell(self, cell: Cell, view: memoryview) -> None:
+        key, etag = self._targets.source(cell.obj)
+        with self._reading():
+            retry_transient(
+                lambda: self._ranges.read_into(key, cell.start, [view], if_match=etag),
+                attempts=self._options.read_attempts,
+            )
+        self._meter.add(cell.nbytes)
+        if self._devices is not None:
+            self._devices.vouch(cell, view)
+        with self._state:
+            self._read[cell.obj, cell.start] = view
+
+    def _fetch_alone(self, reading: TaskGroup) -> None:
+        """Fetch one request that only this rank wants, then queue the next, behind the cells queued meanwhile."""
+        try:
+            request = self._alone.popleft()
+        except IndexError:
+            return
+        with self._reading():
+            fetch_one(self._ranges, request, self._options, self._pool, self._meter)
+        with self._state:
+            self._alone_left -= 1
+        reading.start(self._watched(lambda: self._fetch_alone(reading)))
+
+    # -- rounds -------------------------------------------------------------------------------------------------------
+
+    def _is_ready(self, cells: Sequence[Cell]) -> bool:
+        """Return True if this rank has read its cells of a round, and is not behind with the checks of earlier ones."""
+        if self._finishing_bytes > self._options.max_inflight_bytes * _ROUND:
+            return False
+        return all((cell.obj, cell.start) in self._read for cell in cells if cell.reader == self._exchange.rank)
+
+    def _agree(self, cells: Sequence[Cell] = ()) -> dict[int, int]:
+        """Wait until all peers are ready for a round: before that, no rank hands out any bytes of it.
+
+        Returns:
+            The number of bytes in which each peer states the checksums of its cells.
+        """
+        with self._state:
+            error = self._error
+        if error is None:
+            stated = 0 if self._devices is None else self._devices.state(cells)
+            notes = self._exchange.agree(Note((stated, 0)), self._schedule.peers)
+            return {peer: note.numbers[0] for peer, note in zip(self._schedule.peers, notes, strict=True)}
+        with contextlib.suppress(BucketpointError):
+            self._exchange.swap(Note(failure=reason_of(error)), self._schedule.peers)
+        raise error
+
+    def _publish(self, number: int, cells: Sequence[Cell], node: NodeMemory) -> None:
+        """Write this rank's cells to the node's memory. Earlier cells there were copied before the last agreement."""
+        if self._error is None:
+            for cell, at in _laid_out(cells):
+                if cell.reader == self._exchange.rank and not node.near.isdisjoint(cell.needs.keys() - cell.on_device):
+                    node.write(number, at, self._read[cell.obj, cell.start])
+
+    def _hand_out(
+        self, number: int, cells: Sequence[Cell], node: NodeMemory, finishing: TaskGroup, stated: Mapping[int, int]
+    ) -> None:
+        here = self._exchange.rank
+        sends: list[Message] = []
+        receives: list[Message] = []
+        if self._devices is not None:
+            # From here on this rank notices the failure of a peer while it waits for the device.
+            self._exchange.listen(self._schedule.peers)
+            receives, sends = self._devices.statements(cells, stated)
+        arrived: list[tuple[Cell, int, int, memoryview | None]] = []
+        # Tag 0 of each pair of ranks is for the checksums, so the counters begin at 1.
+        sent_to: Counter[int] = Counter(self._schedule.peers)
+        got_from: Counter[int] = Counter(self._schedule.peers)
+        own: dict[tuple[int, int], memoryview] = {}
+        done: list[memoryview] = []
+        for cell, at in _laid_out(cells):
+            if cell.reader == here:
+                view, staying = self._take(cell)
+                own[cell.obj, cell.start] = view
+                if not staying:
+                    done.append(view)
+                for peer, spans in cell.needs.items():
+                    for start, stop in spans if peer not in cell.on_device else ():
+                        data = view[start - cell.start : stop - cell.start]
+                        if peer == here:
+                            arrived.append((cell, start, stop, None if staying else data))
+                        elif peer not in node.near:
+                            sends.append(Message(peer, sent_to[peer], data))
+                            sent_to[peer] += 1
+            elif here in cell.on_device:
+                continue
+            elif cell.reader in node.near:
+                for start, stop in cell.needs.get(here, ()):
+                    data = node.read(cell.reader, number, at + start - cell.start, stop - start)
+                    arrived.append((cell, start, stop, data))
+            else:
+                for start, stop in cell.needs.get(here, ()):
+                    in_place = self._place(cell.obj, start, stop)
+                    data = in_place if in_place is not None else self._memory.take(stop - start)
+                    if in_place is None:
+                        done.append(data)
+                    receives.append(Message(cell.reader, got_from[cell.reader], data))
+                    got_from[cell.reader] += 1
+                    arrived.append((cell, start, stop, None if in_place is not None else data))
+        self._exchange.move(receives, sends)
+        self._exchanged_bytes += sum(stop - start for cell, start, stop, _ in arrived if cell.reader != here)
+        if self._devices is not None:
+            for complete in self._devices.hand_out(cells, own):
+                self._finish_there(complete)
+            self._exchanged_bytes += sum(
+                stop - start
+                for cell in cells
+                if cell.reader != here and here in cell.on_device
+                for start, stop in cell.needs[here]
+            )
+        for cell, start, stop, copied in arrived:
+            self._settle(cell.obj, start, stop, copied, finishing)
+        for view in done:
+            self._memory.give(view)
+
+    def _take(self, cell: Cell) -> tuple[memoryview, bool]:
+        """Take a cell that this rank has read. Return the bytes, and True if they are at their final place."""
+        with self._state:
+            view = self._read.pop((cell.obj, cell.start))
+        staying = self._targets.direct(cell.obj, cell.start, cell.stop) is not None
+        self._ahead -= 1
+        if not staying:
+            self._ahead_bytes -= cell.nbytes
+        return view, staying
+
+    def _place(self, obj: int, start: int, stop: int) -> memoryview | None:
+        assembly = self._targets.only(obj, start, stop)
+        if assembly is None or isinstance(assembly, DeviceAssembly):
+            return None
+        direct = assembly.direct(start, stop)
+        if direct is not None:
+            return direct
+        return assembly.place(start, stop)
+
+    def _settle(self, obj: int, start: int, stop: int, copied: memoryview | None, finishing: TaskGroup) -> None:
+        for assembly in self._targets.overlapping(obj, start, stop):
+            low, high = max(assembly.request.start, start), min(assembly.request.stop, stop)
+            if copied is not None:
+                assembly.put(low, copied[low - start : high - start])
+            if not assembly.arrived(high - low):
+                continue
+            if isinstance(assembly, DeviceAssembly):
+                self._finish_there(assembly)
+            else:
+                with self._state:
+                    self._finishing += 1
+                    self._finishing_bytes += assembly.leased
+                finishing.start(self._watched(lambda assembly=assembly: self._finish(assembly)))  # type: ignore[misc]
+
+    def _finish_there(self, assembly: DeviceAssembly) -> None:
+        """Finish an assembly on the caller's thread, whose stream orders the device's work.
+
+        An error is kept, and the other ranks are told of it in the next round.
+        """
+        try:
+            assembly.finish()
+        except Exception as error:  # noqa: BLE001 (raised once the others are told)
+            with self._state:
+                self._error = self._error or error
+
+    def _finish(self, assembly: Assembly) -> None:
+        leased = assembly.leased
+        assembly.finish()
+        with self._state:
+            self._finishing -= 1
+            self._finishing_bytes -= leased
+
+    # -- bookkeeping --------------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def _exchanging(self) -> Iterator[None]:
+        began = time.monotonic()
+        yield
+        self._exchanging_s += time.monotonic() - began
+
+    @contextlib.contextmanager
+    def _reading(self) -> Iterator[None]:
+        with self._state:
+            self._reads += 1
+            if self._reads == 1:
+                self._reading_since = time.monotonic()
+        try:
+            yield
+        finally:
+            with self._state:
+                self._reads -= 1
+                if not self._reads:
+                    self._reading_s += time.monotonic() - self._reading_since
+
+    def _most_in_a_round(self) -> int:
+        here = self._exchange.rank
+        own = (sum(cell.nbytes for cell in cells if cell.reader == here) for cells in self._schedule.rounds)
+        return max(own, default=0)
+
+    def _wait_for(self, condition: Callable[[], bool]) -> None:
+        with self._state:
+            self._state.wait_for(lambda: self._error is not None or condition())
+
+    def _watched(self, task: Callable[[], None]) -> Callable[[], None]:
+        def run() -> None:
+            try:
+                task()
+            except BaseException as error:
+                with self._state:
+                    self._error = self._error or error
+                    self._state.notify_all()
+                raise
+            with self._state:
+                self._state.notify_all()
+
+        return run
+
+
+def _laid_out(cells: Sequence[Cell]) -> Iterator[tuple[Cell, int]]:
+    """Yield the cells of a round, each with its offset in the memory that its reader shares."""
+    used: Counter[int] = Counter()
+    for cell in cells:
+        yield cell, used[cell.reader]
+        used[cell.reader] += cell.nbytes

@@ -1,0 +1,360 @@
+"""The schedule of a cooperative load: which rank reads which bytes for which others.
+
+The ranges that ranks want are cut into cells. One rank reads a cell, and the others that want it receive it. Every rank
+computes the same schedule.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import heapq
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from bucketpoint.dcp.cooperative.decision import Demand
+from bucketpoint.errors import MetadataError
+
+LARGEST_CELL = 4 << 20
+"""Small enough for an even distribution and to overlap reading with exchange, large enough for a separate request."""
+
+SMALLEST_CELL = 256 << 10
+"""Below this, the latency of a request costs more than a smaller round saves."""
+
+Span = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Cell:
+    """Bytes `[start, stop)` of an object that one rank reads.
+
+    Attributes:
+        obj: number of the object in the rows.
+        reader: the rank that reads the cell; it needs some of the cell itself.
+        needs: spans of the cell that a rank needs, by rank; spans of one rank do not overlap. The reader has the spans
+            of all ranks, any other rank only its own.
+        on_device: ranks in `needs` that take all their spans on their devices.
+    """
+
+    obj: int
+    start: int
+    stop: int
+    reader: int
+    needs: Mapping[int, Sequence[Span]]
+    on_device: frozenset[int] = frozenset()
+
+    @property
+    def nbytes(self) -> int:
+        return self.stop - self.start
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The part of one rank in a cooperative load.
+
+    Attributes:
+        peers: ranks that share bytes with this rank, directly or through other ranks; this rank included; ascending.
+        shared: for each of the rank's own rows, True if it is read cell by cell. Only this rank reads the other rows.
+        rounds: cells in the order in which they are handed out, the same for all peers.
+        by_host: True if any peer takes shared bytes in host memory.
+        by_device: True if any peer takes shared bytes on its device.
+    """
+
+    peers: tuple[int, ...]
+    shared: tuple[bool, ...]
+    rounds: tuple[tuple[Cell, ...], ...]
+    by_host: bool = True
+    by_device: bool = False
+
+
+class Overlaps:
+    """The ranges of all ranks, on one common line of numbers, joined to stretches.
+
+    A stretch is the union of ranges that overlap, directly or through others.
+
+    Args:
+        tables: for each rank an int64 tensor of shape (requests, 3): the object, the first byte, one past the last; or
+            of shape (requests, 4), where the last column is 1 if the rank takes these bytes on its device.
+        nodes: for each rank the number of the node that it is on.
+
+    Raises:
+        MetadataError: the ranges are so far apart that no checkpoint can hold them.
+    """
+
+    def __init__(self, tables: Sequence[torch.Tensor], nodes: Sequence[int]) -> None:
+        self._tables = tables
+        self._rank = torch.cat([torch.full((len(table),), rank) for rank, table in enumerate(tables)])
+        rows = torch.cat(list(tables))
+        self._by_device = rows[:, 3] > 0 if rows.shape[1] > 3 else torch.zeros(len(rows), dtype=torch.bool)
+        self._start, self._stop = self._on_one_line(rows)
+        # Empty ranges are left out, as no rank has to read them.
+        order = torch.argsort(self._start, stable=True)
+        self._order = order[self._start[order] < self._stop[order]]
+        start, stop = self._start[self._order], self._stop[self._order]
+        reach = torch.cummax(stop, 0).values if len(stop) else stop
+        opens = torch.ones(len(start), dtype=torch.bool)
+        opens[1:] = start[1:] >= reach[:-1]
+        self._stretch = torch.cumsum(opens, 0) - 1
+        closes = torch.ones_like(opens)
+        closes[:-1] = opens[1:]
+        self._first, self._last = start[opens], reach[closes]
+        self._obj = rows[self._order, 0][opens]
+        self._base = start[opens] - rows[self._order, 1][opens]
+        self.demand = self._measure(len(tables), nodes)
+
+    def schedule(self, rank: int, round_bytes: int) -> Schedule:
+        """Return the part of `rank` in a load in which every stretch that several ranks want is read once.
+
+        Args:
+            rank: the rank whose part is wanted.
+            round_bytes: most bytes that a round hands out.
+        """
+        ranks = len(self._tables)
+        holder = self._rank[self._order]
+        pairs = torch.unique(self._stretch * ranks + holder)
+        stretch, holder_of = pairs // ranks, pairs % ranks
+        shared = torch.bincount(stretch, minlength=len(self._first)) > 1
+        lowest = torch.full((len(self._first),), ranks).scatter_reduce(0, stretch, holder_of, "amin")
+        peers = self._peers(rank, torch.unique((lowest[stretch] * ranks + holder_of)[shared[stretch]]).tolist())
+        mine = torch.zeros(len(self._rank), dtype=torch.bool)
+        mine[self._order] = shared[self._stretch]
+        alone = torch.bincount(self._rank[~mine], (self._stop - self._start)[~mine].double(), minlength=ranks)
+        wanted = shared & torch.isin(lowest, torch.tensor(peers))
+        cells = self._deal(rank, wanted, peers, alone.long().tolist(), round_bytes)
+        by_device = self._by_device[self._order][wanted[self._stretch]]
+        return Schedule(
+            tuple(peers),
+            tuple(mine[self._rank == rank].tolist()),
+            tuple(_rounds(cells, round_bytes)),
+            by_host=not bool(by_device.all()),
+            by_device=bool(by_device.any()),
+        )
+
+    # -- the line -----------------------------------------------------------------------------------------------------
+
+    @staticmethod
+    def _on_one_line(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        objects, number = torch.unique(rows[:, 0], return_inverse=True)
+        ends = torch.zeros(len(objects), dtype=torch.int64).scatter_reduce(0, number, rows[:, 2], "amax")
+        if sum(ends.tolist()) >= 1 << 62:
+            raise MetadataError("The metadata names bytes beyond what any store holds")
+        base = torch.cumsum(ends, 0) - ends
+        return rows[:, 1] + base[number], rows[:, 2] + base[number]
+
+    def _measure(self, ranks: int, nodes: Sequence[int]) -> Demand:
+        lengths = (self._last - self._first).double()
+        pairs = torch.unique(self._stretch * ranks + self._rank[self._order])
+        stretch, holder = pairs // ranks, pairs % ranks
+        holders = torch.bincount(stretch, minlength=len(lengths)).double()
+        width = max(nodes, default=0) + 1
+        on_node = torch.unique(stretch * width + torch.tensor(nodes)[holder], return_counts=True)
+        squares = torch.bincount(on_node[0] // width, on_node[1].double() ** 2, minlength=len(lengths))
+        # The expected value: the reader is a random holder, and sends each byte to the holders on other nodes.
+        exchanged = float((lengths * (holders - 1)).sum())
+        crossing = float((lengths * (holders - squares / holders)).sum())
+        total = int((self._stop - self._start).sum())
+        distinct = int((self._last - self._first).sum())
+        share = min(crossing / exchanged, 1.0) if exchanged else 0.0
+        return Demand(ranks, len(set(nodes)), total, distinct, share)
+
+    # -- dealing ------------------------------------------------------------------------------------------------------
+
+    def _peers(self, rank: int, edges: Sequence[int]) -> list[int]:
+        """Return all ranks that are connected with `rank`, itself included. An edge is `one * ranks + another`."""
+        ranks = len(self._tables)
+        neighbours: dict[int, list[int]] = {}
+        for edge in edges:
+            one, another = divmod(edge, ranks)
+            neighbours.setdefault(one, []).append(another)
+            neighbours.setdefault(another, []).append(one)
+        found, ahead = {rank}, [rank]
+        while ahead:
+            for peer in neighbours.get(ahead.pop(), []):
+                if peer not in found:
+                    found.add(peer)
+                    ahead.append(peer)
+        return sorted(found)
+
+    def _deal(
+        self, here: int, wanted: torch.Tensor, peers: Sequence[int], alone: Sequence[int], round_bytes: int
+    ) -> Iterator[Cell]:
+        """Cut the wanted stretches into cells, and give each to the rank with the least to read among its holders."""
+        size = min(max(round_bytes // len(peers), SMALLEST_CELL), LARGEST_CELL, max(round_bytes, 1))
+        inside = wanted[self._stretch]
+        rows = self._order[inside]
+        spans = _Spans.joined(self._rank[rows], self._start[rows], self._stop[rows], self._by_device[rows])
+        first, last = self._first[wanted], self._last[wanted]
+        cells = _Cells.cut(first, last, size)
+        low, high = cells.touched_by(spans)
+        readers = _readers(cells, spans.rank, low, high, list(alone))
+        base = self._base[wanted][cells.stretch]
+        needs, by_host = _needs(cells, spans, low, high, base, readers, here)
+        columns = (self._obj[wanted][cells.stretch], cells.start - base, cells.stop - base)
+        table = zip(*(column.tolist() for column in columns), readers, strict=True)
+        for index, (obj, start, stop, reader) in enumerate(table):
+            wants = needs.get(index, {})
+            yield Cell(obj, start, stop, reader, wants, frozenset(wants.keys() - by_host.get(index, ())))
+
+
+# Below, all offsets are on the common line. Each rank computes the parts of all ranks in tensors, so that a group of a
+# thousand ranks does not take a thousand times as long; loops go only over this rank's own cells and over all readers.
+
+
+@dataclass(frozen=True)
+class _Spans:
+    """The ranges that each rank wants, joined where those of one rank overlap; ordered by rank, then by place."""
+
+    rank: torch.Tensor
+    start: torch.Tensor
+    stop: torch.Tensor
+    by_device: torch.Tensor
+
+    @staticmethod
+    def joined(rank: torch.Tensor, start: torch.Tensor, stop: torch.Tensor, by_device: torch.Tensor) -> _Spans:
+        # Ranges that merely touch are not joined, as they go to different places. Places are numbered, so that the
+        # ranges of all ranks fit on one line of small numbers, on which no rank's ranges reach those of the next rank.
+        places, number = torch.unique(torch.cat([start, stop]), return_inverse=True)
+        width = len(places)
+        begin, end = rank * width + number[: len(start)], rank * width + number[len(start) :]
+        order = torch.argsort(begin, stable=True)
+        begin, reach = begin[order], torch.cummax(end[order], 0).values if len(order) else end
+        opens = torch.ones(len(order), dtype=torch.bool)
+        opens[1:] = begin[1:] >= reach[:-1]
+        closes = torch.ones_like(opens)
+        closes[:-1] = opens[1:]
+        owner = rank[order][opens]
+        # If one of several joined ranges goes to host memory, all of them do.
+        number = torch.cumsum(opens, 0) - 1
+        together = torch.ones(len(owner), dtype=torch.uint8)
+        together.scatter_reduce_(0, number, by_device[order].to(torch.uint8), "amin")
+        low, high = places[begin[opens] - owner * width], places[reach[closes] - owner * width]
+        return _Spans(owner, low, high, together > 0)
+
+
+@dataclass(frozen=True)
+class _Cells:
+    """The wanted stretches, cut into cells."""
+
+    stretch: torch.Tensor
+    start: torch.Tensor
+    stop: torch.Tensor
+    first: torch.Tensor
+    before: torch.Tensor
+    size: int
+
+    @staticmethod
+    def cut(first: torch.Tensor, last: torch.Tensor, size: int) -> _Cells:
+        counts = (last - first + size - 1) // size
+        before = torch.cumsum(counts, 0) - counts
+        stretch = torch.repeat_interleave(torch.arange(len(first)), counts)
+        start = first[stretch] + (torch.arange(len(stretch)) - before[stretch]) * size
+        return _Cells(stretch, start, torch.minimum(start + size, last[stretch]), first, before, size)
+
+    def touched_by(self, spans: _Spans) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the first and the last cell that each span overlaps."""
+        stretch = torch.searchsorted(self.first, spans.start, right=True) - 1
+        origin, before = self.first[stretch], self.before[stretch]
+        low = before + torch.div(spans.start - origin, self.size, rounding_mode="floor")
+        high = before + torch.div(spans.stop - 1 - origin, self.size, rounding_mode="floor")
+        return low, high
+
+
+def _readers(cells: _Cells, rank: torch.Tensor, low: torch.Tensor, high: torch.Tensor, load: list[int]) -> list[int]:
+    """Choose the reader of each cell: the rank with the least to read so far, of those that want some of the cell.
+
+    The bytes of each cell are added to `load`.
+    """
+    # A rank counts once for a cell, however many of its spans touch the cell.
+    fresh = low.clone()
+    same = rank[1:] == rank[:-1]
+    fresh[1:][same] = torch.maximum(low[1:], high[:-1] + 1)[same]
+    held = fresh <= high
+    rank, low, high = rank[held], fresh[held], high[held]
+    # Find runs of cells that the same ranks hold. Each rank has a hash, which is added where the rank begins to hold
+    # cells and subtracted where it ends: different sets of ranks have different sums.
+    number = torch.tensor([_own_number(each) for each in range(len(load))], dtype=torch.int64)[rank]
+    change = torch.zeros(len(cells.start) + 1, dtype=torch.int64)
+    change.index_add_(0, low, number)
+    change.index_add_(0, high + 1, -number)
+    held_by = torch.cumsum(change, 0)[:-1]
+    opens = torch.ones(len(held_by), dtype=torch.bool)
+    opens[1:] = held_by[1:] != held_by[:-1]
+    run = torch.cumsum(opens, 0) - 1
+    begin, end = run[low], run[high]
+    width = end - begin + 1
+    into = torch.arange(int(width.sum())) - torch.repeat_interleave(torch.cumsum(width, 0) - width, width)
+    pairs = torch.unique(
+        (torch.repeat_interleave(begin, width) + into) * len(load) + torch.repeat_interleave(rank, width)
+    )
+    holders = iter((pairs % len(load)).tolist())
+    holding = torch.bincount(pairs // len(load)).tolist()
+    sizes = iter((cells.stop - cells.start).tolist())
+    readers = []
+    for count, length in zip(holding, torch.bincount(run).tolist(), strict=True):
+        heap = [(load[each], each) for each in itertools.islice(holders, count)]
+        heapq.heapify(heap)
+        for nbytes in itertools.islice(sizes, length):
+            least, reader = heap[0]
+            readers.append(reader)
+            heapq.heapreplace(heap, (least + nbytes, reader))
+        for total, each in heap:
+            load[each] = total
+    return readers
+
+
+def _needs(
+    cells: _Cells,
+    spans: _Spans,
+    low: torch.Tensor,
+    high: torch.Tensor,
+    base: torch.Tensor,
+    readers: Sequence[int],
+    here: int,
+) -> tuple[dict[int, dict[int, list[Span]]], dict[int, set[int]]]:
+    """Return the spans that ranks need of each cell: those of all ranks for cells that `here` reads, else its own.
+
+    Offsets count from the first byte of the object, which lies at `base`.
+
+    Returns:
+        By cell, the spans of each rank; and by cell, the ranks that take any of it in host memory.
+    """
+    reads = torch.tensor(readers, dtype=torch.int64) == here
+    found: dict[int, dict[int, list[Span]]] = {}
+    by_host: dict[int, set[int]] = {}
+    for chosen, among in ((reads, torch.ones_like(spans.rank, dtype=torch.bool)), (~reads, spans.rank == here)):
+        # Chosen cells are numbered consecutively, so that the chosen cells that a span touches form a range.
+        numbers = torch.nonzero(chosen).flatten()
+        place = torch.cat([torch.zeros(1, dtype=torch.int64), torch.cumsum(chosen, 0)])
+        begin, end = place[low[among]], place[high[among] + 1]
+        width = end - begin
+        into = torch.arange(int(width.sum())) - torch.repeat_interleave(torch.cumsum(width, 0) - width, width)
+        cell = numbers[torch.repeat_interleave(begin, width) + into]
+        start = torch.maximum(torch.repeat_interleave(spans.start[among], width), cells.start[cell])
+        stop = torch.minimum(torch.repeat_interleave(spans.stop[among], width), cells.stop[cell])
+        rank = torch.repeat_interleave(spans.rank[among], width)
+        device = torch.repeat_interleave(spans.by_device[among], width)
+        parts = zip((start - base[cell]).tolist(), (stop - base[cell]).tolist(), strict=True)
+        for index, owner, part, on_device in zip(cell.tolist(), rank.tolist(), parts, device.tolist(), strict=True):
+            found.setdefault(index, {}).setdefault(owner, []).append(part)
+            if not on_device:
+                by_host.setdefault(index, set()).add(owner)
+    return found, by_host
+
+
+def _own_number(rank: int) -> int:
+    return int.from_bytes(hashlib.sha256(rank.to_bytes(8, "big")).digest()[:8], "big", signed=True)
+
+
+def _rounds(cells: Iterator[Cell], round_bytes: int) -> Iterator[tuple[Cell, ...]]:
+    current: list[Cell] = []
+    held = 0
+    for cell in cells:
+        if current and held + cell.nbytes > round_bytes:
+            yield tuple(current)
+            current, held = [], 0
+        current.append(cell)
+        held += cell.nbytes
+    if current:
+        yield tuple(current)

@@ -1,0 +1,105 @@
+"""Lookup of the targets on this rank, by object and range, for bytes that ranks read for each other."""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Sequence
+
+import torch
+
+from bucketpoint.dcp.cooperative.device_assembly import DeviceAssembly, DeviceMemory, borders_of
+from bucketpoint.dcp.cooperative.held_memory import HeldMemory
+from bucketpoint.transfer import Request
+from bucketpoint.transfer.download import Assembly
+
+
+class Targets:
+    """The shared requests of a rank, with the assembly of each.
+
+    Args:
+        shared: the shared requests, each with the number of the object.
+        everything: all requests of the rank.
+        there: device memory for the requests that are assembled on the device; None: no request is.
+    """
+
+    def __init__(
+        self,
+        shared: Sequence[tuple[int, Request]],
+        url: str,
+        *,
+        everything: Sequence[Request],
+        memory: HeldMemory,
+        there: DeviceMemory | None,
+    ) -> None:
+        self._by_object: dict[int, list[Assembly | DeviceAssembly]] = {}
+        self._longest: dict[int, int] = {}
+        self._borders: dict[int, list[int]] = {}
+        for number, request in sorted(shared, key=lambda entry: entry[1].start):
+            made: Assembly | DeviceAssembly
+            if there is not None and request.on_device:
+                made = DeviceAssembly(url, request, there)
+            else:
+                made = Assembly(url, request, memory.take, memory.give)
+            if there is not None:
+                self._borders[id(request)] = list(borders_of(request))
+            self._by_object.setdefault(number, []).append(made)
+            self._longest[number] = max(self._longest.get(number, 0), request.stop - request.start)
+        self._common = common_memory(everything)
+
+    def source(self, obj: int) -> tuple[str, str | None]:
+        request = self._by_object[obj][0].request
+        return request.key, request.etag
+
+    def overlapping(self, obj: int, start: int, stop: int) -> list[Assembly | DeviceAssembly]:
+        entries = self._by_object[obj]
+        index = bisect.bisect_right(entries, start - self._longest[obj], key=lambda entry: entry.request.start)
+        found = []
+        while index < len(entries) and entries[index].request.start < stop:
+            if entries[index].request.stop > start:
+                found.append(entries[index])
+            index += 1
+        return found
+
+    def direct(self, obj: int, start: int, stop: int) -> memoryview | None:
+        """Return the caller's memory into which these bytes can be received, and from which they can be sent.
+
+        None if there is no such memory.
+        """
+        assembly = self.only(obj, start, stop)
+        return None if assembly is None else assembly.direct(start, stop)
+
+    def borders(self, obj: int, start: int, stop: int) -> set[int]:
+        """Return the offsets at which these bytes must be cut, so that each piece lies in one block of this rank."""
+        found: set[int] = set()
+        for assembly in self.overlapping(obj, start, stop):
+            borders = self._borders[id(assembly.request)]
+            found.update(borders[bisect.bisect_right(borders, start) : bisect.bisect_left(borders, stop)])
+        return found
+
+    def only(self, obj: int, start: int, stop: int) -> Assembly | DeviceAssembly | None:
+        """Return the assembly that takes all of these bytes, if no other takes any; else None."""
+        found = self.overlapping(obj, start, stop)
+        if len(found) != 1 or found[0].request.start > start or found[0].request.stop < stop:
+            return None
+        return None if id(found[0].request) in self._common else found[0]
+
+
+def common_memory(requests: Sequence[Request]) -> set[int]:
+    """Return the ids of requests whose memory another extent also fills, as with tied tensors.
+
+    Such memory cannot be used to send from: received bytes may be overwritten before they are sent on.
+    """
+    places = sorted(
+        (torch.frombuffer(extent.direct, dtype=torch.uint8).data_ptr(), len(extent.direct), id(request))
+        for request in requests
+        for extent in request.extents
+        if extent.direct
+    )
+    common: set[int] = set()
+    end, last = 0, 0
+    for start, nbytes, request in places:
+        if start < end:
+            common |= {request, last}
+        if start + nbytes > end:
+            end, last = start + nbytes, request
+    return common

@@ -1,0 +1,269 @@
+"""`save` and `load`: DCP's, in one call that succeeds or fails on all ranks together, by a deadline."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, overload
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import Metadata
+from torch.distributed.checkpoint.planner import LoadPlan, SavePlan
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
+
+from bucketpoint.dcp.deadline.collective_call import DEADLINE_S, CollectiveCall, collective_call
+from bucketpoint.dcp.planning.keys_planner import KeysPlanner
+from bucketpoint.dcp.planning.load_planner import LoadPlanner
+from bucketpoint.dcp.planning.save_planner import SavePlanner
+from bucketpoint.dcp.reader import BucketReader
+from bucketpoint.dcp.session import as_url
+from bucketpoint.dcp.writer import BucketWriter
+from bucketpoint.errors import BucketpointError
+from bucketpoint.retention import RetentionPolicy
+from bucketpoint.transfer import ProgressCallback, TransferOptions
+
+
+def save(
+    state: dict[str, Any],
+    url: str | os.PathLike[str],
+    *,
+    deadline_s: float = DEADLINE_S,
+    overwrite: bool = True,
+    storage_options: Mapping[str, Any] | None = None,
+    fs: Any = None,
+    transfer: TransferOptions | None = None,
+    planner: Any = None,
+    process_group: Any = None,
+    progress: ProgressCallback | bool | None = None,
+    retention: RetentionPolicy | str | os.PathLike[str] | None = None,
+) -> Metadata:
+    """Save a state, on all ranks or in a single process. Returns when the checkpoint is committed.
+
+    If a rank fails, stalls or dies, every other rank raises: at once if the rank fails, when they next wait for it if
+    it dies, and by the deadline in any case. A rank that stalls raises when it continues.
+
+    Args:
+        state: as for `dcp.save`.
+        deadline_s: seconds from the call until the last rank has raised. Requests to S3 and GCS are cut off by then;
+            requests through fsspec end by the timeouts of fsspec.
+        overwrite, storage_options, fs, transfer, progress, retention: as for `BucketWriter`.
+        planner: a `SavePlanner` that you keep from save to save; by default one for this save alone.
+        process_group: the ranks that save, as a group of any backend; None for all ranks of the job. A gloo group of
+            these ranks is made for each call.
+
+    Returns:
+        As `dcp.save`: the checkpoint's metadata on the coordinator; elsewhere an object that says where to read it.
+
+    Raises:
+        BucketpointError: on every rank, the error of the rank that failed, or one that names the missing ranks. Never
+            DCP's `CheckpointException`, which is at most the cause. An error of the state's own `state_dict()` is
+            raised unchanged on the rank where it occurs.
+    """
+    where = str(as_url(url))
+    with collective_call(f"The save of {where}", process_group, deadline_s, url=where) as call, _quietly(call):
+        writer = _Writer(
+            where,
+            overwrite=overwrite,
+            storage_options=storage_options,
+            fs=fs,
+            transfer=transfer,
+            progress=progress,
+            retention=retention,
+        )
+        writer.call = call
+        with _watched(planner if planner is not None else SavePlanner(enable_plan_caching=False), call) as plans:
+            metadata: Metadata = dcp.save(
+                state,
+                storage_writer=writer,
+                planner=plans,
+                process_group=call.group,
+                no_dist=call.group is None,
+            )
+        return metadata
+
+
+@overload
+def load(
+    state: dict[Any, Any],
+    url: str | os.PathLike[str],
+    *,
+    deadline_s: float = DEADLINE_S,
+    storage_options: Mapping[str, Any] | None = None,
+    fs: Any = None,
+    transfer: TransferOptions | None = None,
+    planner: Any = None,
+    process_group: Any = None,
+    progress: ProgressCallback | bool | None = None,
+    trusted: bool = False,
+    strict: bool | None = None,
+) -> None: ...
+@overload
+def load(
+    url: str | os.PathLike[str],
+    /,
+    *,
+    keys: str | Iterable[str] | None = None,
+    device: str | torch.device = "cpu",
+    deadline_s: float = DEADLINE_S,
+    storage_options: Mapping[str, Any] | None = None,
+    fs: Any = None,
+    transfer: TransferOptions | None = None,
+    progress: ProgressCallback | bool | None = None,
+    trusted: bool = False,
+) -> dict[Any, Any]: ...
+def load(
+    state: dict[Any, Any] | str | os.PathLike[str],
+    url: str | os.PathLike[str] | None = None,
+    *,
+    keys: str | Iterable[str] | None = None,
+    device: str | torch.device = "cpu",
+    deadline_s: float = DEADLINE_S,
+    storage_options: Mapping[str, Any] | None = None,
+    fs: Any = None,
+    transfer: TransferOptions | None = None,
+    planner: Any = None,
+    process_group: Any = None,
+    progress: ProgressCallback | bool | None = None,
+    trusted: bool = False,
+    strict: bool | None = None,
+) -> dict[Any, Any] | None:
+    """Load a checkpoint into a state, in place and on all ranks; or, given only a URL, return the state that it holds.
+
+    `load(state, url)`: ranks that fail, stall or die are handled as in `save`. After an error the state is partly
+    loaded.
+
+    `load(url)`: each process that calls it loads by itself everything that it asks for, whatever the other processes of
+    the job do, and whatever job saved the checkpoint. Tensors are whole, plain, and on `device`.
+
+    Args:
+        state: as for `dcp.load`.
+        keys: only for `load(url)`: patterns of the flat names to load, such as `"model.*"`; None for everything.
+        device: only for `load(url)`: device of the tensors.
+        deadline_s, process_group: as for `save`.
+        storage_options, fs, transfer, progress, trusted: as for `BucketReader`.
+        planner: by default `LoadPlanner`.
+        strict: as in torch. True refuses a checkpoint that has keys that no rank asks for, or that lacks keys that a
+            rank asks for; False accepts both. By default only missing keys are refused.
+
+    Returns:
+        The nested state for `load(url)`, else None.
+
+    Raises:
+        BucketpointError: as `save`.
+        MismatchError: the state and the checkpoint do not fit, or no key fits one of `keys`.
+    """
+    if isinstance(state, (str, os.PathLike)):
+        if url is not None:
+            raise BucketpointError(
+                f"load was given two URLs, or a state that is a {type(state).__name__}",
+                remedy="Call load(state, url) to load into a state, or load(url) to get the one that was saved",
+            )
+        if planner is not None or process_group is not None or strict is not None:
+            raise BucketpointError(
+                "planner=, process_group= and strict= are for loading into a state",
+                remedy="Call load(state, url), or choose what load(url) gives with keys=",
+            )
+        where, target, alone = str(as_url(state)), {}, True
+        planner = KeysPlanner(keys, device)
+    else:
+        if url is None or keys is not None:
+            raise BucketpointError(
+                "keys= is for loading without a state" if url is not None else "load was given no URL",
+                remedy="Call load(state, url) to load into a state, or load(url, keys=...) to get what was saved",
+            )
+        where, target, alone = str(as_url(url)), state, False
+        planner = _planner_for(planner, strict)
+    with (
+        collective_call(f"The load of {where}", process_group, deadline_s, url=where, alone=alone) as call,
+        _quietly(call),
+    ):
+        reader = _DeadlineReader(
+            where, storage_options=storage_options, fs=fs, transfer=transfer, progress=progress, trusted=trusted
+        )
+        reader.call = call
+        reader.reset()
+        with _watched(planner, call) as plans:
+            dcp.load(
+                target,
+                storage_reader=reader,
+                planner=plans,
+                process_group=call.group,
+                no_dist=call.group is None,
+            )
+        return planner.loaded() if isinstance(planner, KeysPlanner) else None
+
+
+def _planner_for(planner: Any, strict: bool | None) -> Any:
+    if planner is None:
+        return LoadPlanner(allow_partial_load=strict is False, strict=strict is True)
+    if strict is not None:
+        raise BucketpointError(
+            "strict= is for the planner that load makes", remedy="Pass LoadPlanner(strict=True) as planner="
+        )
+    return planner
+
+
+class _Writer(BucketWriter):
+    """Writer that tells the other ranks of the call the stage of this rank, and at once any error."""
+
+    call: CollectiveCall
+
+    def write_data(self, plan: SavePlan, planner: Any) -> Future[list[WriteResult]]:
+        with self.call.doing("was uploading its items"):
+            return super().write_data(plan, planner)
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        with self.call.doing("was committing"):
+            super().finish(metadata, results)
+
+
+class _DeadlineReader(BucketReader):
+    """Reader that tells the other ranks of the call the stage of this rank, and at once any error."""
+
+    call: CollectiveCall
+
+    def _wait_for_saves(self) -> None:
+        # A process that loads alone makes no collectives, so there is nothing that could mix with those of a save.
+        if self.call.group is not None:
+            super()._wait_for_saves()
+
+    def read_data(self, plan: LoadPlan, planner: Any) -> Future[None]:
+        with self.call.doing("was reading its items"):
+            return super().read_data(plan, planner)
+
+
+@contextmanager
+def _watched(planner: Any, call: CollectiveCall) -> Iterator[Any]:
+    """Wrap a planner of any class so that the other ranks are told at once of an error in it.
+
+    DCP alone would tell them only once all ranks have reached the same step.
+    """
+    names = ("create_local_plan", "create_global_plan", "finish_plan")
+
+    def watched(method: Callable[..., Any]) -> Callable[..., Any]:
+        def plan(*args: Any, **kwargs: Any) -> Any:
+            with call.doing("was planning"):
+                return method(*args, **kwargs)
+
+        return plan
+
+    for name in names:
+        setattr(planner, name, watched(getattr(planner, name)))
+    try:
+        yield planner
+    finally:
+        for name in names:
+            delattr(planner, name)
+
+
+@contextmanager
+def _quietly(call: CollectiveCall) -> Iterator[None]:
+    """Silence DCP's warning that torch.distributed is disabled, for a process that works alone on purpose."""
+    with warnings.catch_warnings():
+        if call.group is None:
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
+        yield

@@ -1,0 +1,293 @@
+"""One call that all ranks of a group make together, and that all of them leave by a deadline.
+
+The ranks meet over the job's own key-value store and get a gloo group that lasts for this call. Each rank has a thread
+that tells the others of a failure, and receives theirs. A failure, a lost rank or the deadline ends the call early: it
+closes the group's connections and cuts off the requests under way, so that every waiting thread wakes up.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint import CheckpointException
+
+from bucketpoint.dcp import process_groups
+from bucketpoint.dcp.async_save import as_ours
+from bucketpoint.dcp.deadline.store_channel import ANSWER_S, WAITS, CallRefused, Failure, Kind, StoreChannel
+from bucketpoint.errors import BucketpointError
+from bucketpoint.stores import retry
+from bucketpoint.stores.cancellation import RequestCanceller
+
+DEADLINE_S = 1800.0
+"""Default deadline: as long as a gloo group waits by default (torch's `default_pg_timeout`)."""
+
+_AT_ONCE = timedelta(milliseconds=1)
+_UNUSED_TAG = 1 << 30
+
+
+@contextlib.contextmanager
+def collective_call(
+    what: str, parent: Any, deadline_s: float, *, url: str, alone: bool = False
+) -> Iterator[CollectiveCall]:
+    """Run a block on all ranks of a group: they begin it together, and if one fails, all raise.
+
+    Args:
+        what: name of the call for messages; the same on all ranks.
+        parent: torch's process group, of any backend; None for all ranks of the job, or for this process alone if
+            torch.distributed is not initialised.
+        deadline_s: seconds from here until the last rank has raised.
+        alone: this process makes the call by itself, whatever job it is part of.
+
+    Raises:
+        BucketpointError: the error of another rank that failed; or an error that names the ranks that are missing.
+    """
+    if not deadline_s > 0:
+        raise BucketpointError(f"deadline_s must be more than 0, not {deadline_s}")
+    ranks: tuple[int, ...] = (0,)
+    if not alone:
+        process_groups.refuse_a_rank_alone(what, url)
+        ranks = process_groups.ranks_of(parent)
+    call = CollectiveCall(what, ranks, deadline_s, url)
+    try:
+        call.join()
+        # Requests get a little more time than the call, so that the canceller ends them and not an error of their own.
+        with retry.deadline(call.ends - time.monotonic()), call.cut.over_here():
+            yield call
+    except BaseException as error:
+        found = call.failed(error)
+        if found is error:
+            raise
+        _let_go(error)
+        _let_go(found)
+        try:
+            raise found from found.__cause__ or error
+        finally:
+            # Otherwise the error and its traceback, which holds this frame, keep each other alive.
+            del found
+    finally:
+        call.leave()
+
+
+class CollectiveCall:
+    """This rank's part in a call. Made by `collective_call`.
+
+    Attributes:
+        group: process group for the collectives of this call; None for a process alone.
+        cut: canceller of the requests of this call.
+        stops: time of the monotonic clock at which this rank gives up.
+        ends: time of the monotonic clock by which this rank has raised.
+    """
+
+    def __init__(self, what: str, ranks: tuple[int, ...], deadline_s: float, url: str) -> None:
+        self._what, self._url, self._deadline_s = what, url, deadline_s
+        self.ends = time.monotonic() + deadline_s
+        self.stops = self.ends - min(ANSWER_S, deadline_s / 4)
+        self.cut = RequestCanceller(self.ends)
+        self.group: Any = None
+        self._ranks = ranks
+        self._stage = "had not begun"
+        self._stopped: Kind | None = None
+        self._stage_then = WAITS
+        self._own: Failure | None = None
+        self._interrupt: BaseException | None = None
+        self._heard: Failure | None = None
+        self._answers: dict[int, str | None] | None = None
+        self._storeless = False
+        self._leaving = False
+        self._changed = threading.Condition()
+        self._timer = threading.Timer(self.stops - time.monotonic(), self._stop, ("late",))
+        self._timer.daemon = True
+        self._line: StoreChannel | None = StoreChannel(self) if len(self._ranks) > 1 else None
+
+    # -- called by the work -------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def doing(self, stage: str) -> Iterator[None]:
+        """Mark a block that other ranks may have to wait for. They are told at once of any error in it."""
+        self._stage = stage
+        try:
+            yield
+        except BaseException as error:
+            if time.monotonic() >= self.stops:
+                self._stop("late")
+            elif self._stopped is None:
+                self._tell("error", error)
+            raise
+        finally:
+            self._stage = WAITS
+
+    def stage(self, stage: str) -> None:
+        self._stage = stage
+
+    # -- beginning and end --------------------------------------------------------------------------------------------
+
+    def join(self) -> None:
+        """Wait for the other ranks to make the same call."""
+        self._timer.start()
+        self._stage = WAITS
+        if self._line is None:
+            self._stage = "was still at it"
+            return
+        self._line.start()
+        self._wait(lambda: self.group is not None or self._stopped is not None, self.ends)
+        if self._stopped is not None or self.group is None:
+            raise CallRefused
+        self._stage = "was planning"
+
+    def failed(self, error: BaseException) -> BaseException:
+        """Return the error that this rank must raise. The other ranks have been told, or know as much as this rank."""
+        if self._own is not None and self._own.kind == "error":
+            # Later errors, from DCP or from connections that were closed, are consequences of the first.
+            return self._own.error if self._interrupt is None else self._interrupt
+        if not isinstance(error, Exception | CheckpointException):
+            if self._stopped is None:
+                self._tell("error", error)
+            return error
+        if self._stopped is None:
+            if isinstance(error, CheckpointException):
+                # DCP raises this on all ranks, so there is nobody to tell.
+                return as_ours(error, self._url, self._what)
+            if self._line is None or not isinstance(error, RuntimeError):
+                self._tell("error", error)
+                return error
+            # A broken connection raises a RuntimeError, but so may the user's code: then no rank is missing.
+            self._tell("lost", error)
+            self._stop("lost")
+        return self._reason(error)
+
+    def leave(self) -> None:
+        """Free the timer, thread and group of the call; after a success, once all ranks have arrived here."""
+        self._leaving = True
+        if self._timer.ident is not None:
+            self._timer.cancel()
+            self._timer.join()
+        if self._line is not None:
+            self._line.end(self.ends)
+        # An error and the frames that refer to this call would keep each other alive, and the group's threads too.
+        self._own = self._heard = self._interrupt = None
+
+    def _tell(self, kind: Kind, error: BaseException) -> None:
+        if not isinstance(error, Exception | CheckpointException):
+            self._interrupt = error
+        ours = error if isinstance(error, BucketpointError) else None
+        if isinstance(error, CheckpointException):
+            found = as_ours(error, self._url, self._what)
+            ours = found if isinstance(found, BucketpointError) else None
+        if ours is None:
+            ours = BucketpointError(f"{self._what} failed with {type(error).__name__}: {error}")
+        ours.url = ours.url or self._url
+        rank = dist.get_rank() if self._line is not None else 0
+        ours.rank = rank if ours.rank is None else ours.rank
+        self._own = Failure(rank, kind, ours)
+        if self._line is not None:
+            self._line.wake()
+            # Wait until the others can know the reason: if connections closed first, they would learn nothing else.
+            told = min(self.ends, time.monotonic() + ANSWER_S)
+            self._wait(lambda: self._heard is not None or self._storeless, told)
+
+    def _reason(self, error: BaseException) -> BaseException:
+        """Return the error that explains why the call stopped, as far as can be found out before it ends."""
+        if self._line is None:
+            return self._late({0: self._stage_then})
+        self._wait(lambda: self._decided(), self.ends)
+        heard = self._heard
+        if heard is not None and heard.kind == "error":
+            return heard.error
+        found = self._answers
+        if found is None:
+            return self._error(
+                f"{self._what} failed, and nobody knows which rank is missing: the job's store does not answer",
+                "Look at the log of rank 0, or of the agent that started it: the store is there",
+            )
+        if heard is not None and heard.kind == "lost" and not any(stage is None for stage in found.values()):
+            # All ranks answer, so no connection broke: the error came from the work itself.
+            mine = self._own is not None and heard.rank == self._own.rank and not isinstance(error, CallRefused)
+            return error if mine else heard.error
+        return self._late(found)
+
+    def _decided(self) -> bool:
+        heard = self._heard
+        return (heard is not None and heard.kind == "error") or self._answers is not None or self._storeless
+
+    def _late(self, found: Mapping[int, str | None]) -> BucketpointError:
+        gone = [rank for rank, stage in found.items() if stage is None]
+        busy = [f"rank {rank} {stage}" for rank, stage in found.items() if stage]
+        said = []
+        if gone:
+            plural = len(gone) > 1
+            listed = ", ".join(map(str, gone[:16])) + (", ..." if len(gone) > 16 else "")
+            said.append(
+                f"rank{'s' * plural} {listed} {'do' if plural else 'does'} not answer (died, stopped, or cut off)"
+            )
+        if self._heard is not None and self._heard.kind == "lost":
+            return self._error(f"{self._what} failed: {said[0]}", "Look at that rank's own error or log", *gone)
+        said += busy[:16]
+        why = "; ".join(said) or "all ranks waited for each other"
+        blamed = gone or [rank for rank, stage in found.items() if stage]
+        return self._error(
+            f"{self._what} was not complete after {self._deadline_s:.0f} s: {why}",
+            "Look at that rank's log, or allow for more time with deadline_s=",
+            *blamed,
+        )
+
+    def _error(self, message: str, remedy: str, *ranks: int) -> BucketpointError:
+        return BucketpointError(message, url=self._url, rank=ranks[0] if ranks else None, remedy=remedy)
+
+    # -- on any thread ------------------------------------------------------------------------------------------------
+
+    def _stop(self, kind: Kind) -> None:
+        """End all waiting, for other ranks and for the object store: close connections and cancel requests."""
+        with self._changed:
+            if self._stopped is not None or self._leaving:
+                return
+            self._stopped, self._stage_then = kind, self._stage
+            self._changed.notify_all()
+        self.cut.make()
+        group = self.group
+        if group is not None:
+            _disconnect(group)
+        if self._line is not None:
+            self._line.wake()
+
+    def _note(self, **facts: Any) -> None:
+        with self._changed:
+            for name, value in facts.items():
+                setattr(self, name, value)
+            self._changed.notify_all()
+
+    def _wait(self, until: Callable[[], bool], ends: float) -> None:
+        with self._changed:
+            self._changed.wait_for(until, max(ends - time.monotonic(), 0))
+
+
+def _let_go(error: BaseException | None) -> None:
+    """Clear the frames of an error and of its causes: they hold the group, with its threads, and the state."""
+    seen: set[int] = set()
+    waiting = [error]
+    while waiting:
+        one = waiting.pop()
+        if one is not None and id(one) not in seen:
+            seen.add(id(one))
+            traceback.clear_frames(one.__traceback__)
+            waiting += [one.__cause__, one.__context__]
+
+
+def _disconnect(group: Any) -> None:
+    """Close the group's connections. Every thread that waits in a collective of it raises, here and on other ranks."""
+    try:
+        backend, here = group._get_backend(torch.device("cpu")), group.rank()
+    except RuntimeError:
+        return
+    # A wait that times out closes all connections. No other way works on every supported version of torch.
+    for peer in range(group.size()):
+        if peer != here:
+            with contextlib.suppress(RuntimeError):
+                backend.recv([torch.zeros(1, dtype=torch.uint8, device="cpu")], peer, _UNUSED_TAG).wait(_AT_ONCE)

@@ -1,0 +1,172 @@
+"""Decoding of items that are read whole: bytes for the planner, frames of other writers, and transformed items."""
+
+from __future__ import annotations
+
+import io
+from typing import Any, cast
+
+import torch
+from torch.distributed.checkpoint import LoadPlanner
+
+from bucketpoint.errors import BucketpointError, CorruptDataError, MetadataError, UnsafeDataError
+from bucketpoint.format.item_info import ItemInfo
+from bucketpoint.format.pickles.archive import may_be_archive
+from bucketpoint.format.pickles.items import RefusedError, UnreadableError, read_item
+from bucketpoint.format.pickles.writing import rewritten, settled
+from bucketpoint.format.torch_zip import PROBE_BYTES, probe_frame
+
+FRAME_BYTES = 1 << 20
+"""Most bytes that torch.save adds to a tensor's own: in fact some kilobytes for any tensor that DCP saves."""
+
+FREE_BYTES, MOST_GROWTH = 64 << 20, 64
+"""Bound of a byte item after its transforms are undone, as nothing tells its size: the larger of so many bytes and so
+many times its stored length. zstd shrinks real states to a half or a tenth, and a bomb to a 30,000th."""
+
+_PIECE_BYTES = 1 << 20
+
+
+def decode_item(
+    view: memoryview,
+    info: ItemInfo,
+    transforms: Any,
+    *,
+    key: str,
+    tensor_nbytes: int | None = None,
+    trusted: bool = False,
+) -> torch.Tensor:
+    """Return the tensor in a whole item. The tensor may share the memory of `view`, which the caller may reuse later.
+
+    Args:
+        tensor_nbytes: bytes of the saved chunk by its shape and dtype; they bound the item after its transforms are
+            undone. None: the bound is that of a byte item.
+        trusted: unpickle an item that is no plain tensor, whatever its pickle names.
+
+    Raises:
+        CorruptDataError: the item exceeds the bound after its transforms are undone.
+        UnsafeDataError: the item is no plain tensor.
+        MetadataError: the item is not in a format that torch saves.
+    """
+    if info.transform_descriptors:
+        most = _most_bytes(info) if tensor_nbytes is None else tensor_nbytes + FRAME_BYTES
+        data = undo_transforms(view, info, transforms, key=key, most=most)
+        if data is None:
+            raise CorruptDataError(
+                f"This item becomes more than {most} bytes when its transforms are undone, and its tensor is smaller",
+                key=key,
+            )
+        view = memoryview(data)
+    probe = probe_frame(bytes(view[:PROBE_BYTES]))
+    if probe is not None and 0 < probe.payload_nbytes <= len(view) - probe.payload_offset:
+        raw = torch.frombuffer(view, dtype=torch.uint8, offset=probe.payload_offset, count=probe.payload_nbytes)
+        flat = (raw.clone() if raw.data_ptr() % probe.dtype.itemsize else raw).view(probe.dtype)
+        return flat.as_strided(tuple(probe.shape), tuple(probe.stride), probe.storage_offset)
+    if trusted:
+        return cast(torch.Tensor, torch.load(io.BytesIO(view), map_location="cpu", weights_only=False))
+    try:
+        item = read_item(bytes(view))
+        found = settled(item.values[0]) if item.deferred else item.values[0]
+    except RefusedError as error:
+        raise UnsafeDataError(f"This item is no plain tensor: it holds {error}", key=key) from None
+    except UnreadableError as error:
+        raise MetadataError(f"This item is no archive as torch saves them: {error}", key=key) from None
+    if not item.saved or not isinstance(found, torch.Tensor):
+        raise MetadataError("This item is no tensor as torch saves them", key=key)
+    return found
+
+
+def fill_tensor(target: torch.Tensor, saved: torch.Tensor) -> None:
+    """Copy a decoded tensor into the target, which may be sparse, and may store other elements than were saved."""
+    with torch.no_grad():
+        if saved.layout is not torch.strided and saved.layout is not target.layout:
+            saved = saved.to_dense()
+        if target.layout not in (torch.strided, torch.sparse_coo):
+            target.resize_as_sparse_(saved)
+        target.copy_(saved)
+
+
+def load_bytes(
+    view: memoryview, info: ItemInfo, transforms: Any, *, key: str, trusted: bool, planner: LoadPlanner
+) -> bytes:
+    """Return the bytes of an item for the planner.
+
+    The planner's `torch.load` is unrestricted, so unless trusted the item is parsed safely and its pickle written anew.
+
+    Raises:
+        UnsafeDataError: the pickle names something outside the allow-list; nothing was run. Or the item becomes
+            absurdly large when its transforms are undone.
+    """
+    data = undone_bytes(view, info, transforms, key=key, trusted=trusted)
+    if trusted:
+        return data
+    try:
+        return rewritten(read_item(data))
+    except RefusedError as error:
+        raise UnsafeDataError(f"This item names {error}", key=key) from None
+    except UnreadableError:
+        # A planner with its own way to read bytes may get bytes that are no pickle. The planners of torch and of
+        # bucketpoint unpickle all they get, and Python may find a pickle where our reader finds none: so refuse.
+        if not _unpickles(planner) and not may_be_archive(data):
+            return data
+        raise UnsafeDataError("This item is not in torch.save's format", key=key) from None
+
+
+def _unpickles(planner: LoadPlanner) -> bool:
+    return type(planner).load_bytes.__module__.partition(".")[0] in ("torch", "bucketpoint")
+
+
+def undone_bytes(view: memoryview, info: ItemInfo, transforms: Any, *, key: str, trusted: bool) -> bytes:
+    """Return the bytes of an item without its transforms. Raises UnsafeDataError if it becomes absurdly large."""
+    if not info.transform_descriptors:
+        return bytes(view)
+    most = None if trusted else _most_bytes(info)
+    undone = undo_transforms(view, info, transforms, key=key, most=most)
+    if undone is None:
+        raise UnsafeDataError(
+            f"This item has {info.length} bytes, and becomes more than {most} when its transforms are undone", key=key
+        )
+    return bytes(undone)
+
+
+def undo_transforms(
+    view: memoryview, info: ItemInfo, transforms: Any, *, key: str, most: int | None
+) -> bytearray | None:
+    """Undo the transforms that an item's descriptors name. The result never grows beyond `most` bytes plus one piece.
+
+    Args:
+        most: the largest result that is accepted; None for no bound.
+
+    Returns:
+        The bytes; None if there are more than `most`.
+
+    Raises:
+        BucketpointError: a transform is not registered here.
+        MetadataError: a transform cannot be undone.
+    """
+    try:
+        extensions = transforms.from_descriptor_list(list(info.transform_descriptors or ()))
+    except ValueError as error:
+        raise BucketpointError(
+            f"This item was transformed when it was saved, and the transform is not known here: {error}",
+            key=key,
+            remedy="Install it (zstandard for stream.zstd) or pass _extension_registry=",
+        ) from None
+    stream: Any = io.BytesIO(view)
+    data = bytearray()
+    try:
+        for extension in extensions:
+            stream = extension.transform_from(stream)
+        while piece := stream.read(_PIECE_BYTES):
+            data += piece
+            if most is not None and len(data) > most:
+                return None
+    except BucketpointError:
+        raise
+    except Exception as error:  # noqa: BLE001 (each transform has exceptions of its own; none may escape unnamed)
+        raise MetadataError(
+            f"The transforms of this item cannot be undone: {type(error).__name__}: {error}"[:400], key=key
+        ) from None
+    return data
+
+
+def _most_bytes(info: ItemInfo) -> int:
+    return max(FREE_BYTES, MOST_GROWTH * info.length)

@@ -1,0 +1,1 @@
+"""Planners: which rank saves which item, and which saved chunks a state is loaded from."""

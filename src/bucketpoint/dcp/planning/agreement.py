@@ -1,0 +1,268 @@
+"""Check that the ranks of a save agree on all that they must have in common; the error names the ranks that differ.
+
+A rank sends its statement with its plan, so that ranks which differ raise before any data is sent. It sends the
+statement again with its results: cached plans are not sent, and DCP's planner drops what is added to a plan.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+import time
+import zlib
+from array import array
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+from urllib.parse import urlsplit
+
+from torch.distributed.checkpoint import Metadata, SavePlan, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem
+
+from bucketpoint.dcp.planning.columnar.assignments import LazyItems
+from bucketpoint.errors import RanksDisagreeError
+from bucketpoint.stores import LocalStore, Store
+from bucketpoint.stores.redact import clean
+
+_FIXED = struct.Struct("<8s4sI")
+_END_CHARS = 32
+_HOST_CHARS = 24
+_NAMED_AT_MOST = 6
+
+_NO_TENSOR = 0
+
+
+@dataclass(frozen=True)
+class Statement:
+    """One rank's view of the save: destination, options and number of ranks.
+
+    Attributes:
+        place: digest of the store, with its endpoint, and of the key prefix in it.
+        options: digest of the options that shape the objects.
+        world: number of ranks in the job.
+        end: the last characters of the URL, and the endpoint if it is not the service's own; for messages.
+        made: time of this process's monotonic clock at which the statement was made or received here.
+    """
+
+    place: bytes
+    options: bytes
+    world: int
+    end: str
+    made: float = field(default_factory=time.monotonic, compare=False)
+
+    def packed(self) -> bytes:
+        """Return the bytes in which the statement is sent to the coordinator."""
+        return _FIXED.pack(self.place, self.options, self.world) + self.end.encode("utf-8", "replace")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return crossed, (self.packed(),)
+
+
+def crossed(packed: bytes) -> Statement:
+    """Decode a statement that another rank has sent."""
+    end = packed[_FIXED.size :].decode("utf-8", "replace")
+    place, options, world = _FIXED.unpack_from(packed)
+    return Statement(place, options, world, end)
+
+
+def make_statement(store: Store, prefix: str, url: str, *, options: object, world: int) -> Statement:
+    """Make the statement of this rank.
+
+    Args:
+        options: any value whose `repr` is the same on all ranks if the options are.
+    """
+    # Not the identity of a local folder: it is that of the inode, which exists only once something is written there.
+    identity = store.url if isinstance(store, LocalStore) else store.identity
+    # For a local folder the absolute URL: the same relative path may lead to different places.
+    shown = clean(store.url if isinstance(store, LocalStore) else url)
+    end = shown if len(shown) <= _END_CHARS else f"…{shown[-_END_CHARS:]}"
+    if identity != store.url:
+        end = f"{end} at {urlsplit(identity).netloc[:_HOST_CHARS]}"
+    return Statement(_digest((identity, prefix), 8), _digest(options, 4), world, end)
+
+
+def _digest(value: object, size: int) -> bytes:
+    return hashlib.blake2b(repr(value).encode("utf-8", "surrogatepass"), digest_size=size).digest()
+
+
+def agree_on_plans(plans: Sequence[SavePlan], url: str | None, *, since: float) -> list[SavePlan]:
+    """Raise if the statements on the ranks' plans differ, or the tensors in them. Return the plans without statements.
+
+    Args:
+        since: when this save began. A planner that keeps plans also keeps the statements of earlier saves on them;
+            those are ignored.
+
+    Raises:
+        RanksDisagreeError: names the ranks, and what each stated.
+    """
+    said = [plan.storage_data for plan in plans]
+    agree([each if isinstance(each, Statement) and each.made >= since else None for each in said], url)
+    # Plans of our planner are skipped: it has compared the tensors itself, and reading its lazy items would make them.
+    agree_on_tensors([SavePlan([]) if issubclass(type(plan.items), LazyItems) else plan for plan in plans], url)
+    return [replace(plan, storage_data=None) if isinstance(plan.storage_data, Statement) else plan for plan in plans]
+
+
+def agree(statements: Sequence[Statement | None], url: str | None) -> None:
+    """Raise if the statements of the ranks differ. A rank without a statement (None) is skipped.
+
+    Raises:
+        RanksDisagreeError: names the ranks, and what each stated.
+    """
+    heard = {rank: each for rank, each in enumerate(statements) if each is not None}
+    places = {each.place for each in heard.values()}
+    if len(places) > 1:
+        alike = len({each.end for each in heard.values()}) < len(places)
+        where = {
+            rank: (each.place, f"{each.end!r} (digest {each.place.hex()})" if alike else repr(each.end))
+            for rank, each in heard.items()
+        }
+        _refuse(
+            f"The ranks save to different places: {_listed(where)}",
+            where,
+            url,
+            "Make the URL on one rank and broadcast it: a time or a random name is another one on each rank",
+        )
+    worlds = {rank: (each.world, f"{each.world} ranks") for rank, each in heard.items()}
+    _refuse_different("The ranks take the job for one of different sizes", worlds, url)
+    options = {rank: (each.options, f"options {each.options.hex()}") for rank, each in heard.items()}
+    _refuse_different(
+        "The writers of the ranks have different options (groups, target_object_bytes or _extensions)", options, url
+    )
+
+
+_Said = Mapping[int, tuple[Any, str]]
+"""Statement of each rank: a value to compare, and the words for it."""
+
+
+def _refuse_different(message: str, said: _Said, url: str | None) -> None:
+    if len({key for key, _ in said.values()}) > 1:
+        _refuse(f"{message}: {_listed(said)}", said, url, "Make the writer with the same arguments on all ranks")
+
+
+def _refuse(message: str, said: _Said, url: str | None, remedy: str, key: str | None = None) -> None:
+    others = [rank for ranks, _ in _groups(said)[1:] for rank in ranks]
+    raise RanksDisagreeError(message, url=url, key=key, rank=min(others, default=None), remedy=remedy)
+
+
+def _groups(said: _Said) -> list[tuple[list[int], str]]:
+    """Group the ranks that stated the same, the largest group first."""
+    groups: dict[Any, tuple[list[int], str]] = {}
+    for rank, (key, words) in sorted(said.items()):
+        groups.setdefault(key, ([], words))[0].append(rank)
+    return sorted(groups.values(), key=lambda group: -len(group[0]))
+
+
+def _listed(said: _Said) -> str:
+    groups = [f"{_ranks(ranks)}: {words}" for ranks, words in _groups(said)]
+    more = [f"{len(groups) - _NAMED_AT_MOST} others"] if len(groups) > _NAMED_AT_MOST else []
+    return "; ".join(groups[:_NAMED_AT_MOST] + more)
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    named = ", ".join(map(str, ranks[:_NAMED_AT_MOST]))
+    more = f" and {len(ranks) - _NAMED_AT_MOST} more" if len(ranks) > _NAMED_AT_MOST else ""
+    return f"rank{'s' * (len(ranks) > 1)} {named}{more}"
+
+
+# -- tensors ----------------------------------------------------------------------------------------------------------
+
+
+def agree_on_tensors(plans: Sequence[SavePlan], url: str | None = None) -> None:
+    """Raise if ranks describe one tensor, or one chunk of it, differently: the bytes of one rank would be misread.
+
+    Raises:
+        RanksDisagreeError: names the tensor, the ranks, and what each holds.
+    """
+    tensors: dict[str, Any] = {}
+    chunks: dict[MetadataIndex, Any] = {}
+    for plan in plans:
+        for item in plan.items:
+            whole, chunk = _description(item.tensor_data)
+            if tensors.setdefault(item.index.fqn, whole) != whole or chunks.setdefault(item.index, chunk) != chunk:
+                _refuse_tensor(plans, item, url)
+
+
+def _description(data: TensorWriteData | None) -> tuple[Any, Any]:
+    if data is None:
+        return None, None
+    return (data.properties.dtype, data.properties.layout, data.size), data.chunk.sizes
+
+
+def _refuse_tensor(plans: Sequence[SavePlan], item: WriteItem, url: str | None) -> None:
+    """Raise the error for a tensor on which ranks differ.
+
+    It lists what each rank holds of the tensor; if only the size of one chunk differs, what each holds of that chunk.
+    """
+    name = item.index.fqn
+    held = {
+        rank: [each for each in plan.items if each.index.fqn == name] for rank, plan in enumerate(plans) if plan.items
+    }
+    if len({_description(each.tensor_data)[0] for items in held.values() for each in items}) == 1:
+        held = {rank: [each for each in items if each.index == item.index] for rank, items in held.items()}
+    said = {rank: (words, words) for rank, items in held.items() if items for words in [_in_words(items)]}
+    _refuse(
+        f"The ranks hold different tensors under one name: {_listed(said)}",
+        said,
+        url,
+        "Give the tensor one dtype and one shape on all ranks, or each rank's its own name",
+        key=name,
+    )
+
+
+def _in_words(items: Iterable[WriteItem]) -> str:
+    words = []
+    for data in [item.tensor_data for item in items]:
+        if data is None:
+            words.append("an object")
+            continue
+        (dtype, layout, size), chunk = _description(data)
+        strided = "" if str(layout) == "torch.strided" else f" {layout}"
+        part = "" if chunk == size else f", of it {list(chunk)} at {list(data.chunk.offsets)}"
+        words.append(f"{dtype}{strided} {list(size)}{part}".replace("torch.", ""))
+    return " and ".join(dict.fromkeys(words))
+
+
+def descriptions(items: Iterable[WriteItem]) -> bytes:
+    """Return 4 bytes for each item: a checksum of dtype and shapes as the rank that writes the item sees them."""
+    return array("I", [_checksum(item.tensor_data) for item in items]).tobytes()
+
+
+def _checksum(data: TensorWriteData | None) -> int:
+    if data is None:
+        return _NO_TENSOR
+    return _checksum_of(data.properties.dtype, data.size, data.chunk.sizes)
+
+
+def _checksum_of(dtype: object, size: Iterable[int], chunk: Iterable[int]) -> int:
+    return zlib.crc32(f"{dtype}{tuple(size)}{tuple(chunk)}".encode())
+
+
+def agree_on_results(results: Sequence[Any], metadata: Metadata, url: str | None) -> None:
+    """Raise if the ranks' results belong to different saves, or describe an item differently from the metadata.
+
+    Raises:
+        RanksDisagreeError: names the ranks, and what each stated.
+    """
+    agree([getattr(each, "statement", None) for each in results], url)
+    told = {rank: array("I", each.descriptions) for rank, each in enumerate(results) if hasattr(each, "descriptions")}
+    if not any(told.values()):
+        return
+    planned: dict[MetadataIndex, int] = {}
+    for name, entry in metadata.state_dict_metadata.items():
+        if not isinstance(entry, TensorStorageMetadata):
+            planned[MetadataIndex(name)] = _NO_TENSOR
+            continue
+        for chunk in entry.chunks:
+            planned[MetadataIndex(name, chunk.offsets)] = _checksum_of(entry.properties.dtype, entry.size, chunk.sizes)
+    for rank, checksums in told.items():
+        for result, checksum in zip(results[rank], checksums, strict=True):
+            # Items that the metadata does not name are never read, so they are not checked.
+            if planned.get(result.index, checksum) != checksum:
+                raise RanksDisagreeError(
+                    "A rank wrote another dtype or shape than the coordinator planned, so nothing was committed",
+                    url=url,
+                    key=result.index.fqn,
+                    rank=rank,
+                    remedy="Use a planner that keeps plans in one process group only, for the same saves on all ranks",
+                )

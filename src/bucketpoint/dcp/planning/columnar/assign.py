@@ -1,0 +1,402 @@
+"""Assignment of items to ranks over columns, without an object for each item.
+
+Does the work of `balance.py`, DCP's global plan and DCP's validation. The result is the same to the last item and hint.
+Irregular items are not assigned here (chunks on which ranks disagree, chunks that do not fit, or chunks that several
+items of one rank hold): the caller then works on the items themselves.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from math import prod
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from bucketpoint.dcp.planning.balance import BYTES_OF_AN_OBJECT, assign, row_borders, slice_nbytes
+from bucketpoint.dcp.planning.columnar.encoding import BYTE_IO, SHARD, PackedItems, Table, compress
+from bucketpoint.format.columns import IndexColumns
+from bucketpoint.format.metadata.facts import without_gc
+from bucketpoint.format.tensor_bytes import tensor_bytes
+
+_MAX_DIMS = 8
+_MAX_KEY = 1 << 62
+_WHOLE = -1
+"""Stands for the first row of an entry that is not cut: the chunk as the rank holds it."""
+
+_KEPT_COLUMNS = 4
+
+
+class _IrregularError(Exception):
+    """Raised for items that cannot be assigned over columns."""
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """The items that all ranks write, ordered by rank, and their metadata.
+
+    Attributes:
+        kept: int64, (entries, 4): position among the rank's own items, hint or -1, first row or -1, rows.
+        nbytes: int64, payload bytes of each entry; -1 for an entry that is not a tensor.
+        index: index columns of all entries, by rank.
+    """
+
+    kept: torch.Tensor
+    nbytes: torch.Tensor
+    metadata: Metadata
+    index: IndexColumns
+    doubtful: tuple[str, ...]
+    """Tensors whose chunks may overlap; all other checks of them have passed."""
+
+    def count(self, rank: int) -> int:
+        return self.index.borders[rank + 1] - self.index.borders[rank]
+
+    def answer(self, rank: int) -> bytes:
+        """Encode the assignment of a rank: its part of `kept`, column by column, compressed."""
+        mine = self.kept[self.index.borders[rank] : self.index.borders[rank + 1]].t().contiguous()
+        return compress(tensor_bytes(mine))
+
+
+def decode_assignment(answer: bytes) -> list[tuple[int, int, int, int]]:
+    """Decode the entries of an encoded assignment."""
+    data = bytearray(zlib.decompress(answer))
+    if not data:
+        return []
+    columns = torch.frombuffer(data, dtype=torch.int64).view(_KEPT_COLUMNS, -1)
+    return list(zip(*columns.tolist(), strict=True))
+
+
+def assign_items(
+    asked: Sequence[PackedItems], tables: Mapping[bytes, Table], nodes: Sequence[object]
+) -> Assignment | None:
+    """Assign the items of all ranks; return None if they are not regular.
+
+    Args:
+        asked: items of each rank.
+        tables: unpacked tables, by the bytes in which they were sent.
+        nodes: as in `balanced`.
+    """
+    try:
+        # A training script may have set another default device; planning runs on the CPU.
+        with without_gc(), torch.device("cpu"):
+            return _deal(_held(asked, tables), len(asked), nodes)
+    except _IrregularError:
+        return None
+
+
+def _require(condition: Any) -> None:
+    if not condition:
+        raise _IrregularError
+
+
+_Kind = tuple[int, torch.Size, Any, Any]
+"""Kind of a name: TENSOR, SHARD or BYTE_IO; then size, dtype and layout of the whole tensor."""
+
+
+class _Names:
+    """The tensors and byte items that ranks name, numbered in order of appearance.
+
+    Attributes:
+        numbers: number of each name.
+        kinds: number of each distinct kind.
+        kind_of: number of the kind, by number of the name.
+        properties: properties in all tables, one table after the other.
+    """
+
+    def __init__(self) -> None:
+        self.numbers: dict[str, int] = {}
+        self.kinds: dict[_Kind, int] = {}
+        self.kind_of: list[int] = []
+        self.properties: list[TensorProperties] = []
+
+    def add(self, table: Table) -> tuple[list[int], list[int]]:
+        """Return for each item of a table the number of the name, and the item's place in `properties` (or -1)."""
+        first = len(self.properties)
+        self.properties += [properties for properties, _ in table.descriptions]
+        facts: list[tuple[torch.Size, Any, Any]] = [
+            (size, properties.dtype, properties.layout) for properties, size in table.descriptions
+        ]
+        facts.append((torch.Size(), None, None))
+        of_pair: dict[tuple[int, int], int] = {}
+        numbers = []
+        for name, pair in zip(table.names, zip(table.kinds, table.described, strict=True), strict=True):
+            kind = of_pair.get(pair)
+            if kind is None:
+                kind = of_pair[pair] = self.kinds.setdefault((pair[0], *facts[pair[1]]), len(self.kinds))
+            number = self.numbers.setdefault(name, len(self.numbers))
+            if number == len(self.kind_of):
+                self.kind_of.append(kind)
+            elif self.kind_of[number] != kind:
+                raise _IrregularError
+            numbers.append(number)
+        return numbers, [first + described if described >= 0 else -1 for described in table.described]
+
+    def per_name(self, values: Sequence[Any]) -> torch.Tensor:
+        """Expand values by kind to values by name."""
+        return torch.tensor(values)[torch.tensor(self.kind_of)]
+
+
+@dataclass(frozen=True)
+class _NameTable:
+    """Facts about each name, by number. Shapes are padded with 1 for dimensions that a tensor does not have."""
+
+    texts: list[str]
+    properties: list[TensorProperties]
+    """Properties in all tables, not by name."""
+
+    sizes: list[torch.Size]
+    dims: torch.Tensor
+    shapes: torch.Tensor
+    is_bytes: torch.Tensor
+    is_sharded: torch.Tensor
+    itemsizes: torch.Tensor
+    strides: torch.Tensor
+    """Increase of an item's key for each step of the item's offset, by dimension."""
+
+
+@dataclass(frozen=True)
+class _Held:
+    """All items of all ranks, one after the other.
+
+    A dimension that an item does not have is padded: offset 0, size 1, in a shape of 1.
+    """
+
+    names: _NameTable
+    rank: torch.Tensor
+    position: torch.Tensor
+    number: torch.Tensor
+    properties: torch.Tensor
+    offsets: torch.Tensor
+    sizes: torch.Tensor
+    keys: torch.Tensor
+    """Key of each item: one number for each pair of name and offset, in ascending order of the offsets."""
+
+
+def _held(asked: Sequence[PackedItems], tables: Mapping[bytes, Table]) -> _Held:
+    names = _Names()
+    added = {blob: tuple(map(torch.tensor, names.add(table))) for blob, table in tables.items()}
+    _require(names.numbers)
+    shapes = [size for _, size, *_ in names.kinds]
+    most = max(1, *map(len, shapes))
+    _require(most <= _MAX_DIMS)
+    extents = [[at + 1 for at in shape] for shape in shapes]
+    keys = list(map(prod, extents))
+    _require(sum(keys[kind] for kind in names.kind_of) < _MAX_KEY)
+    strides = [[prod(each[at + 1 :]) if at < len(each) else 0 for at in range(most)] for each in extents]
+    named = _NameTable(
+        texts=list(names.numbers),
+        properties=names.properties,
+        sizes=[shapes[kind] for kind in names.kind_of],
+        dims=names.per_name(list(map(len, shapes))),
+        shapes=names.per_name([[*shape, *[1] * (most - len(shape))] for shape in shapes]),
+        is_bytes=names.per_name([kind == BYTE_IO for kind, *_ in names.kinds]),
+        is_sharded=names.per_name([kind == SHARD for kind, *_ in names.kinds]),
+        itemsizes=names.per_name(
+            [BYTES_OF_AN_OBJECT if dtype is None else dtype.itemsize for _, _, dtype, _ in names.kinds]
+        ),
+        strides=names.per_name(strides),
+    )
+    spans = names.per_name(keys)
+    bases = spans.cumsum(0) - spans
+    joined: dict[tuple[bytes, ...], tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}
+    numbers, properties, places = [], [], []
+    empty = torch.empty(0, dtype=torch.int64)
+    for packed in asked:
+        found = joined.get(packed.tables)
+        if found is None:
+            number, described = (torch.cat([empty, *[added[blob][at] for blob in packed.tables]]) for at in range(2))
+            has = torch.arange(most).unsqueeze(0) < named.dims[number].unsqueeze(1)
+            found = joined[packed.tables] = (number, described, has.view(-1).nonzero().view(-1))
+        numbers.append(found[0])
+        properties.append(found[1])
+        places.append(found[2])
+    counts = torch.tensor([len(each) for each in numbers])
+    total = int(counts.sum())
+    offsets, sizes = torch.zeros(total * most, dtype=torch.int64), torch.ones(total * most, dtype=torch.int64)
+    at = 0
+    for packed, place, mine in zip(asked, places, numbers, strict=True):
+        for column, blob in ((offsets, packed.offsets), (sizes, packed.sizes)):
+            values = _column(blob)
+            _require(len(values) == len(place))
+            column[at : at + len(mine) * most][place] = values
+        at += len(mine) * most
+    number = torch.cat([empty, *numbers])
+    offsets, sizes = offsets.view(-1, most), sizes.view(-1, most)
+    whole = named.shapes[number]
+    _require(((offsets >= 0) & (sizes >= 0) & (offsets + sizes <= whole)).all())
+    _require((named.is_sharded[number] | ((offsets == 0) & (sizes == whole)).all(1)).all())
+    places_of = bases[number] + (offsets * named.strides[number]).sum(1)
+    rank = torch.repeat_interleave(torch.arange(len(asked)), counts)
+    position = torch.arange(total) - torch.repeat_interleave(counts.cumsum(0) - counts, counts)
+    return _Held(named, rank, position, number, torch.cat([empty, *properties]), offsets, sizes, places_of)
+
+
+def _column(blob: bytes) -> torch.Tensor:
+    data = bytearray(zlib.decompress(blob))
+    return torch.frombuffer(data, dtype=torch.int64) if data else torch.empty(0, dtype=torch.int64)
+
+
+def _deal(held: _Held, ranks: int, nodes: Sequence[object]) -> Assignment:
+    source, seen_first, first, rows, rank = _chosen(held, ranks, nodes)
+    names, number = held.names, held.number[source]
+    offsets, sizes, keys = held.offsets[source], held.sizes[source], held.keys[source]
+    cut = first != _WHOLE
+    offsets[cut, 0] += first[cut]
+    sizes[cut, 0] = rows[cut]
+    keys[cut] += first[cut] * names.strides[number[cut], 0]
+    # A hint is the number of a chunk among those of its tensor, in the order of assignment.
+    by_tensor = torch.sort(number, stable=True).indices
+    grouped = number[by_tensor]
+    begins = _starts(grouped)
+    lengths = _lengths(begins, len(grouped))
+    within = torch.arange(len(grouped)) - torch.repeat_interleave(begins, lengths)
+    hints = torch.empty_like(within)
+    hints[by_tensor] = within
+    is_bytes = names.is_bytes[number]
+    hints[is_bytes] = -1
+    nbytes = sizes.prod(1) * names.itemsizes[number]
+    nbytes[is_bytes] = -1
+    doubtful = _checked(held, number, keys, offsets, sizes, fill=ranks > 1)
+    borders = torch.searchsorted(rank, torch.arange(ranks + 1)).tolist()
+    # Tensors in the order in which their first chunk is assigned.
+    order = torch.sort(by_tensor[begins]).indices
+    firsts = by_tensor[begins][order]
+    spans = list(zip(begins[order].tolist(), lengths[order].tolist(), strict=True))
+    missing = torch.arange(offsets.shape[1]).unsqueeze(0) >= names.dims[number].unsqueeze(1)
+    shapes: dict[tuple[int, ...], torch.Size] = {}
+    places, extents = (_shared(values.masked_fill(missing, -1)[by_tensor], shapes) for values in (offsets, sizes))
+    described = held.properties[seen_first[firsts]].tolist()
+    texts = names.texts
+    state: dict[str, Any] = {}
+    for at, properties, (begin, length) in zip(number[firsts].tolist(), described, spans, strict=True):
+        if properties < 0:
+            state[texts[at]] = BytesStorageMetadata()
+            continue
+        chunks = list(map(_chunk, places[begin : begin + length], extents[begin : begin + length]))
+        state[texts[at]] = TensorStorageMetadata(names.properties[properties], names.sizes[at], chunks)
+    dealt: list[torch.Size | None] = [None] * len(number)
+    for entry, place in zip(by_tensor.tolist(), places, strict=True):
+        dealt[entry] = place
+    for entry in is_bytes.nonzero().view(-1).tolist():
+        dealt[entry] = None
+    index = IndexColumns([texts[at] for at in number.tolist()], dealt, hints.tolist(), tuple(borders))
+    kept = torch.stack([held.position[source], hints, first, rows], 1)
+    return Assignment(kept, nbytes, Metadata(state), index, tuple([texts[at] for at in doubtful]))
+
+
+def _chosen(held: _Held, ranks: int, nodes: Sequence[object]) -> tuple[torch.Tensor, ...]:
+    """Choose the rank of each item.
+
+    Returns:
+        Five columns, for the entries in the order of assignment: the chosen rank's item, the item of the first rank
+        that holds the same chunk, first row, number of rows, and chosen rank.
+    """
+    keys, order = torch.sort(held.keys, stable=True)
+    begins = _starts(keys)
+    counts = _lengths(begins, len(keys))
+    rank, sizes = held.rank[order], held.sizes[order]
+    again = keys[1:] == keys[:-1]
+    _require(not (again & (rank[1:] == rank[:-1])).any())
+    _require((~again | (sizes[1:] == sizes[:-1]).all(1)).all())
+    items = order[begins]
+    nbytes = held.sizes[items].prod(1) * held.names.itemsizes[held.number[items]]
+    alone = counts == 1
+    loads = torch.zeros(ranks, dtype=torch.int64).scatter_add_(0, held.rank[items[alone]], nbytes[alone]).tolist()
+    shared = (~alone).nonzero().view(-1)
+    shared = shared[torch.sort(items[shared]).indices]
+    slice_bytes = slice_nbytes(int(nbytes[shared].sum()), ranks)
+    # Items without dimensions have one row here by padding, and so are not cut.
+    rows = held.sizes[items[shared], 0].tolist()
+    owners = rank.tolist() if len(shared) else []
+    holders: dict[tuple[int, ...], tuple[int, ...]] = {}
+    pieces: list[tuple[int, tuple[int, ...]]] = []
+    cuts: list[tuple[int, int, int]] = []
+    spans = zip(begins[shared].tolist(), counts[shared].tolist(), nbytes[shared].tolist(), rows, strict=True)
+    for begin, count, size, height in spans:
+        holding = tuple(owners[begin : begin + count])
+        holding = holders.setdefault(holding, holding)
+        borders = row_borders(height, size, slice_bytes)
+        for top, bottom in pairwise(borders):
+            pieces.append((size // height * (bottom - top), holding))
+            cuts.append((begin, top, bottom - top))
+        if not borders:
+            pieces.append((size, holding))
+            cuts.append((begin, _WHOLE, height))
+    chosen = assign(pieces, loads, nodes)
+    at = {holding: {one: number for number, one in enumerate(holding)} for holding in holders}
+    found = [begin + at[holding][to] for (begin, _, _), (_, holding), to in zip(cuts, pieces, chosen, strict=True)]
+    own = torch.sort(items[alone]).values
+    begun, low, high = torch.tensor(cuts, dtype=torch.int64).view(-1, 3).unbind(1)
+    source = torch.cat([own, order[torch.tensor(found, dtype=torch.int64)]])
+    seen_first = torch.cat([own, order[begun]])
+    low, high = torch.cat([torch.full_like(own, _WHOLE), low]), torch.cat([held.sizes[own, 0], high])
+    to, dealt = torch.sort(torch.cat([held.rank[own], torch.tensor(chosen, dtype=torch.int64)]), stable=True)
+    return source[dealt], seen_first[dealt], low[dealt], high[dealt], to
+
+
+def _checked(
+    held: _Held, number: torch.Tensor, keys: torch.Tensor, offsets: torch.Tensor, sizes: torch.Tensor, *, fill: bool
+) -> list[int]:
+    """Return the numbers of the tensors whose chunks may overlap.
+
+    Chunks are sorted by offsets. No two chunks of a tensor overlap if for each pair of neighbours, in the first
+    dimension in which their offsets differ, they do not overlap, and in the dimensions before it their sizes are equal:
+    along that dimension all chunks lie one behind the other.
+    """
+    shapes = held.names.shapes
+    volumes = torch.zeros(len(shapes), dtype=torch.int64).scatter_add_(0, number, sizes.prod(1))
+    scalar = held.names.dims == 0
+    if fill:
+        _require((scalar | (volumes == shapes.prod(1))).all())
+    order = torch.sort(keys, stable=True).indices
+    number, offsets, sizes = number[order], offsets[order], sizes[order]
+    one, next_ = slice(None, -1), slice(1, None)
+    differs = offsets[one] != offsets[next_]
+    before = differs.long().cumsum(1) == 0
+    apart = differs & (differs.long().cumsum(1) == 1) & (offsets[one] + sizes[one] <= offsets[next_])
+    sound = apart.any(1) & (~before | (sizes[one] == sizes[next_])).all(1)
+    # Scalars are left out, as DCP does not check tensors without dimensions.
+    doubtful = (number[one] == number[next_]) & ~sound & ~scalar[number[one]]
+    return sorted(set(number[next_][doubtful].tolist()))
+
+
+def _starts(values: torch.Tensor) -> torch.Tensor:
+    """Return the positions at which runs of equal values begin."""
+    if not len(values):
+        return torch.empty(0, dtype=torch.int64)
+    changes = torch.ones(len(values), dtype=torch.bool)
+    torch.ne(values[1:], values[:-1], out=changes[1:])
+    return changes.nonzero().view(-1)
+
+
+def _lengths(begins: torch.Tensor, total: int) -> torch.Tensor:
+    return torch.diff(begins, append=torch.tensor([total]))
+
+
+def _shared(rows: torch.Tensor, seen: dict[tuple[int, ...], torch.Size]) -> list[torch.Size]:
+    """Return each row as a `torch.Size` without the negative numbers; equal rows share one object."""
+    found = []
+    for row in zip(*[column.tolist() for column in rows.unbind(1)], strict=True):
+        shape = seen.get(row)
+        if shape is None:
+            shape = seen[row] = torch.Size([value for value in row if value >= 0])
+        found.append(shape)
+    return found
+
+
+def _chunk(offsets: torch.Size, sizes: torch.Size) -> ChunkStorageMetadata:
+    made = object.__new__(ChunkStorageMetadata)
+    values = made.__dict__
+    values["offsets"] = offsets
+    values["sizes"] = sizes
+    return made

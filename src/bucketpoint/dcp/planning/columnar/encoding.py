@@ -1,0 +1,249 @@
+"""Wire format of the items that a rank holds, for the coordinator: columns with a few bytes for each item.
+
+Names, dtypes and shapes are the same on most ranks. They are encoded in tables, which the coordinator unpacks once
+however many ranks send the same bytes. Offsets and sizes of a rank's chunks are encoded separately.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import operator
+import pickle
+import zlib
+from array import array
+from collections import UserList
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from itertools import groupby
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
+TENSOR, SHARD, BYTE_IO = range(3)
+
+_KINDS = (WriteItemType.TENSOR, WriteItemType.SHARD, WriteItemType.BYTE_IO)
+_NUMBERS = {kind: number for number, kind in enumerate(_KINDS)}
+_LEVEL = 1
+_SECTIONS = 16
+_PROPERTIES = frozenset(one.name for one in fields(TensorProperties))
+
+
+@dataclass(frozen=True)
+class Table:
+    """The facts about some items that are the same on all ranks which send the same bytes.
+
+    Attributes:
+        names: name of each item.
+        kinds: kind of each item: TENSOR, SHARD or BYTE_IO.
+        hints: DCP's index hint of each item, or None.
+        described: for each item the number of its description, or -1 for bytes.
+        descriptions: properties and size of whole tensors.
+    """
+
+    names: tuple[str, ...]
+    kinds: bytes
+    hints: tuple[int | None, ...]
+    described: tuple[int, ...]
+    descriptions: tuple[tuple[TensorProperties, torch.Size], ...]
+
+
+@dataclass(frozen=True)
+class PackedItems:
+    """The items of one rank.
+
+    Attributes:
+        tables: pickled `Table`s of consecutive items, compressed.
+        offsets, sizes: offsets and sizes of the chunks of all tensors, dimension by dimension: int64, compressed.
+    """
+
+    tables: tuple[bytes, ...]
+    offsets: bytes
+    sizes: bytes
+
+    @property
+    def digest(self) -> bytes:
+        """16 bytes that identify these items."""
+        return content_digest(*self.tables, self.offsets, self.sizes)
+
+    def items(self) -> list[WriteItem]:
+        """Decode the items."""
+        offsets, sizes = iter(int64s(self.offsets)), iter(int64s(self.sizes))
+        items = []
+        for table in map(unpack_table, self.tables):
+            for name, kind, hint, number in zip(table.names, table.kinds, table.hints, table.described, strict=True):
+                if number < 0:
+                    items.append(WriteItem(MetadataIndex(name, None, hint), _KINDS[kind]))
+                    continue
+                properties, whole = table.descriptions[number]
+                offset, size = (torch.Size([next(each) for _ in whole]) for each in (offsets, sizes))
+                data = TensorWriteData(ChunkStorageMetadata(offset, size), properties, whole)
+                items.append(WriteItem(MetadataIndex(name, offset, hint), _KINDS[kind], tensor_data=data))
+        return items
+
+
+def content_digest(*parts: bytes) -> bytes:
+    """Return 16 bytes that identify the parts, and the borders between them."""
+    said = hashlib.blake2b(digest_size=16)
+    for part in parts:
+        said.update(len(part).to_bytes(8, "little") + part)
+    return said.digest()
+
+
+def pack_items(items: Sequence[WriteItem]) -> PackedItems | None:
+    """Encode items as columns; return None if columns cannot hold some item."""
+    offsets, sizes = array("q"), array("q")
+    if not all(map(_is_plain, items)):
+        return None
+    for item in items:
+        if item.tensor_data is not None:
+            offsets.extend(item.tensor_data.chunk.offsets)
+            sizes.extend(item.tensor_data.chunk.sizes)
+    # One table for each top-level name: items that only one rank has are under a name of their own, so that the tables
+    # of all other names stay the same on all ranks.
+    sections = [list(group) for _, group in groupby(items, key=lambda item: item.index.fqn.partition(".")[0])]
+    if len(sections) > _SECTIONS:
+        sections = [list(items)]
+    try:
+        tables = tuple([_pack_table(section) for section in sections])
+    except TypeError:
+        return None
+    return PackedItems(tables, compress(offsets), compress(sizes))
+
+
+def _is_plain(item: WriteItem) -> bool:
+    index, data = item.index, item.tensor_data
+    if type(item) is not WriteItem or type(index) is not MetadataIndex or type(index.fqn) is not str:
+        return False
+    if item.type == WriteItemType.BYTE_IO:
+        return data is None and item.bytes_io_data is None and index.offset is None
+    if type(data) is not TensorWriteData or item.bytes_io_data is not None or type(data.size) is not torch.Size:
+        return False
+    chunk, properties = data.chunk, data.properties
+    return (
+        type(chunk) is ChunkStorageMetadata
+        and type(properties) is TensorProperties
+        and vars(properties).keys() == _PROPERTIES
+        and type(chunk.offsets) is type(chunk.sizes) is type(index.offset) is torch.Size
+        and index.offset == chunk.offsets
+        and len(chunk.offsets) == len(chunk.sizes) == len(data.size)
+    )
+
+
+def _pack_table(items: Sequence[WriteItem]) -> bytes:
+    numbers: dict[Any, int] = {}
+    descriptions: list[tuple[TensorProperties, torch.Size]] = []
+    described = []
+    for item in items:
+        data = item.tensor_data
+        if data is None:
+            described.append(-1)
+            continue
+        key = (tuple(vars(data.properties).items()), data.size)
+        if key not in numbers:
+            numbers[key] = len(descriptions)
+            descriptions.append((data.properties, data.size))
+        described.append(numbers[key])
+    names = tuple([item.index.fqn for item in items])
+    hints = tuple([item.index.index for item in items])
+    kinds = bytes([_NUMBERS[item.type] for item in items])
+    return _same_bytes((names, kinds, hints, tuple(described), tuple(descriptions)))
+
+
+def _same_bytes(value: Any) -> bytes:
+    # In fast mode the pickler does not refer back to objects that it has seen. So equal values give equal bytes, no
+    # matter which of their parts are the same object.
+    stream = io.BytesIO()
+    pickler = pickle.Pickler(stream)
+    pickler.fast = True
+    pickler.dump(value)
+    return compress(stream.getvalue())
+
+
+def pack_mappings(mappings: Mapping[str, Any]) -> tuple[bytes, ...]:
+    """Encode DCP's mappings from flattened names to paths, in parts that are the same on most ranks."""
+    # One part for each first element of the path, as for items.
+    sections = [list(group) for _, group in groupby(mappings.items(), key=lambda pair: str(pair[1][:1]))]
+    if len(sections) > _SECTIONS:
+        sections = [list(mappings.items())]
+    return tuple([_same_bytes(section) for section in sections])
+
+
+def merged_mappings(packed: Sequence[tuple[bytes, ...]]) -> dict[str, Any]:
+    """Merge the mappings of all ranks; where ranks differ, the first rank counts. As `dict(ChainMap(*mappings))`."""
+    sections: dict[bytes, dict[str, Any]] = {}
+    whole: dict[str, Any] = {}
+    before = None
+    for blobs in reversed(packed):
+        if blobs == before:
+            continue
+        before = blobs
+        for blob in blobs:
+            if blob not in sections:
+                sections[blob] = dict(pickle.loads(zlib.decompress(blob)))
+            whole.update(sections[blob])
+    return whole
+
+
+def unpack_table(blob: bytes) -> Table:
+    """Decode a table that a rank sent."""
+    return Table(*pickle.loads(zlib.decompress(blob)))
+
+
+def compress(values: Any) -> bytes:
+    """Compress bytes, or the numbers of an `array`, at little cost."""
+    return zlib.compress(values, _LEVEL)
+
+
+def int64s(blob: bytes) -> array[int]:
+    """Decode the numbers of a compressed `array`."""
+    return array("q", zlib.decompress(blob))
+
+
+class LocalItems(list[WriteItem]):
+    """A rank's items: an ordinary list with a small pickle."""
+
+    def __init__(self, items: Sequence[WriteItem]) -> None:
+        super().__init__(items)
+        self._packed = pack_items(items)
+        self._packed_from = tuple(items)
+
+    def packed(self) -> PackedItems | None:
+        """Return the columns; None if the items cannot be columns, or if the list has been altered since."""
+        return self._packed if unaltered(self, self._packed_from) else None
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        packed = self.packed()
+        return (list, (list(self),)) if packed is None else (AskedItems, (packed,))
+
+
+class AskedItems(UserList[WriteItem]):
+    """A rank's items on the coordinator: a list whose items are made on first access."""
+
+    def __init__(self, packed: PackedItems) -> None:
+        self._columns: PackedItems | None = packed
+
+    def packed(self) -> PackedItems | None:
+        """Return the columns; None if the list was accessed, as it may have been altered since."""
+        return self._columns
+
+    def __getattr__(self, name: str) -> Any:
+        columns = self.__dict__.get("_columns")
+        if name != "data" or columns is None:
+            raise AttributeError(name)
+        self.data = columns.items()
+        self._columns = None
+        return self.data
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        return list, (list(self),)
+
+    def __copy__(self) -> Any:
+        return list(self)
+
+
+def unaltered(items: Sequence[Any], before: Sequence[Any]) -> bool:
+    """Return True if a list still holds the same objects."""
+    return len(items) == len(before) and all(map(operator.is_, items, before))

@@ -1,0 +1,92 @@
+"""`KeysPlanner`: load planner that makes the state itself, from the keys of the checkpoint."""
+
+from __future__ import annotations
+
+import fnmatch
+import io
+import re
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
+
+from bucketpoint.dcp.planning.load_planner import LoadPlanner, url_of
+from bucketpoint.dcp.planning.nested_state import nested
+from bucketpoint.errors import MismatchError
+
+_WILD = re.compile(r"[*?\[]")
+
+
+class KeysPlanner(LoadPlanner):
+    """Load planner that makes a state for the requested keys of a checkpoint, and loads into it.
+
+    Args:
+        keys: `fnmatch` patterns on the flat names of the checkpoint, such as `"model.*"`; a pattern without wildcards
+            also matches every name below it. None for all keys.
+        device: device of the tensors.
+    """
+
+    def __init__(self, keys: str | Iterable[str] | None = None, device: Any = "cpu") -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self._patterns = None if keys is None else [keys] if isinstance(keys, str) else list(keys)
+        self._device = torch.device(device)
+
+    def set_up_planner(
+        self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
+    ) -> None:
+        """Fill the state, which must be empty, with tensors to load into."""
+        assert metadata is not None
+        for fqn in self._wanted_names(metadata):
+            entry = metadata.state_dict_metadata[fqn]
+            state_dict[fqn] = self._empty(fqn, entry) if isinstance(entry, TensorStorageMetadata) else None
+        super().set_up_planner(state_dict, metadata, is_coordinator)
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        """Put an object into the state. Tensors in it go to `device`, whatever device they were saved from."""
+        self.state_dict[read_item.dest_index.fqn] = torch.load(value, map_location=self._device, weights_only=False)
+        self._note(read_item)
+
+    def loaded(self) -> dict[Any, Any]:
+        """Return the nested state, once the load is complete."""
+        assert self.metadata is not None
+        return nested(self.state_dict, self.metadata, url=url_of(self.metadata))
+
+    def _compare(self, plans: list[LoadPlan]) -> None:
+        """Do nothing: keys that the caller left out are no mistake to report."""
+
+    def _wanted_names(self, metadata: Metadata) -> list[str]:
+        names = list(metadata.state_dict_metadata)
+        if self._patterns is None:
+            return names
+        wanted: set[str] = set()
+        for pattern in self._patterns:
+            fits = _matcher(pattern)
+            matching = [name for name in names if fits(name)]
+            if not matching:
+                there = ", ".join(dict.fromkeys(name.split(".")[0] for name in names[: 1 << 16]))
+                raise MismatchError(
+                    f"The checkpoint has no key that fits {pattern!r}",
+                    url=url_of(metadata),
+                    remedy=f"Its keys begin with: {there[:200]}; `bucketpoint show URL` lists them",
+                )
+            wanted.update(matching)
+        return [name for name in names if name in wanted]
+
+    def _empty(self, fqn: str, entry: TensorStorageMetadata) -> torch.Tensor:
+        properties = entry.properties
+        try:
+            return torch.empty(entry.size, dtype=properties.dtype, layout=properties.layout, device=self._device)
+        except (RuntimeError, TypeError) as error:
+            raise MismatchError(
+                f"No {properties.dtype} tensor of {list(entry.size)} can be made on {self._device}: {error}",
+                key=fqn,
+                remedy="Leave it out with keys=, or load into a state of your own",
+            ) from error
+
+
+def _matcher(pattern: str) -> Callable[[str], Any]:
+    if _WILD.search(pattern):
+        return re.compile(fnmatch.translate(pattern)).match
+    return lambda name: name == pattern or name.startswith(pattern + ".")

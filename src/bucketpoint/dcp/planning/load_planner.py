@@ -1,0 +1,389 @@
+"""`LoadPlanner`: DCP's default load planner, extended to report all misfits at once and to track what has arrived."""
+
+from __future__ import annotations
+
+import io
+import math
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint import DefaultLoadPlanner, Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
+from torch.distributed.checkpoint.planner_helpers import _create_chunk_list, _create_read_items
+from torch.distributed.tensor import DTensor
+
+from bucketpoint.dcp.planning.chunk_overlaps import WantedChunks, read_items
+from bucketpoint.dcp.planning.local_chunks import LocalChunks, chunks_in, is_partial
+from bucketpoint.dcp.planning.nested_state import put
+from bucketpoint.dcp.planning.rank_state import rank_state_name, saved_ranks
+from bucketpoint.dcp.planning.unused_keys import Comparison
+from bucketpoint.errors import BucketpointError, MismatchError
+from bucketpoint.format.index.view import Chunks
+
+_NAMED_AT_MOST = 20
+
+
+class LoadPlanner(DefaultLoadPlanner):
+    """DCP's load planner that reports every misfit before anything is read, and tracks what has arrived.
+
+    DCP's `DefaultLoadPlanner` differs in three ways. It stops at the first key or shape that does not fit, and names
+    neither the checkpoint nor a remedy. It leaves elements unchanged that no saved chunk covers. It replaces every
+    object in the state but tensors, numbers, strings and bytes by None, for good if the checkpoint lacks the key.
+
+    A plain tensor may hold several chunks of a larger one, given by the attributes of torch 2.15's
+    `CheckpointableTensor` (`global_shape`, `global_offsets`, `local_offsets`, `local_sizes`), on every torch.
+
+    One log line counts the keys of the checkpoint that no rank asks for, and the keys that the checkpoint lacks.
+
+    Args:
+        flatten_state_dict, flatten_sharded_tensors: as in `DefaultLoadPlanner`.
+        allow_partial_load: skip keys that the checkpoint lacks; their values stay as they were.
+        strict: refuse checkpoints with keys that no rank asks for.
+
+    Attributes:
+        pending: amount that was planned and has yet to arrive, by key: elements of a tensor, items of anything else.
+            Empty once the load is complete.
+        skipped: keys of the state that the checkpoint lacks, with `allow_partial_load`.
+    """
+
+    def __init__(
+        self,
+        flatten_state_dict: bool = True,
+        flatten_sharded_tensors: bool = True,
+        allow_partial_load: bool = False,
+        *,
+        strict: bool = False,
+    ) -> None:
+        super().__init__(flatten_state_dict, flatten_sharded_tensors, allow_partial_load)
+        self.strict = strict
+        self.pending: Counter[str] = Counter()
+        self.skipped: tuple[str, ...] = ()
+
+    def set_up_planner(
+        self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
+    ) -> None:
+        """Take the state to load into, on all ranks.
+
+        In a process group, tensors on the meta device are given memory, on the device of the group.
+
+        Raises:
+            MismatchError: there are tensors on the meta device and no process group.
+        """
+        if not (dist.is_available() and dist.is_initialized()):
+            _refuse_meta(state_dict, metadata)
+        self.pending = Counter()
+        self.skipped = ()
+        before = _containers(state_dict)
+        super().set_up_planner(state_dict, metadata, is_coordinator)
+        _put_back(state_dict, before)
+
+    def create_local_plan(self) -> LoadPlan:
+        """Plan this rank's reads.
+
+        Raises:
+            MismatchError: names all misfits: keys that the checkpoint lacks; tensors that have another shape there, or
+                of which it has only a part; tensors whose placement or chunks cannot be loaded into.
+        """
+        assert self.metadata is not None
+        plan, refusal = None, None
+        state = self.state_dict
+        with self._chunks_told():
+            wanted = self._wanted()
+            items = read_items(list(wanted.values()))
+            tensors = {fqn: state[fqn] for fqn in wanted}
+            state.update(wanted)
+            try:
+                plan = super().create_local_plan()
+            except (RuntimeError, ValueError) as error:
+                refusal = error
+            finally:
+                state.update(tensors)
+            if plan is not None and self.state_dict is state:
+                plan = _joined(plan, items, state)
+            misfits = list(self._misfits(plan, items))
+        if misfits:
+            self._refuse(misfits)
+        if plan is None:
+            assert refusal is not None
+            raise refusal
+        self.skipped = tuple(fqn for fqn in self.state_dict if fqn not in self.metadata.state_dict_metadata)
+        # Sent to the coordinator, which counts the missing keys of all ranks.
+        return replace(plan, planner_data=self.skipped) if self.skipped and plan.planner_data is None else plan
+
+    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
+        """Compare the keys that all ranks ask for with those of the checkpoint, on the coordinator.
+
+        Raises:
+            MismatchError: with `strict`, no rank asks for some keys of the checkpoint.
+        """
+        self._compare(global_plan)
+        plans: list[LoadPlan] = super().create_global_plan(global_plan)
+        return plans
+
+    def finish_plan(self, new_plan: LoadPlan) -> LoadPlan:
+        """Fill `pending` with the final plan of this rank, on all ranks."""
+        plan = super().finish_plan(new_plan)
+        self.pending = Counter()
+        for item in plan.items:
+            self.pending[item.dest_index.fqn] += _amount(item)
+        return plan
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        """Replace an object of the state by the one that was saved."""
+        if self.flatten_state_dict:
+            path = self.mappings[read_item.dest_index.fqn]
+            put(self.original_state_dict, path, torch.load(value, weights_only=False))
+        else:
+            super().load_bytes(read_item, value)
+        self._note(read_item)
+
+    def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
+        """Note that all elements of an item are in the tensor that `resolve_tensor` returned for it.
+
+        Raises:
+            BucketpointError: more has arrived than was planned.
+        """
+        super().commit_tensor(read_item, tensor)
+        self._note(read_item)
+
+    def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
+        """Return the local tensor, or the chunk in it, that an item of this rank's plan fills."""
+        chunks = chunks_in(self.state_dict.get(index.fqn))
+        if chunks is not None:
+            return chunks.find(index)
+        found: torch.Tensor = super().lookup_tensor(index)
+        return found
+
+    def _compare(self, plans: list[LoadPlan]) -> None:
+        assert self.metadata is not None
+        used = {item.storage_index.fqn for plan in plans for item in plan.items}
+        # Empty tensors have no read items, but their keys are asked for all the same.
+        used.update(self.state_dict)
+        lacking = {fqn for plan in plans if type(plan.planner_data) is tuple for fqn in plan.planner_data}
+        found = Comparison(self.metadata, used, sorted(lacking))
+        if found.unused and self.strict:
+            raise MismatchError(
+                f"The checkpoint has {found.not_asked_for}",
+                url=url_of(self.metadata),
+                rank=_rank(),
+                remedy="Put them into the state, or load without strict",
+            )
+        found.log(url_of(self.metadata))
+
+    def _note(self, item: ReadItem) -> None:
+        fqn = item.dest_index.fqn
+        left = self.pending[fqn] - _amount(item)
+        if left < 0:
+            raise BucketpointError("More has arrived than was planned: an item was handed over twice", key=fqn)
+        if left:
+            self.pending[fqn] = left
+        else:
+            del self.pending[fqn]
+
+    @contextmanager
+    def _chunks_told(self) -> Iterator[None]:
+        """Replace tensors of several chunks by a description that every version of DCP understands, for the block."""
+        state = self.state_dict
+        tensors = {fqn: value for fqn, value in state.items() if chunks_in(value) is not None}
+        state.update({fqn: chunks_in(value) for fqn, value in tensors.items()})
+        try:
+            yield
+        finally:
+            state.update(tensors)
+
+    def _wanted(self) -> dict[str, WantedChunks]:
+        """Return the tensors that fit those of an index: they are planned here, and the rest by DCP."""
+        assert self.metadata is not None
+        found = {}
+        for fqn, value in self.state_dict.items():
+            entry = self.metadata.state_dict_metadata.get(fqn)
+            if not isinstance(entry, TensorStorageMetadata):
+                continue
+            saved: Any = entry.chunks
+            if isinstance(saved, Chunks) and _unfit(entry, value) is None:
+                found[fqn] = WantedChunks(fqn, saved, _local_chunks(value))
+        return found
+
+    # -- misfits ------------------------------------------------------------------------------------------------------
+
+    def _misfits(self, plan: LoadPlan | None, indexed: Mapping[str, list[ReadItem]]) -> Iterator[tuple[str, str]]:
+        """Yield each key that does not fit, with the reason. `plan` is None if DCP has refused to make one."""
+        assert self.metadata is not None
+        planned: dict[str, list[ReadItem]] = {}
+        for item in plan.items if plan is not None else ():
+            planned.setdefault(item.dest_index.fqn, []).append(item)
+        for fqn, value in self.state_dict.items():
+            entry = self.metadata.state_dict_metadata.get(fqn)
+            if entry is None and not self.allow_partial_load:
+                yield fqn, "is not in it"
+            if not isinstance(entry, TensorStorageMetadata):
+                continue
+            said = _unfit(entry, value)
+            if said is None:
+                own = indexed.get(fqn)
+                if plan is not None or own is None:
+                    own = planned.get(fqn, []) if plan is not None else _items(fqn, entry, value)
+                said = _gap(value, own)
+            if said is not None:
+                yield fqn, said
+
+    def _refuse(self, misfits: list[tuple[str, str]]) -> NoReturn:
+        assert self.metadata is not None
+        named = "; ".join(f"{fqn} {said}" for fqn, said in misfits[:_NAMED_AT_MOST])
+        more = f"; and {len(misfits) - _NAMED_AT_MOST} more" if len(misfits) > _NAMED_AT_MOST else ""
+        raise MismatchError(
+            f"The checkpoint and the state to load into do not fit: {named}{more}",
+            url=url_of(self.metadata),
+            rank=_rank(),
+            remedy=_remedy([fqn for fqn, _ in misfits], self.metadata),
+        )
+
+
+def _remedy(misfits: list[str], metadata: Metadata) -> str:
+    """Return the remedies for the kinds of misfit that occur."""
+    lacking = [fqn for fqn in misfits if fqn not in metadata.state_dict_metadata]
+    by_rank = sorted({name for fqn in lacking if (name := rank_state_name(fqn)) is not None})
+    said = []
+    if by_rank:
+        ranks = ", ".join(map(str, saved_ranks(metadata, by_rank[0]))) or "none"
+        said.append(
+            f"{by_rank[0]} was saved by ranks: {ranks}. saved_ranks(metadata, {by_rank[0]!r}) names them, and "
+            "rank_state(value, rank) takes the value of one"
+        )
+    if any(rank_state_name(fqn) is None for fqn in lacking):
+        said.append(
+            "Load into the model that was saved; strict=False of bucketpoint.load, or "
+            "LoadPlanner(allow_partial_load=True), skips missing keys"
+        )
+    if len(lacking) < len(misfits):
+        said.append(
+            "Build the model as it was saved, or read what was saved with bucketpoint.load(url, keys=...) and convert "
+            "it"
+        )
+    return ". ".join(said)
+
+
+def _refuse_meta(state: dict[str, Any], metadata: Metadata | None) -> None:
+    empty = [name for name, value in _leaves(state) if isinstance(value, torch.Tensor) and value.is_meta]
+    if empty:
+        raise MismatchError(
+            f"{len(empty)} tensors to load into are on the meta device and have no memory, such as {empty[0]}",
+            url=url_of(metadata) if metadata is not None else None,
+            rank=_rank(),
+            remedy='Give them memory first: model.to_empty(device="cpu"), or the device to load to, before its '
+            "state_dict()",
+        )
+
+
+def _leaves(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the values in the containers of a state, with their dotted names."""
+    if isinstance(value, Mapping):
+        parts: Iterable[tuple[Any, Any]] = value.items()
+    elif isinstance(value, (list, tuple)):
+        parts = enumerate(value)
+    else:
+        yield name, value
+        return
+    for key, part in parts:
+        yield from _leaves(part, f"{name}.{key}" if name else str(key))
+
+
+def url_of(metadata: Metadata) -> str | None:
+    """Return the URL at which the checkpoint of this metadata was saved; None if the metadata does not name it."""
+    meta = metadata.storage_meta
+    return str(meta.checkpoint_id) if meta is not None and meta.checkpoint_id else None
+
+
+def _rank() -> int:
+    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+
+
+def _amount(item: ReadItem) -> int:
+    return 1 if item.type == LoadItemType.BYTE_IO else math.prod(item.lengths)
+
+
+def _joined(plan: LoadPlan, indexed: Mapping[str, list[ReadItem]], state: Mapping[str, Any]) -> LoadPlan:
+    """Return DCP's plan with the items of the tensors in `indexed` added, in the order of the state."""
+    if not indexed:
+        return plan
+    items: dict[str, list[ReadItem]] = {fqn: list(indexed.get(fqn, ())) for fqn in state}
+    for item in plan.items:
+        items[item.dest_index.fqn].append(item)
+    return replace(plan, items=[item for fqn in state for item in items[fqn]])
+
+
+def _local_chunks(value: Any) -> list[ChunkStorageMetadata]:
+    """Return the chunks of a tensor that this rank holds, as DCP describes them."""
+    if isinstance(value, DTensor) and value.device_mesh.get_coordinate() is None:
+        return []
+    chunks: list[ChunkStorageMetadata] = _create_chunk_list(value)
+    return chunks
+
+
+def _items(fqn: str, entry: TensorStorageMetadata, value: Any) -> list[ReadItem]:
+    """Return the read items of one tensor, as DCP plans them."""
+    if isinstance(value, DTensor) and value.device_mesh.get_coordinate() is None:
+        return []
+    items: list[ReadItem] = _create_read_items(fqn, entry, value)
+    return items
+
+
+def _unfit(entry: TensorStorageMetadata, value: Any) -> str | None:
+    if not isinstance(value, (torch.Tensor, LocalChunks)):
+        return "is a tensor there and none here"
+    if entry.size != value.size():
+        return f"is {list(entry.size)} there and {list(value.size())} here"
+    if isinstance(value, LocalChunks):
+        return value.fault()
+    if is_partial(value):
+        return f"has the placements {list(value.placements)} here: no rank of a partial sum holds what was saved"
+    return None
+
+
+def _gap(value: Any, items: list[ReadItem]) -> str | None:
+    """Return in words the part of a local tensor that no saved chunk covers; None if all of it is covered."""
+    arriving: Counter[int | None] = Counter()
+    for item in items:
+        arriving[item.dest_index.index] += math.prod(item.lengths)
+    for number, wanted in enumerate(_elements(value)):
+        if arriving[number] < wanted:
+            return f"has {arriving[number]} of the {wanted} elements there that are wanted here"
+    return None
+
+
+def _elements(value: Any) -> list[int]:
+    """Return the number of elements of each local chunk, in the order in which DCP numbers the chunks."""
+    if isinstance(value, DTensor):
+        if value.device_mesh.get_coordinate() is None:
+            return []
+        local = value._local_tensor
+        # A shortcut: for a DTensor, DCP would compute shapes and offsets anew each time, which is slow.
+        if not hasattr(local, "__create_chunk_list__"):
+            return [local.numel()]
+    return [math.prod(chunk.sizes) for chunk in _create_chunk_list(value)]
+
+
+def _containers(value: Any) -> Any:
+    """Copy the dicts and lists of a state (tuples become lists); the leaves stay the same objects."""
+    if isinstance(value, dict):
+        return {key: _containers(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_containers(item) for item in value]
+    return value
+
+
+def _put_back(after: Any, before: Any) -> Any:
+    """Restore the leaves of `before` where `after` has None, with which DCP replaces objects that it does not know."""
+    if isinstance(after, (dict, list)):
+        for key in list(after) if isinstance(after, dict) else range(len(after)):
+            after[key] = _put_back(after[key], before[key])
+        return after
+    if isinstance(after, tuple):
+        return tuple(_put_back(*pair) for pair in zip(after, before, strict=True))
+    return before if after is None else after

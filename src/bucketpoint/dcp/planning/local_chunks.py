@@ -1,0 +1,104 @@
+"""Local tensors that hold several chunks of a larger tensor, or none.
+
+Several: tensors with the attributes of torch 2.15's `CheckpointableTensor`, described here in the protocol that every
+version of DCP understands. None: partial sums.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, TypeGuard
+
+import torch
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
+from torch.distributed.tensor import DTensor, Partial
+
+from bucketpoint.errors import BucketpointError
+from bucketpoint.staging.flatten import SHARD_OF_A_WHOLE
+
+
+@dataclass(frozen=True)
+class LocalChunks:
+    """The chunks in one local tensor.
+
+    Each chunk is a box of `sizes`, at `local_offsets` in the local tensor and at `global_offsets` in the whole tensor,
+    which has `shape`.
+    """
+
+    tensor: torch.Tensor
+    shape: tuple[int, ...]
+    global_offsets: Sequence[Sequence[int]]
+    local_offsets: Sequence[Sequence[int]]
+    sizes: Sequence[Sequence[int]]
+
+    def size(self) -> torch.Size:
+        """Return the shape of the whole tensor, which DCP compares with the saved one."""
+        return torch.Size(self.shape)
+
+    def fault(self) -> str | None:
+        """Return the fault of the description in words; None if it has none."""
+        counts = {len(self.global_offsets), len(self.local_offsets), len(self.sizes)}
+        if len(counts) != 1:
+            return "has global_offsets, local_offsets and local_sizes of different lengths"
+        for number, (there, here, size) in enumerate(
+            zip(self.global_offsets, self.local_offsets, self.sizes, strict=True)
+        ):
+            for name, offsets, bounds in (
+                ("global_shape", there, self.shape),
+                ("its tensor's", here, tuple(self.tensor.shape)),
+            ):
+                if not len(offsets) == len(size) == len(bounds) or any(
+                    at < 0 or extent < 0 or at + extent > bound
+                    for at, extent, bound in zip(offsets, size, bounds, strict=True)
+                ):
+                    box = f"{list(size)} at {list(offsets)}"
+                    return f"has a chunk {number} of {box}, which does not lie within {name} {list(bounds)}"
+        return None
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        """Return the chunks in order, for DCP's protocol.
+
+        Raises:
+            ValueError: the description has a fault. DCP's own planner expects this type of error.
+        """
+        fault = self.fault()
+        if fault is not None:
+            raise ValueError(fault)
+        return [
+            ChunkStorageMetadata(torch.Size(offsets), torch.Size(size))
+            for offsets, size in zip(self.global_offsets, self.sizes, strict=True)
+        ]
+
+    def find(self, index: MetadataIndex) -> torch.Tensor:
+        """Return the chunk at `index.offset` as a view of the local tensor.
+
+        Raises:
+            BucketpointError: there is no such chunk.
+        """
+        offset = tuple(index.offset) if index.offset is not None else (0,) * len(self.shape)
+        # Try the hint first: replicas of a chunk within one tensor have the same offset, and only the hint differs.
+        hinted = [index.index] if index.index is not None and index.index < len(self.sizes) else []
+        for number in (*hinted, *range(len(self.sizes))):
+            if tuple(self.global_offsets[number]) == offset:
+                view = self.tensor
+                for axis, (at, size) in enumerate(zip(self.local_offsets[number], self.sizes[number], strict=True)):
+                    view = view.narrow(axis, at, size)
+                return view
+        raise BucketpointError(f"There is no chunk at {list(offset)} in the tensor to load into", key=index.fqn)
+
+
+def chunks_in(value: Any) -> LocalChunks | None:
+    """Return the chunks of a tensor that has the attributes of `CheckpointableTensor`; None for any other value."""
+    if not isinstance(value, torch.Tensor):
+        return None
+    told: list[Any] = [getattr(value, name, None) for name in SHARD_OF_A_WHOLE]
+    if any(one is None for one in told):
+        return None
+    shape, global_offsets, local_offsets, sizes = told
+    return LocalChunks(value, tuple(shape), global_offsets, local_offsets, sizes)
+
+
+def is_partial(value: Any) -> TypeGuard[DTensor]:
+    """Return True for a DTensor that is a partial sum: each rank holds an addend, and no rank a chunk."""
+    return isinstance(value, DTensor) and any(isinstance(placement, Partial) for placement in value.placements)

@@ -1,0 +1,157 @@
+"""Conversion from DCP's flat names back to the nested state that was saved, with integer keys.
+
+DCP flattens a state into dotted names, and turns every key in its paths into text. So a save records which dicts had
+integer keys, and a load restores them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any, TypeAlias
+
+from torch.distributed.checkpoint import Metadata
+
+from bucketpoint.errors import MetadataError
+from bucketpoint.format.metadata.facts import extra
+
+Path: TypeAlias = tuple[str | int, ...]
+"""Path of a value in a state: text for the key of a dict, a number for the place in a list."""
+
+IntKeys: TypeAlias = tuple[Path, tuple[str, ...] | None]
+"""The path of a dict with integer keys, and the text of those keys; None if every key that looks like one is one."""
+
+INT_KEYS = "int_keys"
+"""Name of the list of `IntKeys` in bucketpoint's part of the metadata."""
+
+_DECIMAL = re.compile(r"0|-?[1-9][0-9]{0,18}")
+_MOST_DEPTH = 200
+_FREE_PLACES = 1 << 16
+"""Empty places in lists that are accepted, beside 16 for each value. Nobody saves a state with more of them, and faulty
+paths could ask for lists of any length."""
+
+
+def int_keys_of(state: Mapping[Any, Any]) -> tuple[IntKeys, ...]:
+    """Return the paths of the dicts with integer keys in a state, and those keys."""
+    found: list[IntKeys] = []
+    waiting: list[tuple[Path, Any]] = [((), state)]
+    while waiting:
+        path, value = waiting.pop()
+        if isinstance(value, Mapping):
+            if any(type(key) is int for key in value):
+                alike = any(type(key) is str and _DECIMAL.fullmatch(key) for key in value)
+                found.append((path, tuple(str(key) for key in value if type(key) is int) if alike else None))
+            parts: Iterable[tuple[Any, Any]] = ((str(key), part) for key, part in value.items())
+        else:
+            parts = enumerate(value)
+        waiting += [((*path, key), part) for key, part in parts if isinstance(part, (Mapping, list))]
+    return tuple(sorted(found, key=str))
+
+
+def plain_int_keys(found: Iterable[IntKeys]) -> list[Any]:
+    """Convert `IntKeys` to plain lists for the metadata."""
+    return [[list(path), keys if keys is None else list(keys)] for path, keys in found]
+
+
+def _read_int_keys(metadata: Metadata, url: str | None) -> dict[Path, frozenset[str] | None]:
+    found: dict[Path, frozenset[str] | None] = {}
+    try:
+        for listed, keys in extra(metadata).get(INT_KEYS, []):
+            path = tuple(listed)
+            # A path occurs several times if ranks have different keys.
+            before = found.get(path, frozenset())
+            found[path] = None if keys is None or before is None else before | frozenset(keys)
+        return found
+    except (TypeError, ValueError):
+        raise MetadataError("The metadata has a malformed list of integer keys", url=url) from None
+
+
+def put(state: Any, path: Path, value: Any) -> None:
+    """Replace a value in a state, at a path of DCP, in which every dict key is text, whatever type the state has.
+
+    Raises:
+        KeyError: there is no such place.
+    """
+    for part in path[:-1]:
+        state = state[_key_of(state, part)]
+    state[_key_of(state, path[-1])] = value
+
+
+def _key_of(container: Any, part: str | int) -> Any:
+    if not isinstance(container, Mapping) or part in container:
+        return part
+    # Nearly all keys that are no text are integers; try that first, as a scan for each of many keys would be slow.
+    if isinstance(part, str) and _DECIMAL.fullmatch(part) and int(part) in container:
+        return int(part)
+    for key in container:
+        if str(key) == part:
+            return key
+    raise KeyError(part)
+
+
+def nested(values: Mapping[str, Any], metadata: Metadata, *, url: str | None = None) -> dict[Any, Any]:
+    """Build the nested state from values by flat names. Places of a list for which there is no value hold None.
+
+    Raises:
+        MetadataError: the paths in the metadata contradict each other.
+    """
+    paths = metadata.planner_data if isinstance(metadata.planner_data, Mapping) else {}
+    ints = _read_int_keys(metadata, url)
+    root: dict[Any, Any] = {}
+    for fqn, value in values.items():
+        path = paths.get(fqn, (fqn,))
+        if type(path) not in (tuple, list) or not 0 < len(path) <= _MOST_DEPTH:
+            raise _faulty(fqn, url)
+        if not all(type(part) in (str, int) for part in path):
+            raise _faulty(fqn, url)
+        node = root
+        for part in path[:-1]:
+            node = node.setdefault(part, {})
+            if isinstance(node, _NestedLeaf):
+                raise _faulty(fqn, url)
+        if path[-1] in node:
+            raise _faulty(fqn, url)
+        node[path[-1]] = _NestedLeaf(value)
+    found = _NestedMaker(ints, url, places=_FREE_PLACES + 16 * len(values)).made(root, ())
+    return found if isinstance(found, dict) else {}
+
+
+class _NestedLeaf:
+    __slots__ = ("value",)
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
+class _NestedMaker:
+    """Converter of nodes (dicts of nodes and leaves) to the dicts and lists of a state."""
+
+    def __init__(self, ints: Mapping[Path, frozenset[str] | None], url: str | None, places: int) -> None:
+        self._ints = ints
+        self._url = url
+        self._places = places
+
+    def made(self, node: Any, path: Path) -> Any:
+        if isinstance(node, _NestedLeaf):
+            return node.value
+        kinds = {type(key) for key in node}
+        parts = {key: self.made(part, (*path, key)) for key, part in node.items()}
+        if kinds <= {str}:
+            if path not in self._ints:
+                return parts
+            listed = self._ints[path]
+            return {_as_int(key) if listed is None or key in listed else key: part for key, part in parts.items()}
+        if kinds != {int} or not path or min(parts) < 0:
+            raise _faulty(".".join(map(str, path)), self._url)
+        self._places -= max(parts) + 1
+        if self._places < 0:
+            raise _faulty(".".join(map(str, path)), self._url)
+        return [parts.get(place) for place in range(max(parts) + 1)]
+
+
+def _as_int(key: str) -> str | int:
+    return int(key) if _DECIMAL.fullmatch(key) else key
+
+
+def _faulty(name: str, url: str | None) -> MetadataError:
+    return MetadataError(f"The metadata has paths that make no state, such as that of {name}", url=url, key=name)

@@ -1,0 +1,288 @@
+"""Metadata of a planned save: the plan that the coordinator caches with it, and the stub that other ranks receive.
+
+When a save is done, DCP sends the planner's metadata object to every rank. In full that is the largest message of a
+save, and no rank needs it, so a stub with the URL is sent instead.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, NoReturn
+
+import torch
+from torch.distributed.checkpoint import Metadata, SavePlan
+from torch.distributed.checkpoint.metadata import StorageMeta
+from torch.distributed.checkpoint.storage import WriteResult
+
+from bucketpoint.dcp.planning.columnar.assign import Assignment
+from bucketpoint.dcp.planning.nested_state import INT_KEYS, IntKeys, plain_int_keys
+from bucketpoint.dcp.planning.results import PackedResults, Results, results_of
+from bucketpoint.errors import BucketpointError, IncompleteSaveError
+from bucketpoint.format.columns import PAYLOAD_NBYTES, Columns, IndexColumns, ItemColumns, index_columns
+from bucketpoint.format.index.encode import IndexTemplate, make_index
+from bucketpoint.format.index.int_columns import over
+from bucketpoint.format.index.ref import IndexRef
+from bucketpoint.format.metadata.facts import without_gc
+from bucketpoint.format.metadata.template import MetadataTemplate, make_template
+
+_STOCK_FIELDS = tuple(one.name for one in dataclasses.fields(Metadata))
+
+
+@dataclass
+class WriterMeta(StorageMeta):
+    """Storage metadata by which our planner recognises our writer: no other writer can handle `PlannedMetadata`."""
+
+
+@dataclass
+class CachedPlan:
+    """A cached plan as the coordinator keeps it.
+
+    Attributes:
+        entry: digest of the ranks, the items that each was assigned, and their metadata.
+        senders: global ranks, which differ between process groups.
+        asked: plan that each rank had sent.
+        plans: plan that each rank was assigned.
+        digests: digest of the items of each assigned plan.
+        dealing: the assignment over columns, if the ranks sent columns.
+        int_keys: paths of dicts with integer keys, on any rank.
+        layouts: places of each rank's items when the rank last reported; None if it never has.
+        complete: digests of a set of layouts of all ranks in which no item is missing.
+        template: template of the metadata for the layouts in `complete`.
+        index: template of the index for these layouts, if they have an index.
+    """
+
+    entry: bytes
+    senders: list[int]
+    asked: list[SavePlan]
+    plans: list[SavePlan]
+    digests: list[bytes]
+    metadata: Metadata
+    dealing: Assignment | None = None
+    int_keys: Sequence[IntKeys] = ()
+    layouts: list[ItemColumns | None] = field(init=False)
+    complete: tuple[bytes, ...] | None = None
+    template: MetadataTemplate | None = None
+    index: IndexTemplate | None = None
+
+    def __post_init__(self) -> None:
+        self.layouts = [None] * len(self.plans)
+
+
+@dataclass
+class PlannedMetadata(Metadata):
+    """Metadata that our planner makes and our writer commits.
+
+    Until the commit it is pickled as stock `Metadata`, after the commit as a small `RemoteMetadata`.
+
+    Attributes:
+        agreed: the plan to which the metadata belongs.
+        known: layouts that the ranks of this save were told the coordinator knows.
+        committed_at: URL of the checkpoint, once it is committed.
+    """
+
+    agreed: CachedPlan | None = field(default=None, repr=False, compare=False)
+    known: tuple[ItemColumns | None, ...] = field(default=(), repr=False, compare=False)
+    committed_at: str | None = field(default=None, repr=False, compare=False)
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        if self.committed_at is not None:
+            return RemoteMetadata, (self.committed_at,)
+        return Metadata, (self.state_dict_metadata,), vars(stock(self))
+
+    def __copy__(self) -> PlannedMetadata:
+        return dataclasses.replace(self)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Metadata:
+        # A deep copy is always full metadata, although a pickle may be a stub.
+        return copy.deepcopy(stock(self), memo)
+
+
+def stock(metadata: Metadata) -> Metadata:
+    """Return a shallow copy of DCP's own class, with DCP's own fields."""
+    return Metadata(**{name: getattr(metadata, name) for name in _STOCK_FIELDS})
+
+
+class RemoteMetadata(Metadata):
+    """Stub that `dcp.save` returns on all ranks but the coordinator: it only knows the URL of the checkpoint."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return RemoteMetadata, (self.url,)
+
+    def __repr__(self) -> str:
+        return f"RemoteMetadata({self.url!r})"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, RemoteMetadata) and other.url == self.url
+
+    def __hash__(self) -> int:
+        return hash(self.url)
+
+
+def _elsewhere(self: RemoteMetadata) -> NoReturn:
+    raise BucketpointError(
+        "The metadata of a checkpoint stays with the rank that committed it",
+        url=self.url,
+        remedy="Read it with BucketReader(url).read_metadata(), where it is needed",
+    )
+
+
+for _name in _STOCK_FIELDS:
+    setattr(RemoteMetadata, _name, property(_elsewhere))
+
+
+@dataclass(frozen=True)
+class RankResults:
+    """The results that all ranks reported: lists of results as in DCP, or columns.
+
+    Attributes:
+        sent: the results of each rank, as received.
+        agreed: the plan, if the metadata is a `PlannedMetadata`.
+        columns: columns of each rank; None for a rank whose results name their items.
+    """
+
+    sent: Sequence[Any]
+    metadata: Metadata
+    agreed: CachedPlan | None
+    columns: tuple[Columns | None, ...]
+
+    @property
+    def count(self) -> int:
+        """Number of items that were reported."""
+        return sum(
+            len(each) if columns is None else columns.layout.count
+            for each, columns in zip(self.sent, self.columns, strict=True)
+        )
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """Values that the plan adds to the metadata."""
+        found = self.agreed.int_keys if self.agreed is not None else ()
+        return {INT_KEYS: plain_int_keys(found)} if found else {}
+
+    def objects(self) -> dict[str, dict[str, Any]]:
+        """Return size and ETag of each object that is named in columns, by path."""
+        return {
+            path: {"size": size, "etag": etag}
+            for columns in self.columns
+            if columns is not None
+            for path, size, etag in columns.objects
+            if size is not None
+        }
+
+    def note_complete(self, index: IndexTemplate | None = None) -> None:
+        """Remember that no item is missing, and make templates of the bytes that will be the same at the next save."""
+        digests = self._digests()
+        if self.agreed is not None and digests is not None and digests != self.agreed.complete:
+            items = index_columns([[item.index for item in plan.items] for plan in self.agreed.plans])
+            self._remember(digests, items, index)
+
+    def note_if_complete(self, *, indexed: bool) -> None:
+        """Remember, before the first commit, that no item is missing, if the columns show it.
+
+        They do if every rank reported all its items, with the sizes that the plan expects.
+
+        Args:
+            indexed: the checkpoint gets an index too.
+        """
+        agreed, digests = self.agreed, self._digests()
+        dealing = agreed.dealing if agreed is not None else None
+        if agreed is None or dealing is None or digests is None or digests == agreed.complete:
+            return
+        layouts = [columns.layout for columns in self.columns if columns is not None]
+        stored = torch.cat([over(layout.column(PAYLOAD_NBYTES)) for layout in layouts])
+        unlike = (stored >= 0) & (dealing.nbytes >= 0) & (stored != dealing.nbytes)
+        if not unlike.any():
+            reported = [each for each in self.columns if each is not None]
+            index = make_index(agreed.metadata, dealing.index, reported) if indexed else None
+            self._remember(digests, dealing.index, index)
+
+    def _remember(self, digests: tuple[bytes, ...], items: IndexColumns | None, index: IndexTemplate | None) -> None:
+        agreed = self.agreed
+        if agreed is None:
+            return
+        columns = [each for each in self.columns if each is not None]
+        agreed.template = None
+        if items is not None:
+            agreed.template = make_template(agreed.metadata, items, columns, indexed=index is not None)
+        agreed.index = index
+        agreed.complete = digests
+
+    def results(self) -> list[list[WriteResult]]:
+        """Return each rank's results as lists, decoded from columns where needed."""
+        with without_gc():
+            return [
+                each if columns is None or self.agreed is None else results_of(self.agreed.plans[rank].items, columns)
+                for rank, (each, columns) in enumerate(zip(self.sent, self.columns, strict=True))
+            ]
+
+    def index(self, bucketpoint: dict[str, Any], storage_meta: StorageMeta, version: tuple[str, ...]) -> bytes | None:
+        """Return the index filled from the template; None if there is no template for these layouts."""
+        agreed = self.agreed
+        if agreed is None or agreed.index is None or self._digests() != agreed.complete:
+            return None
+        columns = [each for each in self.columns if each is not None]
+        ends = [4 * each.layout.count for each in columns]
+        return agreed.index.fill(
+            b"".join(each.checksums[:end] for each, end in zip(columns, ends, strict=True)),
+            b"".join(each.checksums[end:] for each, end in zip(columns, ends, strict=True)),
+            [path for each in columns for path, _, _ in each.objects],
+            bucketpoint=bucketpoint,
+            storage_meta=storage_meta,
+            version=version,
+        )
+
+    def filled(self, end: dict[str, Any], index: IndexRef | None = None) -> bytes | None:
+        """Return the metadata filled from the template, with `end` as its last attributes; None without a template.
+
+        There is a template if the same items had the same places in an earlier save that was complete, or if
+        `note_if_complete` has found this save complete.
+        """
+        agreed = self.agreed
+        if agreed is None or agreed.template is None or self._digests() != agreed.complete:
+            return None
+        return agreed.template.fill([each for each in self.columns if each is not None], end, index)
+
+    def _digests(self) -> tuple[bytes, ...] | None:
+        """Return the digests of all ranks' layouts; None if a rank sent no columns, or the metadata was altered."""
+        if self.agreed is None or any(columns is None for columns in self.columns):
+            return None
+        planned = self.agreed.metadata
+        if self.metadata.state_dict_metadata is not planned.state_dict_metadata:
+            return None
+        if self.metadata.planner_data is not planned.planner_data:
+            return None
+        return tuple([columns.layout.digest for columns in self.columns if columns is not None])
+
+
+def reported(results: Sequence[Any], metadata: Metadata) -> RankResults:
+    """Join the ranks' reports with the facts that the coordinator knew. New layouts are kept for the next save.
+
+    Raises:
+        IncompleteSaveError: a rank's results do not fit the items that it was assigned.
+    """
+    agreed = metadata.agreed if isinstance(metadata, PlannedMetadata) else None
+    columns: list[Columns | None] = []
+    for rank, sent in enumerate(results):
+        each = sent.packed() if isinstance(sent, Results) and agreed is not None else sent
+        if not isinstance(each, PackedResults):
+            columns.append(None)
+            continue
+        if agreed is None or not isinstance(metadata, PlannedMetadata) or rank >= len(agreed.plans):
+            raise IncompleteSaveError(
+                "The plan that the ranks refer to did not come with its metadata",
+                remedy="A planner that alters the metadata of SavePlanner must use dataclasses.replace",
+            )
+        try:
+            found = each.columns(len(agreed.plans[rank].items), metadata.known[rank])
+        except BucketpointError as error:
+            error.rank = rank
+            raise
+        agreed.layouts[rank] = found.layout
+        columns.append(found)
+    return RankResults(results, metadata, agreed, tuple(columns))

@@ -1,0 +1,419 @@
+"""`SavePlanner`: DCP's default save planner, extended to balance duplicates over their holders and to cache plans.
+
+`balance.py` decides which rank writes which item. This module decides which data ranks exchange, and when none need be.
+"""
+
+from __future__ import annotations
+
+import io
+import logging
+import os
+import socket
+import uuid
+from collections.abc import Hashable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed._shard.sharded_tensor import ShardedTensor
+from torch.distributed.checkpoint import DefaultSavePlanner, Metadata, SavePlan
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, StorageMeta
+from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner_helpers import _create_write_items
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from bucketpoint.dcp.planning.columnar.assignments import (
+    EncodedAssignment,
+    KnownItems,
+    LazyItems,
+    answer_digest,
+    items_of,
+)
+from bucketpoint.dcp.planning.columnar.encoding import LocalItems, content_digest, merged_mappings, pack_mappings
+from bucketpoint.dcp.planning.global_plan import Asked
+from bucketpoint.dcp.planning.local_chunks import is_partial
+from bucketpoint.dcp.planning.nested_state import IntKeys, int_keys_of
+from bucketpoint.dcp.planning.plan_cache import CachedPlan, PlannedMetadata, WriterMeta, stock
+from bucketpoint.dcp.planning.rank_state import differing, value_digests
+from bucketpoint.dcp.planning.results import AssignedPlan, items_digest
+from bucketpoint.errors import BucketpointError, RanksDisagreeError
+
+logger = logging.getLogger(__name__)
+
+_NAMED_AT_MOST = 5
+
+KEPT_PLANS = 4
+"""Plans that one planner keeps, each for another structure: two models and two optimizers, each saved separately."""
+
+KEPT_PLANNERS = 8
+
+
+@dataclass(frozen=True)
+class _Local:
+    """Data that a rank sends to the coordinator beside its items, or instead of them.
+
+    Attributes:
+        entry: digest of the kept plan that this rank's state still fits; None if the items are sent.
+        sender: global rank, whatever the process group.
+        node: name of the rank's node.
+        mappings: DCP's mappings from flattened names to paths: see `pack_mappings`.
+        digests: digests of the values that may differ between ranks.
+        int_keys: paths of dicts with integer keys.
+    """
+
+    entry: bytes | None
+    sender: int
+    node: str
+    mappings: tuple[bytes, ...] = ()
+    digests: bytes = b""
+    int_keys: tuple[IntKeys, ...] = ()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Without the names of the fields, which would be a large part of the bytes that are sent.
+        rest = (self.int_keys,) if self.int_keys else ()
+        return _Local, (self.entry, self.sender, self.node, self.mappings, self.digests, *rest)
+
+
+@dataclass
+class _KeptPlan:
+    """A rank's part of a plan that all ranks have agreed on, and the items that the rank had asked for."""
+
+    entry: bytes
+    signature: Hashable
+    asked: LocalItems
+    plan: SavePlan
+    confirmed: bool = True
+
+
+@dataclass
+class _PlanCache:
+    """Everything that one planner keeps between saves, oldest first. The coordinator keeps plans longer than the ranks.
+
+    Attributes:
+        coordinators: global ranks of the coordinators that have assigned plans to this rank.
+    """
+
+    kept: list[_KeptPlan] = field(default_factory=list)
+    agreed: dict[bytes, CachedPlan] = field(default_factory=dict)
+    warned: set[str] = field(default_factory=set)
+    coordinators: set[int] = field(default_factory=set)
+
+
+class SavePlanner(DefaultSavePlanner):
+    """Save planner that balances replicated data over the ranks that hold it, and reuses plans.
+
+    A plan is made only once for as long as the structure of the state does not change. Make one planner and pass it to
+    every save, of one state or of several: it keeps a plan for each structure. Any reader can read the checkpoints.
+
+    Args:
+        flatten_state_dict, flatten_sharded_tensors: as in `DefaultSavePlanner`.
+        dedup_replicated_tensors, dedup_save_to_lowest_rank: accepted for compatibility; duplicates are always balanced.
+        enable_plan_caching: send no plan while the structure of the state does not change.
+    """
+
+    def __init__(
+        self,
+        flatten_state_dict: bool = True,
+        flatten_sharded_tensors: bool = True,
+        dedup_replicated_tensors: bool | None = None,
+        dedup_save_to_lowest_rank: bool = False,
+        enable_plan_caching: bool = True,
+    ) -> None:
+        super().__init__(flatten_state_dict, flatten_sharded_tensors)
+        self._keep_plans = enable_plan_caching
+        self._identity = uuid.uuid4().hex
+        self._cache = _PlanCache()
+        self._writer_is_ours = False
+        self._signature: Hashable = None
+        self._hit: _KeptPlan | None = None
+        self._int_keys: tuple[IntKeys, ...] = ()
+        self._asked = LocalItems([])
+
+    def set_up_planner(
+        self, state_dict: dict[str, Any], storage_meta: StorageMeta | None = None, is_coordinator: bool = False
+    ) -> None:
+        """Take the state to save, and the writer's `storage_meta`, on all ranks."""
+        super().set_up_planner(state_dict, storage_meta, is_coordinator)
+        self._int_keys = int_keys_of(state_dict) if self.flatten_state_dict else ()
+        self._writer_is_ours = isinstance(storage_meta, WriterMeta)
+
+    def create_local_plan(self) -> SavePlan:
+        """Return a plan with the items of this rank's state, or the digest of a cached plan that fits it. On all ranks.
+
+        Raises:
+            BucketpointError: a DTensor is a partial sum.
+        """
+        _refuse_partial(self.state_dict)
+        self._signature = (_signature(self.state_dict), tuple(self.mappings.values()), self._int_keys)
+        node = os.environ.get("GROUP_RANK") or socket.gethostname()
+        sender = _global_rank()
+        self._hit = self._find(self._signature) if self._keep_plans else None
+        if self._hit is not None:
+            # Until finish_plan learns that the coordinator knows the plan: a save that fails before is planned anew.
+            self._hit.confirmed = False
+            self._asked = self._hit.asked
+            return SavePlan([], planner_data=_Local(self._hit.entry, sender, node), usable=False)
+        plan = super().create_local_plan()
+        digests = value_digests(plan.items, self.state_dict)
+        mappings = pack_mappings(plan.planner_data) if plan.planner_data is not None else ()
+        items = self._asked = LocalItems(plan.items)
+        local = _Local(None, sender, node, mappings, digests, self._int_keys)
+        self.plan = replace(plan, items=items, planner_data=local)
+        return self.plan
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        """Assign the items to ranks; or reuse the cached plan, if every rank's state still fits it. On the coordinator.
+
+        Raises:
+            BucketpointError: a rank refers to a plan that the coordinator does not have, or the items of the ranks do
+                not make up the tensors.
+            RanksDisagreeError: a rank plans with another planner, or ranks hold different tensors under one name.
+        """
+        strangers = [rank for rank, plan in enumerate(all_plans) if not isinstance(plan.planner_data, _Local)]
+        if strangers:
+            raise RanksDisagreeError(
+                f"Of the ranks of this save {len(strangers)} of {len(all_plans)} do not plan with SavePlanner",
+                rank=strangers[0],
+                remedy="Pass the same kind of planner on all ranks",
+            )
+        senders = [plan.planner_data.sender for plan in all_plans]
+        entries = {plan.planner_data.entry for plan in all_plans}
+        agreed = self._cache.agreed.get(entries.pop()) if len(entries) == 1 else None
+        if agreed is None or agreed.senders != senders:
+            agreed = self._agree(all_plans, senders)
+            dealt = [replace(plan, items=_anew(plan)) for plan in agreed.plans]
+        else:
+            dealt = [SavePlan([], usable=False)] * len(senders)
+        # `storage_data`, where writers put data of this save, is taken from the new plans and never cached.
+        dealt = [
+            replace(plan, planner_data=self._said(agreed, rank), storage_data=all_plans[rank].storage_data)
+            for rank, plan in enumerate(dealt)
+        ]
+        # A copy, as some writers add to the metadata the place of each item.
+        self.metadata = stock(agreed.metadata)
+        if self._writer_is_ours:
+            self.metadata = PlannedMetadata(**vars(self.metadata), agreed=agreed, known=tuple(agreed.layouts))
+        return dealt, self.metadata
+
+    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
+        """Return this rank's items to write. Called after the coordinator has planned, so the plan may be cached."""
+        dealt = _dealt(new_plan)
+        self._cache.coordinators.add(dealt.coordinator)
+        if new_plan.usable:
+            new_plan = replace(new_plan, items=self._own_items(new_plan))
+            if self._keep_plans:
+                others = [kept for kept in self._cache.kept if kept.signature != self._signature]
+                mine = _KeptPlan(dealt.entry, self._signature, self._asked, new_plan)
+                self._cache.kept = [*others, mine][-KEPT_PLANS:]
+            self.plan = new_plan
+        elif self._hit is not None and self._hit.entry == dealt.entry:
+            self._hit.confirmed = True
+            # The items are those of the cached plan; the coordinator's knowledge about them may be new.
+            self.plan = replace(self._hit.plan, planner_data=new_plan.planner_data)
+        else:
+            raise BucketpointError("The coordinator planned nothing for a rank that sent it a plan")
+        return self.plan
+
+    def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
+        """Return the rows of a tensor that an item names, without a copy; for any other value, the pickle."""
+        found = _rows(self.state_dict.get(write_item.index.fqn), write_item)
+        if found is not None:
+            transformed: torch.Tensor = self.transform_object(write_item, found)
+            return transformed
+        return super().resolve_data(write_item)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Only the configuration: attributes of one save may hold the whole state.
+        return {name: value for name, value in self.__dict__.items() if name not in _OF_ONE_SAVE}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        # A checkpoint process receives the planner anew for each save, and keeps the plans that it made in `_caches`.
+        self.__dict__.update(state)
+        self.mappings, self._signature, self._hit, self._asked = {}, None, None, LocalItems([])
+        self._int_keys = ()
+        self._cache = _caches.setdefault(self._identity, _PlanCache())
+        for old in list(_caches)[:-KEPT_PLANNERS]:
+            del _caches[old]
+
+    def _find(self, signature: Hashable) -> _KeptPlan | None:
+        if len(self._cache.coordinators) > 1:
+            # The planner is used in several process groups: this rank cannot know which plans this coordinator has.
+            return None
+        return next((kept for kept in self._cache.kept if kept.confirmed and kept.signature == signature), None)
+
+    def _own_items(self, plan: SavePlan) -> KnownItems:
+        """Return the items that the coordinator assigned to this rank."""
+        items: Any = plan.items
+        answer = items.answer() if isinstance(items, (EncodedAssignment, LazyItems)) else None
+        if answer is None:
+            return KnownItems(items, items_digest(items))
+        asked = self._asked.packed()
+        if asked is None:
+            raise BucketpointError("The items of this rank were altered after it had sent them")
+        return KnownItems(items_of(answer, self._asked), answer_digest(answer, asked))
+
+    def _agree(self, all_plans: list[SavePlan], senders: list[int]) -> CachedPlan:
+        """Assign the items of all ranks, and keep the resulting plan."""
+        asked = [plan if plan.usable else self._recall(rank, plan) for rank, plan in enumerate(all_plans)]
+        everything = Asked(asked)
+        names = everything.own_names()
+        self._warn_of_lost_values([(mine, plan) for mine, plan in zip(names, all_plans, strict=True) if plan.usable])
+        nodes = [plan.planner_data.node for plan in all_plans]
+        # A subclass with its own `finish_plan` may look into the plan before it is decoded, and must find items there.
+        whole = type(self).finish_plan is not SavePlanner.finish_plan
+        found = everything.global_plan(nodes, whole=whole)
+        metadata = found.metadata
+        if self.flatten_state_dict:
+            merged = merged_mappings([plan.planner_data.mappings for plan in asked])
+            metadata = replace(metadata, planner_data=merged)
+        mappings = dict.fromkeys(blob for plan in asked for blob in plan.planner_data.mappings)
+        int_keys = sorted({found for plan in asked for found in plan.planner_data.int_keys}, key=str)
+        entry = content_digest(repr(senders).encode(), *found.digests, *mappings, repr(int_keys).encode())
+        agreed = CachedPlan(entry, senders, asked, found.plans, found.digests, metadata, found.dealing, int_keys)
+        if self._keep_plans:
+            self._cache.agreed.pop(agreed.entry, None)
+            self._cache.agreed[agreed.entry] = agreed
+            for old in list(self._cache.agreed)[: -2 * KEPT_PLANS]:
+                del self._cache.agreed[old]
+        return agreed
+
+    def _warn_of_lost_values(self, sent: list[tuple[tuple[str, ...], SavePlan]]) -> None:
+        lost = differing([names for names, _ in sent], [plan.planner_data.digests for _, plan in sent])
+        news = [name for name in lost if name not in self._cache.warned]
+        if news:
+            self._cache.warned.update(news)
+            logger.warning(
+                "%d keys have different values on different ranks, and one rank's is saved for all: %s%s. "
+                "Wrap what belongs to a rank: state[key] = rank_state(value)",
+                len(news),
+                ", ".join(news[:_NAMED_AT_MOST]),
+                ", …" if len(news) > _NAMED_AT_MOST else "",
+            )
+
+    def _said(self, agreed: CachedPlan, rank: int) -> AssignedPlan:
+        """Return the facts that the coordinator knows about a rank's plan, which the rank need not report."""
+        layout = agreed.layouts[rank]
+        if not self._writer_is_ours:
+            return AssignedPlan(agreed.entry, _global_rank())
+        return AssignedPlan(
+            agreed.entry, _global_rank(), agreed.digests[rank], layout.digest if layout is not None else None
+        )
+
+    def _recall(self, rank: int, plan: SavePlan) -> SavePlan:
+        agreed = self._cache.agreed.get(plan.planner_data.entry)
+        sender = plan.planner_data.sender
+        if agreed is None or sender not in agreed.senders:
+            raise BucketpointError(
+                f"Rank {rank} refers to a plan that the coordinator does not have",
+                remedy="Make one SavePlanner on every rank and use it for the same saves, in the same order, and "
+                "another one for another process group",
+            )
+        # The plan may come from another process group, in which the same process had another rank.
+        same = rank < len(agreed.senders) and agreed.senders[rank] == sender
+        return agreed.asked[rank if same else agreed.senders.index(sender)]
+
+
+def _global_rank() -> int:
+    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+
+
+def _anew(plan: SavePlan) -> Any:
+    items: Any = plan.items
+    return items.anew() if isinstance(items, LazyItems) else items
+
+
+def _dealt(plan: SavePlan) -> AssignedPlan:
+    dealt = plan.planner_data
+    if not isinstance(dealt, AssignedPlan):
+        raise BucketpointError("A plan of SavePlanner came back without its planner_data", remedy="Leave that as it is")
+    return dealt
+
+
+_OF_ONE_SAVE = {
+    "_asked",
+    "_cache",
+    "_hit",
+    "_int_keys",
+    "_signature",
+    "mappings",
+    "metadata",
+    "plan",
+    "global_plan",
+    "is_coordinator",
+    "state_dict",
+}
+
+_caches: dict[str, _PlanCache] = {}
+"""Plans of the planners that were sent to this process, by the planner's identity."""
+
+
+def _signature(state: dict[str, Any]) -> Hashable:
+    """Return all that a plan depends on: names, kinds, shapes, dtypes and placements. Values are left out."""
+    return tuple([(name, *_facts(value)) for name, value in state.items()])
+
+
+def _facts(value: Any) -> tuple[Any, ...]:
+    if not isinstance(value, torch.Tensor):
+        return (type(value),)
+    if isinstance(value, DTensor):
+        return (value.shape, value.dtype, value.device_mesh, value.placements)
+    if isinstance(value, ShardedTensor):
+        shards = value.metadata().shards_metadata
+        return (value.size(), value.dtype, tuple((*shard.shard_offsets, *shard.shard_sizes) for shard in shards))
+    described = getattr(value, "__create_chunk_list__", None)
+    if described is not None or hasattr(value, "global_shape"):
+        # Several chunks of a tensor in one (CheckpointableTensor): the items that DCP makes of it describe the chunks.
+        chunks = (item.tensor_data.chunk for item in _create_write_items("", value) if item.tensor_data is not None)
+        return (value.dtype, *((tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in chunks))
+    return (value.shape, value.dtype)
+
+
+def _refuse_partial(state: dict[str, Any]) -> None:
+    """Refuse partial sums: torch 2.9 saves one rank's addend as the tensor, newer versions do not name the tensor."""
+    partial = [
+        f"{name} has the placements {list(value.placements)}" for name, value in state.items() if is_partial(value)
+    ]
+    if partial:
+        raise BucketpointError(
+            f"No rank holds a partial sum's values: {'; '.join(partial[:_NAMED_AT_MOST])}",
+            remedy="Redistribute such tensors to Replicate() or Shard() before the save",
+        )
+
+
+def _rows(value: Any, item: WriteItem) -> torch.Tensor | None:
+    """Return the part of this rank's tensor that a slice names; None for an item that is no slice."""
+    if item.type != WriteItemType.SHARD or item.tensor_data is None or isinstance(value, ShardedTensor):
+        return None
+    if not isinstance(value, torch.Tensor) or hasattr(value, "global_shape"):
+        return None
+    chunk = item.tensor_data.chunk
+    local = value.to_local() if isinstance(value, DTensor) else value
+    if hasattr(local, "__get_tensor_shard__"):
+        return _rows_of_piece(value, item.index.fqn, chunk)
+    if isinstance(value, DTensor):
+        _, offsets = compute_local_shape_and_global_offset(value.shape, value.device_mesh, value.placements)
+    else:
+        offsets = (0,) * value.dim()
+    if tuple(local.shape) == tuple(chunk.sizes):
+        return None
+    rows: torch.Tensor = local.detach().narrow(0, chunk.offsets[0] - offsets[0], chunk.sizes[0])
+    return rows
+
+
+def _rows_of_piece(value: Any, fqn: str, chunk: ChunkStorageMetadata) -> torch.Tensor | None:
+    """Return what `_rows` returns, for a tensor of several pieces that tells their places (torchrec's wrapper)."""
+    for piece in value.__create_chunk_list__():
+        first = chunk.offsets[0] - piece.offsets[0] if chunk.offsets else 0
+        beside = (tuple(piece.offsets[1:]), tuple(piece.sizes[1:])) != (
+            tuple(chunk.offsets[1:]),
+            tuple(chunk.sizes[1:]),
+        )
+        if beside or first < 0 or (chunk.sizes and first + chunk.sizes[0] > piece.sizes[0]):
+            continue
+        if tuple(piece.sizes) == tuple(chunk.sizes):
+            return None
+        whole: torch.Tensor = value.__get_tensor_shard__(MetadataIndex(fqn, piece.offsets))
+        return whole.detach().narrow(0, first, chunk.sizes[0])
+    return None

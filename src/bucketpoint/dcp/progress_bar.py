@@ -1,0 +1,124 @@
+"""Progress of a save or load as a person sees it: a bar on a terminal if wanted, and one log line."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import sys
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from bucketpoint.errors import BucketpointError
+from bucketpoint.staging import current_lease
+from bucketpoint.transfer import Meter, Progress, ProgressCallback
+
+LINE_S = 10.0
+"""Seconds between the lines of a transfer where no bar can be drawn."""
+
+
+@contextlib.contextmanager
+def progress_callback(wanted: ProgressCallback | bool | None, rank: int) -> Iterator[ProgressCallback | None]:
+    """Provide the callback for one transfer: the user's own, a `rich` bar, or none.
+
+    With None the bar is shown on rank 0 if standard error is a terminal and `rich` is installed; a log file gets none.
+    With True a log file gets a line every `LINE_S` seconds, and one at the end.
+    """
+    if callable(wanted):
+        yield wanted
+    elif wanted is False or (wanted is None and (rank != 0 or not sys.stderr.isatty())):
+        yield None
+    elif wanted is True and not _draws(sys.stderr):
+        yield _lines(sys.stderr, f" on rank {rank}" if rank else "")
+    else:
+        with _bar(required=wanted is True) as bar:
+            yield bar
+
+
+def noted(callback: ProgressCallback | None) -> ProgressCallback | None:
+    """Wrap a callback so that the handle of the asynchronous save that this thread runs gets the progress too."""
+    lease = current_lease()
+    if lease is None:
+        return callback
+
+    def note(event: Progress) -> None:
+        lease.progress = event
+        if callback is not None:
+            callback(event)
+
+    return note
+
+
+def _draws(stream: Any) -> bool:
+    """Return True if a bar can be drawn: on a terminal, in a notebook, or if the environment asks for one."""
+    if stream.isatty():
+        return True
+    try:
+        from rich.console import Console
+    except ImportError:
+        return False
+    console = Console(file=stream)
+    return console.is_terminal or console.is_jupyter
+
+
+def _lines(stream: Any, where: str) -> ProgressCallback:
+    """Return a callback that writes a line at most every `LINE_S` seconds, and one at the end."""
+    started = told = time.monotonic()
+
+    def update(event: Progress) -> None:
+        nonlocal told
+        now = time.monotonic()
+        if not event.finished and now - told < LINE_S:
+            return
+        told = now
+        whole = f" of {event.total_bytes / 1e6:.1f}" if event.total_bytes else ""
+        share = f" ({100 * event.done_bytes // event.total_bytes} %)" if event.total_bytes else ""
+        moved = f"{event.done_bytes / 1e6:.1f}{whole} MB{share} in {now - started:.0f} s"
+        stream.write(f"{event.phase} {event.url}{where}: {moved}\n")
+        stream.flush()
+
+    return update
+
+
+@contextlib.contextmanager
+def _bar(*, required: bool) -> Iterator[ProgressCallback | None]:
+    try:
+        from rich.console import Console
+        from rich.progress import BarColumn, DownloadColumn, TextColumn, TransferSpeedColumn
+        from rich.progress import Progress as RichProgress
+    except ImportError:
+        if required:
+            raise BucketpointError(
+                "progress=True needs rich", remedy="pip install 'bucketpoint[cli]', or pass a callable"
+            ) from None
+        yield None
+        return
+    # Under a rich display standard error is a proxy: draw on the stream behind it.
+    stream = getattr(sys.stderr, "rich_proxied_file", sys.stderr)
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    with RichProgress(*columns, console=Console(file=stream), transient=True) as shown:
+        task = shown.add_task("", total=None)
+
+        def update(event: Progress) -> None:
+            shown.update(
+                task,
+                completed=event.done_bytes,
+                total=event.total_bytes,
+                description=f"{event.phase} {event.url}",
+            )
+
+        yield update
+
+
+def describe(logger: logging.Logger, level: int, verb: str, url: str | None, meter: Meter, started: float) -> None:
+    """Log the bytes moved, the seconds, and the number of requests of a transfer."""
+    seconds = time.monotonic() - started
+    logger.log(
+        level,
+        "%s %s: %.1f MB in %.2f s, %d data requests",
+        verb,
+        url,
+        meter.done_bytes / 1e6,
+        seconds,
+        meter.requests,
+    )

@@ -1,0 +1,275 @@
+"""The commit protocol of a save: check that no item is missing, PUT `.metadata` with a condition, clean up, and record.
+
+Only `.metadata` decides whether a checkpoint exists. Every step after its PUT is best effort, and an error there never
+fails the save, which has committed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import math
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import MetadataIndex, StorageMeta
+from torch.distributed.checkpoint.storage import WriteResult
+
+from bucketpoint.dcp.planning.plan_cache import RankResults, stock
+from bucketpoint.dcp.saving.commit_put import COMMIT_ATTEMPTS, Commit, put_commit
+from bucketpoint.errors import (
+    BucketpointError,
+    IncompleteSaveError,
+)
+from bucketpoint.format import keys
+from bucketpoint.format.index import ref as index_ref
+from bucketpoint.format.index.encode import encode_index
+from bucketpoint.format.index.ref import index_path, make_ref, ref_of
+from bucketpoint.format.item_info import data_paths
+from bucketpoint.format.metadata.codec import encode_metadata, extension
+from bucketpoint.format.metadata.facts import make_record
+from bucketpoint.format.record import CommitRecord
+from bucketpoint.format.storage_info import pop_object_facts, read_storage_info
+from bucketpoint.stores import ObjectInfo
+from bucketpoint.stores.retry import process_budget
+from bucketpoint.transfer import retry_transient
+from bucketpoint.transfer.checksum import crc32c
+from bucketpoint.version import __version__
+
+logger = logging.getLogger(__name__)
+
+_NAMED_AT_MOST = 5
+
+VERSION = "1.0.0"
+"""Version of DCP's metadata, as DCP's own writer sets it."""
+
+
+def complete_metadata(
+    metadata: Metadata, results: Sequence[Sequence[WriteResult]], *, storage_meta: StorageMeta
+) -> tuple[Metadata, dict[str, Any]]:
+    """Return the metadata to commit, with the place of each item, and the table of objects.
+
+    Works on a copy: DCP broadcasts the metadata that it passed in to every rank, and would broadcast the places too.
+
+    Raises:
+        IncompleteSaveError: an item of the plan has no result, or a size that does not match its shape.
+    """
+    storage_data: dict[MetadataIndex, Any] = {}
+    objects: dict[str, Any] = {}
+    for rank_results in results:
+        for result in rank_results:
+            facts = pop_object_facts(result.storage_data)
+            if facts is not None:
+                objects[result.storage_data.relative_path] = facts
+            storage_data[result.index] = result.storage_data
+    _check_complete(metadata, storage_data)
+    fields: dict[str, Any] = {"storage_data": storage_data, "storage_meta": storage_meta}
+    if hasattr(metadata, "version"):
+        fields["version"] = VERSION
+    return dataclasses.replace(stock(metadata), **fields), objects
+
+
+@dataclass(frozen=True)
+class Committed:
+    """The size of a committed checkpoint: items, objects and bytes."""
+
+    items: int
+    objects: int
+    nbytes: int
+
+
+def commit(
+    request: Commit, metadata: Metadata, told: RankResults, *, world_size: int, created: float, endpoint: str
+) -> Committed:
+    """Commit a checkpoint: it does not exist before, and exists as a whole after.
+
+    Raises:
+        IncompleteSaveError: as `complete_metadata`.
+        CheckpointExistsError: something is committed there and `overwrite` is False.
+        CommitConflictError: another job committed to the same URL meanwhile; this save committed nothing.
+    """
+    facts = {
+        "token": request.token,
+        "url": request.url,
+        "endpoint": endpoint,
+        "world_size": world_size,
+        "created": created,
+        "torch": str(torch.__version__),
+        **told.facts,
+        **request.facts,
+        **(request.log.facts(request.url) if request.log is not None else {}),
+    }
+    made = _encoded(request, metadata, told, facts)
+    if made.index is not None:
+        _put_index(request, made.index)
+    sizes = {path: fact["size"] for path, fact in made.objects.items()}
+    if request.fence is not None:
+        request.fence.sizes = sizes
+    info, replaced, again = _put(request, made.data)
+    if replaced is not None:
+        _delete_replaced(request, replaced, kept={*made.objects, index_path(request.token)})
+    if request.name == keys.METADATA:
+        known = {**facts, "writer": __version__}
+        record = make_record(metadata, known, made.data, sizes, items=made.items, metadata_etag=info.etag)
+        # Last, as it removes the intent: without an intent no sweep would look for the remains of the old checkpoint.
+        _write_record(request, record, again=again)
+    return Committed(made.items, len(made.objects), sum(sizes.values()))
+
+
+def commit_copy(request: Commit, data: bytes, record: CommitRecord, *, paths: Collection[str]) -> None:
+    """Commit a checkpoint whose data objects are already at `paths`, and whose metadata is encoded.
+
+    Raises:
+        CheckpointExistsError, CommitConflictError: as `commit`.
+    """
+    info, replaced, again = _put(request, data)
+    if replaced is not None:
+        _delete_replaced(request, replaced, kept=set(paths))
+    _write_record(request, dataclasses.replace(record, metadata_etag=info.etag), again=again)
+
+
+def _put(request: Commit, data: bytes) -> tuple[ObjectInfo, Metadata | None, bool]:
+    """Put the metadata and remove the fence. Returns what `put_commit` does, and whether a request was sent again.
+
+    A request of which no answer came may still be on its way, for as long as its signature is valid. If the checkpoint
+    were deleted before that request arrives, the request would commit the checkpoint without its data. So the fence and
+    the intent stay, and a prune leaves the checkpoint alone until they are an hour old.
+    """
+    # Counted for the whole process, since a store may send from another thread: too many cost nothing but that hour.
+    before = process_budget().counts.retried
+    info, replaced = put_commit(request, data)
+    again = process_budget().counts.retried != before
+    if not again:
+        _release(request)
+    return info, replaced, again
+
+
+@dataclass(frozen=True)
+class _Encoded:
+    """The bytes to put: `.metadata`, and the index that it names; None if it names none."""
+
+    data: bytes
+    index: bytes | None
+    items: int
+    objects: dict[str, Any]
+
+
+def _encoded(request: Commit, metadata: Metadata, told: RankResults, facts: dict[str, Any]) -> _Encoded:
+    storage_meta = StorageMeta(checkpoint_id=request.url, save_id=request.token)
+    version = (VERSION,) if hasattr(metadata, "version") else ()
+
+    def filled(objects: dict[str, Any], index: bytes | None) -> bytes | None:
+        end: dict[str, Any] = {"storage_meta": storage_meta}
+        if version:
+            end["version"] = VERSION
+        ref = None if index is None else make_ref(request.token, index)
+        return told.filled({**end, **extension({**facts, "objects": objects})}, ref)
+
+    objects = told.objects()
+    (bucketpoint,) = extension({**facts, "objects": objects}).values()
+    wanted = _wants_index(request, told.count, objects)
+    told.note_if_complete(indexed=wanted)
+    index = told.index(bucketpoint, storage_meta, version) if request.name == keys.METADATA else None
+    data = filled(objects, index)
+    if data is not None:
+        return _Encoded(data, index, told.count, objects)
+    whole, objects = complete_metadata(metadata, told.results(), storage_meta=storage_meta)
+    (bucketpoint,) = extension({**facts, "objects": objects}).values()
+    wanted = _wants_index(request, len(whole.storage_data or ()), objects)
+    found = encode_index(whole, bucketpoint=bucketpoint) if wanted else None
+    index, template = found or (None, None)
+    told.note_complete(template)
+    data = filled(objects, index)
+    if data is None:
+        ref = None if index is None else make_ref(request.token, index)
+        data = encode_metadata(whole, bucketpoint={**facts, "objects": objects}, index=ref)
+    return _Encoded(data, index, len(whole.storage_data or ()), objects)
+
+
+def _wants_index(request: Commit, items: int, objects: dict[str, Any]) -> bool:
+    # A user's group of objects may have the same name as the index: then there is no index, as it would overwrite data.
+    free = index_path(request.token) not in objects
+    return free and request.name == keys.METADATA and items >= index_ref.INDEX_ITEMS
+
+
+def _put_index(request: Commit, index: bytes) -> None:
+    """Write the index, before the commit that names it. Only this attempt uses the key, so nothing is overwritten."""
+    key, body = keys.join(request.prefix, index_path(request.token)), memoryview(index)
+    retry_transient(lambda: request.store.put(key, [body], crc32c=crc32c(body)), attempts=COMMIT_ATTEMPTS)
+
+
+def _write_record(request: Commit, record: CommitRecord, *, again: bool) -> None:
+    try:
+        if request.log is not None:
+            request.log.committed(request.url, record, intent_stays=again)
+            return
+        body = memoryview(record.to_json())
+        request.store.put(keys.join(request.prefix, keys.RECORD), [body], crc32c=crc32c(body))
+    except BucketpointError as error:
+        logger.warning("the checkpoint is committed, but its record was not written and can be rebuilt: %s", error)
+
+
+def _release(request: Commit) -> None:
+    try:
+        if request.fence is not None:
+            request.fence.release()
+    except BucketpointError as error:
+        logger.warning("the fence of a save that has committed stays until the next deep sweep: %s", error)
+
+
+def _delete_replaced(request: Commit, replaced: Metadata, *, kept: set[str]) -> None:
+    """Delete the data of the checkpoint that was overwritten. Without the right to delete, the data stays."""
+    try:
+        index = ref_of(replaced)
+        paths = (data_paths(replaced) | ({index.path} if index is not None else set())) - kept
+        # The writer of the replaced metadata may have named the commit just made, or another one below this URL: delete
+        # only paths that can be data.
+        paths = {path for path in paths if keys.may_be_data(path)}
+        failures = request.store.delete([keys.join(request.prefix, path) for path in sorted(paths)])
+    except BucketpointError as error:
+        logger.warning("the data of the overwritten checkpoint was not deleted: %s", error)
+        return
+    if failures:
+        logger.warning(
+            "%d of %d objects of the overwritten checkpoint were not deleted, the first: %s %s",
+            len(failures),
+            len(paths),
+            failures[0].key,
+            failures[0].code,
+        )
+
+
+def _check_complete(metadata: Metadata, storage_data: dict[MetadataIndex, Any]) -> None:
+    missing: list[str] = []
+    wrong: list[str] = []
+    for index, nbytes in _expected(metadata):
+        found = storage_data.get(index)
+        if found is None:
+            missing.append(_name(index))
+            continue
+        item = read_storage_info(found)
+        if nbytes is not None and item.payload_nbytes is not None and item.payload_nbytes != nbytes:
+            wrong.append(f"{_name(index)}: {item.payload_nbytes} bytes for {nbytes}")
+    if missing or wrong:
+        named = ", ".join((missing + wrong)[:_NAMED_AT_MOST])
+        raise IncompleteSaveError(
+            f"{len(missing)} planned items were not written and {len(wrong)} have the wrong size ({named}), "
+            "so nothing was committed"
+        )
+
+
+def _expected(metadata: Metadata) -> Iterator[tuple[MetadataIndex, int | None]]:
+    for fqn, entry in metadata.state_dict_metadata.items():
+        if isinstance(entry, TensorStorageMetadata):
+            itemsize = entry.properties.dtype.itemsize
+            for chunk in entry.chunks:
+                yield MetadataIndex(fqn, chunk.offsets), math.prod(chunk.sizes) * itemsize
+        else:
+            yield MetadataIndex(fqn), None
+
+
+def _name(index: MetadataIndex) -> str:
+    return index.fqn if not index.offset or not any(index.offset) else f"{index.fqn}{list(index.offset)}"

@@ -1,0 +1,275 @@
+"""The one request that makes a checkpoint exist: the conditional PUT of `.metadata`.
+
+It succeeds only if nothing is committed there, or exactly the commit that was found when the save began.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch.distributed.checkpoint import Metadata
+
+from bucketpoint.catalog.deletion.delete import SIGNED_S
+from bucketpoint.catalog.deletion.fence import AttemptFence, Stopwatch
+from bucketpoint.catalog.snapshot import CLOCKS_S
+from bucketpoint.dcp.saving.commit_listener import CommitLog
+from bucketpoint.dcp.session import PriorCommit
+from bucketpoint.errors import (
+    AccessDeniedError,
+    BucketpointError,
+    CheckpointExistsError,
+    CommitConflictError,
+    ObjectNotFoundError,
+    PreconditionFailedError,
+)
+from bucketpoint.format import keys
+from bucketpoint.format.metadata.codec import decode_metadata
+from bucketpoint.format.metadata.deletion_marker import MARKER_HEAD_BYTES, is_marker
+from bucketpoint.format.metadata.facts import extra
+from bucketpoint.stores import ObjectInfo, Store, proven, retry
+from bucketpoint.transfer import retry_transient
+from bucketpoint.transfer.checksum import crc32c
+
+logger = logging.getLogger(__name__)
+
+COMMIT_ATTEMPTS = 3
+_POLL_S = 2.0
+
+
+@dataclass(frozen=True)
+class Commit:
+    """The request for one commit.
+
+    Attributes:
+        name: `.metadata`, or `__{rank}.metadata` for a save without collectives.
+        seen: commit found when the save began; only it may be replaced. None: unknown, not checked.
+        fence: protects the data of the attempt against sweeps.
+    """
+
+    store: Store
+    prefix: str
+    url: str
+    token: str
+    name: str
+    overwrite: bool
+    log: CommitLog | None = None
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    """Further plain values to put into the metadata. Values of the log with the same names replace them."""
+    seen: PriorCommit | None = None
+    fence: AttemptFence | None = None
+
+    def ensure_alive(self) -> None:
+        """Make sure that no sweep takes this attempt for dead. Called right before each PUT of the commit.
+
+        Raises:
+            IncompleteSaveError: a sweep has taken it for dead.
+        """
+        if self.fence is not None:
+            self.fence.ensure()
+
+
+def prior_commit(store: Store, prefix: str, name: str) -> PriorCommit | None:
+    """Return the commit that is there now; None if this process has no right to find out."""
+    try:
+        head, info = retry_transient(
+            lambda: store.get(keys.join(prefix, name), first=MARKER_HEAD_BYTES), attempts=COMMIT_ATTEMPTS
+        )
+    except ObjectNotFoundError:
+        return PriorCommit(there=False)
+    except AccessDeniedError:
+        # S3 answers 403 for a missing key if the caller may not list.
+        return None
+    return PriorCommit(there=False) if is_marker(head) else PriorCommit(there=True, etag=info.etag)
+
+
+def put_commit(request: Commit, data: bytes) -> tuple[ObjectInfo, Metadata | None]:
+    """Commit where nothing is, or replace exactly the checkpoint that was seen there. Return the replaced one too.
+
+    Raises:
+        CheckpointExistsError, CommitConflictError: as `commit`.
+    """
+    store, key = request.store, keys.join(request.prefix, request.name)
+    able = retry_transient(lambda: proven(store, request.prefix), attempts=COMMIT_ATTEMPTS)
+    if not able.conditional_put:
+        return _put_unconditionally(request, key, data)
+    verified = not able.conditional_replace
+    # Look for an existing commit only if one was seen, or once a conditional PUT was refused: otherwise none is there.
+    look_first = request.seen is not None and request.seen.there
+    gone: BucketpointError | None = None
+    for _ in range(COMMIT_ATTEMPTS):
+        try:
+            if look_first:
+                there, info = _get_committed(store, key)
+                done = _replace(request, key, data, there, info, verified=verified)
+                if done is not None:
+                    return done
+                continue
+        except _GoneError as error:
+            gone = error.reason
+        created = _create(request, key, data)
+        if created is not None:
+            return created, None
+        look_first = True
+    if isinstance(gone, AccessDeniedError):
+        raise gone
+    raise CommitConflictError(
+        "What is committed here comes and goes while this save tries to replace it", url=request.url
+    ) from gone
+
+
+class _GoneError(Exception):
+    """Raised if the object that refused a conditional PUT, or that was to be replaced, is not there any more."""
+
+    def __init__(self, reason: BucketpointError) -> None:
+        super().__init__(str(reason))
+        self.reason = reason
+
+
+def _get_committed(store: Store, key: str) -> tuple[bytes, ObjectInfo]:
+    try:
+        return retry_transient(lambda: store.get(key), attempts=COMMIT_ATTEMPTS)
+    except (ObjectNotFoundError, AccessDeniedError) as error:
+        # Deleted in between, by a pruner or a person. S3 answers 403 instead of 404 if the caller may not list.
+        raise _GoneError(error) from None
+
+
+def _create(request: Commit, key: str, data: bytes) -> ObjectInfo | None:
+    """Commit where nothing is. Return None if something is there."""
+    store, body, crc = request.store, [memoryview(data)], crc32c(memoryview(data))
+    request.ensure_alive()
+    try:
+        return retry_transient(lambda: store.put(key, body, crc32c=crc, if_none_match=True), attempts=COMMIT_ATTEMPTS)
+    except PreconditionFailedError:
+        return None
+
+
+def _replace(
+    request: Commit, key: str, data: bytes, there: bytes, info: ObjectInfo, *, verified: bool
+) -> tuple[ObjectInfo, Metadata | None] | None:
+    """Replace the existing commit or deletion marker. Return None if the caller must look again.
+
+    The caller must look again if a deletion marker appeared meanwhile, or if the marker that was there has changed.
+
+    Args:
+        there: content of the existing object.
+        info: the existing object.
+        verified: read back what was written: the store only looks before it writes, and does not check atomically.
+
+    Raises:
+        CheckpointExistsError, CommitConflictError: as `commit`.
+        _GoneError: the existing object is gone.
+    """
+    if there == data:
+        # Our own commit: an earlier attempt succeeded, but the store's answer was lost on the way.
+        return info, None
+    replaced = None
+    if is_marker(there) and not _settled(request, info):
+        return None
+    # A marker is no checkpoint, so any save may replace it: the deletion removes only the objects that the commit
+    # before the marker named.
+    if not is_marker(there):
+        if not request.overwrite:
+            raise CheckpointExistsError("Checkpoint already exists here", url=request.url) from None
+        _refuse_others(request, info, there)
+        replaced = _readable(there, request.url)
+    store, body, crc = request.store, [memoryview(data)], crc32c(memoryview(data))
+    request.ensure_alive()
+    try:
+        info = retry_transient(lambda: store.put(key, body, crc32c=crc, if_match=info.etag), attempts=COMMIT_ATTEMPTS)
+    except (ObjectNotFoundError, PreconditionFailedError):
+        now, found = _get_committed(store, key)
+        if now == data:
+            return found, replaced
+        if is_marker(now):
+            return None
+        raise _conflict(request) from None
+    if verified:
+        _check_ours(request, key, data)
+    return info, replaced
+
+
+def _settled(request: Commit, marker: ObjectInfo) -> bool:
+    """Wait until no request to delete the marker can be under way: it would delete the new commit instead.
+
+    In stores whose DELETE takes no condition, the request to delete is signed before the marker is put, and expires.
+    The service goes by the clock of the machine that signed, which may be up to a quarter of an hour ahead.
+
+    Returns:
+        False if the marker is gone or was replaced.
+    """
+    store = request.store
+    # Not isinstance(): from Python 3.12 on, a protocol check does not see the attributes that a wrapper of a store
+    # passes on.
+    if store.capabilities.conditional_delete or getattr(store, "expiring_delete", None) is None:
+        return True
+    watch, longest = Stopwatch(), SIGNED_S + CLOCKS_S
+    while watch.seconds() < longest and (marker.modified is None or time.time() < marker.modified + longest + CLOCKS_S):
+        logger.info("a checkpoint is being deleted at %s, and the commit of its successor waits for that", request.url)
+        retry.pause(_POLL_S)
+        try:
+            if retry_transient(lambda: store.head(marker.key), attempts=COMMIT_ATTEMPTS).etag != marker.etag:
+                return False
+        except (ObjectNotFoundError, AccessDeniedError):
+            return False
+    return True
+
+
+def _refuse_others(request: Commit, found: ObjectInfo, data: bytes) -> None:
+    """Raise if the existing commit was made after this attempt began: its job was told that it succeeded."""
+    seen = request.seen
+    if seen is None or (seen.there and (seen.etag == found.etag or seen.etag == _thinned_from(data))):
+        return
+    raise _conflict(request)
+
+
+def _thinned_from(data: bytes) -> str | None:
+    """Return the ETag of the metadata that a pruner replaced when it thinned this checkpoint; None if none did."""
+    try:
+        etag = extra(decode_metadata(data)).get("thinned_from")
+    except BucketpointError:
+        return None
+    return etag if isinstance(etag, str) else None
+
+
+def _conflict(request: Commit) -> CommitConflictError:
+    return CommitConflictError(
+        "Another job committed a checkpoint to this URL while this one was being saved; this save is discarded",
+        url=request.url,
+        remedy="Give every job its own URL, or save again",
+    )
+
+
+def _put_unconditionally(request: Commit, key: str, data: bytes) -> tuple[ObjectInfo, Metadata | None]:
+    """Commit to a store without conditional writes: look, write, and look again. Two jobs at once may still collide."""
+    replaced = None
+    try:
+        there, found = request.store.get(key)
+        if not is_marker(there):
+            if not request.overwrite:
+                raise CheckpointExistsError("Checkpoint already exists here", url=request.url)
+            _refuse_others(request, found, there)
+            replaced = _readable(there, request.url)
+    except ObjectNotFoundError:
+        pass
+    request.ensure_alive()
+    info = request.store.put(key, [memoryview(data)], crc32c=crc32c(memoryview(data)))
+    _check_ours(request, key, data)
+    return info, replaced
+
+
+def _check_ours(request: Commit, key: str, data: bytes) -> None:
+    if request.store.get(key)[0] != data:
+        raise CommitConflictError("Another job committed a checkpoint to this URL at the same time", url=request.url)
+
+
+def _readable(data: bytes, url: str) -> Metadata | None:
+    """Decode the metadata about to be replaced. Return None if it cannot be read: its data objects then stay."""
+    try:
+        return decode_metadata(data, url=url)
+    except BucketpointError as error:
+        logger.warning("the checkpoint being replaced cannot be read, so its data objects stay: %s", error)
+        return None

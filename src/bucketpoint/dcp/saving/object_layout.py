@@ -1,0 +1,219 @@
+"""Layout of a rank's write items in objects, and the results that are reported for them."""
+
+from __future__ import annotations
+
+import io
+import logging
+import pickle
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch.distributed.checkpoint import SavePlanner
+from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
+from torch.distributed.checkpoint.storage import WriteResult
+
+from bucketpoint.errors import UNSAVEABLE, BucketpointError
+from bucketpoint.format import keys
+from bucketpoint.format.groups import GroupRule, group_of
+from bucketpoint.format.pickles.items import refused_globals
+from bucketpoint.format.storage_info import make_storage_info, plan_blocks, set_object_facts
+from bucketpoint.format.tensor_bytes import copy_stretch, is_viewable, tensor_bytes
+from bucketpoint.format.torch_zip import frameable, tensor_frame
+from bucketpoint.transfer import ObjectSource, Segment, Uploaded
+from bucketpoint.transfer.checksum import fold_blocks
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class ObjectPlace:
+    """Place of one rank's objects: below `prefix`, named by the attempt's token and the rank, grouped by `rules`."""
+
+    prefix: str
+    token: str
+    rank: int
+    rules: Sequence[GroupRule]
+
+
+@dataclass(frozen=True)
+class PlacedItem:
+    """A write item at `offset` in its object.
+
+    Attributes:
+        payload: index of the segment over which the item's checksum is taken.
+        payload_offset: bytes from the start of the item to that segment, if the item is one of our frames; else None.
+        table: offset in the object of the checksums of the item's blocks; None if the item has a single block.
+    """
+
+    item: WriteItem
+    offset: int
+    nbytes: int
+    payload: int
+    payload_offset: int | None
+    tensor: torch.Tensor | None
+    """Keeps the memory alive that the segments' views point to."""
+    table: int | None = None
+
+
+@dataclass(frozen=True)
+class PlannedObject:
+    """An object to write: the path within the checkpoint, the bytes, and the items in it."""
+
+    path: str
+    source: ObjectSource
+    items: Sequence[PlacedItem]
+
+
+def resolve(item: WriteItem, planner: SavePlanner) -> torch.Tensor | memoryview:
+    """Return the data of one item: a tensor, on any device, or bytes.
+
+    Raises:
+        BucketpointError: a value cannot be pickled, or the planner returns something other than it planned.
+    """
+    try:
+        data = planner.resolve_data(item)
+    except (TypeError, AttributeError, RecursionError, pickle.PicklingError) as error:
+        # The error of pickle names a type, but not the key in the state, so it is raised anew with the key.
+        if item.type != WriteItemType.BYTE_IO:
+            raise
+        raise BucketpointError(
+            f"The value of {item.index.fqn} cannot be pickled: {type(error).__name__}: {error}",
+            key=item.index.fqn,
+            remedy=UNSAVEABLE,
+        ) from error
+    if item.type == WriteItemType.BYTE_IO:
+        if not isinstance(data, io.BytesIO):
+            raise BucketpointError(f"The planner gave {type(data).__name__} for a byte item", key=item.index.fqn)
+        # Not getbuffer(): Python 3.12.1 crashes when it collects such a buffer in a reference cycle, and the frames of
+        # an error form such cycles.
+        return memoryview(data.getvalue())
+    if not isinstance(data, torch.Tensor):
+        raise BucketpointError(f"The planner gave {type(data).__name__} for a tensor item", key=item.index.fqn)
+    planned = item.tensor_data
+    if planned is not None and data.dtype != planned.properties.dtype:
+        raise BucketpointError(
+            f"The planner gave {data.dtype} for an item that it had planned as {planned.properties.dtype}",
+            key=item.index.fqn,
+            remedy="Convert the tensor in the state, or in create_local_plan as in resolve_data",
+        )
+    return data.detach()
+
+
+def group_items(items: Sequence[WriteItem], rules: Sequence[GroupRule]) -> dict[str, list[WriteItem]]:
+    """Return the items by group of objects; within a group they keep the order of the plan."""
+    groups: dict[str, list[WriteItem]] = {}
+    for item in items:
+        group = group_of(item.index.fqn, rules, tensor=item.type != WriteItemType.BYTE_IO)
+        groups.setdefault(group, []).append(item)
+    return groups
+
+
+def plan_objects(
+    items: Sequence[WriteItem], planner: SavePlanner, place: ObjectPlace, *, target_object_bytes: int
+) -> list[PlannedObject]:
+    """Lay the items of one rank out in objects.
+
+    Groups go to separate objects, so that a checkpoint can later be thinned to its weights by deleting objects. A group
+    larger than `target_object_bytes` is spread over several; an item is never split over two.
+    """
+    objects: list[PlannedObject] = []
+    for group, members in group_items(items, place.rules).items():
+        batch: list[tuple[WriteItem, torch.Tensor | memoryview]] = []
+        size = 0
+        batches = [batch]
+        for item in members:
+            data = resolve(item, planner)
+            nbytes = data.numel() * data.element_size() if isinstance(data, torch.Tensor) else len(data)
+            if batch and size + nbytes > target_object_bytes:
+                batch = []
+                batches.append(batch)
+                size = 0
+            batch.append((item, data))
+            size += nbytes
+        for number, batch in enumerate(batches):
+            path = keys.data_path(place.token, place.rank, group, number)
+            objects.append(_lay_out(path, place.prefix, batch))
+    return objects
+
+
+def _lay_out(path: str, prefix: str, batch: Sequence[tuple[WriteItem, torch.Tensor | memoryview]]) -> PlannedObject:
+    segments: list[Segment] = []
+    placed: list[PlacedItem] = []
+    offset = 0
+    for write, data in batch:
+        if isinstance(data, torch.Tensor) and frameable(data):
+            frame = tensor_frame(data.dtype, data.shape)
+            payload = _payload_segment(data, frame.payload_nbytes)
+            parts = [Segment(len(frame.header), memoryview(frame.header)), payload]
+            parts.append(Segment(len(frame.trailer), memoryview(frame.trailer)))
+            placed.append(PlacedItem(write, offset, frame.nbytes, len(segments) + 1, frame.payload_offset, data))
+        else:
+            view = torch_saved(data) if isinstance(data, torch.Tensor) else data
+            if write.type == WriteItemType.BYTE_IO:
+                warn_if_unsafe(write.index.fqn, view)
+            parts = [Segment(len(view), view, block_nbytes=len(view))]
+            placed.append(PlacedItem(write, offset, len(view), len(segments), None, None))
+        segments += parts
+        offset += sum(part.nbytes for part in parts)
+    for number, item in enumerate(placed):
+        segment = segments[item.payload]
+        if segment.nbytes > segment.block_nbytes:
+            # Tables lie behind all items: checksums are known only when everything before them is about to be sent.
+            placed[number] = replace(item, table=offset)
+            offset += 4 * -(-segment.nbytes // segment.block_nbytes)
+    tabled = [item.payload for item in placed if item.table is not None]
+    if tabled:
+        segments.append(Segment(offset - sum(part.nbytes for part in segments), table_of=tabled))
+    return PlannedObject(path, ObjectSource(keys.join(prefix, path), segments), placed)
+
+
+def _payload_segment(tensor: torch.Tensor, nbytes: int) -> Segment:
+    blocks = plan_blocks(nbytes, nbytes // tensor.shape[0] if tensor.dim() and tensor.shape[0] else nbytes)
+    if is_viewable(tensor):
+        return Segment(nbytes, tensor_bytes(tensor), block_nbytes=blocks)
+    return Segment(nbytes, fill=lambda start, out: copy_stretch(tensor, start, out), block_nbytes=blocks)
+
+
+def torch_saved(tensor: torch.Tensor) -> memoryview:
+    """Return the torch.save archive of a tensor that our frames cannot hold: sparse, quantised, or a subclass."""
+    buffer = io.BytesIO()
+    torch.save(tensor.cpu(), buffer)
+    return memoryview(buffer.getvalue())
+
+
+def warn_if_unsafe(fqn: str, view: memoryview) -> None:
+    """Warn of a value that the default safe load will refuse: at the save the program can still change it."""
+    refused = refused_globals(bytes(view))
+    if refused:
+        logger.warning(
+            "%s holds %s, which the default load refuses: load it with trusted=True, or save plain values",
+            fqn,
+            ", ".join(refused),
+        )
+
+
+def results_of(planned: PlannedObject, uploaded: Uploaded) -> list[WriteResult]:
+    """Return the results that this rank reports to the coordinator for the items of one object.
+
+    Only the result of the first item holds the size and ETag of the object; the commit moves them to a table of
+    objects.
+    """
+    results = []
+    for position, placed in enumerate(planned.items):
+        segment = planned.source.segments[placed.payload]
+        crcs = uploaded.block_crcs[placed.payload]
+        info = make_storage_info(
+            planned.path,
+            placed.offset,
+            placed.nbytes,
+            payload_offset=placed.payload_offset,
+            payload_nbytes=segment.nbytes if placed.payload_offset is not None else None,
+            crc32c=fold_blocks(crcs, segment.nbytes, segment.block_nbytes),
+            block_nbytes=segment.block_nbytes,
+            table_offset=placed.table,
+        )
+        if position == 0:
+            set_object_facts(info, size=uploaded.info.size, etag=uploaded.info.etag)
+        results.append(WriteResult(index=placed.item.index, size_in_bytes=placed.nbytes, storage_data=info))
+    return results

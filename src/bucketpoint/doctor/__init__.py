@@ -1,0 +1,1 @@
+"""Examination of a store: its fitness for checkpoints, and its speed."""

@@ -1,0 +1,49 @@
+"""Texts of the remedies for findings of `doctor`, in the terms of the examined store."""
+
+from __future__ import annotations
+
+from bucketpoint.stores import GCSStore, S3Store, Store
+
+_NEEDED = {
+    "put": "Saves need the right to write below this URL",
+    "put data": "Saves need the right to write below this URL",
+    "get": "Loads, and overwriting saves, need the right to read",
+    "list": "Saves and loads do without; finding the latest and pruning need the right to list",
+    "delete": "Saves and loads do without; pruning needs the right to delete",
+    "delete notes": "Saves and loads do without, and what they leave waits for `bucketpoint gc`. Jobs with a retention "
+    "policy need the right to delete below _bucketpoint/",
+    "put notes": "Pruning needs the right to write below _bucketpoint/",
+    "put .metadata": "Pruning does without; thinning needs the right to write .metadata",
+}
+_RIGHTS: dict[type, dict[str, str]] = {
+    S3Store: {"put": "s3:PutObject", "get": "s3:GetObject", "list": "s3:ListBucket", "delete": "s3:DeleteObject"},
+    GCSStore: {
+        "put": "storage.objects.create",
+        "get": "storage.objects.get",
+        "list": "storage.objects.list",
+        "delete": "storage.objects.delete",
+    },
+}
+_WITHOUT_CONDITIONS = (
+    "saves look, write and look again: safe against crashes, not against two jobs that save to one URL in one instant. "
+    "Give every job a URL of its own"
+)
+
+
+def needed(store: Store, check: str) -> str:
+    """Return the text that explains the permission behind a check, with this store's name for the permission."""
+    right = _RIGHTS.get(type(store), {}).get(check.partition(" ")[0])
+    return f"{_NEEDED[check]} ({right})" if right else _NEEDED[check]
+
+
+def without_conditions(store: Store) -> str:
+    """Return the text that explains saves without conditional writes, and the option to set if they rely on them."""
+    if isinstance(store, S3Store) and store.capabilities.conditional_put:
+        return f'Say {{"conditional_puts": false}} in storage_options: then {_WITHOUT_CONDITIONS}'
+    return _WITHOUT_CONDITIONS[0].upper() + _WITHOUT_CONDITIONS[1:]
+
+
+def removal(store: Store, prefix: str) -> str:
+    """Return the text that tells how to remove objects that an examination could not delete."""
+    url = f"{store.url}/{prefix}" if prefix else store.url
+    return f"`bucketpoint gc {url}` removes what is older than 48 h there, with a role that may delete"

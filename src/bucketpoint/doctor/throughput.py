@@ -1,0 +1,135 @@
+"""Measurement of a store's speed from this machine by a bounded probe, and advice for `TransferOptions`."""
+
+from __future__ import annotations
+
+import math
+import os
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from bucketpoint.stores import Store
+from bucketpoint.transfer.checksum import crc32c
+from bucketpoint.transfer.options import MIB, TransferOptions
+from bucketpoint.transfer.tasks import TaskGroup
+
+LEVELS = ((1, 1 / 8), (8, 3 / 8), (24, 1 / 2))
+"""Numbers of connections to try, each with its share of the probe's bytes."""
+
+LARGEST_PIECE = 8 * MIB
+SMALLEST_PIECE = 64 << 10
+LATENCY_SAMPLES = 5
+
+_LATENCY_SHARE = 0.15
+_LARGEST_PART = 128 * MIB
+_GOOD_ENOUGH = 0.9
+
+
+@dataclass(frozen=True)
+class Level:
+    """Upload and download rates, in bytes per second, with a number of connections."""
+
+    connections: int
+    up: float
+    down: float
+
+
+@dataclass(frozen=True)
+class Speed:
+    """The result of a probe.
+
+    Attributes:
+        latency_s: seconds to read a small object.
+        levels: rates by number of connections.
+        piece_bytes: size of the objects of the first level.
+    """
+
+    latency_s: float
+    levels: tuple[Level, ...]
+    piece_bytes: int
+    moved_bytes: int
+    """Bytes that were transferred in each direction."""
+
+    @property
+    def connection_rate(self) -> float:
+        """Bytes per second of one connection after the latency of a request, in the slower direction."""
+        rates = []
+        for rate in (self.levels[0].up, self.levels[0].down):
+            seconds = self.piece_bytes / rate
+            rates.append(self.piece_bytes / max(seconds - self.latency_s, seconds / 10))
+        return min(rates)
+
+    def advice(self, limits_min_part: int) -> TransferOptions:
+        """Return the advised `TransferOptions`.
+
+        Parts are so large that latency takes at most 15 % of the time of a part, up to 128 MiB. Connections are the
+        fewest that reach 90 % of the best rate measured. Parts are never smaller than the default: smaller parts cost
+        more requests and gain nothing.
+        """
+        wanted = self.latency_s * self.connection_rate * (1 - _LATENCY_SHARE) / _LATENCY_SHARE
+        smallest = max(TransferOptions().part_bytes, limits_min_part)
+        part = min(max(2 ** math.ceil(math.log2(max(wanted, 1))), smallest), _LARGEST_PART)
+        enough = max(
+            _fewest({level.connections: level.up for level in self.levels}),
+            _fewest({level.connections: level.down for level in self.levels}),
+        )
+        return TransferOptions(part_bytes=part, connections=enough)
+
+
+def probe(store: Store, folder: str, nbytes: int, *, used: Callable[[str], None]) -> Speed:
+    """Write and read about `nbytes` below `folder`.
+
+    Args:
+        used: called with each key before it is written, so that the caller can delete it.
+
+    Raises:
+        StoreError: a request failed for good.
+    """
+    small = f"{folder}latency"
+    used(small)
+    store.put(small, [memoryview(b"x")])
+    latency = statistics.median(_timed(lambda: store.get(small)) for _ in range(LATENCY_SAMPLES))
+    content = memoryview(os.urandom(min(max(nbytes // 2, SMALLEST_PIECE), LARGEST_PIECE)))
+    levels, moved, first = [], 0, 0
+    for connections, share in LEVELS:
+        piece = content[: int(min(max(nbytes * share / connections, SMALLEST_PIECE), len(content)))]
+        keys = [f"{folder}speed-{number}" for number in range(max(round(nbytes * share / len(piece)), connections))]
+        for key in keys:
+            used(key)
+        level = _level(store, keys, piece, connections)
+        levels.append(level)
+        moved += len(keys) * len(piece)
+        first = first or len(piece)
+    return Speed(latency, tuple(levels), first, moved)
+
+
+def _level(store: Store, keys: list[str], piece: memoryview, connections: int) -> Level:
+    crc, size = crc32c(piece), len(piece)
+
+    def put(key: str) -> None:
+        store.put(key, [piece], crc32c=crc)
+
+    def get(key: str) -> None:
+        store.read_into(key, 0, [memoryview(bytearray(size))])
+
+    up, down = (_timed(lambda do=do: _all(do, keys, connections)) for do in (put, get))  # type: ignore[misc]
+    total = size * len(keys)
+    return Level(connections, total / up, total / down)
+
+
+def _all(do: Callable[[str], None], keys: list[str], connections: int) -> None:
+    with TaskGroup(connections, name="bucketpoint-speed") as group:
+        for key in keys:
+            group.start(lambda key=key: do(key))  # type: ignore[misc]
+
+
+def _fewest(rates: dict[int, float]) -> int:
+    return next(count for count, rate in rates.items() if rate >= _GOOD_ENOUGH * max(rates.values()))
+
+
+def _timed(call: Callable[[], object]) -> float:
+    started = time.perf_counter()
+    call()
+    # At least 1 ns, because a clock that did not move would lead to a division by zero.
+    return max(time.perf_counter() - started, 1e-9)

@@ -1,0 +1,267 @@
+"""Keys of a run's catalog, and the template that says which folders are checkpoints of the run.
+
+A key holds all that a restore or a prune plan needs, so that a listing suffices and no object has to be read.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import string
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from bucketpoint.errors import InvalidURLError
+from bucketpoint.format.groups import MODEL, OPTIM, OTHER
+
+CATALOG = "_bucketpoint"
+"""The folder below a run's root that holds everything but checkpoints."""
+
+STEPS = "steps"
+NOTES = "notes"
+UPLOADS = "uploads"
+LOCK = "pruner.json"
+CLAIM = "run.json"
+
+OPEN = "open"
+RUN = "run"
+METRICS = "metrics"
+PIN = "pin"
+LEASE = "lease"
+RESTORED = "restored"
+TOMBSTONE = "tombstone"
+
+MAX_STEP = 10**16 - 1
+MAX_NAME_BYTES = 240
+"""Limit on a name: below the 255 bytes that filesystems allow, with room for the suffix of a temporary file."""
+
+MAX_FOLDER_BYTES = 64
+"""Limit on a folder's name: one of this length still fits `MAX_NAME_BYTES` with all other fields at their longest."""
+
+UNKNOWN = "00000000"
+"""The mark that stands for an object without an ETag."""
+
+_SEPARATOR = "__"
+_PLAIN = frozenset(string.ascii_letters + string.digits + ".-")
+_ESCAPE = re.compile(r"_([0-9A-F]{2})")
+_STEP = re.compile(r"[0-9]{16}", re.ASCII)
+_MILLISECONDS = re.compile(r"[0-9]{13}", re.ASCII)
+_TOKEN = re.compile(r"[0-9a-f]{12}", re.ASCII)
+_RANK = re.compile(r"[0-9]{1,9}", re.ASCII)
+_MARK = re.compile(r"[0-9a-f]{8}", re.ASCII)
+_GROUP = re.compile(r"(model|optim|other)\.([0-9]{1,19})", re.ASCII)
+_KIND = re.compile(r"[a-z]{1,16}", re.ASCII)
+
+
+@dataclass(frozen=True)
+class StepTemplate:
+    """The name template of a run's checkpoint folders: text with one `{step}`, or `{step:08d}` for padded names.
+
+    A folder belongs to the run if its whole name fits the template, with the step padded or not.
+
+    Raises:
+        InvalidURLError: the template has no `{step}`, several, or other fields.
+    """
+
+    text: str = "step-{step}"
+
+    def __post_init__(self) -> None:
+        self._parts()
+
+    def folder(self, step: int) -> str:
+        if not 0 <= step <= MAX_STEP:
+            raise InvalidURLError(f"Step {step} is not between 0 and {MAX_STEP}")
+        return self.text.format(step=step)
+
+    def step_of(self, folder: str) -> int | None:
+        """Return the step in a folder's name, or None if the folder is not a checkpoint of this run."""
+        before, after = self._parts()
+        match = re.fullmatch(f"{re.escape(before)}([0-9]{{1,16}}){re.escape(after)}", folder, re.ASCII)
+        return int(match[1]) if match else None
+
+    @property
+    def namespace(self) -> str:
+        """The folder of this run's catalog."""
+        before, after = self._parts()
+        return encode([f"{before}N{after}"])
+
+    @property
+    def parent(self) -> str:
+        """The folder below the root in which the checkpoints are; empty, or with a slash at its end."""
+        before, _ = self._parts()
+        return before[: before.rfind("/") + 1]
+
+    def _parts(self) -> tuple[str, str]:
+        try:
+            pieces = list(string.Formatter().parse(self.text))
+            length = len(encode([self.text]))
+        except ValueError:
+            # Also raised for text with half a surrogate pair, which cannot be encoded.
+            pieces, length = [], 0
+        fields = [(name, spec, conversion) for _, name, spec, conversion in pieces if name is not None]
+        fits = len(fields) == 1 and fields[0][0] == "step" and not fields[0][2]
+        padded = fits and re.fullmatch(r"(0([1-9]|1[0-6]))?d?", fields[0][1] or "")
+        before = pieces[0][0] if pieces else ""
+        after = pieces[1][0] if len(pieces) > 1 else ""
+        inside = not before.startswith(("/", CATALOG)) and "/" not in after and ".." not in before.split("/")
+        if not padded or not inside or length > MAX_FOLDER_BYTES:
+            raise InvalidURLError(
+                f"{self.text!r} does not name the folders of checkpoints", remedy='Use something like "step-{step}"'
+            )
+        return before, after
+
+
+@dataclass(frozen=True)
+class CommitKey:
+    """Facts of a commit in its record's key. `created` in seconds, rounded to milliseconds; `groups` in bytes."""
+
+    step: int
+    created: float
+    token: str
+    kind: str
+    mark: str
+    folder: str
+    groups: Mapping[str, int] = field(default_factory=dict)
+
+    def name(self) -> str:
+        # User-defined groups count as "other" here; only the record itself lists them separately.
+        sums = {MODEL: 0, OPTIM: 0, OTHER: 0}
+        for group, size in self.groups.items():
+            sums[group if group in sums else OTHER] += size
+        sizes = [f"{group}.{size}" for group, size in sums.items() if size]
+        head = [_step(self.step), milliseconds(self.created), self.token, self.kind, self.mark]
+        return encode([*head, *sizes, self.folder])
+
+    @classmethod
+    def parse(cls, name: str) -> CommitKey | None:
+        """Parse a record's key. None for any other name: an unknown object in the catalog is left alone."""
+        parts = decode(name)
+        if parts is None or len(parts) < 6 or not _STEP.fullmatch(parts[0]) or not _MILLISECONDS.fullmatch(parts[1]):
+            return None
+        if not _TOKEN.fullmatch(parts[2]) or not _KIND.fullmatch(parts[3]) or not _MARK.fullmatch(parts[4]):
+            return None
+        groups = {}
+        for part in parts[5:-1]:
+            match = _GROUP.fullmatch(part)
+            if match is None:
+                return None
+            groups[match[1]] = int(match[2])
+        return cls(int(parts[0]), int(parts[1]) / 1000, parts[2], parts[3], parts[4], parts[-1], groups)
+
+
+@dataclass(frozen=True)
+class AttemptKey:
+    """Key of an attempt to save that has begun and has no record yet."""
+
+    step: int
+    token: str
+    folder: str
+
+    def name(self) -> str:
+        return encode([_step(self.step), OPEN, self.token, self.folder])
+
+    @classmethod
+    def parse(cls, name: str) -> AttemptKey | None:
+        parts = decode(name)
+        if parts is None or len(parts) != 4 or not _STEP.fullmatch(parts[0]) or parts[1] != OPEN:
+            return None
+        return cls(int(parts[0]), parts[2], parts[3]) if _TOKEN.fullmatch(parts[2]) else None
+
+
+@dataclass(frozen=True)
+class UploadKey:
+    """Key of the note that one rank of an attempt may have multipart uploads open."""
+
+    step: int
+    token: str
+    rank: int
+    folder: str
+
+    def name(self) -> str:
+        return encode([_step(self.step), self.token, str(self.rank), self.folder])
+
+    @classmethod
+    def parse(cls, name: str) -> UploadKey | None:
+        parts = decode(name)
+        if parts is None or len(parts) != 4 or not _STEP.fullmatch(parts[0]) or not _TOKEN.fullmatch(parts[1]):
+            return None
+        return cls(int(parts[0]), parts[1], int(parts[2]), parts[3]) if _RANK.fullmatch(parts[2]) else None
+
+
+def run_of(name: str) -> str | None:
+    """Return the run that the `run` object in the folder of steps names, or None for any other object name."""
+    parts = decode(name)
+    return parts[1] if parts is not None and len(parts) == 2 and parts[0] == RUN and parts[1] else None
+
+
+@dataclass(frozen=True)
+class NoteKey:
+    """Key of a note on a step: `kind` is one of this module's constants, and decides the meaning of the fields."""
+
+    step: int
+    kind: str
+    fields: tuple[str, ...]
+
+    def name(self) -> str:
+        return encode([_step(self.step), self.kind, *self.fields])
+
+    @classmethod
+    def parse(cls, name: str) -> NoteKey | None:
+        parts = decode(name)
+        if parts is None or len(parts) < 3 or not _STEP.fullmatch(parts[0]):
+            return None
+        return cls(int(parts[0]), parts[1], tuple(parts[2:]))
+
+
+def encode(parts: Sequence[str]) -> str:
+    """Join fields to one name of letters, digits, dots, dashes and underscores, which every store takes unescaped."""
+    return _SEPARATOR.join("".join(c if c in _PLAIN else _escaped(c) for c in part) for part in parts)
+
+
+def decode(name: str) -> list[str] | None:
+    """Return the fields of a name that `encode` made, or None for any other name."""
+    if len(name) > 1024:
+        return None
+    parts = []
+    for part in name.split(_SEPARATOR):
+        try:
+            raw = _ESCAPE.sub(lambda match: chr(int(match[1], 16)), part).encode("latin-1")
+            parts.append(raw.decode("utf-8"))
+        except UnicodeError:
+            return None
+    return parts if encode(parts) == name else None
+
+
+def content_of(data: bytes) -> dict[str, Any]:
+    """Return the JSON object in a small note, or an empty dict if the data is not a JSON object."""
+    try:
+        content = json.loads(data)
+    except (ValueError, RecursionError):
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+def milliseconds(seconds: float) -> str:
+    """Format a time as 13 digits of milliseconds, so that names sort by time until the year 2286."""
+    return f"{min(max(int(seconds * 1000), 0), 10**13 - 1):013d}"
+
+
+def seconds(text: str) -> float | None:
+    return int(text) / 1000 if _MILLISECONDS.fullmatch(text) else None
+
+
+def mark_of(etag: str | None) -> str:
+    """Return a short checksum of an ETag. A listing compares it to tell if an object is still the recorded one."""
+    return UNKNOWN if etag is None else f"{zlib.crc32(etag.encode()):08x}"
+
+
+def _step(step: int) -> str:
+    if not 0 <= step <= MAX_STEP:
+        raise InvalidURLError(f"Step {step} is not between 0 and {MAX_STEP}")
+    return f"{step:016d}"
+
+
+def _escaped(character: str) -> str:
+    return "".join(f"_{byte:02X}" for byte in character.encode("utf-8"))

@@ -1,0 +1,1 @@
+"""The index beside a large `.metadata`: the same content in columns."""

@@ -1,0 +1,353 @@
+"""Decoder of an index: columns of numbers in memory, checked once, from which single items are looked up."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import zlib
+from array import array
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, MetadataIndex, TensorProperties
+
+from bucketpoint.errors import MetadataError
+from bucketpoint.format import item_info as names
+from bucketpoint.format.index.derived import count_blocks, payload_sizes, size_guess, table_places
+from bucketpoint.format.index.encode import (
+    COMPRESSED,
+    FIRST_MAGIC,
+    HEAD,
+    MAGIC,
+    PARTS,
+    largest_part,
+)
+from bucketpoint.format.index.int_columns import CPU, Decoder, Segments, narrow
+from bucketpoint.format.pickles.allow_list import DTYPE_NAMES
+from bucketpoint.format.tensor_bytes import tensor_bytes
+
+_MAX_DIMS = 64
+_MAX_NBYTES = 1 << 62
+
+
+def is_index(data: bytes) -> bool:
+    """Return True if these bytes begin as an index does. No pickle begins so."""
+    return data[: len(MAGIC)] in (MAGIC, FIRST_MAGIC)
+
+
+class Index:
+    """Content of an index. Pickles as the index's bytes.
+
+    Attributes:
+        names: of the entries, in order.
+        counts, first: for each entry the number of its chunks, and the slot of the first of them.
+    """
+
+    def __init__(self, data: bytes) -> None:
+        self._data = data
+        self._parts, items, blocks = _parts(data)
+        structure, facts = (json.loads(self._parts[name].content()) for name in ("structure", "facts"))
+        self.names: list[str] = structure["names"]
+        _require(type(self.names) is list and set(map(type, self.names)) <= {str}, "names")
+        self._properties = [_properties(*told) for told in structure["properties"]]
+        self._transforms: list[str] | None = structure["transforms"] or None
+        _require(all(type(name) is str for name in self._transforms or ()), "transforms")
+        self._paths = [told[0] for told in facts["objects"][: facts["paths"]]]
+        _require(set(map(type, self._paths)) <= {str}, "paths")
+        del structure, facts
+        self._checksums, self._blocks = (self._parts[name].stored.cast("I") for name in ("checksums", "blocks"))
+        _require(len(self._checksums) == items and len(self._blocks) == blocks, "checksums")
+        self._take_columns(Decoder(self._parts["columns"].content()), items, first=data[: len(MAGIC)] == FIRST_MAGIC)
+        self.numbers = dict(zip(self.names, range(len(self.names)), strict=True))
+        _require(len(self.numbers) == len(self.names), "names twice")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Index, (self._data,)
+
+    def facts(self) -> dict[str, Any]:
+        """Return the facts of one save: objects, `storage_meta`, `version` and the rest of bucketpoint's part."""
+        told: dict[str, Any] = json.loads(self._parts["facts"].content())
+        return told
+
+    @property
+    def has_mappings(self) -> bool:
+        return self._parts["mappings"].content() != b"null"
+
+    @cached_property
+    def mappings(self) -> dict[str, tuple[Any, ...]]:
+        told = json.loads(self._parts["mappings"].content())
+        if isinstance(told, dict):
+            return {name: tuple(path) for name, path in told.items()}
+        return {name: tuple(path) for name, path in zip(self.names, told, strict=True)}
+
+    def _take_columns(self, decoder: Decoder, items: int, *, first: bool) -> None:
+        total = len(self.names)
+        kinds, dims, counts = (decoder.column(total) for _ in range(3))
+        _require(bool(((kinds >= 0) & (kinds <= len(self._properties))).all()), "kinds")
+        _require(bool(((dims >= 0) & (dims <= _MAX_DIMS)).all()), "dimensions")
+        _require(bool(((counts >= 0) & (counts <= items)).all()) and int(counts.sum()) == items, "counts")
+        _require(bool(((counts == 1) & (dims == 0))[kinds == 0].all()), "bytes entries")
+        shapes = decoder.column(int(dims.sum()))
+        self.offsets, self.sizes = _boxes(decoder, shapes, Segments.of(counts.repeat_interleave(dims)))
+        itemsizes = torch.tensor([0, *(each.dtype.itemsize for each in self._properties)], device=CPU)[kinds]
+        _check_shapes(shapes, dims, itemsizes)
+        self.kinds, self.dims, self.counts, self.shapes = (_array(each) for each in (kinds, dims, counts, shapes))
+        self.first = _array(torch.cumsum(counts, 0) - counts)
+        self.first_box = _array(torch.cumsum(counts * dims, 0) - counts * dims)
+        self.first_size = _array(torch.cumsum(dims, 0) - dims)
+        self._offset_column, self._size_column = Column(self.offsets), Column(self.sizes)
+        # From here on, drop each column once it is not needed: all of them together take more memory than the result.
+        entries = Segments.of(counts)
+        expected = payload_sizes(self.sizes, kinds, dims, entries, itemsizes)
+        self._hints = Column(decoder.segmented(entries))
+        objects = narrow(decoder.segmented(entries))
+        _require(bool(((objects >= 0) & (objects < len(self._paths))).all()), "objects")
+        self._objects = Column(objects)
+        payloads = decoder.segmented(entries) + expected
+        del expected
+        lengths = decoder.segmented(entries) + payloads.clamp(min=0)
+        _require(bool((lengths >= 0).all()), "lengths")
+        self._payload_offsets = Column(decoder.segmented(entries))
+        sizes_of_blocks = decoder.segmented(entries)
+        self._block_nbytes = Column(sizes_of_blocks)
+        counted = count_blocks(sizes_of_blocks, payloads, lengths)
+        _require(bool((counted >= 0).all()), "blocks")
+        del sizes_of_blocks
+        self._payloads = Column(payloads)
+        del payloads
+        between = decoder.segmented(entries)
+        order = torch.argsort(objects, stable=True)
+        offsets = _offsets(objects, between, lengths, order)
+        self.tabled = not first and bool(decoder.column(1)[0])
+        if self.tabled:
+            counted *= 4
+            begins, ends = table_places(objects, offsets, lengths, counted, order)
+            begins += decoder.segmented(entries)
+            self._tables, self._first_tables = Column(begins), _array(ends)
+            counted = torch.zeros(1, dtype=torch.int64, device=CPU).expand(items)
+        decoder.end()
+        del entries, order
+        self._take_blocks(counted)
+        self._at = Column(offsets)
+        self._lengths = Column(lengths)
+
+    def _take_blocks(self, counts: torch.Tensor) -> None:
+        """Keep the positions of the block checksums that are in no table."""
+        _require(int(counts.sum()) == len(self._blocks), "blocks")
+        self._block_counts, self._first_block = Column(counts), Column(torch.cumsum(counts, 0) - counts)
+
+    # -- what DCP asks for --------------------------------------------------------------------------------------------
+
+    def properties(self, number: int) -> TensorProperties | None:
+        """Return the properties of a tensor; None for an entry of bytes."""
+        kind = self.kinds[number]
+        if kind == 0:
+            return None
+        made = object.__new__(TensorProperties)
+        vars(made).update(vars(self._properties[kind - 1]))
+        return made
+
+    def shape(self, number: int) -> torch.Size:
+        """Return the shape of the whole tensor."""
+        first = self.first_size[number]
+        return torch.Size(self.shapes[first : first + self.dims[number]])
+
+    def boxes(self, number: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return offsets and sizes of an entry's chunks: int64, of shape (dimensions, chunks)."""
+        first, shape = self.first_box[number], (self.dims[number], self.counts[number])
+        stop = first + shape[0] * shape[1]
+        return self.offsets[first:stop].reshape(shape).long(), self.sizes[first:stop].reshape(shape).long()
+
+    def box(self, number: int, chunk: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Return offsets and sizes of one chunk."""
+        first, count = self.first_box[number] + chunk, self.counts[number]
+        places = range(first, first + count * self.dims[number], count) if count else ()
+        return tuple([self._offset_column[at] for at in places]), tuple([self._size_column[at] for at in places])
+
+    def find(self, number: int, offset: Sequence[int], hint: int | None) -> int | None:
+        """Return the number of the entry's chunk that begins at `offset`, or None."""
+        wanted, dims = tuple(offset), self.dims[number]
+        if len(wanted) != dims:
+            return None
+        if hint is not None and 0 <= hint < self.counts[number] and self.box(number, hint)[0] == wanted:
+            return hint
+        place = torch.tensor(wanted, dtype=torch.int64, device=CPU).reshape(dims, 1)
+        found = torch.nonzero((self.boxes(number)[0] == place).all(0)).reshape(-1)
+        return int(found[0]) if len(found) else None
+
+    def slot(self, index: Any) -> int | None:
+        """Return the slot (the number among all items) of the item that DCP's index names, or None."""
+        if not isinstance(index, MetadataIndex):
+            return None
+        number = self.numbers.get(index.fqn)
+        if number is None:
+            return None
+        if self.kinds[number] == 0:
+            return self.first[number] if index.offset is None else None
+        chunk = None if index.offset is None else self.find(number, index.offset, index.index)
+        return None if chunk is None else self.first[number] + chunk
+
+    def info(self, slot: int) -> _StorageInfo:
+        """Return DCP's description of an item's position, with bucketpoint's attributes."""
+        found = object.__new__(_StorageInfo)
+        values = vars(found)
+        values["relative_path"] = self._paths[self._objects[slot]]
+        values["offset"], values["length"] = self._at[slot], self._lengths[slot]
+        if self._transforms:
+            values["transform_descriptors"] = list(self._transforms)
+        if self._payload_offsets[slot] >= 0:
+            values[names._PAYLOAD_OFFSET] = self._payload_offsets[slot]
+            values[names._PAYLOAD_NBYTES] = self._payloads[slot]
+        values[names._CRC32C] = self._checksums[slot]
+        if self.tabled and self._block_nbytes[slot] > 0:
+            values[names._TABLE_BLOCK_NBYTES] = self._block_nbytes[slot]
+            values[names._TABLE_OFFSET] = self._first_tables[self._objects[slot]] + self._tables[slot]
+        if self._block_counts[slot]:
+            first = self._first_block[slot]
+            values[names._BLOCK_NBYTES] = self._block_nbytes[slot]
+            values[names._BLOCK_CRCS] = self._blocks[first : first + self._block_counts[slot]].tobytes()
+        return found
+
+    def indices(self) -> Iterator[MetadataIndex]:
+        """Yield DCP's indices of all items, slot by slot."""
+        for number, name in enumerate(self.names):
+            for chunk in range(self.counts[number]):
+                hint: int | None = self._hints[self.first[number] + chunk]
+                offset = None if self.kinds[number] == 0 else self.box(number, chunk)[0]
+                yield MetadataIndex(name, offset, None if hint == -1 else hint)
+
+    @cached_property
+    def digest(self) -> bytes:
+        return hashlib.sha256(self._data).digest()
+
+
+class Column:
+    """Integers in the fewest bytes that hold them, read one at a time."""
+
+    def __init__(self, values: torch.Tensor) -> None:
+        kept = narrow(values)
+        self._constant = int(kept[0]) if len(kept) and kept.stride() == (0,) else None
+        if self._constant is None:
+            self._kept = kept.contiguous()
+            self._numbers = _typed(self._kept)
+
+    def __getitem__(self, place: int) -> int:
+        return self._numbers[place] if self._constant is None else self._constant
+
+
+class _Part:
+    """One part of an index: a view of its stored bytes, and its uncompressed size."""
+
+    def __init__(self, stored: memoryview, size: int, name: str, compressed: bool) -> None:
+        self.stored = stored
+        self._size = size
+        self._name = name
+        self._compressed = compressed
+        _require(compressed or len(stored) == size, name)
+
+    def content(self) -> bytes:
+        """Decompress the part. Raises MetadataError unless the content has exactly the stated size."""
+        machine = zlib.decompressobj()
+        # Allow one byte more than stated: a stream that continues beyond its size is then noticed.
+        content = machine.decompress(self.stored, self._size + 1)
+        _require(machine.eof and not machine.unused_data and len(content) == self._size, self._name)
+        return content
+
+
+def _parts(data: bytes) -> tuple[dict[str, _Part], int, int]:
+    """Return the parts of an index, none larger than its size allows, and the numbers of items and of blocks."""
+    if len(data) < HEAD.size or not is_index(data):
+        raise MetadataError("This is no index")
+    _, items, blocks, *sizes = HEAD.unpack_from(data)
+    _require(sum(sizes[::2]) + HEAD.size == len(data), "length")
+    _require(all(size <= largest_part(len(data)) for size in sizes[1::2]), "size")
+    # Every item has a stored checksum, so a hostile head cannot claim more items than the data has bytes for.
+    _require(4 * items <= len(data) and 4 * blocks <= len(data), "number of items")
+    parts, at = {}, HEAD.size
+    for number, name in enumerate(PARTS):
+        stored, real = sizes[2 * number : 2 * number + 2]
+        parts[name] = _Part(memoryview(data)[at : at + stored], real, name, number < COMPRESSED)
+        at += stored
+    return parts, items, blocks
+
+
+def _properties(dtype: Any, layout: Any, requires_grad: Any, memory_format: Any, pin_memory: Any) -> TensorProperties:
+    _require(dtype in DTYPE_NAMES and type(requires_grad) is bool and type(pin_memory) is bool, "tensor properties")
+    kinds: tuple[Any, ...] = (getattr(torch, dtype, None), getattr(torch, str(layout), None))
+    _require(isinstance(kinds[0], torch.dtype) and isinstance(kinds[1], torch.layout), "tensor properties")
+    made = object.__new__(TensorProperties)
+    made.__setstate__((*kinds, requires_grad, _MEM_FORMAT_ENCODING(memory_format), pin_memory))  # type: ignore[no-untyped-call]
+    return made
+
+
+def _check_shapes(shapes: torch.Tensor, dims: torch.Tensor, itemsizes: torch.Tensor) -> None:
+    _require(bool((shapes >= 0).all()), "shapes")
+    # As floats: a product of integers could overflow and come out below the limit.
+    nbytes, first = itemsizes.double(), torch.cumsum(dims, 0) - dims
+    for axis in range(int(dims.max()) if len(dims) else 0):
+        has = dims > axis
+        nbytes[has] *= shapes[first[has] + axis]
+    _require(bool((nbytes < _MAX_NBYTES).all()), "number of elements")
+
+
+def _boxes(decoder: Decoder, shapes: torch.Tensor, axes: Segments) -> tuple[torch.Tensor, torch.Tensor]:
+    """Decode offsets and sizes of all chunks, and check that the chunks lie within their tensors."""
+    told = decoder.segmented(axes)
+    _require(bool((told >= 0).all()), "offsets of chunks")
+    offsets = narrow(told)
+    del told
+    sizes = decoder.segmented(axes)
+    guess = size_guess(int(decoder.column(1)[0]), offsets, shapes, axes)
+    if isinstance(guess, torch.Tensor):
+        sizes = guess.add_(sizes)
+    _require(bool((sizes >= 0).all()), "sizes of chunks")
+    # Subtract one after the other, as a sum could overflow.
+    room = shapes.index_select(0, axes.owner)
+    room -= offsets
+    _require(bool((room >= 0).all()), "chunks outside of their tensors")
+    room -= sizes
+    _require(bool((room >= 0).all()), "chunks outside of their tensors")
+    return offsets, narrow(sizes)
+
+
+def _offsets(objects: torch.Tensor, between: torch.Tensor, lengths: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
+    """Compute the offset of each item: after the item before it in the same object. `order` sorts items by object."""
+    mine = objects[order]
+    firsts = torch.nonzero(mine != torch.roll(mine, 1)).reshape(-1)
+    if not len(firsts):
+        firsts = torch.zeros(min(len(mine), 1), dtype=torch.int64, device=CPU)
+    del mine
+    ends = between[order]
+    ends += lengths[order]
+    ends = ends.cumsum_(0)
+    before = ends[(firsts - 1).clamp(min=0)]
+    before[:1] = 0
+    counts = torch.diff(firsts, append=torch.tensor([len(order)], device=CPU))
+    ends -= torch.repeat_interleave(before, counts)
+    ends -= lengths[order]
+    found = torch.empty_like(ends).scatter_(0, order, ends)
+    _require(bool(((found >= 0) & (found < _MAX_NBYTES)).all()), "offsets")
+    return found
+
+
+def _array(values: torch.Tensor) -> array[int]:
+    flat, kept = values.contiguous(), array("q")
+    kept.frombytes(tensor_bytes(flat))
+    return kept
+
+
+def _require(holds: bool, what: str) -> None:
+    if not holds:
+        raise MetadataError(f"The index contradicts itself: {what}")
+
+
+def _typed(values: torch.Tensor) -> memoryview[int]:
+    raw = tensor_bytes(values)
+    if values.dtype == torch.int8:
+        return raw.cast("b")
+    if values.dtype == torch.int16:
+        return raw.cast("h")
+    return raw.cast("i") if values.dtype == torch.int32 else raw.cast("q")

@@ -1,0 +1,392 @@
+"""Writer of the index beside a large `.metadata`: the same content in columns, at a few bytes a chunk.
+
+Layout: a head, then the parts. Names and kinds of the entries, the planner's paths to them, columns of numbers (all
+three the same at every save of one structure), facts of this save, and raw checksums: one of each item, then those of
+blocks that are in no table. `decode.py` reads an index, `ref.py` finds one.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import struct
+import zlib
+from array import array
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from bucketpoint.format.columns import COLUMNS, Columns, IndexColumns, pack
+from bucketpoint.format.index.derived import BYTES_ENTRY, count_blocks, gaps, payload_sizes, size_guess, table_places
+from bucketpoint.format.index.int_columns import CPU, Segments, UnsuitableError, encode, encode_segments, over
+from bucketpoint.format.index.ref import INDEX_ATTRIBUTE
+from bucketpoint.format.pickles.allow_list import DTYPE_NAMES
+from bucketpoint.format.tensor_bytes import tensor_bytes
+
+MAGIC = b"BPINDEX2"
+FIRST_MAGIC = b"BPINDEX1"
+"""Magic of indexes from before there were tables of block checksums."""
+
+PARTS = ("structure", "mappings", "columns", "facts", "checksums", "blocks")
+COMPRESSED = 4
+HEAD = struct.Struct("<8sQQ" + "QQ" * len(PARTS))
+"""Magic, number of items, number of block checksums, then for each part its stored and its uncompressed size."""
+
+LARGEST_RATIO = 64
+"""Limit: no part is larger than this many times the index plus 1 MiB, so that a hostile index cannot exhaust memory."""
+
+SIZE_GUESSES = 2
+
+_STATE = {"state_dict_metadata", "planner_data", "storage_data", "storage_meta", "version", INDEX_ATTRIBUTE}
+
+
+@dataclass(frozen=True)
+class IndexTemplate:
+    """An index without the facts and checksums of one save.
+
+    Attributes:
+        parts: the compressed parts that stay the same, and their uncompressed sizes.
+        slots: index slot of the n-th item of the storage data.
+        words: for the n-th block checksum of the index, the number of that checksum in the order of the storage data.
+        objects: number of data objects in which the items lie.
+    """
+
+    parts: tuple[tuple[bytes, int], ...]
+    slots: torch.Tensor
+    words: torch.Tensor
+    objects: int
+
+    def fill(
+        self,
+        checksums: bytes,
+        blocks: bytes,
+        paths: Sequence[str],
+        *,
+        bucketpoint: dict[str, Any],
+        storage_meta: StorageMeta | None,
+        version: tuple[str | None, ...],
+    ) -> bytes | None:
+        """Encode the index of a save. None if the content does not fit the template.
+
+        Args:
+            checksums, blocks: 4 bytes each, in the order of the storage data.
+            paths: of the objects, in the order in which the storage data names them.
+            bucketpoint: the attribute of that name in `.metadata`.
+            version: the attribute of that name, as a tuple of one; empty if the metadata has no such attribute.
+        """
+        if len(checksums) != 4 * len(self.slots) or len(blocks) != 4 * len(self.words) or len(paths) != self.objects:
+            return None
+        facts = _facts(paths, bucketpoint, storage_meta, version)
+        if facts is None:
+            return None
+        ordered = torch.empty(len(self.slots), dtype=torch.int32, device=CPU)
+        ordered[self.slots] = _words(checksums)
+        mixed = _words(blocks)[self.words]
+        raw = [bytes(tensor_bytes(ordered)), bytes(tensor_bytes(mixed))]
+        stored = [*self.parts, (zlib.compress(facts), len(facts)), *((data, len(data)) for data in raw)]
+        sizes = itertools.chain.from_iterable((len(data), size) for data, size in stored)
+        head = HEAD.pack(MAGIC, len(self.slots), len(self.words), *sizes)
+        whole = b"".join([head, *(data for data, _ in stored)])
+        return whole if all(size <= largest_part(len(whole)) for _, size in stored) else None
+
+
+def largest_part(nbytes: int) -> int:
+    """Return the size limit for a part of an index of this many bytes."""
+    return LARGEST_RATIO * nbytes + (1 << 20)
+
+
+def encode_index(metadata: Metadata, *, bucketpoint: dict[str, Any]) -> tuple[bytes, IndexTemplate] | None:
+    """Encode the index of metadata with storage data, and a template for later saves with items in the same places.
+
+    Args:
+        bucketpoint: the attribute of that name in `.metadata`, whole.
+
+    Returns:
+        None if the index could not hold all content of `.metadata`: metadata with types of other writers, or items
+        without checksums.
+    """
+    try:
+        return _encode(metadata, bucketpoint)
+    except (UnsuitableError, AttributeError, TypeError, OverflowError):
+        # Content of other types than DCP's own stays in `.metadata` alone.
+        return None
+
+
+def make_index(metadata: Metadata, items: IndexColumns, reported: Sequence[Columns]) -> IndexTemplate | None:
+    """Make the template of the indexes of all saves with items in these places, without an object for each item.
+
+    Args:
+        metadata: without storage data.
+        items: those of each rank in `reported`, each of them once.
+        reported: columns of each rank; their checksums do not matter.
+
+    Returns:
+        None in the cases in which `encode_index` returns None.
+    """
+    try:
+        _require(vars(metadata).keys() - {"storage_data"} <= _STATE)
+        transforms = {columns.layout.transforms for columns in reported if columns.layout.count}
+        _require(len(transforms) == 1)
+        firsts = itertools.accumulate((len(columns.objects) for columns in reported), initial=0)
+        layouts = []
+        for columns, first in zip(reported, firsts, strict=False):
+            layout = [over(columns.layout.column(n)) for n in range(COLUMNS)]
+            layouts.append([layout[0] + first, *layout[1:]])
+        joined = [torch.cat(parts) for parts in zip(*layouts, strict=True)]
+        places = zip(items.names, items.offsets, items.hints, strict=True)
+        count = sum(len(columns.objects) for columns in reported)
+        return _template(metadata, places, joined, transforms.pop(), count)
+    except (UnsuitableError, AttributeError, TypeError, OverflowError):
+        return None
+
+
+def _encode(metadata: Metadata, bucketpoint: dict[str, Any]) -> tuple[bytes, IndexTemplate] | None:
+    _require(vars(metadata).keys() <= _STATE)
+    storage_data = metadata.storage_data
+    _require(type(storage_data) is dict and len(storage_data) > 0)
+    assert storage_data is not None
+    for info in storage_data.values():
+        transforms = info.transform_descriptors
+        _require(transforms is None or (type(transforms) is list and len(transforms) > 0))
+    columns = pack(list(storage_data.values()))
+    _require(columns is not None)
+    assert columns is not None
+    for index in storage_data:
+        _require(index.index is None or (type(index.index) is int and index.index >= 0))
+    places = ((index.fqn, index.offset, -1 if index.index is None else index.index) for index in storage_data)
+    layout = [over(columns.layout.column(n)) for n in range(COLUMNS)]
+    template = _template(metadata, places, layout, columns.layout.transforms, len(columns.objects))
+    whole = template.fill(
+        columns.checksums[: 4 * columns.layout.count],
+        columns.checksums[4 * columns.layout.count :],
+        [path for path, _, _ in columns.objects],
+        bucketpoint=bucketpoint,
+        storage_meta=metadata.storage_meta,
+        version=(metadata.version,) if "version" in vars(metadata) else (),
+    )
+    return None if whole is None else (whole, template)
+
+
+def _template(
+    metadata: Metadata,
+    places: Iterable[tuple[str, Any, int]],
+    layout: list[torch.Tensor],
+    transforms: tuple[str, ...] | None,
+    objects: int,
+) -> IndexTemplate:
+    """Make the template of an index.
+
+    Args:
+        places: of each item, its name, the offset of its chunk and DCP's hint, -1 for none.
+        layout: the columns of `ItemColumns`, each int64.
+    """
+    entries = metadata.state_dict_metadata
+    _require(type(entries) is dict)
+    table = _Entries(entries)
+    slots, hints = _places(entries, table, places)
+    boxes = [over(table.offsets), over(table.sizes)]
+    data, words = _columns(table, boxes, hints, layout, slots)
+    structure = {
+        "names": list(entries),
+        "properties": list(table.properties),
+        "transforms": list(transforms or ()),
+    }
+    static = [_json(structure), _json(_mappings(metadata.planner_data, entries)), data]
+    return IndexTemplate(tuple([(zlib.compress(part), len(part)) for part in static]), slots, words, objects)
+
+
+class _Entries:
+    """The state's entries, one column for each fact. Chunk boxes are in order of the axis, then of the chunk."""
+
+    def __init__(self, entries: dict[str, Any]) -> None:
+        self.properties: dict[tuple[Any, ...], int] = {}
+        self.kinds, self.dims, self.counts, self.shapes = (array("q") for _ in range(4))
+        self.itemsizes = array("q")
+        self.offsets, self.sizes = array("q"), array("q")
+        for fqn, entry in entries.items():
+            _require(type(fqn) is str)
+            if type(entry) is BytesStorageMetadata:
+                self._add(BYTES_ENTRY, 0, 1, 0)
+                continue
+            _require(type(entry) is TensorStorageMetadata and type(entry.size) is torch.Size)
+            chunks = entry.chunks
+            _require({*map(type, chunks)} <= {ChunkStorageMetadata})
+            dims = len(entry.size)
+            for boxes, column in (
+                ([chunk.offsets for chunk in chunks], self.offsets),
+                ([chunk.sizes for chunk in chunks], self.sizes),
+            ):
+                _require({*map(type, boxes)} <= {torch.Size} and {*map(len, boxes)} <= {dims})
+                for axis in zip(*boxes, strict=True):
+                    column.extend(axis)
+            self._add(self._kind(entry.properties), dims, len(chunks), entry.properties.dtype.itemsize)
+            self.shapes.extend(entry.size)
+
+    def _add(self, kind: int, dims: int, count: int, itemsize: int) -> None:
+        self.kinds.append(kind)
+        self.dims.append(dims)
+        self.counts.append(count)
+        self.itemsizes.append(itemsize)
+
+    def _kind(self, properties: TensorProperties) -> int:
+        _require(type(properties) is TensorProperties)
+        dtype, layout, requires_grad, memory_format, pin_memory = properties.__getstate__()[:5]  # type: ignore[no-untyped-call]
+        _require(type(requires_grad) is bool and type(pin_memory) is bool)
+        told = (
+            str(dtype).removeprefix("torch."),
+            str(layout).removeprefix("torch."),
+            requires_grad,
+            memory_format.value,
+            pin_memory,
+        )
+        # A dtype that a reader would refuse by name stays in `.metadata`, which a reader can be told to trust.
+        _require(told[0] in DTYPE_NAMES)
+        return self.properties.setdefault(told, len(self.properties) + 1)
+
+
+def _places(
+    entries: dict[str, Any], table: _Entries, items: Iterable[tuple[str, Any, int]]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the slot of each item, in the order of the items; and DCP's hints, slot by slot."""
+    firsts = dict(zip(entries, itertools.accumulate(table.counts, initial=0), strict=False))
+    found: dict[str, dict[Any, int]] = {}
+    slots, hints = array("q"), array("q")
+    for fqn, offset, hint in items:
+        entry = entries.get(fqn)
+        if type(entry) is TensorStorageMetadata:
+            chunks = entry.chunks
+            if not 0 <= hint < len(chunks) or chunks[hint].offsets != offset:
+                _require(type(offset) is torch.Size)
+                if fqn not in found:
+                    found[fqn] = {chunk.offsets: number for number, chunk in enumerate(chunks)}
+                place = found[fqn].get(offset, -1)
+                _require(place >= 0)
+            else:
+                place = hint
+            slots.append(firsts[fqn] + place)
+        else:
+            _require(entry is not None and offset is None)
+            slots.append(firsts[fqn])
+        hints.append(hint)
+    places = over(slots)
+    total = sum(table.counts)
+    _require(len(places) == total and int(torch.bincount(places, minlength=total).max()) == 1)
+    ordered = torch.empty_like(places)
+    ordered[places] = over(hints)
+    return places, ordered
+
+
+def _columns(
+    table: _Entries,
+    boxes: list[torch.Tensor],
+    hints: torch.Tensor,
+    layout: list[torch.Tensor],
+    slots: torch.Tensor,
+) -> tuple[bytes, torch.Tensor]:
+    """Encode all columns of numbers, and return them with the order of the block checksums."""
+    kinds, dims, counts, shapes, itemsizes = (
+        over(column) for column in (table.kinds, table.dims, table.counts, table.shapes, table.itemsizes)
+    )
+    entries, axes = Segments.of(counts), Segments.of(counts.repeat_interleave(dims))
+    parts = [encode(column) for column in (kinds, dims, counts, shapes)]
+    parts += [encode_segments(boxes[0], axes)]
+    guesses = [
+        encode_segments(boxes[1] - size_guess(kind, boxes[0], shapes, axes), axes)
+        + encode(torch.tensor([kind], device=CPU))
+        for kind in range(SIZE_GUESSES)
+    ]
+    parts += [min(guesses, key=lambda data: len(zlib.compress(data, 1)))]
+    source = layout[6]
+    objects, offsets, lengths, payload_offsets, payloads, blocks, block_counts, tables = (
+        torch.empty_like(column).scatter_(0, slots, column) for column in layout
+    )
+    expected = payload_sizes(boxes[1], kinds, dims, entries, itemsizes)
+    counted, tabled = count_blocks(blocks, payloads, lengths), bool((tables >= 0).any())
+    _require(bool(torch.equal(tables >= 0, counted > 0)) if tabled else bool(torch.equal(block_counts, counted)))
+    parts += [
+        encode_segments(column, entries)
+        for column in (
+            hints, objects, payloads - expected, lengths - payloads.clamp(min=0), payload_offsets, blocks,
+            gaps(objects, offsets, lengths),
+        )
+    ]  # fmt: skip
+    parts += [encode(torch.tensor([int(tabled)], device=CPU))]
+    if tabled:
+        _require(not block_counts.any())
+        begins, ends = table_places(objects, offsets, lengths, 4 * counted, torch.argsort(objects, stable=True))
+        expected = ends[objects] + begins
+        parts += [encode_segments(torch.where(tables >= 0, tables - expected, 0), entries)]
+    # Position of each item's blocks in the storage data, slot by slot.
+    begins = torch.empty_like(source).scatter_(0, slots, torch.cumsum(source, 0) - source)
+    owned = Segments.of(block_counts)
+    return b"".join(parts), begins[owned.owner] + owned.place
+
+
+def _mappings(planner_data: Any, entries: dict[str, Any]) -> Any:
+    """Return DCP's paths of flattened names: as a list without the names if those are the state's, in its order."""
+    if planner_data is None:
+        return None
+    _require(type(planner_data) is dict)
+    for name, path in planner_data.items():
+        _require(type(name) is str and type(path) is tuple and all(type(step) in (str, int) for step in path))
+    if list(planner_data) == list(entries):
+        return list(planner_data.values())
+    return dict(planner_data)
+
+
+def _facts(
+    paths: Sequence[str], bucketpoint: dict[str, Any], meta: StorageMeta | None, version: tuple[str | None, ...]
+) -> bytes | None:
+    objects = bucketpoint.get("objects")
+    known: dict[str, Any] = objects if objects is not None else {}
+    rest = {name: value for name, value in bucketpoint.items() if name != "objects"}
+    if any(type(fact) is not dict or set(fact) != {"size", "etag"} for fact in known.values()):
+        return None
+    named = dict.fromkeys(paths)
+    listed = [*paths, *(path for path in known if path not in named)]
+    told = [[path, known[path]["size"], known[path]["etag"]] if path in known else [path] for path in listed]
+    storage_meta = None
+    if meta is not None:
+        where = meta.checkpoint_id
+        where = os.fspath(where) if isinstance(where, os.PathLike) else where
+        storage_meta = [where, meta.save_id, meta.load_id, list(meta.modules)]
+    document = {
+        "paths": len(paths),
+        "table": objects is not None,
+        "objects": told,
+        "bucketpoint": rest,
+        "storage_meta": storage_meta,
+        "version": list(version),
+    }
+    try:
+        data = _json(document)
+    except (TypeError, ValueError):
+        return None
+    # A JSON round trip turns tuples into lists, and number keys into strings: such facts do not fit.
+    return data if json.loads(data)["bucketpoint"] == rest else None
+
+
+def _json(value: Any) -> bytes:
+    return json.dumps(value, separators=(",", ":")).encode()
+
+
+def _words(data: bytes) -> torch.Tensor:
+    return (
+        torch.frombuffer(bytearray(data), dtype=torch.int32) if data else torch.empty(0, dtype=torch.int32, device=CPU)
+    )
+
+
+def _require(holds: bool) -> None:
+    if not holds:
+        raise UnsuitableError

@@ -1,0 +1,230 @@
+"""Encoding of integer columns in few bytes: constants, an arithmetic progression a segment, and byte planes.
+
+Chunk layouts are mostly arithmetic: offsets count up, sizes repeat, the last one is smaller. In other columns, bytes of
+the same significance lie together, so that the compressor that runs afterwards finds repetitions.
+"""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from array import array
+from dataclasses import dataclass
+
+import torch
+
+from bucketpoint.errors import MetadataError
+from bucketpoint.format.tensor_bytes import tensor_bytes
+
+CPU = torch.device("cpu")
+"""Passed explicitly wherever a tensor is made: a model may be loaded under another default device."""
+
+_CONSTANT, _PLANES, _DELTAS, _SEGMENTS = range(4)
+_CONSTANT_HEAD, _PLANES_HEAD = struct.Struct("<Bq"), struct.Struct("<BqB")
+_WIDEST = 8
+_LIMIT = 1 << 63
+
+
+def over(values: array[int]) -> torch.Tensor:
+    """View an int64 array as a tensor over the same memory. `torch.tensor` would convert it object by object."""
+    return torch.frombuffer(values, dtype=torch.int64) if values else torch.empty(0, dtype=torch.int64, device=CPU)
+
+
+class UnsuitableError(ValueError):
+    """The content cannot be encoded in this form."""
+
+
+@dataclass(frozen=True)
+class Segments:
+    """Segments of a column that belong to one tensor each.
+
+    Attributes:
+        counts: int64, the length of each segment, in order.
+        owner: int64, one for each value: the number of its segment.
+    """
+
+    counts: torch.Tensor
+    owner: torch.Tensor
+
+    @staticmethod
+    def of(counts: torch.Tensor) -> Segments:
+        return Segments(counts, torch.repeat_interleave(torch.arange(len(counts), device=CPU), counts))
+
+    @property
+    def place(self) -> torch.Tensor:
+        """int64, one for each value: position in its segment. Not kept, as it takes as much memory as the values."""
+        place = torch.arange(len(self.owner), device=CPU)
+        place -= (torch.cumsum(self.counts, 0) - self.counts)[self.owner]
+        return place
+
+
+def encode(values: torch.Tensor) -> bytes:
+    """Encode an int64 column as constant, planes or deltas.
+
+    Raises:
+        UnsuitableError: the values are too far apart.
+    """
+    constant = _constant(values)
+    if constant is not None:
+        return constant
+    planes = [_planes(_PLANES, values), _planes(_DELTAS, values.diff(prepend=values.new_zeros(1)))]
+    suitable = [data for data in planes if data is not None]
+    if not suitable:
+        raise UnsuitableError("numbers too far apart")
+    return min(suitable, key=lambda data: len(zlib.compress(data, 1)))
+
+
+def encode_segments(values: torch.Tensor, segments: Segments) -> bytes:
+    """Encode a column whose segments mostly are arithmetic progressions, maybe with another last value."""
+    constant = _constant(values)
+    if constant is not None:
+        return constant
+    counts = segments.counts
+    ends = torch.cumsum(counts, 0)
+    begins = ends - counts
+    starts = _at(values, begins, counts > 0)
+    steps = torch.where(counts > 1, _at(values, begins + 1, counts > 1) - starts, 0)
+    place = segments.place
+    expected = starts[segments.owner] + steps[segments.owner] * place
+    lasts = torch.where(counts > 0, _at(values - expected, ends - 1, counts > 0), 0)
+    off = (values != expected) & (place != (counts - 1)[segments.owner])
+    bad = torch.zeros(len(counts), dtype=torch.bool, device=CPU)
+    bad[segments.owner[off]] = True
+    rest = values[bad[segments.owner]]
+    parts = [encode(torch.where(bad, 0, column)) for column in (starts, steps, lasts)]
+    parts += [encode(bad.to(torch.int64)), encode(rest)]
+    return b"".join([bytes([_SEGMENTS]), *parts])
+
+
+class Decoder:
+    """Reader of columns, in the order in which they were encoded.
+
+    Raises, in all methods:
+        MetadataError: the data breaks off, or is not of this form.
+    """
+
+    def __init__(self, data: bytes) -> None:
+        self._data = memoryview(data)
+        self._position = 0
+
+    def column(self, count: int) -> torch.Tensor:
+        """Read `count` values as int64. Do not write to the result: a constant is one value, expanded."""
+        kind = self._peek()
+        if kind == _CONSTANT:
+            return self._constant(count)
+        if kind not in (_PLANES, _DELTAS):
+            raise MetadataError("The index has a column of an unknown kind")
+        _, base, width = _PLANES_HEAD.unpack(self._take(_PLANES_HEAD.size))
+        if not 0 < width <= _WIDEST:
+            raise MetadataError("The index has a column of an impossible width")
+        data = self._take(width * count)
+        if not count:
+            return torch.empty(0, dtype=torch.int64, device=CPU)
+        planes = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        if width == 1:
+            values = planes.to(torch.int64)
+        else:
+            spread = torch.zeros((count, _WIDEST), dtype=torch.uint8, device=CPU)
+            spread[:, :width] = planes.view(width, count).t()
+            values = spread.view(torch.int64).view(-1)
+        if base:
+            values += base
+        return values.cumsum_(0) if kind == _DELTAS else values
+
+    def segmented(self, segments: Segments) -> torch.Tensor:
+        """Read a column that `encode_segments` made."""
+        if self._peek() == _CONSTANT:
+            return self._constant(len(segments.owner))
+        if self._take(1)[0] != _SEGMENTS:
+            raise MetadataError("The index has a column of an unknown kind")
+        counts, owner = segments.counts, segments.owner
+        starts, steps, lasts, bad = (self.column(len(counts)) for _ in range(4))
+        if _some(steps):
+            present = counts > 0
+            values = _progressions(starts[present], steps[present], counts[present], steps.index_select(0, owner))
+        else:
+            values = starts.index_select(0, owner)
+        if _some(lasts):
+            present = counts > 0
+            values[(torch.cumsum(counts, 0) - 1)[present]] += lasts[present]
+        if _some(bad):
+            others = bad != 0
+            values[others.index_select(0, owner)] = self.column(int(counts[others].sum()))
+        else:
+            self.column(0)
+        return values
+
+    def end(self) -> None:
+        """Check that all data has been read."""
+        if self._position != len(self._data):
+            raise MetadataError("The index has more columns than it should have")
+
+    def _constant(self, count: int) -> torch.Tensor:
+        _, value = _CONSTANT_HEAD.unpack(self._take(_CONSTANT_HEAD.size))
+        return torch.tensor([value], dtype=torch.int64, device=CPU).expand(count)
+
+    def _peek(self) -> int:
+        if self._position >= len(self._data):
+            raise MetadataError("The index breaks off")
+        return self._data[self._position]
+
+    def _take(self, size: int) -> memoryview:
+        taken = self._data[self._position : self._position + size]
+        if len(taken) != size:
+            raise MetadataError("The index breaks off")
+        self._position += size
+        return taken
+
+
+def narrow(values: torch.Tensor) -> torch.Tensor:
+    """Return the same numbers in the narrowest dtype that holds them all."""
+    if not len(values):
+        return values
+    if values.stride() == (0,):
+        return values
+    lowest, highest = (int(bound) for bound in torch.aminmax(values))
+    if lowest == highest:
+        return values[:1].clone().expand(len(values))
+    for dtype in (torch.int8, torch.int16, torch.int32):
+        if torch.iinfo(dtype).min <= lowest and highest <= torch.iinfo(dtype).max:
+            return values.to(dtype)
+    return values
+
+
+def _some(values: torch.Tensor) -> bool:
+    """Return True if any value is not zero. Fast for constants, which most columns are."""
+    return bool(values[:1].any() if values.stride() == (0,) else values.any())
+
+
+def _progressions(
+    starts: torch.Tensor, steps: torch.Tensor, counts: torch.Tensor, values: torch.Tensor
+) -> torch.Tensor:
+    """Compute the progressions within `values`, which holds the step for each value: no more memory is needed."""
+    ends = starts + steps * (counts - 1)
+    before = torch.roll(ends, 1)
+    before[:1] = 0
+    values[torch.cumsum(counts, 0) - counts] = starts - before
+    return values.cumsum_(0)
+
+
+def _at(values: torch.Tensor, places: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
+    found = torch.zeros(len(places), dtype=torch.int64, device=CPU)
+    found[valid] = values[places[valid]]
+    return found
+
+
+def _constant(values: torch.Tensor) -> bytes | None:
+    if not len(values):
+        return _CONSTANT_HEAD.pack(_CONSTANT, 0)
+    lowest, highest = (int(bound) for bound in torch.aminmax(values))
+    return _CONSTANT_HEAD.pack(_CONSTANT, lowest) if lowest == highest else None
+
+
+def _planes(kind: int, values: torch.Tensor) -> bytes | None:
+    lowest, highest = (int(bound) for bound in torch.aminmax(values))
+    if highest - lowest >= _LIMIT:
+        return None
+    width = max(-(-(highest - lowest).bit_length() // 8), 1)
+    above = values - lowest
+    planes = torch.cat([((above >> (8 * number)) & 0xFF).to(torch.uint8) for number in range(width)])
+    return _PLANES_HEAD.pack(kind, lowest, width) + bytes(tensor_bytes(planes))

@@ -1,0 +1,91 @@
+"""Reference to the index in `.metadata`, placed so that the first bytes suffice and no pickle need be run to find it.
+
+The reference is the first attribute in the pickle, as plain text of fixed length. `.metadata` stays the truth: if an
+index or the reference is wrong in any way, a reader takes `.metadata` instead.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from bucketpoint.format import keys
+
+INDEX_ATTRIBUTE = "bucketpoint_index"
+"""Attribute of the pickled metadata. Stock readers ignore it."""
+
+INDEX_ITEMS = 768
+"""Least number of items for which a save writes an index.
+
+With fewer, one request of a reader gets all of `.metadata`.
+"""
+
+HEAD_BYTES = 128 << 10
+"""Bytes of a reader's first request. 768 items of ours take about 100 kB."""
+
+INDEX_GROUP = "index"
+_SEARCHED = 512  # the reference comes after the names of two classes
+_PATTERN = re.compile(
+    rb"\x8c\x11bucketpoint_index\x94\x8c.bucketpoint-index/[12] "
+    rb"(?P<path>data/[0-9a-f]{2}/[0-9a-f]{12}-0-index-0\.distcp) (?P<size>[0-9]{16}) (?P<digest>[0-9a-f]{64})\x94",
+    re.DOTALL,
+)
+
+
+@dataclass(frozen=True)
+class IndexRef:
+    """Reference to the object that is the index of a checkpoint.
+
+    Attributes:
+        path: below the checkpoint's prefix, beside the data objects of the same attempt.
+        size: in bytes.
+        digest: SHA-256, in hexadecimal digits.
+    """
+
+    path: str
+    size: int
+    digest: str
+
+    @property
+    def text(self) -> str:
+        """Text in `.metadata`, of one length for every index.
+
+        Readers from before there were tables of checksums look for another format number, and read `.metadata` itself.
+        """
+        return f"bucketpoint-index/2 {self.path} {self.size:016d} {self.digest}"
+
+    def fits(self, data: bytes) -> bool:
+        """Return True if these bytes are the index that is referred to."""
+        return len(data) == self.size and hashlib.sha256(data).hexdigest() == self.digest
+
+
+TEXT_LENGTH = len(IndexRef(keys.data_path("0" * 12, 0, INDEX_GROUP, 0), 0, "0" * 64).text)
+
+
+def index_path(token: str) -> str:
+    """Return the path at which an attempt stores its index."""
+    return keys.data_path(token, 0, INDEX_GROUP, 0)
+
+
+def make_ref(token: str, data: bytes) -> IndexRef:
+    """Make the reference to an index that this attempt writes."""
+    return IndexRef(index_path(token), len(data), hashlib.sha256(data).hexdigest())
+
+
+def find_ref(head: bytes) -> IndexRef | None:
+    """Find the reference to an index in the head of a `.metadata`; None if there is none in this form."""
+    found = _PATTERN.search(head[:_SEARCHED])
+    if found is None or keys.parse_data_path(found["path"].decode()) is None:
+        return None
+    return IndexRef(found["path"].decode(), int(found["size"]), found["digest"].decode())
+
+
+def ref_of(metadata: Any) -> IndexRef | None:
+    """Return the index reference of decoded metadata, under the same checks as `find_ref`."""
+    text = vars(metadata).get(INDEX_ATTRIBUTE)
+    if type(text) is not str:
+        return None
+    name = INDEX_ATTRIBUTE.encode()
+    return find_ref(b"\x8c\x11" + name + b"\x94\x8c\xff" + text.encode("utf-8", "surrogatepass")[:256] + b"\x94")

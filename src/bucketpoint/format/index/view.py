@@ -1,0 +1,189 @@
+"""Metadata read from an index: mappings that make DCP's objects on each access and do not keep them."""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
+from typing import Any, overload
+
+import torch
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorStorageMetadata,
+)
+
+from bucketpoint.errors import MetadataError
+from bucketpoint.format.index.decode import Index
+
+
+def decode_index(data: bytes, *, url: str | None = None) -> Metadata:
+    """Decode the metadata in an index, with the same content as `decode_metadata` gives for the `.metadata` beside it.
+
+    The mappings in it are read-only, and make their values anew on each access.
+
+    Raises:
+        MetadataError: this is not an index, or one that contradicts itself.
+    """
+    try:
+        return _metadata(Index(bytes(data)))
+    except MetadataError as error:
+        error.url = url
+        raise
+    except (ValueError, TypeError, KeyError, IndexError, RuntimeError, RecursionError, OverflowError, zlib.error,
+            struct.error, AttributeError) as error:  # fmt: skip
+        # The errors that json, zlib and torch raise on damaged bytes.
+        raise MetadataError(f"The index is damaged: {type(error).__name__}: {str(error)[:300]}", url=url) from None
+
+
+class Chunks(Sequence[ChunkStorageMetadata]):
+    """The chunks of a tensor, as the list that DCP expects. The list is made on first access."""
+
+    def __init__(self, source: Index, number: int) -> None:
+        self.source = source
+        self.number = number
+
+    @cached_property
+    def _list(self) -> list[ChunkStorageMetadata]:
+        offsets, sizes = (zip(*boxes.tolist(), strict=True) for boxes in self.source.boxes(self.number))
+        if not self.source.dims[self.number]:
+            return [ChunkStorageMetadata(torch.Size(()), torch.Size(())) for _ in range(len(self))]
+        return [
+            ChunkStorageMetadata(torch.Size(offset), torch.Size(size))
+            for offset, size in zip(offsets, sizes, strict=True)
+        ]
+
+    @overload
+    def __getitem__(self, place: int) -> ChunkStorageMetadata: ...
+    @overload
+    def __getitem__(self, place: slice) -> list[ChunkStorageMetadata]: ...
+    def __getitem__(self, place: Any) -> Any:
+        return self._list[place]
+
+    def __len__(self) -> int:
+        return self.source.counts[self.number]
+
+    def __iter__(self) -> Iterator[ChunkStorageMetadata]:
+        return iter(self._list)
+
+    def __eq__(self, other: object) -> bool:
+        return self._list == (other._list if isinstance(other, Chunks) else other)
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        return repr(self._list)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return list, (self._list,)
+
+    def sizes_at(self, offset: Sequence[int], hint: int | None) -> tuple[int, ...] | None:
+        """Return the shape of the chunk that begins at `offset`, or None. Makes no other chunk."""
+        found = self.source.find(self.number, offset, hint)
+        return None if found is None else self.source.box(self.number, found)[1]
+
+
+class _View(Mapping[Any, Any]):
+    """A mapping over an index; equal to a dictionary of the same content."""
+
+    def __init__(self, index: Index) -> None:
+        self.index = index
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.index,)
+
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, type(self)) and other.index.digest == self.index.digest:
+            return True
+        return dict(self.items()) == (dict(other.items()) if isinstance(other, Mapping) else other)
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__}: {len(self)}>"
+
+
+class Entries(_View):
+    """`Metadata.state_dict_metadata`, over an index."""
+
+    def __getitem__(self, fqn: Any) -> Any:
+        number = self.index.numbers[fqn]
+        properties = self.index.properties(number)
+        if properties is None:
+            return BytesStorageMetadata()
+        chunks: Any = Chunks(self.index, number)
+        return TensorStorageMetadata(properties, self.index.shape(number), chunks)
+
+    def __contains__(self, fqn: object) -> bool:
+        return fqn in self.index.numbers
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.index.names)
+
+    def __len__(self) -> int:
+        return len(self.index.names)
+
+
+class Items(_View):
+    """`Metadata.storage_data`, over an index."""
+
+    def __getitem__(self, index: Any) -> _StorageInfo:
+        slot = self.index.slot(index)
+        if slot is None:
+            raise KeyError(index)
+        return self.index.info(slot)
+
+    def __iter__(self) -> Iterator[MetadataIndex]:
+        return self.index.indices()
+
+    def __len__(self) -> int:
+        return sum(self.index.counts)
+
+
+class Mappings(_View):
+    """`Metadata.planner_data`, over an index and decoded on first access."""
+
+    def __getitem__(self, fqn: Any) -> tuple[Any, ...]:
+        return self.index.mappings[fqn]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.index.mappings)
+
+    def __len__(self) -> int:
+        return len(self.index.mappings)
+
+
+def as_stock(value: Any) -> Any:
+    """Convert a mapping over an index to a dictionary of DCP's own objects; return anything else unchanged."""
+    if not isinstance(value, _View):
+        return value
+    made = dict(value.items())
+    for entry in made.values():
+        if isinstance(entry, TensorStorageMetadata):
+            entry.chunks = list(entry.chunks)
+    return made
+
+
+def _metadata(index: Index) -> Metadata:
+    found = object.__new__(Metadata)
+    told = index.facts()
+    facts, meta = dict(told["bucketpoint"]), told["storage_meta"]
+    if told["table"]:
+        known = [each for each in told["objects"] if len(each) == 3]
+        facts["objects"] = {path: {"size": size, "etag": etag} for path, size, etag in known}
+    vars(found).update(
+        state_dict_metadata=Entries(index),
+        planner_data=None if not index.has_mappings else Mappings(index),
+        storage_data=Items(index),
+        storage_meta=None if meta is None else StorageMeta(*meta),
+        bucketpoint=facts,
+    )
+    for version in told["version"]:
+        found.version = version
+    return found

@@ -1,0 +1,155 @@
+"""The `.metadata` pickle: written so that every torch from 2.9 on reads it, and read by an interpreter of our own."""
+
+from __future__ import annotations
+
+import copyreg
+import io
+import os
+import pickle
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+)
+
+from bucketpoint.format.index.ref import INDEX_ATTRIBUTE, IndexRef
+from bucketpoint.format.index.view import as_stock
+from bucketpoint.format.metadata.facts import (
+    _EXTRA,
+    FORMAT_VERSION,
+    interpreted,
+    not_metadata,
+    record_of,
+    refuse_marker,
+    require_plain,
+    without_gc,
+)
+from bucketpoint.format.pickles import dcp_metadata
+from bucketpoint.format.record import CommitRecord
+from bucketpoint.version import __version__
+
+PICKLE_PROTOCOL = 4  # every supported Python reads it, and it is the lowest that has frames and MEMOIZE
+
+
+def encode_metadata(metadata: Metadata, *, bucketpoint: dict[str, Any], index: IndexRef | None = None) -> bytes:
+    """Encode the bytes to commit: the stock pickle, with `bucketpoint` as one more attribute that stock readers ignore.
+
+    Args:
+        bucketpoint: plain values only, that is str, int, float, bool, None, lists and dicts of them. `format` and
+            `writer` are added.
+        index: reference to the index of this metadata. A reference that `metadata` itself carries is dropped.
+    """
+    attributes = {name: as_stock(value) for name, value in vars(metadata).items() if name != INDEX_ATTRIBUTE}
+    named = {} if index is None else {INDEX_ATTRIBUTE: index.text}
+    whole = object.__new__(Metadata)
+    vars(whole).update({**named, **attributes, **extension(bucketpoint)})
+    return pickled(whole)
+
+
+def extension(bucketpoint: dict[str, Any]) -> dict[str, Any]:
+    """Return the attribute that `encode_metadata` adds."""
+    facts = {"format": FORMAT_VERSION, "writer": __version__, **bucketpoint}
+    require_plain(facts, "the bucketpoint facts", None)
+    return {_EXTRA: facts}
+
+
+def pickled(whole: Metadata) -> bytes:
+    """Pickle metadata with the attributes that it has, leaving out fields that other torch versions cannot read."""
+    stream = io.BytesIO()
+    pickler = pickle.Pickler(stream, protocol=PICKLE_PROTOCOL)
+    sharing = _Sharing(whole.state_dict_metadata)
+    if type(whole.planner_data) is dict:
+        whole.planner_data = {sharing.share(name): value for name, value in whole.planner_data.items()}
+    pickler.dispatch_table = {**copyreg.dispatch_table, **sharing.reducers()}
+    with without_gc():
+        pickler.dump(whole)
+    return stream.getvalue()
+
+
+class _Sharing:
+    """Reducers for DCP's dataclasses that make equal names, paths and sizes one object, which pickles once.
+
+    The values come from many ranks and are equal but not identical; at 100,000 chunks they are most of the pickle.
+    """
+
+    def __init__(self, names: Iterable[str]) -> None:
+        self._seen: dict[Any, Any] = {(str, name): name for name in names}
+
+    def reducers(self) -> dict[type, Callable[[Any], Any]]:
+        return {
+            TensorProperties: self._properties,
+            MetadataIndex: self._dataclass,
+            ChunkStorageMetadata: self._dataclass,
+            _StorageInfo: self._dataclass,
+            StorageMeta: self._storage_meta,
+        }
+
+    def share(self, value: Any) -> Any:
+        # A Size equals a plain tuple of the same numbers but must not be replaced by one.
+        kind = type(value)
+        if kind is not str and kind is not torch.Size:
+            return value
+        return self._seen.setdefault((kind, value), value)
+
+    def _dataclass(self, value: Any) -> Any:
+        # A field that is None stays out, as `_StorageInfo` itself does it: the class's default is None.
+        state = {name: self.share(content) for name, content in vars(value).items() if content is not None}
+        return copyreg.__newobj__, (type(value),), state  # type: ignore[attr-defined]
+
+    @staticmethod
+    def _properties(value: TensorProperties) -> Any:
+        # torch 2.15 pickles a sixth field, the strides, on which 2.14 and older fail. All versions read five.
+        return copyreg.__newobj__, (TensorProperties,), value.__getstate__()[:5]  # type: ignore[attr-defined, no-untyped-call]
+
+    @staticmethod
+    def _storage_meta(value: StorageMeta) -> Any:
+        state = dict(vars(value))
+        if isinstance(state.get("checkpoint_id"), os.PathLike):
+            # The class of a path differs between Python versions and systems, so store text.
+            state["checkpoint_id"] = os.fspath(state["checkpoint_id"])
+        return copyreg.__newobj__, (StorageMeta,), state  # type: ignore[attr-defined]
+
+
+def decode_metadata(data: bytes, *, trusted: bool = False, url: str | None = None) -> Metadata:
+    """Decode an untrusted `.metadata` object, written with any torch from 2.9 to 2.15.
+
+    Args:
+        trusted: unpickle it, whatever it names. Needed for metadata with classes of the user's own planner.
+
+    Raises:
+        UnsafeDataError: the pickle names something that DCP metadata never has. Nothing of it was run.
+        MetadataError: this is not DCP metadata.
+        CheckpointDeletedError: a deletion has replaced the metadata by a deletion marker.
+    """
+    if not trusted:
+        found: Metadata = interpreted(bytes(data), dcp_metadata.classes(), url)
+        return found
+    refuse_marker(data, url)
+    with without_gc():
+        metadata = _unpickle_trusted(data, url)
+    if not isinstance(metadata, Metadata):
+        raise not_metadata(f"it holds a {type(metadata).__name__}", url)
+    return metadata
+
+
+def record_from_metadata(data: bytes, *, metadata_etag: str | None = None) -> CommitRecord:
+    """Make the record of a committed checkpoint from nothing but the bytes of its `.metadata`.
+
+    Raises:
+        UnsafeDataError, MetadataError: as `decode_metadata`.
+    """
+    return record_of(decode_metadata(data), data, metadata_etag=metadata_etag)
+
+
+def _unpickle_trusted(data: bytes, url: str | None) -> Any:
+    try:
+        return pickle.loads(data)
+    except Exception as error:
+        raise not_metadata(f"{type(error).__name__}: {error}", url) from error

@@ -1,0 +1,273 @@
+"""Content of `.metadata`, checked, in DCP's classes or plain ones: bucketpoint's facts, and the record."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from awscrt.checksums import crc32c
+
+from bucketpoint.errors import CheckpointDeletedError, MetadataError, NewerFormatError, UnsafeDataError
+from bucketpoint.format.keys import parse_data_path
+from bucketpoint.format.metadata.deletion_marker import parse_marker
+from bucketpoint.format.pickles.machine import Machine
+from bucketpoint.format.pickles.metadata_vocabulary import Classes, vocabulary
+from bucketpoint.format.pickles.vocabulary import MalformedPickleError, OverspentError
+from bucketpoint.format.record import CommitRecord
+
+FORMAT_VERSION = 1
+"""Version of bucketpoint's part of the metadata. Raised only for changes that readers must know, not for additions."""
+
+_EXTRA = "bucketpoint"
+_MAX_DIMS = 64
+_MAX_NBYTES = 1 << 62
+_MAX_SECONDS = 1e12  # as commit records have it
+_MAX_WORD = 64
+_NOT_METADATA = "Whoever wrote this did not write a DCP checkpoint, or the object is damaged; name another checkpoint"
+
+
+def extra(metadata: Any) -> dict[str, Any]:
+    """Return the facts that bucketpoint wrote beside DCP's own fields, checked; empty for other writers' metadata.
+
+    Raises:
+        MetadataError: the facts are malformed; NewerFormatError if a newer bucketpoint has written them.
+    """
+    facts = vars(metadata).get(_EXTRA)
+    if facts is None:
+        return {}
+    if type(facts) is not dict:
+        raise not_metadata(f"its bucketpoint part is a {type(facts).__name__}", None)
+    require_plain(facts, "its bucketpoint part", None)
+    version = facts.get("format")
+    if type(version) is not int:
+        raise not_metadata(f"its bucketpoint format is {version!r}"[:200], None)
+    if version > FORMAT_VERSION:
+        raise NewerFormatError(f"The metadata has bucketpoint's format {version!r}", remedy="Upgrade bucketpoint")
+    objects = facts.get("objects", {})
+    if type(objects) is not dict or not all(map(_is_object_fact, objects.values())):
+        raise not_metadata("its table of objects is malformed", None)
+    created, gone = facts.get("created"), facts.get("thinned_paths", [])
+    # NaN and the infinities, which a pickle may hold, fail this comparison.
+    if created is not None and not (type(created) in (int, float) and 0 <= created < _MAX_SECONDS):
+        raise not_metadata("the time of its commit is none", None)
+    if type(gone) is not list or not all(type(path) is str for path in gone):
+        raise not_metadata("the list of what was thinned is malformed", None)
+    if any(len(str(facts.get(name))) > _MAX_WORD for name in ("token", "kind")):
+        raise not_metadata("its token or kind is too long", None)
+    return facts
+
+
+def record_of(metadata: Any, data: bytes, *, metadata_etag: str | None) -> CommitRecord:
+    """Make the record of a committed checkpoint from decoded metadata and its bytes `data`."""
+    facts = extra(metadata)
+    items = metadata.storage_data or {}
+    sizes = {path: fact["size"] for path, fact in facts.get("objects", {}).items()}
+    if not sizes:
+        # Another writer's metadata: the items of an object are all that is known of its size.
+        for info in items.values():
+            sizes[info.relative_path] = sizes.get(info.relative_path, 0) + info.length
+    return make_record(metadata, facts, data, sizes, items=len(items), metadata_etag=metadata_etag)
+
+
+def make_record(
+    metadata: Any,
+    facts: dict[str, Any],
+    data: bytes,
+    sizes: dict[str, int],
+    *,
+    items: int,
+    metadata_etag: str | None,
+) -> CommitRecord:
+    """Make the record of a committed checkpoint from metadata whose objects and items are already counted.
+
+    Args:
+        metadata: with or without storage data.
+        data: bytes of the metadata as committed.
+        sizes: bytes of each object, by path.
+        items: number of items in the objects.
+    """
+    groups: dict[str, int] = {}
+    for path, size in sizes.items():
+        named = parse_data_path(path)
+        if named is not None:
+            groups[named[2]] = groups.get(named[2], 0) + size
+    return CommitRecord(
+        token=_typed(facts, "token", str),
+        created=_typed(facts, "created", float, int),
+        bytes=sum(sizes.values()),
+        objects=len(sizes),
+        items=items,
+        tensors=sum(map(is_tensor, metadata.state_dict_metadata.values())),
+        world_size=_typed(facts, "world_size", int),
+        torch=_typed(facts, "torch", str),
+        bucketpoint=_typed(facts, "writer", str),
+        metadata_etag=metadata_etag,
+        metadata_crc32c=int(crc32c(data)),
+        groups=dict(sorted(groups.items())),
+        step=_typed(facts, "step", int),
+        kind=_typed(facts, "kind", str) or CommitRecord.kind,
+        metrics=_metrics(facts),
+        git_sha=_typed(facts, "git_sha", str),
+        config_hash=_typed(facts, "config_hash", str),
+    )
+
+
+def _metrics(facts: dict[str, Any]) -> dict[str, float]:
+    metrics = _typed(facts, "metrics", dict) or {}
+    # A larger int may not fit a float.
+    if not all(type(value) is float or (type(value) is int and abs(value) < _MAX_NBYTES) for value in metrics.values()):
+        raise not_metadata("its bucketpoint part has metrics that are no numbers", None)
+    return {name: float(value) for name, value in metrics.items()}
+
+
+def is_tensor(entry: Any) -> bool:
+    """Return True if an entry of the state's metadata is a tensor's."""
+    return "chunks" in getattr(type(entry), "__dataclass_fields__", ())
+
+
+@contextlib.contextmanager
+def without_gc() -> Iterator[None]:
+    """Suspend garbage collection: a million objects are made, none of them garbage.
+
+    Collections would take ten times as long.
+    """
+    if not gc.isenabled():
+        yield
+        return
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+def interpreted(data: bytes, classes: Classes, url: str | None) -> Any:
+    """Interpret a metadata pickle, make objects of the given classes and check them.
+
+    Raises:
+        UnsafeDataError, MetadataError, CheckpointDeletedError: as `decode_metadata`.
+    """
+    refuse_marker(data, url)
+    with without_gc():
+        metadata = _run(data, classes, url)
+    if type(metadata) is not classes.kinds["Metadata"]:
+        raise not_metadata(f"it holds a {type(metadata).__name__}", url)
+    try:
+        _check(metadata, classes.kinds, url)
+    except (AttributeError, TypeError) as error:
+        raise not_metadata(str(error), url) from None
+    return metadata
+
+
+def refuse_marker(data: bytes, url: str | None) -> None:
+    """Refuse a deletion marker.
+
+    Raises:
+        CheckpointDeletedError: a deletion has replaced the metadata by the marker.
+    """
+    marker = parse_marker(data)
+    if marker is not None:
+        raise CheckpointDeletedError(marker.text, url=url)
+
+
+def _run(data: bytes, classes: Classes, url: str | None) -> Any:
+    machine, reason, found = Machine(data, vocabulary(classes)), None, None
+    try:
+        found = machine.run()
+    except OverspentError:
+        reason = "it asks for more work than its length pays for"
+    except MalformedPickleError as error:
+        reason = str(error)
+    names = [name for name in machine.refused if not name.startswith("<")]
+    if names:
+        raise UnsafeDataError(f"The metadata names {', '.join(names)}", url=url)
+    reason = next(iter((*machine.refused, *machine.faults)), reason)
+    if reason is not None:
+        raise not_metadata(reason, url)
+    return found
+
+
+def not_metadata(reason: str, url: str | None) -> MetadataError:
+    return MetadataError(
+        f"The metadata object is not readable as DCP metadata: {reason[:300]}", url=url, remedy=_NOT_METADATA
+    )
+
+
+def _check(metadata: Any, kinds: Mapping[str, Any], url: str | None) -> None:
+    """Check the type of everything that readers rely on. An item's own numbers are checked later, when it is read."""
+    if type(metadata.state_dict_metadata) is not dict:
+        raise TypeError("it has no state_dict_metadata")
+    for fqn, entry in metadata.state_dict_metadata.items():
+        if type(fqn) is not str:
+            raise TypeError("a key of the state is no string")
+        if type(entry) is kinds["TensorStorageMetadata"]:
+            _check_tensor(fqn, entry, kinds)
+        elif type(entry) is not kinds["BytesStorageMetadata"]:
+            raise TypeError(f"{fqn} is a {type(entry).__name__}")
+    items = metadata.storage_data
+    if items is None:
+        return
+    if not isinstance(items, dict):
+        raise TypeError("its storage_data is no dictionary")
+    for index, info in items.items():
+        if type(index) is not kinds["MetadataIndex"] or type(info) is not kinds["_StorageInfo"]:
+            raise TypeError("its storage_data has other entries than MetadataIndex: _StorageInfo")
+        if type(index.fqn) is not str or type(info.relative_path) is not str or type(info.length) is not int:
+            raise TypeError("an entry of its storage_data has fields of wrong types")
+    if metadata.storage_meta is not None and type(metadata.storage_meta) is not kinds["StorageMeta"]:
+        raise TypeError("its storage_meta is no StorageMeta")
+
+
+def _check_tensor(fqn: str, entry: Any, kinds: Mapping[str, Any]) -> None:
+    if type(entry.properties) is not kinds["TensorProperties"]:
+        raise TypeError(f"{fqn} has no tensor properties")
+    _check_size(fqn, entry.size, entry.properties.dtype.itemsize)
+    dims = len(entry.size)
+    for chunk in entry.chunks:
+        if type(chunk) is not kinds["ChunkStorageMetadata"]:
+            raise TypeError(f"{fqn} has a chunk that is a {type(chunk).__name__}")
+        if len(chunk.sizes) != dims or len(chunk.offsets) != dims:
+            raise TypeError(f"{fqn} has a chunk of other dimensions")
+        for size, offset, whole in zip(chunk.sizes, chunk.offsets, entry.size, strict=True):
+            if size < 0 or offset < 0 or offset + size > whole:
+                raise TypeError(f"{fqn} has a chunk outside the tensor")
+
+
+def _check_size(fqn: str, size: Any, itemsize: int) -> None:
+    if not isinstance(size, (tuple, list)) or len(size) > _MAX_DIMS or not all(type(n) is int and n >= 0 for n in size):
+        raise TypeError(f"{fqn} has no shape")
+    if math.prod(size) * itemsize >= _MAX_NBYTES:
+        raise TypeError(f"{fqn} claims {math.prod(size)} elements")
+
+
+def _is_object_fact(fact: Any) -> bool:
+    return (
+        type(fact) is dict
+        and type(fact.get("size")) is int
+        and 0 <= fact["size"] < _MAX_NBYTES
+        and (fact.get("etag") is None or type(fact["etag"]) is str)
+    )
+
+
+def require_plain(value: Any, what: str, url: str | None, depth: int = 8) -> None:
+    kind = type(value)
+    if kind is dict and depth:
+        for name, content in value.items():
+            if type(name) is not str:
+                raise not_metadata(f"{what} has a key that is a {type(name).__name__}", url)
+            require_plain(content, what, url, depth - 1)
+    elif kind in (list, tuple) and depth:
+        for content in value:
+            require_plain(content, what, url, depth - 1)
+    elif value is not None and kind not in (str, int, float, bool):
+        raise not_metadata(f"{what} has a {kind.__name__}", url)
+
+
+def _typed(facts: dict[str, Any], name: str, *kinds: type) -> Any:
+    value = facts.get(name)
+    if value is not None and type(value) not in kinds:
+        raise not_metadata(f"its bucketpoint part has a wrong {name}", None)
+    return value

@@ -1,0 +1,141 @@
+"""Reader of the `.metadata` pickle without torch, for tools that only look. Its classes mirror DCP's."""
+
+from __future__ import annotations
+
+import enum
+import functools
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, make_dataclass
+from typing import Any
+
+from bucketpoint.format.metadata.facts import interpreted, record_of
+from bucketpoint.format.pickles.allow_list import DTYPE_NAMES
+from bucketpoint.format.pickles.machine import Machine
+from bucketpoint.format.pickles.metadata_vocabulary import Classes
+from bucketpoint.format.pickles.vocabulary import Function, ObjectionError
+from bucketpoint.format.record import CommitRecord
+
+_MAX_DIMS = 64
+_MAX_NAME = 64
+_GET_LAYOUT = Function("torch.serialization._get_layout")
+_BYTES = {"bfloat16": 2, "complex32": 4, "bcomplex32": 4, "bits16": 2, "qint32": 4}
+_NUMBERED = re.compile(r"(complex|float|int|uint)(16|32|64|128)")
+
+
+@dataclass(frozen=True)
+class Dtype:
+    """A data type by its name."""
+
+    name: str
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of an element."""
+        numbered = _NUMBERED.fullmatch(self.name)
+        # All dtypes not listed take one byte.
+        return _BYTES.get(self.name, int(numbered[2]) // 8 if numbered else 1)
+
+    def __str__(self) -> str:
+        return f"torch.{self.name}"
+
+
+@dataclass(frozen=True)
+class LayoutName:
+    """A layout by its name."""
+
+    name: str
+
+
+class Size(tuple[int, ...]):
+    """The shape of a tensor or chunk."""
+
+    __slots__ = ()
+
+
+class MemoryFormat(enum.Enum):
+    """Numbers of the memory formats in pickles."""
+
+    TORCH_CONTIGUOUS_FORMAT = 0
+    TORCH_CHANNELS_LAST = 1
+    TORCH_PRESERVE_FORMAT = 2
+
+
+@dataclass(frozen=True)
+class MetadataIndex:
+    """Index of an item. Compared without its number, as DCP's own is."""
+
+    fqn: str
+    offset: Any = None
+    index: Any = None
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, MetadataIndex) and (self.fqn, self.offset) == (other.fqn, other.offset)
+
+    def __hash__(self) -> int:
+        return hash((self.fqn, self.offset))
+
+
+_FIELDS: Mapping[str, str] = {
+    "Metadata": "state_dict_metadata planner_data storage_data storage_meta",
+    "TensorStorageMetadata": "properties size chunks",
+    "BytesStorageMetadata": "",
+    "ChunkStorageMetadata": "offsets sizes",
+    "StorageMeta": "checkpoint_id save_id load_id modules",
+    "TensorProperties": "dtype layout requires_grad memory_format pin_memory",
+    "_StorageInfo": "relative_path offset length transform_descriptors",
+    "_StoragePrefix": "prefix",
+}
+
+
+def read_metadata(data: bytes, *, url: str | None = None) -> Any:
+    """Interpret an untrusted `.metadata` object, in the plain classes.
+
+    Raises:
+        UnsafeDataError, MetadataError, CheckpointDeletedError: as `decode_metadata`.
+    """
+    return interpreted(bytes(data), classes(), url)
+
+
+def read_record(data: bytes, *, metadata_etag: str | None = None) -> CommitRecord:
+    """Make the record of a committed checkpoint from nothing but the bytes of its `.metadata`.
+
+    Raises:
+        UnsafeDataError, MetadataError, CheckpointDeletedError: as `decode_metadata`.
+    """
+    return record_of(read_metadata(data), data, metadata_etag=metadata_etag)
+
+
+@functools.cache
+def classes() -> Classes:
+    """Return the plain classes for the names in a `.metadata` pickle."""
+    kinds: dict[str, type] = {"MetadataIndex": MetadataIndex}
+    for name, fields in _FIELDS.items():
+        # As in DCP's classes, fields that a pickle leaves out are None.
+        kinds[name] = make_dataclass(name, [(field, Any, None) for field in fields.split()], eq=False)
+    names: dict[tuple[str, str], Any] = {("torch", name): Dtype(name) for name in DTYPE_NAMES}
+    names |= {("torch", "Size"): Size, ("torch.serialization", "_get_layout"): _GET_LAYOUT}
+    return Classes(kinds, _set_properties, MemoryFormat, Size, names, {Size: _size, _GET_LAYOUT: _layout})
+
+
+def _set_properties(machine: Machine, target: Any, state: Any) -> Any:
+    dtype, layout, requires_grad, memory_format, pin_memory, *_ = state
+    if type(dtype) is not Dtype or type(layout) is not LayoutName:
+        raise ObjectionError("tensor properties without a dtype and a layout")
+    target.dtype, target.layout, target.memory_format = dtype, layout, memory_format
+    target.requires_grad, target.pin_memory = bool(requires_grad), bool(pin_memory)
+    return target
+
+
+def _size(machine: Machine, arguments: Any) -> Size:
+    (numbers,) = arguments
+    if not isinstance(numbers, (tuple, list)) or len(numbers) > _MAX_DIMS or any(type(n) is not int for n in numbers):
+        raise ObjectionError("a shape that no writer makes")
+    return Size(numbers)
+
+
+def _layout(machine: Machine, arguments: Any) -> LayoutName:
+    (name,) = arguments
+    if type(name) is not str or len(name) > _MAX_NAME:
+        raise ObjectionError("a layout that no writer makes")
+    return LayoutName(name)

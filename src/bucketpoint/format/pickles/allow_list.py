@@ -1,0 +1,136 @@
+"""The allow-lists: every name that a pickle may use, in groups with the reason.
+
+A name gets in if real training states or DCP itself put it into pickles, and if the interpreter can check every call
+and every state of it. So there is no `getattr` in items, no `functools.partial`, no `operator.*`, nothing
+that loads (`torch.load`, `torch.storage._load_from_bytes`, `numpy.load`) and nothing that imports.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+_DTYPES = (
+    *("bfloat16", "bool", "complex32", "complex64", "complex128", "bcomplex32", "float16", "float32", "float64"),
+    *("float4_e2m1fn_x2", "float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu"),
+    *(f"{sign}int{bits}" for sign in ("", "u") for bits in (1, 2, 3, 4, 5, 6, 7, 8, 16, 32, 64)),
+    *("bits8", "bits16", "bits1x8", "bits2x4", "bits4x2"),
+    *("qint8", "qint32", "quint8", "quint4x2", "quint2x4"),
+)
+
+STORAGE_TYPE_NAMES: Mapping[str, str] = MappingProxyType({
+    f"{name}Storage": dtype
+    for name, dtype in {
+        "BFloat16": "bfloat16", "Half": "float16", "Float": "float32", "Double": "float64",
+        "ComplexFloat": "complex64", "ComplexDouble": "complex128", "Bool": "bool", "Byte": "uint8",
+        "Char": "int8", "Short": "int16", "Int": "int32", "Long": "int64", "QInt8": "qint8", "QInt32": "qint32",
+        "QUInt8": "quint8", "QUInt4x2": "quint4x2", "QUInt2x4": "quint2x4",
+    }.items()
+})  # fmt: skip
+"""Data types by the names of their storage classes in pickles."""
+
+
+def _names(module: str, names: str) -> tuple[str, ...]:
+    return tuple(f"{module}.{name}" for name in names.split())
+
+
+ITEM_REASONS: Mapping[str, tuple[str, ...]] = MappingProxyType({
+    "tensors: they are laid over the storages of the item once their bounds were checked": (
+        *_names(
+            "torch._utils",
+            "_rebuild_tensor _rebuild_tensor_v2 _rebuild_tensor_v3 _rebuild_parameter _rebuild_parameter_with_state "
+            "_rebuild_qtensor _rebuild_sparse_tensor _rebuild_nested_tensor _rebuild_meta_tensor_no_storage "
+            "_rebuild_wrapper_subclass _rebuild_device_tensor_from_numpy _rebuild_device_tensor_from_cpu_tensor",
+        ),
+        "torch._tensor._rebuild_from_type_v2",
+        "torch.Tensor",
+        "torch.nn.parameter.Parameter",
+        *_names("torch.storage", "UntypedStorage TypedStorage"),
+        *(f"torch.{name}" for name in STORAGE_TYPE_NAMES),
+    ),
+    "torch values: constants and value types": (
+        *(f"torch.{name}" for name in _DTYPES),
+        *_names("torch", "Size device per_tensor_affine per_tensor_symmetric per_channel_affine per_channel_symmetric"),
+        "torch.per_channel_affine_float_qparams",
+        "torch.serialization._get_layout",
+        "torch._C.Generator",
+    ),
+    "DTensor: what torch.distributed.tensor itself registers as safe": (
+        "torch.distributed.device_mesh.DeviceMesh",
+        *_names("torch.distributed._mesh_layout", "_FlatLayout _MeshLayout"),
+        "torch.distributed.tensor.DTensor",
+        *_names("torch.distributed.tensor._dtensor_spec", "DTensorSpec TensorMeta ShardOrderEntry"),
+        *_names("torch.distributed.tensor.placement_types", "Partial Replicate Shard _StridedShard"),
+    ),
+    "numpy arrays, scalars and generator states, under the module names of numpy 1 and 2": (
+        *_names("numpy", "dtype ndarray"),
+        *_names("numpy.core.multiarray", "_reconstruct scalar"),
+        *_names("numpy._core.multiarray", "_reconstruct scalar"),
+        "numpy.core.numeric._frombuffer",
+        "numpy._core.numeric._frombuffer",
+        *_names("numpy.random._pickle", "__generator_ctor __bit_generator_ctor __randomstate_ctor"),
+        *_names("numpy.random.bit_generator", "SeedSequence __pyx_unpickle_SeedSequence"),
+        "numpy.random._mt19937.MT19937",
+        *_names("numpy.random._pcg64", "PCG64 PCG64DXSM"),
+        "numpy.random._philox.Philox",
+        "numpy.random._sfc64.SFC64",
+    ),
+    "Python containers and values": (
+        *_names("builtins", "bool bytearray bytes complex dict float frozenset int list range set slice str tuple"),
+        *_names("builtins", "Ellipsis NotImplemented"),
+        *_names("collections", "Counter OrderedDict defaultdict deque"),
+        "_codecs.encode",  # protocol 2, torch.save's default, encodes bytes with it
+        *("_io.BytesIO", "io.BytesIO"),
+        "types.SimpleNamespace",
+        "argparse.Namespace",
+    ),
+    "times, numbers, identifiers and paths": (
+        *_names("datetime", "date datetime time timedelta timezone"),
+        "decimal.Decimal",
+        "fractions.Fraction",
+        *_names("uuid", "UUID SafeUUID"),
+        *_names("pathlib", "Path PosixPath PurePath PurePosixPath PureWindowsPath WindowsPath"),
+        *_names("pathlib._local", "Path PosixPath PurePath PurePosixPath PureWindowsPath WindowsPath"),
+    ),
+})  # fmt: skip
+"""Names for items saved as bytes (torch.save output, mostly), by the reason for allowing them."""
+
+_CHECKPOINT = "torch.distributed.checkpoint"
+
+METADATA_REASONS: Mapping[str, tuple[str, ...]] = MappingProxyType({
+    "DCP's own dataclasses": (
+        *_names(
+            f"{_CHECKPOINT}.metadata",
+            "Metadata TensorStorageMetadata BytesStorageMetadata ChunkStorageMetadata MetadataIndex TensorProperties "
+            "_MEM_FORMAT_ENCODING StorageMeta",
+        ),
+        *_names(f"{_CHECKPOINT}.filesystem", "_StorageInfo _StoragePrefix"),
+        # The names from before torch 2.2.
+        *_names("torch.distributed._shard.sharded_tensor.metadata", "TensorProperties MEM_FORMAT_ENCODING"),
+    ),
+    "torch values in tensor properties": (
+        *(f"torch.{name}" for name in _DTYPES),
+        "torch.Size",
+        "torch.serialization._get_layout",
+    ),
+    "Python 3.11.0 to 3.11.3 pickle an enum member as a getattr; only that of _MEM_FORMAT_ENCODING is ever made": (
+        "builtins.getattr",
+        "__builtin__.getattr",
+    ),
+    "a flatten mapping may be ordered": ("collections.OrderedDict",),
+    "a checkpoint_id may be a path": (
+        *_names("pathlib", "PosixPath PurePosixPath PureWindowsPath WindowsPath"),
+        *_names("pathlib._local", "PosixPath PurePosixPath PureWindowsPath WindowsPath"),
+        "multistorageclient.pathlib.MultiStoragePath",
+    ),
+})  # fmt: skip
+"""Names for the `.metadata` pickle, by the reason for allowing them."""
+
+
+def _pairs(reasons: Mapping[str, tuple[str, ...]]) -> frozenset[tuple[str, str]]:
+    return frozenset((name.rpartition(".")[0], name.rpartition(".")[2]) for names in reasons.values() for name in names)
+
+
+ITEM_GLOBALS = _pairs(ITEM_REASONS)
+METADATA_GLOBALS = _pairs(METADATA_REASONS)
+DTYPE_NAMES = _DTYPES

@@ -1,0 +1,126 @@
+"""Byte positions of an n-dimensional slice within a tensor's payload."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import product
+from math import prod
+
+
+@dataclass(frozen=True)
+class Runs:
+    """Contiguous byte runs of one length at regular distances, in the row-major order of the slice that they form.
+
+    One instance stands for a column slice of a million rows: no object is made for each run.
+
+    Attributes:
+        start: offset of the first run, which is also the lowest.
+        run_nbytes: length of each run; 0 for an empty slice.
+        outer: (count, stride in bytes) of each dimension over which the runs repeat, outermost first.
+    """
+
+    start: int
+    run_nbytes: int
+    outer: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def count(self) -> int:
+        """Number of runs."""
+        return prod(count for count, _ in self.outer) if self.run_nbytes else 0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the slice."""
+        return self.count * self.run_nbytes
+
+    @property
+    def end(self) -> int:
+        """End of the highest run."""
+        if not self.run_nbytes:
+            return self.start
+        return self.start + sum((count - 1) * stride for count, stride in self.outer) + self.run_nbytes
+
+    @property
+    def span(self) -> int:
+        """Length of the range that covers every run."""
+        return self.end - self.start
+
+    def starts(self) -> Iterator[int]:
+        """Yield the offsets of the runs, in order."""
+        if not self.run_nbytes:
+            return
+        # The innermost dimension is a range of its own, so that only the outer ones cost Python work per step.
+        *rest, (count, stride) = self.outer or ((1, 0),)
+        inner = range(0, count * stride, stride) if stride else (0,) * count
+        for steps in product(*(range(n) for n, _ in rest)):
+            base = self.start + sum(step * distance for step, (_, distance) in zip(steps, rest, strict=True))
+            for offset in inner:
+                yield base + offset
+
+    def coalesced(self, max_gap: int) -> Runs:
+        """Join runs across gaps of at most `max_gap` bytes: fewer and longer runs that cover these."""
+        run, outer = self.run_nbytes, list(self.outer)
+        while run and outer and outer[-1][1] - run <= max_gap:
+            count, stride = outer.pop()
+            run = (count - 1) * stride + run
+        return Runs(self.start, run, tuple(outer))
+
+
+def slice_runs(
+    shape: Sequence[int],
+    offsets: Sequence[int],
+    lengths: Sequence[int],
+    itemsize: int,
+    strides: Sequence[int] | None = None,
+    storage_offset: int = 0,
+) -> Runs:
+    """Return the byte runs of a slice of a tensor, in the slice's row-major order.
+
+    Args:
+        shape: of the whole tensor.
+        offsets, lengths: of the slice, one for each dimension.
+        itemsize: bytes of one element.
+        strides: of the tensor in elements, none negative; C-contiguous if None.
+        storage_offset: of the tensor's first element within the payload, in elements.
+
+    Raises:
+        ValueError: the slice does not lie within the shape.
+    """
+    steps = _contiguous(shape) if strides is None else tuple(strides)
+    if not len(shape) == len(offsets) == len(lengths) == len(steps):
+        raise ValueError(f"slice {tuple(offsets)}+{tuple(lengths)} and shape {tuple(shape)} differ in dimensions")
+    for size, offset, length, step in zip(shape, offsets, lengths, steps, strict=True):
+        if offset < 0 or length < 0 or step < 0 or offset + length > size:
+            raise ValueError(f"slice {tuple(offsets)}+{tuple(lengths)} is not within shape {tuple(shape)}")
+    first = storage_offset + sum(offset * step for offset, step in zip(offsets, steps, strict=True))
+    if 0 in lengths:
+        return Runs(first * itemsize, 0)
+    run = itemsize
+    outer: list[tuple[int, int]] = []
+    for length, step in zip(reversed(lengths), reversed(steps), strict=True):
+        stride = step * itemsize
+        if length == 1:
+            continue
+        if not outer and stride == run:
+            run *= length
+        elif outer and stride == outer[-1][0] * outer[-1][1]:
+            outer[-1] = (outer[-1][0] * length, outer[-1][1])
+        else:
+            outer.append((length, stride))
+    return Runs(first * itemsize, run, tuple(reversed(outer)))
+
+
+def covering_range(runs: Runs) -> tuple[int, int]:
+    """Return the (begin, end) of the smallest byte range that holds every run.
+
+    A buffer of that range, viewed as the tensor's dtype, becomes the slice by `as_strided(lengths, strides, 0)`.
+    """
+    return runs.start, runs.end
+
+
+def _contiguous(shape: Sequence[int]) -> tuple[int, ...]:
+    steps = [1] * len(shape)
+    for dim in range(len(shape) - 2, -1, -1):
+        steps[dim] = steps[dim + 1] * max(shape[dim + 1], 1)
+    return tuple(steps)

@@ -1,0 +1,267 @@
+"""Torch.save-compatible frames around a tensor's bytes, made without reading those bytes.
+
+A frame is a zip archive as torch.save makes it: header, raw payload, trailer. This module makes header and trailer;
+the payload is any contiguous memory of the writer. `probe_frame`, the way back, is in `zip_probe`, exported here too.
+"""
+
+from __future__ import annotations
+
+import struct
+import sys
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from math import prod
+
+import torch
+
+from bucketpoint.format.zip_probe import PROBE_BYTES, STORAGE_NAMES, ProbedFrame, probe_frame
+
+__all__ = [
+    "ALIGNMENT",
+    "PROBE_BYTES",
+    "VERSION_RECORD",
+    "ArchiveWriter",
+    "Frame",
+    "ProbedFrame",
+    "contiguous_strides",
+    "frameable",
+    "probe_frame",
+    "tensor_frame",
+]
+
+ALIGNMENT = 64
+"""torch.save's own storage alignment (torch.utils.serialization.config.save.storage_alignment)."""
+
+_CACHED_FRAMES = 4096
+_ARCHIVE = b"archive/"
+VERSION_RECORD = b"3\n"
+"""PyTorchFileWriter's kProducedFileFormatVersion, as text."""
+
+_ZIP16_LIMIT = 0xFFFF
+_ZIP32_LIMIT = 0xFFFFFFFF  # APPNOTE.TXT 4.4.8: this value in a field says that the zip64 extra has the number
+
+_LOCAL = struct.Struct("<4s5H3I2H")
+_CENTRAL = struct.Struct("<4s6H3I5H2I")
+_END = struct.Struct("<4s4H2IH")
+_END64 = struct.Struct("<4sQ2H2I4Q")
+_END64_LOCATOR = struct.Struct("<4sIQI")
+_ZIP64_SIZES = struct.Struct("<2H2Q")
+_PADDING_HEAD = struct.Struct("<2s1H")
+
+_CRC = struct.Struct("<I")
+_CRC_AT = 16  # APPNOTE.TXT 4.3.12: offset of the CRC32 in an entry of the central directory
+
+_VERSION_PLAIN = 20
+_VERSION_ZIP64 = 45
+_UTF8_NAMES = 0x0800
+
+
+@dataclass(frozen=True)
+class Frame:
+    """Header and trailer around `payload_nbytes` raw bytes, with which torch.load reads the whole as a tensor."""
+
+    header: bytes
+    trailer: bytes
+    payload_nbytes: int
+
+    @property
+    def payload_offset(self) -> int:
+        """Start of the payload within the frame; a multiple of `ALIGNMENT`."""
+        return len(self.header)
+
+    @property
+    def nbytes(self) -> int:
+        """Length of the frame; a multiple of `ALIGNMENT`, so that consecutive frames keep payloads aligned."""
+        return len(self.header) + self.payload_nbytes + len(self.trailer)
+
+
+def tensor_frame(dtype: torch.dtype, shape: Sequence[int]) -> Frame:
+    """Return the frame of a C-contiguous tensor of this dtype and shape.
+
+    Raises:
+        TypeError: torch.load could not rebuild this dtype (a quantised one).
+    """
+    return _tensor_frame(dtype, tuple(shape))
+
+
+def frameable(tensor: torch.Tensor) -> bool:
+    """Return True if `tensor_frame` can frame this tensor once it is contiguous. If not, torch.save has to write it."""
+    return (
+        sys.byteorder == "little"
+        and type(tensor) in (torch.Tensor, torch.nn.Parameter)
+        and tensor.layout is torch.strided
+        and tensor.dtype in _REBUILDERS
+        and not tensor.is_nested
+        and not tensor.is_meta
+        and not tensor.is_conj()
+        and not tensor.is_neg()
+        and not tensor._is_zerotensor()
+    )
+
+
+def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
+    """Return the strides in elements that torch gives a contiguous tensor of this shape."""
+    strides = [1] * len(shape)
+    for dim in range(len(shape) - 2, -1, -1):
+        strides[dim] = strides[dim + 1] * max(shape[dim + 1], 1)
+    return tuple(strides)
+
+
+@lru_cache(maxsize=_CACHED_FRAMES)
+def _tensor_frame(dtype: torch.dtype, shape: tuple[int, ...]) -> Frame:
+    payload_nbytes = prod(shape) * dtype.itemsize
+    if any(size < 0 for size in shape):
+        raise ValueError(f"shape {shape} has a negative size")
+    archive = ArchiveWriter()
+    # Only the records that torch.load needs. Leaving out .format_version, .storage_alignment (torch.load then asks
+    # the archive for the payload's position instead of computing it) and .data/serialization_id halves the frame.
+    # All records precede the payload, so that one read of the first bytes tells a reader everything.
+    archive.add(b"data.pkl", _rebuild_pickle(dtype, shape))
+    archive.add(b"byteorder", b"little")
+    archive.add(b"version", VERSION_RECORD)
+    header = archive.add_payload(b"data/0", payload_nbytes)
+    return Frame(header, archive.trailer(), payload_nbytes)
+
+
+class ArchiveWriter:
+    """Builder of a zip archive of stored records: it makes all bytes around payloads that are kept elsewhere."""
+
+    def __init__(self) -> None:
+        self._pending = bytearray()
+        self._position = 0
+        self._directory = bytearray()
+        self._payloads: list[int] = []
+        self._count = 0
+
+    def add(self, name: bytes, body: bytes) -> None:
+        """Add a record with a body that the archive writer holds itself."""
+        self._local_header(name, zlib.crc32(body), len(body), align=False)
+        self._pending += body
+        self._position += len(body)
+
+    def add_payload(self, name: bytes, nbytes: int) -> bytes:
+        """Add a record for a payload kept elsewhere. Returns the bytes between the payload before it and this one."""
+        # CRC32 stays 0 here: torch's reader does not check it, and computing it would be a second pass over every byte
+        # that buys nothing, as the CRC32C of each block is kept in the metadata and checked at load.
+        self._payloads.append(len(self._directory) + _CRC_AT)
+        self._local_header(name, 0, nbytes, align=True)
+        head = bytes(self._pending)
+        self._pending.clear()
+        self._position += nbytes
+        return head
+
+    def _local_header(self, name: bytes, crc: int, nbytes: int, *, align: bool) -> None:
+        path = _ARCHIVE + name
+        offset = self._position
+        needs_zip64 = nbytes >= _ZIP32_LIMIT
+        far = offset >= _ZIP32_LIMIT
+        version = _VERSION_ZIP64 if needs_zip64 or far else _VERSION_PLAIN
+        zip64 = _ZIP64_SIZES.pack(1, 16, nbytes, nbytes) if needs_zip64 else b""
+        short = _ZIP32_LIMIT if needs_zip64 else nbytes
+        extra = zip64
+        if align:
+            unpadded = offset + _LOCAL.size + len(path) + len(zip64) + _PADDING_HEAD.size
+            padding = -unpadded % ALIGNMENT
+            # "FB" is the extra field in which PyTorch's own writer pads.
+            extra += _PADDING_HEAD.pack(b"FB", padding) + b"Z" * padding
+        header = _LOCAL.pack(b"PK\x03\x04", version, _UTF8_NAMES, 0, 0, 0, crc, short, short, len(path), len(extra))
+        header += path + extra
+        self._pending += header
+        self._position += len(header)
+        if far:
+            sizes = (nbytes, nbytes) if needs_zip64 else ()
+            zip64 = struct.pack(f"<2H{len(sizes) + 1}Q", 1, 8 * (len(sizes) + 1), *sizes, offset)
+        self._directory += _CENTRAL.pack(
+            b"PK\x01\x02", version, version, _UTF8_NAMES, 0, 0, 0, crc, short, short,
+            len(path), len(zip64), 0, 0, 0, 0, _ZIP32_LIMIT if far else offset,
+        )  # fmt: skip
+        self._directory += path + zip64
+        self._count += 1
+
+    def trailer(self, crcs: Sequence[int] = ()) -> bytes:
+        """Return the bytes after the last payload.
+
+        Args:
+            crcs: CRC32 of each payload, in order, for readers that check it; empty to leave them zero.
+        """
+        directory = bytearray(self._directory)
+        for at, crc in zip(self._payloads, crcs, strict=bool(crcs)):
+            _CRC.pack_into(directory, at, crc)
+        body, end_of_body = bytes(self._pending), self._position
+        # The choice between the two end records depends on the directory's offset, which padding moves by < ALIGNMENT.
+        # Deciding with the largest possible offset is always correct and avoids a circular dependency.
+        needs_zip64 = end_of_body + ALIGNMENT >= _ZIP32_LIMIT or self._count >= _ZIP16_LIMIT
+        end_size = _END.size + (_END64.size + _END64_LOCATOR.size if needs_zip64 else 0)
+        gap = -(end_of_body + len(self._directory) + end_size) % ALIGNMENT
+        directory_offset = end_of_body + gap
+        directory_end = directory_offset + len(self._directory)
+        end = b""
+        if needs_zip64:
+            end += _END64.pack(
+                b"PK\x06\x06", _END64.size - 12, _VERSION_ZIP64, _VERSION_ZIP64, 0, 0,
+                self._count, self._count, len(self._directory), directory_offset,
+            )  # fmt: skip
+            end += _END64_LOCATOR.pack(b"PK\x06\x07", 0, directory_end, 1)
+        short_offset = _ZIP32_LIMIT if needs_zip64 else directory_offset
+        count = min(self._count, _ZIP16_LIMIT)
+        end += _END.pack(b"PK\x05\x06", 0, 0, count, count, len(self._directory), short_offset, 0)
+        return body + b"\0" * gap + bytes(directory) + end
+
+
+def _rebuild_pickle(dtype: torch.dtype, shape: tuple[int, ...]) -> bytes:
+    try:
+        function, storage, unit, tail = _REBUILDERS[dtype]
+    except KeyError:
+        raise TypeError(f"{dtype} tensors cannot be framed; let torch.save write them") from None
+    return b"".join((
+        b"\x80\x02ctorch._utils\n", function, b"\n((", _text("storage"), storage, _text("0"), _text("cpu"),
+        _integer(prod(shape) * unit), b"tQK\0", _integers(shape), _integers(contiguous_strides(shape)),
+        b"\x89ccollections\nOrderedDict\n)R", tail, b"tR.",
+    ))  # fmt: skip
+
+
+def _text(text: str) -> bytes:
+    return b"X" + struct.pack("<I", len(text)) + text.encode("ascii")
+
+
+def _integers(numbers: Sequence[int]) -> bytes:
+    if not numbers:
+        return b")"
+    body = b"".join(map(_integer, numbers))
+    return b"(" + body + b"t" if len(numbers) > 3 else body + b"\x85\x86\x87"[len(numbers) - 1 : len(numbers)]
+
+
+def _integer(number: int) -> bytes:
+    if number < 1 << 8:
+        return b"K" + number.to_bytes(1, "little")
+    if number < 1 << 16:
+        return b"M" + number.to_bytes(2, "little")
+    if number < 1 << 31:
+        return b"J" + number.to_bytes(4, "little")
+    size = number.bit_length() // 8 + 1
+    return b"\x8a" + bytes([size]) + number.to_bytes(size, "little")
+
+
+def _rebuilders() -> dict[torch.dtype, tuple[bytes, bytes, int, bytes]]:
+    """Map each dtype to: rebuild function, storage class, storage units per element, and the end of the arguments."""
+    table = {}
+    for name, dtype in _dtypes().items():
+        storage = STORAGE_NAMES.get(dtype)
+        if storage is not None:
+            table[dtype] = (b"_rebuild_tensor_v2", b"ctorch\n" + storage.encode() + b"\n", 1, b"")
+        elif not name.startswith(("qint", "quint")):
+            tail = b"ctorch\n" + name.encode() + b"\n"
+            table[dtype] = (b"_rebuild_tensor_v3", b"ctorch.storage\nUntypedStorage\n", dtype.itemsize, tail)
+    return table
+
+
+def _dtypes() -> dict[str, torch.dtype]:
+    found = {
+        str(value).removeprefix("torch."): value for value in vars(torch).values() if isinstance(value, torch.dtype)
+    }
+    return found
+
+
+_REBUILDERS = _rebuilders()

@@ -1,0 +1,142 @@
+"""The rows that one plan is made from, in the orders that rules need, and the decisions of rules on them."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
+from functools import cached_property
+from operator import attrgetter
+
+from bucketpoint.errors import BucketpointError
+from bucketpoint.retention.row import KINDS, ORDER, Row
+
+
+@dataclass(frozen=True)
+class CheckpointSet:
+    """All committed checkpoints of one run at one moment. Rules name rows by their position in `rows`.
+
+    Attributes:
+        rows: in the total order (step, created, id), the oldest first.
+        steps: the step of each row.
+        created: the time of creation of each row.
+        by_time: positions in the order (created, step, id), the oldest first.
+    """
+
+    rows: Sequence[Row]
+    steps: Sequence[int]
+    created: Sequence[float]
+    by_time: Sequence[int]
+
+    @classmethod
+    def of(cls, rows: Iterable[Row]) -> CheckpointSet:
+        """Make the set of these rows. Their order does not matter, and equal rows count once.
+
+        Raises:
+            BucketpointError: a row cannot be put in order, or two different rows claim to be the same checkpoint.
+        """
+        given = list(rows)
+        for row in given:
+            step = row.step
+            if (
+                type(step) is not int
+                or step < 0
+                or type(row.id) is not str
+                or not math.isfinite(row.created)
+                or row.kind not in KINDS
+            ):
+                raise _refusal(row)
+        given.sort(key=attrgetter("step"))
+        steps = [row.step for row in given]
+        if len(set(steps)) < len(given):
+            given.sort(key=attrgetter(*ORDER))
+            given = list(_distinct(given))
+            steps = [row.step for row in given]
+        created = [row.created for row in given]
+        return cls(given, steps, created, sorted(range(len(given)), key=created.__getitem__))
+
+    @property
+    def newest_created(self) -> float:
+        """Time of the last commit, in seconds since the epoch: the engine's only clock."""
+        return self.created[self.by_time[-1]] if self.by_time else -math.inf
+
+    def younger(self, age: float) -> int:
+        """Return how many rows are at most `age` seconds older than the newest one.
+
+        They are the last ones in `by_time`.
+        """
+        since = self.newest_created - age
+        return len(self.by_time) - bisect_left(self.by_time, since, key=self.created.__getitem__)
+
+
+def _distinct(ordered: Iterable[Row]) -> Iterator[Row]:
+    same_step: dict[str, Row] = {}
+    before = None
+    for row in ordered:
+        if row.step != before:
+            same_step.clear()
+            before = row.step
+        other = same_step.get(row.id)
+        if other is None:
+            same_step[row.id] = row
+            yield row
+        elif other != row and repr(other) != repr(row):  # NaN metrics differ from themselves
+            raise BucketpointError(
+                f"Two records of step {row.step} have the id {row.id!r} and differ",
+                remedy="Rebuild the records from the checkpoints' metadata",
+            )
+
+
+def _refusal(row: Row) -> BucketpointError:
+    if type(row.step) is not int or row.step < 0 or type(row.id) is not str:
+        return BucketpointError(f"{row.step!r} is no step, or {row.id!r} no id", key=str(row.id))
+    if not math.isfinite(row.created):
+        return BucketpointError(f"Step {row.step} has no time of creation: {row.created!r}", key=row.id)
+    return BucketpointError(
+        f"Step {row.step} is of the kind {row.kind!r}, which this version does not know",
+        key=row.id,
+        remedy="Update bucketpoint before anything is deleted here",
+    )
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """Explanation of a rule's decision on each position, for people.
+
+    Attributes:
+        why: returns in words why the rule keeps a position.
+        places: for each position that missed, the number of places by which it missed: about how many other rows would
+            have to go first. Positions that the rule keeps, or would never keep, are not in it.
+        miss: returns in words why the rule does not keep a position.
+    """
+
+    why: Callable[[int], str]
+    places: Mapping[int, int]
+    miss: Callable[[int], str]
+
+
+@dataclass(frozen=True)
+class RuleDecision:
+    """Decision of one rule on a set of checkpoints.
+
+    Attributes:
+        kept: the positions that the rule keeps.
+        explain: makes the explanation on demand: most plans are made by pruners, and nobody reads their words.
+    """
+
+    kept: AbstractSet[int]
+    explain: Callable[[], Explanation]
+
+    @cached_property
+    def explanation(self) -> Explanation:
+        return self.explain()
+
+
+def nth(number: int) -> str:
+    """Format an ordinal number: 1st, 2nd, 3rd, 4th, ..."""
+    return f"{number}th" if number % 100 in (11, 12, 13) else f"{number}{_ENDINGS[number % 10]}"
+
+
+_ENDINGS = ("th", "st", "nd", "rd", *("th",) * 6)

@@ -1,0 +1,350 @@
+"""Shapes of a policy's settings: the values that a setting may hold.
+
+A dataclass whose fields are annotated with these shapes is checked, read from YAML, written back and described as JSON
+Schema from that one source.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import MISSING, Field, dataclass, fields
+from datetime import timedelta
+from decimal import Decimal
+from typing import Any, Protocol, get_args, get_type_hints
+
+from bucketpoint.errors import PolicyError, PolicyFault
+
+_UNITS = {"w": 604_800, "d": 86_400, "h": 3_600, "m": 60, "s": 1}
+
+_DURATION = re.compile(r"([0-9]+(?:\.[0-9]+)?)([smhdw])")
+
+
+class Shape(Protocol):
+    """Interface of a shape: the values that one setting may hold."""
+
+    def check(self, value: Any) -> Any:
+        """Return `value` in the form in which it is stored.
+
+        Raises:
+            PolicyError: the setting cannot hold it.
+        """
+        ...
+
+    def plain(self, value: Any) -> Any:
+        """Return a stored value as YAML holds it."""
+        ...
+
+    def schema(self) -> dict[str, Any]:
+        """Return the JSON Schema of the values in YAML."""
+        ...
+
+
+def wrong(message: str, remedy: str, *path: str | int) -> PolicyError:
+    """Return the error about one value."""
+    return PolicyError.of(PolicyFault(message, remedy, path))
+
+
+def shown(value: Any) -> str:
+    """Format a value for a message, cut to a readable length."""
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+@dataclass(frozen=True)
+class WholeNumber:
+    """A whole number from `minimum` to `maximum`, both included."""
+
+    minimum: int
+    maximum: int | None = None
+
+    def check(self, value: Any) -> int:
+        bounds = f"at least {self.minimum}" + ("" if self.maximum is None else f" and at most {self.maximum}")
+        if type(value) is not int:
+            raise wrong(f"{shown(value)} is not a whole number", f"Write a whole number, {bounds}")
+        if value < self.minimum or (self.maximum is not None and value > self.maximum):
+            raise wrong(f"{value} is out of bounds", f"Write a whole number, {bounds}")
+        return value
+
+    def plain(self, value: int) -> int:
+        return value
+
+    def schema(self) -> dict[str, Any]:
+        upper = {} if self.maximum is None else {"maximum": self.maximum}
+        return {"type": "integer", "minimum": self.minimum, **upper}
+
+
+@dataclass(frozen=True)
+class Fraction:
+    """A number above 0 and up to 1."""
+
+    def check(self, value: Any) -> float:
+        if type(value) not in (int, float) or not 0 < value <= 1:
+            raise wrong(f"{shown(value)} is not a fraction", "Write a number above 0 and up to 1, such as 0.5")
+        return float(value)
+
+    def plain(self, value: float) -> float:
+        return value
+
+    def schema(self) -> dict[str, Any]:
+        return {"type": "number", "exclusiveMinimum": 0, "maximum": 1}
+
+
+@dataclass(frozen=True)
+class Duration:
+    """A `timedelta`; in YAML a number with a unit: `90s`, `20m`, `12h`, `7d`, `2w`.
+
+    Attributes:
+        zero: True if 0 is allowed.
+        least: the shortest allowed duration, with the reason.
+    """
+
+    zero: bool = False
+    least: tuple[timedelta, str] | None = None
+
+    def check(self, value: Any) -> timedelta:
+        if isinstance(value, str):
+            value = self._parsed(value)
+        if not isinstance(value, timedelta):
+            raise wrong(f"{shown(value)} is not a duration", 'Write a number with a unit: "90s", "20m", "12h", "7d"')
+        if value < timedelta(0) or (not value and not self.zero):
+            raise wrong(f"{written(value)} is too short", "Write a duration above 0")
+        if self.least is not None and value < self.least[0]:
+            raise wrong(f"{written(value)} is too short: {self.least[1]}", f"Write {written(self.least[0])} or more")
+        return value
+
+    def _parsed(self, text: str) -> timedelta:
+        match = _DURATION.fullmatch(text)
+        if match is None:
+            raise wrong(
+                f"{shown(text)} is not a duration", "Write one number with one of the units s, m, h, d, w, such as 12h"
+            )
+        micros = Decimal(match[1]) * _UNITS[match[2]] * 1_000_000
+        try:
+            return timedelta(microseconds=int(micros))
+        except OverflowError:
+            raise wrong(f"{shown(text)} is too long", "Write a duration below 999999999 days") from None
+
+    def plain(self, value: timedelta) -> str:
+        return written(value)
+
+    def schema(self) -> dict[str, Any]:
+        zero = "" if self.zero else r"(?!0+(\.0+)?[smhdw]$)"
+        return {"type": "string", "pattern": f"^{zero}{_DURATION.pattern}$", "examples": ["90s", "20m", "12h", "7d"]}
+
+
+def written(value: timedelta) -> str:
+    """Format a duration in the largest unit that divides it, as `Duration` reads it."""
+    micros = (value.days * 86_400 + value.seconds) * 1_000_000 + value.microseconds
+    for unit, seconds in _UNITS.items():
+        if micros and unit != "w" and micros % (seconds * 1_000_000) == 0:
+            return f"{micros // (seconds * 1_000_000)}{unit}"
+    return f"{Decimal(micros) / 1_000_000:f}s"
+
+
+@dataclass(frozen=True, init=False)
+class OneOf:
+    """One of a few words."""
+
+    words: tuple[str, ...]
+
+    def __init__(self, *words: str) -> None:
+        object.__setattr__(self, "words", words)
+
+    def check(self, value: Any) -> str:
+        if not isinstance(value, str) or value not in self.words:
+            raise wrong(f"{shown(value)} is not known here", f"Choose one of {', '.join(self.words)}")
+        return value
+
+    def plain(self, value: str) -> str:
+        return value
+
+    def schema(self) -> dict[str, Any]:
+        return {"enum": list(self.words)}
+
+
+@dataclass(frozen=True)
+class Text:
+    """Text that matches `pattern` as a whole, in a syntax that JSON Schema shares; `what` describes it in messages."""
+
+    what: str
+    pattern: str
+
+    def check(self, value: Any) -> str:
+        if not isinstance(value, str):
+            raise wrong(f"{shown(value)} is not text", f"Write {self.what}, in quotes where YAML takes it for a number")
+        if re.fullmatch(self.pattern, value) is None:
+            raise wrong(f"{shown(value)} is not {self.what}", f"Write {self.what}")
+        return value
+
+    def plain(self, value: str) -> str:
+        return value
+
+    def schema(self) -> dict[str, Any]:
+        return {"type": "string", "pattern": f"^(?:{self.pattern})$"}
+
+
+@dataclass(frozen=True)
+class Several:
+    """A list without duplicates, kept as a tuple. In YAML it is not empty: a key that says nothing is a mistake."""
+
+    of: Shape
+
+    def check(self, value: Any) -> tuple[Any, ...]:
+        if isinstance(value, (str, bytes, Mapping)) or not isinstance(value, Iterable):
+            raise wrong(f"{shown(value)} is not a list", "Write a list, also for a single one")
+        kept, faults = [], []
+        for position, item in enumerate(value):
+            try:
+                kept.append(self.of.check(item))
+            except PolicyError as error:
+                faults += [fault.under(position) for fault in error.faults]
+        faults += self.conflicts(kept) if not faults else []
+        if faults:
+            raise PolicyError.of(*faults)
+        return tuple(kept)
+
+    def conflicts(self, items: Sequence[Any]) -> list[PolicyFault]:
+        """Return the faults of the list as a whole, whose items are all right."""
+        return [
+            PolicyFault(f"{shown(self.of.plain(item))} stands twice", "Remove one of the two", (position,))
+            for position, item in enumerate(items)
+            if item in items[:position]
+        ]
+
+    def plain(self, value: tuple[Any, ...]) -> list[Any]:
+        return [self.of.plain(item) for item in value]
+
+    def schema(self) -> dict[str, Any]:
+        return {"type": "array", "items": self.of.schema(), "uniqueItems": True, "minItems": 1}
+
+
+class Checked:
+    """Base of the dataclasses that hold settings: each field is checked by the shape that it is annotated with."""
+
+    def __post_init__(self) -> None:
+        faults: list[PolicyFault] = []
+        for setting in settings_of(type(self)):
+            value = getattr(self, setting.name)
+            if value is None and setting.optional:
+                continue
+            try:
+                object.__setattr__(self, setting.name, setting.shape.check(value))
+            except PolicyError as error:
+                faults += [fault.under(setting.key) for fault in error.faults]
+        faults += self.conflicts({setting.name: getattr(self, setting.name) for setting in settings_of(type(self))})
+        if faults:
+            raise PolicyError.of(*faults)
+
+    @classmethod
+    def conflicts(cls, values: Mapping[str, Any]) -> list[PolicyFault]:
+        """Return the faults between settings. `values` are by field; settings that are wrong may have any type."""
+        return []
+
+
+@dataclass(frozen=True)
+class Fields:
+    """A mapping that becomes one object of `kind`."""
+
+    kind: type[Checked]
+
+    def check(self, value: Any) -> Any:
+        if not isinstance(value, self.kind):
+            raise wrong(f"{shown(value)} is not a {self.kind.__name__}", f"Pass a {self.kind.__name__}")
+        return value
+
+    def plain(self, value: Any) -> dict[str, Any]:
+        """Return the keys that differ from their defaults, and those without a default."""
+        kept = ((setting, getattr(value, setting.name)) for setting in settings_of(self.kind))
+        return {
+            setting.key: setting.shape.plain(content)
+            for setting, content in kept
+            if setting.required or content != setting.default
+        }
+
+    def schema(self) -> dict[str, Any]:
+        settings = settings_of(self.kind)
+        required = [setting.key for setting in settings if setting.required]
+        return {
+            "type": "object",
+            "description": (self.kind.__doc__ or "").split("\n\n")[0].replace("\n    ", " "),
+            "properties": {setting.key: {**setting.shape.schema(), **setting.described()} for setting in settings},
+            "additionalProperties": False,
+            **({"required": required} if required else {}),
+        }
+
+
+@dataclass(frozen=True, init=False)
+class Either:
+    """One of several kinds of mapping, told apart by the first key of each."""
+
+    kinds: tuple[type[Checked], ...]
+
+    def __init__(self, *kinds: type[Checked]) -> None:
+        object.__setattr__(self, "kinds", kinds)
+
+    def keys(self) -> dict[str, type[Checked]]:
+        """Return the kinds by the key that identifies each."""
+        return {settings_of(kind)[0].key: kind for kind in self.kinds}
+
+    def check(self, value: Any) -> Any:
+        if not isinstance(value, self.kinds):
+            names = " or ".join(kind.__name__ for kind in self.kinds)
+            raise wrong(f"{shown(value)} is no {names}", f"Pass a {names}")
+        return value
+
+    def plain(self, value: Any) -> dict[str, Any]:
+        return Fields(type(value)).plain(value)
+
+    def schema(self) -> dict[str, Any]:
+        return {"oneOf": [Fields(kind).schema() for kind in self.kinds]}
+
+
+@dataclass(frozen=True)
+class Key:
+    """The name of a setting in YAML, if its Python field cannot have it or reads better with another."""
+
+    name: str
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One field of a `Checked` dataclass."""
+
+    name: str
+    key: str
+    shape: Shape
+    doc: str
+    default: Any
+    optional: bool
+
+    @property
+    def required(self) -> bool:
+        return self.default is MISSING
+
+    def described(self) -> dict[str, Any]:
+        if self.required or self.default is None or isinstance(self.shape, (Fields, Either)):
+            return {"description": self.doc}
+        return {"description": self.doc, "default": self.shape.plain(self.default)}
+
+
+def settings_of(kind: type[Checked]) -> tuple[Setting, ...]:
+    """Return the settings of a dataclass, in the order of its fields."""
+    hashable: Any = kind  # every class is hashable, but mypy looks at the hash of its instances
+    return _settings_of(hashable)
+
+
+@functools.cache
+def _settings_of(kind: Any) -> tuple[Setting, ...]:
+    return tuple(_settings(fields(kind), get_type_hints(kind, include_extras=True)))
+
+
+def _settings(all_fields: Iterable[Field[Any]], hints: Mapping[str, Any]) -> Iterator[Setting]:
+    for field in all_fields:
+        _, *extras = get_args(hints[field.name])
+        key = next((extra.name for extra in extras if isinstance(extra, Key)), field.name)
+        doc = next(extra for extra in extras if isinstance(extra, str))
+        shape = next(extra for extra in extras if not isinstance(extra, (Key, str)))
+        default = field.default if field.default_factory is MISSING else field.default_factory()
+        yield Setting(field.name, key, shape, doc, default, default is None)

@@ -1,0 +1,113 @@
+"""Cancellation of requests under way whose answers are no longer needed.
+
+If a server accepts a connection and never answers, the thread that reads from it is blocked in the kernel, where it
+cannot check a flag. So a request is cancelled by shutting down its connection.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextvars import ContextVar
+from typing import Any
+
+_LEAST_S = 0.05
+
+_current: ContextVar[RequestCanceller | None] = ContextVar("bucketpoint_cut", default=None)
+
+
+class RequestCanceller:
+    """Cancels the requests of one piece of work, on all of the threads that make them.
+
+    Args:
+        ends: time on the monotonic clock after which no request waits for a connection or for bytes.
+    """
+
+    def __init__(self, ends: float) -> None:
+        self._ends = ends
+        self._made = threading.Event()
+        self._lock = threading.Lock()
+        self._held: dict[int, Any] = {}
+
+    @property
+    def is_made(self) -> bool:
+        return self._made.is_set()
+
+    def wait(self, seconds: float) -> bool:
+        """Sleep for `seconds`, or less if `make` is called meanwhile. Returns True if `make` was called."""
+        return self._made.wait(seconds)
+
+    def make(self) -> None:
+        """Cancel the requests under way. May be called again, for connections that were still being opened."""
+        self._made.set()
+        with self._lock:
+            held = list(self._held.values())
+        for connection in held:
+            # A pooled connection may by now carry a request of other work: that request fails and is sent again.
+            _shut_down(connection)
+
+    @contextlib.contextmanager
+    def over_here(self) -> Iterator[None]:
+        """Make the requests of the block cancellable, with those on threads that inherit its context."""
+        token = _current.set(self)
+        try:
+            yield
+        finally:
+            _current.reset(token)
+
+    def left_s(self) -> float:
+        return max(self._ends - time.monotonic(), _LEAST_S)
+
+    def hold(self, connection: Any) -> None:
+        """Remember `connection` as the one that carries the current thread's request."""
+        with self._lock:
+            self._held[threading.get_ident()] = connection
+
+
+def current_cut() -> RequestCanceller | None:
+    """Return the `RequestCanceller` of the current thread's requests, or None."""
+    return _current.get()
+
+
+def make_cuttable(manager: Any) -> None:
+    """Make requests through this urllib3 `PoolManager` cancellable."""
+    manager.pool_classes_by_scheme = {
+        scheme: _cuttable(pool) for scheme, pool in manager.pool_classes_by_scheme.items()
+    }
+
+
+@functools.cache
+def _cuttable(pool: type[Any]) -> type[Any]:
+    class CuttablePool(pool):  # type: ignore[misc]
+        def _make_request(self, conn: Any, *args: Any, **kwargs: Any) -> Any:
+            cut = _current.get()
+            if cut is not None:
+                if cut.is_made:
+                    raise TimeoutError("cut off before it was sent")
+                cut.hold(conn)
+                limits = kwargs.get("timeout")
+                if hasattr(limits, "connect_timeout"):
+                    kwargs["timeout"] = _shortened(limits, cut.left_s())
+            return super()._make_request(conn, *args, **kwargs)
+
+    return CuttablePool
+
+
+def _shortened(limits: Any, left_s: float) -> Any:
+    return type(limits)(connect=_least(limits.connect_timeout, left_s), read=_least(limits.read_timeout, left_s))
+
+
+def _least(limit: Any, left_s: float) -> float:
+    return min(limit, left_s) if isinstance(limit, int | float) else left_s
+
+
+def _shut_down(connection: Any) -> None:
+    sock = getattr(connection, "sock", None)
+    if isinstance(sock, socket.socket):
+        # `SSLSocket.shutdown` would clear the TLS object that another thread is still reading from.
+        with contextlib.suppress(OSError):
+            socket.socket.shutdown(sock, socket.SHUT_RDWR)

@@ -1,0 +1,1 @@
+"""Any filesystem that fsspec knows, and the additional features of some filesystems."""

@@ -1,0 +1,156 @@
+"""Trial of a filesystem's conditional writes and checksums on a scratch object.
+
+A library may accept a condition that the service behind it ignores: some services that speak S3's protocol ignore
+`If-None-Match`, and a commit that trusts them loses checkpoints. So the first commit of a process to each bucket of a
+filesystem makes a trial.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import secrets
+import threading
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from fsspec.spec import AbstractFileSystem
+
+from bucketpoint.errors import (
+    PreconditionFailedError,
+    StoreError,
+)
+from bucketpoint.stores.trials import SCRATCH, UNDECIDED
+
+if TYPE_CHECKING:
+    from bucketpoint.stores.fsspec.store import FsspecStore
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Probed:
+    """Result of a trial.
+
+    Attributes:
+        creates: a second exclusive create of one object was refused, and the first object stayed.
+        replaces: a replacement of an object that is not there any more was refused.
+        checks: a body with a wrong CRC32C was refused.
+        why: the reasons for failed trials, for messages; empty if there are none.
+    """
+
+    creates: bool
+    replaces: bool
+    checks: bool
+    why: str = ""
+
+
+class _ProbeCache:
+    """Results of the trials of this process, each kept as long as its filesystem object lives."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.found: weakref.WeakKeyDictionary[AbstractFileSystem, dict[str, Probed]] = weakref.WeakKeyDictionary()
+
+
+_cache = _ProbeCache()
+
+
+def known(store: FsspecStore) -> Probed | None:
+    """Return the result of an earlier `probe` of this store's filesystem and bucket, or None."""
+    found = _cache.found.get(store.fs)
+    return None if found is None else found.get(_bucket(store))
+
+
+def probe(store: FsspecStore, prefix: str) -> Probed:
+    """Try the conditions and checksums of this store's filesystem on a scratch object below `prefix`, then delete it.
+
+    Takes at most six small requests the first time; none if the library of the filesystem has no conditions to try.
+    Logs a warning, once, if commits to this store will have no conditional writes.
+
+    Raises:
+        BucketNotFoundError, EndpointError, CredentialsError, ThrottledError, TransientStoreError: the trial was
+            undecided.
+    """
+    with _cache.lock:
+        found = known(store)
+        if found is None:
+            found = _tried(store, prefix) if store.ways.creates else Probed(False, False, False)
+            _cache.found.setdefault(store.fs, {})[_bucket(store)] = found
+            if not (found.creates or store.ways.private):
+                logger.warning(
+                    "%s has no conditional writes%s: a commit there looks, writes and looks again, which is safe "
+                    "against crashes and not against two jobs that save to one URL in one instant",
+                    store.url,
+                    f" ({found.why})" if found.why else "",
+                )
+    return found
+
+
+def _tried(store: FsspecStore, prefix: str) -> Probed:
+    key = f"{prefix}/{SCRATCH}" if prefix else SCRATCH
+    key += secrets.token_hex(8)
+    why: list[str] = []
+    try:
+        creates = _is_refused(lambda: _creates(store, key), "an exclusive create", why)
+        replaces = creates and store.ways.replaces and _is_refused(lambda: _replaces(store, key), "a replacement", why)
+        checks = store.ways.checks and _checks(store, f"{key}-sum")
+    finally:
+        with contextlib.suppress(StoreError):
+            # Without the permission to delete, two tiny objects stay, like everything else that such a job saves.
+            store.delete([key, f"{key}-sum"])
+    return Probed(creates, replaces, checks, "; ".join(why))
+
+
+def _is_refused(attempt: Callable[[], None], what: str, why: list[str]) -> bool:
+    try:
+        attempt()
+    except PreconditionFailedError:
+        return True
+    except UNDECIDED:
+        raise
+    except StoreError as error:
+        why.append(f"{what} was not understood: {error.message}")
+        return False
+    why.append(f"the service ignores the condition of {what}")
+    return False
+
+
+def _creates(store: FsspecStore, key: str) -> None:
+    """Create an object twice. Raises PreconditionFailedError if exclusive creates work."""
+    try:
+        store.create_unseen(key, b"first")
+    except PreconditionFailedError as error:
+        raise StoreError(f"it was refused where nothing was: {error.message}", url=store.url) from None
+    try:
+        store.create_unseen(key, b"second")
+    except PreconditionFailedError:
+        if store.get(key)[0] != b"first":
+            raise StoreError("it was refused and done all the same", url=store.url) from None
+        raise
+
+
+def _replaces(store: FsspecStore, key: str) -> None:
+    """Replace an object twice, expecting the same ETag. Raises PreconditionFailedError if the condition works."""
+    before = store.head(key).etag or ""
+    try:
+        store.replace_unseen(key, b"third", before)
+    except PreconditionFailedError as error:
+        raise StoreError(f"it was refused for the object that is there: {error.message}", url=store.url) from None
+    store.replace_unseen(key, b"fourth", before)
+
+
+def _checks(store: FsspecStore, key: str) -> bool:
+    try:
+        store.put(key, [memoryview(b"checksum")], crc32c=1)
+    except UNDECIDED:
+        raise
+    except StoreError:
+        return True
+    return False
+
+
+def _bucket(store: FsspecStore) -> str:
+    return store.root.lstrip("/").partition("/")[0]

@@ -1,0 +1,244 @@
+"""`Driver`: operations on a filesystem, with the methods that all filesystems have.
+
+`services` has the drivers of particular filesystems. Paths and exceptions are the filesystem's own; the caller
+translates the exceptions.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import contextlib
+import secrets
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import fsspec.asyn
+from fsspec.implementations.memory import MemoryFileSystem
+from fsspec.spec import AbstractFileSystem
+
+from bucketpoint.stores.base import Part
+
+WriteReply = Mapping[str, Any]
+"""Description of a written object, such as `info` returns, with the ETag among others. May be empty."""
+
+_HIDDEN = ".bucketpoint-"
+_UPLOAD = _HIDDEN + "upload-"
+_TEMPORARY = _HIDDEN + "tmp-"
+
+_DELETES_AT_ONCE = 32
+_MEMORY_TRIES = 8
+
+# Folders are created only for these schemes: on an object store makedirs would create the bucket.
+_WITH_FOLDERS = frozenset({"file", "local", "ftp", "sftp", "ssh", "smb", "hdfs", "webhdfs", "arrow_hdfs", "dbfs"})
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Limits of a multipart upload."""
+
+    min_part_bytes: int
+    max_part_bytes: int
+    max_parts: int
+
+
+class Driver:
+    """Driver for any filesystem, with the methods that all have. Drivers have no state.
+
+    Attributes:
+        name: name of the library, for tables.
+        creates: `create` is one request, whose condition the service itself checks.
+        replaces: `replace` is one request, whose condition the service itself checks.
+        checks: the service reports the CRC32C of the bytes that it received.
+        limits: limits of a multipart upload whose parts may be sent in parallel and in any order. None if parts are
+            separate objects, which `complete` reads back and writes as one: that moves each byte three times.
+        max_put_bytes: the largest body that is sent in one request.
+        private: no other process can access this filesystem's content.
+        lists_uploads: as in `Capabilities`.
+    """
+
+    name = "any other"
+    creates = False
+    replaces = False
+    checks = False
+    limits: Limits | None = None
+    max_put_bytes = 1 << 62
+    private = False
+    lists_uploads = True
+
+    def write(self, fs: AbstractFileSystem, path: str, data: bytes, crc32c: int | None) -> WriteReply:
+        if not has_folders(fs):
+            return write_reply(fs.pipe_file(path, data))
+        make_folder_of(fs, path)
+        # A file is visible from the first byte on: a writer that is killed would leave half a file under the name.
+        temporary = f"{path.rpartition('/')[0]}/{_TEMPORARY}{secrets.token_hex(8)}"
+        try:
+            fs.pipe_file(temporary, data)
+            fs.mv(temporary, path)
+        except BaseException:
+            with contextlib.suppress(Exception):
+                fs.rm_file(temporary)
+            raise
+        return {}
+
+    def create(self, fs: AbstractFileSystem, path: str, data: bytes, crc32c: int | None) -> WriteReply:
+        """Write an object that must not exist yet. Raises FileExistsError, or an exception with status 412 or 409."""
+        return write_reply(fs.pipe_file(path, data, mode="create"))
+
+    def replace(self, fs: AbstractFileSystem, path: str, data: bytes, etag: str, crc32c: int | None) -> WriteReply:
+        """Write an object only if it still has this ETag. Raises an exception with status 412 otherwise."""
+        raise NotImplementedError
+
+    def begin(self, fs: AbstractFileSystem, path: str) -> str:
+        upload_id = secrets.token_hex(8)
+        self.write(fs, _part(path, upload_id, 0), path.encode(), None)
+        return upload_id
+
+    def send(
+        self, fs: AbstractFileSystem, path: str, upload_id: str, number: int, data: bytes, crc32c: int | None
+    ) -> str:
+        """Send one part and return its ETag. Raises FileNotFoundError if there is no such upload."""
+        self._check(fs, path, upload_id)
+        said = self.write(fs, _part(path, upload_id, number), data, crc32c)
+        check(said, crc32c)
+        return ""
+
+    def complete(self, fs: AbstractFileSystem, path: str, upload_id: str, parts: Sequence[Part]) -> WriteReply:
+        """Join the parts to the object. Raises FileNotFoundError if there is no such upload."""
+        self._check(fs, path, upload_id)
+        data = b"".join(fs.cat_file(_part(path, upload_id, part.number)) for part in parts)
+        if len(data) != sum(part.size for part in parts):
+            raise OSError("the parts are not the ones listed")
+        said = self.write(fs, path, data, None)
+        self.abort(fs, path, upload_id)
+        return said
+
+    def abort(self, fs: AbstractFileSystem, path: str, upload_id: str) -> None:
+        """Delete an upload and its parts. May raise FileNotFoundError if the upload is gone already."""
+        folder = _part(path, upload_id, 0).rpartition("/")[0]
+        fs.invalidate_cache()
+        names = files_below(fs, folder)
+        for name in sorted(names, reverse=True):
+            fs.rm_file(name)
+        if has_folders(fs) and names:
+            fs.rmdir(folder)
+
+    def uploads(self, fs: AbstractFileSystem, path: str) -> Iterator[tuple[str, str, Any]]:
+        """Yield path, id and description of each upload whose path begins with `path`."""
+        fs.invalidate_cache()
+        for name, info in sorted(files_below(fs, path[: path.rfind("/") + 1]).items()):
+            folder, _, number = name.rpartition("/")
+            above, _, upload = folder.rpartition("/")
+            if upload.startswith(_UPLOAD) and number == "0":
+                # Only the name is taken from the file. The folders come from the position of the upload, because the
+                # upload may have been begun through another root.
+                target = f"{above}/{fs.cat_file(name).decode().rpartition('/')[2]}"
+                if target.startswith(path):
+                    yield target, upload[len(_UPLOAD) :], info
+
+    def _check(self, fs: AbstractFileSystem, path: str, upload_id: str) -> None:
+        marker = _part(path, upload_id, 0)
+        fs.invalidate_cache(marker)
+        fs.info(marker)
+
+
+def is_hidden(key: str) -> bool:
+    """Return True if this is a part of an upload, or a temporary file that has not been renamed yet."""
+    return _UPLOAD in key or key.rpartition("/")[2].startswith(_TEMPORARY)
+
+
+def protocols(fs: AbstractFileSystem) -> tuple[str, ...]:
+    """Return the schemes that a filesystem serves."""
+    return (fs.protocol,) if isinstance(fs.protocol, str) else tuple(fs.protocol)
+
+
+def has_folders(fs: AbstractFileSystem) -> bool:
+    """Return True if this filesystem has real folders, which must exist before a file in them can be written."""
+    inner = getattr(fs, "fs", None)
+    if isinstance(inner, AbstractFileSystem):
+        return has_folders(inner)
+    return not _WITH_FOLDERS.isdisjoint(protocols(fs))
+
+
+def is_asynchronous(fs: AbstractFileSystem) -> bool:
+    """Return True if a filesystem works on an event loop.
+
+    A filesystem that wraps another one is judged by the inner one, because a wrapper may set `async_impl` in any case.
+    """
+    inner = getattr(fs, "fs", None)
+    if isinstance(inner, AbstractFileSystem):
+        return is_asynchronous(inner)
+    return bool(getattr(fs, "async_impl", False))
+
+
+def make_folder_of(fs: AbstractFileSystem, path: str) -> None:
+    if has_folders(fs):
+        fs.makedirs(path.rpartition("/")[0], exist_ok=True)
+
+
+def files_below(fs: AbstractFileSystem, folder: str) -> dict[str, dict[str, Any]]:
+    """List the files below a folder, by path."""
+    tries = _MEMORY_TRIES if isinstance(fs, MemoryFileSystem) else 1
+    while True:
+        tries -= 1
+        try:
+            found = fs.find(folder.rstrip("/") or "/", detail=True)
+        except (FileNotFoundError, NotADirectoryError):
+            return {}
+        except RuntimeError:
+            # MemoryFileSystem iterates over a dict that another thread may have changed meanwhile.
+            if tries == 0:
+                raise
+            continue
+        return {name: info for name, info in found.items() if info.get("type") == "file"}
+
+
+def remove(fs: AbstractFileSystem, paths: Sequence[str]) -> list[Exception | None]:
+    """Delete files, in parallel if the filesystem is asynchronous. Returns the exception, or None, for each file."""
+    # Not `rm`, which treats `[`, `]` and `*` in a name as a pattern.
+    if not is_asynchronous(fs):
+        return [_failure(lambda path=path: fs.rm_file(path)) for path in paths]  # type: ignore[misc]
+
+    async def all_of_them() -> list[Exception | None]:
+        turns = asyncio.Semaphore(_DELETES_AT_ONCE)
+
+        async def one(path: str) -> Exception | None:
+            async with turns:
+                try:
+                    await fs._rm_file(path)
+                except Exception as error:  # noqa: BLE001 (returned)
+                    return error
+            return None
+
+        return await asyncio.gather(*map(one, paths))
+
+    return fsspec.asyn.sync(fs.loop, all_of_them)  # type: ignore[no-any-return]
+
+
+def _failure(action: Callable[[], None]) -> Exception | None:
+    try:
+        action()
+    except Exception as error:  # noqa: BLE001 (returned)
+        return error
+    return None
+
+
+def write_reply(reply: Any) -> WriteReply:
+    """Return the reply of a write if it is a description of the object, else an empty one."""
+    return reply if isinstance(reply, Mapping) else {}
+
+
+class WrongSumError(Exception):
+    """The service reports another CRC32C for the bytes that it received."""
+
+
+def check(said: WriteReply, crc32c: int | None) -> None:
+    """Raise WrongSumError if the reply contains a CRC32C that differs from `crc32c`."""
+    held = said.get("ChecksumCRC32C") or said.get("crc32c")
+    if crc32c is not None and isinstance(held, str) and base64.b64decode(held) != crc32c.to_bytes(4, "big"):
+        raise WrongSumError(f"the service has CRC32C {held} of it")
+
+
+def _part(path: str, upload_id: str, number: int) -> str:
+    return f"{path[: path.rfind('/') + 1]}{_UPLOAD}{upload_id}/{number}"

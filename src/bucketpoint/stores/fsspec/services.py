@@ -1,0 +1,220 @@
+"""Drivers of particular filesystems, with conditions, checksums and multipart uploads."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import fsspec.asyn
+from fsspec.implementations.memory import MemoryFileSystem
+from fsspec.spec import AbstractFileSystem
+
+from bucketpoint.stores.base import Part
+from bucketpoint.stores.fsspec.drivers import Driver, Limits, WriteReply, check, write_reply
+from bucketpoint.stores.http_body import encoded_crc
+
+MIB = 1 << 20
+
+
+class Memory(Driver):
+    """Driver for fsspec's memory filesystem, a dict in this process.
+
+    Its conditions are not atomic, but no other process can write to it.
+    """
+
+    name = "memory"
+    private = True
+
+
+_SUMMED = {"ChecksumAlgorithm": "CRC32C"}
+
+
+class S3FS(Driver):
+    """Driver for s3fs, which passes unknown arguments on to the S3 operation.
+
+    A request names only the checksum algorithm, and the CRC32C in the reply is compared with the one computed here. If
+    the request contained the CRC32C itself, botocore would also compute a SHA-256 of the body.
+
+    https://docs.aws.amazon.com/AmazonS3/latest/API/API_PutObject.html, and limits from
+    https://docs.aws.amazon.com/AmazonS3/latest/userguide/qfacts.html.
+    """
+
+    name = "s3fs"
+    creates = replaces = checks = True
+    limits = Limits(5 * MIB, 5 << 30, 10_000)
+    # MinIO does not list uploads by a prefix, and s3fs does not tell which service it talks to.
+    lists_uploads = False
+    # From twice its own part size on, pipe_file sends parts, which do not have the checksum of the whole body.
+    max_put_bytes = 100 * MIB - 1
+
+    def write(self, fs: AbstractFileSystem, path: str, data: bytes, crc32c: int | None) -> WriteReply:
+        return write_reply(fs.pipe_file(path, data, **_SUMMED))
+
+    def create(self, fs: AbstractFileSystem, path: str, data: bytes, crc32c: int | None) -> WriteReply:
+        return write_reply(fs.pipe_file(path, data, mode="create", **_SUMMED))
+
+    def replace(self, fs: AbstractFileSystem, path: str, data: bytes, etag: str, crc32c: int | None) -> WriteReply:
+        return write_reply(fs.pipe_file(path, data, IfMatch=f'"{etag}"', **_SUMMED))
+
+    def begin(self, fs: AbstractFileSystem, path: str) -> str:
+        reply = fs.call_s3("create_multipart_upload", **_bucket_and_key(fs, path), **_SUMMED)
+        return str(reply["UploadId"])
+
+    def send(
+        self, fs: AbstractFileSystem, path: str, upload_id: str, number: int, data: bytes, crc32c: int | None
+    ) -> str:
+        where = {**_bucket_and_key(fs, path), "UploadId": upload_id, "PartNumber": number}
+        reply = fs.call_s3("upload_part", **where, Body=data, **_SUMMED)
+        check(reply, crc32c)
+        return str(reply["ETag"]).strip('"')
+
+    def complete(self, fs: AbstractFileSystem, path: str, upload_id: str, parts: Sequence[Part]) -> WriteReply:
+        listed = [
+            {
+                "PartNumber": part.number,
+                "ETag": f'"{part.etag}"',
+                **({} if part.crc32c is None else {"ChecksumCRC32C": encoded_crc(part.crc32c)}),
+            }
+            for part in parts
+        ]
+        where = {**_bucket_and_key(fs, path), "UploadId": upload_id}
+        reply = fs.call_s3("complete_multipart_upload", **where, MultipartUpload={"Parts": listed})
+        return write_reply(reply)
+
+    def abort(self, fs: AbstractFileSystem, path: str, upload_id: str) -> None:
+        fs.call_s3("abort_multipart_upload", **_bucket_and_key(fs, path), UploadId=upload_id)
+
+    def uploads(self, fs: AbstractFileSystem, path: str) -> Iterator[tuple[str, str, Any]]:
+        where = _bucket_and_key(fs, path)
+        marker: dict[str, str] = {}
+        while True:
+            page = fs.call_s3("list_multipart_uploads", Bucket=where["Bucket"], Prefix=where["Key"], **marker)
+            for upload in page.get("Uploads", []):
+                started = {"modified": upload.get("Initiated")}
+                yield f"{where['Bucket']}/{upload['Key']}", str(upload["UploadId"]), started
+            if not page.get("IsTruncated"):
+                return
+            marker = {"KeyMarker": page["NextKeyMarker"], "UploadIdMarker": page["NextUploadIdMarker"]}
+
+
+class GCSFS(Driver):
+    """Driver for gcsfs, which has a condition for creating an object and none for replacing one.
+
+    Google reports the CRC32C of the stored object.
+
+    https://cloud.google.com/storage/docs/json_api/v1/objects
+    """
+
+    name = "gcsfs"
+    creates = checks = True
+    # From 50 MiB on, gcsfs sends one chunk after another, and returns no description of the object.
+    max_put_bytes = 50 * MIB - 1
+
+
+class ADLFS(Driver):
+    """Driver for adlfs (Azure's block blobs): parts are blocks with names chosen by the client, listed in one commit.
+
+    Limits: https://learn.microsoft.com/azure/storage/blobs/scalability-targets. Blocks that were never committed are
+    deleted after a week, or by the next write of the blob.
+    """
+
+    name = "adlfs"
+    creates = replaces = True
+    limits = Limits(1, 4000 * MIB, 50_000)
+    max_put_bytes = 5000 * MIB
+
+    def replace(self, fs: AbstractFileSystem, path: str, data: bytes, etag: str, crc32c: int | None) -> WriteReply:
+        from azure.core import MatchConditions
+
+        condition = {"etag": f'"{etag}"', "match_condition": MatchConditions.IfNotModified}
+        return write_reply(fs.pipe_file(path, data, **condition))
+
+    def begin(self, fs: AbstractFileSystem, path: str) -> str:
+        upload_id = secrets.token_hex(8)
+        # An upload is visible only through its blocks, so a first block is sent when the upload begins.
+        self.send(fs, path, upload_id, 0, b"\0", None)
+        return upload_id
+
+    def send(
+        self, fs: AbstractFileSystem, path: str, upload_id: str, number: int, data: bytes, crc32c: int | None
+    ) -> str:
+        block = _block(upload_id, number)
+        _azure(fs, path, lambda blob: blob.stage_block(block_id=block, data=data, length=len(data)))
+        return block
+
+    def complete(self, fs: AbstractFileSystem, path: str, upload_id: str, parts: Sequence[Part]) -> WriteReply:
+        from azure.core.exceptions import HttpResponseError
+        from azure.storage.blob import BlobBlock
+
+        blocks = [BlobBlock(part.etag) for part in parts]
+        # adlfs may take a blob without this metadata for a folder.
+        metadata = {"is_directory": "false"}
+        try:
+            return write_reply(_azure(fs, path, lambda blob: blob.commit_block_list(blocks, metadata=metadata)))
+        except HttpResponseError as error:
+            if error.error_code != "InvalidBlockList":
+                raise
+        raise FileNotFoundError("the blocks of the upload are gone")
+
+    def abort(self, fs: AbstractFileSystem, path: str, upload_id: str) -> None:
+        if not any(found == upload_id for _, found, _ in self.uploads(fs, path)):
+            return
+        # No request deletes blocks. Committing an empty list does, and leaves an empty blob, which is deleted next.
+        _azure(fs, path, lambda blob: blob.commit_block_list([]))
+        fs.rm_file(path)
+
+    def uploads(self, fs: AbstractFileSystem, path: str) -> Iterator[tuple[str, str, Any]]:
+        container, prefix, _ = fs.split_path(path)
+
+        async def found() -> list[tuple[str, str, Any]]:
+            listed = []
+            async with fs.service_client.get_container_client(container=container) as client:
+                async for blob in client.list_blobs(name_starts_with=prefix, include=["uncommittedblobs"]):
+                    async with client.get_blob_client(blob.name) as one:
+                        _, blocks = await one.get_block_list("uncommitted")
+                    ids = {_upload_of(block.id) for block in blocks} - {""}
+                    begun = {"modified": blob.last_modified}
+                    listed += [(f"{container}/{blob.name}", upload_id, begun) for upload_id in sorted(ids)]
+            return listed
+
+        yield from fsspec.asyn.sync(fs.loop, found)
+
+
+_LIBRARIES: dict[str, Driver] = {ways.name: ways for ways in (S3FS(), GCSFS(), ADLFS())}
+_PLAIN, _MEMORY = Driver(), Memory()
+
+
+def driver_of(fs: AbstractFileSystem) -> Driver:
+    """Return the driver for a filesystem: that of its library, or the common one."""
+    if isinstance(fs, MemoryFileSystem):
+        return _MEMORY
+    # Chosen by the library, not by the protocol: other libraries serve s3:// too, with methods of their own.
+    libraries = [kind.__module__.partition(".")[0] for kind in type(fs).__mro__]
+    return next((_LIBRARIES[name] for name in libraries if name in _LIBRARIES), _PLAIN)
+
+
+def _bucket_and_key(fs: AbstractFileSystem, path: str) -> dict[str, str]:
+    bucket, key, _ = fs.split_path(path)
+    return {"Bucket": bucket, "Key": key}
+
+
+def _azure(fs: AbstractFileSystem, path: str, ask: Any) -> Any:
+    container, name, _ = fs.split_path(path)
+
+    async def call() -> Any:
+        async with fs.service_client.get_blob_client(container=container, blob=name) as blob:
+            return await ask(blob)
+
+    return fsspec.asyn.sync(fs.loop, call)
+
+
+def _block(upload_id: str, number: int) -> str:
+    # All block ids of a blob must have the same length.
+    return f"bucketpoint-{upload_id}-{number:08}"
+
+
+def _upload_of(block: str) -> str:
+    """Return the id of the upload that a block belongs to; empty for a block of another program."""
+    start, _, rest = block.partition("-")
+    return rest.rpartition("-")[0] if start == "bucketpoint" else ""

@@ -1,0 +1,420 @@
+"""`FsspecStore`: any filesystem that fsspec knows, through fsspec's public, blocking methods.
+
+Drivers of particular filesystems are in `services`; the trial of the conditions that a service honours is in
+`conditions`.
+"""
+
+from __future__ import annotations
+
+import builtins
+import contextlib
+import dataclasses
+import datetime
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from fsspec.spec import AbstractFileSystem
+
+from bucketpoint.errors import (
+    BucketNotFoundError,
+    BucketpointError,
+    CorruptDataError,
+    ObjectNotFoundError,
+    PreconditionFailedError,
+    StoreError,
+    UploadNotFoundError,
+)
+from bucketpoint.stores.base import Buffers, Capabilities, DeleteFailure, ObjectInfo, OpenUpload, Part, Range, Store
+from bucketpoint.stores.fsspec.conditions import known, probe
+from bucketpoint.stores.fsspec.drivers import (
+    Driver,
+    WriteReply,
+    WrongSumError,
+    check,
+    files_below,
+    has_folders,
+    is_asynchronous,
+    is_hidden,
+    make_folder_of,
+    remove,
+)
+from bucketpoint.stores.fsspec.errors import translate
+from bucketpoint.stores.fsspec.services import driver_of
+from bucketpoint.stores.http_body import crc_of
+
+_ETAG_NAMES = ("ETag", "etag", "generation", "md5Hash", "content_md5", "checksum")
+_TIME_NAMES = ("mtime", "LastModified", "last_modified", "updated", "modified", "created")
+
+# Conditions that the service does not check are checked in this process, under this lock: one writer at a time.
+_one_writer = threading.Lock()
+
+
+@dataclass(frozen=True)
+class FsspecStore:
+    """A store whose objects are the files below `root` of a filesystem.
+
+    Bodies are joined and written whole by `pipe_file`, the only way of writing that cannot publish half an object when
+    it fails. On filesystems with real folders it can, so there a file is written under a temporary name and renamed.
+    The service checks conditions if it can. Otherwise this store checks them before the write, which is atomic only for
+    the memory filesystem, because no other process has access to that.
+
+    Parts are sent in any order if the driver has multipart uploads. Otherwise parts are separate objects, read back and
+    written as one at the end. That moves each byte three times, so `capabilities.multipart` is False: use one `put`.
+    """
+
+    fs: AbstractFileSystem
+    root: str
+
+    def __post_init__(self) -> None:
+        if getattr(self.fs, "asynchronous", False):
+            raise BucketpointError(
+                "the filesystem was made with asynchronous=True, and is called from threads here",
+                remedy="Pass one made without it",
+            )
+
+    @property
+    def url(self) -> str:
+        return str(self.fs.unstrip_protocol(self.root))
+
+    @property
+    def identity(self) -> str:
+        return self.url
+
+    @property
+    def ways(self) -> Driver:
+        """The driver of this filesystem."""
+        return driver_of(self.fs)
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """Known features of this filesystem's library; after `prove`, the conditions and checksums that it found."""
+        ways, found = self.ways, known(self)
+        creates = ways.creates if found is None else found.creates
+        parts = {} if ways.limits is None else dataclasses.asdict(ways.limits)
+        return Capabilities(
+            conditional_put=ways.private or creates,
+            conditional_replace=ways.private or (ways.replaces if found is None else found.replaces),
+            checksums=ways.checks if found is None else found.checks,
+            multipart=ways.limits is not None,
+            pinned_reads=ways.private,
+            max_put_bytes=ways.max_put_bytes,
+            # The memory filesystem keeps a copy of the body anyway, and its calls end at once.
+            copies_bodies=not ways.private,
+            many_ranges=is_asynchronous(self.fs),
+            lists_uploads=ways.lists_uploads,
+            **parts,
+        )
+
+    def prove(self, prefix: str) -> Capabilities:
+        """Return the capabilities after a trial of conditions and checksums below `prefix`: see `probe`."""
+        probe(self, prefix)
+        return self.capabilities
+
+    def put(
+        self,
+        key: str,
+        body: Buffers,
+        *,
+        crc32c: int | None = None,
+        if_none_match: bool = False,
+        if_match: str | None = None,
+    ) -> ObjectInfo:
+        data = b"".join(body)
+        ways, found = self.ways, known(self)
+        if if_match is not None:
+            native = ways.replaces if found is None else found.replaces
+        else:
+            native = if_none_match and (ways.creates if found is None else found.creates)
+        conditional = if_none_match or if_match is not None
+        # A condition of the service that was not tried yet is not relied on: this store checks it, too.
+        looks = conditional and (found is None or not native)
+        # A service may refuse to replace a missing object with "not found" instead of "precondition failed".
+        missing = self._above if if_match is None else PreconditionFailedError
+        with self._errors("put", key, missing=missing), _one_writer if looks else contextlib.nullcontext():
+            if looks:
+                self._look(key, if_none_match=if_none_match, if_match=if_match)
+            if native and if_match is not None:
+                return self._replace(key, data, if_match, crc32c)
+            if native:
+                return self._create(key, data, crc32c)
+            return self._write(key, data, crc32c)
+
+    def create_unseen(self, key: str, data: bytes) -> None:
+        """Create an object by the service's condition alone, for the probe."""
+        with self._errors("put", key, missing=self._above):
+            self._create(key, data, None)
+
+    def replace_unseen(self, key: str, data: bytes, etag: str) -> None:
+        """Replace an object by the service's condition alone, for the probe."""
+        with self._errors("put", key):
+            self._replace(key, data, etag, None)
+
+    def get(self, key: str, *, max_bytes: int | None = None, first: int | None = None) -> tuple[bytes, ObjectInfo]:
+        info = self.head(key)
+        part = first is not None and info.size > first
+        if max_bytes is not None and not part and info.size > max_bytes:
+            raise CorruptDataError(
+                f"the object has {info.size} bytes, and at most {max_bytes} were expected", url=self._url(key)
+            )
+        if not info.size:
+            return b"", info
+        with self._errors("get", key):
+            # Both ends are given: otherwise some filesystems first ask for the size, or cut the read into pieces.
+            return bytes(self.fs.cat_file(self._path(key), start=0, end=first if part else info.size)), info
+
+    def read_into(self, key: str, offset: int, buffers: Buffers, *, if_match: str | None = None) -> None:
+        size = sum(view.nbytes for view in buffers)
+        if not size:
+            return
+        self._check_etag(key, if_match)
+        with self._errors("read", key):
+            try:
+                data = memoryview(self.fs.cat_file(self._path(key), start=offset, end=offset + size))
+            except Exception:
+                # Some services answer "bad request" to a range beyond the end, but also to many other faults.
+                self._check_size(key, offset + size)
+                raise
+        if data.nbytes != size:
+            raise CorruptDataError("the object ends before the range does", url=self._url(key))
+        # Checked before and after the read: bytes read between two equal ETags belong to that ETag.
+        self._check_etag(key, if_match)
+        start = 0
+        for view in buffers:
+            view[:] = data[start : start + view.nbytes]
+            start += view.nbytes
+
+    def read_many(self, ranges: Sequence[Range], *, at_once: int) -> Sequence[bytes | StoreError]:
+        """Read many ranges on the event loop of the filesystem: see `ManyRanges`."""
+        if not ranges:
+            return []
+        paths = [self._path(one.key) for one in ranges]
+        starts, ends = [one.start for one in ranges], [one.stop for one in ranges]
+        with self._errors("read", ranges[0].key):
+            found = self.fs.cat_ranges(paths, starts, ends, on_error="return", batch_size=at_once)
+        return [self._read(one, data) for one, data in zip(ranges, found, strict=True)]
+
+    def head(self, key: str) -> ObjectInfo:
+        with self._errors("head", key):
+            found = self._find(key)
+        if found is None:
+            raise ObjectNotFoundError("no such object", url=self._url(key))
+        return found
+
+    def list(self, prefix: str, *, start_after: str | None = None) -> Iterator[ObjectInfo]:
+        folder = prefix[: prefix.rfind("/") + 1]
+        with self._errors("list", prefix):
+            self.fs.invalidate_cache()
+            found = self._descend(folder)
+        for key, info in sorted(found.items()):
+            if key.startswith(prefix) and (start_after is None or key > start_after) and not is_hidden(key):
+                yield _info(key, info)
+
+    def list_folders(self, prefix: str) -> Iterator[str]:
+        # Not by `ls`, which lists empty folders, too, on filesystems with real folders.
+        seen = ""
+        for info in self.list(prefix):
+            head, slash, _ = info.key[len(prefix) :].partition("/")
+            folder = prefix + head + slash
+            if slash and folder != seen:
+                seen = folder
+                yield folder
+
+    def delete(self, keys: Sequence[str]) -> builtins.list[DeleteFailure]:
+        failures = []
+        with self._errors("delete", keys[0] if keys else ""):
+            found = remove(self.fs, [self._path(key) for key in keys])
+        for key, problem in zip(keys, found, strict=True):
+            failure = None if problem is None else self._translated(problem, "delete", key)
+            if failure is not None and not isinstance(failure, ObjectNotFoundError):
+                failures.append(DeleteFailure(key, type(failure).__name__, failure.message))
+        return failures
+
+    def delete_if(self, key: str, etag: str) -> bool:
+        with self._errors("delete", key), _one_writer:
+            found = self._find(key)
+            if found is None:
+                return True
+            if found.etag != etag:
+                raise PreconditionFailedError("the object is not the one expected", url=self._url(key))
+            with contextlib.suppress(FileNotFoundError):
+                self.fs.rm_file(self._path(key))
+        return True
+
+    def copy(self, source: str, target: str) -> ObjectInfo:
+        size = self.head(source).size
+        with self._errors("copy", source):
+            make_folder_of(self.fs, self._path(target))
+            self.fs.cp_file(self._path(source), self._path(target))
+            return self._written(target, size, {})
+
+    def create_multipart(self, key: str) -> str:
+        with self._errors("create_multipart", key, missing=self._above):
+            return self.ways.begin(self.fs, self._path(key))
+
+    def put_part(self, key: str, upload_id: str, number: int, body: Buffers, *, crc32c: int | None = None) -> Part:
+        data = b"".join(body)
+        if self.ways.checks:
+            # An upload that was begun with checksums accepts only parts with a checksum.
+            crc32c = crc_of(body, crc32c)
+        with self._errors("put_part", key, missing=UploadNotFoundError):
+            etag = self.ways.send(self.fs, self._path(key), upload_id, number, data, crc32c)
+        return Part(number, len(data), etag, crc32c)
+
+    def complete_multipart(self, key: str, upload_id: str, parts: Sequence[Part]) -> ObjectInfo:
+        ordered = sorted(parts, key=lambda part: part.number)
+        with self._errors("complete_multipart", key, missing=UploadNotFoundError):
+            told = self.ways.complete(self.fs, self._path(key), upload_id, ordered)
+            return self._written(key, sum(part.size for part in ordered), told)
+
+    def abort_multipart(self, key: str, upload_id: str) -> None:
+        with self._errors("abort_multipart", key), contextlib.suppress(FileNotFoundError):
+            self.ways.abort(self.fs, self._path(key), upload_id)
+
+    def list_multipart(self, prefix: str) -> Iterator[OpenUpload]:
+        above = len(self._path(""))
+        with self._errors("list_multipart", prefix):
+            for path, upload_id, info in self.ways.uploads(self.fs, self._path(prefix)):
+                yield OpenUpload(path[above:], upload_id, _seconds(info))
+
+    def close(self) -> None:
+        """Do nothing: the filesystem object belongs to the caller who made it."""
+
+    @property
+    def _above(self) -> type[StoreError]:
+        """Error class for a write that fails with "not found": without real folders only the bucket can be missing."""
+        return ObjectNotFoundError if has_folders(self.fs) else BucketNotFoundError
+
+    def _look(self, key: str, *, if_none_match: bool, if_match: str | None) -> None:
+        present = self._find(key)
+        if if_none_match and present is not None:
+            raise PreconditionFailedError("the object exists", url=self._url(key))
+        if if_match is not None and (present is None or present.etag != if_match):
+            raise PreconditionFailedError("the object is not the one expected", url=self._url(key))
+
+    def _write(self, key: str, data: bytes, crc32c: int | None) -> ObjectInfo:
+        return self._sent(key, data, crc32c, lambda: self.ways.write(self.fs, self._path(key), data, crc32c))
+
+    def _create(self, key: str, data: bytes, crc32c: int | None) -> ObjectInfo:
+        return self._sent(key, data, crc32c, lambda: self.ways.create(self.fs, self._path(key), data, crc32c))
+
+    def _replace(self, key: str, data: bytes, etag: str, crc32c: int | None) -> ObjectInfo:
+        return self._sent(key, data, crc32c, lambda: self.ways.replace(self.fs, self._path(key), data, etag, crc32c))
+
+    def _sent(self, key: str, data: bytes, crc32c: int | None, send: Callable[[], WriteReply]) -> ObjectInfo:
+        told = send()
+        if not _etag(told):
+            told = self._describe(key) or {}
+        try:
+            check(told, crc32c)
+        except WrongSumError:
+            with contextlib.suppress(Exception):
+                self.fs.rm_file(self._path(key))
+            raise
+        return ObjectInfo(key, len(data), _etag(told), _seconds(told))
+
+    def _written(self, key: str, size: int, told: WriteReply) -> ObjectInfo:
+        found = told if _etag(told) else self._describe(key) or {}
+        return ObjectInfo(key, size, _etag(found), _seconds(found))
+
+    def _read(self, one: Range, found: Any) -> bytes | StoreError:
+        if isinstance(found, Exception):
+            return self._translated(found, "read", one.key)
+        if len(found) != one.stop - one.start:
+            return CorruptDataError("the object ends before the range does", url=self._url(one.key))
+        data: bytes = found
+        return data
+
+    def _check_size(self, key: str, needed: int) -> None:
+        found = self._find(key)
+        if found is not None and found.size < needed:
+            raise CorruptDataError("the object ends before the range does", url=self._url(key)) from None
+
+    def _find(self, key: str) -> ObjectInfo | None:
+        info = self._describe(key)
+        return None if info is None else _info(key, info)
+
+    def _describe(self, key: str) -> WriteReply | None:
+        self.fs.invalidate_cache(self._path(key))
+        try:
+            info: WriteReply = self.fs.info(self._path(key))
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        return info if info.get("type") == "file" else None
+
+    def _descend(self, folder: str) -> dict[str, dict[str, Any]]:
+        """List the files below a folder, by key."""
+        above = len(self._path(""))
+        return {name[above:]: info for name, info in files_below(self.fs, self._path(folder)).items()}
+
+    def _check_etag(self, key: str, if_match: str | None) -> None:
+        if if_match is not None and self.head(key).etag != if_match:
+            raise PreconditionFailedError("the object is not the one expected", url=self._url(key))
+
+    def _path(self, key: str) -> str:
+        return f"{self.root.rstrip('/')}/{key}"
+
+    def _url(self, key: str) -> str:
+        return f"{self.url.rstrip('/')}/{key}"
+
+    def _translated(self, error: Exception, operation: str, key: str) -> StoreError:
+        return translate(error, operation, self._url(key), _options(self.fs))
+
+    @contextmanager
+    def _errors(self, operation: str, key: str, *, missing: type[StoreError] = ObjectNotFoundError) -> Iterator[None]:
+        failure: StoreError
+        try:
+            yield
+            return
+        except BucketpointError:
+            raise
+        except WrongSumError as error:
+            failure = CorruptDataError(f"{operation} failed: {error}", url=self._url(key))
+        except Exception as error:  # noqa: BLE001 (each filesystem has exceptions of its own; none may escape unnamed)
+            failure = self._translated(error, operation, key)
+            if isinstance(failure, ObjectNotFoundError):
+                failure = missing(failure.message, url=failure.url)
+        try:
+            raise failure
+        finally:
+            # The library's exception may quote secrets from its options, so it must not stay reachable from this error.
+            failure.__context__ = None
+
+
+def _options(fs: AbstractFileSystem) -> dict[str, Any]:
+    """Return the options of a filesystem, with those of the filesystems that it wraps."""
+    inner = getattr(fs, "fs", None)
+    below = _options(inner) if isinstance(inner, AbstractFileSystem) else {}
+    return {"below": below, **getattr(fs, "storage_options", {})}
+
+
+def proven(store: Store, prefix: str) -> Capabilities:
+    """Return the capabilities of a store, for callers that rely on conditions, after a trial if only a trial tells.
+
+    The trial writes below `prefix`, once per process. Raises StoreError if the trial was undecided.
+    """
+    return store.prove(prefix) if isinstance(store, FsspecStore) else store.capabilities
+
+
+def _info(key: str, info: WriteReply) -> ObjectInfo:
+    return ObjectInfo(key, int(info.get("size") or 0), _etag(info), _seconds(info))
+
+
+def _etag(info: WriteReply) -> str | None:
+    for name in _ETAG_NAMES:
+        if info.get(name):
+            return str(info[name]).strip('"')
+    seconds = _seconds(info)
+    return None if seconds is None else f"{seconds:.6f}-{info.get('size')}-{info.get('ino', '')}"
+
+
+def _seconds(info: WriteReply) -> float | None:
+    for name in _TIME_NAMES:
+        value = info.get(name)
+        if isinstance(value, int | float):
+            return float(value)
+        if isinstance(value, datetime.datetime):
+            return value.timestamp()
+    return None

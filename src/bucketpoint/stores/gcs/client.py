@@ -1,0 +1,273 @@
+"""Sessions with GCS: one for each set of options and process, shared by all stores with these options.
+
+google-cloud-storage provides and renews the credentials. Requests are made on the session of that library, but with
+bucketpoint's own bodies: the library's calls copy the bytes that they send and receive.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import ipaddress
+import os
+import ssl
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+from urllib.parse import urlencode, urlsplit
+
+from bucketpoint.errors import CredentialsError, EndpointError
+from bucketpoint.stores import retry
+from bucketpoint.stores.cancellation import make_cuttable
+from bucketpoint.stores.client_cache import ClientCache, FirstEnvironment
+from bucketpoint.stores.gcs.errors import failures, from_reply, translate
+from bucketpoint.stores.gcs.options import DEFAULT_MAX_ATTEMPTS, GCSOptions
+from bucketpoint.stores.redact import clean, hide
+from bucketpoint.stores.retry import ConcurrencyLimiter, RetryPolicy
+
+CONNECT_TIMEOUT_S = 10
+READ_TIMEOUT_S = 60
+# Completing an upload of thousands of parts can take "several minutes":
+# https://cloud.google.com/storage/docs/xml-api/post-object-complete
+COMPLETE_TIMEOUT_S = 600
+
+INSTALL = "pip install 'bucketpoint[gcs]'"
+
+
+@dataclass(frozen=True)
+class GCSClient:
+    """A session with the settings of all of its requests.
+
+    Attributes:
+        session: authorized session of the `requests` library.
+        headers: headers of every request.
+        gate: limiter of the requests under way.
+        buckets: names of the buckets that have answered, and so are known to exist.
+    """
+
+    session: Any
+    endpoint: str
+    policy: RetryPolicy
+    headers: Mapping[str, str] = field(repr=False)
+    gate: ConcurrencyLimiter = field(default_factory=ConcurrencyLimiter)
+    buckets: set[str] = field(default_factory=set)
+
+    def request(
+        self,
+        method: str,
+        path: str,
+        *,
+        operation: str,
+        url: str,
+        query: Mapping[str, Any] | None = None,
+        headers: Mapping[str, str] | None = None,
+        body: Any = b"",
+        stream: bool = False,
+        timeout: float = READ_TIMEOUT_S,
+    ) -> Any:
+        """Send one request, retry it after transient failures, and return the successful reply.
+
+        Args:
+            path: path of the resource, percent-encoded.
+            operation, url: names of the operation and of the object, for error messages.
+            body: bytes, or an object with a length that can be iterated over any number of times and yields bytes.
+            stream: do not read the reply's body.
+
+        Raises:
+            StoreError: the reply is an error, or there was no reply. The class tells the kind of failure.
+        """
+        target = f"{self.endpoint}{path}?{urlencode(query)}" if query else f"{self.endpoint}{path}"
+
+        def attempt() -> Any:
+            try:
+                reply = self.session.request(
+                    method,
+                    target,
+                    data=body,
+                    headers={**self.headers, **(headers or {})},
+                    timeout=(CONNECT_TIMEOUT_S, timeout),
+                    stream=stream,
+                    # The API has no redirects, and following one would send the credentials to another server.
+                    allow_redirects=False,
+                )
+                if reply.status_code < 300:
+                    return reply
+                failure = from_reply(reply.status_code, reply.content, operation, url)
+                asked = reply.headers.get("Retry-After", "")
+                failure.wait_s = float(asked) if asked.isdecimal() else 0.0
+            except failures() as error:
+                failure = translate(error, operation, url, self.endpoint)
+            # Raised here, outside the except block, so that the library's exception, which holds the request with its
+            # headers, does not become the `__context__` of this error.
+            raise failure
+
+        return retry.run(attempt, self.policy, gate=self.gate)
+
+    def close(self) -> None:
+        """Close idle connections. The session stays usable."""
+        for adapter in self.session.adapters.values():
+            adapter.close()
+
+
+class _GCSClients(ClientCache[GCSOptions, GCSClient]):
+    """Cache of clients. The first one takes a second to make, because the library is imported."""
+
+    prefixes = ("GOOGLE_", "CLOUDSDK_", "GCE_", "GCLOUD_")
+    variables = frozenset({"API_ENDPOINT_OVERRIDE", "NO_GCE_CHECK", "STORAGE_EMULATOR_HOST"})
+
+    def build(self, options: GCSOptions) -> GCSClient:
+        return build_client(options)
+
+
+_clients = _GCSClients()
+
+
+def client_for(options: GCSOptions, pin: FirstEnvironment | None = None) -> GCSClient:
+    """Return this process's client for these options, built at the first call."""
+    return _clients.get(options, pin)
+
+
+def close_client(options: GCSOptions, pin: FirstEnvironment | None = None) -> None:
+    """Close the idle connections of the client for these options. The client stays usable."""
+    client = _clients.found(options, pin)
+    if client is not None:
+        client.close()
+
+
+def build_client(options: GCSOptions) -> GCSClient:
+    """Build a new client. Use `client_for` instead, unless the caller is going to modify the client.
+
+    Raises:
+        StoreError: there are no credentials, or the endpoint is not valid.
+    """
+    try:
+        from google.auth.transport.requests import AuthorizedSession
+        from google.cloud.storage import Client as Library
+    except ImportError as error:
+        raise EndpointError(f"GCS needs google-cloud-storage: {error}", remedy=INSTALL) from None
+    endpoint = options.endpoint
+    if endpoint is not None:
+        _check_endpoint(endpoint, secret=not options.anonymous)
+    settings = {"api_endpoint": endpoint, "universe_domain": os.environ.get("GOOGLE_CLOUD_UNIVERSE_DOMAIN")}
+    given = {name: value for name, value in settings.items() if value is not None}
+    try:
+        # Without this argument the library looks for a project, which only creating buckets needs.
+        library = Library(project=None, credentials=_credentials(options, Library.SCOPE), client_options=given or None)
+    except failures() as error:
+        failure = translate(error, "making the GCS client", clean(endpoint or "gs://"))
+        raise type(failure)(hide(failure.message, _given(options)), **failure.fields()) from None
+    except ValueError as error:
+        # google-auth raises ValueError for malformed credentials.
+        raise CredentialsError(f"the GCS client cannot be made: {hide(str(error), _given(options))}") from None
+    session = library._http
+    if isinstance(session, AuthorizedSession) and not session.is_mtls:
+        session.mount("https://", _adapter(options))
+        session.mount("http://", _adapter(options))
+    agent = [f"bucketpoint/{_version('bucketpoint')}", options.user_agent]
+    agent.append(f"google-cloud-storage/{_version('google-cloud-storage')}")
+    headers = {
+        "User-Agent": " ".join(name for name in agent if name),
+        # Without this header the service decompresses an object that is stored compressed, and a range of it is then
+        # not a range of the stored bytes.
+        "Accept-Encoding": "gzip",
+    }
+    policy = RetryPolicy(
+        attempts=options.max_attempts or DEFAULT_MAX_ATTEMPTS,
+        deadline_s=options.retry_deadline_s,
+        counts_throttled=options.max_attempts is not None,
+    )
+    return GCSClient(session, library.api_endpoint.rstrip("/"), policy, headers)
+
+
+def _given(options: GCSOptions) -> dict[str, Any]:
+    """Return the options that errors must not quote: a token passed in place of a file's path, or a dict's contents."""
+    token = options.token
+    is_path = isinstance(token, str) and (os.sep in token or token.endswith(".json"))
+    return {} if is_path else {"token": token}
+
+
+def _credentials(options: GCSOptions, scopes: Any) -> Any:
+    """Return the credentials for `token`; None if the library is to look for application default credentials."""
+    import google.auth
+    import google.auth.compute_engine
+    from google.auth.credentials import AnonymousCredentials, with_scopes_if_required
+
+    token = options.token
+    if options.anonymous:
+        return AnonymousCredentials()
+    if token is None or (isinstance(token, str) and token == "google_default"):
+        # The library could find this file by itself, but would then ask for the name of a workload's project, which
+        # needs another permission and is not used here.
+        token = os.environ.get("GOOGLE_APPLICATION_CREDENTIALS")
+        if not token:
+            return None
+    if isinstance(token, str) and token == "cloud":
+        return google.auth.compute_engine.Credentials()
+    if not isinstance(token, str | os.PathLike | Mapping):
+        return token
+    with warnings.catch_warnings():
+        # google-auth warns about credential configurations from untrusted sources. This one comes from the person who
+        # runs the program, like the file that GOOGLE_APPLICATION_CREDENTIALS names.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        if isinstance(token, Mapping):
+            found, _ = google.auth.load_credentials_from_dict(dict(token))
+        else:
+            found, _ = google.auth.load_credentials_from_file(os.fspath(token))
+    return with_scopes_if_required(found, scopes)
+
+
+def _check_endpoint(endpoint: str, *, secret: bool) -> None:
+    parts = urlsplit(endpoint)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        # The endpoint is not quoted, because it may contain a password.
+        raise EndpointError("the endpoint is not a URL", remedy="Pass something like http://127.0.0.1:4443")
+    if secret and parts.scheme == "http" and not _is_loopback(parts.hostname):
+        raise EndpointError(
+            "credentials would be sent in clear over plain HTTP",
+            url=clean(endpoint),
+            remedy="Use an https:// endpoint, or token='anon' for an emulator",
+        )
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _adapter(options: GCSOptions) -> Any:
+    import requests.adapters
+
+    class Adapter(requests.adapters.HTTPAdapter):
+        """Adapter that reads certificates once, not for each connection: 16 ms each, half a second for 32."""
+
+        def init_poolmanager(self, *args: Any, **settings: Any) -> None:
+            settings["ssl_context"] = context
+            super().init_poolmanager(*args, **settings)
+            make_cuttable(self.poolmanager)
+
+        def cert_verify(self, connection: Any, url: str, verify: Any, cert: Any) -> None:
+            if verify is not True or not url.startswith("https"):
+                super().cert_verify(connection, url, verify, cert)
+
+    context = _tls_context(options)
+    return Adapter(pool_connections=2, pool_maxsize=options.connections, max_retries=0)
+
+
+def _tls_context(options: GCSOptions) -> ssl.SSLContext:
+    import certifi
+
+    bundle = options.ca_bundle or os.environ.get("REQUESTS_CA_BUNDLE") or certifi.where()
+    try:
+        folder = os.path.isdir(bundle)
+        return ssl.create_default_context(cafile=None if folder else bundle, capath=bundle if folder else None)
+    except OSError as error:
+        raise EndpointError(f"the CA bundle {bundle} cannot be read: {error.strerror or error}") from None
+
+
+def _version(distribution: str) -> str:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return "unknown"

@@ -1,0 +1,290 @@
+"""`GCSStore`: one bucket of Google Cloud Storage."""
+
+from __future__ import annotations
+
+import builtins
+import contextlib
+import http.client
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from email.utils import parsedate_to_datetime
+from typing import Any, TypeVar
+
+from bucketpoint.errors import CorruptDataError, ObjectNotFoundError, PreconditionFailedError, StoreError
+from bucketpoint.stores.base import (
+    Buffers,
+    Capabilities,
+    DeleteFailure,
+    ObjectInfo,
+    OpenUpload,
+    Part,
+    RangeReply,
+    Store,
+)
+from bucketpoint.stores.client_cache import FirstEnvironment
+from bucketpoint.stores.gcs import composed as gcs_composed
+from bucketpoint.stores.gcs import multipart as gcs_multipart
+from bucketpoint.stores.gcs.api import Bucket, described
+from bucketpoint.stores.gcs.body import BINARY, Incoming
+from bucketpoint.stores.gcs.client import close_client
+from bucketpoint.stores.gcs.errors import failures, translate
+from bucketpoint.stores.gcs.options import GCSOptions
+from bucketpoint.stores.http_body import OpenReply, crc_of, receive
+
+T = TypeVar("T")
+
+_MAX_GENERATION = (1 << 63) - 1
+
+
+@dataclass(frozen=True)
+class GCSStore:
+    """A bucket of GCS. A store pickles as configuration only; each process makes the client at the first use.
+
+    The ETags of this store are object generations: every write gives an object a new generation, and conditions and
+    pinned reads name the generation. In a bucket with versioning a pinned read also finds a generation that was
+    replaced.
+
+    `put` and `put_part` read the body's memory until they return, and again for each retry: the memory must not change
+    meanwhile.
+    """
+
+    bucket: str
+    options: GCSOptions = field(default_factory=GCSOptions)
+    pin: FirstEnvironment = field(default_factory=FirstEnvironment, init=False, repr=False, compare=False)
+
+    @property
+    def url(self) -> str:
+        return self._requests.url
+
+    @property
+    def identity(self) -> str:
+        return self._requests.identity
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return gcs_multipart.CAPABILITIES if self.options.multipart else gcs_composed.CAPABILITIES
+
+    def put(
+        self,
+        key: str,
+        body: Buffers,
+        *,
+        crc32c: int | None = None,
+        if_none_match: bool = False,
+        if_match: str | None = None,
+    ) -> ObjectInfo:
+        generation = 0 if if_none_match else self._generation(key, if_match)
+        return self._sent(body, crc32c, lambda: self._requests.insert(key, body, crc32c=crc32c, generation=generation))
+
+    def get(self, key: str, *, max_bytes: int | None = None, first: int | None = None) -> tuple[bytes, ObjectInfo]:
+        wanted = {} if first is None else {"Range": f"bytes=0-{first - 1}"}
+        try:
+            reply = self._media(key, wanted)
+        except CorruptDataError:
+            if first is None:
+                raise
+            # The range of an empty object is invalid: it has no first byte.
+            return self.get(key, max_bytes=max_bytes)
+        size = int(reply.headers.get("Content-Length") or 0)
+        info = _info(key, reply, size)
+        if max_bytes is not None and size > max_bytes:
+            reply.raw.close()
+            raise CorruptDataError(
+                f"the object has {info.size} bytes, and at most {max_bytes} were expected", url=self._url(key)
+            )
+        data = bytearray(size)
+        self._receive(key, Incoming(reply.raw), [memoryview(data)])
+        return bytes(data), info
+
+    def read_into(self, key: str, offset: int, buffers: Buffers, *, if_match: str | None = None) -> None:
+        size = sum(view.nbytes for view in buffers)
+        if size:
+            self.open_range(key, offset, size, if_match=if_match).receive(buffers)
+
+    def open_range(self, key: str, offset: int, nbytes: int, *, if_match: str | None = None) -> RangeReply:
+        generation = self._generation(key, if_match)
+        wanted = {"Range": f"bytes={offset}-{offset + nbytes - 1}"}
+        try:
+            reply = self._media(key, wanted, generation)
+        except ObjectNotFoundError:
+            if generation is None:
+                raise
+            # 404 may mean that only this generation is missing. A second request tells, and costs only a failing read.
+            self.head(key)
+            replaced = PreconditionFailedError("the object is not the one expected", url=self._url(key))
+        else:
+            self._check_range(key, reply, offset, nbytes)
+            body = Incoming(reply.raw)
+            return OpenReply(body, nbytes, lambda buffers, filled: self._receive(key, body, buffers, filled))
+        raise replaced
+
+    def head(self, key: str) -> ObjectInfo:
+        return described(self._requests.describe(key), key)
+
+    def list(self, prefix: str, *, start_after: str | None = None) -> Iterator[ObjectInfo]:
+        start = {} if start_after is None else {"startOffset": start_after}
+        for page in self._requests.pages(prefix, **start):
+            for item in page.get("items", []):
+                info = described(item, "")
+                if info.key != start_after and not gcs_composed.is_component(info.key):
+                    yield info
+
+    def list_folders(self, prefix: str) -> Iterator[str]:
+        for page in self._requests.pages(prefix, delimiter="/"):
+            yield from page.get("prefixes", [])
+
+    def delete(self, keys: Sequence[str]) -> builtins.list[DeleteFailure]:
+        return self._requests.delete(keys)
+
+    def delete_if(self, key: str, etag: str) -> bool:
+        bucket = self._requests
+        query = bucket.billed({"ifGenerationMatch": self._generation(key, etag)})
+        with contextlib.suppress(ObjectNotFoundError):
+            bucket.call("objects.delete", key, "DELETE", bucket.path(key), query=query, of_object=True)
+        return True
+
+    def copy(self, source: str, target: str) -> ObjectInfo:
+        return self.copy_from(self, self.head(source), target)
+
+    def can_copy_from(self, other: Store) -> bool:
+        """Return True if `copy_from` can work between these two stores: they are buckets of one service."""
+        if not isinstance(other, GCSStore):
+            return False
+        return self.identity.removesuffix(self.bucket) == other.identity.removesuffix(other.bucket)
+
+    def copy_from(self, other: GCSStore, source: ObjectInfo, target: str) -> ObjectInfo:
+        """Copy the object that `other.head` described, from a bucket that this store's credentials can read."""
+        bucket = self._requests
+        query: dict[str, Any] = {}
+        if source.etag is not None:
+            query["ifSourceGenerationMatch"] = source.etag
+        if self.options.kms_key_name is not None:
+            query["destinationKmsKeyName"] = self.options.kms_key_name
+        chosen = self.options.storage_class
+        body = b"" if chosen is None else json.dumps({"storageClass": chosen, "contentType": BINARY}).encode()
+        path = f"{other._requests.path(source.key)}/rewriteTo{bucket.path(target).removeprefix('/storage/v1')}"
+        while True:
+            reply = bucket.call(
+                "objects.rewrite",
+                source.key,
+                "POST",
+                path,
+                query=bucket.billed(query),
+                headers={"Content-Type": "application/json"},
+                body=body,
+                of_object=True,
+            ).json()
+            if reply.get("done"):
+                return described(reply.get("resource") or {}, target)
+            # The service rewrites a large object that changes location or storage class in several requests.
+            query["rewriteToken"] = reply["rewriteToken"]
+
+    def create_multipart(self, key: str) -> str:
+        return gcs_multipart.create(self._requests, key) if self.options.multipart else gcs_composed.create()
+
+    def put_part(self, key: str, upload_id: str, number: int, body: Buffers, *, crc32c: int | None = None) -> Part:
+        send = gcs_composed.put_part if gcs_composed.is_composed(upload_id) else gcs_multipart.put_part
+        return self._sent(body, crc32c, lambda: send(self._requests, key, upload_id, number, body, crc32c))
+
+    def complete_multipart(self, key: str, upload_id: str, parts: Sequence[Part]) -> ObjectInfo:
+        complete = gcs_composed.complete if gcs_composed.is_composed(upload_id) else gcs_multipart.complete
+        return complete(self._requests, key, upload_id, parts)
+
+    def abort_multipart(self, key: str, upload_id: str) -> None:
+        abort = gcs_composed.abort if gcs_composed.is_composed(upload_id) else gcs_multipart.abort
+        abort(self._requests, key, upload_id)
+
+    def list_multipart(self, prefix: str) -> Iterator[OpenUpload]:
+        # Composed uploads are listed in any case: another writer with other options may have begun them.
+        yield from gcs_composed.open_uploads(self._requests, prefix)
+        if self.options.multipart:
+            yield from gcs_multipart.open_uploads(self._requests, prefix)
+
+    def close(self) -> None:
+        close_client(self.options, self.pin)
+
+    def _sent(self, body: Buffers, crc32c: int | None, send: Callable[[], T]) -> T:
+        """Send a body, once more if it is refused although it fits its checksum: it may have been damaged on the way.
+
+        The service answers "invalid" to a body that does not fit its checksum, but also to many other faults.
+        """
+        for last in (False, True):
+            try:
+                return send()
+            except StoreError as error:
+                if type(error) is not StoreError:
+                    raise
+                if crc32c is not None and crc_of(body, None) != crc32c:
+                    failure: StoreError = CorruptDataError(error.message, url=error.url)
+                    break
+                if last:
+                    raise
+        raise failure
+
+    @property
+    def _requests(self) -> Bucket:
+        return Bucket(self.bucket, self.options, self.pin)
+
+    def _url(self, key: str) -> str:
+        return f"{self.url}/{key}"
+
+    def _generation(self, key: str, etag: str | None) -> int | None:
+        if etag is None:
+            return None
+        generation = int(etag) if etag.isdecimal() and len(etag) < 20 else 0
+        if not 0 < generation <= _MAX_GENERATION:
+            # The ETag of another store, or an invalid one: no object in this bucket ever had it.
+            raise PreconditionFailedError("the object is not the one expected", url=self._url(key))
+        return generation
+
+    def _media(self, key: str, headers: dict[str, str], generation: int | None = None) -> Any:
+        bucket = self._requests
+        query: dict[str, Any] = {"alt": "media"}
+        if generation is not None:
+            query["generation"] = generation
+        return bucket.call(
+            "objects.get",
+            key,
+            "GET",
+            f"/download{bucket.path(key)}",
+            query=bucket.billed(query),
+            headers=headers,
+            stream=True,
+            of_object=True,
+        )
+
+    def _check_range(self, key: str, reply: Any, offset: int, size: int) -> None:
+        length = reply.headers.get("Content-Length")
+        failure: StoreError
+        if reply.status_code != http.client.PARTIAL_CONTENT and (offset or length != str(size)):
+            failure = StoreError("the store ignored the range of a read", url=self._url(key))
+        elif length is not None and length != str(size):
+            failure = CorruptDataError(
+                f"the object ends before the range does: {length} of the {size} bytes from {offset} are there",
+                url=self._url(key),
+            )
+        else:
+            return
+        reply.raw.close()
+        raise failure
+
+    def _receive(self, key: str, body: Any, buffers: Buffers, *filled: Callable[[], None]) -> None:
+        try:
+            receive(body, buffers, *filled)
+            return
+        except failures() as error:
+            failure = translate(error, "objects.get", self._url(key))
+        raise failure
+
+
+def _info(key: str, reply: Any, received: int) -> ObjectInfo:
+    """Describe an object from the headers of a read; `Content-Range: bytes 0-9/1234` has the size (RFC 9110, 14.4)."""
+    whole = str(reply.headers.get("Content-Range") or "").rpartition("/")[2]
+    modified = reply.headers.get("Last-Modified")
+    return ObjectInfo(
+        key,
+        int(whole) if whole.isdecimal() else received,
+        reply.headers.get("x-goog-generation"),
+        parsedate_to_datetime(modified).timestamp() if modified else None,
+    )

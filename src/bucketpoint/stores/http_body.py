@@ -1,0 +1,272 @@
+"""Bodies of HTTP requests and replies in the caller's memory, passed to and from the TLS layer without a copy."""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import functools
+import http.client
+import io
+import socket
+import ssl
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from awscrt import checksums
+
+from bucketpoint.errors import TransientStoreError
+from bucketpoint.stores.base import Buffers
+
+PIECE_BYTES = 256 * 1024
+"""Bytes given to the socket in one call. Python's timeout covers a whole `sendall`, however many bytes it sends. The
+first request of a new connection has the connect timeout of 10 s: a connection with 26 KB/s still passes."""
+
+SMALL_BYTES = 32 * 1024
+"""Size below which neighbouring buffers are joined: a TLS record and a system call for each cost more than the copy."""
+
+_READ_BYTES = 1 << 20
+
+
+def pieces(buffers: Buffers) -> Iterator[memoryview | bytes]:
+    """Yield the buffers in pieces of at most about `PIECE_BYTES`: large buffers sliced, runs of small ones joined."""
+    small: list[memoryview] = []
+    size = 0
+    for view in buffers:
+        if view.nbytes < SMALL_BYTES:
+            small.append(view)
+            size += view.nbytes
+            if size >= PIECE_BYTES:
+                yield b"".join(small)
+                small, size = [], 0
+            continue
+        if size:
+            yield b"".join(small)
+            small, size = [], 0
+        for start in range(0, view.nbytes, PIECE_BYTES):
+            yield view[start : start + PIECE_BYTES]
+    if size:
+        yield b"".join(small)
+
+
+class Delivered:
+    """The body of a reply that another library received.
+
+    Args:
+        content: the body.
+        received: number of bytes that are already in the caller's buffers, if there is no `content`.
+    """
+
+    def __init__(self, content: bytes = b"", received: int = 0) -> None:
+        self.content = content
+        self.received = received
+
+    def stream(self, amount: int = 0) -> Iterator[bytes]:
+        yield self.content
+
+    def read(self, amount: int | None = None) -> bytes:
+        content, self.content = self.content, b""
+        return content
+
+    def close(self) -> None:
+        """Do nothing: no connection is open."""
+
+
+class BrokenBody(OSError):
+    """The body of a reply ended before its announced length."""
+
+
+class OpenReply:
+    """Implementation of `RangeReply`. The thread that made the request receives the body; any thread may drop it.
+
+    Args:
+        body: the reply's body, a `StreamingBody` or an object with the same interface.
+        nbytes: length of the body.
+        fill: function that receives the body into buffers. It calls the function in its second argument once the whole
+            body is there, before the connection is given back.
+    """
+
+    def __init__(self, body: Any, nbytes: int, fill: Callable[[Buffers, Callable[[], None]], None]) -> None:
+        self._body = body
+        self._fill = fill
+        self._lock = threading.Lock()
+        # None if urllib3 gives the connection back by itself, at an unknown moment: shutting the socket down could then
+        # hit another request, so `drop` lets the body be read to the end.
+        self._socket = _socket_of(body, nbytes)
+        self._receiving = self._ended = False
+
+    def receive(self, buffers: Buffers) -> None:
+        with self._lock:
+            self._receiving = not self._ended
+        if not self._receiving:
+            raise TransientStoreError("the reply was dropped")
+        try:
+            self._fill(buffers, self._end)
+        finally:
+            self._end()
+
+    def drop(self) -> None:
+        with self._lock:
+            if self._ended:
+                return
+            if not self._receiving:
+                self._ended = True
+                discard(self._body)
+            elif self._socket is not None:
+                # Shutting down wakes a thread that waits in `recv`; closing would not. Not by `SSLSocket.shutdown`,
+                # which would change the object while the other thread reads from it.
+                with contextlib.suppress(OSError):
+                    socket.socket.shutdown(self._socket, socket.SHUT_RDWR)
+
+    def _end(self) -> None:
+        # From here on the connection may carry another request, which `drop` must not cut off.
+        with self._lock:
+            self._ended = True
+            self._socket = None
+
+
+def _socket_of(body: Any, size: int) -> socket.socket | None:
+    """Return the socket under a reply of `size` bytes, or None if a layer above the socket is not of a known type."""
+    raw = getattr(body, "_raw_stream", None)
+    reply = getattr(raw, "_fp", None)
+    if size == 0 or not hasattr(raw, "release_conn") or not isinstance(reply, http.client.HTTPResponse):
+        return None
+    if reply.chunked or reply.length != size or not isinstance(reply.fp, io.BufferedReader):
+        return None
+    if not hasattr(reply, "_close_conn"):
+        return None
+    sock = getattr(reply.fp.raw, "_sock", None)
+    return sock if isinstance(sock, socket.socket) else None
+
+
+def _nothing() -> None:
+    pass
+
+
+def receive(body: Any, buffers: Buffers, filled: Callable[[], None] = _nothing) -> None:
+    """Fill `buffers` from a `StreamingBody` of the same length, and give the connection back to the pool.
+
+    Args:
+        filled: called before the connection is given back.
+
+    Raises:
+        BrokenBody, OSError, ssl.SSLError, HTTPException, urllib3 and botocore errors: the body broke off. The
+            connection is closed.
+    """
+    raw = getattr(body, "_raw_stream", None)
+    if isinstance(raw, Delivered):
+        if raw.received != sum(view.nbytes for view in buffers):
+            raise BrokenBody("the body has another length than was announced")
+        filled()
+        return
+    try:
+        wire = _Wire.of(body, sum(view.nbytes for view in buffers))
+        fill = wire.fill if wire else functools.partial(_fill_from, body.readinto)
+        for target, scattered in _targets(buffers):
+            fill(target)
+            start = 0
+            for view in scattered:
+                view[:] = target[start : start + view.nbytes]
+                start += view.nbytes
+        if not wire and body.read():
+            raise BrokenBody("the body is longer than was announced")
+        filled()
+        if wire:
+            wire.finish()
+    except BaseException:
+        discard(body)
+        raise
+
+
+def discard(body: Any) -> None:
+    """Drop a reply whose body will not be read, and close the connection: the rest of the body is still on it."""
+    body.close()
+    raw = getattr(body, "_raw_stream", None)
+    release = getattr(raw, "release_conn", None)
+    if release is not None:
+        release()
+
+
+def _targets(buffers: Buffers) -> Iterator[tuple[memoryview, list[memoryview]]]:
+    """Yield memory to receive into, each with the small buffers that the bytes are copied to afterwards, if any."""
+    small: list[memoryview] = []
+    size = 0
+    for view in buffers:
+        if 0 < view.nbytes < SMALL_BYTES:
+            small.append(view)
+            size += view.nbytes
+            if size >= PIECE_BYTES:
+                yield memoryview(bytearray(size)), small
+                small, size = [], 0
+            continue
+        if size:
+            yield memoryview(bytearray(size)), small
+            small, size = [], 0
+        if view.nbytes:
+            yield view, []
+    if len(small) == 1:
+        yield small[0], []
+    elif size:
+        yield memoryview(bytearray(size)), small
+
+
+def _fill_from(take: Callable[[memoryview], int], view: memoryview) -> None:
+    done = 0
+    size = view.nbytes
+    while done < size:
+        count = take(view[done:])
+        if not count:
+            raise BrokenBody("the body ended before its announced length")
+        done += count
+
+
+class _Wire:
+    """The socket under a reply, read directly, without the buffering of urllib3 and http.client.
+
+    A TLS record is 16 KiB, so the read loop runs 60,000 times per gigabyte. Through `HTTPResponse.readinto`,
+    `BufferedReader`, `SocketIO` and `SSLSocket.recv_into`, Python alone takes 0.1 s for that. Reading directly uses
+    private attributes: if any of them differs from the known versions, `of` returns None and the public way is used.
+    """
+
+    def __init__(self, raw: Any, reply: http.client.HTTPResponse, take: Callable[[memoryview], int]) -> None:
+        self._raw = raw
+        self._reply = reply
+        self._take = take
+        # Bytes of the body that arrived in the same read as the headers are in the buffered reader.
+        self._buffered = len(reply.fp.peek(1))
+
+    @classmethod
+    def of(cls, body: Any, size: int) -> _Wire | None:
+        raw = body._raw_stream if _socket_of(body, size) is not None else None
+        if raw is None:
+            return None
+        reply, sock = raw._fp, raw._fp.fp.raw._sock
+        read = getattr(getattr(sock, "_sslobj", None), "read", None) if isinstance(sock, ssl.SSLSocket) else None
+        return cls(raw, reply, functools.partial(read, _READ_BYTES) if read else sock.recv_into)
+
+    def fill(self, view: memoryview) -> None:
+        count = min(self._buffered, view.nbytes)
+        if count:
+            self._reply.fp.readinto(view[:count])
+            self._buffered -= count
+        _fill_from(self._take, view[count:])
+
+    def finish(self) -> None:
+        """Tell http.client that the reply has been read, and urllib3 that the connection is free again."""
+        self._reply.length = 0
+        self._reply._close_conn()  # type: ignore[attr-defined]
+        self._raw.release_conn()
+
+
+def crc_of(body: Buffers, known: int | None) -> int:
+    """Return the CRC32C of a body: `known` if given, else computed."""
+    if known is not None:
+        return known
+    crc = 0
+    for view in body:
+        crc = checksums.crc32c(view, crc)
+    return crc
+
+
+def encoded_crc(crc32c: int) -> str:
+    return base64.b64encode(crc32c.to_bytes(4, "big")).decode()

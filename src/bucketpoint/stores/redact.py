@@ -1,0 +1,86 @@
+"""Removal of secrets from the error texts of libraries, so that the texts can be shown, logged and pickled.
+
+The class of an error is decided in the `errors` module of each service, and never from the text.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+from urllib.parse import quote
+
+HIDDEN = "***"
+
+# The user and the password before a host. A password may contain "@", or a slash that should have been quoted. A
+# password with a slash is told from a host and port by the text before the slash: a port is digits only.
+_USER_INFO = re.compile(r"(?<=://)(?:(?!arn:)[^\s/@\"':]*:(?!\d*/)[^\s\"']*|[^\s/\"']*)@")
+_QUERY = re.compile(r"\?[^\s\"')]*")
+_BEGINNING = re.compile(r"(?:^\s*|::)([A-Za-z][A-Za-z0-9+.-]*)://")
+_HOST_AND_PORT = re.compile(r"[^:@]*:\d*|\[[^@\]]*\](?::\d*)?", re.DOTALL)
+
+_WITHOUT_PORTS = frozenset({"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "adl"})
+"""Schemes whose URLs name a bucket, not a host: a colon before the first slash is not followed by a port."""
+
+# Names of secret options of fsspec filesystems: secret, password, account_key, sas_token, credential, …
+_SECRET_NAMES = re.compile(r"key|secret|token|pass|cred|sas|auth|signature|connection_string", re.IGNORECASE)
+_SHORTEST = 6
+"""Length of the shortest value that is hidden: shorter values occur by chance in any text, and are not secrets."""
+
+
+def clean(text: str) -> str:
+    """Remove the parts of URLs that may hold credentials: user name and password, and the query (signatures)."""
+    return _QUERY.sub("", _USER_INFO.sub("", text))
+
+
+def describe(error: BaseException, options: Mapping[str, Any] | None = None) -> str:
+    """Return the type and text of an error, without URL credentials and the secrets in the library's `options`."""
+    # The text of a connection error quotes the URL of the request or of the proxy, with a user name and password if
+    # somebody put them there, and with the query, which may hold a signature. No error text quotes a header.
+    return hide(clean(f"{type(error).__name__}: {error}"), options or {})
+
+
+def hide(text: str, options: Mapping[str, Any]) -> str:
+    """Replace in a text the values of options whose names suggest a secret."""
+    for value in sorted(_secrets(options, secret=False), key=len, reverse=True):
+        for form in (value, quote(value, safe="")):
+            text = text.replace(form, HIDDEN)
+    return text
+
+
+def holds_password(url: str) -> bool:
+    """Return True if a URL, or one chained to it, has a password before the host, even one with slashes."""
+    return any(_has_password(*part) for part in _parts(url))
+
+
+def without_password(url: str) -> str:
+    """Remove the text before the last "@" and the query from a URL with a password, and from each URL chained to it."""
+    shown = [scheme + "://" + rest.rpartition("@")[2] for scheme, rest in _parts(url)]
+    return "::".join(shown).partition("?")[0]
+
+
+def _parts(url: str) -> Iterator[tuple[str, str]]:
+    """Yield the URLs of a chain (`a://…::b://…`), each as its scheme and the rest."""
+    found = list(_BEGINNING.finditer(url))
+    for number, match in enumerate(found, 1):
+        yield match[1], url[match.end() : found[number].start() if number < len(found) else None]
+
+
+def _has_password(scheme: str, rest: str) -> bool:
+    first = rest.partition("/")[0]
+    if "@" in first:
+        return ":" in first.rpartition("@")[0] or (":" in first and "@" in rest[len(first) :])
+    if ":" not in first or "@" not in rest or first.startswith("arn:"):
+        return False
+    return scheme.lower() in _WITHOUT_PORTS or _HOST_AND_PORT.fullmatch(first) is None
+
+
+def _secrets(options: Mapping[Any, Any], *, secret: bool) -> Iterator[str]:
+    for name, value in options.items():
+        named = secret or _SECRET_NAMES.search(str(name)) is not None
+        if isinstance(value, Mapping):
+            yield from _secrets(value, secret=named)
+        elif named and isinstance(value, str | bytes):
+            text = value.decode("utf-8", "replace") if isinstance(value, bytes) else value
+            if len(text) >= _SHORTEST:
+                yield text

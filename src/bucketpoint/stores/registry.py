@@ -1,0 +1,210 @@
+"""Parsing of URLs, and `open_store`, which makes the store for a URL and its options."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import fsspec
+import fsspec.core
+from fsspec.implementations.local import LocalFileSystem
+
+from bucketpoint.errors import BucketpointError, InvalidURLError
+from bucketpoint.stores.base import Store
+from bucketpoint.stores.fsspec.store import FsspecStore
+from bucketpoint.stores.gcs.client import INSTALL
+from bucketpoint.stores.gcs.options import GCSOptions
+from bucketpoint.stores.gcs.store import GCSStore
+from bucketpoint.stores.local import LocalStore
+from bucketpoint.stores.redact import clean, hide, holds_password, without_password
+from bucketpoint.stores.s3.options import S3Options
+from bucketpoint.stores.s3.store import S3Store
+
+S3_SCHEMES = ("s3", "s3a")
+GCS_SCHEMES = ("gs", "gcs")
+
+# Commands that install the library for a scheme: fsspec knows the scheme, but does not depend on the library.
+_INSTALL = {
+    **dict.fromkeys(GCS_SCHEMES, INSTALL),
+    **dict.fromkeys(("az", "abfs", "abfss", "adl"), "pip install 'bucketpoint[azure]'"),
+}
+
+# RFC 3986, section 3.1, but with at least two characters: one letter is a Windows drive.
+_SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+)(://|::)")
+
+# A URL that went through `Path`, alone or after folders: `s3:/bucket`, `/home/me/s3:/bucket`; `s3:` (from `s3://`).
+_FOLDED = re.compile(r"(?:^|/|::)([A-Za-z][A-Za-z0-9+.-]+):(?:/(?!/)|$)")
+_LOCAL_SCHEMES = ("file", "local")
+# RFC 8089 allows one slash: `file:/path` is the same path as `file:///path`.
+_LOCAL = re.compile(rf"({'|'.join(_LOCAL_SCHEMES)}):(?=/[^/])", re.IGNORECASE)
+
+
+def parse_url(url: str | os.PathLike[str]) -> tuple[str, str, str]:
+    """Split a URL into its scheme (empty for a bare path), its root, and the key prefix below the root.
+
+    The root of an `s3://` or `gs://` URL is the bucket, and the key prefix is the rest, unchanged: nothing is decoded,
+    `?` and `#` are ordinary characters, and `//` is kept. Only slashes at the end are dropped: `prefix/` and `prefix`
+    are the same checkpoint. With any other scheme the whole path is the root, and the key prefix is empty.
+    `file:/path` is the same as `file:///path`.
+
+    Raises:
+        InvalidURLError: the URL names no bucket, is empty, holds a password or a zero byte, or has lost a slash in a
+            `Path`.
+    """
+    text = os.fspath(url)
+    _refuse_mistaken(text)
+    if "\0" in text:
+        raise InvalidURLError("the URL holds a zero byte", remedy="Pass something like s3://bucket/prefix")
+    local = _LOCAL.match(text)
+    if local is not None:
+        return local[1].lower(), text[local.end() :], ""
+    match = _SCHEME.match(text)
+    if match is None or match[2] == "::":
+        if not text:
+            raise InvalidURLError("the URL is empty", remedy="Pass something like s3://bucket/prefix")
+        return "", text, ""
+    scheme, rest = match[1].lower(), text[match.end() :]
+    if scheme not in S3_SCHEMES + GCS_SCHEMES:
+        return scheme, rest, ""
+    bucket, _, key = rest.partition("/")
+    if not bucket:
+        raise InvalidURLError(
+            "the URL names no bucket", url=text, remedy=f"Pass something like {scheme}://bucket/prefix"
+        )
+    return scheme, bucket, key.rstrip("/")
+
+
+def as_url(path: str | os.PathLike[str] | None) -> str | None:
+    """Return a checkpoint id as text, without slashes at the end. Never as a `Path`, which would fold a URL's `//`."""
+    if path is None:
+        return None
+    text = os.fspath(path)
+    return text.rstrip("/") if len(text) > 1 else text
+
+
+def accepts_url(url: str | os.PathLike[str], schemes: Sequence[str] = ()) -> bool:
+    """Return True if `open_store` would accept this URL, judged by the URL's text alone.
+
+    A scheme that fsspec knows is accepted even if the library for it is not installed: DCP then chooses the class whose
+    error tells which package to install.
+    """
+    try:
+        _check_scheme(url, schemes)
+    except InvalidURLError:
+        return False
+    # In a chain of URLs the first scheme decides.
+    match = _SCHEME.match(os.fspath(url))
+    return match is None or _is_known(match[1])
+
+
+def open_store(
+    url: str | os.PathLike[str],
+    *,
+    storage_options: Mapping[str, Any] | None = None,
+    fs: Any = None,
+    schemes: Sequence[str] = (),
+) -> tuple[Store, str]:
+    """Make the store that serves a URL, and return it with the key prefix of the URL.
+
+    Args:
+        storage_options: options of fsspec's filesystem for this scheme. For S3: the options of s3fs, and the names of
+            `S3Options`. For GCS: the options of gcsfs, and the names of `GCSOptions`.
+        fs: a filesystem object of the caller, which then serves the URL whatever the URL's scheme.
+        schemes: the schemes that are accepted; empty accepts any scheme, and paths without a scheme.
+
+    Raises:
+        InvalidURLError: the URL has no bucket, no scheme although one is needed, or a scheme that is not accepted.
+        BucketpointError: an option is not known.
+    """
+    if fs is not None:
+        _refuse_mistaken(os.fspath(url))
+        if schemes and parse_url(url)[0]:
+            _check_scheme(url, schemes)
+        return _store_on(fs, fs._strip_protocol(os.fspath(url))), ""
+    scheme, root, prefix = _check_scheme(url, schemes)
+    if scheme in S3_SCHEMES:
+        return S3Store(root, S3Options.from_storage_options(storage_options)), prefix
+    if scheme in GCS_SCHEMES and _has_gcs():
+        return GCSStore(root, GCSOptions.from_storage_options(storage_options)), prefix
+    if scheme in ("", *_LOCAL_SCHEMES) and not storage_options and "::" not in root:
+        return LocalStore(_absolute(root)), ""
+    failure: BucketpointError
+    options = dict(storage_options or {})
+    try:
+        filesystem, path = fsspec.core.url_to_fs(os.fspath(url), **options)
+        return _store_on(filesystem, path), ""
+    except ImportError as error:
+        # The text of fsspec's ImportError names the package to install, for each scheme that fsspec knows.
+        message = f"the library that serves {scheme}:// URLs is not installed: {error}"
+        failure = InvalidURLError(message, url=os.fspath(url), remedy=_INSTALL.get(scheme))
+    except (TypeError, ValueError) as error:
+        said = hide(clean(str(error)), options)
+        if isinstance(error, TypeError) or scheme in fsspec.available_protocols():
+            # adlfs raises a ValueError when it gets no credentials.
+            failure = BucketpointError(f"storage_options do not fit the filesystem: {said}", url=os.fspath(url))
+        elif scheme in _INSTALL:
+            # fsspec knows some schemes only if the library for them is installed.
+            message = f"the library that serves {scheme}:// URLs is not installed: {said}"
+            failure = InvalidURLError(message, url=os.fspath(url), remedy=_INSTALL[scheme])
+        else:
+            failure = InvalidURLError(
+                f"fsspec does not know this URL: {said}",
+                url=os.fspath(url),
+                remedy="Pass s3://, gs:// or az://, a path, or a scheme of fsspec.available_protocols()",
+            )
+    raise failure
+
+
+def _is_known(scheme: str) -> bool:
+    return scheme.lower() in {*S3_SCHEMES, *GCS_SCHEMES, *_INSTALL, *fsspec.available_protocols()}
+
+
+def _refuse_mistaken(url: str) -> None:
+    first = _SCHEME.match(url)
+    # After `s3://` the text is a key, and a key may look like anything.
+    folded = _FOLDED.search(url) if first is None or first[2] == "::" else None
+    if folded is not None and _LOCAL.match(url) is None and _is_known(folded[1]):
+        scheme, path = folded[1], url[folded.end() :]
+        raise InvalidURLError(
+            f"this is a local path and looks like a {scheme}:// URL that went through a Path, which drops a slash",
+            url=url,
+            remedy=f"Pass the URL as text: {scheme}://{path or 'bucket/prefix'}",
+        )
+    if holds_password(url):
+        raise InvalidURLError(
+            "the URL holds a password",
+            url=without_password(url),
+            remedy="Pass it in storage_options: URLs are logged, and stand in the checkpoint",
+        )
+
+
+def _has_gcs() -> bool:
+    """Return True if Google's storage library is installed. Without it `gs://` URLs go to gcsfs, if installed."""
+    try:
+        return importlib.util.find_spec("google.cloud.storage") is not None
+    except ModuleNotFoundError:
+        return False
+
+
+def _store_on(fs: Any, path: str) -> Store:
+    # Exactly this class: a subclass may keep its files elsewhere.
+    if type(fs) is LocalFileSystem:
+        return LocalStore(_absolute(path))
+    return FsspecStore(fs, path.rstrip("/") or "/")
+
+
+def _absolute(path: str) -> str:
+    return os.path.abspath(os.path.expanduser(path))
+
+
+def _check_scheme(url: str | os.PathLike[str], schemes: Sequence[str]) -> tuple[str, str, str]:
+    scheme, root, prefix = parse_url(url)
+    if schemes and scheme not in schemes:
+        wanted = " or ".join(f"{name}://" for name in schemes)
+        problem = f"this class does not serve {scheme}:// URLs" if scheme else "the URL has no scheme"
+        remedy = f"Pass one that begins with {wanted}; BucketWriter and BucketReader take any"
+        raise InvalidURLError(problem, url=os.fspath(url), remedy=remedy)
+    return scheme, root, prefix

@@ -1,0 +1,390 @@
+"""boto3 clients: one for each set of options and process, shared by all stores with these options."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import ipaddress
+import os
+import ssl
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+from urllib.parse import urlsplit
+
+import boto3.session
+import botocore
+import botocore.session
+from botocore.config import Config
+from botocore.utils import get_environ_proxies
+
+from bucketpoint.errors import BucketpointError, EndpointError
+from bucketpoint.stores.cancellation import make_cuttable
+from bucketpoint.stores.client_cache import ClientCache, FirstEnvironment
+from bucketpoint.stores.retry import ConcurrencyLimiter, RetryPolicy
+from bucketpoint.stores.s3 import services as s3_services
+from bucketpoint.stores.s3.body import send_from_memory
+from bucketpoint.stores.s3.crt import CrtTransport
+from bucketpoint.stores.s3.options import DEFAULT_MAX_ATTEMPTS, S3Options
+from bucketpoint.stores.s3.services import S3Service
+
+DEFAULT_REGION = "us-east-1"
+CONNECT_TIMEOUT_S = 10
+READ_TIMEOUT_S = 60
+
+OPERATIONS = (
+    "AbortMultipartUpload",
+    "CompleteMultipartUpload",
+    "CopyObject",
+    "CreateMultipartUpload",
+    "DeleteObject",
+    "DeleteObjects",
+    "GetObject",
+    "HeadObject",
+    "ListMultipartUploads",
+    "ListObjectsV2",
+    "PutObject",
+    "UploadPart",
+    "UploadPartCopy",
+)
+
+# CopyObject accepts these parameters only with a directive to replace the values of the source object.
+_NOT_WITHOUT_DIRECTIVE = {"Tagging": "TaggingDirective", "Metadata": "MetadataDirective"}
+
+
+@dataclass(frozen=True)
+class DeletesFound:
+    """Result of a trial of a service's deletions: the fields of the same names in `Capabilities`."""
+
+    conditional_delete: bool
+    expiring_delete: bool
+
+
+@dataclass(frozen=True)
+class S3Client:
+    """A boto3 client with its retry policy and the parameters that the options add to each operation.
+
+    boto3 makes only one attempt of each request; `retry` makes the others.
+
+    Attributes:
+        api: the boto3 client.
+        parameters: additional parameters, by operation.
+        service: the service behind the endpoint, with the settings that the options override.
+        transport: sends large bodies instead of boto3; None if boto3 sends everything.
+        gate: limiter of the requests under way.
+        deletes: results of the trials of deletions, by bucket.
+    """
+
+    api: Any
+    region: str
+    parameters: Mapping[str, Mapping[str, Any]]
+    policy: RetryPolicy
+    service: S3Service
+    transport: CrtTransport | None = None
+    gate: ConcurrencyLimiter = field(default_factory=ConcurrencyLimiter)
+    deletes: dict[str, DeletesFound] = field(default_factory=dict)
+
+    def call(self, operation: str, **parameters: Any) -> Any:
+        method = getattr(self.api, botocore.xform_name(operation))
+        return method(**{**self.parameters[operation], **parameters})
+
+
+class _S3Clients(ClientCache[S3Options, S3Client]):
+    """Cache of boto3 clients: building one takes some 100 ms, and many threads can share it."""
+
+    prefixes = ("AWS_", "BOTO_")
+    credentials = frozenset({"AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SECURITY_TOKEN", "AWS_SESSION_TOKEN"})
+
+    def build(self, options: S3Options) -> S3Client:
+        return build_client(options)
+
+    def renew(self, options: S3Options, stale: S3Client, pin: FirstEnvironment | None) -> bool:
+        key = self.key(options, pin)
+        # Newer credentials in the environment are used only if the environment still leads to the same store.
+        if _are_fixed(options) or self.environment().place != key[1].place:
+            return False
+        with self._lock:
+            # Another thread whose request was refused may have replaced the client already.
+            if self._clients.get(key) in (stale, None):
+                # A new session asks every source of credentials again. The service stays the same, so the limiter and
+                # the results of trials are kept.
+                self._clients[key] = replace(build_client(options), gate=stale.gate, deletes=stale.deletes)
+        return True
+
+
+_clients = _S3Clients()
+
+
+def client_for(options: S3Options, pin: FirstEnvironment | None = None) -> S3Client:
+    """Return this process's client for these options, built at the first call."""
+    return _clients.get(options, pin)
+
+
+def renew_client(options: S3Options, stale: S3Client, pin: FirstEnvironment | None = None) -> bool:
+    """Replace a client whose credentials were refused by a new client with newly fetched credentials.
+
+    Returns:
+        False if the options themselves contain the credentials, or if the environment now leads to another store.
+    """
+    return _clients.renew(options, stale, pin)
+
+
+def close_client(options: S3Options, pin: FirstEnvironment | None = None) -> None:
+    """Close the idle connections of the client for these options. The client stays usable."""
+    client = _clients.found(options, pin)
+    if client is not None:
+        client.api.close()
+        if client.transport is not None:
+            client.transport.close()
+
+
+def build_client(options: S3Options) -> S3Client:
+    """Build a new client. Use `client_for` instead, unless the caller is going to modify the client."""
+    core = botocore.session.Session(profile=options.profile)
+    arguments = _client_arguments(options, core)
+    session = boto3.session.Session(botocore_session=core)
+    chosen = "payload_signing_enabled" in _own_s3_settings(options)
+    api = None
+    with contextlib.suppress(ValueError):
+        made = session.client("s3", config=_config(options, core, sign_payload=None if chosen else False), **arguments)
+        if not chosen and _is_open_network(made.meta.endpoint_url):
+            # AWS documents unsigned payloads for HTTPS only. Over plain HTTP on a network the signature is the only
+            # thing that binds the body to the request. On the loopback it would only cost 0.8 s of SHA-256 a gigabyte.
+            made = session.client("s3", config=_config(options, core, sign_payload=True), **arguments)
+        api = made
+    if api is None:
+        # The text of botocore's ValueError is dropped: it quotes the endpoint, which may contain a password.
+        raise EndpointError("the S3 client cannot be made: the endpoint is not a URL")
+    parameters = options.request_parameters()
+    _refuse_key_in_clear(api.meta.endpoint_url, parameters)
+    api.meta.events.register("before-send.s3", send_from_memory)
+    api.meta.events.register_first("choose-signer.s3.DeleteObject", _presigned)
+    _share_trust_store(api)
+    manager = _pool_manager(api)
+    if manager is not None:
+        make_cuttable(manager)
+    policy = _retry_policy(options, core)
+    service = _service(options, api.meta.endpoint_url)
+    transport = _transport(options, core, arguments, api)
+    if transport is not None:
+        # Registered before `send_from_memory`, which handles the requests that the transport leaves to boto3.
+        api.meta.events.register_first("before-send.s3", transport.send)
+    by_operation = _parameters_by_operation(api, parameters)
+    return S3Client(api, str(api.meta.region_name), by_operation, policy, service, transport)
+
+
+def _refuse_key_in_clear(endpoint_url: str, parameters: Mapping[str, Any]) -> None:
+    if urlsplit(endpoint_url).scheme != "https" and any(name.endswith("SSECustomerKey") for name in parameters):
+        raise EndpointError("SSE-C would send the key in clear over plain HTTP", remedy="Use an https:// endpoint")
+
+
+def _presigned(signature_version: Any, **_: Any) -> str | None:
+    """Choose signature version 4 for presigned URLs, as for requests.
+
+    boto3 would choose version 2, which has no regions, and which few services still accept.
+    """
+    return "s3v4-query" if signature_version == "v4-query" else None
+
+
+def _transport(options: S3Options, core: Any, arguments: Mapping[str, Any], api: Any) -> CrtTransport | None:
+    if options.engine != "crt":
+        return None
+    endpoint, config = api.meta.endpoint_url, api.meta.config
+    proxies = config.proxies or get_environ_proxies(endpoint)
+    if proxies.get(urlsplit(endpoint).scheme) or config.client_cert:
+        raise EndpointError(
+            'engine="crt" goes through no proxy, and shows no certificate of the client\'s', remedy='Use engine="boto3"'
+        )
+    # In botocore's order: the client's argument, then AWS_CA_BUNDLE or the profile's bundle, then REQUESTS_CA_BUNDLE.
+    verify = arguments.get("verify")
+    if verify is None or verify is True:
+        verify = core.get_config_variable("ca_bundle") or os.environ.get("REQUESTS_CA_BUNDLE")
+    return CrtTransport(endpoint, str(api.meta.region_name), connections=options.connections, verify=verify)
+
+
+def _service(options: S3Options, endpoint_url: str) -> S3Service:
+    found = s3_services.named(options.service) if options.service else s3_services.at_endpoint(endpoint_url)
+    checksums = found.checksums if options.checksums is None else options.checksums
+    conditional_put = found.conditional_put if options.conditional_puts is None else options.conditional_puts
+    return replace(found, checksums=checksums, conditional_put=conditional_put)
+
+
+def _are_fixed(options: S3Options) -> bool:
+    return options.anon or bool(options.access_key or options.client_kwargs.get("aws_access_key_id"))
+
+
+def _client_arguments(options: S3Options, core: Any) -> dict[str, Any]:
+    named = {
+        "endpoint_url": options.endpoint_url,
+        "aws_access_key_id": options.access_key,
+        "aws_secret_access_key": options.secret_key,
+        "aws_session_token": options.session_token,
+        "region_name": options.region,
+        "verify": options.ca_bundle,
+    }
+    given = {name: value for name, value in options.client_kwargs.items() if name not in ("config", "service_name")}
+    _refuse_no_verification(options)
+    arguments = {"use_ssl": options.use_ssl, **given, **{k: v for k, v in named.items() if v is not None}}
+    # boto3 reads only AWS_DEFAULT_REGION; every other SDK reads AWS_REGION.
+    arguments["region_name"] = (
+        arguments.get("region_name")
+        or os.environ.get("AWS_REGION")
+        or core.get_config_variable("region")
+        or DEFAULT_REGION
+    )
+    return arguments
+
+
+def _refuse_no_verification(options: S3Options) -> None:
+    """Refuse settings that would switch off the verification of TLS certificates, unless `insecure_tls` is set, too.
+
+    In older versions of botocore every false value switches verification off, even an empty environment variable.
+    """
+    if options.insecure_tls:
+        return
+    values = {
+        'client_kwargs["verify"]': options.client_kwargs.get("verify"),
+        "ca_bundle": options.ca_bundle,
+        **{name: os.environ.get(name) for name in ("AWS_CA_BUNDLE", "REQUESTS_CA_BUNDLE")},
+    }
+    for name, value in values.items():
+        if value is not None and (not value or (isinstance(value, str) and not value.strip())):
+            raise EndpointError(
+                f"{name} is {value!r}, which would switch off the verification of TLS certificates",
+                remedy="Name a file of certificates (ca_bundle=), or say insecure_tls=True as well",
+            )
+
+
+def _config(options: S3Options, core: Any, *, sign_payload: bool | None) -> Config:
+    given, service = dict(options.config_kwargs), options.service
+    s3 = {
+        "payload_signing_enabled": sign_payload,
+        "addressing_style": options.addressing_style or (service and s3_services.named(service).addressing),
+        **_own_s3_settings(options),
+    }
+    given.pop("s3", None)
+    agent = [f"bucketpoint/{_version()}", options.user_agent, given.pop("user_agent_extra", None)]
+    settings: dict[str, Any] = {
+        # The store sends a CRC32C with every body. botocore's default would read each body once more for a checksum,
+        # and send trailers that many stores other than AWS do not know.
+        "request_checksum_calculation": "when_required",
+        "response_checksum_validation": "when_required",
+        "connect_timeout": CONNECT_TIMEOUT_S,
+        "read_timeout": READ_TIMEOUT_S,
+        "tcp_keepalive": True,
+        "max_pool_connections": options.connections,
+        **given,
+        "retries": {"mode": "standard", "total_max_attempts": 1},
+        "s3": {name: value for name, value in s3.items() if value is not None},
+        "user_agent_extra": " ".join(name for name in agent if name),
+    }
+    if options.anon:
+        settings["signature_version"] = botocore.UNSIGNED
+    try:
+        config = Config(**settings)
+    except TypeError as error:
+        raise BucketpointError(
+            f"config_kwargs: {error}", remedy="See botocore.config.Config for what it takes"
+        ) from None
+    base = options.client_kwargs.get("config")
+    ours = Config(s3=settings["s3"], retries=settings["retries"])
+    return config if base is None else config.merge(base).merge(ours)
+
+
+def _own_s3_settings(options: S3Options) -> dict[str, Any]:
+    """Return the user's `s3` settings, from a `Config` object and from `config_kwargs`."""
+    base = options.client_kwargs.get("config")
+    return {**dict(getattr(base, "s3", None) or {}), **dict(options.config_kwargs.get("s3") or {})}
+
+
+def _retry_policy(options: S3Options, core: Any) -> RetryPolicy:
+    """Return the retry policy, with the number of attempts from any of the places where boto3 looks for it.
+
+    All attempts are made by `retry`, none by boto3.
+    """
+    given = options.max_attempts or _configured_attempts(options)
+    attempts = given or os.environ.get("AWS_MAX_ATTEMPTS") or core.get_scoped_config().get("max_attempts")
+    return RetryPolicy(
+        attempts=int(attempts or DEFAULT_MAX_ATTEMPTS),
+        deadline_s=options.retry_deadline_s,
+        counts_throttled=attempts is not None,
+    )
+
+
+def _configured_attempts(options: S3Options) -> int | None:
+    """Return the attempts of botocore's `retries` setting, which counts all attempts or only those after the first."""
+    base = getattr(options.client_kwargs.get("config"), "retries", None)
+    given = {**dict(base or {}), **dict(options.config_kwargs.get("retries") or {})}
+    if "total_max_attempts" in given:
+        return int(given["total_max_attempts"])
+    return int(given["max_attempts"]) + 1 if "max_attempts" in given else None
+
+
+def _version() -> str:
+    try:
+        return importlib.metadata.version("bucketpoint")
+    except importlib.metadata.PackageNotFoundError:
+        return "unknown"
+
+
+def _is_open_network(endpoint_url: str) -> bool:
+    """Return True if requests leave this machine unencrypted."""
+    parts = urlsplit(endpoint_url)
+    if parts.scheme != "http":
+        return False
+    try:
+        return not ipaddress.ip_address(parts.hostname or "").is_loopback
+    except ValueError:
+        return parts.hostname != "localhost"
+
+
+def _parameters_by_operation(api: Any, parameters: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    model = api.meta.service_model
+    allowed = {operation: set(model.operation_model(operation).input_shape.members) for operation in OPERATIONS}
+    unknown = set(parameters).difference(*allowed.values())
+    if unknown:
+        raise BucketpointError(
+            f"s3_additional_kwargs: no S3 request takes {', '.join(sorted(unknown))}",
+            remedy="Use the parameter names of boto3's put_object and get_object",
+        )
+    chosen = {
+        operation: {name: value for name, value in parameters.items() if name in names}
+        for operation, names in allowed.items()
+    }
+    for name, directive in _NOT_WITHOUT_DIRECTIVE.items():
+        if directive not in parameters:
+            chosen["CopyObject"].pop(name, None)
+    return chosen
+
+
+class _SharedTrust(ssl.SSLContext):
+    """An SSL context that reads each bundle of certificates once, rather than for every new connection."""
+
+    _loaded: frozenset[Any]
+
+    def load_verify_locations(self, cafile: Any = None, capath: Any = None, cadata: Any = None) -> None:
+        bundle = (cafile, capath, cadata)
+        loaded: frozenset[Any] = getattr(self, "_loaded", frozenset())
+        if bundle not in loaded:
+            super().load_verify_locations(cafile, capath, cadata)
+            self._loaded = loaded | {bundle}
+
+
+def http_session(api: Any) -> Any:
+    """Return the HTTP session that sends the requests of a boto3 client; None if botocore keeps it elsewhere."""
+    return getattr(getattr(api, "_endpoint", None), "http_session", None)
+
+
+def _pool_manager(api: Any) -> Any:
+    """Return urllib3's pool manager of a boto3 client; None if this version of botocore keeps it elsewhere."""
+    return getattr(http_session(api), "_manager", None)
+
+
+def _share_trust_store(api: Any) -> None:
+    """Make all connections of a client share one parsed bundle of certificates.
+
+    Parsing the public authorities takes 16 ms, and urllib3 does it for each connection: half a second for 32.
+    """
+    context = getattr(_pool_manager(api), "connection_pool_kw", {}).get("ssl_context")
+    if type(context) is ssl.SSLContext:
+        context.__class__ = _SharedTrust

@@ -1,0 +1,273 @@
+"""Translation of boto3's errors to the classes in `bucketpoint.errors`, by error code, HTTP status and exception type.
+
+Also the only table of S3 failures that are retried (`Action`). The text of an error is never used. `retry` decides how
+often and for how long.
+"""
+
+from __future__ import annotations
+
+import http.client
+import ssl
+from typing import Any, NamedTuple
+
+import botocore.exceptions as boto
+import botocore.parsers
+import urllib3.exceptions
+
+from bucketpoint.errors import (
+    AccessDeniedError,
+    Action,
+    BucketNotFoundError,
+    CorruptDataError,
+    CredentialsError,
+    EndpointError,
+    ObjectNotFoundError,
+    PreconditionFailedError,
+    StoreError,
+    ThrottledError,
+    TransientStoreError,
+    UploadNotFoundError,
+    WrongRegionError,
+)
+from bucketpoint.stores.redact import describe
+
+_RETRY, _THROTTLE, _REFRESH, _FATAL = Action.RETRY, Action.THROTTLE, Action.REFRESH, Action.FATAL
+
+
+FAILURES = (
+    StoreError,
+    boto.BotoCoreError,
+    boto.ClientError,
+    botocore.parsers.ResponseParserError,
+    urllib3.exceptions.HTTPError,
+    http.client.HTTPException,
+    OSError,
+    RecursionError,
+)
+"""Exceptions that a request can raise."""
+
+
+class ErrorRule(NamedTuple):
+    """The class of error that a failure becomes, and the reaction that it calls for."""
+
+    kind: type[StoreError]
+    action: Action
+
+
+# https://docs.aws.amazon.com/AmazonS3/latest/API/ErrorResponses.html
+RULE_BY_CODE: dict[str, ErrorRule] = {
+    "NoSuchBucket": ErrorRule(BucketNotFoundError, _FATAL),
+    "NoSuchKey": ErrorRule(ObjectNotFoundError, _FATAL),
+    "NoSuchVersion": ErrorRule(ObjectNotFoundError, _FATAL),
+    "NotFound": ErrorRule(ObjectNotFoundError, _FATAL),
+    "NoSuchUpload": ErrorRule(UploadNotFoundError, _FATAL),
+    "AccessDenied": ErrorRule(AccessDeniedError, _FATAL),
+    "AccessDeniedException": ErrorRule(AccessDeniedError, _FATAL),
+    "AllAccessDisabled": ErrorRule(AccessDeniedError, _FATAL),
+    "AccountProblem": ErrorRule(AccessDeniedError, _FATAL),
+    "MethodNotAllowed": ErrorRule(AccessDeniedError, _FATAL),
+    # A session that has expired. Refreshed here for credentials that boto3 does not renew by itself: from a file, a
+    # process, a mounted token.
+    "ExpiredToken": ErrorRule(CredentialsError, _REFRESH),
+    "ExpiredTokenException": ErrorRule(CredentialsError, _REFRESH),
+    "TokenRefreshRequired": ErrorRule(CredentialsError, _REFRESH),
+    "InvalidToken": ErrorRule(CredentialsError, _REFRESH),
+    "InvalidClientTokenId": ErrorRule(CredentialsError, _REFRESH),
+    "InvalidAccessKeyId": ErrorRule(CredentialsError, _REFRESH),
+    "UnrecognizedClientException": ErrorRule(CredentialsError, _REFRESH),
+    "InvalidSecurity": ErrorRule(CredentialsError, _FATAL),
+    "SignatureDoesNotMatch": ErrorRule(CredentialsError, _FATAL),
+    "MissingSecurityHeader": ErrorRule(CredentialsError, _FATAL),
+    "NotSignedUp": ErrorRule(CredentialsError, _FATAL),
+    "RequestExpired": ErrorRule(CredentialsError, _FATAL),
+    "RequestTimeTooSkewed": ErrorRule(CredentialsError, _FATAL),
+    "PermanentRedirect": ErrorRule(WrongRegionError, _FATAL),
+    "TemporaryRedirect": ErrorRule(WrongRegionError, _FATAL),
+    "Redirect": ErrorRule(WrongRegionError, _FATAL),
+    "AuthorizationHeaderMalformed": ErrorRule(WrongRegionError, _FATAL),
+    "IllegalLocationConstraintException": ErrorRule(WrongRegionError, _FATAL),
+    "IncorrectEndpoint": ErrorRule(WrongRegionError, _FATAL),
+    # Never retried: only the caller, who set the condition, can tell a lost answer from another writer.
+    "PreconditionFailed": ErrorRule(PreconditionFailedError, _FATAL),
+    "ConditionalRequestConflict": ErrorRule(PreconditionFailedError, _FATAL),
+    "SlowDown": ErrorRule(ThrottledError, _THROTTLE),
+    "SlowDownRead": ErrorRule(ThrottledError, _THROTTLE),
+    "SlowDownWrite": ErrorRule(ThrottledError, _THROTTLE),
+    "ServiceUnavailable": ErrorRule(ThrottledError, _THROTTLE),
+    "Throttling": ErrorRule(ThrottledError, _THROTTLE),
+    "ThrottlingException": ErrorRule(ThrottledError, _THROTTLE),
+    "ThrottledException": ErrorRule(ThrottledError, _THROTTLE),
+    "BandwidthLimitExceeded": ErrorRule(ThrottledError, _THROTTLE),
+    "RequestLimitExceeded": ErrorRule(ThrottledError, _THROTTLE),
+    "RequestThrottled": ErrorRule(ThrottledError, _THROTTLE),
+    "TooManyRequests": ErrorRule(ThrottledError, _THROTTLE),
+    "RequestTimeout": ErrorRule(TransientStoreError, _RETRY),
+    "InternalError": ErrorRule(TransientStoreError, _RETRY),
+    "OperationAborted": ErrorRule(TransientStoreError, _RETRY),
+    "IncompleteBody": ErrorRule(TransientStoreError, _RETRY),
+    # The body was damaged on the way; the store noticed, and stored nothing.
+    "BadDigest": ErrorRule(CorruptDataError, _RETRY),
+    "XAmzContentChecksumMismatch": ErrorRule(CorruptDataError, _RETRY),
+    "XAmzContentSHA256Mismatch": ErrorRule(CorruptDataError, _RETRY),
+    "InvalidDigest": ErrorRule(CorruptDataError, _FATAL),
+    "InvalidChecksum": ErrorRule(CorruptDataError, _FATAL),
+    "InvalidRange": ErrorRule(CorruptDataError, _FATAL),
+    # A service other than AWS does not know a condition or a checksum header.
+    "NotImplemented": ErrorRule(StoreError, _FATAL),
+}
+
+# For replies without a code, such as those to HEAD, and for unknown codes.
+RULE_BY_STATUS: dict[int, ErrorRule] = {
+    301: ErrorRule(WrongRegionError, _FATAL),
+    307: ErrorRule(WrongRegionError, _FATAL),
+    401: ErrorRule(CredentialsError, _FATAL),
+    403: ErrorRule(AccessDeniedError, _FATAL),
+    404: ErrorRule(ObjectNotFoundError, _FATAL),
+    408: ErrorRule(TransientStoreError, _RETRY),
+    412: ErrorRule(PreconditionFailedError, _FATAL),
+    416: ErrorRule(CorruptDataError, _FATAL),
+    429: ErrorRule(ThrottledError, _THROTTLE),
+    501: ErrorRule(StoreError, _FATAL),
+    503: ErrorRule(ThrottledError, _THROTTLE),
+}
+
+# https://docs.aws.amazon.com/AmazonS3/latest/userguide/using-with-s3-policy-actions.html
+RIGHT_BY_OPERATION: dict[str, str] = {
+    "AbortMultipartUpload": "s3:AbortMultipartUpload",
+    "CompleteMultipartUpload": "s3:PutObject",
+    "CopyObject": "s3:GetObject for what is copied and s3:PutObject for the copy",
+    "CreateMultipartUpload": "s3:PutObject",
+    "DeleteObject": "s3:DeleteObject, and s3:GetObject where it names an ETag",
+    "DeleteObjects": "s3:DeleteObject",
+    "GetObject": "s3:GetObject",
+    "HeadObject": "s3:GetObject",
+    "ListMultipartUploads": "s3:ListBucketMultipartUploads",
+    "ListObjectsV2": "s3:ListBucket",
+    "PutObject": "s3:PutObject",
+    "UploadPart": "s3:PutObject",
+    "UploadPartCopy": "s3:GetObject for what is copied and s3:PutObject for the copy",
+}
+
+_UNTOLD = "To those without s3:ListBucket the store says the same of what is not there"
+_ROLES = (
+    "Saves need s3:PutObject, s3:GetObject and s3:AbortMultipartUpload below the checkpoint's URL, finding the latest "
+    "s3:ListBucket of the bucket, pruning s3:DeleteObject too"
+)
+_UNKNOWN_REQUEST = (
+    "`bucketpoint doctor` finds what this store cannot do, and names the option that does without: "
+    '{"conditional_puts": false} or {"checksums": false} in storage_options'
+)
+
+# Order matters: the first match wins, so subclasses come before their base classes.
+RULE_BY_TYPE: tuple[tuple[type[BaseException], ErrorRule], ...] = (
+    (boto.NoCredentialsError, ErrorRule(CredentialsError, _FATAL)),
+    (boto.PartialCredentialsError, ErrorRule(CredentialsError, _FATAL)),
+    (boto.CredentialRetrievalError, ErrorRule(CredentialsError, _RETRY)),
+    (boto.ProfileNotFound, ErrorRule(CredentialsError, _FATAL)),
+    (boto.UnauthorizedSSOTokenError, ErrorRule(CredentialsError, _FATAL)),
+    (boto.SSOTokenLoadError, ErrorRule(CredentialsError, _FATAL)),
+    (boto.TokenRetrievalError, ErrorRule(CredentialsError, _FATAL)),
+    (boto.InvalidConfigError, ErrorRule(CredentialsError, _FATAL)),
+    (boto.RefreshWithMFAUnsupportedError, ErrorRule(CredentialsError, _FATAL)),
+    (boto.SSLError, ErrorRule(EndpointError, _RETRY)),
+    (boto.EndpointConnectionError, ErrorRule(EndpointError, _RETRY)),
+    (boto.ConnectTimeoutError, ErrorRule(EndpointError, _RETRY)),
+    (boto.ProxyConnectionError, ErrorRule(EndpointError, _RETRY)),
+    (boto.InvalidProxiesConfigError, ErrorRule(EndpointError, _FATAL)),
+    (boto.ReadTimeoutError, ErrorRule(TransientStoreError, _RETRY)),
+    (boto.ConnectionClosedError, ErrorRule(TransientStoreError, _RETRY)),
+    (boto.IncompleteReadError, ErrorRule(TransientStoreError, _RETRY)),
+    (boto.ResponseStreamingError, ErrorRule(TransientStoreError, _RETRY)),
+    (botocore.parsers.ResponseParserError, ErrorRule(TransientStoreError, _RETRY)),
+    (boto.HTTPClientError, ErrorRule(TransientStoreError, _RETRY)),
+    (urllib3.exceptions.HTTPError, ErrorRule(TransientStoreError, _RETRY)),
+    (http.client.HTTPException, ErrorRule(TransientStoreError, _RETRY)),
+    (ssl.SSLError, ErrorRule(TransientStoreError, _RETRY)),
+    (OSError, ErrorRule(TransientStoreError, _RETRY)),
+    # A store redirects every request and names no region: botocore asks for the region, is redirected, and asks again.
+    (RecursionError, ErrorRule(WrongRegionError, _FATAL)),
+)
+
+_UNKNOWN = ErrorRule(StoreError, _FATAL)
+_FAILING = ErrorRule(TransientStoreError, _RETRY)
+_UNTRUSTED = ErrorRule(EndpointError, _FATAL)
+
+
+def translate(error: BaseException, operation: str, url: str, *, region: str | None = None) -> StoreError:
+    """Return the bucketpoint error for an exception of boto3.
+
+    The error keeps no reference to boto3's exception, which does not pickle well and contains headers.
+    """
+    if isinstance(error, StoreError):
+        return error
+    if isinstance(error, boto.ClientError):
+        return _from_reply(error.response, operation, url, region)
+    if isinstance(error, boto.HTTPClientError) and isinstance(error.kwargs.get("error"), RecursionError):
+        error = error.kwargs["error"]
+    rule = next((rule for known, rule in RULE_BY_TYPE if isinstance(error, known)), _UNKNOWN)
+    if _is_untrusted(error):
+        rule = _UNTRUSTED
+    return _made(rule, f"{operation} failed: {describe(error)}", url=url)
+
+
+def why_kept(entry: dict[str, Any]) -> str:
+    """Return the reason why an object was not deleted, from the object's entry in the reply to DeleteObjects."""
+    message = str(entry.get("Message", ""))
+    rule = RULE_BY_CODE.get(str(entry.get("Code", "")))
+    if rule is None or rule.kind is not AccessDeniedError:
+        return message
+    return f"{message.rstrip('.')}. It needs the permission {RIGHT_BY_OPERATION['DeleteObjects']}"
+
+
+def _made(rule: ErrorRule, message: str, *, url: str, remedy: str | None = None) -> StoreError:
+    made = rule.kind(message, url=url, remedy=remedy)
+    made.action = rule.action
+    return made
+
+
+def _is_untrusted(error: BaseException, depth: int = 6) -> bool:
+    """Return True if an error was caused by a rejected certificate, at any level of the libraries' wrapping."""
+    if isinstance(error, ssl.SSLCertVerificationError):
+        return True
+    inner = [getattr(error, "kwargs", {}).get("error"), getattr(error, "reason", None), *error.args, error.__cause__]
+    return depth > 0 and any(_is_untrusted(one, depth - 1) for one in inner if isinstance(one, BaseException))
+
+
+def _from_reply(reply: dict[str, Any], operation: str, url: str, region: str | None) -> StoreError:
+    detail = reply.get("Error", {})
+    meta = reply.get("ResponseMetadata", {})
+    code = str(detail.get("Code", ""))
+    status = int(meta.get("HTTPStatusCode", 0))
+    rule = RULE_BY_CODE.get(code) or RULE_BY_STATUS.get(status)
+    if rule is None:
+        rule = _FAILING if status >= 500 or status == 200 else _UNKNOWN
+    # A reply to HEAD has no body; botocore then uses the status as the error code.
+    named = bool(code) and not code.isdigit()
+    text = f"{operation} failed: {code if named else 'no error code'} (HTTP {status})"
+    message = str(detail.get("Message", ""))
+    if message and named:
+        text += f": {message.rstrip('.')}"
+    if request_id := meta.get("RequestId"):
+        text += f" (request {request_id})"
+    if rule.kind is WrongRegionError:
+        right = _region_named_by(reply)
+        if right and right != region:
+            return _made(rule, text, url=url, remedy=f"The bucket is in {right}: set AWS_REGION={right} (or region=)")
+    return _made(rule, text, url=url, remedy=_remedy(rule.kind, operation, code, status))
+
+
+def _remedy(kind: type[StoreError], operation: str, code: str, status: int) -> str | None:
+    """Return a remedy if the operation or the code allows a better one than the default of the error class."""
+    if kind is AccessDeniedError and operation in RIGHT_BY_OPERATION:
+        right = RIGHT_BY_OPERATION[operation]
+        more = _UNTOLD if right == "s3:GetObject" else _ROLES
+        return f"This request needs the permission {right}. {more}"
+    if code == "NotImplemented" or status == 501:
+        return _UNKNOWN_REQUEST
+    return None
+
+
+def _region_named_by(reply: dict[str, Any]) -> str | None:
+    headers = reply.get("ResponseMetadata", {}).get("HTTPHeaders", {})
+    region = headers.get("x-amz-bucket-region") or reply.get("Error", {}).get("Region")
+    return str(region) if region else None

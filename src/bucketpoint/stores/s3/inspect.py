@@ -1,0 +1,134 @@
+"""Read-only inspection of a bucket: versioning, locks, lifecycle rules, and the clock of the store."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from email.utils import parsedate_to_datetime
+from typing import Any
+
+import botocore.exceptions
+
+from bucketpoint.stores.s3.client import client_for
+from bucketpoint.stores.s3.errors import translate
+from bucketpoint.stores.s3.store import S3Store
+
+_NO_RULES = frozenset({"NoSuchLifecycleConfiguration", "NoSuchLifecycle"})
+_NO_LOCK = frozenset({"ObjectLockConfigurationNotFoundError", "ObjectLockConfigurationNotFound"})
+
+
+@dataclass(frozen=True)
+class LifecycleRule:
+    """One enabled lifecycle rule.
+
+    Attributes:
+        prefix: prefix of the keys that the rule applies to; empty for all keys.
+        narrowed: the rule applies only to objects with certain tags or sizes.
+        expires: the rule deletes current objects.
+        storage_classes: storage classes that the rule moves current objects to.
+        noncurrent_days: days after which the rule deletes noncurrent versions; None if it deletes none.
+        abort_days: days after which the rule aborts incomplete multipart uploads; None if it aborts none.
+    """
+
+    name: str
+    prefix: str
+    narrowed: bool
+    expires: bool
+    storage_classes: tuple[str, ...]
+    noncurrent_days: int | None
+    abort_days: int | None
+
+    def touches(self, prefix: str) -> bool:
+        """Return True if the rule applies to some of the keys below `prefix`."""
+        return prefix.startswith(self.prefix) or self.prefix.startswith(prefix)
+
+    def covers(self, prefix: str) -> bool:
+        """Return True if the rule applies to all of the keys below `prefix`."""
+        return prefix.startswith(self.prefix) and not self.narrowed
+
+
+@dataclass(frozen=True)
+class Clock:
+    """Difference between this machine's clock and the store's, in seconds: positive if this machine is ahead."""
+
+    ahead: float
+    uncertainty: float
+
+
+def versioning(store: S3Store) -> str:
+    """Return `"Enabled"`, `"Suspended"`, or `"Off"` for a bucket that never had versioning. Raises StoreError."""
+    reply = _ask(store, "get_bucket_versioning")
+    return str((reply or {}).get("Status") or "Off")
+
+
+def default_retention(store: S3Store) -> str | None:
+    """Describe the lock that new objects get by default (mode and period); None if they get none. Raises StoreError."""
+    reply = _ask(store, "get_object_lock_configuration", absent=_NO_LOCK) or {}
+    rule = reply.get("ObjectLockConfiguration", {}).get("Rule", {}).get("DefaultRetention")
+    if not rule:
+        return None
+    period = f"{rule['Days']} days" if rule.get("Days") else f"{rule.get('Years')} years"
+    return f"{rule.get('Mode')}, {period}"
+
+
+def lifecycle(store: S3Store) -> list[LifecycleRule]:
+    """Return the enabled lifecycle rules of the bucket. Raises StoreError."""
+    reply = _ask(store, "get_bucket_lifecycle_configuration", absent=_NO_RULES) or {}
+    return [_rule(entry) for entry in reply.get("Rules", []) if entry.get("Status") == "Enabled"]
+
+
+def clock(store: S3Store) -> Clock | None:
+    """Compare this machine's clock with the Date header of a reply; None if there is no header. Raises StoreError."""
+    before = time.time()
+    date = _headers(store).get("date")
+    after = time.time()
+    if not date:
+        return None
+    # The header is truncated to whole seconds: on average it is half a second behind.
+    theirs = parsedate_to_datetime(date).timestamp() + 0.5
+    return Clock((before + after) / 2 - theirs, (after - before) / 2 + 0.5)
+
+
+def server_header(store: S3Store) -> str | None:
+    """Return the Server header of a reply, or None. Raises StoreError."""
+    return _headers(store).get("server")
+
+
+def _headers(store: S3Store) -> dict[str, str]:
+    """Return the headers of a reply to HeadBucket, by lower-case name. A refusal has headers like any other reply."""
+    try:
+        reply = client_for(store.options, store.pin).api.head_bucket(Bucket=store.bucket)
+    except botocore.exceptions.ClientError as error:
+        reply = error.response
+    except botocore.exceptions.BotoCoreError as error:
+        raise translate(error, "HeadBucket", store.url) from None
+    headers: dict[str, str] = reply.get("ResponseMetadata", {}).get("HTTPHeaders", {})
+    return headers
+
+
+def _ask(store: S3Store, method: str, *, absent: frozenset[str] = frozenset()) -> Any:
+    call: Callable[..., Any] = getattr(client_for(store.options, store.pin).api, method)
+    try:
+        return call(Bucket=store.bucket)
+    except (botocore.exceptions.ClientError, botocore.exceptions.BotoCoreError) as error:
+        if isinstance(error, botocore.exceptions.ClientError) and error.response["Error"].get("Code") in absent:
+            return None
+        failure = translate(error, method, store.url)
+    raise failure
+
+
+def _rule(entry: dict[str, Any]) -> LifecycleRule:
+    # https://docs.aws.amazon.com/AmazonS3/latest/API/API_LifecycleRule.html
+    filters = entry.get("Filter") or {}
+    several = filters.get("And") or {}
+    expiration = entry.get("Expiration") or {}
+    return LifecycleRule(
+        name=str(entry.get("ID", "without a name")),
+        prefix=str(several.get("Prefix") or filters.get("Prefix") or entry.get("Prefix") or ""),
+        narrowed=bool(set(filters) - {"Prefix", "And"} or set(several) - {"Prefix"}),
+        expires="Days" in expiration or "Date" in expiration,
+        storage_classes=tuple(str(move.get("StorageClass")) for move in entry.get("Transitions", [])),
+        noncurrent_days=(entry.get("NoncurrentVersionExpiration") or {}).get("NoncurrentDays"),
+        abort_days=(entry.get("AbortIncompleteMultipartUpload") or {}).get("DaysAfterInitiation"),
+    )
