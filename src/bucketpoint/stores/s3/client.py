@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib.metadata
 import ipaddress
 import os
@@ -12,8 +13,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 from urllib.parse import urlsplit
 
-import boto3.session
 import botocore
+import botocore.loaders
 import botocore.session
 from botocore.config import Config
 from botocore.utils import get_environ_proxies
@@ -138,19 +139,27 @@ def close_client(options: S3Options, pin: FirstEnvironment | None = None) -> Non
             client.transport.close()
 
 
+@functools.lru_cache(maxsize=8)
+def _loader(data_path: str | None) -> botocore.loaders.Loader:
+    """Return the loader of botocore's description of S3. All clients share it: a parsed description takes 12 MB."""
+    return botocore.loaders.create_loader(data_path)
+
+
 def build_client(options: S3Options) -> S3Client:
     """Build a new client. Use `client_for` instead, unless the caller is going to modify the client."""
     core = botocore.session.Session(profile=options.profile)
     arguments = _client_arguments(options, core)
-    session = boto3.session.Session(botocore_session=core)
+    core.register_component("data_loader", _loader(core.get_config_variable("data_path")))
     chosen = "payload_signing_enabled" in _own_s3_settings(options)
     api = None
     with contextlib.suppress(ValueError):
-        made = session.client("s3", config=_config(options, core, sign_payload=None if chosen else False), **arguments)
+        made = core.create_client(
+            "s3", config=_config(options, core, sign_payload=None if chosen else False), **arguments
+        )
         if not chosen and _is_open_network(made.meta.endpoint_url):
             # AWS documents unsigned payloads for HTTPS only. Over plain HTTP on a network the signature is the only
             # thing that binds the body to the request. On the loopback it would only cost 0.8 s of SHA-256 a gigabyte.
-            made = session.client("s3", config=_config(options, core, sign_payload=True), **arguments)
+            made = core.create_client("s3", config=_config(options, core, sign_payload=True), **arguments)
         api = made
     if api is None:
         # The text of botocore's ValueError is dropped: it quotes the endpoint, which may contain a password.
