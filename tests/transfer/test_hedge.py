@@ -126,9 +126,8 @@ def test_without_the_option_and_on_stores_without_replies_nothing_changes(tmp_pa
     here, there = open_store(f"file://{tmp_path}")[0], open_store("s3://bucket", storage_options=minio.options)[0]
     pool = BufferPool(1)
     assert TransferOptions().hedge is None
-    assert hedged(there, TransferOptions(), pool, meter()) is there
-    assert hedged(here, TransferOptions(hedge=Hedge()), pool, meter()) is here
-    assert isinstance(hedged(there, TransferOptions(hedge=Hedge()), pool, meter()), HedgedReads)
+    assert hedged(here, Hedge(), pool, meter()) is here
+    assert isinstance(hedged(there, Hedge(), pool, meter()), HedgedReads)
 
 
 # Against a server

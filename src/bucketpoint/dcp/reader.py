@@ -5,21 +5,18 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from torch.distributed.checkpoint import LoadPlan, LoadPlanner, Metadata, StorageReader
 from torch.distributed.checkpoint.metadata import StorageMeta
-from torch.distributed.checkpoint.planner import LoadItemType
 from torch.futures import Future
 
-from bucketpoint.checkpoint.block_tables import table_extent
-from bucketpoint.checkpoint.chunk import PlannedItem, SavedChunk, chunk_of_probe
 from bucketpoint.checkpoint.metadata_source import MetadataSource, committed_etags
 from bucketpoint.dcp.cooperative.decision import Bandwidths
 from bucketpoint.dcp.cooperative.load import Cooperation
 from bucketpoint.dcp.error_boundary import dcp_call
+from bucketpoint.dcp.loading.extents import load_extents
 from bucketpoint.dcp.loading.read_plan import ReadPlan
 from bucketpoint.dcp.loading.unread import Unread
 from bucketpoint.dcp.progress_bar import describe, progress_callback
@@ -36,11 +33,9 @@ from bucketpoint.errors import (
 from bucketpoint.format import keys
 from bucketpoint.format.index.decode import is_index
 from bucketpoint.format.index.view import decode_index
-from bucketpoint.format.item_info import ItemInfo
 from bucketpoint.format.keys import new_token
 from bucketpoint.format.metadata.codec import decode_metadata
 from bucketpoint.format.metadata.facts import extra
-from bucketpoint.format.torch_zip import PROBE_BYTES, ProbedFrame, probe_frame
 from bucketpoint.staging import take_turn
 from bucketpoint.stores import Store, accepts_url
 from bucketpoint.stores.s3.options import with_engine
@@ -305,59 +300,11 @@ class BucketReader(StorageReader):
             trusted=self.trusted,
             device=self._cooperation.device,
         )
-        items = reads.resolve(plan.items)
-        probes = self._probe(store, reads, items, pool, meter)
-        chunks = [probe or reads.chunk_of(item) for item, probe in zip(items, probes, strict=True)]
-        items = self._with_blocks(store, reads, items, chunks, pool, meter)
-        extents = [extent for item, chunk in zip(items, chunks, strict=True) for extent in reads.extents(item, chunk)]
-        return plan_requests(extents, self.transfer)
 
-    def _with_blocks(
-        self,
-        store: Store,
-        reads: ReadPlan,
-        items: list[PlannedItem],
-        chunks: list[SavedChunk | None],
-        pool: BufferPool,
-        meter: Meter,
-    ) -> list[PlannedItem]:
-        """Read the block checksums that are needed to verify parts of items: one small read for each object."""
-        pairs = zip(items, chunks, strict=True)
-        wanted = {(item.key, item.info.offset): item for item, chunk in pairs if reads.needs_table(item, chunk)}
-        if not wanted:
-            return items
-        found: dict[tuple[str, int], ItemInfo] = {}
-        extents = [table_extent(where, item, reads.etag_of(item), found, self._url) for where, item in wanted.items()]
-        fetch(store, plan_requests(extents, self.transfer), self.transfer, pool=pool, meter=meter)
-        return [
-            replace(item, info=found[where]) if (where := (item.key, item.info.offset)) in found else item
-            for item in items
-        ]
-
-    def _probe(
-        self, store: Store, reads: ReadPlan, items: list[PlannedItem], pool: BufferPool, meter: Meter
-    ) -> list[SavedChunk | None]:
-        """Locate the payload in chunks of other writers, one small read a chunk, where only a part is wanted."""
-        heads: dict[tuple[str, int], ProbedFrame | None] = {}
-        wanted = {(item.key, item.info.offset): item for item in items if reads.needs_probe(item)}
-
-        def probe(where: tuple[str, int], item: PlannedItem) -> Extent:
-            def deliver(view: memoryview | None) -> None:
-                assert view is not None
-                heads[where] = probe_frame(bytes(view))
-
-            start = item.info.offset
-            return Extent(item.key, start, start + min(PROBE_BYTES, item.info.length), deliver)
-
-        if wanted:
-            extents = [probe(where, item) for where, item in wanted.items()]
+        def read_now(extents: Iterable[Extent]) -> None:
             fetch(store, plan_requests(extents, self.transfer), self.transfer, pool=pool, meter=meter)
-        chunks: list[SavedChunk | None] = []
-        for item in items:
-            found = heads.get((item.key, item.info.offset)) if item.read.type != LoadItemType.BYTE_IO else None
-            fits = found is not None and found.payload_offset + found.payload_nbytes <= item.info.length
-            chunks.append(chunk_of_probe(item, found) if found is not None and fits else None)
-        return chunks
+
+        return plan_requests(load_extents(reads, plan.items, read_now, url=self._url), self.transfer)
 
     def _transforms(self) -> Any:
         if self._registry is None:

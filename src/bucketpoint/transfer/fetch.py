@@ -47,7 +47,7 @@ def fetch(
             for batch in batches(requests, options):
                 group.start(lambda batch=batch: _fetch_batch(store, batch, options, pool, meter))  # type: ignore[misc]
         return
-    reads = hedged(store, options, pool, meter)
+    reads = store if options.hedge is None else hedged(store, options.hedge, pool, meter)
     with TaskGroup(options.connections, name="bucketpoint-download", nice=options.nice) as group:
         for request in requests:
             group.start(lambda request=request: fetch_one(reads, request, options, pool, meter))  # type: ignore[misc]

@@ -22,7 +22,7 @@ from bucketpoint.errors import StoreError
 from bucketpoint.stores import OpensRanges, RangeReply, Store, retry
 from bucketpoint.stores.base import Buffers
 from bucketpoint.transfer.budget import BufferPool
-from bucketpoint.transfer.options import Hedge, TransferOptions
+from bucketpoint.transfer.options import Hedge
 from bucketpoint.transfer.progress import Meter
 
 RECENT = 128
@@ -48,11 +48,9 @@ class Reads(Protocol):
     def read_into(self, key: str, offset: int, buffers: Buffers, *, if_match: str | None = None) -> None: ...
 
 
-def hedged(store: Store, options: TransferOptions, pool: BufferPool, meter: Meter) -> Reads:
-    """Return `store`, wrapped in `HedgedReads` if the options have `hedge` and the store implements `OpensRanges`."""
-    if options.hedge is None or not isinstance(store, OpensRanges):
-        return store
-    return HedgedReads(store, store.url, options.hedge, pool, meter)
+def hedged(store: Store, hedge: Hedge, pool: BufferPool, meter: Meter) -> Reads:
+    """Return `store`, wrapped in `HedgedReads` if the store implements `OpensRanges`."""
+    return HedgedReads(store, store.url, hedge, pool, meter) if isinstance(store, OpensRanges) else store
 
 
 class HedgedReads:

@@ -71,7 +71,7 @@ class SharedLoad:
         self._meter = meter
         self._done_before = meter.done_bytes
         self._pool = BufferPool(max(int(options.max_inflight_bytes * _ALONE), 1))
-        self._ranges = hedged(store, options, self._pool, meter)
+        self._ranges = store if options.hedge is None else hedged(store, options.hedge, self._pool, meter)
         self._memory = HeldMemory(int(options.max_inflight_bytes * _KEPT))
         there = None if carrier is None else DeviceMemory(carrier.device)
         self._there = there
