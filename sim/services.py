@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+# The retries after 503 are those of botocore's standard mode. The product's own loop, `bucketpoint.stores.retry`, is
+# not modelled: it retries a throttled request until the deadline, takes nothing of a quota, and sends fewer at once.
+
 CLIENT_ATTEMPTS = 6
-"""Attempts of one request: `S3Options.max_attempts`, where nothing else is set."""
+"""Attempts of one request."""
 
 RETRY_QUOTA, RETRY_COST, RETRY_REFUND = 500, 5, 1
 """botocore's standard mode: a client's quota, what a retry after 503 takes of it, what a first-time success returns."""

@@ -97,8 +97,8 @@ def simulate(
 
     Args:
         partition_of: for each rank and object, the partition of its key, int64[ranks, objects].
-        refuse: answer 503 where a partition is at its rate, as S3 does, and let the client back off as botocore does;
-            else requests wait in line at the store.
+        refuse: answer 503 where a partition is at its rate, as S3 does, and let the client back off as botocore's
+            standard mode does; else requests wait in line at the store.
         step_s: length of a step; default: a 400th of the ideal time, between 5 and 50 ms.
     """
     bound = ideal_s(work.nbytes * cluster.ranks, cluster, service)
@@ -400,7 +400,7 @@ class _Run:
             self._sleep(slots, times + self._latencies(slots.size), ask=False)
 
     def _refuse(self, slots: Ints, times: Floats) -> None:
-        """503: the client waits and asks again, as long as it has attempts and quota left."""
+        """Answer 503: the client waits and asks again, as long as it has attempts and quota left."""
         self.refused += slots.size
         rank = slots // self.cluster.connections
         np.subtract.at(self.quota, rank, RETRY_COST)
