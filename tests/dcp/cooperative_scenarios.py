@@ -117,6 +117,15 @@ def load_replicas(
     return {"read": count.read, "gets": count.gets, "peak": reader._cooperation.peak_bytes, "text": reader.explain()}
 
 
+def load_on_device(rank: int, world: int, url: str, shape: Sequence[int], device: str) -> int:
+    """One tensor on the device, and one in host memory."""
+    state = {"there": torch.zeros(*shape, device=device), "host": torch.zeros(*shape)}
+    with counted() as count:
+        dcp.load(state, checkpoint_id=url, storage_reader=BucketReader(transfer=SMALL, cooperative="group"))
+    assert all(torch.equal(tensor.cpu(), expected_tensor(shape)) for tensor in state.values())
+    return count.read
+
+
 def load_placed(rank: int, world: int, url: str, shape: Sequence[int], layout: str) -> dict[str, Any]:
     """One tensor, cut as `layout` says."""
     if layout == "hsdp":

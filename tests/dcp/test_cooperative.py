@@ -108,6 +108,14 @@ def test_ranks_that_want_nothing_in_common_read_plainly(four_ranks: Ranks, url: 
     assert all("no two ranks want the same bytes" in each["explain"] for each in answers)
 
 
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device here")
+def test_tensors_on_a_gpu_are_loaded_through_host_memory(two_ranks: Ranks, url: str) -> None:
+    save_alone(url, {"there": expected_tensor(SHAPE), "host": expected_tensor(SHAPE)})
+    read = two_ranks.run(scenarios.load_on_device, url, SHAPE, "cuda")
+    assert sum(read) <= 1.02 * 2 * NBYTES
+
+
 def test_items_that_are_no_tensors_tied_memory_and_strided_targets_are_loaded(four_ranks: Ranks, url: str) -> None:
     scenarios.save_mixed(url)
     assert four_ranks.run(scenarios.load_mixed, url) == [(41, "llama")] * 4

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from bucketpoint.dcp.cooperative.decision import Bandwidths, Demand, decide, predict
@@ -64,35 +63,6 @@ def test_every_byte_is_read_by_one_rank_that_wants_it_and_reaches_all_that_do(
         assert all(rank in cell.needs for cell in cells_of(schedule) if cell.reader == rank)
         read.update(alone)
     assert read == Counter(set(bytes_of(row for rows in tables for row in rows)))
-
-
-@settings(max_examples=25)
-@given(tables=ranges(), round_bytes=st.integers(1, 50), order=st.randoms())
-def test_a_rank_takes_a_cell_on_its_device_if_it_wants_all_of_it_there_and_its_reader_knows(
-    tables: list[Rows], round_bytes: int, order: Any
-) -> None:
-    flagged = [[(*row, order.randrange(2)) for row in rows] for rows in tables]
-    tensors = [torch.tensor(rows, dtype=torch.int64).reshape(-1, 4) for rows in flagged]
-    laid = Overlaps(tensors, [0] * len(tables))
-    found = [laid.schedule(rank, round_bytes) for rank in range(len(tables))]
-    assert [cells_of(each) for each in schedules(tables, round_bytes)] == [
-        [replace(cell, on_device=frozenset()) for cell in cells_of(each)] for each in found
-    ]
-    for schedule in found:
-        for number, cell in enumerate(cells_of(schedule)):
-            for peer, spans in cell.needs.items():
-                touching = [
-                    row
-                    for row in flagged[peer]
-                    if row[0] == cell.obj and any(row[1] < stop and start < row[2] for start, stop in spans)
-                ]
-                if peer in cell.on_device:
-                    assert all(row[3] for row in touching)
-                assert (peer in cell.on_device) == (peer in cells_of(found[peer])[number].on_device)
-                assert schedule.by_device if peer in cell.on_device else schedule.by_host
-            assert cell.on_device <= cell.needs.keys()
-        if all(row[3] for rows in flagged for row in rows):
-            assert all(cell.on_device == cell.needs.keys() for cell in cells_of(schedule))
 
 
 @given(tables=ranges(), round_bytes=st.integers(1, 50))

@@ -58,11 +58,7 @@ def chunk_of_probe(item: PlannedItem, probe: ProbedFrame) -> SavedChunk:
 
 def tensor_over(view: memoryview, span: int, chunk: SavedChunk, lengths: Sequence[int]) -> torch.Tensor:
     """Return the elements of a slice, as a tensor of `lengths` over the bytes that span the slice."""
-    return elements_of(torch.frombuffer(view, dtype=torch.uint8, count=span), chunk, lengths)
-
-
-def elements_of(raw: torch.Tensor, chunk: SavedChunk, lengths: Sequence[int]) -> torch.Tensor:
-    """Return the elements of a slice over a uint8 tensor on any device, which holds exactly the bytes of its span."""
+    raw = torch.frombuffer(view, dtype=torch.uint8, count=span)
     if raw.data_ptr() % chunk.dtype.itemsize:
         raw = raw.clone()
     flat = raw.view(chunk.dtype)

@@ -72,8 +72,6 @@ class BucketReader(StorageReader):
             model predicts that it is faster. All ranks of the group must then load at the same time.
         process_group: torch's group of the ranks that read together; None for all ranks of the job.
         bandwidths: the bandwidths from which `cooperative="auto"` predicts the load times.
-        exchange: how ranks that read together hand on bytes for GPU tensors: through `"host"` memory, or from
-            `"device"` to device over NCCL. `"auto"`: through host memory for now, as NCCL is not yet proven here.
         _extension_registry: torch's registry of stream transforms; by default the one with zstd.
     """
 
@@ -92,7 +90,6 @@ class BucketReader(StorageReader):
         cooperative: str = "off",
         process_group: Any = None,
         bandwidths: Bandwidths | None = None,
-        exchange: str = "auto",
     ) -> None:
         super().__init__()
         self.transfer = transfer or TransferOptions()
@@ -100,7 +97,7 @@ class BucketReader(StorageReader):
         self.progress = progress
         self.rank: int | None = None
         self._location = Location(self.schemes, dict(storage_options or {}), fs)
-        self._cooperation = Cooperation(cooperative, process_group, bandwidths, exchange)
+        self._cooperation = Cooperation(cooperative, process_group, bandwidths)
         self._registry = _extension_registry
         self._url = as_url(path)
         self._metadata: Metadata | None = None
@@ -298,7 +295,6 @@ class BucketReader(StorageReader):
             options=self.transfer,
             transforms=self._transforms(),
             trusted=self.trusted,
-            device=self._cooperation.device,
         )
 
         def read_now(extents: Iterable[Extent]) -> None:

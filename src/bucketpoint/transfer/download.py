@@ -9,7 +9,6 @@ import bisect
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from bucketpoint.errors import CorruptDataError
 from bucketpoint.transfer.budget import BufferPool
@@ -66,8 +65,6 @@ class Extent:
             `direct` is given. The view is valid only during the call.
         label: the state-dict key, for messages.
         etag: the object must still have this ETag.
-        deliver_there: called instead of `deliver` if the bytes can go from one device to another, with device data in
-            the caller's own form. None: the bytes must pass through host memory.
     """
 
     key: str
@@ -79,7 +76,6 @@ class Extent:
     direct_start: int = 0
     label: str = ""
     etag: str | None = None
-    deliver_there: Callable[[Any], None] | None = None
     part_of: Whole | None = None
 
     @property
@@ -110,11 +106,6 @@ class Request:
     def stop(self) -> int:
         return self.extents[-1].stop
 
-    @property
-    def on_device(self) -> bool:
-        """True if the bytes can go from one device to another without host memory."""
-        return self.extents[0].deliver_there is not None
-
 
 def plan_requests(extents: Iterable[Extent], options: TransferOptions) -> list[Request]:
     """Sort extents by object and offset, and join neighbours into requests.
@@ -142,8 +133,6 @@ def plan_requests(extents: Iterable[Extent], options: TransferOptions) -> list[R
 def _joins(request: Request, extent: Extent, options: TransferOptions) -> bool:
     gap = extent.start - request.stop
     if extent.key != request.key or extent.etag != request.etag or gap < 0 or gap > options.coalesce_gap_bytes:
-        return False
-    if (extent.deliver_there is not None) != request.on_device:
         return False
     span = extent.stop - request.start
     if span > options.part_bytes or request.leased + gap + _leased(extent) > options.lease_bytes:
@@ -312,11 +301,11 @@ def _lay_out(request: Request, lease: memoryview) -> tuple[list[memoryview], lis
 
 def _verify(url: str, extent: Extent, views: Sequence[memoryview]) -> None:
     if extent.part_of is not None:
-        check_part(url, extent, extent.part_of, _crc_of(views))
+        _check_part(url, extent, extent.part_of, _crc_of(views))
     stretches = _cut(views, [block.nbytes for block in extent.blocks])
     position = extent.start
     for block, stretch in zip(extent.blocks, stretches, strict=True):
-        check_block(url, extent, position, block, _crc_of(stretch))
+        _check_block(url, extent, position, block, _crc_of(stretch))
         position += block.nbytes
 
 
@@ -327,7 +316,7 @@ def _crc_of(views: Iterable[memoryview]) -> int:
     return crc
 
 
-def check_block(url: str, extent: Extent, start: int, block: Block, found: int) -> None:
+def _check_block(url: str, extent: Extent, start: int, block: Block, found: int) -> None:
     """Raise CorruptDataError if `found` is not the CRC32C of the block that begins at byte `start` of the object."""
     if found != block.crc32c:
         raise CorruptDataError(
@@ -338,7 +327,7 @@ def check_block(url: str, extent: Extent, start: int, block: Block, found: int) 
         )
 
 
-def check_part(url: str, extent: Extent, whole: Whole, found: int) -> None:
+def _check_part(url: str, extent: Extent, whole: Whole, found: int) -> None:
     """Record the CRC32C `found` of an extent; raise CorruptDataError if it completes `whole` and the whole differs."""
     total = whole.found(extent.start, extent.nbytes, found)
     if total is not None and total != whole.crc32c:

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import ctypes
 import mmap
 import threading
-from typing import Any
-
-import torch
 
 _GRAIN = 256 << 10
 
@@ -25,44 +21,39 @@ class HeldMemory:
     def __init__(self, limit_bytes: int) -> None:
         self._limit = limit_bytes
         self._lock = threading.Lock()
-        self._free: dict[tuple[int, bool], list[Any]] = {}
+        self._free: dict[int, list[mmap.mmap]] = {}
         self._taken = 0
         self._kept = 0
         self.peak_bytes = 0
         """Most bytes that were held at once, in use or kept."""
 
-    def take(self, nbytes: int, pinned: bool = False) -> memoryview:
-        """Return a buffer of `nbytes`, with undefined content.
-
-        Args:
-            pinned: use page-locked memory, from which a CUDA device can copy while the caller continues.
-        """
+    def take(self, nbytes: int) -> memoryview:
+        """Return a buffer of `nbytes`, with undefined content."""
         if not nbytes:
             return memoryview(b"")
         size = _size(nbytes)
         with self._lock:
             self._taken += size
-            found = self._free.get((size, pinned))
+            found = self._free.get(size)
             if found:
                 self._kept -= size
                 buffer = found.pop()
             else:
                 self._let_go()
-                buffer = _pinned(size) if pinned else mmap.mmap(-1, size)
+                buffer = mmap.mmap(-1, size)
             self.peak_bytes = max(self.peak_bytes, self._taken + self._kept)
-        return memoryview(buffer).cast("B")[:nbytes]
+        return memoryview(buffer)[:nbytes]
 
     def give(self, view: memoryview) -> None:
         """Return a buffer from `take` to the pool, once nobody reads or writes it any more."""
-        buffer: Any = view.obj
-        pinned = hasattr(buffer, "held")
-        if not (pinned or isinstance(buffer, mmap.mmap)):
+        buffer = view.obj
+        if not isinstance(buffer, mmap.mmap):
             return
         with self._lock:
             self._taken -= len(buffer)
             if len(buffer) >= _GRAIN and self._taken + self._kept + len(buffer) <= self._limit:
                 self._kept += len(buffer)
-                self._free.setdefault((len(buffer), pinned), []).append(buffer)
+                self._free.setdefault(len(buffer), []).append(buffer)
 
     def count(self, nbytes: int) -> None:
         """Count memory that was allocated elsewhere as in use."""
@@ -73,20 +64,12 @@ class HeldMemory:
 
     def _let_go(self) -> None:
         while self._free and self._taken + self._kept > self._limit:
-            kind, buffers = next(iter(self._free.items()))
+            size, buffers = next(iter(self._free.items()))
             if buffers:
                 buffers.pop()
-                self._kept -= kind[0]
+                self._kept -= size
             if not buffers:
-                del self._free[kind]
-
-
-def _pinned(nbytes: int) -> Any:
-    held = torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
-    buffer: Any = (ctypes.c_ubyte * nbytes).from_address(held.data_ptr())
-    # Keep the tensor alive with the buffer: torch frees the memory together with the tensor.
-    buffer.held = held
-    return buffer
+                del self._free[size]
 
 
 def _size(nbytes: int) -> int:

@@ -17,8 +17,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from bucketpoint.dcp.cooperative import carrier as carriers
-from bucketpoint.dcp.cooperative import peers as exchanges
 from bucketpoint.dcp.cooperative.decision import (
     Bandwidths,
     CooperativeDecision,
@@ -37,9 +35,6 @@ from bucketpoint.transfer import BufferPool, Meter, Request, TransferOptions, fe
 
 _PLANNED, _REFUSED = 0, 1
 
-_NOTHING_THERE = ". Through host memory: nothing that ranks share goes to their current devices"
-_NOT_BY_ITSELF = " does not choose NCCL yet"
-
 _TRIAL_BYTES = 4 << 20
 """Bytes of a trial exchange: enough to fill the buffers of a connection several times, and less than a hundredth of the
 load that is decided about."""
@@ -51,12 +46,10 @@ class Cooperation:
     Args:
         mode: `"off"`, `"node"`, `"group"` or `"auto"`.
         group: torch's process group; None for all ranks of the job.
-        exchange: `"auto"`, `"host"` or `"device"`.
     """
 
-    def __init__(self, mode: str, group: Any, bandwidths: Bandwidths | None, exchange: str = "auto") -> None:
+    def __init__(self, mode: str, group: Any, bandwidths: Bandwidths | None) -> None:
         self._mode = check_mode(mode)
-        self._way = carriers.check_exchange(exchange)
         self._group = group
         self._bandwidths = bandwidths or Bandwidths()
         self._exchange: Peers | None = None
@@ -65,9 +58,6 @@ class Cooperation:
         self.explanation = "Nothing has been loaded yet"
         self.peak_bytes = 0
         """Most host memory for buffers that the last cooperative load held at once on this rank."""
-        self.device_peak_bytes = 0
-        """Most device memory for buffers that the last cooperative load held at once on this rank."""
-        self._device: carriers.Device | None = None
 
     def connect(self, url: str | None) -> None:
         """Begin a load: find the ranks that take part.
@@ -75,27 +65,20 @@ class Cooperation:
         A collective on the group, unless the mode is `"off"` or there is one rank.
         """
         self.close()
-        self.peak_bytes = self.device_peak_bytes = 0
-        self._device = None
+        self.peak_bytes = 0
         if self._mode == "off":
             self.explanation = 'Plain: cooperative="off"'
         elif not (dist.is_available() and dist.is_initialized()) or dist.get_world_size(self._group) == 1:
             self.explanation = "Plain: there is one rank"
         else:
             stated = self._bandwidths
-            members = meet(self._mode, url, self._group, (stated.store, stated.nic, stated.exchange), self._way)
+            members = meet(self._mode, url, self._group, (stated.store, stated.nic, stated.exchange))
             ranks = tuple(member.rank for member in members)
             if ranks != self._ranks:
                 self._ranks, self._found = ranks, Measured()
             self.explanation = "Plain: this rank is alone on its node"
             if len(members) > 1:
                 self._exchange = Peers(members, self._group)
-                self._device = carriers.device_here() if self._way == "device" else None
-
-    @property
-    def device(self) -> torch.device | None:
-        """Device to which bytes can come from the device of another rank in this load; None if there is none."""
-        return self._device.device if self._device is not None and self._exchange is not None else None
 
     def close(self) -> None:
         """Give up a load that has begun and not ended. Other ranks are told, so that none waits for this one."""
@@ -161,20 +144,10 @@ class Cooperation:
                 rate = meter.done_bytes / max(time.monotonic() - began, 1e-9)
                 self._found = replace(self._found, store=rate or None)
                 return
-            with _connected(exchange, schedule, self.device) as carrier:
-                load = SharedLoad(
-                    exchange,
-                    schedule,
-                    requests,
-                    numbers,
-                    store=store,
-                    options=options,
-                    meter=meter,
-                    carrier=carrier,
-                )
-                load.run(self.taking_part)
+            load = SharedLoad(exchange, schedule, requests, numbers, store=store, options=options, meter=meter)
+            load.run(self.taking_part)
             self._found = Measured(load.store_rate, load.exchange_rate or self._found.exchange)
-            self.peak_bytes, self.device_peak_bytes = load.peak_bytes, load.device_peak_bytes
+            self.peak_bytes = load.peak_bytes
             self.explanation += f". This rank read {meter.done_bytes / 1e9:.3f} GB"
         self._end()
 
@@ -185,9 +158,8 @@ class Cooperation:
         notes = exchange.agree(Note((len(requests), options.max_inflight_bytes)))
         # The caller may have set another default device, as it is common when a model is built.
         with torch.device("cpu"):
-            through = self._choose_way(exchange)
-            table = [(numbers[own.key], own.start, own.stop, int(own.on_device)) for own in requests]
-            rows = torch.tensor(table, dtype=torch.int64).reshape(-1, 4)[:, : 4 if self.device is not None else 3]
+            table = [(numbers[own.key], own.start, own.stop) for own in requests]
+            rows = torch.tensor(table, dtype=torch.int64).reshape(-1, 3)
             overlaps = Overlaps(exchange.gather(rows, [note.numbers[0] for note in notes]), exchange.nodes)
             measured = self._measure(exchange, overlaps.demand)
             decision = decide(self._mode, overlaps.demand, self._bandwidths, measured)
@@ -195,27 +167,7 @@ class Cooperation:
             if not decision.together:
                 return None
             size = round_bytes(min(note.numbers[1] for note in notes))
-            schedule = overlaps.schedule(exchange.rank, size)
-            unused = self.device is not None and not schedule.by_device
-            self.explanation += _NOTHING_THERE if unused else through
-            return schedule
-
-    def _choose_way(self, exchange: Peers) -> str:
-        """Choose the way of bytes for devices, the same on every member, and return it in words.
-
-        Sets `device` to None if these bytes go through host memory.
-        """
-        if self._way != "device":
-            return f'. Through host memory: exchange="{self._way}"' + (_NOT_BY_ITSELF if self._way == "auto" else "")
-        own = self._device.identity if self._device is not None else 0
-        found = [note.numbers[0] for note in exchange.agree(Note((own, 0)))]
-        if all(found) and len(set(found)) == len(found):
-            return ". From device to device, what targets on devices take"
-        self._device = None
-        if all(found):
-            return ". Through host memory: two ranks have the same device"
-        without = next(exchange.members[number].rank for number, each in enumerate(found) if not each)
-        return f". Through host memory: rank {without} has no CUDA device with NCCL"
+            return overlaps.schedule(exchange.rank, size)
 
     def _measure(self, exchange: Peers, demand: Demand) -> Measured:
         """Sum the rates that the members have measured. The result is the same on all, so that they decide the same.
@@ -247,23 +199,6 @@ class Cooperation:
             if exchange is not None:
                 exchange.leave(reason_of(error))
             raise
-
-
-@contextlib.contextmanager
-def _connected(exchange: Peers, schedule: Schedule, device: torch.device | None) -> Iterator[carriers.Carrier | None]:
-    """Provide a carrier between the devices of all peers of the schedule; None if no bytes go to devices."""
-    if device is None or not schedule.by_device:
-        yield None
-        return
-    peers = schedule.peers
-    token, rank = exchange.members[peers[0]].token, peers.index(exchange.rank)
-    # Check that all peers are still here: connecting the devices could wait for a lost rank for ever.
-    exchange.agree(Note(), peers)
-    carrier = carriers.open_carrier(token, rank, len(peers), device, min(exchanges.ARRIVE_WITHIN, exchange.timeout))
-    try:
-        yield carrier
-    finally:
-        carrier.abort()
 
 
 def _plan_or_tell(exchange: Peers, plan: Callable[[], list[Request]]) -> list[Request]:

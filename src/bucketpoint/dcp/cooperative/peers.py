@@ -45,7 +45,6 @@ class Member:
         rank: global rank.
         node: name of the machine.
         figures: bandwidths stated by the user; they must be the same on all ranks, which decide by them.
-        way: `exchange=` mode for bytes that go to devices; must be the same on all ranks.
     """
 
     rank: int
@@ -54,7 +53,6 @@ class Member:
     url: str | None
     mode: str
     figures: tuple[float | None, ...] = ()
-    way: str = ""
 
 
 @dataclass(frozen=True)
@@ -88,7 +86,7 @@ class Message:
     data: memoryview
 
 
-def meet(mode: str, url: str | None, group: Any, figures: tuple[float | None, ...] = (), way: str = "") -> list[Member]:
+def meet(mode: str, url: str | None, group: Any, figures: tuple[float | None, ...] = ()) -> list[Member]:
     """Find the ranks that load with this one: those of the same node, or all of the group. One collective on the group.
 
     Returns:
@@ -103,7 +101,7 @@ def meet(mode: str, url: str | None, group: Any, figures: tuple[float | None, ..
             f"Rank {here} loads, and is not in the process group that was given to load together",
             remedy="Pass each rank a group that it is in; the groups of different ranks may differ",
         )
-    own = Member(here, _node(), new_token(), url, mode, figures, way)
+    own = Member(here, _node(), new_token(), url, mode, figures)
     found: list[Any] = [None] * dist.get_world_size(group)
     try:
         dist.all_gather_object(found, own, group=group)
@@ -118,12 +116,6 @@ def meet(mode: str, url: str | None, group: Any, figures: tuple[float | None, ..
                 f"Rank {other.rank} loads {other.url} with cooperative={other.mode!r}, "
                 f"and rank {here} {url} with {mode!r}: they cannot load together",
                 remedy="Load the same checkpoint in the same mode on all ranks of the group",
-            )
-        if other.way != way:
-            raise BucketpointError(
-                f"Rank {other.rank} loads with exchange={other.way!r} and rank {here} with {way!r}: "
-                "they cannot load together",
-                remedy="Pass the same exchange= on all ranks of the group",
             )
         if other.figures != figures:
             raise BucketpointError(
@@ -144,7 +136,6 @@ class Peers:
         self.members = tuple(members)
         self.rank = [member.rank for member in members].index(dist.get_rank())
         self.timeout = timeout_of(group)
-        self._ears: dict[int, tuple[torch.Tensor, Any]] = {}
         with self._losing("the first of them to be missed"):
             self._backend: Any = _gloo(members[0].token, self.rank, len(members), self.timeout)
 
@@ -173,12 +164,12 @@ class Peers:
             PeerFailedError: a peer is lost, and one has sent the reason of its failure.
         """
         everyone = self._all() if peers is None else peers
-        if not self._ears:
-            self.listen(everyone)
-        ears, self._ears = self._ears, {}
-        heard = {peer: tensor for peer, (tensor, _) in ears.items()}
+        # Zeros are a note without a failure, so a note that has not arrived yet reports none.
+        heard = {
+            peer: torch.zeros(_NOTE_BYTES, dtype=torch.uint8, device="cpu") for peer in everyone if peer != self.rank
+        }
         packed = note.pack()
-        works = [(peer, work) for peer, (_, work) in ears.items()]
+        works = [(peer, self._backend.recv([tensor], peer, _NOTE_TAG)) for peer, tensor in heard.items()]
         works += [(peer, self._backend.send([packed], peer, _NOTE_TAG)) for peer in heard]
         try:
             self._wait(works, within)
@@ -191,30 +182,6 @@ class Peers:
             raise refusal from error
         heard[self.rank] = packed
         return [Note.unpack(heard[peer]) for peer in everyone]
-
-    def listen(self, peers: Sequence[int]) -> None:
-        """Begin to receive the next note of each peer. The next `swap`, with the same peers, waits for these notes."""
-        for peer in peers:
-            if peer != self.rank:
-                # Zeros are a note without a failure, so a note that has not arrived yet reports none.
-                heard = torch.zeros(_NOTE_BYTES, dtype=torch.uint8, device="cpu")
-                self._ears[peer] = heard, self._backend.recv([heard], peer, _NOTE_TAG)
-
-    def raise_if_told(self) -> None:
-        """Raise if a peer has reported a failure since `listen`. Does not wait for peers that have sent nothing.
-
-        Raises:
-            PeerFailedError: names the rank that failed, and the reason.
-        """
-        for peer, (heard, work) in self._ears.items():
-            if heard[0]:
-                with contextlib.suppress(RuntimeError):
-                    work.wait(_FAREWELL)
-                refusal = self._refusal({peer: Note.unpack(heard)})
-                assert refusal is not None
-                # Pass the reason on: the others may not have received it.
-                self.leave(refusal.message)
-                raise refusal
 
     def agree(self, note: Note, peers: Sequence[int] | None = None, within: timedelta | None = None) -> list[Note]:
         """Swap notes with all peers, and raise on every one if one has failed.
@@ -262,11 +229,11 @@ class Peers:
 
     def close(self) -> None:
         """Close the connections, once no member waits on them any more."""
-        self._backend, self._ears = None, {}
+        self._backend = None
 
     def leave(self, reason: str) -> None:
         """Close the connections while others may wait on them: send the reason to all, then cut the connections."""
-        backend, self._backend, self._ears = self._backend, None, {}
+        backend, self._backend = self._backend, None
         if backend is None:
             return
         others = [peer for peer in self._all() if peer != self.rank]

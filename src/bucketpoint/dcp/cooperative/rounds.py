@@ -11,9 +11,6 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
-from bucketpoint.dcp.cooperative.carrier import Carrier
-from bucketpoint.dcp.cooperative.device_assembly import DeviceAssembly, DeviceMemory
-from bucketpoint.dcp.cooperative.devices import DeviceRounds
 from bucketpoint.dcp.cooperative.held_memory import HeldMemory
 from bucketpoint.dcp.cooperative.node_memory import NodeMemory
 from bucketpoint.dcp.cooperative.peers import Message, Note, Peers
@@ -50,7 +47,6 @@ class SharedLoad:
     Args:
         requests: requests of this rank, in the order of the rank's rows in the schedule.
         numbers: the number of each object in the schedule, by key.
-        carrier: connects the devices of the schedule's peers; None: all bytes go through host memory.
     """
 
     def __init__(
@@ -63,7 +59,6 @@ class SharedLoad:
         store: Store,
         options: TransferOptions,
         meter: Meter,
-        carrier: Carrier | None = None,
     ) -> None:
         self._exchange = exchange
         self._schedule = schedule
@@ -73,19 +68,12 @@ class SharedLoad:
         self._pool = BufferPool(max(int(options.max_inflight_bytes * _ALONE), 1))
         self._ranges = store if options.hedge is None else hedged(store, options.hedge, self._pool, meter)
         self._memory = HeldMemory(int(options.max_inflight_bytes * _KEPT))
-        there = None if carrier is None else DeviceMemory(carrier.device)
-        self._there = there
         self._targets = Targets(
             [(numbers[own.key], own) for own, shared in zip(requests, schedule.shared, strict=True) if shared],
             store.url,
             everything=requests,
             memory=self._memory,
-            there=there,
         )
-        self._devices: DeviceRounds | None = None
-        if carrier is not None and there is not None:
-            self._devices = DeviceRounds(carrier, exchange, schedule.peers, self._targets, there)
-        self._pinned = carrier is not None and carrier.device.type == "cuda"
         self._alone = deque(own for own, shared in zip(requests, schedule.shared, strict=True) if not shared)
         mine = [cell for cells in schedule.rounds for cell in cells if cell.reader == exchange.rank]
         meter.total_bytes = meter.done_bytes + sum(cell.nbytes for cell in mine)
@@ -114,11 +102,6 @@ class SharedLoad:
         return self._memory.peak_bytes
 
     @property
-    def device_peak_bytes(self) -> int:
-        """Most device memory for buffers that was held at once."""
-        return 0 if self._there is None else self._there.peak_bytes
-
-    @property
     def store_rate(self) -> float | None:
         """Bytes a second from the store, over the time in which reads were under way. None: nothing was read."""
         read = self._meter.done_bytes - self._done_before
@@ -143,8 +126,7 @@ class SharedLoad:
             taking_part(),
         ):
             self._read_ahead(reading, self._schedule.rounds[0] if self._schedule.rounds else ())
-            through_host = self._schedule.peers if self._schedule.by_host or self._devices is None else ()
-            node = NodeMemory(self._exchange, through_host, self._most_in_a_round())
+            node = NodeMemory(self._exchange, self._schedule.peers, self._most_in_a_round())
             self._memory.count(node.nbytes)
             self._ahead_limit -= node.nbytes
             for _ in range(min(options.connections, len(self._alone))):
@@ -154,12 +136,10 @@ class SharedLoad:
                 self._wait_for(lambda cells=cells: self._is_ready(cells))  # type: ignore[misc]
                 with self._exchanging():
                     self._publish(number, cells, node)
-                stated = self._agree(cells)
+                self._agree()
                 with self._exchanging():
-                    self._hand_out(number, cells, node, finishing, stated)
+                    self._hand_out(number, cells, node, finishing)
             self._wait_for(lambda: not self._alone_left and not self._finishing)
-            if self._devices is not None and self._error is None:
-                self._devices.end()
             self._agree()
 
     # -- reading ------------------------------------------------------------------------------------------------------
@@ -177,8 +157,7 @@ class SharedLoad:
             self._cells.popleft()
             self._ahead += 1
             self._ahead_bytes += staged
-            pinned = self._pinned and bool(cell.on_device)
-            view = direct if direct is not None else self._memory.take(cell.nbytes, pinned)
+            view = direct if direct is not None else self._memory.take(cell.nbytes)
             reading.start(self._watched(lambda cell=cell, view=view: self._read_cell(cell, view)))  # type: ignore[misc]
 
     def _read_cell(self, cell: Cell, view: memoryview) -> None:
@@ -189,8 +168,6 @@ class SharedLoad:
                 attempts=self._options.read_attempts,
             )
         self._meter.add(cell.nbytes)
-        if self._devices is not None:
-            self._devices.vouch(cell, view)
         with self._state:
             self._read[cell.obj, cell.start] = view
 
@@ -214,68 +191,51 @@ class SharedLoad:
             return False
         return all((cell.obj, cell.start) in self._read for cell in cells if cell.reader == self._exchange.rank)
 
-    def _agree(self, cells: Sequence[Cell] = ()) -> dict[int, int]:
-        """Wait until all peers are ready for a round: before that, no rank hands out any bytes of it.
-
-        Returns:
-            The number of bytes in which each peer states the checksums of its cells.
-        """
+    def _agree(self) -> None:
+        """Wait until all peers are ready for a round: before that, no rank hands out any bytes of it."""
         with self._state:
             error = self._error
-        if error is None:
-            stated = 0 if self._devices is None else self._devices.state(cells)
-            notes = self._exchange.agree(Note((stated, 0)), self._schedule.peers)
-            return {peer: note.numbers[0] for peer, note in zip(self._schedule.peers, notes, strict=True)}
-        with contextlib.suppress(BucketpointError):
-            self._exchange.swap(Note(failure=reason_of(error)), self._schedule.peers)
-        raise error
+        if error is not None:
+            with contextlib.suppress(BucketpointError):
+                self._exchange.swap(Note(failure=reason_of(error)), self._schedule.peers)
+            raise error
+        self._exchange.agree(Note(), self._schedule.peers)
 
     def _publish(self, number: int, cells: Sequence[Cell], node: NodeMemory) -> None:
         """Write this rank's cells to the node's memory. Earlier cells there were copied before the last agreement."""
         if self._error is None:
             for cell, at in _laid_out(cells):
-                if cell.reader == self._exchange.rank and not node.near.isdisjoint(cell.needs.keys() - cell.on_device):
+                if cell.reader == self._exchange.rank and not node.near.isdisjoint(cell.needs):
                     node.write(number, at, self._read[cell.obj, cell.start])
 
-    def _hand_out(
-        self, number: int, cells: Sequence[Cell], node: NodeMemory, finishing: TaskGroup, stated: Mapping[int, int]
-    ) -> None:
+    def _hand_out(self, number: int, cells: Sequence[Cell], node: NodeMemory, finishing: TaskGroup) -> None:
         here = self._exchange.rank
         sends: list[Message] = []
         receives: list[Message] = []
-        if self._devices is not None:
-            # From here on this rank notices the failure of a peer while it waits for the device.
-            self._exchange.listen(self._schedule.peers)
-            receives, sends = self._devices.statements(cells, stated)
         arrived: list[tuple[Cell, int, int, memoryview | None]] = []
-        # Tag 0 of each pair of ranks is for the checksums, so the counters begin at 1.
-        sent_to: Counter[int] = Counter(self._schedule.peers)
-        got_from: Counter[int] = Counter(self._schedule.peers)
-        own: dict[tuple[int, int], memoryview] = {}
+        sent_to: Counter[int] = Counter()
+        got_from: Counter[int] = Counter()
         done: list[memoryview] = []
         for cell, at in _laid_out(cells):
             if cell.reader == here:
                 view, staying = self._take(cell)
-                own[cell.obj, cell.start] = view
                 if not staying:
                     done.append(view)
                 for peer, spans in cell.needs.items():
-                    for start, stop in spans if peer not in cell.on_device else ():
+                    for start, stop in spans:
                         data = view[start - cell.start : stop - cell.start]
                         if peer == here:
                             arrived.append((cell, start, stop, None if staying else data))
                         elif peer not in node.near:
                             sends.append(Message(peer, sent_to[peer], data))
                             sent_to[peer] += 1
-            elif here in cell.on_device:
-                continue
             elif cell.reader in node.near:
                 for start, stop in cell.needs.get(here, ()):
                     data = node.read(cell.reader, number, at + start - cell.start, stop - start)
                     arrived.append((cell, start, stop, data))
             else:
                 for start, stop in cell.needs.get(here, ()):
-                    in_place = self._place(cell.obj, start, stop)
+                    in_place = self._targets.place(cell.obj, start, stop)
                     data = in_place if in_place is not None else self._memory.take(stop - start)
                     if in_place is None:
                         done.append(data)
@@ -284,15 +244,6 @@ class SharedLoad:
                     arrived.append((cell, start, stop, None if in_place is not None else data))
         self._exchange.move(receives, sends)
         self._exchanged_bytes += sum(stop - start for cell, start, stop, _ in arrived if cell.reader != here)
-        if self._devices is not None:
-            for complete in self._devices.hand_out(cells, own):
-                self._finish_there(complete)
-            self._exchanged_bytes += sum(
-                stop - start
-                for cell in cells
-                if cell.reader != here and here in cell.on_device
-                for start, stop in cell.needs[here]
-            )
         for cell, start, stop, copied in arrived:
             self._settle(cell.obj, start, stop, copied, finishing)
         for view in done:
@@ -308,15 +259,6 @@ class SharedLoad:
             self._ahead_bytes -= cell.nbytes
         return view, staying
 
-    def _place(self, obj: int, start: int, stop: int) -> memoryview | None:
-        assembly = self._targets.only(obj, start, stop)
-        if assembly is None or isinstance(assembly, DeviceAssembly):
-            return None
-        direct = assembly.direct(start, stop)
-        if direct is not None:
-            return direct
-        return assembly.place(start, stop)
-
     def _settle(self, obj: int, start: int, stop: int, copied: memoryview | None, finishing: TaskGroup) -> None:
         for assembly in self._targets.overlapping(obj, start, stop):
             low, high = max(assembly.request.start, start), min(assembly.request.stop, stop)
@@ -324,24 +266,10 @@ class SharedLoad:
                 assembly.put(low, copied[low - start : high - start])
             if not assembly.arrived(high - low):
                 continue
-            if isinstance(assembly, DeviceAssembly):
-                self._finish_there(assembly)
-            else:
-                with self._state:
-                    self._finishing += 1
-                    self._finishing_bytes += assembly.leased
-                finishing.start(self._watched(lambda assembly=assembly: self._finish(assembly)))  # type: ignore[misc]
-
-    def _finish_there(self, assembly: DeviceAssembly) -> None:
-        """Finish an assembly on the caller's thread, whose stream orders the device's work.
-
-        An error is kept, and the other ranks are told of it in the next round.
-        """
-        try:
-            assembly.finish()
-        except Exception as error:  # noqa: BLE001 (raised once the others are told)
             with self._state:
-                self._error = self._error or error
+                self._finishing += 1
+                self._finishing_bytes += assembly.leased
+            finishing.start(self._watched(lambda assembly=assembly: self._finish(assembly)))  # type: ignore[misc]
 
     def _finish(self, assembly: Assembly) -> None:
         leased = assembly.leased

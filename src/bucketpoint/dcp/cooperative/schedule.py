@@ -35,7 +35,6 @@ class Cell:
         reader: the rank that reads the cell; it needs some of the cell itself.
         needs: spans of the cell that a rank needs, by rank; spans of one rank do not overlap. The reader has the spans
             of all ranks, any other rank only its own.
-        on_device: ranks in `needs` that take all their spans on their devices.
     """
 
     obj: int
@@ -43,7 +42,6 @@ class Cell:
     stop: int
     reader: int
     needs: Mapping[int, Sequence[Span]]
-    on_device: frozenset[int] = frozenset()
 
     @property
     def nbytes(self) -> int:
@@ -58,15 +56,11 @@ class Schedule:
         peers: ranks that share bytes with this rank, directly or through other ranks; this rank included; ascending.
         shared: for each of the rank's own rows, True if it is read cell by cell. Only this rank reads the other rows.
         rounds: cells in the order in which they are handed out, the same for all peers.
-        by_host: True if any peer takes shared bytes in host memory.
-        by_device: True if any peer takes shared bytes on its device.
     """
 
     peers: tuple[int, ...]
     shared: tuple[bool, ...]
     rounds: tuple[tuple[Cell, ...], ...]
-    by_host: bool = True
-    by_device: bool = False
 
 
 class Overlaps:
@@ -75,8 +69,7 @@ class Overlaps:
     A stretch is the union of ranges that overlap, directly or through others.
 
     Args:
-        tables: for each rank an int64 tensor of shape (requests, 3): the object, the first byte, one past the last; or
-            of shape (requests, 4), where the last column is 1 if the rank takes these bytes on its device.
+        tables: for each rank an int64 tensor of shape (requests, 3): the object, the first byte, one past the last.
         nodes: for each rank the number of the node that it is on.
 
     Raises:
@@ -87,7 +80,6 @@ class Overlaps:
         self._tables = tables
         self._rank = torch.cat([torch.full((len(table),), rank) for rank, table in enumerate(tables)])
         rows = torch.cat(list(tables))
-        self._by_device = rows[:, 3] > 0 if rows.shape[1] > 3 else torch.zeros(len(rows), dtype=torch.bool)
         self._start, self._stop = self._on_one_line(rows)
         # Empty ranges are left out, as no rank has to read them.
         order = torch.argsort(self._start, stable=True)
@@ -123,14 +115,7 @@ class Overlaps:
         alone = torch.bincount(self._rank[~mine], (self._stop - self._start)[~mine].double(), minlength=ranks)
         wanted = shared & torch.isin(lowest, torch.tensor(peers))
         cells = self._deal(rank, wanted, peers, alone.long().tolist(), round_bytes)
-        by_device = self._by_device[self._order][wanted[self._stretch]]
-        return Schedule(
-            tuple(peers),
-            tuple(mine[self._rank == rank].tolist()),
-            tuple(_rounds(cells, round_bytes)),
-            by_host=not bool(by_device.all()),
-            by_device=bool(by_device.any()),
-        )
+        return Schedule(tuple(peers), tuple(mine[self._rank == rank].tolist()), tuple(_rounds(cells, round_bytes)))
 
     # -- the line -----------------------------------------------------------------------------------------------------
 
@@ -184,18 +169,17 @@ class Overlaps:
         size = min(max(round_bytes // len(peers), SMALLEST_CELL), LARGEST_CELL, max(round_bytes, 1))
         inside = wanted[self._stretch]
         rows = self._order[inside]
-        spans = _Spans.joined(self._rank[rows], self._start[rows], self._stop[rows], self._by_device[rows])
+        spans = _Spans.joined(self._rank[rows], self._start[rows], self._stop[rows])
         first, last = self._first[wanted], self._last[wanted]
         cells = _Cells.cut(first, last, size)
         low, high = cells.touched_by(spans)
         readers = _readers(cells, spans.rank, low, high, list(alone))
         base = self._base[wanted][cells.stretch]
-        needs, by_host = _needs(cells, spans, low, high, base, readers, here)
+        needs = _needs(cells, spans, low, high, base, readers, here)
         columns = (self._obj[wanted][cells.stretch], cells.start - base, cells.stop - base)
         table = zip(*(column.tolist() for column in columns), readers, strict=True)
         for index, (obj, start, stop, reader) in enumerate(table):
-            wants = needs.get(index, {})
-            yield Cell(obj, start, stop, reader, wants, frozenset(wants.keys() - by_host.get(index, ())))
+            yield Cell(obj, start, stop, reader, needs.get(index, {}))
 
 
 # Below, all offsets are on the common line. Each rank computes the parts of all ranks in tensors, so that a group of a
@@ -209,10 +193,9 @@ class _Spans:
     rank: torch.Tensor
     start: torch.Tensor
     stop: torch.Tensor
-    by_device: torch.Tensor
 
     @staticmethod
-    def joined(rank: torch.Tensor, start: torch.Tensor, stop: torch.Tensor, by_device: torch.Tensor) -> _Spans:
+    def joined(rank: torch.Tensor, start: torch.Tensor, stop: torch.Tensor) -> _Spans:
         # Ranges that merely touch are not joined, as they go to different places. Places are numbered, so that the
         # ranges of all ranks fit on one line of small numbers, on which no rank's ranges reach those of the next rank.
         places, number = torch.unique(torch.cat([start, stop]), return_inverse=True)
@@ -225,12 +208,8 @@ class _Spans:
         closes = torch.ones_like(opens)
         closes[:-1] = opens[1:]
         owner = rank[order][opens]
-        # If one of several joined ranges goes to host memory, all of them do.
-        number = torch.cumsum(opens, 0) - 1
-        together = torch.ones(len(owner), dtype=torch.uint8)
-        together.scatter_reduce_(0, number, by_device[order].to(torch.uint8), "amin")
         low, high = places[begin[opens] - owner * width], places[reach[closes] - owner * width]
-        return _Spans(owner, low, high, together > 0)
+        return _Spans(owner, low, high)
 
 
 @dataclass(frozen=True)
@@ -312,17 +291,13 @@ def _needs(
     base: torch.Tensor,
     readers: Sequence[int],
     here: int,
-) -> tuple[dict[int, dict[int, list[Span]]], dict[int, set[int]]]:
+) -> dict[int, dict[int, list[Span]]]:
     """Return the spans that ranks need of each cell: those of all ranks for cells that `here` reads, else its own.
 
     Offsets count from the first byte of the object, which lies at `base`.
-
-    Returns:
-        By cell, the spans of each rank; and by cell, the ranks that take any of it in host memory.
     """
     reads = torch.tensor(readers, dtype=torch.int64) == here
     found: dict[int, dict[int, list[Span]]] = {}
-    by_host: dict[int, set[int]] = {}
     for chosen, among in ((reads, torch.ones_like(spans.rank, dtype=torch.bool)), (~reads, spans.rank == here)):
         # Chosen cells are numbered consecutively, so that the chosen cells that a span touches form a range.
         numbers = torch.nonzero(chosen).flatten()
@@ -334,13 +309,10 @@ def _needs(
         start = torch.maximum(torch.repeat_interleave(spans.start[among], width), cells.start[cell])
         stop = torch.minimum(torch.repeat_interleave(spans.stop[among], width), cells.stop[cell])
         rank = torch.repeat_interleave(spans.rank[among], width)
-        device = torch.repeat_interleave(spans.by_device[among], width)
         parts = zip((start - base[cell]).tolist(), (stop - base[cell]).tolist(), strict=True)
-        for index, owner, part, on_device in zip(cell.tolist(), rank.tolist(), parts, device.tolist(), strict=True):
+        for index, owner, part in zip(cell.tolist(), rank.tolist(), parts, strict=True):
             found.setdefault(index, {}).setdefault(owner, []).append(part)
-            if not on_device:
-                by_host.setdefault(index, set()).add(owner)
-    return found, by_host
+    return found
 
 
 def _own_number(rank: int) -> int:

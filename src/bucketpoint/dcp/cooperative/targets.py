@@ -7,7 +7,6 @@ from collections.abc import Sequence
 
 import torch
 
-from bucketpoint.dcp.cooperative.device_assembly import DeviceAssembly, DeviceMemory, borders_of
 from bucketpoint.dcp.cooperative.held_memory import HeldMemory
 from bucketpoint.transfer import Request
 from bucketpoint.transfer.download import Assembly
@@ -19,7 +18,6 @@ class Targets:
     Args:
         shared: the shared requests, each with the number of the object.
         everything: all requests of the rank.
-        there: device memory for the requests that are assembled on the device; None: no request is.
     """
 
     def __init__(
@@ -29,20 +27,12 @@ class Targets:
         *,
         everything: Sequence[Request],
         memory: HeldMemory,
-        there: DeviceMemory | None,
     ) -> None:
-        self._by_object: dict[int, list[Assembly | DeviceAssembly]] = {}
+        self._by_object: dict[int, list[Assembly]] = {}
         self._longest: dict[int, int] = {}
-        self._borders: dict[int, list[int]] = {}
         for number, request in sorted(shared, key=lambda entry: entry[1].start):
-            made: Assembly | DeviceAssembly
-            if there is not None and request.on_device:
-                made = DeviceAssembly(url, request, there)
-            else:
-                made = Assembly(url, request, memory.take, memory.give)
-            if there is not None:
-                self._borders[id(request)] = list(borders_of(request))
-            self._by_object.setdefault(number, []).append(made)
+            assembly = Assembly(url, request, memory.take, memory.give)
+            self._by_object.setdefault(number, []).append(assembly)
             self._longest[number] = max(self._longest.get(number, 0), request.stop - request.start)
         self._common = common_memory(everything)
 
@@ -50,7 +40,7 @@ class Targets:
         request = self._by_object[obj][0].request
         return request.key, request.etag
 
-    def overlapping(self, obj: int, start: int, stop: int) -> list[Assembly | DeviceAssembly]:
+    def overlapping(self, obj: int, start: int, stop: int) -> list[Assembly]:
         entries = self._by_object[obj]
         index = bisect.bisect_right(entries, start - self._longest[obj], key=lambda entry: entry.request.start)
         found = []
@@ -65,18 +55,22 @@ class Targets:
 
         None if there is no such memory.
         """
-        assembly = self.only(obj, start, stop)
+        assembly = self._only(obj, start, stop)
         return None if assembly is None else assembly.direct(start, stop)
 
-    def borders(self, obj: int, start: int, stop: int) -> set[int]:
-        """Return the offsets at which these bytes must be cut, so that each piece lies in one block of this rank."""
-        found: set[int] = set()
-        for assembly in self.overlapping(obj, start, stop):
-            borders = self._borders[id(assembly.request)]
-            found.update(borders[bisect.bisect_right(borders, start) : bisect.bisect_left(borders, stop)])
-        return found
+    def place(self, obj: int, start: int, stop: int) -> memoryview | None:
+        """Return memory, of the caller or of the assembly, into which these bytes can be received.
 
-    def only(self, obj: int, start: int, stop: int) -> Assembly | DeviceAssembly | None:
+        None if there is no such memory.
+        """
+        assembly = self._only(obj, start, stop)
+        if assembly is None:
+            return None
+        # `Assembly.place` finds the caller's memory too, but allocates the memory of the request first.
+        direct = assembly.direct(start, stop)
+        return direct if direct is not None else assembly.place(start, stop)
+
+    def _only(self, obj: int, start: int, stop: int) -> Assembly | None:
         """Return the assembly that takes all of these bytes, if no other takes any; else None."""
         found = self.overlapping(obj, start, stop)
         if len(found) != 1 or found[0].request.start > start or found[0].request.stop < stop:

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint import LoadPlanner, Metadata, TensorStorageMet
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 
-from bucketpoint.checkpoint.chunk import PlannedItem, SavedChunk, elements_of, tensor_over
+from bucketpoint.checkpoint.chunk import PlannedItem, SavedChunk, tensor_over
 from bucketpoint.dcp.loading.decode import decode_item, fill_tensor, load_bytes
 from bucketpoint.errors import MetadataError, MismatchError
 from bucketpoint.format import keys
@@ -34,9 +34,6 @@ class ReadPlan:
     """Translator of one rank's items to extents; it commits each item to the planner once all of it has arrived.
 
     The planner is called by one thread at a time, as planners are not written for several.
-
-    Args:
-        device: bytes for targets on this device may arrive there from the device of another rank. None: no device.
     """
 
     def __init__(
@@ -49,9 +46,7 @@ class ReadPlan:
         options: TransferOptions,
         transforms: Any,
         trusted: bool,
-        device: torch.device | None = None,
     ) -> None:
-        self._device = device
         self._metadata = metadata
         self._planner = planner
         self._prefix = prefix
@@ -228,13 +223,7 @@ class ReadPlan:
             target.copy_(source)
             done()
 
-        def deliver_there(raw: torch.Tensor) -> None:
-            begin = runs.start - low
-            target.copy_(elements_of(raw[begin : begin + runs.span], chunk, lengths))
-            done()
-
-        there = deliver_there if self._is_there(target) else None
-        yield self._extent(item, chunk, low, high, blocks, deliver, deliver_there=there)
+        yield self._extent(item, chunk, low, high, blocks, deliver)
 
     def _direct(
         self, item: PlannedItem, chunk: SavedChunk, runs: Runs, target: torch.Tensor, done: Callable[[], None]
@@ -276,7 +265,6 @@ class ReadPlan:
         deliver: Deliver,
         direct: memoryview | None = None,
         direct_start: int = 0,
-        deliver_there: Callable[[torch.Tensor], None] | None = None,
     ) -> Extent:
         return Extent(
             key=item.key,
@@ -288,7 +276,6 @@ class ReadPlan:
             direct_start=direct_start,
             label=item.read.storage_index.fqn,
             etag=self.etag_of(item),
-            deliver_there=deliver_there,
         )
 
     def etag_of(self, item: PlannedItem) -> str | None:
@@ -312,15 +299,10 @@ class ReadPlan:
         ]
         return low, high, blocks
 
-    def _direct_ok(self, item: PlannedItem, chunk: SavedChunk) -> bool:
+    @staticmethod
+    def _direct_ok(item: PlannedItem, chunk: SavedChunk) -> bool:
         target = item.target
-        if target is None or self._is_there(target):
-            return False
-        return target.dtype == chunk.dtype and chunk.in_c_order and is_viewable(target)
-
-    def _is_there(self, target: torch.Tensor) -> bool:
-        """Return True if the target can take raw elements that are on the device, in the same way as from the host."""
-        return target.device == self._device and type(target) is torch.Tensor and target.layout == torch.strided
+        return target is not None and target.dtype == chunk.dtype and chunk.in_c_order and is_viewable(target)
 
     @staticmethod
     def _runs(chunk: SavedChunk, offsets: Sequence[int], lengths: Sequence[int]) -> Runs:
