@@ -134,10 +134,7 @@ def _gb(rate: float) -> str:
 
 def predict(demand: Demand, bandwidths: Bandwidths, measured: Measured | None = None) -> tuple[float, float]:
     """Return the seconds of a load if each rank reads all it wants, and if each distinct byte is read only once."""
-    return _predict(demand, _rates(demand.nodes, bandwidths, measured or Measured()))
-
-
-def _predict(demand: Demand, rates: _Rates) -> tuple[float, float]:
+    rates = _rates(demand.nodes, bandwidths, measured or Measured())
     plain = max(demand.total / (demand.nodes * rates.nic), demand.total / rates.store)
     handed_on = demand.total - demand.distinct
     read = max(demand.distinct / (demand.nodes * rates.nic), demand.distinct / rates.store)
@@ -157,7 +154,7 @@ def decide(mode: Mode, demand: Demand, bandwidths: Bandwidths, measured: Measure
     rates = _rates(demand.nodes, bandwidths, measured or Measured())
     if demand.nodes == 1 and rates.exchange is None:
         return CooperativeDecision(True, "all ranks are on one node, whose port to the store they share")
-    plain, together = _predict(demand, rates)
+    plain, together = predict(demand, bandwidths, measured)
     figures = f"predicted {plain:.2f} s plain and {together:.2f} s together ({rates.origins})"
     if together <= _WORTHWHILE_GAIN * plain:
         return CooperativeDecision(True, figures)
