@@ -47,11 +47,11 @@ class Replicas:
 
 GB = 1e9
 CASES = (
-    Replicas("405B weights, 16 replicas of 8 nodes, NCCL", 840 * GB, 16, 8, 12.5 * GB, 125 * GB, 50 * GB),
-    Replicas("405B state, 20 replicas of 64 nodes, NCCL", 4059 * GB, 20, 64, 12.5 * GB, 1000 * GB, 50 * GB),
+    Replicas("405B weights, 16 replicas of 8 nodes, 50 GB/s fabric", 840 * GB, 16, 8, 12.5 * GB, 125 * GB, 50 * GB),
+    Replicas("405B state, 20 replicas of 64 nodes, 50 GB/s fabric", 4059 * GB, 20, 64, 12.5 * GB, 1000 * GB, 50 * GB),
     Replicas("the same, a store of 125 GB/s", 4059 * GB, 20, 64, 12.5 * GB, 125 * GB, 50 * GB),
-    Replicas("70B state, 8 replicas of 32 nodes, NCCL", 706 * GB, 8, 32, 12.5 * GB, 1000 * GB, 50 * GB),
-    Replicas("8B, DDP on the 8 GPUs of one node, NVLink", 96 * GB, 8, 1 / 8, 12.5 * GB, 1000 * GB, 300 * GB),
+    Replicas("70B state, 8 replicas of 32 nodes, 50 GB/s fabric", 706 * GB, 8, 32, 12.5 * GB, 1000 * GB, 50 * GB),
+    Replicas("8B, DDP on 8 ranks of one node, 300 GB/s memory", 96 * GB, 8, 1 / 8, 12.5 * GB, 1000 * GB, 300 * GB),
     Replicas("16 GB, 2 replicas, gloo on the same card", 16 * GB, 2, 1, 12.5 * GB, 1000 * GB, 12.5 * GB, shared=True),
 )
 
