@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import struct
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +15,7 @@ from bucketpoint import BucketReader, BucketWriter, CorruptDataError, LoadPlanne
 from bucketpoint.catalog.deletion.thin import thinned_metadata
 from bucketpoint.checkpoint.open import open_checkpoint
 from bucketpoint.format.item_info import ItemInfo
-from bucketpoint.format.metadata.codec import decode_metadata, encode_metadata
-from bucketpoint.format.metadata.facts import extra
-from bucketpoint.format.storage_info import make_storage_info
+from bucketpoint.format.metadata.codec import decode_metadata
 from dcp.states import same_bits
 from dcp.test_compat import counted
 from transfer.wrappers import CountingStore
@@ -73,14 +70,6 @@ def flipped(path: Path, object_path: str, at: int) -> None:
         file.seek(at)
         file.write(bytes([byte ^ 1]))
     os.utime(path / object_path, ns=(status.st_atime_ns, status.st_mtime_ns))
-
-
-def recommitted(path: Path, change: Any) -> None:
-    """The same objects under other metadata, which pins none of them."""
-    metadata = decode_metadata((path / ".metadata").read_bytes())
-    facts = {**extra(metadata), "endpoint": "elsewhere"}
-    change(metadata)
-    (path / ".metadata").write_bytes(encode_metadata(metadata, bucketpoint=facts))
 
 
 def test_the_tables_of_an_object_lie_behind_its_items_and_metadata_has_none_of_them(tmp_path: Path) -> None:
@@ -152,35 +141,6 @@ def test_a_table_that_is_not_what_was_written_fails_parts_and_no_whole(tmp_path:
         load(tmp_path, {"model.a": part(0, 64)})
     # Each item has a table of its own.
     load(tmp_path, {"model.b": part(0, 64)})
-
-
-def test_metadata_that_has_the_checksums_of_blocks_itself_is_read_as_before(
-    tmp_path: Path, stores: list[CountingStore]
-) -> None:
-    state = saved(tmp_path)
-
-    def inline(metadata: Any) -> None:
-        for index, found in open_checkpoint(tmp_path).items:
-            start = found.table_offset or 0
-            table = (tmp_path / found.path).read_bytes()[start : start + found.table_nbytes]
-            metadata.storage_data[index] = make_storage_info(
-                found.path, found.offset, found.length, payload_offset=found.payload_offset,
-                payload_nbytes=found.payload_nbytes, crc32c=found.crc32c, block_nbytes=found.block_nbytes,
-                block_crcs=struct.unpack(f"<{len(table) // 4}I", table),
-            )  # fmt: skip
-
-    recommitted(tmp_path, inline)
-    stores.clear()
-    rows = part(640, 128)
-    load(tmp_path, {"model.a": rows})
-    assert requests(stores) == 1
-    assert same_bits(rows, state["model.a"][640:768])
-    info = place(tmp_path, "model.a")
-    assert len(info.block_crcs or ()) == 32
-    flipped(tmp_path, info.path, info.offset + (info.payload_offset or 0) + 640 * 4 * COLUMNS)
-    for target in (part(640, 128), torch.zeros(ROWS, COLUMNS)):
-        with pytest.raises(dcp.CheckpointException, match=r"model\.a"):
-            load(tmp_path, {"model.a": target})
 
 
 def test_tables_are_found_in_a_checkpoint_that_was_thinned(tmp_path: Path) -> None:

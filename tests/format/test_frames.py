@@ -133,7 +133,7 @@ def test_stock_filesystem_reader_loads_files_assembled_from_frames(tmp_path: Pat
         index = MetadataIndex(name, chunk.offsets, 0)
         items[index] = make_storage_info(
             "data/00/x.distcp", len(whole), frame.nbytes, payload_offset=frame.payload_offset,
-            payload_nbytes=frame.payload_nbytes, crc32c=1, block_nbytes=frame.payload_nbytes, block_crcs=[1],
+            payload_nbytes=frame.payload_nbytes, crc32c=1, block_nbytes=frame.payload_nbytes,
         )  # fmt: skip
         whole += frame.header + raw(tensor) + frame.trailer
     (tmp_path / "data/00").mkdir(parents=True)

@@ -8,7 +8,6 @@ import functools
 import math
 import pickle
 import random
-import struct
 import tracemalloc
 import zlib
 from pathlib import Path
@@ -195,7 +194,7 @@ def metadatas(draw: Any) -> tuple[Metadata, dict[str, Any]]:
             crc32c=seed.getrandbits(32), block_nbytes=block, transform_descriptors=transforms,
         )  # fmt: skip
         ends[path] += length
-        items[index] = make(block_crcs=[seed.getrandbits(32) for _ in range(0 if tabled else blocks)])
+        items[index] = make()
         if tabled and blocks > 1:
             with_tables.append((index, path, 4 * blocks, make))
     for index, path, size, make in with_tables:
@@ -268,8 +267,7 @@ def test_an_index_made_of_what_ranks_report_says_the_same(case: tuple[Metadata, 
     template = make_index(dataclasses.replace(metadata, storage_data=None), items, known)
     assert template is not None
     made = template.fill(
-        b"".join(one.checksums[: 4 * one.layout.count] for one in known),
-        b"".join(one.checksums[4 * one.layout.count :] for one in known),
+        b"".join(one.checksums for one in known),
         [path for one in known for path, _, _ in one.objects],
         bucketpoint=extension(facts)["bucketpoint"],
         storage_meta=metadata.storage_meta,
@@ -289,40 +287,12 @@ def example(ranks: int = 4) -> tuple[Metadata, dict[str, Any]]:
         for rank, box in enumerate(boxes):
             items[MetadataIndex(name, box.offsets, rank)] = make_storage_info(
                 keys.data_path(TOKEN, rank, "model", 0), 500 * number, 500, payload_offset=64, payload_nbytes=128,
-                crc32c=rank + number, block_nbytes=64, block_crcs=[rank, number],
+                crc32c=rank + number, block_nbytes=64, table_offset=1500 + 8 * number,
             )  # fmt: skip
     items[MetadataIndex("step")] = make_storage_info(keys.data_path(TOKEN, 0, "other", 0), 0, 77, crc32c=5)
     objects = {info.relative_path: {"size": 1500, "etag": "e"} for info in items.values()}
     mapping = {name: tuple(name.split(".")) for name in entries}
     return Metadata(entries, mapping, items, StorageMeta("s3://b/x", TOKEN), "1.0.0"), {"objects": objects}
-
-
-def test_an_index_from_before_there_were_tables_says_the_same() -> None:
-    metadata, facts = example()
-    found = index_of(metadata, facts)
-    head = list(HEAD.unpack_from(found))
-    sizes, at, parts = head[3:], HEAD.size, []
-    for stored in sizes[::2]:
-        parts.append(found[at : at + stored])
-        at += stored
-    columns = zlib.decompress(parts[2])
-    # What came last is a constant: that there are no tables.
-    old = columns[: -len(encode(torch.zeros(1, dtype=torch.int64)))]
-    parts[2] = zlib.compress(old)
-    sizes[4:6] = len(parts[2]), len(old)
-    before = HEAD.pack(b"BPINDEX1", *head[1:3], *sizes) + b"".join(parts)
-    assert_equal(decode_index(before), both(metadata, facts)[1])
-    with pytest.raises(MetadataError):
-        decode_index(b"BPINDEX2" + before[8:])
-
-
-def test_tables_of_some_blocks_and_not_of_others_are_left_to_the_pickle() -> None:
-    metadata, facts = example()
-    index = next(iter(metadata.storage_data or {}))
-    info = vars((metadata.storage_data or {})[index])
-    del info["bp_bc"]
-    info["bp_tn"], info["bp_to"] = info.pop("bp_bn"), 5000
-    assert encode_index(metadata, bucketpoint=extension(facts)["bucketpoint"]) is None
 
 
 def index_of(metadata: Metadata, facts: dict[str, Any]) -> bytes:
@@ -375,8 +345,8 @@ def test_what_is_not_in_it_is_not_found(key: Any) -> None:
 
 def test_chunks_of_a_regular_layout_take_little_more_than_their_checksums() -> None:
     few, more = (len(index_of(*example(ranks))) for ranks in (1000, 3000))
-    # Of each rank there are three chunks of 12 bytes of checksums each, and one object.
-    assert (more - few) / 2000 < 3 * 12 + 25
+    # Of each rank there are three chunks with a checksum of 4 bytes each, and one object.
+    assert (more - few) / 2000 < 3 * 4 + 25
 
 
 def test_the_index_of_a_later_save_is_the_one_before_with_its_checksums_and_paths() -> None:
@@ -391,20 +361,15 @@ def test_the_index_of_a_later_save_is_the_one_before_with_its_checksums_and_path
         later[index] = copy.copy(info)
         later[index].relative_path = paths[info.relative_path]
         later[index].bp_crc = 1000 + number
-        if "bp_bc" in vars(info):
-            later[index].bp_bc = struct.pack("<2I", number, 2 * number)
     changed = dataclasses.replace(metadata, storage_data=later)
     columns = pack(list(later.values()))
     assert isinstance(columns, Columns)
     told = {"bucketpoint": whole, "storage_meta": metadata.storage_meta, "version": ("1.0.0",)}
-    count = 4 * len(later)
-    checksums, blocks = columns.checksums[:count], columns.checksums[count:]
-    filled = template.fill(checksums, blocks, list(paths.values()), **told)
+    filled = template.fill(columns.checksums, list(paths.values()), **told)
     assert filled is not None
     assert_equal(decode_index(filled), decode_metadata(encode_metadata(changed, bucketpoint=facts)))
-    assert template.fill(checksums[4:], blocks, list(paths.values()), **told) is None
-    assert template.fill(checksums, blocks[4:], list(paths.values()), **told) is None
-    assert template.fill(checksums, blocks, list(paths.values())[1:], **told) is None
+    assert template.fill(columns.checksums[4:], list(paths.values()), **told) is None
+    assert template.fill(columns.checksums, list(paths.values())[1:], **told) is None
 
 
 @pytest.mark.parametrize(
@@ -420,7 +385,7 @@ def test_the_index_of_a_later_save_is_the_one_before_with_its_checksums_and_path
         lambda m: delattr(next(iter(m.storage_data.values())), "bp_crc"),
         lambda m: setattr(next(iter(m.storage_data.values())), "other", 1),
         lambda m: setattr(next(iter(m.storage_data.values())), "transform_descriptors", ["x"]),
-        lambda m: setattr(next(iter(m.storage_data.values())), "bp_bn", 3),
+        lambda m: delattr(next(iter(m.storage_data.values())), "bp_to"),
         lambda m: setattr(m.state_dict_metadata["model.a"], "size", (32, 4)),
         lambda m: m.state_dict_metadata["model.a"].chunks.append(m.state_dict_metadata["model.a"].chunks[0]),
         lambda m: m.state_dict_metadata.update(x="y"),
@@ -483,7 +448,7 @@ def test_garbage_behind_the_magic_is_refused(data: bytes) -> None:
 
 
 def parts() -> list[bytes]:
-    _, _, _, *sizes = HEAD.unpack_from(WHOLE)
+    _, _, *sizes = HEAD.unpack_from(WHOLE)
     found, at = [], HEAD.size
     for size in sizes[::2]:
         found.append(WHOLE[at : at + size])
@@ -492,10 +457,10 @@ def parts() -> list[bytes]:
 
 
 def put_together(changed: dict[int, bytes], real: dict[int, int] | None = None, items: int | None = None) -> bytes:
-    _, count, blocks, *sizes = HEAD.unpack_from(WHOLE)
+    _, count, *sizes = HEAD.unpack_from(WHOLE)
     new = [changed.get(number, part) for number, part in enumerate(parts())]
     lengths = [number for at, part in enumerate(new) for number in (len(part), (real or {}).get(at, sizes[2 * at + 1]))]
-    return HEAD.pack(MAGIC, count if items is None else items, blocks, *lengths) + b"".join(new)
+    return HEAD.pack(MAGIC, count if items is None else items, *lengths) + b"".join(new)
 
 
 def test_the_parts_put_together_again_are_the_index() -> None:

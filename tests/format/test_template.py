@@ -29,8 +29,8 @@ from bucketpoint.format.pickles.machine import Machine
 from bucketpoint.format.storage_info import make_storage_info
 
 U32 = st.integers(0, (1 << 32) - 1) | st.sampled_from([0, 0xFF, 0xFFFF, 0x7FFFFFFF, 0x80000000, 0xFFFFFFFF])
-BLOCKS = st.lists(U32, min_size=0, max_size=4) | st.just([7] * 70)
-ITEMS = st.lists(st.tuples(st.integers(0, 2), BLOCKS), max_size=6)
+# Number of the object, checksum, and if there is a table of block checksums.
+ITEMS = st.lists(st.tuples(st.integers(0, 2), U32, st.booleans()), max_size=6)
 RANKS = st.lists(ITEMS, min_size=1, max_size=3)
 
 
@@ -41,10 +41,9 @@ def save(ranks: list[Any], token: int, checksum: Any) -> list[Columns]:
         infos = [
             make_storage_info(
                 f"data/{token:012x}-{rank}-{number}", 100 * at, 90, payload_offset=10, payload_nbytes=64,
-                crc32c=checksum(at), block_nbytes=16, block_crcs=[checksum(crc) for crc in crcs],
-                table_offset=70_000 + at if len(crcs) == 3 else None,
+                crc32c=checksum(crc), block_nbytes=16, table_offset=70_000 + at if tabled else None,
             )
-            for at, (number, crcs) in enumerate(items)
+            for at, (number, crc, tabled) in enumerate(items)
         ]  # fmt: skip
         columns = pack(infos)
         assert columns is not None
@@ -89,12 +88,12 @@ def test_a_template_says_of_chunks_what_a_pickle_of_objects_says(
     for rank, items in enumerate(ranks):
         infos = [
             make_storage_info(
-                f"{path}-{rank}-{number}", data.draw(DIMS), data.draw(DIMS), crc32c=at,
-                block_nbytes=data.draw(DIMS) + 1, block_crcs=crcs, table_offset=data.draw(DIMS | st.none()),
+                f"{path}-{rank}-{number}", data.draw(DIMS), data.draw(DIMS), crc32c=crc,
+                block_nbytes=data.draw(DIMS) + 1, table_offset=data.draw(DIMS if tabled else st.none()),
                 transform_descriptors=["zstd", "aes"] if transformed else None,
                 **({"payload_offset": data.draw(DIMS), "payload_nbytes": data.draw(DIMS)} if at % 2 else {}),
             )
-            for at, (number, crcs) in enumerate(items)
+            for at, (number, crc, tabled) in enumerate(items)
         ]  # fmt: skip
         columns = pack(infos)
         assert columns is not None
@@ -127,7 +126,7 @@ def test_metadata_of_unusual_kinds_has_no_template() -> None:
     class OwnChunk(ChunkStorageMetadata):
         pass
 
-    ranks: list[Any] = [[(0, [])]]
+    ranks: list[Any] = [[(0, 5, False)]]
     index = MetadataIndex("a", [0], 0)
     chunk = ChunkStorageMetadata(torch.Size([0]), torch.Size([1]))
     own = OwnChunk(torch.Size([0]), torch.Size([1]))
@@ -181,7 +180,7 @@ def test_a_filled_template_is_the_metadata_of_the_later_save(ranks: list[Any], a
 
 
 def simple() -> tuple[list[Any], Any]:
-    ranks = [[(0, [1, 2]), (1, [])]]
+    ranks = [[(0, 1, True), (1, 2, False)]]
     items = index_columns([[MetadataIndex("a"), MetadataIndex("b")]])
     assert items is not None
     metadata = Metadata({"a": BytesStorageMetadata(), "b": BytesStorageMetadata()}, {})

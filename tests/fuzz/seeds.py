@@ -41,7 +41,7 @@ def metadata() -> tuple[Metadata, dict[str, object]]:
     names = {"model.w": entry, "step": BytesStorageMetadata()}
     storage = {
         MetadataIndex("model.w", chunk.offsets, number): make_storage_info(
-            PATH, 500 * number, 400, payload_offset=128, payload_nbytes=48, crc32c=7, block_nbytes=48, block_crcs=[7]
+            PATH, 500 * number, 400, payload_offset=128, payload_nbytes=48, crc32c=7, block_nbytes=48
         )
         for number, chunk in enumerate(halves)
     }

@@ -26,10 +26,9 @@ from bucketpoint.format.storage_info import set_object_facts
 _NONE = -1
 _KNOWN = {
     "relative_path", "offset", "length", "transform_descriptors", names._PAYLOAD_OFFSET, names._PAYLOAD_NBYTES,
-    names._CRC32C, names._BLOCK_NBYTES, names._BLOCK_CRCS, names._TABLE_BLOCK_NBYTES, names._TABLE_OFFSET,
-    names._OBJECT,
+    names._CRC32C, names._TABLE_BLOCK_NBYTES, names._TABLE_OFFSET, names._OBJECT,
 }  # fmt: skip
-COLUMNS = 8
+COLUMNS = 7
 PAYLOAD_NBYTES = 4
 """Number of the column that holds the payload sizes."""
 
@@ -43,8 +42,7 @@ class ItemColumns:
 
     Attributes:
         columns: int64, one column after the other and one entry for each item: number of the object, offset, length,
-            payload offset, payload size, block size, number of block checksums that are sent along, offset of the table
-            of checksums. -1 stands for None.
+            payload offset, payload size, block size, offset of the table of block checksums. -1 stands for None.
         transforms: descriptors of the transforms that all of the items went through.
     """
 
@@ -80,8 +78,7 @@ class Columns:
     """The storage data of some items.
 
     Attributes:
-        checksums: 4 bytes little-endian each: the CRC32C of every item, then those of all blocks of every item that has
-            more than one.
+        checksums: the CRC32C of every item, 4 bytes little-endian each.
     """
 
     layout: ItemColumns
@@ -123,9 +120,8 @@ def pack(infos: Sequence[Any]) -> Columns | None:
     paths: dict[str, int] = {}
     facts: dict[str, tuple[int, str | None]] = {}
     columns = [array("q") for _ in range(COLUMNS)]
-    objects, offsets, lengths, payload_offsets, payload_sizes, block_sizes, block_counts, tables = columns
+    objects, offsets, lengths, payload_offsets, payload_sizes, block_sizes, tables = columns
     crcs = array("I")
-    blocks: list[bytes] = []
     transforms = {tuple(info.transform_descriptors or ()) for info in infos}
     if len(transforms) > 1 or any(vars(info).keys() - _KNOWN for info in infos):
         return None
@@ -142,13 +138,10 @@ def pack(infos: Sequence[Any]) -> Columns | None:
         lengths.append(values["length"])
         payload_offsets.append(values.get(names._PAYLOAD_OFFSET, _NONE))
         payload_sizes.append(values.get(names._PAYLOAD_NBYTES, _NONE))
-        own = values.get(names._BLOCK_CRCS, b"")
-        blocks.append(own)
-        block_sizes.append(values.get(names._BLOCK_NBYTES, values.get(names._TABLE_BLOCK_NBYTES, _NONE)))
+        block_sizes.append(values.get(names._TABLE_BLOCK_NBYTES, _NONE))
         tables.append(values.get(names._TABLE_OFFSET, _NONE))
-        block_counts.append(len(own) // 4)
     layout = ItemColumns(b"".join(column.tobytes() for column in columns), next(iter(transforms), ()) or None)
-    checksums = struct.pack(f"<{len(crcs)}I", *crcs) + b"".join(blocks)
+    checksums = struct.pack(f"<{len(crcs)}I", *crcs)
     return Columns(layout, tuple([(path, *facts.get(path, (None, None))) for path in paths]), checksums)
 
 
@@ -159,16 +152,14 @@ def unpack(columns: Columns) -> list[_StorageInfo]:
         MetadataError: the columns do not fit each other.
     """
     layout, count = columns.layout, columns.layout.count
-    block_counts = layout.column(6)
-    if len(columns.checksums) != 4 * (count + sum(block_counts)):
+    if len(columns.checksums) != 4 * count:
         raise MetadataError(f"{len(columns.checksums)} bytes of checksums were sent for {count} items")
-    crcs = struct.unpack_from(f"<{count}I", columns.checksums)
+    crcs = struct.unpack(f"<{count}I", columns.checksums)
     transforms = list(layout.transforms) if layout.transforms else None
-    at = 4 * count
     infos = []
     told = [False] * len(columns.objects)
-    for number, offset, length, payload_offset, payload_nbytes, block_nbytes, blocks, table, crc in zip(
-        *map(layout.column, range(6)), block_counts, layout.column(7), crcs, strict=True
+    for number, offset, length, payload_offset, payload_nbytes, block_nbytes, table, crc in zip(
+        *map(layout.column, range(COLUMNS)), crcs, strict=True
     ):
         path, size, etag = columns.objects[number]
         info = object.__new__(_StorageInfo)
@@ -180,10 +171,6 @@ def unpack(columns: Columns) -> list[_StorageInfo]:
         values[names._CRC32C] = crc
         if table != _NONE:
             values[names._TABLE_BLOCK_NBYTES], values[names._TABLE_OFFSET] = block_nbytes, table
-        if blocks:
-            values[names._BLOCK_NBYTES] = block_nbytes
-            values[names._BLOCK_CRCS] = columns.checksums[at : at + 4 * blocks]
-            at += 4 * blocks
         if not told[number]:
             told[number] = True
             if size is not None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import struct
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,8 +16,6 @@ _MAX_PATH = 4096
 _PAYLOAD_OFFSET = "bp_po"
 _PAYLOAD_NBYTES = "bp_pn"
 _CRC32C = "bp_crc"
-_BLOCK_NBYTES = "bp_bn"
-_BLOCK_CRCS = "bp_bc"
 _TABLE_BLOCK_NBYTES = "bp_tn"
 _TABLE_OFFSET = "bp_to"
 _OBJECT = "bp_obj"
@@ -34,7 +31,7 @@ class ItemInfo:
         crc32c: of the payload if `payload_offset` is known, else of all stored bytes of the item.
         block_nbytes: length of the blocks with a checksum each, over the same bytes as `crc32c`; the last may be
             shorter.
-        block_crcs: CRC32C of each block; None if the block checksums lie in a table.
+        block_crcs: CRC32C of each block; None until the table of block checksums has been read.
         table_offset: start of the table of block checksums in the item's object, 4 bytes a block, little-endian.
             `crc32c` protects the table too: the block checksums must combine to it.
     """
@@ -102,19 +99,13 @@ def read_fields(values: dict[str, Any], *, url: str | None = None) -> ItemInfo:
         reader.require(payload_offset + payload_nbytes <= length, "its payload does not lie within it")
     checked = length if payload_nbytes is None else payload_nbytes
     crc32c = reader.optional(_CRC32C, limit=1 << 32)
-    block_nbytes, block_crcs = reader.optional(_BLOCK_NBYTES), reader.checksums()
-    reader.require((block_nbytes is None) == (block_crcs is None), "half of its block checksums is missing")
-    table_nbytes, table_offset = reader.optional(_TABLE_BLOCK_NBYTES), reader.optional(_TABLE_OFFSET)
-    reader.require((table_nbytes is None) == (table_offset is None), "half of its table of checksums is missing")
-    if table_nbytes is not None:
-        reader.require(block_nbytes is None, "it has its block checksums twice")
-        reader.require(table_nbytes > 0 and crc32c is not None, "nothing vouches for its table of checksums")
-        reader.require(checked > table_nbytes, "it has a table of checksums for a single block")
-        reader.require(checked <= table_nbytes * _MOST_BLOCKS, "its table of checksums is absurdly long")
-        block_nbytes = table_nbytes
-    elif block_nbytes is not None and block_crcs is not None:
-        reader.require(block_nbytes > 0, "its blocks are empty")
-        reader.require(len(block_crcs) == -(-checked // block_nbytes), "it has checksums for another number of blocks")
+    block_crcs: tuple[int, ...] | None = None
+    block_nbytes, table_offset = reader.optional(_TABLE_BLOCK_NBYTES), reader.optional(_TABLE_OFFSET)
+    reader.require((block_nbytes is None) == (table_offset is None), "half of its table of checksums is missing")
+    if block_nbytes is not None:
+        reader.require(block_nbytes > 0 and crc32c is not None, "nothing vouches for its table of checksums")
+        reader.require(checked > block_nbytes, "it has a table of checksums for a single block")
+        reader.require(checked <= block_nbytes * _MOST_BLOCKS, "its table of checksums is absurdly long")
     elif crc32c is not None:
         block_nbytes, block_crcs = checked, (crc32c,) if checked else ()
     return ItemInfo(
@@ -156,10 +147,3 @@ class _Fields:
         sound = type(value) in (list, tuple) and all(type(descriptor) is str for descriptor in value)
         self.require(sound, "its transform descriptors are no list of names")
         return tuple(value)
-
-    def checksums(self) -> tuple[int, ...] | None:
-        value = self._values.get(_BLOCK_CRCS)
-        if value is None:
-            return None
-        self.require(type(value) is bytes and len(value) % 4 == 0, "its block checksums are malformed")
-        return struct.unpack(f"<{len(value) // 4}I", value)

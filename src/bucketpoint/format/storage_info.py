@@ -6,14 +6,11 @@ They are plain attributes of the stock class: they pickle along, and stock reade
 from __future__ import annotations
 
 import itertools
-import struct
 from collections.abc import Sequence
 from typing import Any
 
 from bucketpoint.errors import MetadataError
 from bucketpoint.format.item_info import (
-    _BLOCK_CRCS,
-    _BLOCK_NBYTES,
     _CRC32C,
     _OBJECT,
     _PAYLOAD_NBYTES,
@@ -52,28 +49,20 @@ def make_storage_info(
     payload_nbytes: int | None = None,
     crc32c: int | None = None,
     block_nbytes: int | None = None,
-    block_crcs: Sequence[int] | None = None,
     table_offset: int | None = None,
     transform_descriptors: Sequence[str] | None = None,
 ) -> _StorageInfo:
-    """Make a `_StorageInfo` of the stock class for an item, with bucketpoint's attributes attached.
-
-    Block checksums are in a table of the item's object, or in `block_crcs`: the form from before there were tables.
-    """
+    """Make a `_StorageInfo` of the stock class for an item, with bucketpoint's attributes attached."""
     info = _StorageInfo(path, offset, length, list(transform_descriptors) if transform_descriptors else None)
     if payload_offset is not None:
         setattr(info, _PAYLOAD_OFFSET, payload_offset)
         setattr(info, _PAYLOAD_NBYTES, payload_nbytes)
     if crc32c is not None:
         setattr(info, _CRC32C, crc32c)
-    # A single block's checksum equals the item's own, so it is not stored; `read_storage_info` restores it.
+    # The checksum of a single block equals the item's own, and no table is stored; `read_storage_info` restores it.
     if table_offset is not None:
-        # Attributes that older readers do not know: they treat the item as one block.
         setattr(info, _TABLE_BLOCK_NBYTES, block_nbytes)
         setattr(info, _TABLE_OFFSET, table_offset)
-    elif block_crcs is not None and len(block_crcs) > 1:
-        setattr(info, _BLOCK_NBYTES, block_nbytes)
-        setattr(info, _BLOCK_CRCS, struct.pack(f"<{len(block_crcs)}I", *block_crcs))
     return info
 
 

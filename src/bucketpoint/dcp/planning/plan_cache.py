@@ -227,10 +227,8 @@ class RankResults:
         if agreed is None or agreed.index is None or self._digests() != agreed.complete:
             return None
         columns = [each for each in self.columns if each is not None]
-        ends = [4 * each.layout.count for each in columns]
         return agreed.index.fill(
-            b"".join(each.checksums[:end] for each, end in zip(columns, ends, strict=True)),
-            b"".join(each.checksums[end:] for each, end in zip(columns, ends, strict=True)),
+            b"".join(each.checksums for each in columns),
             [path for each in columns for path, _, _ in each.objects],
             bucketpoint=bucketpoint,
             storage_meta=storage_meta,

@@ -17,14 +17,7 @@ from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata
 from bucketpoint.errors import MetadataError
 from bucketpoint.format import item_info as names
 from bucketpoint.format.index.derived import count_blocks, payload_sizes, size_guess, table_places
-from bucketpoint.format.index.encode import (
-    COMPRESSED,
-    FIRST_MAGIC,
-    HEAD,
-    MAGIC,
-    PARTS,
-    largest_part,
-)
+from bucketpoint.format.index.encode import COMPRESSED, HEAD, MAGIC, PARTS, largest_part
 from bucketpoint.format.index.int_columns import CPU, Decoder, Segments, narrow
 from bucketpoint.format.pickles.allow_list import DTYPE_NAMES
 from bucketpoint.format.tensor_bytes import tensor_bytes
@@ -35,7 +28,7 @@ _MAX_NBYTES = 1 << 62
 
 def is_index(data: bytes) -> bool:
     """Return True if these bytes begin as an index does. No pickle begins so."""
-    return data[: len(MAGIC)] in (MAGIC, FIRST_MAGIC)
+    return data[: len(MAGIC)] == MAGIC
 
 
 class Index:
@@ -48,7 +41,7 @@ class Index:
 
     def __init__(self, data: bytes) -> None:
         self._data = data
-        self._parts, items, blocks = _parts(data)
+        self._parts, items = _parts(data)
         structure, facts = (json.loads(self._parts[name].content()) for name in ("structure", "facts"))
         self.names: list[str] = structure["names"]
         _require(type(self.names) is list and set(map(type, self.names)) <= {str}, "names")
@@ -58,9 +51,9 @@ class Index:
         self._paths = [told[0] for told in facts["objects"][: facts["paths"]]]
         _require(set(map(type, self._paths)) <= {str}, "paths")
         del structure, facts
-        self._checksums, self._blocks = (self._parts[name].stored.cast("I") for name in ("checksums", "blocks"))
-        _require(len(self._checksums) == items and len(self._blocks) == blocks, "checksums")
-        self._take_columns(Decoder(self._parts["columns"].content()), items, first=data[: len(MAGIC)] == FIRST_MAGIC)
+        self._checksums = self._parts["checksums"].stored.cast("I")
+        _require(len(self._checksums) == items, "checksums")
+        self._take_columns(Decoder(self._parts["columns"].content()), items)
         self.numbers = dict(zip(self.names, range(len(self.names)), strict=True))
         _require(len(self.numbers) == len(self.names), "names twice")
 
@@ -83,7 +76,7 @@ class Index:
             return {name: tuple(path) for name, path in told.items()}
         return {name: tuple(path) for name, path in zip(self.names, told, strict=True)}
 
-    def _take_columns(self, decoder: Decoder, items: int, *, first: bool) -> None:
+    def _take_columns(self, decoder: Decoder, items: int) -> None:
         total = len(self.names)
         kinds, dims, counts = (decoder.column(total) for _ in range(3))
         _require(bool(((kinds >= 0) & (kinds <= len(self._properties))).all()), "kinds")
@@ -121,23 +114,17 @@ class Index:
         between = decoder.segmented(entries)
         order = torch.argsort(objects, stable=True)
         offsets = _offsets(objects, between, lengths, order)
-        self.tabled = not first and bool(decoder.column(1)[0])
+        self.tabled = bool(decoder.column(1)[0])
+        _require(self.tabled or not counted.any(), "blocks")
         if self.tabled:
             counted *= 4
             begins, ends = table_places(objects, offsets, lengths, counted, order)
             begins += decoder.segmented(entries)
             self._tables, self._first_tables = Column(begins), _array(ends)
-            counted = torch.zeros(1, dtype=torch.int64, device=CPU).expand(items)
         decoder.end()
-        del entries, order
-        self._take_blocks(counted)
+        del entries, order, counted
         self._at = Column(offsets)
         self._lengths = Column(lengths)
-
-    def _take_blocks(self, counts: torch.Tensor) -> None:
-        """Keep the positions of the block checksums that are in no table."""
-        _require(int(counts.sum()) == len(self._blocks), "blocks")
-        self._block_counts, self._first_block = Column(counts), Column(torch.cumsum(counts, 0) - counts)
 
     # -- what DCP asks for --------------------------------------------------------------------------------------------
 
@@ -205,10 +192,6 @@ class Index:
         if self.tabled and self._block_nbytes[slot] > 0:
             values[names._TABLE_BLOCK_NBYTES] = self._block_nbytes[slot]
             values[names._TABLE_OFFSET] = self._first_tables[self._objects[slot]] + self._tables[slot]
-        if self._block_counts[slot]:
-            first = self._first_block[slot]
-            values[names._BLOCK_NBYTES] = self._block_nbytes[slot]
-            values[names._BLOCK_CRCS] = self._blocks[first : first + self._block_counts[slot]].tobytes()
         return found
 
     def indices(self) -> Iterator[MetadataIndex]:
@@ -257,21 +240,21 @@ class _Part:
         return content
 
 
-def _parts(data: bytes) -> tuple[dict[str, _Part], int, int]:
-    """Return the parts of an index, none larger than its size allows, and the numbers of items and of blocks."""
+def _parts(data: bytes) -> tuple[dict[str, _Part], int]:
+    """Return the parts of an index, none larger than its size allows, and the number of items."""
     if len(data) < HEAD.size or not is_index(data):
         raise MetadataError("This is no index")
-    _, items, blocks, *sizes = HEAD.unpack_from(data)
+    _, items, *sizes = HEAD.unpack_from(data)
     _require(sum(sizes[::2]) + HEAD.size == len(data), "length")
     _require(all(size <= largest_part(len(data)) for size in sizes[1::2]), "size")
     # Every item has a stored checksum, so a hostile head cannot claim more items than the data has bytes for.
-    _require(4 * items <= len(data) and 4 * blocks <= len(data), "number of items")
+    _require(4 * items <= len(data), "number of items")
     parts, at = {}, HEAD.size
     for number, name in enumerate(PARTS):
         stored, real = sizes[2 * number : 2 * number + 2]
         parts[name] = _Part(memoryview(data)[at : at + stored], real, name, number < COMPRESSED)
         at += stored
-    return parts, items, blocks
+    return parts, items
 
 
 def _properties(dtype: Any, layout: Any, requires_grad: Any, memory_format: Any, pin_memory: Any) -> TensorProperties:

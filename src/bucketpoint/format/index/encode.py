@@ -1,8 +1,8 @@
 """Writer of the index beside a large `.metadata`: the same content in columns, at a few bytes a chunk.
 
 Layout: a head, then the parts. Names and kinds of the entries, the planner's paths to them, columns of numbers (all
-three the same at every save of one structure), facts of this save, and raw checksums: one of each item, then those of
-blocks that are in no table. `decode.py` reads an index, `ref.py` finds one.
+three the same at every save of one structure), facts of this save, and the raw checksum of each item. `decode.py` reads
+an index, `ref.py` finds one.
 """
 
 from __future__ import annotations
@@ -35,13 +35,11 @@ from bucketpoint.format.pickles.allow_list import DTYPE_NAMES
 from bucketpoint.format.tensor_bytes import tensor_bytes
 
 MAGIC = b"BPINDEX2"
-FIRST_MAGIC = b"BPINDEX1"
-"""Magic of indexes from before there were tables of block checksums."""
 
-PARTS = ("structure", "mappings", "columns", "facts", "checksums", "blocks")
+PARTS = ("structure", "mappings", "columns", "facts", "checksums")
 COMPRESSED = 4
-HEAD = struct.Struct("<8sQQ" + "QQ" * len(PARTS))
-"""Magic, number of items, number of block checksums, then for each part its stored and its uncompressed size."""
+HEAD = struct.Struct("<8sQ8x" + "QQ" * len(PARTS) + "16x")
+"""Magic, number of items, then for each part its stored and its uncompressed size. The padding is zeros."""
 
 LARGEST_RATIO = 64
 """Limit: no part is larger than this many times the index plus 1 MiB, so that a hostile index cannot exhaust memory."""
@@ -58,19 +56,16 @@ class IndexTemplate:
     Attributes:
         parts: the compressed parts that stay the same, and their uncompressed sizes.
         slots: index slot of the n-th item of the storage data.
-        words: for the n-th block checksum of the index, the number of that checksum in the order of the storage data.
         objects: number of data objects in which the items lie.
     """
 
     parts: tuple[tuple[bytes, int], ...]
     slots: torch.Tensor
-    words: torch.Tensor
     objects: int
 
     def fill(
         self,
         checksums: bytes,
-        blocks: bytes,
         paths: Sequence[str],
         *,
         bucketpoint: dict[str, Any],
@@ -80,23 +75,22 @@ class IndexTemplate:
         """Encode the index of a save. None if the content does not fit the template.
 
         Args:
-            checksums, blocks: 4 bytes each, in the order of the storage data.
+            checksums: 4 bytes each, in the order of the storage data.
             paths: of the objects, in the order in which the storage data names them.
             bucketpoint: the attribute of that name in `.metadata`.
             version: the attribute of that name, as a tuple of one; empty if the metadata has no such attribute.
         """
-        if len(checksums) != 4 * len(self.slots) or len(blocks) != 4 * len(self.words) or len(paths) != self.objects:
+        if len(checksums) != 4 * len(self.slots) or len(paths) != self.objects:
             return None
         facts = _facts(paths, bucketpoint, storage_meta, version)
         if facts is None:
             return None
         ordered = torch.empty(len(self.slots), dtype=torch.int32, device=CPU)
-        ordered[self.slots] = _words(checksums)
-        mixed = _words(blocks)[self.words]
-        raw = [bytes(tensor_bytes(ordered)), bytes(tensor_bytes(mixed))]
-        stored = [*self.parts, (zlib.compress(facts), len(facts)), *((data, len(data)) for data in raw)]
+        ordered[self.slots] = torch.frombuffer(bytearray(checksums), dtype=torch.int32)
+        raw = bytes(tensor_bytes(ordered))
+        stored = [*self.parts, (zlib.compress(facts), len(facts)), (raw, len(raw))]
         sizes = itertools.chain.from_iterable((len(data), size) for data, size in stored)
-        head = HEAD.pack(MAGIC, len(self.slots), len(self.words), *sizes)
+        head = HEAD.pack(MAGIC, len(self.slots), *sizes)
         whole = b"".join([head, *(data for data, _ in stored)])
         return whole if all(size <= largest_part(len(whole)) for _, size in stored) else None
 
@@ -168,8 +162,7 @@ def _encode(metadata: Metadata, bucketpoint: dict[str, Any]) -> tuple[bytes, Ind
     layout = [over(columns.layout.column(n)) for n in range(COLUMNS)]
     template = _template(metadata, places, layout, columns.layout.transforms, len(columns.objects))
     whole = template.fill(
-        columns.checksums[: 4 * columns.layout.count],
-        columns.checksums[4 * columns.layout.count :],
+        columns.checksums,
         [path for path, _, _ in columns.objects],
         bucketpoint=bucketpoint,
         storage_meta=metadata.storage_meta,
@@ -196,14 +189,14 @@ def _template(
     table = _Entries(entries)
     slots, hints = _places(entries, table, places)
     boxes = [over(table.offsets), over(table.sizes)]
-    data, words = _columns(table, boxes, hints, layout, slots)
+    data = _columns(table, boxes, hints, layout, slots)
     structure = {
         "names": list(entries),
         "properties": list(table.properties),
         "transforms": list(transforms or ()),
     }
     static = [_json(structure), _json(_mappings(metadata.planner_data, entries)), data]
-    return IndexTemplate(tuple([(zlib.compress(part), len(part)) for part in static]), slots, words, objects)
+    return IndexTemplate(tuple([(zlib.compress(part), len(part)) for part in static]), slots, objects)
 
 
 class _Entries:
@@ -293,8 +286,8 @@ def _columns(
     hints: torch.Tensor,
     layout: list[torch.Tensor],
     slots: torch.Tensor,
-) -> tuple[bytes, torch.Tensor]:
-    """Encode all columns of numbers, and return them with the order of the block checksums."""
+) -> bytes:
+    """Encode all columns of numbers."""
     kinds, dims, counts, shapes, itemsizes = (
         over(column) for column in (table.kinds, table.dims, table.counts, table.shapes, table.itemsizes)
     )
@@ -307,13 +300,12 @@ def _columns(
         for kind in range(SIZE_GUESSES)
     ]
     parts += [min(guesses, key=lambda data: len(zlib.compress(data, 1)))]
-    source = layout[6]
-    objects, offsets, lengths, payload_offsets, payloads, blocks, block_counts, tables = (
+    objects, offsets, lengths, payload_offsets, payloads, blocks, tables = (
         torch.empty_like(column).scatter_(0, slots, column) for column in layout
     )
     expected = payload_sizes(boxes[1], kinds, dims, entries, itemsizes)
     counted, tabled = count_blocks(blocks, payloads, lengths), bool((tables >= 0).any())
-    _require(bool(torch.equal(tables >= 0, counted > 0)) if tabled else bool(torch.equal(block_counts, counted)))
+    _require(bool(torch.equal(tables >= 0, counted > 0)))
     parts += [
         encode_segments(column, entries)
         for column in (
@@ -323,14 +315,10 @@ def _columns(
     ]  # fmt: skip
     parts += [encode(torch.tensor([int(tabled)], device=CPU))]
     if tabled:
-        _require(not block_counts.any())
         begins, ends = table_places(objects, offsets, lengths, 4 * counted, torch.argsort(objects, stable=True))
         expected = ends[objects] + begins
         parts += [encode_segments(torch.where(tables >= 0, tables - expected, 0), entries)]
-    # Position of each item's blocks in the storage data, slot by slot.
-    begins = torch.empty_like(source).scatter_(0, slots, torch.cumsum(source, 0) - source)
-    owned = Segments.of(block_counts)
-    return b"".join(parts), begins[owned.owner] + owned.place
+    return b"".join(parts)
 
 
 def _mappings(planner_data: Any, entries: dict[str, Any]) -> Any:
@@ -379,12 +367,6 @@ def _facts(
 
 def _json(value: Any) -> bytes:
     return json.dumps(value, separators=(",", ":")).encode()
-
-
-def _words(data: bytes) -> torch.Tensor:
-    return (
-        torch.frombuffer(bytearray(data), dtype=torch.int32) if data else torch.empty(0, dtype=torch.int32, device=CPU)
-    )
 
 
 def _require(holds: bool) -> None:

@@ -146,15 +146,7 @@ class _Maker:
         shared += [MetadataIndex, _StorageInfo, "state_dict_metadata", "planner_data", "storage_data", "properties"]
         shared += ["size", "chunks", "offsets", "sizes", "fqn", "index", "offset", "relative_path", "length"]
         shared += ["transform_descriptors", names._PAYLOAD_OFFSET, names._PAYLOAD_NBYTES, names._CRC32C]
-        shared += [
-            names._BLOCK_NBYTES,
-            names._BLOCK_CRCS,
-            names._TABLE_BLOCK_NBYTES,
-            names._TABLE_OFFSET,
-            *transforms,
-            *self._state,
-            planner_data,
-        ]
+        shared += [names._TABLE_BLOCK_NBYTES, names._TABLE_OFFSET, *transforms, *self._state, planner_data]
         shared += [entry.properties for entry in entries if isinstance(entry, TensorStorageMetadata)]
         stream = io.BytesIO()
         pickler = pickle.Pickler(stream, protocol=PICKLE_PROTOCOL)
@@ -191,13 +183,12 @@ class _Maker:
         words: list[array[int]] = []
         paths = []
         for rank, columns in enumerate(self._reported):
-            position, places, *found = self._of_rank(columns, items.borders[rank], items.borders[rank + 1], position)
-            words += found
+            position, places, found = self._of_rank(columns, items.borders[rank], items.borders[rank + 1], position)
+            words.append(found)
             paths.append(places)
         self._parts.append(pickle.SETITEMS)
-        counts = tuple([len(crcs) + len(blocks) for crcs, blocks in zip(words[::2], words[1::2], strict=True)])
         joined = torch.cat([over(each) for each in words]) if words else torch.empty(0)
-        return MetadataTemplate(b"".join(self._parts), joined, counts, tuple(paths), self._name)
+        return MetadataTemplate(b"".join(self._parts), joined, tuple(map(len, words)), tuple(paths), self._name)
 
     def _entry(self, entry: Any) -> None:
         if type(entry) is BytesStorageMetadata and not vars(entry):
@@ -244,26 +235,23 @@ class _Maker:
 
     def _of_rank(
         self, columns: Columns, first: int, last: int, position: int
-    ) -> tuple[int, tuple[tuple[int, int], ...], array[int], array[int]]:
-        """Add one rank's storage data.
-
-        Return its end, and the positions of paths, item checksums and block checksums.
-        """
+    ) -> tuple[int, tuple[tuple[int, int], ...], array[int]]:
+        """Add one rank's storage data, and return its end and the positions of paths and checksums."""
         layout, texts = columns.layout, self._texts
         if layout.count != last - first:
             raise _UnusualError
         sizes = [len(path.encode()) for path, _, _ in columns.objects]
         path_refs: list[bytes | None] = [None] * len(sizes)
         places = [(0, 0)] * len(sizes)
-        crcs, block_words = array("q"), array("q")
+        crcs = array("q")
         kinds: dict[tuple[int, ...], tuple[bytes, bytes, int]] = {}
         add, shapes = self._parts.append, self._shapes
         begin = self._known[id(MetadataIndex)] + _BEGUN + texts["fqn"]
         to_info = _DONE + self._known[id(_StorageInfo)] + _BEGUN + texts["relative_path"]
         hint_key, offset_key, place_key = texts["index"], texts["offset"], texts["offset"]
         table_key = texts[names._TABLE_OFFSET]
-        facts = zip(*[layout.column(number) for number in (2, 3, 4, 5, 6)], strict=True)
-        tables = layout.column(7)
+        facts = zip(*[layout.column(number) for number in (2, 3, 4, 5)], strict=True)
+        tables = layout.column(6)
         items = self._items
         for name, offset, hint, number, at, fact, table in zip(
             items.names[first:last], items.offsets[first:last], items.hints[first:last],
@@ -290,14 +278,11 @@ class _Maker:
             add(record)
             position += len(record)
             crcs.append(position - back)
-            if fact[-1]:
-                end = position - len(_DONE)
-                block_words.extend(range(end - 4 * fact[-1], end, 4))
-        return position, tuple(places), crcs, block_words
+        return position, tuple(places), crcs
 
     def _kind(self, fact: tuple[int, ...], transforms: tuple[str, ...] | None) -> tuple[bytes, bytes, int]:
         """Encode the fields after an item's offset: up to the checksum, from there on, and the latter's length."""
-        length, payload_offset, payload_nbytes, block_nbytes, blocks = fact
+        length, payload_offset, payload_nbytes, block_nbytes = fact
         texts = self._texts
         between = texts["length"] + _number(length)
         if transforms:
@@ -308,11 +293,8 @@ class _Maker:
             between += texts[names._PAYLOAD_NBYTES] + _number(payload_nbytes)
         between += texts[names._CRC32C] + _CHECKSUM[0]
         rest = bytes(4) + _CHECKSUM[1]
-        if block_nbytes >= 0 and not blocks:
+        if block_nbytes >= 0:
             rest += texts[names._TABLE_BLOCK_NBYTES] + _number(block_nbytes)
-        elif blocks:
-            rest += texts[names._BLOCK_NBYTES] + _number(block_nbytes) + texts[names._BLOCK_CRCS]
-            rest += _bytes_header(4 * blocks) + bytes(4 * blocks)
         rest += _DONE
         return between, rest, len(rest)
 
@@ -325,10 +307,6 @@ def _text_header(size: int) -> bytes:
     if size < 256:
         return pickle.SHORT_BINUNICODE + bytes((size,))
     return pickle.BINUNICODE + size.to_bytes(4, "little")
-
-
-def _bytes_header(size: int) -> bytes:
-    return pickle.SHORT_BINBYTES + bytes((size,)) if size < 256 else pickle.BINBYTES + size.to_bytes(4, "little")
 
 
 def _number(value: int) -> bytes:
