@@ -47,7 +47,7 @@ def test_a_target_that_is_damaged_is_an_exit_code(
     program: Program, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     torch.save({"w": torch.ones(3)}, tmp_path / "a.pt")
-    monkeypatch.setattr(verifying, "crc32c", lambda view: 1)
+    monkeypatch.setattr(verifying, "_sent", lambda entry, uploaded: 1)
     done = program("convert", str(tmp_path / "a.pt"), str(tmp_path / "b"), "--verify")
     assert done.code == 1
     assert "DAMAGED" in done.out

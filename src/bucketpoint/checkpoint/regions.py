@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from bucketpoint.format.item_info import ItemInfo
 from bucketpoint.format.torch_zip import tensor_frame
-from bucketpoint.transfer.checksum import combine, crc32c
+from bucketpoint.transfer.checksum import CrcAccumulator, crc32c
 
 
 @dataclass(frozen=True)
@@ -127,7 +127,7 @@ class ObjectCheck:
         self._regions = regions
         self._stops = [region.stop for region in regions]
         self._lock = threading.Lock()
-        self._parts: dict[int, list[tuple[int, int, int]]] = {}
+        self._parts: dict[int, CrcAccumulator] = {}
         self._wrong: set[int] = set()
 
     def note(self, start: int, view: memoryview) -> None:
@@ -137,24 +137,16 @@ class ObjectCheck:
         while index < len(self._regions) and self._regions[index].start < stop:
             region = self._regions[index]
             low, high = max(region.start, start), min(region.stop, stop)
-            self._judge(index, (low, high - low, crc32c(view[low - start : high - start])))
+            with self._lock:
+                arrived = self._parts.setdefault(index, CrcAccumulator(region.nbytes))
+            if arrived.take(low, view[low - start : high - start]):
+                with self._lock:
+                    self._parts.pop(index, None)
+                    if arrived.total() != region.crc32c:
+                        self._wrong.add(index)
             index += 1
 
     def wrong(self) -> list[Region]:
         """Return the regions that are known by now to have wrong bytes."""
         with self._lock:
             return [self._regions[index] for index in sorted(self._wrong)]
-
-    def _judge(self, index: int, piece: tuple[int, int, int]) -> None:
-        region = self._regions[index]
-        with self._lock:
-            pieces = self._parts.setdefault(index, [])
-            pieces.append(piece)
-            if sum(nbytes for _, nbytes, _ in pieces) < region.nbytes:
-                return
-            del self._parts[index]
-            total = 0
-            for _, nbytes, crc in sorted(pieces):
-                total = combine(total, crc, nbytes)
-            if total != region.crc32c:
-                self._wrong.add(index)

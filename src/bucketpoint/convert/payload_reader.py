@@ -7,29 +7,17 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 import torch
-from awscrt.checksums import combine_crc32, combine_crc32c, crc32, crc32c
 
 from bucketpoint.checkpoint.objects import REMEDY
 from bucketpoint.convert.nd_boxes import Box, cut, shared, stretch_start
-from bucketpoint.convert.source import Checksum, Decoded, Held, Payload, Stretch
+from bucketpoint.convert.source import Decoded, Held, Payload, Stretch
 from bucketpoint.convert.source_reader import SourceBytes
 from bucketpoint.errors import CorruptDataError
 from bucketpoint.format.tensor_bytes import copy_stretch
 from bucketpoint.transfer import BufferPool, Segment
-
-_CRC = {"crc32": crc32, "crc32c": crc32c}
-_COMBINE = {"crc32": combine_crc32, "crc32c": combine_crc32c}
-
-
-@dataclass
-class _Seen:
-    """Pieces of a stretch read so far: checksum and length of each, by the offset of its start."""
-
-    pieces: dict[int, tuple[int, int]] = field(default_factory=dict)
-    nbytes: int = 0
+from bucketpoint.transfer.checksum import CrcAccumulator
 
 
 class Filling:
@@ -45,7 +33,7 @@ class Filling:
         """Bytes of stretches that were read whole and matched the checksum that their writer recorded."""
         self._source = source
         self._lock = threading.Lock()
-        self._seen: dict[Stretch, _Seen] = {}
+        self._seen: dict[Stretch, CrcAccumulator] = {}
         self._decoding = threading.Lock()
         self._decoded: tuple[Decoded, torch.Tensor] | None = None
 
@@ -128,17 +116,14 @@ class Filling:
         checksum = stretch.checksum
         if checksum is None:
             return
-        crc = int(_CRC[checksum.kind](view))
         with self._lock:
-            seen = self._seen.setdefault(stretch, _Seen())
-            if start not in seen.pieces:
-                seen.nbytes += len(view)
-            seen.pieces[start] = crc, len(view)
-            if seen.nbytes < stretch.nbytes:
-                return
-            del self._seen[stretch]
-            self.checked_bytes += stretch.nbytes
-        if _combined(seen.pieces, checksum) != checksum.value:
+            seen = self._seen.setdefault(stretch, CrcAccumulator(stretch.nbytes, checksum.kind))
+        if not seen.take(start, view):
+            return
+        with self._lock:
+            if self._seen.pop(stretch, None) is seen:
+                self.checked_bytes += stretch.nbytes
+        if seen.total() != checksum.value:
             raise CorruptDataError(
                 f"The checkpoint is damaged: {stretch.nbytes} bytes of an object, from byte "
                 f"{stretch.start} on, have another {checksum.kind.upper()} than was written",
@@ -146,10 +131,3 @@ class Filling:
                 key=stretch.key,
                 remedy=REMEDY,
             )
-
-
-def _combined(pieces: dict[int, tuple[int, int]], checksum: Checksum) -> int:
-    total = 0
-    for _, (crc, nbytes) in sorted(pieces.items()):
-        total = int(_COMBINE[checksum.kind](total, crc, nbytes)) if nbytes else total
-    return total

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from bucketpoint.convert.target import TargetObject, TargetPlace
 from bucketpoint.format import keys
 from bucketpoint.transfer import BufferPool, Meter, TransferOptions, Uploaded, retry_transient
-from bucketpoint.transfer.checksum import combine, crc32c, fold_blocks
+from bucketpoint.transfer.checksum import CrcAccumulator, combine, fold_blocks
 from bucketpoint.transfer.pieces import for_each, piece_bytes
 
 
@@ -20,24 +20,21 @@ def read_again(
 ) -> list[str]:
     """Read all objects, and return the paths of those that differ from what was sent."""
     pool, step = BufferPool(options.max_inflight_bytes), piece_bytes(options)
-    found: dict[tuple[str, int], tuple[int, int]] = {}
+    found = {entry.path: CrcAccumulator(entry.nbytes) for entry in objects}
 
     def read(piece: tuple[TargetObject, int]) -> None:
         entry, start = piece
         key, nbytes = keys.join(place.prefix, entry.path), min(step, entry.nbytes - start)
         with pool.lease(nbytes) as view:
             retry_transient(lambda: place.store.read_into(key, start, [view]), attempts=options.read_attempts)
-            found[entry.path, start] = crc32c(view), nbytes
+            found[entry.path].take(start, view)
         meter.add(nbytes)
 
     meter.total_bytes += sum(entry.nbytes for entry in objects)
     for_each(((entry, start) for entry in objects for start in range(0, entry.nbytes, step)), read, options)
     damaged = []
     for entry in objects:
-        there = 0
-        for start in range(0, entry.nbytes, step):
-            there = combine(there, *found[entry.path, start])
-        if entry.path not in done or there != _sent(entry, done[entry.path]):
+        if entry.path not in done or found[entry.path].total() != _sent(entry, done[entry.path]):
             damaged.append(entry.path)
     return damaged
 

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 
-from awscrt.checksums import combine_crc32c as _combine
-from awscrt.checksums import crc32c as _crc32c
+from awscrt import checksums
+
+_FUNCTIONS = {
+    "crc32c": (checksums.crc32c, checksums.combine_crc32c),
+    "crc32": (checksums.crc32, checksums.combine_crc32),
+}
 
 
 def crc32c(view: memoryview, previous: int = 0) -> int:
     """Compute the CRC32C of `view`, continued from `previous`. Releases the GIL."""
-    return int(_crc32c(view, previous)) if len(view) else previous
+    return int(checksums.crc32c(view, previous)) if len(view) else previous
 
 
-def combine(first: int, second: int, second_nbytes: int) -> int:
-    """Return the CRC32C of two adjacent byte ranges from the CRC32C of each."""
-    if second_nbytes == 0:
-        return first
-    return int(_combine(first, second, second_nbytes))
+def combine(first: int, second: int, second_nbytes: int, kind: str = "crc32c") -> int:
+    """Return the checksum of two adjacent byte ranges from the checksum of each."""
+    return int(_FUNCTIONS[kind][1](first, second, second_nbytes)) if second_nbytes else first
 
 
 def fold_blocks(crcs: Sequence[int], nbytes: int, block_nbytes: int) -> int:
@@ -26,3 +29,49 @@ def fold_blocks(crcs: Sequence[int], nbytes: int, block_nbytes: int) -> int:
     for index, crc in enumerate(crcs):
         total = combine(total, crc, min(block_nbytes, nbytes - index * block_nbytes))
     return total
+
+
+class CrcAccumulator:
+    """Checksum of bytes that arrive in pieces, in any order and from any thread.
+
+    Args:
+        nbytes: number of the bytes.
+        kind: `"crc32c"`, or `"crc32"` as in zip archives.
+    """
+
+    def __init__(self, nbytes: int, kind: str = "crc32c") -> None:
+        self.nbytes = nbytes
+        self._kind = kind
+        self._lock = threading.Lock()
+        self._missing = nbytes
+        self._pieces: dict[int, tuple[int, int]] = {}
+
+    def take(self, start: int, view: memoryview) -> bool:
+        """Compute and record the checksum of the piece that begins at `start`. Return as `add`."""
+        return self.add(start, len(view), int(_FUNCTIONS[self._kind][0](view)) if len(view) else 0)
+
+    def add(self, start: int, nbytes: int, crc: int) -> bool:
+        """Record the checksum of a piece. Return True once none of the bytes is missing."""
+        with self._lock:
+            if nbytes:
+                self._missing -= nbytes - self._pieces.get(start, (0, 0))[0]
+                self._pieces[start] = nbytes, crc
+            return self._missing <= 0
+
+    def total(self) -> int:
+        """Return the checksum of all pieces, in the order of their offsets."""
+        total = 0
+        for _, (nbytes, crc) in sorted(self._pieces.items()):
+            total = combine(total, crc, nbytes, self._kind)
+        return total
+
+    def between(self, start: int, stop: int) -> int | None:
+        """Return the checksum of the bytes `[start, stop)`; None if no pieces cover exactly these bytes."""
+        total = 0
+        while start < stop:
+            nbytes, crc = self._pieces.get(start, (0, 0))
+            if not 0 < nbytes <= stop - start:
+                return None
+            total = combine(total, crc, nbytes, self._kind)
+            start += nbytes
+        return total

@@ -6,13 +6,12 @@ This module deals with byte ranges, checksums and stores; `format` and `dcp` int
 from __future__ import annotations
 
 import bisect
-import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from bucketpoint.errors import CorruptDataError
 from bucketpoint.transfer.budget import BufferPool
-from bucketpoint.transfer.checksum import combine, crc32c
+from bucketpoint.transfer.checksum import CrcAccumulator, crc32c
 from bucketpoint.transfer.hedge import Reads
 from bucketpoint.transfer.options import TransferOptions
 from bucketpoint.transfer.progress import Meter
@@ -30,25 +29,12 @@ class Block:
     crc32c: int
 
 
-class Whole:
+class Whole(CrcAccumulator):
     """The expected CRC32C of several extents together. They may arrive in any order, from any thread."""
 
     def __init__(self, nbytes: int, crc32c: int) -> None:
-        self.nbytes = nbytes
+        super().__init__(nbytes)
         self.crc32c = crc32c
-        self._lock = threading.Lock()
-        self._parts: dict[int, tuple[int, int]] = {}
-
-    def found(self, start: int, nbytes: int, crc: int) -> int | None:
-        """Record the checksum of one extent. Returns the checksum of the whole once all extents have arrived."""
-        with self._lock:
-            self._parts[start] = nbytes, crc
-            if sum(size for size, _ in self._parts.values()) < self.nbytes:
-                return None
-            total = 0
-            for _, (size, part) in sorted(self._parts.items()):
-                total = combine(total, part, size)
-            return total
 
 
 @dataclass(frozen=True)
@@ -329,8 +315,7 @@ def _check_block(url: str, extent: Extent, start: int, block: Block, found: int)
 
 def _check_part(url: str, extent: Extent, whole: Whole, found: int) -> None:
     """Record the CRC32C `found` of an extent; raise CorruptDataError if it completes `whole` and the whole differs."""
-    total = whole.found(extent.start, extent.nbytes, found)
-    if total is not None and total != whole.crc32c:
+    if whole.add(extent.start, extent.nbytes, found) and (total := whole.total()) != whole.crc32c:
         raise CorruptDataError(
             f"Checksum mismatch in {extent.label or 'data'}: its {whole.nbytes} bytes have CRC32C {total:08x}, and "
             f"{whole.crc32c:08x} was written",

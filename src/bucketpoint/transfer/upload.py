@@ -17,7 +17,7 @@ from itertools import accumulate
 from bucketpoint.errors import BucketpointError
 from bucketpoint.stores import ObjectInfo, Part, Store
 from bucketpoint.transfer.budget import BufferPool
-from bucketpoint.transfer.checksum import combine, crc32c
+from bucketpoint.transfer.checksum import CrcAccumulator, combine, crc32c
 from bucketpoint.transfer.multipart import abort, complete
 from bucketpoint.transfer.options import TransferOptions
 from bucketpoint.transfer.parts import PartPlan, common_part_bytes, plan_parts
@@ -121,7 +121,7 @@ class _ObjectUpload:
         self._ends = list(accumulate(segment.nbytes for segment in segments))
         self._nbytes = self._ends[-1] if segments else 0
         self._parts: dict[int, Part] = {}
-        self._pieces: list[list[tuple[int, int, int]]] = [[] for _ in segments]
+        self._crcs = [CrcAccumulator(segment.nbytes) for segment in segments]
         self._checksummed = 0
 
     def start(self, group: TaskGroup) -> None:
@@ -140,7 +140,7 @@ class _ObjectUpload:
     def result(self) -> Uploaded:
         if self._info is None:
             raise BucketpointError("An upload ended without an acknowledgement", key=self.source.key)
-        return Uploaded(self._info, [self._fold_blocks(index) for index in range(len(self.source.segments))])
+        return Uploaded(self._info, [self._block_crcs(index) for index in range(len(self.source.segments))])
 
     def abort(self) -> None:
         """Abort the upload if it is still open."""
@@ -235,29 +235,23 @@ class _ObjectUpload:
         block = self.source.segments[index].block_nbytes
         if not block:
             return crc32c(view)
-        total = position = 0
-        noted = []
+        position = 0
         while position < len(view):
-            at = low + position
-            size = min(block - at % block, len(view) - position)
-            crc = crc32c(view[position : position + size])
-            noted.append((at, size, crc))
-            total = combine(total, crc, size)
+            size = block - (low + position) % block
+            self._crcs[index].take(low + position, view[position : position + size])
             position += size
-        with self._lock:
-            self._pieces[index] += noted
-        return total
+        return self._crc_of(index, low, low + len(view))
 
     def _table(self, segment: Segment) -> memoryview:
-        crcs = [crc for index in segment.table_of for crc in self._fold_blocks(index)]
+        crcs = [crc for index in segment.table_of for crc in self._block_crcs(index)]
         return memoryview(struct.pack(f"<{len(crcs)}I", *crcs))
 
-    def _fold_blocks(self, index: int) -> list[int]:
-        segment = self.source.segments[index]
-        if not segment.block_nbytes:
-            return []
-        crcs = [0] * -(-segment.nbytes // segment.block_nbytes)
-        for at, size, crc in sorted(self._pieces[index]):
-            block = at // segment.block_nbytes
-            crcs[block] = combine(crcs[block], crc, size)
-        return crcs
+    def _block_crcs(self, index: int) -> list[int]:
+        nbytes, block = self.source.segments[index].nbytes, self.source.segments[index].block_nbytes
+        starts = range(0, nbytes, block) if block else ()
+        return [self._crc_of(index, start, min(start + block, nbytes)) for start in starts]
+
+    def _crc_of(self, index: int, start: int, stop: int) -> int:
+        crc = self._crcs[index].between(start, stop)
+        assert crc is not None
+        return crc

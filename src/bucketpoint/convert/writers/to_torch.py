@@ -15,7 +15,6 @@ from math import prod
 from typing import Any
 
 import torch
-from awscrt.checksums import combine_crc32, crc32
 from torch.distributed.checkpoint import TensorStorageMetadata
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
@@ -30,6 +29,7 @@ from bucketpoint.format.tensor_bytes import tensor_bytes
 from bucketpoint.format.torch_zip import VERSION_RECORD, ArchiveWriter, contiguous_strides, frameable
 from bucketpoint.format.zip_probe import STORAGE_NAMES
 from bucketpoint.transfer import Segment, Uploaded
+from bucketpoint.transfer.checksum import CrcAccumulator
 
 _PROTOCOL = 2  # torch.save's own
 _SPARE_ELEMENTS = 1000
@@ -66,10 +66,10 @@ def plan_torch(
     archive.add(b"byteorder", b"little")
     archive.add(b"version", VERSION_RECORD)
     parts: list[Segment] = []
-    sums: list[_Sum] = []
+    sums: list[CrcAccumulator] = []
     for key, segment in segments.items():
-        sums.append(_Sum())
-        parts += [held(archive.add_payload(f"data/{key}".encode(), segment.nbytes)), sums[-1].watching(segment)]
+        sums.append(CrcAccumulator(segment.nbytes, "crc32"))
+        parts += [held(archive.add_payload(f"data/{key}".encode(), segment.nbytes)), _watched(segment, sums[-1])]
     nbytes = len(archive.trailer())
 
     def trailer(start: int, out: memoryview) -> None:
@@ -165,32 +165,19 @@ class _Nest:
         at.extend([None] * missing)
 
 
-class _Sum:
-    """CRC32 of a segment, computed from the pieces in which it is fetched."""
+def _watched(segment: Segment, crc: CrcAccumulator) -> Segment:
+    """Return the same segment with a `fill` that also records the checksum of each piece."""
+    if segment.fill is None:
+        assert segment.data is not None
+        crc.take(0, segment.data)
+        return segment
+    fetch = segment.fill
 
-    def __init__(self) -> None:
-        self._pieces: dict[int, tuple[int, int]] = {}
+    def fill(start: int, out: memoryview) -> None:
+        fetch(start, out)
+        crc.take(start, out)
 
-    def watching(self, segment: Segment) -> Segment:
-        """Return the same segment with a `fill` that also records the CRC32 of each piece."""
-        if segment.fill is None:
-            assert segment.data is not None
-            self._pieces[0] = crc32(segment.data), segment.nbytes
-            return segment
-        fetch = segment.fill
-
-        def fill(start: int, out: memoryview) -> None:
-            fetch(start, out)
-            self._pieces[start] = crc32(out), len(out)
-
-        return replace(segment, fill=fill)
-
-    def total(self) -> int:
-        """Return the CRC32 of the whole segment. Call it once all pieces have been fetched."""
-        total = 0
-        for _, (crc, nbytes) in sorted(self._pieces.items()):
-            total = int(combine_crc32(total, crc, nbytes)) if nbytes else total
-        return total
+    return replace(segment, fill=fill)
 
 
 class _ArchivePickler(pickle.Pickler):
