@@ -270,7 +270,6 @@ class CopiesInside(Protocol):
         ...
 
 
-@runtime_checkable
 class ExpiringDeletes(Protocol):
     """A store that can sign a deletion now and send it later. `Capabilities.expiring_delete` tells if it expires."""
 
@@ -300,9 +299,8 @@ class Range:
     stop: int
 
 
-@runtime_checkable
 class ManyRanges(Protocol):
-    """A store for which one call for many ranges costs less than one thread per range."""
+    """A store for which one call for many ranges costs less than one thread per range: `Capabilities.many_ranges`."""
 
     def read_many(self, ranges: Sequence[Range], *, at_once: int) -> Sequence[bytes | StoreError]:
         """Read many ranges, at most `at_once` of them at a time.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import cast
 
 from bucketpoint.errors import CorruptDataError, StoreError
 from bucketpoint.stores import ManyRanges, Range, Store
@@ -78,8 +79,7 @@ def batches(requests: Sequence[Request], options: TransferOptions) -> Iterator[B
 def _fetch_batch(store: Store, batch: Batch, options: TransferOptions, pool: BufferPool, meter: Meter) -> None:
     failed: list[Request] = []
     with pool.lease(batch.nbytes + batch.leased) as lease:
-        assert isinstance(store, ManyRanges)
-        found = iter(store.read_many(batch.ranges, at_once=options.connections))
+        found = iter(cast("ManyRanges", store).read_many(batch.ranges, at_once=options.connections))
         used = 0
         ranges = iter(batch.ranges)
         for request in batch.requests:
