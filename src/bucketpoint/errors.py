@@ -12,6 +12,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 
+def first_of(names: Sequence[object], most: int, between: str = ", ", last: str = " and ") -> str:
+    """List at most `most` names for a message, with the number of all others behind them: `a, b and 3 more`."""
+    listed = between.join(map(str, names[:most]))
+    return f"{listed}{last}{len(names) - most} more" if len(names) > most else listed
+
+
 class BucketpointError(Exception):
     """Base class of all errors that bucketpoint raises on purpose.
 

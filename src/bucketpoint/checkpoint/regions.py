@@ -7,10 +7,12 @@ import threading
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from torch.distributed.checkpoint import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
+from bucketpoint.format.index.view import Chunks
 from bucketpoint.format.item_info import ItemInfo
 from bucketpoint.format.torch_zip import tensor_frame
 from bucketpoint.transfer.checksum import CrcAccumulator, crc32c
@@ -46,11 +48,15 @@ class ChunkShapes:
         entry = self._metadata.state_dict_metadata.get(index.fqn)
         if not isinstance(entry, TensorStorageMetadata):
             return None
+        offset = tuple(index.offset) if index.offset is not None else (0,) * len(entry.size)
+        saved: Any = entry.chunks
+        if isinstance(saved, Chunks):
+            return saved.sizes_at(offset, index.index)
         chunks = self._known.get(index.fqn)
         if chunks is None:
-            chunks = {tuple(chunk.offsets): tuple(chunk.sizes) for chunk in entry.chunks}
+            chunks = {tuple(chunk.offsets): tuple(chunk.sizes) for chunk in saved}
             self._known[index.fqn] = chunks
-        return chunks.get(tuple(index.offset) if index.offset is not None else (0,) * len(entry.size))
+        return chunks.get(offset)
 
 
 def item_regions(index: MetadataIndex, info: ItemInfo, metadata: Metadata, shapes: ChunkShapes) -> Iterator[Region]:

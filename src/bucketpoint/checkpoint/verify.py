@@ -27,6 +27,7 @@ from bucketpoint.errors import (
     MetadataError,
     ObjectNotFoundError,
     PreconditionFailedError,
+    first_of,
 )
 from bucketpoint.format import keys
 from bucketpoint.format.item_info import ItemInfo
@@ -414,7 +415,5 @@ def _condition(store: Store, info: ObjectInfo) -> str | None:
     return info.etag if store.capabilities.pinned_reads else None
 
 
-def _named(items: Sequence[tuple[MetadataIndex, ItemInfo]], most: int = 3) -> str:
-    names = list(dict.fromkeys(index.fqn for index, _ in items))
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(names[:most]) + more if names else "nothing"
+def _named(items: Sequence[tuple[MetadataIndex, ItemInfo]]) -> str:
+    return first_of(list(dict.fromkeys(index.fqn for index, _ in items)), 3) or "nothing"

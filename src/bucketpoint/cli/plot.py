@@ -10,6 +10,7 @@ from html import escape
 from typing import TYPE_CHECKING
 
 from bucketpoint.cli import text
+from bucketpoint.errors import first_of
 
 if TYPE_CHECKING:
     from bucketpoint.retention import Plan
@@ -200,9 +201,6 @@ def _description(plan: Plan, summary: str) -> str:
     """Describe the picture in words, for readers who cannot see it."""
     some = {"Kept": plan.kept, "Thinned": plan.thinned, "Pinned": [one for one in plan.entries if one.row.pinned]}
     named = [
-        f"{word}: steps {', '.join(str(one.row.step) for one in entries[:20])}"
-        + (f" and {len(entries) - 20} more" if len(entries) > 20 else "")
-        for word, entries in some.items()
-        if entries
+        f"{word}: steps {first_of([one.row.step for one in entries], 20)}" for word, entries in some.items() if entries
     ]
     return ". ".join([summary, *named]) + "."

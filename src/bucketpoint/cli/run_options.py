@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import re
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -14,8 +13,6 @@ from bucketpoint.cli.command import Access, CommandResult, store_options
 if TYPE_CHECKING:
     from bucketpoint.catalog.catalog import Catalog
     from bucketpoint.retention import RetentionPolicy
-
-_UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0, "w": 604800.0}
 
 
 def run_argument(function: Callable[..., CommandResult]) -> Callable[..., CommandResult]:
@@ -61,17 +58,3 @@ def _opened(root: str, step_dir: str, access: Access) -> Catalog:
     from bucketpoint.catalog.catalog import open_catalog
 
     return open_catalog(root, template=step_dir, storage_options=access.for_url(root))
-
-
-class Age(click.ParamType):  # type: ignore[type-arg]  # generic in its types, and not at run time
-    """A duration as policies write it: `20m`, `48h`, `7d`. Converted to seconds."""
-
-    name = "duration"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
-        if isinstance(value, float):
-            return value
-        match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)([smhdw])", str(value))
-        if match is None:
-            self.fail(f"{value!r} is no length of time: write 20m, 48h or 7d", param, ctx)
-        return float(match[1]) * _UNITS[match[2]]

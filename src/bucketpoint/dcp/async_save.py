@@ -217,12 +217,17 @@ def _ending(handle: SaveHandle) -> Callable[[Future[Any]], None]:
     return end
 
 
-def as_ours(error: BaseException, url: str | None, what: str = "The save") -> BaseException:
+def as_ours(
+    error: BaseException, url: str | None, what: str = "The save", *, before: tuple[type[BucketpointError], ...] = ()
+) -> BaseException:
     """Turn an error of DCP into a BucketpointError.
 
     Of the errors of all ranks, take the first BucketpointError; a `PeerFailedError` only if there is no other. If no
     rank raised a BucketpointError, make one with the text of every rank's error. If the checkpoint process has died,
     return an error that says so. Any other error is returned unchanged.
+
+    Args:
+        before: classes of errors that are preferred to all others.
     """
     if isinstance(error, BucketpointError):
         error.url = error.url or url
@@ -230,9 +235,8 @@ def as_ours(error: BaseException, url: str | None, what: str = "The save") -> Ba
     if isinstance(error, CheckpointException):
         by_rank = {rank: failure[0] for rank, failure in sorted(error.failures.items())}
         known = [failure for failure in by_rank.values() if isinstance(failure, BucketpointError)]
-        ours = next(
-            (failure for failure in known if not isinstance(failure, PeerFailedError)), known[0] if known else None
-        )
+        known.sort(key=lambda failure: (not isinstance(failure, before), isinstance(failure, PeerFailedError)))
+        ours = known[0] if known else None
         if ours is None:
             said = "; ".join(f"rank {rank}: {type(failure).__name__}: {failure}" for rank, failure in by_rank.items())
             ours = BucketpointError(f"{what} failed: {said}", url=url)

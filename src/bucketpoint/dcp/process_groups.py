@@ -13,6 +13,7 @@ import logging
 import os
 import threading
 import weakref
+from collections.abc import Iterable
 from datetime import timedelta
 from typing import Any
 
@@ -23,6 +24,9 @@ from torch.distributed.constants import default_pg_timeout
 from bucketpoint.errors import BucketpointError
 
 logger = logging.getLogger(__name__)
+
+_UNUSED_TAG = 1 << 30
+_AT_ONCE = timedelta(milliseconds=1)
 
 _beside: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 """For each caller's group, our own group over the same ranks, on which background saves run."""
@@ -175,6 +179,16 @@ def leave(group: Any) -> None:
     """Free the connections and threads of a group. Not a collective call."""
     if is_initialized() and _is_known(group):
         dist.destroy_process_group(group)
+
+
+def disconnect(backend: Any, peers: Iterable[int]) -> None:
+    """Close the connections of a group of gloo. Every thread that waits on one of them raises, here and on `peers`."""
+    # Connections stay open while anything refers to them, such as a traceback. A wait that times out closes all
+    # connections; no other way works on every supported version of torch. A wait for a member that is already lost ends
+    # before the timeout and closes nothing: so try all.
+    for peer in peers:
+        with contextlib.suppress(RuntimeError):
+            backend.recv([torch.zeros(1, dtype=torch.uint8, device="cpu")], peer, _UNUSED_TAG).wait(_AT_ONCE)
 
 
 def _is_known(group: Any) -> bool:

@@ -20,7 +20,7 @@ from bucketpoint.doctor.s3 import service_finding
 from bucketpoint.doctor.scratch import ScratchKeys
 from bucketpoint.doctor.speed import measure
 from bucketpoint.doctor.throughput import Speed
-from bucketpoint.errors import CorruptDataError, ObjectNotFoundError, PreconditionFailedError, StoreError
+from bucketpoint.errors import CorruptDataError, ObjectNotFoundError, PreconditionFailedError, StoreError, first_of
 from bucketpoint.stores import FsspecStore, LocalStore, S3Store, Store
 from bucketpoint.transfer.checksum import crc32c
 from bucketpoint.transfer.tasks import TaskGroup
@@ -396,9 +396,8 @@ class _Examination:
         left = list(self._keys) if failures is None else failures
         self.left += left
         if left:
-            more = f", and {len(left) - _NAMED} more" if len(left) > _NAMED else ""
             what = "1 object stays" if len(left) == 1 else f"{len(left)} objects stay"
-            message = f"{what}: {', '.join(left[:_NAMED])}{more}"
+            message = f"{what}: {first_of(left, _NAMED, last=', and ')}"
             if left == [self._at.lasting]:
                 message += ", of a few bytes, and the same one each time"
             self.report.say("clean-up", "warn", message, removal(self._store, self._prefix))

@@ -10,6 +10,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import CheckpointException
 
 from bucketpoint.dcp import BucketReader, LoadPlanner
+from bucketpoint.dcp.async_save import as_ours
 from bucketpoint.errors import (
     BucketpointError,
     CheckpointNotFoundError,
@@ -64,7 +65,7 @@ def attempt(
             process_group=ranks.group,
         )
     except CheckpointException as raised:
-        error = _most_telling(raised)
+        error = as_ours(raised, str(url), "The load", before=DAMAGE)
     except Exception as raised:  # noqa: BLE001 (raised by the caller, once the other ranks know)
         error = raised
     (agreed,) = ranks.most([_code(error)])
@@ -83,17 +84,3 @@ def _code(error: BaseException | None) -> int:
     if isinstance(error, MetadataError):
         return _UNREADABLE
     return _DAMAGED if isinstance(error, DAMAGE) else _FAILED
-
-
-def _most_telling(raised: CheckpointException) -> BaseException:
-    """Return the failure that says most: damage before a peer's failure, which only reports it; ours before DCP's."""
-    failures = [failure for _, (failure, _) in sorted(raised.failures.items())]
-    for kinds in (DAMAGE, BucketpointError):
-        found = next((failure for failure in failures if isinstance(failure, kinds)), None)
-        if found is not None:
-            found.__cause__ = raised
-            return found
-    said = "; ".join(f"{type(failure).__name__}: {failure}" for failure in failures)
-    error = BucketpointError(f"The load failed: {said}")
-    error.__cause__ = raised
-    return error

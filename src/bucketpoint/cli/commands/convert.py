@@ -10,27 +10,14 @@ import click
 from bucketpoint.cli import text
 from bucketpoint.cli.between import between_stores
 from bucketpoint.cli.command import CommandResult, command
+from bucketpoint.cli.option_types import ByteCount
+from bucketpoint.errors import first_of
 
 if TYPE_CHECKING:
     from bucketpoint.convert import Converted, ConvertPlan
 
 _FORMATS = ("bucketpoint", "dcp", "torch", "safetensors")
-_UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
 _NAMED_AT_MOST = 5
-
-
-class _Size(click.ParamType):  # type: ignore[type-arg, unused-ignore]  # generic from click 8.2 on
-    """A number of bytes in the form that transformers takes: `5GB`, `500MB`, or a bare number."""
-
-    name = "size"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        said = str(value).strip().upper()
-        unit = next((unit for unit in sorted(_UNITS, key=len, reverse=True) if said.endswith(unit)), "")
-        number = said[: len(said) - len(unit)].strip()
-        if not number.isdecimal() or not int(number):
-            self.fail(f"{value!r} is no size: write 5GB, 500MB or a number of bytes", param, ctx)
-        return int(number) * _UNITS.get(unit, 1)
 
 
 @command("convert")
@@ -52,7 +39,11 @@ class _Size(click.ParamType):  # type: ignore[type-arg, unused-ignore]  # generi
     "added.",
 )
 @click.option(
-    "--max-shard-size", type=_Size(), default="5GB", show_default=True, help="Largest size of a safetensors file."
+    "--max-shard-size",
+    type=ByteCount(least=1),
+    default="5GB",
+    show_default=True,
+    help="Largest size of a safetensors file.",
 )
 @click.option("--overwrite", is_flag=True, help="Replace the target; not with --to dcp or safetensors.")
 @click.option("--dry-run", is_flag=True, help="Show what would be written, and write nothing.")
@@ -149,8 +140,7 @@ def _what(plan: ConvertPlan) -> str:
 def _notes(plan: ConvertPlan) -> Iterator[str]:
     left_out = plan.layout.left_out
     if left_out:
-        more = f" and {len(left_out) - _NAMED_AT_MOST} more" if len(left_out) > _NAMED_AT_MOST else ""
-        named = ", ".join(left_out[:_NAMED_AT_MOST])
-        yield f"  left out, as {plan.format} has no place for them or --prefix does not fit: {named}{more}"
+        named = first_of(left_out, _NAMED_AT_MOST)
+        yield f"  left out, as {plan.format} has no place for them or --prefix does not fit: {named}"
     if plan.log is not None:
         yield f"  into the run at {plan.log.catalog.url}, whose catalog gets its record"

@@ -2,36 +2,27 @@
 
 from __future__ import annotations
 
-import re
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from bucketpoint.cli import text
 from bucketpoint.cli.command import Access, CommandResult, command, say, store_options
+from bucketpoint.cli.option_types import ByteCount
 
 if TYPE_CHECKING:
     from bucketpoint.doctor.bucket import Finding
     from bucketpoint.doctor.chaos import ChaosReport
     from bucketpoint.doctor.examine import Diagnosis
 
-_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 _COLUMN = 20
-
-
-def parse_size(text: str) -> int:
-    """Parse a number of bytes, with K, M or G (optionally followed by iB or B) for powers of 1024."""
-    match = re.fullmatch(r"(\d+)\s*([KMG]?)(?:I?B)?", text.strip().upper())
-    if match is None:
-        raise click.BadParameter(f"{text!r} is no size: write 128MiB or 1G", param_hint="--size")
-    return int(match[1]) * _UNITS[match[2]]
 
 
 @command("doctor")
 @click.argument("url")
 @click.option(
     "--size",
-    type=parse_size,
+    type=ByteCount(),
     metavar="SIZE",
     default="128MiB",
     show_default=True,

@@ -9,8 +9,9 @@ import click
 
 from bucketpoint.cli import text
 from bucketpoint.cli.command import CommandResult, command
+from bucketpoint.cli.option_types import Age
 from bucketpoint.cli.progress_line import progress_option, watched
-from bucketpoint.cli.run_options import Age, run_argument
+from bucketpoint.cli.run_options import run_argument
 
 if TYPE_CHECKING:
     from bucketpoint.catalog.catalog import Catalog

@@ -20,14 +20,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore
 
-from bucketpoint.dcp.process_groups import timeout_of
+from bucketpoint.dcp.process_groups import disconnect, timeout_of
 from bucketpoint.errors import BucketpointError, PeerFailedError
 from bucketpoint.format.keys import new_token
 
 _NOTE = struct.Struct("<BH2q")
 _NOTE_BYTES = 512
 _NOTE_TAG = 0
-_UNUSED_TAG = 1 << 30
 _FAREWELL = timedelta(seconds=1)
 _AT_ONCE = timedelta(milliseconds=1)
 
@@ -242,11 +241,7 @@ class Peers:
             works = [backend.send([packed], peer, _NOTE_TAG) for peer in others]
             for work in works:
                 work.wait(_FAREWELL)
-        # Connections stay open while anything refers to them, such as a traceback. A wait that times out closes all
-        # connections. A wait for a member that is already lost ends before the timeout and closes nothing: so try all.
-        for peer in others:
-            with contextlib.suppress(RuntimeError):
-                backend.recv([packed], peer, _UNUSED_TAG).wait(_AT_ONCE)
+        disconnect(backend, others)
 
     def _refusal(self, notes: Mapping[int, Note]) -> PeerFailedError | None:
         failed = [(self.members[peer].rank, note.failure) for peer, note in notes.items() if note.failure is not None]

@@ -12,7 +12,6 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -28,9 +27,6 @@ from bucketpoint.stores.cancellation import RequestCanceller
 
 DEADLINE_S = 1800.0
 """Default deadline: as long as a gloo group waits by default (torch's `default_pg_timeout`)."""
-
-_AT_ONCE = timedelta(milliseconds=1)
-_UNUSED_TAG = 1 << 30
 
 
 @contextlib.contextmanager
@@ -286,8 +282,4 @@ def _disconnect(group: Any) -> None:
         backend, here = group._get_backend(torch.device("cpu")), group.rank()
     except RuntimeError:
         return
-    # A wait that times out closes all connections. No other way works on every supported version of torch.
-    for peer in range(group.size()):
-        if peer != here:
-            with contextlib.suppress(RuntimeError):
-                backend.recv([torch.zeros(1, dtype=torch.uint8, device="cpu")], peer, _UNUSED_TAG).wait(_AT_ONCE)
+    process_groups.disconnect(backend, (peer for peer in range(group.size()) if peer != here))

@@ -16,10 +16,10 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 
 from bucketpoint.checkpoint.chunk import PlannedItem, SavedChunk, tensor_over
+from bucketpoint.checkpoint.regions import ChunkShapes
 from bucketpoint.dcp.loading.decode import decode_item, fill_tensor, load_bytes
 from bucketpoint.errors import MetadataError, MismatchError
 from bucketpoint.format import keys
-from bucketpoint.format.index.view import Chunks
 from bucketpoint.format.item_info import ItemInfo
 from bucketpoint.format.slicing import Runs, slice_runs
 from bucketpoint.format.storage_info import read_storage_info
@@ -55,7 +55,7 @@ class ReadPlan:
         self._transforms = transforms
         self._trusted = trusted
         self._lock = threading.Lock()
-        self._chunks: dict[str, dict[tuple[int, ...], tuple[int, ...]]] = {}
+        self._shapes = ChunkShapes(metadata)
 
     def resolve(self, items: Sequence[ReadItem]) -> list[PlannedItem]:
         """Find every item in the metadata, and the tensor to load it into.
@@ -92,7 +92,7 @@ class ReadPlan:
         entry = self._metadata.state_dict_metadata.get(item.read.storage_index.fqn)
         if not isinstance(entry, TensorStorageMetadata):
             return None
-        shape = self._saved_shape(item.read.storage_index, entry)
+        shape = self._shapes.of(item.read.storage_index)
         if shape is None or math.prod(shape) * entry.properties.dtype.itemsize != info.payload_nbytes:
             return None
         start = info.offset + info.payload_offset
@@ -383,17 +383,6 @@ class ReadPlan:
         entry = self._metadata.state_dict_metadata.get(item.read.storage_index.fqn)
         if not isinstance(entry, TensorStorageMetadata):
             return None
-        shape = self._saved_shape(item.read.storage_index, entry)
+        shape = self._shapes.of(item.read.storage_index)
         most = math.prod(entry.size)
         return min(most, most if shape is None else math.prod(shape)) * entry.properties.dtype.itemsize
-
-    def _saved_shape(self, index: MetadataIndex, entry: TensorStorageMetadata) -> tuple[int, ...] | None:
-        offset = tuple(index.offset) if index.offset is not None else (0,) * len(entry.size)
-        saved: Any = entry.chunks
-        if isinstance(saved, Chunks):
-            return saved.sizes_at(offset, index.index)
-        chunks = self._chunks.get(index.fqn)
-        if chunks is None:
-            chunks = {tuple(chunk.offsets): tuple(chunk.sizes) for chunk in entry.chunks}
-            self._chunks[index.fqn] = chunks
-        return chunks.get(offset)

@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem
 
 from bucketpoint.dcp.planning.columnar.assignments import LazyItems
-from bucketpoint.errors import RanksDisagreeError
+from bucketpoint.errors import RanksDisagreeError, first_of
 from bucketpoint.stores import LocalStore, Store
 from bucketpoint.stores.redact import clean
 
@@ -160,9 +160,7 @@ def _listed(said: _Said) -> str:
 
 
 def _ranks(ranks: Sequence[int]) -> str:
-    named = ", ".join(map(str, ranks[:_NAMED_AT_MOST]))
-    more = f" and {len(ranks) - _NAMED_AT_MOST} more" if len(ranks) > _NAMED_AT_MOST else ""
-    return f"rank{'s' * (len(ranks) > 1)} {named}{more}"
+    return f"rank{'s' * (len(ranks) > 1)} {first_of(ranks, _NAMED_AT_MOST)}"
 
 
 # -- tensors ----------------------------------------------------------------------------------------------------------

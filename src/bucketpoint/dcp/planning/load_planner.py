@@ -23,7 +23,7 @@ from bucketpoint.dcp.planning.local_chunks import LocalChunks, chunks_in, is_par
 from bucketpoint.dcp.planning.nested_state import put
 from bucketpoint.dcp.planning.rank_state import rank_state_name, saved_ranks
 from bucketpoint.dcp.planning.unused_keys import Comparison
-from bucketpoint.errors import BucketpointError, MismatchError
+from bucketpoint.errors import BucketpointError, MismatchError, first_of
 from bucketpoint.format.index.view import Chunks
 
 _NAMED_AT_MOST = 20
@@ -235,10 +235,9 @@ class LoadPlanner(DefaultLoadPlanner):
 
     def _refuse(self, misfits: list[tuple[str, str]]) -> NoReturn:
         assert self.metadata is not None
-        named = "; ".join(f"{fqn} {said}" for fqn, said in misfits[:_NAMED_AT_MOST])
-        more = f"; and {len(misfits) - _NAMED_AT_MOST} more" if len(misfits) > _NAMED_AT_MOST else ""
+        named = first_of([f"{fqn} {said}" for fqn, said in misfits], _NAMED_AT_MOST, "; ", "; and ")
         raise MismatchError(
-            f"The checkpoint and the state to load into do not fit: {named}{more}",
+            f"The checkpoint and the state to load into do not fit: {named}",
             url=url_of(self.metadata),
             rank=_rank(),
             remedy=_remedy([fqn for fqn, _ in misfits], self.metadata),

@@ -9,6 +9,7 @@ from functools import cached_property
 
 from torch.distributed.checkpoint import Metadata, TensorStorageMetadata
 
+from bucketpoint.errors import first_of
 from bucketpoint.format.groups import OPTIM, deciding
 
 logger = logging.getLogger(__name__)
@@ -37,7 +38,7 @@ class Comparison:
     @property
     def not_asked_for(self) -> str:
         """The unused keys in words."""
-        return f"{len(self.unused)} keys that the state does not ask for: {_named(self.unused)}"
+        return f"{len(self.unused)} keys that the state does not ask for: {first_of(self.unused, _NAMED_AT_MOST)}"
 
     @cached_property
     def forgotten_optimizer(self) -> tuple[str, int] | None:
@@ -66,7 +67,8 @@ class Comparison:
         if self.unused:
             said.append(f"the checkpoint has {self.not_asked_for}")
         if self.lacking:
-            said.append(f"it lacks {len(self.lacking)} keys, whose values stay as they were: {_named(self.lacking)}")
+            named = first_of(self.lacking, _NAMED_AT_MOST)
+            said.append(f"it lacks {len(self.lacking)} keys, whose values stay as they were: {named}")
         forgotten = self.forgotten_optimizer if self.unused else None
         if forgotten is not None:
             name, count = forgotten
@@ -76,8 +78,3 @@ class Comparison:
             )
         if said:
             logger.log(logging.INFO if forgotten is None else logging.WARNING, "loading %s: %s", url, "; ".join(said))
-
-
-def _named(names: Sequence[str]) -> str:
-    more = f" and {len(names) - _NAMED_AT_MOST} more" if len(names) > _NAMED_AT_MOST else ""
-    return ", ".join(names[:_NAMED_AT_MOST]) + more
