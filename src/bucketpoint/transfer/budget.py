@@ -9,22 +9,25 @@ from contextlib import contextmanager
 
 from bucketpoint.errors import BucketpointError
 
-_GRAIN = 1 << 20
-
 
 class BufferPool:
-    """A pool of writable buffers whose total size stays within `limit_bytes`.
+    """A pool of writable buffers. The total size of leased and kept buffers stays within `limit_bytes`.
 
     A single lease above the limit is granted only while nothing else is leased. Refusing such a lease would make a
     large item of another writer unloadable, and granting it beside other leases would leave memory unbounded.
+
+    Args:
+        grain: buffers of this many bytes and larger are rounded up to a multiple of it, and kept for reuse: the first
+            write to a page costs 20 times as much as later ones.
     """
 
-    def __init__(self, limit_bytes: int) -> None:
+    def __init__(self, limit_bytes: int, *, grain: int = 1 << 20) -> None:
         self._limit = limit_bytes
+        self._grain = grain
         self._state = threading.Condition()
-        self._leased = 0
-        self._cached = 0
-        self._free: list[mmap.mmap] = []
+        self._taken = 0
+        self._kept = 0
+        self._free: dict[int, list[mmap.mmap]] = {}
         self.peak_bytes = 0
         """The most bytes that were ever held at once, cached free buffers included."""
 
@@ -34,56 +37,86 @@ class BufferPool:
 
         The buffer's content is undefined.
         """
-        with self._lease(nbytes, waits=True) as view:
-            assert view is not None
+        with self._state:
+            self._state.wait_for(lambda: self._taken == 0 or self._has_room(nbytes))
+            view = self.take(nbytes)
+        try:
             yield view
+        finally:
+            self.give(view)
 
     @contextmanager
     def lease_now(self, nbytes: int) -> Iterator[memoryview | None]:
         """Lease a buffer like `lease`, but without waiting: yields None if the limit does not allow the lease now."""
-        with self._lease(nbytes, waits=False) as view:
-            yield view
-
-    @contextmanager
-    def _lease(self, nbytes: int, *, waits: bool) -> Iterator[memoryview | None]:
-        if nbytes == 0:
-            yield memoryview(b"")
-            return
-        size = -(-nbytes // _GRAIN) * _GRAIN if nbytes >= _GRAIN else nbytes
         with self._state:
-            if waits:
-                self._state.wait_for(lambda: self._leased == 0 or self._leased + size <= self._limit)
-            granted = waits or self._leased + size <= self._limit
-            if granted:
-                # Counted only after the allocation, because the system may refuse it.
-                buffer = self._take(size)
-                self._leased += size
-                self.peak_bytes = max(self.peak_bytes, self._leased + self._cached)
-        if not granted:
-            yield None
-            return
-        view = memoryview(buffer)
+            view = self.take(nbytes) if self._has_room(nbytes) else None
         try:
-            yield view[:nbytes]
+            yield view
         finally:
-            view.release()
-            with self._state:
-                self._leased -= size
-                if len(buffer) >= _GRAIN and self._leased + self._cached + len(buffer) <= self._limit:
-                    self._free.append(buffer)
-                    self._cached += len(buffer)
-                self._state.notify_all()
+            if view is not None:
+                self.give(view)
 
-    def _take(self, size: int) -> mmap.mmap:
-        for index, buffer in enumerate(self._free):
-            if len(buffer) == size:
-                self._cached -= size
-                return self._free.pop(index)
-        while self._free and self._leased + size + self._cached > self._limit:
-            self._cached -= len(self._free.pop())
-        try:
-            # An anonymous map is returned to the system when it is dropped; heap memory of this size may not be.
-            return mmap.mmap(-1, size)
-        except (OSError, OverflowError, ValueError) as error:
-            # Metadata of another writer may contain any number as a length.
-            raise BucketpointError(f"{size} bytes of memory cannot be had to take an item whole: {error}") from None
+    def take(self, nbytes: int) -> memoryview:
+        """Return a buffer of `nbytes`, with undefined content. Neither waits nor refuses: the caller bounds the memory."""
+        if not nbytes:
+            return memoryview(b"")
+        size = self._rounded(nbytes)
+        with self._state:
+            kept = self._free.get(size)
+            if kept:
+                buffer = kept.pop()
+                self._kept -= size
+            else:
+                self._let_go(size)
+                buffer = _allocated(size)
+            # Counted only after the allocation, because the system may refuse it.
+            self._count(size)
+        return memoryview(buffer)[:nbytes]
+
+    def give(self, view: memoryview) -> None:
+        """Return a buffer from `take` to the pool, once nobody reads or writes it any more."""
+        buffer = view.obj
+        if not isinstance(buffer, mmap.mmap):
+            return
+        size = len(buffer)
+        with self._state:
+            self._taken -= size
+            if size >= self._grain and self._taken + self._kept + size <= self._limit:
+                self._kept += size
+                self._free.setdefault(size, []).append(buffer)
+            self._state.notify_all()
+
+    def count(self, nbytes: int) -> None:
+        """Count memory that was allocated elsewhere as in use."""
+        with self._state:
+            self._let_go(nbytes)
+            self._count(nbytes)
+
+    def _rounded(self, nbytes: int) -> int:
+        return -(-nbytes // self._grain) * self._grain if nbytes >= self._grain else nbytes
+
+    def _has_room(self, nbytes: int) -> bool:
+        return not nbytes or self._taken + self._rounded(nbytes) <= self._limit
+
+    def _count(self, nbytes: int) -> None:
+        self._taken += nbytes
+        self.peak_bytes = max(self.peak_bytes, self._taken + self._kept)
+
+    def _let_go(self, nbytes: int) -> None:
+        """Drop kept buffers until `nbytes` more fit the limit, or none is left."""
+        while self._free and self._taken + nbytes + self._kept > self._limit:
+            size, buffers = next(iter(self._free.items()))
+            if buffers:
+                buffers.pop()
+                self._kept -= size
+            if not buffers:
+                del self._free[size]
+
+
+def _allocated(nbytes: int) -> mmap.mmap:
+    try:
+        # An anonymous map is returned to the system when it is dropped; heap memory of this size may not be.
+        return mmap.mmap(-1, nbytes)
+    except (OSError, OverflowError, ValueError) as error:
+        # Metadata of another writer may contain any number as a length.
+        raise BucketpointError(f"{nbytes} bytes of memory cannot be had to take an item whole: {error}") from None

@@ -11,7 +11,6 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
-from bucketpoint.dcp.cooperative.held_memory import HeldMemory
 from bucketpoint.dcp.cooperative.node_memory import NodeMemory
 from bucketpoint.dcp.cooperative.peers import Message, Note, Peers
 from bucketpoint.dcp.cooperative.schedule import Cell, Schedule
@@ -29,6 +28,9 @@ _FINISHERS = 2
 # for more bytes, one in requests that are being verified. An eighth is left for requests that span many rounds. The
 # memory shared within the node, two rounds of this rank's own cells, is subtracted from the share for reading ahead.
 _ROUND, _AHEAD, _ALONE, _KEPT = 1 / 8, 1 / 4, 1 / 4, 1 / 2
+
+_GRAIN = 256 << 10
+"""Buffers of cells and requests are kept from this size on: cells are smaller than the parts of a plain load."""
 
 
 def round_bytes(max_inflight_bytes: int) -> int:
@@ -67,7 +69,7 @@ class SharedLoad:
         self._done_before = meter.done_bytes
         self._pool = BufferPool(max(int(options.max_inflight_bytes * _ALONE), 1))
         self._ranges = store if options.hedge is None else hedged(store, options.hedge, self._pool, meter)
-        self._memory = HeldMemory(int(options.max_inflight_bytes * _KEPT))
+        self._memory = BufferPool(int(options.max_inflight_bytes * _KEPT), grain=_GRAIN)
         self._targets = Targets(
             [(numbers[own.key], own) for own, shared in zip(requests, schedule.shared, strict=True) if shared],
             store.url,

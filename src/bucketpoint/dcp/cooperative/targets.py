@@ -7,8 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from bucketpoint.dcp.cooperative.held_memory import HeldMemory
-from bucketpoint.transfer import Request
+from bucketpoint.transfer import BufferPool, Request
 from bucketpoint.transfer.download import Assembly
 
 
@@ -26,7 +25,7 @@ class Targets:
         url: str,
         *,
         everything: Sequence[Request],
-        memory: HeldMemory,
+        memory: BufferPool,
     ) -> None:
         self._by_object: dict[int, list[Assembly]] = {}
         self._longest: dict[int, int] = {}

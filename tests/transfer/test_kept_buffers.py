@@ -5,13 +5,13 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bucketpoint.dcp.cooperative.held_memory import HeldMemory
+from bucketpoint.transfer import BufferPool
 
 GRAIN = 256 << 10
 
 
 def test_a_buffer_that_came_back_is_handed_out_again() -> None:
-    memory = HeldMemory(4 * GRAIN)
+    memory = BufferPool(4 * GRAIN, grain=GRAIN)
     first = memory.take(2 * GRAIN)
     buffer = first.obj
     memory.give(first)
@@ -23,7 +23,7 @@ def test_a_buffer_that_came_back_is_handed_out_again() -> None:
 
 
 def test_a_buffer_beyond_the_limit_is_not_kept() -> None:
-    memory = HeldMemory(GRAIN)
+    memory = BufferPool(GRAIN, grain=GRAIN)
     first = memory.take(2 * GRAIN)
     buffer = first.obj
     memory.give(first)
@@ -31,7 +31,7 @@ def test_a_buffer_beyond_the_limit_is_not_kept() -> None:
 
 
 def test_what_is_kept_goes_before_the_limit_is_passed() -> None:
-    memory = HeldMemory(4 * GRAIN)
+    memory = BufferPool(4 * GRAIN, grain=GRAIN)
     memory.give(memory.take(3 * GRAIN))
     memory.take(4 * GRAIN)
     assert memory.peak_bytes == 4 * GRAIN
@@ -43,7 +43,7 @@ def test_what_is_kept_goes_before_the_limit_is_passed() -> None:
 def test_buffers_in_use_never_overlap_and_the_rest_stays_within_the_limit(
     sizes: list[int], order: object, limit: int
 ) -> None:
-    memory = HeldMemory(limit * GRAIN)
+    memory = BufferPool(limit * GRAIN, grain=GRAIN)
     used: list[tuple[int, memoryview]] = []
     most = 0
     for number, size in enumerate(sizes):
