@@ -27,7 +27,6 @@ from gcs_xml import with_multipart
 from services import Service, proxy_before
 from versitygw_server import versitygw as running_versitygw
 
-# By its own name, which is that of its entry point too: an environment that was built without it has it all the same.
 pytest_plugins = ["bucketpoint.testing.plugin"]
 
 NO_MINIO = "there is no MinIO server here: run `make minio`, put `minio` on the PATH, or set $MINIO"

@@ -1,6 +1,6 @@
 """The pytest plugin: servers and the fault proxy as fixtures, and a summary of the survived faults at the end.
 
-Every pytest run in an environment with bucketpoint imports this module, so it imports nothing large before it is used.
+Load it with `-p bucketpoint.testing.plugin`. The module imports nothing large before a fixture is used.
 """
 
 from __future__ import annotations

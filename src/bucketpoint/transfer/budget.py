@@ -57,7 +57,7 @@ class BufferPool:
                 self.give(view)
 
     def take(self, nbytes: int) -> memoryview:
-        """Return a buffer of `nbytes`, with undefined content. Neither waits nor refuses: the caller bounds the memory."""
+        """Return a buffer of `nbytes`, with undefined content, at once: the caller bounds the memory."""
         if not nbytes:
             return memoryview(b"")
         size = self._rounded(nbytes)
