@@ -389,7 +389,7 @@ def test_however_two_requests_meet_the_bytes_are_whole_or_an_error_and_nothing_i
     for thread in threads():
         thread.join()
     assert target == b"\xee" * len(target)
-    assert pool._leased == 0
+    assert pool._taken == 0
     assert pool.peak_bytes <= room
     # Nobody keeps the caller's memory: it could not be resized otherwise.
     target.clear()

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from torch.distributed.checkpoint import LoadPlan, LoadPlanner, Metadata, StorageReader
@@ -97,7 +98,8 @@ class BucketReader(StorageReader):
         self.progress = progress
         self.rank: int | None = None
         self._location = Location(self.schemes, dict(storage_options or {}), fs)
-        self._cooperation = Cooperation(cooperative, process_group, bandwidths)
+        # None if each rank reads for itself: a plain load runs no code of cooperative loading.
+        self._cooperation = None if cooperative == "off" else Cooperation(cooperative, process_group, bandwidths)
         self._registry = _extension_registry
         self._url = as_url(path)
         self._metadata: Metadata | None = None
@@ -116,7 +118,7 @@ class BucketReader(StorageReader):
         self._metadata = None
         self._failure = None
         self._in_load = True
-        self._cooperation.close()
+        self._leave()
         self._wait_for_saves()
 
     @dcp_call
@@ -140,15 +142,26 @@ class BucketReader(StorageReader):
         self._wait_for_saves()
         self._failure = None
         try:
-            self._cooperation.connect(self._url)
-            return self._decode(self._cooperation.read_once(lambda: self._source().read(indexed=not self.trusted)))
+            return self._decode(self._read_once(lambda: self._source().read(indexed=not self.trusted)))
         except Exception as error:
             self._failure = error
-            self._cooperation.close()
+            self._leave()
             if not in_load or self._may_be_by_rank(error):
                 raise
             # Not raised here: DCP would log this traceback, and that of the second call it makes.
             return Unread(self._reason(error))
+
+    def _read_once(self, read: Callable[[], bytes]) -> bytes:
+        """Return the result of `read`; ranks that load together call it once, on their first rank."""
+        if self._cooperation is None:
+            return read()
+        self._cooperation.connect(self._url)
+        return self._cooperation.read_once(read)
+
+    def _leave(self) -> None:
+        """Tell the ranks that load together with this one, if there are any, that this rank gave up its load."""
+        if self._cooperation is not None:
+            self._cooperation.close()
 
     def _may_be_by_rank(self, failure: Exception) -> bool:
         """Return True if the checkpoint may be one without collectives, for which DCP reads each rank's metadata."""
@@ -211,17 +224,22 @@ class BucketReader(StorageReader):
         """Read this rank's items into the planner's tensors; return when all have arrived. Called on all ranks."""
         started = time.monotonic()
         pool = BufferPool(self.transfer.max_inflight_bytes)
-        with self._cooperation.taking_part(), progress_callback(self.progress, self.rank or 0) as callback:
+        # With ranks that load together, the others are told of any error here.
+        told = contextlib.nullcontext() if self._cooperation is None else self._cooperation.taking_part()
+        with told, progress_callback(self.progress, self.rank or 0) as callback:
             store, prefix = self._location.open(self._url)
             meter = Meter("load", str(self._url), 0, callback)
+
+            def plan_here() -> list[Request]:
+                return self._requests(plan, planner, store, prefix, pool, meter)
+
             try:
-                self._cooperation.fetch(
-                    store,
-                    lambda: self._requests(plan, planner, store, prefix, pool, meter),
-                    self.transfer,
-                    pool=pool,
-                    meter=meter,
-                )
+                if self._cooperation is None:
+                    requests = plan_here()
+                    meter.expect(sum(request.nbytes for request in requests))
+                    fetch(store, requests, self.transfer, pool=pool, meter=meter)
+                else:
+                    self._cooperation.fetch(store, plan_here, self.transfer, pool=pool, meter=meter)
             except (ObjectNotFoundError, PreconditionFailedError) as error:
                 raise CorruptDataError(
                     f"The checkpoint is damaged, a data object is missing or was replaced: {error.message}",
@@ -237,7 +255,7 @@ class BucketReader(StorageReader):
 
     def explain(self) -> str:
         """Say whether the last load was cooperative, and why, with figures."""
-        return self._cooperation.explanation
+        return 'Plain: cooperative="off"' if self._cooperation is None else self._cooperation.explanation
 
     # -- properties that DCP reads ------------------------------------------------------------------------------------
 

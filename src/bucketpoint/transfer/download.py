@@ -92,6 +92,10 @@ class Request:
     def stop(self) -> int:
         return self.extents[-1].stop
 
+    @property
+    def nbytes(self) -> int:
+        return self.stop - self.start
+
 
 def plan_requests(extents: Iterable[Extent], options: TransferOptions) -> list[Request]:
     """Sort extents by object and offset, and join neighbours into requests.
@@ -146,7 +150,7 @@ def fetch_one(reads: Reads, request: Request, options: TransferOptions, pool: Bu
 
         retry_transient(attempt, attempts=options.read_attempts)
         _hand_over(request, pieces)
-    meter.add(request.stop - request.start)
+    meter.add(request.nbytes)
 
 
 class Assembly:
@@ -173,7 +177,7 @@ class Assembly:
         self._take = take
         self._give = give
         self._lease = memoryview(b"")
-        self._missing = request.stop - request.start
+        self._missing = request.nbytes
         self._buffers: list[tuple[int, memoryview]] = []
         self._pieces: list[list[memoryview]] = []
         direct = [extent for extent in request.extents if _is_direct(extent)]

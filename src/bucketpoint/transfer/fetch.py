@@ -63,14 +63,14 @@ def batches(requests: Sequence[Request], options: TransferOptions) -> Iterator[B
     piece = max(share // RANGES, _SMALLEST_PIECE)
     batch = Batch()
     for request in requests:
-        held = request.stop - request.start + request.leased
+        held = request.nbytes + request.leased
         if batch.requests and batch.nbytes + batch.leased + held > share:
             yield batch
             batch = Batch()
         starts = range(request.start, request.stop, piece)
         batch.requests.append(request)
         batch.ranges += [Range(request.key, start, min(start + piece, request.stop)) for start in starts]
-        batch.nbytes += request.stop - request.start
+        batch.nbytes += request.nbytes
         batch.leased += request.leased
     if batch.requests:
         yield batch
@@ -90,7 +90,7 @@ def _fetch_batch(store: Store, batch: Batch, options: TransferOptions, pool: Buf
             except CorruptDataError:
                 whole = False
             if whole:
-                meter.add(request.stop - request.start)
+                meter.add(request.nbytes)
             else:
                 failed.append(request)
     # After the lease of the batch has ended: each failed request takes a lease of its own, and has its own retries.

@@ -34,6 +34,10 @@ class Meter:
         self.done_bytes = 0
         self.requests = 0
 
+    def expect(self, nbytes: int) -> None:
+        """Set the total: this many bytes besides those that are done."""
+        self.total_bytes = self.done_bytes + nbytes
+
     def add(self, nbytes: int, *, requests: int = 1) -> None:
         with self._lock:
             self.done_bytes += nbytes

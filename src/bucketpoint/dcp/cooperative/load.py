@@ -44,7 +44,7 @@ class Cooperation:
     """State of cooperative loading in one reader, kept from one load to the next.
 
     Args:
-        mode: `"off"`, `"node"`, `"group"` or `"auto"`.
+        mode: `"node"`, `"group"` or `"auto"`.
         group: torch's process group; None for all ranks of the job.
     """
 
@@ -62,13 +62,11 @@ class Cooperation:
     def connect(self, url: str | None) -> None:
         """Begin a load: find the ranks that take part.
 
-        A collective on the group, unless the mode is `"off"` or there is one rank.
+        A collective on the group, unless there is one rank.
         """
         self.close()
         self.peak_bytes = 0
-        if self._mode == "off":
-            self.explanation = 'Plain: cooperative="off"'
-        elif not (dist.is_available() and dist.is_initialized()) or dist.get_world_size(self._group) == 1:
+        if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size(self._group) == 1:
             self.explanation = "Plain: there is one rank"
         else:
             stated = self._bandwidths
@@ -214,7 +212,7 @@ def _plan_or_tell(exchange: Peers, plan: Callable[[], list[Request]]) -> list[Re
 def _fetch_alone(
     store: Store, requests: list[Request], options: TransferOptions, pool: BufferPool, meter: Meter
 ) -> None:
-    meter.total_bytes = meter.done_bytes + sum(request.stop - request.start for request in requests)
+    meter.expect(sum(request.nbytes for request in requests))
     fetch(store, requests, options, pool=pool, meter=meter)
 
 

@@ -78,8 +78,7 @@ class SharedLoad:
         )
         self._alone = deque(own for own, shared in zip(requests, schedule.shared, strict=True) if not shared)
         mine = [cell for cells in schedule.rounds for cell in cells if cell.reader == exchange.rank]
-        meter.total_bytes = meter.done_bytes + sum(cell.nbytes for cell in mine)
-        meter.total_bytes += sum(request.stop - request.start for request in self._alone)
+        meter.expect(sum(cell.nbytes for cell in mine) + sum(request.nbytes for request in self._alone))
 
         # Attributes below that the threads use too are changed only under the condition.
         self._state = threading.Condition()

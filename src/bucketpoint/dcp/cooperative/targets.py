@@ -32,7 +32,7 @@ class Targets:
         for number, request in sorted(shared, key=lambda entry: entry[1].start):
             assembly = Assembly(url, request, memory.take, memory.give)
             self._by_object.setdefault(number, []).append(assembly)
-            self._longest[number] = max(self._longest.get(number, 0), request.stop - request.start)
+            self._longest[number] = max(self._longest.get(number, 0), request.nbytes)
         self._common = common_memory(everything)
 
     def source(self, obj: int) -> tuple[str, str | None]:

@@ -194,8 +194,7 @@ class S3Store:
         size = sum(view.nbytes for view in buffers)
         if size:
             # The CRT receives the bytes into the buffers before it returns the reply.
-            offered = receiving_into(buffers) if self.options.engine == "crt" else contextlib.nullcontext()
-            with offered:
+            with receiving_into(buffers) if self.options.engine == "crt" else contextlib.nullcontext():
                 reply = self.open_range(key, offset, size, if_match=if_match)
             reply.receive(buffers)
 

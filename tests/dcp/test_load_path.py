@@ -1,0 +1,83 @@
+"""The way of a plain load through the package: which files run, and which files the bytes cross."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+
+import bucketpoint
+from bucketpoint import S3Reader, S3Writer
+from bucketpoint.stores.http_body import OpenReply
+from bucketpoint.testing.servers import S3Server
+
+PACKAGE = Path(bucketpoint.__file__).parent
+
+
+@contextmanager
+def files_run() -> Iterator[set[str]]:
+    """Collect the package's files of which a function is called within the block, on this and on new threads."""
+    seen: set[str] = set()
+
+    def note(frame: FrameType, event: str, arg: object) -> None:
+        if event == "call" and frame.f_code.co_filename.startswith(str(PACKAGE)):
+            seen.add(Path(frame.f_code.co_filename).relative_to(PACKAGE).as_posix())
+
+    threading.setprofile(note)
+    sys.setprofile(note)
+    try:
+        yield seen
+    finally:
+        sys.setprofile(None)
+        threading.setprofile(None)  # type: ignore[arg-type]
+
+
+def test_a_plain_load_runs_nothing_of_cooperation_of_hedging_or_of_the_crt(minio: S3Server) -> None:
+    url = minio.url(minio.make_bucket(), "step-1")
+    state = {f"weight{number}": torch.full((300, 300), float(number)) for number in range(4)}
+    dcp.save(state, checkpoint_id=url, storage_writer=S3Writer(storage_options=minio.options))
+    loaded = {name: torch.zeros(300, 300) for name in state}
+    reader = S3Reader(storage_options=minio.options)
+
+    with files_run() as seen:
+        dcp.load(loaded, checkpoint_id=url, storage_reader=reader)
+
+    assert all(torch.equal(loaded[name], state[name]) for name in state)
+    assert "transfer/fetch.py" in seen
+    unwanted = [name for name in seen if name.startswith("dcp/cooperative/") or Path(name).stem in {"hedge", "crt"}]
+    assert unwanted == []
+
+
+def test_a_range_crosses_six_files_between_the_readers_plan_and_the_reply(minio: S3Server, monkeypatch: Any) -> None:
+    url = minio.url(minio.make_bucket(), "step-1")
+    state = {"weight": torch.ones(300, 300)}
+    dcp.save(state, checkpoint_id=url, storage_writer=S3Writer(storage_options=minio.options))
+    receive, crossed = OpenReply.receive, set[str]()
+
+    def note_the_stack(reply: OpenReply, *arguments: Any) -> None:
+        frame: FrameType | None = sys._getframe()
+        while frame is not None:
+            if frame.f_code.co_filename.startswith(str(PACKAGE)):
+                crossed.add(Path(frame.f_code.co_filename).relative_to(PACKAGE).as_posix())
+            frame = frame.f_back
+        receive(reply, *arguments)
+
+    monkeypatch.setattr(OpenReply, "receive", note_the_stack)
+    dcp.load(state, checkpoint_id=url, storage_reader=S3Reader(storage_options=minio.options))
+
+    # Before them: dcp/reader, which waits in `fetch`, with loading/extents and read_plan. After them: stores/http_body.
+    assert crossed == {
+        "transfer/tasks.py",
+        "transfer/fetch.py",
+        "transfer/download.py",
+        "transfer/retry.py",
+        "stores/retry.py",
+        "stores/s3/store.py",
+    }
