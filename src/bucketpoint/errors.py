@@ -117,7 +117,7 @@ class AccessDeniedError(StoreError):
 class BucketNotFoundError(StoreError):
     """The bucket does not exist."""
 
-    remedy_default = "Create the bucket first: bucketpoint never makes one"
+    remedy_default = "Create the bucket first: bucketpoint never creates buckets"
 
 
 class WrongRegionError(StoreError):
@@ -153,7 +153,7 @@ class TransientStoreError(StoreError):
 class CorruptDataError(StoreError):
     """The bytes read differ from the bytes written, in checksum or in length."""
 
-    remedy_default = "The object was altered, truncated or replaced; load an older checkpoint or restore the object"
+    remedy_default = "The object was changed, truncated or replaced; load an older checkpoint, or restore the object"
 
 
 class CheckpointNotFoundError(BucketpointError):
@@ -174,8 +174,8 @@ class CheckpointExistsError(BucketpointError):
     """A checkpoint is already committed at this URL, and overwrite=False."""
 
     remedy_default = (
-        "Save elsewhere, or pass overwrite=True; where training goes on from an earlier step, "
-        "CheckpointManager.restore(..., rollback=True) says so"
+        "Save to another URL, or pass overwrite=True. If training continues from an earlier step, call "
+        "CheckpointManager.restore(..., rollback=True)"
     )
 
 
@@ -206,7 +206,7 @@ class NewerFormatError(MetadataError):
 class UnsafeDataError(BucketpointError):
     """A pickle names a class or function outside the allow-list. No code from the pickle was run."""
 
-    remedy_default = "If you trust whoever wrote this checkpoint, pass trusted=True"
+    remedy_default = "If you trust the writer of this checkpoint, pass trusted=True"
 
 
 class MismatchError(BucketpointError):
@@ -214,8 +214,8 @@ class MismatchError(BucketpointError):
 
 
 UNSAVEABLE = (
-    "Leave it out of the state, or put in its place what it can be made of again: numbers, strings, tensors, lists and "
-    "dicts of them"
+    "Remove the value from the state, or replace it with numbers, strings, tensors, or lists and dicts of them, from "
+    "which it can be rebuilt"
 )
 """The remedy for a value that cannot be copied or pickled."""
 
@@ -227,7 +227,7 @@ class StagingError(BucketpointError):
 class StagingOverlapError(StagingError):
     """An earlier save is still reading the staging memory, and `when_busy="error"`."""
 
-    remedy_default = 'Wait for its future first, or choose when_busy="wait" or "double_buffer"'
+    remedy_default = 'Wait for the earlier save first, or choose when_busy="wait" or "double_buffer"'
 
 
 class CheckpointProcessError(BucketpointError):

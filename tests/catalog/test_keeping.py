@@ -103,9 +103,9 @@ def test_a_folder_that_is_no_step_is_saved_and_not_recorded_with_one_warning(
     save(writer, f"{tmp_path}/run/step-1", f"{tmp_path}/run/final", f"{tmp_path}/run/export", f"{tmp_path}/run/step-2")
     assert (tmp_path / "run/final/.bucketpoint.json").exists()
     assert steps_of(open_catalog(str(tmp_path / "run"))) == [1, 2]
-    assert [r.getMessage() for r in caplog.records if "not recorded" in r.getMessage()] == [
-        f"{tmp_path}/run/final is saved, but not recorded and not pruned: it is no step of a run, whose folders are "
-        "named step-{step}"
+    assert [r.getMessage() for r in caplog.records if "gets no record" in r.getMessage()] == [
+        f"{tmp_path}/run/final is saved, but gets no record and is not pruned, because it is not a step of a run, "
+        "whose folders are named step-{step}"
     ]
 
 
@@ -116,7 +116,7 @@ def test_the_policys_root_and_layout_say_which_run_it_is(tmp_path: Path, caplog:
     save(writer, f"{root}/s0001", f"{tmp_path}/other/s0002", f"{root}/step-3")
     assert steps_of(open_catalog(root, template="s{step}")) == [1]
     assert not (tmp_path / "other/_bucketpoint").exists()
-    assert "no step of the run at file://" in caplog.text
+    assert "not a step of the run at file://" in caplog.text
 
 
 def test_a_writer_without_a_policys_root_keeps_each_run_that_it_saves_into(tmp_path: Path) -> None:

@@ -284,7 +284,7 @@ def test_what_is_committed_after_the_plan_is_not_touched(store: MemoryStore, cat
     done = run(catalog, decide)
     assert done.deleted == []
     assert steps_of(catalog) == [100, 150, 200]
-    assert done.refused[150, "0" * 12] == "it is not in the snapshot"
+    assert done.refused[150, "0" * 12] == "it was committed or deleted after the plan was made"
 
 
 def test_a_step_that_was_saved_anew_during_the_grace_stays(store: MemoryStore, catalog: Catalog) -> None:
@@ -392,7 +392,7 @@ def test_of_two_pruners_the_second_goes_home_until_the_lock_expires(store: Memor
     save(catalog, 200)
     lock = locks.acquire(catalog, "first", seconds=60)
     assert lock is not None
-    assert "another pruner is at work ('" in str(run(catalog, drop(100), holder="second").stopped)
+    assert "another pruner is running ('" in str(run(catalog, drop(100), holder="second").stopped)
     assert locks.acquire(catalog, "first", seconds=60) is not None
     store.now += 61
     assert run(catalog, drop(100), holder="second").stopped is None
@@ -545,7 +545,7 @@ def test_what_others_wrote_in_one_object_is_not_thinned(store: MemoryStore, cata
     damaged = store.objects["run/step-100/.metadata"]
     store.objects["run/step-100/.metadata"] = (b"unreadable", *damaged[1:])
     done = run(catalog, drop(100, action=THIN))
-    assert "does not allow it" in next(iter(done.refused.values()))
+    assert "it cannot be thinned" in next(iter(done.refused.values()))
     assert catalog.snapshot().notes.tombstones == ()
 
 
@@ -698,7 +698,7 @@ def test_a_dead_pruners_lock_keeps_others_away_until_it_expires(store: MemorySto
     save(catalog, 200)
     with killed(store, 3):
         run(catalog, drop(100), holder="dead")
-    assert "another pruner is at work ('" in str(run(catalog, drop(100), holder="other").stopped)
+    assert "another pruner is running ('" in str(run(catalog, drop(100), holder="other").stopped)
     assert run(catalog, drop(100), holder="dead").stopped is None
     with killed(store, 3):
         run(catalog, drop(100), holder="dead")
@@ -716,7 +716,7 @@ def test_a_save_over_a_step_that_goes_leaves_the_tombstone_on_what_it_replaces(
     SaveLog(catalog).begin(catalog.url_of(100), "0123456789ab")
     assert next(catalog.candidates()).step == 200
     store.now += HOUR
-    assert list(run(catalog, drop()).refused.values()) == ["a save to its folder is under way"]
+    assert list(run(catalog, drop()).refused.values()) == ["a save into its folder is under way"]
     save(catalog, 100)
     assert [row.step for row in catalog.snapshot().rows()] == [100, 200]
     assert [step for step, _ in run(catalog, drop()).withdrawn] == [100]

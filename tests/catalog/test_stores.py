@@ -169,7 +169,7 @@ def test_checkpoints_of_a_plain_writer_and_of_torchs_own_are_adopted(catalog: Ca
     assert two.bytes > 80_000
     assert two.created > one.created
     save(catalog, 300, options)
-    assert "does not allow it" in next(
+    assert "it cannot be thinned" in next(
         iter(prune(catalog, drop(200, action=THIN), grace=0, holder="me").refused.values())
     )
     assert len(prune(catalog, drop(100, 200), grace=0, holder="me").deleted) == 2

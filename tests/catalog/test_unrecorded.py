@@ -98,14 +98,16 @@ def test_a_rollback_discards_what_has_no_record_as_well(store: MemoryStore) -> N
 
 def test_what_is_not_there_is_named(store: MemoryStore) -> None:
     catalog = memory_catalog(store)
-    with pytest.raises(CheckpointNotFoundError, match="nothing lies below") as caught:
+    with pytest.raises(CheckpointNotFoundError, match="it has no objects") as caught:
         survey(catalog)
     assert caught.value.url == catalog.url
     store.objects[catalog.key("epoch-1/.metadata")] = (metadata_bytes("0" * 12)[0], "e", START)
-    with pytest.raises(CheckpointNotFoundError, match=r"No folder here is named step-\{step\}; there are epoch-1"):
+    with pytest.raises(
+        CheckpointNotFoundError, match=r"No folder of the run is named step-\{step\}; its folders are epoch-1"
+    ):
         survey(catalog)
     store.objects[catalog.key(".metadata")] = (metadata_bytes("0" * 12)[0], "e", START)
-    with pytest.raises(CheckpointNotFoundError, match="a checkpoint and not a run"):
+    with pytest.raises(CheckpointNotFoundError, match="that of a checkpoint, not of a run"):
         survey(catalog)
     # A save that never committed is a trace of a run.
     store.objects[catalog.key("step-2/data/00/x")] = (b"x", "e", START)

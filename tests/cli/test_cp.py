@@ -463,7 +463,7 @@ def test_a_copy_into_a_run_is_recorded_there_and_one_to_anywhere_else_is_not(roo
     # A folder that is no step, and a place without a catalog: one record alone would hide its neighbours.
     save(f"{root}/c/step-99")
     for there in (f"{root}/b/best", f"{root}/c/step-20"):
-        assert "recorded in its catalog" not in program("cp", f"{root}/a/step-20", there).out
+        assert "is recorded in the catalog" not in program("cp", f"{root}/a/step-20", there).out
         assert contents(there)[".bucketpoint.json"]
     assert latest(f"{root}/c") == "step-99"
 
@@ -477,7 +477,10 @@ def test_a_copy_over_a_step_of_a_run_takes_its_place_in_the_catalog(root: str, p
     in_run(f"{root}/b", 10)
     before = program("ls", f"{root}/b", "--json").json["checkpoints"][0]["token"]
     assert program("cp", f"{root}/a/step-10", f"{root}/b/step-10").code == 5
-    assert "into the run at" in program("cp", f"{root}/a/step-10", f"{root}/b/step-10", "--overwrite", "--dry-run").out
+    assert (
+        "gets a record of the copy"
+        in program("cp", f"{root}/a/step-10", f"{root}/b/step-10", "--overwrite", "--dry-run").out
+    )
     done = program("cp", f"{root}/a/step-10", f"{root}/b/step-10", "--overwrite", "--verify")
     assert done.code == 0, done.out + done.err
     (now,) = program("ls", f"{root}/b", "--json").json["checkpoints"]

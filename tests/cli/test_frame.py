@@ -60,6 +60,16 @@ def test_every_command_has_help_and_the_common_options() -> None:
         assert {"--json", "--debug", "--storage-option", "--endpoint-url"} <= options, name
 
 
+def test_help_describes_each_command_by_one_whole_sentence(program: Program) -> None:
+    lines = program("--help").out.splitlines()
+    assert [line for line in lines if line.rstrip().endswith("...")] == [
+        "Usage: bucketpoint [OPTIONS] COMMAND [ARGS]..."
+    ]
+    described = lines[lines.index("Commands:") + 1 :]
+    assert [line.split()[0] for line in described] == sorted(COMMANDS)
+    assert all(line.endswith(".") and len(line) <= 80 for line in described)
+
+
 def test_a_command_that_is_not_there_is_a_usage_error(program: Program) -> None:
     done = program("nonsense")
     assert done.code == 2
@@ -80,7 +90,7 @@ def test_an_error_says_what_where_and_what_to_do_without_a_traceback(tmp_path: P
     assert done.returncode == 3
     assert done.stdout == ""
     assert done.stderr.splitlines() == [
-        "Error: There is no checkpoint here",
+        "Error: There is no checkpoint at this URL",
         f"  url:    {url}",
         "  remedy: Check the URL: bucketpoint.latest_checkpoint(root) names the newest whole one under a root",
     ]
@@ -96,7 +106,7 @@ def test_debug_adds_the_traceback_and_json_a_document(program: Program, tmp_path
         "ok": False,
         "error": {
             "kind": "CheckpointNotFoundError",
-            "message": "There is no checkpoint here",
+            "message": "There is no checkpoint at this URL",
             "url": str(tmp_path / "none"),
             "key": None,
             "remedy": "Check the URL: bucketpoint.latest_checkpoint(root) names the newest whole one under a root",

@@ -154,7 +154,7 @@ def test_plan_writes_the_picture_and_changes_nothing_else(program: Program, tmp_
     before = sorted(str(path) for path in (tmp_path / "runs").rglob("*"))
     done = program("plan", str(policy), "--plot", str(picture))
     assert done.code == 0
-    assert f"drawn: {picture}" in done.out
+    assert f"picture written to {picture}" in done.out
     assert f">{root}<" in picture.read_text()
     assert program("plan", str(policy), "--plot", str(picture), "--json").json["plot"] == str(picture)
     assert program("plan", str(policy), "--json").json["plot"] is None

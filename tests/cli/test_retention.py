@@ -83,7 +83,7 @@ def test_what_has_a_tombstone_is_listed_and_can_be_had_back(program: Program, ro
     assert [one["step"] for one in done["tombstones"]] == [10, 20, 30]
     assert done["deleted"] == []
     listed = program("ls", root)
-    assert listed.out.count("goes 2") == 3
+    assert listed.out.count("to be deleted after 2") == 3
     assert program("undo", root, "20").code == 0
     assert program("undo", root, "20").code == 1
     assert program("pin", root, "30").code == 0
@@ -102,13 +102,15 @@ def test_a_plan_names_what_has_a_tombstone_and_when_it_goes(
     save_run(root, *STEPS)
     file = write(tmp_path, root, grace=grace)
     planned = program(*command, str(file))
-    assert f"are freed once they have had a tombstone for {grace}" in planned.out
+    assert f" freed, {grace} after they get a tombstone" in planned.out
     program("prune", str(file))
     time.sleep(1.1)
     said = program(*command, str(file))
     assert "0 deleted" in said.out
-    assert said.out.count("has a tombstone, goes with the next prune" if due else "has a tombstone, goes after 2") == 3
-    assert ("3 checkpoints with a tombstone that is due" in said.out) == due
+    assert (
+        said.out.count("has a tombstone, is due at the next prune" if due else "has a tombstone, is due after 2") == 3
+    )
+    assert ("the tombstones of 3 checkpoints are due" in said.out) == due
     waiting = program(*command, str(file), "--json").json["waiting"]
     assert [(one["step"], one["action"], one["is_due"]) for one in waiting] == [(n, "delete", due) for n in STEPS[:3]]
 
@@ -168,8 +170,8 @@ def test_what_is_wrong_with_a_policy_is_said_with_its_line_and_column(program: P
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (("report", "{root}", "5", "loss"), "write eval/loss=1.23"),
-        (("report", "{root}", "5", "loss=high"), "write eval/loss=1.23"),
+        (("report", "{root}", "5", "loss"), "write NAME=VALUE, such as eval/loss=1.23"),
+        (("report", "{root}", "5", "loss=high"), "write NAME=VALUE, such as eval/loss=1.23"),
         (("gc", "{root}", "--older-than", "soon"), "write 20m, 48h or 7d"),
         (("pin", "{root}", "--", "-1"), "not in the range"),
     ],
@@ -204,7 +206,7 @@ def test_a_run_gets_a_name_and_the_policy_must_say_it(program: Program, root: st
     assert program("ls", root, "--json").json["run"] == "llama"
     refused = program("prune", str(file), "--json")
     assert (refused.code, refused.json["error"]["kind"]) == (5, "OtherRunError")
-    assert "Set run: llama in the policy" in refused.err
+    assert "set run: llama in the policy" in refused.err
     file.write_text(file.read_text() + "run: llama\n")
     done = program("prune", str(file), "--json")
     assert [one["step"] for one in done.json["deleted"]] == [10]
@@ -235,11 +237,11 @@ def test_a_rollback_gives_what_is_newer_a_tombstone_and_the_next_restore_goes_on
     save_run(root, *STEPS)
     planned = program("rollback", root, "20", "--dry-run", "--json").json
     assert (planned["tombstones"], planned["dry_run"]) == ([30, 40, 50], True)
-    assert program("ls", root).out.count("goes 2") == 0
+    assert program("ls", root).out.count("to be deleted") == 0
     done = program("rollback", root, "20")
     assert done.code == 0
-    assert done.out.count("goes 2") == 3
-    assert "step 20 is what the next restore finds" in done.out
+    assert done.out.count("will be deleted after 2") == 3
+    assert "the next restore loads step 20" in done.out
     with CheckpointManager(root, policy=RetentionPolicy(Keep(100))) as manager:
         state = {"model": {"w": torch.zeros(1000)}, "optim": {"m": torch.zeros(2000)}, "step": 0}
         assert manager.restore(state).step == 20  # type: ignore[union-attr]
@@ -274,7 +276,7 @@ def test_a_rollback_leaves_what_is_held_names_it_and_gives_nothing_up_for_what_i
     assert held.code == 1
     assert held.json["tombstones"] == [30, 50]
     assert held.json["held"] == [{"step": 40, "why": "pinned"}]
-    assert "step 40 stays, as it is pinned" in program("rollback", root, "20").out
+    assert "step 40 stays, because it is pinned" in program("rollback", root, "20").out
 
 
 def test_a_rollback_needs_no_torch(tmp_path: Path) -> None:
@@ -287,5 +289,5 @@ def test_a_rollback_needs_no_torch(tmp_path: Path) -> None:
         timeout=240,
     )
     assert done.returncode == 0, done.stderr[-2000:]
-    assert "step 50 goes" in done.stdout
+    assert "step 50 will be deleted" in done.stdout
     assert not [line for line in done.stderr.splitlines() if line.rpartition("|")[2].strip() == "torch"]

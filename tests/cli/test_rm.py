@@ -102,7 +102,7 @@ def test_what_is_pinned_or_about_to_be_deleted_by_another_is_left_alone(program:
     assert acquire(open_catalog(str(run)), "another", seconds=100) is not None
     busy = program("rm", str(run / "step-2"), "--yes")
     assert busy.code == 1
-    assert "another pruner is at work" in busy.out
+    assert "another pruner is running" in busy.out
     assert steps_in(program, str(run)) == [1, 2, 3]
 
 

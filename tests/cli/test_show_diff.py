@@ -79,8 +79,8 @@ def test_show_tells_of_another_writer_what_there_is_to_tell(tmp_path: Path, prog
 @pytest.mark.parametrize(
     ("left", "says"),
     [
-        ([".metadata"], "objects here and no .metadata"),
-        (["deep/.metadata", "deep/data"], "there are checkpoints below it: deep"),
+        ([".metadata"], "objects here but no .metadata"),
+        (["deep/.metadata", "deep/data"], "Checkpoints below it: deep"),
         (["__0.metadata"], "saved without collectives"),
     ],
     ids=["interrupted", "a root", "without collectives"],

@@ -186,7 +186,7 @@ def test_a_missing_or_older_record_is_no_damage(root: str, program: Program) -> 
     store.put(keys[0], [memoryview(store.get(keys[1])[0])])
     store.delete([keys[1]])
     assert "another save" in program("verify", f"{root}/a").out
-    assert "no record" in program("verify", f"{root}/b").out
+    assert "no commit record" in program("verify", f"{root}/b").out
 
 
 @pytest.mark.contract
@@ -240,7 +240,7 @@ def test_a_chunk_without_data_is_named(tmp_path: Path) -> None:
     del saved.metadata.storage_data[lost]
     found = verify(saved)
     assert [(one.kind, one.item) for one in found.damage] == [("missing-item", "model.large")]
-    assert found.unchecked == {"no item lies there": 12583680} or "no item lies there" in found.unchecked
+    assert found.unchecked == {"no item uses these bytes": 12583680} or "no item uses these bytes" in found.unchecked
 
 
 @settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -291,8 +291,8 @@ def test_a_record_in_the_catalog_tells_of_metadata_that_was_put_back(root: str, 
     replaced(first, ".metadata", lambda data: (data.clear(), data.extend(theirs)))
     done = program("verify", first, "--json")
     assert done.json["notes"] == [
-        ".metadata itself was not checked: there is no record beside it, and the record in a catalog above it is of "
-        "another save"
+        ".metadata itself was not checked: there is no commit record beside it, and the commit record in a catalog "
+        "above it belongs to another save"
     ]
 
 

@@ -257,7 +257,7 @@ def test_an_index_at_the_place_of_the_metadata_is_refused(tmp_path: Path) -> Non
     (index,) = index_files(tmp_path)
     os.replace(index, tmp_path / ".metadata")
     for reader in (BucketReader(), BucketReader(trusted=True)):
-        with pytest.raises(dcp.CheckpointException, match="is an index"):
+        with pytest.raises(dcp.CheckpointException, match="holds an index"):
             load(tmp_path, reader=reader)
 
 

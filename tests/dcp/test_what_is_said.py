@@ -26,7 +26,7 @@ def test_a_value_that_cannot_be_pickled_is_named_by_its_key(tmp_path: Path) -> N
     with pytest.raises(bp.BucketpointError, match=r"a\.lock cannot be pickled.*_thread\.lock") as caught:
         bp.save(UNPICKLABLE, f"{tmp_path}/a")
     assert caught.value.key == "a.lock"
-    assert "Leave it out" in str(caught.value)
+    assert "Remove the value from the state" in str(caught.value)
 
 
 @pytest.mark.parametrize("planner", [None, bp.SavePlanner()], ids=["DCP's planner", "SavePlanner"])
@@ -80,7 +80,7 @@ def test_a_run_is_said_to_be_one_and_its_newest_checkpoint_is_named(tmp_path: Pa
             dcp.load({"w": torch.ones(3)}, checkpoint_id=tmp_path, storage_reader=bp.BucketReader(), no_dist=True)
         (error,) = failures(other.value)
     assert not isinstance(error, bp.IncompleteCheckpointError)
-    assert "This is a run" in str(error)
+    assert "The URL is that of a run" in str(error)
     assert f"names {tmp_path}/step-10" in str(error)
     assert "latest_checkpoint" in str(error)
     assert "interrupted" not in str(error)

@@ -212,7 +212,7 @@ def test_of_a_save_and_a_sweep_that_takes_it_for_dead_only_one_goes_on(
         run.save_plainly("step-1", 3.0, hours_later, **log)
     monkeypatch.setattr(time, "time", real)
     (error,) = [one for one, _ in failed.value.failures.values()]
-    assert "A sweep took this save for dead" in str(error)
+    assert "A sweep deleted data of this save" in str(error)
     if before:
         assert run.loaded("step-1") == {1.0}
     run.save_plainly("step-1", 4.0)

@@ -171,7 +171,7 @@ def _save(manager: CheckpointManager, step: int, rank: int, folder: str) -> None
     try:
         handle = manager.save(step, state(step, rank))
     except BucketpointError as error:
-        if "still on its way" not in str(error):
+        if "is still running" not in str(error):
             raise
         return
     if handle is not None:

@@ -34,7 +34,7 @@ def test_every_method_and_every_trigger_answer_alike_on_all_ranks_during_an_uplo
     if when_busy == "skip":
         assert said == (None, 1)
     elif when_busy == "error":
-        assert "step 10 is still on its way" in said
+        assert "the save of step 10 is still running" in said
     else:
         assert first.pop("save") is True
     notes = {f"busy {name}": None for name in ("report", "pin", "unpin")}

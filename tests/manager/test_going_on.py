@@ -121,9 +121,10 @@ def test_saves_go_on_over_damaged_checkpoints_which_the_next_commit_sets_aside(
         assert counted(manager) == [10, 20, 30, 35]
         for step in (40, 50):
             assert (
-                f"step {step} is set aside and goes once its grace of 1d is over: it could not be loaded" in caplog.text
+                f"step {step} is set aside and will be deleted when its grace period of 1d is over: it could not be "
+                "loaded" in caplog.text
             )
-            assert f"`bucketpoint undo {root} {step}` takes that back" in caplog.text
+            assert f"`bucketpoint undo {root} {step}` withdraws its tombstone" in caplog.text
         assert manager.restore(target, "best").step == 30  # type: ignore[union-attr]
         manager.save(40, state(41))
         manager.wait()
@@ -281,7 +282,7 @@ def test_saves_go_on_behind_a_plain_checkpoint_whose_metadata_cannot_be_read(roo
                 manager.wait()
     rolled = roll_back(open_catalog(root), 9, grace=0.0)
     assert rolled.steps == ()
-    assert rolled.held == ((10, "without metadata that can be read"),)
+    assert rolled.held == ((10, "without readable metadata"),)
 
 
 def test_what_a_save_that_fails_was_to_discard_stays(root: str) -> None:
@@ -355,8 +356,8 @@ def test_a_rollback_is_one_word(root: str, caplog: pytest.LogCaptureFixture) -> 
         manager.wait()
         assert going(manager) == [20, 30]
         assert (
-            "step 30 is set aside and goes once its grace of 1d is over: training was rolled back to step 10"
-            in caplog.text
+            "step 30 is set aside and will be deleted when its grace period of 1d is over: training was rolled back "
+            "to step 10" in caplog.text
         )
         for step in (15, 20):
             manager.save(step, state(step + 1))
@@ -403,7 +404,7 @@ def test_every_error_on_the_way_back_says_how_to_roll_back(root: str) -> None:
                 manager.save(step, state(step))
             assert "restore(state, step, rollback=True)" in str(caught.value)
             assert "checkpoint_id" not in str(caught.value)
-    plain = CheckpointExistsError("Checkpoint already exists here")
+    plain = CheckpointExistsError("A checkpoint already exists at this URL")
     assert "rollback=True" in str(plain)
     assert "checkpoint_id" not in str(plain)
 
@@ -418,7 +419,9 @@ def test_a_rollback_leaves_and_names_what_somebody_holds_on_to(root: str, caplog
             manager.wait()
         assert going(manager) == [30]
         assert (
-            caplog.text.count("step 20 was given up (training was rolled back to step 10), and stays as it is pinned")
+            caplog.text.count(
+                "step 20 was given up (training was rolled back to step 10), but stays because it is pinned"
+            )
             == 1
         )
         with pytest.raises(CheckpointExistsError, match="step 20 is committed and pinned"):
@@ -437,7 +440,7 @@ def test_whoever_undoes_a_rollback_is_not_overruled_by_the_next_save(root: str) 
         manager.save(15, state(15))
         manager.wait()
         assert undo(manager.catalog, 20) == 1
-        with pytest.raises(BucketpointError, match="training was rolled back"):
+        with pytest.raises(BucketpointError, match="training was probably rolled back"):
             manager.save(16, state(16))
 
 
@@ -468,7 +471,7 @@ def test_a_rollback_waits_for_the_save_under_way_and_is_refused_while_it_goes_on
     short = replace(DAY, save=Save(in_flight=InFlight(timeout=timedelta(seconds=1))))
     with CheckpointManager(root, policy=short, fs=gated) as manager:
         manager.save(20, state(20))
-        with pytest.raises(BucketpointError, match="step 20 is still on its way"):
+        with pytest.raises(BucketpointError, match="the save of step 20 is still running"):
             manager.restore(state(0), 10, rollback=True)
         gated.gate.set()
         assert manager.wait(60)
@@ -492,7 +495,7 @@ def test_a_fresh_start_is_said_with_the_root(root: str, caplog: pytest.LogCaptur
     caplog.set_level(logging.INFO, "bucketpoint")
     with CheckpointManager(root, policy=DAY) as manager:
         assert manager.restore(state(0)) is None
-    assert f"training begins from scratch: there is no checkpoint to go on from at {root}" in caplog.text
+    assert f"training begins from scratch: {root} has no checkpoint that can be loaded" in caplog.text
 
 
 def test_beginning_from_scratch_beside_damaged_ones_goes_on_as_well(root: str) -> None:
@@ -555,8 +558,8 @@ def test_each_deletion_is_said_with_its_rule_and_its_bytes(root: str, caplog: py
             manager.save(step, {"w": torch.ones(1_000_000)})
             manager.wait()
             manager.pruning.drain()
-    assert "step 1 is not kept and goes now: latest: 1 (2nd latest" in caplog.text
-    assert "step 1 is deleted, and 4.0 MB are freed: latest: 1 (2nd latest" in caplog.text
+    assert "step 1 will be deleted now: latest: 1 (2nd latest" in caplog.text
+    assert "step 1 is deleted, which frees 4.0 MB: latest: 1 (2nd latest" in caplog.text
     caplog.clear()
     later = f"{root}-2"
     with CheckpointManager(later, policy=policy(1, prune=Prune(grace=timedelta(hours=24)))) as manager:
@@ -564,8 +567,8 @@ def test_each_deletion_is_said_with_its_rule_and_its_bytes(root: str, caplog: py
             manager.save(step, state(step))
             manager.wait()
             manager.pruning.drain()
-    assert "step 1 is not kept and goes once its grace of 1d is over: latest: 1 (2nd latest" in caplog.text
-    assert "deleted" not in caplog.text
+    assert "step 1 will be deleted when its grace period of 1d is over: latest: 1 (2nd latest" in caplog.text
+    assert "is deleted" not in caplog.text
 
 
 def test_a_prune_of_what_lost_its_data_leaves_the_save_that_is_under_way_there(

@@ -143,9 +143,9 @@ def test_a_save_while_another_is_on_its_way_is_skipped_refused_or_waits_as_the_p
             if expected is None:
                 assert manager.save(2, state(2)) is None
                 assert manager.skipped == 1
-                assert "step 2 is not saved: step 1 is still on its way" in caplog.text
+                assert "step 2 is not saved, because the save of step 1 is still running" in caplog.text
             else:
-                with pytest.raises(expected, match="step 1 is still on its way"):
+                with pytest.raises(expected, match="the save of step 1 is still running"):
                     manager.save(2, state(2))
             gated.gate.set()
             manager.wait()
@@ -174,7 +174,7 @@ def test_the_save_that_a_signal_or_the_end_of_training_asks_for_waits_for_the_on
 def test_a_committed_step_is_replaced_only_if_that_is_said(root: str) -> None:
     save(root, 5)
     with CheckpointManager(root, policy=policy()) as manager:
-        with pytest.raises(CheckpointExistsError, match="Checkpoint already exists: step 5 is committed"):
+        with pytest.raises(CheckpointExistsError, match="A checkpoint already exists: step 5 is committed"):
             manager.save(5, state(6))
         manager.save(5, state(7), overwrite=True)
         manager.wait()
@@ -186,7 +186,7 @@ def test_a_committed_step_is_replaced_only_if_that_is_said(root: str) -> None:
 def test_a_save_behind_newer_steps_says_what_becomes_of_them(root: str) -> None:
     save(root, 10, 20, 30)
     with CheckpointManager(root, policy=policy()) as manager:
-        with pytest.raises(BucketpointError, match="Step 15 is behind 2 checkpoints, up to step 30"):
+        with pytest.raises(BucketpointError, match="Step 15 is lower than the steps of 2 checkpoints, up to step 30"):
             manager.save(15, state(15))
         manager.save(15, state(15), newer="keep")
         manager.wait()
@@ -212,7 +212,7 @@ def test_metrics_of_the_save_and_those_reported_later_decide_what_is_best(root: 
         manager.report(3, {"eval/loss": float("nan")})
         assert manager.restore(target, "best").step == 2  # type: ignore[union-attr]
         assert value_of(target) == 2.0
-        with pytest.raises(BucketpointError, match="No rule says whether a high or a low accuracy"):
+        with pytest.raises(BucketpointError, match="The policy has no `best` rule for accuracy"):
             manager.restore(target, "best", metric="accuracy")
 
 
@@ -222,7 +222,7 @@ def test_metrics_of_the_save_and_those_reported_later_decide_what_is_best(root: 
 def test_a_run_without_a_trace_starts_from_scratch(root: str) -> None:
     with CheckpointManager(root, policy=policy()) as manager:
         assert manager.restore(state(0)) is None
-        with pytest.raises(CheckpointNotFoundError, match=r"no checkpoint of step 7.*none at all"):
+        with pytest.raises(CheckpointNotFoundError, match=r"no checkpoint of step 7.*The run has no checkpoint"):
             manager.restore(state(0), 7)
 
 
@@ -250,7 +250,7 @@ def test_saves_that_never_committed_are_no_reason_to_start_from_scratch(root: st
         if file.is_file():
             file.unlink()
     with CheckpointManager(root, policy=policy()) as manager:
-        with pytest.raises(IncompleteCheckpointError, match="1 saves here that never committed"):
+        with pytest.raises(IncompleteCheckpointError, match="1 folders of saves that never committed"):
             manager.restore(state(0))
         assert manager.restore(state(0), fresh=True) is None
 
@@ -266,7 +266,7 @@ def test_a_job_that_was_killed_in_its_first_save_begins_from_scratch(
     target = state(0)
     with CheckpointManager(root, policy=policy()) as manager:
         assert manager.restore(target) is None
-        assert "1 saves that were begun and died" in caplog.text
+        assert "1 folders of saves that died before their commit" in caplog.text
         assert manager.save(10, state(10)) is not None
     with CheckpointManager(root, policy=policy()) as manager:
         assert manager.restore(target).step == 10  # type: ignore[union-attr]
@@ -323,7 +323,10 @@ def test_of_a_plan_that_deletes_too_much_a_few_go_and_the_log_says_how_to_go_on(
         manager.pruning.drain()
         # Three, and one for the commit.
         assert committed(root) == [f"step-{step}" for step in range(14, 21)]
-        assert "10 of 11 checkpoints would be deleted or thinned; max_delete allows 3: 4 go" in caplog.text
+        assert (
+            "the plan deletes or thins 10 of 11 checkpoints, and max_delete allows 3; "
+            "this prune is limited to 4 of them" in caplog.text
+        )
         assert f"`bucketpoint plan POLICY.yaml --root {root}` shows" in caplog.text
         assert f"`bucketpoint prune POLICY.yaml --root {root} --yes` carries out" in caplog.text
         manager.prune(force=True)
@@ -400,7 +403,7 @@ def test_after_sigterm_close_waits_no_longer_than_there_is_time(root: str) -> No
     assert manager.stop_asked
     manager.save(3, state(3))
     threading.Timer(6, gated.gate.set).start()
-    with pytest.raises(BucketpointError, match=r"Step 3 was not committed in the 2 s after SIGTERM"):
+    with pytest.raises(BucketpointError, match=r"Step 3 was not committed within 2 s of SIGTERM"):
         manager.close()
     # Not lost if the scheduler is in no hurry after all.
     assert manager.save.__self__._running.handle.wait(240)
@@ -440,9 +443,9 @@ def test_a_closed_manager_is_refused(root: str) -> None:
     manager = CheckpointManager(root, policy=policy())
     manager.close()
     manager.close()
-    with pytest.raises(BucketpointError, match="This manager is closed"):
+    with pytest.raises(BucketpointError, match="The CheckpointManager is closed"):
         manager.save(1, state(1))
-    with pytest.raises(BucketpointError, match="where its run is"):
+    with pytest.raises(BucketpointError, match="the URL of its run"):
         CheckpointManager(policy=policy())
 
 

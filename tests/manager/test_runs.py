@@ -32,9 +32,9 @@ def test_a_run_with_a_name_goes_on_after_a_crash_and_others_are_told(root: str) 
         with CheckpointManager(root, policy=policy(run=other)) as manager:
             # To begin from scratch is no way in.
             for fresh in (False, True):
-                with pytest.raises(OtherRunError, match="These are the checkpoints of run 'a'"):
+                with pytest.raises(OtherRunError, match="The checkpoints at this URL belong to run 'a'"):
                     manager.restore(target, fresh=fresh)
-            with pytest.raises(OtherRunError, match="Set run: a in the policy"):
+            with pytest.raises(OtherRunError, match="set run: a in the policy"):
                 manager.save(30, state(30))
             with pytest.raises(OtherRunError):
                 manager.prune()
@@ -47,7 +47,7 @@ def test_a_run_that_began_without_a_name_is_no_named_ones_until_somebody_says_so
     with CheckpointManager(root, policy=policy(run="a")) as manager:
         with pytest.raises(OtherRunError, match=f"bucketpoint name {root} a"):
             manager.restore(target)
-        with pytest.raises(OtherRunError, match="a run without a name"):
+        with pytest.raises(OtherRunError, match="a run that has no name"):
             manager.save(20, state(20))
         assert name_run(manager.catalog, "a") == "a"
         assert name_run(manager.catalog, "b") == "a"
@@ -78,8 +78,8 @@ def test_jobs_without_a_name_are_one_run_and_a_second_run_among_them_is_stopped_
         assert second.restore(target).step == 30  # type: ignore[union-attr]
         assert value_of(target) == 30.0
     with CheckpointManager(root, policy=policy(1)) as second:
-        with pytest.raises(BucketpointError, match="Step 5 is behind 3 checkpoints"):
+        with pytest.raises(BucketpointError, match="Step 5 is lower than the steps of 3 checkpoints"):
             second.save(5, state(5))
-        with pytest.raises(CheckpointExistsError, match="Checkpoint already exists: step 10 is committed"):
+        with pytest.raises(CheckpointExistsError, match="A checkpoint already exists: step 10 is committed"):
             second.save(10, state(10))
     assert committed(root) == ["step-10", "step-20", "step-30"]

@@ -59,7 +59,7 @@ def test_every_row_says_why() -> None:
     made = told(plan(EXAMPLE, example()))
     hours = "every: 24 hours, last 2, thin weights"
     grid = "every: 1000 steps, until 3000"
-    newest = ("newest by step", "newest by time", "newest full one by step", "newest full one by time")
+    newest = ("newest by step", "newest by time", "newest full checkpoint by step", "newest full checkpoint by time")
     assert made[0] == ("keep", f"{grid} (earliest of step 0); {hours} (earliest of the 24 h from 2001-09-09 00:00 UTC)")
     assert made[250] == ("delete", f"{hours} (2nd of the 24 h from 2001-09-09 00:00 UTC; every keeps the earliest)")
     assert made[1250] == ("delete", f"{grid} (2nd of steps 1000 to 1999; every keeps the earliest)")
@@ -146,7 +146,7 @@ def test_a_wrong_policy_is_refused_all_but_a_few_deletions_and_ordinary_work_is_
     wrong = plan(RetentionPolicy(Keep(1)), rows_at(*range(1, 16)))
     refused = circuit_breaker(wrong, count=20, fraction=0.5)
     assert (refused.allowed, refused.unasked) == (False, 5)
-    assert "14 of 15 checkpoints would be deleted or thinned; max_delete allows 50 %" in refused.why
+    assert "the plan deletes or thins 14 of 15 checkpoints, and max_delete allows 50 %" in refused.why
     assert circuit_breaker(wrong, count=3, fraction=1.0).unasked == 3
     # What the job has committed since the last prune is not what a policy was wrong about.
     assert circuit_breaker(wrong, count=20, fraction=0.5, committed=9).allowed

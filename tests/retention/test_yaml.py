@@ -178,17 +178,17 @@ def test_every_fault_of_a_file_is_named_with_its_place() -> None:
         (5, 11, "keep.latest: 0 is out of bounds"),
         (6, 9, "keep.best: A mapping is not a list"),
         (8, 8, "keep.every[0].step: The key `step` is not known"),
-        (10, 7, "keep.every[2]: The rule can never keep anything of its own: number 2 keeps all of it"),
-        (11, 7, "keep.every[3]: {'steps': 1000} stands twice"),
-        (12, 7, "keep.every[4]: Neither `steps` nor `hours` stands here"),
+        (10, 7, "keep.every[2]: The rule keeps nothing that another rule does not keep: rule 2 keeps all of it"),
+        (11, 7, "keep.every[3]: {'steps': 1000} is listed twice"),
+        (12, 7, "keep.every[4]: Neither `steps` nor `hours` is given"),
         (13, 11, "keep.within: '6 hours' is not a duration"),
         (14, 3, "keep.lates: The key `lates` is not known"),
-        (15, 3, "keep.latest: The key `latest` stands twice, first in line 5"),
+        (15, 3, "keep.latest: The key `latest` is given twice, first in line 5"),
         (16, 10, "keep.steps: The list is empty"),
         (18, 10, "prune.grace: '1y' is not a duration"),
-        (19, 8, "prune.when: Nothing is written here"),
-        (20, 13, "save.on[0]: 'sigkill' is not known here"),
-        (20, 31, "save.every[0]: The trigger never saves anything of its own: number 2 saves then anyway"),
+        (19, 8, "prune.when: The value is missing"),
+        (20, 13, "save.on[0]: 'sigkill' is not a valid value"),
+        (20, 31, "save.every[0]: The trigger adds no save: trigger 2 saves whenever this one does"),
     ]
 
 
@@ -213,7 +213,7 @@ def test_the_error_shows_all_faults_and_survives_pickling() -> None:
         ("keep: {latest: 1}\n", (1, 1), "`version` is missing"),
         ("version: 2\nkeep: {latest: 1}\n", (1, 10), "version: Version 2 is not known"),
         ("version: 1\nkeep: {}\n", (2, 7), "keep: `latest` is missing"),
-        ("version: 1\nkeep:\n", (2, 6), "keep: Nothing is written here"),
+        ("version: 1\nkeep:\n", (2, 6), "keep: The value is missing"),
         ("version: 1\nkeep: 3\n", (2, 7), "keep: 3 is not a mapping"),
         ("- 1\n", (1, 1), "A list is not a mapping"),
         ("version: 1\nkeep: {latest: '3'}\n", (2, 16), "keep.latest: '3' is not a whole number"),
@@ -225,14 +225,14 @@ def test_the_error_shows_all_faults_and_survives_pickling() -> None:
         (keep("within: 0h"), (4, 11), "keep.within: 0s is too short"),
         (keep("within: 9999999999999w"), (4, 11), "keep.within: '9999999999999w' is too long"),
         (keep("match: os.system"), (4, 10), "keep.match: 'os.system' is not an import path such as my_pkg"),
-        (keep("steps: [1, 2, 1]"), (4, 17), "keep.steps[2]: 1 stands twice"),
+        (keep("steps: [1, 2, 1]"), (4, 17), "keep.steps[2]: 1 is listed twice"),
         (keep("steps: [-1]"), (4, 11), "keep.steps[0]: -1 is out of bounds"),
-        (keep("best: [{metric: a, mode: less}]"), (4, 28), "keep.best[0].mode: 'less' is not known here"),
+        (keep("best: [{metric: a, mode: less}]"), (4, 28), "keep.best[0].mode: 'less' is not a valid value"),
         (keep("best: [{metric: a, mode: min, await: {for: 1h}}]"), (4, 40), "keep.best[0].await: `max` is missing"),
         (keep("best: [{metric: 7, mode: min}]"), (4, 19), "keep.best[0].metric: 7 is not text"),
         (keep("every: [{steps: 10, hours: 1}]"), (4, 23), "keep.every[0].hours: The key `hours` is not known"),
         (keep("every: [{steps: 10, until: 9}]"), (4, 11), "keep.every[0]: Only step 0 is ever kept: the grid begins"),
-        (keep("every: [{hours: 1, thin: optimizer}]"), (4, 28), "keep.every[0].thin: 'optimizer' is not known here"),
+        (keep("every: [{hours: 1, thin: optimizer}]"), (4, 28), "keep.every[0].thin: 'optimizer' is not a valid value"),
         (
             "version: 1\nlayout: {step_dir: step}\nkeep: {latest: 1}\n",
             (2, 20),
@@ -243,15 +243,19 @@ def test_the_error_shows_all_faults_and_survives_pickling() -> None:
             (3, 32),
             "prune.max_delete.fraction: 2 is",
         ),
-        ("version: 1\nkeep: &a {latest: 1}\n", (2, 7), "The anchor or alias `a` is not taken here"),
-        ("version: 1\nkeep: *a\n", (2, 7), "The anchor or alias `a` is not taken here"),
-        ("version: 1\nkeep: {latest: !!int 1}\n", (2, 16), "The tag `tag:yaml.org,2002:int` is not taken here"),
-        ("version: 1\nkeep: {latest: 1\n", (3, 1), "This is not YAML"),
-        ("version: 1\n\tkeep: 1\n", (2, 1), "This is not YAML"),
-        ("version: 1\n---\nversion: 1\n", (2, 1), "This is not YAML"),
-        ("version: 1\nkeep: \x00\n", (2, 7), "The character #x0000 has no place in YAML"),
+        ("version: 1\nkeep: &a {latest: 1}\n", (2, 7), "The anchor or alias `a` is not allowed in a policy"),
+        ("version: 1\nkeep: *a\n", (2, 7), "The anchor or alias `a` is not allowed in a policy"),
+        (
+            "version: 1\nkeep: {latest: !!int 1}\n",
+            (2, 16),
+            "The tag `tag:yaml.org,2002:int` is not allowed in a policy",
+        ),
+        ("version: 1\nkeep: {latest: 1\n", (3, 1), "The text is not YAML"),
+        ("version: 1\n\tkeep: 1\n", (2, 1), "The text is not YAML"),
+        ("version: 1\n---\nversion: 1\n", (2, 1), "The text is not YAML"),
+        ("version: 1\nkeep: \x00\n", (2, 7), "The character #x0000 is not allowed in YAML"),
         ("version: 1\nroot: 'a${X}'\nkeep: {latest: 1}\n", (2, 9), "root: X is not set"),
-        ("version: 1\nroot: a$b\nkeep: {latest: 1}\n", (2, 8), "root: A `$` stands alone"),
+        ("version: 1\nroot: a$b\nkeep: {latest: 1}\n", (2, 8), "root: A `$` is not followed by a name"),
         ("version: 1\nin_flight: {}\nkeep: {latest: 1}\n", (2, 1), "in_flight: The key `in_flight` is not known"),
     ],
 )
@@ -263,7 +267,7 @@ def test_a_fault_is_named_where_it_stands(text: str, place: tuple[int, int], mes
 
 
 def test_deep_nesting_is_a_fault_and_no_crash() -> None:
-    assert faults("version: 1\nkeep: " + "[" * 5000)[0][2] == "This is nested too deeply"
+    assert faults("version: 1\nkeep: " + "[" * 5000)[0][2] == "The policy is nested too deeply"
 
 
 def test_a_policy_of_megabytes_is_refused_unread() -> None:
@@ -284,9 +288,9 @@ def test_a_policy_of_megabytes_is_refused_unread() -> None:
 )
 def test_a_rule_that_another_always_covers_is_unreachable(first: str, second: str) -> None:
     (found,) = faults(keep(f"every: [{first}, {second}]"))
-    assert found[2].startswith("keep.every[1]: The rule can never keep anything of its own")
+    assert found[2].startswith("keep.every[1]: The rule keeps nothing that another rule does not keep")
     (found,) = faults(keep(f"every: [{second}, {first}]"))
-    assert found[2].startswith("keep.every[0]: The rule can never keep anything of its own")
+    assert found[2].startswith("keep.every[0]: The rule keeps nothing that another rule does not keep")
 
 
 @pytest.mark.parametrize(
@@ -307,7 +311,7 @@ def test_rules_that_may_keep_something_of_their_own_stand(rules: str) -> None:
 
 def test_a_best_rule_that_another_covers_is_unreachable() -> None:
     wide, narrow = "{metric: a, mode: min, count: 3}", "{metric: a, mode: min, count: 2}"
-    assert faults(keep(f"best: [{wide}, {narrow}]"))[0][2].startswith("keep.best[1]: The rule can never")
+    assert faults(keep(f"best: [{wide}, {narrow}]"))[0][2].startswith("keep.best[1]: The rule keeps nothing")
     waits = "{metric: a, mode: min, count: 2, await: {for: 1h, max: 1}}"
     assert len(read(keep(f"best: [{wide}, {waits}]")).keep.best) == 2
 
@@ -347,7 +351,7 @@ def test_python_objects_are_checked_like_yaml() -> None:
         EverySteps(1.5)  # type: ignore[arg-type]
     with pytest.raises(PolicyError, match="not a duration"):
         Keep(1, within=6)  # type: ignore[arg-type]
-    with pytest.raises(PolicyError, match="never keep anything of its own"):
+    with pytest.raises(PolicyError, match="keeps nothing that another rule does not keep"):
         Keep(1, every=[EverySteps(10), EverySteps(20)])
     with pytest.raises(PolicyError, match="is not a Keep"):
         RetentionPolicy(3)  # type: ignore[arg-type]
@@ -409,4 +413,4 @@ def test_the_schema_refuses_what_the_reader_refuses(text: str) -> None:
 def test_debris_is_never_swept_before_the_least_age_of_a_sweep() -> None:
     assert LEAST_DEBRIS_AGE[0].total_seconds() == MIN_SWEEP_AGE_S
     ((_, _, said),) = faults("version: 1\nkeep: {latest: 1}\nprune: {debris_after: 59m}\n")
-    assert "59m is too short: the data of a save that is running would be swept" in said
+    assert "59m is too short: a sweep could delete the data of a running save" in said

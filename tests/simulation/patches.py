@@ -190,7 +190,7 @@ class _Options:
 def _failed(real: Callable[..., Any]) -> Callable[..., Any]:
     def failed(self: Any, error: Any) -> None:
         found = here()
-        if found is not None and "fault of bucketpoint" in str(error):
+        if found is not None and "bug in bucketpoint" in str(error):
             found[0].stop(error.__cause__ or error)
         real(self, error)
 

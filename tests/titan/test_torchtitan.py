@@ -78,7 +78,7 @@ def test_saves_that_are_killed_cost_no_good_checkpoint(
     # The newest of the good ones is damaged as well: the one before it will do.
     catalog.store.delete([info.key for info in catalog.store.list(catalog.key("step-3/data/"))])
     last = train(assets, tmp_path / "last", *flags(root, steps=7, interval=7), env=minio.env).succeeded()
-    assert "step 3 cannot be loaded, and an older one is tried" in last.logs[0]
+    assert "step 3 cannot be loaded, so an older checkpoint is tried" in last.logs[0]
     assert list(last.losses) == [3, 4, 5, 6, 7]
     # What was damaged is set aside by the next commit, and counts no more.
     assert there(catalog) == [(1, "full"), (2, "full"), (7, "full")]

@@ -93,4 +93,4 @@ def test_what_cannot_be_asked_is_a_warning(minio: S3Server) -> None:
     options = S3Options.from_storage_options(minio.limited_options(everything, denied))
     finding = service(examine(S3Store(minio.make_bucket(), options), "runs", probe_bytes=0))
     assert finding.status == "warn"
-    assert "cannot be told" in finding.message
+    assert "cannot be read" in finding.message

@@ -79,7 +79,9 @@ class Catalog:
         step = self.template.step_of(folder)
         if step is None:
             raise InvalidURLError(
-                f"This is no checkpoint of the run at {self.url}", url=url, remedy=f"Save to {self.url_of(100)}, say"
+                f"The URL is not that of a checkpoint of the run at {self.url}",
+                url=url,
+                remedy=f"Save to a URL such as {self.url_of(100)}",
             )
         return folder, step
 
@@ -240,14 +242,14 @@ def committed_info(store: Store, key: str) -> ObjectInfo | None:
 
 def other_run(catalog: Catalog, owner: str | None) -> OtherRunError:
     """Return the error for a job that uses another run's folders."""
-    whose = f"run {owner!r}" if owner else "a run without a name"
-    mine = f"this job says that it is run {catalog.run!r}" if catalog.run else "this job gives its run no name"
-    apart = "give it a root or folders of its own (layout: {step_dir: ...})"
+    whose = f"run {owner!r}" if owner else "a run that has no name"
+    mine = f"this job is run {catalog.run!r}" if catalog.run else "this job has no run name"
+    apart = "give this job another root or other folders (layout: {step_dir: ...})"
     if owner:
-        remedy = f"Set run: {owner} in the policy to go on with it; else {apart}"
+        remedy = f"To continue that run, set run: {owner} in the policy. Otherwise {apart}"
     else:
-        remedy = f"If it is the same run, say so once: bucketpoint name {catalog.url} {catalog.run}; else {apart}"
-    return OtherRunError(f"These are the checkpoints of {whose}, and {mine}", url=catalog.url, remedy=remedy)
+        remedy = f"If it is the same run, name it once: bucketpoint name {catalog.url} {catalog.run}. Otherwise {apart}"
+    return OtherRunError(f"The checkpoints at this URL belong to {whose}, and {mine}", url=catalog.url, remedy=remedy)
 
 
 def open_catalog(
@@ -264,7 +266,7 @@ def open_catalog(
     """
     text = os.fspath(root).rstrip("/")
     if not text:
-        raise InvalidURLError("No root URL was given")
+        raise InvalidURLError("The URL of the run is empty", remedy="Pass a URL such as s3://bucket/run")
     store, prefix = open_store(text, storage_options=dict(storage_options or {}), fs=fs)
     return Catalog(text, store, prefix, StepTemplate(template))
 
@@ -282,7 +284,7 @@ def latest_checkpoint(
     """
     text = os.fspath(root).rstrip("/")
     if not text:
-        raise InvalidURLError("No root URL was given")
+        raise InvalidURLError("The URL of the run is empty", remedy="Pass a URL such as s3://bucket/run")
     store, prefix = open_store(text, storage_options=dict(storage_options or {}), fs=fs)
     folder = newest_folder(store, prefix)
     return None if folder is None else f"{text}/{folder}"

@@ -104,7 +104,7 @@ def lease(catalog: Catalog, step: int, holder: str, *, seconds: int = 600) -> No
         GoneError: the deletion of the checkpoint has begun. Nothing is leased.
     """
     if seconds < 1 or not holder or len(holder.encode()) > 60:
-        raise BucketpointError("A lease needs a holder of 1 to 60 bytes, and at least one second")
+        raise BucketpointError("A lease needs a holder's name of 1 to 60 bytes and a duration of at least one second")
     _hold(catalog, NoteKey(step, catalog_keys.LEASE, (holder, str(int(seconds)))), b"")
 
 
@@ -144,14 +144,16 @@ def _put(catalog: Catalog, note: NoteKey, body: bytes = b"") -> str:
 def _delete(catalog: Catalog, keys: list[str]) -> None:
     failures = catalog.store.delete(keys)
     if failures:
-        raise StoreError(f"A note was not deleted: {failures[0].code} {failures[0].message}", key=failures[0].key)
+        raise StoreError(
+            f"The store did not delete a note: {failures[0].code} {failures[0].message}", key=failures[0].key
+        )
 
 
 def _metric_name(name: str) -> str:
     if not 0 < len(catalog_keys.encode([name])) <= MAX_METRIC_NAME_BYTES:
         raise BucketpointError(
-            f"A metric's name must have 1 to {MAX_METRIC_NAME_BYTES} bytes, and others than a-z, A-Z, 0-9, - and . "
-            "count three times",
+            f"The name of a metric must have 1 to {MAX_METRIC_NAME_BYTES} bytes, where each byte other than a-z, A-Z, "
+            "0-9, - and . counts as three",
             key=name[:200],
         )
     return name

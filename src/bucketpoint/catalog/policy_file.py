@@ -32,7 +32,7 @@ def read_policy(path: str | os.PathLike[str], *, environ: Mapping[str, str] | No
     try:
         text = Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise PolicyError(f"The policy cannot be read: {error}", file=os.fspath(path)) from None
+        raise PolicyError(f"The policy file cannot be read: {error}", file=os.fspath(path)) from None
     policy = from_yaml(text, environ=os.environ if environ is None else environ, file=os.fspath(path))
     try:
         StepTemplate(policy.layout.step_dir)

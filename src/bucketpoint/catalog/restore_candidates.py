@@ -49,7 +49,7 @@ def restore_candidates(
     elif which == "best":
         found = _best(catalog, _rule(policy, metric))
     else:
-        raise BucketpointError(f"There is no {which!r} checkpoint", remedy='Ask for "latest", "best" or a step')
+        raise BucketpointError(f"{which!r} does not name a checkpoint", remedy='Pass "latest", "best" or a step')
     if not found:
         _refuse_traces(catalog)
     return found
@@ -66,12 +66,14 @@ def _refuse_traces(catalog: Catalog) -> None:
     unexplained = [folder for folder in dead if folder not in begun]
     if unexplained:
         raise IncompleteCheckpointError(
-            f"There are {len(unexplained)} saves here that never committed, and no checkpoint",
+            f"The run has no checkpoint, but {len(unexplained)} folders of saves that never committed",
             url=catalog.url,
-            remedy="Look at them first",
+            remedy="Check these folders first: a checkpoint may have been damaged",
         )
     if dead:
-        logger.warning("there is no checkpoint at %s, and %d saves that were begun and died", catalog.url, len(dead))
+        logger.warning(
+            "%s has no checkpoint, but %d folders of saves that died before their commit", catalog.url, len(dead)
+        )
 
 
 def _named(catalog: Catalog, step: int) -> RestoreCandidate:
@@ -86,7 +88,9 @@ def _named(catalog: Catalog, step: int) -> RestoreCandidate:
         raise CheckpointNotFoundError(
             f"There is no checkpoint of step {step}",
             url=catalog.url_of_folder(folder),
-            remedy=f"There are {', '.join(map(str, [*there][-10:]))}" if there else "There is none at all",
+            remedy=f"The last steps are {', '.join(map(str, [*there][-10:]))}"
+            if there
+            else "The run has no checkpoint",
         )
     return RestoreCandidate(step, folder)
 
@@ -95,7 +99,7 @@ def _rule(policy: RetentionPolicy, metric: str | None) -> Best:
     rules = [rule for rule in policy.keep.best if metric in (None, rule.metric)]
     if not rules:
         raise BucketpointError(
-            f"No rule says whether a high or a low {metric} is best" if metric else "No rule says what is best",
+            f"The policy has no `best` rule for {metric}" if metric else "The policy has no `best` rule",
             remedy="Add one to the policy: keep: {best: [{metric: eval/loss, mode: min}]}",
         )
     return rules[0]
@@ -108,9 +112,9 @@ def _best(catalog: Catalog, rule: Best) -> list[RestoreCandidate]:
     rows = [full[position] for position in rule.ranked(full)]
     if not rows:
         raise CheckpointNotFoundError(
-            f"No checkpoint has a value of {rule.metric}",
+            f"No checkpoint has a value of the metric {rule.metric}",
             url=catalog.url,
-            remedy='Report it with report(step, {...}), or restore("latest")',
+            remedy='Report values with report(step, {...}), or call restore("latest")',
         )
     found = [known[row.step, row.id] for row in rows[:TRIED_AT_MOST]]
     return [RestoreCandidate(one.step, one.folder, one) for one in found]

@@ -33,7 +33,9 @@ def open_run(
     """
     where = root if root is not None else policy.root
     if where is None:
-        raise BucketpointError("The policy does not say where its run is", remedy="Pass root=, or set root: in it")
+        raise BucketpointError(
+            "The policy does not name the URL of its run", remedy="Pass root=, or set root: in the policy"
+        )
     opened = open_catalog(where, template=policy.layout.step_dir, storage_options=storage_options, fs=fs)
     return replace(opened, run=policy.run or "")
 

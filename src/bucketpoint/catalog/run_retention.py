@@ -60,7 +60,8 @@ class RunRetention:
                 self._warned = True
                 of = f"the run at {self.policy.root}" if self._root is not None else "a run"
                 logger.warning(
-                    "%s is saved, but not recorded and not pruned: it is no step of %s, whose folders are named %s",
+                    "%s is saved, but gets no record and is not pruned, because it is not a step of %s, whose "
+                    "folders are named %s",
                     url,
                     of,
                     self.policy.layout.step_dir,

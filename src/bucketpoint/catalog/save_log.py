@@ -48,7 +48,7 @@ class SaveLog:
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
-            raise BucketpointError(f"There is no kind {self.kind!r} of checkpoints", remedy=f"Use {', '.join(KINDS)}")
+            raise BucketpointError(f"{self.kind!r} is not a kind of checkpoint", remedy=f"Use {', '.join(KINDS)}")
 
     def begin(self, url: str, token: str) -> None:
         catalog = self.catalog
@@ -85,7 +85,9 @@ class SaveLog:
                 self._delete_intent(folder, step, record.token)
         except BucketpointError as error:
             # A trainer may lack the right to delete. That must not fail the save; its pruner reports it in detail.
-            logger.warning("step %d is committed and recorded; what should have followed did not: %s", step, error)
+            logger.warning(
+                "step %d is committed and recorded, but its metrics or its intent could not be updated: %s", step, error
+            )
         if self.pruner is not None:
             self.pruner.after_commit(step)
 
@@ -96,7 +98,9 @@ class SaveLog:
     def _delete_intent(self, folder: str, step: int, token: str | None) -> None:
         failures = self.catalog.store.delete([self._attempt(folder, step, token)]) if token is not None else []
         if failures:
-            logger.info("an intent stays until the next prune: %s", failures[0].code)
+            logger.info(
+                "the intent of a committed save was not deleted, and stays until the next prune: %s", failures[0].code
+            )
 
     def _uploads(self, url: str, token: str, rank: int) -> str:
         folder, step = self.catalog.folder_of(url)
@@ -131,7 +135,7 @@ def read_record(catalog: Catalog, key: str) -> CommitRecord | None:
     except ObjectNotFoundError:
         return None
     except CorruptDataError as error:
-        raise MetadataError(f"This is no commit record: {error.message}", url=url) from None
+        raise MetadataError(f"The commit record is malformed: {error.message}", url=url) from None
     return CommitRecord.from_json(data, url=url)
 
 

@@ -38,18 +38,18 @@ def size_of(catalog: Catalog, folder: str) -> int:
 def _nothing(catalog: Catalog) -> CheckpointNotFoundError:
     if committed_info(catalog.store, catalog.key(keys.METADATA)) is not None:
         return CheckpointNotFoundError(
-            "This is a checkpoint and not a run",
+            "The URL is that of a checkpoint, not of a run",
             url=catalog.url,
-            remedy="Name the folder above it, or look at it with `bucketpoint show`",
+            remedy="Pass the folder above the checkpoint, or use `bucketpoint show` for the checkpoint",
         )
     above = catalog.key("")
     names = [name[len(above) :].rstrip("/") for name in islice(catalog.store.list_folders(above), _NAMED_AT_MOST)]
     if names:
         return CheckpointNotFoundError(
-            f"No folder here is named {catalog.template.text}; there are {', '.join(names)}",
+            f"No folder of the run is named {catalog.template.text}; its folders are {', '.join(names)}",
             url=catalog.url,
-            remedy="Check the URL, or say how the run's folders are named (--step-dir, layout: {step_dir: ...})",
+            remedy="Check the URL, or set the names of the run's folders (--step-dir, layout: {step_dir: ...})",
         )
     return CheckpointNotFoundError(
-        "There is no run here: nothing lies below this URL", url=catalog.url, remedy="Check the URL"
+        "There is no run at this URL: it has no objects", url=catalog.url, remedy="Check the URL"
     )

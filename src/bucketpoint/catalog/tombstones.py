@@ -77,7 +77,9 @@ def _take_back(catalog: Catalog, tombstone: Tombstone) -> None:
         undone = True
     # An empty tombstone was taken back, by another undo or by this one if its answer was lost.
     if not undone:
-        raise GoneError(f"Step {tombstone.step} has just begun to go", url=catalog.url_of_folder(tombstone.folder))
+        raise GoneError(
+            f"The deletion of step {tombstone.step} has just begun", url=catalog.url_of_folder(tombstone.folder)
+        )
 
 
 def empty(catalog: Catalog, tombstone: Tombstone) -> None:

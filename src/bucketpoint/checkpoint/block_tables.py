@@ -42,8 +42,8 @@ def table_extent(where: K, item: PlannedItem, etag: str | None, found: dict[K, I
         known = with_blocks(info, view)
         if known is None:
             raise CorruptDataError(
-                f"Checksum mismatch in {item.read.storage_index.fqn}: the checksums of its blocks are not those that "
-                "were written",
+                f"Checksum mismatch in {item.read.storage_index.fqn}: the checksums of its blocks differ from those "
+                "written at save",
                 url=url,
                 key=item.key,
             )

@@ -72,7 +72,7 @@ class MetadataSource:
         from bucketpoint.format.index.decode import is_index
 
         if is_index(data):
-            raise MetadataError("The metadata object is an index and not DCP's metadata", url=self.url)
+            raise MetadataError("The metadata object holds an index of bucketpoint, not DCP metadata", url=self.url)
         return data
 
     def get(self, name: str) -> bytes:
@@ -95,7 +95,7 @@ class MetadataSource:
                 lambda: self.store.get(key, max_bytes=MAX_METADATA_BYTES, first=first), attempts=self.attempts
             )
         except ObjectNotFoundError:
-            raise CheckpointNotFoundError(f"There is no {name} here", url=self.url) from None
+            raise CheckpointNotFoundError(f"There is no {name} at this URL", url=self.url) from None
         if first is not None and is_marker(data) and len(data) < info.size:
             return self._first(name, None)
         marker = parse_marker(data)
@@ -111,10 +111,10 @@ class MetadataSource:
         except (ObjectNotFoundError, AccessDeniedError, CorruptDataError) as error:
             # An overwrite between the two reads looks like this too: the metadata that is there now is then read as a
             # whole. S3 answers 403 instead of 404 to callers that may not list.
-            logger.info("the index of %s cannot be read, so all of its metadata is: %s", self.url, error)
+            logger.info("the index of %s cannot be read, so all of .metadata is read: %s", self.url, error)
             return None
         if not ref.fits(data):
-            logger.warning("the index of %s is damaged, so all of its metadata is read", self.url)
+            logger.warning("the index of %s is damaged, so all of .metadata is read", self.url)
             return None
         return data
 
@@ -132,27 +132,27 @@ class MetadataSource:
         names = self.names_here()
         if keys.rank_metadata(0) in names:
             return CheckpointNotFoundError(
-                "This was saved without collectives: each rank has metadata of its own, and there is no common one",
+                "The checkpoint was saved without collectives (no_dist), so each rank has metadata of its own",
                 url=self.url,
-                remedy="Load it on as many ranks as saved it, and save it again with collectives",
+                remedy="Load it on as many ranks as saved it with no_dist=True, and save it again with collectives",
             )
         newest, inside = self._below(names)
         if newest is not None:
             return CheckpointNotFoundError(
-                "This is a run and no checkpoint, there are checkpoints below it: "
+                "The URL is that of a run, not of a checkpoint. Checkpoints below it: "
                 + ", ".join(inside[:_NAMED_AT_MOST]),
                 url=self.url,
                 remedy=f"Load the newest one: bucketpoint.latest_checkpoint(root) names {self.url}/{newest}",
             )
         if names:
             return IncompleteCheckpointError(
-                f"There are {len(names)}{'+' if len(names) == _LOOKED_AT else ''} objects here and no .metadata: a "
-                "save that was interrupted, failed, or is still running",
+                f"There are {len(names)}{'+' if len(names) == _LOOKED_AT else ''} objects here but no .metadata: "
+                "the save was interrupted, failed, or is still running",
                 url=self.url,
                 remedy="Load another checkpoint: bucketpoint.latest_checkpoint(root) names the newest whole one",
             )
         return CheckpointNotFoundError(
-            "There is no checkpoint here",
+            "There is no checkpoint at this URL",
             url=self.url,
             remedy="Check the URL: bucketpoint.latest_checkpoint(root) names the newest whole one under a root",
         )

@@ -42,9 +42,9 @@ VERIFY_OPTIONS = TransferOptions(max_inflight_bytes=256 << 20)
 """Nothing that is read is kept, so all of the budget goes into larger reads: about 10 MiB for each connection."""
 
 _NO_CHECKSUM = "its writer recorded no checksum"
-_NOT_FRAMED = "the frame around the tensor is not one that this version writes"
-_UNCLAIMED = "no item lies there"
-_OVERLAP = "another item lies over it"
+_NOT_FRAMED = "the torch.save archive around the tensor has a form that this version does not write"
+_UNCLAIMED = "no item uses these bytes"
+_OVERLAP = "another item uses the same bytes"
 
 
 @dataclass(frozen=True)
@@ -164,12 +164,12 @@ class _Run:
                     self._add("record", keys.RECORD, error.message)
                 continue
             if record is None:
-                reasons.append(f"there is no record {where}")
+                reasons.append(f"there is no commit record {where}")
             elif not self._is_of_this_save(record):
-                reasons.append(f"the record {where} is of another save")
+                reasons.append(f"the commit record {where} belongs to another save")
             else:
                 if record.metadata_crc32c not in (None, crc32c(memoryview(self.saved.data))):
-                    self._add("metadata", keys.METADATA, "it is not the one that was committed: its CRC32C differs")
+                    self._add("metadata", keys.METADATA, "its CRC32C differs from the one that was committed")
                 return
         self.notes.append(f"{keys.METADATA} itself was not checked: {', and '.join(reasons)}")
 
@@ -204,7 +204,7 @@ class _Run:
             info = retry_transient(lambda: saved.store.head(key), attempts=self.options.read_attempts)
             if info.size != ref.size:
                 text = (
-                    f"the index has {info.size} bytes, and {ref.size} were written: loads read {keys.METADATA} instead"
+                    f"the index has {info.size} bytes, but {ref.size} were written; loads read {keys.METADATA} instead"
                 )
                 self._add("wrong-size", ref.path, text)
                 return
@@ -216,16 +216,16 @@ class _Run:
                 while piece := file.read(size):
                     digest.update(piece)
         except ObjectNotFoundError:
-            text = f"the index is not there: loads read all of {keys.METADATA} instead"
+            text = f"the index is missing; loads read all of {keys.METADATA} instead"
             self._add("missing-object", ref.path, text)
             return
         except (CorruptDataError, PreconditionFailedError) as error:
-            self._add("replaced-object", ref.path, f"it changed while it was read: {error.message}")
+            self._add("replaced-object", ref.path, f"the object changed while it was read: {error.message}")
             return
         meter.add(ref.size)
         self._count(None, ref.size)
         if digest.hexdigest() != ref.digest:
-            text = f"the index is not the one that was written: loads read {keys.METADATA} instead"
+            text = f"the index differs from the one that was written; loads read {keys.METADATA} instead"
             self._add("checksum", ref.path, text)
 
     def check_items_are_named(self) -> None:
@@ -261,16 +261,16 @@ class _Run:
         try:
             info = retry_transient(lambda: saved.store.head(key), attempts=self.options.read_attempts)
         except ObjectNotFoundError:
-            self._add("missing-object", path, f"the object is not there, and {_named(items)} with it")
+            self._add("missing-object", path, f"the object is missing, and with it {_named(items)}")
             return None
         committed, needed = saved.size_of(path), max((item.offset + item.length for _, item in items), default=0)
         if (committed is not None and info.size != committed) or info.size < needed:
             wanted = f"{committed}" if committed is not None else f"at least {needed}"
-            self._add("wrong-size", path, f"the object has {info.size} bytes, and {wanted} were written")
+            self._add("wrong-size", path, f"the object has {info.size} bytes, but {wanted} were written")
             # The bytes that are there are compared all the same: this tells which items are lost.
         pinned = saved.etag_of(path)
         if pinned is not None and info.etag != pinned:
-            text = "the object was replaced since the commit: a load refuses it, whatever its bytes are"
+            text = "the object was replaced after the commit, so loads refuse it even if its bytes are the same"
             self._add("replaced-object", path, text)
         if not any(item.crc32c is not None for _, item in items):
             return _ObjectPlan(path, info, items, None)
@@ -285,7 +285,7 @@ class _Run:
                 store, self.saved.key(path), infos, size=info.size, etag=_condition(store, info), attempts=attempts
             )
         except (CorruptDataError, ObjectNotFoundError, PreconditionFailedError) as error:
-            self._add("replaced-object", path, f"it changed while it was read: {error.message}")
+            self._add("replaced-object", path, f"the object changed while it was read: {error.message}")
             return {}, known
         for number, table in tables.items():
             index, item = items[number]
@@ -294,7 +294,7 @@ class _Run:
                 known[number] = index, found
                 continue
             start = item.table_offset or 0
-            text = "the checksums of its blocks are not those that were written: no part of it can be loaded alone"
+            text = "the checksums of its blocks differ from those written at save, so no part of it can be loaded alone"
             self._add("checksum", path, text, item=index.fqn, start=start, stop=start + len(table))
         return tables, known
 
@@ -315,7 +315,7 @@ class _Run:
             own = list(item_regions(index, info, self.saved.metadata, self._shapes))
             inside = [region for region in own if region.stop <= size]
             if len(inside) < len(own):
-                text = f"the object ends at byte {size}, before the item does"
+                text = f"the object ends at byte {size}, before the end of the item"
                 self._add("wrong-size", path, text, item=index.fqn, start=own[len(inside)].start, stop=at)
             compared = sum(region.nbytes for region in own)
             self._count(_NO_CHECKSUM if info.crc32c is None else _NOT_FRAMED, info.length - compared)
@@ -353,7 +353,7 @@ class _Run:
                     attempts=self.options.read_attempts,
                 )
             except (CorruptDataError, ObjectNotFoundError, PreconditionFailedError) as error:
-                text = f"it changed while it was read: {error.message}"
+                text = f"the object changed while it was read: {error.message}"
                 self._add("replaced-object", plan.path, text, start=start, stop=stop)
                 return
             plan.check.note(start, view)
@@ -371,7 +371,7 @@ class _Run:
         stop = info.offset + info.length
         note = partial(self._add, path=plan.path, item=index.fqn, start=info.offset, stop=stop)
         if stop > plan.info.size:
-            note("wrong-size", message=f"the object ends at byte {plan.info.size}, before the item does")
+            note("wrong-size", message=f"the object ends at byte {plan.info.size}, before the end of the item")
             return
         store, key = self.saved.store, self.saved.key(plan.path)
         etag, attempts = _condition(store, plan.info), self.options.read_attempts
@@ -387,7 +387,7 @@ class _Run:
                     while file.read(size):
                         pass
         except (CorruptDataError, ObjectNotFoundError, PreconditionFailedError) as error:
-            note("replaced-object", message=f"it changed while it was read: {error.message}")
+            note("replaced-object", message=f"the object changed while it was read: {error.message}")
             return
         meter.add(info.length)
         if verdict is ZipVerdict.DAMAGED:

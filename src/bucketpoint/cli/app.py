@@ -56,17 +56,16 @@ class Commands(click.Group):
 @click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, prog_name=PROGRAM)
 def app() -> None:
-    """Look at, check, copy, keep and delete PyTorch distributed checkpoints in a bucket.
+    """Inspect, verify, copy, convert and delete PyTorch distributed checkpoints in a bucket.
 
-    Commands that list or delete take the URL of a run, the folder above its checkpoints. plan and prune take a policy
-    file, which names the run.
+    Commands that list or delete take the URL of a run, the folder above its checkpoints. `plan` and `prune` take a
+    policy file, which names the run.
 
     A URL is s3://bucket/prefix, a local path, or anything that fsspec knows. Credentials and endpoints come from the
     usual places (AWS_PROFILE, AWS_ENDPOINT_URL, and so on).
 
-    \b
-    Exit codes: 0 success, 1 a problem was found in what was checked, 2 usage, 3 not found, 4 no permission,
-    5 something is in the way at the target, 6 the store failed, 70 an error of bucketpoint itself, 130 interrupted.
+    Exit codes: 0 success, 1 the command found a problem (damage, a difference, a refusal), 2 wrong usage, 3 not found,
+    4 no permission, 5 the target exists already, 6 the store failed, 70 a bug in bucketpoint, 130 interrupted.
     """
 
 

@@ -14,8 +14,8 @@ from bucketpoint.cli.command import Access, CommandResult, parse_options, store_
 def between_stores(function: Callable[..., CommandResult]) -> Callable[..., CommandResult]:
     """Pass `storage_options` for the arguments `source` and `target` to the function, as `here` and `there`."""
 
-    @click.option("--from-option", multiple=True, metavar="NAME=VALUE", help="A storage option of the source only.")
-    @click.option("--to-option", multiple=True, metavar="NAME=VALUE", help="A storage option of the target only.")
+    @click.option("--from-option", multiple=True, metavar="NAME=VALUE", help="Storage option for the source only.")
+    @click.option("--to-option", multiple=True, metavar="NAME=VALUE", help="Storage option for the target only.")
     @click.option(
         "--progress/--no-progress", default=None, help="Show a progress bar on stderr. Default: only on a terminal."
     )

@@ -47,7 +47,7 @@ def command(name: str) -> Callable[[Callable[..., CommandResult]], click.Command
     def wrap(function: Callable[..., CommandResult]) -> click.Command:
         @click.command(name)
         @click.option("--json", "as_json", is_flag=True, help="Print one JSON document instead of text.")
-        @click.option("--debug", is_flag=True, help="Print a traceback with an error.")
+        @click.option("--debug", is_flag=True, help="Print a traceback when the command fails.")
         @functools.wraps(function)
         def run(as_json: bool, debug: bool, **arguments: Any) -> int:
             try:
@@ -58,8 +58,8 @@ def command(name: str) -> Callable[[Callable[..., CommandResult]], click.Command
                 raise
             except Exception as error:  # noqa: BLE001 (reported as ours, with the way to its traceback)
                 fault = BucketpointError(
-                    f"This is a fault of bucketpoint: {type(error).__name__}: {error}",
-                    remedy="Run it again with --debug and report what it prints",
+                    f"This is a bug in bucketpoint: {type(error).__name__}: {error}",
+                    remedy="Run the command again with --debug, and report the traceback that it prints",
                 )
                 fault.__cause__ = error
                 return _failed(name, fault, INTERNAL, as_json=as_json, debug=debug)
@@ -120,10 +120,10 @@ def store_options(function: Callable[..., CommandResult]) -> Callable[..., Comma
         *("--storage-option", "pairs"),
         multiple=True,
         metavar="NAME=VALUE",
-        help="A storage option, as `storage_options` takes it; may be given many times. Pass secrets in the "
-        "environment: other users of the machine can see arguments.",
+        help="One storage option, named as in `storage_options`. May be given several times. Pass secrets in "
+        "environment variables, because other users of the machine can see arguments.",
     )
-    @click.option("--endpoint-url", help="Endpoint of s3:// URLs, if it is not Amazon's.")
+    @click.option("--endpoint-url", help="Endpoint of s3:// URLs, for services other than AWS.")
     @functools.wraps(function)
     def call(pairs: Sequence[str], endpoint_url: str | None, **arguments: Any) -> CommandResult:
         return function(access=Access(parse_options(pairs), endpoint_url), **arguments)

@@ -23,7 +23,7 @@ class ByteCount(click.ParamType):  # type: ignore[type-arg, unused-ignore]  # ge
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
         match = re.fullmatch(r"([0-9]+)\s*(?:([KMGT])(I?B)?|B)?", str(value).strip().upper())
         if match is None or int(match[1]) < self._least:
-            self.fail(f"{value!r} is no size: write 5GB, 128MiB or a number of bytes", param, ctx)
+            self.fail(f"{value!r} is not a size: write 5GB, 128MiB or a number of bytes", param, ctx)
         base = 1000 if match[3] == "B" else 1024
         return int(match[1]) * (base ** (_POWERS.index(match[2]) + 1) if match[2] else 1)
 
@@ -41,4 +41,4 @@ class Age(click.ParamType):  # type: ignore[type-arg, unused-ignore]
         try:
             return Duration(zero=True).check(str(value)).total_seconds()
         except PolicyError:
-            self.fail(f"{value!r} is no length of time: write 20m, 48h or 7d", param, ctx)
+            self.fail(f"{value!r} is not a duration: write 20m, 48h or 7d", param, ctx)

@@ -39,12 +39,12 @@ def watched(catalog: Catalog, wanted: bool | None) -> Iterator[Catalog]:
     except ImportError:
         if wanted:
             raise BucketpointError(
-                "--progress needs rich", remedy="pip install 'bucketpoint[cli]', or leave it out"
+                "--progress needs the package rich", remedy="pip install 'bucketpoint[cli]', or leave out --progress"
             ) from None
         yield catalog
         return
     # Give rich the underlying stream: the program's own stream would escape rich's control characters.
-    with Console(file=getattr(sys.stderr, "rich_proxied_file", sys.stderr)).status("looking at the catalog") as line:
+    with Console(file=getattr(sys.stderr, "rich_proxied_file", sys.stderr)).status("reading the catalog") as line:
 
         def tell(listed: int, deleted: int) -> None:
             line.update(f"{listed:,} objects listed, {deleted:,} deleted")

@@ -23,7 +23,7 @@ def run_argument(function: Callable[..., CommandResult]) -> Callable[..., Comman
         "--step-dir",
         default="step-{step}",
         show_default=True,
-        help="Name of a checkpoint folder, with {step} for the step.",
+        help="Name of a checkpoint's folder in the run, with {step} for the step.",
     )
     @store_options
     @functools.wraps(function)
@@ -37,7 +37,7 @@ def policy_argument(function: Callable[..., CommandResult]) -> Callable[..., Com
     """Add a policy's file as an argument. The function gets `policy`, and `catalog` for the policy's run."""
 
     @click.argument("policy_file", metavar="POLICY", type=click.Path(exists=True, dir_okay=False))
-    @click.option("--root", help="URL of the run, if the policy names none or another one.")
+    @click.option("--root", help="URL of the run, if it is not the root in the policy.")
     @store_options
     @functools.wraps(function)
     def call(policy_file: str, root: str | None, access: Access, **arguments: Any) -> CommandResult:
@@ -47,7 +47,7 @@ def policy_argument(function: Callable[..., CommandResult]) -> Callable[..., Com
         policy: RetentionPolicy = read_policy(policy_file)
         where = root or policy.root
         if where is None:
-            raise click.UsageError("The policy names no root: pass --root")
+            raise click.UsageError("The policy does not name the URL of the run: pass --root")
         catalog = open_run(policy, where, storage_options=access.for_url(where))
         return function(policy=policy, catalog=catalog, **arguments)
 

@@ -85,7 +85,7 @@ def bucket_findings(store: Store, prefix: str) -> Iterator[Finding]:
         rules = [rule for rule in lifecycle(store) if rule.touches(below)]
     except StoreError as error:
         known = False
-        remedy = "Grant s3:GetLifecycleConfiguration, or ask who can see it"
+        remedy = "Grant s3:GetLifecycleConfiguration, or ask an administrator of the bucket"
         yield Finding("lifecycle", "warn", f"the lifecycle rules cannot be read: {error.message}", remedy)
     yield _cautious("versioning", "s3:GetBucketVersioning", lambda: _versioning(versioning(store), rules))
     yield _soft_delete(store)
@@ -99,7 +99,12 @@ def _cautious(check: str, right: str, ask: Callable[[], Finding]) -> Finding:
     try:
         return ask()
     except StoreError as error:
-        return Finding(check, "warn", f"it cannot be read: {error.message}", f"Grant {right}, or ask who can see it")
+        return Finding(
+            check,
+            "warn",
+            f"it cannot be read: {error.message}",
+            f"Grant {right}, or ask an administrator of the bucket",
+        )
 
 
 def _versioning(status: str, rules: list[LifecycleRule]) -> Finding:
@@ -111,7 +116,7 @@ def _versioning(status: str, rules: list[LifecycleRule]) -> Finding:
     return Finding(
         "versioning",
         "warn",
-        "on: a deleted checkpoint stays as an old version and is billed for ever",
+        "on: a deleted checkpoint stays as an old version, and is billed forever",
         "Add a lifecycle rule with NoncurrentVersionExpiration, or suspend versioning",
     )
 
@@ -138,11 +143,11 @@ def _lifecycle(rules: list[LifecycleRule], below: str) -> Iterator[Finding]:
         if rule.expires:
             harmless = False
             status = "warn" if rule.narrowed else "fail"
-            remedy = "Let the retention policy decide: take this prefix out of the rule"
+            remedy = "Let the retention policy decide: exclude this prefix from the rule"
             yield Finding("lifecycle expiry", status, f"{where} deletes checkpoints, or parts of them, by age", remedy)
         if moves := _OBJECTS_MAY_GO.intersection(rule.storage_classes):
             harmless = False
-            remedy = "Take this prefix out of the rule: from there nothing is loaded before it is restored, hours later"
+            remedy = "Exclude this prefix: archived objects can be loaded only after a restore, which takes hours"
             yield Finding(
                 "lifecycle expiry", "warn", f"{where} moves checkpoints to {', '.join(sorted(moves))}", remedy
             )
@@ -172,6 +177,6 @@ def _incomplete_uploads(rules: list[LifecycleRule], below: str, store: S3Store) 
     return Finding(
         check,
         "warn",
-        "no rule aborts incomplete multipart uploads: what a killed save leaves is billed, and no listing shows it",
+        "no rule aborts incomplete multipart uploads: those of killed saves are billed, and listings do not show them",
         f"Add this lifecycle rule: {json.dumps(wanted)}",
     )

@@ -88,7 +88,9 @@ def chaos(
     """
     store, prefix = open_store(url.rstrip("/") or url, storage_options=storage_options)
     if not isinstance(store, S3Store | GCSStore):
-        raise InvalidURLError("Faults are put before S3 and GCS only", url=url, remedy="Name an s3:// or gs:// URL")
+        raise InvalidURLError(
+            "--chaos can inject faults only for S3 and GCS", url=url, remedy="Pass an s3:// or gs:// URL"
+        )
     folder = f"{prefix}/" if prefix else ""
     folder += f"bucketpoint-chaos-{os.urandom(6).hex()}"
     report = ChaosReport(seed)

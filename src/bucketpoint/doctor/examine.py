@@ -172,11 +172,11 @@ class _Examination:
         report.say("put", "ok", "objects can be written" if beside else "notes can be written")
 
         def read() -> None:
-            report.expect(store.get(key)[0] == body or lasting, "other bytes came back")
+            report.expect(store.get(key)[0] == body or lasting, "the bytes read differ from the bytes written")
 
         def listed() -> None:
             found = store.list(key.rpartition("/")[0] + "/")
-            report.expect(any(info.key == key for info in found), "the object is not listed")
+            report.expect(any(info.key == key for info in found), "a listing lacks the new object")
 
         pruner = self._role == PRUNER
         report.attempt("get", read, "objects can be read", remedy=needed(store, "get"))
@@ -218,7 +218,7 @@ class _Examination:
             except ObjectNotFoundError:
                 del self._keys[key]
                 return True
-            raise StoreError("the object is still there", url=store.url)
+            raise StoreError("the object still exists after its deletion", url=store.url)
 
         said, warn = f"{what} can be deleted", self._role != PRUNER
         return report.attempt(check, trial, said, remedy=needed(store, check), warn=warn) is not None
@@ -267,11 +267,11 @@ class _Examination:
 
         def trial() -> None:
             if self._removable:
-                expect(put(b"first"), "the store refused it where nothing was")
+                expect(put(b"first"), "the store refused to create an object that did not exist")
             there = self._store.get(key)[0]
             for content in (b"second", b"third"):
                 expect(not put(content), "the store ignores If-None-Match and overwrote an object")
-            expect(self._store.get(key)[0] == there, "the store refused it and overwrote the object all the same")
+            expect(self._store.get(key)[0] == there, "the store refused to create the object again, but overwrote it")
             if not self._removable:
                 return
             race = self._key("race")
@@ -320,7 +320,7 @@ class _Examination:
                 return
             raise StoreError("the store took a body with a wrong CRC32C")
 
-        remedy = "Bytes that are garbled on their way up are noticed at load only; checksums=false spares sending them"
+        remedy = "Bytes damaged during the upload are noticed only at load; checksums=false saves sending checksums"
         self.report.attempt("checksum", trial, "a body with a wrong CRC32C is refused", remedy=remedy, warn=True)
 
     # -- multipart ----------------------------------------------------------------------------------------------------
@@ -355,11 +355,11 @@ class _Examination:
         other = self.report.quietly(lambda: self._begin(dropped))
         if other is None:
             return
-        remedy = "What a killed save leaves cannot be swept by name then; a lifecycle rule has to do it"
+        remedy = "The uploads of a killed save can then be aborted only by a lifecycle rule"
         self.report.attempt(
             "multipart list",
-            lambda: self.report.expect(other in self._open(dropped), "an upload under way is not listed"),
-            "uploads under way are listed",
+            lambda: self.report.expect(other in self._open(dropped), "an open multipart upload is not listed"),
+            "open multipart uploads are listed",
             remedy=remedy,
             warn=True,
         )
@@ -367,7 +367,7 @@ class _Examination:
         def drop() -> None:
             store.abort_multipart(dropped, other)
             self._uploads.remove((dropped, other))
-            self.report.expect(other not in self._try_open(dropped), "the upload is still there")
+            self.report.expect(other not in self._try_open(dropped), "the upload still exists after it was aborted")
 
         self.report.attempt("multipart abort", drop, "an upload was aborted")
 
@@ -389,7 +389,7 @@ class _Examination:
         for key, upload in list(self._uploads):
             if self.report.quietly(lambda key=key, upload=upload: self._drop(key, upload)) is None:  # type: ignore[misc]
                 self.left.append(key)
-                self.report.say("clean-up", "warn", f"the multipart upload of {key} stays", "Abort it by hand")
+                self.report.say("clean-up", "warn", f"the multipart upload of {key} stays", "Abort the upload by hand")
         if not self._keys:
             return
         failures = self.report.quietly(lambda: [failure.key for failure in self._store.delete(list(self._keys))])
@@ -399,7 +399,7 @@ class _Examination:
             what = "1 object stays" if len(left) == 1 else f"{len(left)} objects stay"
             message = f"{what}: {first_of(left, _NAMED, last=', and ')}"
             if left == [self._at.lasting]:
-                message += ", of a few bytes, and the same one each time"
+                message += ", of a few bytes; every run of doctor writes the same one"
             self.report.say("clean-up", "warn", message, removal(self._store, self._prefix))
         else:
             self.report.say("clean-up", "ok", "everything that was written is deleted")

@@ -37,15 +37,15 @@ def examine_reader(report: Report, prefix: str) -> None:
     try:
         _, info = store.get(key, first=1)
     except ObjectNotFoundError:
-        report.say("get", "ok", "a request to read is not refused; nothing lies here that could be read")
+        report.say("get", "ok", "a request to read is not refused, but there is no object to read")
     except AccessDeniedError as error:
         if found:
             report.failed("get", error, needed(store, "get"))
             return
         # Some services answer "access denied" for a missing object.
-        remedy = "Ask for the URL of a checkpoint, or of a run that has one"
-        there = "nothing lies here" if listed else "no checkpoint was found here"
-        report.say("get", "warn", f"whether objects can be read cannot be told: {there}", remedy)
+        remedy = "Pass the URL of a checkpoint, or of a run that has one"
+        there = "there are no objects below the URL" if listed else "no checkpoint was found below the URL"
+        report.say("get", "warn", f"the right to read could not be checked: {there}", remedy)
     except UNREACHABLE:
         raise
     except StoreError as error:
@@ -76,5 +76,5 @@ def examine_pinned_read(report: Report, make: Callable[[], ObjectInfo]) -> None:
             return
         raise StoreError("the store ignores If-Match on reads")
 
-    remedy = "A replaced object is then noticed by its checksum alone"
+    remedy = "A replaced object is then noticed only by its checksum"
     report.attempt(check, trial, "a replaced object is refused", remedy=remedy, warn=True)

@@ -46,4 +46,6 @@ def without_conditions(store: Store) -> str:
 def removal(store: Store, prefix: str) -> str:
     """Return the text that tells how to remove objects that an examination could not delete."""
     url = f"{store.url}/{prefix}" if prefix else store.url
-    return f"`bucketpoint gc {url}` removes what is older than 48 h there, with a role that may delete"
+    return (
+        f"`bucketpoint gc {url}` removes objects of doctor that are older than 48 h, with credentials that may delete"
+    )

@@ -38,7 +38,7 @@ def service_finding(store: S3Store, new_key: Callable[[str], str], begin: Callab
         told = by_header(server_header(store) or "")
         found = _probe(store, new_key, begin)
     except StoreError as error:
-        return Finding(_CHECK, "warn", f"what the store does cannot be told: {error.message}")
+        return Finding(_CHECK, "warn", f"the properties of the store cannot be read: {error.message}")
     used = store.service
     said = "; ".join(_SAID[name][not does] for name, does in found.items())
     who = f"{told.name} by its Server header" if told else f"{used.name} by the endpoint or the options"
@@ -107,4 +107,4 @@ def _remedy(told: S3Service | None, found: Mapping[str, bool], differ: list[str]
         return f"Say {{{', '.join(options)}}} in storage_options"
     if fitting:
         return f'Say {{"service": "{fitting[0]}"}} in storage_options: {fitting[0]} does the same'
-    return "What cannot be listed cannot be swept by name: a lifecycle rule has to do it"
+    return "Uploads that cannot be listed by prefix cannot be swept: use a lifecycle rule"

@@ -71,7 +71,7 @@ def attempt(
     (agreed,) = ranks.most([_code(error)])
     if agreed == _LOADED:
         return LoadOutcome()
-    error = error or BucketpointError("Another rank could not load it", url=str(url))
+    error = error or BucketpointError("Another rank could not load the checkpoint", url=str(url))
     doubtful = agreed in (_UNREADABLE, _REFUSED)
     return LoadOutcome(error, damaged=agreed != _FAILED, doubtful=doubtful, refused=agreed == _REFUSED)
 

@@ -102,7 +102,7 @@ class CheckpointManager:
         """
         why = self._triggers.due(step, last=last)
         if why is not None and self._ranks.is_coordinator:
-            logger.info("step %d is to be saved: %s", step, why)
+            logger.info("step %d will be saved: %s", step, why)
         return why is not None
 
     @property
@@ -192,10 +192,10 @@ class CheckpointManager:
             return True
         if when_busy == "skip":
             self.skipped += 1
-            logger.info("step %d is not saved: step %d is still on its way", step, running.step)
+            logger.info("step %d is not saved, because the save of step %d is still running", step, running.step)
             return False
         raise BucketpointError(
-            f"Step {step} cannot be saved: step {running.step} is still on its way",
+            f"Step {step} cannot be saved, because the save of step {running.step} is still running",
             url=running.handle.url,
             remedy="Save less often, or set save: {in_flight: {when_busy: skip}}",
         )
@@ -239,9 +239,9 @@ class CheckpointManager:
             self._running.wait(self.policy.save.in_flight.timeout.total_seconds())
             if self._ranks.most([int(not self._running.handle.done())])[0]:
                 raise BucketpointError(
-                    f"No rollback yet: step {self._running.step} is still on its way, and may commit behind it",
+                    f"The run cannot be rolled back while the save of step {self._running.step} is still running",
                     url=self._running.handle.url,
-                    remedy="Wait for the save, and restore again",
+                    remedy="Wait for the save to end, and call restore again",
                 )
         reading = {"planner": planner, **self._store_arguments, **self._reading}
         found = restored(
@@ -338,9 +338,9 @@ class CheckpointManager:
             if not self.wait(left):
                 assert running is not None
                 raise BucketpointError(
-                    f"Step {running.step} was not committed in the {self._grace_s} s after SIGTERM",
+                    f"Step {running.step} was not committed within {self._grace_s} s of SIGTERM",
                     url=running.handle.url,
-                    remedy="Give the job more time to end, or save more often",
+                    remedy="Give the job more time between SIGTERM and SIGKILL (grace_s), or save more often",
                 )
             if running is not None and not running.failed and self.stop_asked and self._ranks.is_coordinator:
                 logger.warning("SIGTERM: step %d is committed", running.step)
@@ -368,7 +368,7 @@ class CheckpointManager:
 
     def _refuse_if_closed(self) -> None:
         if self._closed:
-            raise BucketpointError("This manager is closed", remedy="Make another one")
+            raise BucketpointError("The CheckpointManager is closed", remedy="Make a new CheckpointManager")
 
 
 def _ended(manager: weakref.ref[CheckpointManager], running: Running, handle: SaveHandle) -> None:
@@ -388,5 +388,5 @@ def _at_exit(manager: weakref.ref[CheckpointManager]) -> None:
     try:
         alive.close()
     except Exception as error:  # noqa: BLE001 (the interpreter exits, and nobody is there to catch it)
-        logger.error("the last save: %s", error)
+        logger.error("the last save failed: %s", error)
         program_end.lose(alive.catalog.url, error)

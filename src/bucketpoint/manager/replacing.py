@@ -13,7 +13,7 @@ from bucketpoint.retention.row import FULL
 
 Newer = Literal["error", "keep", "discard"]
 
-_SAY_SO = "If training goes on from an earlier step, say manager.restore(state, step, rollback=True),"
+_SAY_SO = "If training continues from an earlier step, call manager.restore(state, step, rollback=True):"
 
 
 class Replacing:
@@ -81,9 +81,11 @@ class Replacing:
         later = [one.step for one in full if one.step > step]
         if later and newer == "error" and not self.beside:
             raise BucketpointError(
-                f"Step {step} is behind {len(later)} checkpoints, up to step {max(later)}: training was rolled back",
+                f"Step {step} is lower than the steps of {len(later)} checkpoints, up to step {max(later)}; "
+                "training was probably rolled back",
                 url=self._catalog.url,
-                remedy=f'{_SAY_SO} and they get a tombstone; save(..., newer="keep") leaves them the latest',
+                remedy=f'{_SAY_SO} the newer checkpoints get a tombstone. save(..., newer="keep") leaves them in '
+                "place, as the latest",
             )
         if newer == "discard":
             discards = rolled_back(self._catalog, snapshot, step)
@@ -105,9 +107,11 @@ class Replacing:
         damaged = any(each.damaged and (one.key is None or each.checkpoint.id == one.id) for each in same)
         if damaged or (given_up and not held):
             return
-        replaces = "save(..., overwrite=True) replaces it"
+        replaces = "save(..., overwrite=True) replaces the checkpoint"
         raise CheckpointExistsError(
-            f"Checkpoint already exists: step {one.step} is {' and '.join(['committed', *held])}",
+            f"A checkpoint already exists: step {one.step} is {' and '.join(['committed', *held])}",
             url=self._catalog.url_of_folder(one.folder),
-            remedy=f"{replaces}, held or not" if given_up else f"{_SAY_SO} and it may be replaced; {replaces} too",
+            remedy=f"{replaces}, even if it is held"
+            if given_up
+            else f"{_SAY_SO} the step may then be saved again. Or: {replaces}",
         )

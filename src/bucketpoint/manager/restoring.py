@@ -87,7 +87,9 @@ def restored(
         if wanted.fresh:
             _from_scratch(catalog, ranks)
             return None
-        error.remedy = f"Look at them first; {wanted.fresh_by} starts from scratch beside them"
+        error.remedy = (
+            f"Check these folders first: a checkpoint may have been damaged. {wanted.fresh_by} starts from scratch"
+        )
         raise
     except CheckpointNotFoundError:
         if wanted.fresh and not named:
@@ -113,7 +115,7 @@ def restored(
         whole = outcome.doubtful and ranks.told(functools.partial(_may_be_whole, catalog, one, outcome.refused))
         if whole and not wanted.fresh:
             raise outcome.error
-        logger.error("step %d cannot be loaded, and an older one is tried: %s", one.step, outcome.error)
+        logger.error("step %d cannot be loaded, so an older checkpoint is tried: %s", one.step, outcome.error)
         passed.append((one.step, str(outcome.error)))
         if ranks.is_coordinator and not whole:
             given_up += _set_aside(catalog, one, outcome.error)
@@ -123,9 +125,9 @@ def restored(
         _from_scratch(catalog, ranks)
         return None
     raise BucketpointError(
-        f"None of {len(passed)} checkpoints can be loaded, the first because: {passed[0][1]}",
+        f"None of {len(passed)} checkpoints can be loaded; the error of the newest: {passed[0][1]}",
         url=catalog.url,
-        remedy=f"Look at them with `bucketpoint verify`; {wanted.fresh_by} starts from scratch",
+        remedy=f"Check the checkpoints with `bucketpoint verify`; {wanted.fresh_by} starts from scratch",
     )
 
 
@@ -153,18 +155,20 @@ def _set_aside(catalog: Catalog, one: RestoreCandidate, error: BaseException) ->
     try:
         found = damaged(catalog, one.checkpoint, f"it could not be loaded: {error}")
     except BucketpointError as failure:
-        logger.warning("step %d is not set aside: %s", one.step, failure)
+        logger.warning("step %d could not be loaded, and could not be set aside: %s", one.step, failure)
         return []
     return [] if found is None else [found]
 
 
 def _from_scratch(catalog: Catalog, ranks: Ranks) -> None:
     if ranks.is_coordinator:
-        logger.info("training begins from scratch: there is no checkpoint to go on from at %s", catalog.url)
+        logger.info("training begins from scratch: %s has no checkpoint that can be loaded", catalog.url)
 
 
 def _note(catalog: Catalog, step: int) -> None:
     try:
         notes.note_restored(catalog, step)
     except BucketpointError as error:
-        logger.warning("that step %d was restored is not noted, so it may be pruned: %s", step, error)
+        logger.warning(
+            "step %d was restored, but the note of it was not written, so a prune may delete the step: %s", step, error
+        )

@@ -84,20 +84,22 @@ def _distinct(ordered: Iterable[Row]) -> Iterator[Row]:
             yield row
         elif other != row and repr(other) != repr(row):  # NaN metrics differ from themselves
             raise BucketpointError(
-                f"Two records of step {row.step} have the id {row.id!r} and differ",
+                f"Two records of step {row.step} have the same id {row.id!r} but differ",
                 remedy="Rebuild the records from the checkpoints' metadata",
             )
 
 
 def _refusal(row: Row) -> BucketpointError:
     if type(row.step) is not int or row.step < 0 or type(row.id) is not str:
-        return BucketpointError(f"{row.step!r} is no step, or {row.id!r} no id", key=str(row.id))
+        return BucketpointError(
+            f"A record has the step {row.step!r} and the id {row.id!r}, which are not a step and an id", key=str(row.id)
+        )
     if not math.isfinite(row.created):
         return BucketpointError(f"Step {row.step} has no time of creation: {row.created!r}", key=row.id)
     return BucketpointError(
         f"Step {row.step} is of the kind {row.kind!r}, which this version does not know",
         key=row.id,
-        remedy="Update bucketpoint before anything is deleted here",
+        remedy="Update bucketpoint before you prune this run",
     )
 
 

@@ -194,11 +194,14 @@ class Plan:
             BucketpointError: the data is not complete, or has a version that this one does not understand.
         """
         if data.get("version") != PLAN_VERSION:
-            raise BucketpointError(f"This is no plan of version {PLAN_VERSION}", remedy="Make the plan again")
+            raise BucketpointError(
+                f"The plan has version {data.get('version')!r}, and this bucketpoint reads version {PLAN_VERSION}",
+                remedy="Make the plan again",
+            )
         try:
             return cls(tuple(data["rules"]), tuple(map(Entry.from_dict, data["checkpoints"])))
         except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise BucketpointError(f"The plan is not complete: {error!r}", remedy="Make the plan again") from error
+            raise BucketpointError(f"The plan is malformed: {error!r}", remedy="Make the plan again") from error
 
 
 @dataclass(frozen=True)
@@ -241,12 +244,12 @@ def circuit_breaker(plan: Plan, *, count: int, fraction: float, committed: int =
     lost, there = len(plan.deleted) + len(plan.thinned), len(plan.entries)
     beyond = lost - committed
     few = committed + min(ALWAYS_ALLOWED, count)
-    said = f"{lost} of {there} checkpoints would be deleted or thinned"
+    said = f"the plan deletes or thins {lost} of {there} checkpoints"
     if beyond > count:
-        return Verdict(False, f"{said}; max_delete allows {count}", few)
+        return Verdict(False, f"{said}, and max_delete allows {count}", few)
     if beyond > ALWAYS_ALLOWED and beyond > fraction * there:
-        return Verdict(False, f"{said}; max_delete allows {100 * fraction:.3g} %", few)
-    return Verdict(True, f"{lost} of {there} checkpoints are deleted or thinned, within max_delete", lost)
+        return Verdict(False, f"{said}, and max_delete allows {100 * fraction:.3g} %", few)
+    return Verdict(True, f"{said}, within max_delete", lost)
 
 
 def _to_json(value: float) -> float | str:

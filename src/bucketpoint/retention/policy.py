@@ -125,7 +125,7 @@ class MaxDelete(Checked):
     fraction: Annotated[float, Fraction(), "of the checkpoints that there are, where more than 5 go"] = 0.5
 
 
-LEAST_DEBRIS_AGE = (timedelta(hours=1), "the data of a save that is running would be swept")
+LEAST_DEBRIS_AGE = (timedelta(hours=1), "a sweep could delete the data of a running save")
 
 
 @dataclass(frozen=True)
@@ -188,9 +188,9 @@ def _covered(listed: Sequence[Any], covers: Any) -> Iterator[tuple[int, PolicyFa
         for number, other in enumerate(listed):
             # Equal members are reported as duplicates already.
             if other != rule and covers(other, rule):
-                message = f"The rule can never keep anything of its own: number {number + 1} keeps all of it"
+                message = f"The rule keeps nothing that another rule does not keep: rule {number + 1} keeps all of it"
                 if isinstance(rule, (SaveEvery, SaveEveryMinutes)):
-                    message = f"The trigger never saves anything of its own: number {number + 1} saves then anyway"
+                    message = f"The trigger adds no save: trigger {number + 1} saves whenever this one does"
                 yield position, PolicyFault(message, "Remove one of the two")
                 break
 

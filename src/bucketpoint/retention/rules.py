@@ -129,7 +129,7 @@ class Best(Checked):
                 if position in ranks:
                     return f"{nth(ranks[position])} best {metric}; best keeps {self.count}"
                 if position in waits:
-                    return f"{nth(waits[position])} to wait for {metric}; {most} may"
+                    return f"{nth(waits[position])} waiting for {metric}; at most {most} may wait"
                 if metric in rows[position].metrics:
                     return f"{metric} is {rows[position].metrics[metric]}, which is never ranked"
                 return f"{metric} was never reported" + (f" within {written(self.wait.for_)}" if self.wait else "")
@@ -323,7 +323,7 @@ class Match:
         return answer
 
     def _failed(self, what: str) -> PolicyError:
-        remedy = "Nothing is planned without its answer: put it right, or take `match` out of the policy"
+        remedy = "No plan is made without its answer: correct the function, or remove `match` from the policy"
         return PolicyError.of(PolicyFault(f"{self.path} {what}", remedy, ("keep", "match")))
 
 

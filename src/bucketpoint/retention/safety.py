@@ -27,8 +27,8 @@ def safety_set(universe: CheckpointSet) -> Iterator[tuple[int, str]]:
     full_by_step = next((position for position in reversed(range(len(rows))) if rows[position].kind == FULL), None)
     full_by_time = next((position for position in reversed(universe.by_time) if rows[position].kind == FULL), None)
     if full_by_step is not None and full_by_time is not None:
-        yield full_by_step, "newest full one by step"
-        yield full_by_time, "newest full one by time"
+        yield full_by_step, "newest full checkpoint by step"
+        yield full_by_time, "newest full checkpoint by time"
     for position, row in enumerate(rows):
         if not (row.pinned or row.leased or row.restored_from):
             continue
@@ -37,4 +37,4 @@ def safety_set(universe: CheckpointSet) -> Iterator[tuple[int, str]]:
         if row.leased:
             yield position, "leased by a reader"
         if row.restored_from:
-            yield position, "the run goes on from it"
+            yield position, "training was restored from it"

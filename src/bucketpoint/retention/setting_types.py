@@ -154,7 +154,7 @@ class OneOf:
 
     def check(self, value: Any) -> str:
         if not isinstance(value, str) or value not in self.words:
-            raise wrong(f"{shown(value)} is not known here", f"Choose one of {', '.join(self.words)}")
+            raise wrong(f"{shown(value)} is not a valid value", f"Choose one of {', '.join(self.words)}")
         return value
 
     def plain(self, value: str) -> str:
@@ -208,7 +208,7 @@ class Several:
     def conflicts(self, items: Sequence[Any]) -> list[PolicyFault]:
         """Return the faults of the list as a whole, whose items are all right."""
         return [
-            PolicyFault(f"{shown(self.of.plain(item))} stands twice", "Remove one of the two", (position,))
+            PolicyFault(f"{shown(self.of.plain(item))} is listed twice", "Remove one of the two", (position,))
             for position, item in enumerate(items)
             if item in items[:position]
         ]
@@ -291,7 +291,7 @@ class Either:
     def check(self, value: Any) -> Any:
         if not isinstance(value, self.kinds):
             names = " or ".join(kind.__name__ for kind in self.kinds)
-            raise wrong(f"{shown(value)} is no {names}", f"Pass a {names}")
+            raise wrong(f"{shown(value)} is not a {names}", f"Pass a {names}")
         return value
 
     def plain(self, value: Any) -> dict[str, Any]:

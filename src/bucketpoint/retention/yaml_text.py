@@ -65,7 +65,7 @@ def from_yaml(text: str, *, environ: Mapping[str, str], file: str | None = None)
     policy = None
     try:
         if len(text) > MAX_CHARACTERS:
-            raise wrong(f"{len(text)} characters are no policy", f"Pass at most {MAX_CHARACTERS}")
+            raise wrong(f"{len(text)} characters are too many for a policy", f"Pass at most {MAX_CHARACTERS}")
         policy = reader.policy(_composed(text))
     except PolicyError as error:
         reader.faults += error.faults
@@ -137,12 +137,12 @@ class _Reader:
             key = key_node.value if isinstance(key_node, yaml.ScalarNode) else _named(key_node)
             place = _place(key_node)
             if key in lines:
-                message = f"The key `{key}` stands twice, first in line {lines[key]}"
+                message = f"The key `{key}` is given twice, first in line {lines[key]}"
                 self.faults.append(PolicyFault(message, "Remove one of the two", (*path, key), *place))
             elif key not in known:
                 near = difflib.get_close_matches(key, known, n=1)
                 meant.update(near)
-                remedy = f"Did you mean `{near[0]}`?" if near else f"Known here: {', '.join(known)}"
+                remedy = f"Did you mean `{near[0]}`?" if near else f"The known keys are: {', '.join(known)}"
                 self.faults.append(PolicyFault(f"The key `{key}` is not known", remedy, (*path, key), *place))
             else:
                 children[key] = child
@@ -154,7 +154,7 @@ class _Reader:
         """Return the value of a node, or None after a fault was noted."""
         self.places[path] = _place(node)
         if isinstance(node, yaml.ScalarNode) and _scalar(node) is None:
-            self._fault("Nothing is written here", "Write a value, or leave the key out", path)
+            self._fault("The value is missing", "Write a value, or leave the key out", path)
             return None
         if isinstance(shape, Fields):
             return self.record(shape.kind, node, path)
@@ -182,7 +182,7 @@ class _Reader:
         meant = (near[0] for key in keys if (near := difflib.get_close_matches(key, kinds, n=1)))
         kind = told or next(meant, None)
         if kind is None:
-            self._fault(f"Neither {names.replace(' or ', ' nor ')} stands here", f"Add {names}", path)
+            self._fault(f"Neither {names.replace(' or ', ' nor ')} is given", f"Add {names}", path)
             return None
         return self.record(kinds[kind], node, path)
 
@@ -206,7 +206,9 @@ class _Reader:
             if match[0] == "$$":
                 return "$"
             if match[1] is None:
-                return fault(match, "A `$` stands alone", "Write $$ for a dollar sign, or ${VAR} for a variable")
+                return fault(
+                    match, "A `$` is not followed by a name", "Write $$ for a dollar sign, or ${VAR} for a variable"
+                )
             found = self.environ.get(match[1]) or match[2]
             if found is None:
                 state = "empty" if match[1] in self.environ else "not set"
@@ -277,22 +279,22 @@ def _composed(text: str) -> yaml.Node | None:
         for event in yaml.parse(text, Loader=yaml.SafeLoader):
             depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
             if depth > MAX_DEPTH:
-                raise _at(event.start_mark, "This is nested too deeply", "Write it flatter")
+                raise _at(event.start_mark, "The policy is nested too deeply", "Remove levels of nesting")
             tag = getattr(event, "tag", None)
             anchor = getattr(event, "anchor", None)
             if anchor is not None or tag is not None:
                 what = f"The anchor or alias `{anchor}`" if anchor is not None else f"The tag `{tag}`"
-                raise _at(event.start_mark, f"{what} is not taken here", "Write the value itself")
+                raise _at(event.start_mark, f"{what} is not allowed in a policy", "Write the value itself")
         return yaml.compose(text, Loader=yaml.SafeLoader)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         problem = ", ".join(part for part in (error.context, error.problem) if part)
-        raise _at(mark, f"This is not YAML: {problem}", "Check indentation, colons and quotes") from None
+        raise _at(mark, f"The text is not YAML: {problem}", "Check indentation, colons and quotes") from None
     except yaml.reader.ReaderError as error:
         line = text.count("\n", 0, error.position) + 1
         column = error.position - (text.rfind("\n", 0, error.position) + 1) + 1
         fault = PolicyFault(
-            f"The character #x{error.character:04x} has no place in YAML", "Remove it", (), line, column
+            f"The character #x{error.character:04x} is not allowed in YAML", "Remove it", (), line, column
         )
         raise PolicyError.of(fault) from None
 

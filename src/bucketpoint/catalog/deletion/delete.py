@@ -138,10 +138,12 @@ def _uncommit(
             return None
     if _fenced(catalog, listed, tokens):
         # If the checkpoint were deleted now, a second request would commit it without its data: see `pruner._unheard`.
-        done.refused[one.step, one.id] = "its save has a fence, and may send its commit again"
+        done.refused[one.step, one.id] = "its save still has a fence, and may send its commit again"
         return None
     if looked.seconds() > LOOKED_S:
-        done.refused[one.step, one.id] = "the newest checkpoint must be looked at again: the next prune does"
+        done.refused[one.step, one.id] = (
+            "this pruner was suspended and must check the newest checkpoint again; the next prune does so"
+        )
         return None
     remove = None
     try:

@@ -127,7 +127,7 @@ def bury_discards(catalog: Catalog, discards: Collection[Discard], *, due: float
     for one in discards:
         current = there.get(one.checkpoint.folder)
         if not one.checkpoint.id and (current is None or current.key is None):
-            done.held.append((one, "without metadata that can be read"))
+            done.held.append((one, "without readable metadata"))
         elif current is None or not _same(current, one.checkpoint) or one.name in going:
             done.void.append(one)
         elif reasons := held.get(current.step, set()) & HOLDS:

@@ -100,7 +100,7 @@ class AttemptFence:
         missing = self._missing()
         if missing is not None:
             self.release()
-            raise self._swept(f"{missing} is gone or has another size")
+            raise self._swept(f"{missing} is missing or has a different size")
         self._alive = alive
 
     def release(self) -> None:
@@ -131,7 +131,7 @@ class AttemptFence:
                 break
             # The fence is of another copy of the same checkpoint, and is taken over.
             taken, etag = True, info.etag
-        raise self._swept("its fence says so")
+        raise self._swept("a sweep has replaced the fence of this save")
 
     def _missing(self) -> str | None:
         """Return an object of the attempt that is gone or has another size, or None.
@@ -157,10 +157,10 @@ class AttemptFence:
 
     def _swept(self, reason: str) -> IncompleteSaveError:
         return IncompleteSaveError(
-            f"A sweep took this save for dead and has removed data of it, so nothing was committed: {reason}",
+            f"A sweep deleted data of this save, because it took the save for dead; nothing was committed: {reason}",
             url=f"{self._store.url}/{self._prefix}",
-            remedy="Sweep later: raise prune.debris_after in the policy, or --older-than of bucketpoint gc, above what "
-            "the longest save takes",
+            remedy="Set prune.debris_after in the policy, and --older-than of bucketpoint gc, to more than the longest "
+            "save takes",
         )
 
 

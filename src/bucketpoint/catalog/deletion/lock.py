@@ -56,11 +56,11 @@ def held_by(catalog: Catalog) -> str:
     try:
         data = catalog.store.get(catalog.own_key(catalog_keys.LOCK), max_bytes=1 << 16)[0]
     except ObjectNotFoundError:
-        return "another pruner was at work"
+        return "another pruner was running"
     expires = min(max(_expires(data), 0.0), catalog.clock() + _DAY_S)
     until = datetime.datetime.fromtimestamp(expires, datetime.timezone.utc).strftime("%H:%M:%S UTC")
     holder = (_holder(data) or "")[:_NAME_LENGTH]
-    return f"another pruner is at work ({holder!r}); if it has died, a prune after {until} goes on"
+    return f"another pruner is running ({holder!r}); if it has died, its lock expires at {until}"
 
 
 def give_back(catalog: Catalog, lock: Lock) -> None:

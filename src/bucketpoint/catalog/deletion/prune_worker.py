@@ -162,7 +162,7 @@ class PruneWorker:
                 # that.
                 self._asked = False
                 logger.info(
-                    "nothing is pruned after the last save, as the program ends: the next job's first save does"
+                    "the program ends, so nothing is pruned after its last save; the next job prunes after its first"
                 )
                 return
             self._thread = thread
@@ -205,17 +205,17 @@ class PruneWorker:
         for one in done.buried:
             logger.log(
                 logging.WARNING if one.damaged else logging.INFO,
-                "step %d is set aside and goes %s: %s. %s",
+                "step %d is set aside and will be deleted %s: %s. %s",
                 one.checkpoint.step,
                 _after(self.policy),
                 one.reason,
-                f"`bucketpoint undo {self.catalog.url} {one.checkpoint.step}` takes that back" if grace else "",
+                f"`bucketpoint undo {self.catalog.url} {one.checkpoint.step}` withdraws its tombstone" if grace else "",
             )
         for one, why in done.held:
             if one.name not in self._named:
                 self._named.add(one.name)
                 logger.warning(
-                    "step %d was given up (%s), and stays as it is %s: until that ends, `latest` may find it",
+                    "step %d was given up (%s), but stays because it is %s; until that ends, `latest` may find it",
                     one.checkpoint.step,
                     one.reason,
                     why,
@@ -256,7 +256,7 @@ class PruneWorker:
             self._failed(error)
             return
         except Exception as error:  # noqa: BLE001 (no fault of ours may end the thread for all later saves)
-            ours = BucketpointError(f"This is a fault of bucketpoint: {type(error).__name__}: {error}")
+            ours = BucketpointError(f"This is a bug in bucketpoint: {type(error).__name__}: {error}")
             ours.__cause__ = error
             self._failed(ours)
             return
@@ -264,7 +264,9 @@ class PruneWorker:
 
     def _failed(self, error: BucketpointError) -> None:
         self.failure = error
-        logger.warning("pruning failed, and is tried again after the next save: %s", error, exc_info=error.__cause__)
+        logger.warning(
+            "pruning failed and will be tried again after the next save: %s", error, exc_info=error.__cause__
+        )
 
 
 _workers: dict[tuple[str, ...], PruneWorker] = {}
@@ -300,12 +302,12 @@ def _tell(catalog: Catalog, policy: RetentionPolicy, made: Round, *, forced: boo
     for words, gone in (("deleted", done.deleted), ("thinned to its weights", done.thinned)):
         for name in gone:
             reason = f": {why[name].miss}" if name in why else ""
-            logger.info("step %d is %s, and %.1f MB are freed%s", name[0], words, done.freed.get(name, 0) / 1e6, reason)
+            logger.info("step %d is %s, which frees %.1f MB%s", name[0], words, done.freed.get(name, 0) / 1e6, reason)
     if done.stopped is not None:
         logger.info("nothing was pruned: %s", done.stopped)
     if verdict is not None and not verdict and not forced:
         logger.warning(
-            "%s: %d go in this round, and the others wait. `bucketpoint plan POLICY.yaml --root %s` shows the plan, "
+            "%s; this prune is limited to %d of them. `bucketpoint plan POLICY.yaml --root %s` shows the plan, "
             "`bucketpoint prune POLICY.yaml --root %s --yes` carries out all of it",
             verdict.why,
             len(done.buried),
@@ -314,17 +316,17 @@ def _tell(catalog: Catalog, policy: RetentionPolicy, made: Round, *, forced: boo
         )
     if done.failures:
         logger.warning(
-            "%d objects were not deleted, %s first (%s); the next prune tries again",
+            "%d objects were not deleted, the first is %s (%s); the next prune tries them again",
             len(done.failures),
             done.failures[0].key,
             done.failures[0].code,
         )
 
 
-_FATE = {"delete": "is not kept and goes", "thin": "is thinned to its weights"}
+_FATE = {"delete": "will be deleted", "thin": "will be thinned to its weights"}
 
 
 def _after(policy: RetentionPolicy) -> str:
     """Return in words when a checkpoint with a tombstone is deleted."""
     grace = policy.prune.grace
-    return f"once its grace of {written(grace)} is over" if grace else "now"
+    return f"when its grace period of {written(grace)} is over" if grace else "now"

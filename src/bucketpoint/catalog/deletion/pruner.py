@@ -56,7 +56,7 @@ def prune(catalog: Catalog, decide: Decide, *, grace: float, holder: str, lock_s
         snapshot = reconcile(catalog, catalog.snapshot())
         full = [one for one in snapshot.checkpoints if one.kind == FULL]
         if not full and snapshot.checkpoints:
-            return Pruned(stopped="there is no full checkpoint")
+            return Pruned(stopped="the run has no full checkpoint")
         going = snapshot.going()
         # A damaged checkpoint that was set aside does not count as the newest: it would block its own deletion and all
         # others.
@@ -110,7 +110,7 @@ def _bury(catalog: Catalog, snapshot: Snapshot, orders: Sequence[Order], due: fl
         one = there.get(name)
         if one is None:
             # Committed after the snapshot, or gone: the plan was not made for it.
-            done.refused[name] = "it is not in the snapshot"
+            done.refused[name] = "it was committed or deleted after the plan was made"
         elif reason := _held(snapshot, one, order.action):
             done.refused[name] = reason
         elif (one.folder, one.id, order.action) not in buried:
@@ -121,7 +121,7 @@ def _bury(catalog: Catalog, snapshot: Snapshot, orders: Sequence[Order], due: fl
 def _held(snapshot: Snapshot, one: Checkpoint | Tombstone, action: str) -> str | None:
     """Return the reason why a checkpoint must not be deleted or thinned, or None. No order overrides it."""
     if (one.folder, one.id) in snapshot.newest():
-        return "it is the newest"
+        return "it is the newest checkpoint"
     reasons = snapshot.held().get(one.step)
     return f"it is {' and '.join(sorted(reasons))}" if reasons else None
 
@@ -180,7 +180,7 @@ def still_goes(
     current = next((other for other in snapshot.checkpoints if other.folder == one.folder), None)
     replaced = current is not None and current.id != one.id
     if taken_over and held is not None and not replaced:
-        done.refused[one.step, one.id] = f"{held}, and another pruner had begun with it"
+        done.refused[one.step, one.id] = f"{held}, but another pruner has begun to delete or thin it"
         return False
     if replaced or held is not None:
         withdraw(catalog, one, done)
@@ -189,7 +189,7 @@ def still_goes(
         if any(attempt.folder == one.folder for attempt in _running(snapshot)):
             if not taken_over:
                 unclaim(catalog, one)
-            done.refused[one.step, one.id] = "a save to its folder is under way"
+            done.refused[one.step, one.id] = "a save into its folder is under way"
             return False
     except PreconditionFailedError:
         # Another pruner has taken over, and makes the same decision.

@@ -106,11 +106,11 @@ def remove(removal: Removal, *, holder: str, force: bool = False) -> Pruned:
     try:
         done = Pruned()
         reconcile(catalog, catalog.snapshot())
-        buried = schedule_deletion(catalog, one, DELETE, due=catalog.clock(), reason="it was named by a person")
+        buried = schedule_deletion(catalog, one, DELETE, due=catalog.clock(), reason="a person deleted it by name")
         stones = [stone for stone in catalog.steps().notes.tombstones if stone.key == buried.key]
         begun = claim(catalog, stones[0]) if stones else None
         if begun is None:
-            done.refused[one.step, one.id] = "its tombstone was taken back"
+            done.refused[one.step, one.id] = "its tombstone was withdrawn meanwhile"
             return done
         # Listed again, now that the claim is visible: a pin, lease or save that came meanwhile is in this listing.
         snapshot = catalog.snapshot()
@@ -131,9 +131,9 @@ def _run_of(url: str, storage_options: Mapping[str, Any] | None, fs: Any) -> tup
     split = parent_and_name(url)
     if split is None:
         raise InvalidURLError(
-            "This is no checkpoint's URL: it has no folder",
+            "The URL names no folder, so it is not the URL of a checkpoint",
             url=url,
-            remedy="Pass something like s3://bucket/run/step-5",
+            remedy="Pass a URL such as s3://bucket/run/step-5",
         )
     known = catalog_above(url.rstrip("/"), storage_options=storage_options, fs=fs)
     if known is not None:
@@ -154,12 +154,12 @@ def _not_there(catalog: Catalog, folder: str) -> CheckpointNotFoundError:
         marker = None
     if marker is not None:
         return CheckpointNotFoundError(
-            marker.text, url=url, remedy="The next prune, or `bucketpoint gc --deep`, removes the rest"
+            marker.text, url=url, remedy="The next prune, or `bucketpoint gc --deep`, deletes the remaining objects"
         )
     return CheckpointNotFoundError(
-        "There is no checkpoint here",
+        "There is no checkpoint at this URL",
         url=url,
-        remedy="Check the URL; `bucketpoint gc --deep` on the run removes what saves left that never committed",
+        remedy="Check the URL; `bucketpoint gc --deep` on the run deletes the data of saves that never committed",
     )
 
 
@@ -189,7 +189,7 @@ def _reasons(catalog: Catalog, snapshot: Snapshot, one: Checkpoint) -> list[str]
     full = [other for other in snapshot.checkpoints if other.kind == FULL and (other.folder, other.id) not in going]
     whole = next((other for other in full[: -LOOKED_AT_MOST - 1 : -1] if is_whole(catalog, other)), None)
     if whole is None:
-        reasons.append("no checkpoint of its run is whole")
+        reasons.append("its run has no whole checkpoint")
     elif whole.folder == one.folder:
         reasons.append("it is the newest whole checkpoint of its run")
     return reasons

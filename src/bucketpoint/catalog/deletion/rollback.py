@@ -52,14 +52,16 @@ def roll_back(catalog: Catalog, step: int, *, grace: float, dry_run: bool = Fals
         raise CheckpointNotFoundError(
             f"There is no full checkpoint of step {step} in this run",
             url=catalog.url,
-            remedy=f"There are {there}" if there else "See `bucketpoint ls`",
+            remedy=f"The run has full checkpoints of steps {there}"
+            if there
+            else "The run has no full checkpoint; see `bucketpoint ls`",
         )
     problem = damage(catalog, inspect(catalog, target)) if target.key is not None else None
     if problem is not None:
         raise CorruptDataError(
-            f"Step {step} is not whole, and nothing was rolled back: of what would be the newest, {problem}",
+            f"Step {step} is not whole, so nothing was rolled back: {problem}",
             url=catalog.url_of_folder(target.folder),
-            remedy="Roll back to another step; `bucketpoint verify` says what is wrong with this one",
+            remedy="Roll back to another step; `bucketpoint verify` lists the damage of this one",
         )
     due = catalog.clock() + grace
     discards = rolled_back(catalog, snapshot, step)

@@ -33,7 +33,7 @@ def sweep(catalog: Catalog, *, older_than: float = SAFETY_AGE_S, deep: bool = Fa
     """
     if older_than < MIN_SWEEP_AGE_S:
         raise BucketpointError(
-            f"A sweep of what is older than {older_than:g} seconds would remove the data of saves that are running",
+            f"A sweep of data older than {older_than:g} seconds could delete the data of running saves",
             url=catalog.url,
             remedy=f"Sweep what is {MIN_SWEEP_AGE_S / 3600:g} hour old or older (--older-than 1h, debris_after: 1h)",
         )

@@ -50,11 +50,11 @@ def thin(catalog: Catalog, snapshot: Snapshot, one: Tombstone, done: Pruned) -> 
         withdraw(catalog, one, done)
         return
     except PreconditionFailedError:
-        done.refused[name] = "its metadata has just been replaced"
+        done.refused[name] = "its metadata was replaced meanwhile"
         return
     except (MetadataError, UnsafeDataError) as error:
         withdraw(catalog, one, done)
-        done.refused[name] = f"its metadata does not allow it: {error.message}"
+        done.refused[name] = f"it cannot be thinned: {error.message}"
         return
     record = record_from_metadata(data, metadata_etag=info.etag)
     records = [*snapshot.checkpoints, *snapshot.superseded]
@@ -109,12 +109,12 @@ def thinned_metadata(metadata: Metadata, etag: str | None = None) -> bytes:
     places = metadata.storage_data or {}
     goes = {path for path in data_paths(metadata) if _is_optim(path)}
     if not goes:
-        raise MetadataError("No object holds the optimizer alone")
+        raise MetadataError("The checkpoint has no object that holds only optimizer state")
     storage = {index: info for index, info in places.items() if read_storage_info(info).path not in goes}
     names = {index.fqn for index in storage}
     mixed = names & {index.fqn for index, info in places.items() if read_storage_info(info).path in goes}
     if not names or mixed:
-        raise MetadataError("Weights and optimizer cannot be told apart")
+        raise MetadataError("Weights and optimizer state share objects, or there are no weights")
     planner = metadata.planner_data
     kept = dataclasses.replace(
         metadata,

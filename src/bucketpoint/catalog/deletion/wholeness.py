@@ -41,14 +41,14 @@ def inspect(catalog: Catalog, newest: Checkpoint) -> Inspected:
         record = read_record(catalog, newest.key) if newest.key is not None else None
         data, _ = catalog.store.get(catalog.metadata_key(newest.folder))
     except ObjectNotFoundError:
-        return Inspected(newest, f"the newest checkpoint, {newest.folder}, has no metadata")
+        return Inspected(newest, f"checkpoint {newest.folder} has no metadata")
     except MetadataError as error:
-        problem = f"the record of the newest checkpoint, {newest.folder}, cannot be read: {error.message}"
+        problem = f"the record of checkpoint {newest.folder} cannot be read: {error.message}"
         return Inspected(newest, problem)
     if is_marker(data):
-        return Inspected(newest, f"the newest checkpoint, {newest.folder}, is being deleted")
+        return Inspected(newest, f"checkpoint {newest.folder} is being deleted")
     if record is None or record.metadata_crc32c != crc32c(memoryview(data)):
-        return Inspected(newest, f"the metadata of the newest checkpoint, {newest.folder}, is not what its record says")
+        return Inspected(newest, f"the metadata of checkpoint {newest.folder} differs from its record")
     return Inspected(newest, None, record, data)
 
 
@@ -67,7 +67,7 @@ def damage(catalog: Catalog, inspected: Inspected) -> str | None:
     if data and whole and {keys.token_of(path) for path in data} <= keys.tokens_in(inspected.data):
         return None
     missing = _missing(inspected.data, sizes)
-    return f"data of the newest checkpoint, {checkpoint.folder}, is gone: {missing}" if missing is not None else None
+    return f"data of checkpoint {checkpoint.folder} is missing: {missing}" if missing is not None else None
 
 
 def is_whole(catalog: Catalog, checkpoint: Checkpoint) -> bool:

@@ -23,32 +23,39 @@ _NAMED_AT_MOST = 5
 @command("convert")
 @click.argument("source")
 @click.argument("target")
-@click.option("--from", "from_format", type=click.Choice(("auto", *_FORMATS)), default="auto", show_default=True)
+@click.option(
+    "--from",
+    "from_format",
+    type=click.Choice(("auto", *_FORMATS)),
+    default="auto",
+    show_default=True,
+    help="Format of the source. auto: detect it.",
+)
 @click.option(
     "--to",
     "to_format",
     type=click.Choice(("auto", *_FORMATS)),
     default="auto",
     show_default=True,
-    help="auto: torch if the target ends in .pt, .pth, .bin or .ckpt, else bucketpoint.",
+    help="Format to write. auto: torch if the target ends in .pt, .pth, .bin or .ckpt, else bucketpoint.",
 )
 @click.option(
     "--prefix",
     default="",
-    help="Prefix of keys, such as model.: to safetensors, only such keys are written, without it; from there, it is "
-    "added.",
+    help="Prefix of the keys, such as model. - when writing safetensors, only keys with it are written, and it is "
+    "removed from them; when reading safetensors, it is added to every key.",
 )
 @click.option(
     "--max-shard-size",
     type=ByteCount(least=1),
     default="5GB",
     show_default=True,
-    help="Largest size of a safetensors file.",
+    help="Largest size of one safetensors file.",
 )
-@click.option("--overwrite", is_flag=True, help="Replace the target; not with --to dcp or safetensors.")
+@click.option("--overwrite", is_flag=True, help="Replace the target. Not possible with --to dcp or safetensors.")
 @click.option("--dry-run", is_flag=True, help="Show what would be written, and write nothing.")
-@click.option("--verify", "verified", is_flag=True, help="Read the target again, and check it.")
-@click.option("--trusted", is_flag=True, help="Unpickle whatever the source names. This can run any code.")
+@click.option("--verify", "verified", is_flag=True, help="Read the target again after the conversion, and check it.")
+@click.option("--trusted", is_flag=True, help="Unpickle classes outside the allow-list, too. This can run any code.")
 @between_stores
 def convert(
     source: str,
@@ -66,11 +73,12 @@ def convert(
     there: Mapping[str, Any],
     as_json: bool,
 ) -> CommandResult:
-    """Convert a checkpoint to another format, between any two stores.
+    """Convert a checkpoint between DCP, torch.save and safetensors.
 
-    Formats are bucketpoint's, DCP's as torch and others write it, a file of torch.save, and safetensors with an index.
-    Tensors are streamed in pieces, within 256 MiB of memory. The target appears whole at the end, or not at all. Run
-    the command again to continue an interrupted conversion.
+    The formats are `bucketpoint` (DCP with an index and checksums), `dcp` (as torch itself writes it), `torch` (one
+    file of torch.save) and `safetensors` (files with an index). Source and target may lie in any two stores. Tensors
+    are streamed in pieces, within 256 MiB of memory. The target appears whole at the end, or not at all. Run the
+    command again to continue an interrupted conversion.
     """
     from bucketpoint.convert import ConvertOptions, plan_conversion, run_conversion
     from bucketpoint.dcp.progress_bar import progress_callback
@@ -115,8 +123,8 @@ def _document(plan: ConvertPlan, done: Converted | None) -> dict[str, Any]:
 def _plan_lines(plan: ConvertPlan) -> Iterator[str]:
     yield f"would write {_what(plan)}, to {plan.place.url}"
     if plan.there:
-        left = text.size(plan.left_nbytes)
-        yield f"  {text.count(len(plan.there), 'object')} of an interrupted run are there already; {left} are left"
+        there, left = text.count(len(plan.there), "object"), text.size(plan.left_nbytes)
+        yield f"  {there} of an interrupted conversion are at the target already; {left} remain to write"
     yield from _notes(plan)
 
 
@@ -124,11 +132,11 @@ def _lines(plan: ConvertPlan, done: Converted) -> Iterator[str]:
     checked = f"{text.size(done.checked_bytes)} compared with the source's checksums"
     yield f"wrote {_what(plan)}, to {plan.place.url}: {checked}"
     if done.skipped:
-        yield f"  {text.count(done.skipped, 'object')} of an interrupted run were there already"
+        yield f"  {text.count(done.skipped, 'object')} of an interrupted conversion were at the target already"
     yield from _notes(plan)
     if done.verified_bytes is not None:
         for path in done.damaged:
-            yield f"DAMAGED {path}: it is not what was sent"
+            yield f"DAMAGED {path}: its bytes differ from those that were written"
         yield f"  {text.size(done.verified_bytes)} read again, {text.count(len(done.damaged), 'object')} damaged"
 
 
@@ -141,6 +149,6 @@ def _notes(plan: ConvertPlan) -> Iterator[str]:
     left_out = plan.layout.left_out
     if left_out:
         named = first_of(left_out, _NAMED_AT_MOST)
-        yield f"  left out, as {plan.format} has no place for them or --prefix does not fit: {named}"
+        yield f"  left out, because {plan.format} cannot hold them or their keys lack --prefix: {named}"
     if plan.log is not None:
-        yield f"  into the run at {plan.log.catalog.url}, whose catalog gets its record"
+        yield f"  the catalog of the run at {plan.log.catalog.url} gets a record of the checkpoint"

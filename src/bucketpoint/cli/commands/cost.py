@@ -24,20 +24,21 @@ LIST_PRICE = 0.023
     type=click.FloatRange(min=0),
     default=LIST_PRICE,
     show_default=True,
-    help="Price in dollars per GB and month.",
+    help="Price of storage, in dollars per GB and month.",
 )
 @click.option(
     "--what-if",
     "policy_file",
     type=click.Path(exists=True, dir_okay=False),
-    help="A policy file: also show what it would leave.",
+    help="Policy file. Show also the size and cost of the checkpoints that the policy would keep.",
 )
 @run_argument
 def cost(catalog: Catalog, price: float, policy_file: str | None, as_json: bool) -> CommandResult:
-    """Show the size and monthly cost of a run's checkpoints, and the remainder under a policy.
+    """Show the size and the monthly cost of a run's checkpoints.
 
-    Sizes come from the records, by three listings, and by one more listing for each checkpoint without a record. Not
-    counted are remains of dead saves (see gc), and older versions that a versioned bucket keeps.
+    With --what-if, also those of the checkpoints that a policy leaves. Sizes come from the records, by three listings,
+    and by one more listing for each checkpoint without a record. Not counted are remains of dead saves (see gc), and
+    older versions that a versioned bucket keeps.
     """
     from bucketpoint.catalog.survey import size_of, survey
 
@@ -69,8 +70,8 @@ def _taken(sizes: list[int], price: float) -> dict[str, Any]:
 
 
 def _lines(document: dict[str, Any]) -> Iterator[str]:
-    titles = {"now": "now", "no_record": "of it without a record", "tombstoned": "of it with a tombstone"}
-    titles["what_if"] = "left by the policy"
+    titles = {"now": "now", "no_record": "of these without a record", "tombstoned": "of these with a tombstone"}
+    titles["what_if"] = "kept by the policy"
     if not document["no_record"]["checkpoints"]:
         del titles["no_record"]
     yield from text.table([_row(titles[name], document[name]) for name in titles if document[name]], indent=0)

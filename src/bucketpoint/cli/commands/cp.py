@@ -19,10 +19,12 @@ if TYPE_CHECKING:
 @command("cp")
 @click.argument("source")
 @click.argument("target", metavar="DESTINATION")
-@click.option("--overwrite", is_flag=True, help="Replace a checkpoint that is at the destination.")
+@click.option("--overwrite", is_flag=True, help="Replace the checkpoint at the destination, if there is one.")
 @click.option("--dry-run", is_flag=True, help="Show what would be copied, and write nothing.")
-@click.option("--verify", "verified", is_flag=True, help="Read the copy again after its commit, and check it.")
-@click.option("--trusted", is_flag=True, help="Unpickle metadata that names other classes. This can run any code.")
+@click.option(
+    "--verify", "verified", is_flag=True, help="Read the copy again after its commit, and check its checksums."
+)
+@click.option("--trusted", is_flag=True, help="Unpickle classes outside the allow-list, too. This can run any code.")
 @between_stores
 def cp(
     source: str,
@@ -36,12 +38,12 @@ def cp(
     there: Mapping[str, Any],
     as_json: bool,
 ) -> CommandResult:
-    """Copy a checkpoint from one URL to another, between any two stores.
+    """Copy a checkpoint from one URL to another, in any store.
 
-    The copy appears at the destination whole, by one commit after all data is there. Within one S3 service the service
-    copies the data itself; otherwise every byte passes through this machine and is compared with its checksum. Run the
-    command again to continue an interrupted copy. If the destination is a step of a run that has a catalog, the copy
-    gets a record there.
+    The copy is committed after all of its data is there, so that readers never see half of it. Within one S3 service,
+    the service copies the data itself; otherwise every byte passes through this machine and is compared with its
+    checksum. Run the command again to continue an interrupted copy. If the destination is a step of a run that has a
+    catalog, the copy gets a record there.
     """
     from bucketpoint.checkpoint.open import open_checkpoint
     from bucketpoint.checkpoint.verify import verify
@@ -82,25 +84,29 @@ def _document(plan: CopyPlan, done: Copied | None, check: Verification | None) -
 def _plan_lines(plan: CopyPlan) -> Iterator[str]:
     yield f"would copy {text.count(len(plan.paths), 'object')}, {text.size(plan.nbytes)}, to {plan.url}"
     if plan.there:
-        left = text.size(plan.left_nbytes)
-        yield f"  {text.count(len(plan.there), 'object')} of an interrupted copy are there already; {left} are left"
-    yield "  by the service itself" if plan.inside else "  through this machine, checksums compared on the way"
+        there, left = text.count(len(plan.there), "object"), text.size(plan.left_nbytes)
+        yield f"  {there} of an interrupted copy are at the destination already; {left} remain to copy"
+    yield (
+        "  the service copies the data itself"
+        if plan.inside
+        else "  the data passes through this machine, which compares checksums"
+    )
     if plan.catalog is not None:
-        yield f"  into the run at {plan.catalog.url}, whose catalog gets its record"
+        yield f"  the catalog of the run at {plan.catalog.url} gets a record of the copy"
     if plan.replaces:
-        yield "  REPLACING the checkpoint that is committed there"
+        yield "  REPLACES the checkpoint that is committed at the destination"
 
 
 def _lines(plan: CopyPlan, done: Copied, check: Verification | None) -> Iterator[str]:
     from bucketpoint.cli.commands.verify import lines
 
-    how = "by the service itself, sizes compared"
+    how = "copied by the service itself, sizes compared"
     if not done.inside:
-        how = f"through this machine, {text.size(done.checked_bytes)} compared with checksums"
+        how = f"copied through this machine, {text.size(done.checked_bytes)} compared with checksums"
     yield f"copied {text.count(done.objects, 'object')}, {text.size(done.nbytes)}, to {plan.url}: {how}"
     if done.skipped:
-        yield f"  {text.count(done.skipped, 'object')} of an interrupted copy were there already"
+        yield f"  {text.count(done.skipped, 'object')} of an interrupted copy were at the destination already"
     if plan.catalog is not None:
-        yield f"  a checkpoint of the run at {plan.catalog.url}, and recorded in its catalog"
+        yield f"  the copy is recorded in the catalog of the run at {plan.catalog.url}"
     if check is not None:
         yield from lines(check)

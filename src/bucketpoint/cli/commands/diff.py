@@ -17,10 +17,10 @@ if TYPE_CHECKING:
 @command("diff")
 @click.argument("a")
 @click.argument("b")
-@click.option("--values", is_flag=True, help="Compare values too, by the checksums recorded at save.")
-@click.option("--a-option", multiple=True, metavar="NAME=VALUE", help="A storage option of A only.")
-@click.option("--b-option", multiple=True, metavar="NAME=VALUE", help="A storage option of B only.")
-@click.option("--trusted", is_flag=True, help="Unpickle metadata that names other classes. This can run any code.")
+@click.option("--values", is_flag=True, help="Compare values, too, by the checksums recorded at save.")
+@click.option("--a-option", multiple=True, metavar="NAME=VALUE", help="Storage option for A only.")
+@click.option("--b-option", multiple=True, metavar="NAME=VALUE", help="Storage option for B only.")
+@click.option("--trusted", is_flag=True, help="Unpickle classes outside the allow-list, too. This can run any code.")
 @store_options
 def diff(
     a: str,
@@ -32,9 +32,10 @@ def diff(
     access: Access,
     as_json: bool,
 ) -> CommandResult:
-    """Show the differences between two checkpoints: keys, dtypes and shapes, and with --values contents.
+    """Show how two checkpoints differ: keys, dtypes, shapes, values.
 
-    Reads two `.metadata` objects and no tensor data. Exits with 1 if anything differs.
+    Values are compared with --values only, by the checksums that were recorded at save. Reads two `.metadata` objects
+    and no tensor data. Exits with 1 if anything differs.
     """
     from bucketpoint.checkpoint.open import open_checkpoint
     from bucketpoint.checkpoint.summary import difference, summarise
@@ -74,15 +75,15 @@ def _lines(a: Summary, b: Summary, found: Difference, *, values: bool) -> Iterat
     for x, y in found.changed:
         yield f"! {x.fqn}  {_what(x)} -> {_what(y)}"
     for fqn in found.values:
-        yield f"~ {fqn}  other values"
+        yield f"~ {fqn}  values differ"
     if found.unknown:
         names = ", ".join(found.unknown[:3]) + (", ..." if len(found.unknown) > 3 else "")
-        yield f"not compared, for want of checksums: {text.count(len(found.unknown), 'key')} ({names})"
+        yield f"not compared, because a checksum is missing: {text.count(len(found.unknown), 'key')} ({names})"
     yield f"A {a.url}: {text.size(a.record.bytes)}, {text.count(len(a.entries), 'key')}"
     yield f"B {b.url}: {text.size(b.record.bytes)}, {text.count(len(b.entries), 'key')}"
     if not found.same:
         counts = f"{len(found.only_a)} only in A, {len(found.only_b)} only in B, {len(found.changed)} changed"
-        yield counts + (f", {len(found.values)} with other values" if values else "")
+        yield counts + (f", {len(found.values)} with different values" if values else "")
     else:
         yield f"the same keys, dtypes and shapes{f', and {found.equal} equal checksums' if values else ''}"
 

@@ -26,22 +26,22 @@ _COLUMN = 20
     metavar="SIZE",
     default="128MiB",
     show_default=True,
-    help="Bytes to send and to receive to measure throughput. 0: do not measure.",
+    help="Number of bytes to upload and to download when measuring throughput. 0: do not measure.",
 )
 @click.option(
     "--role",
     type=click.Choice(["admin", "trainer", "reader", "pruner"]),
     default="admin",
     show_default=True,
-    help="What the credentials are for. Only what that role does is tried, and only that is a failure where it is "
-    "refused. admin: to save, load and prune.",
+    help="Role of the credentials. Only requests that this role needs are tried, and only refusals of those are "
+    "failures. admin: saves, loads and prunes.",
 )
 @click.option(
     "--chaos",
     is_flag=True,
-    help="Also save and load there while requests fail on purpose (S3 and GCS).",
+    help="Also save and load below URL while requests are made to fail on purpose (S3 and GCS).",
 )
-@click.option("--seed", type=int, default=0, show_default=True, help="With --chaos: seed of the faults.")
+@click.option("--seed", type=int, default=0, show_default=True, help="With --chaos: random seed of the faults.")
 @click.option(
     "--saves",
     type=click.IntRange(min=1),
@@ -53,18 +53,18 @@ _COLUMN = 20
 def doctor(
     url: str, size: int, role: str, chaos: bool, seed: int, saves: int, access: Access, as_json: bool
 ) -> CommandResult:
-    """Check if a place is fit for checkpoints, and find the best settings for it.
+    """Check that a bucket or folder is fit for checkpoints.
 
-    Tries below URL the requests of saves, loads and pruning: rights, conditional writes, multipart uploads, throughput.
-    Reads the bucket's versioning and lifecycle rules, and compares clocks. Deletes the objects that it wrote. Without
-    the right to delete, one object of a few bytes stays, and is named. Exits with 1 if anything failed, or if --chaos
-    lost anything.
+    Also measures throughput and names the best settings. Tries, below URL, the requests of saves, loads and pruning:
+    rights, conditional writes, multipart uploads, throughput. Reads the bucket's versioning and lifecycle rules, and
+    compares clocks. Deletes the objects that it wrote. Without the right to delete, one object of a few bytes stays,
+    and is named. Exits with 1 if anything failed, or if --chaos lost anything.
     """
     from bucketpoint.doctor.examine import examine
     from bucketpoint.stores import open_store
 
     if chaos and role != "admin":
-        raise click.UsageError("--chaos saves, loads and deletes: leave --role out")
+        raise click.UsageError("--chaos needs the role admin, because it saves, loads and deletes: leave out --role")
     store, prefix = open_store(url.rstrip("/") or url, storage_options=access.for_url(url))
     told = (lambda finding: None) if as_json else _tell
     found = examine(store, prefix, role=role, probe_bytes=size, told=told)
@@ -77,10 +77,16 @@ def doctor(
     if not as_json:
         say(last)
     if not found.ok:
-        return CommandResult({**document, "chaos": None}, ["no faults are tried where saves fail without any"], False)
+        return CommandResult(
+            {**document, "chaos": None},
+            ["--chaos was not run, because saves fail here even without injected faults"],
+            False,
+        )
     if any(one.check == "delete" and one.status != "ok" for one in found.findings):
         return CommandResult(
-            {**document, "chaos": None}, ["no faults are tried where what that saves would stay"], False
+            {**document, "chaos": None},
+            ["--chaos was not run, because its checkpoints could not be deleted here"],
+            False,
         )
     report = _trial(url, seed, saves, access, quiet=as_json)
     return CommandResult({**document, "chaos": _told(report)}, _chaos_lines(report), report.ok)
@@ -120,11 +126,11 @@ def _chaos_lines(report: ChaosReport) -> list[str]:
     lines = [f"{text.count(faults, 'fault')} in {text.count(report.requests, 'request')}, seed {report.seed}:"]
     lines += [f"  {count:4}  {name}" for name, count in report.faults.most_common()]
     lines.append(f"{text.count(report.committed, 'save')} committed, {refused} raised an error")
-    lines.append(f"{text.count(report.loaded, 'load')} right, {failed} raised an error")
+    lines.append(f"{text.count(report.loaded, 'load')} returned the saved state, {failed} raised an error")
     lines += [f"LOST: {one}" for one in report.losses]
     if report.left:
         lines.append(f"{text.count(len(report.left), 'object')} could not be deleted, such as {report.left[0]}")
-    return [*lines, "nothing was lost" if report.ok else f"lost: {text.count(len(report.losses), 'checkpoint')}"]
+    return [*lines, "no checkpoint was lost" if report.ok else f"lost: {text.count(len(report.losses), 'checkpoint')}"]
 
 
 def _tell(finding: Finding) -> None:

@@ -18,12 +18,15 @@ if TYPE_CHECKING:
 
 
 @command("ls")
-@click.option("--all", "everything", is_flag=True, help="List saves that are under way or dead, too.")
+@click.option(
+    "--all", "everything", is_flag=True, help="List also saves that are under way or died before their commit."
+)
 @run_argument
 def ls(catalog: Catalog, everything: bool, as_json: bool) -> CommandResult:
-    """List a run's checkpoints, oldest first: sizes, metrics, holds (pinned, leased, restored from), pending deletions.
+    """List a run's checkpoints with sizes, metrics and holds.
 
-    Takes three listings, and for each checkpoint without a record a read of the beginning of its `.metadata`.
+    The oldest comes first. Holds are: pinned, leased, restored from. Pending deletions are shown, too. Takes three
+    listings, and for each checkpoint without a record a read of the beginning of its `.metadata`.
     """
     from bucketpoint.catalog.survey import survey
 
@@ -66,7 +69,7 @@ def _rows(snapshot: Snapshot, catalog: Catalog) -> Iterator[dict[str, Any]]:
 def _lines(document: dict[str, Any]) -> Iterator[str]:
     rows = document["checkpoints"]
     if not rows:
-        yield f"no save to {document['root']} has committed yet; --all shows those under way or dead"
+        yield f"{document['root']} has no committed checkpoint; --all lists saves that are under way or died"
     else:
         yield from text.table(
             [("step", "saved", "kind", "size", "metrics", ""), *map(_row, rows)],
@@ -74,17 +77,19 @@ def _lines(document: dict[str, Any]) -> Iterator[str]:
         )
         total = sum(row["bytes"] or 0 for row in rows)
         missing = sum(not row["recorded"] for row in rows)
-        yield f"{text.count(len(rows), 'checkpoint')}, {text.size(total)}" + (" and unknown sizes" if missing else "")
+        yield f"{text.count(len(rows), 'checkpoint')}, {text.size(total)}" + (
+            ", and more of unknown size" if missing else ""
+        )
         yield from unrecorded_lines(document["root"], missing)
     for one in document.get("attempts", ()):
-        yield f"step {one['step']}: a save that began {text.when(one['started'])} and has not committed"
+        yield f"step {one['step']}: a save began {text.when(one['started'])} and has not committed"
 
 
 def _row(row: dict[str, Any]) -> tuple[str, ...]:
     marks = ([] if row["recorded"] else ["no record"]) + row["held"]
     if row["tombstone"]:
-        gone = "goes" if row["tombstone"]["action"] == "delete" else "is thinned"
-        marks.append(f"{gone} {text.when(row['tombstone']['due'])}")
+        gone = "deleted" if row["tombstone"]["action"] == "delete" else "thinned"
+        marks.append(f"to be {gone} after {text.when(row['tombstone']['due'])}")
     metrics = " ".join(
         f"{name}={value:.6g}" if isinstance(value, float) else f"{name}={value}"
         for name, value in row["metrics"].items()
@@ -96,5 +101,5 @@ def _row(row: dict[str, Any]) -> tuple[str, ...]:
 def unrecorded_lines(root: str, count: int) -> Iterator[str]:
     """Yield a line about checkpoints without a record, on which no policy decides."""
     if count:
-        remedy = f"`bucketpoint adopt {root}` records what has none"
-        yield f"without a record, so that no policy deletes any of it: {text.count(count, 'checkpoint')}; {remedy}"
+        remedy = f"`bucketpoint adopt {root}` writes the missing records"
+        yield f"{text.count(count, 'checkpoint')} without a record, which no policy deletes: {remedy}"

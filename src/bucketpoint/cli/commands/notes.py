@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 @run_argument
 @click.argument("run_name", metavar="NAME")
 def name(catalog: Catalog, run_name: str, as_json: bool) -> CommandResult:
-    """Name the run whose checkpoints these are, if it was started without a name.
+    """Give a name to a run that was started without one.
 
     From then on only jobs whose policy says run: NAME save, restore and prune here. Exits with 1 if the run has another
     name already.
@@ -32,17 +32,17 @@ def name(catalog: Catalog, run_name: str, as_json: bool) -> CommandResult:
     # Building a policy checks the name: names that policies accept are accepted here.
     RetentionPolicy(Keep(latest=1), run=run_name)
     owner = name_run(catalog, run_name)
-    said = f"these are the checkpoints of run {owner}"
+    said = f"{catalog.url} belongs to run {owner}"
     return CommandResult({"root": catalog.url, "run": owner}, [said], ok=owner == run_name)
 
 
 @command("pin")
 @run_argument
 @click.argument("step", type=click.IntRange(min=0))
-@click.option("--reason", default="", help="Reason of the pin, for others.")
-@click.option("--expires", type=Age(), help="Time after which the pin ends, such as 7d.")
+@click.option("--reason", default="", help="Reason for the pin, for other people to read.")
+@click.option("--expires", type=Age(), help="Duration after which the pin ends, such as 7d.")
 def pin(catalog: Catalog, step: int, reason: str, expires: float | None, as_json: bool) -> CommandResult:
-    """Keep a step, whatever any policy says, until it is unpinned. Withdraws a tombstone that the step has."""
+    """Pin a step, so that no policy deletes it until it is unpinned. Withdraws a tombstone that the step has."""
     from bucketpoint.catalog import notes
 
     until = catalog.clock() + expires if expires is not None else None
@@ -70,14 +70,14 @@ def unpin(catalog: Catalog, step: int, pin_id: str | None, as_json: bool) -> Com
 @run_argument
 @click.argument("step", type=click.IntRange(min=0))
 def undo(catalog: Catalog, step: int, as_json: bool) -> CommandResult:
-    """Withdraw the tombstone of a step during its grace period. The next prune decides anew: pin the step to keep it.
+    """Withdraw the tombstone of a step during its grace period.
 
-    Exits with 1 if there is no tombstone.
+    The next prune decides anew about the step: pin it to keep it. Exits with 1 if there is no tombstone.
     """
     from bucketpoint.catalog import tombstones
 
     count = tombstones.undo(catalog, step)
-    said = f"step {step} stays for now" if count else f"step {step} has no tombstone"
+    said = f"the tombstone of step {step} is withdrawn" if count else f"step {step} has no tombstone"
     return CommandResult({"step": step, "undone": count}, [said], ok=count > 0)
 
 
@@ -86,7 +86,7 @@ def undo(catalog: Catalog, step: int, as_json: bool) -> CommandResult:
 @click.argument("step", type=click.IntRange(min=0))
 @click.argument("metrics", nargs=-1, required=True, metavar="NAME=VALUE...")
 def report(catalog: Catalog, step: int, metrics: Sequence[str], as_json: bool) -> CommandResult:
-    """Note metrics of a step, at any time. `best` rules use the last value of each metric."""
+    """Note metrics of a step. Metrics may be noted at any time. `best` rules use the last value of each metric."""
     from bucketpoint.catalog import notes
 
     values = dict(map(_pair, metrics))
@@ -94,7 +94,7 @@ def report(catalog: Catalog, step: int, metrics: Sequence[str], as_json: bool) -
     notes.report(catalog, step, values)
     lines = [f"step {step}: " + ", ".join(f"{name}={value!r}" for name, value in values.items())]
     if not there:
-        lines.append(f"there is no checkpoint of step {step}; if one comes, it has these")
+        lines.append(f"there is no checkpoint of step {step} yet; a later one gets these metrics")
     told = {name: json_number(value) for name, value in values.items()}
     return CommandResult({"step": step, "metrics": told, "checkpoint": there}, lines)
 
@@ -108,7 +108,9 @@ def _pair(text: str) -> tuple[str, float]:
 
 
 def _wrong(text: str) -> tuple[str, float]:
-    raise click.BadParameter(f"{text!r} is no metric: write eval/loss=1.23", param_hint="NAME=VALUE")
+    raise click.BadParameter(
+        f"{text!r} is not a metric: write NAME=VALUE, such as eval/loss=1.23", param_hint="NAME=VALUE"
+    )
 
 
 def _must_be_there(catalog: Catalog, step: int) -> None:
@@ -116,7 +118,7 @@ def _must_be_there(catalog: Catalog, step: int) -> None:
 
     if not _is_there(catalog, step):
         raise CheckpointNotFoundError(
-            f"There is no checkpoint of step {step}", url=catalog.url, remedy="See `bucketpoint ls`"
+            f"There is no checkpoint of step {step}", url=catalog.url, remedy="`bucketpoint ls` lists the steps"
         )
 
 

@@ -25,20 +25,25 @@ if TYPE_CHECKING:
 
 @command("plan")
 @click.option(
-    "--plot", "picture", type=click.Path(dir_okay=False), metavar="FILE.svg", help="Draw the plan as an SVG picture."
+    "--plot",
+    "picture",
+    type=click.Path(dir_okay=False),
+    metavar="FILE.svg",
+    help="Write a picture of the plan to this SVG file.",
 )
 @policy_argument
 def plan(policy: RetentionPolicy, catalog: Catalog, picture: str | None, as_json: bool) -> CommandResult:
-    """Show the checkpoints that a policy keeps, thins and deletes in its run, and why. Changes nothing in the run.
+    """Show which checkpoints a policy keeps or deletes, and why.
 
-    Each kept checkpoint is listed with all its reasons, each deleted one with the rule that nearly kept it. Exits with
-    1 if the circuit breaker (max_delete) would refuse: a prune then carries out only a few of the deletions.
+    Changes nothing in the run. Each kept checkpoint is listed with all its reasons, each deleted one with the rule that
+    nearly kept it. Exits with 1 if the circuit breaker (max_delete) would refuse: a prune then carries out only a few
+    of the deletions.
     """
     from bucketpoint.catalog.deletion.prune_worker import judged
     from bucketpoint.catalog.survey import survey
 
     if picture is not None and not picture.endswith(".svg"):
-        raise click.BadParameter(f"{picture!r} does not end in .svg, the one format there is", param_hint="--plot")
+        raise click.BadParameter(f"{picture!r} does not end in .svg, and SVG is the only format", param_hint="--plot")
     snapshot = survey(catalog)
     made, verdict = judged(policy, snapshot.rows())
     judgement = {"allowed": verdict.allowed, "unasked": verdict.unasked, "verdict": verdict.why}
@@ -59,11 +64,12 @@ def plan(policy: RetentionPolicy, catalog: Catalog, picture: str | None, as_json
 def prune(
     policy: RetentionPolicy, catalog: Catalog, dry_run: bool, yes: bool, progress: bool | None, as_json: bool
 ) -> CommandResult:
-    """Carry out a policy once: write tombstones for checkpoints to delete or thin, and carry out those that are due.
+    """Carry out a policy once: write tombstones, delete what is due.
 
-    Safe from any machine and during a training that saves: only one pruner runs at a time, and checkpoints that are
-    pinned or read meanwhile stay. Exits with 1 if the circuit breaker refuses all but a few deletions, if nothing could
-    be done, or if a delete failed.
+    Checkpoints that the policy deletes or thins get a tombstone first, and go once their grace period is over. Safe
+    from any machine and during a training that saves: only one pruner runs at a time, and checkpoints that are pinned
+    or read meanwhile stay. Exits with 1 if the circuit breaker refuses all but a few deletions, if nothing could be
+    done, or if a delete failed.
     """
     from bucketpoint.catalog.deletion.lock import holder_name
     from bucketpoint.catalog.deletion.prune_worker import judged, prune_by
@@ -103,7 +109,9 @@ def _draw(made: Plan, root: str, picture: str) -> None:
         Path(picture).write_text(svg(made, root), encoding="utf-8")
     except OSError as error:
         raise BucketpointError(
-            f"The picture cannot be written: {error}", url=picture, remedy="Name a file in a folder that is there"
+            f"The picture cannot be written: {error}",
+            url=picture,
+            remedy="Name a file in a folder that exists and is writable",
         ) from error
 
 
@@ -140,25 +148,25 @@ def _plan_lines(made: Plan, verdict: Verdict, document: dict[str, Any], picture:
         why = "; ".join(map(str, one.reasons)) if one.action == "keep" else str(one.miss)
         yield f"{one.action:<7}step {one.row.step}  {text.size(one.row.bytes)}  {why}"
     for one in document["waiting"]:
-        when = "with the next prune" if one["is_due"] else f"after {text.when(one['due'])}"
-        yield f"{one['action']:<7}step {one['step']}  {text.size(one['bytes'])}  has a tombstone, goes {when}"
+        when = "at the next prune" if one["is_due"] else f"after {text.when(one['due'])}"
+        yield f"{one['action']:<7}step {one['step']}  {text.size(one['bytes'])}  has a tombstone, is due {when}"
     from bucketpoint.retention.setting_types import written
 
     kept, thinned, deleted = len(made.kept), len(made.thinned), len(made.deleted)
     grace = written(timedelta(seconds=document["grace_s"]))
-    later = f" once they have had a tombstone for {grace}" if document["grace_s"] and (thinned or deleted) else ""
-    yield f"{kept} kept, {thinned} thinned, {deleted} deleted: {text.size(made.freed_bytes)} are freed{later}"
+    later = f", {grace} after they get a tombstone" if document["grace_s"] and (thinned or deleted) else ""
+    yield f"{kept} kept, {thinned} thinned, {deleted} deleted: {text.size(made.freed_bytes)} freed{later}"
     due = [one["bytes"] for one in document["waiting"] if one["is_due"] and one["action"] == "delete"]
     if due:
         which = text.count(len(due), "checkpoint")
-        yield f"{which} with a tombstone that is due: the next prune frees {text.size(sum(due))}"
+        yield f"the tombstones of {which} are due: the next prune frees {text.size(sum(due))}"
     yield from unrecorded_lines(document["root"], len(document["unrecorded"]))
     if picture is not None:
-        yield f"drawn: {picture}"
+        yield f"picture written to {picture}"
     if not verdict.allowed:
         yield (
-            f"REFUSED: {verdict.why}, so that `prune` carries out {verdict.unasked} of them. Look at the plan; "
-            "`prune --yes` carries out all of it"
+            f"REFUSED: {verdict.why}, so `prune` would delete or thin only {verdict.unasked} of them. If the plan is "
+            "right, `prune --yes` carries out all of it"
         )
 
 
@@ -178,18 +186,18 @@ def _done(done: Pruned) -> dict[str, Any]:
 
 def _done_lines(document: dict[str, Any], *, refused: bool) -> Iterator[str]:
     if document["stopped"] is not None:
-        yield f"nothing was done: {document['stopped']}"
+        yield f"nothing was pruned: {document['stopped']}"
         return
     if refused:
         yield (
-            f"REFUSED: {document['verdict']}, so that only a few go. `bucketpoint plan` shows it all; "
-            "`bucketpoint prune --yes` carries it out"
+            f"REFUSED: {document['verdict']}, so this prune is limited to a few checkpoints. `bucketpoint plan` shows "
+            "the whole plan; `bucketpoint prune --yes` carries it out"
         )
     told = {
         "tombstones": "got a tombstone",
         "deleted": "deleted",
-        "thinned": "thinned to the weights",
-        "withdrawn": "had a tombstone that is withdrawn",
+        "thinned": "thinned to its weights",
+        "withdrawn": "lost its tombstone, because it is held or was saved again",
     }
     quiet = True
     for name, words in told.items():
@@ -198,10 +206,10 @@ def _done_lines(document: dict[str, Any], *, refused: bool) -> Iterator[str]:
             yield f"step {one['step']} {words}"
     for one in document["refused"]:
         quiet = False
-        yield f"step {one['step']} left alone: {one['why']}"
+        yield f"step {one['step']} was not deleted: {one['why']}"
     for one in document["failures"]:
         quiet = False
-        yield f"not deleted: {one['key']} ({one['code']} {one['message']}); the next prune tries again"
+        yield f"not deleted: {one['key']} ({one['code']} {one['message']}); the next prune tries it again"
     if quiet and not refused:
         yield "nothing to do"
     yield from unrecorded_lines(document["root"], len(document["unrecorded"]))

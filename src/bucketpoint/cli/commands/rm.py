@@ -20,13 +20,16 @@ if TYPE_CHECKING:
 @click.argument("url")
 @click.option("--dry-run", is_flag=True, help="Show what would be deleted, and delete nothing.")
 @click.option("--yes", is_flag=True, help="Do not ask for confirmation.")
-@click.option("--force", is_flag=True, help="Delete it even if it is pinned, in use, or the newest whole checkpoint.")
+@click.option(
+    "--force", is_flag=True, help="Delete the checkpoint even if it is pinned, in use, or the newest whole one."
+)
 @store_options
 def rm(url: str, dry_run: bool, yes: bool, force: bool, access: Access, as_json: bool) -> CommandResult:
-    """Delete one checkpoint, with or without a record, whoever saved it. Asks first.
+    """Delete one checkpoint. Asks for confirmation first.
 
-    Deletes as a prune does: first the commit, and then only objects that the commit named. Exits with 1 if the deletion
-    is refused, if the answer is no, or if a delete failed.
+    The checkpoint may have a record or none, and any writer may have saved it. Deletes as a prune does: first the
+    commit, and then only objects that the commit named. Exits with 1 if the deletion is refused, if the answer is no,
+    or if a delete failed.
     """
     from bucketpoint.catalog.deletion.lock import holder_name
     from bucketpoint.catalog.deletion.remove import plan_removal, remove
@@ -35,14 +38,14 @@ def rm(url: str, dry_run: bool, yes: bool, force: bool, access: Access, as_json:
     if dry_run or (removal.reasons and not force):
         return _answer(removal, None, dry_run=dry_run, refused=None if force else _joined(removal))
     if not yes and not _agreed(removal, as_json=as_json):
-        return _answer(removal, None, dry_run=False, refused="the answer was no")
+        return _answer(removal, None, dry_run=False, refused="the deletion was not confirmed")
     done = remove(removal, holder=holder_name(), force=force)
     return _answer(removal, done, dry_run=False, refused=_why_not(done))
 
 
 def _agreed(removal: Removal, *, as_json: bool) -> bool:
     if as_json or not sys.stdin.isatty():
-        raise click.UsageError("Nobody can be asked here: pass --yes")
+        raise click.UsageError("There is no terminal to ask for confirmation on: pass --yes")
     warning = f" ALTHOUGH {_joined(removal)}" if removal.reasons else ""
     return click.confirm(text.printable(f"Delete {_what(removal)}{warning}?"), err=True)
 
@@ -56,7 +59,7 @@ def _why_not(done: Pruned) -> str | None:
         return None
     if done.stopped is not None or done.refused:
         return done.stopped or " and ".join(done.refused.values())
-    return "a delete failed" if done.failures else "it was saved again meanwhile"
+    return "a delete request failed" if done.failures else "the checkpoint was saved again meanwhile"
 
 
 def _answer(removal: Removal, done: Pruned | None, *, dry_run: bool, refused: str | None) -> CommandResult:
@@ -82,10 +85,10 @@ def _lines(removal: Removal, document: dict[str, Any]) -> Iterator[str]:
     elif document["refused"] is None:
         yield f"would delete {_what(removal)}"
     else:
-        forced = "; --force deletes it all the same" if removal.reasons else ""
-        yield f"left alone: {_what(removal)}: {document['refused']}{forced}"
+        forced = "; --force deletes it anyway" if removal.reasons else ""
+        yield f"not deleted: {_what(removal)}: {document['refused']}{forced}"
     for one in document["failures"]:
-        yield f"not deleted: {one['key']} ({one['code']} {one['message']}); the next prune tries again"
+        yield f"not deleted: {one['key']} ({one['code']} {one['message']}); the next prune tries it again"
 
 
 def _what(removal: Removal) -> str:

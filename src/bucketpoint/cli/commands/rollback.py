@@ -23,15 +23,16 @@ if TYPE_CHECKING:
     type=Age(),
     default="24h",
     show_default=True,
-    help="Time until newer checkpoints are deleted. Default: that of policies.",
+    help="Grace period before newer checkpoints are deleted.",
 )
 @click.option("--dry-run", is_flag=True, help="Show what would be done, and change nothing.")
 def rollback(catalog: Catalog, step: int, grace: float, dry_run: bool, as_json: bool) -> CommandResult:
-    """Roll a run back to a step: every newer checkpoint gets a tombstone, and the next restore finds this step.
+    """Roll a run back to a step: newer checkpoints are to be deleted.
 
-    End the job first, or it saves newer ones again. `bucketpoint undo` withdraws a tombstone during the grace period.
-    Pinned or leased checkpoints stay and are named. The command then exits with 1, because a restore finds the newest
-    of them. In a program, `manager.restore(state, step, rollback=True)` does the same.
+    Every newer checkpoint gets a tombstone, and the next restore finds this step. End the job first, or it saves newer
+    ones again. `bucketpoint undo` withdraws a tombstone during the grace period. Pinned or leased checkpoints stay and
+    are named. The command then exits with 1, because a restore finds the newest of them. In a program,
+    `manager.restore(state, step, rollback=True)` does the same.
     """
     from bucketpoint.catalog.deletion.rollback import roll_back
 
@@ -44,11 +45,13 @@ def rollback(catalog: Catalog, step: int, grace: float, dry_run: bool, as_json: 
         "due": done.due,
         "held": [{"step": one, "why": why} for one, why in done.held],
     }
-    words = "would go" if dry_run else "goes"
-    lines = [f"step {one} {words} {text.when(done.due)}" for one in done.steps]
-    lines += [f"step {one} stays, as it is {why}: a restore finds it until that ends" for one, why in done.held]
+    words = "would be deleted" if dry_run else "will be deleted"
+    lines = [f"step {one} {words} after {text.when(done.due)}" for one in done.steps]
+    lines += [
+        f"step {one} stays, because it is {why}: until that ends, a restore finds this step" for one, why in done.held
+    ]
     if not done.held:
-        lines.append(f"step {step} is what the next restore {'would find' if dry_run else 'finds'}")
+        lines.append(f"the next restore {'would load' if dry_run else 'loads'} step {step}")
     if done.steps and not dry_run:
-        lines.append(f"`bucketpoint undo {catalog.url} STEP` takes a tombstone back until then")
+        lines.append(f"until then, `bucketpoint undo {catalog.url} STEP` withdraws a tombstone")
     return CommandResult(document, lines, ok=not done.held)

@@ -19,10 +19,10 @@ LARGEST = 10
 @command("show")
 @click.argument("url")
 @click.option("--tensors", is_flag=True, help="List every key of the state, not only the largest tensors.")
-@click.option("--trusted", is_flag=True, help="Unpickle metadata that names other classes. This can run any code.")
+@click.option("--trusted", is_flag=True, help="Unpickle classes outside the allow-list, too. This can run any code.")
 @store_options
 def show(url: str, tensors: bool, trusted: bool, access: Access, as_json: bool) -> CommandResult:
-    """Describe a checkpoint: time and writer of the save, size, and content.
+    """Describe a checkpoint: time, writer, size and content.
 
     Reads only `.metadata`.
     """
@@ -75,12 +75,12 @@ def _lines(found: Summary, *, whole: bool) -> Iterator[str]:
     yield found.url
     rows = [("saved", text.when(record.created if record.created is not None else found.modified))]
     by = f"bucketpoint {record.bucketpoint}, torch {record.torch}" if found.ours else "another writer"
-    rows.append(("by", by + (f", token {record.token}" if record.token else "")))
+    rows.append(("writer", by + (f", token {record.token}" if record.token else "")))
     if found.copied_from:
         rows.append(("copied from", found.copied_from))
     rows.append(("ranks", "not recorded" if record.world_size is None else f"{record.world_size:,}"))
     objects = f"{text.count(record.objects, 'object')}, {text.count(record.items, 'item')}"
-    rows.append(("size", f"{text.size(record.bytes)} in {objects}; .metadata has {text.size(found.metadata_nbytes)}"))
+    rows.append(("size", f"{text.size(record.bytes)} in {objects}; .metadata is {text.size(found.metadata_nbytes)}"))
     rows.append(("groups", _joined(f"{name} {text.size(nbytes)}" for name, nbytes in found.groups.items())))
     kinds = (f"{count:,} {name} ({text.size(nbytes)})" for name, (count, nbytes) in found.by_dtype().items())
     rows.append(("tensors", f"{record.tensors:,}: {_joined(kinds)}" if record.tensors else "none"))

@@ -23,19 +23,24 @@ if TYPE_CHECKING:
     type=Age(),
     default="48h",
     show_default=True,
-    help="Age of the dead saves to remove: time since they began.",
+    help="Least age of a save that counts as dead, measured from its beginning.",
 )
-@click.option("--deep", is_flag=True, help="Look into every folder, not only where a save is known to have begun.")
+@click.option(
+    "--deep",
+    is_flag=True,
+    help="Look into every folder of the run, not only those where the catalog knows of an unfinished save.",
+)
 @click.option("--dry-run", is_flag=True, help="Show what would be deleted, and delete nothing.")
 @progress_option
 @run_argument
 def gc(
     catalog: Catalog, older_than: float, deep: bool, dry_run: bool, progress: bool | None, as_json: bool
 ) -> CommandResult:
-    """Remove the remains of dead saves: data that no checkpoint names, and multipart uploads that nobody completes.
+    """Delete the data and open uploads that dead saves left behind.
 
-    Also removes objects that `doctor` wrote at ROOT and could not delete. Checkpoints are never touched, with or
-    without a record. Exits with 1 if something could not be deleted.
+    That is data that no checkpoint names, and multipart uploads that nobody completes. Also removes objects that
+    `doctor` wrote at ROOT and could not delete. Checkpoints are never touched, with or without a record. Exits with 1
+    if something could not be deleted.
     """
     from bucketpoint.catalog.deletion.sweep import sweep
     from bucketpoint.doctor.scratch import sweep_leftovers
@@ -57,7 +62,7 @@ def gc(
 
 
 def _lines(document: dict[str, Any]) -> Iterator[str]:
-    verb = "would go" if document["dry_run"] else "removed"
+    verb = "would be deleted" if document["dry_run"] else "deleted"
     counts = f"{text.count(len(document['objects']), 'object')}, {text.size(document['bytes'])}"
     yield f"{verb}: {counts}, {text.count(len(document['uploads']), 'open upload')}"
     for key in [*document["objects"], *document["uploads"]] if document["dry_run"] else ():
@@ -69,7 +74,10 @@ def _lines(document: dict[str, Any]) -> Iterator[str]:
 @command("adopt")
 @run_argument
 def adopt(catalog: Catalog, as_json: bool) -> CommandResult:
-    """Record checkpoints in the catalog that lack a record: of other writers, or after the catalog was lost."""
+    """Write the missing catalog records of a run's checkpoints.
+
+    Checkpoints of other writers lack a record, and all checkpoints do after the catalog was lost.
+    """
     from bucketpoint.catalog.reconcile import adopt as adopted
     from bucketpoint.catalog.survey import survey
 

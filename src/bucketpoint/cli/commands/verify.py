@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @command("verify")
 @click.argument("url")
-@click.option("--trusted", is_flag=True, help="Unpickle metadata that names other classes. This can run any code.")
+@click.option("--trusted", is_flag=True, help="Unpickle classes outside the allow-list, too. This can run any code.")
 @click.option(
     "--all", "every", is_flag=True, help="Verify every checkpoint below the URL: a run, a prefix or a bucket."
 )
@@ -26,10 +26,10 @@ if TYPE_CHECKING:
 )
 @store_options
 def verify(url: str, trusted: bool, every: bool, progress: bool | None, access: Access, as_json: bool) -> CommandResult:
-    """Re-read every byte of a checkpoint and check every checksum. With --all, of every checkpoint below the URL.
+    """Re-read every byte of a checkpoint and check every checksum.
 
-    Names each damaged item, missing object and wrong size, and reports the number of bytes without a checksum to
-    compare with. Exits with 1 if anything is damaged.
+    With --all, check every checkpoint below the URL. Names each damaged item, missing object and wrong size, and
+    reports the number of bytes without a checksum to compare with. Exits with 1 if anything is damaged.
     """
     from bucketpoint.checkpoint.open import committed_below, open_checkpoint
     from bucketpoint.checkpoint.verify import verify as run
@@ -53,7 +53,7 @@ def verify(url: str, trusted: bool, every: bool, progress: bool | None, access: 
             error.url = at
             results.append(error)
     if not results:
-        raise CheckpointNotFoundError("There is no checkpoint below this URL", url=url)
+        raise CheckpointNotFoundError("No checkpoint was found below this URL", url=url)
     ok = all(not isinstance(one, BucketpointError) and one.ok for one in results)
     return CommandResult({"url": url, "checkpoints": [_told(one) for one in results]}, _all_lines(url, results), ok)
 
@@ -102,7 +102,7 @@ def lines(found: Verification) -> Iterator[str]:
     for one in found.damage:
         yield f"DAMAGED {_where(one)}: {one.message}"
     for reason, nbytes in sorted(found.unchecked.items()):
-        yield f"unchecked: {text.size(nbytes)} were read, and {reason}"
+        yield f"unchecked: {text.size(nbytes)} were read but not checked: {reason}"
     for note in found.notes:
         yield f"note: {note}"
     counts = f"{text.count(found.objects, 'object')}, {text.count(found.items, 'item')}"
