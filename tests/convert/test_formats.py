@@ -179,7 +179,7 @@ def test_a_tensor_with_a_hole_is_not_made_whole(tmp_path: Path, to: str) -> None
         index: info for index, info in metadata.storage_data.items() if index.offset != gone.offsets
     }
     (tmp_path / "a" / ".metadata").write_bytes(pickle.dumps(metadata))
-    with pytest.raises(MismatchError, match="do not fill"):
+    with pytest.raises(MismatchError, match="overlap or leave gaps"):
         converted(tmp_path / "a", tmp_path / "out", to)
     assert not (tmp_path / "out").exists()
 
@@ -234,7 +234,7 @@ def test_what_has_no_place_in_safetensors_is_named(tmp_path: Path) -> None:
         converted(tmp_path / "wide", tmp_path / "hf", "safetensors")
     for name in ("__metadata__", "\ud800"):
         torch.save({name: torch.ones(2)}, tmp_path / "named.pt")
-        with pytest.raises(MismatchError, match="cannot be called"):
+        with pytest.raises(MismatchError, match=r"does not allow .* as the name"):
             converted(tmp_path / "named.pt", tmp_path / "hf", "safetensors")
     assert not (tmp_path / "hf").exists()
 
@@ -293,7 +293,7 @@ def test_an_empty_tensor_that_begins_beyond_its_storage_is_empty(tmp_path: Path)
 
 def test_a_file_of_the_old_format_is_refused_and_what_to_do_is_said(tmp_path: Path) -> None:
     torch.save(state(), tmp_path / "old.pt", _use_new_zipfile_serialization=False)
-    with pytest.raises(MetadataError, match=r"before torch 1\.6"):
+    with pytest.raises(MetadataError, match=r"older than torch 1\.6"):
         converted(tmp_path / "old.pt", tmp_path / "out")
     assert not (tmp_path / "out").exists()
 

@@ -327,7 +327,7 @@ def test_two_conversions_to_one_place_do_not_mix(tmp_path: Path, monkeypatch: py
     object.__setattr__(first.layout, "commit", late)
     with monkeypatch.context() as patch:
         patch.setattr(run, "_check_unchanged", lambda *rest: (patch.undo(), between(*rest)))
-        with pytest.raises(CommitConflictError, match="Somebody else"):
+        with pytest.raises(CommitConflictError, match="Another process wrote"):
             run_conversion(first)
     assert commit is not late
     assert_same(load(target, layers(5.0)), layers(5.0))
@@ -386,7 +386,7 @@ def test_a_source_that_changes_meanwhile_is_not_converted(tmp_path: Path) -> Non
     plan = plan_conversion(source, tmp_path / "b", transfer=SMALL)
     (path,) = source.glob("*.distcp")
     path.write_bytes(path.read_bytes())
-    with pytest.raises(CorruptDataError, match="changed while"):
+    with pytest.raises(CorruptDataError, match="changed during"):
         run_conversion(plan)
     assert not (tmp_path / "b" / ".metadata").exists()
 
@@ -401,7 +401,7 @@ def test_a_source_that_changes_meanwhile_is_noticed_where_reads_are_not_pinned(
     target = tmp_path / ("x.pt" if to == "torch" else "b")
     plan = plan_conversion(path, target, transfer=SMALL)
     safetensors.save_file({"w": torch.zeros(1 << 18)}, path)
-    with pytest.raises(CorruptDataError, match="changed while"):
+    with pytest.raises(CorruptDataError, match="changed during"):
         run_conversion(plan)
     assert not (tmp_path / "b" / ".metadata").exists()
 

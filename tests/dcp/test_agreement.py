@@ -54,7 +54,7 @@ def test_ranks_that_name_different_urls_all_raise_and_commit_nothing(
 def test_ranks_whose_writers_or_planners_differ_all_raise(two_ranks: Ranks, tmp_path: Path) -> None:
     for scenario, said in (
         (scenarios.save_with_groups_of_their_own, "different options"),
-        (scenarios.save_with_planners_of_their_own, "do not plan with SavePlanner"),
+        (scenarios.save_with_planners_of_their_own, "do not use SavePlanner"),
     ):
         for failed in two_ranks.run(scenario, f"file://{tmp_path}"):
             assert [name for name, _ in failed] == ["RanksDisagreeError"]
@@ -79,7 +79,7 @@ def test_ranks_whose_writers_or_planners_differ_all_raise(two_ranks: Ranks, tmp_
         (
             "sharded",
             [(HALF, (7, 3)), (BRAIN, (7, 3))],
-            "float16 [14, 3], of it [7, 3] at [0, 0]; rank 1: bfloat16 [14, 3]",
+            "float16 [14, 3], chunk [7, 3] at [0, 0]; rank 1: bfloat16 [14, 3]",
         ),
     ],
     ids=["dtype", "shape", "shards"],
@@ -119,7 +119,7 @@ class KeepsAnother(DefaultSavePlanner):
 
 
 def test_results_that_do_not_fit_the_coordinators_plan_are_refused_by_name(tmp_path: Path) -> None:
-    with pytest.raises(RanksDisagreeError, match=r"another dtype or shape.*key=model\.w"):
+    with pytest.raises(RanksDisagreeError, match=r"a dtype or shape that the coordinator did not plan.*key=model\.w"):
         Job(2, KeepsAnother).save(states(2, 1.0), f"file://{tmp_path}")
     assert files(tmp_path, ".metadata") == []
 
@@ -135,7 +135,7 @@ def test_a_kept_plan_of_dcps_does_not_describe_a_tensor_that_was_converted_since
             )
         )
     # It does not notice: the shape is the same.
-    assert "torch.bfloat16 for an item that it had planned as torch.float16" in failed[0][1]
+    assert "torch.bfloat16 for an item planned as torch.float16" in failed[0][1]
 
 
 # -- the URL of a save ------------------------------------------------------------------------------------------------

@@ -210,9 +210,9 @@ def test_our_planner_lists_every_misfit_before_anything_is_read(service: Service
     error = checked(caught.value.failures[0][0])
     assert isinstance(error, bp.MismatchError)
     for text in (
-        "absent is not in it",
-        "gone.deep is not in it",
-        "w is [2] there and [3] here",
+        "absent is not in the checkpoint",
+        "gone.deep is not in the checkpoint",
+        "w is [2] in the checkpoint and [3] in the state",
         "[50000] there",
         whole,
     ):

@@ -105,7 +105,7 @@ def test_columns_rows_and_hybrid_shards_of_saved_rows_read_each_byte_once(
 def test_ranks_that_want_nothing_in_common_read_plainly(four_ranks: Ranks, url: str) -> None:
     four_ranks.run(scenarios.save_rows, url, SHAPE)
     answers = four_ranks.run(scenarios.load_placed, url, SHAPE, "0")
-    assert all("no two ranks want the same bytes" in each["explain"] for each in answers)
+    assert all("no two ranks need the same bytes" in each["explain"] for each in answers)
 
 
 @pytest.mark.cuda
@@ -165,8 +165,8 @@ def test_auto_decides_the_same_on_every_rank_and_says_why(four_ranks: Ranks, url
     save_alone(url, {"w": expected_tensor(SHAPE)})
     little = four_ranks.run(scenarios.load_on_nodes, url, SHAPE, "auto", 4)
     assert {each["explain"] for each in little} == {
-        "Plain: a rank wants less than 64 MiB. 4 ranks on 1 node want 0.025 GB in all, of which 0.006 GB are distinct "
-        "(4.00 ranks a byte)"
+        "Plain: the ranks need less than 64 MiB each. 4 ranks on 1 node want 0.025 GB in all, of which 0.006 GB are "
+        "distinct (4.00 ranks a byte)"
     }
     assert [each["read"] for each in little] == [little[0]["read"]] * 4
     save_alone(f"{url}-big", {"w": expected_tensor((4096, 4200))})

@@ -244,10 +244,10 @@ def test_all_that_does_not_fit_is_named_before_anything_is_read(tmp_path: Path) 
     error = caught.value.failures[0][0]
     assert isinstance(error, bp.MismatchError)
     for said in (
-        "a is [4, 4] there and [4, 5] here",
-        "b is a tensor there and none here",
+        "a is [4, 4] in the checkpoint and [4, 5] in the state",
+        "b is a tensor in the checkpoint but not in the state",
         "c has a chunk 0 of [3] at [4], which does not lie within global_shape [6]",
-        "absent.deep is not in it",
+        "absent.deep is not in the checkpoint",
         tmp_path.as_uri(),
     ):
         assert said in str(error)
@@ -280,12 +280,12 @@ def test_a_part_that_no_chunk_of_the_checkpoint_covers_is_named(parts: tuple[int
     metadata = metadata_of(w=((4, 4), grid((4, 4), (2, 2))[:-1]), v=((2,), grid((2,), (1,))))
     target = side_by_side((4, 4), grid((4, 4), parts))
     said = refusal({"w": target, "v": torch.zeros(2)}, metadata)
-    assert ("w has 12 of the 16 elements there" if parts == (1, 1) else "w has 0 of the 4 elements there") in said
+    assert ("w has only 12 of the 16 elements" if parts == (1, 1) else "w has only 0 of the 4 elements") in said
     assert "v has" not in said
     # Beside a key that DCP itself refuses too.
     said = refusal({"w": target, "absent": torch.zeros(2)}, metadata)
     assert "w has" in said
-    assert "absent is not in it" in said
+    assert "absent is not in the checkpoint" in said
 
 
 def test_a_chunk_beside_the_hole_is_loaded() -> None:
@@ -323,7 +323,7 @@ def test_a_partial_load_leaves_what_the_checkpoint_lacks_and_says_what(tmp_path:
 def test_a_partial_load_still_refuses_what_is_there_and_does_not_fit() -> None:
     metadata = metadata_of(w=((4,), grid((4,), (1,))))
     said = refusal({"w": torch.zeros(5), "absent": torch.zeros(2)}, metadata, allow_partial_load=True)
-    assert "w is [4] there and [5] here" in said
+    assert "w is [4] in the checkpoint and [5] in the state" in said
     assert "absent" not in said
 
 
@@ -396,7 +396,7 @@ def load_uneven(rank: int, world: int, url: str) -> None:
     metadata = bp.BucketReader(url).read_metadata()
     said = refusal({**target, "absent": 1}, metadata)
     assert said.count(" there") == 0
-    assert "absent is not in it" in said
+    assert "absent is not in the checkpoint" in said
 
 
 def test_a_partial_sum_is_not_loaded_into(two_ranks: Ranks) -> None:
@@ -407,5 +407,5 @@ def refuse_partial(rank: int, world: int) -> None:
     mesh = init_device_mesh("cpu", (world,))
     metadata = metadata_of(w=((4,), grid((4,), (1,))), v=((4,), grid((4,), (1,))))
     said = refusal({"w": DTensor.from_local(torch.zeros(4), mesh, [Partial()])}, metadata)
-    assert "w has the placements [Partial(sum)] here" in said
+    assert "w has the placements [Partial(sum)] in the state" in said
     planned(bp.LoadPlanner(), {"v": DTensor.from_local(torch.zeros(4), mesh, [Replicate()])}, metadata)

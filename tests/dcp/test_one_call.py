@@ -143,7 +143,7 @@ def test_a_rank_that_never_comes_is_named_and_is_with_the_others_again_at_its_ne
 def test_ranks_that_do_different_things_are_told_at_once(two_ranks: Ranks, tmp_path: Path) -> None:
     for error in two_ranks.run(scenarios.save_to_different, f"file://{tmp_path}/step"):
         assert error is not None
-        assert "Ranks do not do the same" in error[1]
+        assert "The ranks made different calls" in error[1]
         assert "step-0, but rank 1" in error[1]
 
 
@@ -227,7 +227,9 @@ def test_ranks_raise_though_the_jobs_store_is_lost_with_rank_0(tmp_path: Path, n
     for answer in answers:
         assert isinstance(answer, Outcome)
         assert answer.value is not None, answer
-        assert "store does not answer" in answer.value[1] or "rank 0 does not answer" in answer.value[1]
+        assert (
+            "the TCP store of the job does not answer" in answer.value[1] or "rank 0 does not answer" in answer.value[1]
+        )
     assert what_lies_at(url) == OLD
 
 

@@ -209,7 +209,11 @@ def test_tensors_that_cannot_fit_are_refused_before_any_byte_is_read(
         job.load(targets, lambda: BucketReader(tmp_path), planner)
     assert received(stores) == (0, 0)
     if planner is bp.LoadPlanner:
-        for text in ("q is [1024, 1024] there and [1024, 512] here", "down is [1024, 4096] there", "absent"):
+        for text in (
+            "q is [1024, 1024] in the checkpoint and [1024, 512] in the state",
+            "down is [1024, 4096] in",
+            "absent",
+        ):
             assert text in str(caught.value)
 
 

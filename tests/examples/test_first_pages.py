@@ -108,7 +108,7 @@ def test_the_snippets_of_the_first_pages_run_as_they_stand(minio: S3Server, tmp_
         timeout=LIMIT_S,
     )
     assert done.returncode == 0, done.stdout[-5000:]
-    assert "beside training on the default process group" not in done.stdout
+    assert "uses the default process group" not in done.stdout
     for page, steps in PAGES.items():
         assert done.stdout.count(f"ran {page}") == ranks
         commits = {key.removesuffix("/.metadata") for key in minio.keys(buckets[page]) if key.endswith("/.metadata")}

@@ -102,5 +102,5 @@ def test_a_value_that_cannot_work_is_refused(wrong: dict[str, Any], said: str) -
 
 @pytest.mark.parametrize("wrong", [{"use_pinned_memory": True}, "fast", 1, True, SimpleNamespace(use_pinned_memory=1)])
 def test_anything_else_is_refused_by_name(wrong: Any) -> None:
-    with pytest.raises(BucketpointError, match=f"^{type(wrong).__qualname__} is no description of staging"):
+    with pytest.raises(BucketpointError, match=f"^{type(wrong).__qualname__} does not describe staging options"):
         Stager(wrong)

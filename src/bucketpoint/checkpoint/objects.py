@@ -10,7 +10,7 @@ from bucketpoint.stores import ObjectInfo
 from bucketpoint.transfer import TransferOptions
 from bucketpoint.transfer.pieces import for_each
 
-REMEDY = "Take another one; `bucketpoint verify` lists all that is damaged in this one"
+REMEDY = "Load another checkpoint; `bucketpoint verify` lists all damage of this one"
 
 
 def look_at_objects(
@@ -30,13 +30,15 @@ def look_at_objects(
         try:
             info = look(saved.key(path))
         except ObjectNotFoundError:
-            raise damaged(saved, path, "an object is missing") from None
+            raise damaged(saved, path, "one of its objects is missing") from None
         size, pinned = saved.size_of(path), saved.etag_of(path)
         needed = max((item.offset + item.length for _, item in saved.by_object[path]), default=0)
         if info.size < needed or size not in (None, info.size):
-            raise damaged(saved, path, f"an object has {info.size} bytes, and {size or needed} were written")
+            raise damaged(
+                saved, path, f"one of its objects has {info.size} bytes, but {size or needed} bytes were written"
+            )
         if pinned not in (None, info.etag):
-            raise damaged(saved, path, "an object was replaced since the commit")
+            raise damaged(saved, path, "one of its objects was replaced after the commit")
         found[path] = info
 
     for_each(saved.by_object, check, options)

@@ -23,7 +23,7 @@ AUTO = "auto"
 TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
 SAFETENSORS_SUFFIX = ".safetensors"
 
-_EXTRAS = {"msc": "pip install multi-storage-client, or name the place by the URL that its profile stands for"}
+_EXTRAS = {"msc": "pip install multi-storage-client, or pass the URL that the profile stands for"}
 """Schemes of other packages' filesystems, which fsspec does not list by itself: the remedy if a scheme is unknown."""
 
 
@@ -48,7 +48,9 @@ def open_object(url: str, *, storage_options: Mapping[str, Any] | None, fs: Any)
     if slash and (not above or above.endswith((":", "/"))):
         above += "/"
     if not name or name in (".", "..") or above.endswith("://"):
-        raise InvalidURLError("the URL names no file", url=url, remedy="Name one, such as s3://bucket/model.pt")
+        raise InvalidURLError(
+            "the URL names no file", url=url, remedy="Pass the URL of a file, such as s3://bucket/model.pt"
+        )
     store, prefix = open_place(above or ".", storage_options=storage_options, fs=fs)
     return store, keys.join(prefix, name)
 
@@ -97,7 +99,7 @@ def open_source(
         return found
     if reasons:
         raise reasons[0]
-    raise CheckpointNotFoundError(f"There is nothing of the format {format} here", url=text)
+    raise CheckpointNotFoundError(f"There is no checkpoint in the format {format} at this URL", url=text)
 
 
 def _open_file(

@@ -35,11 +35,11 @@ def refuse_to_replace(place: TargetPlace, wanted: str, name: str, overwrite: boo
             continue
         if found:
             raise CheckpointExistsError(
-                f"Checkpoint already exists: there is a {one} at the target",
+                f"A checkpoint already exists at the target: it has a {one}",
                 url=place.url,
                 remedy="Name another target, or pass --overwrite"
                 if safely
-                else "Name another target, or delete what is there: its files have the names of those to be written",
+                else "Name another target, or delete the files at this one, which have the same names as the new files",
             )
 
 
@@ -67,7 +67,7 @@ def watch_file(place: TargetPlace, name: str) -> Callable[[], None]:
     def look_again() -> None:
         if look() != before:
             raise CommitConflictError(
-                "Somebody else wrote to the target meanwhile; that file stands, and this one is discarded",
+                "Another process wrote to the target during the conversion; its file stays, and this one is discarded",
                 url=place.url,
                 remedy="Name another target, or convert again",
             )

@@ -126,7 +126,7 @@ class Filling:
         if seen.total() != checksum.value:
             raise CorruptDataError(
                 f"The checkpoint is damaged: {stretch.nbytes} bytes of an object, from byte "
-                f"{stretch.start} on, have another {checksum.kind.upper()} than was written",
+                f"{stretch.start} on, have a different {checksum.kind.upper()} than at save",
                 url=self._source.store.url,
                 key=stretch.key,
                 remedy=REMEDY,

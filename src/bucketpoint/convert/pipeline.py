@@ -171,7 +171,8 @@ def plan_conversion(
     wanted = _format_of(url, to_format, found)
     if chosen.prefix and SAFETENSORS not in (found.format, wanted):
         raise BucketpointError(
-            f"A prefix is of keys in safetensors, and this is {found.format} to {wanted}", remedy="Leave --prefix out"
+            f"--prefix is only for safetensors, and this conversion is from {found.format} to {wanted}",
+            remedy="Leave --prefix out",
         )
     name = ""
     if wanted == TORCH:
@@ -265,16 +266,16 @@ def _on_the_way(transfer: TransferOptions) -> TransferOptions:
 
 def _format_of(url: str, wanted: str, source: Source) -> str:
     if wanted not in (AUTO, *FORMATS):
-        raise BucketpointError(f"There is no format {wanted!r}", remedy=f"Use one of {', '.join(FORMATS)}")
+        raise BucketpointError(f"{wanted!r} is not a format", remedy=f"Use one of {', '.join(FORMATS)}")
     if wanted != AUTO:
         return wanted
     if url.endswith(TORCH_SUFFIXES):
         return TORCH
     if source.format == BUCKETPOINT:
         raise InvalidURLError(
-            "The source is a checkpoint of bucketpoint's already",
+            "The source is already a checkpoint in the format bucketpoint",
             url=source.url,
-            remedy="Say what it is to become, with --to; `bucketpoint cp` copies it as it is",
+            remedy="Pass the target format with --to, or copy the checkpoint unchanged with `bucketpoint cp`",
         )
     return BUCKETPOINT
 
@@ -368,7 +369,7 @@ def _tidy(plan: ConvertPlan, remove: Callable[[], None]) -> None:
     try:
         remove()
     except BucketpointError as error:
-        logger.warning("what a conversion no longer needs was left at %s: %s", plan.place.url, error)
+        logger.warning("temporary objects of the conversion were not deleted at %s: %s", plan.place.url, error)
 
 
 def _check_unchanged(plan: ConvertPlan, uploaded: Sequence[Uploaded]) -> None:
@@ -384,7 +385,9 @@ def _check_unchanged(plan: ConvertPlan, uploaded: Sequence[Uploaded]) -> None:
         info = retry_transient(lambda: store.head(key), attempts=attempts)
         if info.size != entry.nbytes or (known.etag is not None and info.etag != known.etag):
             raise CommitConflictError(
-                "Somebody else wrote to the target meanwhile, so nothing was committed", url=plan.place.url, key=key
+                "Another process wrote to the target during the conversion, so nothing was committed",
+                url=plan.place.url,
+                key=key,
             )
 
     for_each(plan.layout.objects, look, plan.transfer)

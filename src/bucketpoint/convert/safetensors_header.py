@@ -96,7 +96,7 @@ def encode_header(entries: Sequence[TensorEntry]) -> bytes:
     text += b" " * (-len(text) % _ALIGNMENT)
     if len(text) > MAX_HEADER_BYTES:
         raise MismatchError(
-            f"A file with {len(entries)} tensors has a header of {len(text)} bytes, which no reader takes",
+            f"A file with {len(entries)} tensors has a header of {len(text)} bytes, which is more than readers accept",
             remedy="Choose a smaller --max-shard-size",
         )
     return len(text).to_bytes(LENGTH_BYTES, "little") + text
@@ -110,7 +110,7 @@ def header_nbytes(head: bytes, size: int, *, key: str) -> int:
     """
     nbytes = int.from_bytes(head, "little")
     if len(head) != LENGTH_BYTES or not 2 <= nbytes <= min(MAX_HEADER_BYTES, size - LENGTH_BYTES):
-        raise _malformed(f"its header claims to have {nbytes} bytes, and the file has {size}", key)
+        raise _malformed(f"its header claims {nbytes} bytes, but the file has {size}", key)
     return nbytes
 
 
@@ -135,7 +135,7 @@ def decode_header(text: bytes, data_nbytes: int, *, key: str) -> list[TensorEntr
             raise _malformed(f"{entry.name[:200]} does not begin where the tensor before it ends", key)
         position += entry.nbytes
     if position != data_nbytes:
-        raise _malformed(f"its tensors have {position} bytes, and {data_nbytes} are there", key)
+        raise _malformed(f"its tensors have {position} bytes, but the file has {data_nbytes}", key)
     return entries
 
 
@@ -148,31 +148,31 @@ def decode_json(text: bytes, *, key: str) -> dict[str, Any]:
     try:
         content = json.loads(text.decode("utf-8"), object_pairs_hook=_once)
     except (ValueError, RecursionError) as error:
-        raise _malformed(f"it is not JSON: {str(error)[:200]}", key) from None
+        raise _malformed(f"its header is not JSON: {str(error)[:200]}", key) from None
     if type(content) is not dict:
-        raise _malformed("it is no JSON object", key)
+        raise _malformed("its header is not a JSON object", key)
     return content
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) != len(pairs):
-        raise ValueError("a name occurs twice")
+        raise ValueError("its header has a name twice")
     return found
 
 
 def _entry(name: str, said: Any, key: str) -> TensorEntry:
     if type(said) is not dict:
-        raise _malformed(f"{name[:200]} is no tensor", key)
+        raise _malformed(f"{name[:200]} is not described as a tensor", key)
     dtype, shape, offsets = said.get("dtype"), said.get("shape"), said.get("data_offsets")
     if type(dtype) is not str or dtype not in _DTYPES:
-        raise _malformed(f"{name[:200]} has the dtype {str(dtype)[:50]}, which is not known here", key)
+        raise _malformed(f"{name[:200]} has the dtype {str(dtype)[:50]}, which is not supported", key)
     if not _are_counts(shape) or len(shape) > _MAX_DIMS or not _are_counts(offsets) or len(offsets) != 2:
-        raise _malformed(f"{name[:200]} has no shape or no place", key)
+        raise _malformed(f"{name[:200]} has no shape or no offsets", key)
     entry = TensorEntry(name, _DTYPES[dtype], tuple(shape), offsets[0])
     # Strides are products of sizes, so even an empty tensor can have strides that overflow.
     if math.prod(max(size, 1) for size in shape) >= _MAX_NBYTES or entry.nbytes != offsets[1] - offsets[0]:
-        raise _malformed(f"{name[:200]} has another number of bytes than its shape says", key)
+        raise _malformed(f"{name[:200]} has a number of bytes that does not fit its shape", key)
     return entry
 
 
@@ -181,4 +181,4 @@ def _are_counts(value: Any) -> TypeGuard[list[int]]:
 
 
 def _malformed(reason: str, key: str) -> MetadataError:
-    return MetadataError(f"This is no safetensors file that can be read: {reason}", key=key)
+    return MetadataError(f"The safetensors file is malformed: {reason}", key=key)

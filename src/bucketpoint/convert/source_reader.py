@@ -85,9 +85,9 @@ class SourceBytes:
         try:
             found = self._head(key)
         except ObjectNotFoundError:
-            raise self._changed(key, "it is gone") from None
+            raise self._changed(key, "the object was deleted") from None
         if (found.size, found.etag) != (known.size, known.etag):
-            raise self._changed(key, "it was replaced")
+            raise self._changed(key, "the object was replaced")
 
     def read(self, key: str, start: int, out: memoryview) -> None:
         """Read the bytes `[start, start + len(out))` of an object into `out`.
@@ -101,7 +101,7 @@ class SourceBytes:
         size, done = self.look(key).size, 0
         if start + len(out) > size:
             raise CorruptDataError(
-                f"an object has {size} bytes, and byte {start + len(out) - 1} is needed", url=self.store.url, key=key
+                f"an object has {size} bytes, but byte {start + len(out) - 1} is needed", url=self.store.url, key=key
             )
         while done < len(out):
             number, offset = divmod(start + done, BLOCK_BYTES)
@@ -154,10 +154,10 @@ class SourceBytes:
 
     def _changed(self, key: str, reason: str) -> CorruptDataError:
         return CorruptDataError(
-            f"an object changed while it was converted: {reason}",
+            f"the source changed during the conversion: {reason}",
             url=self.store.url,
             key=key,
-            remedy="Convert again once nobody writes there any more",
+            remedy="Convert again when no other process writes to the source",
         )
 
 
@@ -201,7 +201,7 @@ class ObjectFile(io.RawIOBase):
         left = max(self._nbytes - self._position, 0)
         wanted = left if size is None or size < 0 else min(size, left)
         if wanted > MAX_READ_BYTES:
-            raise MetadataError(f"A part of this file claims to have {wanted} bytes", key=self._key)
+            raise MetadataError(f"A part of the file claims to have {wanted} bytes, which is too many", key=self._key)
         taken = self._source.take(self._key, self._start + self._position, wanted)
         self._position += wanted
         return bytes(taken)

@@ -57,13 +57,13 @@ def _whole(source: Source, fqn: str, entry: TensorStorageMetadata) -> WholeTenso
         payload = source.payloads[MetadataIndex(fqn, chunk.offsets)]
         if payload.opaque:
             raise MismatchError(
-                "A tensor cannot be converted, as it is sparse, quantised or of a class of its own",
+                "The tensor cannot be converted, because it is sparse, quantised or of a tensor subclass",
                 key=fqn,
-                remedy="Convert to bucketpoint or dcp, which keep it as it is",
+                remedy="Convert to bucketpoint or dcp, which keep such tensors unchanged",
             )
         chunks.append((Box((*chunk.offsets, 0), (*chunk.sizes, itemsize)), payload))
     if not chunks or not covers((*shape, itemsize), [place for place, _ in chunks]):
         raise MismatchError(
-            "The chunks of a tensor do not fill it, each byte once: no format but DCP has a place for it", key=fqn
+            "The chunks of the tensor overlap or leave gaps, so it can be converted only to DCP", key=fqn
         )
     return WholeTensor(fqn, entry.properties.dtype, shape, tuple(chunks))

@@ -113,12 +113,14 @@ def plan_copy(
     text = as_url(url) or ""
     store, prefix = open_store(text, storage_options=storage_options, fs=fs)
     if (store.identity, prefix) == (saved.store.identity, saved.prefix):
-        raise InvalidURLError("Source and destination are the same place", url=text, remedy="Name another destination")
+        raise InvalidURLError("Source and destination are the same URL", url=text, remedy="Name another destination")
     sources = _source_objects(saved)
     used = _used_there(store, prefix, text)
     if used is not None and used.seen is not None and not overwrite:
         raise CheckpointExistsError(
-            "Checkpoint already exists at the destination", url=text, remedy="Name another, or pass --overwrite"
+            "A checkpoint already exists at the destination",
+            url=text,
+            remedy="Name another destination, or pass --overwrite",
         )
     try:
         found = catalog_above(text, storage_options=storage_options, fs=fs)
@@ -261,8 +263,8 @@ def _moved_aside(saved: SavedCheckpoint, url: str) -> dict[str, str]:
         named = keys.parse_data_path(path)
         if named is None or not saved.facts:
             raise CheckpointExistsError(
-                "Checkpoint already exists at the destination, perhaps with data objects of the same names, and "
-                "overwriting those would damage it before the copy is whole",
+                "A checkpoint already exists at the destination, and its data objects may have the names of those "
+                "to be copied: overwriting them would damage it before the copy is committed",
                 url=url,
                 remedy="Delete the checkpoint at the destination first, or name another destination",
             )
@@ -308,10 +310,10 @@ def _check_unchanged(plan: CopyPlan, copied: Mapping[str, ObjectInfo]) -> None:
         size, etag = found.get(key, (None, None))
         if size != info.size or (etag is not None and info.etag is not None and etag != info.etag):
             raise CommitConflictError(
-                "An object of the copy was removed or replaced meanwhile, so nothing was committed",
+                "An object of the copy was deleted or replaced during the copy, so nothing was committed",
                 url=plan.url,
                 key=key,
-                remedy="Copy again: what is there whole is not sent again",
+                remedy="Copy again: objects that are complete at the destination are not sent again",
             )
 
 
@@ -324,7 +326,7 @@ def _regions(saved: SavedCheckpoint, path: str, shapes: ChunkShapes, source: Obj
         index, info = items[number]
         found = with_blocks(info, table)
         if found is None:
-            raise damaged(saved, path, f"the checksums of the blocks of {index.fqn} are not those that were written")
+            raise damaged(saved, path, f"the checksums of the blocks of {index.fqn} differ from those written at save")
         items[number] = index, found
     regions: list[Region] = []
     for index, info in items:
@@ -358,7 +360,7 @@ class _Checked:
             raise damaged(
                 self._saved,
                 self._path,
-                f"the {region.part} of {region.fqn}, bytes {region.start}-{region.stop - 1}, has another checksum",
+                f"the {region.part} of {region.fqn}, bytes {region.start}-{region.stop - 1}, has a different checksum",
             )
 
 

@@ -47,8 +47,8 @@ def ranks_of(group: Any) -> tuple[int, ...]:
     ranks = tuple(range(dist.get_world_size())) if group is None else tuple(dist.get_process_group_ranks(group))
     if dist.get_rank() not in ranks:
         raise BucketpointError(
-            f"Rank {dist.get_rank()} is not in the process group that was given",
-            remedy="Pass each rank a group that it is in, or make the call on the group's ranks alone",
+            f"Rank {dist.get_rank()} is not in the process group that was passed",
+            remedy="Pass each rank a group that it is in, or make the call only on the ranks of the group",
         )
     return ranks
 
@@ -62,11 +62,11 @@ def refuse_a_rank_alone(what: str, url: str | None = None) -> None:
     world = _ranks_without_a_group()
     if world > 1:
         raise BucketpointError(
-            f"{what} cannot begin: this is rank {os.environ.get('RANK', '?')} of {world} ranks, as WORLD_SIZE says, "
-            "and there is no process group, so that each rank would work by itself",
+            f"{what} cannot begin: this is rank {os.environ.get('RANK', '?')} of {world} ranks (by WORLD_SIZE), but "
+            "there is no process group, so each rank would work alone",
             url=url,
             remedy="Call torch.distributed.init_process_group() first, on every rank; a process that works alone "
-            "unsets WORLD_SIZE",
+            "must unset WORLD_SIZE",
         )
 
 
@@ -82,12 +82,12 @@ def refuse_to_save_as_one_of_many(url: str | None) -> None:
     rank, world = os.environ.get("RANK", "0"), _ranks_without_a_group()
     if rank != "0" and world > 1:
         raise BucketpointError(
-            f"This is rank {rank} of {world} ranks, as RANK and WORLD_SIZE say, and there is no process group: each "
-            "rank would save by itself, and replace what the others save",
+            f"This is rank {rank} of {world} ranks (by RANK and WORLD_SIZE), but there is no process group, so each "
+            "rank would save alone and replace the checkpoints of the others",
             url=url,
             rank=int(rank) if rank.isdigit() else None,
-            remedy="Call torch.distributed.init_process_group() first, on every rank; a rank that saves something of "
-            "its own passes no_dist=True after that",
+            remedy="Call torch.distributed.init_process_group() first, on every rank; a rank that then saves a "
+            "checkpoint of its own passes no_dist=True",
         )
 
 
@@ -210,7 +210,7 @@ def warn_of_a_shared_group() -> None:
 @functools.cache
 def _warn() -> None:
     logger.warning(
-        "saves run beside training on the default process group: where collectives of training on that group meet "
-        "those of a save, the job hangs or is aborted. Call bucketpoint.async_save, which makes a group of its own, or "
-        'pass process_group=dist.new_group(backend="gloo"), made once on every rank'
+        "an asynchronous save uses the default process group: if its collectives mix with those of training, the job "
+        "hangs or is aborted. Call bucketpoint.async_save, which makes a process group of its own, or pass "
+        'process_group=dist.new_group(backend="gloo"), made once on every rank'
     )

@@ -81,6 +81,6 @@ def _tell() -> None:
     # the function that was registered first last.
     if _last is None or not _last.is_lost:
         return
-    why = _last.failure or "the program ended first"
-    message = f"The last save was lost: {why}. The exit status says so"
+    why = _last.failure or "the program ended before the commit"
+    message = f"The last save was lost: {why}. The program exits with an error status"
     sys.stdout = _Unflushable(sys.stdout, BucketpointError(message, url=_last.url))

@@ -242,7 +242,7 @@ class BucketReader(StorageReader):
                     self._cooperation.fetch(store, plan_here, self.transfer, pool=pool, meter=meter)
             except (ObjectNotFoundError, PreconditionFailedError) as error:
                 raise CorruptDataError(
-                    f"The checkpoint is damaged, a data object is missing or was replaced: {error.message}",
+                    f"The checkpoint is damaged: a data object is missing or was replaced: {error.message}",
                     url=self._url,
                     key=error.key,
                 ) from error
@@ -294,10 +294,10 @@ class BucketReader(StorageReader):
         saved, here = extra(metadata).get("world_size"), world_size()
         if saved is not None and saved != here:
             raise MismatchError(
-                f"This checkpoint was saved by {saved} ranks without collectives, and {here} are loading it",
+                f"The checkpoint was saved by {saved} ranks without collectives (no_dist), but {here} ranks load it",
                 url=self._url,
                 rank=rank,
-                remedy="Load it on as many ranks as saved it: without collectives there is no common index",
+                remedy="Load it on as many ranks as saved it: each rank has only its own metadata",
             )
         return metadata
 

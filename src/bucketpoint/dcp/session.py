@@ -102,5 +102,7 @@ class SaveSession:
     def move(self, state: SaveState) -> None:
         """Move to another state. Raises BucketpointError on an illegal move: DCP's calls came out of order."""
         if state not in _MOVES[self.state]:
-            raise BucketpointError(f"A save cannot go from {self.state.value} to {state.value}", url=self.url)
+            raise BucketpointError(
+                f"A save cannot change from the state {self.state.value} to {state.value}", url=self.url
+            )
         self.state = state

@@ -110,7 +110,7 @@ class BucketWriter(StorageWriter):
     ) -> None:
         super().__init__()
         if log is not None and retention is not None:
-            raise BucketpointError("A writer takes retention= or log=, not both", remedy="Leave out log=")
+            raise BucketpointError("BucketWriter takes either retention= or log=, not both", remedy="Leave out log=")
         self.log = log
         self.transfer = _with_connections(transfer or TransferOptions(), thread_count)
         self.overwrite = overwrite
@@ -166,7 +166,7 @@ class BucketWriter(StorageWriter):
             session.seen = self._look(session)
             if session.seen is not None and session.seen.there and not self._may_replace(session.seen):
                 # Checked now, before terabytes are sent in vain.
-                raise CheckpointExistsError("Checkpoint already exists here", url=session.url)
+                raise CheckpointExistsError("A checkpoint already exists at this URL", url=session.url)
 
     @dcp_call
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
@@ -208,7 +208,7 @@ class BucketWriter(StorageWriter):
             raise
         session.move(SaveState.UPLOADED)
         if len(results) != len(plan.items):
-            raise BucketpointError(f"{len(plan.items)} items were planned and {len(results)} written")
+            raise BucketpointError(f"{len(plan.items)} items were planned, but {len(results)} were written")
         future: Future[list[WriteResult]] = Future()
         future.set_result(Results(results, plan, session.statement))
         return future
@@ -407,14 +407,14 @@ class BucketWriter(StorageWriter):
         try:
             log.uploaded(str(session.url), session.token, session.rank)
         except BucketpointError as error:
-            logger.warning("a note of uploads that are complete stays until the next sweep: %s", error)
+            logger.warning("the note of completed uploads was not deleted, and stays until the next sweep: %s", error)
 
     def _refuse_to_hide(self, session: SaveSession) -> None:
         """Refuse a save without collectives beside `.metadata`, as readers never read `__{rank}.metadata` then."""
         seen = self._look(session)
         if seen is not None and seen.there:
             raise CheckpointExistsError(
-                "Checkpoint already exists here: saved with collectives, it would hide one that is saved without",
+                "A checkpoint that was saved with collectives exists at this URL; it would hide one saved without them",
                 url=session.url,
                 remedy="Choose another checkpoint_id",
             )

@@ -79,7 +79,7 @@ class CommitRecord:
         if not isinstance(value, dict):
             raise MetadataError("The commit record is not a JSON object", url=url)
         if not sound:
-            raise MetadataError("The commit record is damaged: it is not the one that was written", url=url)
+            raise MetadataError("The commit record is damaged: its checksum differs", url=url)
         known = {one.name for one in fields(cls)}
         given = {name: content for name, content in value.items() if name in known}
         for name, content in given.items():

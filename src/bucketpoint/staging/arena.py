@@ -49,7 +49,7 @@ class Arena:
                 self.memory = _shared_bytes(self.nbytes) if shared else _private_bytes(self.nbytes)
         except (OSError, RuntimeError) as error:
             raise StagingError(
-                f"{self.nbytes} bytes of host memory for staging are not to be had: {error}",
+                f"{self.nbytes} bytes of host memory for staging could not be allocated: {error}",
                 remedy="Stage less per rank, or give the machine more memory",
             ) from error
         self._typed: dict[torch.dtype, tuple[torch.Tensor, int]] = {}

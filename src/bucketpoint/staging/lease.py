@@ -90,7 +90,7 @@ class Lease:
         """
         if self.ended:
             raise StagingError(
-                "This staged state has been saved, and its memory may hold a newer one",
+                "The staged state has been saved already, and its memory may hold a newer state",
                 remedy="Stage the state again for another save",
             )
         if current_lease() is not self:
@@ -120,7 +120,7 @@ class Lease:
             now = time.monotonic()
             if self.abandoned:
                 logger.warning(
-                    "a state staged %.0f s ago has not been saved; it keeps its memory, and what comes next gets other",
+                    "a state that was staged %.0f s ago has not been saved; it keeps its memory, so more is allocated",
                     now - self.started,
                 )
                 return False

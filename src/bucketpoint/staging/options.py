@@ -46,7 +46,7 @@ class StagingOptions:
                 f"when_busy={self.when_busy!r} is not known", remedy=f"Choose one of {', '.join(get_args(WhenBusy))}"
             )
         if self.max_bytes is not None and self.max_bytes <= 0:
-            raise BucketpointError(f"max_bytes={self.max_bytes} leaves nothing to stage in")
+            raise BucketpointError(f"max_bytes={self.max_bytes} leaves no memory for staging")
         if not self.unread_timeout_s > 0:
             raise BucketpointError(f"unread_timeout_s={self.unread_timeout_s} must be above 0")
 
@@ -65,6 +65,6 @@ def as_staging_options(config: Any) -> StagingOptions:
         pinned, shared, beside, non_blocking = (bool(getattr(config, name)) for name in TORCH_FIELDS)
         return StagingOptions(pinned, shared, beside, non_blocking)
     raise BucketpointError(
-        f"{type(config).__qualname__} is no description of staging",
+        f"{type(config).__qualname__} does not describe staging options",
         remedy="Pass bucketpoint.StagingOptions, or torch.distributed.checkpoint.staging.StagingOptions",
     )

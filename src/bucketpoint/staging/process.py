@@ -31,7 +31,7 @@ def dead_checkpoint_process(grace_s: float = 0.0) -> CheckpointProcessError | No
         return None
     return CheckpointProcessError(
         f"DCP's checkpoint process (pid {process.pid}) of this rank has died with exit code {process.exitcode}",
-        remedy="DCP never replaces it: restart the job, or save with AsyncCheckpointerType.THREAD",
+        remedy="DCP does not restart this process: restart the job, or save with AsyncCheckpointerType.THREAD",
     )
 
 
@@ -53,7 +53,7 @@ def check_picklable(value: Any, path: tuple[Any, ...] = ()) -> None:
         raise CheckpointProcessError(
             f"An object of type {type(value).__qualname__} cannot be sent to the checkpoint process: {error}",
             key=".".join(map(str, path)),
-            remedy="Use AsyncCheckpointerType.THREAD, or leave it out of the state",
+            remedy="Use AsyncCheckpointerType.THREAD, or remove the object from the state",
         ) from error
 
 

@@ -87,7 +87,7 @@ class Stager:
                 key).
         """
         if self._closed:
-            raise StagingError("This stager is closed", remedy="Make another one")
+            raise StagingError("The stager is closed", remedy="Make a new stager")
         leases.end_own_save()
         if self.options.when_busy == "error":
             _refuse_to_overlap()
@@ -134,7 +134,7 @@ class Stager:
             StagingError: as `stage`.
         """
         if self._closed:
-            raise StagingError("This stager is closed", remedy="Make another one")
+            raise StagingError("The stager is closed", remedy="Make a new stager")
         _, layout = self._plan(state_dict)
 
         def make_ready(arena: Arena) -> None:

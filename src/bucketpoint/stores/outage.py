@@ -48,7 +48,7 @@ class Outage:
             seconds = now - self._since
         began = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(time.time() - seconds))
         logger.warning(
-            "requests to %s have failed for %.0f s, since %s, and are tried again: %s: %s [url=%s]",
+            "requests to %s have failed for %.0f s, since %s, and are retried: %s: %s [url=%s]",
             self._store,
             seconds,
             began,

@@ -144,7 +144,9 @@ def open_store(
         said = hide(clean(str(error)), options)
         if isinstance(error, TypeError) or scheme in fsspec.available_protocols():
             # adlfs raises a ValueError when it gets no credentials.
-            failure = BucketpointError(f"storage_options do not fit the filesystem: {said}", url=os.fspath(url))
+            failure = BucketpointError(
+                f"the filesystem does not accept these storage_options: {said}", url=os.fspath(url)
+            )
         elif scheme in _INSTALL:
             # fsspec knows some schemes only if the library for them is installed.
             message = f"the library that serves {scheme}:// URLs is not installed: {said}"
@@ -177,7 +179,7 @@ def _refuse_mistaken(url: str) -> None:
         raise InvalidURLError(
             "the URL holds a password",
             url=without_password(url),
-            remedy="Pass it in storage_options: URLs are logged, and stand in the checkpoint",
+            remedy="Pass the password in storage_options: URLs are logged, and are stored in the checkpoint",
         )
 
 

@@ -116,7 +116,9 @@ class ConcurrencyLimiter:
             while self._running >= self._limit:
                 left = ends - time.monotonic()
                 if left <= 0 or stopped():
-                    raise ThrottledError("the store asks for fewer requests, and this one never got its turn")
+                    raise ThrottledError(
+                        "the store asked for fewer requests, and the request was not sent before its deadline"
+                    )
                 self._state.wait(min(left, _POLL_S))
             self._running += 1
             return self._epoch

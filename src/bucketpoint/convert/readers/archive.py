@@ -85,11 +85,11 @@ def open_archive(source: SourceBytes, key: str, start: int, stop: int) -> Archiv
         entry = wanted[name]
         at = start + entry.header_offset
         if entry.compress_type != zipfile.ZIP_STORED or at < start or at + LOCAL_HEADER.size > stop:
-            raise _malformed(source, key, f"{name} does not lie in it as torch.save has it")
+            raise _malformed(source, key, f"its record {name} is not stored as torch.save stores it")
         head = LOCAL_HEADER.unpack(source.take(key, at, LOCAL_HEADER.size))
         first = at + LOCAL_HEADER.size + head[-2] + head[-1]
         if head[0] != MAGIC or first + entry.file_size > stop:
-            raise _malformed(source, key, f"{name} does not lie within it")
+            raise _malformed(source, key, f"its record {name} does not lie within the archive")
         records[name] = ArchiveRecord(first, entry.file_size, entry.CRC if has_crc else None)
 
     if len(wanted) > _FEW:
@@ -108,7 +108,7 @@ def _content(source: SourceBytes, key: str, record: ArchiveRecord) -> bytes:
     body = source.file(key, record.start, record.start + record.nbytes).read()
     if record.crc32 is not None and zlib.crc32(body) != record.crc32:
         raise CorruptDataError(
-            f"{record.nbytes} bytes of an archive, from byte {record.start} on, have another CRC32 than was written",
+            f"{record.nbytes} bytes of an archive, from byte {record.start} on, have a different CRC32 than at save",
             url=source.store.url,
             key=key,
             remedy=REMEDY,
@@ -117,7 +117,7 @@ def _content(source: SourceBytes, key: str, record: ArchiveRecord) -> bytes:
 
 
 def _malformed(source: SourceBytes, key: str, reason: str) -> MetadataError:
-    return MetadataError(f"This archive cannot be converted: {reason}", url=source.store.url, key=key)
+    return MetadataError(f"The archive of torch.save cannot be converted: {reason}", url=source.store.url, key=key)
 
 
 class Skeleton:
@@ -168,9 +168,9 @@ class Skeleton:
                 raise _malformed(self.archive.source, key, str(error)[:300]) from None
             if all(name.startswith(f"{_DISTRIBUTED}.") for name in names):
                 raise MismatchError(
-                    "The file holds DTensors, which are the shards of one process",
+                    "The file holds DTensors, of which it has only the shards of one process",
                     key=key,
-                    remedy="Save with torch.distributed.checkpoint, or what `full_tensor()` returns",
+                    remedy="Save with torch.distributed.checkpoint, or save the results of full_tensor()",
                 ) from None
             raise UnsafeDataError(f"The pickle names {str(error)[:500]}", key=key) from None
 
@@ -188,7 +188,7 @@ class Skeleton:
         if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.layout is not torch.strided:
             raise _unfit(name, f"a {type(tensor).__name__} of layout {tensor.layout}")
         if tensor.is_quantized or tensor.is_nested:
-            raise _unfit(name, "quantised or nested")
+            raise _unfit(name, "a quantised or nested tensor")
         key = self.storage_of(tensor)
         record = None if key is None else self.archive.storages.get(key)
         if record is None:
@@ -204,7 +204,7 @@ class Skeleton:
             raise _malformed(self.archive.source, self.archive.key, f"{name} does not lie within its storage")
         start = record.start + first
         if nbytes > max(record.nbytes, MAX_EXPANDED_BYTES):
-            raise _unfit(name, f"{nbytes} bytes by repeating {record.nbytes}")
+            raise _unfit(name, f"an expanded tensor of {nbytes} bytes over a storage of {record.nbytes}")
         if not (_in_c_order(shape, strides) and not tensor.is_conj() and not tensor.is_neg()):
             return Decoded(nbytes, lambda: self._decode(tensor, start, span), (self.archive.key, start))
         known = record.crc32 if (first, nbytes) == (0, record.nbytes) else None
@@ -245,7 +245,9 @@ def _in_c_order(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
 
 def _unfit(name: str, what: str) -> MismatchError:
     return MismatchError(
-        f"A tensor cannot be converted, as it is {what}", key=name, remedy="Save it as a plain, dense tensor"
+        f"The tensor cannot be converted, because it is {what}",
+        key=name,
+        remedy="Save the tensor as a plain, dense tensor",
     )
 
 
@@ -271,7 +273,7 @@ class _Unpickler(pickle.Unpickler):
 
     def persistent_load(self, pid: Any, /) -> Any:
         if type(pid) is not tuple or len(pid) < 5 or pid[0] != "storage" or type(pid[2]) is not str:
-            raise MetadataError("The pickle refers to something that torch.save does not write")
+            raise MetadataError("The pickle has a persistent reference that torch.save does not write")
         kind = pid[1]
         dtype = kind.dtype if isinstance(kind, _Kind) else torch.uint8
         storage = self._storage(pid[2])

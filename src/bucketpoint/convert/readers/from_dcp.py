@@ -90,13 +90,13 @@ class _Reading:
         entry = self._saved.metadata.state_dict_metadata.get(index.fqn)
         if entry is None:
             raise MetadataError(
-                "The metadata has data for an item that it does not describe", url=self._saved.url, key=index.fqn
+                "The metadata names data of an item that is not in its state dict", url=self._saved.url, key=index.fqn
             )
         if not isinstance(entry, TensorStorageMetadata):
             return self._bytes(key, index.fqn, info)
         shape = self._shapes.of(index)
         if shape is None:
-            raise MetadataError("An item is no chunk of its tensor", url=self._saved.url, key=index.fqn)
+            raise MetadataError("The item is not a chunk of its tensor", url=self._saved.url, key=index.fqn)
         dtype, stop = entry.properties.dtype, info.offset + info.length
         nbytes = math.prod(shape) * dtype.itemsize
         if info.payload_offset is not None and not info.transform_descriptors:
@@ -165,18 +165,20 @@ class _Reading:
             return
         refused = refused_globals(data)
         if refused is None or refused:
-            named = f"names {', '.join(refused)}" if refused else "is not in torch.save's format"
-            raise UnsafeDataError(f"This item {named}", url=self._saved.url, key=fqn)
+            named = f"names {', '.join(refused)}" if refused else "is not in the format of torch.save"
+            raise UnsafeDataError(f"The item {named}", url=self._saved.url, key=fqn)
 
     def _check(self, key: str, info: ItemInfo, raw: memoryview) -> None:
         if info.crc32c is not None and info.payload_offset is None and crc32c(raw) != info.crc32c:
-            raise damaged(self._saved, info.path, f"the item at byte {info.offset} has another checksum")
+            raise damaged(
+                self._saved, info.path, f"the item at byte {info.offset} has a different checksum than at save"
+            )
 
     def _check_archive(self, info: ItemInfo, file: BinaryIO) -> None:
         """Check an archive that is passed on unchanged and has no checksum except those inside it."""
         verdict, reason = check_archive(file)
         if verdict is ZipVerdict.DAMAGED:
-            raise damaged(self._saved, info.path, f"the archive at byte {info.offset} is not sound: {reason}")
+            raise damaged(self._saved, info.path, f"the archive at byte {info.offset} is damaged: {reason}")
 
     def _registry(self) -> Any:
         if self._transforms is None:
@@ -186,9 +188,7 @@ class _Reading:
         return self._transforms
 
     def _unlike(self, fqn: str) -> MetadataError:
-        return MetadataError(
-            "An item is not of the dtype and shape that the metadata says", url=self._saved.url, key=fqn
-        )
+        return MetadataError("The item has another dtype or shape than the metadata says", url=self._saved.url, key=fqn)
 
 
 def _crc32c(info: ItemInfo) -> Checksum | None:

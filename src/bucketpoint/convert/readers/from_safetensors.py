@@ -38,7 +38,7 @@ def read_index(source: SourceBytes, folder: str, url: str, *, prefix: str = "") 
     name = keys.join(folder, INDEX_NAME)
     size = source.look(name).size
     if size > MAX_READ_BYTES:
-        raise MetadataError(f"The index has {size} bytes", url=url, key=name)
+        raise MetadataError(f"The index has {size} bytes, which is too many", url=url, key=name)
     named = decode_json(bytes(source.take(name, 0, size)), key=name).get("weight_map")
     if type(named) is not dict or not all(type(file) is str for file in named.values()):
         raise MetadataError("The index has no weight_map", url=url, key=name)
@@ -49,13 +49,15 @@ def read_index(source: SourceBytes, folder: str, url: str, *, prefix: str = "") 
         try:
             files[key] = _entries(source, key)
         except ObjectNotFoundError:
-            raise CorruptDataError("A file that the index names is missing", url=url, key=file) from None
+            raise CorruptDataError("A safetensors file that the index names is missing", url=url, key=file) from None
 
     for_each(dict.fromkeys(named.values()), read, source.options)
     found = {entry.name: key for key, entries in files.items() for entry, _ in entries}
     for tensor, file in named.items():
         if found.get(tensor) != keys.join(folder, file):
-            raise MetadataError(f"The index names {file} for a tensor that is not there", url=url, key=tensor[:200])
+            raise MetadataError(
+                f"The index names {file} for a tensor that the file does not have", url=url, key=tensor[:200]
+            )
     if sum(map(len, files.values())) != len(named):
         raise MetadataError("The files hold tensors that the index does not name", url=url, key=name)
     return _source(source, url, dict(sorted(files.items())), prefix)

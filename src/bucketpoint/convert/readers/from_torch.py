@@ -34,9 +34,9 @@ def read_torch(source: SourceBytes, key: str, url: str, *, trusted: bool = False
     archive = open_archive(source, key, 0, source.look(key).size)
     if archive is None:
         raise MetadataError(
-            "This is no archive of torch.save",
+            "The file is not an archive of torch.save",
             url=url,
-            remedy="Files from before torch 1.6: load them with torch.load, and save them again",
+            remedy="If the file is older than torch 1.6, load it with torch.load and save it again",
         )
     skeleton = Skeleton(archive, trusted=trusted)
     state = _as_state(skeleton.root, url)
@@ -46,9 +46,9 @@ def read_torch(source: SourceBytes, key: str, url: str, *, trusted: bool = False
         nbytes = sum(archive.storages[name].nbytes for name in loaded)
         if nbytes > MAX_LOADED_BYTES:
             raise MismatchError(
-                f"{nbytes} bytes of tensors lie in tuples and objects, where DCP does not look for tensors",
+                f"{nbytes} bytes of tensors lie in tuples and objects, where DCP does not find them",
                 url=url,
-                remedy="Put them into dictionaries or lists",
+                remedy="Put the tensors into dictionaries or lists",
             )
         skeleton = Skeleton(archive, loaded=loaded, trusted=trusted)
         described = describe(_as_state(skeleton.root, url))
@@ -63,9 +63,9 @@ def read_torch(source: SourceBytes, key: str, url: str, *, trusted: bool = False
 def _as_state(root: Any, url: str) -> dict[str, Any]:
     if not isinstance(root, Mapping):
         raise MismatchError(
-            f"The file holds a {type(root).__name__}, and a checkpoint is a dictionary",
+            f"The file holds a {type(root).__name__}, but a checkpoint must be a dictionary",
             url=url,
-            remedy="Save a dictionary of it: torch.save({'model': ...}, path)",
+            remedy="Save it in a dictionary: torch.save({'model': ...}, path)",
         )
     return dict(root)
 

@@ -144,7 +144,7 @@ def _lay_out(source: Source, filling: Filling, path: str, batch: Items) -> Plann
             try:
                 frame = tensor_frame(entry.properties.dtype, shape)
             except TypeError as error:
-                raise MismatchError(f"A tensor cannot be converted: {error}", key=index.fqn) from None
+                raise MismatchError(f"The tensor cannot be converted: {error}", key=index.fqn) from None
             row = payload.nbytes // shape[0] if shape and shape[0] else payload.nbytes
             body = filling.segment(payload, block_nbytes=plan_blocks(payload.nbytes, row))
             parts = [held(frame.header), body, held(frame.trailer)]

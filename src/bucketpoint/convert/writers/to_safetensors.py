@@ -40,16 +40,16 @@ def plan_safetensors(
     ]
     for tensor in whole_tensors(source, set(left_out)):
         if not writable(tensor.dtype):
-            raise MismatchError(f"Safetensors has no name for {tensor.dtype}", key=tensor.fqn)
+            raise MismatchError(f"safetensors does not support the dtype {tensor.dtype}", key=tensor.fqn)
         name = tensor.fqn[len(prefix) :]
         if not nameable(name):
-            raise MismatchError(f"A tensor in safetensors cannot be called {name!r}")
+            raise MismatchError(f"safetensors does not allow {name!r} as the name of a tensor")
         chosen.append((name, tensor))
     if not chosen:
         raise MismatchError(
             f"The checkpoint has no tensor whose key begins with {prefix!r}",
             url=source.url,
-            remedy="Name another --prefix; `bucketpoint show URL --tensors` lists the keys",
+            remedy="Pass another --prefix; `bucketpoint show URL --tensors` lists the keys",
         )
     shards = _shards(chosen, shard_bytes)
     names = [SINGLE_NAME]

@@ -116,13 +116,13 @@ def _loaded(source: Source, filling: Filling, fqn: str, trusted: bool) -> Any:
         if item.saved:
             return settled(item.values[0])
     except RefusedError as error:
-        raise UnsafeDataError(f"This item names {error}", url=source.url, key=fqn) from None
+        raise UnsafeDataError(f"The pickle of the item names {error}", url=source.url, key=fqn) from None
     except UnreadableError:
         pass
     except Exception as error:
         reason = f"{type(error).__name__}: {error}"[:300]
-        raise MetadataError(f"This item cannot be loaded: {reason}", url=source.url, key=fqn) from error
-    raise UnsafeDataError("This item is not in torch.save's format", url=source.url, key=fqn)
+        raise MetadataError(f"The item cannot be loaded: {reason}", url=source.url, key=fqn) from error
+    raise UnsafeDataError("The item is not in the format of torch.save", url=source.url, key=fqn)
 
 
 class _Nest:
@@ -138,7 +138,7 @@ class _Nest:
         """Put a value at the path from which DCP took it: strings lead into dictionaries, numbers into lists."""
         sound = isinstance(path, tuple | list) and path and type(path[0]) is str
         if not sound or not all(type(step) is str or (type(step) is int and step >= 0) for step in path):
-            raise MetadataError("The metadata says no place in the state for this item", key=fqn)
+            raise MetadataError("The metadata has no path in the state for this item", key=fqn)
         at: Any = self.state
         for step, following in itertools.pairwise(path):
             self._open(at, step, fqn)
@@ -148,7 +148,7 @@ class _Nest:
             at = known
         self._open(at, path[-1], fqn)
         if at[path[-1]] is not None:
-            raise MetadataError("The metadata says two things of a place in the state", key=fqn)
+            raise MetadataError("The metadata has two values for one path in the state", key=fqn)
         at[path[-1]] = value
 
     def _open(self, at: Any, step: str | int, fqn: str) -> None:
@@ -157,7 +157,7 @@ class _Nest:
             at.setdefault(step, None)
             return
         if type(at) is not list or type(step) is not int:
-            raise MetadataError("The metadata says two things of a place in the state", key=fqn)
+            raise MetadataError("The metadata has two values for one path in the state", key=fqn)
         missing = max(step + 1 - len(at), 0)
         self._room -= missing
         if self._room < 0:
@@ -216,7 +216,7 @@ class _ArchivePickler(pickle.Pickler):
 def _bytes_of(tensor: torch.Tensor) -> Segment:
     plain = tensor.detach().resolve_conj().resolve_neg()
     if not frameable(plain):
-        raise MismatchError(f"A tensor of layout {tensor.layout} inside of another object cannot be converted")
+        raise MismatchError(f"A tensor of layout {tensor.layout} inside another object cannot be converted")
     # Keep the clone in a variable: the view into its memory does not keep it alive.
     whole = plain.cpu().clone(memory_format=torch.contiguous_format)
     return held(bytes(tensor_bytes(whole)))

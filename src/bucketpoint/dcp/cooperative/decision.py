@@ -155,18 +155,18 @@ def decide(mode: Mode, demand: Demand, bandwidths: Bandwidths, measured: Measure
     if demand.nodes == 1 and rates.exchange is None:
         return CooperativeDecision(True, "all ranks are on one node, whose port to the store they share")
     plain, together = predict(demand, bandwidths, measured)
-    figures = f"predicted {plain:.2f} s plain and {together:.2f} s together ({rates.origins})"
+    figures = f"predicted {plain:.2f} s if each rank reads alone and {together:.2f} s together ({rates.origins})"
     if together <= _WORTHWHILE_GAIN * plain:
         return CooperativeDecision(True, figures)
-    return CooperativeDecision(False, f"{figures}, which is no gain")
+    return CooperativeDecision(False, f"{figures}, so there is no gain")
 
 
 def unconditional(mode: Mode, demand: Demand) -> CooperativeDecision | None:
     """Return the decision that needs no bandwidths; None if bandwidths are needed."""
     if demand.total == demand.distinct:
-        return CooperativeDecision(False, "no two ranks want the same bytes")
+        return CooperativeDecision(False, "no two ranks need the same bytes")
     if mode != "auto":
         return CooperativeDecision(True, f"cooperative={mode!r} was asked for")
     if demand.total < WORTHWHILE_BYTES * demand.ranks:
-        return CooperativeDecision(False, f"a rank wants less than {WORTHWHILE_BYTES >> 20} MiB")
+        return CooperativeDecision(False, f"the ranks need less than {WORTHWHILE_BYTES >> 20} MiB each")
     return None

@@ -98,12 +98,12 @@ def _open(pid: int, fd: int, token: str) -> memoryview:
     # memfd, and read it only if it begins with the token.
     path = f"/proc/{pid}/fd/{fd}"
     if not os.readlink(path).startswith(f"/memfd:{_NAME}"):
-        raise OSError(f"{path} is something else")
+        raise OSError(f"{path} is not shared memory of bucketpoint")
     opened = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         memory = memoryview(mmap.mmap(opened, 0, prot=mmap.PROT_READ))
     finally:
         os.close(opened)
     if memory[: len(token)] != token.encode():
-        raise OSError(f"{path} is another load's")
+        raise OSError(f"{path} belongs to another load")
     return memory

@@ -97,7 +97,7 @@ def meet(mode: str, url: str | None, group: Any, figures: tuple[float | None, ..
     here = dist.get_rank()
     if dist.get_rank(group) < 0:
         raise BucketpointError(
-            f"Rank {here} loads, and is not in the process group that was given to load together",
+            f"Rank {here} loads cooperatively, but is not in the process group that was passed",
             remedy="Pass each rank a group that it is in; the groups of different ranks may differ",
         )
     own = Member(here, _node(), new_token(), url, mode, figures)
@@ -106,7 +106,7 @@ def meet(mode: str, url: str | None, group: Any, figures: tuple[float | None, ..
         dist.all_gather_object(found, own, group=group)
     except RuntimeError as error:
         raise BucketpointError(
-            f"Not all ranks of the process group came to load together: {_first_line(error)}",
+            f"Some ranks of the process group did not begin the cooperative load: {_first_line(error)}",
             remedy="All ranks of the group must load, each with the same cooperative=",
         ) from error
     for other in found:
@@ -272,9 +272,9 @@ class Peers:
             ranks = ", ".join(str(member.rank) for member in self.members[:16])
             more = ", ..." if len(self.members) > 16 else ""
             raise BucketpointError(
-                f"Ranks {ranks}{more} load together, and {whom} died, was stopped, or was silent for "
+                f"Ranks {ranks}{more} load together, but {whom} died, was stopped, or did not answer for "
                 f"{(limit or self.timeout).total_seconds():.0f} s: {_first_line(error)}",
-                remedy="Look at that rank's own error or log, and load again on all ranks",
+                remedy="Read the error or the log of that rank, and load again on all ranks",
             ) from error
 
 
@@ -283,7 +283,7 @@ def _gloo(token: str, rank: int, size: int, timeout: timedelta) -> Any:
         from torch.distributed.distributed_c10d import ProcessGroupGloo, _get_default_store
     except ImportError as error:  # pragma: no cover - a torch that was built without gloo
         raise BucketpointError(
-            "This torch has no gloo, which ranks that load together talk over", remedy='Pass cooperative="off"'
+            "This build of torch lacks gloo, which a cooperative load needs", remedy='Pass cooperative="off"'
         ) from error
     # Not `dist.new_group`: every rank of the job would have to call it, and its group names repeat after a failure.
     return ProcessGroupGloo(PrefixStore(f"bucketpoint/{token}", _get_default_store()), rank, size, timeout)

@@ -159,21 +159,21 @@ def load(
     if isinstance(state, (str, os.PathLike)):
         if url is not None:
             raise BucketpointError(
-                f"load was given two URLs, or a state that is a {type(state).__name__}",
-                remedy="Call load(state, url) to load into a state, or load(url) to get the one that was saved",
+                f"load got two URLs, or a state that is a {type(state).__name__}",
+                remedy="Call load(state, url) to load into a state, or load(url) to get the saved state",
             )
         if planner is not None or process_group is not None or strict is not None:
             raise BucketpointError(
-                "planner=, process_group= and strict= are for loading into a state",
-                remedy="Call load(state, url), or choose what load(url) gives with keys=",
+                "planner=, process_group= and strict= need a state to load into",
+                remedy="Call load(state, url), or select what load(url) returns with keys=",
             )
         where, target, alone = str(as_url(state)), {}, True
         planner = KeysPlanner(keys, device)
     else:
         if url is None or keys is not None:
             raise BucketpointError(
-                "keys= is for loading without a state" if url is not None else "load was given no URL",
-                remedy="Call load(state, url) to load into a state, or load(url, keys=...) to get what was saved",
+                "keys= cannot be combined with a state to load into" if url is not None else "load got no URL",
+                remedy="Call load(state, url) to load into a state, or load(url, keys=...) to get the saved values",
             )
         where, target, alone = str(as_url(url)), state, False
         planner = _planner_for(planner, strict)
@@ -202,7 +202,7 @@ def _planner_for(planner: Any, strict: bool | None) -> Any:
         return LoadPlanner(allow_partial_load=strict is False, strict=strict is True)
     if strict is not None:
         raise BucketpointError(
-            "strict= is for the planner that load makes", remedy="Pass LoadPlanner(strict=True) as planner="
+            "strict= cannot be combined with planner=", remedy="Pass planner=LoadPlanner(strict=True)"
         )
     return planner
 

@@ -130,7 +130,7 @@ class CollectiveCall:
         self._timer.start()
         self._stage = WAITS
         if self._line is None:
-            self._stage = "was still at it"
+            self._stage = "was still working"
             return
         self._line.start()
         self._wait(lambda: self.group is not None or self._stopped is not None, self.ends)
@@ -200,8 +200,8 @@ class CollectiveCall:
         found = self._answers
         if found is None:
             return self._error(
-                f"{self._what} failed, and nobody knows which rank is missing: the job's store does not answer",
-                "Look at the log of rank 0, or of the agent that started it: the store is there",
+                f"{self._what} failed, and the missing rank is unknown: the TCP store of the job does not answer",
+                "Read the log of rank 0, or of the agent that started it: that process holds the TCP store",
             )
         if heard is not None and heard.kind == "lost" and not any(stage is None for stage in found.values()):
             # All ranks answer, so no connection broke: the error came from the work itself.
@@ -224,13 +224,13 @@ class CollectiveCall:
                 f"rank{'s' * plural} {listed} {'do' if plural else 'does'} not answer (died, stopped, or cut off)"
             )
         if self._heard is not None and self._heard.kind == "lost":
-            return self._error(f"{self._what} failed: {said[0]}", "Look at that rank's own error or log", *gone)
+            return self._error(f"{self._what} failed: {said[0]}", "Read the error or the log of that rank", *gone)
         said += busy[:16]
         why = "; ".join(said) or "all ranks waited for each other"
         blamed = gone or [rank for rank, stage in found.items() if stage]
         return self._error(
             f"{self._what} was not complete after {self._deadline_s:.0f} s: {why}",
-            "Look at that rank's log, or allow for more time with deadline_s=",
+            "Read the log of that rank, or allow more time with deadline_s=",
             *blamed,
         )
 

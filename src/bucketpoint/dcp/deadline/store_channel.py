@@ -122,14 +122,16 @@ class StoreChannel:
         if store.add("here", 1) == world:
             found = [store.get(f"here/{index}").decode() for index in range(world)]
             other = next((index for index, what in enumerate(found) if what != found[0]), None)
-            store.set("all", "yes" if other is None else f"{found[0]}, but rank {self._ranks[other]} {found[other]}")
+            store.set(
+                "all", "yes" if other is None else f"{found[0]}, but rank {self._ranks[other]} began {found[other]}"
+            )
         self._poll(lambda: store.check(["all"]) or self._hears() or call._stopped is not None, call.stops)
         if call._stopped is not None or not store.check(["all"]):
             raise CallRefused
         said = store.get("all").decode()
         if said != "yes":
             raise BucketpointError(
-                f"Ranks do not do the same: rank {self._ranks[0]} began {said}",
+                f"The ranks made different calls: rank {self._ranks[0]} began {said}",
                 url=call._url,
                 remedy="Make the same call on all ranks of the process group",
             )

@@ -51,7 +51,7 @@ def decode_item(
         data = undo_transforms(view, info, transforms, key=key, most=most)
         if data is None:
             raise CorruptDataError(
-                f"This item becomes more than {most} bytes when its transforms are undone, and its tensor is smaller",
+                f"The item has more than {most} bytes after its transforms are undone, which is more than its tensor",
                 key=key,
             )
         view = memoryview(data)
@@ -66,11 +66,11 @@ def decode_item(
         item = read_item(bytes(view))
         found = settled(item.values[0]) if item.deferred else item.values[0]
     except RefusedError as error:
-        raise UnsafeDataError(f"This item is no plain tensor: it holds {error}", key=key) from None
+        raise UnsafeDataError(f"The item is not a plain tensor: it contains {error}", key=key) from None
     except UnreadableError as error:
-        raise MetadataError(f"This item is no archive as torch saves them: {error}", key=key) from None
+        raise MetadataError(f"The item is not an archive of torch.save: {error}", key=key) from None
     if not item.saved or not isinstance(found, torch.Tensor):
-        raise MetadataError("This item is no tensor as torch saves them", key=key)
+        raise MetadataError("The item is not a tensor saved by torch.save", key=key)
     return found
 
 
@@ -101,13 +101,13 @@ def load_bytes(
     try:
         return rewritten(read_item(data))
     except RefusedError as error:
-        raise UnsafeDataError(f"This item names {error}", key=key) from None
+        raise UnsafeDataError(f"The pickle of the item names {error}", key=key) from None
     except UnreadableError:
         # A planner with its own way to read bytes may get bytes that are no pickle. The planners of torch and of
         # bucketpoint unpickle all they get, and Python may find a pickle where our reader finds none: so refuse.
         if not _unpickles(planner) and not may_be_archive(data):
             return data
-        raise UnsafeDataError("This item is not in torch.save's format", key=key) from None
+        raise UnsafeDataError("The item is not in the format of torch.save", key=key) from None
 
 
 def _unpickles(planner: LoadPlanner) -> bool:
@@ -122,7 +122,7 @@ def undone_bytes(view: memoryview, info: ItemInfo, transforms: Any, *, key: str,
     undone = undo_transforms(view, info, transforms, key=key, most=most)
     if undone is None:
         raise UnsafeDataError(
-            f"This item has {info.length} bytes, and becomes more than {most} when its transforms are undone", key=key
+            f"The item has {info.length} bytes, but more than {most} after its transforms are undone", key=key
         )
     return bytes(undone)
 
@@ -146,9 +146,9 @@ def undo_transforms(
         extensions = transforms.from_descriptor_list(list(info.transform_descriptors or ()))
     except ValueError as error:
         raise BucketpointError(
-            f"This item was transformed when it was saved, and the transform is not known here: {error}",
+            f"The item was saved with a transform that is not registered in this process: {error}",
             key=key,
-            remedy="Install it (zstandard for stream.zstd) or pass _extension_registry=",
+            remedy="Install the package of the transform (zstandard for stream.zstd), or pass _extension_registry=",
         ) from None
     stream: Any = io.BytesIO(view)
     data = bytearray()
@@ -163,7 +163,7 @@ def undo_transforms(
         raise
     except Exception as error:  # noqa: BLE001 (each transform has exceptions of its own; none may escape unnamed)
         raise MetadataError(
-            f"The transforms of this item cannot be undone: {type(error).__name__}: {error}"[:400], key=key
+            f"The transforms of the item cannot be undone: {type(error).__name__}: {error}"[:400], key=key
         ) from None
     return data
 

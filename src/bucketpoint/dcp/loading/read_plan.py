@@ -78,7 +78,7 @@ class ReadPlan:
                 target = target.detach() if target.layout is torch.strided else target
                 if tuple(target.shape) != tuple(item.lengths):
                     raise MismatchError(
-                        f"The planner asked for {list(item.lengths)} and gave a tensor of {list(target.shape)}",
+                        f"The planner requested {list(item.lengths)} but passed a tensor of shape {list(target.shape)}",
                         key=item.dest_index.fqn,
                     )
             resolved.append(PlannedItem(item, info, keys.join(self._prefix, info.path), target))
@@ -126,7 +126,7 @@ class ReadPlan:
         offsets, lengths = tuple(read.storage_offsets), tuple(read.lengths)
         if any(o < 0 or n < 0 or o + n > size for o, n, size in zip(offsets, lengths, chunk.shape, strict=True)):
             raise MismatchError(
-                f"Wanted {list(lengths)} at {list(offsets)} of a saved chunk of {list(chunk.shape)}",
+                f"The planner requested {list(lengths)} at {list(offsets)} of a chunk of shape {list(chunk.shape)}",
                 key=read.storage_index.fqn,
             )
         pieces = list(self._split(item, chunk, offsets, lengths))

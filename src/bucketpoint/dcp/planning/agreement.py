@@ -121,10 +121,10 @@ def agree(statements: Sequence[Statement | None], url: str | None) -> None:
             f"The ranks save to different places: {_listed(where)}",
             where,
             url,
-            "Make the URL on one rank and broadcast it: a time or a random name is another one on each rank",
+            "Make the URL on one rank and broadcast it, because a time or a random name differs on each rank",
         )
     worlds = {rank: (each.world, f"{each.world} ranks") for rank, each in heard.items()}
-    _refuse_different("The ranks take the job for one of different sizes", worlds, url)
+    _refuse_different("The ranks see different world sizes", worlds, url)
     options = {rank: (each.options, f"options {each.options.hex()}") for rank, each in heard.items()}
     _refuse_different(
         "The writers of the ranks have different options (groups, target_object_bytes or _extensions)", options, url
@@ -203,7 +203,7 @@ def _refuse_tensor(plans: Sequence[SavePlan], item: WriteItem, url: str | None) 
         f"The ranks hold different tensors under one name: {_listed(said)}",
         said,
         url,
-        "Give the tensor one dtype and one shape on all ranks, or each rank's its own name",
+        "Give the tensor the same dtype and shape on all ranks, or a different name on each rank",
         key=name,
     )
 
@@ -216,7 +216,7 @@ def _in_words(items: Iterable[WriteItem]) -> str:
             continue
         (dtype, layout, size), chunk = _description(data)
         strided = "" if str(layout) == "torch.strided" else f" {layout}"
-        part = "" if chunk == size else f", of it {list(chunk)} at {list(data.chunk.offsets)}"
+        part = "" if chunk == size else f", chunk {list(chunk)} at {list(data.chunk.offsets)}"
         words.append(f"{dtype}{strided} {list(size)}{part}".replace("torch.", ""))
     return " and ".join(dict.fromkeys(words))
 
@@ -258,7 +258,7 @@ def agree_on_results(results: Sequence[Any], metadata: Metadata, url: str | None
             # Items that the metadata does not name are never read, so they are not checked.
             if planned.get(result.index, checksum) != checksum:
                 raise RanksDisagreeError(
-                    "A rank wrote another dtype or shape than the coordinator planned, so nothing was committed",
+                    "A rank wrote a dtype or shape that the coordinator did not plan, so nothing was committed",
                     url=url,
                     key=result.index.fqn,
                     rank=rank,

@@ -100,5 +100,5 @@ def _validate(plans: Sequence[SavePlan], metadata: Metadata) -> None:
     found: Any = _validate_global_plan(list(plans), metadata)
     if found is True or found == []:
         return
-    said = "; ".join(found)[:500] if isinstance(found, list) else "DCP logs the tensor"
-    raise BucketpointError(f"What the ranks hold does not make up the tensors: {said}")
+    said = "; ".join(found)[:500] if isinstance(found, list) else "see the log of DCP for the tensor"
+    raise BucketpointError(f"The chunks of the ranks overlap, or do not cover the whole tensor: {said}")

@@ -67,7 +67,7 @@ class KeysPlanner(LoadPlanner):
             if not matching:
                 there = ", ".join(dict.fromkeys(name.split(".")[0] for name in names[: 1 << 16]))
                 raise MismatchError(
-                    f"The checkpoint has no key that fits {pattern!r}",
+                    f"The checkpoint has no key that matches {pattern!r}",
                     url=url_of(metadata),
                     remedy=f"Its keys begin with: {there[:200]}; `bucketpoint show URL` lists them",
                 )
@@ -82,7 +82,7 @@ class KeysPlanner(LoadPlanner):
             raise MismatchError(
                 f"No {properties.dtype} tensor of {list(entry.size)} can be made on {self._device}: {error}",
                 key=fqn,
-                remedy="Leave it out with keys=, or load into a state of your own",
+                remedy="Exclude the tensor with keys=, or load into a state that you allocate",
             ) from error
 
 

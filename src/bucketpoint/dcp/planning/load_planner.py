@@ -172,7 +172,7 @@ class LoadPlanner(DefaultLoadPlanner):
                 f"The checkpoint has {found.not_asked_for}",
                 url=url_of(self.metadata),
                 rank=_rank(),
-                remedy="Put them into the state, or load without strict",
+                remedy="Add these keys to the state, or load without strict",
             )
         found.log(url_of(self.metadata))
 
@@ -180,7 +180,7 @@ class LoadPlanner(DefaultLoadPlanner):
         fqn = item.dest_index.fqn
         left = self.pending[fqn] - _amount(item)
         if left < 0:
-            raise BucketpointError("More has arrived than was planned: an item was handed over twice", key=fqn)
+            raise BucketpointError("The reader passed an item to the planner twice", key=fqn)
         if left:
             self.pending[fqn] = left
         else:
@@ -221,7 +221,7 @@ class LoadPlanner(DefaultLoadPlanner):
         for fqn, value in self.state_dict.items():
             entry = self.metadata.state_dict_metadata.get(fqn)
             if entry is None and not self.allow_partial_load:
-                yield fqn, "is not in it"
+                yield fqn, "is not in the checkpoint"
             if not isinstance(entry, TensorStorageMetadata):
                 continue
             said = _unfit(entry, value)
@@ -252,8 +252,8 @@ def _remedy(misfits: list[str], metadata: Metadata) -> str:
     if by_rank:
         ranks = ", ".join(map(str, saved_ranks(metadata, by_rank[0]))) or "none"
         said.append(
-            f"{by_rank[0]} was saved by ranks: {ranks}. saved_ranks(metadata, {by_rank[0]!r}) names them, and "
-            "rank_state(value, rank) takes the value of one"
+            f"{by_rank[0]} was saved by ranks: {ranks}. saved_ranks(metadata, {by_rank[0]!r}) returns these ranks, and "
+            "rank_state(value, rank) loads the value of one of them"
         )
     if any(rank_state_name(fqn) is None for fqn in lacking):
         said.append(
@@ -262,8 +262,8 @@ def _remedy(misfits: list[str], metadata: Metadata) -> str:
         )
     if len(lacking) < len(misfits):
         said.append(
-            "Build the model as it was saved, or read what was saved with bucketpoint.load(url, keys=...) and convert "
-            "it"
+            "Build the model as it was saved, or read the saved tensors with bucketpoint.load(url, keys=...) and "
+            "convert them"
         )
     return ". ".join(said)
 
@@ -275,8 +275,8 @@ def _refuse_meta(state: dict[str, Any], metadata: Metadata | None) -> None:
             f"{len(empty)} tensors to load into are on the meta device and have no memory, such as {empty[0]}",
             url=url_of(metadata) if metadata is not None else None,
             rank=_rank(),
-            remedy='Give them memory first: model.to_empty(device="cpu"), or the device to load to, before its '
-            "state_dict()",
+            remedy='Allocate them first: call model.to_empty(device="cpu"), or with the device to load to, before '
+            "model.state_dict()",
         )
 
 
@@ -335,13 +335,13 @@ def _items(fqn: str, entry: TensorStorageMetadata, value: Any) -> list[ReadItem]
 
 def _unfit(entry: TensorStorageMetadata, value: Any) -> str | None:
     if not isinstance(value, (torch.Tensor, LocalChunks)):
-        return "is a tensor there and none here"
+        return "is a tensor in the checkpoint but not in the state"
     if entry.size != value.size():
-        return f"is {list(entry.size)} there and {list(value.size())} here"
+        return f"is {list(entry.size)} in the checkpoint and {list(value.size())} in the state"
     if isinstance(value, LocalChunks):
         return value.fault()
     if is_partial(value):
-        return f"has the placements {list(value.placements)} here: no rank of a partial sum holds what was saved"
+        return f"has the placements {list(value.placements)} in the state, and a partial sum cannot be loaded into"
     return None
 
 
@@ -352,7 +352,7 @@ def _gap(value: Any, items: list[ReadItem]) -> str | None:
         arriving[item.dest_index.index] += math.prod(item.lengths)
     for number, wanted in enumerate(_elements(value)):
         if arriving[number] < wanted:
-            return f"has {arriving[number]} of the {wanted} elements there that are wanted here"
+            return f"has only {arriving[number]} of the {wanted} elements in the checkpoint that the state needs"
     return None
 
 

@@ -154,4 +154,6 @@ def _as_int(key: str) -> str | int:
 
 
 def _faulty(name: str, url: str | None) -> MetadataError:
-    return MetadataError(f"The metadata has paths that make no state, such as that of {name}", url=url, key=name)
+    return MetadataError(
+        f"The metadata has paths that contradict each other, such as that of {name}", url=url, key=name
+    )

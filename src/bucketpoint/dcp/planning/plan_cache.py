@@ -126,9 +126,9 @@ class RemoteMetadata(Metadata):
 
 def _elsewhere(self: RemoteMetadata) -> NoReturn:
     raise BucketpointError(
-        "The metadata of a checkpoint stays with the rank that committed it",
+        "The metadata of the save is available only on the rank that committed it",
         url=self.url,
-        remedy="Read it with BucketReader(url).read_metadata(), where it is needed",
+        remedy="On other ranks, read it with BucketReader(url).read_metadata()",
     )
 
 
@@ -273,7 +273,7 @@ def reported(results: Sequence[Any], metadata: Metadata) -> RankResults:
             continue
         if agreed is None or not isinstance(metadata, PlannedMetadata) or rank >= len(agreed.plans):
             raise IncompleteSaveError(
-                "The plan that the ranks refer to did not come with its metadata",
+                "The cached plan does not belong to the metadata that was passed with it",
                 remedy="A planner that alters the metadata of SavePlanner must use dataclasses.replace",
             )
         try:

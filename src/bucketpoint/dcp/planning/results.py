@@ -127,14 +127,14 @@ class PackedResults:
         layout = self.layout
         if isinstance(layout, bytes):
             if known is None or known.digest != layout:
-                raise IncompleteSaveError("A rank refers to an earlier save that the coordinator does not know")
+                raise IncompleteSaveError("A rank refers to a cached plan that the coordinator does not have")
             layout = known
         if layout.count != count:
             raise IncompleteSaveError(f"{layout.count} results were reported for {count} items")
         return Columns(layout, self.objects, self.checksums)
 
     def __iter__(self) -> Iterator[WriteResult]:
-        raise BucketpointError("Results that were sent to the coordinator are only for the writer that made them")
+        raise BucketpointError("The results of a rank can be read only by the writer that made them")
 
 
 def _packed(results: Sequence[WriteResult], plan: SavePlan) -> tuple[Any, ...] | None:

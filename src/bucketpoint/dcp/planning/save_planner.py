@@ -174,7 +174,7 @@ class SavePlanner(DefaultSavePlanner):
         strangers = [rank for rank, plan in enumerate(all_plans) if not isinstance(plan.planner_data, _Local)]
         if strangers:
             raise RanksDisagreeError(
-                f"Of the ranks of this save {len(strangers)} of {len(all_plans)} do not plan with SavePlanner",
+                f"{len(strangers)} of the {len(all_plans)} ranks of this save do not use SavePlanner",
                 rank=strangers[0],
                 remedy="Pass the same kind of planner on all ranks",
             )
@@ -213,7 +213,7 @@ class SavePlanner(DefaultSavePlanner):
             # The items are those of the cached plan; the coordinator's knowledge about them may be new.
             self.plan = replace(self._hit.plan, planner_data=new_plan.planner_data)
         else:
-            raise BucketpointError("The coordinator planned nothing for a rank that sent it a plan")
+            raise BucketpointError("The coordinator returned no assignment to a rank that sent a plan")
         return self.plan
 
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
@@ -251,7 +251,7 @@ class SavePlanner(DefaultSavePlanner):
             return KnownItems(items, items_digest(items))
         asked = self._asked.packed()
         if asked is None:
-            raise BucketpointError("The items of this rank were altered after it had sent them")
+            raise BucketpointError("The write items of this rank were changed after they were sent to the coordinator")
         return KnownItems(items_of(answer, self._asked), answer_digest(answer, asked))
 
     def _agree(self, all_plans: list[SavePlan], senders: list[int]) -> CachedPlan:
@@ -285,8 +285,8 @@ class SavePlanner(DefaultSavePlanner):
         if news:
             self._cache.warned.update(news)
             logger.warning(
-                "%d keys have different values on different ranks, and one rank's is saved for all: %s%s. "
-                "Wrap what belongs to a rank: state[key] = rank_state(value)",
+                "%d keys have different values on different ranks, and only the value of one rank is saved: %s%s. "
+                "To save the value of each rank, wrap it: state[key] = rank_state(value)",
                 len(news),
                 ", ".join(news[:_NAMED_AT_MOST]),
                 ", …" if len(news) > _NAMED_AT_MOST else "",
@@ -327,7 +327,7 @@ def _anew(plan: SavePlan) -> Any:
 def _dealt(plan: SavePlan) -> AssignedPlan:
     dealt = plan.planner_data
     if not isinstance(dealt, AssignedPlan):
-        raise BucketpointError("A plan of SavePlanner came back without its planner_data", remedy="Leave that as it is")
+        raise BucketpointError("A plan of SavePlanner came back without its planner_data", remedy="Keep it unchanged")
     return dealt
 
 
@@ -377,7 +377,7 @@ def _refuse_partial(state: dict[str, Any]) -> None:
     ]
     if partial:
         raise BucketpointError(
-            f"No rank holds a partial sum's values: {'; '.join(partial[:_NAMED_AT_MOST])}",
+            f"Tensors with Partial placements have no values to save: {'; '.join(partial[:_NAMED_AT_MOST])}",
             remedy="Redistribute such tensors to Replicate() or Shard() before the save",
         )
 

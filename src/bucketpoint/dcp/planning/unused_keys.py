@@ -38,7 +38,7 @@ class Comparison:
     @property
     def not_asked_for(self) -> str:
         """The unused keys in words."""
-        return f"{len(self.unused)} keys that the state does not ask for: {first_of(self.unused, _NAMED_AT_MOST)}"
+        return f"{len(self.unused)} keys that the state lacks: {first_of(self.unused, _NAMED_AT_MOST)}"
 
     @cached_property
     def forgotten_optimizer(self) -> tuple[str, int] | None:
@@ -68,13 +68,15 @@ class Comparison:
             said.append(f"the checkpoint has {self.not_asked_for}")
         if self.lacking:
             named = first_of(self.lacking, _NAMED_AT_MOST)
-            said.append(f"it lacks {len(self.lacking)} keys, whose values stay as they were: {named}")
+            said.append(
+                f"the checkpoint lacks {len(self.lacking)} keys, whose values in the state stay unchanged: {named}"
+            )
         forgotten = self.forgotten_optimizer if self.unused else None
         if forgotten is not None:
             name, count = forgotten
             said.append(
-                f"none of the {count} tensors of {name} is loaded, as an optimizer that has made no step has none to "
-                "load into: torch's get_optimizer_state_dict makes them first"
+                f"none of the {count} tensors of {name} is loaded, because an optimizer that has made no step has no "
+                "tensors to load into; call torch's get_optimizer_state_dict, which makes them"
             )
         if said:
             logger.log(logging.INFO if forgotten is None else logging.WARNING, "loading %s: %s", url, "; ".join(said))

@@ -209,7 +209,10 @@ def _write_record(request: Commit, record: CommitRecord, *, again: bool) -> None
         body = memoryview(record.to_json())
         request.store.put(keys.join(request.prefix, keys.RECORD), [body], crc32c=crc32c(body))
     except BucketpointError as error:
-        logger.warning("the checkpoint is committed, but its record was not written and can be rebuilt: %s", error)
+        logger.warning(
+            "the checkpoint is committed, but its catalog record was not written (`bucketpoint adopt` writes it): %s",
+            error,
+        )
 
 
 def _release(request: Commit) -> None:
@@ -217,7 +220,7 @@ def _release(request: Commit) -> None:
         if request.fence is not None:
             request.fence.release()
     except BucketpointError as error:
-        logger.warning("the fence of a save that has committed stays until the next deep sweep: %s", error)
+        logger.warning("the fence of a committed save was not deleted, and stays until the next deep sweep: %s", error)
 
 
 def _delete_replaced(request: Commit, replaced: Metadata, *, kept: set[str]) -> None:
@@ -252,7 +255,7 @@ def _check_complete(metadata: Metadata, storage_data: dict[MetadataIndex, Any]) 
             continue
         item = read_storage_info(found)
         if nbytes is not None and item.payload_nbytes is not None and item.payload_nbytes != nbytes:
-            wrong.append(f"{_name(index)}: {item.payload_nbytes} bytes for {nbytes}")
+            wrong.append(f"{_name(index)}: {item.payload_nbytes} bytes instead of {nbytes}")
     if missing or wrong:
         named = ", ".join((missing + wrong)[:_NAMED_AT_MOST])
         raise IncompleteSaveError(

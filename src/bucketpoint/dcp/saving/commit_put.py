@@ -117,7 +117,8 @@ def put_commit(request: Commit, data: bytes) -> tuple[ObjectInfo, Metadata | Non
     if isinstance(gone, AccessDeniedError):
         raise gone
     raise CommitConflictError(
-        "What is committed here comes and goes while this save tries to replace it", url=request.url
+        "Other jobs commit and delete checkpoints at this URL, so this save could not replace the checkpoint",
+        url=request.url,
     ) from gone
 
 
@@ -173,7 +174,7 @@ def _replace(
     # before the marker named.
     if not is_marker(there):
         if not request.overwrite:
-            raise CheckpointExistsError("Checkpoint already exists here", url=request.url) from None
+            raise CheckpointExistsError("A checkpoint already exists at this URL", url=request.url) from None
         _refuse_others(request, info, there)
         replaced = _readable(there, request.url)
     store, body, crc = request.store, [memoryview(data)], crc32c(memoryview(data))
@@ -208,7 +209,7 @@ def _settled(request: Commit, marker: ObjectInfo) -> bool:
         return True
     watch, longest = Stopwatch(), SIGNED_S + CLOCKS_S
     while watch.seconds() < longest and (marker.modified is None or time.time() < marker.modified + longest + CLOCKS_S):
-        logger.info("a checkpoint is being deleted at %s, and the commit of its successor waits for that", request.url)
+        logger.info("the commit to %s waits until the deletion of the previous checkpoint has ended", request.url)
         retry.pause(_POLL_S)
         try:
             if retry_transient(lambda: store.head(marker.key), attempts=COMMIT_ATTEMPTS).etag != marker.etag:
@@ -237,7 +238,7 @@ def _thinned_from(data: bytes) -> str | None:
 
 def _conflict(request: Commit) -> CommitConflictError:
     return CommitConflictError(
-        "Another job committed a checkpoint to this URL while this one was being saved; this save is discarded",
+        "Another job committed a checkpoint to this URL during this save, so this save is discarded",
         url=request.url,
         remedy="Give every job its own URL, or save again",
     )
@@ -250,7 +251,7 @@ def _put_unconditionally(request: Commit, key: str, data: bytes) -> tuple[Object
         there, found = request.store.get(key)
         if not is_marker(there):
             if not request.overwrite:
-                raise CheckpointExistsError("Checkpoint already exists here", url=request.url)
+                raise CheckpointExistsError("A checkpoint already exists at this URL", url=request.url)
             _refuse_others(request, found, there)
             replaced = _readable(there, request.url)
     except ObjectNotFoundError:
@@ -271,5 +272,7 @@ def _readable(data: bytes, url: str) -> Metadata | None:
     try:
         return decode_metadata(data, url=url)
     except BucketpointError as error:
-        logger.warning("the checkpoint being replaced cannot be read, so its data objects stay: %s", error)
+        logger.warning(
+            "the metadata of the replaced checkpoint cannot be read, so its data objects are not deleted: %s", error
+        )
         return None

@@ -84,18 +84,23 @@ def resolve(item: WriteItem, planner: SavePlanner) -> torch.Tensor | memoryview:
         ) from error
     if item.type == WriteItemType.BYTE_IO:
         if not isinstance(data, io.BytesIO):
-            raise BucketpointError(f"The planner gave {type(data).__name__} for a byte item", key=item.index.fqn)
+            raise BucketpointError(
+                f"resolve_data of the planner returned {type(data).__name__} for a byte item, which needs io.BytesIO",
+                key=item.index.fqn,
+            )
         # Not getbuffer(): Python 3.12.1 crashes when it collects such a buffer in a reference cycle, and the frames of
         # an error form such cycles.
         return memoryview(data.getvalue())
     if not isinstance(data, torch.Tensor):
-        raise BucketpointError(f"The planner gave {type(data).__name__} for a tensor item", key=item.index.fqn)
+        raise BucketpointError(
+            f"resolve_data of the planner returned {type(data).__name__} for a tensor item", key=item.index.fqn
+        )
     planned = item.tensor_data
     if planned is not None and data.dtype != planned.properties.dtype:
         raise BucketpointError(
-            f"The planner gave {data.dtype} for an item that it had planned as {planned.properties.dtype}",
+            f"resolve_data of the planner returned {data.dtype} for an item planned as {planned.properties.dtype}",
             key=item.index.fqn,
-            remedy="Convert the tensor in the state, or in create_local_plan as in resolve_data",
+            remedy="Convert the tensor in the state, or in both create_local_plan and resolve_data",
         )
     return data.detach()
 
@@ -187,7 +192,7 @@ def warn_if_unsafe(fqn: str, view: memoryview) -> None:
     refused = refused_globals(bytes(view))
     if refused:
         logger.warning(
-            "%s holds %s, which the default load refuses: load it with trusted=True, or save plain values",
+            "%s contains %s, which a load refuses by default: save plain values, or load with trusted=True",
             fqn,
             ", ".join(refused),
         )

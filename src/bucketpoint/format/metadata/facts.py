@@ -26,7 +26,7 @@ _MAX_DIMS = 64
 _MAX_NBYTES = 1 << 62
 _MAX_SECONDS = 1e12  # as commit records have it
 _MAX_WORD = 64
-_NOT_METADATA = "Whoever wrote this did not write a DCP checkpoint, or the object is damaged; name another checkpoint"
+_NOT_METADATA = "The object was not written as a DCP checkpoint, or is damaged; load another checkpoint"
 
 
 def extra(metadata: Any) -> dict[str, Any]:

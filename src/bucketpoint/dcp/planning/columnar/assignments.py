@@ -71,8 +71,8 @@ class EncodedAssignment:
 
     def __iter__(self) -> Any:
         raise BucketpointError(
-            "What the coordinator dealt to this rank is known once SavePlanner.finish_plan has been called",
-            remedy="Call super().finish_plan(new_plan) before you look into the plan",
+            "The items assigned to this rank are known only after SavePlanner.finish_plan",
+            remedy="Call super().finish_plan(new_plan) before reading the items of the plan",
         )
 
     __len__ = __getitem__ = __iter__
