@@ -106,10 +106,12 @@ def _failed(name: str, error: BucketpointError, code: int, *, as_json: bool, deb
             say(f"  {label + ':':<8}{value}", err=True)
     if as_json:
         kind = "InternalError" if code == INTERNAL else type(error).__name__
-        told: dict[str, Any] = {"kind": kind, "message": error.message, **fields, "exit_code": code}
+        failure: dict[str, Any] = {"kind": kind, "message": error.message, **fields, "exit_code": code}
         if faults:
-            told["faults"] = [{"line": one.line, "column": one.column, "message": str(one)} for one in faults]
-        _say_json({**_head(name, ok=False), "error": told})
+            failure["faults"] = [
+                {"line": fault.line, "column": fault.column, "message": str(fault)} for fault in faults
+            ]
+        _say_json({**_head(name, ok=False), "error": failure})
     return code
 
 

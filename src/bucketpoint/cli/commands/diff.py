@@ -45,47 +45,47 @@ def diff(
         summarise(open_checkpoint(url, storage_options=given, trusted=trusted, plain=True))
         for url, given in zip((a, b), options, strict=True)
     )
-    found = difference(left, right, values=values)
+    changes = difference(left, right, values=values)
     return CommandResult(
-        _document(left, right, found, values=values), _lines(left, right, found, values=values), found.same
+        _document(left, right, changes, values=values), _lines(left, right, changes, values=values), changes.same
     )
 
 
-def _document(a: Summary, b: Summary, found: Difference, *, values: bool) -> dict[str, Any]:
+def _document(a: Summary, b: Summary, changes: Difference, *, values: bool) -> dict[str, Any]:
     from bucketpoint.cli.commands.show import entry_document
 
     document: dict[str, Any] = {
         "a": {"url": a.url, "bytes": a.record.bytes, "keys": len(a.entries)},
         "b": {"url": b.url, "bytes": b.record.bytes, "keys": len(b.entries)},
-        "only_a": [entry_document(entry) for entry in found.only_a],
-        "only_b": [entry_document(entry) for entry in found.only_b],
-        "changed": [{"key": x.fqn, "a": entry_document(x), "b": entry_document(y)} for x, y in found.changed],
+        "only_a": [entry_document(entry) for entry in changes.only_a],
+        "only_b": [entry_document(entry) for entry in changes.only_b],
+        "changed": [{"key": x.fqn, "a": entry_document(x), "b": entry_document(y)} for x, y in changes.changed],
         "values": None,
     }
     if values:
-        document["values"] = {"differ": found.values, "equal": found.equal, "unknown": found.unknown}
+        document["values"] = {"differ": changes.values, "equal": changes.equal, "unknown": changes.unknown}
     return document
 
 
-def _lines(a: Summary, b: Summary, found: Difference, *, values: bool) -> Iterator[str]:
-    for entry in found.only_a:
+def _lines(a: Summary, b: Summary, changes: Difference, *, values: bool) -> Iterator[str]:
+    for entry in changes.only_a:
         yield f"- {entry.fqn}  {_what(entry)}"
-    for entry in found.only_b:
+    for entry in changes.only_b:
         yield f"+ {entry.fqn}  {_what(entry)}"
-    for x, y in found.changed:
+    for x, y in changes.changed:
         yield f"! {x.fqn}  {_what(x)} -> {_what(y)}"
-    for fqn in found.values:
+    for fqn in changes.values:
         yield f"~ {fqn}  values differ"
-    if found.unknown:
-        names = ", ".join(found.unknown[:3]) + (", ..." if len(found.unknown) > 3 else "")
-        yield f"not compared, because a checksum is missing: {text.count(len(found.unknown), 'key')} ({names})"
+    if changes.unknown:
+        names = ", ".join(changes.unknown[:3]) + (", ..." if len(changes.unknown) > 3 else "")
+        yield f"not compared, because a checksum is missing: {text.count(len(changes.unknown), 'key')} ({names})"
     yield f"A {a.url}: {text.size(a.record.bytes)}, {text.count(len(a.entries), 'key')}"
     yield f"B {b.url}: {text.size(b.record.bytes)}, {text.count(len(b.entries), 'key')}"
-    if not found.same:
-        counts = f"{len(found.only_a)} only in A, {len(found.only_b)} only in B, {len(found.changed)} changed"
-        yield counts + (f", {len(found.values)} with different values" if values else "")
+    if not changes.same:
+        counts = f"{len(changes.only_a)} only in A, {len(changes.only_b)} only in B, {len(changes.changed)} changed"
+        yield counts + (f", {len(changes.values)} with different values" if values else "")
     else:
-        yield f"the same keys, dtypes and shapes{f', and {found.equal} equal checksums' if values else ''}"
+        yield f"the same keys, dtypes and shapes{f', and {changes.equal} equal checksums' if values else ''}"
 
 
 def _what(entry: SummaryEntry) -> str:

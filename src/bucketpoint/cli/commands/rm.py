@@ -63,18 +63,18 @@ def _why_not(done: Pruned) -> str | None:
 
 
 def _answer(removal: Removal, done: Pruned | None, *, dry_run: bool, refused: str | None) -> CommandResult:
-    one = removal.checkpoint
+    checkpoint = removal.checkpoint
     failures = done.failures if done is not None else []
     document: dict[str, Any] = {
         "url": removal.url,
-        "step": one.step,
-        "token": one.id,
+        "step": checkpoint.step,
+        "token": checkpoint.id,
         "bytes": removal.bytes,
-        "recorded": one.key is not None,
+        "recorded": checkpoint.key is not None,
         "dry_run": dry_run,
         "deleted": done is not None and bool(done.deleted),
         "refused": refused,
-        "failures": [{"key": one.key, "code": one.code, "message": one.message} for one in failures],
+        "failures": [{"key": failure.key, "code": failure.code, "message": failure.message} for failure in failures],
     }
     return CommandResult(document, _lines(removal, document), ok=refused is None and not failures)
 
@@ -87,10 +87,11 @@ def _lines(removal: Removal, document: dict[str, Any]) -> Iterator[str]:
     else:
         forced = "; --force deletes it anyway" if removal.reasons else ""
         yield f"not deleted: {_what(removal)}: {document['refused']}{forced}"
-    for one in document["failures"]:
-        yield f"not deleted: {one['key']} ({one['code']} {one['message']}); the next prune tries it again"
+    for failure in document["failures"]:
+        yield f"not deleted: {failure['key']} ({failure['code']} {failure['message']}); the next prune tries it again"
 
 
 def _what(removal: Removal) -> str:
-    one = removal.checkpoint
-    return f"{removal.url} (saved {text.when(one.created)}, {text.size(removal.bytes)}, token {one.id})"
+    checkpoint = removal.checkpoint
+    saved = f"saved {text.when(checkpoint.created)}"
+    return f"{removal.url} ({saved}, {text.size(removal.bytes)}, token {checkpoint.id})"

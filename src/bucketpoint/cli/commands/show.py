@@ -29,8 +29,8 @@ def show(url: str, tensors: bool, trusted: bool, access: Access, as_json: bool) 
     from bucketpoint.checkpoint.open import open_checkpoint
     from bucketpoint.checkpoint.summary import summarise
 
-    found = summarise(open_checkpoint(url, storage_options=access.for_url(url), trusted=trusted, plain=True))
-    return CommandResult(_document(found, whole=tensors), _lines(found, whole=tensors))
+    summary = summarise(open_checkpoint(url, storage_options=access.for_url(url), trusted=trusted, plain=True))
+    return CommandResult(_document(summary, whole=tensors), _lines(summary, whole=tensors))
 
 
 def entry_document(entry: SummaryEntry) -> dict[str, Any]:
@@ -45,48 +45,48 @@ def entry_document(entry: SummaryEntry) -> dict[str, Any]:
     }
 
 
-def _document(found: Summary, *, whole: bool) -> dict[str, Any]:
-    record = found.record
-    listed = list(found.entries.values()) if whole else _largest(found)
+def _document(summary: Summary, *, whole: bool) -> dict[str, Any]:
+    record = summary.record
+    listed = list(summary.entries.values()) if whole else _largest(summary)
     return {
-        "url": found.url,
-        "writer": "bucketpoint" if found.ours else "other",
+        "url": summary.url,
+        "writer": "bucketpoint" if summary.ours else "other",
         "token": record.token,
         "created": record.created,
-        "modified": found.modified,
-        "copied_from": found.copied_from,
+        "modified": summary.modified,
+        "copied_from": summary.copied_from,
         "world_size": record.world_size,
         "torch": record.torch,
         "bucketpoint": record.bucketpoint,
         "bytes": record.bytes,
-        "metadata_bytes": found.metadata_nbytes,
+        "metadata_bytes": summary.metadata_nbytes,
         "objects": record.objects,
         "items": record.items,
-        "keys": len(found.entries),
+        "keys": len(summary.entries),
         "tensors": record.tensors,
-        "groups": found.groups,
-        "dtypes": {name: {"tensors": count, "bytes": nbytes} for name, (count, nbytes) in found.by_dtype().items()},
+        "groups": summary.groups,
+        "dtypes": {name: {"tensors": count, "bytes": nbytes} for name, (count, nbytes) in summary.by_dtype().items()},
         "entries" if whole else "largest": [entry_document(entry) for entry in listed],
     }
 
 
-def _lines(found: Summary, *, whole: bool) -> Iterator[str]:
-    record = found.record
-    yield found.url
-    rows = [("saved", text.when(record.created if record.created is not None else found.modified))]
-    by = f"bucketpoint {record.bucketpoint}, torch {record.torch}" if found.ours else "another writer"
+def _lines(summary: Summary, *, whole: bool) -> Iterator[str]:
+    record = summary.record
+    yield summary.url
+    rows = [("saved", text.when(record.created if record.created is not None else summary.modified))]
+    by = f"bucketpoint {record.bucketpoint}, torch {record.torch}" if summary.ours else "another writer"
     rows.append(("writer", by + (f", token {record.token}" if record.token else "")))
-    if found.copied_from:
-        rows.append(("copied from", found.copied_from))
+    if summary.copied_from:
+        rows.append(("copied from", summary.copied_from))
     rows.append(("ranks", "not recorded" if record.world_size is None else f"{record.world_size:,}"))
     objects = f"{text.count(record.objects, 'object')}, {text.count(record.items, 'item')}"
-    rows.append(("size", f"{text.size(record.bytes)} in {objects}; .metadata is {text.size(found.metadata_nbytes)}"))
-    rows.append(("groups", _joined(f"{name} {text.size(nbytes)}" for name, nbytes in found.groups.items())))
-    kinds = (f"{count:,} {name} ({text.size(nbytes)})" for name, (count, nbytes) in found.by_dtype().items())
+    rows.append(("size", f"{text.size(record.bytes)} in {objects}; .metadata is {text.size(summary.metadata_nbytes)}"))
+    rows.append(("groups", _joined(f"{name} {text.size(nbytes)}" for name, nbytes in summary.groups.items())))
+    kinds = (f"{count:,} {name} ({text.size(nbytes)})" for name, (count, nbytes) in summary.by_dtype().items())
     rows.append(("tensors", f"{record.tensors:,}: {_joined(kinds)}" if record.tensors else "none"))
-    rows.append(("other keys", f"{len(found.entries) - record.tensors:,}"))
+    rows.append(("other keys", f"{len(summary.entries) - record.tensors:,}"))
     yield from text.table(rows)
-    listed = list(found.entries.values()) if whole else _largest(found)
+    listed = list(summary.entries.values()) if whole else _largest(summary)
     if listed:
         yield "all keys" if whole else "largest tensors"
         yield from text.table(map(_row, listed))
@@ -97,8 +97,8 @@ def _row(entry: SummaryEntry) -> tuple[str, ...]:
     return entry.fqn, kind, shape, text.size(entry.nbytes), text.count(entry.chunks, "chunk"), entry.group
 
 
-def _largest(found: Summary) -> list[SummaryEntry]:
-    return sorted(found.tensors, key=lambda entry: (-entry.nbytes, entry.fqn))[:LARGEST]
+def _largest(summary: Summary) -> list[SummaryEntry]:
+    return sorted(summary.tensors, key=lambda entry: (-entry.nbytes, entry.fqn))[:LARGEST]
 
 
 def _joined(parts: Iterator[str]) -> str:

@@ -56,7 +56,7 @@ def gc(
         "bytes": done.bytes + sum(info.size for info in trials.objects),
         "uploads": [*done.uploads, *trials.uploads],
         "notes": done.notes,
-        "failures": [{"key": one.key, "code": one.code, "message": one.message} for one in failures],
+        "failures": [{"key": failure.key, "code": failure.code, "message": failure.message} for failure in failures],
     }
     return CommandResult(document, _lines(document), ok=not failures)
 
@@ -67,8 +67,8 @@ def _lines(document: dict[str, Any]) -> Iterator[str]:
     yield f"{verb}: {counts}, {text.count(len(document['uploads']), 'open upload')}"
     for key in [*document["objects"], *document["uploads"]] if document["dry_run"] else ():
         yield f"  {key}"
-    for one in document["failures"]:
-        yield f"not deleted: {one['key']} ({one['code']} {one['message']})"
+    for failure in document["failures"]:
+        yield f"not deleted: {failure['key']} ({failure['code']} {failure['message']})"
 
 
 @command("adopt")

@@ -42,8 +42,8 @@ def verify(url: str, trusted: bool, every: bool, progress: bool | None, access: 
             return run(open_checkpoint(at, storage_options=options, trusted=trusted), progress=callback)
 
     if not every:
-        found = one(url)
-        return CommandResult(document(found), lines(found), found.ok)
+        verification = one(url)
+        return CommandResult(document(verification), lines(verification), verification.ok)
     results: list[Verification | BucketpointError] = []
     for at in committed_below(url, storage_options=options):
         try:
@@ -75,14 +75,14 @@ def _all_lines(url: str, results: Sequence[Verification | BucketpointError]) -> 
     yield f"{whole} of {text.count(len(results), 'checkpoint')} below {url} are whole"
 
 
-def document(found: Verification) -> dict[str, Any]:
+def document(verification: Verification) -> dict[str, Any]:
     return {
-        "url": found.url,
-        "objects": found.objects,
-        "items": found.items,
-        "read_bytes": found.read_bytes,
-        "checked_bytes": found.checked_bytes,
-        "unchecked_bytes": dict(sorted(found.unchecked.items())),
+        "url": verification.url,
+        "objects": verification.objects,
+        "items": verification.items,
+        "read_bytes": verification.read_bytes,
+        "checked_bytes": verification.checked_bytes,
+        "unchecked_bytes": dict(sorted(verification.unchecked.items())),
         "damage": [
             {
                 "kind": one.kind,
@@ -92,23 +92,24 @@ def document(found: Verification) -> dict[str, Any]:
                 "stop": one.stop,
                 "message": one.message,
             }
-            for one in found.damage
+            for one in verification.damage
         ],
-        "notes": list(found.notes),
+        "notes": list(verification.notes),
     }
 
 
-def lines(found: Verification) -> Iterator[str]:
-    for one in found.damage:
+def lines(verification: Verification) -> Iterator[str]:
+    for one in verification.damage:
         yield f"DAMAGED {_where(one)}: {one.message}"
-    for reason, nbytes in sorted(found.unchecked.items()):
+    for reason, nbytes in sorted(verification.unchecked.items()):
         yield f"unchecked: {text.size(nbytes)} were read but not checked: {reason}"
-    for note in found.notes:
+    for note in verification.notes:
         yield f"note: {note}"
-    counts = f"{text.count(found.objects, 'object')}, {text.count(found.items, 'item')}"
-    amount = f"{text.size(found.read_bytes)} read, {text.size(found.checked_bytes)} of them compared with a checksum"
-    verdict = "whole" if found.ok else f"DAMAGED in {text.count(len(found.damage), 'place')}"
-    yield f"{found.url} is {verdict}: {counts}, {amount}"
+    counts = f"{text.count(verification.objects, 'object')}, {text.count(verification.items, 'item')}"
+    checked = text.size(verification.checked_bytes)
+    amount = f"{text.size(verification.read_bytes)} read, {checked} of them compared with a checksum"
+    verdict = "whole" if verification.ok else f"DAMAGED in {text.count(len(verification.damage), 'place')}"
+    yield f"{verification.url} is {verdict}: {counts}, {amount}"
 
 
 def _where(one: Damage) -> str:
