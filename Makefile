@@ -66,7 +66,7 @@ test-torch-%: .venv-torch-%/$(STAMP) minio fake-gcs versitygw
 .PHONY: test-python
 test-python: $(foreach version,$(PYTHONS),test-python-$(version)) ## what depends on the interpreter, on each other Python that is here
 
-ON_PYTHONS := tests/dcp/test_program_end.py tests/transfer/test_tasks.py tests/staging tests/catalog/test_pace.py
+ON_PYTHONS := tests/dcp/saving/test_program_end.py tests/transfer/test_tasks.py tests/staging tests/catalog/test_pace.py
 
 test-python-%: minio fake-gcs versitygw
 	@found="$$($(PYTHON3) tools/find_python.py $*)" || { echo "== Python $*: nothing was tested, as it is not on this machine"; exit 0; }; \

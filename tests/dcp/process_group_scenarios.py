@@ -12,7 +12,7 @@ import torch.distributed.checkpoint as dcp
 import bucketpoint
 from bucketpoint import BucketWriter, StagingOptions
 from bucketpoint.dcp import process_groups
-from dcp.async_scenarios import SLOW_S, SlowFileSystem, Training, assert_holds, wait
+from dcp.saving.async_scenarios import SLOW_S, SlowFileSystem, Training, assert_holds, wait
 
 
 def messages(group: Any = None) -> int:

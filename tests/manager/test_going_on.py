@@ -34,8 +34,8 @@ from bucketpoint.manager import manager as managing
 from bucketpoint.manager.manager import CheckpointManager
 from bucketpoint.retention import Best, InFlight, MaxDelete, Prune, Save
 from bucketpoint.stores.local import LocalStore
-from dcp.async_scenarios import GatedFileSystem
 from dcp.ranks import Ranks
+from dcp.saving.async_scenarios import GatedFileSystem
 from manager import manager_scenarios as scenarios
 from manager.manager_scenarios import policy, state, value_of
 

@@ -38,8 +38,8 @@ from bucketpoint.errors import (
 from bucketpoint.manager.manager import CheckpointManager
 from bucketpoint.retention import InFlight, MaxDelete, Prune, Save, SaveEvery
 from bucketpoint.stores.local import LocalStore
-from dcp.async_scenarios import GatedFileSystem
 from dcp.ranks import Ranks
+from dcp.saving.async_scenarios import GatedFileSystem
 from manager import manager_scenarios as scenarios
 from manager.manager_scenarios import BEST, policy, state, value_of
 from services import Service

@@ -38,7 +38,7 @@ from bucketpoint.format.keys import parse_data_path
 from bucketpoint.format.metadata.codec import decode_metadata
 from bucketpoint.format.metadata.facts import extra
 from bucketpoint.format.storage_info import make_storage_info, read_storage_info, set_object_facts
-from dcp import planner_scenarios as scenarios
+from dcp.planning import planner_scenarios as scenarios
 from dcp.ranks import Ranks
 
 pytestmark = pytest.mark.contract

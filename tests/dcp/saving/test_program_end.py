@@ -12,7 +12,7 @@ import torch
 import bucketpoint
 from bucketpoint import CheckpointManager, RetentionPolicy
 from bucketpoint.retention.policy import Keep
-from dcp.ending_programs import HUNG, Ended, Programs, state
+from dcp.saving.ending_programs import HUNG, Ended, Programs, state
 
 pytestmark = pytest.mark.contract
 

@@ -26,10 +26,10 @@ from bucketpoint.format.index.view import Entries, decode_index
 from bucketpoint.format.metadata.codec import decode_metadata, record_from_metadata
 from bucketpoint.format.record import CommitRecord
 from bucketpoint.stores import LocalStore
-from dcp import index_scenarios
+from dcp.loading import index_scenarios
+from dcp.planning.test_reshard import any_layout_is_loaded, jobs, pairs
 from dcp.ranks import Ranks
 from dcp.test_compat import counted
-from dcp.test_reshard import any_layout_is_loaded, jobs, pairs
 from services import Service
 from transfer.wrappers import CountingStore
 

@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 
 from bucketpoint import BucketpointError, BucketReader, BucketWriter, TransferOptions
 from bucketpoint.dcp.cooperative.decision import Bandwidths
-from dcp import cooperative_scenarios as scenarios
 from dcp import scenarios as dcp_scenarios
-from dcp.cooperative_scenarios import SMALL, expected_tensor
+from dcp.cooperative import cooperative_scenarios as scenarios
+from dcp.cooperative.cooperative_scenarios import SMALL, expected_tensor
 from dcp.ranks import Ranks
 from services import Service
 

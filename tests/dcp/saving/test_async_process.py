@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from bucketpoint import Stager
-from dcp import async_scenarios as scenarios
 from dcp.ranks import Ranks
+from dcp.saving import async_scenarios as scenarios
 
 pytestmark = pytest.mark.contract
 

@@ -20,7 +20,7 @@ from bucketpoint.format.index.encode import encode_index
 from bucketpoint.format.index.view import Chunks, Entries, decode_index
 from bucketpoint.format.metadata.codec import extension
 from bucketpoint.format.storage_info import make_storage_info
-from format.test_index import rows, tensors
+from format.index.test_index import rows, tensors
 
 pytestmark = pytest.mark.contract
 

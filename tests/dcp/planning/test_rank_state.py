@@ -17,7 +17,7 @@ from bucketpoint import BucketReader, BucketWriter
 from bucketpoint.dcp.planning.rank_state import DIGEST_BYTES, rank_state, saved_ranks, value_digests
 from bucketpoint.dcp.planning.save_planner import SavePlanner
 from bucketpoint.errors import BucketpointError
-from dcp import planner_scenarios as scenarios
+from dcp.planning import planner_scenarios as scenarios
 from dcp.ranks import Ranks
 
 pytestmark = pytest.mark.contract

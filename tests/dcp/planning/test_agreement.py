@@ -19,9 +19,9 @@ from bucketpoint import BucketWriter
 from bucketpoint.dcp.planning.agreement import agree, make_statement
 from bucketpoint.errors import RanksDisagreeError
 from bucketpoint.stores import open_store
-from dcp import agreement_scenarios as scenarios
+from dcp.planning import agreement_scenarios as scenarios
+from dcp.planning.test_compact import Job, states
 from dcp.ranks import Ranks
-from dcp.test_compact import Job, states
 
 pytestmark = pytest.mark.contract
 

@@ -17,7 +17,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from bucketpoint.dcp.planning.balance import item_bytes
 from bucketpoint.dcp.planning.save_planner import KEPT_PLANS, SavePlanner
 from bucketpoint.errors import BucketpointError
-from dcp import planner_scenarios as scenarios
+from dcp.planning import planner_scenarios as scenarios
 from dcp.ranks import Ranks
 
 pytestmark = pytest.mark.contract

@@ -15,8 +15,8 @@ import bucketpoint as bp
 from bucketpoint.errors import BucketpointError, CheckpointNotFoundError
 from bucketpoint.testing import FaultProxy, Stall, always
 from bucketpoint.testing.kills import Job, Outcome
-from dcp import one_call_scenarios as scenarios
-from dcp.one_call_scenarios import state, values
+from dcp.deadline import one_call_scenarios as scenarios
+from dcp.deadline.one_call_scenarios import state, values
 from dcp.ranks import Ranks
 from services import Service
 

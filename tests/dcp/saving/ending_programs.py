@@ -65,7 +65,7 @@ class Programs:
 
     def __init__(self) -> None:
         here = Path(__file__).resolve()
-        paths = [str(here.parent.parent), os.environ.get("PYTHONPATH", "")]
+        paths = [str(here.parents[2]), os.environ.get("PYTHONPATH", "")]
         self._server = subprocess.Popen(
             [sys.executable, "-c", _WITH_CTRL_C, "-W", "ignore", str(here)],
             stdin=subprocess.PIPE,

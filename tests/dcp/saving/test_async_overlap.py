@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from bucketpoint import StagingOptions
-from dcp import async_scenarios as scenarios
 from dcp.ranks import Ranks
+from dcp.saving import async_scenarios as scenarios
 from services import Service
 
 pytestmark = pytest.mark.contract

@@ -24,7 +24,7 @@ import bucketpoint
 from bucketpoint import BucketpointError, BucketWriter, Stager, StagingError, StagingOptions, StagingOverlapError
 from bucketpoint.staging import stager as stager_module
 from bucketpoint.stores.local import LocalStore
-from dcp.async_scenarios import (
+from dcp.saving.async_scenarios import (
     BESIDE,
     WAIT_S,
     WAYS,
