@@ -7,17 +7,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from bench import (
-    engines_report,
-    hedge_report,
-    ranks_report,
-    retention_report,
-    staging_report,
-    start_up_report,
-    stores_report,
-)
 from bench.contenders import CONTENDERS
+from bench.engines import report as engines_report
 from bench.figures import Results, cpu_per_gb, peak_mb, wall
+from bench.hedge import report as hedge_report
+from bench.ranks import report as ranks_report
+from bench.retention import report as retention_report
+from bench.staging import report as staging_report
+from bench.start_up import report as start_up_report
+from bench.stores import report as stores_report
 from bench.tables import shown, table, verdict_table
 from bench.thresholds import OURS, verdicts
 

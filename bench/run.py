@@ -15,8 +15,7 @@ Transfers, in three passes. "loopback": a MinIO over TLS, timed. "count": the sa
 writes down every request. "wire": through the proxy with 20 ms added to every request and 25 MB/s a connection, timed.
 Each measurement is a forked child; a round runs every contender once, in an order that shifts by one each round, so a
 ratio is taken between neighbours in time. The server's data lies on tmpfs, and only the client's CPU time counts.
-Staging is described in `staging.py`, many ranks in `ranks.py`, retention in `retention.py`, late ranges in `hedge.py`,
-other stores in `stores.py`, engines in `engines.py`, the command line in `start_up.py`.
+Each other part has a folder: `measure.py` runs it, `worker.py` is the measured process, `report.py` words the figures.
 """
 
 from __future__ import annotations
@@ -37,11 +36,18 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "tools"), str(ROOT / "src")]
 
 import get_minio  # noqa: E402
-from bench import engines, environments, hedge, ranks, report, retention, staging, start_up, stores  # noqa: E402
+from bench import environments, report  # noqa: E402
 from bench.contenders import CONTENDERS, Setting, bucket_and_prefix  # noqa: E402
 from bench.endpoints import client_env, empty, proxied  # noqa: E402
+from bench.engines import measure as engines  # noqa: E402
+from bench.hedge import measure as hedge  # noqa: E402
 from bench.lines import Worker  # noqa: E402
+from bench.ranks import measure as ranks  # noqa: E402
 from bench.requests_seen import summary  # noqa: E402
+from bench.retention import measure as retention  # noqa: E402
+from bench.staging import measure as staging  # noqa: E402
+from bench.start_up import measure as start_up  # noqa: E402
+from bench.stores import measure as stores  # noqa: E402
 from bucketpoint.testing.http import Wire  # noqa: E402
 from bucketpoint.testing.process import RunningProxy  # noqa: E402
 from bucketpoint.testing.servers import S3Server, minio  # noqa: E402

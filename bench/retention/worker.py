@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from bench.lines import commands, speaker
-from bench.staging_steps import SETTLE_S, Trainer
+from bench.staging.steps import SETTLE_S, Trainer
 from bucketpoint.catalog.catalog import open_catalog
 from bucketpoint.catalog.deletion.prune_worker import PruneWorker, prune_by
 from bucketpoint.catalog.deletion.throttle import Throttle

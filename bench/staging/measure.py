@@ -1,6 +1,6 @@
 """The staging part of the benchmark: what an asynchronous save costs the thread that trains. Orchestration only.
 
-The scenarios are in `staging_worker.py` (blocked time, memory) and `staging_steps.py` (training beside an upload).
+The scenarios are in `staging/worker.py` (blocked time, memory) and `staging/steps.py` (training beside an upload).
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from bench import environments, gil
 from bench.endpoints import client_env
 from bench.lines import Worker, environment
 from bench.sink import running_sink
-from bench.staging_report import print_measurement
+from bench.staging.report import print_measurement
 from bucketpoint.testing.certificates import make_certificates
 from bucketpoint.testing.servers import S3Server, free_port, minio
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 BUCKET = "bench-staging"
 CAP_BYTES_PER_S = 20e6
 GB = 1_000_000_000
@@ -82,7 +82,7 @@ class Steps:
     def start(cls, name: str, tensors: int, nbytes: int, env: dict[str, str]) -> Steps:
         python = environments.python_of("s3fs" if name == "s3fs" else "main")
         sizes = json.dumps({"tensors": tensors, "nbytes": nbytes})
-        worker = Worker.start("bench.staging_steps", name, sizes, python=python, env=env)
+        worker = Worker.start("bench.staging.steps", name, sizes, python=python, env=env)
         return cls(name, worker, worker.hear())
 
     def ask(self, do: str, **arguments: Any) -> dict[str, Any]:
@@ -126,7 +126,7 @@ class Staging:
         print_measurement(found)
 
     def scenario(self, name: str, **arguments: Any) -> None:
-        command = [sys.executable, "-m", "bench.staging_worker", name, json.dumps(arguments)]
+        command = [sys.executable, "-m", "bench.staging.worker", name, json.dumps(arguments)]
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment({}), cwd=ROOT) as process:
             assert process.stdout is not None
             for line in process.stdout:

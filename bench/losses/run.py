@@ -1,7 +1,7 @@
 """What each writer and reader loses under the same faults: exceptions, kills, lost answers and flipped bits, counted.
 
-    python bench/losses.py          some minutes on 2 cores; prints a table
-    python bench/losses.py --contenders bucketpoint,s3torchconnector
+    python bench/losses/run.py          some minutes on 2 cores; prints a table
+    python bench/losses/run.py --contenders bucketpoint,s3torchconnector
 
 Every case begins with a checkpoint of one value and saves another one over it, or loads it. A loss is a checkpoint that
 then holds a mix, or the wrong one, or none, or a load that returns other values without an error. An error is no loss.
@@ -22,14 +22,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tools"), str(ROOT / "src")]
 
 import get_minio  # noqa: E402
 from bench import environments  # noqa: E402
 from bench.contenders import CONTENDERS  # noqa: E402
 from bench.endpoints import client_env  # noqa: E402
-from bench.losses_worker import ITEMS  # noqa: E402
+from bench.losses.worker import ITEMS  # noqa: E402
 from bucketpoint.testing import (  # noqa: E402
     CutReply,
     ErrorInBody,
@@ -181,7 +181,7 @@ class Trial:
 @contextmanager
 def worker_of(name: str, server: S3Server, proxy: FaultProxy) -> Iterator[Worker]:
     contender = CONTENDERS[name]
-    script = ROOT / "bench" / "losses_worker.py"
+    script = ROOT / "bench" / "losses" / "worker.py"
     command = [environments.python_of(contender.env), str(script), name, *contender.modules]
     env = {**os.environ, **client_env(server.at(proxy.url)), "OMP_NUM_THREADS": "1", "AWS_MAX_ATTEMPTS": "3"}
     with tempfile.TemporaryFile("w") as errors:

@@ -1,6 +1,6 @@
 """Measures what staging costs the thread that trains. Runs one scenario in a process of its own; no orchestration.
 
-    python -m bench.staging_worker blocked '{"tensors": 2000, "nbytes": 1000000000, "rounds": 15, "seldom": 5}'
+    python -m bench.staging.worker blocked '{"tensors": 2000, "nbytes": 1000000000, "rounds": 15, "seldom": 5}'
 
 Each measurement is one JSON line on standard output: contender, op, where, round, and figures. Contenders take turns
 within one process, in an order that shifts by one each round, and every upload has ended before the next turn.

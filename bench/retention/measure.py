@@ -1,6 +1,6 @@
 """The retention part of the benchmark: what a plan takes, what pruning beside training costs it, and its requests.
 
-Orchestration only. What is measured is in `retention_worker.py`, a process of its own. The server runs on this
+Orchestration only. What is measured is in `retention/worker.py`, a process of its own. The server runs on this
 machine too, so training has one core fewer than there are.
 
 Steps are measured in windows that take turns: without a prune, again without (the control, which tells the noise), and
@@ -21,11 +21,11 @@ from bench import environments
 from bench.endpoints import client_env, proxied
 from bench.lines import Worker
 from bench.requests_seen import kind_of
-from bench.retention_report import print_measurement
+from bench.retention.report import print_measurement
 from bucketpoint.testing.http import Wire
 from bucketpoint.testing.servers import S3Server, minio
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 BUCKET = "bench-retention"
 OBJECTS = 64
 """Of a checkpoint, `.metadata` among them."""
@@ -48,7 +48,7 @@ QUICK = Extent(plans=2, pruned=20, cycles=2, window_s=1.0)
 
 def _start(env: dict[str, str]) -> Worker:
     threads = max(1, len(os.sched_getaffinity(0)) - 1)
-    return Worker.start("bench.retention_worker", json.dumps({"threads": threads}), env=env)
+    return Worker.start("bench.retention.worker", json.dumps({"threads": threads}), env=env)
 
 
 @dataclass

@@ -1,6 +1,6 @@
 """The ranks part of the benchmark: what several ranks save and load together, with bytes counted at the store.
 
-Orchestration only. What a rank does is in `ranks_worker.py`; the ranks are processes of one gloo group on this machine.
+Orchestration only. What a rank does is in `ranks/worker.py`; the ranks are processes of one gloo group on this machine.
 """
 
 from __future__ import annotations
@@ -14,9 +14,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from bench import environments, ranks_worker
+from bench import environments
 from bench.endpoints import client_env, proxied
-from bench.ranks_report import print_measurement
+from bench.ranks import worker as ranks_worker
+from bench.ranks.report import print_measurement
 from bench.requests_seen import kind_of
 from bucketpoint.format.keys import parse_data_path
 from bucketpoint.testing.http import Wire

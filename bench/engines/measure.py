@@ -1,6 +1,6 @@
 """The engines part of the benchmark: boto3 and the CRT at 1 to 64 connections, and s3torchconnector beside them.
 
-Orchestration only. What is measured is in `engines_worker.py`.
+Orchestration only. What is measured is in `engines/worker.py`.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from typing import Any
 
 from bench import environments
 from bench.endpoints import client_env, empty
-from bench.engines_report import ENGINES, OPS, PEER, print_measurement
+from bench.engines.report import ENGINES, OPS, PEER, print_measurement
 from bench.lines import Worker
 from bucketpoint.testing.servers import S3Server, minio
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 BUCKET = "bench-engines"
 CONNECTIONS = (1, 4, 16, 64)
 
@@ -27,7 +27,7 @@ def measure(scratch: Path, fast: Path, binary: Path, *, quick: bool) -> dict[str
     measurements: list[dict[str, Any]] = []
     with minio(binary, tls=True, data=fast / "engines") as server:
         server.client().create_bucket(Bucket=BUCKET)
-        worker = Worker.start("bench.engines_worker")
+        worker = Worker.start("bench.engines.worker")
         try:
             for round_ in range(rounds):
                 for found in _round(worker, server, round_):

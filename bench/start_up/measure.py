@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from bench import environments
-from bench.start_up_report import COMMANDS, print_measurement
+from bench.start_up.report import COMMANDS, print_measurement
 
 ROUNDS, QUICK_ROUNDS = 9, 3
 

@@ -1,6 +1,6 @@
 """The part for stores: bucketpoint and others over the same library, to the same server. Orchestration only.
 
-What is compared is in `MATCHES`, a row each; who saves and loads how is in `stores_worker.py`. Contenders of a match
+What is compared is in `MATCHES`, a row each; who saves and loads how is in `stores/worker.py`. Contenders of a match
 take turns, one run each a round; then each operation runs once through a proxy that writes its requests down.
 """
 
@@ -19,12 +19,12 @@ from bench import environments
 from bench.endpoints import client_env, empty, proxied
 from bench.lines import Worker
 from bench.requests_seen import summary
-from bench.stores_report import print_measurement
+from bench.stores.report import print_measurement
 from bucketpoint.testing.http import Wire
 from bucketpoint.testing.servers import minio
 from gcs_server import fake_gcs
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 BUCKET = "bench-stores"
 OPS = ("save", "load", "quarter0")
 
@@ -100,7 +100,7 @@ class Stores:
     def run(self, match: Match) -> None:
         # gcsfs would ask the emulator for a bucket's type before each operation, in vain: that is not its speed.
         quiet = {"GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT": "false"}
-        worker = Worker.start("bench.stores_worker", python=environments.python_of(match.env), env=quiet)
+        worker = Worker.start("bench.stores.worker", python=environments.python_of(match.env), env=quiet)
         try:
             with match.place(self) as place:
                 if place is None:

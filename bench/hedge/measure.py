@@ -17,7 +17,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from bench import environments
-from bench.hedge_report import print_measurement
+from bench.hedge.report import print_measurement
 from bucketpoint import S3Reader, S3Writer, TransferOptions
 from bucketpoint.testing import Delay, Fault, FaultProxy, Rule, Script, Slow
 from bucketpoint.testing.http import Wire

@@ -1,0 +1,1 @@
+"""The part `hedge` of the benchmark."""

@@ -1,0 +1,1 @@
+"""The part `losses` of the benchmark."""

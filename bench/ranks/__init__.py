@@ -1,0 +1,1 @@
+"""The part `ranks` of the benchmark."""

@@ -1,0 +1,1 @@
+"""The part `retention` of the benchmark."""

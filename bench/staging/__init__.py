@@ -1,0 +1,1 @@
+"""The part `staging` of the benchmark."""

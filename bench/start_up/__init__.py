@@ -1,0 +1,1 @@
+"""The part `start_up` of the benchmark."""

@@ -1,0 +1,1 @@
+"""The part `stores` of the benchmark."""
