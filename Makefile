@@ -41,11 +41,15 @@ demo: $(VENV)/$(STAMP) ## train, kill in the middle of an upload, resume on half
 	@PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python examples/demo.py $(ARGS)
 
 .PHONY: test
-test: $(VENV)/$(STAMP) minio fake-gcs versitygw ## the suite, on moto, MinIO, versitygw and fake-gcs-server
-	@$(PYTEST) -m "not slow" $(ARGS)
+test: $(VENV)/$(STAMP) minio fake-gcs ## every behaviour once, on MinIO and fake-gcs-server: ten minutes on 2 cores
+	@$(PYTEST) -m "not slow and not broad" $(ARGS)
+
+.PHONY: test-broad
+test-broad: $(VENV)/$(STAMP) minio fake-gcs versitygw ## the same on moto, GCS and versitygw, more kills, faults and examples: ten minutes
+	@$(PYTEST) -m "broad and not slow" $(ARGS)
 
 .PHONY: test-full
-test-full: $(VENV)/$(STAMP) minio fake-gcs versitygw ## the suite and what takes long
+test-full: $(VENV)/$(STAMP) minio fake-gcs versitygw ## `test`, `test-broad` and what takes minutes each: an hour
 	@$(PYTEST) $(ARGS)
 
 .PHONY: fuzz

@@ -25,6 +25,7 @@ from bucketpoint.testing.servers import S3Server
 from gcs_server import GCSServer
 from gcs_xml import with_multipart
 from services import Service, proxy_before
+from tiers import mark_broad
 from versitygw_server import versitygw as running_versitygw
 
 pytest_plugins = ["bucketpoint.testing.plugin"]
@@ -45,11 +46,10 @@ hypothesis.settings.load_profile("bucketpoint")
 def pytest_configure(config: pytest.Config) -> None:
     # Here and not in the fixture: in CI one clear line must end the run, not a failure per test.
     try:
-        wanted = {
-            NO_MINIO: get_minio.find(),
-            NO_FAKE_GCS: get_fake_gcs.find(),
-            NO_VERSITYGW: get_versitygw.find(),
-        }
+        wanted = {NO_MINIO: get_minio.find(), NO_FAKE_GCS: get_fake_gcs.find()}
+        # Only broad tests need it: `make test` does not build it.
+        if "not broad" not in config.option.markexpr:
+            wanted[NO_VERSITYGW] = get_versitygw.find()
     except SystemExit as refusal:
         raise pytest.UsageError(str(refusal)) from refusal
     config.stash[_missing] = missing = [said for said, binary in wanted.items() if binary is None]
@@ -60,6 +60,7 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     # The longest first: at the end one worker would run them alone while the other one has nothing left to do.
     items.sort(key=lambda item: "faults" not in item.path.parts)
+    mark_broad(items)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
