@@ -213,7 +213,7 @@ def test_our_planner_lists_every_misfit_before_anything_is_read(service: Service
         "absent is not in the checkpoint",
         "gone.deep is not in the checkpoint",
         "w is [2] in the checkpoint and [3] in the state",
-        "[50000] there",
+        "v is [50000] in the checkpoint and [2, 2] in the state",
         whole,
     ):
         assert text in str(error)

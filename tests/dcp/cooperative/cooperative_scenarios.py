@@ -96,7 +96,7 @@ def load(rank: int, world: int, url: str, planner: str, options: TransferOptions
         "read": count.read,
         "gets": count.gets,
         "explain": reader.explain(),
-        "peak": reader._cooperation.peak_bytes,
+        "peak": 0 if reader._cooperation is None else reader._cooperation.peak_bytes,
     }
 
 

@@ -445,7 +445,7 @@ def test_a_layout_that_the_coordinator_lost_fails_the_save_and_the_next_one_goes
             super().finish(metadata, results)
 
     job.writers[0] = Forgetful(progress=False)
-    with pytest.raises(IncompleteSaveError, match="does not know"):
+    with pytest.raises(IncompleteSaveError, match="does not have"):
         job.save(states(2, 2.0), f"file://{tmp_path}/2")
     assert not (tmp_path / "2" / ".metadata").exists()
     job.writers[0] = BucketWriter(progress=False)

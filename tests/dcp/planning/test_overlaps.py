@@ -142,7 +142,7 @@ def test_what_does_not_fit_is_told_in_the_same_words(hole: bool, target: dict[st
         said.append(str(caught.value))
     assert said[0] == said[1]
     if hole:
-        assert "a has 588 of the 600 elements" in said[1]
+        assert "a has only 588 of the 600 elements" in said[1]
 
 
 def test_keys_that_are_missing_may_be_skipped() -> None:

@@ -78,7 +78,9 @@ def probe(store: FsspecStore, prefix: str) -> Probed:
         found = known(store)
         if found is None:
             found = _tried(store, prefix) if store.ways.creates else Probed(False, False, False)
-            _cache.found.setdefault(store.fs, {})[_bucket(store)] = found
+            # Filesystems of the same settings are equal. The entry must not end with an older one of them.
+            by_bucket = _cache.found.pop(store.fs, {})
+            _cache.found[store.fs] = {**by_bucket, _bucket(store): found}
             if not (found.creates or store.ways.private):
                 logger.warning(
                     "%s has no conditional writes%s: a commit there looks, writes and looks again, which is safe "
