@@ -6,7 +6,7 @@ the time that it takes.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import pytest
 
@@ -14,6 +14,76 @@ FURTHER = frozenset({"moto", "gcs", "gcs_xml", "minio-crt", "versitygw"})
 """Servers and engines that say of S3, or of the code above the stores, what MinIO says."""
 
 ALWAYS_FURTHER = frozenset({"minio-crt", "versitygw"})
+
+
+KEPT: Mapping[str, tuple[str, ...]] = {
+    # Kills, faults and failures: one of each kind.
+    "test_one_rank_is_killed_after_each_request": ("minio-over an old one-THREAD",),
+    "test_four_ranks_are_killed_after_some_requests": (),
+    "test_one_rank_of_four_fails_stalls_or_dies": ("fail-2-minio", "die-2-minio"),
+    "test_a_store_that_stalls_one_rank_keeps_no_other_waiting": (),
+    "test_an_exception_at_each_item_of_each_of_four_ranks_is_raised_by_all": (),
+    "test_one_rank_is_killed_and_the_others_raise": (),
+    "test_a_save_survives_a_fault_at_each_request": (
+        "minio-reset after the store acted-over an old one",
+        "minio-200 with an error in its body0-fresh",
+        "minio-request cut short-fresh",
+    ),
+    "test_a_load_survives_a_fault_at_each_request": (
+        "s3-alone-reply cut short-0.7",
+        "s3-alone-503 SlowDown-",
+        "s3-alone-stall-",
+        "s3-together-reset-",
+    ),
+    "test_a_flipped_bit_at_each_request_is_never_a_value": ("s3-alone-0.6", "s3-together-0.1"),
+    "test_credentials_that_expire_at_each_request_are_told_to_every_rank": ("s3-alone",),
+    "test_a_load_that_asks_twice_survives_a_stall_at_each_request": (),
+    "test_after_a_kill_only_the_objects_on_their_way_are_made_again": (),
+    "test_a_process_that_is_killed_leaves_nothing_that_loads_and_the_next_run_goes_on": ("safetensors",),
+    "test_three_pruners_at_once_some_of_them_killed_end_where_one_does": (),
+    "test_a_rank_that_is_lost_is_named_by_all_others": ("a save, killed",),
+    "test_a_rank_that_stalls_is_named_and_raises_when_it_goes_on": ("save",),
+    "test_a_store_that_stalls_one_rank_makes_all_raise_by_the_deadline": ("minio-save",),
+    "test_a_save_that_has_begun_is_committed_however_the_program_ends": (
+        "falls-0-async_save",
+        "raises-1-dcp",
+        "exit-3-3-manager",
+        "ctrl-c--2-manager",
+    ),
+    "test_sigterm_that_nobody_handles_leaves_the_old_checkpoint": ("manager",),
+    "test_a_last_save_that_fails_once_the_program_is_through_is_in_its_exit_status": ("async_save",),
+    "test_a_checkpoint_process_that_was_killed_is_named_by_its_save_and_by_the_next": (),
+    "test_three_saves_go_well_before_and_after_two_that_fail": (),
+    "test_the_program_tells_what_was_survived": (),
+    # Many examples of one property, and many seeds.
+    "test_every_upload_reads_its_own_step_from_beginning_to_end": (),
+    "test_no_pickle_of_the_corpus_is_read_and_none_runs": (),
+    "test_no_input_does_more_than_raise_an_error_of_ours": (),
+    "test_no_schedule_hangs_or_loses_a_commit_and_each_restart_goes_on": (),
+    "test_any_saved_layout_is_loaded_into_any_other": (),
+    "test_any_saved_layout_is_loaded_into_any_other_through_the_index": (),
+    "test_any_world_size_loads_what_any_other_saved": (),
+    "runTest": (),
+    # Whole programs of which another test shows the parts.
+    "test_a_job_under_torchrun_saves_and_another_one_of_other_size_goes_on": (),
+    "test_the_snippets_of_the_first_pages_run_as_they_stand": ("2",),
+    "test_the_async_save_recipe_saves_and_loads_on_two_ranks": (),
+    "test_the_example_of_the_documents_runs_in_a_project_of_its_own": (),
+    "test_transformers_loads_what_was_exported_and_its_own_is_read": (),
+    "test_a_job_that_saves_beside_training_keeps_what_the_policy_says": ("THREAD-s3",),
+    "test_each_side_may_have_options_of_its_own": (),
+    # Further values of a parameter that lead the same way.
+    "test_every_method_and_every_trigger_answer_alike_on_all_ranks_during_an_upload": ("2-wait", "2-skip"),
+    "test_every_placement_is_loaded_as_plainly_and_read_less": ("small-ours", "default-stock"),
+    "test_a_rank_that_stands_still_is_waited_for_as_long_as_the_group_waits": ("at the start",),
+    "test_each_right_that_is_missing_is_named": ("s3:PutObject-put-fail", "s3:DeleteObject-delete-warn"),
+    "test_what_a_role_may_do_is_tried_and_the_bucket_is_as_before": (
+        "trainer-trainer-failing1",
+        "reader-pruner-failing5",
+    ),
+    "test_resident_memory_and_descriptors_stay_the_same_over_fifty_saves": ("async-shared",),
+}
+"""Parameters with which `make test` runs a test that takes long. With others it is broad; without any, all of it is."""
 
 
 def mark_broad(items: Iterable[pytest.Item]) -> None:
@@ -25,8 +95,14 @@ def mark_broad(items: Iterable[pytest.Item]) -> None:
         # What GCS's own store does is nowhere else to be seen.
         of_gcs = "gcs" in servers and "stores" in item.path.parts
         repeats = bool(servers & FURTHER) and _function(item) in on_minio and "minio" not in servers and not of_gcs
-        if repeats or servers & ALWAYS_FURTHER:
+        if repeats or servers & ALWAYS_FURTHER or _is_left_out(item):
             item.add_marker(pytest.mark.broad)
+
+
+def _is_left_out(item: pytest.Item) -> bool:
+    kept = KEPT.get(getattr(item, "originalname", None) or item.name)
+    callspec = getattr(item, "callspec", None)
+    return kept is not None and (callspec.id if callspec is not None else "") not in kept
 
 
 def _function(item: pytest.Item) -> tuple[str, str]:
