@@ -561,6 +561,16 @@ def test_a_name_that_is_not_an_index_of_ours_is_none(path: str) -> None:
     assert find_ref(encode_metadata(metadata, bucketpoint=facts, index=ref)) is None
 
 
+@pytest.mark.parametrize("number", [b"1", b"3"])
+def test_metadata_that_names_an_index_of_another_format_is_read_itself(number: bytes) -> None:
+    metadata, facts = example()
+    data = encode_metadata(metadata, bucketpoint=facts, index=make_ref(TOKEN, WHOLE))
+    other = data.replace(b"bucketpoint-index/2 ", b"bucketpoint-index/" + number + b" ")
+    assert other != data
+    assert find_ref(other) is None
+    assert decode_metadata(other) == metadata
+
+
 @given(st.binary(max_size=600))
 def test_garbage_names_no_index(data: bytes) -> None:
     assert find_ref(data) is None

@@ -28,7 +28,7 @@ HEAD_BYTES = 128 << 10
 INDEX_GROUP = "index"
 _SEARCHED = 512  # the reference comes after the names of two classes
 _PATTERN = re.compile(
-    rb"\x8c\x11bucketpoint_index\x94\x8c.bucketpoint-index/[12] "
+    rb"\x8c\x11bucketpoint_index\x94\x8c.bucketpoint-index/2 "
     rb"(?P<path>data/[0-9a-f]{2}/[0-9a-f]{12}-0-index-0\.distcp) (?P<size>[0-9]{16}) (?P<digest>[0-9a-f]{64})\x94",
     re.DOTALL,
 )
