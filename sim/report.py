@@ -174,7 +174,7 @@ def _transfers(result: dict[str, Any]) -> Table:
 def _partitions(result: dict[str, Any]) -> Table:
     rows = []
     for ranks in RANKS:
-        for refuse, title in ((False, "wait in line"), (True, "503, botocore's standard mode")):
+        for refuse, title in ((False, "wait in line"), (True, "503, sent again")):
             cells = [
                 _ratio(_store(result, op="save", terabytes=10, ranks=ranks, partitions=count, refuse=refuse))
                 for count in (64, 8, 1)

@@ -4,18 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-# The retries after 503 are those of botocore's standard mode. The product's own loop, `bucketpoint.stores.retry`, is
-# not modelled: it retries a throttled request until the deadline, takes nothing of a quota, and sends fewer at once.
-
-CLIENT_ATTEMPTS = 6
-"""Attempts of one request."""
-
-RETRY_QUOTA, RETRY_COST, RETRY_REFUND = 500, 5, 1
-"""botocore's standard mode: a client's quota, what a retry after 503 takes of it, what a first-time success returns."""
-
-LONGEST_BACKOFF_S = 20.0
-"""botocore's standard mode: a throttled request waits rand(0, 1) * min(2^n, 20) seconds."""
-
 
 @dataclass(frozen=True)
 class Service:

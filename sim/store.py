@@ -11,21 +11,12 @@ from collections import defaultdict, deque
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
-from sim.services import (
-    CLIENT_ATTEMPTS,
-    LONGEST_BACKOFF_S,
-    RETRY_COST,
-    RETRY_QUOTA,
-    RETRY_REFUND,
-    Cluster,
-    Service,
-    ideal_s,
-)
+from sim.limiters import Floats, Ints, Limiters
+from sim.services import Cluster, Service, ideal_s
 
-Ints = NDArray[np.int64]
-Floats = NDArray[np.float64]
+ASK, ACCEPTED, REFUSED = 0, 1, 2
+"""Entries of the calendar: a request is sent, its first byte or its 503 arrives."""
 
 OPEN, PART, COMPLETE = 0, 1, 2
 """What a connection is busy with: CreateMultipartUpload (or the one PUT of a small object), a part, the completion."""
@@ -63,7 +54,7 @@ class Outcome:
         wall_s: from the first rank's start to the last answer; where ranks failed, until the first of them did.
         requests: accepted by the store.
         refused: answered 503.
-        failed: a rank ran out of attempts, which fails the save or load as a whole.
+        failed: a request was not accepted before its deadline, which fails the save or load as a whole.
         peak_per_partition: most requests that one partition accepted within a second.
         admitted: for each partition and step, how many requests it accepted.
     """
@@ -97,8 +88,8 @@ def simulate(
 
     Args:
         partition_of: for each rank and object, the partition of its key, int64[ranks, objects].
-        refuse: answer 503 where a partition is at its rate, as S3 does, and let the client back off as botocore's
-            standard mode does; else requests wait in line at the store.
+        refuse: answer 503 where a partition is at its rate, as S3 does, and let the client send fewer at once and
+            try again, as `bucketpoint.stores.retry` does; else requests wait in line at the store.
         step_s: length of a step; default: a 400th of the ideal time, between 5 and 50 ms.
     """
     bound = ideal_s(work.nbytes * cluster.ranks, cluster, service)
@@ -133,7 +124,6 @@ class _Run:
         self.task = np.zeros(slots, np.int64)
         self.object = np.zeros(slots, np.int64)
         self.part = np.zeros(slots, np.int64)
-        self.attempt = np.zeros(slots, np.int64)
         self.idle = np.ones(slots, bool)
         # A rank's queue: objects in the order in which their parts became ready, and how far it has come.
         self.next_open = np.zeros(ranks, np.int64)
@@ -142,12 +132,12 @@ class _Run:
         self.at_object = np.zeros(ranks, np.int64)
         self.at_part = np.zeros(ranks, np.int64)
         self.parts_left = np.tile(self.parts, ranks)
-        self.quota = np.full(ranks, RETRY_QUOTA, np.int64)
+        self.limiters = Limiters(ranks, cluster.connections)
         self.objects_left = ranks * kinds
         self.lines: list[deque[Ints]] = [deque() for _ in range(service.partitions)]
         self.lined_up = 0
         self.tokens = np.zeros(service.partitions)
-        self.calendar: dict[int, list[tuple[Ints, Floats, bool]]] = defaultdict(list)
+        self.calendar: dict[int, list[tuple[Ints, Floats, int]]] = defaultdict(list)
         self.moving = np.zeros(0, np.int64)
         self.node = np.zeros(0, np.int64)
         self.mark = np.zeros(0)
@@ -156,27 +146,27 @@ class _Run:
         self.admitted: list[Ints] = []
         self.requests = self.refused = 0
         self.nbytes = 0.0
-        self.failed = False
         self.now = self.end = 0.0
         self.at_step = 0
 
     def run(self, bound: float) -> Outcome:
         self._start()
-        while self.objects_left and not self.failed:
+        while self.objects_left and not self.limiters.gave_up:
             self.now = self.at_step * self.step
             finished, times = self._advance()
             asking, asked = self._next_tasks(finished, times)
-            woken = self._woken_to_ask()
-            self._admit(np.concatenate([woken[0], asking]), np.concatenate([woken[1], asked]))
+            self._try_again()
+            woken, woken_at = self._due(ASK)
+            self._admit(np.concatenate([woken, asking]), np.concatenate([woken_at, asked]))
+            self.calendar.pop(self.at_step, None)
             self.at_step += 1
         admitted = np.array(self.admitted, np.int64).T
         window = max(1, round(1 / self.step))
         summed = np.cumsum(np.pad(admitted, ((0, 0), (window, 0))), axis=1)
         peak = int((summed[:, window:] - summed[:, :-window]).max()) if admitted.size else 0
-        wall = self.now if self.failed else self.end
-        return Outcome(
-            wall, bound, self.requests, round(self.nbytes), self.refused, self.failed, peak, self.step, admitted
-        )
+        failed = self.limiters.gave_up
+        wall = self.now if failed else self.end
+        return Outcome(wall, bound, self.requests, round(self.nbytes), self.refused, failed, peak, self.step, admitted)
 
     # -- one step -----------------------------------------------------------------------------------------------------
 
@@ -189,15 +179,14 @@ class _Run:
             self.next_open[:] = self.kinds
         slots = np.arange(ranks * connections)
         taken, times = self._take(slots, np.repeat(starts, connections))
-        self._sleep(taken, times, ask=True)
+        self._schedule(taken, times, ASK)
 
     def _advance(self) -> tuple[Ints, Floats]:
         """Bytes move for one step. Returns the slots whose request ended, in the order in which they did, and when."""
         ended: list[Ints] = []
         moments: list[Floats] = []
-        answered = [(slots, times) for slots, times, ask in self.calendar.get(self.at_step, ()) if not ask]
-        if answered:
-            slots, times = (np.concatenate(each) for each in zip(*answered, strict=True))
+        slots, times = self._due(ACCEPTED)
+        if slots.size:
             body = self._body(slots)
             ended.append(slots[body == 0])
             moments.append(times[body == 0])
@@ -254,11 +243,7 @@ class _Run:
         if not slots.size:
             return slots, times
         self.end = max(self.end, float(times[-1]))
-        if self.refuse:
-            refund = np.where(self.attempt[slots] > 0, RETRY_COST, RETRY_REFUND)
-            np.add.at(self.quota, slots // self.cluster.connections, refund)
-            np.minimum(self.quota, RETRY_QUOTA, out=self.quota)
-        self.attempt[slots] = 0
+        self.limiters.succeeded(slots)
         task, kind = self.task[slots], self.object[slots] % self.kinds
         opened = (task == OPEN) & self.multipart[kind]
         woken, woken_at = self._make_ready(slots[opened], times[opened])
@@ -342,14 +327,22 @@ class _Run:
 
     # -- the store's door ---------------------------------------------------------------------------------------------
 
-    def _woken_to_ask(self) -> tuple[Ints, Floats]:
-        found = [(slots, times) for slots, times, ask in self.calendar.pop(self.at_step, ()) if ask]
-        if not found:
+    def _due(self, kind: int) -> tuple[Ints, Floats]:
+        """The calendar's entries of this kind for this step: the slots, and when."""
+        due = [(slots, times) for slots, times, each in self.calendar.get(self.at_step, ()) if each == kind]
+        if not due:
             return np.zeros(0, np.int64), np.zeros(0)
-        return np.concatenate([slots for slots, _ in found]), np.concatenate([times for _, times in found])
+        return np.concatenate([slots for slots, _ in due]), np.concatenate([times for _, times in due])
+
+    def _try_again(self) -> None:
+        """Let the ranks whose requests were answered 503 wait, and send fewer at once."""
+        slots, times = self._due(REFUSED)
+        if slots.size:
+            self._schedule(slots, self.limiters.refused(slots, times, self.random), ASK)
 
     def _admit(self, slots: Ints, times: Floats) -> None:
         """Partitions accept what their rate allows; the rest waits in line, or is told to come back."""
+        slots, times = self.limiters.enter(slots, times, self.now)
         rate = self.service.writes_per_s if self.work.write else self.service.reads_per_s
         room = max(rate * self.service.burst_s, rate * self.step, 1.0)
         self.tokens = np.minimum(self.tokens + rate * self.step, room)
@@ -388,7 +381,8 @@ class _Run:
             moments.append(times[mine[:now]])
             late = mine[now:]
             if late.size and self.refuse:
-                self._refuse(slots[late], times[late])
+                self.refused += late.size
+                self._schedule(slots[late], times[late] + self._latencies(late.size), REFUSED)
             elif late.size:
                 line.append(slots[late])
                 self.lined_up += late.size
@@ -397,20 +391,7 @@ class _Run:
 
     def _answer(self, slots: Ints, times: Floats) -> None:
         if slots.size:
-            self._sleep(slots, times + self._latencies(slots.size), ask=False)
-
-    def _refuse(self, slots: Ints, times: Floats) -> None:
-        """Answer 503: the client waits and asks again, as long as it has attempts and quota left."""
-        self.refused += slots.size
-        rank = slots // self.cluster.connections
-        np.subtract.at(self.quota, rank, RETRY_COST)
-        self.attempt[slots] += 1
-        if bool((self.attempt[slots] >= CLIENT_ATTEMPTS).any()) or bool((self.quota[rank] < 0).any()):
-            self.failed = True
-            return
-        longest = np.minimum(2.0 ** (self.attempt[slots] - 1), LONGEST_BACKOFF_S)
-        wait = self._latencies(slots.size) + self.random.uniform(0, 1, slots.size) * longest
-        self._sleep(slots, times + wait, ask=True)
+            self._schedule(slots, times + self._latencies(slots.size), ACCEPTED)
 
     def _latencies(self, count: int) -> Floats:
         service = self.service
@@ -419,8 +400,10 @@ class _Run:
         drawn[slow] += self.random.uniform(0.5, 1.5, int(slow.sum())) * service.slow_s
         return drawn
 
-    def _sleep(self, slots: Ints, until: Floats, *, ask: bool) -> None:
-        when = np.maximum((until / self.step).astype(np.int64), self.at_step + (0 if ask and not self.admitted else 1))
+    def _schedule(self, slots: Ints, until: Floats, kind: int) -> None:
+        # Only the first requests of all are sent within the step that schedules them.
+        soonest = self.at_step + (0 if kind == ASK and not self.admitted else 1)
+        when = np.maximum((until / self.step).astype(np.int64), soonest)
         order = np.argsort(when, kind="stable")
         when, slots, until = when[order], slots[order], until[order]
         borders = np.flatnonzero(np.diff(when)) + 1
@@ -428,4 +411,4 @@ class _Run:
             np.split(slots, borders), np.split(until, borders), np.split(when, borders), strict=True
         ):
             if group.size:
-                self.calendar[int(steps[0])].append((group, moments, ask))
+                self.calendar[int(steps[0])].append((group, moments, kind))

@@ -21,6 +21,8 @@ from sim.services import Service
 
 CHUNK_BYTES = 64 << 10
 XML = '<?xml version="1.0" encoding="UTF-8"?>'
+_SLOW_DOWN_BODY = f"{XML}<Error><Code>SlowDown</Code><Message>Please reduce your request rate.</Message></Error>"
+SLOW_DOWN = f"HTTP/1.1 503 Slow Down\r\nContent-Length: {len(_SLOW_DOWN_BODY)}\r\n\r\n{_SLOW_DOWN_BODY}".encode()
 SOCKET_BUFFER_BYTES = 128 << 10
 """Small, so that the kernel does not take what the rates hold back."""
 
@@ -40,10 +42,35 @@ class Line:
 
 
 @dataclass
+class Door:
+    """Requests that are accepted at once, at `rate` a second and `burst` at the same moment."""
+
+    rate: float
+    burst: float
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _tokens: float = 0.0
+    _at: float = field(default_factory=time.monotonic)
+
+    def accepts(self) -> bool:
+        with self._lock:
+            now = time.monotonic()
+            self._tokens = min(self._tokens + (now - self._at) * self.rate, max(self.burst, 1.0))
+            self._at = now
+            accepted = self._tokens >= 1
+            self._tokens -= accepted
+            return accepted
+
+
+@dataclass
 class Endpoint:
-    """The state that all connections share."""
+    """The state that all connections share.
+
+    Attributes:
+        door: answers 503 above its rate; None: requests above the service's rate wait in `requests`.
+    """
 
     service: Service
+    door: Door | None
     requests: Line = field(default_factory=Line)
     bandwidth: Line = field(default_factory=Line)
     objects: dict[str, bytes] = field(default_factory=dict)
@@ -60,8 +87,16 @@ class Endpoint:
                     name, _, value = line.decode("latin-1").partition(":")
                     headers[name.strip().lower()] = value.strip()
                 rate = self.service.reads_per_s if method in ("GET", "HEAD") else self.service.writes_per_s
-                _sleep_until(self.requests.until(1 / rate) + self.service.latency_s)
                 body = bytearray(int(headers.get("content-length", "0")))
+                if self.door is None:
+                    _sleep_until(self.requests.until(1 / rate) + self.service.latency_s)
+                else:
+                    accepted = self.door.accepts()
+                    time.sleep(self.service.latency_s)
+                    if not accepted:
+                        stream.readinto(body)
+                        connection.sendall(SLOW_DOWN)
+                        continue
                 for view in self._paced(memoryview(body)):
                     done = 0
                     while done < len(view):
@@ -115,14 +150,14 @@ class Endpoint:
 
 
 @contextlib.contextmanager
-def running_stub(service: Service) -> Iterator[str]:
-    """Run the endpoint until the block ends; yields its URL."""
+def running_stub(service: Service, *, refuse: bool = False) -> Iterator[str]:
+    """Run the endpoint until the block ends; yields its URL. `refuse`: answer 503 above the rate of writes."""
     listener = socket.socket()
     for option in (socket.SO_RCVBUF, socket.SO_SNDBUF):
         listener.setsockopt(socket.SOL_SOCKET, option, SOCKET_BUFFER_BYTES)
     listener.bind(("127.0.0.1", 0))
     listener.listen(512)
-    process = multiprocessing.get_context("fork").Process(target=_serve, args=(listener, service), daemon=True)
+    process = multiprocessing.get_context("fork").Process(target=_serve, args=(listener, service, refuse), daemon=True)
     process.start()
     try:
         yield f"http://127.0.0.1:{listener.getsockname()[1]}"
@@ -132,9 +167,10 @@ def running_stub(service: Service) -> Iterator[str]:
         listener.close()
 
 
-def _serve(listener: socket.socket, service: Service) -> None:
+def _serve(listener: socket.socket, service: Service, refuse: bool) -> None:
     parent = os.getppid()
-    endpoint = Endpoint(service)
+    door = Door(service.writes_per_s, service.writes_per_s * service.burst_s) if refuse else None
+    endpoint = Endpoint(service, door)
     listener.settimeout(1.0)
     while os.getppid() == parent:
         try:

@@ -15,7 +15,8 @@ from bucketpoint.stores.s3.store import CAPABILITIES
 from bucketpoint.transfer import TransferOptions
 from bucketpoint.transfer.download import Extent, plan_requests
 from bucketpoint.transfer.parts import common_part_bytes, plan_parts
-from sim.store import Ints, ObjectWork, Work
+from sim.limiters import Ints
+from sim.store import ObjectWork, Work
 
 WEIGHTS_SHARE = 0.2
 """bf16 weights beside two fp32 moments: 2 of 10 bytes a parameter."""

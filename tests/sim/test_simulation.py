@@ -11,12 +11,14 @@ from hypothesis import given, settings
 from sim.calibrate import CASES, predicted
 from sim.coordinator import OURS, STOCK, measure
 from sim.layouts import Layout, Model
+from sim.limiters import Limiters
 from sim.loading import CASES as REPLICA_CASES
 from sim.loading import metadata_s
 from sim.services import Cluster, Service, ideal_s
 from sim.store import ObjectWork, Outcome, Work, simulate
 from sim.transfers import load_work, object_sizes, partitions, save_work
 
+from bucketpoint.stores import retry
 from bucketpoint.transfer import TransferOptions
 from sim import report
 
@@ -108,10 +110,50 @@ def test_the_same_seed_gives_the_same_outcome_and_another_seed_another() -> None
     assert one.wall_s != other.wall_s
 
 
-def test_a_client_that_is_refused_too_often_fails_the_save() -> None:
+def test_refused_requests_are_sent_again_until_they_are_accepted() -> None:
     work = save_work(100 * MIB, TransferOptions())
-    assert run(work, replace(BUSY, partitions=1, writes_per_s=5.0), refuse=True).failed
-    assert not run(work, replace(BUSY, partitions=1, writes_per_s=5000.0), refuse=True).failed
+    outcome = run(work, replace(BUSY, partitions=1, writes_per_s=20.0), refuse=True)
+    assert outcome.refused > 0
+    assert not outcome.failed
+    assert outcome.requests == work.requests * CLUSTER.ranks
+    assert outcome.wall_s > run(work, replace(BUSY, partitions=1, writes_per_s=20.0)).wall_s
+
+
+def test_a_save_fails_when_a_request_is_refused_until_its_deadline() -> None:
+    work = save_work(100 * MIB, TransferOptions())
+    outcome = run(work, replace(BUSY, partitions=1, writes_per_s=0.2), refuse=True)
+    assert outcome.failed
+    assert outcome.wall_s == pytest.approx(retry.DEADLINE_S, rel=0.05)
+
+
+@given(events=st.lists(st.tuples(st.integers(0, 3), st.integers(0, 99)), max_size=200))
+@settings(max_examples=50)
+def test_the_simulated_limiter_does_what_the_real_one_does(events: list[tuple[int, int]]) -> None:
+    real, simulated = retry.ConcurrencyLimiter(), Limiters(ranks=2, connections=8)
+    random = np.random.default_rng(0)
+    idle, running, now = list(range(8, 16)), {}, 0.0
+    for kind, which in events:
+        now += 0.01
+        if kind == 0 and idle:
+            simulated.enter(np.array([idle.pop()]), np.array([now]), now)
+        elif kind and running:
+            slot = sorted(running)[which % len(running)]
+            throttled = kind == 1
+            real.leave(running.pop(slot), throttled=throttled, succeeded=not throttled)
+            if throttled:
+                simulated.refused(np.array([slot]), np.array([now]), random)
+            else:
+                simulated.succeeded(np.array([slot]))
+            idle.append(slot)
+        waiting = set(simulated.waiting.tolist())
+        simulated.enter(np.zeros(0, np.int64), np.zeros(0), now)
+        # The real limiter would block where the simulated one lets the request wait.
+        for slot in sorted(set(range(8, 16)) - set(idle) - set(running) - set(simulated.waiting.tolist())):
+            assert len(running) < real.limit
+            running[slot] = real.enter(now)
+        assert not set(simulated.waiting.tolist()) - waiting
+        assert not simulated.waiting.size or len(running) >= real.limit
+        assert simulated.limit(1) == pytest.approx(real.limit)
 
 
 @pytest.mark.parametrize("device", [False, True])

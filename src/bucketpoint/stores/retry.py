@@ -38,7 +38,9 @@ REFUND = 0.5
 
 MOST_REFRESHES = 2
 
-_GROWN_BACK = 2.0
+GROWN_BACK = 2.0
+"""A limit ends when it is so many times the requests that were under way when the service throttled."""
+
 _POLL_S = 0.2
 
 _ends: ContextVar[float | None] = ContextVar("bucketpoint_retry_ends", default=None)
@@ -132,7 +134,7 @@ class ConcurrencyLimiter:
                 self._epoch += 1
             elif succeeded and self._limit < math.inf:
                 self._limit += 1 / self._limit
-                if self._limit >= _GROWN_BACK * self._peak:
+                if self._limit >= GROWN_BACK * self._peak:
                     self._limit, self._peak = math.inf, 0
             self._running -= 1
             self._state.notify_all()
