@@ -41,8 +41,11 @@ demo: $(VENV)/$(STAMP) ## train, kill in the middle of an upload, resume on half
 	@PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python examples/demo.py $(ARGS)
 
 .PHONY: test
-test: $(VENV)/$(STAMP) minio fake-gcs ## every behaviour once, on MinIO and fake-gcs-server: ten minutes on 2 cores
-	@$(PYTEST) -m "not slow and not broad" $(ARGS)
+test: $(VENV)/$(STAMP) ## every behaviour once, on MinIO and fake-gcs-server: ten minutes on 2 cores
+	@# Where the servers must be compiled, the tests that need none do not wait for them.
+	@$(MAKE) --no-print-directory -j2 minio fake-gcs & servers=$$!; status=0; \
+	BUCKETPOINT_OBTAIN_SERVERS=1 $(PYTEST) -m "not slow and not broad" $(ARGS) || status=$$?; \
+	wait $$servers && exit $$status
 
 .PHONY: test-broad
 test-broad: $(VENV)/$(STAMP) minio fake-gcs versitygw ## the same on moto, GCS and versitygw, more kills, faults and examples: ten minutes

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import hypothesis
@@ -34,7 +35,8 @@ NO_MINIO = "there is no MinIO server here: run `make minio`, put `minio` on the 
 NO_FAKE_GCS = "there is no fake-gcs-server here: run `make fake-gcs`, put it on the PATH, or set $FAKE_GCS"
 NO_VERSITYGW = "there is no versitygw here: run `make versitygw`, put it on the PATH, or set $VERSITYGW"
 
-_missing = pytest.StashKey[list[str]]()
+OBTAIN = "BUCKETPOINT_OBTAIN_SERVERS"
+"""Set by `make test`, which downloads or builds the servers beside the tests that need none."""
 
 # No deadline: a slow machine is not a failed test. The blob reproduces a failure that CI found.
 hypothesis.settings.register_profile(
@@ -46,15 +48,19 @@ hypothesis.settings.load_profile("bucketpoint")
 def pytest_configure(config: pytest.Config) -> None:
     # Here and not in the fixture: in CI one clear line must end the run, not a failure per test.
     try:
-        wanted = {NO_MINIO: get_minio.find(), NO_FAKE_GCS: get_fake_gcs.find()}
-        # Only broad tests need it: `make test` does not build it.
-        if "not broad" not in config.option.markexpr:
-            wanted[NO_VERSITYGW] = get_versitygw.find()
+        missing = _missing(config)
     except SystemExit as refusal:
         raise pytest.UsageError(str(refusal)) from refusal
-    config.stash[_missing] = missing = [said for said, binary in wanted.items() if binary is None]
-    if missing and os.environ.get("CI"):
+    if missing and os.environ.get("CI") and not os.environ.get(OBTAIN):
         raise pytest.UsageError(f"CI is set, and {'; '.join(missing)}")
+
+
+def _missing(config: pytest.Config) -> list[str]:
+    wanted = {NO_MINIO: get_minio.find(), NO_FAKE_GCS: get_fake_gcs.find()}
+    # Only broad tests need it: `make test` does not build it.
+    if "not broad" not in config.option.markexpr:
+        wanted[NO_VERSITYGW] = get_versitygw.find()
+    return [remedy for remedy, binary in wanted.items() if binary is None]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -64,10 +70,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    if config.stash[_missing]:
+    if missing := _missing(config):
         terminalreporter.section("INCOMPLETE: tests on real servers were skipped", yellow=True)
-        for said in config.stash[_missing]:
-            terminalreporter.line(said)
+        for remedy in missing:
+            terminalreporter.line(remedy)
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -125,9 +131,15 @@ def moto(bucketpoint_moto: S3Server) -> S3Server:
 @pytest.fixture(scope="session")
 def bucketpoint_minio_binary() -> Path:
     """The one that `make minio` found or built."""
-    binary = get_minio.find()
+    return _binary(get_minio, NO_MINIO)
+
+
+def _binary(server: ModuleType, remedy: str) -> Path:
+    binary: Path | None = server.obtain() if os.environ.get(OBTAIN) else server.find()
     if binary is None:
-        pytest.skip(NO_MINIO)
+        if os.environ.get("CI"):
+            pytest.fail(remedy)
+        pytest.skip(remedy)
     return binary
 
 
@@ -144,10 +156,7 @@ def minio_tls(bucketpoint_minio_binary: Path) -> Iterator[S3Server]:
 
 @pytest.fixture(scope="session")
 def versitygw() -> Iterator[S3Server]:
-    binary = get_versitygw.find()
-    if binary is None:
-        pytest.skip(NO_VERSITYGW)
-    with running_versitygw(binary) as server:
+    with running_versitygw(_binary(get_versitygw, NO_VERSITYGW)) as server:
         yield server
 
 
@@ -155,10 +164,7 @@ def versitygw() -> Iterator[S3Server]:
 def gcs() -> Iterator[GCSServer]:
     """fake-gcs-server, which large objects reach by being composed."""
     pytest.importorskip("google.cloud.storage")
-    binary = get_fake_gcs.find()
-    if binary is None:
-        pytest.skip(NO_FAKE_GCS)
-    with gcs_server.fake_gcs(binary) as server:
+    with gcs_server.fake_gcs(_binary(get_fake_gcs, NO_FAKE_GCS)) as server:
         yield server
 
 

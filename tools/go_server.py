@@ -16,10 +16,16 @@ import sys
 import tarfile
 import tempfile
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from http.client import HTTPException
 from pathlib import Path
+
+try:
+    import fcntl
+except ImportError:
+    fcntl = None  # type: ignore[assignment]
 
 CACHE = Path(__file__).resolve().parent.parent / ".cache" / "bin"
 CONNECT_TIMEOUT_S = 10
@@ -76,12 +82,16 @@ class GoServer:
         return cached if os.access(cached, os.X_OK) else None
 
     def obtain(self, cache: Path = CACHE, *, build: bool = True) -> Path | None:
-        """A binary that is already here, else a downloaded one, else one built from source, else None."""
+        """A binary that is already here, else a downloaded one, else one built from source, else None.
+
+        Of several processes that ask for it, one downloads or builds it, and the others wait.
+        """
         found = self.find(cache)
         if found is not None:
             return found
         cache.mkdir(parents=True, exist_ok=True)
-        return self._download(cache) or (self._build(cache) if build else None)
+        with _locked(cache / f".{self.name}.lock"):
+            return self.find(cache) or self._download(cache) or (self._build(cache) if build else None)
 
     def main(self, description: str | None) -> int:
         """The command line of the tool for this server."""
@@ -171,6 +181,15 @@ class GoServer:
 
     def _say(self, message: str) -> None:
         sys.stderr.write(f"{self.name}: {message}\n")
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    with path.open("w") as file:
+        # Windows has no fcntl; there, two processes may build the same program.
+        if fcntl is not None:
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 def _fetch(url: str, path: Path) -> str:

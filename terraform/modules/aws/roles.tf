@@ -14,7 +14,7 @@ locals {
       "BUCKET", var.bucket),
       "PREFIX/", local.below),
       "arn:aws:", "arn:${local.partition}:"),
-      # A GET names no prefix: without IfExists a missing object would be answered 403 instead of 404. MinIO knows no IfExists.
+      # A GET has no prefix. Without IfExists, S3 would answer 403 instead of 404 for a missing object. MinIO has no IfExists.
       "\"StringLike\"", "\"StringLikeIfExists\""
     )
   }
