@@ -18,7 +18,6 @@ MOST_FILES = 16
 # Still to be split. No file may be added, and none of these may grow.
 LONGER = {
     "src/bucketpoint/dcp/writer.py": 462,
-    "src/bucketpoint/format/pickles/machine.py": 459,
     "src/bucketpoint/stores/s3/store.py": 443,
 }
 

@@ -205,6 +205,8 @@ def crashes() -> dict[str, bytes]:
     escape = global_("builtins", "str") + global_("_codecs", "encode")
     same_hash = b"".join(b"\x8a\x0a" + (n * ((1 << 61) - 1)).to_bytes(10, "little") + b"N" for n in range(1, 2000))
     decimal, million = global_("decimal", "Decimal"), b"J" + struct.pack("<i", 1 << 20)
+    seconds = global_("numpy", "dtype") + text("M8") + b"\x89\x88\x87R"
+    formats = global_("torch.distributed.checkpoint.metadata", "_MEM_FORMAT_ENCODING")
     copies = P4 + b"]\x94(" + b"K\x01" * 5000 + b"e0" + global_("builtins", "tuple") + b"\x94("
     bits = global_("numpy.random._pickle", "__bit_generator_ctor") + text("MT19937") + b"\x85R"
     return {
@@ -236,6 +238,17 @@ def crashes() -> dict[str, bytes]:
         + b".",
         "a doubled tuple as a key": doubled + b"}h\x40Ns.",
         "a doubled tuple in a set": doubled + b"\x8f(h\x40\x90.",
+        "a doubled tuple as a layout": doubled + global_("torch.serialization", "_get_layout") + b"h\x40\x85R.",
+        "a doubled tuple as the safety of an identifier": doubled + global_("uuid", "SafeUUID") + b"h\x40\x85R.",
+        "a doubled tuple as a unit of time": doubled
+        + seconds
+        + (b"(K\x04" + text("<") + b"NNNJ\xff\xff\xff\xffJ\xff\xff\xff\xffK\x00}(h\x40K\x01K\x01K\x01t\x86tb."),
+        "a doubled tuple as a memory format": doubled + formats + b"h\x40\x85R.",
+        "a doubled tuple as the name of a memory format": doubled
+        + (global_("builtins", "getattr") + formats + b"h\x40\x86R."),
+        "a storage beyond all addresses": P4
+        + (b"(" + text("storage") + global_("torch", "DoubleStorage") + text("0") + text("meta"))
+        + (b"\x8a\x08" + struct.pack("<q", (1 << 62) - 1) + b"tQ."),
         "a deep tuple as a key": P4 + b"})" + b"\x85" * 200_000 + b"Ns.",
         "keys of one hash": P4 + b"}(" + same_hash + b"u.",
         "copies of one list": copies + b"h\x01h\x00\x85R" * 2000 + b"t.",

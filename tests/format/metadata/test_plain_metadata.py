@@ -16,7 +16,7 @@ from bucketpoint.checkpoint.summary import summarise
 from bucketpoint.errors import BucketpointError
 from bucketpoint.format.metadata.codec import decode_metadata, record_from_metadata
 from bucketpoint.format.metadata.plain import Dtype, read_metadata, read_record
-from bucketpoint.format.pickles.allow_list import DTYPE_NAMES
+from bucketpoint.format.pickles.torch_names import DTYPE_NAMES
 from security.corpus import bombs, crashes, programs
 
 

@@ -33,8 +33,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
 
 from bucketpoint.format.pickles import dcp_metadata, items
-from bucketpoint.format.pickles.allow_list import ITEM_GLOBALS, METADATA_GLOBALS
 from bucketpoint.format.pickles.items import refused_globals
+from format.pickles.allowed import ITEM_GLOBALS, METADATA_GLOBALS
 
 np = pytest.importorskip("numpy")
 

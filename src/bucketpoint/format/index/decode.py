@@ -19,7 +19,7 @@ from bucketpoint.format import item_info as names
 from bucketpoint.format.index.derived import count_blocks, payload_sizes, size_guess, table_places
 from bucketpoint.format.index.encode import COMPRESSED, HEAD, MAGIC, PARTS, largest_part
 from bucketpoint.format.index.int_columns import CPU, Decoder, Segments, narrow
-from bucketpoint.format.pickles.allow_list import DTYPE_NAMES
+from bucketpoint.format.pickles.torch_names import DTYPE_NAMES
 from bucketpoint.format.tensor_bytes import tensor_bytes
 
 _MAX_DIMS = 64

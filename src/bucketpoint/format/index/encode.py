@@ -31,7 +31,7 @@ from bucketpoint.format.columns import COLUMNS, Columns, IndexColumns, pack
 from bucketpoint.format.index.derived import BYTES_ENTRY, count_blocks, gaps, payload_sizes, size_guess, table_places
 from bucketpoint.format.index.int_columns import CPU, Segments, UnsuitableError, encode, encode_segments, over
 from bucketpoint.format.index.ref import INDEX_ATTRIBUTE
-from bucketpoint.format.pickles.allow_list import DTYPE_NAMES
+from bucketpoint.format.pickles.torch_names import DTYPE_NAMES
 from bucketpoint.format.tensor_bytes import tensor_bytes
 
 MAGIC = b"BPINDEX2"

@@ -129,7 +129,7 @@ def decode_metadata(data: bytes, *, trusted: bool = False, url: str | None = Non
         CheckpointDeletedError: a deletion has replaced the metadata by a deletion marker.
     """
     if not trusted:
-        found: Metadata = interpreted(bytes(data), dcp_metadata.classes(), url)
+        found: Metadata = interpreted(bytes(data), dcp_metadata.vocabulary(), url)
         return found
     refuse_marker(data, url)
     with without_gc():

@@ -14,7 +14,7 @@ from bucketpoint.errors import CheckpointDeletedError, MetadataError, NewerForma
 from bucketpoint.format.keys import parse_data_path
 from bucketpoint.format.metadata.deletion_marker import parse_marker
 from bucketpoint.format.pickles.machine import Machine
-from bucketpoint.format.pickles.metadata_vocabulary import Classes, vocabulary
+from bucketpoint.format.pickles.metadata_vocabulary import MetadataVocabulary
 from bucketpoint.format.pickles.vocabulary import MalformedPickleError, OverspentError
 from bucketpoint.format.record import CommitRecord
 
@@ -144,19 +144,19 @@ def without_gc() -> Iterator[None]:
         gc.enable()
 
 
-def interpreted(data: bytes, classes: Classes, url: str | None) -> Any:
-    """Interpret a metadata pickle, make objects of the given classes and check them.
+def interpreted(data: bytes, vocabulary: MetadataVocabulary, url: str | None) -> Any:
+    """Interpret a metadata pickle, make objects of the vocabulary's classes and check them.
 
     Raises:
         UnsafeDataError, MetadataError, CheckpointDeletedError: as `decode_metadata`.
     """
     refuse_marker(data, url)
     with without_gc():
-        metadata = _run(data, classes, url)
-    if type(metadata) is not classes.kinds["Metadata"]:
+        metadata = _run(data, vocabulary, url)
+    if type(metadata) is not vocabulary.kinds["Metadata"]:
         raise not_metadata(f"it holds a {type(metadata).__name__}", url)
     try:
-        _check(metadata, classes.kinds, url)
+        _check(metadata, vocabulary.kinds, url)
     except (AttributeError, TypeError) as error:
         raise not_metadata(str(error), url) from None
     return metadata
@@ -173,8 +173,8 @@ def refuse_marker(data: bytes, url: str | None) -> None:
         raise CheckpointDeletedError(marker.text, url=url)
 
 
-def _run(data: bytes, classes: Classes, url: str | None) -> Any:
-    machine, reason, found = Machine(data, vocabulary(classes)), None, None
+def _run(data: bytes, vocabulary: MetadataVocabulary, url: str | None) -> Any:
+    machine, reason, found = Machine(data, vocabulary), None, None
     try:
         found = machine.run()
     except OverspentError:

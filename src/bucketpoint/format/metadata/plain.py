@@ -10,15 +10,14 @@ from dataclasses import dataclass, make_dataclass
 from typing import Any
 
 from bucketpoint.format.metadata.facts import interpreted, record_of
-from bucketpoint.format.pickles.allow_list import DTYPE_NAMES
 from bucketpoint.format.pickles.machine import Machine
-from bucketpoint.format.pickles.metadata_vocabulary import Classes
-from bucketpoint.format.pickles.vocabulary import Function, ObjectionError
+from bucketpoint.format.pickles.metadata_vocabulary import MetadataVocabulary
+from bucketpoint.format.pickles.torch_names import DTYPE_NAMES
+from bucketpoint.format.pickles.vocabulary import ObjectionError, Vocabulary, unfit
 from bucketpoint.format.record import CommitRecord
 
 _MAX_DIMS = 64
 _MAX_NAME = 64
-_GET_LAYOUT = Function("torch.serialization._get_layout")
 _BYTES = {"bfloat16": 2, "complex32": 4, "bcomplex32": 4, "bits16": 2, "qint32": 4}
 _NUMBERED = re.compile(r"(complex|float|int|uint)(16|32|64|128)")
 
@@ -94,7 +93,7 @@ def read_metadata(data: bytes, *, url: str | None = None) -> Any:
     Raises:
         UnsafeDataError, MetadataError, CheckpointDeletedError: as `decode_metadata`.
     """
-    return interpreted(bytes(data), classes(), url)
+    return interpreted(bytes(data), vocabulary(), url)
 
 
 def read_record(data: bytes, *, metadata_etag: str | None = None) -> CommitRecord:
@@ -107,15 +106,19 @@ def read_record(data: bytes, *, metadata_etag: str | None = None) -> CommitRecor
 
 
 @functools.cache
-def classes() -> Classes:
-    """Return the plain classes for the names in a `.metadata` pickle."""
+def vocabulary() -> MetadataVocabulary:
+    """Return the vocabulary of a `.metadata` pickle, with the plain classes."""
     kinds: dict[str, type] = {"MetadataIndex": MetadataIndex}
     for name, fields in _FIELDS.items():
         # As in DCP's classes, fields that a pickle leaves out are None.
         kinds[name] = make_dataclass(name, [(field, Any, None) for field in fields.split()], eq=False)
-    names: dict[tuple[str, str], Any] = {("torch", name): Dtype(name) for name in DTYPE_NAMES}
-    names |= {("torch", "Size"): Size, ("torch.serialization", "_get_layout"): _GET_LAYOUT}
-    return Classes(kinds, _set_properties, MemoryFormat, Size, names, {Size: _size, _GET_LAYOUT: _layout})
+    values = Vocabulary()
+    for name in DTYPE_NAMES:
+        values.add(Dtype(name), names=[f"torch.{name}"])
+    values.add(Size, _size, ["torch.Size"])
+    values.parts[Size] = tuple
+    values.function("torch.serialization._get_layout")(_layout)
+    return MetadataVocabulary(kinds, _set_properties, MemoryFormat, values)
 
 
 def _set_properties(machine: Machine, target: Any, state: Any) -> Any:
@@ -127,15 +130,13 @@ def _set_properties(machine: Machine, target: Any, state: Any) -> Any:
     return target
 
 
-def _size(machine: Machine, arguments: Any) -> Size:
-    (numbers,) = arguments
+def _size(machine: Machine, numbers: Any) -> Size:
     if not isinstance(numbers, (tuple, list)) or len(numbers) > _MAX_DIMS or any(type(n) is not int for n in numbers):
-        raise ObjectionError("a shape that no writer makes")
+        raise unfit("a shape")
     return Size(numbers)
 
 
-def _layout(machine: Machine, arguments: Any) -> LayoutName:
-    (name,) = arguments
+def _layout(machine: Machine, name: Any) -> LayoutName:
     if type(name) is not str or len(name) > _MAX_NAME:
-        raise ObjectionError("a layout that no writer makes")
+        raise unfit("a layout")
     return LayoutName(name)

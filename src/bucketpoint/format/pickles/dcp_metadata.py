@@ -19,10 +19,10 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from bucketpoint.format.pickles import metadata_vocabulary, tensors
+from bucketpoint.format.pickles import tensors
 from bucketpoint.format.pickles.machine import Machine
-from bucketpoint.format.pickles.metadata_vocabulary import Classes
-from bucketpoint.format.pickles.vocabulary import ObjectionError, Vocabulary
+from bucketpoint.format.pickles.metadata_vocabulary import MetadataVocabulary
+from bucketpoint.format.pickles.vocabulary import ObjectionError
 
 _HAS_STRIDES = "strides" in {one.name for one in dataclasses.fields(TensorProperties)}
 _KINDS = (
@@ -32,15 +32,10 @@ _KINDS = (
 
 
 @functools.cache
-def classes() -> Classes:
-    """Return the classes of the installed torch."""
-    kinds = {kind.__name__: kind for kind in _KINDS}
-    return Classes(kinds, _set_properties, _MEM_FORMAT_ENCODING, torch.Size, tensors.names(), tensors.makers())
-
-
-def vocabulary() -> Vocabulary:
+def vocabulary() -> MetadataVocabulary:
     """Return the vocabulary of a `.metadata` pickle, with the classes of the installed torch."""
-    return metadata_vocabulary.vocabulary(classes())
+    kinds = {kind.__name__: kind for kind in _KINDS}
+    return MetadataVocabulary(kinds, _set_properties, _MEM_FORMAT_ENCODING, tensors.VALUES)
 
 
 def _set_properties(machine: Machine, target: Any, state: Any) -> Any:

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import functools
-import importlib
+import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from bucketpoint.format.pickles import archive, arrays, plain, tensors
+from bucketpoint.format.pickles import archive, plain, tensors
 from bucketpoint.format.pickles.machine import Machine
-from bucketpoint.format.pickles.vocabulary import MalformedPickleError, OverspentError, Registered, Shell, Vocabulary
+from bucketpoint.format.pickles.vocabulary import MalformedPickleError, OverspentError, Registered, Vocabulary
 
 _LEGACY_MAGIC = 0x1950A86A20F9469CFC6C
 _LEGACY_PROTOCOL = 1001
@@ -96,34 +96,25 @@ def vocabulary(*, distributed: bool = True) -> Vocabulary:
     Args:
         distributed: include the names of DTensors.
     """
-    known, registered = _known(), torch.serialization.get_safe_globals()
-    names = (
-        dict(known.names) if distributed else {key: known.names[key] for key in known.names.keys() - _dtensor_names()}
-    )
-    for item in registered:
+    found = Vocabulary(_known(distributed))
+    for item in torch.serialization.get_safe_globals():
         value, full = item if isinstance(item, tuple) else (item, f"{item.__module__}.{item.__qualname__}")
         module, _, name = full.rpartition(".")
-        if not distributed and (module, name) in _dtensor_names():
-            continue
-        names.setdefault((module, name), Registered(value, called=True))
-    return Vocabulary(names, known.makers, known.changers, known.parts)
+        if distributed or (module, name) not in _dtensor_names():
+            found.names.setdefault((module, name), Registered(value, called=True))
+    return found
 
 
 @functools.cache
-def _known() -> Vocabulary:
-    parts = [plain, tensors, arrays] if arrays.available() else [plain, tensors]
-    names: dict[tuple[str, str], Any] = {}
-    makers: dict[int, Any] = {}
-    changers: dict[type, Any] = {Shell: _build}
-    keys: dict[type, Any] = {}
-    for part in parts:
-        names |= part.names()
-        makers |= {id(called): make for called, make in part.makers().items()}
-        changers |= part.changers()
-        keys |= part.parts()
-    for kind in {type(value) for value in names.values() if isinstance(value, torch.dtype)}:
-        keys[kind] = lambda key: ()
-    return Vocabulary(names | _dtensor_names(), makers, changers, keys)
+def _known(distributed: bool = True) -> Vocabulary:
+    found = Vocabulary(plain.VALUES, tensors.VALUES)
+    if importlib.util.find_spec("numpy") is not None:
+        from bucketpoint.format.pickles import arrays
+
+        found = Vocabulary(found, arrays.VALUES)
+    if distributed:
+        found.names |= _dtensor_names()
+    return found
 
 
 @functools.cache
@@ -138,10 +129,6 @@ def _dtensor_names() -> dict[tuple[str, str], Any]:
             if hasattr(imported, name):
                 found[module, name] = Registered(getattr(imported, name), called=False)
     return found
-
-
-def _build(machine: Machine, shell: Shell, state: Any) -> Any:
-    return shell.build(machine, shell, state)
 
 
 # Reading

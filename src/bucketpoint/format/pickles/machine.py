@@ -17,7 +17,6 @@ from bucketpoint.format.pickles.opcodes import STEPS
 from bucketpoint.format.pickles.vocabulary import (
     REFUSED,
     Deferred,
-    Function,
     MalformedPickleError,
     ObjectionError,
     OverspentError,
@@ -28,12 +27,9 @@ from bucketpoint.format.pickles.vocabulary import (
     name_of,
 )
 
-MAX_DIGITS = 4300
-"""Most digits of a number in decimal text: Python's own limit, beyond which conversion is worse than linear."""
-
 _MAX_KEY_PARTS = 4096
 _MAX_SAME_HASH = 16
-_LONG_TEXT, _LONGEST_NAME = 64, 1024
+_LONG_TEXT = 64
 _HASHED_BYTES, _LISTED_BYTES = 16, 8
 _FREE, _MULTIPLE = 1 << 20, 10
 _MAPPINGS = frozenset({dict, OrderedDict, defaultdict, Counter})
@@ -73,8 +69,7 @@ class Machine:
         self._stack: list[Any] = []
         self._marks: list[int] = []
         self._memo: dict[int, Any] = {}
-        self._hashes: dict[int, Counter[int]] = {}
-        self._hashed: list[Any] = []
+        self._hashes: dict[int, tuple[Any, Counter[int]]] = {}
 
     def run(self) -> Any:
         """Run the pickle and return the value of it.
@@ -86,9 +81,9 @@ class Machine:
         try:
             return self._run()
         except (IndexError, struct.error):
-            raise MalformedPickleError("it breaks off, or its stack underflows") from None
+            raise MalformedPickleError("the pickle ends early, or takes more from its stack than there is") from None
         except UnicodeDecodeError:
-            raise MalformedPickleError("it has text that is none") from None
+            raise MalformedPickleError("a text in the pickle is not valid UTF-8") from None
 
     def _run(self) -> Any:
         # The frequent opcodes are inlined in one loop: metadata of 100,000 items has six million opcodes.
@@ -156,7 +151,7 @@ class Machine:
             else:
                 step = steps.get(code)
                 if step is None:
-                    raise MalformedPickleError(f"it has the opcode 0x{code:02x} at byte {position - 1}")
+                    raise MalformedPickleError(f"byte {position - 1} is not an opcode: 0x{code:02x}")
                 self.position = position
                 step(self)
                 position = self.position
@@ -206,10 +201,8 @@ class Machine:
         self.pay(parts)
         if len(container) < _MAX_SAME_HASH:
             return
-        same = self._hashes.get(id(container))
-        if same is None:
-            same = self._hashes[id(container)] = Counter()
-            self._hashed.append(container)  # kept alive, so that no other container gets its id
+        # The container is kept alive, so that no other one gets its id.
+        _, same = self._hashes.setdefault(id(container), (container, Counter()))
         digest = hash(key)
         same[digest] += 1
         if same[digest] > _MAX_SAME_HASH:
@@ -244,7 +237,7 @@ class Machine:
     def take(self, size: int) -> bytes:
         start, self.position = self.position, self.position + size
         if self.position > len(self.data):
-            raise MalformedPickleError("it breaks off")
+            raise MalformedPickleError("the pickle ends early")
         return self.data[start : self.position]
 
     def number(self, size: int) -> int:
@@ -253,7 +246,7 @@ class Machine:
     def line(self) -> bytes:
         end = self.data.find(b"\n", self.position)
         if end < 0:
-            raise MalformedPickleError("it breaks off")
+            raise MalformedPickleError("the pickle ends early")
         taken = self.data[self.position : end]
         self.position = end + 1
         return taken
@@ -261,8 +254,11 @@ class Machine:
     def push(self, value: Any) -> None:
         self._stack.append(value)
 
-    def pop(self) -> Any:
-        return self._stack.pop()
+    def popped(self, count: int) -> list[Any]:
+        return [self._stack.pop() for _ in range(count)][::-1]
+
+    def top(self) -> Any:
+        return self._stack[-1]
 
     def discard(self) -> None:
         if self._marks and self._marks[-1] == len(self._stack):
@@ -272,7 +268,7 @@ class Machine:
 
     def pop_mark(self) -> int:
         if not self._marks:
-            raise MalformedPickleError("a mark is missing")
+            raise MalformedPickleError("an opcode needs a mark, and the stack has none")
         return self._marks.pop()
 
     def to_mark(self) -> list[Any]:
@@ -286,14 +282,14 @@ class Machine:
         if place > len(self.data):
             # The C unpickler keeps its memo in an array of that length, so such a number could exhaust memory.
             self.refuse(f"<memo number {place}>")
-            raise MalformedPickleError("it numbers more objects than it can hold")
+            raise MalformedPickleError(f"the memo number {place} is larger than the pickle")
         if type(value) is Shell:
             value.places.append(place)
         self._memo[place] = value
 
     def recall(self, place: int) -> Any:
         if place not in self._memo:
-            raise MalformedPickleError("it refers to an object that it has not numbered")
+            raise MalformedPickleError("the pickle refers to an object that it has not numbered")
         return self._memo[place]
 
     def find(self, module: str, name: str) -> Any:
@@ -308,152 +304,102 @@ class Machine:
                 return names[known]
         return self.refuse(f"{renamed[0]}.{renamed[1]}")
 
-    def find_lines(self) -> Any:
-        self.named = True
-        module = self.line().decode("utf-8", "replace")
-        if b"\n" not in self.data[self.position : self.position + _LONGEST_NAME]:
-            # A name that is cut off by the end of the file still counts as named.
-            name = self.data[self.position : self.position + _LONGEST_NAME].decode("utf-8", "replace")
-            self.refuse(f"{module}.{name}")
-            raise MalformedPickleError("it breaks off")
-        return self.find(module, self.line().decode("utf-8", "replace"))
-
-    def find_stacked(self) -> None:
-        name, module = self.pop(), self.pop()
-        if type(name) is str and type(module) is str:
-            self.push(self.find(module, name))
-        else:
-            self.named = True
-            self.push(self.refuse("<a name that is computed>"))
-
-    def extension(self, size: int) -> None:
-        self.named = True
-        self.push(self.refuse(f"<copyreg extension {self.number(size)}>"))
-
     def call(self, function: Any, arguments: Any, *, new: bool = False) -> Any:
         """Make the object that a call returns, or note why the call is refused."""
         if type(arguments) is not tuple:
-            return self.refuse("<a call with what is computed>")
-        maker = self.vocabulary.makers.get(id(function))
+            return self.refuse("<a call whose arguments are not a tuple>")
         self.pay(1 + len(arguments))
+        maker = self.vocabulary.makers.get(id(function))
+        if maker is not None:
+            return self._attempt(maker, *arguments)
+        if type(function) is Registered and (new or function.called):
+            return self.defer(function.value, arguments, new=new)
+        return REFUSED if function is REFUSED else self.refuse(f"<a call of {name_of(function)}>")
+
+    def change(self, target: Any, state: Any) -> Any:
+        """Give an object its state. Returns the object itself, or the one that replaces it."""
+        kind = type(target)
+        self.pay(1 + (len(state) if isinstance(state, (tuple, list, dict)) else 0))
+        changer = target.build if kind is Shell else self.vocabulary.changers.get(kind)
+        if changer is not None:
+            made = self._attempt(changer, target, state)
+            if kind is Shell:
+                for place in target.places:
+                    self._memo[place] = made
+            return made
+        if kind is Deferred:
+            target.change = (state,)
+        else:
+            self._refuse_change(target)
+        return target
+
+    def set_items(self, target: Any, items: list[Any]) -> None:
+        """Set items of a dictionary: keys and values by turns."""
+        if len(items) % 2:
+            raise MalformedPickleError("a key has no value")
+        if type(target) in _MAPPINGS:
+            self._attempt(_set_items, target, items)
+        elif type(target) is Deferred:
+            target.pairs += zip(items[::2], items[1::2], strict=True)
+        else:
+            self._refuse_change(target)
+
+    def append(self, items: list[Any]) -> None:
+        target = self._stack[-1]
+        if type(target) is list or type(target) is deque:
+            target.extend(items)
+        elif type(target) is Deferred:
+            target.items += items
+        else:
+            self._refuse_change(target)
+
+    def add(self, items: list[Any]) -> None:
+        target = self._stack[-1]
+        if type(target) is set:
+            self.fill(target, items)
+        else:
+            self._refuse_change(target)
+
+    def fill(self, target: set[Any], items: Any) -> set[Any]:
+        """Add items to a set, with checks, and return the set."""
+        self._attempt(_add_items, target, items)
+        return target
+
+    def _attempt(self, act: Callable[..., Any], *arguments: Any) -> Any:
+        """Call a function of the vocabulary. Its objections and errors are noted."""
         try:
-            if maker is not None:
-                return maker(self, arguments)
-            if type(function) is Registered and (new or function.called):
-                return self.defer(function.value, arguments, new=new)
+            return act(self, *arguments)
         except ObjectionError as error:
             return self.refuse(f"<{error}>")
         except (OverspentError, MemoryError):
             raise
         except Exception as error:  # noqa: BLE001 - constructors reject arguments with many kinds of errors
-            return self._fault(error)
-        if function is REFUSED:
+            if len(self.faults) < 100:
+                self.faults[f"{type(error).__name__}: {error}"[:300]] = None
             return REFUSED
-        called = function if isinstance(function, type | Function | Registered) else None
-        return self.refuse(
-            "<a call of something that has no name>" if called is None else f"<a call of {name_of(called)}>"
-        )
 
-    def change(self, target: Any, state: Any) -> Any:
-        """Give an object its state. Returns the object itself, or the one that replaces it."""
-        kind = type(target)
-        changer = self.vocabulary.changers.get(kind)
-        self.pay(1 + (len(state) if isinstance(state, (tuple, list, dict)) else 0))
-        try:
-            if changer is not None:
-                made = changer(self, target, state)
-                if kind is Shell:
-                    for place in target.places:
-                        self._memo[place] = made
-                return made
-        except ObjectionError as error:
-            return self.refuse(f"<{error}>")
-        except (OverspentError, MemoryError):
-            raise
-        except Exception as error:  # noqa: BLE001 - as above
-            return self._fault(error)
-        if kind is Deferred:
-            target.change = (state,)
-        elif target is not REFUSED:
-            return self.refuse(f"<a change of {name_of(target)}>")
-        return target
-
-    def set_items(self, target: Any, items: list[Any]) -> None:
-        kind = type(target)
-        if len(items) % 2:
-            raise MalformedPickleError("it has a key without a value")
-        pairs = iter(items)
-        if kind in _MAPPINGS:
-            try:
-                for key, value in zip(pairs, pairs, strict=True):
-                    if type(key) is not str or len(key) > _LONG_TEXT:
-                        self.check_key(key, target)
-                    target[key] = value
-            except ObjectionError as error:
-                self.refuse(f"<{error}>")
-            except (TypeError, AttributeError) as error:
-                self._fault(error)
-        elif kind is Deferred:
-            target.pairs += zip(pairs, pairs, strict=True)
-        elif target is not REFUSED:
+    def _refuse_change(self, target: Any) -> None:
+        if target is not REFUSED:
             self.refuse(f"<a change of {name_of(target)}>")
-
-    def append(self, target: Any, items: list[Any]) -> None:
-        kind = type(target)
-        if kind is list or kind is deque:
-            target.extend(items)
-        elif kind is Deferred:
-            target.items += items
-        elif target is not REFUSED:
-            self.refuse(f"<a change of {name_of(target)}>")
-
-    def add(self, target: Any, items: list[Any]) -> None:
-        if type(target) is not set:
-            if target is not REFUSED:
-                self.refuse(f"<a change of {name_of(target)}>")
-            return
-        self.fill(target, items)
-
-    def fill(self, target: set[Any], items: Any) -> None:
-        """Add items to a set, with checks."""
-        try:
-            for item in items:
-                self.check_key(item, target)
-                target.add(item)
-        except ObjectionError as error:
-            self.refuse(f"<{error}>")
-        except (TypeError, AttributeError) as error:
-            self._fault(error)
-
-    def frozen(self, items: Any) -> Any:
-        """Make a frozenset, with checks."""
-        filled: set[Any] = set()
-        self.fill(filled, items)
-        return frozenset(filled)
 
     def persistent(self, pid: Any) -> None:
         if self._persistent is None:
-            raise MalformedPickleError("it refers to something outside of it")
+            raise MalformedPickleError("the pickle refers to an object outside of it")
         try:
             self.push(self._persistent(pid))
         except ObjectionError as error:
             self.push(self.refuse(f"<{error}>"))
 
-    def text(self, raw: bytes, encoding: str = "utf-8") -> None:
-        try:
-            self.push(raw.decode(encoding, "surrogatepass" if encoding == "utf-8" else "strict"))
-        except UnicodeDecodeError:
-            raise MalformedPickleError("it has text that is none") from None
 
-    def decimal(self, raw: bytes) -> int:
-        if len(raw) > MAX_DIGITS + 2:
-            raise MalformedPickleError("it has a number of very many digits")
-        try:
-            return int(raw, 0) if raw[:1] != b"0" else int(raw)
-        except ValueError:
-            raise MalformedPickleError("it has a number that is none") from None
+def _set_items(machine: Machine, target: Any, items: list[Any]) -> None:
+    pairs = iter(items)
+    for key, value in zip(pairs, pairs, strict=True):
+        if type(key) is not str or len(key) > _LONG_TEXT:
+            machine.check_key(key, target)
+        target[key] = value
 
-    def _fault(self, error: Exception) -> Refused:
-        if len(self.faults) < 100:
-            self.faults[f"{type(error).__name__}: {error}"[:300]] = None
-        return REFUSED
+
+def _add_items(machine: Machine, target: set[Any], items: Any) -> None:
+    for item in items:
+        machine.check_key(item, target)
+        target.add(item)

@@ -3,47 +3,29 @@
 from __future__ import annotations
 
 import enum
-import functools
 import os
-import pathlib
-from collections import OrderedDict
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from bucketpoint.format.pickles import plain
-from bucketpoint.format.pickles.allow_list import METADATA_GLOBALS
 from bucketpoint.format.pickles.machine import Machine
-from bucketpoint.format.pickles.vocabulary import Change, Function, Make, ObjectionError, Vocabulary
+from bucketpoint.format.pickles.torch_names import DTYPE_NAMES
+from bucketpoint.format.pickles.vocabulary import Change, ObjectionError, Vocabulary, name_of, unfit
 
 _DCP, _FILES = "torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem"
 _BEFORE_TORCH_2_2 = "torch.distributed._shard.sharded_tensor.metadata"
 _PROPERTIES = "TensorProperties"
 _FIELD_BYTES = 16
 
-_ENCODING = Function(f"{_DCP}._MEM_FORMAT_ENCODING")
-_GETATTR = Function("builtins.getattr")
-_FOREIGN_PATH = Function("multistorageclient.pathlib.MultiStoragePath")
-
-
-@dataclass(frozen=True, eq=False)
-class Classes:
-    """Classes that stand for the names in a pickle.
-
-    Attributes:
-        kinds: DCP's dataclasses, by their names.
-        set_properties: gives a `TensorProperties` its state.
-        encoding: enumeration of memory formats.
-        size: the class of shapes.
-        names, makers: torch's own names: data types, layouts and sizes.
-    """
-
-    kinds: Mapping[str, type]
-    set_properties: Change
-    encoding: type[enum.Enum]
-    size: type
-    names: Mapping[tuple[str, str], Any]
-    makers: Mapping[Any, Make]
+_VALUES = {
+    ("collections", "OrderedDict"),  # a flatten mapping may be ordered
+    *(("torch", name) for name in (*DTYPE_NAMES, "Size")),
+    ("torch.serialization", "_get_layout"),
+    # A checkpoint_id may be a path.
+    *((f"pathlib{private}", f"{kind}Path") for private in ("", "._local") for kind in ("Posix", "PurePosix")),
+    *((f"pathlib{private}", f"{kind}Path") for private in ("", "._local") for kind in ("Windows", "PureWindows")),
+}
+"""Names beside those of DCP's own classes."""
 
 
 class ForeignPath(os.PathLike[str]):
@@ -55,59 +37,50 @@ class ForeignPath(os.PathLike[str]):
         return self._text
 
 
-@functools.cache
-def vocabulary(classes: Classes) -> Vocabulary:
-    """Return the vocabulary of a `.metadata` pickle."""
-    kinds = {name: kind for name, kind in classes.kinds.items() if name != _PROPERTIES}
-    calls = {name: Function(f"{_module(name)}.{name}") for name in classes.kinds}
-    names: dict[tuple[str, str], Any] = {
-        **{key: value for key, value in (plain.names() | {**classes.names}).items() if key in METADATA_GLOBALS},
-        **{(_module(name), name): called for name, called in calls.items()},
-        (_BEFORE_TORCH_2_2, _PROPERTIES): calls[_PROPERTIES],
-        **{(module, "getattr"): _GETATTR for module in ("builtins", "__builtin__")},
-        (_DCP, "_MEM_FORMAT_ENCODING"): _ENCODING,
-        (_BEFORE_TORCH_2_2, "MEM_FORMAT_ENCODING"): _ENCODING,
-        ("multistorageclient.pathlib", "MultiStoragePath"): _FOREIGN_PATH,
-    }
+class MetadataVocabulary(Vocabulary):
+    """The vocabulary of a `.metadata` pickle.
 
-    def member(machine: Machine, arguments: Any) -> Any:
-        (value,) = arguments
-        return classes.encoding(value)
+    Args:
+        kinds: classes that stand for DCP's dataclasses, by their names.
+        set_properties: gives a `TensorProperties` its state.
+        encoding: enumeration of memory formats.
+        values: torch's own names: data types, layouts and sizes.
+    """
 
-    def named_member(machine: Machine, arguments: Any) -> Any:
-        # Python 3.11.0 to 3.11.3 pickle a member of an enumeration as a getattr.
-        kind, name = arguments
-        if kind is not _ENCODING:
-            raise ObjectionError("getattr of something else than a memory format")
-        return classes.encoding[name]
+    def __init__(
+        self, kinds: Mapping[str, type], set_properties: Change, encoding: type[enum.Enum], values: Vocabulary
+    ) -> None:
+        super().__init__(plain.VALUES, values)
+        self.kinds = kinds
+        self.names = {name: value for name, value in self.names.items() if name in _VALUES}
+        for name, kind in kinds.items():
+            module = _FILES if name.startswith("_") else _DCP
+            known = [f"{module}.{name}"] + [f"{_BEFORE_TORCH_2_2}.{name}"] * (name == _PROPERTIES)
+            self.function(*known)(_empty(kind))
+            self.changers[kind] = _set_fields
+        self.changers[kinds[_PROPERTIES]] = set_properties
+        self.parts[kinds["MetadataIndex"]] = lambda key: (key.fqn, key.offset, key.index)
+        self.function("multistorageclient.pathlib.MultiStoragePath")(_empty(ForeignPath))
+        self.changers[ForeignPath] = _set_path
 
-    made: dict[Any, Make] = {
-        **{called: _empty(classes.kinds[name]) for name, called in calls.items()},
-        _FOREIGN_PATH: _empty(ForeignPath),
-        _ENCODING: member,
-        _GETATTR: named_member,
-    }
-    checked = plain.makers() | {**classes.makers}
-    made |= {called: make for called, make in checked.items() if any(called is value for value in names.values())}
-    return Vocabulary(
-        names,
-        {id(called): make for called, make in made.items()},
-        {
-            **dict.fromkeys(kinds.values(), _set_fields),
-            classes.kinds[_PROPERTIES]: classes.set_properties,
-            ForeignPath: _set_path,
-            OrderedDict: plain.set_attributes,
-        },
-        {classes.kinds["MetadataIndex"]: _hashed, classes.size: tuple, pathlib.PurePosixPath: lambda key: ()},
-    )
+        @self.function(f"{_DCP}._MEM_FORMAT_ENCODING", f"{_BEFORE_TORCH_2_2}.MEM_FORMAT_ENCODING")
+        def member(machine: Machine, value: Any) -> Any:
+            if type(value) is not int:
+                raise unfit("a memory format")
+            return encoding(value)
+
+        known_encoding = self.names[_DCP, "_MEM_FORMAT_ENCODING"]
+
+        @self.function("builtins.getattr", "__builtin__.getattr")
+        def named_member(machine: Machine, kind: Any, name: Any) -> Any:
+            # Python 3.11.0 to 3.11.3 pickle a member of an enumeration as a getattr. No other getattr is made.
+            if kind is not known_encoding or type(name) is not str:
+                raise ObjectionError("getattr of something else than a memory format")
+            return encoding[name]
 
 
-def _module(name: str) -> str:
-    return _FILES if name.startswith("_") else _DCP
-
-
-def _empty(kind: type) -> Make:
-    def make(machine: Machine, arguments: Any) -> Any:
+def _empty(kind: type) -> Any:
+    def make(machine: Machine, *arguments: Any) -> Any:
         if arguments:
             raise ObjectionError(f"a call of {kind.__name__} with arguments")
         return object.__new__(kind)
@@ -117,7 +90,7 @@ def _empty(kind: type) -> Make:
 
 def _set_fields(machine: Machine, target: Any, state: Any) -> Any:
     if type(state) is not dict:
-        raise ObjectionError(f"a state of {type(target).__name__} that is none")
+        raise unfit(f"a state of {name_of(type(target))}")
     machine.pay(_FIELD_BYTES * len(state))
     # Most of these classes are frozen, and none has a `__setstate__`.
     target.__dict__.update(state)
@@ -129,7 +102,3 @@ def _set_path(machine: Machine, target: ForeignPath, state: Any) -> ForeignPath:
         raise ObjectionError("a path without a text")
     target._text = state["_path"]
     return target
-
-
-def _hashed(key: Any) -> tuple[Any, ...]:
-    return key.fqn, key.offset, key.index

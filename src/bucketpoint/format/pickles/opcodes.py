@@ -13,12 +13,44 @@ from bucketpoint.format.pickles.vocabulary import MalformedPickleError
 if TYPE_CHECKING:
     from bucketpoint.format.pickles.machine import Machine
 
+MAX_DIGITS = 4300
+"""Most digits of a number in decimal text: Python's own limit, beyond which conversion is worse than linear."""
+
+_LONGEST_NAME = 1024
 
 Step = Callable[["Machine"], Any]
 
 
+def _global(machine: Machine) -> Any:
+    machine.named = True
+    module = machine.line().decode("utf-8", "replace")
+    ahead = machine.data[machine.position : machine.position + _LONGEST_NAME]
+    if b"\n" not in ahead:
+        # A name that is cut off by the end of the file still counts as named.
+        machine.refuse(f"{module}.{ahead.decode('utf-8', 'replace')}")
+        raise MalformedPickleError("the pickle ends early")
+    return machine.find(module, machine.line().decode("utf-8", "replace"))
+
+
+def _stack_global(machine: Machine) -> None:
+    module, name = machine.popped(2)
+    if type(name) is str and type(module) is str:
+        machine.push(machine.find(module, name))
+    else:
+        machine.named = True
+        machine.push(machine.refuse("<a name that is not text>"))
+
+
+def _extension(size: int) -> Step:
+    def step(machine: Machine) -> None:
+        machine.named = True
+        machine.push(machine.refuse(f"<copyreg extension {machine.number(size)}>"))
+
+    return step
+
+
 def _instance(machine: Machine) -> None:
-    found = machine.find_lines()
+    found = _global(machine)
     machine.push(machine.call(found, tuple(machine.to_mark())))
 
 
@@ -28,77 +60,64 @@ def _obj(machine: Machine) -> None:
 
 
 def _newobj_ex(machine: Machine) -> None:
-    named, arguments, function = machine.pop(), machine.pop(), machine.pop()
+    function, arguments, named = machine.popped(3)
     if type(named) is not dict or named:
         machine.push(machine.refuse("<a call with named arguments>"))
     else:
         machine.push(machine.call(function, arguments, new=True))
 
 
-def _duplicate(machine: Machine) -> None:
-    value = machine.pop()
-    machine.push(value)
-    machine.push(value)
-
-
 def _set_item(machine: Machine) -> None:
-    value, key = machine.pop(), machine.pop()
-    target = machine.pop()
-    machine.push(target)
-    machine.set_items(target, [key, value])
+    items = machine.popped(2)
+    machine.set_items(machine.top(), items)
 
 
-def _on_top(method: str, *, single: bool = False) -> Step:
-    def step(machine: Machine) -> None:
-        items = [machine.pop()] if single else machine.to_mark()
-        target = machine.pop()
-        machine.push(target)
-        getattr(machine, method)(target, items)
-
-    return step
-
-
-def _tuple3(machine: Machine) -> None:
-    third, second, first = machine.pop(), machine.pop(), machine.pop()
-    machine.push((first, second, third))
-
-
-def _dict_to_mark(machine: Machine) -> None:
-    items = machine.to_mark()
+def _dict(machine: Machine) -> None:
     made: dict[Any, Any] = {}
-    machine.set_items(made, items)
+    machine.set_items(made, machine.to_mark())
     machine.push(made)
 
 
-def _sized(width: int, made: Callable[[Machine, bytes], Any]) -> Step:
-    return lambda machine: made(machine, machine.take(machine.number(width)))
+def _sized(width: int, made: Callable[[bytes], Any]) -> Step:
+    return lambda machine: machine.push(made(machine.take(machine.number(width))))
 
 
-def _long(width: int) -> Step:
-    return _sized(width, lambda m, raw: m.push(int.from_bytes(raw, "little", signed=True)))
+def _text(raw: bytes) -> str:
+    return raw.decode("utf-8", "surrogatepass")
 
 
-def _float_line(machine: Machine) -> None:
-    try:
-        machine.push(float(machine.line()))
-    except ValueError:
-        raise MalformedPickleError("it has a number that is none") from None
+def _signed(raw: bytes) -> int:
+    return int.from_bytes(raw, "little", signed=True)
 
 
-def _int_line(machine: Machine) -> None:
-    raw = machine.line()
-    machine.push({b"00": False, b"01": True}[raw] if raw in (b"00", b"01") else machine.decimal(raw))
+def _decimal(raw: bytes) -> int:
+    if len(raw) > MAX_DIGITS + 2:
+        raise MalformedPickleError(f"a number has more than {MAX_DIGITS} digits")
+    return int(raw, 0) if raw[:1] != b"0" else int(raw)
 
 
-def _string_line(machine: Machine) -> None:
-    raw = machine.line().strip()
+def _int(raw: bytes) -> int:
+    return {b"00": False, b"01": True}[raw] if raw in (b"00", b"01") else _decimal(raw)
+
+
+def _string(raw: bytes) -> str:
+    raw = raw.strip()
     if len(raw) < 2 or raw[:1] != raw[-1:] or raw[:1] not in (b"'", b'"'):
-        raise MalformedPickleError("it has text that is none")
+        raise ValueError("a string has no quotes")
+    unescaped: Any = codecs.escape_decode(raw[1:-1])
+    return _text(unescaped[0])
+
+
+def _line(machine: Machine, made: Callable[[bytes], Any]) -> Any:
+    """Convert a line of text, in which protocol 0 has numbers and strings."""
     try:
-        unescaped: Any = codecs.escape_decode(raw[1:-1])
-    except ValueError:
-        raise MalformedPickleError("it has text that is none") from None
-    machine.text(unescaped[0])
+        return made(machine.line())
+    except ValueError as error:
+        raise MalformedPickleError(str(error)[:300]) from None
+
+
+def _pushed(made: Callable[[bytes], Any]) -> Step:
+    return lambda machine: machine.push(_line(machine, made))
 
 
 _BY_NAME: dict[str, Step] = {
@@ -106,51 +125,51 @@ _BY_NAME: dict[str, Step] = {
     "FRAME": lambda m: m.take(8),
     "POP": lambda m: m.discard(),
     "POP_MARK": lambda m: m.to_mark(),
-    "DUP": _duplicate,
-    "PUT": lambda m: m.memoize(m.decimal(m.line())),
+    "DUP": lambda m: m.push(m.top()),
+    "PUT": lambda m: m.memoize(_line(m, _decimal)),
     "BINPUT": lambda m: m.memoize(m.number(1)),
     "LONG_BINPUT": lambda m: m.memoize(m.number(4)),
-    "GET": lambda m: m.push(m.recall(m.decimal(m.line()))),
+    "GET": lambda m: m.push(m.recall(_line(m, _decimal))),
     "NONE": lambda m: m.push(None),
     "NEWTRUE": lambda m: m.push(True),
     "NEWFALSE": lambda m: m.push(False),
-    "INT": _int_line,
-    "LONG": lambda m: m.push(m.decimal(m.line().removesuffix(b"L"))),
-    "LONG1": _long(1),
-    "LONG4": _long(4),
-    "FLOAT": _float_line,
+    "INT": _pushed(_int),
+    "LONG": _pushed(lambda raw: _decimal(raw.removesuffix(b"L"))),
+    "LONG1": _sized(1, _signed),
+    "LONG4": _sized(4, _signed),
+    "FLOAT": _pushed(float),
     "BINFLOAT": lambda m: m.push(struct.unpack(">d", m.take(8))[0]),
-    "STRING": _string_line,
-    "BINSTRING": _sized(4, lambda m, raw: m.text(raw)),
-    "SHORT_BINSTRING": _sized(1, lambda m, raw: m.text(raw)),
-    "UNICODE": lambda m: m.text(m.line(), "raw-unicode-escape"),
-    "BINUNICODE": _sized(4, lambda m, raw: m.text(raw)),
-    "BINUNICODE8": _sized(8, lambda m, raw: m.text(raw)),
-    "SHORT_BINBYTES": _sized(1, lambda m, raw: m.push(raw)),
-    "BINBYTES": _sized(4, lambda m, raw: m.push(raw)),
-    "BINBYTES8": _sized(8, lambda m, raw: m.push(raw)),
-    "BYTEARRAY8": _sized(8, lambda m, raw: m.push(bytearray(raw))),
+    "STRING": _pushed(_string),
+    "BINSTRING": _sized(4, _text),
+    "SHORT_BINSTRING": _sized(1, _text),
+    "UNICODE": _pushed(lambda raw: raw.decode("raw-unicode-escape")),
+    "BINUNICODE": _sized(4, _text),
+    "BINUNICODE8": _sized(8, _text),
+    "SHORT_BINBYTES": _sized(1, bytes),
+    "BINBYTES": _sized(4, bytes),
+    "BINBYTES8": _sized(8, bytes),
+    "BYTEARRAY8": _sized(8, bytearray),
     "EMPTY_LIST": lambda m: m.push([]),
     "EMPTY_SET": lambda m: m.push(set()),
     "LIST": lambda m: m.push(m.to_mark()),
-    "DICT": _dict_to_mark,
+    "DICT": _dict,
     "TUPLE": lambda m: m.push(tuple(m.to_mark())),
-    "TUPLE3": _tuple3,
-    "FROZENSET": lambda m: m.push(m.frozen(m.to_mark())),
-    "APPEND": _on_top("append", single=True),
-    "APPENDS": _on_top("append"),
-    "ADDITEMS": _on_top("add"),
+    "TUPLE3": lambda m: m.push(tuple(m.popped(3))),
+    "FROZENSET": lambda m: m.push(frozenset(m.fill(set(), m.to_mark()))),
+    "APPEND": lambda m: m.append(m.popped(1)),
+    "APPENDS": lambda m: m.append(m.to_mark()),
+    "ADDITEMS": lambda m: m.add(m.to_mark()),
     "SETITEM": _set_item,
-    "GLOBAL": lambda m: m.push(m.find_lines()),
-    "STACK_GLOBAL": lambda m: m.find_stacked(),
+    "GLOBAL": lambda m: m.push(_global(m)),
+    "STACK_GLOBAL": _stack_global,
     "INST": _instance,
     "OBJ": _obj,
     "NEWOBJ_EX": _newobj_ex,
-    "EXT1": lambda m: m.extension(1),
-    "EXT2": lambda m: m.extension(2),
-    "EXT4": lambda m: m.extension(4),
+    "EXT1": _extension(1),
+    "EXT2": _extension(2),
+    "EXT4": _extension(4),
     "PERSID": lambda m: m.persistent(m.line().decode("ascii", "replace")),
-    "BINPERSID": lambda m: m.persistent(m.pop()),
+    "BINPERSID": lambda m: m.persistent(m.popped(1)[0]),
 }
 
 STEPS: dict[int, Step] = {

@@ -11,9 +11,18 @@ from typing import Any
 import torch
 from torch.storage import TypedStorage
 
-from bucketpoint.format.pickles.allow_list import DTYPE_NAMES, STORAGE_TYPE_NAMES
 from bucketpoint.format.pickles.machine import Machine
-from bucketpoint.format.pickles.vocabulary import Change, Deferred, Function, Make, ObjectionError, Registered, unfit
+from bucketpoint.format.pickles.plain import set_attributes
+from bucketpoint.format.pickles.torch_names import DTYPE_NAMES, STORAGE_TYPE_NAMES
+from bucketpoint.format.pickles.vocabulary import (
+    Deferred,
+    Function,
+    ObjectionError,
+    Registered,
+    Vocabulary,
+    unfit,
+    whole,
+)
 
 _MAX_DIMS = 64
 _MAX_NUMBER = 1 << 62
@@ -24,15 +33,9 @@ _QSCHEMES = (
     *("per_tensor_affine", "per_tensor_symmetric", "per_channel_affine", "per_channel_symmetric"),
     "per_channel_affine_float_qparams",
 )
-_REBUILDERS = (
-    *("_rebuild_tensor", "_rebuild_tensor_v2", "_rebuild_tensor_v3", "_rebuild_parameter"),
-    *("_rebuild_parameter_with_state", "_rebuild_qtensor", "_rebuild_sparse_tensor", "_rebuild_nested_tensor"),
-    *("_rebuild_meta_tensor_no_storage", "_rebuild_device_tensor_from_numpy", "_rebuild_wrapper_subclass"),
-    "_rebuild_device_tensor_from_cpu_tensor",
-)
-_FUNCTIONS = {name: Function(f"torch._utils.{name}") for name in _REBUILDERS}
-_FROM_TYPE = Function("torch._tensor._rebuild_from_type_v2")
-_GET_LAYOUT = Function("torch.serialization._get_layout")
+
+VALUES = Vocabulary()
+"""Tensors, which are laid over the storages of the item once their bounds were checked, and torch's constants."""
 
 
 def _numbers(values: Any) -> tuple[int, ...]:
@@ -83,30 +86,25 @@ def _laid(machine: Machine, storage: Any, dtype: Any, offset: Any, shape: Any, s
     return torch.empty((0,), dtype=kind, device=untyped.device).set_(untyped, first, size, steps)
 
 
-def _tensor(machine: Machine, arguments: Any) -> torch.Tensor:
-    storage, offset, shape, strides = arguments
+@VALUES.function("torch._utils._rebuild_tensor")
+def _tensor(machine: Machine, storage: Any, offset: Any, shape: Any, strides: Any) -> torch.Tensor:
     return _laid(machine, storage, None, offset, shape, strides)
 
 
-def _tensor_v2(machine: Machine, arguments: Any) -> torch.Tensor:
-    storage, offset, shape, strides, requires_grad, hooks, *metadata = arguments
-    return _finished(_laid(machine, storage, None, offset, shape, strides), requires_grad, hooks, metadata)
+@VALUES.function("torch._utils._rebuild_tensor_v2")
+def _tensor_v2(machine: Machine, storage: Any, offset: Any, shape: Any, strides: Any, *rest: Any) -> torch.Tensor:
+    return _finished(_laid(machine, storage, None, offset, shape, strides), *rest)
 
 
-def _tensor_v3(machine: Machine, arguments: Any) -> torch.Tensor:
-    storage, offset, shape, strides, requires_grad, hooks, dtype, *metadata = arguments
-    return _finished(_laid(machine, storage, _dtype(dtype), offset, shape, strides), requires_grad, hooks, metadata)
+@VALUES.function("torch._utils._rebuild_tensor_v3")
+def _tensor_v3(machine: Machine, storage: Any, offset: Any, shape: Any, strides: Any, *rest: Any) -> torch.Tensor:
+    requires_grad, hooks, dtype, *bits = rest
+    return _finished(_laid(machine, storage, _dtype(dtype), offset, shape, strides), requires_grad, hooks, *bits)
 
 
-def _finished(made: torch.Tensor, requires_grad: Any, hooks: Any, metadata: list[Any]) -> torch.Tensor:
+def _finished(made: torch.Tensor, requires_grad: Any, hooks: Any, bits: Any = None) -> torch.Tensor:
     _check_hooks(hooks)
-    bits = metadata[0] if metadata else None
-    if (
-        len(metadata) > 1
-        or not (bits is None or type(bits) is dict)
-        or len(bits or ()) > 2
-        or set(bits or ()) - {"conj", "neg"}
-    ):
+    if bits is not None and (type(bits) is not dict or not bits.keys() <= {"conj", "neg"}):
         raise unfit("a tensor of other bits")
     if bits and _flag(bits.get("conj", False)):
         made = made.conj()
@@ -121,29 +119,19 @@ def _plain(value: Any) -> torch.Tensor:
     return value  # type: ignore[no-any-return]
 
 
-def _parameter(machine: Machine, arguments: Any) -> torch.nn.Parameter:
-    data, requires_grad, hooks, *state = arguments
+@VALUES.function("torch._utils._rebuild_parameter")
+@VALUES.function("torch._utils._rebuild_parameter_with_state")
+def _parameter(machine: Machine, data: Any, requires_grad: Any, hooks: Any, state: Any = None) -> torch.nn.Parameter:
     machine.pay(_TENSOR_BYTES)
     _check_hooks(hooks)
     made = torch.nn.Parameter(_plain(data), _flag(requires_grad))
-    return _with_state(machine, made, state[0]) if state else made
-
-
-def _with_state(machine: Machine, made: Any, state: Any) -> Any:
-    if type(state) is tuple and len(state) == 2 and not state[1]:
-        state = state[0]
-    if not state:
-        return made
-    if type(state) is not dict or any(type(name) is not str or name.startswith("__") for name in state):
-        raise ObjectionError("a state of a tensor")
-    machine.pay_for(state, hashed=True)
-    vars(made).update(state)
+    set_attributes(machine, made, state)
     return made
 
 
-def _from_type(machine: Machine, arguments: Any) -> Any:
-    function, kind, given, state = arguments
-    if not any(function is known for known in _FUNCTIONS.values()) or type(given) is not tuple:
+@VALUES.function("torch._tensor._rebuild_from_type_v2")
+def _from_type(machine: Machine, function: Any, kind: Any, given: Any, state: Any) -> Any:
+    if not (type(function) is Function and function.__name__.startswith("torch._utils.")) or type(given) is not tuple:
         raise ObjectionError("torch._tensor._rebuild_from_type_v2 of another function")
     made = machine.call(function, given)
     if isinstance(made, Deferred):
@@ -156,19 +144,22 @@ def _from_type(machine: Machine, arguments: Any) -> Any:
         if kind is not torch.nn.Parameter and kind is not torch.Tensor:
             raise ObjectionError("torch._tensor._rebuild_from_type_v2 of another class")
         made = made.as_subclass(kind)
-    return _with_state(machine, made, state)
+    return set_attributes(machine, made, state)
 
 
-def _wrapper(machine: Machine, arguments: Any) -> Deferred:
-    kind, dtype, shape, strides, offset, layout, device, requires_grad = arguments
+@VALUES.function("torch._utils._rebuild_wrapper_subclass")
+def _wrapper(machine: Machine, kind: Any, dtype: Any, shape: Any, strides: Any, *rest: Any) -> Deferred:
+    offset, layout, device, requires_grad = rest
     _dtype(dtype), _numbers(shape), _numbers(strides), _numbers((offset,)), _flag(requires_grad)
     if type(kind) is not Registered or type(layout) is not torch.layout or type(device) is not torch.device:
         raise unfit("a tensor of another class")
-    return machine.defer(torch._utils._rebuild_wrapper_subclass, (kind.value, *arguments[1:]))
+    return machine.defer(torch._utils._rebuild_wrapper_subclass, (kind.value, dtype, shape, strides, *rest))
 
 
-def _quantised(machine: Machine, arguments: Any) -> torch.Tensor:
-    storage, offset, shape, strides, how, requires_grad, hooks = arguments
+@VALUES.function("torch._utils._rebuild_qtensor")
+def _quantised(
+    machine: Machine, storage: Any, offset: Any, shape: Any, strides: Any, how: Any, requires_grad: Any, hooks: Any
+) -> torch.Tensor:
     untyped, dtype, first, size, steps = _place(machine, storage, None, offset, shape, strides)
     if math.prod(size) * dtype.itemsize > untyped.nbytes():
         raise ObjectionError("a tensor that repeats its elements")
@@ -210,8 +201,8 @@ def _check_owned(machine: Machine, tensor: torch.Tensor) -> None:
     machine.pay(nbytes >> 3)
 
 
-def _sparse(machine: Machine, arguments: Any) -> torch.Tensor:
-    layout, data = arguments
+@VALUES.function("torch._utils._rebuild_sparse_tensor")
+def _sparse(machine: Machine, layout: Any, data: Any) -> torch.Tensor:
     machine.pay(4 * _TENSOR_BYTES)
     if type(data) is not tuple or not 3 <= len(data) <= 4:
         raise unfit("a sparse tensor")
@@ -238,7 +229,8 @@ def _sparse(machine: Machine, arguments: Any) -> torch.Tensor:
     raise unfit("a sparse tensor")
 
 
-def _nested(machine: Machine, arguments: Any) -> torch.Tensor:
+@VALUES.function("torch._utils._rebuild_nested_tensor")
+def _nested(machine: Machine, *arguments: Any) -> torch.Tensor:
     buffer, sizes, strides, offsets = (_plain(part) for part in arguments)
     for part in (buffer, sizes, strides, offsets):
         _check_owned(machine, part)
@@ -257,8 +249,8 @@ def _nested(machine: Machine, arguments: Any) -> torch.Tensor:
     return torch._nested_view_from_buffer(buffer, sizes, strides, offsets)
 
 
-def _meta(machine: Machine, arguments: Any) -> torch.Tensor:
-    dtype, shape, strides, requires_grad = arguments
+@VALUES.function("torch._utils._rebuild_meta_tensor_no_storage")
+def _meta(machine: Machine, dtype: Any, shape: Any, strides: Any, requires_grad: Any) -> torch.Tensor:
     size, steps = _numbers(shape), _numbers(strides)
     if math.prod(size) >= _MAX_NUMBER or len(size) != len(steps):
         raise unfit("a tensor of a shape")
@@ -267,9 +259,10 @@ def _meta(machine: Machine, arguments: Any) -> torch.Tensor:
     return made.requires_grad_() if _flag(requires_grad) else made
 
 
-def _on_device(machine: Machine, arguments: Any) -> Any:
+@VALUES.function("torch._utils._rebuild_device_tensor_from_numpy")
+@VALUES.function("torch._utils._rebuild_device_tensor_from_cpu_tensor")
+def _on_device(machine: Machine, data: Any, dtype: Any, device: Any, requires_grad: Any) -> Any:
     """Defer a tensor of a device without storages (XLA and the like), saved as a tensor or array of the host."""
-    data, dtype, device, requires_grad = arguments
     if type(device) is str:
         device = torch.device(device)
     if type(device) is not torch.device or not isinstance(_dtype(dtype), torch.dtype):
@@ -291,13 +284,13 @@ def _to_device(data: torch.Tensor, dtype: torch.dtype, device: torch.device, req
     return data.to(device=device, dtype=dtype).requires_grad_(requires_grad)
 
 
-def _size(machine: Machine, arguments: Any) -> torch.Size:
-    (numbers,) = arguments
+@VALUES.makes(torch.Size)
+def _size(machine: Machine, numbers: Any) -> torch.Size:
     return torch.Size(_numbers(numbers))
 
 
-def _device(machine: Machine, arguments: Any) -> torch.device:
-    name, *index = arguments
+@VALUES.makes(torch.device)
+def _device(machine: Machine, name: Any, *index: Any) -> torch.device:
     if type(name) is not str or len(name) > 64 or any(type(number) is not int for number in index):
         raise unfit("torch.device")
     return torch.device(name, *index)
@@ -309,25 +302,36 @@ def _layouts() -> dict[str, torch.layout]:
     return {str(value): value for value in vars(torch).values() if isinstance(value, torch.layout)}
 
 
-def _layout(machine: Machine, arguments: Any) -> torch.layout:
-    (name,) = arguments
+@VALUES.function("torch.serialization._get_layout")
+def _layout(machine: Machine, name: Any) -> torch.layout:
+    if type(name) is not str:
+        raise unfit("a layout")
     return _layouts()[name]
 
 
-def _generator(machine: Machine, arguments: Any) -> torch.Generator:
-    (device,) = arguments
+@VALUES.makes(torch.Generator)
+def _generator(machine: Machine, device: Any) -> torch.Generator:
     if type(device) is not torch.device or device.type != "cpu":
         raise unfit("a random generator of a device")
     machine.pay(_GENERATOR_BYTES)
     return torch.Generator()
 
 
+@VALUES.changes(torch.Generator)
 def _set_generator(machine: Machine, target: torch.Generator, state: Any) -> torch.Generator:
     # torch itself checks the content of this state: length, and the position in it.
     _, offset, words = state
     if offset is not None or _plain(words).dtype != torch.uint8 or tuple(words.shape) != (_GENERATOR_BYTES,):
         raise unfit("a state of a random generator")
     return target.set_state(words.contiguous())
+
+
+class StorageType(Function):
+    """The class of a storage in a pickle, of which only the data type matters."""
+
+    def __init__(self, name: str, dtype: torch.dtype) -> None:
+        super().__init__(name)
+        self.dtype = dtype
 
 
 def storage(pid: Any, find: Callable[[str, int, str], torch.UntypedStorage]) -> TypedStorage:
@@ -342,75 +346,22 @@ def storage(pid: Any, find: Callable[[str, int, str], torch.UntypedStorage]) -> 
     if type(key) is not str or type(location) is not str or type(kind) is not StorageType or any(view):
         raise ObjectionError("a reference that torch.save does not write")
     (count,) = _numbers((numel,))
-    found = find(key, count * kind.dtype.itemsize, location)
+    (nbytes,) = _numbers((count * kind.dtype.itemsize,))
+    found = find(key, nbytes, location)
     return TypedStorage(wrap_storage=found, dtype=kind.dtype, _internal=True)  # type: ignore[no-untyped-call]
 
 
-class StorageType(Function):
-    """The class of a storage in a pickle, of which only the data type matters."""
-
-    def __init__(self, name: str, dtype: torch.dtype) -> None:
-        super().__init__(name)
-        self.dtype = dtype
-
-
-def names() -> dict[tuple[str, str], Any]:
-    """Return the meaning of torch's names."""
-    found: dict[tuple[str, str], Any] = {}
-    for name, function in _FUNCTIONS.items():
-        found["torch._utils", name] = function
-    found["torch._tensor", "_rebuild_from_type_v2"] = _FROM_TYPE
-    found["torch.serialization", "_get_layout"] = _GET_LAYOUT
-    found["torch", "Tensor"] = torch.Tensor
-    found["torch.nn.parameter", "Parameter"] = torch.nn.Parameter
-    found["torch", "Size"], found["torch", "device"] = torch.Size, torch.device
-    found["torch._C", "Generator"] = torch.Generator
-    for name in (*DTYPE_NAMES, *_QSCHEMES):
-        value = getattr(torch, name, None)
-        if isinstance(value, torch.dtype | torch.qscheme):
-            found["torch", name] = value
-    for name, dtype_name in STORAGE_TYPE_NAMES.items():
-        found["torch", name] = StorageType(f"torch.{name}", getattr(torch, dtype_name))
-    for name in ("UntypedStorage", "TypedStorage"):
-        found["torch.storage", name] = StorageType(f"torch.storage.{name}", torch.uint8)
-    return found
-
-
-def makers() -> dict[Any, Make]:
-    """Return the checked calls, by the called object."""
-    checked: dict[str, Make] = {
-        "_rebuild_tensor": _tensor,
-        "_rebuild_tensor_v2": _tensor_v2,
-        "_rebuild_tensor_v3": _tensor_v3,
-        "_rebuild_parameter": _parameter,
-        "_rebuild_parameter_with_state": _parameter,
-        "_rebuild_qtensor": _quantised,
-        "_rebuild_sparse_tensor": _sparse,
-        "_rebuild_nested_tensor": _nested,
-        "_rebuild_meta_tensor_no_storage": _meta,
-        "_rebuild_device_tensor_from_numpy": _on_device,
-        "_rebuild_device_tensor_from_cpu_tensor": _on_device,
-        "_rebuild_wrapper_subclass": _wrapper,
-    }
-    return {
-        **{_FUNCTIONS[name]: make for name, make in checked.items()},
-        _FROM_TYPE: _from_type,
-        _GET_LAYOUT: _layout,
-        torch.Size: _size,
-        torch.device: _device,
-        torch.Generator: _generator,
-    }
-
-
-def changers() -> dict[type, Change]:
-    """Return the checked state changes, by the type of the object to change."""
-    return {torch.Generator: _set_generator}
-
-
-def parts() -> dict[type, Any]:
-    """Return the hashed parts of dictionary keys, by type."""
-    found: dict[type, Any] = dict.fromkeys(
-        (torch.Tensor, torch.nn.Parameter, torch.dtype, torch.device, torch.layout, torch.qscheme), lambda key: ()
-    )
-    found[torch.Size] = tuple
-    return found
+VALUES.add(torch.Tensor)
+VALUES.add(torch.nn.Parameter)
+for _name in (*DTYPE_NAMES, *_QSCHEMES):
+    # Not every torch has all of them.
+    if hasattr(torch, _name):
+        VALUES.add(getattr(torch, _name), names=[f"torch.{_name}"])
+for _name, _dtype_name in STORAGE_TYPE_NAMES.items():
+    VALUES.add(StorageType(f"torch.{_name}", getattr(torch, _dtype_name)))
+for _name in ("UntypedStorage", "TypedStorage"):
+    VALUES.add(StorageType(f"torch.storage.{_name}", torch.uint8))
+VALUES.parts |= dict.fromkeys(
+    (torch.Tensor, torch.nn.Parameter, torch.dtype, torch.device, torch.layout, torch.qscheme), whole
+)
+VALUES.parts[torch.Size] = tuple

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -69,28 +69,14 @@ class Deferred:
         self.pairs: list[tuple[Any, Any]] = []
 
 
-Make = Callable[["Machine", Any], Any]
+Make = Callable[..., Any]
+"""Checks the arguments of a call, given as `(machine, *arguments)`, and returns the object that the call makes."""
+
 Change = Callable[["Machine", Any, Any], Any]
+"""Checks a state, given as `(machine, target, state)`. Returns the target, or the object that replaces it."""
 
-
-class Vocabulary:
-    """Meaning of the names that a pickle may use.
-
-    Attributes:
-        names: object for each (module, name). Real classes only if a pickle cannot change their instances.
-        makers: function that checks and makes a call, by the `id` of the called object.
-        changers: function that checks and applies a state (BUILD), by the type of the object to change.
-        parts: function that returns the hashed parts of a dictionary key, by the type of the key.
-    """
-
-    def __init__(
-        self,
-        names: dict[tuple[str, str], Any],
-        makers: dict[int, Make],
-        changers: dict[type, Change],
-        parts: dict[type, Callable[[Any], tuple[Any, ...]]],
-    ) -> None:
-        self.names, self.makers, self.changers, self.parts = names, makers, changers, parts
+Parts = Callable[[Any], Any]
+"""Returns the parts of a dictionary key that are hashed with it."""
 
 
 class Function:
@@ -109,6 +95,73 @@ class Registered:
 
     def __init__(self, value: Any, *, called: bool) -> None:
         self.value, self.called = value, called
+
+
+class Vocabulary:
+    """Meaning of the names that a pickle may use: the union of other vocabularies, and what is added to it.
+
+    Attributes:
+        names: object for each (module, name). Real classes only if a pickle cannot change their instances.
+        makers: function that checks and makes a call, by the `id` of the called object.
+        changers: function that checks and applies a state (BUILD), by the type of the object to change.
+        parts: function that returns the hashed parts of a dictionary key, by the type of the key.
+    """
+
+    def __init__(self, *others: Vocabulary) -> None:
+        self.names: dict[tuple[str, str], Any] = {}
+        self.makers: dict[int, Make] = {}
+        self.changers: dict[type, Change] = {}
+        self.parts: dict[type, Parts] = {}
+        for other in others:
+            self.names |= other.names
+            self.makers |= other.makers
+            self.changers |= other.changers
+            self.parts |= other.parts
+
+    def add(self, value: Any, make: Make | None = None, names: Iterable[str] = ()) -> None:
+        """Add a value, and the function that makes calls of it.
+
+        Args:
+            names: full names of the value. Empty: the one name that it has in Python.
+        """
+        for name in names or (name_of(value),):
+            module, _, last = name.rpartition(".")
+            self.names[module, last] = value
+        if make is not None:
+            self.makers[id(value)] = make
+
+    def makes(self, *kinds: type) -> Callable[[Make], Make]:
+        """Decorate the function that makes calls of these classes."""
+
+        def decorate(make: Make) -> Make:
+            for kind in kinds:
+                self.add(kind, make)
+            return make
+
+        return decorate
+
+    def function(self, *names: str) -> Callable[[Make], Make]:
+        """Decorate the function that makes calls of a function, of which these are the full names."""
+
+        def decorate(make: Make) -> Make:
+            self.add(Function(names[0]), make, names)
+            return make
+
+        return decorate
+
+    def changes(self, *kinds: type) -> Callable[[Change], Change]:
+        """Decorate the function that gives instances of these classes their state."""
+
+        def decorate(change: Change) -> Change:
+            self.changers |= dict.fromkeys(kinds, change)
+            return change
+
+        return decorate
+
+
+def whole(key: Any) -> tuple[Any, ...]:
+    """Return no parts: the hash of the key takes no longer than that of a number."""
+    return ()
 
 
 def name_of(value: Any) -> str:

@@ -1,4 +1,4 @@
-"""The allow-lists: every name that a pickle may use, in groups with the reason.
+"""Every name that a pickle may use, in groups with the reason: the vocabulary must have these and no others.
 
 A name gets in if real training states or DCP itself put it into pickles, and if the interpreter can check every call
 and every state of it. So there is no `getattr` in items, no `functools.partial`, no `operator.*`, nothing
@@ -10,24 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
-_DTYPES = (
-    *("bfloat16", "bool", "complex32", "complex64", "complex128", "bcomplex32", "float16", "float32", "float64"),
-    *("float4_e2m1fn_x2", "float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu"),
-    *(f"{sign}int{bits}" for sign in ("", "u") for bits in (1, 2, 3, 4, 5, 6, 7, 8, 16, 32, 64)),
-    *("bits8", "bits16", "bits1x8", "bits2x4", "bits4x2"),
-    *("qint8", "qint32", "quint8", "quint4x2", "quint2x4"),
-)
-
-STORAGE_TYPE_NAMES: Mapping[str, str] = MappingProxyType({
-    f"{name}Storage": dtype
-    for name, dtype in {
-        "BFloat16": "bfloat16", "Half": "float16", "Float": "float32", "Double": "float64",
-        "ComplexFloat": "complex64", "ComplexDouble": "complex128", "Bool": "bool", "Byte": "uint8",
-        "Char": "int8", "Short": "int16", "Int": "int32", "Long": "int64", "QInt8": "qint8", "QInt32": "qint32",
-        "QUInt8": "quint8", "QUInt4x2": "quint4x2", "QUInt2x4": "quint2x4",
-    }.items()
-})  # fmt: skip
-"""Data types by the names of their storage classes in pickles."""
+from bucketpoint.format.pickles.torch_names import DTYPE_NAMES, STORAGE_TYPE_NAMES
 
 
 def _names(module: str, names: str) -> tuple[str, ...]:
@@ -49,7 +32,7 @@ ITEM_REASONS: Mapping[str, tuple[str, ...]] = MappingProxyType({
         *(f"torch.{name}" for name in STORAGE_TYPE_NAMES),
     ),
     "torch values: constants and value types": (
-        *(f"torch.{name}" for name in _DTYPES),
+        *(f"torch.{name}" for name in DTYPE_NAMES),
         *_names("torch", "Size device per_tensor_affine per_tensor_symmetric per_channel_affine per_channel_symmetric"),
         "torch.per_channel_affine_float_qparams",
         "torch.serialization._get_layout",
@@ -109,7 +92,7 @@ METADATA_REASONS: Mapping[str, tuple[str, ...]] = MappingProxyType({
         *_names("torch.distributed._shard.sharded_tensor.metadata", "TensorProperties MEM_FORMAT_ENCODING"),
     ),
     "torch values in tensor properties": (
-        *(f"torch.{name}" for name in _DTYPES),
+        *(f"torch.{name}" for name in DTYPE_NAMES),
         "torch.Size",
         "torch.serialization._get_layout",
     ),
@@ -133,4 +116,3 @@ def _pairs(reasons: Mapping[str, tuple[str, ...]]) -> frozenset[tuple[str, str]]
 
 ITEM_GLOBALS = _pairs(ITEM_REASONS)
 METADATA_GLOBALS = _pairs(METADATA_REASONS)
-DTYPE_NAMES = _DTYPES
