@@ -9,9 +9,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from bench.proxy_process import RunningProxy, running_proxy
 from bucketpoint.testing.certificates import make_certificates
 from bucketpoint.testing.http import Wire
-from bucketpoint.testing.process import RunningProxy, running_proxy
 from bucketpoint.testing.servers import S3Server, free_port
 
 

@@ -42,6 +42,7 @@ from bench.endpoints import client_env, empty, proxied  # noqa: E402
 from bench.engines import measure as engines  # noqa: E402
 from bench.hedge import measure as hedge  # noqa: E402
 from bench.lines import Worker  # noqa: E402
+from bench.proxy_process import RunningProxy  # noqa: E402
 from bench.ranks import measure as ranks  # noqa: E402
 from bench.requests_seen import summary  # noqa: E402
 from bench.retention import measure as retention  # noqa: E402
@@ -49,7 +50,6 @@ from bench.staging import measure as staging  # noqa: E402
 from bench.start_up import measure as start_up  # noqa: E402
 from bench.stores import measure as stores  # noqa: E402
 from bucketpoint.testing.http import Wire  # noqa: E402
-from bucketpoint.testing.process import RunningProxy  # noqa: E402
 from bucketpoint.testing.servers import S3Server, minio  # noqa: E402
 
 WIRE = Wire(delay_s=0.020, bytes_per_s=25e6)

@@ -6,7 +6,8 @@ the time that it takes.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import random
+from collections.abc import Iterable, Mapping, Sequence
 
 import pytest
 
@@ -135,3 +136,8 @@ def _servers(item: pytest.Item) -> set[str]:
     callspec = getattr(item, "callspec", None)
     named = set(map(str, callspec.params.values())) if callspec is not None else set()
     return (named | set(getattr(item, "fixturenames", ()))) & (FURTHER | {"minio"})
+
+
+def sampled(numbers: Sequence[int], count: int, *, seed: int) -> list[int]:
+    """Return `count` of the numbers, in order, the same for the same seed: a sample for runs without time for all."""
+    return sorted(random.Random(seed).sample(list(numbers), min(count, len(numbers))))

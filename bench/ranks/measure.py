@@ -16,12 +16,12 @@ from typing import Any
 
 from bench import environments
 from bench.endpoints import client_env, proxied
+from bench.proxy_process import RunningProxy
 from bench.ranks import worker as ranks_worker
 from bench.ranks.report import print_measurement
 from bench.requests_seen import kind_of
 from bucketpoint.format.keys import parse_data_path
 from bucketpoint.testing.http import Wire
-from bucketpoint.testing.process import RunningProxy
 from bucketpoint.testing.servers import S3Server, minio
 from dcp.ranks import Ranks
 

@@ -35,7 +35,7 @@ from bucketpoint.errors import (
 )
 from bucketpoint.stores import LocalStore, open_store
 from bucketpoint.testing import Kill, Script, always
-from bucketpoint.testing.kills import Job, sampled
+from bucketpoint.testing.kills import Job
 from bucketpoint.testing.plugin import MakeProxy
 from bucketpoint.testing.servers import S3Server
 from bucketpoint.testing.tally import Tally
@@ -43,6 +43,7 @@ from bucketpoint.transfer import TransferOptions
 from convert.chunked import GridPlanner
 from convert.conftest import SMALL, converted, in_minio, load, names, state
 from dcp.states import assert_same, filled
+from tiers import sampled
 from transfer.wrappers import CountingStore, FailingStore
 
 safetensors = pytest.importorskip("safetensors.torch")

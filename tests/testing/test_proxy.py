@@ -48,7 +48,7 @@ from bucketpoint.testing import (
 from bucketpoint.testing.faults import Player
 from bucketpoint.testing.kinds import StoreRequest
 from bucketpoint.testing.plugin import MakeProxy
-from bucketpoint.testing.proxy import Board
+from bucketpoint.testing.proxied_connection import Board
 from bucketpoint.testing.servers import S3Server
 
 BODY = bytes(range(256)) * 4096

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from bucketpoint.testing.proxy import Counts
+from bucketpoint.testing.proxied_connection import Counts
 from bucketpoint.testing.tally import Tally
 
 TESTS = """

@@ -23,7 +23,8 @@ from bucketpoint.testing.faults import (
     mixed,
 )
 from bucketpoint.testing.http import Wire
-from bucketpoint.testing.proxy import Counts, FaultProxy
+from bucketpoint.testing.proxied_connection import Counts
+from bucketpoint.testing.proxy import FaultProxy
 
 __all__ = [
     "TRANSIENT",

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from typing import ClassVar
 
 from bucketpoint.testing.kinds import BODIES_UP, READS, Api, StoreRequest
 
@@ -22,13 +23,18 @@ from bucketpoint.testing.kinds import BODIES_UP, READS, Api, StoreRequest
 class Fault:
     """Base class: an action of the proxy on one request, or on the answer to it."""
 
+    label: ClassVar[str]
+    only: ClassVar[frozenset[str]] = frozenset()
+    """Kinds of requests to which the fault can happen; empty for all."""
+
     @property
     def name(self) -> str:
-        return type(self).__name__
+        """Name of the fault in counts."""
+        return self.label
 
     def fits(self, request: StoreRequest) -> bool:
         """Return True if this fault can happen to the request at all."""
-        return True
+        return not self.only or request.kind in self.only
 
 
 @dataclass(frozen=True)
@@ -76,9 +82,7 @@ class Delay(Fault):
 
     seconds: float = 0.2
 
-    @property
-    def name(self) -> str:
-        return "delay"
+    label = "delay"
 
 
 @dataclass(frozen=True)
@@ -87,9 +91,7 @@ class Slow(Fault):
 
     bytes_per_s: float = 1e6
 
-    @property
-    def name(self) -> str:
-        return "slow"
+    label = "slow"
 
 
 @dataclass(frozen=True)
@@ -98,9 +100,7 @@ class CutRequest(Fault):
 
     at: float = 0.5
 
-    @property
-    def name(self) -> str:
-        return "request cut short"
+    label = "request cut short"
 
     def fits(self, request: StoreRequest) -> bool:
         return request.nbytes > 0
@@ -112,12 +112,8 @@ class CutReply(Fault):
 
     at: float = 0.5
 
-    @property
-    def name(self) -> str:
-        return "reply cut short"
-
-    def fits(self, request: StoreRequest) -> bool:
-        return request.kind == "GetObject"
+    label = "reply cut short"
+    only = frozenset({"GetObject"})
 
 
 @dataclass(frozen=True)
@@ -126,12 +122,11 @@ class FlipRequest(Fault):
 
     at: float = 0.5
 
-    @property
-    def name(self) -> str:
-        return "bit flipped on the way up"
+    label = "bit flipped on the way up"
+    only = BODIES_UP
 
     def fits(self, request: StoreRequest) -> bool:
-        return request.kind in BODIES_UP and request.nbytes > 0
+        return super().fits(request) and request.nbytes > 0
 
 
 @dataclass(frozen=True)
@@ -140,12 +135,8 @@ class FlipReply(Fault):
 
     at: float = 0.5
 
-    @property
-    def name(self) -> str:
-        return "bit flipped on the way down"
-
-    def fits(self, request: StoreRequest) -> bool:
-        return request.kind == "GetObject"
+    label = "bit flipped on the way down"
+    only = frozenset({"GetObject"})
 
 
 @dataclass(frozen=True)
@@ -158,9 +149,7 @@ class ErrorInBody(Fault):
     code: str = "InternalError"
     acted: bool = False
 
-    @property
-    def name(self) -> str:
-        return "200 with an error in its body"
+    label = "200 with an error in its body"
 
     def fits(self, request: StoreRequest) -> bool:
         return request.kind == "CompleteMultipartUpload" and request.api is not Api.GCS_JSON
@@ -170,12 +159,8 @@ class ErrorInBody(Fault):
 class Stale(Fault):
     """The first answer that the proxy saw to the same read, as from a cache that is never invalidated."""
 
-    @property
-    def name(self) -> str:
-        return "stale"
-
-    def fits(self, request: StoreRequest) -> bool:
-        return request.kind in READS
+    label = "stale"
+    only = READS
 
 
 @dataclass(frozen=True)
@@ -189,9 +174,7 @@ class SkewClock(Fault):
 
     LARGEST_S = 900.0
 
-    @property
-    def name(self) -> str:
-        return "clock skewed"
+    label = "clock skewed"
 
 
 @dataclass(frozen=True)
@@ -201,9 +184,7 @@ class ExpireCredentials(Fault):
     The refusal is ExpiredToken for S3, and 401 for GCS.
     """
 
-    @property
-    def name(self) -> str:
-        return "credentials expired"
+    label = "credentials expired"
 
 
 @dataclass(frozen=True)
@@ -218,9 +199,7 @@ class Kill(Fault):
     acted: bool = True
     others_live: bool = False
 
-    @property
-    def name(self) -> str:
-        return "kill"
+    label = "kill"
 
 
 # -- rules -------------------------------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from urllib.parse import urlsplit
 
 CHUNK_BYTES = 256 << 10
 MAX_HEAD_BYTES = 64 << 10
@@ -70,34 +71,20 @@ class Stream:
 
     def head(self) -> bytes:
         """Read up to and including the empty line. Empty if the connection ended between messages."""
-        while (end := self.buffered.find(b"\r\n\r\n")) < 0:
-            if len(self.buffered) > MAX_HEAD_BYTES:
-                raise Closed("the head is too long")
-            count = self._receive(CHUNK_BYTES)
-            if not count:
-                return b""
-            self.buffered += self._chunk[:count]
-        head = bytes(self.buffered[: end + 4])
-        del self.buffered[: end + 4]
-        return head
+        end = self._find(b"\r\n\r\n", MAX_HEAD_BYTES)
+        if end < 0 and len(self.buffered) >= MAX_HEAD_BYTES:
+            raise Closed("the head is too long")
+        return b"" if end < 0 else self._take(end + 4)
 
     def line(self) -> bytes:
-        while (end := self.buffered.find(b"\r\n")) < 0:
-            count = self._receive(CHUNK_BYTES)
-            if not count:
-                raise Closed("ended within a chunked body")
-            self.buffered += self._chunk[:count]
-        line = bytes(self.buffered[: end + 2])
-        del self.buffered[: end + 2]
-        return line
+        end = self._find(b"\r\n", MAX_HEAD_BYTES)
+        if end < 0:
+            raise Closed("ended within a chunked body")
+        return self._take(end + 2)
 
     def peek(self, mark: bytes, limit: int) -> bytes:
         """Return the next bytes, up to a mark or about `limit` bytes, and leave them to be read."""
-        while mark not in self.buffered and len(self.buffered) < limit:
-            count = self._receive(CHUNK_BYTES)
-            if not count:
-                break
-            self.buffered += self._chunk[:count]
+        self._find(mark, limit)
         return bytes(self.buffered[:limit])
 
     def write(self, data: memoryview | bytes) -> None:
@@ -106,8 +93,7 @@ class Stream:
     def pump(self, write: Write, nbytes: int, pace: Pace) -> None:
         """Pass exactly `nbytes` on."""
         if self.buffered and nbytes:
-            first = bytes(self.buffered[:nbytes])
-            del self.buffered[: len(first)]
+            first = self._take(nbytes)
             write(memoryview(first))
             pace.spend(len(first))
             nbytes -= len(first)
@@ -146,11 +132,59 @@ class Stream:
         except OSError:
             return
 
+    def _find(self, mark: bytes, limit: int) -> int:
+        """Receive up to a mark, and return its position; -1 if the peer or `limit` bytes came first."""
+        while (position := self.buffered.find(mark)) < 0 and len(self.buffered) < limit:
+            count = self._receive(CHUNK_BYTES)
+            if not count:
+                break
+            self.buffered += self._chunk[:count]
+        return position
+
+    def _take(self, nbytes: int) -> bytes:
+        taken = bytes(self.buffered[:nbytes])
+        del self.buffered[:nbytes]
+        return taken
+
     def _receive(self, limit: int) -> int:
         try:
             return self.sock.recv_into(self._chunk[:limit])
         except (ConnectionError, ssl.SSLError):
             return 0
+
+
+@dataclass(frozen=True)
+class Upstream:
+    """The store behind the proxy.
+
+    Attributes:
+        host_header: replaces the Host header that the client sent. S3 signs that header, so this is only for stores
+            whose requests carry a token, as those of GCS do.
+    """
+
+    host: str
+    port: int
+    tls: bool = False
+    ca: str | None = None
+    host_header: str | None = None
+
+    @classmethod
+    def of(cls, url: str, *, ca: str | None = None, host_header: str | None = None) -> Upstream:
+        parts = urlsplit(url)
+        tls = parts.scheme == "https"
+        return cls(parts.hostname or "", parts.port or (443 if tls else 80), tls, ca, host_header)
+
+    def serves(self, host: str) -> bool:
+        """Return True if a request for this host, as clients of a forward proxy name it, is one for this store."""
+        return host == self.host or host.endswith(f".{self.host}")
+
+    def connect(self, host: str | None = None) -> Stream:
+        name = host or self.host
+        sock: socket.socket | ssl.SSLSocket = socket.create_connection((name, self.port))
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        if self.tls:
+            sock = ssl.create_default_context(cafile=self.ca).wrap_socket(sock, server_hostname=name)
+        return Stream(sock)
 
 
 @dataclass(frozen=True)

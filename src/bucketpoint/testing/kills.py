@@ -14,7 +14,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection
@@ -170,7 +170,7 @@ def _serve(
         began = time.monotonic()
         try:
             outcome = Outcome(function(rank, world, *args), seconds=time.monotonic() - began)
-        except BaseException as error:  # noqa: BLE001 (told to whoever started the job)
+        except BaseException as error:  # noqa: BLE001 (returned to the process that started the job)
             text = traceback.format_exc()
             outcome = Outcome(error=_sendable(error), text=text, seconds=time.monotonic() - began)
         pipe.send(outcome)
@@ -190,13 +190,6 @@ def _set_timeout(timeout: timedelta) -> None:
 def _sendable(error: BaseException) -> BaseException | None:
     try:
         pickle.loads(pickle.dumps(error))
-    except Exception:  # noqa: BLE001 (whatever it is, its text is told)
+    except Exception:  # noqa: BLE001 (its text is sent instead)
         return None
     return error
-
-
-def sampled(numbers: Sequence[int], count: int, *, seed: int) -> list[int]:
-    """Return `count` of the numbers, in order, the same for the same seed: a sample for runs without time for all."""
-    import random
-
-    return sorted(random.Random(seed).sample(list(numbers), min(count, len(numbers))))

@@ -63,9 +63,9 @@ class StoreRequest:
             api = Api.GCS_JSON
             kind, key = _of_gcs(method, path, query, beginning)
         else:
-            # If the host's name holds the bucket, the whole path is the key.
+            # If the host's name holds the bucket (`bucket.s3.region.amazonaws.com`), the whole path is the key.
             host = (parts.netloc or head.headers.get("host", "")).partition(":")[0]
-            bucket = "" if _names_a_bucket(host) else path.partition("/")[0] + "/"
+            bucket = "" if ".s3." in host or ".s3-" in host else path.partition("/")[0] + "/"
             key = unquote(path.removeprefix(bucket) if path.startswith(bucket) else "")
             kind = _of_s3(method, key, query, copies="x-amz-copy-source" in head.headers)
         if kind_of_signature == "Bearer":
@@ -75,11 +75,6 @@ class StoreRequest:
             signer = signature.partition("Credential=")[2].partition("/")[0]
         nbytes = 0 if head.chunked else head.length
         return cls(kind, key, method, target, nbytes, head.headers.get("range"), signer, api)
-
-
-def _names_a_bucket(host: str) -> bool:
-    """Return True for `bucket.s3.region.amazonaws.com` or the like elsewhere, and not for the service's own name."""
-    return ".s3." in host or ".s3-" in host
 
 
 def _of_s3(method: str, key: str, query: dict[str, str], *, copies: bool) -> str:
@@ -134,7 +129,7 @@ def _of_gcs(method: str, path: str, query: dict[str, str], beginning: bytes) -> 
 def _named(beginning: bytes) -> str:
     """Return the name in the first part of a multipart body, or an empty string."""
     try:
-        said = json.loads(beginning.partition(b"\r\n\r\n")[2].partition(NEXT_PART)[0])
+        metadata = json.loads(beginning.partition(b"\r\n\r\n")[2].partition(NEXT_PART)[0])
     except ValueError:
         return ""
-    return str(said.get("name", "")) if isinstance(said, dict) else ""
+    return str(metadata.get("name", "")) if isinstance(metadata, dict) else ""

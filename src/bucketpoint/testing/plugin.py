@@ -101,9 +101,9 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node: Any, error: object) -> None:
-    told = getattr(node, "workeroutput", {}).get(_WORKER_OUTPUT)
-    if told is not None:
-        node.config.stash[_tally].add(told)
+    tally = getattr(node, "workeroutput", {}).get(_WORKER_OUTPUT)
+    if tally is not None:
+        node.config.stash[_tally].add(tally)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import email.utils
+import itertools
 import json
 import os
 import signal
-import socket
-import ssl
+import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Protocol
 from urllib.parse import urlsplit
 
 from bucketpoint.testing.faults import (
@@ -25,14 +25,16 @@ from bucketpoint.testing.faults import (
     FlipReply,
     FlipRequest,
     Kill,
+    Player,
     Refuse,
     Reset,
+    Script,
     SkewClock,
     Slow,
     Stale,
     Stall,
 )
-from bucketpoint.testing.http import Closed, Head, Pace, Stream, Wire, Write, move_body, nowhere
+from bucketpoint.testing.http import Closed, Head, Pace, Stream, Upstream, Wire, Write, move_body, nowhere
 from bucketpoint.testing.kinds import NEXT_PART, Api, StoreRequest, names_key_in_body
 
 REMEMBERED_BYTES = 8 << 20
@@ -51,38 +53,11 @@ REASONS = {
 }
 
 
-@dataclass(frozen=True)
-class Upstream:
-    """The store behind the proxy.
+SETTLED_S = 1.0
+"""Seconds to wait for exchanges under way before they are counted."""
 
-    Attributes:
-        host_header: replaces the Host header that the client sent. S3 signs that header, so this is only for stores
-            whose requests carry a token, as those of GCS do.
-    """
-
-    host: str
-    port: int
-    tls: bool = False
-    ca: str | None = None
-    host_header: str | None = None
-
-    @classmethod
-    def of(cls, url: str, *, ca: str | None = None, host_header: str | None = None) -> Upstream:
-        parts = urlsplit(url)
-        tls = parts.scheme == "https"
-        return cls(parts.hostname or "", parts.port or (443 if tls else 80), tls, ca, host_header)
-
-    def serves(self, host: str) -> bool:
-        """Return True if a request for this host, as clients of a forward proxy name it, is one for this store."""
-        return host == self.host or host.endswith(f".{self.host}")
-
-    def connect(self, host: str | None = None) -> Stream:
-        name = host or self.host
-        sock: socket.socket | ssl.SSLSocket = socket.create_connection((name, self.port))
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        if self.tls:
-            sock = ssl.create_default_context(cafile=self.ca).wrap_socket(sock, server_hostname=name)
-        return Stream(sock)
+_DEAD = Reset()
+_EXPIRED = ExpireCredentials()
 
 
 @dataclass
@@ -98,27 +73,107 @@ class RecordedRequest:
     """Status of the store's answer, received by the client or not; 0 if the store was not asked, or did not answer."""
     sent: int = 0
     received: int = 0
-    head_sent: int = 0
-    head_received: int = 0
     fault: str | None = None
 
 
-class Faults(Protocol):
-    """Interface of the proxy for one of its connections."""
+@dataclass
+class Counts:
+    """Requests and bytes of bodies by kind, and faults by name."""
 
-    def begin(self, connection: str, request: StoreRequest) -> tuple[RecordedRequest, Fault | None]: ...
+    requests: Counter[str] = field(default_factory=Counter)
+    sent: Counter[str] = field(default_factory=Counter)
+    received: Counter[str] = field(default_factory=Counter)
+    faults: Counter[str] = field(default_factory=Counter)
 
-    def end(self, exchange: RecordedRequest) -> None: ...
+    def add(self, exchange: RecordedRequest) -> None:
+        kind = exchange.request.kind
+        self.requests[kind] += 1
+        self.sent[kind] += exchange.sent
+        self.received[kind] += exchange.received
+        if exchange.fault is not None:
+            self.faults[exchange.fault] += 1
 
-    def remembered(self, request: StoreRequest) -> bytes | None: ...
 
-    def remember(self, request: StoreRequest, reply: bytes) -> None: ...
+class Board:
+    """State shared by all connections of a proxy: the script, finished requests, and first answers for stale reads."""
 
-    def remembers(self, request: StoreRequest) -> bool: ...
+    def __init__(self, script: Script) -> None:
+        self._lock = threading.Condition()
+        self._under_way = 0
+        self._numbers = itertools.count(1)
+        self._first: dict[tuple[str, str, str | None], bytes] = {}
+        self._expired: set[str] = set()
+        self.exchanges: list[RecordedRequest] = []
+        self.total = Counts()
+        self.play(script)
 
-    def expire(self, access_key: str) -> None: ...
+    def play(self, script: Script) -> None:
+        with self._lock:
+            self._player = Player(script)
+            self._dead = False
+            self._expired.clear()
+            self._first.clear()
 
-    def killed(self) -> None: ...
+    def begin(self, connection: str, request: StoreRequest) -> tuple[RecordedRequest, Fault | None]:
+        with self._lock:
+            player, dead = self._player, self._dead
+            number = next(self._numbers)
+            self._under_way += 1
+            expired = request.access_key in self._expired
+        fault: Fault | None = None
+        if dead:
+            fault = _DEAD
+        elif expired:
+            fault = _EXPIRED
+        else:
+            fault = player.choose(request)
+        exchange = RecordedRequest(number, connection, request, time.monotonic())
+        if fault is not None and not dead:
+            exchange.fault = fault.name
+        return exchange, fault
+
+    def end(self, exchange: RecordedRequest) -> None:
+        exchange.end = time.monotonic()
+        with self._lock:
+            self.exchanges.append(exchange)
+            self.total.add(exchange)
+            self._under_way -= 1
+            self._lock.notify_all()
+
+    def settled(self) -> list[RecordedRequest]:
+        """Return the finished exchanges.
+
+        Waits for those under way: a client has its answer a moment before the exchange ends.
+        """
+        with self._lock:
+            self._lock.wait_for(lambda: not self._under_way, SETTLED_S)
+            return list(self.exchanges)
+
+    def clear(self) -> None:
+        """Forget the finished exchanges.
+
+        Waits as `settled` does: an exchange whose answer the client already has must not be counted later.
+        """
+        with self._lock:
+            self._lock.wait_for(lambda: not self._under_way, SETTLED_S)
+            self.exchanges = []
+
+    def remembers(self, request: StoreRequest) -> bool:
+        return self._player.remembers(request)
+
+    def remembered(self, request: StoreRequest) -> bytes | None:
+        return self._first.get((request.method, request.target, request.range))
+
+    def remember(self, request: StoreRequest, reply: bytes) -> None:
+        self._first.setdefault((request.method, request.target, request.range), reply)
+
+    def expire(self, access_key: str) -> None:
+        with self._lock:
+            self._expired.add(access_key)
+
+    def killed(self) -> None:
+        with self._lock:
+            self._dead = True
 
 
 class Aborted(Exception):
@@ -133,7 +188,7 @@ class Connection:
     upstream: Upstream
     wire: Wire
     total: Pace
-    faults: Faults
+    board: Board
     name: str
     _server: Stream | None = None
     _server_host: str = ""
@@ -163,8 +218,7 @@ class Connection:
         beginning = b""
         if names_key_in_body(head) and not head.expects_continue:
             beginning = self.client.peek(NEXT_PART, LONGEST_NAME_BYTES)
-        note, fault = self.faults.begin(self.name, StoreRequest.of(head, beginning))
-        note.head_sent = len(head.raw)
+        note, fault = self.board.begin(self.name, StoreRequest.of(head, beginning))
         try:
             if self.wire.delay_s:
                 time.sleep(self.wire.delay_s)
@@ -185,21 +239,21 @@ class Connection:
                 case ErrorInBody(code=code, acted=False):
                     return self._refuse(head, note, 200, code)
                 case ExpireCredentials():
-                    self.faults.expire(note.request.access_key)
+                    self.board.expire(note.request.access_key)
                     # https://cloud.google.com/storage/docs/json_api/v1/status-codes#401-unauthorized
                     refusal = (400, "ExpiredToken") if note.request.api is Api.S3 else (401, "authError")
                     return self._refuse(head, note, *refusal)
                 case SkewClock(seconds=seconds) if abs(seconds) > SkewClock.LARGEST_S:
                     return self._refuse(head, note, 403, "RequestTimeTooSkewed", date=time.time() + seconds)
                 case Stale():
-                    remembered = self.faults.remembered(note.request)
+                    remembered = self.board.remembered(note.request)
                     if remembered is not None:
                         self._drop_request(head, note)
                         self.client.write(remembered)
                         return head.keeps_alive
             return self._pass(head, note, fault, up=self._up, down=self._down)
         finally:
-            self.faults.end(note)
+            self.board.end(note)
 
     def _pass(self, head: Head, note: RecordedRequest, fault: Fault | None, *, up: Pace, down: Pace) -> bool:
         """Ask the store, and pass the answer on, as far as the fault allows."""
@@ -220,7 +274,7 @@ class Connection:
             response = self._response(server)
             while response.first[1] == "100":
                 response = self._response(server)
-        note.status, note.head_received = int(response.first[1]), len(response.raw)
+        note.status = int(response.first[1])
         bodiless = head.first[0] == "HEAD" or response.first[1] in ("204", "304")
         match fault:
             case (
@@ -229,11 +283,11 @@ class Connection:
                 return self._lose(head, response, note, fault, bodiless=bodiless)
             case SkewClock(seconds=seconds):
                 response = response.with_header("Date", email.utils.formatdate(time.time() + seconds, usegmt=True))
-        if self.faults.remembers(note.request) and not response.chunked and response.length <= REMEMBERED_BYTES:
+        if self.board.remembers(note.request) and not response.chunked and response.length <= REMEMBERED_BYTES:
             kept = bytearray(response.raw)
             if not bodiless:
                 note.received = move_body(response, server, kept.extend, down)
-            self.faults.remember(note.request, bytes(kept))
+            self.board.remember(note.request, bytes(kept))
             self.client.write(bytes(kept))
             return head.keeps_alive and response.keeps_alive
         self.client.write(response.raw)
@@ -328,15 +382,15 @@ class Connection:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(group, signal.SIGKILL)
         if not fault.others_live:
-            self.faults.killed()
+            self.board.killed()
         raise Aborted
 
 
 def _error(request: StoreRequest, status: int, code: str) -> bytes:
     """Return an error body in the format of the API that the client uses."""
     if request.api is Api.GCS_JSON:
-        said = {"domain": "global", "reason": code, "message": "by script"}
-        return json.dumps({"error": {"code": status, "message": "by script", "errors": [said]}}).encode()
+        reason = {"domain": "global", "reason": code, "message": "by script"}
+        return json.dumps({"error": {"code": status, "message": "by script", "errors": [reason]}}).encode()
     text = f"<Error><Code>{code}</Code><Message>by script</Message></Error>"
     return f"<?xml version='1.0' encoding='UTF-8'?>\n{text}".encode()
 

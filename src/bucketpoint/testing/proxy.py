@@ -1,6 +1,6 @@
 """`FaultProxy`: an HTTP proxy on this machine, in threads of this process, between a client and a store.
 
-The script may be changed at any time, and requests are counted. `process` runs the same proxy in separate processes.
+The script may be changed at any time, and requests are counted.
 """
 
 from __future__ import annotations
@@ -11,130 +11,12 @@ import os
 import socket
 import ssl
 import threading
-import time
-from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any
 
-from bucketpoint.testing.faults import ExpireCredentials, Fault, Player, Reset, Script
-from bucketpoint.testing.http import Pace, Stream, Wire
-from bucketpoint.testing.kinds import StoreRequest
-from bucketpoint.testing.proxied_connection import Connection, RecordedRequest, Upstream
-
-SETTLED_S = 1.0
-"""Seconds to wait for exchanges under way before they are counted."""
-
-_DEAD = Reset()
-_EXPIRED = ExpireCredentials()
-
-
-@dataclass
-class Counts:
-    """Requests and bytes of bodies by kind, and faults by name."""
-
-    requests: Counter[str] = field(default_factory=Counter)
-    sent: Counter[str] = field(default_factory=Counter)
-    received: Counter[str] = field(default_factory=Counter)
-    faults: Counter[str] = field(default_factory=Counter)
-
-    def add(self, exchange: RecordedRequest) -> None:
-        kind = exchange.request.kind
-        self.requests[kind] += 1
-        self.sent[kind] += exchange.sent
-        self.received[kind] += exchange.received
-        if exchange.fault is not None:
-            self.faults[exchange.fault] += 1
-
-
-def counted(exchanges: Sequence[RecordedRequest]) -> Counts:
-    counts = Counts()
-    for exchange in exchanges:
-        counts.add(exchange)
-    return counts
-
-
-class Board:
-    """State shared by all connections of a proxy: the script, finished requests, and first answers for stale reads."""
-
-    def __init__(self, script: Script) -> None:
-        self._lock = threading.Condition()
-        self._under_way = 0
-        self._numbers = itertools.count(1)
-        self._first: dict[tuple[str, str, str | None], bytes] = {}
-        self._expired: set[str] = set()
-        self.exchanges: list[RecordedRequest] = []
-        self.total = Counts()
-        self.play(script)
-
-    def play(self, script: Script) -> None:
-        with self._lock:
-            self._player = Player(script)
-            self._dead = False
-            self._expired.clear()
-            self._first.clear()
-
-    def begin(self, connection: str, request: StoreRequest) -> tuple[RecordedRequest, Fault | None]:
-        with self._lock:
-            player, dead = self._player, self._dead
-            number = next(self._numbers)
-            self._under_way += 1
-            expired = request.access_key in self._expired
-        fault: Fault | None = None
-        if dead:
-            fault = _DEAD
-        elif expired:
-            fault = _EXPIRED
-        else:
-            fault = player.choose(request)
-        exchange = RecordedRequest(number, connection, request, time.monotonic())
-        if fault is not None and not dead:
-            exchange.fault = fault.name
-        return exchange, fault
-
-    def end(self, exchange: RecordedRequest) -> None:
-        exchange.end = time.monotonic()
-        with self._lock:
-            self.exchanges.append(exchange)
-            self.total.add(exchange)
-            self._under_way -= 1
-            self._lock.notify_all()
-
-    def settled(self) -> list[RecordedRequest]:
-        """Return the finished exchanges.
-
-        Waits for those under way: a client has its answer a moment before the exchange ends.
-        """
-        with self._lock:
-            self._lock.wait_for(lambda: not self._under_way, SETTLED_S)
-            return list(self.exchanges)
-
-    def clear(self) -> None:
-        """Forget the finished exchanges.
-
-        Waits as `settled` does: an exchange whose answer the client already has must not be counted later.
-        """
-        with self._lock:
-            self._lock.wait_for(lambda: not self._under_way, SETTLED_S)
-            self.exchanges = []
-
-    def remembers(self, request: StoreRequest) -> bool:
-        return self._player.remembers(request)
-
-    def remembered(self, request: StoreRequest) -> bytes | None:
-        return self._first.get((request.method, request.target, request.range))
-
-    def remember(self, request: StoreRequest, reply: bytes) -> None:
-        self._first.setdefault((request.method, request.target, request.range), reply)
-
-    def expire(self, access_key: str) -> None:
-        with self._lock:
-            self._expired.add(access_key)
-
-    def killed(self) -> None:
-        with self._lock:
-            self._dead = True
+from bucketpoint.testing.faults import Script
+from bucketpoint.testing.http import Pace, Stream, Upstream, Wire
+from bucketpoint.testing.proxied_connection import Board, Connection, Counts, RecordedRequest
 
 
 class FaultProxy:
@@ -200,7 +82,10 @@ class FaultProxy:
     @property
     def counts(self) -> Counts:
         """Counts of the exchanges since the last `clear`."""
-        return counted(self.exchanges)
+        counts = Counts()
+        for exchange in self.exchanges:
+            counts.add(exchange)
+        return counts
 
     def play(self, script: Script) -> None:
         """Begin another script, and let requests pass again after a `Kill`."""

@@ -16,8 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from shutil import which
-from typing import IO, Any
-from urllib.parse import quote
+from typing import Any
 
 import boto3
 import botocore.loaders
@@ -102,9 +101,6 @@ class S3Server:
 
     def url(self, bucket: str, key: str = "") -> str:
         return f"s3://{bucket}/{key}" if key else f"s3://{bucket}"
-
-    def http_url(self, bucket: str, key: str) -> str:
-        return f"{self.endpoint}/{bucket}/{quote(key)}"
 
     def keys(self, bucket: str, prefix: str = "") -> list[str]:
         """Return every key under the prefix, sorted."""
@@ -201,44 +197,36 @@ def minio(binary: Path, *, tls: bool = False, data: Path | None = None) -> Itera
 @contextmanager
 def _running(command: Command, env: dict[str, str]) -> Iterator[tuple[Path, int, int]]:
     """Run the server and yield (its directory, its port, the supervisor's pid) once the port answers."""
-    for attempt in range(START_ATTEMPTS):
-        with _supervised(command, env) as (process, scratch, port, log):
-            if _wait_until_listening(process, port):
-                yield scratch, port, process.pid
-                return
-            if attempt == START_ATTEMPTS - 1:
-                log.seek(0)
-                raise RuntimeError(f"the server did not start: {log.read()[-2000:].decode(errors='replace')}")
-
-
-@contextmanager
-def _supervised(
-    command: Command, env: dict[str, str]
-) -> Iterator[tuple[subprocess.Popen[bytes], Path, int, IO[bytes]]]:
-    # The supervisor deletes the directory as well, in case this process is killed.
-    scratch = Path(tempfile.mkdtemp(prefix="bucketpoint-server-"))
-    port = free_port()
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(_HOST_SETTINGS)}
-    with tempfile.TemporaryFile() as log:
-        process = subprocess.Popen(
-            [sys.executable, str(SUPERVISE), str(scratch), *command(scratch, port)],
-            stdin=subprocess.PIPE,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            env={**inherited, "HOME": str(scratch), **env},
-            # Ctrl-C at the terminal must reach pytest only; the server ends when the fixture does.
-            start_new_session=True,
-        )
-        try:
-            yield process, scratch, port, log
-        finally:
-            assert process.stdin is not None
-            process.stdin.close()
+    for attempt in range(START_ATTEMPTS):
+        # The supervisor deletes the directory as well, in case this process is killed.
+        scratch = Path(tempfile.mkdtemp(prefix="bucketpoint-server-"))
+        port = free_port()
+        with tempfile.TemporaryFile() as log:
+            process = subprocess.Popen(
+                [sys.executable, str(SUPERVISE), str(scratch), *command(scratch, port)],
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env={**inherited, "HOME": str(scratch), **env},
+                # Ctrl-C at the terminal must reach pytest only; the server ends when the fixture does.
+                start_new_session=True,
+            )
             try:
-                process.wait(STOP_TIMEOUT_S)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+                if _wait_until_listening(process, port):
+                    yield scratch, port, process.pid
+                    return
+                if attempt == START_ATTEMPTS - 1:
+                    log.seek(0)
+                    raise RuntimeError(f"the server did not start: {log.read()[-2000:].decode(errors='replace')}")
+            finally:
+                assert process.stdin is not None
+                process.stdin.close()
+                try:
+                    process.wait(STOP_TIMEOUT_S)
+                except subprocess.TimeoutExpired:
+                    process.kill()
+                    process.wait()
 
 
 def free_port() -> int:

@@ -22,9 +22,9 @@ from pathlib import Path
 from typing import IO, Any
 
 from bucketpoint.testing.faults import Script
-from bucketpoint.testing.http import Pace, Wire
-from bucketpoint.testing.proxied_connection import RecordedRequest, Upstream
-from bucketpoint.testing.proxy import Board, accept, serve
+from bucketpoint.testing.http import Pace, Upstream, Wire
+from bucketpoint.testing.proxied_connection import Board, RecordedRequest
+from bucketpoint.testing.proxy import accept, serve
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ def running_proxy(
 ) -> Iterator[RunningProxy]:
     """Run a proxy until the block ends."""
     log_dir.mkdir(parents=True, exist_ok=True)
-    command = [sys.executable, "-m", __name__, "--upstream", f"http://{upstream[0]}:{upstream[1]}"]
+    command = [sys.executable, __file__, "--upstream", f"http://{upstream[0]}:{upstream[1]}"]
     command += ["--port", str(port), "--cert", str(cert), "--key", str(key), "--log-dir", str(log_dir)]
     command += ["--delay", str(wire.delay_s), "--rate", str(wire.bytes_per_s)]
     command += ["--total-rate", str(wire.total_bytes_per_s)]
