@@ -43,7 +43,7 @@ GROWN_BACK = 2.0
 
 _POLL_S = 0.2
 
-_ends: ContextVar[float | None] = ContextVar("bucketpoint_retry_ends", default=None)
+_ends: ContextVar[float] = ContextVar("bucketpoint_retry_ends", default=math.inf)
 _stop: ContextVar[threading.Event | None] = ContextVar("bucketpoint_retry_stop", default=None)
 
 
@@ -170,10 +170,6 @@ class Budget:
         with self._lock:
             setattr(self.counts, name, getattr(self.counts, name) + 1)
 
-    def outage_of(self, error: StoreError) -> Outage:
-        store = store_of(error)
-        return self.outages.setdefault(store, Outage(store))
-
 
 # One budget for each process id: after a fork the lock may be held by a thread that does not exist in the child.
 _budgets: dict[int, Budget] = {}
@@ -190,11 +186,10 @@ def deadline(seconds: float) -> Iterator[float]:
 
     Yields the time on the monotonic clock at which retries end. An outer deadline that is earlier is kept.
     """
-    outer = _ends.get()
-    ends = time.monotonic() + seconds
-    token = _ends.set(ends if outer is None else min(ends, outer))
+    ends = min(time.monotonic() + seconds, _ends.get())
+    token = _ends.set(ends)
     try:
-        yield _ends.get() or ends
+        yield ends
     finally:
         _ends.reset(token)
 
@@ -224,115 +219,68 @@ def run(
     Raises:
         StoreError: the last error. Its cause is the first error, which tells how the failure began.
     """
-    tries = _Tries(policy, process_budget(), refresh, once_more)
+    budget, started = process_budget(), time.monotonic()
+    first: StoreError | None = None
+    outage: Outage | None = None
+    failed = throttled = refreshed = 0
+    since, well = started, False
     try:
         with deadline(policy.deadline_s) as ends:
             while True:
                 try:
                     value = attempt() if gate is None else _through(gate, attempt, ends)
                 except StoreError as error:
-                    if tries.is_final(error):
-                        raise
+                    action = error.action
+                    if action is Action.FATAL and first is None:
+                        if not isinstance(error, once_more):
+                            raise
+                        action = Action.RETRY
                     # Drop the traceback: its frames would keep the buffers of the request alive.
                     last = error.with_traceback(None)
                 else:
-                    tries.succeeded()
+                    well = True
+                    budget.succeeded()
                     return value
-                if not tries.again(last, ends):
+                now = time.monotonic()
+                if outage is None:
+                    first, since, outage = last, now, budget.outages.setdefault(store_of(last), Outage(store_of(last)))
+                    outage.enter(now)
+                else:
+                    outage.failed(last, since, now)
+                if action is Action.THROTTLE:
+                    throttled += 1
+                    budget.note("throttled")
+                else:
+                    failed += 1
+                counted = failed + (throttled if policy.counts_throttled else 0)
+                if action is Action.FATAL or counted >= policy.attempts or now >= ends or stopped():
+                    break
+                if action is Action.REFRESH:
+                    # Bounded, because a service that refuses new credentials would refuse the next ones, too.
+                    if refreshed >= MOST_REFRESHES or refresh is None or not refresh():
+                        break
+                    refreshed += 1
+                    budget.note("refreshed")
+                # A throttled request takes no token of the budget: the gate and the deadline bound it.
+                elif action is Action.RETRY and not budget.take():
+                    break
+                _wait(action, throttled if action is Action.THROTTLE else failed, last.wait_s, ends)
+                if stopped():
                     break
     finally:
-        tries.end()
-    raise tries.given_up(last) from tries.cause(last)
-
-
-class _Tries:
-    """The attempts of one request so far."""
-
-    def __init__(
-        self,
-        policy: RetryPolicy,
-        budget: Budget,
-        refresh: Callable[[], bool] | None,
-        once_more: tuple[type[StoreError], ...],
-    ) -> None:
-        self.budget = budget
-        self._policy = policy
-        self._refresh = refresh
-        self._once_more = once_more
-        self._started = time.monotonic()
-        self._first: StoreError | None = None
-        self._outage: Outage | None = None
-        self._since = 0.0
-        self._well = False
-        self._failed = self._throttled = self._refreshed = 0
-
-    def is_final(self, error: StoreError) -> bool:
-        """Return True if the error can be raised as it is: no retry is possible, and no earlier attempt failed."""
-        return error.action is Action.FATAL and self._first is None and not isinstance(error, self._once_more)
-
-    def again(self, error: StoreError, ends: float) -> bool:
-        """Wait before the next attempt. Returns False if there is to be no next attempt."""
-        action = error.action
-        if action is Action.FATAL and self._first is None and isinstance(error, self._once_more):
-            action = Action.RETRY
-        self._note(error)
-        if action is Action.THROTTLE:
-            self._throttled += 1
-            self.budget.note("throttled")
-        else:
-            self._failed += 1
-        counted = self._failed + (self._throttled if self._policy.counts_throttled else 0)
-        if action is Action.FATAL or counted >= self._policy.attempts or time.monotonic() >= ends or stopped():
-            return False
-        if action is Action.REFRESH:
-            # Bounded, because a service that refuses new credentials would refuse the next ones, too.
-            if self._refreshed >= MOST_REFRESHES or self._refresh is None or not self._refresh():
-                return False
-            self._refreshed += 1
-            self.budget.note("refreshed")
-        # A throttled request takes no token of the budget: the gate and the deadline bound it.
-        elif action is Action.RETRY and not self.budget.take():
-            return False
-        _wait(action, self._throttled if action is Action.THROTTLE else self._failed, error.wait_s, ends)
-        return not stopped()
-
-    def _note(self, error: StoreError) -> None:
-        now = time.monotonic()
-        if self._outage is None:
-            self._first, self._since = error, now
-            self._outage = self.budget.outage_of(error)
-            self._outage.enter(now)
-        else:
-            self._outage.failed(error, self._since, now)
-
-    def succeeded(self) -> None:
-        """Record that the request has succeeded."""
-        self._well = True
-        self.budget.succeeded()
-
-    def end(self) -> None:
-        """Record that the request is not tried any more."""
-        if self._outage is not None:
-            self._outage.leave(time.monotonic(), succeeded=self._well)
-
-    def cause(self, last: StoreError) -> StoreError | None:
-        return self._first if self._first is not last else None
-
-    def given_up(self, last: StoreError) -> StoreError:
-        """Return the last error as a fatal one, with the first error in the message.
-
-        The first error is in the message because `__cause__` is not pickled, and so does not reach other ranks.
-        """
-        self.budget.note("given_up")
-        message, tried = last.message, self._failed + self._throttled
-        if tried > 1:
-            message += f" (attempt {tried}, after {time.monotonic() - self._started:.1f} s"
-            if self._first is not None and self._first.message != last.message:
-                message += f"; the first failed with {type(self._first).__name__}: {self._first.message}"
-            message += ")"
-        final = type(last)(message, **last.fields())
-        final.action = Action.FATAL
-        return final
+        if outage is not None:
+            outage.leave(time.monotonic(), succeeded=well)
+    budget.note("given_up")
+    message, tried = last.message, failed + throttled
+    if tried > 1:
+        message += f" (attempt {tried}, after {time.monotonic() - started:.1f} s"
+        # In the message, too, because `__cause__` is not pickled, and so does not reach other ranks.
+        if first is not None and first.message != last.message:
+            message += f"; the first failed with {type(first).__name__}: {first.message}"
+        message += ")"
+    final = type(last)(message, **last.fields())
+    final.action = Action.FATAL
+    raise final from (first if first is not last else None)
 
 
 def _through(gate: ConcurrencyLimiter, attempt: Callable[[], T], ends: float) -> T:
