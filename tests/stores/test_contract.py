@@ -751,7 +751,7 @@ class TestLocal:
         def full(*_: object) -> int:
             raise OSError(errno.ENOSPC, "No space left on device")
 
-        monkeypatch.setattr("os.writev", full)
+        monkeypatch.setattr("bucketpoint.stores.local._write", full)
         with pytest.raises(StoreError, match="No space left"):
             store.put("k", views(b"new"))
         assert store.get("k")[0] == b"old"

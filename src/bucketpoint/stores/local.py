@@ -36,9 +36,8 @@ from bucketpoint.stores.local_folders import (
     sync,
 )
 
-# Most buffers of one `readv` or `writev`. POSIX guarantees 16; Linux and macOS both allow 1024:
-# https://pubs.opengroup.org/onlinepubs/9799919799/basedefs/limits.h.html
-MAX_VECTORS = 1024
+_SMALL_BYTES = 64 << 10
+"""Smaller buffers are joined in one system call, and larger ones are read and written directly."""
 
 _TEMPORARY = HIDDEN + "tmp-"
 _UPLOAD = HIDDEN + "upload-"
@@ -49,8 +48,8 @@ _NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
 _ABSENT = (FileNotFoundError, NotADirectoryError)
 
 _NO_LINKS = (
-    "Name what the link leads to: the folder of the URL may be a link itself. Or mount the other folder in its place "
-    "(mount --bind)"
+    "Name the target of the link in the URL (only the folder of the URL itself may be a link), or mount the target in "
+    "place of the link (mount --bind)"
 )
 
 
@@ -114,7 +113,7 @@ class LocalStore:
     def read_into(self, key: str, offset: int, buffers: Buffers, *, if_match: str | None = None) -> None:
         with self._errors("read", key), self._opened(key) as (fd, info):
             if if_match is not None and info.etag != if_match:
-                raise PreconditionFailedError("the object is not the one expected", url=self._url(key))
+                raise PreconditionFailedError("the ETag of the object is not the expected one", url=self._url(key))
             _read(fd, offset, buffers, self._url(key))
 
     def head(self, key: str) -> ObjectInfo:
@@ -163,7 +162,7 @@ class LocalStore:
         # Locked without an ETag, too: otherwise the file could be deleted while another writer compares its ETag.
         with self._above(key) as (above, name), locked(above, needed=etag is not None):
             if etag is not None and _etag(os.stat(name, dir_fd=above)) != etag:
-                raise PreconditionFailedError("the object is not the one expected", url=self._url(key))
+                raise PreconditionFailedError("the ETag of the object is not the expected one", url=self._url(key))
             # If the name is a link to a file, the link is removed and the file stays.
             os.unlink(name, dir_fd=above)
 
@@ -205,7 +204,9 @@ class LocalStore:
                         source = os.open(str(part.number), os.O_RDONLY | os.O_CLOEXEC, dir_fd=sent)
                         try:
                             if _etag(os.fstat(source)) != part.etag:
-                                raise StoreError(f"part {part.number} is not the one listed", url=self._url(key))
+                                raise StoreError(
+                                    f"the ETag of part {part.number} is not the listed one", url=self._url(key)
+                                )
                             _copy(source, fd, part.size)
                         finally:
                             os.close(source)
@@ -267,26 +268,22 @@ class LocalStore:
                 finally:
                     os.close(fd)
                 if if_none_match:
-                    self._link(above, temporary, name, key)
+                    try:
+                        os.link(temporary, name, src_dir_fd=above, dst_dir_fd=above)
+                    except FileExistsError:
+                        raise PreconditionFailedError("the object exists", url=self._url(key)) from None
                 else:
                     with locked(above, needed=if_match is not None):
                         if if_match is not None and _etag_now(name, above) != if_match:
-                            raise PreconditionFailedError("the object is not the one expected", url=self._url(key))
+                            raise PreconditionFailedError(
+                                "the ETag of the object is not the expected one", url=self._url(key)
+                            )
                         os.replace(temporary, name, src_dir_fd=above, dst_dir_fd=above)
                 sync(above)
             finally:
                 with contextlib.suppress(FileNotFoundError):  # os.replace took it
                     os.unlink(temporary, dir_fd=above)
         return _info(key, status)
-
-    def _link(self, above: int, temporary: str, name: str, key: str) -> None:
-        try:
-            os.link(temporary, name, src_dir_fd=above, dst_dir_fd=above)
-        except FileExistsError:
-            taken = PreconditionFailedError("the object exists", url=self._url(key))
-        else:
-            return
-        raise taken
 
     @contextlib.contextmanager
     def _above(self, key: str) -> Iterator[tuple[int, str]]:
@@ -349,31 +346,16 @@ class LocalStore:
 
 
 def _write(fd: int, body: Buffers) -> None:
-    waiting = [view for view in body if view.nbytes]
-    while waiting:
-        batch = waiting[:MAX_VECTORS]
-        written = os.writev(fd, batch)
-        waiting = _after(batch, written) + waiting[MAX_VECTORS:]
+    with open(fd, "wb", buffering=_SMALL_BYTES, closefd=False) as file:
+        file.writelines(body)
 
 
 def _read(fd: int, offset: int, buffers: Buffers, url: str) -> None:
-    waiting = [view for view in buffers if view.nbytes]
-    while waiting:
-        batch = waiting[:MAX_VECTORS]
-        count = os.preadv(fd, batch, offset)
-        if not count:
-            raise CorruptDataError("the object ends before the range does", url=url)
-        offset += count
-        waiting = _after(batch, count) + waiting[MAX_VECTORS:]
-
-
-def _after(views: Sequence[memoryview], count: int) -> builtins.list[memoryview]:
-    """Return the views that remain after their first `count` bytes."""
-    for index, view in enumerate(views):
-        if count < view.nbytes:
-            return [view[count:], *views[index + 1 :]]
-        count -= view.nbytes
-    return []
+    with open(fd, "rb", buffering=_SMALL_BYTES, closefd=False) as file:
+        file.seek(offset)
+        for view in buffers:
+            if file.readinto(view) < view.nbytes:  # type: ignore[attr-defined]
+                raise CorruptDataError("the object ends before the range does", url=url)
 
 
 def _copy(source: int, target: int, size: int) -> None:
@@ -389,7 +371,7 @@ def _copy(source: int, target: int, size: int) -> None:
         if not count:
             block = os.read(source, min(8 << 20, size - done))
             if not block:
-                raise StoreError("a part is shorter than it was when it was sent")
+                raise StoreError("a part was truncated after it was uploaded")
             _write(target, [memoryview(block)])
             count = len(block)
         done += count
