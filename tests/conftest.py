@@ -19,7 +19,7 @@ import get_versitygw
 from azurite import AzureServer
 from bucketpoint.stores.s3 import deletes as s3_deletes
 from bucketpoint.stores.s3 import store as s3_store
-from bucketpoint.stores.s3.client import DeletesFound
+from bucketpoint.stores.s3.services import S3Service
 from bucketpoint.testing import FaultProxy, servers
 from bucketpoint.testing.plugin import MakeProxy
 from bucketpoint.testing.servers import S3Server
@@ -90,14 +90,14 @@ def clean_aws_env(monkeypatch: pytest.MonkeyPatch) -> None:
     _isolate(monkeypatch)
 
 
-_tried: dict[str, DeletesFound] = {}
+_tried: dict[str, S3Service] = {}
 
 
 @pytest.fixture(autouse=True)
 def _deletions_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """A trial of what a service's deletions may take lasts three seconds, and each test has a bucket of its own."""
 
-    def tried(store: s3_store.S3Store, prefix: str) -> DeletesFound:
+    def tried(store: s3_store.S3Store, prefix: str) -> S3Service:
         endpoint = store.identity.removesuffix(store.bucket)
         if endpoint not in _tried:
             _tried[endpoint] = s3_deletes.tried(store, prefix)

@@ -15,7 +15,7 @@ _SUMS = "A load compares what it reads with what was saved"
 
 def fsspec_findings(store: FsspecStore, prefix: str) -> Iterator[Finding]:
     """Yield one finding per guarantee, after a trial below `prefix` unless this process has made it already."""
-    ways = store.ways
+    driver = store.driver
     yield Finding("filesystem", "ok", f"{_library(store)}: {_reads(store)}")
     try:
         able = store.prove(prefix)
@@ -23,7 +23,7 @@ def fsspec_findings(store: FsspecStore, prefix: str) -> Iterator[Finding]:
         yield Finding("conditional commit", "fail", f"it could not be tried out: {error.message}", error.remedy)
         return
     if able.conditional_put:
-        whose = "no other process has this filesystem" if ways.private else "the service refuses a second one"
+        whose = "no other process has this filesystem" if driver.private else "the service refuses a second one"
         yield Finding("conditional commit", "ok", f"a new checkpoint is created exclusively: {whose}")
     else:
         yield Finding(

@@ -48,7 +48,11 @@ class RequestCanceller:
             held = list(self._held.values())
         for connection in held:
             # A pooled connection may by now carry a request of other work: that request fails and is sent again.
-            _shut_down(connection)
+            sock = getattr(connection, "sock", None)
+            if isinstance(sock, socket.socket):
+                # `SSLSocket.shutdown` would clear the TLS object that another thread is still reading from.
+                with contextlib.suppress(OSError):
+                    socket.socket.shutdown(sock, socket.SHUT_RDWR)
 
     @contextlib.contextmanager
     def over_here(self) -> Iterator[None]:
@@ -87,27 +91,13 @@ def _cuttable(pool: type[Any]) -> type[Any]:
             cut = _current.get()
             if cut is not None:
                 if cut.is_made:
-                    raise TimeoutError("cut off before it was sent")
+                    raise TimeoutError("the request was cancelled before it was sent")
                 cut.hold(conn)
-                limits = kwargs.get("timeout")
+                limits: Any = kwargs.get("timeout")
                 if hasattr(limits, "connect_timeout"):
-                    kwargs["timeout"] = _shortened(limits, cut.left_s())
+                    left, both = cut.left_s(), (limits.connect_timeout, limits.read_timeout)
+                    connect, read = (min(one, left) if isinstance(one, int | float) else left for one in both)
+                    kwargs["timeout"] = type(limits)(connect=connect, read=read)
             return super()._make_request(conn, *args, **kwargs)
 
     return CuttablePool
-
-
-def _shortened(limits: Any, left_s: float) -> Any:
-    return type(limits)(connect=_least(limits.connect_timeout, left_s), read=_least(limits.read_timeout, left_s))
-
-
-def _least(limit: Any, left_s: float) -> float:
-    return min(limit, left_s) if isinstance(limit, int | float) else left_s
-
-
-def _shut_down(connection: Any) -> None:
-    sock = getattr(connection, "sock", None)
-    if isinstance(sock, socket.socket):
-        # `SSLSocket.shutdown` would clear the TLS object that another thread is still reading from.
-        with contextlib.suppress(OSError):
-            socket.socket.shutdown(sock, socket.SHUT_RDWR)

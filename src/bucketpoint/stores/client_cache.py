@@ -3,20 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+import importlib.metadata
+import ipaddress
 import os
 import threading
-from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
-
-
-class Options(Protocol):
-    """The options from which a client is built."""
-
-    def cache_key(self) -> tuple[Any, ...]:
-        """Return a key that is equal for options that can share one client."""
-
 
 _PROXIES_AND_AUTHORITIES = (
     "ALL_PROXY",
@@ -64,11 +57,16 @@ class FirstEnvironment:
         return FirstEnvironment, ()
 
 
-O = TypeVar("O", bound=Options)  # noqa: E741
-C = TypeVar("C")
+class Closable(Protocol):
+    """A client with idle connections, which can be closed without making the client unusable."""
+
+    def close(self) -> None: ...
 
 
-class ClientCache(ABC, Generic[O, C]):
+C = TypeVar("C", bound=Closable)
+
+
+class ClientCache(Generic[C]):
     """Cache of one client for each set of options, environment and process. Thread-safe.
 
     Attributes:
@@ -83,13 +81,14 @@ class ClientCache(ABC, Generic[O, C]):
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._clients: dict[tuple[Any, ...], C] = {}
-        self._watching_forks = False
+        if hasattr(os, "register_at_fork"):
+            os.register_at_fork(after_in_child=self._forget)
 
-    @abstractmethod
-    def build(self, options: O) -> C:
-        """Build a new client."""
+    def build(self, options: Any) -> C:
+        """Build a new client. Each service has its own."""
+        raise NotImplementedError
 
-    def get(self, options: O, pin: FirstEnvironment | None = None) -> C:
+    def get(self, options: Any, pin: FirstEnvironment | None = None) -> C:
         """Return the client for these options, built at the first call.
 
         Args:
@@ -101,15 +100,16 @@ class ClientCache(ABC, Generic[O, C]):
             with self._lock:
                 client = self._clients.get(key)
                 if client is None:
-                    self._watch_forks()
                     client = self._clients[key] = self.build(options)
         return client
 
-    def found(self, options: O, pin: FirstEnvironment | None = None) -> C | None:
-        """Return the client for these options if it was built already, else None."""
-        return self._clients.get(self.key(options, pin))
+    def close(self, options: Any, pin: FirstEnvironment | None = None) -> None:
+        """Close the idle connections of the client for these options, if it was built already."""
+        client = self._clients.get(self.key(options, pin))
+        if client is not None:
+            client.close()
 
-    def key(self, options: O, pin: FirstEnvironment | None) -> tuple[Any, ...]:
+    def key(self, options: Any, pin: FirstEnvironment | None) -> tuple[Any, ...]:
         """Return the cache key: equal for options and environments that can share one client."""
         return options.cache_key(), (pin or FirstEnvironment()).environment(self.environment)
 
@@ -122,13 +122,43 @@ class ClientCache(ABC, Generic[O, C]):
                 digest.update(f"{name}={value}\0".encode(errors="surrogateescape"))
         return Environment(place.digest(), credentials.digest())
 
-    def _watch_forks(self) -> None:
-        if not self._watching_forks and hasattr(os, "register_at_fork"):
-            os.register_at_fork(after_in_child=self._forget)
-            self._watching_forks = True
-
     def _forget(self) -> None:
         # After a fork: two processes that write to one TLS connection would garble it, and the lock may be held by a
         # thread that does not exist in the child.
         self._lock = threading.Lock()
         self._clients = {}
+
+
+def version(distribution: str) -> str:
+    """Return the installed version of a distribution."""
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return "unknown"
+
+
+def user_agent(*parts: str | None) -> str:
+    """Return the user agent of a client: bucketpoint, and the parts that are given."""
+    return " ".join(part for part in (f"bucketpoint/{version('bucketpoint')}", *parts) if part)
+
+
+def is_loopback(host: str) -> bool:
+    """Return True if requests to this host do not leave the machine."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def frozen(value: Any) -> Any:
+    """Return a hashable value that is equal exactly if the values are equal."""
+    if isinstance(value, Mapping):
+        return ("mapping", *sorted((name, frozen(item)) for name, item in value.items()))
+    if isinstance(value, list | tuple | set | frozenset):
+        items = [frozen(item) for item in value]
+        return (type(value).__name__, *(sorted(items, key=repr) if isinstance(value, set | frozenset) else items))
+    try:
+        hash(value)
+    except TypeError:
+        return repr(value)
+    return value

@@ -28,25 +28,65 @@ SMALL_BYTES = 32 * 1024
 _READ_BYTES = 1 << 20
 
 
-def pieces(buffers: Buffers) -> Iterator[memoryview | bytes]:
-    """Yield the buffers in pieces of at most about `PIECE_BYTES`: large buffers sliced, runs of small ones joined."""
-    small: list[memoryview] = []
+def _runs(buffers: Buffers) -> Iterator[list[memoryview]]:
+    """Group the buffers: each large one alone, and small neighbours together, up to about `PIECE_BYTES`."""
+    run: list[memoryview] = []
     size = 0
     for view in buffers:
-        if view.nbytes < SMALL_BYTES:
-            small.append(view)
+        large = view.nbytes >= SMALL_BYTES
+        if run and (large or size >= PIECE_BYTES):
+            yield run
+            run, size = [], 0
+        if large:
+            yield [view]
+        elif view.nbytes:
+            run.append(view)
             size += view.nbytes
-            if size >= PIECE_BYTES:
-                yield b"".join(small)
-                small, size = [], 0
+    if run:
+        yield run
+
+
+def pieces(buffers: Buffers) -> Iterator[memoryview | bytes]:
+    """Yield the buffers in pieces of at most about `PIECE_BYTES`: large buffers sliced, runs of small ones joined."""
+    for run in _runs(buffers):
+        if len(run) > 1:
+            yield b"".join(run)
             continue
-        if size:
-            yield b"".join(small)
-            small, size = [], 0
-        for start in range(0, view.nbytes, PIECE_BYTES):
-            yield view[start : start + PIECE_BYTES]
-    if size:
-        yield b"".join(small)
+        for start in range(0, run[0].nbytes, PIECE_BYTES):
+            yield run[0][start : start + PIECE_BYTES]
+
+
+def scatter(data: memoryview, buffers: Buffers, start: int = 0) -> None:
+    """Copy `data` to position `start` of the bytes that `buffers` hold together."""
+    for view in buffers:
+        if not data:
+            break
+        if start < view.nbytes:
+            room = view[start : start + len(data)]
+            room[:] = data[: len(room)]
+            data = data[len(room) :]
+        start = max(start - view.nbytes, 0)
+
+
+class Pieces:
+    """A request body in the caller's memory. The HTTP library iterates over it once for each attempt.
+
+    It has `seek`, because botocore rewinds a body before a retry. It has no `read`, because urllib3 would then copy the
+    body block by block.
+    """
+
+    def __init__(self, buffers: Buffers) -> None:
+        self._buffers = buffers
+        self._size = sum(view.nbytes for view in buffers)
+
+    def __len__(self) -> int:
+        return self._size
+
+    def __iter__(self) -> Iterator[memoryview | bytes]:
+        return pieces(self._buffers)
+
+    def seek(self, offset: int, whence: int = 0) -> int:
+        return 0
 
 
 class Delivered:
@@ -162,12 +202,11 @@ def receive(body: Any, buffers: Buffers, filled: Callable[[], None] = _nothing) 
     try:
         wire = _Wire.of(body, sum(view.nbytes for view in buffers))
         fill = wire.fill if wire else functools.partial(_fill_from, body.readinto)
-        for target, scattered in _targets(buffers):
+        for run in _runs(buffers):
+            target = run[0] if len(run) == 1 else memoryview(bytearray(sum(view.nbytes for view in run)))
             fill(target)
-            start = 0
-            for view in scattered:
-                view[:] = target[start : start + view.nbytes]
-                start += view.nbytes
+            if len(run) > 1:
+                scatter(target, run)
         if not wire and body.read():
             raise BrokenBody("the body is longer than was announced")
         filled()
@@ -185,29 +224,6 @@ def discard(body: Any) -> None:
     release = getattr(raw, "release_conn", None)
     if release is not None:
         release()
-
-
-def _targets(buffers: Buffers) -> Iterator[tuple[memoryview, list[memoryview]]]:
-    """Yield memory to receive into, each with the small buffers that the bytes are copied to afterwards, if any."""
-    small: list[memoryview] = []
-    size = 0
-    for view in buffers:
-        if 0 < view.nbytes < SMALL_BYTES:
-            small.append(view)
-            size += view.nbytes
-            if size >= PIECE_BYTES:
-                yield memoryview(bytearray(size)), small
-                small, size = [], 0
-            continue
-        if size:
-            yield memoryview(bytearray(size)), small
-            small, size = [], 0
-        if view.nbytes:
-            yield view, []
-    if len(small) == 1:
-        yield small[0], []
-    elif size:
-        yield memoryview(bytearray(size)), small
 
 
 def _fill_from(take: Callable[[memoryview], int], view: memoryview) -> None:
@@ -258,7 +274,7 @@ class _Wire:
         self._raw.release_conn()
 
 
-def crc_of(body: Buffers, known: int | None) -> int:
+def crc_of(body: Buffers, known: int | None = None) -> int:
     """Return the CRC32C of a body: `known` if given, else computed."""
     if known is not None:
         return known

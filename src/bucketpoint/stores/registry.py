@@ -136,24 +136,22 @@ def open_store(
     try:
         filesystem, path = fsspec.core.url_to_fs(os.fspath(url), **options)
         return _store_on(filesystem, path), ""
-    except ImportError as error:
-        # The text of fsspec's ImportError names the package to install, for each scheme that fsspec knows.
-        message = f"the library that serves {scheme}:// URLs is not installed: {error}"
-        failure = InvalidURLError(message, url=os.fspath(url), remedy=_INSTALL.get(scheme))
-    except (TypeError, ValueError) as error:
-        said = hide(clean(str(error)), options)
-        if isinstance(error, TypeError) or scheme in fsspec.available_protocols():
+    except (ImportError, TypeError, ValueError) as error:
+        reason = hide(clean(str(error)), options)
+        # fsspec knows some schemes only if the library for them is installed.
+        known = scheme in fsspec.available_protocols()
+        if isinstance(error, ImportError) or (isinstance(error, ValueError) and not known and scheme in _INSTALL):
+            # The text of fsspec's ImportError names the package to install, for each scheme that fsspec knows.
+            message = f"the library that serves {scheme}:// URLs is not installed: {reason}"
+            failure = InvalidURLError(message, url=os.fspath(url), remedy=_INSTALL.get(scheme))
+        elif isinstance(error, TypeError) or known:
             # adlfs raises a ValueError when it gets no credentials.
             failure = BucketpointError(
-                f"the filesystem does not accept these storage_options: {said}", url=os.fspath(url)
+                f"the filesystem does not accept these storage_options: {reason}", url=os.fspath(url)
             )
-        elif scheme in _INSTALL:
-            # fsspec knows some schemes only if the library for them is installed.
-            message = f"the library that serves {scheme}:// URLs is not installed: {said}"
-            failure = InvalidURLError(message, url=os.fspath(url), remedy=_INSTALL[scheme])
         else:
             failure = InvalidURLError(
-                f"fsspec does not know this URL: {said}",
+                f"fsspec does not know this URL: {reason}",
                 url=os.fspath(url),
                 remedy="Pass s3://, gs:// or az://, a path, or a scheme of fsspec.available_protocols()",
             )

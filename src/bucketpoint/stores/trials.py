@@ -1,5 +1,7 @@
 """Names of the scratch objects on which conditional requests are tried, and the errors that leave a trial undecided."""
 
+import secrets
+
 from bucketpoint.errors import (
     BucketNotFoundError,
     CredentialsError,
@@ -13,3 +15,8 @@ SCRATCH = ".bucketpoint-probe-"
 
 UNDECIDED = (BucketNotFoundError, EndpointError, CredentialsError, ThrottledError, TransientStoreError)
 """Errors that do not tell if the store supports the condition that was tried."""
+
+
+def scratch_key(prefix: str) -> str:
+    """Return a new key for a scratch object below `prefix`."""
+    return f"{prefix}{prefix and '/'}{SCRATCH}{secrets.token_hex(8)}"

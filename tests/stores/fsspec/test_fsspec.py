@@ -7,7 +7,7 @@ import logging
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import fsspec
 import pytest
@@ -151,7 +151,7 @@ class ForgetfulFileSystem(MemoryFileSystem):
 @pytest.fixture
 def forgetful(monkeypatch: pytest.MonkeyPatch) -> FsspecStore:
     class Trusting(fsspec_services.S3FS):
-        limits = None
+        limits: ClassVar[dict[str, int]] = {}
 
     fs = ForgetfulFileSystem()
     monkeypatch.setattr("bucketpoint.stores.fsspec.store.driver_of", lambda _: Trusting())
@@ -169,7 +169,7 @@ def test_conditions_that_a_service_ignores_are_not_relied_upon_and_that_is_said_
     assert not able.checksums
     said = [record.getMessage() for record in caplog.records]
     assert len(said) == 1
-    assert "looks, writes and looks again" in said[0]
+    assert "reads .metadata before and after it writes it" in said[0]
     assert "ignores the condition" in said[0]
     assert not any(SCRATCH in name for name in forgetful.fs.store)
     forgetful.put("k", [memoryview(b"first")], if_none_match=True)

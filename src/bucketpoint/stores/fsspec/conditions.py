@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import secrets
 import threading
 import weakref
 from collections.abc import Callable
@@ -22,7 +21,7 @@ from bucketpoint.errors import (
     PreconditionFailedError,
     StoreError,
 )
-from bucketpoint.stores.trials import SCRATCH, UNDECIDED
+from bucketpoint.stores.trials import UNDECIDED, scratch_key
 
 if TYPE_CHECKING:
     from bucketpoint.stores.fsspec.store import FsspecStore
@@ -47,21 +46,14 @@ class Probed:
     why: str = ""
 
 
-class _ProbeCache:
-    """Results of the trials of this process, each kept as long as its filesystem object lives."""
-
-    def __init__(self) -> None:
-        self.lock = threading.Lock()
-        self.found: weakref.WeakKeyDictionary[AbstractFileSystem, dict[str, Probed]] = weakref.WeakKeyDictionary()
-
-
-_cache = _ProbeCache()
+_lock = threading.Lock()
+# Results of the trials of this process by bucket, each kept as long as its filesystem object lives.
+_results: weakref.WeakKeyDictionary[AbstractFileSystem, dict[str, Probed]] = weakref.WeakKeyDictionary()
 
 
 def known(store: FsspecStore) -> Probed | None:
     """Return the result of an earlier `probe` of this store's filesystem and bucket, or None."""
-    found = _cache.found.get(store.fs)
-    return None if found is None else found.get(_bucket(store))
+    return _results.get(store.fs, {}).get(_bucket(store))
 
 
 def probe(store: FsspecStore, prefix: str) -> Probed:
@@ -74,17 +66,17 @@ def probe(store: FsspecStore, prefix: str) -> Probed:
         BucketNotFoundError, EndpointError, CredentialsError, ThrottledError, TransientStoreError: the trial was
             undecided.
     """
-    with _cache.lock:
+    with _lock:
         found = known(store)
         if found is None:
-            found = _tried(store, prefix) if store.ways.creates else Probed(False, False, False)
+            found = _tried(store, prefix) if store.driver.creates else Probed(False, False, False)
             # Filesystems of the same settings are equal. The entry must not end with an older one of them.
-            by_bucket = _cache.found.pop(store.fs, {})
-            _cache.found[store.fs] = {**by_bucket, _bucket(store): found}
-            if not (found.creates or store.ways.private):
+            by_bucket = _results.pop(store.fs, {})
+            _results[store.fs] = {**by_bucket, _bucket(store): found}
+            if not (found.creates or store.driver.private):
                 logger.warning(
-                    "%s has no conditional writes%s: a commit there looks, writes and looks again, which is safe "
-                    "against crashes and not against two jobs that save to one URL in one instant",
+                    "%s has no conditional writes%s: a commit reads .metadata before and after it writes it. This is "
+                    "safe against crashes, but not against two jobs that save to the same URL at the same time",
                     store.url,
                     f" ({found.why})" if found.why else "",
                 )
@@ -92,13 +84,14 @@ def probe(store: FsspecStore, prefix: str) -> Probed:
 
 
 def _tried(store: FsspecStore, prefix: str) -> Probed:
-    key = f"{prefix}/{SCRATCH}" if prefix else SCRATCH
-    key += secrets.token_hex(8)
+    key = scratch_key(prefix)
     why: list[str] = []
     try:
         creates = _is_refused(lambda: _creates(store, key), "an exclusive create", why)
-        replaces = creates and store.ways.replaces and _is_refused(lambda: _replaces(store, key), "a replacement", why)
-        checks = store.ways.checks and _checks(store, f"{key}-sum")
+        replaces = (
+            creates and store.driver.replaces and _is_refused(lambda: _replaces(store, key), "a replacement", why)
+        )
+        checks = store.driver.checks and _checks(store, f"{key}-sum")
     finally:
         with contextlib.suppress(StoreError):
             # Without the permission to delete, two tiny objects stay, like everything else that such a job saves.
@@ -114,7 +107,7 @@ def _is_refused(attempt: Callable[[], None], what: str, why: list[str]) -> bool:
     except UNDECIDED:
         raise
     except StoreError as error:
-        why.append(f"{what} was not understood: {error.message}")
+        why.append(f"{what} failed: {error.message}")
         return False
     why.append(f"the service ignores the condition of {what}")
     return False
@@ -125,12 +118,12 @@ def _creates(store: FsspecStore, key: str) -> None:
     try:
         store.create_unseen(key, b"first")
     except PreconditionFailedError as error:
-        raise StoreError(f"it was refused where nothing was: {error.message}", url=store.url) from None
+        raise StoreError(f"it was refused although there was no object: {error.message}", url=store.url) from None
     try:
         store.create_unseen(key, b"second")
     except PreconditionFailedError:
         if store.get(key)[0] != b"first":
-            raise StoreError("it was refused and done all the same", url=store.url) from None
+            raise StoreError("it was refused, but the object was replaced", url=store.url) from None
         raise
 
 
@@ -140,7 +133,7 @@ def _replaces(store: FsspecStore, key: str) -> None:
     try:
         store.replace_unseen(key, b"third", before)
     except PreconditionFailedError as error:
-        raise StoreError(f"it was refused for the object that is there: {error.message}", url=store.url) from None
+        raise StoreError(f"it was refused although the ETag was right: {error.message}", url=store.url) from None
     store.replace_unseen(key, b"fourth", before)
 
 

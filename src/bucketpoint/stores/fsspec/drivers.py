@@ -11,7 +11,7 @@ import base64
 import contextlib
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import fsspec.asyn
@@ -34,15 +34,6 @@ _MEMORY_TRIES = 8
 _WITH_FOLDERS = frozenset({"file", "local", "ftp", "sftp", "ssh", "smb", "hdfs", "webhdfs", "arrow_hdfs", "dbfs"})
 
 
-@dataclass(frozen=True)
-class Limits:
-    """Limits of a multipart upload."""
-
-    min_part_bytes: int
-    max_part_bytes: int
-    max_parts: int
-
-
 class Driver:
     """Driver for any filesystem, with the methods that all have. Drivers have no state.
 
@@ -51,8 +42,9 @@ class Driver:
         creates: `create` is one request, whose condition the service itself checks.
         replaces: `replace` is one request, whose condition the service itself checks.
         checks: the service reports the CRC32C of the bytes that it received.
-        limits: limits of a multipart upload whose parts may be sent in parallel and in any order. None if parts are
-            separate objects, which `complete` reads back and writes as one: that moves each byte three times.
+        limits: limits of a multipart upload whose parts may be sent in parallel and in any order, by their names in
+            `Capabilities`. Empty if parts are separate objects, which `complete` reads back and writes as one: that
+            moves each byte three times.
         max_put_bytes: the largest body that is sent in one request.
         private: no other process can access this filesystem's content.
         lists_uploads: as in `Capabilities`.
@@ -62,7 +54,7 @@ class Driver:
     creates = False
     replaces = False
     checks = False
-    limits: Limits | None = None
+    limits: Mapping[str, Any] = MappingProxyType({})
     max_put_bytes = 1 << 62
     private = False
     lists_uploads = True
@@ -100,8 +92,8 @@ class Driver:
     ) -> str:
         """Send one part and return its ETag. Raises FileNotFoundError if there is no such upload."""
         self._check(fs, path, upload_id)
-        said = self.write(fs, _part(path, upload_id, number), data, crc32c)
-        check(said, crc32c)
+        reply = self.write(fs, _part(path, upload_id, number), data, crc32c)
+        check(reply, crc32c)
         return ""
 
     def complete(self, fs: AbstractFileSystem, path: str, upload_id: str, parts: Sequence[Part]) -> WriteReply:
@@ -109,10 +101,10 @@ class Driver:
         self._check(fs, path, upload_id)
         data = b"".join(fs.cat_file(_part(path, upload_id, part.number)) for part in parts)
         if len(data) != sum(part.size for part in parts):
-            raise OSError("the parts are not the ones listed")
-        said = self.write(fs, path, data, None)
+            raise OSError("the size of the parts is not the listed one")
+        reply = self.write(fs, path, data, None)
         self.abort(fs, path, upload_id)
-        return said
+        return reply
 
     def abort(self, fs: AbstractFileSystem, path: str, upload_id: str) -> None:
         """Delete an upload and its parts. May raise FileNotFoundError if the upload is gone already."""
@@ -148,28 +140,20 @@ def is_hidden(key: str) -> bool:
     return _UPLOAD in key or key.rpartition("/")[2].startswith(_TEMPORARY)
 
 
-def protocols(fs: AbstractFileSystem) -> tuple[str, ...]:
-    """Return the schemes that a filesystem serves."""
-    return (fs.protocol,) if isinstance(fs.protocol, str) else tuple(fs.protocol)
-
-
 def has_folders(fs: AbstractFileSystem) -> bool:
     """Return True if this filesystem has real folders, which must exist before a file in them can be written."""
-    inner = getattr(fs, "fs", None)
-    if isinstance(inner, AbstractFileSystem):
-        return has_folders(inner)
-    return not _WITH_FOLDERS.isdisjoint(protocols(fs))
+    schemes = _innermost(fs).protocol
+    return not _WITH_FOLDERS.isdisjoint((schemes,) if isinstance(schemes, str) else schemes)
 
 
 def is_asynchronous(fs: AbstractFileSystem) -> bool:
-    """Return True if a filesystem works on an event loop.
+    """Return True if a filesystem works on an event loop. A wrapper may set `async_impl` in any case."""
+    return bool(getattr(_innermost(fs), "async_impl", False))
 
-    A filesystem that wraps another one is judged by the inner one, because a wrapper may set `async_impl` in any case.
-    """
+
+def _innermost(fs: AbstractFileSystem) -> AbstractFileSystem:
     inner = getattr(fs, "fs", None)
-    if isinstance(inner, AbstractFileSystem):
-        return is_asynchronous(inner)
-    return bool(getattr(fs, "async_impl", False))
+    return _innermost(inner) if isinstance(inner, AbstractFileSystem) else fs
 
 
 def make_folder_of(fs: AbstractFileSystem, path: str) -> None:
@@ -233,11 +217,11 @@ class WrongSumError(Exception):
     """The service reports another CRC32C for the bytes that it received."""
 
 
-def check(said: WriteReply, crc32c: int | None) -> None:
+def check(reply: WriteReply, crc32c: int | None) -> None:
     """Raise WrongSumError if the reply contains a CRC32C that differs from `crc32c`."""
-    held = said.get("ChecksumCRC32C") or said.get("crc32c")
+    held = reply.get("ChecksumCRC32C") or reply.get("crc32c")
     if crc32c is not None and isinstance(held, str) and base64.b64decode(held) != crc32c.to_bytes(4, "big"):
-        raise WrongSumError(f"the service has CRC32C {held} of it")
+        raise WrongSumError(f"the service computed another CRC32C: {held}")
 
 
 def _part(path: str, upload_id: str, number: int) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Iterator, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import fsspec.asyn
@@ -11,7 +12,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 from fsspec.spec import AbstractFileSystem
 
 from bucketpoint.stores.base import Part
-from bucketpoint.stores.fsspec.drivers import Driver, Limits, WriteReply, check, write_reply
+from bucketpoint.stores.fsspec.drivers import Driver, WriteReply, check, write_reply
 from bucketpoint.stores.http_body import encoded_crc
 
 MIB = 1 << 20
@@ -42,7 +43,7 @@ class S3FS(Driver):
 
     name = "s3fs"
     creates = replaces = checks = True
-    limits = Limits(5 * MIB, 5 << 30, 10_000)
+    limits = MappingProxyType({"min_part_bytes": 5 * MIB, "max_part_bytes": 5 << 30, "max_parts": 10_000})
     # MinIO does not list uploads by a prefix, and s3fs does not tell which service it talks to.
     lists_uploads = False
     # From twice its own part size on, pipe_file sends parts, which do not have the checksum of the whole body.
@@ -121,7 +122,7 @@ class ADLFS(Driver):
 
     name = "adlfs"
     creates = replaces = True
-    limits = Limits(1, 4000 * MIB, 50_000)
+    limits = MappingProxyType({"max_part_bytes": 4000 * MIB, "max_parts": 50_000})
     max_put_bytes = 5000 * MIB
 
     def replace(self, fs: AbstractFileSystem, path: str, data: bytes, etag: str, crc32c: int | None) -> WriteReply:
@@ -181,7 +182,7 @@ class ADLFS(Driver):
         yield from fsspec.asyn.sync(fs.loop, found)
 
 
-_LIBRARIES: dict[str, Driver] = {ways.name: ways for ways in (S3FS(), GCSFS(), ADLFS())}
+_LIBRARIES: dict[str, Driver] = {driver.name: driver for driver in (S3FS(), GCSFS(), ADLFS())}
 _PLAIN, _MEMORY = Driver(), Memory()
 
 

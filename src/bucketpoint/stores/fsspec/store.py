@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import builtins
 import contextlib
-import dataclasses
 import datetime
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -28,7 +27,7 @@ from bucketpoint.errors import (
     UploadNotFoundError,
 )
 from bucketpoint.stores.base import Buffers, Capabilities, DeleteFailure, ObjectInfo, OpenUpload, Part, Range, Store
-from bucketpoint.stores.fsspec.conditions import known, probe
+from bucketpoint.stores.fsspec.conditions import Probed, known, probe
 from bucketpoint.stores.fsspec.drivers import (
     Driver,
     WriteReply,
@@ -43,7 +42,7 @@ from bucketpoint.stores.fsspec.drivers import (
 )
 from bucketpoint.stores.fsspec.errors import translate
 from bucketpoint.stores.fsspec.services import driver_of
-from bucketpoint.stores.http_body import crc_of
+from bucketpoint.stores.http_body import crc_of, scatter
 
 _ETAG_NAMES = ("ETag", "etag", "generation", "md5Hash", "content_md5", "checksum")
 _TIME_NAMES = ("mtime", "LastModified", "last_modified", "updated", "modified", "created")
@@ -71,8 +70,8 @@ class FsspecStore:
     def __post_init__(self) -> None:
         if getattr(self.fs, "asynchronous", False):
             raise BucketpointError(
-                "the filesystem was made with asynchronous=True, and is called from threads here",
-                remedy="Pass one made without it",
+                "the filesystem was made with asynchronous=True, but bucketpoint calls it from threads",
+                remedy="Make the filesystem without asynchronous=True",
             )
 
     @property
@@ -84,29 +83,32 @@ class FsspecStore:
         return self.url
 
     @property
-    def ways(self) -> Driver:
+    def driver(self) -> Driver:
         """The driver of this filesystem."""
         return driver_of(self.fs)
 
     @property
     def capabilities(self) -> Capabilities:
         """Known features of this filesystem's library; after `prove`, the conditions and checksums that it found."""
-        ways, found = self.ways, known(self)
-        creates = ways.creates if found is None else found.creates
-        parts = {} if ways.limits is None else dataclasses.asdict(ways.limits)
+        driver, able = self.driver, known(self) or self._untried
         return Capabilities(
-            conditional_put=ways.private or creates,
-            conditional_replace=ways.private or (ways.replaces if found is None else found.replaces),
-            checksums=ways.checks if found is None else found.checks,
-            multipart=ways.limits is not None,
-            pinned_reads=ways.private,
-            max_put_bytes=ways.max_put_bytes,
+            conditional_put=driver.private or able.creates,
+            conditional_replace=driver.private or able.replaces,
+            checksums=able.checks,
+            multipart=bool(driver.limits),
+            pinned_reads=driver.private,
+            max_put_bytes=driver.max_put_bytes,
             # The memory filesystem keeps a copy of the body anyway, and its calls end at once.
-            copies_bodies=not ways.private,
+            copies_bodies=not driver.private,
             many_ranges=is_asynchronous(self.fs),
-            lists_uploads=ways.lists_uploads,
-            **parts,
+            lists_uploads=driver.lists_uploads,
+            **driver.limits,
         )
+
+    @property
+    def _untried(self) -> Probed:
+        """The conditions and checksums of the library, which are assumed before a trial."""
+        return Probed(self.driver.creates, self.driver.replaces, self.driver.checks)
 
     def prove(self, prefix: str) -> Capabilities:
         """Return the capabilities after a trial of conditions and checksums below `prefix`: see `probe`."""
@@ -123,11 +125,9 @@ class FsspecStore:
         if_match: str | None = None,
     ) -> ObjectInfo:
         data = b"".join(body)
-        ways, found = self.ways, known(self)
-        if if_match is not None:
-            native = ways.replaces if found is None else found.replaces
-        else:
-            native = if_none_match and (ways.creates if found is None else found.creates)
+        found = known(self)
+        able = found or self._untried
+        native = able.replaces if if_match is not None else if_none_match and able.creates
         conditional = if_none_match or if_match is not None
         # A condition of the service that was not tried yet is not relied on: this store checks it, too.
         looks = conditional and (found is None or not native)
@@ -136,21 +136,24 @@ class FsspecStore:
         with self._errors("put", key, missing=missing), _one_writer if looks else contextlib.nullcontext():
             if looks:
                 self._look(key, if_none_match=if_none_match, if_match=if_match)
+            target = self.fs, self._path(key), data
             if native and if_match is not None:
-                return self._replace(key, data, if_match, crc32c)
-            if native:
-                return self._create(key, data, crc32c)
-            return self._write(key, data, crc32c)
+                reply = self.driver.replace(*target, if_match, crc32c)
+            elif native:
+                reply = self.driver.create(*target, crc32c)
+            else:
+                reply = self.driver.write(*target, crc32c)
+            return self._written(key, len(data), reply, crc32c)
 
     def create_unseen(self, key: str, data: bytes) -> None:
         """Create an object by the service's condition alone, for the probe."""
         with self._errors("put", key, missing=self._above):
-            self._create(key, data, None)
+            self._written(key, len(data), self.driver.create(self.fs, self._path(key), data, None))
 
     def replace_unseen(self, key: str, data: bytes, etag: str) -> None:
         """Replace an object by the service's condition alone, for the probe."""
         with self._errors("put", key):
-            self._replace(key, data, etag, None)
+            self._written(key, len(data), self.driver.replace(self.fs, self._path(key), data, etag, None))
 
     def get(self, key: str, *, max_bytes: int | None = None, first: int | None = None) -> tuple[bytes, ObjectInfo]:
         info = self.head(key)
@@ -175,16 +178,15 @@ class FsspecStore:
                 data = memoryview(self.fs.cat_file(self._path(key), start=offset, end=offset + size))
             except Exception:
                 # Some services answer "bad request" to a range beyond the end, but also to many other faults.
-                self._check_size(key, offset + size)
+                found = self._find(key)
+                if found is not None and found.size < offset + size:
+                    raise CorruptDataError("the object ends before the range does", url=self._url(key)) from None
                 raise
         if data.nbytes != size:
             raise CorruptDataError("the object ends before the range does", url=self._url(key))
         # Checked before and after the read: bytes read between two equal ETags belong to that ETag.
         self._check_etag(key, if_match)
-        start = 0
-        for view in buffers:
-            view[:] = data[start : start + view.nbytes]
-            start += view.nbytes
+        scatter(data, buffers)
 
     def read_many(self, ranges: Sequence[Range], *, at_once: int) -> Sequence[bytes | StoreError]:
         """Read many ranges on the event loop of the filesystem: see `ManyRanges`."""
@@ -207,8 +209,10 @@ class FsspecStore:
         folder = prefix[: prefix.rfind("/") + 1]
         with self._errors("list", prefix):
             self.fs.invalidate_cache()
-            found = self._descend(folder)
-        for key, info in sorted(found.items()):
+            found = files_below(self.fs, self._path(folder))
+        above = len(self._path(""))
+        for name, info in sorted(found.items()):
+            key = name[above:]
             if key.startswith(prefix) and (start_after is None or key > start_after) and not is_hidden(key):
                 yield _info(key, info)
 
@@ -238,7 +242,7 @@ class FsspecStore:
             if found is None:
                 return True
             if found.etag != etag:
-                raise PreconditionFailedError("the object is not the one expected", url=self._url(key))
+                raise PreconditionFailedError("the ETag of the object is not the expected one", url=self._url(key))
             with contextlib.suppress(FileNotFoundError):
                 self.fs.rm_file(self._path(key))
         return True
@@ -252,31 +256,31 @@ class FsspecStore:
 
     def create_multipart(self, key: str) -> str:
         with self._errors("create_multipart", key, missing=self._above):
-            return self.ways.begin(self.fs, self._path(key))
+            return self.driver.begin(self.fs, self._path(key))
 
     def put_part(self, key: str, upload_id: str, number: int, body: Buffers, *, crc32c: int | None = None) -> Part:
         data = b"".join(body)
-        if self.ways.checks:
+        if self.driver.checks:
             # An upload that was begun with checksums accepts only parts with a checksum.
             crc32c = crc_of(body, crc32c)
         with self._errors("put_part", key, missing=UploadNotFoundError):
-            etag = self.ways.send(self.fs, self._path(key), upload_id, number, data, crc32c)
+            etag = self.driver.send(self.fs, self._path(key), upload_id, number, data, crc32c)
         return Part(number, len(data), etag, crc32c)
 
     def complete_multipart(self, key: str, upload_id: str, parts: Sequence[Part]) -> ObjectInfo:
         ordered = sorted(parts, key=lambda part: part.number)
         with self._errors("complete_multipart", key, missing=UploadNotFoundError):
-            told = self.ways.complete(self.fs, self._path(key), upload_id, ordered)
-            return self._written(key, sum(part.size for part in ordered), told)
+            reply = self.driver.complete(self.fs, self._path(key), upload_id, ordered)
+            return self._written(key, sum(part.size for part in ordered), reply)
 
     def abort_multipart(self, key: str, upload_id: str) -> None:
         with self._errors("abort_multipart", key), contextlib.suppress(FileNotFoundError):
-            self.ways.abort(self.fs, self._path(key), upload_id)
+            self.driver.abort(self.fs, self._path(key), upload_id)
 
     def list_multipart(self, prefix: str) -> Iterator[OpenUpload]:
         above = len(self._path(""))
         with self._errors("list_multipart", prefix):
-            for path, upload_id, info in self.ways.uploads(self.fs, self._path(prefix)):
+            for path, upload_id, info in self.driver.uploads(self.fs, self._path(prefix)):
                 yield OpenUpload(path[above:], upload_id, _seconds(info))
 
     def close(self) -> None:
@@ -292,32 +296,18 @@ class FsspecStore:
         if if_none_match and present is not None:
             raise PreconditionFailedError("the object exists", url=self._url(key))
         if if_match is not None and (present is None or present.etag != if_match):
-            raise PreconditionFailedError("the object is not the one expected", url=self._url(key))
+            raise PreconditionFailedError("the ETag of the object is not the expected one", url=self._url(key))
 
-    def _write(self, key: str, data: bytes, crc32c: int | None) -> ObjectInfo:
-        return self._sent(key, data, crc32c, lambda: self.ways.write(self.fs, self._path(key), data, crc32c))
-
-    def _create(self, key: str, data: bytes, crc32c: int | None) -> ObjectInfo:
-        return self._sent(key, data, crc32c, lambda: self.ways.create(self.fs, self._path(key), data, crc32c))
-
-    def _replace(self, key: str, data: bytes, etag: str, crc32c: int | None) -> ObjectInfo:
-        return self._sent(key, data, crc32c, lambda: self.ways.replace(self.fs, self._path(key), data, etag, crc32c))
-
-    def _sent(self, key: str, data: bytes, crc32c: int | None, send: Callable[[], WriteReply]) -> ObjectInfo:
-        told = send()
-        if not _etag(told):
-            told = self._describe(key) or {}
+    def _written(self, key: str, size: int, reply: WriteReply, crc32c: int | None = None) -> ObjectInfo:
+        """Describe an object that was written; it is deleted if the service has another CRC32C of it."""
+        info = reply if _etag(reply) else self._describe(key) or {}
         try:
-            check(told, crc32c)
+            check(info, crc32c)
         except WrongSumError:
             with contextlib.suppress(Exception):
                 self.fs.rm_file(self._path(key))
             raise
-        return ObjectInfo(key, len(data), _etag(told), _seconds(told))
-
-    def _written(self, key: str, size: int, told: WriteReply) -> ObjectInfo:
-        found = told if _etag(told) else self._describe(key) or {}
-        return ObjectInfo(key, size, _etag(found), _seconds(found))
+        return ObjectInfo(key, size, _etag(info), _seconds(info))
 
     def _read(self, one: Range, found: Any) -> bytes | StoreError:
         if isinstance(found, Exception):
@@ -326,11 +316,6 @@ class FsspecStore:
             return CorruptDataError("the object ends before the range does", url=self._url(one.key))
         data: bytes = found
         return data
-
-    def _check_size(self, key: str, needed: int) -> None:
-        found = self._find(key)
-        if found is not None and found.size < needed:
-            raise CorruptDataError("the object ends before the range does", url=self._url(key)) from None
 
     def _find(self, key: str) -> ObjectInfo | None:
         info = self._describe(key)
@@ -344,14 +329,9 @@ class FsspecStore:
             return None
         return info if info.get("type") == "file" else None
 
-    def _descend(self, folder: str) -> dict[str, dict[str, Any]]:
-        """List the files below a folder, by key."""
-        above = len(self._path(""))
-        return {name[above:]: info for name, info in files_below(self.fs, self._path(folder)).items()}
-
     def _check_etag(self, key: str, if_match: str | None) -> None:
         if if_match is not None and self.head(key).etag != if_match:
-            raise PreconditionFailedError("the object is not the one expected", url=self._url(key))
+            raise PreconditionFailedError("the ETag of the object is not the expected one", url=self._url(key))
 
     def _path(self, key: str) -> str:
         return f"{self.root.rstrip('/')}/{key}"
@@ -385,8 +365,7 @@ class FsspecStore:
 
 def _options(fs: AbstractFileSystem) -> dict[str, Any]:
     """Return the options of a filesystem, with those of the filesystems that it wraps."""
-    inner = getattr(fs, "fs", None)
-    below = _options(inner) if isinstance(inner, AbstractFileSystem) else {}
+    below = _options(fs.fs) if isinstance(getattr(fs, "fs", None), AbstractFileSystem) else {}
     return {"below": below, **getattr(fs, "storage_options", {})}
 
 

@@ -23,7 +23,7 @@ from bucketpoint.stores.gcs.body import (
     with_metadata,
 )
 from bucketpoint.stores.gcs.client import GCSClient, client_for
-from bucketpoint.stores.gcs.errors import failure_of, failures, translate
+from bucketpoint.stores.gcs.errors import failure_of, translated
 from bucketpoint.stores.gcs.options import GCSOptions
 from bucketpoint.stores.http_body import crc_of, encoded_crc
 
@@ -77,11 +77,7 @@ class Bucket:
         Raises:
             StoreError: there are no credentials, or they cannot be used.
         """
-        try:
-            return client_for(self.options, self.pin)
-        except failures() as error:
-            failure = translate(error, "making the GCS client", self.url)
-        raise failure
+        return translated(lambda: client_for(self.options, self.pin), "making the GCS client", self.url)
 
     def call(
         self,

@@ -6,30 +6,16 @@ import email
 import email.policy
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from bucketpoint.stores.base import Buffers
-from bucketpoint.stores.http_body import pieces
+from bucketpoint.stores.http_body import Pieces
 
 BINARY = "application/octet-stream"
 
 
-class Outgoing:
-    """A request body in the caller's memory. The HTTP library iterates over it once for each attempt."""
-
-    def __init__(self, buffers: Buffers) -> None:
-        self._buffers = [view for view in buffers if view.nbytes]
-        self._size = sum(view.nbytes for view in self._buffers)
-
-    def __len__(self) -> int:
-        return self._size
-
-    def __iter__(self) -> Iterator[memoryview | bytes]:
-        return pieces(self._buffers)
-
-
-def with_metadata(metadata: Mapping[str, Any], body: Buffers) -> tuple[str, Outgoing]:
+def with_metadata(metadata: Mapping[str, Any], body: Buffers) -> tuple[str, Pieces]:
     """Return the content type and the body of a JSON API upload in one request (`uploadType=multipart`).
 
     https://cloud.google.com/storage/docs/uploading-objects#uploading-an-object
@@ -41,7 +27,7 @@ def with_metadata(metadata: Mapping[str, Any], body: Buffers) -> tuple[str, Outg
     )
     tail = f"\r\n--{boundary}--\r\n"
     whole = [memoryview(head.encode()), *body, memoryview(tail.encode())]
-    return f'multipart/related; boundary="{boundary}"', Outgoing(whole)
+    return f'multipart/related; boundary="{boundary}"', Pieces(whole)
 
 
 def batch_of_deletes(paths: Sequence[str]) -> tuple[str, bytes]:

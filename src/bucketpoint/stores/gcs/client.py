@@ -6,8 +6,6 @@ bucketpoint's own bodies: the library's calls copy the bytes that they send and 
 
 from __future__ import annotations
 
-import importlib.metadata
-import ipaddress
 import os
 import ssl
 import warnings
@@ -19,8 +17,8 @@ from urllib.parse import urlencode, urlsplit
 from bucketpoint.errors import CredentialsError, EndpointError
 from bucketpoint.stores import retry
 from bucketpoint.stores.cancellation import make_cuttable
-from bucketpoint.stores.client_cache import ClientCache, FirstEnvironment
-from bucketpoint.stores.gcs.errors import failures, from_reply, translate
+from bucketpoint.stores.client_cache import ClientCache, FirstEnvironment, is_loopback, user_agent, version
+from bucketpoint.stores.gcs.errors import failure_of, failures, translate, translated
 from bucketpoint.stores.gcs.options import DEFAULT_MAX_ATTEMPTS, GCSOptions
 from bucketpoint.stores.redact import clean, hide
 from bucketpoint.stores.retry import ConcurrencyLimiter, RetryPolicy
@@ -78,28 +76,26 @@ class GCSClient:
         """
         target = f"{self.endpoint}{path}?{urlencode(query)}" if query else f"{self.endpoint}{path}"
 
-        def attempt() -> Any:
-            try:
-                reply = self.session.request(
-                    method,
-                    target,
-                    data=body,
-                    headers={**self.headers, **(headers or {})},
-                    timeout=(CONNECT_TIMEOUT_S, timeout),
-                    stream=stream,
-                    # The API has no redirects, and following one would send the credentials to another server.
-                    allow_redirects=False,
-                )
-                if reply.status_code < 300:
-                    return reply
-                failure = from_reply(reply.status_code, reply.content, operation, url)
-                asked = reply.headers.get("Retry-After", "")
-                failure.wait_s = float(asked) if asked.isdecimal() else 0.0
-            except failures() as error:
-                failure = translate(error, operation, url, self.endpoint)
-            # Raised here, outside the except block, so that the library's exception, which holds the request with its
-            # headers, does not become the `__context__` of this error.
+        def send() -> Any:
+            reply = self.session.request(
+                method,
+                target,
+                data=body,
+                headers={**self.headers, **(headers or {})},
+                timeout=(CONNECT_TIMEOUT_S, timeout),
+                stream=stream,
+                # The API has no redirects, and following one would send the credentials to another server.
+                allow_redirects=False,
+            )
+            if reply.status_code < 300:
+                return reply
+            failure = failure_of(reply.status_code, reply.content, operation, url)[0]
+            asked = reply.headers.get("Retry-After", "")
+            failure.wait_s = float(asked) if asked.isdecimal() else 0.0
             raise failure
+
+        def attempt() -> Any:
+            return translated(send, operation, url, self.endpoint)
 
         return retry.run(attempt, self.policy, gate=self.gate)
 
@@ -109,7 +105,7 @@ class GCSClient:
             adapter.close()
 
 
-class _GCSClients(ClientCache[GCSOptions, GCSClient]):
+class _GCSClients(ClientCache[GCSClient]):
     """Cache of clients. The first one takes a second to make, because the library is imported."""
 
     prefixes = ("GOOGLE_", "CLOUDSDK_", "GCE_", "GCLOUD_")
@@ -129,9 +125,7 @@ def client_for(options: GCSOptions, pin: FirstEnvironment | None = None) -> GCSC
 
 def close_client(options: GCSOptions, pin: FirstEnvironment | None = None) -> None:
     """Close the idle connections of the client for these options. The client stays usable."""
-    client = _clients.found(options, pin)
-    if client is not None:
-        client.close()
+    _clients.close(options, pin)
 
 
 def build_client(options: GCSOptions) -> GCSClient:
@@ -163,10 +157,8 @@ def build_client(options: GCSOptions) -> GCSClient:
     if isinstance(session, AuthorizedSession) and not session.is_mtls:
         session.mount("https://", _adapter(options))
         session.mount("http://", _adapter(options))
-    agent = [f"bucketpoint/{_version('bucketpoint')}", options.user_agent]
-    agent.append(f"google-cloud-storage/{_version('google-cloud-storage')}")
     headers = {
-        "User-Agent": " ".join(name for name in agent if name),
+        "User-Agent": user_agent(options.user_agent, f"google-cloud-storage/{version('google-cloud-storage')}"),
         # Without this header the service decompresses an object that is stored compressed, and a range of it is then
         # not a range of the stored bytes.
         "Accept-Encoding": "gzip",
@@ -221,19 +213,12 @@ def _check_endpoint(endpoint: str, *, secret: bool) -> None:
     if parts.scheme not in ("http", "https") or not parts.hostname:
         # The endpoint is not quoted, because it may contain a password.
         raise EndpointError("the endpoint is not a URL", remedy="Pass something like http://127.0.0.1:4443")
-    if secret and parts.scheme == "http" and not _is_loopback(parts.hostname):
+    if secret and parts.scheme == "http" and not is_loopback(parts.hostname):
         raise EndpointError(
             "credentials would be sent in clear over plain HTTP",
             url=clean(endpoint),
             remedy="Use an https:// endpoint, or token='anon' for an emulator",
         )
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 def _adapter(options: GCSOptions) -> Any:
@@ -264,10 +249,3 @@ def _tls_context(options: GCSOptions) -> ssl.SSLContext:
         return ssl.create_default_context(cafile=None if folder else bundle, capath=bundle if folder else None)
     except OSError as error:
         raise EndpointError(f"the CA bundle {bundle} cannot be read: {error.strerror or error}") from None
-
-
-def _version(distribution: str) -> str:
-    try:
-        return importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return "unknown"

@@ -71,11 +71,11 @@ def complete(bucket: Bucket, key: str, upload_id: str, parts: Sequence[Part]) ->
     ordered = sorted(parts, key=lambda part: part.number)
     sources = [(_component(key, upload_id, "p", part.number), part.etag) for part in ordered]
     used = dict(sources)
-    made = itertools.count(1)
+    numbers = itertools.count(1)
     while len(sources) > MAX_COMPONENTS:
         groups: list[tuple[str, str]] = []
         for start in range(0, len(sources), MAX_COMPONENTS):
-            name = _component(key, upload_id, "g", next(made))
+            name = _component(key, upload_id, "g", next(numbers))
             resource = _compose(bucket, key, name, sources[start : start + MAX_COMPONENTS])
             groups.append((name, str(resource["generation"])))
         used.update(groups)
@@ -83,7 +83,7 @@ def complete(bucket: Bucket, key: str, upload_id: str, parts: Sequence[Part]) ->
     resource = _compose(bucket, key, key, sources)
     if not fits(resource.get("crc32c"), ordered):
         bucket.delete([key], {key: str(resource["generation"])})
-        raise CorruptDataError("the composed object has another CRC32C than its parts", url=bucket.url, key=key)
+        raise CorruptDataError("the CRC32C of the composed object is not that of its parts", url=bucket.url, key=key)
     _discard(bucket, key, used)
     return described(resource, key)
 
@@ -94,7 +94,11 @@ def abort(bucket: Bucket, key: str, upload_id: str) -> None:
     generations = {str(item["name"]): str(item["generation"]) for item in items}
     failures = bucket.delete(list(generations), generations)
     if failures:
-        raise StoreError(f"{len(failures)} components stay: {failures[0].message}", url=bucket.url, key=failures[0].key)
+        raise StoreError(
+            f"{len(failures)} components could not be deleted: {failures[0].message}",
+            url=bucket.url,
+            key=failures[0].key,
+        )
 
 
 def open_uploads(bucket: Bucket, prefix: str) -> Iterator[OpenUpload]:
@@ -167,7 +171,11 @@ def _discard(bucket: Bucket, key: str, generations: dict[str, str]) -> None:
         # object.
         left = len(bucket.delete(list(generations), generations))
     except StoreError as error:
-        logger.warning("the components of %s/%s stay until the next sweep: %s", bucket.url, key, error)
+        logger.warning(
+            "the components of %s/%s could not be deleted, and stay until the next sweep: %s", bucket.url, key, error
+        )
         return
     if left:
-        logger.warning("%d components of %s/%s stay until the next sweep", left, bucket.url, key)
+        logger.warning(
+            "%d components of %s/%s could not be deleted, and stay until the next sweep", left, bucket.url, key
+        )

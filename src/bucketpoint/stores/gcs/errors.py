@@ -5,7 +5,8 @@ from __future__ import annotations
 import http.client
 import json
 import xml.etree.ElementTree as ElementTree
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import urllib3.exceptions
 
@@ -24,6 +25,8 @@ from bucketpoint.errors import (
     UploadNotFoundError,
 )
 from bucketpoint.stores.redact import clean, describe
+
+T = TypeVar("T")
 
 # The JSON API's reasons (https://cloud.google.com/storage/docs/json_api/v1/status-codes), and the XML API's codes
 # (https://cloud.google.com/storage/docs/xml-api/reference-status). For all other codes the status decides.
@@ -71,7 +74,7 @@ _REMEDIES: dict[type[StoreError], str] = {
         "workload's service account"
     ),
     AccessDeniedError: (
-        "A trainer needs storage.objects.create, get and delete (which replacing is), and "
+        "A trainer needs storage.objects.create, get and delete (to replace objects), and "
         "storage.multipartUploads.create and abort; a reader needs storage.objects.get"
     ),
 }
@@ -92,7 +95,7 @@ RIGHT_BY_OPERATION: dict[str, str] = {
     "abort multipart upload": "storage.multipartUploads.abort",
     "list multipart uploads": "storage.multipartUploads.list",
 }
-_PAYER_REMEDY = "The bucket's owner lets the requester pay: pass requester_pays='the-project-to-charge'"
+_PAYER_REMEDY = "The bucket charges the requester: pass requester_pays='the-project-to-charge'"
 
 
 def failures() -> tuple[type[BaseException], ...]:
@@ -121,13 +124,26 @@ def translate(error: BaseException, operation: str, url: str, endpoint: str | No
     if isinstance(error, StoreError):
         return error
     kind = _kind(error)
-    said = describe(error)
+    text = describe(error)
     if kind is EndpointError and endpoint is not None:
-        said = f"{clean(endpoint)} cannot be reached: {describe(_reason(error))}"
-    made = kind(f"{operation} failed: {said}", url=url, remedy=_REMEDIES.get(kind))
+        text = f"{clean(endpoint)} cannot be reached: {describe(_reason(error))}"
+    failure = kind(f"{operation} failed: {text}", url=url, remedy=_REMEDIES.get(kind))
     if kind is EndpointError and not _stays_so(error):
-        made.action = Action.RETRY
-    return made
+        failure.action = Action.RETRY
+    return failure
+
+
+def translated(act: Callable[[], T], operation: str, url: str, endpoint: str | None = None) -> T:
+    """Call `act`, and raise the bucketpoint error for an exception of the client library.
+
+    Raised outside the except block, so that the library's exception, which holds the request with its headers, does not
+    become the `__context__` of the error.
+    """
+    try:
+        return act()
+    except failures() as error:
+        failure = translate(error, operation, url, endpoint)
+    raise failure
 
 
 def _reason(error: BaseException) -> BaseException:
@@ -171,13 +187,8 @@ def _kind(error: BaseException) -> type[StoreError]:
     return TransientStoreError
 
 
-def from_reply(status: int, body: bytes, operation: str, url: str) -> StoreError:
-    """Return the error for a reply with this status and this JSON or XML body, which may be empty."""
-    return failure_of(status, body, operation, url)[0]
-
-
 def failure_of(status: int, body: bytes, operation: str, url: str) -> tuple[StoreError, str]:
-    """Return the error of `from_reply`, and the service's error code."""
+    """Return the error for a reply with this status and this JSON or XML body, which may be empty, and its code."""
     code, message = _details(body)
     kind = KIND_BY_CODE.get(code) or KIND_BY_STATUS.get(status)
     if kind is None:
@@ -201,8 +212,8 @@ def _details(body: bytes) -> tuple[str, str]:
         except ElementTree.ParseError:
             return "", ""
         # The message is only "Access denied."; the details name the account and the missing permission.
-        said = [root.findtext("{*}Message"), root.findtext("{*}Details")]
-        return root.findtext("{*}Code") or "", ": ".join(text.rstrip(".") for text in said if text)
+        texts = [root.findtext("{*}Message"), root.findtext("{*}Details")]
+        return root.findtext("{*}Code") or "", ": ".join(text.rstrip(".") for text in texts if text)
     try:
         error: Any = json.loads(body)["error"]
         reasons = error.get("errors") or [{}]

@@ -9,30 +9,21 @@ from __future__ import annotations
 
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 from urllib.parse import quote
 
 from bucketpoint.errors import AccessDeniedError, CorruptDataError, StoreError, UploadNotFoundError
-from bucketpoint.stores.base import Buffers, Capabilities, ObjectInfo, OpenUpload, Part
+from bucketpoint.stores.base import Buffers, ObjectInfo, OpenUpload, Part
+from bucketpoint.stores.gcs import composed
 from bucketpoint.stores.gcs.api import Bucket, described, seconds
-from bucketpoint.stores.gcs.body import BINARY, Outgoing
+from bucketpoint.stores.gcs.body import BINARY
 from bucketpoint.stores.gcs.client import COMPLETE_TIMEOUT_S
-from bucketpoint.stores.gcs.composed import MAX_OBJECT_BYTES, fits
-from bucketpoint.stores.gcs.errors import from_reply
-from bucketpoint.stores.http_body import crc_of, encoded_crc
+from bucketpoint.stores.gcs.errors import failure_of
+from bucketpoint.stores.http_body import Pieces, crc_of, encoded_crc
 
 # https://cloud.google.com/storage/quotas#requests
-CAPABILITIES = Capabilities(
-    conditional_put=True,
-    checksums=True,
-    multipart=True,
-    pinned_reads=True,
-    min_part_bytes=5 << 20,
-    max_part_bytes=5 << 30,
-    max_parts=10_000,
-    max_put_bytes=MAX_OBJECT_BYTES,
-    conditional_delete=True,  # https://cloud.google.com/storage/docs/request-preconditions
-)
+CAPABILITIES = replace(composed.CAPABILITIES, min_part_bytes=5 << 20, max_part_bytes=5 << 30, max_parts=10_000)
 
 
 def create(bucket: Bucket, key: str) -> str:
@@ -44,13 +35,13 @@ def create(bucket: Bucket, key: str) -> str:
     reply = _call(bucket, "create multipart upload", key, "POST", {"uploads": ""}, headers=headers)
     upload_id = _parsed(reply, "create multipart upload", bucket).findtext("{*}UploadId")
     if not upload_id:
-        raise StoreError("the store began a multipart upload and did not name it", url=bucket.url, key=key)
+        raise StoreError("the reply that begins a multipart upload has no upload id", url=bucket.url, key=key)
     return upload_id
 
 
 def put_part(bucket: Bucket, key: str, upload_id: str, number: int, body: Buffers, crc32c: int | None) -> Part:
     crc = crc_of(body, crc32c)
-    content = Outgoing(body)
+    content = Pieces(body)
     reply = _call(
         bucket,
         "upload part",
@@ -89,9 +80,9 @@ def complete(bucket: Bucket, key: str, upload_id: str, parts: Sequence[Part]) ->
         # Without the permission to read, neither can be checked. The service compared each part with a checksum, and
         # loads compare their own checksums.
         return ObjectInfo(key, sum(part.size for part in ordered))
-    if not fits(resource.get("crc32c"), ordered):
+    if not composed.fits(resource.get("crc32c"), ordered):
         bucket.delete([key], {key: str(resource["generation"])})
-        raise CorruptDataError("the object has another CRC32C than its parts", url=bucket.url, key=key)
+        raise CorruptDataError("the CRC32C of the object is not that of its parts", url=bucket.url, key=key)
     return described(resource, key)
 
 
@@ -142,7 +133,7 @@ def _parsed(reply: Any, operation: str, bucket: Bucket) -> ElementTree.Element:
         # Like S3, the service may report an error in a reply with status 200 that began before the outcome was known.
         if root.tag.rpartition("}")[2] != "Error":
             return root
-        failure = from_reply(reply.status_code, reply.content, operation, bucket.url)
+        failure = failure_of(reply.status_code, reply.content, operation, bucket.url)[0]
     except ElementTree.ParseError:
         failure = StoreError(f"{operation} failed: the reply is not XML", url=bucket.url)
     raise failure

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from bucketpoint.errors import BucketpointError
+from bucketpoint.stores.client_cache import frozen
 from bucketpoint.stores.retry import DEADLINE_S
 
 DEFAULT_CONNECTIONS = 32
@@ -17,8 +18,6 @@ DEFAULT_MAX_ATTEMPTS = 6
 """Attempts of one request, as for S3."""
 
 UPLOADS = ("auto", "xml", "compose")
-
-_TOKEN_WORDS = ("google_default", "anon", "cloud")
 
 # With these tokens gcsfs signs in through a browser, or from its own cache of such logins. A training job has neither.
 _INTERACTIVE = ("browser", "cache", "connect")
@@ -96,7 +95,7 @@ class GCSOptions:
             )
         if self.requester_pays is True and not self.project:
             raise BucketpointError(
-                "requester_pays=True does not say who pays", remedy="Name the project: requester_pays='my-project'"
+                "requester_pays=True needs a project to charge", remedy="Name the project: requester_pays='my-project'"
             )
         for name in ("connections", "max_attempts"):
             value = getattr(self, name)
@@ -148,13 +147,8 @@ class GCSOptions:
 
     def cache_key(self) -> tuple[Any, ...]:
         """Return a hashable value that is equal for options that can share one client, in this environment."""
-        values = [getattr(self, option.name) for option in fields(self) if option.name != "token"]
-        token = tuple(sorted((name, repr(value)) for name, value in self.token.items())) if self._holds_dict else None
-        return (*values, token if self._holds_dict else self.token, self.endpoint, self.anonymous)
-
-    @property
-    def _holds_dict(self) -> bool:
-        return isinstance(self.token, Mapping)
+        values = (frozen(getattr(self, option.name)) for option in fields(self))
+        return (*values, self.endpoint, self.anonymous)
 
     def __getstate__(self) -> dict[str, Any]:
         if self.token is not None and not isinstance(self.token, str):

@@ -19,8 +19,6 @@ from bucketpoint.stores.base import (
     ObjectInfo,
     OpenUpload,
     Part,
-    RangeReply,
-    Store,
 )
 from bucketpoint.stores.client_cache import FirstEnvironment
 from bucketpoint.stores.gcs import composed as gcs_composed
@@ -28,9 +26,10 @@ from bucketpoint.stores.gcs import multipart as gcs_multipart
 from bucketpoint.stores.gcs.api import Bucket, described
 from bucketpoint.stores.gcs.body import BINARY, Incoming
 from bucketpoint.stores.gcs.client import close_client
-from bucketpoint.stores.gcs.errors import failures, translate
+from bucketpoint.stores.gcs.errors import translated
 from bucketpoint.stores.gcs.options import GCSOptions
-from bucketpoint.stores.http_body import OpenReply, crc_of, receive
+from bucketpoint.stores.http_body import crc_of
+from bucketpoint.stores.http_store import HttpStore, Reply, whole_size
 
 T = TypeVar("T")
 
@@ -38,7 +37,7 @@ _MAX_GENERATION = (1 << 63) - 1
 
 
 @dataclass(frozen=True)
-class GCSStore:
+class GCSStore(HttpStore):
     """A bucket of GCS. A store pickles as configuration only; each process makes the client at the first use.
 
     The ETags of this store are object generations: every write gives an object a new generation, and conditions and
@@ -49,7 +48,6 @@ class GCSStore:
     meanwhile.
     """
 
-    bucket: str
     options: GCSOptions = field(default_factory=GCSOptions)
     pin: FirstEnvironment = field(default_factory=FirstEnvironment, init=False, repr=False, compare=False)
 
@@ -77,46 +75,39 @@ class GCSStore:
         generation = 0 if if_none_match else self._generation(key, if_match)
         return self._sent(body, crc32c, lambda: self._requests.insert(key, body, crc32c=crc32c, generation=generation))
 
-    def get(self, key: str, *, max_bytes: int | None = None, first: int | None = None) -> tuple[bytes, ObjectInfo]:
-        wanted = {} if first is None else {"Range": f"bytes=0-{first - 1}"}
-        try:
-            reply = self._media(key, wanted)
-        except CorruptDataError:
-            if first is None:
-                raise
-            # The range of an empty object is invalid: it has no first byte.
-            return self.get(key, max_bytes=max_bytes)
-        size = int(reply.headers.get("Content-Length") or 0)
-        info = _info(key, reply, size)
-        if max_bytes is not None and size > max_bytes:
-            reply.raw.close()
-            raise CorruptDataError(
-                f"the object has {info.size} bytes, and at most {max_bytes} were expected", url=self._url(key)
-            )
-        data = bytearray(size)
-        self._receive(key, Incoming(reply.raw), [memoryview(data)])
-        return bytes(data), info
-
     def read_into(self, key: str, offset: int, buffers: Buffers, *, if_match: str | None = None) -> None:
         size = sum(view.nbytes for view in buffers)
         if size:
             self.open_range(key, offset, size, if_match=if_match).receive(buffers)
 
-    def open_range(self, key: str, offset: int, nbytes: int, *, if_match: str | None = None) -> RangeReply:
+    def _open(self, key: str, wanted: str | None, if_match: str | None = None) -> Reply:
         generation = self._generation(key, if_match)
-        wanted = {"Range": f"bytes={offset}-{offset + nbytes - 1}"}
+        bucket = self._requests
+        query: dict[str, Any] = {"alt": "media"}
+        if generation is not None:
+            query["generation"] = generation
         try:
-            reply = self._media(key, wanted, generation)
+            reply = bucket.call(
+                "objects.get",
+                key,
+                "GET",
+                f"/download{bucket.path(key)}",
+                query=bucket.billed(query),
+                headers={} if wanted is None else {"Range": wanted},
+                stream=True,
+                of_object=True,
+            )
         except ObjectNotFoundError:
             if generation is None:
                 raise
             # 404 may mean that only this generation is missing. A second request tells, and costs only a failing read.
             self.head(key)
-            replaced = PreconditionFailedError("the object is not the one expected", url=self._url(key))
+            replaced = PreconditionFailedError("the ETag of the object is not the expected one", url=self._url(key))
         else:
-            self._check_range(key, reply, offset, nbytes)
-            body = Incoming(reply.raw)
-            return OpenReply(body, nbytes, lambda buffers, filled: self._receive(key, body, buffers, filled))
+            length = reply.headers.get("Content-Length")
+            received = None if length is None else int(length)
+            partial = reply.status_code == http.client.PARTIAL_CONTENT
+            return Reply(_info(key, reply, received or 0), Incoming(reply.raw), received, partial)
         raise replaced
 
     def head(self, key: str) -> ObjectInfo:
@@ -143,15 +134,6 @@ class GCSStore:
         with contextlib.suppress(ObjectNotFoundError):
             bucket.call("objects.delete", key, "DELETE", bucket.path(key), query=query, of_object=True)
         return True
-
-    def copy(self, source: str, target: str) -> ObjectInfo:
-        return self.copy_from(self, self.head(source), target)
-
-    def can_copy_from(self, other: Store) -> bool:
-        """Return True if `copy_from` can work between these two stores: they are buckets of one service."""
-        if not isinstance(other, GCSStore):
-            return False
-        return self.identity.removesuffix(self.bucket) == other.identity.removesuffix(other.bucket)
 
     def copy_from(self, other: GCSStore, source: ObjectInfo, target: str) -> ObjectInfo:
         """Copy the object that `other.head` described, from a bucket that this store's credentials can read."""
@@ -226,65 +208,25 @@ class GCSStore:
     def _requests(self) -> Bucket:
         return Bucket(self.bucket, self.options, self.pin)
 
-    def _url(self, key: str) -> str:
-        return f"{self.url}/{key}"
-
     def _generation(self, key: str, etag: str | None) -> int | None:
         if etag is None:
             return None
         generation = int(etag) if etag.isdecimal() and len(etag) < 20 else 0
         if not 0 < generation <= _MAX_GENERATION:
             # The ETag of another store, or an invalid one: no object in this bucket ever had it.
-            raise PreconditionFailedError("the object is not the one expected", url=self._url(key))
+            raise PreconditionFailedError("the ETag of the object is not the expected one", url=self._url(key))
         return generation
 
-    def _media(self, key: str, headers: dict[str, str], generation: int | None = None) -> Any:
-        bucket = self._requests
-        query: dict[str, Any] = {"alt": "media"}
-        if generation is not None:
-            query["generation"] = generation
-        return bucket.call(
-            "objects.get",
-            key,
-            "GET",
-            f"/download{bucket.path(key)}",
-            query=bucket.billed(query),
-            headers=headers,
-            stream=True,
-            of_object=True,
-        )
-
-    def _check_range(self, key: str, reply: Any, offset: int, size: int) -> None:
-        length = reply.headers.get("Content-Length")
-        failure: StoreError
-        if reply.status_code != http.client.PARTIAL_CONTENT and (offset or length != str(size)):
-            failure = StoreError("the store ignored the range of a read", url=self._url(key))
-        elif length is not None and length != str(size):
-            failure = CorruptDataError(
-                f"the object ends before the range does: {length} of the {size} bytes from {offset} are there",
-                url=self._url(key),
-            )
-        else:
-            return
-        reply.raw.close()
-        raise failure
-
-    def _receive(self, key: str, body: Any, buffers: Buffers, *filled: Callable[[], None]) -> None:
-        try:
-            receive(body, buffers, *filled)
-            return
-        except failures() as error:
-            failure = translate(error, "objects.get", self._url(key))
-        raise failure
+    def _translated(self, act: Callable[[], None], key: str) -> None:
+        translated(act, "objects.get", self._url(key))
 
 
 def _info(key: str, reply: Any, received: int) -> ObjectInfo:
-    """Describe an object from the headers of a read; `Content-Range: bytes 0-9/1234` has the size (RFC 9110, 14.4)."""
-    whole = str(reply.headers.get("Content-Range") or "").rpartition("/")[2]
+    """Describe an object from the headers of a read."""
     modified = reply.headers.get("Last-Modified")
     return ObjectInfo(
         key,
-        int(whole) if whole.isdecimal() else received,
+        whole_size(reply.headers.get("Content-Range"), received),
         reply.headers.get("x-goog-generation"),
         parsedate_to_datetime(modified).timestamp() if modified else None,
     )

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import importlib.metadata
-import ipaddress
 import os
 import ssl
 from collections.abc import Mapping
@@ -21,11 +19,12 @@ from botocore.utils import get_environ_proxies
 
 from bucketpoint.errors import BucketpointError, EndpointError
 from bucketpoint.stores.cancellation import make_cuttable
-from bucketpoint.stores.client_cache import ClientCache, FirstEnvironment
+from bucketpoint.stores.client_cache import ClientCache, FirstEnvironment, is_loopback, user_agent
 from bucketpoint.stores.retry import ConcurrencyLimiter, RetryPolicy
 from bucketpoint.stores.s3 import services as s3_services
 from bucketpoint.stores.s3.body import send_from_memory
 from bucketpoint.stores.s3.crt import CrtTransport
+from bucketpoint.stores.s3.errors import RIGHT_BY_OPERATION
 from bucketpoint.stores.s3.options import DEFAULT_MAX_ATTEMPTS, S3Options
 from bucketpoint.stores.s3.services import S3Service
 
@@ -33,32 +32,8 @@ DEFAULT_REGION = "us-east-1"
 CONNECT_TIMEOUT_S = 10
 READ_TIMEOUT_S = 60
 
-OPERATIONS = (
-    "AbortMultipartUpload",
-    "CompleteMultipartUpload",
-    "CopyObject",
-    "CreateMultipartUpload",
-    "DeleteObject",
-    "DeleteObjects",
-    "GetObject",
-    "HeadObject",
-    "ListMultipartUploads",
-    "ListObjectsV2",
-    "PutObject",
-    "UploadPart",
-    "UploadPartCopy",
-)
-
 # CopyObject accepts these parameters only with a directive to replace the values of the source object.
 _NOT_WITHOUT_DIRECTIVE = {"Tagging": "TaggingDirective", "Metadata": "MetadataDirective"}
-
-
-@dataclass(frozen=True)
-class DeletesFound:
-    """Result of a trial of a service's deletions: the fields of the same names in `Capabilities`."""
-
-    conditional_delete: bool
-    expiring_delete: bool
 
 
 @dataclass(frozen=True)
@@ -73,7 +48,7 @@ class S3Client:
         service: the service behind the endpoint, with the settings that the options override.
         transport: sends large bodies instead of boto3; None if boto3 sends everything.
         gate: limiter of the requests under way.
-        deletes: results of the trials of deletions, by bucket.
+        deletes: by bucket, the service with the results of the trial of its deletions.
     """
 
     api: Any
@@ -83,14 +58,20 @@ class S3Client:
     service: S3Service
     transport: CrtTransport | None = None
     gate: ConcurrencyLimiter = field(default_factory=ConcurrencyLimiter)
-    deletes: dict[str, DeletesFound] = field(default_factory=dict)
+    deletes: dict[str, S3Service] = field(default_factory=dict)
 
     def call(self, operation: str, **parameters: Any) -> Any:
         method = getattr(self.api, botocore.xform_name(operation))
         return method(**{**self.parameters[operation], **parameters})
 
+    def close(self) -> None:
+        """Close idle connections. The client stays usable."""
+        self.api.close()
+        if self.transport is not None:
+            self.transport.close()
 
-class _S3Clients(ClientCache[S3Options, S3Client]):
+
+class _S3Clients(ClientCache[S3Client]):
     """Cache of boto3 clients: building one takes some 100 ms, and many threads can share it."""
 
     prefixes = ("AWS_", "BOTO_")
@@ -100,9 +81,15 @@ class _S3Clients(ClientCache[S3Options, S3Client]):
         return build_client(options)
 
     def renew(self, options: S3Options, stale: S3Client, pin: FirstEnvironment | None) -> bool:
+        """Replace a client by one with newly fetched credentials.
+
+        Returns:
+            False if the options themselves contain the credentials, or if the environment now leads to another store.
+        """
         key = self.key(options, pin)
+        fixed = options.anon or options.access_key or options.client_kwargs.get("aws_access_key_id")
         # Newer credentials in the environment are used only if the environment still leads to the same store.
-        if _are_fixed(options) or self.environment().place != key[1].place:
+        if fixed or self.environment().place != key[1].place:
             return False
         with self._lock:
             # Another thread whose request was refused may have replaced the client already.
@@ -122,21 +109,13 @@ def client_for(options: S3Options, pin: FirstEnvironment | None = None) -> S3Cli
 
 
 def renew_client(options: S3Options, stale: S3Client, pin: FirstEnvironment | None = None) -> bool:
-    """Replace a client whose credentials were refused by a new client with newly fetched credentials.
-
-    Returns:
-        False if the options themselves contain the credentials, or if the environment now leads to another store.
-    """
+    """Replace a client whose credentials were refused: see `_S3Clients.renew`."""
     return _clients.renew(options, stale, pin)
 
 
 def close_client(options: S3Options, pin: FirstEnvironment | None = None) -> None:
     """Close the idle connections of the client for these options. The client stays usable."""
-    client = _clients.found(options, pin)
-    if client is not None:
-        client.api.close()
-        if client.transport is not None:
-            client.transport.close()
+    _clients.close(options, pin)
 
 
 @functools.lru_cache(maxsize=8)
@@ -153,14 +132,14 @@ def build_client(options: S3Options) -> S3Client:
     chosen = "payload_signing_enabled" in _own_s3_settings(options)
     api = None
     with contextlib.suppress(ValueError):
-        made = core.create_client(
+        client = core.create_client(
             "s3", config=_config(options, core, sign_payload=None if chosen else False), **arguments
         )
-        if not chosen and _is_open_network(made.meta.endpoint_url):
+        if not chosen and _is_open_network(client.meta.endpoint_url):
             # AWS documents unsigned payloads for HTTPS only. Over plain HTTP on a network the signature is the only
             # thing that binds the body to the request. On the loopback it would only cost 0.8 s of SHA-256 a gigabyte.
-            made = core.create_client("s3", config=_config(options, core, sign_payload=True), **arguments)
-        api = made
+            client = core.create_client("s3", config=_config(options, core, sign_payload=True), **arguments)
+        api = client
     if api is None:
         # The text of botocore's ValueError is dropped: it quotes the endpoint, which may contain a password.
         raise EndpointError("the S3 client cannot be made: the endpoint is not a URL")
@@ -201,9 +180,7 @@ def _transport(options: S3Options, core: Any, arguments: Mapping[str, Any], api:
     endpoint, config = api.meta.endpoint_url, api.meta.config
     proxies = config.proxies or get_environ_proxies(endpoint)
     if proxies.get(urlsplit(endpoint).scheme) or config.client_cert:
-        raise EndpointError(
-            'engine="crt" goes through no proxy, and shows no certificate of the client\'s', remedy='Use engine="boto3"'
-        )
+        raise EndpointError('engine="crt" supports no proxy and no client certificate', remedy='Use engine="boto3"')
     # In botocore's order: the client's argument, then AWS_CA_BUNDLE or the profile's bundle, then REQUESTS_CA_BUNDLE.
     verify = arguments.get("verify")
     if verify is None or verify is True:
@@ -216,10 +193,6 @@ def _service(options: S3Options, endpoint_url: str) -> S3Service:
     checksums = found.checksums if options.checksums is None else options.checksums
     conditional_put = found.conditional_put if options.conditional_puts is None else options.conditional_puts
     return replace(found, checksums=checksums, conditional_put=conditional_put)
-
-
-def _are_fixed(options: S3Options) -> bool:
-    return options.anon or bool(options.access_key or options.client_kwargs.get("aws_access_key_id"))
 
 
 def _client_arguments(options: S3Options, core: Any) -> dict[str, Any]:
@@ -260,7 +233,7 @@ def _refuse_no_verification(options: S3Options) -> None:
         if value is not None and (not value or (isinstance(value, str) and not value.strip())):
             raise EndpointError(
                 f"{name} is {value!r}, which would switch off the verification of TLS certificates",
-                remedy="Name a file of certificates (ca_bundle=), or say insecure_tls=True as well",
+                remedy="Name a file of certificates (ca_bundle=), or pass insecure_tls=True as well",
             )
 
 
@@ -272,7 +245,6 @@ def _config(options: S3Options, core: Any, *, sign_payload: bool | None) -> Conf
         **_own_s3_settings(options),
     }
     given.pop("s3", None)
-    agent = [f"bucketpoint/{_version()}", options.user_agent, given.pop("user_agent_extra", None)]
     settings: dict[str, Any] = {
         # The store sends a CRC32C with every body. botocore's default would read each body once more for a checksum,
         # and send trailers that many stores other than AWS do not know.
@@ -285,7 +257,7 @@ def _config(options: S3Options, core: Any, *, sign_payload: bool | None) -> Conf
         **given,
         "retries": {"mode": "standard", "total_max_attempts": 1},
         "s3": {name: value for name, value in s3.items() if value is not None},
-        "user_agent_extra": " ".join(name for name in agent if name),
+        "user_agent_extra": user_agent(options.user_agent, given.get("user_agent_extra")),
     }
     if options.anon:
         settings["signature_version"] = botocore.UNSIGNED
@@ -329,27 +301,15 @@ def _configured_attempts(options: S3Options) -> int | None:
     return int(given["max_attempts"]) + 1 if "max_attempts" in given else None
 
 
-def _version() -> str:
-    try:
-        return importlib.metadata.version("bucketpoint")
-    except importlib.metadata.PackageNotFoundError:
-        return "unknown"
-
-
 def _is_open_network(endpoint_url: str) -> bool:
     """Return True if requests leave this machine unencrypted."""
     parts = urlsplit(endpoint_url)
-    if parts.scheme != "http":
-        return False
-    try:
-        return not ipaddress.ip_address(parts.hostname or "").is_loopback
-    except ValueError:
-        return parts.hostname != "localhost"
+    return parts.scheme == "http" and not is_loopback(parts.hostname or "")
 
 
 def _parameters_by_operation(api: Any, parameters: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     model = api.meta.service_model
-    allowed = {operation: set(model.operation_model(operation).input_shape.members) for operation in OPERATIONS}
+    allowed = {operation: set(model.operation_model(operation).input_shape.members) for operation in RIGHT_BY_OPERATION}
     unknown = set(parameters).difference(*allowed.values())
     if unknown:
         raise BucketpointError(

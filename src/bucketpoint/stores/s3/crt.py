@@ -7,7 +7,6 @@ are decided in one place for both engines. Only the transfer of the bytes differ
 from __future__ import annotations
 
 import contextlib
-import io
 import os
 import threading
 import weakref
@@ -25,7 +24,7 @@ import botocore.exceptions
 
 from bucketpoint.errors import BucketpointError, StoreError
 from bucketpoint.stores.base import Buffers
-from bucketpoint.stores.http_body import Delivered
+from bucketpoint.stores.http_body import Delivered, scatter
 from bucketpoint.stores.s3.body import OutgoingBody
 
 LARGE_BYTES = 1 << 20
@@ -108,7 +107,7 @@ class CrtTransport:
         if sum(view.nbytes for view in moved) < LARGE_BYTES:
             return None
         with self._room if operation in SENT else contextlib.nullcontext():
-            return _Exchange(self._client(), request, operation, self._endpoint, moved).run()
+            return _exchange(self._client(), request, operation, self._endpoint, moved)
 
     def close(self) -> None:
         """Close idle connections. The next request opens new connections."""
@@ -147,117 +146,69 @@ def _release(native: list[Any], pid: int) -> None:
         native.clear()
 
 
-class _Exchange:
-    """One request and its reply."""
+def _exchange(client: Any, request: Any, operation: str, endpoint: str, moved: Buffers) -> Any:
+    """Send one request through the CRT and return the response."""
+    target = moved if operation in RECEIVED else ()
+    status, received = 0, 0
+    answered: Sequence[tuple[str, str]] = ()
+    failure: Exception | None = None
 
-    def __init__(self, client: Any, request: Any, operation: str, endpoint: str, moved: Buffers) -> None:
-        self._client = client
-        self._request = request
-        self._operation = operation
-        self._endpoint = endpoint
-        self._source = _Source(moved) if operation in SENT else None
-        self._target = moved if operation in RECEIVED else ()
-        self._status = 0
-        self._headers: Sequence[tuple[str, str]] = ()
-        self._received = 0
+    def on_headers(status_code: int, headers: Sequence[tuple[str, str]], **_: Any) -> None:
+        nonlocal status, answered
+        status, answered = status_code, headers
 
-    def run(self) -> Any:
-        kind = awscrt.s3.S3RequestType
-        made = self._client.make_request(
-            # A GET_OBJECT of one part sends the same request as DEFAULT, but receives the body into reused memory.
-            type=kind.GET_OBJECT if self._target else kind.DEFAULT,
-            part_size=sum(view.nbytes for view in self._target) or None,
-            operation_name=self._operation,
-            request=self._http(),
-            on_headers=self._on_headers,
-            on_body=self._on_body,
-        )
-        try:
-            made.finished_future.result()
-        except awscrt.s3.S3ResponseError as error:
-            return self._answer(int(error.status_code or 0), error.headers or (), Delivered(error.body or b""))
-        except awscrt.exceptions.AwsCrtError as error:
-            failure = self._failure(error)
-        except BaseException:
-            # The CRT's threads read or write the caller's memory until the request has ended, so wait for that.
-            made.cancel()
-            made.shutdown_event.wait()
-            raise
-        else:
-            return self._answer(self._status, self._headers, Delivered(received=self._received))
+    def on_body(chunk: Any, offset: int, **_: Any) -> None:
+        nonlocal received
+        scatter(memoryview(chunk), target, received)
+        received += len(chunk)
+
+    kind = awscrt.s3.S3RequestType
+    sent = client.make_request(
+        # A GET_OBJECT of one part sends the same request as DEFAULT, but receives the body into reused memory.
+        type=kind.GET_OBJECT if target else kind.DEFAULT,
+        part_size=sum(view.nbytes for view in target) or None,
+        operation_name=operation,
+        request=_http_request(request, OutgoingBody(moved) if operation in SENT else None),
+        on_headers=on_headers,
+        on_body=on_body,
+    )
+    try:
+        sent.finished_future.result()
+        body = Delivered(received=received)
+    except awscrt.s3.S3ResponseError as error:
+        status, answered, body = int(error.status_code or 0), error.headers or (), Delivered(error.body or b"")
+    except awscrt.exceptions.AwsCrtError as error:
+        failure = _failure(error, request, endpoint)
+    except BaseException:
+        # The CRT's threads read or write the caller's memory until the request has ended, so wait for that.
+        sent.cancel()
+        sent.shutdown_event.wait()
+        raise
+    if failure is not None:
         raise failure
-
-    def _http(self) -> Any:
-        url = urlsplit(self._request.url)
-        headers = awscrt.http.HttpHeaders([("Host", _host(url))])
-        for name, value in self._request.headers.items():
-            if name.lower() not in ("host", "expect"):
-                headers.add(name, value.decode() if isinstance(value, bytes) else str(value))
-        path = f"{url.path}?{url.query}" if url.query else url.path
-        return awscrt.http.HttpRequest(self._request.method, path, headers, self._source)
-
-    def _answer(self, status: int, headers: Sequence[tuple[str, str]], body: Delivered) -> Any:
-        return botocore.awsrequest.AWSResponse(self._request.url, status, dict(headers), body)
-
-    def _failure(self, error: Any) -> Exception:
-        """Return the exception that boto3 would raise, without a reference to the request."""
-        name = str(error.name)
-        failure: Exception = ConnectionError(f"{name}: {error.message}")
-        if name == _TOO_LONG:
-            failure = StoreError("the store ignored the range of a read", url=self._request.url.partition("?")[0])
-        elif name.startswith(_NOT_TRUSTED):
-            failure = botocore.exceptions.SSLError(endpoint_url=self._endpoint, error=name)
-        elif name.startswith(_NOT_REACHED) and name not in _BROKEN_OFF:
-            failure = botocore.exceptions.EndpointConnectionError(endpoint_url=self._endpoint)
-        return failure
-
-    def _on_headers(self, status_code: int, headers: Sequence[tuple[str, str]], **_: Any) -> None:
-        self._status, self._headers = status_code, headers
-
-    def _on_body(self, chunk: Any, offset: int, **_: Any) -> None:
-        start, data = self._received, memoryview(chunk)
-        self._received += len(data)
-        for view in self._target:
-            if not len(data):
-                return
-            if start < view.nbytes:
-                room = view[start : start + len(data)]
-                room[:] = data[: len(room)]
-                data = data[len(room) :]
-            start = max(start - view.nbytes, 0)
+    return botocore.awsrequest.AWSResponse(request.url, status, dict(answered), body)
 
 
-class _Source(io.RawIOBase):
-    """A stream over buffers, from which awscrt reads a body."""
+def _http_request(request: Any, body: Any) -> Any:
+    url = urlsplit(request.url)
+    headers = awscrt.http.HttpHeaders([("Host", _host(url))])
+    for name, value in request.headers.items():
+        if name.lower() not in ("host", "expect"):
+            headers.add(name, value.decode() if isinstance(value, bytes) else str(value))
+    path = f"{url.path}?{url.query}" if url.query else url.path
+    return awscrt.http.HttpRequest(request.method, path, headers, body)
 
-    def __init__(self, buffers: Buffers) -> None:
-        self._buffers = buffers
-        self._position = 0
 
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, room: Any) -> int:
-        start = self._position
-        done = 0
-        for view in self._buffers:
-            if done == len(room):
-                break
-            if start < view.nbytes:
-                piece = view[start : start + len(room) - done]
-                room[done : done + len(piece)] = piece
-                done += len(piece)
-            start = max(start - view.nbytes, 0)
-        self._position += done
-        return done
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: sum(view.nbytes for view in self._buffers)}
-        self._position = base[whence] + offset
-        return self._position
-
-    def tell(self) -> int:
-        return self._position
+def _failure(error: Any, request: Any, endpoint: str) -> Any:
+    """Return the exception that boto3 would raise, without a reference to the request."""
+    name = str(error.name)
+    if name == _TOO_LONG:
+        return StoreError("the store ignored the range of a read", url=request.url.partition("?")[0])
+    if name.startswith(_NOT_TRUSTED):
+        return botocore.exceptions.SSLError(endpoint_url=endpoint, error=name)
+    if name.startswith(_NOT_REACHED) and name not in _BROKEN_OFF:
+        return botocore.exceptions.EndpointConnectionError(endpoint_url=endpoint)
+    return ConnectionError(f"{name}: {error.message}")
 
 
 def _host(url: Any) -> str:

@@ -6,10 +6,9 @@ https://docs.aws.amazon.com/AmazonS3/latest/userguide/using-presigned-url.html
 from __future__ import annotations
 
 import contextlib
-import secrets
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import replace
 from email.utils import parsedate_to_datetime
 from typing import TYPE_CHECKING, Any
 
@@ -26,9 +25,10 @@ from bucketpoint.errors import (
 )
 from bucketpoint.stores import retry
 from bucketpoint.stores.base import Capabilities, Store
-from bucketpoint.stores.s3.client import DeletesFound, S3Client, http_session
+from bucketpoint.stores.s3.client import S3Client, http_session
 from bucketpoint.stores.s3.errors import FAILURES, translate
-from bucketpoint.stores.trials import SCRATCH, UNDECIDED
+from bucketpoint.stores.s3.services import S3Service
+from bucketpoint.stores.trials import UNDECIDED, scratch_key
 
 if TYPE_CHECKING:
     from bucketpoint.stores.s3.store import S3Store
@@ -40,61 +40,41 @@ _OPERATION = "DeleteObject"
 _LONG_S, _SHORT_S, _WAIT_S = 60, 1, 2.5
 
 
-@dataclass(frozen=True)
-class SignedDelete:
-    """A signed deletion of one object. Each call sends the request; see `ExpiringDeletes`."""
+def signed_delete(client: S3Client, bucket: str, key: str, seconds: int, url: str) -> Callable[[], bool]:
+    """Sign the deletion of one object, and return the function that sends the request: see `ExpiringDeletes`."""
+    api = client.api
+    # The whole second, by this machine's clock, after which the service refuses the request.
+    ends = int(time.time()) + seconds
+    given = {**client.parameters[_OPERATION], "Bucket": bucket, "Key": key}
+    signed_url = api.generate_presigned_url(botocore.xform_name(_OPERATION), Params=given, ExpiresIn=seconds)
+    model = api.meta.service_model.operation_model(_OPERATION)
+    # Parameters that travel as headers are signed, too, so these headers have to be sent.
+    members = {name: model.input_shape.members[name].serialization for name in given}
+    headers = {where["name"]: str(given[name]) for name, where in members.items() if where.get("location") == "header"}
 
-    client: S3Client = field(repr=False)
-    signed_url: str = field(repr=False)
-    headers: Mapping[str, str] = field(repr=False)
-    url: str
-    ends: float
-    """The whole second, by this machine's clock, after which the service refuses the request."""
-
-    @classmethod
-    def of(cls, client: S3Client, bucket: str, key: str, seconds: int, url: str) -> SignedDelete:
-        api, ends = client.api, float(int(time.time()) + seconds)
-        given = {**client.parameters[_OPERATION], "Bucket": bucket, "Key": key}
-        signed_url = api.generate_presigned_url(botocore.xform_name(_OPERATION), Params=given, ExpiresIn=seconds)
-        members = api.meta.service_model.operation_model(_OPERATION).input_shape.members
-        # Parameters that travel as headers are signed, too, so these headers have to be sent.
-        headers = {
-            members[name].serialization["name"]: str(value)
-            for name, value in given.items()
-            if members[name].serialization.get("location") == "header"
-        }
-        return cls(client, signed_url, {**headers, "User-Agent": api.meta.config.user_agent}, url, ends)
-
-    def __call__(self) -> bool:
-        refusal, when = self._send()
-        if refusal is None or isinstance(refusal, ObjectNotFoundError):
+    def send() -> bool:
+        # The time by the service's clock; 0 if there was no reply.
+        when = 0.0
+        try:
+            request = AWSRequest("DELETE", signed_url, headers={**headers, "User-Agent": api.meta.config.user_agent})
+            reply = http_session(api).send(request.prepare())
+            content = {"status_code": reply.status_code, "headers": reply.headers, "body": reply.content}
+            date = reply.headers.get("Date")
+            when = parsedate_to_datetime(date).timestamp() if date else time.time()
+            if reply.status_code < 300:
+                return True
+            answer = botocore.parsers.create_parser("rest-xml").parse(content, model.output_shape)
+            raise botocore.exceptions.ClientError(answer, _OPERATION)
+        except FAILURES as error:
+            refusal = translate(error, _OPERATION, url, region=client.region)
+        if isinstance(refusal, ObjectNotFoundError):
             return True
         # A service answers an expired request like one without permission, so the service's clock decides which it was.
-        if isinstance(refusal, AccessDeniedError | CredentialsError) and when >= self.ends:
+        if isinstance(refusal, AccessDeniedError | CredentialsError) and when >= ends:
             return False
         raise refusal
 
-    def _send(self) -> tuple[StoreError | None, float]:
-        """Send the request.
-
-        Returns:
-            The error with which the service refused the request, or None; and the time by the service's clock, 0 if
-            there was no reply.
-        """
-        api = self.client.api
-        try:
-            reply = http_session(api).send(AWSRequest("DELETE", self.signed_url, headers=dict(self.headers)).prepare())
-            content = {"status_code": reply.status_code, "headers": reply.headers, "body": reply.content}
-            said = reply.headers.get("Date")
-            when = parsedate_to_datetime(said).timestamp() if said else time.time()
-            if reply.status_code < 300:
-                return None, when
-            shape = api.meta.service_model.operation_model(_OPERATION).output_shape
-            answer = botocore.parsers.create_parser("rest-xml").parse(content, shape)
-            refusal: Exception = botocore.exceptions.ClientError(answer, _OPERATION)
-        except FAILURES as error:
-            refusal, when = error, 0.0
-        return translate(refusal, _OPERATION, self.url, region=self.client.region), when
+    return send
 
 
 def proven_deletes(store: Store, prefix: str) -> Capabilities:
@@ -112,17 +92,16 @@ def proven_deletes(store: Store, prefix: str) -> Capabilities:
     return store.capabilities if prove is None else prove(prefix)
 
 
-def tried(store: S3Store, prefix: str) -> DeletesFound:
+def tried(store: S3Store, prefix: str) -> S3Service:
     """Try out deletions of a scratch object, with at most eight small requests and 3 seconds."""
-    key = f"{prefix}/{SCRATCH}" if prefix else SCRATCH
-    key += secrets.token_hex(8)
+    key = scratch_key(prefix)
     try:
         conditional = _found(lambda: _is_conditional(store, key))
         expiring = not conditional and _found(lambda: _expires(store, key))
     finally:
         with contextlib.suppress(StoreError):
             store.delete([key])
-    return DeletesFound(conditional, expiring)
+    return replace(store.service, conditional_delete=conditional, expiring_delete=expiring)
 
 
 def _found(trial: Callable[[], bool]) -> bool:

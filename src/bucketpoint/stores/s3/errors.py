@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import http.client
 import ssl
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
 
 import botocore.exceptions as boto
 import botocore.parsers
@@ -30,6 +31,8 @@ from bucketpoint.errors import (
     WrongRegionError,
 )
 from bucketpoint.stores.redact import describe
+
+T = TypeVar("T")
 
 _RETRY, _THROTTLE, _REFRESH, _FATAL = Action.RETRY, Action.THROTTLE, Action.REFRESH, Action.FATAL
 
@@ -147,14 +150,15 @@ RIGHT_BY_OPERATION: dict[str, str] = {
     "UploadPart": "s3:PutObject",
     "UploadPartCopy": "s3:GetObject for what is copied and s3:PutObject for the copy",
 }
+"""Every operation that the store calls, with the permission that it needs."""
 
-_UNTOLD = "To those without s3:ListBucket the store says the same of what is not there"
+_UNTOLD = "Without s3:ListBucket the store gives the same answer for a missing object"
 _ROLES = (
-    "Saves need s3:PutObject, s3:GetObject and s3:AbortMultipartUpload below the checkpoint's URL, finding the latest "
-    "s3:ListBucket of the bucket, pruning s3:DeleteObject too"
+    "Saves need s3:PutObject, s3:GetObject and s3:AbortMultipartUpload below the checkpoint's URL. Finding the latest "
+    "checkpoint needs s3:ListBucket on the bucket, and pruning needs s3:DeleteObject"
 )
 _UNKNOWN_REQUEST = (
-    "`bucketpoint doctor` finds what this store cannot do, and names the option that does without: "
+    "`bucketpoint doctor` finds the features that this store lacks, and names the option that switches each off: "
     '{"conditional_puts": false} or {"checksums": false} in storage_options'
 )
 
@@ -174,15 +178,11 @@ RULE_BY_TYPE: tuple[tuple[type[BaseException], ErrorRule], ...] = (
     (boto.ConnectTimeoutError, ErrorRule(EndpointError, _RETRY)),
     (boto.ProxyConnectionError, ErrorRule(EndpointError, _RETRY)),
     (boto.InvalidProxiesConfigError, ErrorRule(EndpointError, _FATAL)),
-    (boto.ReadTimeoutError, ErrorRule(TransientStoreError, _RETRY)),
-    (boto.ConnectionClosedError, ErrorRule(TransientStoreError, _RETRY)),
     (boto.IncompleteReadError, ErrorRule(TransientStoreError, _RETRY)),
-    (boto.ResponseStreamingError, ErrorRule(TransientStoreError, _RETRY)),
     (botocore.parsers.ResponseParserError, ErrorRule(TransientStoreError, _RETRY)),
     (boto.HTTPClientError, ErrorRule(TransientStoreError, _RETRY)),
     (urllib3.exceptions.HTTPError, ErrorRule(TransientStoreError, _RETRY)),
     (http.client.HTTPException, ErrorRule(TransientStoreError, _RETRY)),
-    (ssl.SSLError, ErrorRule(TransientStoreError, _RETRY)),
     (OSError, ErrorRule(TransientStoreError, _RETRY)),
     # A store redirects every request and names no region: botocore asks for the region, is redirected, and asks again.
     (RecursionError, ErrorRule(WrongRegionError, _FATAL)),
@@ -210,6 +210,19 @@ def translate(error: BaseException, operation: str, url: str, *, region: str | N
     return _made(rule, f"{operation} failed: {describe(error)}", url=url)
 
 
+def translated(act: Callable[[], T], operation: str, url: str, *, region: str | None = None) -> T:
+    """Call `act`, and raise the bucketpoint error for an exception of boto3.
+
+    Raised outside the except block, so that the library's exception, which holds the request with its headers, does not
+    become the `__context__` of the error.
+    """
+    try:
+        return act()
+    except FAILURES as error:
+        failure = translate(error, operation, url, region=region)
+    raise failure
+
+
 def why_kept(entry: dict[str, Any]) -> str:
     """Return the reason why an object was not deleted, from the object's entry in the reply to DeleteObjects."""
     message = str(entry.get("Message", ""))
@@ -220,9 +233,9 @@ def why_kept(entry: dict[str, Any]) -> str:
 
 
 def _made(rule: ErrorRule, message: str, *, url: str, remedy: str | None = None) -> StoreError:
-    made = rule.kind(message, url=url, remedy=remedy)
-    made.action = rule.action
-    return made
+    failure = rule.kind(message, url=url, remedy=remedy)
+    failure.action = rule.action
+    return failure
 
 
 def _is_untrusted(error: BaseException, depth: int = 6) -> bool:
@@ -250,7 +263,7 @@ def _from_reply(reply: dict[str, Any], operation: str, url: str, region: str | N
     if request_id := meta.get("RequestId"):
         text += f" (request {request_id})"
     if rule.kind is WrongRegionError:
-        right = _region_named_by(reply)
+        right = meta.get("HTTPHeaders", {}).get("x-amz-bucket-region") or detail.get("Region")
         if right and right != region:
             return _made(rule, text, url=url, remedy=f"The bucket is in {right}: set AWS_REGION={right} (or region=)")
     return _made(rule, text, url=url, remedy=_remedy(rule.kind, operation, code, status))
@@ -265,9 +278,3 @@ def _remedy(kind: type[StoreError], operation: str, code: str, status: int) -> s
     if code == "NotImplemented" or status == 501:
         return _UNKNOWN_REQUEST
     return None
-
-
-def _region_named_by(reply: dict[str, Any]) -> str | None:
-    headers = reply.get("ResponseMetadata", {}).get("HTTPHeaders", {})
-    region = headers.get("x-amz-bucket-region") or reply.get("Error", {}).get("Region")
-    return str(region) if region else None

@@ -58,13 +58,12 @@ class Clock:
 
 def versioning(store: S3Store) -> str:
     """Return `"Enabled"`, `"Suspended"`, or `"Off"` for a bucket that never had versioning. Raises StoreError."""
-    reply = _ask(store, "get_bucket_versioning")
-    return str((reply or {}).get("Status") or "Off")
+    return str(_ask(store, "get_bucket_versioning").get("Status") or "Off")
 
 
 def default_retention(store: S3Store) -> str | None:
     """Describe the lock that new objects get by default (mode and period); None if they get none. Raises StoreError."""
-    reply = _ask(store, "get_object_lock_configuration", absent=_NO_LOCK) or {}
+    reply = _ask(store, "get_object_lock_configuration", accepted=_NO_LOCK.__contains__)
     rule = reply.get("ObjectLockConfiguration", {}).get("Rule", {}).get("DefaultRetention")
     if not rule:
         return None
@@ -74,7 +73,7 @@ def default_retention(store: S3Store) -> str | None:
 
 def lifecycle(store: S3Store) -> list[LifecycleRule]:
     """Return the enabled lifecycle rules of the bucket. Raises StoreError."""
-    reply = _ask(store, "get_bucket_lifecycle_configuration", absent=_NO_RULES) or {}
+    reply = _ask(store, "get_bucket_lifecycle_configuration", accepted=_NO_RULES.__contains__)
     return [_rule(entry) for entry in reply.get("Rules", []) if entry.get("Status") == "Enabled"]
 
 
@@ -97,23 +96,19 @@ def server_header(store: S3Store) -> str | None:
 
 def _headers(store: S3Store) -> dict[str, str]:
     """Return the headers of a reply to HeadBucket, by lower-case name. A refusal has headers like any other reply."""
-    try:
-        reply = client_for(store.options, store.pin).api.head_bucket(Bucket=store.bucket)
-    except botocore.exceptions.ClientError as error:
-        reply = error.response
-    except botocore.exceptions.BotoCoreError as error:
-        raise translate(error, "HeadBucket", store.url) from None
+    reply = _ask(store, "head_bucket", accepted=lambda refusal: True)
     headers: dict[str, str] = reply.get("ResponseMetadata", {}).get("HTTPHeaders", {})
     return headers
 
 
-def _ask(store: S3Store, method: str, *, absent: frozenset[str] = frozenset()) -> Any:
-    call: Callable[..., Any] = getattr(client_for(store.options, store.pin).api, method)
+def _ask(store: S3Store, method: str, *, accepted: Callable[[str], bool] = lambda code: False) -> dict[str, Any]:
+    """Send a request about the bucket and return the reply, which may be a refusal with an `accepted` error code."""
+    call: Callable[..., dict[str, Any]] = getattr(client_for(store.options, store.pin).api, method)
     try:
         return call(Bucket=store.bucket)
     except (botocore.exceptions.ClientError, botocore.exceptions.BotoCoreError) as error:
-        if isinstance(error, botocore.exceptions.ClientError) and error.response["Error"].get("Code") in absent:
-            return None
+        if isinstance(error, botocore.exceptions.ClientError) and accepted(str(error.response["Error"].get("Code"))):
+            return dict(error.response)
         failure = translate(error, method, store.url)
     raise failure
 

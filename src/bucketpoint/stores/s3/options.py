@@ -8,6 +8,7 @@ from typing import Any
 from urllib.parse import urlencode
 
 from bucketpoint.errors import BucketpointError
+from bucketpoint.stores.client_cache import frozen
 from bucketpoint.stores.retry import DEADLINE_S
 from bucketpoint.stores.s3 import services as s3_services
 
@@ -154,7 +155,7 @@ class S3Options:
         if unknown:
             raise BucketpointError(
                 f"unknown storage options for S3: {', '.join(sorted(unknown))}",
-                remedy="client_kwargs, config_kwargs and s3_additional_kwargs carry whatever else boto3 takes",
+                remedy="Pass other arguments of boto3 in client_kwargs, config_kwargs or s3_additional_kwargs",
             )
         return cls(**values)
 
@@ -182,7 +183,7 @@ class S3Options:
 
     def cache_key(self) -> tuple[Any, ...]:
         """Return a hashable value that is equal exactly if the options are equal."""
-        return tuple(_freeze(getattr(self, option.name)) for option in fields(self))
+        return tuple(frozen(getattr(self, option.name)) for option in fields(self))
 
 
 def with_engine(settings: Mapping[str, Any], engine: str | None) -> dict[str, Any]:
@@ -190,16 +191,3 @@ def with_engine(settings: Mapping[str, Any], engine: str | None) -> dict[str, An
     if engine is None:
         return dict(settings)
     return {**settings, "storage_options": {**(settings.get("storage_options") or {}), "engine": engine}}
-
-
-def _freeze(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return ("mapping", *sorted((name, _freeze(item)) for name, item in value.items()))
-    if isinstance(value, list | tuple | set | frozenset):
-        items = [_freeze(item) for item in value]
-        return (type(value).__name__, *(sorted(items, key=repr) if isinstance(value, set | frozenset) else items))
-    try:
-        hash(value)
-    except TypeError:
-        return repr(value)
-    return value

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import base64
 import builtins
 import contextlib
 import http.client
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, cast
 from urllib.parse import urlsplit
 
 import botocore
 
 from bucketpoint.errors import (
-    CorruptDataError,
     ObjectNotFoundError,
     PreconditionFailedError,
     StoreError,
@@ -28,25 +26,19 @@ from bucketpoint.stores.base import (
     ObjectInfo,
     OpenUpload,
     Part,
-    RangeReply,
     Store,
 )
 from bucketpoint.stores.client_cache import FirstEnvironment
-from bucketpoint.stores.http_body import OpenReply, crc_of, discard, encoded_crc, receive
+from bucketpoint.stores.http_body import crc_of, encoded_crc
+from bucketpoint.stores.http_store import HttpStore, Reply, whole_size
 from bucketpoint.stores.s3.body import OutgoingBody
 from bucketpoint.stores.s3.client import S3Client, client_for, close_client, http_session, renew_client
 from bucketpoint.stores.s3.crt import receiving_into
-from bucketpoint.stores.s3.deletes import SignedDelete, tried
-from bucketpoint.stores.s3.errors import FAILURES, translate, why_kept
+from bucketpoint.stores.s3.deletes import signed_delete, tried
+from bucketpoint.stores.s3.errors import translated, why_kept
 from bucketpoint.stores.s3.options import S3Options
-from bucketpoint.stores.s3.services import S3Service
+from bucketpoint.stores.s3.services import SERVICES, S3Service
 
-# https://docs.aws.amazon.com/AmazonS3/latest/userguide/qfacts.html
-MIN_PART_BYTES = 5 << 20
-MAX_PART_BYTES = 5 << 30
-MAX_PARTS = 10_000
-# https://docs.aws.amazon.com/AmazonS3/latest/API/API_PutObject.html
-MAX_PUT_BYTES = 5 << 30
 # https://docs.aws.amazon.com/AmazonS3/latest/API/API_CopyObject.html
 MAX_COPY_BYTES = 5 << 30
 # https://docs.aws.amazon.com/AmazonS3/latest/API/API_DeleteObjects.html
@@ -57,16 +49,15 @@ CAPABILITIES = Capabilities(
     checksums=True,
     multipart=True,
     pinned_reads=True,
-    min_part_bytes=MIN_PART_BYTES,
-    max_part_bytes=MAX_PART_BYTES,
-    max_parts=MAX_PARTS,
-    max_put_bytes=MAX_PUT_BYTES,
+    # https://docs.aws.amazon.com/AmazonS3/latest/userguide/qfacts.html
+    min_part_bytes=5 << 20,
+    max_part_bytes=5 << 30,
+    max_parts=10_000,
+    max_put_bytes=5 << 30,  # https://docs.aws.amazon.com/AmazonS3/latest/API/API_PutObject.html
 )
 """Capabilities of Amazon S3. `S3Store.capabilities` removes those that another service lacks: see `s3.services`."""
 
 _COPY_PART_BYTES = 1 << 30
-
-_AWS_DOMAINS = (".amazonaws.com", ".amazonaws.com.cn", ".amazonaws.eu")
 
 _LIST_MARKS = {"ContinuationToken": "NextContinuationToken"}
 _UPLOAD_MARKS = {"KeyMarker": "NextKeyMarker", "UploadIdMarker": "NextUploadIdMarker"}
@@ -75,13 +66,12 @@ _GONE = frozenset({"NoSuchKey", "NoSuchVersion"})
 
 
 @dataclass(frozen=True)
-class S3Store:
+class S3Store(HttpStore):
     """A bucket of S3. A store pickles as configuration only; each process makes the client at the first use.
 
     `put` and `put_part` read the body's memory until they return, again for each retry: it must not change meanwhile.
     """
 
-    bucket: str
     options: S3Options = field(default_factory=S3Options)
     pin: FirstEnvironment = field(default_factory=FirstEnvironment, init=False, repr=False, compare=False)
 
@@ -94,15 +84,16 @@ class S3Store:
         endpoint = urlsplit(self._client().api.meta.endpoint_url)
         host = endpoint.hostname or ""
         # At AWS the bucket's name is enough: regional, dual-stack and private endpoints all lead to the same bucket.
-        if host.endswith(_AWS_DOMAINS):
+        if host.endswith(SERVICES["aws"].hosts):
             return self.url
         # Without the text before an "@", which may hold credentials.
         return f"{endpoint.scheme}://{endpoint.netloc.rpartition('@')[2]}/{self.bucket}"
 
     @property
     def capabilities(self) -> Capabilities:
-        service = self.service
-        found = self._client().deletes.get(self.bucket, service)
+        client, service = self._client(), self.service
+        found = client.deletes.get(self.bucket, service)
+        signs = client.api.meta.config.signature_version is not botocore.UNSIGNED
         return replace(
             CAPABILITIES,
             conditional_put=service.conditional_put,
@@ -110,7 +101,7 @@ class S3Store:
             lists_uploads=service.lists_uploads,
             conditional_delete=found.conditional_delete,
             # A request that is not signed does not expire.
-            expiring_delete=found.expiring_delete and self._signs(),
+            expiring_delete=found.expiring_delete and signs and http_session(client.api) is not None,
         )
 
     def prove_deletes(self, prefix: str) -> Capabilities:
@@ -119,10 +110,6 @@ class S3Store:
         if not (service.conditional_delete or service.expiring_delete or self.bucket in found):
             found[self.bucket] = tried(self, prefix)
         return self.capabilities
-
-    def _signs(self) -> bool:
-        api = self._client().api
-        return api.meta.config.signature_version is not botocore.UNSIGNED and http_session(api) is not None
 
     @property
     def service(self) -> S3Service:
@@ -139,7 +126,7 @@ class S3Store:
         if_match: str | None = None,
     ) -> ObjectInfo:
         content = OutgoingBody(body)
-        parameters = self._checksum(body, crc32c)
+        parameters = _checksum(self._crc(body, crc32c))
         if not self.service.conditional_put:
             self._look(key, if_none_match, if_match)
         elif if_none_match:
@@ -168,27 +155,7 @@ class S3Store:
                 return
             etag = None
         if if_none_match or etag != if_match:
-            raise PreconditionFailedError("the object is not the one expected", url=self._url(key))
-
-    def get(self, key: str, *, max_bytes: int | None = None, first: int | None = None) -> tuple[bytes, ObjectInfo]:
-        wanted = {} if first is None else {"Range": f"bytes=0-{first - 1}"}
-        try:
-            reply = self._call("GetObject", key, Key=key, **wanted)
-        except CorruptDataError:
-            if first is None:
-                raise
-            # The range of an empty object is invalid: it has no first byte.
-            return self.get(key, max_bytes=max_bytes)
-        size = int(reply.get("ContentLength") or 0)
-        info = _info(key, reply, _whole_size(reply, size))
-        if max_bytes is not None and size > max_bytes:
-            discard(reply["Body"])
-            raise CorruptDataError(
-                f"the object has {info.size} bytes, and at most {max_bytes} were expected", url=self._url(key)
-            )
-        data = bytearray(size)
-        self._receive(key, reply["Body"], [memoryview(data)])
-        return bytes(data), info
+            raise PreconditionFailedError("the ETag of the object is not the expected one", url=self._url(key))
 
     def read_into(self, key: str, offset: int, buffers: Buffers, *, if_match: str | None = None) -> None:
         size = sum(view.nbytes for view in buffers)
@@ -198,22 +165,13 @@ class S3Store:
                 reply = self.open_range(key, offset, size, if_match=if_match)
             reply.receive(buffers)
 
-    def open_range(self, key: str, offset: int, nbytes: int, *, if_match: str | None = None) -> RangeReply:
-        condition = {} if if_match is None else {"IfMatch": _quoted(if_match)}
-        reply = self._call("GetObject", key, Key=key, Range=f"bytes={offset}-{offset + nbytes - 1}", **condition)
+    def _open(self, key: str, wanted: str | None, if_match: str | None = None) -> Reply:
+        given = {"Range": wanted, "IfMatch": None if if_match is None else _quoted(if_match)}
+        reply = self._call("GetObject", key, Key=key, **{name: value for name, value in given.items() if value})
         length = reply.get("ContentLength")
+        info = _info(key, reply, whole_size(reply.get("ContentRange"), int(length or 0)))
         partial = reply["ResponseMetadata"]["HTTPStatusCode"] == http.client.PARTIAL_CONTENT
-        if not partial and (offset or length != nbytes):
-            discard(reply["Body"])
-            raise StoreError("the store ignored the range of a read", url=self._url(key))
-        if length is not None and length != nbytes:
-            discard(reply["Body"])
-            raise CorruptDataError(
-                f"the object ends before the range does: {length} of the {nbytes} bytes from {offset} are there",
-                url=self._url(key),
-            )
-        body = reply["Body"]
-        return OpenReply(body, nbytes, lambda buffers, filled: self._receive(key, body, buffers, filled))
+        return Reply(info, reply["Body"], length, partial)
 
     def head(self, key: str) -> ObjectInfo:
         reply = self._call("HeadObject", key, Key=key)
@@ -250,7 +208,7 @@ class S3Store:
         except ObjectNotFoundError:
             return True
         if found != etag:
-            raise PreconditionFailedError("the object is not the one expected", url=self._url(key))
+            raise PreconditionFailedError("the ETag of the object is not the expected one", url=self._url(key))
         self._call("DeleteObject", key, Key=key)
         return True
 
@@ -262,24 +220,15 @@ class S3Store:
 
     def expiring_delete(self, key: str, seconds: int) -> Callable[[], bool]:
         """Sign a deletion that expires: see `ExpiringDeletes`."""
-        try:
-            return SignedDelete.of(self._client(), self.bucket, key, seconds, self._url(key))
-        except FAILURES as error:
-            failure = translate(error, "signing DeleteObject", self._url(key))
-        raise failure
-
-    def copy(self, source: str, target: str) -> ObjectInfo:
-        return self.copy_from(self, self.head(source), target)
+        client, url = self._client(), self._url(key)
+        return translated(lambda: signed_delete(client, self.bucket, key, seconds, url), "signing DeleteObject", url)
 
     def can_copy_from(self, other: Store) -> bool:
-        """Return True if `copy_from` can work between these two stores: they are buckets of one service."""
-        if not isinstance(other, S3Store) or not self._shares_endpoint(other):
+        if not super().can_copy_from(other):
             return False
         # A copy reads and writes with one set of credentials and keys. Only trying tells if those may read.
-        return self.options == other.options or "SSECustomerKey" not in other.options.request_parameters()
-
-    def _shares_endpoint(self, other: S3Store) -> bool:
-        return self.identity.removesuffix(self.bucket) == other.identity.removesuffix(other.bucket)
+        options = cast("S3Store", other).options
+        return self.options == options or "SSECustomerKey" not in options.request_parameters()
 
     def copy_from(self, other: S3Store, source: ObjectInfo, target: str) -> ObjectInfo:
         """Copy the object that `other.head` described, from a bucket that this store's credentials can read."""
@@ -321,7 +270,7 @@ class S3Store:
 
     def put_part(self, key: str, upload_id: str, number: int, body: Buffers, *, crc32c: int | None = None) -> Part:
         content = OutgoingBody(body)
-        checksum = self._checksum(body, crc32c)
+        crc = self._crc(body, crc32c)
         reply = self._call(
             "UploadPart",
             key,
@@ -329,10 +278,9 @@ class S3Store:
             UploadId=upload_id,
             PartNumber=number,
             Body=content if len(content) else b"",
-            **checksum,
+            **_checksum(crc),
         )
-        sent = _decoded_crc(checksum["ChecksumCRC32C"]) if checksum else None
-        return Part(number, len(content), _unquoted(reply["ETag"]) or "", sent)
+        return Part(number, len(content), _unquoted(reply["ETag"]) or "", crc)
 
     def complete_multipart(self, key: str, upload_id: str, parts: Sequence[Part]) -> ObjectInfo:
         ordered = sorted(parts, key=lambda part: part.number)
@@ -340,7 +288,7 @@ class S3Store:
             {
                 "PartNumber": part.number,
                 "ETag": _quoted(part.etag),
-                **({} if part.crc32c is None else {"ChecksumCRC32C": encoded_crc(part.crc32c)}),
+                **_checksum(part.crc32c),
             }
             for part in ordered
         ]
@@ -364,18 +312,11 @@ class S3Store:
     def close(self) -> None:
         close_client(self.options, self.pin)
 
-    def _checksum(self, body: Buffers, crc32c: int | None) -> dict[str, Any]:
-        if not self.service.checksums:
-            return {}
-        return {"ChecksumCRC32C": encoded_crc(crc_of(body, crc32c))}
+    def _crc(self, body: Buffers, crc32c: int | None) -> int | None:
+        return crc_of(body, crc32c) if self.service.checksums else None
 
-    def _receive(self, key: str, body: Any, buffers: Buffers, *filled: Callable[[], None]) -> None:
-        try:
-            receive(body, buffers, *filled)
-            return
-        except FAILURES as error:
-            failure = translate(error, "GetObject", self._url(key))
-        raise failure
+    def _translated(self, act: Callable[[], None], key: str) -> None:
+        translated(act, "GetObject", self._url(key))
 
     def _call(self, operation: str, key: str | None, **parameters: Any) -> Any:
         used: S3Client | None = None
@@ -383,13 +324,12 @@ class S3Store:
         def attempt() -> Any:
             nonlocal used
             used = client = self._client()
-            try:
-                return client.call(operation, Bucket=self.bucket, **parameters)
-            except FAILURES as error:
-                failure = translate(error, operation, self._url(key), region=client.region)
-            # Raised here, outside the except block, so that boto3's exception, which holds the request, does not become
-            # the `__context__` of this error.
-            raise failure
+            return translated(
+                lambda: client.call(operation, Bucket=self.bucket, **parameters),
+                operation,
+                self._url(key),
+                region=client.region,
+            )
 
         def refresh() -> bool:
             return used is not None and renew_client(self.options, used, self.pin)
@@ -406,18 +346,13 @@ class S3Store:
                 return
             following = {name: page[field] for name, field in marks.items() if page.get(field)}
             if not following or all(parameters.get(name) == value for name, value in following.items()):
-                raise StoreError(f"{operation} does not say where its next page begins", url=self._url(prefix))
+                raise StoreError(
+                    f"the reply to {operation} does not say where the next page begins", url=self._url(prefix)
+                )
             parameters.update(following)
 
     def _client(self) -> S3Client:
-        try:
-            return client_for(self.options, self.pin)
-        except FAILURES as error:
-            failure = translate(error, "making the S3 client", self.url)
-        raise failure
-
-    def _url(self, key: str | None) -> str:
-        return f"{self.url}/{key}" if key else self.url
+        return translated(lambda: client_for(self.options, self.pin), "making the S3 client", self.url)
 
 
 def _info(key: str, entry: dict[str, Any], size: int | None) -> ObjectInfo:
@@ -425,10 +360,8 @@ def _info(key: str, entry: dict[str, Any], size: int | None) -> ObjectInfo:
     return ObjectInfo(key, int(size or 0), _unquoted(entry.get("ETag")), modified.timestamp() if modified else None)
 
 
-def _whole_size(reply: dict[str, Any], received: int) -> int:
-    """Return the size of the whole object from the reply to a ranged read: `bytes 0-9/1234` (RFC 9110, 14.4)."""
-    whole = str(reply.get("ContentRange") or "").rpartition("/")[2]
-    return int(whole) if whole.isdecimal() else received
+def _checksum(crc32c: int | None) -> dict[str, str]:
+    return {} if crc32c is None else {"ChecksumCRC32C": encoded_crc(crc32c)}
 
 
 def _quoted(etag: str) -> str:
@@ -437,7 +370,3 @@ def _quoted(etag: str) -> str:
 
 def _unquoted(etag: str | None) -> str | None:
     return None if etag is None else etag.strip('"')
-
-
-def _decoded_crc(encoded: str) -> int:
-    return int.from_bytes(base64.b64decode(encoded), "big")

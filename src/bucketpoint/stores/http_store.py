@@ -1,0 +1,90 @@
+"""`HttpStore`: the reads and copies that `S3Store` and `GCSStore` have in common."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from bucketpoint.errors import CorruptDataError, StoreError
+from bucketpoint.stores.base import Buffers, CopiesInside, ObjectInfo, RangeReply, Store
+from bucketpoint.stores.http_body import OpenReply, discard, receive
+
+
+@dataclass(frozen=True)
+class Reply:
+    """The reply to a GET of an object. The body, of `length` bytes if that is known, has not been received yet."""
+
+    info: ObjectInfo
+    body: Any
+    length: int | None
+    partial: bool
+
+
+@dataclass(frozen=True)
+class HttpStore(Store, CopiesInside):
+    """A bucket of a service that answers GET requests for objects and ranges of them (RFC 9110)."""
+
+    bucket: str
+
+    @abstractmethod
+    def _open(self, key: str, wanted: str | None, if_match: str | None = None) -> Reply:
+        """Request an object, or only the bytes that the Range header `wanted` names."""
+
+    @abstractmethod
+    def _translated(self, act: Callable[[], None], key: str) -> None:
+        """Call `act`, which receives a body, and translate the exceptions of the client library."""
+
+    def get(self, key: str, *, max_bytes: int | None = None, first: int | None = None) -> tuple[bytes, ObjectInfo]:
+        try:
+            reply = self._open(key, None if first is None else f"bytes=0-{first - 1}")
+        except CorruptDataError:
+            if first is None:
+                raise
+            # The range of an empty object is invalid: it has no first byte.
+            return self.get(key, max_bytes=max_bytes)
+        size = reply.length or 0
+        if max_bytes is not None and size > max_bytes:
+            discard(reply.body)
+            raise CorruptDataError(
+                f"the object has {reply.info.size} bytes, and at most {max_bytes} were expected", url=self._url(key)
+            )
+        data = bytearray(size)
+        self._translated(lambda: receive(reply.body, [memoryview(data)]), key)
+        return bytes(data), reply.info
+
+    def open_range(self, key: str, offset: int, nbytes: int, *, if_match: str | None = None) -> RangeReply:
+        reply = self._open(key, f"bytes={offset}-{offset + nbytes - 1}", if_match)
+        body, length = reply.body, reply.length
+        if not reply.partial and (offset or length != nbytes):
+            discard(body)
+            raise StoreError("the store ignored the range of a read", url=self._url(key))
+        if length is not None and length != nbytes:
+            discard(body)
+            raise CorruptDataError(
+                f"the object ends before the range does: {length} of the {nbytes} bytes from {offset} are there",
+                url=self._url(key),
+            )
+
+        def fill(buffers: Buffers, filled: Callable[[], None]) -> None:
+            self._translated(lambda: receive(body, buffers, filled), key)
+
+        return OpenReply(body, nbytes, fill)
+
+    def copy(self, source: str, target: str) -> ObjectInfo:
+        return self.copy_from(self, self.head(source), target)
+
+    def can_copy_from(self, other: Store) -> bool:
+        if not isinstance(other, type(self)):
+            return False
+        return self.identity.removesuffix(self.bucket) == other.identity.removesuffix(other.bucket)
+
+    def _url(self, key: str | None) -> str:
+        return f"{self.url}/{key}" if key else self.url
+
+
+def whole_size(content_range: Any, received: int) -> int:
+    """Return the size of the whole object from the Content-Range of a reply: `bytes 0-9/1234` (RFC 9110, 14.4)."""
+    whole = str(content_range or "").rpartition("/")[2]
+    return int(whole) if whole.isdecimal() else received
