@@ -17,7 +17,6 @@ MOST_FILES = 16
 
 # Still to be split. No file may be added, and none of these may grow.
 LONGER = {
-    "src/bucketpoint/dcp/writer.py": 462,
 }
 
 _RIDDLE = re.compile(r"(What|Where|Whether|Who|Whoever|Whose|How)\b")

@@ -36,6 +36,11 @@ def is_initialized() -> bool:
     return dist.is_available() and dist.is_initialized()
 
 
+def this_rank() -> int:
+    """Return the global rank of this process; 0 without torch.distributed."""
+    return dist.get_rank() if is_initialized() else 0
+
+
 def ranks_of(group: Any) -> tuple[int, ...]:
     """Return the global ranks of a process group. None stands for all ranks of the job, or for this process alone.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import os
 import time
@@ -21,7 +22,7 @@ from bucketpoint.dcp.loading.extents import load_extents
 from bucketpoint.dcp.loading.read_plan import ReadPlan
 from bucketpoint.dcp.loading.unread import Unread
 from bucketpoint.dcp.progress_bar import describe, progress_callback
-from bucketpoint.dcp.session import Location, as_url, world_size
+from bucketpoint.dcp.session import Located, S3Located, as_url, world_size
 from bucketpoint.errors import (
     CheckpointDeletedError,
     CheckpointNotFoundError,
@@ -38,8 +39,7 @@ from bucketpoint.format.keys import new_token
 from bucketpoint.format.metadata.codec import decode_metadata
 from bucketpoint.format.metadata.facts import extra
 from bucketpoint.staging import take_turn
-from bucketpoint.stores import Store, accepts_url
-from bucketpoint.stores.s3.options import with_engine
+from bucketpoint.stores import Store
 from bucketpoint.transfer import (
     BufferPool,
     Extent,
@@ -54,7 +54,7 @@ from bucketpoint.transfer import (
 logger = logging.getLogger(__name__)
 
 
-class BucketReader(StorageReader):
+class BucketReader(Located, StorageReader):
     """Reader of DCP checkpoints in an object store.
 
     Reads checkpoints of `BucketWriter`, of torch's `FileSystemWriter` and `FsspecWriter`, and of s3torchconnector.
@@ -76,8 +76,6 @@ class BucketReader(StorageReader):
         _extension_registry: torch's registry of stream transforms; by default the one with zstd.
     """
 
-    schemes: tuple[str, ...] = ()
-
     def __init__(
         self,
         path: str | os.PathLike[str] | None = None,
@@ -92,21 +90,17 @@ class BucketReader(StorageReader):
         process_group: Any = None,
         bandwidths: Bandwidths | None = None,
     ) -> None:
-        super().__init__()
+        super().__init__(path, storage_options, fs)
         self.transfer = transfer or TransferOptions()
         self.trusted = trusted
         self.progress = progress
         self.rank: int | None = None
-        self._location = Location(self.schemes, dict(storage_options or {}), fs)
         # None if each rank reads for itself: a plain load runs no code of cooperative loading.
         self._cooperation = None if cooperative == "off" else Cooperation(cooperative, process_group, bandwidths)
         self._registry = _extension_registry
-        self._url = as_url(path)
         self._metadata: Metadata | None = None
         self._failure: Exception | None = None
         self._in_load = False
-        if self._url is not None:
-            self._location.open(self._url)
 
     # -- DCP, in the order in which it calls --------------------------------------------------------------------------
 
@@ -225,14 +219,12 @@ class BucketReader(StorageReader):
         started = time.monotonic()
         pool = BufferPool(self.transfer.max_inflight_bytes)
         # With ranks that load together, the others are told of any error here.
-        told = contextlib.nullcontext() if self._cooperation is None else self._cooperation.taking_part()
-        with told, progress_callback(self.progress, self.rank or 0) as callback:
+        group = contextlib.nullcontext() if self._cooperation is None else self._cooperation.taking_part()
+        with group, progress_callback(self.progress, self.rank or 0) as callback:
             store, prefix = self._location.open(self._url)
             meter = Meter("load", str(self._url), 0, callback)
 
-            def plan_here() -> list[Request]:
-                return self._requests(plan, planner, store, prefix, pool, meter)
-
+            plan_here = functools.partial(self._requests, plan, planner, store, prefix, pool, meter)
             try:
                 if self._cooperation is None:
                     requests = plan_here()
@@ -256,22 +248,6 @@ class BucketReader(StorageReader):
     def explain(self) -> str:
         """Say whether the last load was cooperative, and why, with figures."""
         return 'Plain: cooperative="off"' if self._cooperation is None else self._cooperation.explanation
-
-    # -- properties that DCP reads ------------------------------------------------------------------------------------
-
-    @property
-    def checkpoint_id(self) -> str:
-        """URL of the current checkpoint; an empty string before the first one is known."""
-        return self._url or ""
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Return True if this class serves the scheme of the URL, as `BucketWriter.validate_checkpoint_id`."""
-        return accepts_url(checkpoint_id, cls.schemes)
-
-    @property
-    def url(self) -> str | None:
-        return self._url
 
     # -- one load -----------------------------------------------------------------------------------------------------
 
@@ -328,18 +304,13 @@ class BucketReader(StorageReader):
         return self._registry
 
 
-class S3Reader(BucketReader):
+class S3Reader(S3Located, BucketReader):
     """`BucketReader` for `s3://` URLs: Amazon S3, MinIO and every other store that speaks its protocol.
 
     Args:
         engine: the client that moves large bodies: "boto3", "crt" or "auto". The same as the storage option `engine`.
         everything else: as for `BucketReader`.
     """
-
-    schemes = ("s3", "s3a")
-
-    def __init__(self, *args: Any, engine: str | None = None, **settings: Any) -> None:
-        super().__init__(*args, **with_engine(settings, engine))
 
 
 class GCSReader(BucketReader):

@@ -1,8 +1,8 @@
-"""One save under way as a state machine, and the configuration that writer and reader share."""
+"""The state of one save under way, and the parts that writer and reader share."""
 
 from __future__ import annotations
 
-import enum
+import os
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -12,10 +12,12 @@ import torch.distributed as dist
 
 from bucketpoint.catalog.deletion.fence import Stopwatch
 from bucketpoint.dcp.planning.agreement import Statement
-from bucketpoint.errors import BucketpointError, InvalidURLError
+from bucketpoint.dcp.process_groups import is_initialized
+from bucketpoint.errors import InvalidURLError
 from bucketpoint.format.keys import new_token
-from bucketpoint.stores import Store, open_store
+from bucketpoint.stores import Store, accepts_url, open_store
 from bucketpoint.stores import as_url as as_url
+from bucketpoint.stores.s3.options import with_engine
 
 
 @dataclass(frozen=True)
@@ -40,28 +42,48 @@ class Location:
         return open_store(url, storage_options=self.storage_options, fs=self.fs, schemes=self.schemes)
 
 
+class Located:
+    """The part that writer and reader share: the URL of the checkpoint, and the way to its store."""
+
+    schemes: tuple[str, ...] = ()
+
+    def __init__(self, path: str | os.PathLike[str] | None, storage_options: Mapping[str, Any] | None, fs: Any) -> None:
+        self._location = Location(self.schemes, dict(storage_options or {}), fs)
+        self._url = as_url(path)
+        if self._url is not None:
+            self._location.open(self._url)
+
+    @property
+    def url(self) -> str | None:
+        return self._url
+
+    @property
+    def checkpoint_id(self) -> str:
+        """The same as `url` for DCP; an empty string before a URL is known."""
+        return self.url or ""
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Return True if this class serves the URL's scheme.
+
+        `BucketWriter` and `BucketReader` serve paths, and all schemes that fsspec knows, even without their libraries
+        installed.
+        """
+        return accepts_url(checkpoint_id, cls.schemes)
+
+
+class S3Located(Located):
+    """Mixin for `s3://` URLs. `engine=` sets the storage option of that name."""
+
+    schemes = ("s3", "s3a")
+
+    def __init__(self, *args: Any, engine: str | None = None, **settings: Any) -> None:
+        super().__init__(*args, **with_engine(settings, engine))
+
+
 def world_size() -> int:
     """Return the number of ranks in this job, for saves and loads without collectives too."""
-    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
-
-
-class SaveState(enum.Enum):
-    """State of a save: `OPEN -> UPLOADING -> UPLOADED -> COMMITTED`, or `ABORTED` from any but `COMMITTED`."""
-
-    OPEN = "open"
-    UPLOADING = "uploading"
-    UPLOADED = "uploaded"
-    COMMITTED = "committed"
-    ABORTED = "aborted"
-
-
-_MOVES = {
-    SaveState.OPEN: {SaveState.UPLOADING, SaveState.ABORTED},
-    SaveState.UPLOADING: {SaveState.UPLOADED, SaveState.ABORTED},
-    SaveState.UPLOADED: {SaveState.COMMITTED, SaveState.ABORTED},
-    SaveState.COMMITTED: set(),
-    SaveState.ABORTED: set(),
-}
+    return dist.get_world_size() if is_initialized() else 1
 
 
 @dataclass(frozen=True)
@@ -90,7 +112,6 @@ class SaveSession:
 
     url: str | None
     token: str = field(default_factory=new_token)
-    state: SaveState = SaveState.OPEN
     rank: int = 0
     use_collectives: bool = True
     started: float = field(default_factory=time.monotonic)
@@ -98,11 +119,3 @@ class SaveSession:
     seen: PriorCommit | None = None
     statement: Statement | None = None
     planned: bool = False
-
-    def move(self, state: SaveState) -> None:
-        """Move to another state. Raises BucketpointError on an illegal move: DCP's calls came out of order."""
-        if state not in _MOVES[self.state]:
-            raise BucketpointError(
-                f"A save cannot change from the state {self.state.value} to {state.value}", url=self.url
-            )
-        self.state = state

@@ -14,6 +14,7 @@ from typing import Any
 
 from torch.distributed.checkpoint import Metadata, SavePlan, SavePlanner, StorageWriter
 from torch.distributed.checkpoint.metadata import StorageMeta
+from torch.distributed.checkpoint.staging import AsyncStager
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
@@ -31,15 +32,14 @@ from bucketpoint.dcp.saving.commit_listener import CommitLog
 from bucketpoint.dcp.saving.commit_put import Commit, prior_commit
 from bucketpoint.dcp.saving.object_layout import ObjectPlace, plan_objects, results_of
 from bucketpoint.dcp.saving.transformed import transformed_paths, write_transformed
-from bucketpoint.dcp.session import Location, PriorCommit, SaveSession, SaveState, as_url, world_size
+from bucketpoint.dcp.session import Located, PriorCommit, S3Located, SaveSession, as_url, world_size
 from bucketpoint.errors import BucketpointError, CheckpointExistsError
 from bucketpoint.format import keys
 from bucketpoint.format.catalog_keys import mark_of
 from bucketpoint.format.groups import DEFAULT_RULES, GroupRule
 from bucketpoint.retention import RetentionPolicy
 from bucketpoint.staging import StagedState, Stager, StagingOptions, as_staging_options, current_lease, take_turn
-from bucketpoint.stores import Capabilities, Store, accepts_url
-from bucketpoint.stores.s3.options import with_engine
+from bucketpoint.stores import Capabilities, Store
 from bucketpoint.transfer import BufferPool, Meter, ProgressCallback, TransferOptions, upload_objects
 
 logger = logging.getLogger(__name__)
@@ -51,7 +51,7 @@ WHOLE_OBJECT_BYTES = 64 << 20
 """Default size of an object for stores that take an object in one piece only."""
 
 
-class BucketWriter(StorageWriter):
+class BucketWriter(Located, StorageWriter, AsyncStager):
     """Writer of DCP checkpoints to an object store. A checkpoint is saved as a whole or not at all.
 
     Usable with `dcp.save` and `dcp.async_save`, for any number of saves, with or without `checkpoint_id`. The writer is
@@ -85,8 +85,6 @@ class BucketWriter(StorageWriter):
         _extensions: torch's stream transforms (compression, encryption), applied to each item.
     """
 
-    schemes: tuple[str, ...] = ()
-
     def __init__(
         self,
         path: str | os.PathLike[str] | None = None,
@@ -108,11 +106,12 @@ class BucketWriter(StorageWriter):
         retention: RetentionPolicy | str | os.PathLike[str] | None = None,
         log: CommitLog | None = None,
     ) -> None:
-        super().__init__()
         if log is not None and retention is not None:
             raise BucketpointError("BucketWriter takes either retention= or log=, not both", remedy="Leave out log=")
         self.log = log
-        self.transfer = _with_connections(transfer or TransferOptions(), thread_count)
+        self.transfer = transfer or TransferOptions()
+        if thread_count is not None and thread_count > self.transfer.connections:
+            self.transfer = replace(self.transfer, connections=thread_count)
         self.overwrite = overwrite
         # Marks of the commits that may be replaced (hashes of their ETags); None for any commit.
         self.replaces_only: frozenset[str] | None = None
@@ -121,15 +120,15 @@ class BucketWriter(StorageWriter):
         self.progress = progress
         self.cache_staged_state_dict = cache_staged_state_dict
         self.staging = as_staging_options(staging)
-        self._location = Location(self.schemes, dict(storage_options or {}), fs)
         self._extensions = tuple(_extensions or ())
-        self._synchronize_after_execute = True
-        self._url = as_url(path)
         self._saves = threading.local()
         self._stager: Stager | None = None
-        if self._url is not None:
-            self._location.open(self._url)
-        self._keeping = self._made_keeping(retention)
+        super().__init__(path, storage_options, fs)
+        self._keeping: RunRetention | None = None
+        if retention is not None:
+            self._keeping = RunRetention(retention, storage_options=self._location.storage_options, fs=fs)
+            if self._keeping.policy.root is not None:
+                self._location.open(self._keeping.policy.root)
 
     # -- DCP, in the order in which it calls --------------------------------------------------------------------------
 
@@ -142,7 +141,7 @@ class BucketWriter(StorageWriter):
     def storage_meta(self) -> StorageMeta | None:
         """Return the URL and the token of this attempt. Called on all ranks, before anything else is planned."""
         session = self._session()
-        if session.planned or session.state is not SaveState.OPEN:
+        if session.planned:
             # A new save begins: without a `checkpoint_id` DCP never calls `reset` between saves.
             session = self._begin()
         session.planned = True
@@ -160,13 +159,21 @@ class BucketWriter(StorageWriter):
         if session.rank == 1 and self.unwatched:
             # Rank 1 warns: rank 0 does not know yet whether it saves alone, and the job may end before it does.
             process_groups.warn_of_a_shared_group()
-        if not session.use_collectives:
-            self._refuse_to_hide(session)
-        elif is_coordinator:
-            session.seen = self._look(session)
-            if session.seen is not None and session.seen.there and not self._may_replace(session.seen):
-                # Checked now, before terabytes are sent in vain.
+        if session.use_collectives and not is_coordinator:
+            return
+        # Checked now, before terabytes are sent in vain. A commit that another job makes later is never replaced.
+        seen = prior_commit(*self._location.open(session.url), keys.METADATA)
+        if session.use_collectives:
+            session.seen = seen
+            if seen is not None and seen.there and not self._may_replace(seen):
                 raise CheckpointExistsError("A checkpoint already exists at this URL", url=session.url)
+        elif seen is not None and seen.there:
+            # Readers never read `__{rank}.metadata` beside `.metadata`.
+            raise CheckpointExistsError(
+                "A checkpoint that was saved with collectives exists at this URL; it would hide one saved without them",
+                url=session.url,
+                remedy="Choose another checkpoint_id",
+            )
 
     @dcp_call
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
@@ -200,13 +207,7 @@ class BucketWriter(StorageWriter):
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Upload this rank's items and, once all are acknowledged, report where each lies. Called on all ranks."""
         session = self._session()
-        session.move(SaveState.UPLOADING)
-        try:
-            results = self._upload(session, plan, planner)
-        except BaseException:
-            session.move(SaveState.ABORTED)
-            raise
-        session.move(SaveState.UPLOADED)
+        results = self._upload(session, plan, planner)
         if len(results) != len(plan.items):
             raise BucketpointError(f"{len(plan.items)} items were planned, but {len(results)} were written")
         future: Future[list[WriteResult]] = Future()
@@ -244,7 +245,6 @@ class BucketWriter(StorageWriter):
         )
         if isinstance(metadata, PlannedMetadata) and session.use_collectives and len(results) > 1:
             metadata.committed_at = session.url
-        session.move(SaveState.COMMITTED)
         logger.info(
             "saved %s: %.1f MB in %.2f s, %d items of %d ranks in %d objects",
             session.url,
@@ -257,15 +257,13 @@ class BucketWriter(StorageWriter):
 
     # -- AsyncStager --------------------------------------------------------------------------------------------------
 
-    @property
-    def should_synchronize_after_execute(self) -> bool:
-        return self._synchronize_after_execute
-
     @dcp_call
-    def stage(self, state_dict: dict[str, Any], **kwargs: Any) -> StagedState | concurrent.futures.Future[StagedState]:
+    def stage(  # type: ignore[override]
+        self, state_dict: dict[str, Any], **kwargs: Any
+    ) -> StagedState | concurrent.futures.Future[StagedState]:
         """Copy the state to host memory: see `Stager.stage`."""
         # Torch 2.9 calls `reset` on this thread too, although another thread runs the save: drop that session.
-        session: SaveSession | None = getattr(self._saves, "session", None)
+        session = self._current()
         if session is not None and not session.planned:
             del self._saves.session
         return self._own_stager().stage(state_dict, **kwargs)
@@ -287,29 +285,16 @@ class BucketWriter(StorageWriter):
             stager.close()
 
     def _own_stager(self) -> Stager:
-        stager = self._stager
-        if stager is None:
-            stager = self._stager = Stager(self.staging)
-        return stager
+        if self._stager is None:
+            self._stager = Stager(self.staging)
+        return self._stager
 
     # -- properties that DCP reads ------------------------------------------------------------------------------------
 
     @property
-    def checkpoint_id(self) -> str:
-        """URL of this thread's latest save, or else the one given to the constructor; an empty string if neither is."""
-        return self.url or ""
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Return True if this class serves the URL's scheme.
-
-        `BucketWriter` serves paths, and all schemes that fsspec knows, even without their libraries installed.
-        """
-        return accepts_url(checkpoint_id, cls.schemes)
-
-    @property
     def url(self) -> str | None:
-        session: SaveSession | None = getattr(self._saves, "session", None)
+        """URL of this thread's latest save, or else the one given to the constructor."""
+        session = self._current()
         return session.url if session is not None else self._url
 
     @property
@@ -326,7 +311,7 @@ class BucketWriter(StorageWriter):
 
     @property
     def rank(self) -> int | None:
-        session: SaveSession | None = getattr(self._saves, "session", None)
+        session = self._current()
         return session.rank if session is not None else None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -337,15 +322,6 @@ class BucketWriter(StorageWriter):
         self.__dict__.update(state)
         self._saves = threading.local()
         self._stager = None
-
-    def _made_keeping(self, retention: RetentionPolicy | str | os.PathLike[str] | None) -> RunRetention | None:
-        if retention is None:
-            return None
-        where = self._location
-        made = RunRetention(retention, storage_options=where.storage_options, fs=where.fs)
-        if made.policy.root is not None:
-            where.open(made.policy.root)
-        return made
 
     def _log_of(self, session: SaveSession) -> CommitLog | None:
         """Return the log for a save; None for a save without collectives, as there is no common commit to record."""
@@ -361,9 +337,12 @@ class BucketWriter(StorageWriter):
         self._saves.session = session
         return session
 
-    def _session(self) -> SaveSession:
+    def _current(self) -> SaveSession | None:
         session: SaveSession | None = getattr(self._saves, "session", None)
-        return session if session is not None else self._begin()
+        return session
+
+    def _session(self) -> SaveSession:
+        return self._current() or self._begin()
 
     def _upload(self, session: SaveSession, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
         store, prefix = self._location.open(session.url)
@@ -409,38 +388,18 @@ class BucketWriter(StorageWriter):
         except BucketpointError as error:
             logger.warning("the note of completed uploads was not deleted, and stays until the next sweep: %s", error)
 
-    def _refuse_to_hide(self, session: SaveSession) -> None:
-        """Refuse a save without collectives beside `.metadata`, as readers never read `__{rank}.metadata` then."""
-        seen = self._look(session)
-        if seen is not None and seen.there:
-            raise CheckpointExistsError(
-                "A checkpoint that was saved with collectives exists at this URL; it would hide one saved without them",
-                url=session.url,
-                remedy="Choose another checkpoint_id",
-            )
-
     def _may_replace(self, seen: PriorCommit) -> bool:
         """Return True if this save may replace the commit that it found. The commit then replaces only that one."""
         return self.overwrite and (self.replaces_only is None or mark_of(seen.etag) in self.replaces_only)
 
-    def _look(self, session: SaveSession) -> PriorCommit | None:
-        """Return what is committed as the attempt begins. A commit that another job makes later is never replaced."""
-        store, prefix = self._location.open(session.url)
-        return prior_commit(store, prefix, keys.METADATA)
 
-
-class S3Writer(BucketWriter):
+class S3Writer(S3Located, BucketWriter):
     """`BucketWriter` for `s3://` URLs: Amazon S3, MinIO and every other store that speaks its protocol.
 
     Args:
         engine: the client that moves large bodies: "boto3", "crt" or "auto". The same as the storage option `engine`.
         everything else: as for `BucketWriter`.
     """
-
-    schemes = ("s3", "s3a")
-
-    def __init__(self, *args: Any, engine: str | None = None, **settings: Any) -> None:
-        super().__init__(*args, **with_engine(settings, engine))
 
 
 class GCSWriter(BucketWriter):
@@ -454,9 +413,3 @@ def _object_bytes(store: Capabilities, options: TransferOptions) -> int:
         return DEFAULT_OBJECT_BYTES
     # Where a copy of the whole object is held in memory during its upload, several objects should fit the budget.
     return min(WHOLE_OBJECT_BYTES, 2 * options.copied_part_bytes) if store.copies_bodies else WHOLE_OBJECT_BYTES
-
-
-def _with_connections(options: TransferOptions, thread_count: int | None) -> TransferOptions:
-    if thread_count is None or thread_count <= options.connections:
-        return options
-    return replace(options, connections=thread_count)

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, Writ
 
 from bucketpoint.dcp.planning.agreement import agree_on_tensors
 from bucketpoint.dcp.planning.balance import balanced
-from bucketpoint.dcp.planning.columnar.assignments import EncodedAssignment, answer_digest, items_of
+from bucketpoint.dcp.planning.columnar.assignments import EncodedAssignment, assignment_digest, items_of
 from bucketpoint.dcp.planning.columnar.encoding import (
     AskedItems,
     LocalItems,
@@ -28,7 +28,7 @@ from bucketpoint.dcp.planning.columnar.encoding import (
     pack_items,
     pack_mappings,
 )
-from bucketpoint.dcp.planning.global_plan import Asked, GlobalPlan, _validate
+from bucketpoint.dcp.planning.global_plan import GlobalPlan, _validate, plan_globally, unpack_tables
 from bucketpoint.dcp.planning.results import items_digest
 from bucketpoint.errors import BucketpointError
 
@@ -77,17 +77,22 @@ def arrived(held: Sequence[list[WriteItem]]) -> list[SavePlan]:
     return [pickle.loads(pickle.dumps(SavePlan(LocalItems(items)))) for items in held]
 
 
+def planned(held: Sequence[list[WriteItem]], nodes: Sequence[object]) -> GlobalPlan:
+    asked = arrived(held)
+    return plan_globally(asked, unpack_tables(asked), nodes)
+
+
 def by_columns(held: Sequence[list[WriteItem]], nodes: Sequence[object]) -> tuple[list[list[WriteItem]], GlobalPlan]:
     """What each rank makes of what it is told, and what it was told."""
-    plan = Asked(arrived(held)).global_plan(nodes, whole=False)
+    plan = planned(held, nodes)
     final = []
     for mine, dealt, digest in zip(held, plan.plans, plan.digests, strict=True):
         crossed: Any = pickle.loads(pickle.dumps(dealt)).items
         if isinstance(crossed, EncodedAssignment):
             packed = pack_items(mine)
             assert packed is not None
-            assert answer_digest(crossed.answer(), packed) == digest
-            crossed = items_of(crossed.answer(), mine)
+            assert assignment_digest(crossed.encoded, packed) == digest
+            crossed = items_of(crossed.encoded, mine)
         else:
             assert items_digest(crossed) == digest
         final.append(crossed)
@@ -107,9 +112,9 @@ def assert_same(held: Sequence[list[WriteItem]], nodes: Sequence[object], *, col
     ]
     assert list(found.metadata.state_dict_metadata.items()) == list(metadata.state_dict_metadata.items())
     if columns is not None:
-        assert (found.dealing is not None) == columns
-    if found.dealing is not None:
-        index = found.dealing.index
+        assert (found.assignment is not None) == columns
+    if found.assignment is not None:
+        index = found.assignment.index
         every = [item for plan in plans for item in plan.items]
         assert index.names == [item.index.fqn for item in every]
         assert index.offsets == [item.index.offset for item in every]
@@ -276,7 +281,7 @@ def test_local_items_that_were_altered_cross_as_they_are() -> None:
 
 
 def test_an_answer_that_nobody_has_put_together_is_no_empty_list() -> None:
-    dealt = Asked(arrived([[whole_item("w", (30, 3))]] * 2)).global_plan(range(2), whole=False).plans[0]
+    dealt = planned([[whole_item("w", (30, 3))]] * 2, range(2)).plans[0]
     crossed = pickle.loads(pickle.dumps(dealt)).items
     for look in (len, list, bool):
         with pytest.raises(BucketpointError, match="finish_plan"):

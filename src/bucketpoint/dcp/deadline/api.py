@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, overload
 
@@ -64,7 +63,7 @@ def save(
             raised unchanged on the rank where it occurs.
     """
     where = str(as_url(url))
-    with collective_call(f"The save of {where}", process_group, deadline_s, url=where) as call, _quietly(call):
+    with collective_call(f"The save of {where}", process_group, deadline_s, url=where) as call:
         writer = _Writer(
             where,
             overwrite=overwrite,
@@ -176,11 +175,13 @@ def load(
                 remedy="Call load(state, url) to load into a state, or load(url, keys=...) to get the saved values",
             )
         where, target, alone = str(as_url(url)), state, False
-        planner = _planner_for(planner, strict)
-    with (
-        collective_call(f"The load of {where}", process_group, deadline_s, url=where, alone=alone) as call,
-        _quietly(call),
-    ):
+        if planner is None:
+            planner = LoadPlanner(allow_partial_load=strict is False, strict=strict is True)
+        elif strict is not None:
+            raise BucketpointError(
+                "strict= cannot be combined with planner=", remedy="Pass planner=LoadPlanner(strict=True)"
+            )
+    with collective_call(f"The load of {where}", process_group, deadline_s, url=where, alone=alone) as call:
         reader = _DeadlineReader(
             where, storage_options=storage_options, fs=fs, transfer=transfer, progress=progress, trusted=trusted
         )
@@ -195,16 +196,6 @@ def load(
                 no_dist=call.group is None,
             )
         return planner.loaded() if isinstance(planner, KeysPlanner) else None
-
-
-def _planner_for(planner: Any, strict: bool | None) -> Any:
-    if planner is None:
-        return LoadPlanner(allow_partial_load=strict is False, strict=strict is True)
-    if strict is not None:
-        raise BucketpointError(
-            "strict= cannot be combined with planner=", remedy="Pass planner=LoadPlanner(strict=True)"
-        )
-    return planner
 
 
 class _Writer(BucketWriter):
@@ -243,27 +234,10 @@ def _watched(planner: Any, call: CollectiveCall) -> Iterator[Any]:
     DCP alone would tell them only once all ranks have reached the same step.
     """
     names = ("create_local_plan", "create_global_plan", "finish_plan")
-
-    def watched(method: Callable[..., Any]) -> Callable[..., Any]:
-        def plan(*args: Any, **kwargs: Any) -> Any:
-            with call.doing("was planning"):
-                return method(*args, **kwargs)
-
-        return plan
-
     for name in names:
-        setattr(planner, name, watched(getattr(planner, name)))
+        setattr(planner, name, call.doing("was planning")(getattr(planner, name)))
     try:
         yield planner
     finally:
         for name in names:
             delattr(planner, name)
-
-
-@contextmanager
-def _quietly(call: CollectiveCall) -> Iterator[None]:
-    """Silence DCP's warning that torch.distributed is disabled, for a process that works alone on purpose."""
-    with warnings.catch_warnings():
-        if call.group is None:
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
-        yield

@@ -11,6 +11,7 @@ import contextlib
 import threading
 import time
 import traceback
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -21,7 +22,7 @@ from torch.distributed.checkpoint import CheckpointException
 from bucketpoint.dcp import process_groups
 from bucketpoint.dcp.async_save import as_ours
 from bucketpoint.dcp.deadline.store_channel import ANSWER_S, WAITS, CallRefused, Failure, Kind, StoreChannel
-from bucketpoint.errors import BucketpointError
+from bucketpoint.errors import BucketpointError, first_of
 from bucketpoint.stores import retry
 from bucketpoint.stores.cancellation import RequestCanceller
 
@@ -55,19 +56,22 @@ def collective_call(
     try:
         call.join()
         # Requests get a little more time than the call, so that the canceller ends them and not an error of their own.
-        with retry.deadline(call.ends - time.monotonic()), call.cut.over_here():
+        with retry.deadline(call.ends - time.monotonic()), call.cut.over_here(), warnings.catch_warnings():
+            if call.group is None:
+                # A process that works alone does so on purpose.
+                warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
             yield call
     except BaseException as error:
-        found = call.failed(error)
-        if found is error:
+        reason = call.failed(error)
+        if reason is error:
             raise
-        _let_go(error)
-        _let_go(found)
+        _clear_frames(error)
+        _clear_frames(reason)
         try:
-            raise found from found.__cause__ or error
+            raise reason from reason.__cause__ or error
         finally:
             # Otherwise the error and its traceback, which holds this frame, keep each other alive.
-            del found
+            del reason
     finally:
         call.leave()
 
@@ -101,7 +105,7 @@ class CollectiveCall:
         self._changed = threading.Condition()
         self._timer = threading.Timer(self.stops - time.monotonic(), self._stop, ("late",))
         self._timer.daemon = True
-        self._line: StoreChannel | None = StoreChannel(self) if len(self._ranks) > 1 else None
+        self._line: StoreChannel | None = None
 
     # -- called by the work -------------------------------------------------------------------------------------------
 
@@ -120,19 +124,16 @@ class CollectiveCall:
         finally:
             self._stage = WAITS
 
-    def stage(self, stage: str) -> None:
-        self._stage = stage
-
     # -- beginning and end --------------------------------------------------------------------------------------------
 
     def join(self) -> None:
         """Wait for the other ranks to make the same call."""
         self._timer.start()
-        self._stage = WAITS
-        if self._line is None:
+        if len(self._ranks) == 1:
             self._stage = "was still working"
             return
-        self._line.start()
+        self._stage = WAITS
+        self._line = StoreChannel(self)
         self._wait(lambda: self.group is not None or self._stopped is not None, self.ends)
         if self._stopped is not None or self.group is None:
             raise CallRefused
@@ -173,10 +174,9 @@ class CollectiveCall:
     def _tell(self, kind: Kind, error: BaseException) -> None:
         if not isinstance(error, Exception | CheckpointException):
             self._interrupt = error
-        ours = error if isinstance(error, BucketpointError) else None
         if isinstance(error, CheckpointException):
-            found = as_ours(error, self._url, self._what)
-            ours = found if isinstance(found, BucketpointError) else None
+            error = as_ours(error, self._url, self._what)
+        ours = error if isinstance(error, BucketpointError) else None
         if ours is None:
             ours = BucketpointError(f"{self._what} failed with {type(error).__name__}: {error}")
         ours.url = ours.url or self._url
@@ -186,52 +186,51 @@ class CollectiveCall:
         if self._line is not None:
             self._line.wake()
             # Wait until the others can know the reason: if connections closed first, they would learn nothing else.
-            told = min(self.ends, time.monotonic() + ANSWER_S)
-            self._wait(lambda: self._heard is not None or self._storeless, told)
+            ends = min(self.ends, time.monotonic() + ANSWER_S)
+            self._wait(lambda: self._heard is not None or self._storeless, ends)
 
     def _reason(self, error: BaseException) -> BaseException:
         """Return the error that explains why the call stopped, as far as can be found out before it ends."""
         if self._line is None:
             return self._late({0: self._stage_then})
-        self._wait(lambda: self._decided(), self.ends)
+        self._wait(self._decided, self.ends)
         heard = self._heard
         if heard is not None and heard.kind == "error":
             return heard.error
-        found = self._answers
-        if found is None:
+        stages = self._answers
+        if stages is None:
             return self._error(
                 f"{self._what} failed, and the missing rank is unknown: the TCP store of the job does not answer",
                 "Read the log of rank 0, or of the agent that started it: that process holds the TCP store",
             )
-        if heard is not None and heard.kind == "lost" and not any(stage is None for stage in found.values()):
+        if heard is not None and heard.kind == "lost" and not any(stage is None for stage in stages.values()):
             # All ranks answer, so no connection broke: the error came from the work itself.
             mine = self._own is not None and heard.rank == self._own.rank and not isinstance(error, CallRefused)
             return error if mine else heard.error
-        return self._late(found)
+        return self._late(stages)
 
     def _decided(self) -> bool:
         heard = self._heard
         return (heard is not None and heard.kind == "error") or self._answers is not None or self._storeless
 
-    def _late(self, found: Mapping[int, str | None]) -> BucketpointError:
-        gone = [rank for rank, stage in found.items() if stage is None]
-        busy = [f"rank {rank} {stage}" for rank, stage in found.items() if stage]
-        said = []
+    def _late(self, stages: Mapping[int, str | None]) -> BucketpointError:
+        gone = [rank for rank, stage in stages.items() if stage is None]
+        busy = [rank for rank, stage in stages.items() if stage]
+        reasons = [f"rank {rank} {stages[rank]}" for rank in busy[:16]]
         if gone:
             plural = len(gone) > 1
-            listed = ", ".join(map(str, gone[:16])) + (", ..." if len(gone) > 16 else "")
-            said.append(
-                f"rank{'s' * plural} {listed} {'do' if plural else 'does'} not answer (died, stopped, or cut off)"
+            missing = (
+                f"rank{'s' * plural} {first_of(gone, 16)} {'do' if plural else 'does'} not answer "
+                "(died, stopped, or cut off)"
             )
-        if self._heard is not None and self._heard.kind == "lost":
-            return self._error(f"{self._what} failed: {said[0]}", "Read the error or the log of that rank", *gone)
-        said += busy[:16]
-        why = "; ".join(said) or "all ranks waited for each other"
-        blamed = gone or [rank for rank, stage in found.items() if stage]
+            if self._heard is not None and self._heard.kind == "lost":
+                return self._error(f"{self._what} failed: {missing}", "Read the error or the log of that rank", *gone)
+            reasons.insert(0, missing)
+        why = "; ".join(reasons) or "all ranks waited for each other"
         return self._error(
             f"{self._what} was not complete after {self._deadline_s:.0f} s: {why}",
             "Read the log of that rank, or allow more time with deadline_s=",
-            *blamed,
+            *(gone or busy),
         )
 
     def _error(self, message: str, remedy: str, *ranks: int) -> BucketpointError:
@@ -249,7 +248,10 @@ class CollectiveCall:
         self.cut.make()
         group = self.group
         if group is not None:
-            _disconnect(group)
+            # Every thread that waits in a collective of the group raises, here and on other ranks.
+            with contextlib.suppress(RuntimeError):
+                backend, here = group._get_backend(torch.device("cpu")), group.rank()
+                process_groups.disconnect(backend, (peer for peer in range(group.size()) if peer != here))
         if self._line is not None:
             self._line.wake()
 
@@ -264,22 +266,13 @@ class CollectiveCall:
             self._changed.wait_for(until, max(ends - time.monotonic(), 0))
 
 
-def _let_go(error: BaseException | None) -> None:
+def _clear_frames(error: BaseException) -> None:
     """Clear the frames of an error and of its causes: they hold the group, with its threads, and the state."""
     seen: set[int] = set()
-    waiting = [error]
+    waiting: list[BaseException | None] = [error]
     while waiting:
-        one = waiting.pop()
-        if one is not None and id(one) not in seen:
-            seen.add(id(one))
-            traceback.clear_frames(one.__traceback__)
-            waiting += [one.__cause__, one.__context__]
-
-
-def _disconnect(group: Any) -> None:
-    """Close the group's connections. Every thread that waits in a collective of it raises, here and on other ranks."""
-    try:
-        backend, here = group._get_backend(torch.device("cpu")), group.rank()
-    except RuntimeError:
-        return
-    process_groups.disconnect(backend, (peer for peer in range(group.size()) if peer != here))
+        cause = waiting.pop()
+        if cause is not None and id(cause) not in seen:
+            seen.add(id(cause))
+            traceback.clear_frames(cause.__traceback__)
+            waiting += [cause.__cause__, cause.__context__]

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch.distributed as dist
@@ -61,7 +62,6 @@ class StoreChannel:
         self._wake = threading.Event()
         self._thread = threading.Thread(target=self._run, name="bucketpoint-call", daemon=True)
 
-    def start(self) -> None:
         self._thread.start()
 
     def wake(self) -> None:
@@ -77,7 +77,9 @@ class StoreChannel:
         try:
             try:
                 self._meet()
-                group = self._connect()
+                left = max(call.stops - time.monotonic(), 0.001)
+                store = dist.PrefixStore("group", self._store)
+                group = process_groups.connect(self._ranks, store, str(self._number), timedelta(seconds=left))
                 call._note(group=group)
             except Exception as error:  # noqa: BLE001 (told, and raised by the call)
                 self._own_up(error)
@@ -120,26 +122,21 @@ class StoreChannel:
         self._store = store = dist.PrefixStore(str(number), job)
         store.set(f"here/{self._index}", call._what)
         if store.add("here", 1) == world:
-            found = [store.get(f"here/{index}").decode() for index in range(world)]
-            other = next((index for index, what in enumerate(found) if what != found[0]), None)
+            calls = [store.get(f"here/{index}").decode() for index in range(world)]
+            other = next((index for index, what in enumerate(calls) if what != calls[0]), None)
             store.set(
-                "all", "yes" if other is None else f"{found[0]}, but rank {self._ranks[other]} began {found[other]}"
+                "all", "yes" if other is None else f"{calls[0]}, but rank {self._ranks[other]} began {calls[other]}"
             )
         self._poll(lambda: store.check(["all"]) or self._hears() or call._stopped is not None, call.stops)
         if call._stopped is not None or not store.check(["all"]):
             raise CallRefused
-        said = store.get("all").decode()
-        if said != "yes":
+        verdict = store.get("all").decode()
+        if verdict != "yes":
             raise BucketpointError(
-                f"The ranks made different calls: rank {self._ranks[0]} began {said}",
+                f"The ranks made different calls: rank {self._ranks[0]} began {verdict}",
                 url=call._url,
                 remedy="Make the same call on all ranks of the process group",
             )
-
-    def _connect(self) -> Any:
-        left = max(self._call.stops - time.monotonic(), 0.001)
-        store = dist.PrefixStore("group", self._store)
-        return process_groups.connect(self._ranks, store, str(self._number), timedelta(seconds=left))
 
     def _serve(self) -> None:
         call = self._call
@@ -178,38 +175,36 @@ class StoreChannel:
 
         It is the first `"error"`, as lost connections follow from errors; without an error it is the first failure.
         """
-        failures = [self._failure(number) for number in range(1, int(self._store.add("failures", 0)) + 1)]
-        known = [failure for failure in failures if failure is not None]
-        if known:
-            first = next((failure for failure in known if failure.kind == "error"), known[0])
+        failures: list[Failure] = []
+        for number in range(1, int(self._store.add("failures", 0)) + 1):
+            key = [f"failed/{number}"]
+            # A rank counts its failure before it writes it, so the text may still be on its way.
+            if self._poll(partial(self._store.check, key), time.monotonic() + 1):
+                failures.append(pickle.loads(self._store.get(*key)))
+        if failures:
+            first = next((failure for failure in failures if failure.kind == "error"), failures[0])
             self._call._note(_heard=first)
             self._call._stop(first.kind)
 
-    def _failure(self, number: int) -> Failure | None:
-        key = f"failed/{number}"
-        # A rank counts its failure before it writes it, so the text may still be on its way.
-        self._poll(lambda: self._store.check([key]), time.monotonic() + 1)
-        if not self._store.check([key]):
-            return None
-        found: Failure = pickle.loads(self._store.get(key))
-        return found
-
     def _call_roll(self) -> None:
         """Publish the stage of this rank, and collect the stages of the others. A rank without an answer is missing."""
-        call, store, world = self._call, self._store, len(self._ranks)
-        store.set(f"answer/{self._index}", call._stage_then or "-")
-        if store.add("answers", 1) == world:
-            store.set("answered", "yes")
+        call, store = self._call, self._store
+        self._answer(call._stage_then or "-")
         ends = min(time.monotonic() + ANSWER_S, call.ends - min(1.0, call._deadline_s / 10))
         self._poll(lambda: store.check(["answered"]), ends)
         # Look again: an error told since then explains all the rest.
         self._hear()
-        found: dict[int, str | None] = {}
+        stages: dict[int, str | None] = {}
         for index, rank in enumerate(self._ranks):
             key = f"answer/{index}"
-            said = store.get(key).decode() if store.check([key]) else None
-            found[rank] = WAITS if said == "-" else said
-        call._note(_answers=found)
+            stage = store.get(key).decode() if store.check([key]) else None
+            stages[rank] = WAITS if stage == "-" else stage
+        call._note(_answers=stages)
+
+    def _answer(self, stage: str) -> None:
+        self._store.set(f"answer/{self._index}", stage)
+        if self._store.add("answers", 1) == len(self._ranks):
+            self._store.set("answered", "yes")
 
     def _part(self) -> None:
         """Wait after a success until all ranks have finished.
@@ -224,12 +219,12 @@ class StoreChannel:
         self._poll(lambda: store.check(["parted"]) or store.check(["failed/1"]), time.monotonic() + ANSWER_S)
         if not store.check(["parted"]):
             # Answer for a roll call that other ranks may make later, so that they do not take this rank for missing.
-            store.set(f"answer/{self._index}", "-")
-            if store.add("answers", 1) == len(self._ranks):
-                store.set("answered", "yes")
+            self._answer("-")
 
-    def _poll(self, until: Callable[[], bool], ends: float) -> None:
+    def _poll(self, until: Callable[[], bool], ends: float) -> bool:
+        """Return True once `until` does, False at the end."""
         pause = _FIRST_POLL_S
-        while not until() and time.monotonic() < ends:
+        while not (done := until()) and time.monotonic() < ends:
             time.sleep(max(min(pause, ends - time.monotonic()), 0))
             pause = min(2 * pause, _LONGEST_POLL_S)
+        return done

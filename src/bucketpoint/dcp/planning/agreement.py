@@ -7,13 +7,12 @@ statement again with its results: cached plans are not sent, and DCP's planner d
 from __future__ import annotations
 
 import hashlib
-import struct
 import time
 import zlib
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NoReturn
 from urllib.parse import urlsplit
 
 from torch.distributed.checkpoint import Metadata, SavePlan, TensorStorageMetadata
@@ -25,7 +24,6 @@ from bucketpoint.errors import RanksDisagreeError, first_of
 from bucketpoint.stores import LocalStore, Store
 from bucketpoint.stores.redact import clean
 
-_FIXED = struct.Struct("<8s4sI")
 _END_CHARS = 32
 _HOST_CHARS = 24
 _NAMED_AT_MOST = 6
@@ -51,19 +49,8 @@ class Statement:
     end: str
     made: float = field(default_factory=time.monotonic, compare=False)
 
-    def packed(self) -> bytes:
-        """Return the bytes in which the statement is sent to the coordinator."""
-        return _FIXED.pack(self.place, self.options, self.world) + self.end.encode("utf-8", "replace")
-
     def __reduce__(self) -> tuple[Any, ...]:
-        return crossed, (self.packed(),)
-
-
-def crossed(packed: bytes) -> Statement:
-    """Decode a statement that another rank has sent."""
-    end = packed[_FIXED.size :].decode("utf-8", "replace")
-    place, options, world = _FIXED.unpack_from(packed)
-    return Statement(place, options, world, end)
+        return Statement, (self.place, self.options, self.world, self.end)
 
 
 def make_statement(store: Store, prefix: str, url: str, *, options: object, world: int) -> Statement:
@@ -96,8 +83,8 @@ def agree_on_plans(plans: Sequence[SavePlan], url: str | None, *, since: float) 
     Raises:
         RanksDisagreeError: names the ranks, and what each stated.
     """
-    said = [plan.storage_data for plan in plans]
-    agree([each if isinstance(each, Statement) and each.made >= since else None for each in said], url)
+    statements = [plan.storage_data for plan in plans]
+    agree([each if isinstance(each, Statement) and each.made >= since else None for each in statements], url)
     # Plans of our planner are skipped: it has compared the tensors itself, and reading its lazy items would make them.
     agree_on_tensors([SavePlan([]) if issubclass(type(plan.items), LazyItems) else plan for plan in plans], url)
     return [replace(plan, storage_data=None) if isinstance(plan.storage_data, Statement) else plan for plan in plans]
@@ -110,57 +97,44 @@ def agree(statements: Sequence[Statement | None], url: str | None) -> None:
         RanksDisagreeError: names the ranks, and what each stated.
     """
     heard = {rank: each for rank, each in enumerate(statements) if each is not None}
-    places = {each.place for each in heard.values()}
-    if len(places) > 1:
-        alike = len({each.end for each in heard.values()}) < len(places)
-        where = {
-            rank: (each.place, f"{each.end!r} (digest {each.place.hex()})" if alike else repr(each.end))
-            for rank, each in heard.items()
-        }
-        _refuse(
-            f"The ranks save to different places: {_listed(where)}",
-            where,
-            url,
-            "Make the URL on one rank and broadcast it, because a time or a random name differs on each rank",
-        )
+    same_url = "Make the URL on one rank and broadcast it, because a time or a random name differs on each rank"
+    same_arguments = "Make the writer with the same arguments on all ranks"
+    alike = len({each.end for each in heard.values()}) < len({each.place for each in heard.values()})
+    places = {
+        rank: (each.place, f"{each.end!r} (digest {each.place.hex()})" if alike else repr(each.end))
+        for rank, each in heard.items()
+    }
     worlds = {rank: (each.world, f"{each.world} ranks") for rank, each in heard.items()}
-    _refuse_different("The ranks see different world sizes", worlds, url)
     options = {rank: (each.options, f"options {each.options.hex()}") for rank, each in heard.items()}
-    _refuse_different(
-        "The writers of the ranks have different options (groups, target_object_bytes or _extensions)", options, url
-    )
+    for message, stated, remedy in (
+        ("The ranks save to different places", places, same_url),
+        ("The ranks see different world sizes", worlds, same_arguments),
+        (
+            "The writers of the ranks have different options (groups, target_object_bytes or _extensions)",
+            options,
+            same_arguments,
+        ),
+    ):
+        if len({value for value, _ in stated.values()}) > 1:
+            _refuse(message, stated, url, remedy)
 
 
-_Said = Mapping[int, tuple[Any, str]]
-"""Statement of each rank: a value to compare, and the words for it."""
+def _refuse(
+    message: str, stated: Mapping[int, tuple[Any, str]], url: str | None, remedy: str, key: str | None = None
+) -> NoReturn:
+    """Raise the error for ranks that differ. It lists the ranks that stated the same, the largest group first.
 
-
-def _refuse_different(message: str, said: _Said, url: str | None) -> None:
-    if len({key for key, _ in said.values()}) > 1:
-        _refuse(f"{message}: {_listed(said)}", said, url, "Make the writer with the same arguments on all ranks")
-
-
-def _refuse(message: str, said: _Said, url: str | None, remedy: str, key: str | None = None) -> None:
-    others = [rank for ranks, _ in _groups(said)[1:] for rank in ranks]
-    raise RanksDisagreeError(message, url=url, key=key, rank=min(others, default=None), remedy=remedy)
-
-
-def _groups(said: _Said) -> list[tuple[list[int], str]]:
-    """Group the ranks that stated the same, the largest group first."""
+    Args:
+        stated: for each rank, a value to compare and the words for it.
+    """
     groups: dict[Any, tuple[list[int], str]] = {}
-    for rank, (key, words) in sorted(said.items()):
-        groups.setdefault(key, ([], words))[0].append(rank)
-    return sorted(groups.values(), key=lambda group: -len(group[0]))
-
-
-def _listed(said: _Said) -> str:
-    groups = [f"{_ranks(ranks)}: {words}" for ranks, words in _groups(said)]
-    more = [f"{len(groups) - _NAMED_AT_MOST} others"] if len(groups) > _NAMED_AT_MOST else []
-    return "; ".join(groups[:_NAMED_AT_MOST] + more)
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    return f"rank{'s' * (len(ranks) > 1)} {first_of(ranks, _NAMED_AT_MOST)}"
+    for rank, (value, words) in sorted(stated.items()):
+        groups.setdefault(value, ([], words))[0].append(rank)
+    largest_first = sorted(groups.values(), key=lambda group: -len(group[0]))
+    parts = [f"rank{'s' * (len(ranks) > 1)} {first_of(ranks, _NAMED_AT_MOST)}: {said}" for ranks, said in largest_first]
+    listed = first_of(parts, _NAMED_AT_MOST, "; ", "; ")
+    blamed = min((rank for ranks, _ in largest_first[1:] for rank in ranks), default=None)
+    raise RanksDisagreeError(f"{message}: {listed}", url=url, key=key, rank=blamed, remedy=remedy)
 
 
 # -- tensors ----------------------------------------------------------------------------------------------------------
@@ -198,10 +172,10 @@ def _refuse_tensor(plans: Sequence[SavePlan], item: WriteItem, url: str | None) 
     }
     if len({_description(each.tensor_data)[0] for items in held.values() for each in items}) == 1:
         held = {rank: [each for each in items if each.index == item.index] for rank, items in held.items()}
-    said = {rank: (words, words) for rank, items in held.items() if items for words in [_in_words(items)]}
+    stated = {rank: (words, words) for rank, items in held.items() if items for words in [_in_words(items)]}
     _refuse(
-        f"The ranks hold different tensors under one name: {_listed(said)}",
-        said,
+        "The ranks hold different tensors under one name",
+        stated,
         url,
         "Give the tensor the same dtype and shape on all ranks, or a different name on each rank",
         key=name,
@@ -223,16 +197,14 @@ def _in_words(items: Iterable[WriteItem]) -> str:
 
 def descriptions(items: Iterable[WriteItem]) -> bytes:
     """Return 4 bytes for each item: a checksum of dtype and shapes as the rank that writes the item sees them."""
-    return array("I", [_checksum(item.tensor_data) for item in items]).tobytes()
+    every = [item.tensor_data for item in items]
+    checksums = [
+        _NO_TENSOR if data is None else _checksum(data.properties.dtype, data.size, data.chunk.sizes) for data in every
+    ]
+    return array("I", checksums).tobytes()
 
 
-def _checksum(data: TensorWriteData | None) -> int:
-    if data is None:
-        return _NO_TENSOR
-    return _checksum_of(data.properties.dtype, data.size, data.chunk.sizes)
-
-
-def _checksum_of(dtype: object, size: Iterable[int], chunk: Iterable[int]) -> int:
+def _checksum(dtype: object, size: Iterable[int], chunk: Iterable[int]) -> int:
     return zlib.crc32(f"{dtype}{tuple(size)}{tuple(chunk)}".encode())
 
 
@@ -243,8 +215,10 @@ def agree_on_results(results: Sequence[Any], metadata: Metadata, url: str | None
         RanksDisagreeError: names the ranks, and what each stated.
     """
     agree([getattr(each, "statement", None) for each in results], url)
-    told = {rank: array("I", each.descriptions) for rank, each in enumerate(results) if hasattr(each, "descriptions")}
-    if not any(told.values()):
+    described = {
+        rank: array("I", each.descriptions) for rank, each in enumerate(results) if hasattr(each, "descriptions")
+    }
+    if not any(described.values()):
         return
     planned: dict[MetadataIndex, int] = {}
     for name, entry in metadata.state_dict_metadata.items():
@@ -252,8 +226,8 @@ def agree_on_results(results: Sequence[Any], metadata: Metadata, url: str | None
             planned[MetadataIndex(name)] = _NO_TENSOR
             continue
         for chunk in entry.chunks:
-            planned[MetadataIndex(name, chunk.offsets)] = _checksum_of(entry.properties.dtype, entry.size, chunk.sizes)
-    for rank, checksums in told.items():
+            planned[MetadataIndex(name, chunk.offsets)] = _checksum(entry.properties.dtype, entry.size, chunk.sizes)
+    for rank, checksums in described.items():
         for result, checksum in zip(results[rank], checksums, strict=True):
             # Items that the metadata does not name are never read, so they are not checked.
             if planned.get(result.index, checksum) != checksum:

@@ -8,12 +8,11 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.distributed.checkpoint import DefaultLoadPlanner, Metadata, TensorStorageMetadata
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
+from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
 from torch.distributed.checkpoint.planner_helpers import _create_chunk_list, _create_read_items
 from torch.distributed.tensor import DTensor
@@ -22,7 +21,8 @@ from bucketpoint.dcp.planning.chunk_overlaps import WantedChunks, read_items
 from bucketpoint.dcp.planning.local_chunks import LocalChunks, chunks_in, is_partial
 from bucketpoint.dcp.planning.nested_state import put
 from bucketpoint.dcp.planning.rank_state import rank_state_name, saved_ranks
-from bucketpoint.dcp.planning.unused_keys import Comparison
+from bucketpoint.dcp.planning.unused_keys import in_words, log_difference
+from bucketpoint.dcp.process_groups import is_initialized, this_rank
 from bucketpoint.errors import BucketpointError, MismatchError, first_of
 from bucketpoint.format.index.view import Chunks
 
@@ -75,7 +75,7 @@ class LoadPlanner(DefaultLoadPlanner):
         Raises:
             MismatchError: there are tensors on the meta device and no process group.
         """
-        if not (dist.is_available() and dist.is_initialized()):
+        if not is_initialized():
             _refuse_meta(state_dict, metadata)
         self.pending = Counter()
         self.skipped = ()
@@ -93,22 +93,27 @@ class LoadPlanner(DefaultLoadPlanner):
         assert self.metadata is not None
         plan, refusal = None, None
         state = self.state_dict
-        with self._chunks_told():
+        # Tensors of several chunks are replaced by a description that every version of DCP understands.
+        described = {fqn: chunks for fqn, value in state.items() if (chunks := chunks_in(value)) is not None}
+        with _replaced(state, described):
             wanted = self._wanted()
             items = read_items(list(wanted.values()))
-            tensors = {fqn: state[fqn] for fqn in wanted}
-            state.update(wanted)
             try:
-                plan = super().create_local_plan()
+                with _replaced(state, wanted):
+                    plan = super().create_local_plan()
             except (RuntimeError, ValueError) as error:
                 refusal = error
-            finally:
-                state.update(tensors)
             if plan is not None and self.state_dict is state:
                 plan = _joined(plan, items, state)
             misfits = list(self._misfits(plan, items))
         if misfits:
-            self._refuse(misfits)
+            named = first_of([f"{fqn} {why}" for fqn, why in misfits], _NAMED_AT_MOST, "; ", "; and ")
+            raise MismatchError(
+                f"The checkpoint and the state to load into do not fit: {named}",
+                url=url_of(self.metadata),
+                rank=this_rank(),
+                remedy=_remedy([fqn for fqn, _ in misfits], self.metadata),
+            )
         if plan is None:
             assert refusal is not None
             raise refusal
@@ -157,8 +162,8 @@ class LoadPlanner(DefaultLoadPlanner):
         chunks = chunks_in(self.state_dict.get(index.fqn))
         if chunks is not None:
             return chunks.find(index)
-        found: torch.Tensor = super().lookup_tensor(index)
-        return found
+        tensor: torch.Tensor = super().lookup_tensor(index)
+        return tensor
 
     def _compare(self, plans: list[LoadPlan]) -> None:
         assert self.metadata is not None
@@ -166,15 +171,16 @@ class LoadPlanner(DefaultLoadPlanner):
         # Empty tensors have no read items, but their keys are asked for all the same.
         used.update(self.state_dict)
         lacking = {fqn for plan in plans if type(plan.planner_data) is tuple for fqn in plan.planner_data}
-        found = Comparison(self.metadata, used, sorted(lacking))
-        if found.unused and self.strict:
+        unused = [fqn for fqn in self.metadata.state_dict_metadata if fqn not in used]
+        url = url_of(self.metadata)
+        if unused and self.strict:
             raise MismatchError(
-                f"The checkpoint has {found.not_asked_for}",
-                url=url_of(self.metadata),
-                rank=_rank(),
+                f"The checkpoint has {in_words(unused)}",
+                url=url,
+                rank=this_rank(),
                 remedy="Add these keys to the state, or load without strict",
             )
-        found.log(url_of(self.metadata))
+        log_difference(self.metadata, used, unused, sorted(lacking), url)
 
     def _note(self, item: ReadItem) -> None:
         fqn = item.dest_index.fqn
@@ -186,29 +192,15 @@ class LoadPlanner(DefaultLoadPlanner):
         else:
             del self.pending[fqn]
 
-    @contextmanager
-    def _chunks_told(self) -> Iterator[None]:
-        """Replace tensors of several chunks by a description that every version of DCP understands, for the block."""
-        state = self.state_dict
-        tensors = {fqn: value for fqn, value in state.items() if chunks_in(value) is not None}
-        state.update({fqn: chunks_in(value) for fqn, value in tensors.items()})
-        try:
-            yield
-        finally:
-            state.update(tensors)
-
     def _wanted(self) -> dict[str, WantedChunks]:
         """Return the tensors that fit those of an index: they are planned here, and the rest by DCP."""
         assert self.metadata is not None
-        found = {}
+        wanted = {}
         for fqn, value in self.state_dict.items():
-            entry = self.metadata.state_dict_metadata.get(fqn)
-            if not isinstance(entry, TensorStorageMetadata):
-                continue
-            saved: Any = entry.chunks
-            if isinstance(saved, Chunks) and _unfit(entry, value) is None:
-                found[fqn] = WantedChunks(fqn, saved, _local_chunks(value))
-        return found
+            entry: Any = self.metadata.state_dict_metadata.get(fqn)
+            if isinstance(getattr(entry, "chunks", None), Chunks) and _unfit(entry, value) is None:
+                wanted[fqn] = WantedChunks(fqn, entry.chunks, [] if _is_elsewhere(value) else _create_chunk_list(value))
+        return wanted
 
     # -- misfits ------------------------------------------------------------------------------------------------------
 
@@ -224,48 +216,51 @@ class LoadPlanner(DefaultLoadPlanner):
                 yield fqn, "is not in the checkpoint"
             if not isinstance(entry, TensorStorageMetadata):
                 continue
-            said = _unfit(entry, value)
-            if said is None:
-                own = indexed.get(fqn)
-                if plan is not None or own is None:
-                    own = planned.get(fqn, []) if plan is not None else _items(fqn, entry, value)
-                said = _gap(value, own)
-            if said is not None:
-                yield fqn, said
+            misfit = _unfit(entry, value)
+            if misfit is None:
+                if plan is not None:
+                    own = planned.get(fqn, [])
+                elif fqn in indexed:
+                    own = indexed[fqn]
+                else:
+                    own = [] if _is_elsewhere(value) else _create_read_items(fqn, entry, value)
+                misfit = _gap(value, own)
+            if misfit is not None:
+                yield fqn, misfit
 
-    def _refuse(self, misfits: list[tuple[str, str]]) -> NoReturn:
-        assert self.metadata is not None
-        named = first_of([f"{fqn} {said}" for fqn, said in misfits], _NAMED_AT_MOST, "; ", "; and ")
-        raise MismatchError(
-            f"The checkpoint and the state to load into do not fit: {named}",
-            url=url_of(self.metadata),
-            rank=_rank(),
-            remedy=_remedy([fqn for fqn, _ in misfits], self.metadata),
-        )
+
+@contextmanager
+def _replaced(state: dict[str, Any], values: Mapping[str, Any]) -> Iterator[None]:
+    before = {fqn: state[fqn] for fqn in values}
+    state.update(values)
+    try:
+        yield
+    finally:
+        state.update(before)
 
 
 def _remedy(misfits: list[str], metadata: Metadata) -> str:
     """Return the remedies for the kinds of misfit that occur."""
     lacking = [fqn for fqn in misfits if fqn not in metadata.state_dict_metadata]
     by_rank = sorted({name for fqn in lacking if (name := rank_state_name(fqn)) is not None})
-    said = []
+    remedies = []
     if by_rank:
         ranks = ", ".join(map(str, saved_ranks(metadata, by_rank[0]))) or "none"
-        said.append(
+        remedies.append(
             f"{by_rank[0]} was saved by ranks: {ranks}. saved_ranks(metadata, {by_rank[0]!r}) returns these ranks, and "
             "rank_state(value, rank) loads the value of one of them"
         )
     if any(rank_state_name(fqn) is None for fqn in lacking):
-        said.append(
+        remedies.append(
             "Load into the model that was saved; strict=False of bucketpoint.load, or "
             "LoadPlanner(allow_partial_load=True), skips missing keys"
         )
     if len(lacking) < len(misfits):
-        said.append(
+        remedies.append(
             "Build the model as it was saved, or read the saved tensors with bucketpoint.load(url, keys=...) and "
             "convert them"
         )
-    return ". ".join(said)
+    return ". ".join(remedies)
 
 
 def _refuse_meta(state: dict[str, Any], metadata: Metadata | None) -> None:
@@ -274,7 +269,7 @@ def _refuse_meta(state: dict[str, Any], metadata: Metadata | None) -> None:
         raise MismatchError(
             f"{len(empty)} tensors to load into are on the meta device and have no memory, such as {empty[0]}",
             url=url_of(metadata) if metadata is not None else None,
-            rank=_rank(),
+            rank=this_rank(),
             remedy='Allocate them first: call model.to_empty(device="cpu"), or with the device to load to, before '
             "model.state_dict()",
         )
@@ -299,10 +294,6 @@ def url_of(metadata: Metadata) -> str | None:
     return str(meta.checkpoint_id) if meta is not None and meta.checkpoint_id else None
 
 
-def _rank() -> int:
-    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
-
-
 def _amount(item: ReadItem) -> int:
     return 1 if item.type == LoadItemType.BYTE_IO else math.prod(item.lengths)
 
@@ -317,20 +308,9 @@ def _joined(plan: LoadPlan, indexed: Mapping[str, list[ReadItem]], state: Mappin
     return replace(plan, items=[item for fqn in state for item in items[fqn]])
 
 
-def _local_chunks(value: Any) -> list[ChunkStorageMetadata]:
-    """Return the chunks of a tensor that this rank holds, as DCP describes them."""
-    if isinstance(value, DTensor) and value.device_mesh.get_coordinate() is None:
-        return []
-    chunks: list[ChunkStorageMetadata] = _create_chunk_list(value)
-    return chunks
-
-
-def _items(fqn: str, entry: TensorStorageMetadata, value: Any) -> list[ReadItem]:
-    """Return the read items of one tensor, as DCP plans them."""
-    if isinstance(value, DTensor) and value.device_mesh.get_coordinate() is None:
-        return []
-    items: list[ReadItem] = _create_read_items(fqn, entry, value)
-    return items
+def _is_elsewhere(value: Any) -> bool:
+    """Return True for a DTensor whose mesh this rank is not in: the rank holds no chunk of it."""
+    return isinstance(value, DTensor) and value.device_mesh.get_coordinate() is None
 
 
 def _unfit(entry: TensorStorageMetadata, value: Any) -> str | None:
@@ -358,13 +338,11 @@ def _gap(value: Any, items: list[ReadItem]) -> str | None:
 
 def _elements(value: Any) -> list[int]:
     """Return the number of elements of each local chunk, in the order in which DCP numbers the chunks."""
-    if isinstance(value, DTensor):
-        if value.device_mesh.get_coordinate() is None:
-            return []
-        local = value._local_tensor
-        # A shortcut: for a DTensor, DCP would compute shapes and offsets anew each time, which is slow.
-        if not hasattr(local, "__create_chunk_list__"):
-            return [local.numel()]
+    if _is_elsewhere(value):
+        return []
+    # A shortcut: for a DTensor, DCP would compute shapes and offsets anew each time, which is slow.
+    if isinstance(value, DTensor) and not hasattr(value._local_tensor, "__create_chunk_list__"):
+        return [value._local_tensor.numel()]
     return [math.prod(chunk.sizes) for chunk in _create_chunk_list(value)]
 
 

@@ -28,7 +28,7 @@ from bucketpoint.format.index.ref import IndexRef
 from bucketpoint.format.metadata.facts import without_gc
 from bucketpoint.format.metadata.template import MetadataTemplate, make_template
 
-_STOCK_FIELDS = tuple(one.name for one in dataclasses.fields(Metadata))
+_STOCK_FIELDS = tuple(field.name for field in dataclasses.fields(Metadata))
 
 
 @dataclass
@@ -46,7 +46,7 @@ class CachedPlan:
         asked: plan that each rank had sent.
         plans: plan that each rank was assigned.
         digests: digest of the items of each assigned plan.
-        dealing: the assignment over columns, if the ranks sent columns.
+        assignment: the assignment over columns, if the ranks sent columns.
         int_keys: paths of dicts with integer keys, on any rank.
         layouts: places of each rank's items when the rank last reported; None if it never has.
         complete: digests of a set of layouts of all ranks in which no item is missing.
@@ -60,7 +60,7 @@ class CachedPlan:
     plans: list[SavePlan]
     digests: list[bytes]
     metadata: Metadata
-    dealing: Assignment | None = None
+    assignment: Assignment | None = None
     int_keys: Sequence[IntKeys] = ()
     layouts: list[ItemColumns | None] = field(init=False)
     complete: tuple[bytes, ...] | None = None
@@ -162,25 +162,29 @@ class RankResults:
     @property
     def facts(self) -> dict[str, Any]:
         """Values that the plan adds to the metadata."""
-        found = self.agreed.int_keys if self.agreed is not None else ()
-        return {INT_KEYS: plain_int_keys(found)} if found else {}
+        return (
+            {INT_KEYS: plain_int_keys(self.agreed.int_keys)} if self.agreed is not None and self.agreed.int_keys else {}
+        )
+
+    @property
+    def known(self) -> list[Columns]:
+        """Columns of the ranks that sent columns."""
+        return [columns for columns in self.columns if columns is not None]
 
     def objects(self) -> dict[str, dict[str, Any]]:
         """Return size and ETag of each object that is named in columns, by path."""
         return {
             path: {"size": size, "etag": etag}
-            for columns in self.columns
-            if columns is not None
+            for columns in self.known
             for path, size, etag in columns.objects
             if size is not None
         }
 
     def note_complete(self, index: IndexTemplate | None = None) -> None:
         """Remember that no item is missing, and make templates of the bytes that will be the same at the next save."""
-        digests = self._digests()
-        if self.agreed is not None and digests is not None and digests != self.agreed.complete:
-            items = index_columns([[item.index for item in plan.items] for plan in self.agreed.plans])
-            self._remember(digests, items, index)
+        agreed = self._plan_without_templates()
+        if agreed is not None:
+            self._remember(agreed, index_columns([[item.index for item in plan.items] for plan in agreed.plans]), index)
 
     def note_if_complete(self, *, indexed: bool) -> None:
         """Remember, before the first commit, that no item is missing, if the columns show it.
@@ -190,28 +194,20 @@ class RankResults:
         Args:
             indexed: the checkpoint gets an index too.
         """
-        agreed, digests = self.agreed, self._digests()
-        dealing = agreed.dealing if agreed is not None else None
-        if agreed is None or dealing is None or digests is None or digests == agreed.complete:
+        agreed = self._plan_without_templates()
+        if agreed is None or agreed.assignment is None:
             return
-        layouts = [columns.layout for columns in self.columns if columns is not None]
-        stored = torch.cat([over(layout.column(PAYLOAD_NBYTES)) for layout in layouts])
-        unlike = (stored >= 0) & (dealing.nbytes >= 0) & (stored != dealing.nbytes)
-        if not unlike.any():
-            reported = [each for each in self.columns if each is not None]
-            index = make_index(agreed.metadata, dealing.index, reported) if indexed else None
-            self._remember(digests, dealing.index, index)
+        stored = torch.cat([over(columns.layout.column(PAYLOAD_NBYTES)) for columns in self.known])
+        expected, items = agreed.assignment.nbytes, agreed.assignment.index
+        if not ((stored >= 0) & (expected >= 0) & (stored != expected)).any():
+            self._remember(agreed, items, make_index(agreed.metadata, items, self.known) if indexed else None)
 
-    def _remember(self, digests: tuple[bytes, ...], items: IndexColumns | None, index: IndexTemplate | None) -> None:
-        agreed = self.agreed
-        if agreed is None:
-            return
-        columns = [each for each in self.columns if each is not None]
+    def _remember(self, agreed: CachedPlan, items: IndexColumns | None, index: IndexTemplate | None) -> None:
         agreed.template = None
         if items is not None:
-            agreed.template = make_template(agreed.metadata, items, columns, indexed=index is not None)
+            agreed.template = make_template(agreed.metadata, items, self.known, indexed=index is not None)
         agreed.index = index
-        agreed.complete = digests
+        agreed.complete = self._digests()
 
     def results(self) -> list[list[WriteResult]]:
         """Return each rank's results as lists, decoded from columns where needed."""
@@ -226,10 +222,9 @@ class RankResults:
         agreed = self.agreed
         if agreed is None or agreed.index is None or self._digests() != agreed.complete:
             return None
-        columns = [each for each in self.columns if each is not None]
         return agreed.index.fill(
-            b"".join(each.checksums for each in columns),
-            [path for each in columns for path, _, _ in each.objects],
+            b"".join(each.checksums for each in self.known),
+            [path for each in self.known for path, _, _ in each.objects],
             bucketpoint=bucketpoint,
             storage_meta=storage_meta,
             version=version,
@@ -244,18 +239,23 @@ class RankResults:
         agreed = self.agreed
         if agreed is None or agreed.template is None or self._digests() != agreed.complete:
             return None
-        return agreed.template.fill([each for each in self.columns if each is not None], end, index)
+        return agreed.template.fill(self.known, end, index)
+
+    def _plan_without_templates(self) -> CachedPlan | None:
+        """Return the cached plan if all ranks sent columns and it has no templates for their layouts."""
+        digests = self._digests()
+        return self.agreed if digests is not None and self.agreed and digests != self.agreed.complete else None
 
     def _digests(self) -> tuple[bytes, ...] | None:
         """Return the digests of all ranks' layouts; None if a rank sent no columns, or the metadata was altered."""
-        if self.agreed is None or any(columns is None for columns in self.columns):
+        if self.agreed is None or len(self.known) < len(self.columns):
             return None
         planned = self.agreed.metadata
         if self.metadata.state_dict_metadata is not planned.state_dict_metadata:
             return None
         if self.metadata.planner_data is not planned.planner_data:
             return None
-        return tuple([columns.layout.digest for columns in self.columns if columns is not None])
+        return tuple([columns.layout.digest for columns in self.known])
 
 
 def reported(results: Sequence[Any], metadata: Metadata) -> RankResults:
@@ -277,10 +277,10 @@ def reported(results: Sequence[Any], metadata: Metadata) -> RankResults:
                 remedy="A planner that alters the metadata of SavePlanner must use dataclasses.replace",
             )
         try:
-            found = each.columns(len(agreed.plans[rank].items), metadata.known[rank])
+            columns_of_rank = each.columns(len(agreed.plans[rank].items), metadata.known[rank])
         except BucketpointError as error:
             error.rank = rank
             raise
-        agreed.layouts[rank] = found.layout
-        columns.append(found)
+        agreed.layouts[rank] = columns_of_rank.layout
+        columns.append(columns_of_rank)
     return RankResults(results, metadata, agreed, tuple(columns))

@@ -15,11 +15,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.distributed.checkpoint import Metadata
 from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 
 from bucketpoint.dcp.planning.columnar.encoding import BYTE_IO, TENSOR, Table
+from bucketpoint.dcp.process_groups import this_rank
 from bucketpoint.errors import BucketpointError
 
 DIGEST_BYTES = 4
@@ -45,7 +45,7 @@ def rank_state(value: Any, rank: int | None = None) -> dict[str, Any]:
         `{"rank-3": value}` on rank 3.
     """
     if rank is None:
-        rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+        rank = this_rank()
     if rank < 0:
         raise BucketpointError(f"There is no rank {rank}")
     return {f"rank-{rank}": value}
@@ -53,8 +53,8 @@ def rank_state(value: Any, rank: int | None = None) -> dict[str, Any]:
 
 def saved_ranks(metadata: Metadata, name: str) -> list[int]:
     """Return the ranks, ascending, that saved a value by `rank_state` under a name, such as `"train.loader"`."""
-    found = (_RANK.match(fqn, len(name)) for fqn in metadata.state_dict_metadata if fqn.startswith(f"{name}.rank-"))
-    return sorted({int(match[1]) for match in found if match is not None})
+    matches = (_RANK.match(fqn, len(name)) for fqn in metadata.state_dict_metadata if fqn.startswith(f"{name}.rank-"))
+    return sorted({int(match[1]) for match in matches if match is not None})
 
 
 def rank_state_name(fqn: str) -> str | None:
@@ -81,12 +81,11 @@ def differing(names: Sequence[tuple[str, ...]], digests: Sequence[bytes]) -> lis
     """
     seen: dict[str, set[bytes]] = defaultdict(set)
     # Each distinct pair once, as most ranks send the same.
-    for mine, said in dict.fromkeys(zip(names, digests, strict=True)):
-        if len(said) != DIGEST_BYTES * len(mine):
-            continue
-        for at, name in enumerate(mine):
-            seen[name].add(said[DIGEST_BYTES * at : DIGEST_BYTES * (at + 1)])
-    return sorted(name for name, found in seen.items() if len(found - {_UNKNOWN}) > 1)
+    for mine, joined in dict.fromkeys(zip(names, digests, strict=True)):
+        if len(joined) == DIGEST_BYTES * len(mine):
+            for at, name in enumerate(mine):
+                seen[name].add(joined[DIGEST_BYTES * at : DIGEST_BYTES * (at + 1)])
+    return sorted(name for name, values in seen.items() if len(values - {_UNKNOWN}) > 1)
 
 
 def own_names(items: Iterable[WriteItem]) -> tuple[str, ...]:
@@ -117,12 +116,12 @@ def _is_generator_state(size: Sequence[int], properties: Any) -> bool:
 
 
 def _digest(value: Any, budget: list[int]) -> bytes:
-    said = hashlib.blake2b(digest_size=DIGEST_BYTES)
+    digest = hashlib.blake2b(digest_size=DIGEST_BYTES)
     try:
-        _describe(value, said.update, budget)
+        _describe(value, digest.update, budget)
     except (_UnknownError, RecursionError):
         return _UNKNOWN
-    return said.digest()
+    return digest.digest()
 
 
 class _UnknownError(Exception):

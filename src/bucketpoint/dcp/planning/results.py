@@ -7,25 +7,23 @@ objects, if these are the same as at the previous save.
 from __future__ import annotations
 
 import hashlib
-import operator
 import pickle
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
-from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 
-from bucketpoint.dcp.planning.agreement import Statement, crossed, descriptions
+from bucketpoint.dcp.planning.agreement import Statement, descriptions
 from bucketpoint.dcp.planning.columnar.assignments import KnownItems
+from bucketpoint.dcp.planning.columnar.encoding import unaltered
 from bucketpoint.errors import BucketpointError, IncompleteSaveError
 from bucketpoint.format.columns import Columns, ItemColumns, ObjectFacts, pack, unpack
 
 
-@dataclass(frozen=True)
-class AssignedPlan:
+class AssignedPlan(NamedTuple):
     """The facts that the coordinator knows about a rank's plan: the `planner_data` of plans that our planner assigns.
 
     Attributes:
@@ -41,19 +39,14 @@ class AssignedPlan:
     items: bytes = b""
     layout: bytes | None = None
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        # Without the names of the fields, which would be a large part of the bytes that are sent.
-        return AssignedPlan, (self.entry, self.coordinator, self.items, self.layout)
-
 
 def items_digest(items: Iterable[WriteItem]) -> bytes:
     """Return 16 bytes that identify the items, their descriptions, and their order."""
     items = list(items)
-    said = hashlib.blake2b(descriptions(items), digest_size=16)
-    for item in items:
-        index = item.index
-        said.update(f"{len(index.fqn)}:{index.fqn}{tuple(index.offset) if index.offset is not None else ''}".encode())
-    return said.digest()
+    digest = hashlib.blake2b(descriptions(items), digest_size=16)
+    for index in [item.index for item in items]:
+        digest.update(f"{len(index.fqn)}:{index.fqn}{tuple(index.offset) if index.offset is not None else ''}".encode())
+    return digest.digest()
 
 
 class NamedResults(list[WriteResult]):
@@ -75,48 +68,40 @@ class NamedResults(list[WriteResult]):
 class Results(list[WriteResult]):
     """A rank's results: an ordinary list with a small pickle.
 
-    On the coordinator the pickle becomes `NamedResults` if it names the items, and else `PackedResults`.
+    On the coordinator the pickle becomes `PackedResults` if the order of the plan names the items, else `NamedResults`.
     """
 
     def __init__(self, results: Sequence[WriteResult], plan: SavePlan, statement: Statement | None = None) -> None:
         super().__init__(results)
         self.statement = statement
+        self._made_of = tuple(results)
         # Packed now: while DCP pickles the results, an error would no longer be reported to the other ranks.
-        self._packed = _packed(results, plan)
-        self._packed_from = tuple(results)
+        self._packed = _packed(results, plan, statement)
+        self._named = b"" if self._packed is not None else _named(results, plan)
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        if self._packed is None or not self._unchanged():
+        if not unaltered(self, self._made_of):
             return NamedResults, (list(self), self.statement)
-        return _arrived, (*self._packed, None if self.statement is None else self.statement.packed())
+        if self._packed is not None:
+            return PackedResults, tuple(vars(self._packed).values())
+        return _arrived, (self._named, self.statement)
 
     def packed(self) -> PackedResults | None:
         """Return the packed form without a pickle, for a save of one process; None if the results name their items."""
-        if self._packed is None or self._packed[-1] is not None or not self._unchanged():
-            return None
-        return PackedResults(*self._packed[:-1])
-
-    def _unchanged(self) -> bool:
-        return len(self) == len(self._packed_from) and all(map(operator.is_, self, self._packed_from))
+        return self._packed if unaltered(self, self._made_of) else None
 
 
+@dataclass(frozen=True)
 class PackedResults:
     """Results of a rank as the coordinator receives them, to be joined with the plan that the rank was assigned.
 
     Deliberately not a list: an accidental `len()` must fail rather than report zero.
     """
 
-    def __init__(
-        self,
-        objects: tuple[ObjectFacts, ...],
-        layout: ItemColumns | bytes,
-        checksums: bytes,
-        statement: Statement | None = None,
-    ) -> None:
-        self.objects = objects
-        self.layout = layout
-        self.checksums = checksums
-        self.statement = statement
+    objects: tuple[ObjectFacts, ...]
+    layout: ItemColumns | bytes
+    checksums: bytes
+    statement: Statement | None = None
 
     def columns(self, count: int, known: ItemColumns | None) -> Columns:
         """Return the columns that were reported for `count` items.
@@ -137,32 +122,36 @@ class PackedResults:
         raise BucketpointError("The results of a rank can be read only by the writer that made them")
 
 
-def _packed(results: Sequence[WriteResult], plan: SavePlan) -> tuple[Any, ...] | None:
+def _packed(results: Sequence[WriteResult], plan: SavePlan, statement: Statement | None) -> PackedResults | None:
     ordered = _in_order(results, plan)
-    known = ordered is not None
-    results = results if ordered is None else ordered
-    columns = pack([result.storage_data for result in results])
+    columns = pack([result.storage_data for result in ordered]) if ordered is not None else None
     if columns is None or any(result.size_in_bytes != result.storage_data.length for result in results):
         return None
-    if known:
-        dealt = plan.planner_data
-        as_before = columns.layout.digest == dealt.layout
-        return columns.objects, dealt.layout if as_before else columns.layout, columns.checksums, None
-    indices = [(result.index.fqn, _plain(result.index.offset), result.index.index) for result in results]
+    known = plan.planner_data.layout
+    layout = known if columns.layout.digest == known else columns.layout
+    return PackedResults(columns.objects, layout, columns.checksums, statement)
+
+
+def _named(results: Sequence[WriteResult], plan: SavePlan) -> bytes:
     items = {item.index: item for item in plan.items}
-    found = [items[result.index] for result in results if result.index in items]
-    described = descriptions(found) if len(found) == len(results) else b""
-    return columns.objects, columns.layout, columns.checksums, zlib.compress(pickle.dumps((indices, described)))
+    written = [items[result.index] for result in results if result.index in items]
+    described = descriptions(written) if len(written) == len(results) else b""
+    return zlib.compress(pickle.dumps((list(results), described)))
+
+
+def _arrived(named: bytes, statement: Statement | None) -> NamedResults:
+    results, described = pickle.loads(zlib.decompress(named))
+    return NamedResults(results, statement, described)
 
 
 def _in_order(results: Sequence[WriteResult], plan: SavePlan) -> list[WriteResult] | None:
     """Return the results in the order of the plan; None if the coordinator cannot identify their items by the order."""
-    dealt, items = plan.planner_data, plan.items
-    if not isinstance(dealt, AssignedPlan) or len(results) != len(items):
+    assigned, items = plan.planner_data, plan.items
+    if not isinstance(assigned, AssignedPlan) or len(results) != len(items):
         return None
     if not isinstance(items, KnownItems) or not items.unaltered:
         items = KnownItems(items, items_digest(items))
-    if dealt.items != items.digest:
+    if assigned.items != items.digest:
         return None
     ordered: list[WriteResult | None] = [None] * len(items)
     for result in results:
@@ -173,32 +162,9 @@ def _in_order(results: Sequence[WriteResult], plan: SavePlan) -> list[WriteResul
     return [result for result in ordered if result is not None] if None not in ordered else None
 
 
-def _plain(offset: Any) -> tuple[int, ...] | None:
-    return None if offset is None else tuple(offset)
-
-
-def _arrived(
-    objects: tuple[ObjectFacts, ...],
-    layout: ItemColumns | bytes,
-    checksums: bytes,
-    named: bytes | None,
-    said: bytes | None,
-) -> NamedResults | PackedResults:
-    statement = None if said is None else crossed(said)
-    if named is None or isinstance(layout, bytes):
-        return PackedResults(objects, layout, checksums, statement)
-    indices, described = pickle.loads(zlib.decompress(named))
-    results = _results([MetadataIndex(*index) for index in indices], Columns(layout, objects, checksums))
-    return NamedResults(results, statement, described)
-
-
 def results_of(items: Sequence[WriteItem], columns: Columns) -> list[WriteResult]:
     """Decode the columns of these items to results."""
-    return _results([item.index for item in items], columns)
-
-
-def _results(indices: Sequence[MetadataIndex], columns: Columns) -> list[WriteResult]:
     return [
-        WriteResult(index=index, size_in_bytes=info.length, storage_data=info)
-        for index, info in zip(indices, unpack(columns), strict=True)
+        WriteResult(index=item.index, size_in_bytes=info.length, storage_data=info)
+        for item, info in zip(items, unpack(columns), strict=True)
     ]

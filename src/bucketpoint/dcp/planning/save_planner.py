@@ -12,10 +12,9 @@ import socket
 import uuid
 from collections.abc import Hashable
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.checkpoint import DefaultSavePlanner, Metadata, SavePlan
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, StorageMeta
@@ -28,17 +27,18 @@ from bucketpoint.dcp.planning.columnar.assignments import (
     EncodedAssignment,
     KnownItems,
     LazyItems,
-    answer_digest,
+    assignment_digest,
     items_of,
 )
 from bucketpoint.dcp.planning.columnar.encoding import LocalItems, content_digest, merged_mappings, pack_mappings
-from bucketpoint.dcp.planning.global_plan import Asked
+from bucketpoint.dcp.planning.global_plan import own_names_by_rank, plan_globally, unpack_tables
 from bucketpoint.dcp.planning.local_chunks import is_partial
 from bucketpoint.dcp.planning.nested_state import IntKeys, int_keys_of
 from bucketpoint.dcp.planning.plan_cache import CachedPlan, PlannedMetadata, WriterMeta, stock
 from bucketpoint.dcp.planning.rank_state import differing, value_digests
 from bucketpoint.dcp.planning.results import AssignedPlan, items_digest
-from bucketpoint.errors import BucketpointError, RanksDisagreeError
+from bucketpoint.dcp.process_groups import this_rank
+from bucketpoint.errors import BucketpointError, RanksDisagreeError, first_of
 
 logger = logging.getLogger(__name__)
 
@@ -50,8 +50,7 @@ KEPT_PLANS = 4
 KEPT_PLANNERS = 8
 
 
-@dataclass(frozen=True)
-class _Local:
+class _Local(NamedTuple):
     """Data that a rank sends to the coordinator beside its items, or instead of them.
 
     Attributes:
@@ -69,11 +68,6 @@ class _Local:
     mappings: tuple[bytes, ...] = ()
     digests: bytes = b""
     int_keys: tuple[IntKeys, ...] = ()
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        # Without the names of the fields, which would be a large part of the bytes that are sent.
-        rest = (self.int_keys,) if self.int_keys else ()
-        return _Local, (self.entry, self.sender, self.node, self.mappings, self.digests, *rest)
 
 
 @dataclass
@@ -148,7 +142,7 @@ class SavePlanner(DefaultSavePlanner):
         _refuse_partial(self.state_dict)
         self._signature = (_signature(self.state_dict), tuple(self.mappings.values()), self._int_keys)
         node = os.environ.get("GROUP_RANK") or socket.gethostname()
-        sender = _global_rank()
+        sender = this_rank()
         self._hit = self._find(self._signature) if self._keep_plans else None
         if self._hit is not None:
             # Until finish_plan learns that the coordinator knows the plan: a save that fails before is planned anew.
@@ -183,32 +177,38 @@ class SavePlanner(DefaultSavePlanner):
         agreed = self._cache.agreed.get(entries.pop()) if len(entries) == 1 else None
         if agreed is None or agreed.senders != senders:
             agreed = self._agree(all_plans, senders)
-            dealt = [replace(plan, items=_anew(plan)) for plan in agreed.plans]
+            lists: list[Any] = [plan.items for plan in agreed.plans]
+            fresh: list[Any] = [items.anew() if isinstance(items, LazyItems) else items for items in lists]
+            assigned = [replace(plan, items=items) for plan, items in zip(agreed.plans, fresh, strict=True)]
         else:
-            dealt = [SavePlan([], usable=False)] * len(senders)
+            assigned = [SavePlan([], usable=False)] * len(senders)
         # `storage_data`, where writers put data of this save, is taken from the new plans and never cached.
-        dealt = [
-            replace(plan, planner_data=self._said(agreed, rank), storage_data=all_plans[rank].storage_data)
-            for rank, plan in enumerate(dealt)
+        assigned = [
+            replace(plan, planner_data=self._known(agreed, rank), storage_data=all_plans[rank].storage_data)
+            for rank, plan in enumerate(assigned)
         ]
         # A copy, as some writers add to the metadata the place of each item.
         self.metadata = stock(agreed.metadata)
         if self._writer_is_ours:
             self.metadata = PlannedMetadata(**vars(self.metadata), agreed=agreed, known=tuple(agreed.layouts))
-        return dealt, self.metadata
+        return assigned, self.metadata
 
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
         """Return this rank's items to write. Called after the coordinator has planned, so the plan may be cached."""
-        dealt = _dealt(new_plan)
-        self._cache.coordinators.add(dealt.coordinator)
+        known = new_plan.planner_data
+        if not isinstance(known, AssignedPlan):
+            raise BucketpointError(
+                "A plan of SavePlanner came back without its planner_data", remedy="Keep it unchanged"
+            )
+        self._cache.coordinators.add(known.coordinator)
         if new_plan.usable:
             new_plan = replace(new_plan, items=self._own_items(new_plan))
             if self._keep_plans:
                 others = [kept for kept in self._cache.kept if kept.signature != self._signature]
-                mine = _KeptPlan(dealt.entry, self._signature, self._asked, new_plan)
+                mine = _KeptPlan(known.entry, self._signature, self._asked, new_plan)
                 self._cache.kept = [*others, mine][-KEPT_PLANS:]
             self.plan = new_plan
-        elif self._hit is not None and self._hit.entry == dealt.entry:
+        elif self._hit is not None and self._hit.entry == known.entry:
             self._hit.confirmed = True
             # The items are those of the cached plan; the coordinator's knowledge about them may be new.
             self.plan = replace(self._hit.plan, planner_data=new_plan.planner_data)
@@ -218,9 +218,9 @@ class SavePlanner(DefaultSavePlanner):
 
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
         """Return the rows of a tensor that an item names, without a copy; for any other value, the pickle."""
-        found = _rows(self.state_dict.get(write_item.index.fqn), write_item)
-        if found is not None:
-            transformed: torch.Tensor = self.transform_object(write_item, found)
+        rows = _rows(self.state_dict.get(write_item.index.fqn), write_item)
+        if rows is not None:
+            transformed: torch.Tensor = self.transform_object(write_item, rows)
             return transformed
         return super().resolve_data(write_item)
 
@@ -246,35 +246,34 @@ class SavePlanner(DefaultSavePlanner):
     def _own_items(self, plan: SavePlan) -> KnownItems:
         """Return the items that the coordinator assigned to this rank."""
         items: Any = plan.items
-        answer = items.answer() if isinstance(items, (EncodedAssignment, LazyItems)) else None
-        if answer is None:
+        encoded = items.encoded if isinstance(items, (EncodedAssignment, LazyItems)) else None
+        if encoded is None:
             return KnownItems(items, items_digest(items))
         asked = self._asked.packed()
         if asked is None:
             raise BucketpointError("The write items of this rank were changed after they were sent to the coordinator")
-        return KnownItems(items_of(answer, self._asked), answer_digest(answer, asked))
+        return KnownItems(items_of(encoded, self._asked), assignment_digest(encoded, asked))
 
     def _agree(self, all_plans: list[SavePlan], senders: list[int]) -> CachedPlan:
         """Assign the items of all ranks, and keep the resulting plan."""
         asked = [plan if plan.usable else self._recall(rank, plan) for rank, plan in enumerate(all_plans)]
-        everything = Asked(asked)
-        names = everything.own_names()
+        tables = unpack_tables(asked)
+        names = own_names_by_rank(asked, tables)
         self._warn_of_lost_values([(mine, plan) for mine, plan in zip(names, all_plans, strict=True) if plan.usable])
         nodes = [plan.planner_data.node for plan in all_plans]
         # A subclass with its own `finish_plan` may look into the plan before it is decoded, and must find items there.
         whole = type(self).finish_plan is not SavePlanner.finish_plan
-        found = everything.global_plan(nodes, whole=whole)
-        metadata = found.metadata
+        plans, digests, metadata, assignment = plan_globally(asked, tables, nodes, whole=whole)
         if self.flatten_state_dict:
             merged = merged_mappings([plan.planner_data.mappings for plan in asked])
             metadata = replace(metadata, planner_data=merged)
         mappings = dict.fromkeys(blob for plan in asked for blob in plan.planner_data.mappings)
-        int_keys = sorted({found for plan in asked for found in plan.planner_data.int_keys}, key=str)
-        entry = content_digest(repr(senders).encode(), *found.digests, *mappings, repr(int_keys).encode())
-        agreed = CachedPlan(entry, senders, asked, found.plans, found.digests, metadata, found.dealing, int_keys)
+        int_keys = sorted({paths for plan in asked for paths in plan.planner_data.int_keys}, key=str)
+        entry = content_digest(repr(senders).encode(), *digests, *mappings, repr(int_keys).encode())
+        agreed = CachedPlan(entry, senders, asked, plans, digests, metadata, assignment, int_keys)
         if self._keep_plans:
-            self._cache.agreed.pop(agreed.entry, None)
-            self._cache.agreed[agreed.entry] = agreed
+            self._cache.agreed.pop(entry, None)
+            self._cache.agreed[entry] = agreed
             for old in list(self._cache.agreed)[: -2 * KEPT_PLANS]:
                 del self._cache.agreed[old]
         return agreed
@@ -285,21 +284,18 @@ class SavePlanner(DefaultSavePlanner):
         if news:
             self._cache.warned.update(news)
             logger.warning(
-                "%d keys have different values on different ranks, and only the value of one rank is saved: %s%s. "
+                "%d keys have different values on different ranks, and only the value of one rank is saved: %s. "
                 "To save the value of each rank, wrap it: state[key] = rank_state(value)",
                 len(news),
-                ", ".join(news[:_NAMED_AT_MOST]),
-                ", …" if len(news) > _NAMED_AT_MOST else "",
+                first_of(news, _NAMED_AT_MOST),
             )
 
-    def _said(self, agreed: CachedPlan, rank: int) -> AssignedPlan:
+    def _known(self, agreed: CachedPlan, rank: int) -> AssignedPlan:
         """Return the facts that the coordinator knows about a rank's plan, which the rank need not report."""
-        layout = agreed.layouts[rank]
         if not self._writer_is_ours:
-            return AssignedPlan(agreed.entry, _global_rank())
-        return AssignedPlan(
-            agreed.entry, _global_rank(), agreed.digests[rank], layout.digest if layout is not None else None
-        )
+            return AssignedPlan(agreed.entry, this_rank())
+        layout = agreed.layouts[rank]
+        return AssignedPlan(agreed.entry, this_rank(), agreed.digests[rank], layout.digest if layout else None)
 
     def _recall(self, rank: int, plan: SavePlan) -> SavePlan:
         agreed = self._cache.agreed.get(plan.planner_data.entry)
@@ -313,22 +309,6 @@ class SavePlanner(DefaultSavePlanner):
         # The plan may come from another process group, in which the same process had another rank.
         same = rank < len(agreed.senders) and agreed.senders[rank] == sender
         return agreed.asked[rank if same else agreed.senders.index(sender)]
-
-
-def _global_rank() -> int:
-    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
-
-
-def _anew(plan: SavePlan) -> Any:
-    items: Any = plan.items
-    return items.anew() if isinstance(items, LazyItems) else items
-
-
-def _dealt(plan: SavePlan) -> AssignedPlan:
-    dealt = plan.planner_data
-    if not isinstance(dealt, AssignedPlan):
-        raise BucketpointError("A plan of SavePlanner came back without its planner_data", remedy="Keep it unchanged")
-    return dealt
 
 
 _OF_ONE_SAVE = {

@@ -61,15 +61,15 @@ class Assignment:
     def count(self, rank: int) -> int:
         return self.index.borders[rank + 1] - self.index.borders[rank]
 
-    def answer(self, rank: int) -> bytes:
+    def encode(self, rank: int) -> bytes:
         """Encode the assignment of a rank: its part of `kept`, column by column, compressed."""
         mine = self.kept[self.index.borders[rank] : self.index.borders[rank + 1]].t().contiguous()
         return compress(tensor_bytes(mine))
 
 
-def decode_assignment(answer: bytes) -> list[tuple[int, int, int, int]]:
+def decode_assignment(encoded: bytes) -> list[tuple[int, int, int, int]]:
     """Decode the entries of an encoded assignment."""
-    data = bytearray(zlib.decompress(answer))
+    data = bytearray(zlib.decompress(encoded))
     if not data:
         return []
     columns = torch.frombuffer(data, dtype=torch.int64).view(_KEPT_COLUMNS, -1)

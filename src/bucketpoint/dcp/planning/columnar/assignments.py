@@ -22,39 +22,36 @@ class LazyItems(UserList[WriteItem]):
     """The items assigned to a rank, on the coordinator: a list whose items are made on first access.
 
     Args:
-        answer: encoded assignment for the rank.
+        encoded: encoded assignment for the rank.
         count: number of items.
         asked: all items that the rank holds.
     """
 
-    def __init__(self, answer: bytes, count: int, asked: PackedItems) -> None:
-        self.asked = asked
-        self._answer = answer
-        self._count: int | None = count
+    def __init__(self, encoded: bytes, count: int, asked: PackedItems) -> None:
+        self._made_of = (encoded, count, asked)
 
-    def answer(self) -> bytes | None:
-        """Return the encoded assignment; None if the list was accessed, as it may have been altered."""
-        return None if self._count is None else self._answer
+    @property
+    def encoded(self) -> bytes | None:
+        """The encoded assignment; None if the list was accessed, as it may have been altered."""
+        return None if "data" in vars(self) else self._made_of[0]
 
     def anew(self) -> LazyItems:
         """Return a fresh list of the same items, not affected by changes to this one."""
-        return LazyItems(self._answer, len(self), self.asked)
+        return LazyItems(*self._made_of)
 
     def __len__(self) -> int:
-        return super().__len__() if self._count is None else self._count
+        return self._made_of[1] if self.encoded is not None else super().__len__()
 
-    def __getattr__(self, name: str) -> Any:
-        if name != "data" or self.__dict__.get("_count") is None:
-            raise AttributeError(name)
-        self.data = items_of(self._answer, self.asked.items())
-        self._count = None
-        return self.data
+    @cached_property
+    def data(self) -> list[WriteItem]:  # type: ignore[override]
+        encoded, _, asked = self._made_of
+        return items_of(encoded, asked.items())
 
     def __copy__(self) -> Any:
         return list(self)
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        return (list, (list(self),)) if self._count is None else (EncodedAssignment, (self._answer,))
+        return (list, (list(self),)) if self.encoded is None else (EncodedAssignment, (self.encoded,))
 
 
 class EncodedAssignment:
@@ -63,11 +60,8 @@ class EncodedAssignment:
     Deliberately not a list: an accidental `len()` must fail rather than report zero.
     """
 
-    def __init__(self, answer: bytes) -> None:
-        self._answer = answer
-
-    def answer(self) -> bytes:
-        return self._answer
+    def __init__(self, encoded: bytes) -> None:
+        self.encoded = encoded
 
     def __iter__(self) -> Any:
         raise BucketpointError(
@@ -78,15 +72,15 @@ class EncodedAssignment:
     __len__ = __getitem__ = __iter__
 
 
-def answer_digest(answer: bytes, asked: PackedItems) -> bytes:
+def assignment_digest(encoded: bytes, asked: PackedItems) -> bytes:
     """Return 16 bytes that identify the assigned items and their order."""
-    return hashlib.blake2b(asked.digest + answer, digest_size=16).digest()
+    return hashlib.blake2b(asked.digest + encoded, digest_size=16).digest()
 
 
-def items_of(answer: bytes, held: Sequence[WriteItem]) -> list[WriteItem]:
+def items_of(encoded: bytes, held: Sequence[WriteItem]) -> list[WriteItem]:
     """Decode an assignment to items, given all items that the rank holds."""
     items = []
-    for position, hint, first, rows in decode_assignment(answer):
+    for position, hint, first, rows in decode_assignment(encoded):
         item = held[position]
         data, index = item.tensor_data, item.index
         if data is None:

@@ -13,10 +13,11 @@ import pickle
 import zlib
 from array import array
 from collections import UserList
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
+from functools import cached_property
 from itertools import groupby
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
@@ -28,7 +29,9 @@ _KINDS = (WriteItemType.TENSOR, WriteItemType.SHARD, WriteItemType.BYTE_IO)
 _NUMBERS = {kind: number for number, kind in enumerate(_KINDS)}
 _LEVEL = 1
 _SECTIONS = 16
-_PROPERTIES = frozenset(one.name for one in fields(TensorProperties))
+_PROPERTIES = frozenset(field.name for field in fields(TensorProperties))
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -86,10 +89,10 @@ class PackedItems:
 
 def content_digest(*parts: bytes) -> bytes:
     """Return 16 bytes that identify the parts, and the borders between them."""
-    said = hashlib.blake2b(digest_size=16)
+    digest = hashlib.blake2b(digest_size=16)
     for part in parts:
-        said.update(len(part).to_bytes(8, "little") + part)
-    return said.digest()
+        digest.update(len(part).to_bytes(8, "little") + part)
+    return digest.digest()
 
 
 def pack_items(items: Sequence[WriteItem]) -> PackedItems | None:
@@ -103,9 +106,7 @@ def pack_items(items: Sequence[WriteItem]) -> PackedItems | None:
             sizes.extend(item.tensor_data.chunk.sizes)
     # One table for each top-level name: items that only one rank has are under a name of their own, so that the tables
     # of all other names stay the same on all ranks.
-    sections = [list(group) for _, group in groupby(items, key=lambda item: item.index.fqn.partition(".")[0])]
-    if len(sections) > _SECTIONS:
-        sections = [list(items)]
+    sections = _sections(items, lambda item: item.index.fqn.partition(".")[0])
     try:
         tables = tuple([_pack_table(section) for section in sections])
     except TypeError:
@@ -133,23 +134,18 @@ def _is_plain(item: WriteItem) -> bool:
 
 
 def _pack_table(items: Sequence[WriteItem]) -> bytes:
-    numbers: dict[Any, int] = {}
-    descriptions: list[tuple[TensorProperties, torch.Size]] = []
+    descriptions: dict[Any, tuple[int, tuple[TensorProperties, torch.Size]]] = {}
     described = []
-    for item in items:
-        data = item.tensor_data
+    for data in [item.tensor_data for item in items]:
         if data is None:
             described.append(-1)
             continue
         key = (tuple(vars(data.properties).items()), data.size)
-        if key not in numbers:
-            numbers[key] = len(descriptions)
-            descriptions.append((data.properties, data.size))
-        described.append(numbers[key])
+        described.append(descriptions.setdefault(key, (len(descriptions), (data.properties, data.size)))[0])
     names = tuple([item.index.fqn for item in items])
     hints = tuple([item.index.index for item in items])
     kinds = bytes([_NUMBERS[item.type] for item in items])
-    return _same_bytes((names, kinds, hints, tuple(described), tuple(descriptions)))
+    return _same_bytes((names, kinds, hints, tuple(described), tuple([each for _, each in descriptions.values()])))
 
 
 def _same_bytes(value: Any) -> bytes:
@@ -165,10 +161,12 @@ def _same_bytes(value: Any) -> bytes:
 def pack_mappings(mappings: Mapping[str, Any]) -> tuple[bytes, ...]:
     """Encode DCP's mappings from flattened names to paths, in parts that are the same on most ranks."""
     # One part for each first element of the path, as for items.
-    sections = [list(group) for _, group in groupby(mappings.items(), key=lambda pair: str(pair[1][:1]))]
-    if len(sections) > _SECTIONS:
-        sections = [list(mappings.items())]
-    return tuple([_same_bytes(section) for section in sections])
+    return tuple([_same_bytes(each) for each in _sections(mappings.items(), lambda pair: str(pair[1][:1]))])
+
+
+def _sections(values: Iterable[T], key: Callable[[T], str]) -> list[list[T]]:
+    sections = [list(group) for _, group in groupby(values, key)]
+    return sections if len(sections) <= _SECTIONS else [list(values)]
 
 
 def merged_mappings(packed: Sequence[tuple[bytes, ...]]) -> dict[str, Any]:
@@ -223,19 +221,15 @@ class AskedItems(UserList[WriteItem]):
     """A rank's items on the coordinator: a list whose items are made on first access."""
 
     def __init__(self, packed: PackedItems) -> None:
-        self._columns: PackedItems | None = packed
+        self._columns = packed
 
     def packed(self) -> PackedItems | None:
         """Return the columns; None if the list was accessed, as it may have been altered since."""
-        return self._columns
+        return None if "data" in vars(self) else self._columns
 
-    def __getattr__(self, name: str) -> Any:
-        columns = self.__dict__.get("_columns")
-        if name != "data" or columns is None:
-            raise AttributeError(name)
-        self.data = columns.items()
-        self._columns = None
-        return self.data
+    @cached_property
+    def data(self) -> list[WriteItem]:  # type: ignore[override]
+        return self._columns.items()
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         return list, (list(self),)
