@@ -6,12 +6,13 @@ import io
 import json
 import logging
 import pickle
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.stateful import Stateful
 
 from bucketpoint import (
@@ -328,8 +329,28 @@ def test_writer_and_reader_pickle_as_configuration_without_printing_secrets(serv
     dcp.save({"w": torch.ones(2)}, storage_writer=writer, no_dist=True)
     again = pickle.loads(pickle.dumps(writer))
     dcp.save({"w": torch.zeros(2)}, storage_writer=again, no_dist=True)
-    assert service.secret is None or service.secret not in repr(again._location)
+    assert service.secret is None or service.secret not in repr(again)
     assert pickle.loads(pickle.dumps(service.reader(root))).checkpoint_id == root
+
+
+class TakesNoMeta(DefaultSavePlanner):
+    """A planner of the first versions of DCP, for which DCP does not call the writer's `storage_meta`."""
+
+    def set_up_planner(self, state_dict: dict[str, Any], is_coordinator: bool = False) -> None:  # type: ignore[override]
+        super().set_up_planner(state_dict, None, is_coordinator)
+
+
+@pytest.mark.filterwarnings("ignore:The function definition for SavePlanner")
+def test_each_save_of_a_planner_without_storage_meta_has_objects_of_its_own(tmp_path: Path) -> None:
+    writer = BucketWriter(f"file://{tmp_path}/run", progress=False)
+    tokens = []
+    for fill in (1.0, 2.0):
+        dcp.save({"w": torch.full((3,), fill)}, storage_writer=writer, planner=TakesNoMeta(), no_dist=True)
+        loaded = {"w": torch.zeros(3)}
+        dcp.load(loaded, storage_reader=BucketReader(f"file://{tmp_path}/run"), no_dist=True)
+        assert torch.equal(loaded["w"], torch.full((3,), fill))
+        tokens.append({path.name for path in (tmp_path / "run" / "data").rglob("*.distcp")})
+    assert tokens[0].isdisjoint(tokens[1])
 
 
 def test_metadata_names_nothing_of_ours_that_a_stock_unpickler_lacks(

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import concurrent.futures
 import os
-from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
 import torch.distributed.checkpoint as dcp
 from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint import CheckpointException, Metadata, SavePlanner, StorageWriter
+from torch.distributed.checkpoint.staging import AsyncStager
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 from bucketpoint.dcp import process_groups, program_end
@@ -68,14 +68,14 @@ class SaveHandle(Future[Metadata]):
         try:
             return super().result(timeout)
         finally:
-            self._told()
+            self._note_outcome_known()
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         """Wait for the end of the save and return the error if it failed; None if the checkpoint is committed."""
         try:
             return super().exception(timeout)
         finally:
-            self._told()
+            self._note_outcome_known()
 
     def failure(self) -> BaseException | None:
         """Return the error if the save has failed; None while it runs and once it is committed.
@@ -88,10 +88,35 @@ class SaveHandle(Future[Metadata]):
         """Wait at most `timeout` seconds for the end of the save. Return True if it has ended, in success or not."""
         return bool(concurrent.futures.wait([self], timeout).done)
 
-    def _told(self) -> None:
-        """Clear the failure noted for the exit status: the program has been told the outcome and decides by itself."""
+    def _note_outcome_known(self) -> None:
+        """Clear the failure noted for the exit status: the program knows the outcome and decides by itself."""
         if self.done() and self._at_end is not None:
             self._at_end.failure = None
+
+    def _copied(self, staged: Any) -> None:
+        """Note that the copy is complete."""
+        # Keep the lease only: a reference to the staged state would keep the staging memory.
+        if isinstance(staged, StagedState):
+            self._lease = staged.lease
+            if self.url:
+                # Set here, as with a checkpoint process no writer in this process could set the label.
+                staged.lease.label = f"the save of {self.url}"
+        self.staged.set_result(None)
+
+    def _ended(self, upload: Future[Any]) -> None:
+        error = upload.exception()
+        if self._lease is not None:
+            self._lease.end()
+        self._parent_group = None
+        if error is not None:
+            error = as_ours(error, self.url)
+        if self._at_end is not None:
+            # Before the callbacks run: one of them may tell the program the outcome, which clears this again.
+            self._at_end.failure = None if error is None else str(error)
+        if error is None:
+            self.set_result(upload.result())
+        else:
+            self.set_exception(error)
 
 
 def async_save(
@@ -136,7 +161,6 @@ def async_save(
     # Not `writer.url`: that may be the URL of the save that this thread ran last.
     own = writer._url if isinstance(writer, BucketWriter) else getattr(writer, "checkpoint_id", None)
     handle = SaveHandle(str(checkpoint_id) if checkpoint_id is not None else own)
-    watched = _Watched(stager, handle)
     handle._parent_group = process_group
     begun = dcp.async_save(
         state_dict,
@@ -145,23 +169,22 @@ def async_save(
         planner=planner,
         process_group=None if no_dist else process_groups.group_beside(process_group),
         async_checkpointer_type=async_checkpointer_type,
-        async_stager=watched,
+        async_stager=_Watched(stager, handle),
         no_dist=no_dist,
         use_collectives=use_collectives,
     )
     handle._at_end = program_end.begin(handle.url)
     upload = begun if isinstance(begun, Future) else begun.upload_completion
-    upload.add_done_callback(_ending(handle))
+    upload.add_done_callback(handle._ended)
     return handle
 
 
-class _Watched:
+class _Watched(AsyncStager):
     """Wrapper of the stager for one save: it reports to the handle when the copy is complete or has failed."""
 
     def __init__(self, stager: Any, handle: SaveHandle) -> None:
         self._stager = stager
         self._handle = handle
-        self._synchronize_after_execute = True
 
     @property
     def should_synchronize_after_execute(self) -> bool:
@@ -172,7 +195,7 @@ class _Watched:
         if isinstance(staged, Future):
             staged.add_done_callback(self._staged)
         else:
-            self._note(staged)
+            self._handle._copied(staged)
         return staged
 
     def synchronize_staging(self) -> None:
@@ -186,35 +209,7 @@ class _Watched:
         if error is not None:
             self._handle.staged.set_exception(error)
         else:
-            self._note(staging.result())
-
-    def _note(self, staged: Any) -> None:
-        # Keep the lease only: a reference to the staged state would keep the staging memory.
-        if isinstance(staged, StagedState):
-            self._handle._lease = staged.lease
-            if self._handle.url:
-                # Set here, as with a checkpoint process no writer in this process could set the label.
-                staged.lease.label = f"the save of {self._handle.url}"
-        self._handle.staged.set_result(None)
-
-
-def _ending(handle: SaveHandle) -> Callable[[Future[Any]], None]:
-    def end(upload: Future[Any]) -> None:
-        error = upload.exception()
-        if handle._lease is not None:
-            handle._lease.end()
-        handle._parent_group = None
-        if error is not None:
-            error = as_ours(error, handle.url)
-        if handle._at_end is not None:
-            # Before the callbacks run: one of them may tell the program the outcome, which clears this again.
-            handle._at_end.failure = None if error is None else str(error)
-        if error is None:
-            handle.set_result(upload.result())
-        else:
-            handle.set_exception(error)
-
-    return end
+            self._handle._copied(staging.result())
 
 
 def as_ours(
@@ -236,10 +231,11 @@ def as_ours(
         by_rank = {rank: failure[0] for rank, failure in sorted(error.failures.items())}
         known = [failure for failure in by_rank.values() if isinstance(failure, BucketpointError)]
         known.sort(key=lambda failure: (not isinstance(failure, before), isinstance(failure, PeerFailedError)))
-        ours = known[0] if known else None
-        if ours is None:
-            said = "; ".join(f"rank {rank}: {type(failure).__name__}: {failure}" for rank, failure in by_rank.items())
-            ours = BucketpointError(f"{what} failed: {said}", url=url)
+        if known:
+            ours = known[0]
+        else:
+            texts = [f"rank {rank}: {type(failure).__name__}: {failure}" for rank, failure in by_rank.items()]
+            ours = BucketpointError(f"{what} failed: {'; '.join(texts)}", url=url)
         ours.__cause__ = error
         return ours
     dead = dead_checkpoint_process(_DYING_S)

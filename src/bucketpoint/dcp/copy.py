@@ -59,6 +59,7 @@ class CopyPlan:
         replaces: a checkpoint is committed at the destination, or may be, and will be replaced.
         seen: commit found at the destination; only it may be replaced. None: it could not be read, and is not checked.
         inside: the service can copy the objects by itself, without sending them through this process.
+        token: token of the copy: that of the original save, or the fresh one in the objects' new names.
         catalog: catalog of the run that the copy will belong to; None if the destination is not in a run.
     """
 
@@ -71,8 +72,9 @@ class CopyPlan:
     there: dict[str, ObjectInfo] = field(repr=False)
     replaces: bool
     inside: bool
-    catalog: Catalog | None = None
-    seen: PriorCommit | None = None
+    token: str
+    catalog: Catalog | None
+    seen: PriorCommit | None
 
     @property
     def nbytes(self) -> int:
@@ -114,7 +116,10 @@ def plan_copy(
     store, prefix = open_store(text, storage_options=storage_options, fs=fs)
     if (store.identity, prefix) == (saved.store.identity, saved.prefix):
         raise InvalidURLError("Source and destination are the same URL", url=text, remedy="Name another destination")
-    sources = _source_objects(saved)
+    attempts = COPY_OPTIONS.read_attempts
+    sources = look_at_objects(
+        saved, lambda key: retry_transient(lambda: saved.store.head(key), attempts=attempts), COPY_OPTIONS
+    )
     used = _used_there(store, prefix, text)
     if used is not None and used.seen is not None and not overwrite:
         raise CheckpointExistsError(
@@ -123,18 +128,21 @@ def plan_copy(
             remedy="Name another destination, or pass --overwrite",
         )
     try:
-        found = catalog_above(text, storage_options=storage_options, fs=fs)
+        above = catalog_above(text, storage_options=storage_options, fs=fs)
     except AccessDeniedError:
         # Without the right to read the catalog, the record goes beside the metadata, as for any writer without one.
-        found = None
+        above = None
+    catalog = above[0] if above is not None else None
+    token = named(saved.record, saved.data, saved.info).token
+    assert token is not None
     paths = {path: path for path in sources}
     # A pruner that deletes an earlier copy of this checkpoint from the folder picks objects by the token in their
     # names: with the same token it would delete the new copy's objects too.
-    pruned = found is not None and bool(saved.facts) and all(map(keys.token_of, paths))
+    pruned = catalog is not None and bool(saved.facts) and all(map(keys.token_of, paths))
     if pruned or (used is not None and (used.paths is None or not used.paths.isdisjoint(paths))):
-        paths = _moved_aside(saved, text)
+        token = keys.new_token()
+        paths = _moved_aside(saved, text, token)
     there = {} if used is not None or pruned else _left_behind(saved, store, prefix, sources)
-    inside = inside_one_service(saved.store, store)
     return CopyPlan(
         saved,
         text,
@@ -144,8 +152,9 @@ def plan_copy(
         sources,
         there,
         replaces=used is not None and overwrite,
-        inside=inside,
-        catalog=found[0] if found is not None else None,
+        inside=inside_one_service(saved.store, store),
+        token=token,
+        catalog=catalog,
         seen=used.seen if used is not None else PriorCommit(there=False),
     )
 
@@ -170,22 +179,22 @@ def copy_checkpoint(
     meter = Meter("cp", plan.url, plan.left_nbytes, progress)
     # Objects of an interrupted copy are old, so a sweep may delete them as debris however fast this copy is.
     since = LONG_AGO if plan.there else Stopwatch()
-    log = _log_there(plan)
+    # A copy into a run counts as a save of that run: it has an intent too, and the source's kind and metrics.
+    log = SaveLog(plan.catalog, saved.record.kind, saved.record.metrics) if plan.catalog is not None else None
     if log is not None:
-        log.begin(plan.url, _token_there(plan))
+        log.begin(plan.url, plan.token)
     infos, inside = copy_objects(saved.store, plan.store, jobs, options, meter=meter)
     copied = {**plan.there, **dict(zip(waiting, infos, strict=True))}
     metadata, facts, data = _metadata_there(plan, copied)
     sizes = {plan.paths[path]: info.size for path, info in copied.items()}
     record = make_record(metadata, facts, data, sizes, items=len(saved.items), metadata_etag=None)
-    token = _token_there(plan)
     if log is not None:
         record = named(record, data, saved.info)
     request = Commit(
         plan.store,
         plan.prefix,
         plan.url,
-        token,
+        plan.token,
         keys.METADATA,
         overwrite=plan.replaces,
         log=log,
@@ -197,29 +206,6 @@ def copy_checkpoint(
     meter.finish()
     checked = 0 if inside else sum(check.nbytes for check in checks)
     return Copied(len(plan.paths), plan.nbytes, len(plan.there), inside and bool(jobs), checked)
-
-
-def _log_there(plan: CopyPlan) -> SaveLog | None:
-    """Return the log of the destination's run, with kind and metrics of the source's record; None outside of a run.
-
-    A copy into a run counts as a save of that run, so it has an intent too.
-    """
-    if plan.catalog is None:
-        return None
-    record = plan.saved.record
-    return SaveLog(plan.catalog, record.kind, record.metrics)
-
-
-def _token_there(plan: CopyPlan) -> str:
-    """Return the token of the copy: that of the original save, or the fresh one in the objects' new names."""
-    moved = next((new for old, new in plan.paths.items() if old != new), None)
-    if moved is not None:
-        parsed = keys.parse_data_path(moved)
-        assert parsed is not None
-        return parsed[0]
-    token = named(plan.saved.record, plan.saved.data, plan.saved.info).token
-    assert token is not None
-    return token
 
 
 @dataclass(frozen=True)
@@ -245,30 +231,22 @@ def _used_there(store: Store, prefix: str, url: str) -> _Used | None:
         return _Used(None, seen)
 
 
-def _source_objects(saved: SavedCheckpoint) -> dict[str, ObjectInfo]:
-    attempts = COPY_OPTIONS.read_attempts
-    return look_at_objects(
-        saved, lambda key: retry_transient(lambda: saved.store.head(key), attempts=attempts), COPY_OPTIONS
-    )
-
-
-def _moved_aside(saved: SavedCheckpoint, url: str) -> dict[str, str]:
-    """Return fresh paths for all objects.
+def _moved_aside(saved: SavedCheckpoint, url: str, token: str) -> dict[str, str]:
+    """Return paths with a fresh token for all objects.
 
     The checkpoint at the destination has objects of the same names, and must stay loadable until the commit.
     """
-    token = keys.new_token()
     moved = {}
     for path in saved.by_object:
-        named = keys.parse_data_path(path)
-        if named is None or not saved.facts:
+        parsed = keys.parse_data_path(path)
+        if parsed is None or not saved.facts:
             raise CheckpointExistsError(
                 "A checkpoint already exists at the destination, and its data objects may have the names of those "
                 "to be copied: overwriting them would damage it before the copy is committed",
                 url=url,
                 remedy="Delete the checkpoint at the destination first, or name another destination",
             )
-        moved[path] = keys.data_path(token, *named[1:])
+        moved[path] = keys.data_path(token, *parsed[1:])
     return moved
 
 
@@ -305,9 +283,9 @@ def _check_unchanged(plan: CopyPlan, copied: Mapping[str, ObjectInfo]) -> None:
     except AccessDeniedError:
         # Without the right to list, no object of an earlier copy was taken over, so no sweep can have deleted one.
         return
-    found = {info.key: (info.size, info.etag) for info in listed}
+    there = {info.key: (info.size, info.etag) for info in listed}
     for key, info in expected.items():
-        size, etag = found.get(key, (None, None))
+        size, etag = there.get(key, (None, None))
         if size != info.size or (etag is not None and info.etag is not None and etag != info.etag):
             raise CommitConflictError(
                 "An object of the copy was deleted or replaced during the copy, so nothing was committed",
@@ -324,10 +302,10 @@ def _regions(saved: SavedCheckpoint, path: str, shapes: ChunkShapes, source: Obj
     tables = read_tables(saved.store, saved.key(path), infos, size=source.size, etag=pinned, attempts=attempts)
     for number, table in tables.items():
         index, info = items[number]
-        found = with_blocks(info, table)
-        if found is None:
+        checked = with_blocks(info, table)
+        if checked is None:
             raise damaged(saved, path, f"the checksums of the blocks of {index.fqn} differ from those written at save")
-        items[number] = index, found
+        items[number] = index, checked
     regions: list[Region] = []
     for index, info in items:
         if not regions or info.offset >= regions[-1].stop:
@@ -373,18 +351,17 @@ def _metadata_there(plan: CopyPlan, copied: Mapping[str, ObjectInfo]) -> tuple[M
     saved = plan.saved
     if not saved.facts:
         return saved.metadata, {}, saved.data
-    token = _token_there(plan)
     metadata = shallow.copy(saved.metadata)
     moved = {old: new for old, new in plan.paths.items() if old != new}
     if moved:
         metadata.storage_data = {index: _at(info, moved) for index, info in (saved.metadata.storage_data or {}).items()}
     if metadata.storage_meta is not None:
-        metadata.storage_meta = dataclasses.replace(metadata.storage_meta, checkpoint_id=plan.url, save_id=token)
+        metadata.storage_meta = dataclasses.replace(metadata.storage_meta, checkpoint_id=plan.url, save_id=plan.token)
     facts = {
         **saved.facts,
         "url": plan.url,
         "endpoint": plan.store.identity,
-        "token": token,
+        "token": plan.token,
         "objects": {plan.paths[path]: {"size": info.size, "etag": info.etag} for path, info in sorted(copied.items())},
         "copied_from": saved.url,
     }

@@ -32,19 +32,19 @@ def dcp_call(method: F) -> F:
                 error.rank = self.rank
             if error.url is None:
                 error.url = self.url
-            _tell(self, error)
+            _report_if_unwatched(self, error)
             raise
         except Exception as error:
             ours = BucketpointError(
                 f"{method.__name__} failed with {type(error).__name__}: {error}", url=self.url, rank=self.rank
             )
-            _tell(self, ours)
+            _report_if_unwatched(self, ours)
             raise ours from error
 
     return call  # type: ignore[return-value]
 
 
-def _tell(self: Any, error: BucketpointError) -> None:
+def _report_if_unwatched(self: Any, error: BucketpointError) -> None:
     if getattr(self, "unwatched", False):
         if program_end.has_come():
             program_end.lose(self.url, error)

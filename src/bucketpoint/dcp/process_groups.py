@@ -7,7 +7,6 @@ wait for each other forever, or one reads the other's bytes, on which gloo ends 
 from __future__ import annotations
 
 import contextlib
-import functools
 import hashlib
 import logging
 import os
@@ -30,6 +29,9 @@ _AT_ONCE = timedelta(milliseconds=1)
 
 _beside: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 """For each caller's group, our own group over the same ranks, on which background saves run."""
+
+
+_warned = False
 
 
 def is_initialized() -> bool:
@@ -58,47 +60,29 @@ def ranks_of(group: Any) -> tuple[int, ...]:
     return ranks
 
 
-def refuse_a_rank_alone(what: str, url: str | None = None) -> None:
+def refuse_a_rank_alone(what: str, url: str | None = None, *, first_may: bool = False) -> None:
     """Check that a job of several ranks has the process group that joins them.
+
+    Without it DCP takes each rank for the only one, and the ranks would replace each other's checkpoint.
+
+    Args:
+        first_may: accept rank 0. It may save alone on purpose, with `no_dist=True`, which a writer cannot see.
 
     Raises:
         BucketpointError: WORLD_SIZE, which torchrun sets, names several ranks, and each of them would work by itself.
     """
-    world = _ranks_without_a_group()
-    if world > 1:
-        raise BucketpointError(
-            f"{what} cannot begin: this is rank {os.environ.get('RANK', '?')} of {world} ranks (by WORLD_SIZE), but "
-            "there is no process group, so each rank would work alone",
-            url=url,
-            remedy="Call torch.distributed.init_process_group() first, on every rank; a process that works alone "
-            "must unset WORLD_SIZE",
-        )
-
-
-def refuse_to_save_as_one_of_many(url: str | None) -> None:
-    """Refuse a save by a rank other than 0 in a job of several ranks without a process group.
-
-    DCP takes each such rank for the only one, and the ranks would replace each other's checkpoint. Rank 0 is not
-    refused: it may save alone on purpose, with `no_dist=True`, which a writer cannot see.
-
-    Raises:
-        BucketpointError: the environment says that this is a rank other than 0, of several.
-    """
-    rank, world = os.environ.get("RANK", "0"), _ranks_without_a_group()
-    if rank != "0" and world > 1:
-        raise BucketpointError(
-            f"This is rank {rank} of {world} ranks (by RANK and WORLD_SIZE), but there is no process group, so each "
-            "rank would save alone and replace the checkpoints of the others",
-            url=url,
-            rank=int(rank) if rank.isdigit() else None,
-            remedy="Call torch.distributed.init_process_group() first, on every rank; a rank that then saves a "
-            "checkpoint of its own passes no_dist=True",
-        )
-
-
-def _ranks_without_a_group() -> int:
-    world = os.environ.get("WORLD_SIZE", "")
-    return int(world) if world.isdigit() and not is_initialized() else 1
+    world, rank = os.environ.get("WORLD_SIZE", ""), os.environ.get("RANK", "0" if first_may else "?")
+    if is_initialized() or not world.isdigit() or int(world) <= 1 or (first_may and rank == "0"):
+        return
+    alone = "a rank that then saves a checkpoint of its own passes no_dist=True"
+    raise BucketpointError(
+        f"{what} cannot begin: this is rank {rank} of {world} ranks (by RANK and WORLD_SIZE), but there is no process "
+        "group, so each rank would work alone",
+        url=url,
+        rank=int(rank) if rank.isdigit() else None,
+        remedy="Call torch.distributed.init_process_group() first, on every rank; "
+        + (alone if first_may else "a process that works alone must unset WORLD_SIZE"),
+    )
 
 
 def timeout_of(group: Any) -> timedelta:
@@ -106,9 +90,9 @@ def timeout_of(group: Any) -> timedelta:
     pg: Any = group if group is not None else dist.group.WORLD
     for device in ("cpu", "cuda"):
         with contextlib.suppress(AttributeError, RuntimeError):
-            found = pg._get_backend(torch.device(device)).options._timeout
-            if isinstance(found, timedelta):
-                return found
+            timeout = pg._get_backend(torch.device(device)).options._timeout
+            if isinstance(timeout, timedelta):
+                return timeout
     return default_pg_timeout
 
 
@@ -171,8 +155,7 @@ def group_beside(parent: Any) -> Any:
     """
     if not is_initialized():
         return None
-    world: Any = dist.group.WORLD
-    beside = parent if parent is not None else world
+    beside: Any = parent if parent is not None else dist.group.WORLD
     own = _beside.get(beside)
     if own is None or not _is_known(own):
         own = _beside[beside] = new_group(parent)
@@ -208,14 +191,12 @@ def warn_of_a_shared_group() -> None:
     save does not run on the main thread. A checkpoint process is no such case: it saves on its main thread, and shares
     its default group with nobody.
     """
-    if len(dist.distributed_c10d._world.pg_map) == 1 and threading.current_thread() is not threading.main_thread():
-        _warn()
-
-
-@functools.cache
-def _warn() -> None:
-    logger.warning(
-        "an asynchronous save uses the default process group: if its collectives mix with those of training, the job "
-        "hangs or is aborted. Call bucketpoint.async_save, which makes a process group of its own, or pass "
-        'process_group=dist.new_group(backend="gloo"), made once on every rank'
-    )
+    global _warned
+    shared = len(dist.distributed_c10d._world.pg_map) == 1
+    if shared and not _warned and threading.current_thread() is not threading.main_thread():
+        _warned = True
+        logger.warning(
+            "an asynchronous save uses the default process group: if its collectives mix with those of training, the "
+            "job hangs or is aborted. Call bucketpoint.async_save, which makes a process group of its own, or pass "
+            'process_group=dist.new_group(backend="gloo"), made once on every rank'
+        )

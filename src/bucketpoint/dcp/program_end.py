@@ -27,12 +27,7 @@ class LastSave:
     def __init__(self, url: str | None) -> None:
         self.url = url
         self.failure: str | None = ""
-        self._process = os.getpid()
-
-    @property
-    def is_lost(self) -> bool:
-        # Only in the process that began the save: a forked process inherits a copy of this object.
-        return self.failure is not None and self._process == os.getpid()
+        self.process = os.getpid()
 
 
 _last: LastSave | None = None
@@ -79,7 +74,8 @@ class _Unflushable:
 def _tell() -> None:
     # Registered when this module is imported, so it runs after the managers have waited for their saves: atexit calls
     # the function that was registered first last.
-    if _last is None or not _last.is_lost:
+    # Only in the process that began the save: a forked process inherits a copy of the outcome.
+    if _last is None or _last.failure is None or _last.process != os.getpid():
         return
     why = _last.failure or "the program ended before the commit"
     message = f"The last save was lost: {why}. The program exits with an error status"

@@ -63,14 +63,14 @@ def _draws(stream: Any) -> bool:
 
 def _lines(stream: Any, where: str) -> ProgressCallback:
     """Return a callback that writes a line at most every `LINE_S` seconds, and one at the end."""
-    started = told = time.monotonic()
+    started = written = time.monotonic()
 
     def update(event: Progress) -> None:
-        nonlocal told
+        nonlocal written
         now = time.monotonic()
-        if not event.finished and now - told < LINE_S:
+        if not event.finished and now - written < LINE_S:
             return
-        told = now
+        written = now
         whole = f" of {event.total_bytes / 1e6:.1f}" if event.total_bytes else ""
         share = f" ({100 * event.done_bytes // event.total_bytes} %)" if event.total_bytes else ""
         moved = f"{event.done_bytes / 1e6:.1f}{whole} MB{share} in {now - started:.0f} s"
@@ -100,25 +100,13 @@ def _bar(*, required: bool) -> Iterator[ProgressCallback | None]:
         task = shown.add_task("", total=None)
 
         def update(event: Progress) -> None:
-            shown.update(
-                task,
-                completed=event.done_bytes,
-                total=event.total_bytes,
-                description=f"{event.phase} {event.url}",
-            )
+            description = f"{event.phase} {event.url}"
+            shown.update(task, completed=event.done_bytes, total=event.total_bytes, description=description)
 
         yield update
 
 
 def describe(logger: logging.Logger, level: int, verb: str, url: str | None, meter: Meter, started: float) -> None:
     """Log the bytes moved, the seconds, and the number of requests of a transfer."""
-    seconds = time.monotonic() - started
-    logger.log(
-        level,
-        "%s %s: %.1f MB in %.2f s, %d data requests",
-        verb,
-        url,
-        meter.done_bytes / 1e6,
-        seconds,
-        meter.requests,
-    )
+    amount, seconds = meter.done_bytes / 1e6, time.monotonic() - started
+    logger.log(level, "%s %s: %.1f MB in %.2f s, %d data requests", verb, url, amount, seconds, meter.requests)

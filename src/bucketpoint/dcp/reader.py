@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from torch.distributed.checkpoint import LoadPlan, LoadPlanner, Metadata, StorageReader
+from torch.distributed.checkpoint._extension import ExtensionRegistry
 from torch.distributed.checkpoint.metadata import StorageMeta
 from torch.futures import Future
 
@@ -97,7 +98,7 @@ class BucketReader(Located, StorageReader):
         self.rank: int | None = None
         # None if each rank reads for itself: a plain load runs no code of cooperative loading.
         self._cooperation = None if cooperative == "off" else Cooperation(cooperative, process_group, bandwidths)
-        self._registry = _extension_registry
+        self._registry = ExtensionRegistry() if _extension_registry is None else _extension_registry
         self._metadata: Metadata | None = None
         self._failure: Exception | None = None
         self._in_load = False
@@ -161,7 +162,7 @@ class BucketReader(Located, StorageReader):
         """Return True if the checkpoint may be one without collectives, for which DCP reads each rank's metadata."""
         if not isinstance(failure, CheckpointNotFoundError):
             return False
-        store, prefix = self._location.open(self._url)
+        store, prefix = self._open(self._url)
         try:
             store.head(keys.join(prefix, keys.rank_metadata(0)))
         except ObjectNotFoundError:
@@ -205,11 +206,9 @@ class BucketReader(Located, StorageReader):
             metadata.fail()
         self._metadata = metadata
 
-    @dcp_call
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         return plan
 
-    @dcp_call
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
         return plans
 
@@ -221,7 +220,7 @@ class BucketReader(Located, StorageReader):
         # With ranks that load together, the others are told of any error here.
         group = contextlib.nullcontext() if self._cooperation is None else self._cooperation.taking_part()
         with group, progress_callback(self.progress, self.rank or 0) as callback:
-            store, prefix = self._location.open(self._url)
+            store, prefix = self._open(self._url)
             meter = Meter("load", str(self._url), 0, callback)
 
             plan_here = functools.partial(self._requests, plan, planner, store, prefix, pool, meter)
@@ -252,7 +251,7 @@ class BucketReader(Located, StorageReader):
     # -- one load -----------------------------------------------------------------------------------------------------
 
     def _source(self) -> MetadataSource:
-        return MetadataSource(*self._location.open(self._url), str(self._url), self.transfer.read_attempts)
+        return MetadataSource(*self._open(self._url), str(self._url), self.transfer.read_attempts)
 
     def _decode(self, data: bytes) -> Metadata:
         if is_index(data):
@@ -287,7 +286,7 @@ class BucketReader(Located, StorageReader):
             prefix=prefix,
             etags=committed_etags(self._metadata, store, self._url),
             options=self.transfer,
-            transforms=self._transforms(),
+            transforms=self._registry,
             trusted=self.trusted,
         )
 
@@ -295,13 +294,6 @@ class BucketReader(Located, StorageReader):
             fetch(store, plan_requests(extents, self.transfer), self.transfer, pool=pool, meter=meter)
 
         return plan_requests(load_extents(reads, plan.items, read_now, url=self._url), self.transfer)
-
-    def _transforms(self) -> Any:
-        if self._registry is None:
-            from torch.distributed.checkpoint._extension import ExtensionRegistry
-
-            self._registry = ExtensionRegistry()
-        return self._registry
 
 
 class S3Reader(S3Located, BucketReader):

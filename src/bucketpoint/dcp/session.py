@@ -20,38 +20,29 @@ from bucketpoint.stores import as_url as as_url
 from bucketpoint.stores.s3.options import with_engine
 
 
-@dataclass(frozen=True)
-class Location:
-    """Configuration to reach the store of a checkpoint. Holds no connection, so that it can be pickled.
+class Located:
+    """The part that writer and reader share: the URL of the checkpoint, and the way to its store.
 
-    Attributes:
-        schemes: URL schemes that are accepted; empty for any.
-        fs: a filesystem of the user's own, which then serves every URL.
+    Holds no connection, so that it can be pickled.
     """
 
     schemes: tuple[str, ...] = ()
-    storage_options: Mapping[str, Any] = field(default_factory=dict, repr=False)
-    fs: Any = field(default=None, repr=False)
+    """URL schemes that are accepted; empty for any."""
 
-    def open(self, url: str | None) -> tuple[Store, str]:
+    def __init__(self, path: str | os.PathLike[str] | None, storage_options: Mapping[str, Any] | None, fs: Any) -> None:
+        self._storage_options = dict(storage_options or {})
+        self._fs = fs
+        self._url = as_url(path)
+        if self._url is not None:
+            self._open(self._url)
+
+    def _open(self, url: str | None) -> tuple[Store, str]:
         """Return the store and the key prefix of a checkpoint URL. Opens no connection."""
         if url is None:
             raise InvalidURLError(
                 "No checkpoint URL was given", remedy="Pass checkpoint_id= to DCP, or the path to the constructor"
             )
-        return open_store(url, storage_options=self.storage_options, fs=self.fs, schemes=self.schemes)
-
-
-class Located:
-    """The part that writer and reader share: the URL of the checkpoint, and the way to its store."""
-
-    schemes: tuple[str, ...] = ()
-
-    def __init__(self, path: str | os.PathLike[str] | None, storage_options: Mapping[str, Any] | None, fs: Any) -> None:
-        self._location = Location(self.schemes, dict(storage_options or {}), fs)
-        self._url = as_url(path)
-        if self._url is not None:
-            self._location.open(self._url)
+        return open_store(url, storage_options=self._storage_options, fs=self._fs, schemes=self.schemes)
 
     @property
     def url(self) -> str | None:
@@ -107,7 +98,7 @@ class SaveSession:
         since: stopwatch that was started before any rank sent data.
         seen: commit that the coordinator found when the save began; None if that is not known.
         statement: facts about the save that must be the same on all ranks; None until `prepare_local_plan`.
-        planned: DCP has begun to plan this save. The next save that DCP plans gets a new session.
+        planned, written: DCP has begun to plan this save, or to write it. The next save gets a new session.
     """
 
     url: str | None
@@ -119,3 +110,4 @@ class SaveSession:
     seen: PriorCommit | None = None
     statement: Statement | None = None
     planned: bool = False
+    written: bool = False

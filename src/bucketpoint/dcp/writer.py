@@ -126,9 +126,9 @@ class BucketWriter(Located, StorageWriter, AsyncStager):
         super().__init__(path, storage_options, fs)
         self._keeping: RunRetention | None = None
         if retention is not None:
-            self._keeping = RunRetention(retention, storage_options=self._location.storage_options, fs=fs)
+            self._keeping = RunRetention(retention, storage_options=self._storage_options, fs=fs)
             if self._keeping.policy.root is not None:
-                self._location.open(self._keeping.policy.root)
+                self._open(self._keeping.policy.root)
 
     # -- DCP, in the order in which it calls --------------------------------------------------------------------------
 
@@ -153,16 +153,19 @@ class BucketWriter(Located, StorageWriter, AsyncStager):
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Check on all ranks that this save may begin. From torch 2.9 on, DCP passes `rank` and `use_collectives`."""
         session = self._session()
+        if session.written:
+            # DCP calls neither `reset` nor `storage_meta` for a planner that takes no `storage_meta`.
+            session = self._begin()
         session.rank = int(kwargs.get("rank") or 0)
         session.use_collectives = bool(kwargs.get("use_collectives", True))
-        process_groups.refuse_to_save_as_one_of_many(session.url)
+        process_groups.refuse_a_rank_alone("A save", session.url, first_may=True)
         if session.rank == 1 and self.unwatched:
             # Rank 1 warns: rank 0 does not know yet whether it saves alone, and the job may end before it does.
             process_groups.warn_of_a_shared_group()
         if session.use_collectives and not is_coordinator:
             return
         # Checked now, before terabytes are sent in vain. A commit that another job makes later is never replaced.
-        seen = prior_commit(*self._location.open(session.url), keys.METADATA)
+        seen = prior_commit(*self._open(session.url), keys.METADATA)
         if session.use_collectives:
             session.seen = seen
             if seen is not None and seen.there and not self._may_replace(seen):
@@ -181,7 +184,7 @@ class BucketWriter(Located, StorageWriter, AsyncStager):
         session = self._session()
         rules = [(rule.group, sorted(rule.segments)) for rule in self.groups]
         options = (rules, self.target_object_bytes, [type(each).__qualname__ for each in self._extensions])
-        store, prefix = self._location.open(session.url)
+        store, prefix = self._open(session.url)
         session.statement = make_statement(store, prefix, str(session.url), options=options, world=world_size())
         # A planner of the user's own may use `storage_data` of the plan: then only the results carry the statement.
         return replace(plan, storage_data=session.statement) if plan.storage_data is None else plan
@@ -207,6 +210,7 @@ class BucketWriter(Located, StorageWriter, AsyncStager):
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Upload this rank's items and, once all are acknowledged, report where each lies. Called on all ranks."""
         session = self._session()
+        session.written = True
         results = self._upload(session, plan, planner)
         if len(results) != len(plan.items):
             raise BucketpointError(f"{len(plan.items)} items were planned, but {len(results)} were written")
@@ -223,7 +227,7 @@ class BucketWriter(Located, StorageWriter, AsyncStager):
         """
         session = self._session()
         agree_on_results(results, metadata, session.url)
-        store, prefix = self._location.open(session.url)
+        store, prefix = self._open(session.url)
         request = Commit(
             store=store,
             prefix=prefix,
@@ -345,7 +349,7 @@ class BucketWriter(Located, StorageWriter, AsyncStager):
         return self._current() or self._begin()
 
     def _upload(self, session: SaveSession, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
-        store, prefix = self._location.open(session.url)
+        store, prefix = self._open(session.url)
         options = self.transfer if current_lease() is None else self.transfer.in_background()
         with progress_callback(self.progress, session.rank) as callback:
             meter = Meter("save", str(session.url), 0, noted(callback))

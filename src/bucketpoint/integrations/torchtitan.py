@@ -127,7 +127,7 @@ class BucketpointManager(CheckpointManager):
             "checkpoint_id": checkpoint_id,
             # The writer overwrites by default, as torchtitan does: a run that went back to an earlier step saves steps
             # again.
-            "storage_writer": BucketWriter(checkpoint_id, log=self._log(kind)),
+            "storage_writer": BucketWriter(checkpoint_id, log=SaveLog(self._catalog, kind, pruner=self._pruner)),
             "planner": self._planner,
             "process_group": self._ranks.group,
         }
@@ -146,10 +146,6 @@ class BucketpointManager(CheckpointManager):
             return AsyncSaveResponse(staging_completion=handle.staged, upload_completion=handle)
         return handle
 
-    def _log(self, kind: str) -> SaveLog:
-        """Return the log of a save. It records the commit, and prunes after the commit, never when a save begins."""
-        return SaveLog(self._catalog, kind, pruner=self._pruner)
-
     def _wait_for_saving(self) -> None:
         # Cleared first, so that a failure is raised once and `close` goes on.
         saving, self.save_future = self.save_future, None
@@ -161,14 +157,11 @@ class BucketpointManager(CheckpointManager):
     @torch.no_grad()
     def _load(self, step: int = -1) -> bool:
         """Go on from the newest whole checkpoint or the named step; otherwise begin as torchtitan was told to."""
-        return self._resume(step) or self._begin()
-
-    def _resume(self, step: int) -> bool:
         wanted = RestoreRequest("latest" if step == -1 else step, None, self._fresh, '{"fresh": true} in the override')
-        found = restored(self._catalog, self._policy, self._ranks, wanted, self._try, self._pruner)
-        if found is None:
-            return False
-        self._triggers.resumed(found.step)
+        checkpoint = restored(self._catalog, self._policy, self._ranks, wanted, self._try, self._pruner)
+        if checkpoint is None:
+            return self._begin()
+        self._triggers.resumed(checkpoint.step)
         GarbageCollection.collect("GC collection for checkpoint loading.")
         return True
 

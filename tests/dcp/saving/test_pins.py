@@ -84,7 +84,7 @@ def test_an_object_that_is_replaced_between_two_ranges_is_an_error(
     key, body = max(((key, bytearray(service.read(key))) for key in data_keys(service)), key=lambda one: len(one[1]))
     body[-1] ^= 1
 
-    kind = type(service.reader(saved)._location.open(saved)[0])
+    kind = type(service.reader(saved)._open(saved)[0])
     counting = kind.open_range
 
     def replacing(self: Any, *args: Any, **kwargs: Any) -> Any:

@@ -61,7 +61,6 @@ class StoreChannel:
         self._told = False
         self._wake = threading.Event()
         self._thread = threading.Thread(target=self._run, name="bucketpoint-call", daemon=True)
-
         self._thread.start()
 
     def wake(self) -> None:

@@ -40,25 +40,21 @@ class Statement:
         options: digest of the options that shape the objects.
         world: number of ranks in the job.
         end: the last characters of the URL, and the endpoint if it is not the service's own; for messages.
-        made: time of this process's monotonic clock at which the statement was made or received here.
+        created: time of this process's monotonic clock at which the statement was made or received here.
     """
 
     place: bytes
     options: bytes
     world: int
     end: str
-    made: float = field(default_factory=time.monotonic, compare=False)
+    created: float = field(default_factory=time.monotonic, compare=False)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Statement, (self.place, self.options, self.world, self.end)
 
 
 def make_statement(store: Store, prefix: str, url: str, *, options: object, world: int) -> Statement:
-    """Make the statement of this rank.
-
-    Args:
-        options: any value whose `repr` is the same on all ranks if the options are.
-    """
+    """Make the statement of this rank. `options` is any value whose `repr` is the same if the options are."""
     # Not the identity of a local folder: it is that of the inode, which exists only once something is written there.
     identity = store.url if isinstance(store, LocalStore) else store.identity
     # For a local folder the absolute URL: the same relative path may lead to different places.
@@ -79,23 +75,16 @@ def agree_on_plans(plans: Sequence[SavePlan], url: str | None, *, since: float) 
     Args:
         since: when this save began. A planner that keeps plans also keeps the statements of earlier saves on them;
             those are ignored.
-
-    Raises:
-        RanksDisagreeError: names the ranks, and what each stated.
     """
     statements = [plan.storage_data for plan in plans]
-    agree([each if isinstance(each, Statement) and each.made >= since else None for each in statements], url)
+    agree([each if isinstance(each, Statement) and each.created >= since else None for each in statements], url)
     # Plans of our planner are skipped: it has compared the tensors itself, and reading its lazy items would make them.
     agree_on_tensors([SavePlan([]) if issubclass(type(plan.items), LazyItems) else plan for plan in plans], url)
     return [replace(plan, storage_data=None) if isinstance(plan.storage_data, Statement) else plan for plan in plans]
 
 
 def agree(statements: Sequence[Statement | None], url: str | None) -> None:
-    """Raise if the statements of the ranks differ. A rank without a statement (None) is skipped.
-
-    Raises:
-        RanksDisagreeError: names the ranks, and what each stated.
-    """
+    """Raise RanksDisagreeError if the statements of the ranks differ. A rank without a statement (None) is skipped."""
     heard = {rank: each for rank, each in enumerate(statements) if each is not None}
     same_url = "Make the URL on one rank and broadcast it, because a time or a random name differs on each rank"
     same_arguments = "Make the writer with the same arguments on all ranks"
@@ -131,7 +120,9 @@ def _refuse(
     for rank, (value, words) in sorted(stated.items()):
         groups.setdefault(value, ([], words))[0].append(rank)
     largest_first = sorted(groups.values(), key=lambda group: -len(group[0]))
-    parts = [f"rank{'s' * (len(ranks) > 1)} {first_of(ranks, _NAMED_AT_MOST)}: {said}" for ranks, said in largest_first]
+    parts = [
+        f"rank{'s' * (len(ranks) > 1)} {first_of(ranks, _NAMED_AT_MOST)}: {words}" for ranks, words in largest_first
+    ]
     listed = first_of(parts, _NAMED_AT_MOST, "; ", "; ")
     blamed = min((rank for ranks, _ in largest_first[1:] for rank in ranks), default=None)
     raise RanksDisagreeError(f"{message}: {listed}", url=url, key=key, rank=blamed, remedy=remedy)
@@ -141,11 +132,7 @@ def _refuse(
 
 
 def agree_on_tensors(plans: Sequence[SavePlan], url: str | None = None) -> None:
-    """Raise if ranks describe one tensor, or one chunk of it, differently: the bytes of one rank would be misread.
-
-    Raises:
-        RanksDisagreeError: names the tensor, the ranks, and what each holds.
-    """
+    """Raise if ranks describe one tensor, or one chunk of it, differently: the bytes of one rank would be misread."""
     tensors: dict[str, Any] = {}
     chunks: dict[MetadataIndex, Any] = {}
     for plan in plans:
@@ -156,16 +143,11 @@ def agree_on_tensors(plans: Sequence[SavePlan], url: str | None = None) -> None:
 
 
 def _description(data: TensorWriteData | None) -> tuple[Any, Any]:
-    if data is None:
-        return None, None
-    return (data.properties.dtype, data.properties.layout, data.size), data.chunk.sizes
+    return ((data.properties.dtype, data.properties.layout, data.size), data.chunk.sizes) if data else (None, None)
 
 
 def _refuse_tensor(plans: Sequence[SavePlan], item: WriteItem, url: str | None) -> None:
-    """Raise the error for a tensor on which ranks differ.
-
-    It lists what each rank holds of the tensor; if only the size of one chunk differs, what each holds of that chunk.
-    """
+    """Raise an error that lists what each rank holds of a tensor, or of one chunk if only its size differs."""
     name = item.index.fqn
     held = {
         rank: [each for each in plan.items if each.index.fqn == name] for rank, plan in enumerate(plans) if plan.items
@@ -209,11 +191,7 @@ def _checksum(dtype: object, size: Iterable[int], chunk: Iterable[int]) -> int:
 
 
 def agree_on_results(results: Sequence[Any], metadata: Metadata, url: str | None) -> None:
-    """Raise if the ranks' results belong to different saves, or describe an item differently from the metadata.
-
-    Raises:
-        RanksDisagreeError: names the ranks, and what each stated.
-    """
+    """Raise if the ranks' results belong to different saves, or describe an item differently from the metadata."""
     agree([getattr(each, "statement", None) for each in results], url)
     described = {
         rank: array("I", each.descriptions) for rank, each in enumerate(results) if hasattr(each, "descriptions")

@@ -81,12 +81,7 @@ def balanced(plans: Sequence[SavePlan], nodes: Sequence[object] | None = None) -
 
 
 def slice_nbytes(replicated: int, ranks: int) -> int:
-    """Return the size of the largest slice, in bytes.
-
-    Args:
-        replicated: total bytes that more than one rank holds, each counted once.
-        ranks: number of ranks.
-    """
+    """Return the size of the largest slice. `replicated`: bytes that more than one rank holds, each counted once."""
     return max(MIN_SLICE_BYTES, min(MAX_SLICE_BYTES, replicated // (max(1, ranks) * _SLICES_A_RANK)))
 
 

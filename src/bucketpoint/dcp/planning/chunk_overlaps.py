@@ -54,12 +54,12 @@ class _Row:
 
 def read_items(wanted: Sequence[WantedChunks]) -> dict[str, list[ReadItem]]:
     """Return by key the read items that fill the local chunks. All tensors must be of one checkpoint."""
-    found: dict[str, list[ReadItem]] = {each.fqn: [] for each in wanted}
+    items: dict[str, list[ReadItem]] = {each.fqn: [] for each in wanted}
     batches: dict[int, list[_Row]] = {}
     for each in wanted:
         if len(each.local) > _MANY:
             entry = Entries(each.saved.source)[each.fqn]
-            found[each.fqn] += create_read_items_for_chunk_list(each.fqn, entry, list(each.local))
+            items[each.fqn] += create_read_items_for_chunk_list(each.fqn, entry, list(each.local))
             continue
         for number, chunk in enumerate(each.local):
             low = tuple(chunk.offsets)
@@ -71,14 +71,14 @@ def read_items(wanted: Sequence[WantedChunks]) -> dict[str, list[ReadItem]]:
         for row in rows:
             pairs += len(row.wanted.saved)
             if batch and pairs > _PAIRS_AT_ONCE:
-                _compare(dims, batch, found)
+                _compare(dims, batch, items)
                 batch, pairs = [], len(row.wanted.saved)
             batch.append(row)
-        _compare(dims, batch, found)
-    return found
+        _compare(dims, batch, items)
+    return items
 
 
-def _compare(dims: int, rows: Sequence[_Row], found: dict[str, list[ReadItem]]) -> None:
+def _compare(dims: int, rows: Sequence[_Row], items: dict[str, list[ReadItem]]) -> None:
     """Add the read items of local chunks that all have `dims` dimensions."""
     index = rows[0].wanted.saved.source
     numbers = [row.wanted.saved.number for row in rows]
@@ -102,7 +102,7 @@ def _compare(dims: int, rows: Sequence[_Row], found: dict[str, list[ReadItem]]) 
     for number, chunk, offset, there, here, extent in zip(*columns, strict=True):
         row = rows[number]
         fqn = row.wanted.fqn
-        found[fqn].append(
+        items[fqn].append(
             ReadItem(
                 type=LoadItemType.TENSOR,
                 dest_index=MetadataIndex(fqn, row.low, row.number),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import fnmatch
 import io
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -62,8 +62,9 @@ class KeysPlanner(LoadPlanner):
             return names
         wanted: set[str] = set()
         for pattern in self._patterns:
-            fits = _matcher(pattern)
-            matching = [name for name in names if fits(name)]
+            exact = rf"{re.escape(pattern)}(\..*)?\Z"
+            regex = re.compile(fnmatch.translate(pattern) if _WILD.search(pattern) else exact, re.DOTALL)
+            matching = list(filter(regex.match, names))
             if not matching:
                 there = ", ".join(dict.fromkeys(name.split(".")[0] for name in names[: 1 << 16]))
                 raise MismatchError(
@@ -84,9 +85,3 @@ class KeysPlanner(LoadPlanner):
                 key=fqn,
                 remedy="Exclude the tensor with keys=, or load into a state that you allocate",
             ) from error
-
-
-def _matcher(pattern: str) -> Callable[[str], Any]:
-    if _WILD.search(pattern):
-        return re.compile(fnmatch.translate(pattern)).match
-    return lambda name: name == pattern or name.startswith(pattern + ".")

@@ -92,11 +92,11 @@ def chunks_in(value: Any) -> LocalChunks | None:
     """Return the chunks of a tensor that has the attributes of `CheckpointableTensor`; None for any other value."""
     if not isinstance(value, torch.Tensor):
         return None
-    told: list[Any] = [getattr(value, name, None) for name in SHARD_OF_A_WHOLE]
-    if any(one is None for one in told):
+    attributes: list[Any] = [getattr(value, name, None) for name in SHARD_OF_A_WHOLE]
+    if any(attribute is None for attribute in attributes):
         return None
-    shape, global_offsets, local_offsets, sizes = told
-    return LocalChunks(value, tuple(shape), global_offsets, local_offsets, sizes)
+    shape, *offsets_and_sizes = attributes
+    return LocalChunks(value, tuple(shape), *offsets_and_sizes)
 
 
 def is_partial(value: Any) -> TypeGuard[DTensor]:

@@ -33,35 +33,35 @@ paths could ask for lists of any length."""
 
 def int_keys_of(state: Mapping[Any, Any]) -> tuple[IntKeys, ...]:
     """Return the paths of the dicts with integer keys in a state, and those keys."""
-    found: list[IntKeys] = []
+    int_keys: list[IntKeys] = []
     waiting: list[tuple[Path, Any]] = [((), state)]
     while waiting:
         path, value = waiting.pop()
         if isinstance(value, Mapping):
             if any(type(key) is int for key in value):
                 alike = any(type(key) is str and _DECIMAL.fullmatch(key) for key in value)
-                found.append((path, tuple(str(key) for key in value if type(key) is int) if alike else None))
+                int_keys.append((path, tuple(str(key) for key in value if type(key) is int) if alike else None))
             parts: Iterable[tuple[Any, Any]] = ((str(key), part) for key, part in value.items())
         else:
             parts = enumerate(value)
         waiting += [((*path, key), part) for key, part in parts if isinstance(part, (Mapping, list))]
-    return tuple(sorted(found, key=str))
+    return tuple(sorted(int_keys, key=str))
 
 
-def plain_int_keys(found: Iterable[IntKeys]) -> list[Any]:
+def plain_int_keys(int_keys: Iterable[IntKeys]) -> list[Any]:
     """Convert `IntKeys` to plain lists for the metadata."""
-    return [[list(path), keys if keys is None else list(keys)] for path, keys in found]
+    return [[list(path), keys if keys is None else list(keys)] for path, keys in int_keys]
 
 
 def _read_int_keys(metadata: Metadata, url: str | None) -> dict[Path, frozenset[str] | None]:
-    found: dict[Path, frozenset[str] | None] = {}
+    int_keys: dict[Path, frozenset[str] | None] = {}
     try:
         for listed, keys in extra(metadata).get(INT_KEYS, []):
             path = tuple(listed)
             # A path occurs several times if ranks have different keys.
-            before = found.get(path, frozenset())
-            found[path] = None if keys is None or before is None else before | frozenset(keys)
-        return found
+            before = int_keys.get(path, frozenset())
+            int_keys[path] = None if keys is None or before is None else before | frozenset(keys)
+        return int_keys
     except (TypeError, ValueError):
         raise MetadataError("The metadata has a malformed list of integer keys", url=url) from None
 
@@ -100,9 +100,8 @@ def nested(values: Mapping[str, Any], metadata: Metadata, *, url: str | None = N
     root: dict[Any, Any] = {}
     for fqn, value in values.items():
         path = paths.get(fqn, (fqn,))
-        if type(path) not in (tuple, list) or not 0 < len(path) <= _MOST_DEPTH:
-            raise _faulty(fqn, url)
-        if not all(type(part) in (str, int) for part in path):
+        plain = type(path) in (tuple, list) and all(type(part) in (str, int) for part in path)
+        if not plain or not 0 < len(path) <= _MOST_DEPTH:
             raise _faulty(fqn, url)
         node = root
         for part in path[:-1]:
@@ -112,8 +111,28 @@ def nested(values: Mapping[str, Any], metadata: Metadata, *, url: str | None = N
         if path[-1] in node:
             raise _faulty(fqn, url)
         node[path[-1]] = _NestedLeaf(value)
-    found = _NestedMaker(ints, url, places=_FREE_PLACES + 16 * len(values)).made(root, ())
-    return found if isinstance(found, dict) else {}
+    free_places = _FREE_PLACES + 16 * len(values)
+
+    def converted(node: Any, path: Path) -> Any:
+        """Convert a node, which is a dict of nodes and leaves, to a dict or list of the state."""
+        nonlocal free_places
+        if isinstance(node, _NestedLeaf):
+            return node.value
+        kinds = {type(key) for key in node}
+        parts = {key: converted(part, (*path, key)) for key, part in node.items()}
+        if kinds <= {str}:
+            listed = ints.get(path, frozenset())
+            integers = {key for key in parts if (listed is None or key in listed) and _DECIMAL.fullmatch(key)}
+            return {int(key) if key in integers else key: part for key, part in parts.items()}
+        if kinds != {int} or not path or min(parts) < 0:
+            raise _faulty(".".join(map(str, path)), url)
+        free_places -= max(parts) + 1
+        if free_places < 0:
+            raise _faulty(".".join(map(str, path)), url)
+        return [parts.get(place) for place in range(max(parts) + 1)]
+
+    state: dict[Any, Any] = converted(root, ())
+    return state
 
 
 class _NestedLeaf:
@@ -121,36 +140,6 @@ class _NestedLeaf:
 
     def __init__(self, value: Any) -> None:
         self.value = value
-
-
-class _NestedMaker:
-    """Converter of nodes (dicts of nodes and leaves) to the dicts and lists of a state."""
-
-    def __init__(self, ints: Mapping[Path, frozenset[str] | None], url: str | None, places: int) -> None:
-        self._ints = ints
-        self._url = url
-        self._places = places
-
-    def made(self, node: Any, path: Path) -> Any:
-        if isinstance(node, _NestedLeaf):
-            return node.value
-        kinds = {type(key) for key in node}
-        parts = {key: self.made(part, (*path, key)) for key, part in node.items()}
-        if kinds <= {str}:
-            if path not in self._ints:
-                return parts
-            listed = self._ints[path]
-            return {_as_int(key) if listed is None or key in listed else key: part for key, part in parts.items()}
-        if kinds != {int} or not path or min(parts) < 0:
-            raise _faulty(".".join(map(str, path)), self._url)
-        self._places -= max(parts) + 1
-        if self._places < 0:
-            raise _faulty(".".join(map(str, path)), self._url)
-        return [parts.get(place) for place in range(max(parts) + 1)]
-
-
-def _as_int(key: str) -> str | int:
-    return int(key) if _DECIMAL.fullmatch(key) else key
 
 
 def _faulty(name: str, url: str | None) -> MetadataError:

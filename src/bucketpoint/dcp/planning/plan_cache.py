@@ -60,15 +60,12 @@ class CachedPlan:
     plans: list[SavePlan]
     digests: list[bytes]
     metadata: Metadata
-    assignment: Assignment | None = None
-    int_keys: Sequence[IntKeys] = ()
-    layouts: list[ItemColumns | None] = field(init=False)
+    assignment: Assignment | None
+    int_keys: Sequence[IntKeys]
+    layouts: list[ItemColumns | None]
     complete: tuple[bytes, ...] | None = None
     template: MetadataTemplate | None = None
     index: IndexTemplate | None = None
-
-    def __post_init__(self) -> None:
-        self.layouts = [None] * len(self.plans)
 
 
 @dataclass

@@ -50,12 +50,7 @@ def items_digest(items: Iterable[WriteItem]) -> bytes:
 
 
 class NamedResults(list[WriteResult]):
-    """A rank's results that name their items, on the coordinator.
-
-    Attributes:
-        statement: the rank's statement on the save; None if it sent none.
-        descriptions: the rank's description of each item, if it sent them: see `agreement.descriptions`.
-    """
+    """A rank's results that name their items, on the coordinator, with the rank's `agreement.descriptions` of these."""
 
     def __init__(
         self, results: Iterable[WriteResult], statement: Statement | None = None, descriptions: bytes = b""

@@ -39,6 +39,7 @@ from bucketpoint.dcp.planning.rank_state import differing, value_digests
 from bucketpoint.dcp.planning.results import AssignedPlan, items_digest
 from bucketpoint.dcp.process_groups import this_rank
 from bucketpoint.errors import BucketpointError, RanksDisagreeError, first_of
+from bucketpoint.format.columns import ItemColumns
 
 logger = logging.getLogger(__name__)
 
@@ -270,7 +271,8 @@ class SavePlanner(DefaultSavePlanner):
         mappings = dict.fromkeys(blob for plan in asked for blob in plan.planner_data.mappings)
         int_keys = sorted({paths for plan in asked for paths in plan.planner_data.int_keys}, key=str)
         entry = content_digest(repr(senders).encode(), *digests, *mappings, repr(int_keys).encode())
-        agreed = CachedPlan(entry, senders, asked, plans, digests, metadata, assignment, int_keys)
+        layouts: list[ItemColumns | None] = [None] * len(plans)
+        agreed = CachedPlan(entry, senders, asked, plans, digests, metadata, assignment, int_keys, layouts)
         if self._keep_plans:
             self._cache.agreed.pop(entry, None)
             self._cache.agreed[entry] = agreed

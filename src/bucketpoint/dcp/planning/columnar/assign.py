@@ -89,7 +89,7 @@ def assign_items(
     try:
         # A training script may have set another default device; planning runs on the CPU.
         with without_gc(), torch.device("cpu"):
-            return _deal(_held(asked, tables), len(asked), nodes)
+            return _assigned(_held(asked, tables), len(asked), nodes)
     except _IrregularError:
         return None
 
@@ -103,57 +103,11 @@ _Kind = tuple[int, torch.Size, Any, Any]
 """Kind of a name: TENSOR, SHARD or BYTE_IO; then size, dtype and layout of the whole tensor."""
 
 
-class _Names:
-    """The tensors and byte items that ranks name, numbered in order of appearance.
-
-    Attributes:
-        numbers: number of each name.
-        kinds: number of each distinct kind.
-        kind_of: number of the kind, by number of the name.
-        properties: properties in all tables, one table after the other.
-    """
-
-    def __init__(self) -> None:
-        self.numbers: dict[str, int] = {}
-        self.kinds: dict[_Kind, int] = {}
-        self.kind_of: list[int] = []
-        self.properties: list[TensorProperties] = []
-
-    def add(self, table: Table) -> tuple[list[int], list[int]]:
-        """Return for each item of a table the number of the name, and the item's place in `properties` (or -1)."""
-        first = len(self.properties)
-        self.properties += [properties for properties, _ in table.descriptions]
-        facts: list[tuple[torch.Size, Any, Any]] = [
-            (size, properties.dtype, properties.layout) for properties, size in table.descriptions
-        ]
-        facts.append((torch.Size(), None, None))
-        of_pair: dict[tuple[int, int], int] = {}
-        numbers = []
-        for name, pair in zip(table.names, zip(table.kinds, table.described, strict=True), strict=True):
-            kind = of_pair.get(pair)
-            if kind is None:
-                kind = of_pair[pair] = self.kinds.setdefault((pair[0], *facts[pair[1]]), len(self.kinds))
-            number = self.numbers.setdefault(name, len(self.numbers))
-            if number == len(self.kind_of):
-                self.kind_of.append(kind)
-            elif self.kind_of[number] != kind:
-                raise _IrregularError
-            numbers.append(number)
-        return numbers, [first + described if described >= 0 else -1 for described in table.described]
-
-    def per_name(self, values: Sequence[Any]) -> torch.Tensor:
-        """Expand values by kind to values by name."""
-        return torch.tensor(values)[torch.tensor(self.kind_of)]
-
-
 @dataclass(frozen=True)
 class _NameTable:
     """Facts about each name, by number. Shapes are padded with 1 for dimensions that a tensor does not have."""
 
     texts: list[str]
-    properties: list[TensorProperties]
-    """Properties in all tables, not by name."""
-
     sizes: list[torch.Size]
     dims: torch.Tensor
     shapes: torch.Tensor
@@ -162,6 +116,70 @@ class _NameTable:
     itemsizes: torch.Tensor
     strides: torch.Tensor
     """Increase of an item's key for each step of the item's offset, by dimension."""
+
+    bases: torch.Tensor
+    """The first key of each name."""
+
+
+def _numbered(
+    tables: Mapping[bytes, Table],
+) -> tuple[_NameTable, dict[bytes, tuple[torch.Tensor, torch.Tensor]], list[TensorProperties]]:
+    """Number the names and the properties of all tables, in order of appearance.
+
+    Returns:
+        The names; for each table the number of each item's name, and of the item's properties (or -1); the properties.
+    """
+    numbers: dict[str, int] = {}
+    kinds: dict[_Kind, int] = {}
+    kind_of: list[int] = []
+    every: list[TensorProperties] = []
+    of_table = {}
+    for blob, table in tables.items():
+        first = len(every)
+        every += [properties for properties, _ in table.descriptions]
+        facts: list[tuple[torch.Size, Any, Any]] = [
+            (size, properties.dtype, properties.layout) for properties, size in table.descriptions
+        ]
+        facts.append((torch.Size(), None, None))
+        of_pair: dict[tuple[int, int], int] = {}
+        mine = []
+        for name, pair in zip(table.names, zip(table.kinds, table.described, strict=True), strict=True):
+            kind = of_pair.get(pair)
+            if kind is None:
+                kind = of_pair[pair] = kinds.setdefault((pair[0], *facts[pair[1]]), len(kinds))
+            number = numbers.setdefault(name, len(numbers))
+            if number == len(kind_of):
+                kind_of.append(kind)
+            elif kind_of[number] != kind:
+                raise _IrregularError
+            mine.append(number)
+        described = [first + each if each >= 0 else -1 for each in table.described]
+        of_table[blob] = torch.tensor(mine), torch.tensor(described)
+    _require(numbers)
+    shapes = [size for _, size, *_ in kinds]
+    most = max(1, *map(len, shapes))
+    _require(most <= _MAX_DIMS)
+    extents = [[at + 1 for at in shape] for shape in shapes]
+    keys = list(map(prod, extents))
+    _require(sum(keys[kind] for kind in kind_of) < _MAX_KEY)
+    by_name = torch.tensor(kind_of)
+
+    def per_name(values: Sequence[Any]) -> torch.Tensor:
+        return torch.tensor(values)[by_name]
+
+    spans = per_name(keys)
+    names = _NameTable(
+        texts=list(numbers),
+        sizes=[shapes[kind] for kind in kind_of],
+        dims=per_name(list(map(len, shapes))),
+        shapes=per_name([[*shape, *[1] * (most - len(shape))] for shape in shapes]),
+        is_bytes=per_name([kind == BYTE_IO for kind, *_ in kinds]),
+        is_sharded=per_name([kind == SHARD for kind, *_ in kinds]),
+        itemsizes=per_name([BYTES_OF_AN_OBJECT if dtype is None else dtype.itemsize for _, _, dtype, _ in kinds]),
+        strides=per_name([[prod(each[at + 1 :]) if at < len(each) else 0 for at in range(most)] for each in extents]),
+        bases=spans.cumsum(0) - spans,
+    )
+    return names, of_table, every
 
 
 @dataclass(frozen=True)
@@ -172,6 +190,9 @@ class _Held:
     """
 
     names: _NameTable
+    described: list[TensorProperties]
+    """Properties in all tables, one table after the other."""
+
     rank: torch.Tensor
     position: torch.Tensor
     number: torch.Tensor
@@ -183,43 +204,16 @@ class _Held:
 
 
 def _held(asked: Sequence[PackedItems], tables: Mapping[bytes, Table]) -> _Held:
-    names = _Names()
-    added = {blob: tuple(map(torch.tensor, names.add(table))) for blob, table in tables.items()}
-    _require(names.numbers)
-    shapes = [size for _, size, *_ in names.kinds]
-    most = max(1, *map(len, shapes))
-    _require(most <= _MAX_DIMS)
-    extents = [[at + 1 for at in shape] for shape in shapes]
-    keys = list(map(prod, extents))
-    _require(sum(keys[kind] for kind in names.kind_of) < _MAX_KEY)
-    strides = [[prod(each[at + 1 :]) if at < len(each) else 0 for at in range(most)] for each in extents]
-    named = _NameTable(
-        texts=list(names.numbers),
-        properties=names.properties,
-        sizes=[shapes[kind] for kind in names.kind_of],
-        dims=names.per_name(list(map(len, shapes))),
-        shapes=names.per_name([[*shape, *[1] * (most - len(shape))] for shape in shapes]),
-        is_bytes=names.per_name([kind == BYTE_IO for kind, *_ in names.kinds]),
-        is_sharded=names.per_name([kind == SHARD for kind, *_ in names.kinds]),
-        itemsizes=names.per_name(
-            [BYTES_OF_AN_OBJECT if dtype is None else dtype.itemsize for _, _, dtype, _ in names.kinds]
-        ),
-        strides=names.per_name(strides),
-    )
-    spans = names.per_name(keys)
-    bases = spans.cumsum(0) - spans
+    names, of_table, every = _numbered(tables)
+    most = names.shapes.shape[1]
     joined: dict[tuple[bytes, ...], tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}
-    numbers, properties, places = [], [], []
     empty = torch.empty(0, dtype=torch.int64)
     for packed in asked:
-        found = joined.get(packed.tables)
-        if found is None:
-            number, described = (torch.cat([empty, *[added[blob][at] for blob in packed.tables]]) for at in range(2))
-            has = torch.arange(most).unsqueeze(0) < named.dims[number].unsqueeze(1)
-            found = joined[packed.tables] = (number, described, has.view(-1).nonzero().view(-1))
-        numbers.append(found[0])
-        properties.append(found[1])
-        places.append(found[2])
+        if packed.tables not in joined:
+            number, described = (torch.cat([empty, *[of_table[blob][at] for blob in packed.tables]]) for at in range(2))
+            has = torch.arange(most).unsqueeze(0) < names.dims[number].unsqueeze(1)
+            joined[packed.tables] = (number, described, has.view(-1).nonzero().view(-1))
+    numbers, properties, places = zip(*[joined[packed.tables] for packed in asked], strict=True)
     counts = torch.tensor([len(each) for each in numbers])
     total = int(counts.sum())
     offsets, sizes = torch.zeros(total * most, dtype=torch.int64), torch.ones(total * most, dtype=torch.int64)
@@ -232,13 +226,13 @@ def _held(asked: Sequence[PackedItems], tables: Mapping[bytes, Table]) -> _Held:
         at += len(mine) * most
     number = torch.cat([empty, *numbers])
     offsets, sizes = offsets.view(-1, most), sizes.view(-1, most)
-    whole = named.shapes[number]
+    whole = names.shapes[number]
     _require(((offsets >= 0) & (sizes >= 0) & (offsets + sizes <= whole)).all())
-    _require((named.is_sharded[number] | ((offsets == 0) & (sizes == whole)).all(1)).all())
-    places_of = bases[number] + (offsets * named.strides[number]).sum(1)
+    _require((names.is_sharded[number] | ((offsets == 0) & (sizes == whole)).all(1)).all())
+    keys = names.bases[number] + (offsets * names.strides[number]).sum(1)
     rank = torch.repeat_interleave(torch.arange(len(asked)), counts)
     position = torch.arange(total) - torch.repeat_interleave(counts.cumsum(0) - counts, counts)
-    return _Held(named, rank, position, number, torch.cat([empty, *properties]), offsets, sizes, places_of)
+    return _Held(names, every, rank, position, number, torch.cat([empty, *properties]), offsets, sizes, keys)
 
 
 def _column(blob: bytes) -> torch.Tensor:
@@ -246,7 +240,7 @@ def _column(blob: bytes) -> torch.Tensor:
     return torch.frombuffer(data, dtype=torch.int64) if data else torch.empty(0, dtype=torch.int64)
 
 
-def _deal(held: _Held, ranks: int, nodes: Sequence[object]) -> Assignment:
+def _assigned(held: _Held, ranks: int, nodes: Sequence[object]) -> Assignment:
     source, seen_first, first, rows, rank = _chosen(held, ranks, nodes)
     names, number = held.names, held.number[source]
     offsets, sizes, keys = held.offsets[source], held.sizes[source], held.keys[source]
@@ -257,8 +251,7 @@ def _deal(held: _Held, ranks: int, nodes: Sequence[object]) -> Assignment:
     # A hint is the number of a chunk among those of its tensor, in the order of assignment.
     by_tensor = torch.sort(number, stable=True).indices
     grouped = number[by_tensor]
-    begins = _starts(grouped)
-    lengths = _lengths(begins, len(grouped))
+    begins, lengths = _runs(grouped)
     within = torch.arange(len(grouped)) - torch.repeat_interleave(begins, lengths)
     hints = torch.empty_like(within)
     hints[by_tensor] = within
@@ -283,13 +276,13 @@ def _deal(held: _Held, ranks: int, nodes: Sequence[object]) -> Assignment:
             state[texts[at]] = BytesStorageMetadata()
             continue
         chunks = list(map(_chunk, places[begin : begin + length], extents[begin : begin + length]))
-        state[texts[at]] = TensorStorageMetadata(names.properties[properties], names.sizes[at], chunks)
-    dealt: list[torch.Size | None] = [None] * len(number)
+        state[texts[at]] = TensorStorageMetadata(held.described[properties], names.sizes[at], chunks)
+    offset_of: list[torch.Size | None] = [None] * len(number)
     for entry, place in zip(by_tensor.tolist(), places, strict=True):
-        dealt[entry] = place
+        offset_of[entry] = place
     for entry in is_bytes.nonzero().view(-1).tolist():
-        dealt[entry] = None
-    index = IndexColumns([texts[at] for at in number.tolist()], dealt, hints.tolist(), tuple(borders))
+        offset_of[entry] = None
+    index = IndexColumns([texts[at] for at in number.tolist()], offset_of, hints.tolist(), tuple(borders))
     kept = torch.stack([held.position[source], hints, first, rows], 1)
     return Assignment(kept, nbytes, Metadata(state), index, tuple([texts[at] for at in doubtful]))
 
@@ -302,8 +295,7 @@ def _chosen(held: _Held, ranks: int, nodes: Sequence[object]) -> tuple[torch.Ten
         that holds the same chunk, first row, number of rows, and chosen rank.
     """
     keys, order = torch.sort(held.keys, stable=True)
-    begins = _starts(keys)
-    counts = _lengths(begins, len(keys))
+    begins, counts = _runs(keys)
     rank, sizes = held.rank[order], held.sizes[order]
     again = keys[1:] == keys[:-1]
     _require(not (again & (rank[1:] == rank[:-1])).any())
@@ -333,15 +325,15 @@ def _chosen(held: _Held, ranks: int, nodes: Sequence[object]) -> tuple[torch.Ten
             pieces.append((size, holding))
             cuts.append((begin, _WHOLE, height))
     chosen = assign(pieces, loads, nodes)
-    at = {holding: {one: number for number, one in enumerate(holding)} for holding in holders}
-    found = [begin + at[holding][to] for (begin, _, _), (_, holding), to in zip(cuts, pieces, chosen, strict=True)]
+    at = {holding: {rank: number for number, rank in enumerate(holding)} for holding in holders}
+    places = [begin + at[holding][to] for (begin, _, _), (_, holding), to in zip(cuts, pieces, chosen, strict=True)]
     own = torch.sort(items[alone]).values
     begun, low, high = torch.tensor(cuts, dtype=torch.int64).view(-1, 3).unbind(1)
-    source = torch.cat([own, order[torch.tensor(found, dtype=torch.int64)]])
+    source = torch.cat([own, order[torch.tensor(places, dtype=torch.int64)]])
     seen_first = torch.cat([own, order[begun]])
     low, high = torch.cat([torch.full_like(own, _WHOLE), low]), torch.cat([held.sizes[own, 0], high])
-    to, dealt = torch.sort(torch.cat([held.rank[own], torch.tensor(chosen, dtype=torch.int64)]), stable=True)
-    return source[dealt], seen_first[dealt], low[dealt], high[dealt], to
+    to, by_rank = torch.sort(torch.cat([held.rank[own], torch.tensor(chosen, dtype=torch.int64)]), stable=True)
+    return source[by_rank], seen_first[by_rank], low[by_rank], high[by_rank], to
 
 
 def _checked(
@@ -360,43 +352,35 @@ def _checked(
         _require((scalar | (volumes == shapes.prod(1))).all())
     order = torch.sort(keys, stable=True).indices
     number, offsets, sizes = number[order], offsets[order], sizes[order]
-    one, next_ = slice(None, -1), slice(1, None)
-    differs = offsets[one] != offsets[next_]
+    this, next_ = slice(None, -1), slice(1, None)
+    differs = offsets[this] != offsets[next_]
     before = differs.long().cumsum(1) == 0
-    apart = differs & (differs.long().cumsum(1) == 1) & (offsets[one] + sizes[one] <= offsets[next_])
-    sound = apart.any(1) & (~before | (sizes[one] == sizes[next_])).all(1)
+    apart = differs & (differs.long().cumsum(1) == 1) & (offsets[this] + sizes[this] <= offsets[next_])
+    sound = apart.any(1) & (~before | (sizes[this] == sizes[next_])).all(1)
     # Scalars are left out, as DCP does not check tensors without dimensions.
-    doubtful = (number[one] == number[next_]) & ~sound & ~scalar[number[one]]
+    doubtful = (number[this] == number[next_]) & ~sound & ~scalar[number[this]]
     return sorted(set(number[next_][doubtful].tolist()))
 
 
-def _starts(values: torch.Tensor) -> torch.Tensor:
-    """Return the positions at which runs of equal values begin."""
-    if not len(values):
-        return torch.empty(0, dtype=torch.int64)
-    changes = torch.ones(len(values), dtype=torch.bool)
-    torch.ne(values[1:], values[:-1], out=changes[1:])
-    return changes.nonzero().view(-1)
-
-
-def _lengths(begins: torch.Tensor, total: int) -> torch.Tensor:
-    return torch.diff(begins, append=torch.tensor([total]))
+def _runs(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the positions at which runs of equal values begin, and the lengths of the runs."""
+    lengths = torch.unique_consecutive(values, return_counts=True)[1]
+    return lengths.cumsum(0) - lengths, lengths
 
 
 def _shared(rows: torch.Tensor, seen: dict[tuple[int, ...], torch.Size]) -> list[torch.Size]:
     """Return each row as a `torch.Size` without the negative numbers; equal rows share one object."""
-    found = []
+    shapes = []
     for row in zip(*[column.tolist() for column in rows.unbind(1)], strict=True):
         shape = seen.get(row)
         if shape is None:
             shape = seen[row] = torch.Size([value for value in row if value >= 0])
-        found.append(shape)
-    return found
+        shapes.append(shape)
+    return shapes
 
 
 def _chunk(offsets: torch.Size, sizes: torch.Size) -> ChunkStorageMetadata:
-    made = object.__new__(ChunkStorageMetadata)
-    values = made.__dict__
-    values["offsets"] = offsets
-    values["sizes"] = sizes
-    return made
+    # Without the dataclass's own __init__, which is slow.
+    chunk = object.__new__(ChunkStorageMetadata)
+    vars(chunk).update(offsets=offsets, sizes=sizes)
+    return chunk

@@ -73,7 +73,7 @@ class PackedItems:
 
     def items(self) -> list[WriteItem]:
         """Decode the items."""
-        offsets, sizes = iter(int64s(self.offsets)), iter(int64s(self.sizes))
+        offsets, sizes = (iter(array("q", zlib.decompress(blob))) for blob in (self.offsets, self.sizes))
         items = []
         for table in map(unpack_table, self.tables):
             for name, kind, hint, number in zip(table.names, table.kinds, table.hints, table.described, strict=True):
@@ -193,11 +193,6 @@ def unpack_table(blob: bytes) -> Table:
 def compress(values: Any) -> bytes:
     """Compress bytes, or the numbers of an `array`, at little cost."""
     return zlib.compress(values, _LEVEL)
-
-
-def int64s(blob: bytes) -> array[int]:
-    """Decode the numbers of a compressed `array`."""
-    return array("q", zlib.decompress(blob))
 
 
 class LocalItems(list[WriteItem]):
