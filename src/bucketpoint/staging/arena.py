@@ -41,7 +41,6 @@ class Arena:
     def __init__(self, nbytes: int, *, shared: bool) -> None:
         self.nbytes = self.size_of(nbytes)
         self.shared = shared
-        self.pinned = False
         self._refused = False
         try:
             # Made outside of inference mode: an inference tensor could not be written to later, outside of that mode.
@@ -52,8 +51,8 @@ class Arena:
                 f"{self.nbytes} bytes of host memory for staging could not be allocated: {error}",
                 remedy="Stage less per rank, or give the machine more memory",
             ) from error
-        self._typed: dict[torch.dtype, tuple[torch.Tensor, int]] = {}
-        self._unregister: weakref.finalize[[int], Arena] | None = None
+        self._typed: dict[torch.dtype, torch.Tensor] = {}
+        self._registration: weakref.finalize[..., Arena] | None = None
 
     @staticmethod
     def size_of(nbytes: int) -> int:
@@ -63,36 +62,35 @@ class Arena:
     def view(self, place: Place) -> torch.Tensor:
         """Return a tensor over the arena. The place's offset must be a multiple of the dtype's size."""
         dtype, shape, stride, offset = place
-        known = self._typed.get(dtype)
-        if known is None:
-            known = self._typed[dtype] = (self.memory.view(dtype), dtype.itemsize)
-        typed, size = known
-        return typed.as_strided(shape, stride, offset // size)
+        typed = self._typed.get(dtype)
+        if typed is None:
+            typed = self._typed[dtype] = self.memory.view(dtype)
+        return typed.as_strided(shape, stride, offset // dtype.itemsize)
+
+    @property
+    def pinned(self) -> bool:
+        return self._registration is not None
 
     def pin(self) -> bool:
         """Register the memory with the CUDA driver, if that is not yet done.
 
         False if the driver refuses or refused before.
         """
-        if self._refused:
-            return False
-        if not self.pinned:
+        if self._registration is None and not self._refused:
             pointer = self.memory.data_ptr()
-            if not _register(pointer, self.nbytes):
-                self._refused = True
-                return False
-            self.pinned = True
-            # Registered memory must not be unmapped before this: the driver's registration would then point at nothing.
-            self._unregister = weakref.finalize(self, _unregister, pointer)
-            self._unregister.atexit = False
-        return True
+            self._refused = not _accepted("cudaHostRegister", pointer, self.nbytes, _REGISTER_PORTABLE)
+            if not self._refused:
+                # Registered memory must not be unmapped before this: the driver's registration would then point at
+                # nothing.
+                self._registration = weakref.finalize(self, _accepted, "cudaHostUnregister", pointer)
+                self._registration.atexit = False
+        return self.pinned
 
     def unpin(self) -> None:
         """Undo the registration with the driver. The memory and every tensor over it stay."""
-        if self._unregister is not None:
-            self._unregister()
-            self._unregister = None
-        self.pinned = False
+        if self._registration is not None:
+            self._registration()
+            self._registration = None
 
     def populate(self) -> None:
         """Make the kernel back every page now, rather than during the first copy."""
@@ -105,7 +103,10 @@ def _private_bytes(nbytes: int) -> torch.Tensor:
         # DONTFORK: if a forked data loader shared pinned pages, later writes here would go to pages that the device
         # does not see.
         if hasattr(mmap, advice):
-            _advise(pages, getattr(mmap, advice))
+            try:
+                pages.madvise(getattr(mmap, advice))
+            except OSError as error:
+                logger.debug("%s refused: %s", advice, error)
     return torch.frombuffer(pages, dtype=torch.uint8)
 
 
@@ -126,22 +127,9 @@ def _shared_bytes(nbytes: int) -> torch.Tensor:
     return torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage, 0, (nbytes,), (1,))
 
 
-def _advise(pages: mmap.mmap, advice: int) -> None:
-    try:
-        pages.madvise(advice)
-    except OSError as error:
-        logger.debug("madvise(%d) refused: %s", advice, error)
-
-
-def _register(pointer: int, nbytes: int) -> bool:
-    """Register with `cudaHostRegister` (CUDA Runtime API, by torch's binding). True if the driver accepts."""
-    result = torch.cuda.cudart().cudaHostRegister(pointer, nbytes, _REGISTER_PORTABLE)  # type: ignore[no-untyped-call]
-    if int(result) != 0:
-        logger.debug("cudaHostRegister of %d bytes answered %s", nbytes, result)
-    return int(result) == 0
-
-
-def _unregister(pointer: int) -> None:
-    result = torch.cuda.cudart().cudaHostUnregister(pointer)  # type: ignore[no-untyped-call]
-    if int(result) != 0:
-        logger.debug("cudaHostUnregister answered %s", result)
+def _accepted(call: str, *arguments: int) -> bool:
+    """Make a call of the CUDA Runtime API, by torch's binding. Return True if the driver accepts."""
+    result = int(getattr(torch.cuda.cudart(), call)(*arguments))  # type: ignore[no-untyped-call]
+    if result != 0:
+        logger.debug("%s%s answered %d", call, arguments, result)
+    return result == 0

@@ -6,10 +6,10 @@
 from __future__ import annotations
 
 import ctypes
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TypeAlias
 
 import torch
@@ -21,16 +21,11 @@ _PIECE = 16 << 20
 """Least number of bytes that one thread copies at a time."""
 
 
-@dataclass
-class SideStreams:
+class SideStreams(dict[torch.device, torch.Stream]):
     """One stream for each device, for the copies out of it. Made on first use and kept."""
 
-    streams: dict[torch.device, torch.Stream] = field(default_factory=dict)
-
-    def of(self, device: torch.device) -> torch.Stream:
-        stream = self.streams.get(device)
-        if stream is None:
-            stream = self.streams[device] = torch.Stream(device=device)
+    def __missing__(self, device: torch.device) -> torch.Stream:
+        self[device] = stream = torch.Stream(device=device)
         return stream
 
 
@@ -78,7 +73,6 @@ class Movers:
 
     def __init__(self) -> None:
         self._helpers: ThreadPoolExecutor | None = None
-        self._count = 0
 
     def move(self, regions: Sequence[Region], base: int, meanwhile: Iterator[object]) -> None:
         """Copy regions to the memory at address `base`, and return when no thread writes any more.
@@ -89,8 +83,8 @@ class Movers:
         """
         threads = torch.get_num_threads()
         pieces = deque(_pieces(regions, base, threads))
-        helpers = min(threads, len(pieces)) - 1
-        begun = [self._pool(threads).submit(_move, pieces, iter(())) for _ in range(helpers)]
+        helpers = self._helpers = self._helpers or ThreadPoolExecutor(threads, thread_name_prefix="bucketpoint-copy")
+        begun = [helpers.submit(_move, pieces, iter(())) for _ in range(min(threads, len(pieces)) - 1)]
         try:
             _move(pieces, meanwhile)
         finally:
@@ -105,13 +99,6 @@ class Movers:
         helpers, self._helpers = self._helpers, None
         if helpers is not None:
             helpers.shutdown(wait=True)
-
-    def _pool(self, threads: int) -> ThreadPoolExecutor:
-        if self._helpers is None or self._count < threads:
-            # Not shut down: another thread may be giving work to the old, smaller executor. Its threads end with it.
-            self._count = threads
-            self._helpers = ThreadPoolExecutor(threads, thread_name_prefix="bucketpoint-copy")
-        return self._helpers
 
 
 _Piece: TypeAlias = tuple[int, int, int]
@@ -159,14 +146,9 @@ def run_copies(
     making = _make_views(layout, arena, views)
     if layout.copies:
         _exhaust(making)
-    by_device: dict[torch.device, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
-    latest: torch.device | None = None
-    targets: list[torch.Tensor] = []
-    sources: list[torch.Tensor] = []
+    by_device: defaultdict[torch.device, tuple[list[torch.Tensor], list[torch.Tensor]]] = defaultdict(lambda: ([], []))
     for source, index in layout.copies:
-        if source.device != latest:
-            latest = source.device
-            targets, sources = by_device.setdefault(latest, ([], []))
+        targets, sources = by_device[source.device]
         targets.append(views[index])
         sources.append(source)
     begun: list[torch.Stream] = []
@@ -175,7 +157,7 @@ def run_copies(
         if device.type == "cpu":
             torch._foreach_copy_(targets, sources)
             continue
-        stream = streams.of(device)
+        stream = streams[device]
         stream.wait_event(ordering.events[device])
         with stream:
             torch._foreach_copy_(targets, sources, non_blocking=non_blocking)

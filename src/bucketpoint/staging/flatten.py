@@ -7,7 +7,7 @@ over a storage cannot describe (sparse, quantised, on unusual devices): they are
 from __future__ import annotations
 
 import copy
-import functools
+import operator
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -78,24 +78,24 @@ class FlatState:
         if known is not None:
             return known
         if kind is torch.Tensor or kind is torch.nn.Parameter:
-            made = self._tensor(value)
+            entry = self._tensor(value)
         elif isinstance(value, dict):
-            made = self._mapping(value)
+            entry = self._mapping(value)
         elif kind is list:
-            made = self._list(value)
+            entry = self._list(value)
         elif isinstance(value, tuple) and (kind is tuple or hasattr(value, "_fields")):
-            made = self._tuple(value)
+            entry = self._tuple(value)
         elif isinstance(value, ShardedTensor):
             # Checked before torch.Tensor, of which ShardedTensor is a subclass in name only.
-            made = self._sharded(value)
+            entry = self._sharded(value)
         elif isinstance(value, torch.Tensor):
-            made = self._subclass(value)
+            entry = self._subclass(value)
         else:
-            made = self._object(value)
-        self._memo[id(value)] = made
+            entry = self._object(value)
+        self._memo[id(value)] = entry
         # Keep the value alive: if a temporary were freed, another object could get its id and its entry in the memo.
         self._alive.append(value)
-        return made
+        return entry
 
     def _mapping(self, value: dict[Any, Any]) -> Any:
         out: dict[Any, Any] = OrderedDict() if isinstance(value, OrderedDict) else {}
@@ -105,14 +105,14 @@ class FlatState:
             for key, item in value.items():
                 if type(item) is torch.Tensor:
                     # Plain tensors are nearly all of a large state, so they skip the call of `visit`.
-                    made = memo.get(id(item))
-                    if made is None:
-                        made = memo[id(item)] = self._tensor(item)
+                    entry = memo.get(id(item))
+                    if entry is None:
+                        entry = memo[id(item)] = self._tensor(item)
                 else:
-                    made = visit(item)
-                out[key] = made
-                if isinstance(made, _Node):
-                    fills.append((out, key, made))
+                    entry = visit(item)
+                out[key] = entry
+                if isinstance(entry, _Node):
+                    fills.append((out, key, entry))
         except BaseException:
             self._path.insert(0, key)
             raise
@@ -123,10 +123,10 @@ class FlatState:
         index = 0
         try:
             for index, item in enumerate(value):
-                made = self._visit(item)
-                out.append(made)
-                if isinstance(made, _Node):
-                    self._fills.append((out, index, made))
+                entry = self._visit(item)
+                out.append(entry)
+                if isinstance(entry, _Node):
+                    self._fills.append((out, index, entry))
         except BaseException:
             self._path.insert(0, index)
             raise
@@ -137,7 +137,7 @@ class FlatState:
         make = getattr(type(value), "_make", tuple)
         if not any(isinstance(part, _Node) for part in parts):
             return make(parts)
-        return _Composite(lambda: make(parts))
+        return _Node(lambda copies: make(parts))
 
     def _tensor(self, value: torch.Tensor) -> Any:
         if value.device != self._device:
@@ -146,16 +146,24 @@ class FlatState:
             self._device = value.device
         if value.layout is not torch.strided or value.is_quantized:
             return self._foreign(value)
-        leaf = _Leaf(len(self.sources))
+        index = len(self.sources)
         self.sources.append(value)
-        if type(value) is torch.nn.Parameter:
-            leaf.finish = functools.partial(torch.nn.Parameter, requires_grad=value.requires_grad)
-        elif value.requires_grad:
-            leaf.finish = torch.Tensor.requires_grad_
-        if "global_shape" in value.__dict__:
-            described = {name: value.__dict__[name] for name in SHARD_OF_A_WHOLE if name in value.__dict__}
-            leaf.finish = _with_attributes(leaf.finish, described)
-        return leaf
+        kind, requires_grad = type(value), value.requires_grad
+        if kind is torch.Tensor and not requires_grad and "global_shape" not in value.__dict__:
+            return _Node(operator.itemgetter(index))
+        described = {name: value.__dict__[name] for name in SHARD_OF_A_WHOLE if name in value.__dict__}
+
+        def make(copies: Sequence[torch.Tensor]) -> torch.Tensor:
+            copied = copies[index]
+            if kind is torch.nn.Parameter:
+                copied = torch.nn.Parameter(copied, requires_grad=requires_grad)
+            elif requires_grad:
+                copied.requires_grad_()
+            if "global_shape" in described:
+                copied.__dict__.update(described)
+            return copied
+
+        return _Node(make)
 
     def _foreign(self, value: torch.Tensor) -> torch.Tensor:
         if value.device.type == "meta":
@@ -189,7 +197,7 @@ class FlatState:
                 self._fills.append((parts, name, parts[name]))
         unflatten = getattr(type(value), "__tensor_unflatten__")  # noqa: B009 (not on torch.Tensor itself)
         size, stride = value.size(), value.stride()
-        return _Composite(lambda: unflatten(parts, context, size, stride))
+        return _Node(lambda copies: unflatten(parts, context, size, stride))
 
     def _relabelled(self, value: torch.Tensor) -> Any:
         kind, attributes, requires_grad = type(value), self._object(dict(value.__dict__)), value.requires_grad
@@ -213,24 +221,21 @@ class FlatState:
             labelled.__dict__.update(attributes)
             return labelled
 
-        if isinstance(node, _Leaf):
-            node.finish = finish
-            return node
-        return finish(node)
+        return _Node(lambda copies: finish(node.build(copies))) if isinstance(node, _Node) else finish(node)
 
     def _sharded(self, value: ShardedTensor) -> Any:
         parts = self._list([shard.tensor for shard in value.local_shards()])
         metadata = [_on_cpu(shard.metadata) for shard in value.local_shards()]
         whole, group = value.metadata(), value._process_group
 
-        def build() -> Any:
+        def build(copies: Sequence[torch.Tensor]) -> Any:
             shards = [Shard(tensor, meta) for tensor, meta in zip(parts, metadata, strict=True)]
             # The base class's method, since ShardedTensor's own refuses shards that left the device of their placement.
             rebuilt: Any = ShardedTensorBase._init_from_local_shards_and_global_metadata(shards, whole)
             rebuilt._prepare_init(process_group=group, init_rrefs=False)
             return rebuilt
 
-        return _Composite(build)
+        return _Node(build)
 
     def _object(self, value: Any) -> Any:
         try:
@@ -250,59 +255,22 @@ def _on_cpu(shard: ShardMetadata) -> ShardMetadata:
     return ShardMetadata(shard.shard_offsets, shard.shard_sizes, _remote_device(f"rank:{placement.rank()}/cpu"))
 
 
-def _with_attributes(
-    inner: Callable[[torch.Tensor], torch.Tensor] | None, attributes: dict[str, Any]
-) -> Callable[[torch.Tensor], torch.Tensor]:
-    def finish(copied: torch.Tensor) -> torch.Tensor:
-        made = copied if inner is None else inner(copied)
-        made.__dict__.update(attributes)
-        return made
-
-    return finish
-
-
 class _Node:
-    """A place in the skeleton that is filled in once the tensors are copied."""
+    """A value of the skeleton that is entry once the tensors are copied: once, so that one object stays one object.
 
-    __slots__ = ("_built",)
+    Values are entry in the order of the visits, so the parts of a value come before it.
+    """
 
-    _built: Any
+    __slots__ = ("_make", "_value")
 
-    def build(self, copies: Sequence[torch.Tensor]) -> Any:
-        raise NotImplementedError
+    _value: Any
 
-
-class _Leaf(_Node):
-    """One tensor. A Python object that occurs in two places stays one object."""
-
-    __slots__ = ("finish", "index")
-
-    def __init__(self, index: int) -> None:
-        self.index = index
-        self.finish: Callable[[torch.Tensor], torch.Tensor] | None = None
-
-    def build(self, copies: Sequence[torch.Tensor]) -> Any:
-        copied = copies[self.index]
-        if self.finish is None:
-            return copied
-        try:
-            return self._built
-        except AttributeError:
-            self._built = self.finish(copied)
-            return self._built
-
-
-class _Composite(_Node):
-    """A value made of parts that are filled in before it: fills run in the order of the visits, inner ones first."""
-
-    __slots__ = ("_make",)
-
-    def __init__(self, make: Callable[[], Any]) -> None:
+    def __init__(self, make: Callable[[Sequence[torch.Tensor]], Any]) -> None:
         self._make = make
 
     def build(self, copies: Sequence[torch.Tensor]) -> Any:
         try:
-            return self._built
+            return self._value
         except AttributeError:
-            self._built = self._make()
-            return self._built
+            self._value = self._make(copies)
+            return self._value

@@ -9,7 +9,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple, TypeAlias
+from typing import TypeAlias
 
 import torch
 
@@ -48,7 +48,8 @@ class LayoutMemory:
     """Cache of the last layout, valid while the tensors stay at their addresses: in most training they never move."""
 
     def __init__(self) -> None:
-        self._last: _Remembered | None = None
+        # The facts of the sources, their layout without its tensors, and the indices of the sources that are read.
+        self._last: tuple[list[_Facts], ArenaLayout, list[int]] | None = None
 
     def lay_out(self, sources: Sequence[torch.Tensor], *, by_bytes: bool = False) -> ArenaLayout:
         """Lay out the sources as `lay_out` does, or reuse the last layout. Keeps no tensor."""
@@ -58,27 +59,18 @@ class LayoutMemory:
         lazy = any(map(torch.Tensor.is_neg, sources)) or any(map(torch.Tensor.is_conj, sources))
         # Read the attribute once: another thread that shares the stager may replace it.
         last = self._last
-        if last is not None and not lazy and facts == last.facts:
-            copies = [(sources[index], index) for index in last.read]
-            return replace(last.layout, copies=copies)
+        if last is not None and not lazy and facts == last[0]:
+            return replace(last[1], copies=[(sources[index], index) for index in last[2]])
         layout = lay_out(sources, by_bytes=by_bytes)
         read = [index for source, index in layout.copies if index < len(sources) and source is sources[index]]
         # Byte views and narrowed views that replaced sources would have to be made again, so such layouts are not kept.
         again = not lazy and len(read) == len(layout.copies)
-        self._last = _Remembered(facts, replace(layout, copies=[]), read) if again else None
+        self._last = (facts, replace(layout, copies=[]), read) if again else None
         return layout
 
 
 _Facts: TypeAlias = tuple[int, "tuple[int, ...]", "tuple[int, ...]", torch.dtype]
 """Address, shape, strides and dtype of a source."""
-
-
-class _Remembered(NamedTuple):
-    """A layout without its tensors, and the indices of the sources that are read."""
-
-    facts: list[_Facts]
-    layout: ArenaLayout
-    read: list[int]
 
 
 def lay_out(sources: Sequence[torch.Tensor], *, by_bytes: bool = False) -> ArenaLayout:

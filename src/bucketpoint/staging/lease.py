@@ -8,7 +8,6 @@ interleave.
 
 from __future__ import annotations
 
-import itertools
 import logging
 import threading
 import time
@@ -20,7 +19,6 @@ logger = logging.getLogger(__name__)
 _POLL_S = 0.25
 _PATIENCE_S = 10.0
 _LET_GO_S = 0.005
-_tokens = itertools.count(1)
 
 
 class Lease:
@@ -76,10 +74,6 @@ class Lease:
         """Note that the copy is complete, so that a save may begin to read."""
         self._copied_at = time.monotonic()
 
-    def held_by_state(self) -> object:
-        """Return a token for the staged state to keep: the lease ends when the state, and so the token, is dropped."""
-        return _StateHold(self)
-
     def enter(self) -> None:
         """Make the current thread the reader of the staged state: the lease ends with it, or with its next save.
 
@@ -115,7 +109,7 @@ class Lease:
     def wait(self, who: str) -> bool:
         """Wait until the lease has ended: True. False if no save began to read in time and the wait was given up."""
         waiting_since = time.monotonic()
-        told = False
+        warned = False
         while not self._end.wait(_POLL_S):
             now = time.monotonic()
             if self.abandoned:
@@ -124,8 +118,8 @@ class Lease:
                     now - self.started,
                 )
                 return False
-            if not told and now - waiting_since > _PATIENCE_S:
-                told = True
+            if not warned and now - waiting_since > _PATIENCE_S:
+                warned = True
                 logger.warning("%s waits for %s, begun %.0f s ago", who, self.label, now - self.started)
         return True
 
@@ -179,7 +173,7 @@ def end_own_save() -> None:
     _here.entered = False
 
 
-class _StateHold:
+class StateHold:
     """Held by a staged state: the lease ends when the state is garbage-collected."""
 
     def __init__(self, lease: Lease) -> None:
@@ -194,12 +188,11 @@ class _ThreadHold:
 
     def __init__(self, lease: Lease) -> None:
         self.lease = lease
-        self.token = next(_tokens)
-        lease._reader = self.token
+        lease._reader = id(self)
 
     def __del__(self) -> None:
         # Another thread may have become the reader since: then the lease is not ours to end.
-        if self.lease._reader == self.token:
+        if self.lease._reader == id(self):
             self.lease.end()
 
 

@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from bucketpoint.staging.lease import Lease
+from bucketpoint.staging.lease import Lease, StateHold
 from bucketpoint.staging.process import check_picklable, crossing, dead_checkpoint_process
 
 
@@ -21,7 +21,7 @@ class StagedState(dict[Any, Any]):
     def __init__(self, state: dict[Any, Any], lease: Lease, on_pickle: Callable[[], None] | None = None) -> None:
         super().__init__(state)
         self._lease = lease
-        self._hold = lease.held_by_state()
+        self._hold = StateHold(lease)
         self._on_pickle = on_pickle
 
     @property

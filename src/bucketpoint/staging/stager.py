@@ -11,8 +11,8 @@ import threading
 import time
 import warnings
 import weakref
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
@@ -32,7 +32,7 @@ from bucketpoint.staging.staged import StagedState
 
 logger = logging.getLogger(__name__)
 
-_TOLD_LATE_S = 0.05
+_EARLIEST_FAILURE_S = 0.05
 """DCP, in every version to 2.15, reports a staging that failed before DCP first looked at it as completed. Failures are
 therefore raised no earlier than this many seconds after the start."""
 
@@ -54,7 +54,7 @@ class Stager:
         self.options = as_staging_options(config)
         self._synchronize_after_execute = True
         self._pool = ArenaPool(self.options)
-        self._pinning = _Pinning(self.options)
+        self._warned = False
         self._streams = SideStreams()
         self._movers = Movers()
         self._layouts = LayoutMemory()
@@ -86,32 +86,28 @@ class Stager:
             StagingError: the stager is closed, the cap is too small, or a value cannot be copied (the error has its
                 key).
         """
-        if self._closed:
-            raise StagingError("The stager is closed", remedy="Make a new stager")
         leases.end_own_save()
         if self.options.when_busy == "error":
-            _refuse_to_overlap()
+            # Saves of other stagers count too: stagers share the collectives, though not the memory.
+            earlier = leases.last_staged()
+            if earlier is not None and earlier.begun and not earlier.ended_within(GRACE_S):
+                raise overlap(earlier)
         flat, layout = self._plan(state_dict)
         arena, lease = self._pool.lease(layout.nbytes)
         try:
-            job = _Staging(
-                flat,
-                layout,
-                arena,
-                lease,
-                self._streams,
-                self._movers,
-                Ordering.of(layout.devices),
-                self._pinning,
-                self.options,
-                self._pool,
-            )
+            copy = functools.partial(self._copy, flat, layout, arena, lease, Ordering.of(layout.devices))
             if not self.options.use_async_staging:
-                return job.run()
-            future = self._submit(job)
+                return copy()
+            with self._lock:
+                if self._worker is None:
+                    # One thread, so that copies are made in the order in which they were requested.
+                    self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="bucketpoint-staging")
+                future = self._worker.submit(_beside_training, copy)
         except BaseException:
             lease.end()
             raise
+        # Nothing else would end the lease of a copy that was cancelled before it began.
+        future.add_done_callback(lambda done: lease.end() if done.cancelled() else None)
         self._latest = weakref.ref(future)
         return future
 
@@ -133,12 +129,10 @@ class Stager:
         Raises:
             StagingError: as `stage`.
         """
-        if self._closed:
-            raise StagingError("The stager is closed", remedy="Make a new stager")
         _, layout = self._plan(state_dict)
 
         def make_ready(arena: Arena) -> None:
-            self._pinning.pin_if_useful(arena, layout)
+            self._pin_if_useful(arena, layout)
             arena.populate()
 
         self._pool.prepare(layout.nbytes, make_ready)
@@ -163,6 +157,8 @@ class Stager:
         self.close()
 
     def _plan(self, state_dict: dict[str, Any]) -> tuple[FlatState, ArenaLayout]:
+        if self._closed:
+            raise StagingError("The stager is closed", remedy="Make a new stager")
         flat = FlatState(state_dict)
         try:
             # With asynchronous staging, one torch call that releases the GIL is better for training than the faster
@@ -172,84 +168,31 @@ class Stager:
             # Nested tensors and wrappers report a strided layout but have no strides.
             raise StagingError(f"The state has a tensor that cannot be copied to host memory: {error}") from error
 
-    def _submit(self, job: _Staging) -> Future[StagedState]:
-        with self._lock:
-            if self._worker is None:
-                # One thread, so that copies are made in the order in which they were requested.
-                self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="bucketpoint-staging")
-            future = self._worker.submit(job.run_beside_training)
-        future.add_done_callback(functools.partial(_end_if_cancelled, job.lease))
-        return future
-
-
-@dataclass
-class _Staging:
-    """One copy, from its layout to the staged dict."""
-
-    flat: FlatState
-    layout: ArenaLayout
-    arena: Arena
-    lease: Lease
-    streams: SideStreams
-    movers: Movers
-    ordering: Ordering
-    pinning: _Pinning
-    options: StagingOptions
-    pool: ArenaPool
-
-    def run(self) -> StagedState:
+    def _copy(
+        self, flat: FlatState, layout: ArenaLayout, arena: Arena, lease: Lease, ordering: Ordering
+    ) -> StagedState:
         try:
-            self.ordering.use_callers_device()
-            self.pinning.pin_if_useful(self.arena, self.layout)
+            ordering.use_callers_device()
+            self._pin_if_useful(arena, layout)
             # The caller may be in inference mode, and the worker thread never is: make plain tensors in both cases.
             with torch.inference_mode(False), torch.no_grad():
-                views = run_copies(
-                    self.layout,
-                    self.arena,
-                    self.streams,
-                    self.movers,
-                    self.ordering,
-                    non_blocking=self.options.use_non_blocking_copy and self.arena.pinned,
-                )
-                state = self.flat.assemble(views)
+                non_blocking = self.options.use_non_blocking_copy and arena.pinned
+                views = run_copies(layout, arena, self._streams, self._movers, ordering, non_blocking=non_blocking)
+                state = flat.assemble(views)
         except BaseException as error:
-            self.lease.end()
+            lease.end()
             if isinstance(error, BucketpointError) or not isinstance(error, Exception):
                 raise
             raise StagingError(f"Copying the state to host memory failed: {error}") from error
-        self.lease.copied()
+        lease.copied()
         # Nothing of the caller's state may be kept alive by the copy.
-        on_pickle = None if self.arena.shared else functools.partial(self.pool.surrender, self.arena)
-        return StagedState(state, self.lease, on_pickle)
+        on_pickle = None if arena.shared else functools.partial(self._pool.surrender, arena)
+        return StagedState(state, lease, on_pickle)
 
-    def run_beside_training(self) -> StagedState:
-        started = time.monotonic()
-        leases.let_caller_go()
-        try:
-            return self.run()
-        except BaseException:
-            time.sleep(max(0.0, _TOLD_LATE_S - (time.monotonic() - started)))
-            raise
-
-
-def _end_if_cancelled(lease: Lease, future: Future[StagedState]) -> None:
-    """End the lease of a copy that was cancelled before it began: nothing else would end it."""
-    if future.cancelled():
-        lease.end()
-
-
-class _Pinning:
-    """Decision to register memory with the driver, and a single warning per stager if the driver refuses."""
-
-    def __init__(self, options: StagingOptions) -> None:
-        self._wanted = options.use_pinned_memory
-        self._warned = False
-
-    def pin_if_useful(self, arena: Arena, layout: ArenaLayout) -> None:
+    def _pin_if_useful(self, arena: Arena, layout: ArenaLayout) -> None:
         """Pin the arena if the layout copies from a CUDA device: only those copies profit."""
-        if arena.pinned or not self._wanted or not any(device.type == "cuda" for device in layout.devices):
-            return
-        if not arena.pin() and not self._warned:
+        from_cuda = any(device.type == "cuda" for device in layout.devices)
+        if from_cuda and self.options.use_pinned_memory and not arena.pin() and not self._warned:
             self._warned = True
             warnings.warn(
                 f"The driver does not pin {arena.nbytes} bytes of host memory (see ulimit -l); copies from the device "
@@ -259,11 +202,11 @@ class _Pinning:
             )
 
 
-def _refuse_to_overlap() -> None:
-    """Raise StagingOverlapError if the save that this thread staged last has begun and not ended.
-
-    Saves of other stagers count too: stagers share the collectives, though not the memory.
-    """
-    earlier = leases.last_staged()
-    if earlier is not None and earlier.begun and not earlier.ended_within(GRACE_S):
-        raise overlap(earlier)
+def _beside_training(copy: Callable[[], StagedState]) -> StagedState:
+    started = time.monotonic()
+    leases.let_caller_go()
+    try:
+        return copy()
+    except BaseException:
+        time.sleep(max(0.0, _EARLIEST_FAILURE_S - (time.monotonic() - started)))
+        raise
