@@ -256,9 +256,9 @@ def _on_cpu(shard: ShardMetadata) -> ShardMetadata:
 
 
 class _Node:
-    """A value of the skeleton that is entry once the tensors are copied: once, so that one object stays one object.
+    """A value of the skeleton that is built when the tensors are copied: once, so that one object stays one object.
 
-    Values are entry in the order of the visits, so the parts of a value come before it.
+    Values are built in the order of the visits, so the parts of a value come before it.
     """
 
     __slots__ = ("_make", "_value")

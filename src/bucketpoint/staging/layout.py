@@ -14,6 +14,7 @@ from typing import TypeAlias
 import torch
 
 from bucketpoint.errors import StagingError
+from bucketpoint.format.torch_zip import contiguous_strides
 from bucketpoint.staging.arena import ALIGNMENT, Place
 
 Copy: TypeAlias = tuple[torch.Tensor, int]
@@ -224,20 +225,17 @@ def _compact(source: torch.Tensor, layout: ArenaLayout) -> Place:
     for dim, (size, step) in enumerate(zip(source.shape, source.stride(), strict=True)):
         if step == 0 and size > 1:
             unique = unique.narrow(dim, 0, 1)
-    steps: list[int] = []
-    count = 1
-    for size in reversed(unique.shape):
-        steps.insert(0, count)
-        count *= size
+    steps = contiguous_strides(unique.shape)
     offset = -(-layout.nbytes // ALIGNMENT) * ALIGNMENT
     layout.nbytes = offset + unique.nbytes
-    copied: Place = (source.dtype, unique.shape, tuple(steps), offset)
+    copied: Place = (source.dtype, unique.shape, steps, offset)
     layout.copies.append((unique, len(layout.places)))
     layout.places.append(copied)
     if source.dtype in _OPAQUE:
         _copy_as_bytes(unique, copied, layout)
     stride = (
-        0 if full > 1 and one == 1 else step for full, one, step in zip(source.shape, unique.shape, steps, strict=True)
+        0 if size > 1 and kept == 1 else step
+        for size, kept, step in zip(source.shape, unique.shape, steps, strict=True)
     )
     return (source.dtype, source.shape, tuple(stride), offset)
 

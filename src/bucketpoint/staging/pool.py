@@ -63,7 +63,14 @@ class ArenaPool:
                 ]
                 leased += [(None, lease) for _, lease in self._given_up if lease.begun]
                 if not leased:
-                    raise self._full(needed)
+                    # No lease would make room by ending.
+                    unsaved = sum(nbytes for nbytes, _ in self._given_up)
+                    raise StagingError(
+                        f"Staging this state needs {needed} bytes, and states that were staged and never saved hold "
+                        f"{unsaved} of the {self._options.max_bytes} of max_bytes",
+                        remedy="Drop what stage() returned if no save will read it, or raise "
+                        "StagingOptions(max_bytes=...)",
+                    )
             self._wait(*leased[0])
 
     def prepare(self, nbytes: int, make_ready: Callable[[Arena], None]) -> None:
@@ -77,10 +84,10 @@ class ArenaPool:
         with self._lock:
             self._settle()
             while sum(lease is not None or arena.nbytes == needed for arena, lease in self._arenas) < self._most:
-                made = self._make(needed)
-                if made is None:
+                arena = self._make(needed)
+                if arena is None:
                     break
-                self._arenas.append((made, None))
+                self._arenas.append((arena, None))
             for arena, lease in self._arenas:
                 if lease is None and arena.nbytes == needed:
                     make_ready(arena)
@@ -92,7 +99,7 @@ class ArenaPool:
         """
         with self._lock:
             self._given_up += [
-                (arena.nbytes, lease) for one, lease in self._arenas if one is arena and lease is not None
+                (other.nbytes, lease) for other, lease in self._arenas if other is arena and lease is not None
             ]
             self._arenas = [entry for entry in self._arenas if entry[0] is not arena]
         arena.unpin()
@@ -153,15 +160,6 @@ class ArenaPool:
         cap = self._options.max_bytes
         held = sum(arena.nbytes for arena, _ in self._arenas) + sum(nbytes for nbytes, _ in self._given_up)
         return cap is None or held + needed <= cap
-
-    def _full(self, needed: int) -> StagingError:
-        """Return the error for a full pool in which no lease would make room by ending."""
-        unsaved = sum(nbytes for nbytes, _ in self._given_up)
-        return StagingError(
-            f"Staging this state needs {needed} bytes, and states that were staged and never saved hold {unsaved} of "
-            f"the {self._options.max_bytes} of max_bytes",
-            remedy="Drop what stage() returned if no save will read it, or raise StagingOptions(max_bytes=...)",
-        )
 
     def _drop_idle(self, keep: frozenset[int]) -> None:
         for arena, lease in self._arenas:

@@ -35,18 +35,26 @@ def dead_checkpoint_process(grace_s: float = 0.0) -> CheckpointProcessError | No
     )
 
 
-def check_picklable(value: Any, path: tuple[Any, ...] = ()) -> None:
-    """Check that every value can be pickled for the checkpoint process.
+def crossing(value: Any, path: tuple[Any, ...] = ()) -> Any:
+    """Convert a staged value to a form that the pickler takes, and that unpickles as the value itself.
+
+    Torch recognises a wrapper (a DTensor) by its null `data_ptr()`. The `data_ptr()` of a wrapper around a view into a
+    larger storage is the view's offset instead: the pickler would then treat the wrapper's storage, which does not
+    exist, as shared memory, and the process would die.
 
     Raises:
-        CheckpointProcessError: a value cannot. It has the value's key, which the pickler's own message lacks.
+        CheckpointProcessError: a value cannot be pickled. It has the value's key, which the pickler's own message
+            lacks.
     """
-    if isinstance(value, torch.Tensor) or type(value) in _PLAIN:
-        return
-    if isinstance(value, (dict, list, tuple)):
-        for key, item in value.items() if isinstance(value, dict) else enumerate(value):
-            check_picklable(item, (*path, key))
-        return
+    if isinstance(value, torch.Tensor):
+        return _Wrapper(value) if hasattr(value, "__tensor_flatten__") else value
+    if type(value) in _PLAIN:
+        return value
+    if isinstance(value, dict):
+        return type(value)((key, crossing(item, (*path, key))) for key, item in value.items())
+    if isinstance(value, list) or type(value) is tuple or (isinstance(value, tuple) and hasattr(value, "_make")):
+        items = [crossing(item, (*path, index)) for index, item in enumerate(value)]
+        return items if isinstance(value, list) else getattr(type(value), "_make", tuple)(items)
     try:
         ForkingPickler.dumps(value)
     except Exception as error:
@@ -55,23 +63,6 @@ def check_picklable(value: Any, path: tuple[Any, ...] = ()) -> None:
             key=".".join(map(str, path)),
             remedy="Use AsyncCheckpointerType.THREAD, or remove the object from the state",
         ) from error
-
-
-def crossing(value: Any) -> Any:
-    """Convert a staged value to a form that the pickler takes, and that unpickles as the value itself.
-
-    Torch recognises a wrapper (a DTensor) by its null `data_ptr()`. The `data_ptr()` of a wrapper around a view into a
-    larger storage is the view's offset instead: the pickler would then treat the wrapper's storage, which does not
-    exist, as shared memory, and the process would die.
-    """
-    if isinstance(value, torch.Tensor):
-        return _Wrapper(value) if hasattr(value, "__tensor_flatten__") else value
-    if isinstance(value, dict):
-        return type(value)((key, crossing(item)) for key, item in value.items())
-    if isinstance(value, list):
-        return [crossing(item) for item in value]
-    if isinstance(value, tuple) and (type(value) is tuple or hasattr(value, "_make")):
-        return getattr(type(value), "_make", tuple)([crossing(item) for item in value])
     return value
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from bucketpoint.staging.lease import Lease, StateHold
-from bucketpoint.staging.process import check_picklable, crossing, dead_checkpoint_process
+from bucketpoint.staging.process import crossing, dead_checkpoint_process
 
 
 class StagedState(dict[Any, Any]):
@@ -45,11 +45,10 @@ class StagedState(dict[Any, Any]):
         dead = dead_checkpoint_process()
         if dead is not None:
             raise dead
-        plain = {key: self[key] for key in self}
-        check_picklable(plain)
+        plain = crossing({key: self[key] for key in self})
         if self._on_pickle is not None:
             self._on_pickle()
-        return _arrived, (crossing(plain), self._lease.label)
+        return _arrived, (plain, self._lease.label)
 
 
 def _arrived(state: dict[Any, Any], label: str) -> StagedState:
