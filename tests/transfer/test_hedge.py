@@ -44,7 +44,8 @@ from bucketpoint.transfer import (
     plan_requests,
 )
 from bucketpoint.transfer.checksum import crc32c
-from bucketpoint.transfer.hedge import ENOUGH, FIRST, SECOND, HedgedReads, RecentTimes, hedged
+from bucketpoint.transfer.fetch import range_reader
+from bucketpoint.transfer.hedge import ENOUGH, FIRST, SECOND, HedgedReads, RecentTimes
 from gcs_server import GCSServer
 
 KIB, MIB = 1 << 10, 1 << 20
@@ -124,10 +125,11 @@ def test_values_that_mean_nothing_are_refused(values: dict[str, float]) -> None:
 
 def test_without_the_option_and_on_stores_without_replies_nothing_changes(tmp_path: Path, minio: S3Server) -> None:
     here, there = open_store(f"file://{tmp_path}")[0], open_store("s3://bucket", storage_options=minio.options)[0]
-    pool = BufferPool(1)
+    pool, hedging = BufferPool(1), TransferOptions(hedge=Hedge())
     assert TransferOptions().hedge is None
-    assert hedged(here, Hedge(), pool, meter()) is here
-    assert isinstance(hedged(there, Hedge(), pool, meter()), HedgedReads)
+    assert range_reader(there, TransferOptions(), pool, meter()) is there
+    assert range_reader(here, hedging, pool, meter()) is here
+    assert isinstance(range_reader(there, hedging, pool, meter()), HedgedReads)
 
 
 # Against a server

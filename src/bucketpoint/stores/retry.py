@@ -19,7 +19,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from bucketpoint.errors import Action, BucketpointError, StoreError, ThrottledError
+from bucketpoint.errors import Action, BucketpointError, CorruptDataError, StoreError, ThrottledError
 from bucketpoint.stores.cancellation import current_cut
 from bucketpoint.stores.outage import Outage, store_of
 
@@ -37,6 +37,9 @@ REFUND = 0.5
 """Tokens that a success adds to the budget; a retry takes one token. A third of all requests may fail for ever."""
 
 MOST_REFRESHES = 2
+
+READ_ATTEMPTS = 5
+"""Attempts to read a range whose body broke off, the first included."""
 
 GROWN_BACK = 2.0
 """A limit ends when it is so many times the requests that were under way when the service throttled."""
@@ -281,6 +284,18 @@ def run(
     final = type(last)(message, **last.fields())
     final.action = Action.FATAL
     raise final from (first if first is not last else None)
+
+
+def retry_transient(attempt: Callable[[], T], *, attempts: int = READ_ATTEMPTS) -> T:
+    """Call `attempt` again after failures that a store does not retry by itself, such as a body that broke off.
+
+    Throttled attempts are not counted. After a `CorruptDataError` the attempt is made once more before the error is
+    raised: this tells a bit that flipped on the way from one that flipped in the store.
+
+    Raises:
+        StoreError: as `run`.
+    """
+    return run(attempt, RetryPolicy(attempts), once_more=(CorruptDataError,))
 
 
 def _through(gate: ConcurrencyLimiter, attempt: Callable[[], T], ends: float) -> T:

@@ -1,11 +1,11 @@
 """Uploads, downloads and copies of objects, in parallel and within one memory budget."""
 
+from bucketpoint.stores.retry import retry_transient
 from bucketpoint.transfer.budget import BufferPool
 from bucketpoint.transfer.download import Block, Extent, Request, Whole, plan_requests
 from bucketpoint.transfer.fetch import fetch
 from bucketpoint.transfer.options import Hedge, TransferOptions
 from bucketpoint.transfer.progress import Meter, Progress, ProgressCallback
-from bucketpoint.transfer.retry import retry_transient
 from bucketpoint.transfer.stream import StreamUpload
 from bucketpoint.transfer.tasks import TaskGroup
 from bucketpoint.transfer.upload import ObjectSource, Segment, Uploaded, upload_objects

@@ -15,7 +15,7 @@ _FUNCTIONS = {
 
 def crc32c(view: memoryview, previous: int = 0) -> int:
     """Compute the CRC32C of `view`, continued from `previous`. Releases the GIL."""
-    return int(checksums.crc32c(view, previous)) if len(view) else previous
+    return int(checksums.crc32c(view, previous))
 
 
 def combine(first: int, second: int, second_nbytes: int, kind: str = "crc32c") -> int:
@@ -48,7 +48,7 @@ class CrcAccumulator:
 
     def take(self, start: int, view: memoryview) -> bool:
         """Compute and record the checksum of the piece that begins at `start`. Return as `add`."""
-        return self.add(start, len(view), int(_FUNCTIONS[self._kind][0](view)) if len(view) else 0)
+        return self.add(start, len(view), int(_FUNCTIONS[self._kind][0](view)))
 
     def add(self, start: int, nbytes: int, crc: int) -> bool:
         """Record the checksum of a piece. Return True once none of the bytes is missing."""
@@ -65,13 +65,12 @@ class CrcAccumulator:
             total = combine(total, crc, nbytes, self._kind)
         return total
 
-    def between(self, start: int, stop: int) -> int | None:
-        """Return the checksum of the bytes `[start, stop)`; None if no pieces cover exactly these bytes."""
+    def between(self, start: int, stop: int) -> int:
+        """Return the checksum of the bytes `[start, stop)`, which pieces must cover exactly."""
         total = 0
         while start < stop:
-            nbytes, crc = self._pieces.get(start, (0, 0))
-            if not 0 < nbytes <= stop - start:
-                return None
+            nbytes, crc = self._pieces[start]
             total = combine(total, crc, nbytes, self._kind)
             start += nbytes
+        assert start == stop
         return total

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import cast
 
 from bucketpoint.errors import (
     CorruptDataError,
@@ -19,11 +20,11 @@ from bucketpoint.errors import (
     TransientStoreError,
 )
 from bucketpoint.stores import CopiesInside, ObjectInfo, Store
+from bucketpoint.stores.retry import retry_transient
 from bucketpoint.transfer.budget import BufferPool
 from bucketpoint.transfer.options import TransferOptions
 from bucketpoint.transfer.pieces import for_each
 from bucketpoint.transfer.progress import Meter
-from bucketpoint.transfer.retry import retry_transient
 from bucketpoint.transfer.upload import ObjectSource, Segment, upload_objects
 
 _NO_REFUSAL = (TransientStoreError, ThrottledError, EndpointError, ObjectNotFoundError, PreconditionFailedError)
@@ -64,9 +65,9 @@ def copy_objects(
         CorruptDataError: a copy has another size than its source.
         StoreError: a request failed for good. Unfinished uploads are aborted; finished objects stay.
     """
-    if jobs and isinstance(target, CopiesInside) and target.can_copy_from(source):
+    if jobs and inside_one_service(source, target):
         try:
-            first = _copy_inside(source, target, jobs[0], options, meter)
+            first = _copy_inside(source, target, jobs[0], meter)
         except StoreError as error:
             # The target's credentials may not reach the source, and some services copy only within a bucket, a region
             # or a partition. Whatever the reason of the refusal, the bytes can still pass through this process.
@@ -76,20 +77,18 @@ def copy_objects(
             copied = {jobs[0].target: first}
 
             def copy(job: CopyJob) -> None:
-                copied[job.target] = _copy_inside(source, target, job, options, meter)
+                copied[job.target] = _copy_inside(source, target, job, meter)
 
             for_each(jobs[1:], copy, options)
             return [copied[job.target] for job in jobs], True
     return _stream(source, target, jobs, options, meter), False
 
 
-def _copy_inside(source: Store, target: Store, job: CopyJob, options: TransferOptions, meter: Meter) -> ObjectInfo:
-    assert isinstance(target, CopiesInside)
-    copies: CopiesInside = target
-    attempts = options.read_attempts
-    retry_transient(lambda: copies.copy_from(source, job.source, job.target), attempts=attempts)
+def _copy_inside(source: Store, target: Store, job: CopyJob, meter: Meter) -> ObjectInfo:
+    copies = cast("CopiesInside", target)
+    retry_transient(lambda: copies.copy_from(source, job.source, job.target))
     # The reply to a copy does not always contain the size.
-    info = retry_transient(lambda: target.head(job.target), attempts=attempts)
+    info = retry_transient(lambda: target.head(job.target))
     _check_size(target, job, info.size)
     meter.add(info.size)
     return info
@@ -102,9 +101,7 @@ def _stream(
 
     def fill(job: CopyJob, start: int, out: memoryview) -> None:
         etag = job.source.etag if pinned else None
-        retry_transient(
-            lambda: source.read_into(job.source.key, start, [out], if_match=etag), attempts=options.read_attempts
-        )
+        retry_transient(lambda: source.read_into(job.source.key, start, [out], if_match=etag))
         if job.see is not None:
             job.see(start, out)
 

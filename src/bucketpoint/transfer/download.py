@@ -6,16 +6,18 @@ This module deals with byte ranges, checksums and stores; `format` and `dcp` int
 from __future__ import annotations
 
 import bisect
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from bucketpoint.errors import CorruptDataError
+from bucketpoint.stores.http_body import crc_of
+from bucketpoint.stores.retry import retry_transient
 from bucketpoint.transfer.budget import BufferPool
-from bucketpoint.transfer.checksum import CrcAccumulator, crc32c
+from bucketpoint.transfer.checksum import CrcAccumulator
 from bucketpoint.transfer.hedge import Reads
 from bucketpoint.transfer.options import TransferOptions
 from bucketpoint.transfer.progress import Meter
-from bucketpoint.transfer.retry import retry_transient
 
 SMALL_EXTENT_BYTES = 64 << 10
 """Smaller direct extents are received in a leased buffer and copied: a socket read for each would cost more."""
@@ -236,10 +238,8 @@ class Assembly:
     def _open(self) -> None:
         self._lease = self._take(self.request.leased)
         views, self._pieces = _lay_out(self.request, self._lease)
-        position = self.request.start
-        for view in views:
-            self._buffers.append((position, view))
-            position += len(view)
+        starts = itertools.accumulate(map(len, views), initial=self.request.start)
+        self._buffers.extend(zip(starts, views, strict=False))
 
 
 def _hand_over(request: Request, pieces: Sequence[Sequence[memoryview]]) -> None:
@@ -290,39 +290,22 @@ def _lay_out(request: Request, lease: memoryview) -> tuple[list[memoryview], lis
 
 
 def _verify(url: str, extent: Extent, views: Sequence[memoryview]) -> None:
-    if extent.part_of is not None:
-        _check_part(url, extent, extent.part_of, _crc_of(views))
+    """Compare the checksums of an extent. Raises CorruptDataError."""
+    whole = extent.part_of
+    if whole is not None and whole.add(extent.start, extent.nbytes, crc_of(views, None)):
+        _compare(url, extent, f"its {whole.nbytes} bytes", whole.total(), whole.crc32c)
     stretches = _cut(views, [block.nbytes for block in extent.blocks])
     position = extent.start
     for block, stretch in zip(extent.blocks, stretches, strict=True):
-        _check_block(url, extent, position, block, _crc_of(stretch))
+        _compare(url, extent, f"bytes {position}-{position + block.nbytes - 1}", crc_of(stretch, None), block.crc32c)
         position += block.nbytes
 
 
-def _crc_of(views: Iterable[memoryview]) -> int:
-    crc = 0
-    for view in views:
-        crc = crc32c(view, crc)
-    return crc
-
-
-def _check_block(url: str, extent: Extent, start: int, block: Block, found: int) -> None:
-    """Raise CorruptDataError if `found` is not the CRC32C of the block that begins at byte `start` of the object."""
-    if found != block.crc32c:
+def _compare(url: str, extent: Extent, part: str, crc: int, written: int) -> None:
+    if crc != written:
         raise CorruptDataError(
-            f"Checksum mismatch in {extent.label or 'data'}: bytes {start}-{start + block.nbytes - 1} have "
-            f"CRC32C {found:08x}, and {block.crc32c:08x} was written",
-            url=url,
-            key=extent.key,
-        )
-
-
-def _check_part(url: str, extent: Extent, whole: Whole, found: int) -> None:
-    """Record the CRC32C `found` of an extent; raise CorruptDataError if it completes `whole` and the whole differs."""
-    if whole.add(extent.start, extent.nbytes, found) and (total := whole.total()) != whole.crc32c:
-        raise CorruptDataError(
-            f"Checksum mismatch in {extent.label or 'data'}: its {whole.nbytes} bytes have CRC32C {total:08x}, and "
-            f"{whole.crc32c:08x} was written",
+            f"Checksum mismatch in {extent.label or 'data'}: {part} have CRC32C {crc:08x}, and {written:08x} "
+            "was written",
             url=url,
             key=extent.key,
         )

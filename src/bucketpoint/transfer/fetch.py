@@ -6,15 +6,16 @@ bytes of a call are held in memory as they arrive, and count against the budget.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import cast
 
 from bucketpoint.errors import CorruptDataError, StoreError
-from bucketpoint.stores import ManyRanges, Range, Store
+from bucketpoint.stores import ManyRanges, OpensRanges, Range, Store
 from bucketpoint.transfer.budget import BufferPool
 from bucketpoint.transfer.download import Assembly, Request, fetch_one
-from bucketpoint.transfer.hedge import hedged
+from bucketpoint.transfer.hedge import HedgedReads, Reads
 from bucketpoint.transfer.options import TransferOptions
 from bucketpoint.transfer.progress import Meter
 from bucketpoint.transfer.tasks import TaskGroup
@@ -33,9 +34,13 @@ class Batch:
     """Requests that are sent in one call, and the ranges that they are cut into."""
 
     requests: list[Request] = field(default_factory=list)
-    ranges: list[Range] = field(default_factory=list)
-    nbytes: int = 0
-    leased: int = 0
+    cuts: list[list[Range]] = field(default_factory=list)
+    held: int = 0
+    """Bytes of memory: those of the ranges as they arrive, and the leased memory of the requests."""
+
+    @property
+    def ranges(self) -> list[Range]:
+        return list(itertools.chain.from_iterable(self.cuts))
 
 
 def fetch(
@@ -48,10 +53,17 @@ def fetch(
             for batch in batches(requests, options):
                 group.start(lambda batch=batch: _fetch_batch(store, batch, options, pool, meter))  # type: ignore[misc]
         return
-    reads = store if options.hedge is None else hedged(store, options.hedge, pool, meter)
+    reads = range_reader(store, options, pool, meter)
     with TaskGroup(options.connections, name="bucketpoint-download", nice=options.nice) as group:
         for request in requests:
             group.start(lambda request=request: fetch_one(reads, request, options, pool, meter))  # type: ignore[misc]
+
+
+def range_reader(store: Store, options: TransferOptions, pool: BufferPool, meter: Meter) -> Reads:
+    """Return the store; with `hedge=`, and if the store can drop replies, wrapped in `HedgedReads`."""
+    if options.hedge is None or not isinstance(store, OpensRanges):
+        return store
+    return HedgedReads(store, store.url, options.hedge, pool, meter)
 
 
 def batches(requests: Sequence[Request], options: TransferOptions) -> Iterator[Batch]:
@@ -64,56 +76,39 @@ def batches(requests: Sequence[Request], options: TransferOptions) -> Iterator[B
     batch = Batch()
     for request in requests:
         held = request.nbytes + request.leased
-        if batch.requests and batch.nbytes + batch.leased + held > share:
+        if batch.requests and batch.held + held > share:
             yield batch
             batch = Batch()
         starts = range(request.start, request.stop, piece)
         batch.requests.append(request)
-        batch.ranges += [Range(request.key, start, min(start + piece, request.stop)) for start in starts]
-        batch.nbytes += request.nbytes
-        batch.leased += request.leased
+        batch.cuts.append([Range(request.key, start, min(start + piece, request.stop)) for start in starts])
+        batch.held += held
     if batch.requests:
         yield batch
 
 
 def _fetch_batch(store: Store, batch: Batch, options: TransferOptions, pool: BufferPool, meter: Meter) -> None:
     failed: list[Request] = []
-    with pool.lease(batch.nbytes + batch.leased) as lease:
-        found = iter(cast("ManyRanges", store).read_many(batch.ranges, at_once=options.connections))
-        used = 0
-        ranges = iter(batch.ranges)
-        for request in batch.requests:
-            room, used = lease[used : used + request.leased], used + request.leased
-            assembly = Assembly(store.url, request, take=lambda nbytes, room=room: room[:nbytes])  # type: ignore[misc]
+    with pool.lease(batch.held) as lease:
+        bodies = iter(cast("ManyRanges", store).read_many(batch.ranges, at_once=options.connections))
+        for request, ranges in zip(batch.requests, batch.cuts, strict=True):
+            room, lease = lease[: request.leased], lease[request.leased :]
+            assembly = Assembly(store.url, request, take=lambda nbytes, room=room: room)  # type: ignore[misc]
+            failures = 0
+            for cut, body in zip(ranges, bodies, strict=False):
+                if isinstance(body, StoreError):
+                    failures += 1
+                else:
+                    assembly.put(cut.start, memoryview(body))
             try:
-                whole = _assemble(assembly, request, ranges, found)
+                if not failures:
+                    assembly.finish()
             except CorruptDataError:
-                whole = False
-            if whole:
-                meter.add(request.nbytes)
-            else:
+                failures += 1
+            if failures:
                 failed.append(request)
+            else:
+                meter.add(request.nbytes)
     # After the lease of the batch has ended: each failed request takes a lease of its own, and has its own retries.
     for request in failed:
         fetch_one(store, request, options, pool, meter)
-
-
-def _assemble(
-    assembly: Assembly, request: Request, ranges: Iterator[Range], found: Iterator[bytes | StoreError]
-) -> bool:
-    whole = request.start == request.stop
-    failed = False
-    position = request.start
-    while position < request.stop:
-        one, data = next(ranges), next(found)
-        position = one.stop
-        if isinstance(data, StoreError):
-            failed = True
-        elif not failed:
-            assembly.put(one.start, memoryview(data))
-            whole = assembly.arrived(len(data))
-    if failed:
-        return False
-    if whole:
-        assembly.finish()
-    return whole

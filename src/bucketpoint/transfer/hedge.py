@@ -14,12 +14,11 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Protocol
 
 from bucketpoint.errors import StoreError
-from bucketpoint.stores import OpensRanges, RangeReply, Store, retry
+from bucketpoint.stores import OpensRanges, RangeReply, retry
 from bucketpoint.stores.base import Buffers
 from bucketpoint.transfer.budget import BufferPool
 from bucketpoint.transfer.options import Hedge
@@ -46,11 +45,6 @@ class Reads(Protocol):
     def url(self) -> str: ...
 
     def read_into(self, key: str, offset: int, buffers: Buffers, *, if_match: str | None = None) -> None: ...
-
-
-def hedged(store: Store, hedge: Hedge, pool: BufferPool, meter: Meter) -> Reads:
-    """Return `store`, wrapped in `HedgedReads` if the store implements `OpensRanges`."""
-    return HedgedReads(store, store.url, hedge, pool, meter) if isinstance(store, OpensRanges) else store
 
 
 class HedgedReads:
@@ -118,10 +112,9 @@ class RecentTimes:
         if self._hedge.after_s is not None:
             return self._hedge.after_s
         with self._lock:
-            known = [each for each in sorted(self._by_class) if len(self._by_class[each]) >= ENOUGH]
-            found = next((each for each in known if each >= _class_of(nbytes)), None)
-            times = sorted(self._by_class[found]) if found is not None else []
-        if not times:
+            classes = [self._by_class[size] for size in sorted(self._by_class) if size >= _class_of(nbytes)]
+            times = next((sorted(known) for known in classes if len(known) >= ENOUGH), None)
+        if times is None:
             return None
         return max(times[math.ceil(self._hedge.quantile * len(times)) - 1], LATE * times[(len(times) - 1) // 2])
 
@@ -154,7 +147,7 @@ class _Race:
         began, asked_again = time.monotonic(), False
         try:
             with self._state:
-                self._start(self._first, FIRST)
+                self._start(FIRST, self._given_up)
                 while not self._done:
                     if not self._running:
                         assert self._first_error is not None
@@ -166,7 +159,11 @@ class _Race:
                     if late is not None and (left := began + late - time.monotonic()) < wait_s:
                         if left <= 0 and self._first_error is None and may_ask_again():
                             asked_again = True
-                            self._start(self._second, SECOND)
+                            # A set event means one attempt without retries: a store that throttles or fails gets no
+                            # additional load.
+                            stop = threading.Event()
+                            stop.set()
+                            self._start(SECOND, stop)
                         wait_s = max(left, 0.0) or _POLL_S
                     self._state.wait(wait_s)
         finally:
@@ -183,38 +180,24 @@ class _Race:
 
     # -- on the threads of the two requests ---------------------------------------------------------------------------
 
-    def _start(self, request: Callable[[], None], name: str) -> None:
+    def _start(self, name: str, stop: threading.Event) -> None:
         # A daemon thread, so that a request that was given up does not keep the process from ending.
         context = contextvars.copy_context()
-        thread = threading.Thread(target=context.run, args=(request,), name=name, daemon=True)
+        thread = threading.Thread(target=context.run, args=(self._request, name, stop), name=name, daemon=True)
         thread.start()
         self._running += 1
 
-    def _first(self) -> None:
-        retry.stop_waiting_on(self._given_up)
-        with self._ended():
-            try:
-                self._receive(self._ask())
-            except BaseException as error:  # noqa: BLE001 (raised by `run`)
-                # Drop the traceback: its frames would keep the target alive.
-                self._first_error = error.with_traceback(None) if isinstance(error, StoreError) else error
-
-    def _second(self) -> None:
-        # A set event means one attempt without retries: a store that throttles or fails gets no additional load.
-        never = threading.Event()
-        never.set()
-        retry.stop_waiting_on(never)
-        with self._ended():
-            try:
-                self._receive(self._ask())
-            except StoreError:
-                # The first request goes on; if it fails, too, its error is raised.
-                return
-
-    @contextmanager
-    def _ended(self) -> Iterator[None]:
+    def _request(self, name: str, stop: threading.Event) -> None:
+        retry.stop_waiting_on(stop)
         try:
-            yield
+            self._receive(self._ask())
+        except BaseException as error:
+            if name == FIRST:
+                # Raised by `run`. Without the traceback, whose frames would keep the target alive.
+                self._first_error = error.with_traceback(None) if isinstance(error, StoreError) else error
+            elif not isinstance(error, StoreError):
+                raise
+            # If the second request fails, the first one goes on; if that fails, too, its error is raised.
         finally:
             with self._state:
                 self._running -= 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from bucketpoint.errors import BucketpointError
+from bucketpoint.stores.retry import READ_ATTEMPTS
 
 MIB = 1 << 20
 
@@ -72,7 +73,7 @@ class TransferOptions:
     coalesce_gap_bytes: int = 1 * MIB
     max_overread: float = 1.02
     free_gap_bytes: int = 64 << 10
-    read_attempts: int = 5
+    read_attempts: int = READ_ATTEMPTS
     hedge: Hedge | None = None
     nice: int = 0
     background_nice: int = 19

@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import TypeVar
 
 from bucketpoint.stores import Store
+from bucketpoint.stores.retry import retry_transient
 from bucketpoint.transfer.options import MIB, TransferOptions
-from bucketpoint.transfer.retry import retry_transient
 from bucketpoint.transfer.tasks import TaskGroup
 
 T = TypeVar("T")
@@ -48,14 +48,13 @@ class RangeFile(io.RawIOBase):
     Each read is a request, so wrap this file in a `BufferedReader`.
     """
 
-    def __init__(self, store: Store, key: str, start: int, stop: int, *, etag: str | None, attempts: int) -> None:
+    def __init__(self, store: Store, key: str, start: int, stop: int, *, etag: str | None) -> None:
         super().__init__()
         self._store = store
         self._key = key
         self._start = start
         self._nbytes = stop - start
         self._etag = etag
-        self._attempts = attempts
         self._position = 0
 
     def readable(self) -> bool:
@@ -75,8 +74,6 @@ class RangeFile(io.RawIOBase):
         if not len(view):
             return 0
         at = self._start + self._position
-        retry_transient(
-            lambda: self._store.read_into(self._key, at, [view], if_match=self._etag), attempts=self._attempts
-        )
+        retry_transient(lambda: self._store.read_into(self._key, at, [view], if_match=self._etag))
         self._position += len(view)
         return len(view)

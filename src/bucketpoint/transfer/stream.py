@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import queue
 import threading
 from types import TracebackType
 
@@ -35,9 +34,7 @@ class StreamUpload(io.RawIOBase):
         self._meter = meter
         self._part_bytes = max(options.lease_bytes, limits.min_part_bytes, -(-largest_nbytes // limits.max_parts))
         slots = max(options.max_inflight_bytes // self._part_bytes, 1)
-        self._slots: queue.Queue[None] = queue.Queue()
-        for _ in range(min(slots, options.connections + 1)):
-            self._slots.put(None)
+        self._slots = threading.Semaphore(min(slots, options.connections + 1))
         self._group = TaskGroup(options.connections, name="bucketpoint-stream", nice=options.nice)
         self._buffer = bytearray()
         self._position = 0
@@ -47,6 +44,9 @@ class StreamUpload(io.RawIOBase):
         self._lock = threading.Lock()
         self._item_crc = 0
         self._info: ObjectInfo | None = None
+
+    def close(self) -> None:
+        """Do nothing: a stream transform closes the stream that it wraps, and further items follow in the object."""
 
     def writable(self) -> bool:
         return True
@@ -93,16 +93,15 @@ class StreamUpload(io.RawIOBase):
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         if self._info is None:
-            self._abort(error or BucketpointError("The stream was left without a commit", key=self._key))
+            error = error or BucketpointError("The stream was left without a commit", key=self._key)
+            self._group.cancel(error)
+            self._group.__exit__(type(error), error, None)
+            abort(self._store, self._key, self._upload_id)
 
     def _flush_part(self) -> None:
-        while True:
-            try:
-                self._slots.get(timeout=0.2)
-                break
-            except queue.Empty:
-                if self._group.cancelled:
-                    self._group.__exit__(None, None, None)
+        while not self._slots.acquire(timeout=0.2):
+            if self._group.cancelled:
+                self._group.__exit__(None, None, None)
         if self._upload_id is None:
             self._upload_id = self._store.create_multipart(self._key)
             self._meter.add(0)
@@ -118,9 +117,4 @@ class StreamUpload(io.RawIOBase):
         with self._lock:
             self._parts.append(part)
         self._meter.add(len(body))
-        self._slots.put(None)
-
-    def _abort(self, error: BaseException) -> None:
-        self._group.cancel(error)
-        self._group.__exit__(type(error), error, None)
-        abort(self._store, self._key, self._upload_id)
+        self._slots.release()

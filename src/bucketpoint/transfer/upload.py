@@ -186,12 +186,10 @@ class _ObjectUpload:
             self._parts[number] = part
             last = len(self._parts) == plan.count
         if last and not group.cancelled:
-            self._complete(self._upload_id)
-
-    def _complete(self, upload_id: str) -> None:
-        self._info = complete(self.store, self.source.key, upload_id, self._parts.values(), nbytes=self._nbytes)
-        self.meter.add(0)
-        self.acknowledged(self.result())
+            parts = self._parts.values()
+            self._info = complete(self.store, self.source.key, self._upload_id, parts, nbytes=self._nbytes)
+            self.meter.add(0)
+            self.acknowledged(self.result())
 
     @contextlib.contextmanager
     def _body(self, start: int, stop: int) -> Iterator[tuple[list[memoryview], int]]:
@@ -211,7 +209,8 @@ class _ObjectUpload:
                     used += high - low
                     segment.fill(low, view)
                 elif segment.table_of:
-                    view = self._table(segment)[low:high]
+                    crcs = [crc for index in segment.table_of for crc in self._block_crcs(index)]
+                    view = memoryview(struct.pack(f"<{len(crcs)}I", *crcs))[low:high]
                 else:
                     assert segment.data is not None
                     view = segment.data[low:high]
@@ -240,18 +239,9 @@ class _ObjectUpload:
             size = block - (low + position) % block
             self._crcs[index].take(low + position, view[position : position + size])
             position += size
-        return self._crc_of(index, low, low + len(view))
-
-    def _table(self, segment: Segment) -> memoryview:
-        crcs = [crc for index in segment.table_of for crc in self._block_crcs(index)]
-        return memoryview(struct.pack(f"<{len(crcs)}I", *crcs))
+        return self._crcs[index].between(low, low + len(view))
 
     def _block_crcs(self, index: int) -> list[int]:
         nbytes, block = self.source.segments[index].nbytes, self.source.segments[index].block_nbytes
         starts = range(0, nbytes, block) if block else ()
-        return [self._crc_of(index, start, min(start + block, nbytes)) for start in starts]
-
-    def _crc_of(self, index: int, start: int, stop: int) -> int:
-        crc = self._crcs[index].between(start, stop)
-        assert crc is not None
-        return crc
+        return [self._crcs[index].between(start, min(start + block, nbytes)) for start in starts]

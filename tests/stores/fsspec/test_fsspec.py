@@ -312,7 +312,7 @@ def test_batches_hold_every_request_once() -> None:
     requests = plan_requests(made, options)
     dealt = list(batches(requests, options))
     assert [request for batch in dealt for request in batch.requests] == requests
-    assert all(batch.nbytes + batch.leased <= MIB // 2 or len(batch.requests) == 1 for batch in dealt)
+    assert all(batch.held <= MIB // 2 or len(batch.requests) == 1 for batch in dealt)
 
 
 @pytest.mark.contract
