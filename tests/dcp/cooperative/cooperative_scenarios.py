@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from bucketpoint import BucketReader, BucketWriter, LoadPlanner, TransferOptions
 from bucketpoint.dcp.cooperative import node_memory
 from bucketpoint.dcp.cooperative import peers as exchanges
-from bucketpoint.dcp.cooperative.decision import Bandwidths, Measured
+from bucketpoint.dcp.cooperative.decision import Bandwidths
 from bucketpoint.dcp.cooperative.peers import Message, Note, Peers, meet
 from bucketpoint.errors import AccessDeniedError, BucketpointError
 from bucketpoint.stores.local import LocalStore
@@ -246,12 +246,12 @@ def load_twice_on_nodes(
     with mock.patch.dict(os.environ, GROUP_RANK=str(rank // 2)):
         for measured in (None, found[rank] if found is not None else None):
             if measured is not None:
-                reader._cooperation._found = Measured(*measured)
+                reader._cooperation._measured = Bandwidths(measured[0], exchange=measured[1])
             dcp.load(state, checkpoint_id=url, storage_reader=reader)
             explained.append(reader.explain())
             assert torch.equal(state["w"], expected_tensor(shape))
             state["w"].zero_()
-    return {"explain": explained, "found": reader._cooperation._found}
+    return {"explain": explained, "found": reader._cooperation._measured}
 
 
 def load_with_other_bandwidths(rank: int, world: int, url: str, shape: Sequence[int]) -> Any:

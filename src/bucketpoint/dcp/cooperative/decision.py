@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal, cast, get_args
 
 from bucketpoint.errors import BucketpointError
 
@@ -50,18 +50,7 @@ class Bandwidths:
                 raise BucketpointError(f"Bandwidths.{name} must be a positive number of bytes a second, not {value}")
 
 
-@dataclass(frozen=True)
-class Measured:
-    """Bandwidths that all ranks of a group together measured earlier, in bytes a second; None: not measured yet.
-
-    Attributes:
-        store: rate at which all ranks read from the store.
-        exchange: rate at which all ranks received bytes from each other. Used only if the rate of the store is stated
-            or measured too: a comparison with an assumed rate decides nothing.
-    """
-
-    store: float | None = None
-    exchange: float | None = None
+UNKNOWN = Bandwidths()
 
 
 @dataclass(frozen=True)
@@ -91,71 +80,64 @@ class CooperativeDecision:
 
 def check_mode(mode: str) -> Mode:
     """Return the mode. Raises BucketpointError for a value that `cooperative=` does not take."""
-    for known in get_args(Mode):
-        if mode == known:
-            return known  # type: ignore[no-any-return]
-    raise BucketpointError(
-        f"cooperative={mode!r} is not known", remedy=f"Pass one of {', '.join(map(repr, get_args(Mode)))}"
-    )
+    if mode not in get_args(Mode):
+        raise BucketpointError(
+            f"cooperative={mode!r} is not known", remedy=f"Pass one of {', '.join(map(repr, get_args(Mode)))}"
+        )
+    return cast("Mode", mode)
 
 
-@dataclass(frozen=True)
-class _Rates:
-    """The rates from which `predict` computes. `apart`: the exchange and the reads do not slow each other down."""
-
-    store: float
-    nic: float
-    exchange: float | None
-    apart: bool
-    origins: str
-
-
-def _rates(nodes: int, stated: Bandwidths, measured: Measured) -> _Rates:
+def _rates(nodes: int, stated: Bandwidths, measured: Bandwidths) -> tuple[float, float, float | None, str]:
+    """Return the bandwidths of the store, of a node's port and of the exchange, and in words where each is from."""
     # The measured rate is the smaller one of the store and all ports together, so it is a lower bound of both.
     store, from_store = _first((stated.store, "stated"), (measured.store, "measured"), (ASSUMED_STORE, "assumed"))
     port = None if measured.store is None else measured.store / nodes
     nic, from_nic = _first((stated.nic, "stated"), (port, "measured"), (ASSUMED_NIC, "assumed"))
-    known = from_store != "assumed"
-    handed = measured.exchange / nodes if measured.exchange is not None and known else None
-    exchange = stated.exchange if stated.exchange is not None else handed
-    from_exchange = "stated" if stated.exchange is not None else "measured"
-    said = "over the same port, assumed" if exchange is None else f"{_gb(exchange)} a node, {from_exchange}"
-    origins = f"store {_gb(store)}, {from_store}; port {_gb(nic)}, {from_nic}; exchange {said}"
-    return _Rates(store, nic, exchange, stated.exchange is not None, origins)
+    # A comparison of a measured exchange with an assumed rate of the store would decide nothing.
+    usable = measured.exchange is not None and from_store != "assumed"
+    exchange = measured.exchange / nodes if measured.exchange is not None and usable else None
+    exchange, from_exchange = (exchange, "measured") if stated.exchange is None else (stated.exchange, "stated")
+    origin = "over the same port, assumed" if exchange is None else f"{_gb(exchange)} a node, {from_exchange}"
+    return store, nic, exchange, f"store {_gb(store)}, {from_store}; port {_gb(nic)}, {from_nic}; exchange {origin}"
 
 
-def _first(*found: tuple[float | None, str]) -> tuple[float, str]:
-    return next((value, origin) for value, origin in found if value is not None)
+def _first(*rates: tuple[float | None, str]) -> tuple[float, str]:
+    return next((value, origin) for value, origin in rates if value is not None)
 
 
 def _gb(rate: float) -> str:
     return f"{rate / 1e9:.3g} GB/s"
 
 
-def predict(demand: Demand, bandwidths: Bandwidths, measured: Measured | None = None) -> tuple[float, float]:
+def predict(demand: Demand, stated: Bandwidths, measured: Bandwidths = UNKNOWN) -> tuple[float, float]:
     """Return the seconds of a load if each rank reads all it wants, and if each distinct byte is read only once."""
-    rates = _rates(demand.nodes, bandwidths, measured or Measured())
-    plain = max(demand.total / (demand.nodes * rates.nic), demand.total / rates.store)
+    store, nic, exchange, _ = _rates(demand.nodes, stated, measured)
+    plain = max(demand.total / (demand.nodes * nic), demand.total / store)
     handed_on = demand.total - demand.distinct
-    read = max(demand.distinct / (demand.nodes * rates.nic), demand.distinct / rates.store)
-    if rates.exchange is None:
+    read = max(demand.distinct / (demand.nodes * nic), demand.distinct / store)
+    if exchange is None:
         through_nic = demand.distinct + demand.crossing * handed_on
-        return plain, max(read, through_nic / (demand.nodes * rates.nic))
-    exchange = handed_on / (demand.nodes * rates.exchange)
+        return plain, max(read, through_nic / (demand.nodes * nic))
+    exchanging = handed_on / (demand.nodes * exchange)
     # Added, not overlapped: a measured exchange may have had the port and the cores to itself, and now shares them.
-    return plain, max(read, exchange) if rates.apart else read + exchange
+    return plain, read + exchanging if stated.exchange is None else max(read, exchanging)
 
 
-def decide(mode: Mode, demand: Demand, bandwidths: Bandwidths, measured: Measured | None = None) -> CooperativeDecision:
-    """Decide whether a group reads together. With the same arguments, the decision is the same on every rank."""
-    known = unconditional(mode, demand)
-    if known is not None:
-        return known
-    rates = _rates(demand.nodes, bandwidths, measured or Measured())
-    if demand.nodes == 1 and rates.exchange is None:
+def decide(mode: Mode, demand: Demand, stated: Bandwidths, measured: Bandwidths = UNKNOWN) -> CooperativeDecision:
+    """Decide whether a group reads together. With the same arguments, the decision is the same on every rank.
+
+    Args:
+        measured: bandwidths that all ranks together measured earlier. The rate of the exchange is used only if the rate
+            of the store is stated or measured too.
+    """
+    decision = unconditional(mode, demand)
+    if decision is not None:
+        return decision
+    _, _, exchange, origins = _rates(demand.nodes, stated, measured)
+    if demand.nodes == 1 and exchange is None:
         return CooperativeDecision(True, "all ranks are on one node, whose port to the store they share")
-    plain, together = predict(demand, bandwidths, measured)
-    figures = f"predicted {plain:.2f} s if each rank reads alone and {together:.2f} s together ({rates.origins})"
+    plain, together = predict(demand, stated, measured)
+    figures = f"predicted {plain:.2f} s if each rank reads alone and {together:.2f} s together ({origins})"
     if together <= _WORTHWHILE_GAIN * plain:
         return CooperativeDecision(True, figures)
     return CooperativeDecision(False, f"{figures}, so there is no gain")

@@ -18,10 +18,10 @@ import torch
 import torch.distributed as dist
 
 from bucketpoint.dcp.cooperative.decision import (
+    UNKNOWN,
     Bandwidths,
     CooperativeDecision,
     Demand,
-    Measured,
     check_mode,
     decide,
     unconditional,
@@ -54,7 +54,7 @@ class Cooperation:
         self._bandwidths = bandwidths or Bandwidths()
         self._exchange: Peers | None = None
         self._ranks: tuple[int, ...] = ()
-        self._found = Measured()
+        self._measured = UNKNOWN
         self.explanation = "Nothing has been loaded yet"
         self.peak_bytes = 0
         """Most host memory for buffers that the last cooperative load held at once on this rank."""
@@ -73,7 +73,7 @@ class Cooperation:
             members = meet(self._mode, url, self._group, (stated.store, stated.nic, stated.exchange))
             ranks = tuple(member.rank for member in members)
             if ranks != self._ranks:
-                self._ranks, self._found = ranks, Measured()
+                self._ranks, self._measured = ranks, UNKNOWN
             self.explanation = "Plain: this rank is alone on its node"
             if len(members) > 1:
                 self._exchange = Peers(members, self._group)
@@ -132,7 +132,12 @@ class Cooperation:
             return
         with self.taking_part():
             exchange.arrive()
-            requests = _plan_or_tell(exchange, plan)
+            try:
+                requests = plan()
+            except Exception as error:
+                with contextlib.suppress(BucketpointError):
+                    exchange.agree(Note(failure=reason_of(error)))
+                raise
             numbers = {key: _number_of(key) for key in {request.key for request in requests}}
             schedule = self._agree(exchange, requests, numbers, options)
             if schedule is None:
@@ -140,11 +145,11 @@ class Cooperation:
                 began = time.monotonic()
                 _fetch_alone(store, requests, options, pool, meter)
                 rate = meter.done_bytes / max(time.monotonic() - began, 1e-9)
-                self._found = replace(self._found, store=rate or None)
+                self._measured = replace(self._measured, store=rate or None)
                 return
             load = SharedLoad(exchange, schedule, requests, numbers, store=store, options=options, meter=meter)
             load.run(self.taking_part)
-            self._found = Measured(load.store_rate, load.exchange_rate or self._found.exchange)
+            self._measured = Bandwidths(load.store_rate, exchange=load.exchange_rate or self._measured.exchange)
             self.peak_bytes = load.peak_bytes
             self.explanation += f". This rank read {meter.done_bytes / 1e9:.3f} GB"
         self._end()
@@ -167,7 +172,7 @@ class Cooperation:
             size = round_bytes(min(note.numbers[1] for note in notes))
             return overlaps.schedule(exchange.rank, size)
 
-    def _measure(self, exchange: Peers, demand: Demand) -> Measured:
+    def _measure(self, exchange: Peers, demand: Demand) -> Bandwidths:
         """Sum the rates that the members have measured. The result is the same on all, so that they decide the same.
 
         The rate of the store is that of the last load. The rate of the exchange is that of the last cooperative load;
@@ -175,14 +180,15 @@ class Cooperation:
         """
         stated = self._bandwidths
         if unconditional(self._mode, demand) is not None:
-            return Measured()
-        notes = exchange.agree(Note((int(self._found.store or 0), int(self._found.exchange or 0))))
-        found = Measured(*(_together([note.numbers[index] for note in notes]) for index in (0, 1)))
-        if stated.exchange is None and found.exchange is None and demand.nodes > 1 and (found.store or stated.store):
-            self._found = replace(self._found, exchange=_try_out(exchange))
-            notes = exchange.agree(Note((0, int(self._found.exchange or 0))))
-            found = replace(found, exchange=_together([note.numbers[1] for note in notes]))
-        return found
+            return UNKNOWN
+        own = self._measured
+        notes = exchange.agree(Note((int(own.store or 0), int(own.exchange or 0))))
+        store, rate = (_together([note.numbers[index] for note in notes]) for index in (0, 1))
+        if stated.exchange is None and rate is None and demand.nodes > 1 and (store or stated.store):
+            self._measured = replace(own, exchange=_try_out(exchange))
+            notes = exchange.agree(Note((0, int(self._measured.exchange or 0))))
+            rate = _together([note.numbers[1] for note in notes])
+        return Bandwidths(store, exchange=rate)
 
     @contextlib.contextmanager
     def taking_part(self) -> Iterator[None]:
@@ -197,16 +203,6 @@ class Cooperation:
             if exchange is not None:
                 exchange.leave(reason_of(error))
             raise
-
-
-def _plan_or_tell(exchange: Peers, plan: Callable[[], list[Request]]) -> list[Request]:
-    """Return this rank's requests. If they cannot be planned, tell the other ranks before the error is raised."""
-    try:
-        return plan()
-    except Exception as error:
-        with contextlib.suppress(BucketpointError):
-            exchange.swap(Note(failure=reason_of(error)))
-        raise
 
 
 def _fetch_alone(

@@ -11,7 +11,7 @@ import os
 import socket
 import struct
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -100,16 +100,18 @@ def meet(mode: str, url: str | None, group: Any, figures: tuple[float | None, ..
             f"Rank {here} loads cooperatively, but is not in the process group that was passed",
             remedy="Pass each rank a group that it is in; the groups of different ranks may differ",
         )
-    own = Member(here, _node(), new_token(), url, mode, figures)
-    found: list[Any] = [None] * dist.get_world_size(group)
+    # Containers may all have the same host name, so the number of torchrun's agent is part of the node's name.
+    node = f"{socket.gethostname()}/{os.environ.get('GROUP_RANK', '')}"
+    own = Member(here, node, new_token(), url, mode, figures)
+    members: list[Any] = [None] * dist.get_world_size(group)
     try:
-        dist.all_gather_object(found, own, group=group)
+        dist.all_gather_object(members, own, group=group)
     except RuntimeError as error:
         raise BucketpointError(
             f"Some ranks of the process group did not begin the cooperative load: {_first_line(error)}",
             remedy="All ranks of the group must load, each with the same cooperative=",
         ) from error
-    for other in found:
+    for other in members:
         if (other.url, other.mode) != (url, mode):
             raise BucketpointError(
                 f"Rank {other.rank} loads {other.url} with cooperative={other.mode!r}, "
@@ -121,7 +123,7 @@ def meet(mode: str, url: str | None, group: Any, figures: tuple[float | None, ..
                 f"Rank {other.rank} was given other bandwidths than rank {here}: they cannot decide alike",
                 remedy="Pass the same bandwidths= on all ranks of the group",
             )
-    return [member for member in found if mode != "node" or member.node == own.node]
+    return [member for member in members if mode != "node" or member.node == own.node]
 
 
 class Peers:
@@ -152,7 +154,7 @@ class Peers:
         """
         self.agree(Note(), within=min(ARRIVE_WITHIN, self.timeout))
 
-    def swap(self, note: Note, peers: Sequence[int] | None = None, within: timedelta | None = None) -> list[Note]:
+    def agree(self, note: Note, peers: Sequence[int] | None = None, within: timedelta | None = None) -> list[Note]:
         """Send a note to all peers and receive one from each. Return the notes in the order of `peers`.
 
         Args:
@@ -160,49 +162,43 @@ class Peers:
             within: how long to wait for all peers; by default the timeout of the group.
 
         Raises:
-            PeerFailedError: a peer is lost, and one has sent the reason of its failure.
+            PeerFailedError: ranks have failed, this one included; it has the reason of the first.
         """
-        everyone = self._all() if peers is None else peers
+        everyone = range(len(self.members)) if peers is None else peers
         # Zeros are a note without a failure, so a note that has not arrived yet reports none.
-        heard = {
-            peer: torch.zeros(_NOTE_BYTES, dtype=torch.uint8, device="cpu") for peer in everyone if peer != self.rank
-        }
-        packed = note.pack()
-        works = [(peer, self._backend.recv([tensor], peer, _NOTE_TAG)) for peer, tensor in heard.items()]
-        works += [(peer, self._backend.send([packed], peer, _NOTE_TAG)) for peer in heard]
+        packed = {peer: torch.zeros(_NOTE_BYTES, dtype=torch.uint8, device="cpu") for peer in everyone}
+        packed[self.rank] = note.pack()
+        others = [peer for peer in everyone if peer != self.rank]
+        works = [(peer, self._backend.recv([packed[peer]], peer, _NOTE_TAG)) for peer in others]
+        works += [(peer, self._backend.send([packed[self.rank]], peer, _NOTE_TAG)) for peer in others]
+        lost: BucketpointError | None = None
         try:
             self._wait(works, within)
         except BucketpointError as error:
-            refusal = self._refusal({peer: Note.unpack(tensor) for peer, tensor in heard.items()})
-            if refusal is None:
-                raise
-            # Pass the reason on: the rank that failed may not have told all others.
-            self.leave(refusal.message)
-            raise refusal from error
-        heard[self.rank] = packed
-        return [Note.unpack(heard[peer]) for peer in everyone]
-
-    def agree(self, note: Note, peers: Sequence[int] | None = None, within: timedelta | None = None) -> list[Note]:
-        """Swap notes with all peers, and raise on every one if one has failed.
-
-        Raises:
-            PeerFailedError: names the ranks that failed, and the reason of the first.
-        """
-        notes = self.swap(note, peers, within)
-        refusal = self._refusal(dict(zip(self._all() if peers is None else peers, notes, strict=True)))
-        if refusal is not None:
-            raise refusal
+            lost = error
+        notes = [Note.unpack(packed[peer]) for peer in everyone]
+        failed = [peer for peer, other in zip(everyone, notes, strict=True) if other.failure is not None]
+        if failed:
+            first, more = failed[0], f" (and {len(failed) - 1} more)" if len(failed) > 1 else ""
+            reason, rank = notes[everyone.index(first)].failure, self.members[first].rank
+            failure = PeerFailedError(f"Rank {rank}{more} failed, so no rank can load: {reason}", rank=rank)
+            if lost is not None and note.failure is None:
+                # Pass the reason on: the rank that failed may not have told all others.
+                self.leave(failure.message)
+            raise failure from lost
+        if lost is not None:
+            raise lost
         return notes
 
     def gather(self, rows: torch.Tensor, counts: Sequence[int]) -> list[torch.Tensor]:
         """Return the rows of every member. `rows` has shape (counts[rank], n); dtype and n are the same everywhere."""
         padded = rows.new_zeros(max(counts), *rows.shape[1:])
         padded[: len(rows)] = rows
-        found = [torch.empty_like(padded) for _ in counts]
+        tables = [torch.empty_like(padded) for _ in counts]
         if padded.numel():
             with self._losing():
-                self._backend.allgather([found], [padded]).wait()
-        return [table[:count] for table, count in zip(found, counts, strict=True)]
+                self._backend.allgather([tables], [padded]).wait()
+        return [table[:count] for table, count in zip(tables, counts, strict=True)]
 
     def broadcast(self, data: bytes, nbytes: int) -> memoryview:
         """Send the first member's `data` to all members, and return it. All members must know the length, `nbytes`."""
@@ -216,14 +212,11 @@ class Peers:
 
     def move(self, receives: Sequence[Message], sends: Sequence[Message]) -> None:
         """Receive and send all messages. In one call, each pair of ranks uses each tag, from 0 on, only once."""
-        works = [
-            (message.peer, self._backend.recv([_bytes(message.data)], message.peer, _NOTE_TAG + 1 + message.tag))
-            for message in receives
-        ]
-        works += [
-            (message.peer, self._backend.send([_bytes(message.data)], message.peer, _NOTE_TAG + 1 + message.tag))
-            for message in sends
-        ]
+        works = []
+        for start, messages in ((self._backend.recv, receives), (self._backend.send, sends)):
+            for message in messages:
+                data = torch.frombuffer(message.data, dtype=torch.uint8)
+                works.append((message.peer, start([data], message.peer, _NOTE_TAG + 1 + message.tag)))
         self._wait(works)
 
     def close(self) -> None:
@@ -235,24 +228,13 @@ class Peers:
         backend, self._backend = self._backend, None
         if backend is None:
             return
-        others = [peer for peer in self._all() if peer != self.rank]
+        others = [peer for peer in range(len(self.members)) if peer != self.rank]
         packed = Note(failure=reason).pack()
         with contextlib.suppress(RuntimeError):
             works = [backend.send([packed], peer, _NOTE_TAG) for peer in others]
             for work in works:
                 work.wait(_FAREWELL)
         disconnect(backend, others)
-
-    def _refusal(self, notes: Mapping[int, Note]) -> PeerFailedError | None:
-        failed = [(self.members[peer].rank, note.failure) for peer, note in notes.items() if note.failure is not None]
-        if not failed:
-            return None
-        first, reason = failed[0]
-        more = f" (and {len(failed) - 1} more)" if len(failed) > 1 else ""
-        return PeerFailedError(f"Rank {first}{more} failed, so no rank can load: {reason}", rank=first)
-
-    def _all(self) -> Sequence[int]:
-        return range(len(self.members))
 
     def _wait(self, works: Sequence[tuple[int, Any]], within: timedelta | None = None) -> None:
         limit = within or self.timeout
@@ -287,15 +269,6 @@ def _gloo(token: str, rank: int, size: int, timeout: timedelta) -> Any:
         ) from error
     # Not `dist.new_group`: every rank of the job would have to call it, and its group names repeat after a failure.
     return ProcessGroupGloo(PrefixStore(f"bucketpoint/{token}", _get_default_store()), rank, size, timeout)
-
-
-def _node() -> str:
-    # Containers may all have the same host name, so the number of torchrun's agent is part of the name.
-    return f"{socket.gethostname()}/{os.environ.get('GROUP_RANK', '')}"
-
-
-def _bytes(view: memoryview) -> torch.Tensor:
-    return torch.frombuffer(view, dtype=torch.uint8)
 
 
 def _first_line(error: BaseException) -> str:

@@ -19,7 +19,7 @@ from bucketpoint.errors import BucketpointError
 from bucketpoint.stores import Store
 from bucketpoint.transfer import BufferPool, Meter, Request, TaskGroup, TransferOptions, retry_transient
 from bucketpoint.transfer.download import Assembly, fetch_one
-from bucketpoint.transfer.hedge import hedged
+from bucketpoint.transfer.fetch import range_reader
 
 _FINISHERS = 2
 """Threads that verify and deliver. Two suffice: a checksum takes a tenth of the time in which the bytes arrive."""
@@ -68,7 +68,7 @@ class SharedLoad:
         self._meter = meter
         self._done_before = meter.done_bytes
         self._pool = BufferPool(max(int(options.max_inflight_bytes * _ALONE), 1))
-        self._ranges = store if options.hedge is None else hedged(store, options.hedge, self._pool, meter)
+        self._ranges = range_reader(store, options, self._pool, meter)
         self._memory = BufferPool(int(options.max_inflight_bytes * _KEPT), grain=_GRAIN)
         self._targets = Targets(
             [(numbers[own.key], own) for own, shared in zip(requests, schedule.shared, strict=True) if shared],
@@ -127,7 +127,9 @@ class SharedLoad:
             taking_part(),
         ):
             self._read_ahead(reading, self._schedule.rounds[0] if self._schedule.rounds else ())
-            node = NodeMemory(self._exchange, self._schedule.peers, self._most_in_a_round())
+            here, rounds = self._exchange.rank, self._schedule.rounds
+            own = (sum(cell.nbytes for cell in cells if cell.reader == here) for cells in rounds)
+            node = NodeMemory(self._exchange, self._schedule.peers, max(own, default=0))
             self._memory.count(node.nbytes)
             self._ahead_limit -= node.nbytes
             for _ in range(min(options.connections, len(self._alone))):
@@ -198,7 +200,7 @@ class SharedLoad:
             error = self._error
         if error is not None:
             with contextlib.suppress(BucketpointError):
-                self._exchange.swap(Note(failure=reason_of(error)), self._schedule.peers)
+                self._exchange.agree(Note(failure=reason_of(error)), self._schedule.peers)
             raise error
         self._exchange.agree(Note(), self._schedule.peers)
 
@@ -300,11 +302,6 @@ class SharedLoad:
                 self._reads -= 1
                 if not self._reads:
                     self._reading_s += time.monotonic() - self._reading_since
-
-    def _most_in_a_round(self) -> int:
-        here = self._exchange.rank
-        own = (sum(cell.nbytes for cell in cells if cell.reader == here) for cells in self._schedule.rounds)
-        return max(own, default=0)
 
     def _wait_for(self, condition: Callable[[], bool]) -> None:
         with self._state:

@@ -94,6 +94,9 @@ class Overlaps:
         self._first, self._last = start[opens], reach[closes]
         self._obj = rows[self._order, 0][opens]
         self._base = start[opens] - rows[self._order, 1][opens]
+        # Each stretch with each rank that wants some of it.
+        pairs = torch.unique(self._stretch * len(tables) + self._rank[self._order])
+        self._held, self._holder = pairs // len(tables), pairs % len(tables)
         self.demand = self._measure(len(tables), nodes)
 
     def schedule(self, rank: int, round_bytes: int) -> Schedule:
@@ -104,12 +107,10 @@ class Overlaps:
             round_bytes: most bytes that a round hands out.
         """
         ranks = len(self._tables)
-        holder = self._rank[self._order]
-        pairs = torch.unique(self._stretch * ranks + holder)
-        stretch, holder_of = pairs // ranks, pairs % ranks
+        stretch, holder = self._held, self._holder
         shared = torch.bincount(stretch, minlength=len(self._first)) > 1
-        lowest = torch.full((len(self._first),), ranks).scatter_reduce(0, stretch, holder_of, "amin")
-        peers = self._peers(rank, torch.unique((lowest[stretch] * ranks + holder_of)[shared[stretch]]).tolist())
+        lowest = torch.full((len(self._first),), ranks).scatter_reduce(0, stretch, holder, "amin")
+        peers = self._peers(rank, torch.unique((lowest[stretch] * ranks + holder)[shared[stretch]]).tolist())
         mine = torch.zeros(len(self._rank), dtype=torch.bool)
         mine[self._order] = shared[self._stretch]
         alone = torch.bincount(self._rank[~mine], (self._stop - self._start)[~mine].double(), minlength=ranks)
@@ -130,8 +131,7 @@ class Overlaps:
 
     def _measure(self, ranks: int, nodes: Sequence[int]) -> Demand:
         lengths = (self._last - self._first).double()
-        pairs = torch.unique(self._stretch * ranks + self._rank[self._order])
-        stretch, holder = pairs // ranks, pairs % ranks
+        stretch, holder = self._held, self._holder
         holders = torch.bincount(stretch, minlength=len(lengths)).double()
         width = max(nodes, default=0) + 1
         on_node = torch.unique(stretch * width + torch.tensor(nodes)[holder], return_counts=True)
@@ -147,20 +147,20 @@ class Overlaps:
     # -- dealing ------------------------------------------------------------------------------------------------------
 
     def _peers(self, rank: int, edges: Sequence[int]) -> list[int]:
-        """Return all ranks that are connected with `rank`, itself included. An edge is `one * ranks + another`."""
+        """Return all ranks that are connected with `rank`, itself included. An edge is `low * ranks + high`."""
         ranks = len(self._tables)
         neighbours: dict[int, list[int]] = {}
         for edge in edges:
-            one, another = divmod(edge, ranks)
-            neighbours.setdefault(one, []).append(another)
-            neighbours.setdefault(another, []).append(one)
-        found, ahead = {rank}, [rank]
+            low, high = divmod(edge, ranks)
+            neighbours.setdefault(low, []).append(high)
+            neighbours.setdefault(high, []).append(low)
+        connected, ahead = {rank}, [rank]
         while ahead:
             for peer in neighbours.get(ahead.pop(), []):
-                if peer not in found:
-                    found.add(peer)
+                if peer not in connected:
+                    connected.add(peer)
                     ahead.append(peer)
-        return sorted(found)
+        return sorted(connected)
 
     def _deal(
         self, here: int, wanted: torch.Tensor, peers: Sequence[int], alone: Sequence[int], round_bytes: int
@@ -297,7 +297,7 @@ def _needs(
     Offsets count from the first byte of the object, which lies at `base`.
     """
     reads = torch.tensor(readers, dtype=torch.int64) == here
-    found: dict[int, dict[int, list[Span]]] = {}
+    needs: dict[int, dict[int, list[Span]]] = {}
     for chosen, among in ((reads, torch.ones_like(spans.rank, dtype=torch.bool)), (~reads, spans.rank == here)):
         # Chosen cells are numbered consecutively, so that the chosen cells that a span touches form a range.
         numbers = torch.nonzero(chosen).flatten()
@@ -311,8 +311,8 @@ def _needs(
         rank = torch.repeat_interleave(spans.rank[among], width)
         parts = zip((start - base[cell]).tolist(), (stop - base[cell]).tolist(), strict=True)
         for index, owner, part in zip(cell.tolist(), rank.tolist(), parts, strict=True):
-            found.setdefault(index, {}).setdefault(owner, []).append(part)
-    return found
+            needs.setdefault(index, {}).setdefault(owner, []).append(part)
+    return needs
 
 
 def _own_number(rank: int) -> int:

@@ -42,12 +42,12 @@ class Targets:
     def overlapping(self, obj: int, start: int, stop: int) -> list[Assembly]:
         entries = self._by_object[obj]
         index = bisect.bisect_right(entries, start - self._longest[obj], key=lambda entry: entry.request.start)
-        found = []
+        assemblies = []
         while index < len(entries) and entries[index].request.start < stop:
             if entries[index].request.stop > start:
-                found.append(entries[index])
+                assemblies.append(entries[index])
             index += 1
-        return found
+        return assemblies
 
     def direct(self, obj: int, start: int, stop: int) -> memoryview | None:
         """Return the caller's memory into which these bytes can be received, and from which they can be sent.
@@ -71,10 +71,11 @@ class Targets:
 
     def _only(self, obj: int, start: int, stop: int) -> Assembly | None:
         """Return the assembly that takes all of these bytes, if no other takes any; else None."""
-        found = self.overlapping(obj, start, stop)
-        if len(found) != 1 or found[0].request.start > start or found[0].request.stop < stop:
+        assemblies = self.overlapping(obj, start, stop)
+        request = assemblies[0].request if len(assemblies) == 1 else None
+        if request is None or request.start > start or request.stop < stop or id(request) in self._common:
             return None
-        return None if id(found[0].request) in self._common else found[0]
+        return assemblies[0]
 
 
 def common_memory(requests: Sequence[Request]) -> set[int]:
