@@ -28,7 +28,7 @@ from bucketpoint.format.index.ref import IndexRef
 from bucketpoint.format.metadata.deletion_marker import is_marker, parse_marker
 from bucketpoint.format.metadata.facts import extra
 from bucketpoint.stores import ObjectInfo, Store
-from bucketpoint.transfer import retry_transient
+from bucketpoint.stores.retry import READ_ATTEMPTS, retry_transient
 
 logger = logging.getLogger(__name__)
 
@@ -49,7 +49,7 @@ class MetadataSource:
     store: Store
     prefix: str
     url: str
-    attempts: int
+    attempts: int = READ_ATTEMPTS
 
     def read(self, *, indexed: bool) -> bytes:
         """Read `.metadata`; or, instead of a large one, the index that it names, which says the same in fewer bytes.
@@ -67,7 +67,7 @@ class MetadataSource:
         index = None if ref is None else self._index(ref)
         if index is not None:
             return index
-        data = head if whole else self.get(keys.METADATA)
+        data = head if whole else self.get(keys.METADATA)[0]
         # Imported here: tools that only inspect metadata use this module too, and need not wait for torch.
         from bucketpoint.format.index.decode import is_index
 
@@ -75,17 +75,13 @@ class MetadataSource:
             raise MetadataError("The metadata object holds an index of bucketpoint, not DCP metadata", url=self.url)
         return data
 
-    def get(self, name: str) -> bytes:
-        """Read a metadata object.
+    def get(self, name: str) -> tuple[bytes, ObjectInfo]:
+        """Read a metadata object, and the store's description of it.
 
         Raises:
             CheckpointNotFoundError: the object is not there.
             CheckpointDeletedError: the checkpoint was deleted.
         """
-        return self.get_with_info(name)[0]
-
-    def get_with_info(self, name: str) -> tuple[bytes, ObjectInfo]:
-        """Read a metadata object, and the store's description of it."""
         return self._first(name, None)
 
     def _first(self, name: str, first: int | None) -> tuple[bytes, ObjectInfo]:
@@ -169,8 +165,8 @@ class MetadataSource:
         except StoreError as error:
             logger.debug("could not look below %s: %s", self.url, error)
             newest = None
-        found = sorted(inside | ({newest} if newest is not None else set()))
-        return newest or (found[-1] if found else None), found
+        folders = sorted(inside | ({newest} if newest is not None else set()))
+        return newest or (folders[-1] if folders else None), folders
 
 
 def committed_etags(metadata: Any, store: Store, url: str | None) -> dict[str, str]:

@@ -24,7 +24,7 @@ def look_at_objects(
     Raises:
         CorruptDataError: an object is missing, has another size, does not hold all of its items, or was replaced.
     """
-    found: dict[str, ObjectInfo] = {}
+    infos: dict[str, ObjectInfo] = {}
 
     def check(path: str) -> None:
         try:
@@ -39,10 +39,10 @@ def look_at_objects(
             )
         if pinned not in (None, info.etag):
             raise damaged(saved, path, "one of its objects was replaced after the commit")
-        found[path] = info
+        infos[path] = info
 
     for_each(saved.by_object, check, options)
-    return dict(sorted(found.items()))
+    return dict(sorted(infos.items()))
 
 
 def damaged(saved: SavedCheckpoint, path: str, reason: str) -> CorruptDataError:

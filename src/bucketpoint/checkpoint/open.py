@@ -17,7 +17,6 @@ from bucketpoint.format.metadata.facts import extra, record_of
 from bucketpoint.format.metadata.plain import read_metadata
 from bucketpoint.format.record import CommitRecord
 from bucketpoint.stores import ObjectInfo, Store, as_url, open_store
-from bucketpoint.transfer import TransferOptions
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint import Metadata
@@ -110,9 +109,9 @@ def open_checkpoint(
     """
     text = as_url(url) or ""
     store, prefix = open_store(text, storage_options=storage_options, fs=fs)
-    source = MetadataSource(store, prefix, text, TransferOptions().read_attempts)
+    source = MetadataSource(store, prefix, text)
     try:
-        data, info = source.get_with_info(keys.METADATA)
+        data, info = source.get(keys.METADATA)
     except CheckpointDeletedError:
         raise
     except CheckpointNotFoundError:

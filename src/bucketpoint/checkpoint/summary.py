@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -57,16 +57,16 @@ class Summary:
 
     def by_dtype(self) -> dict[str, tuple[int, int]]:
         """Return the number of tensors of each dtype, and their bytes."""
-        found: dict[str, tuple[int, int]] = {}
+        totals: dict[str, tuple[int, int]] = {}
         for entry in self.tensors:
-            count, nbytes = found.get(str(entry.dtype), (0, 0))
-            found[str(entry.dtype)] = count + 1, nbytes + entry.nbytes
-        return dict(sorted(found.items(), key=lambda item: -item[1][1]))
+            count, nbytes = totals.get(str(entry.dtype), (0, 0))
+            totals[str(entry.dtype)] = count + 1, nbytes + entry.nbytes
+        return dict(sorted(totals.items(), key=lambda item: -item[1][1]))
 
 
 def summarise(saved: SavedCheckpoint) -> Summary:
     """Summarise a checkpoint. Raises MetadataError if its metadata is malformed."""
-    stored = {(index.fqn, _place(index.offset)): info for index, info in saved.items}
+    stored = {(index.fqn, None if index.offset is None else tuple(index.offset)): info for index, info in saved.items}
     entries = {fqn: _entry(fqn, entry, stored) for fqn, entry in saved.metadata.state_dict_metadata.items()}
     groups: dict[str, int] = {}
     for entry in entries.values():
@@ -84,10 +84,6 @@ def summarise(saved: SavedCheckpoint) -> Summary:
         # entries.
         record.groups or dict(sorted(groups.items())),
     )
-
-
-def _place(offset: Sequence[int] | None) -> tuple[int, ...] | None:
-    return None if offset is None else tuple(offset)
 
 
 def _entry(fqn: str, entry: Any, stored: dict[tuple[str, tuple[int, ...] | None], ItemInfo]) -> SummaryEntry:
@@ -163,14 +159,10 @@ def difference(a: Summary, b: Summary, *, values: bool = False) -> Difference:
     alike = [(x, y) for x, y in both if (x.dtype, x.shape) == (y.dtype, y.shape)] if values else []
     known = [(x, y) for x, y in alike if x.crc32c is not None and y.crc32c is not None]
     return Difference(
-        _missing_in(a.entries.values(), b),
-        _missing_in(b.entries.values(), a),
+        [entry for fqn, entry in a.entries.items() if fqn not in b.entries],
+        [entry for fqn, entry in b.entries.items() if fqn not in a.entries],
         changed,
         [x.fqn for x, y in known if (x.crc32c, x.nbytes) != (y.crc32c, y.nbytes)],
         sum((x.crc32c, x.nbytes) == (y.crc32c, y.nbytes) for x, y in known),
         [x.fqn for x, y in alike if x.crc32c is None or y.crc32c is None],
     )
-
-
-def _missing_in(entries: Iterable[SummaryEntry], other: Summary) -> list[SummaryEntry]:
-    return [entry for entry in entries if entry.fqn not in other.entries]

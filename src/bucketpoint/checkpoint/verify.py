@@ -27,6 +27,7 @@ from bucketpoint.errors import (
     MetadataError,
     ObjectNotFoundError,
     PreconditionFailedError,
+    StoreError,
     first_of,
 )
 from bucketpoint.format import keys
@@ -40,6 +41,8 @@ from bucketpoint.transfer.pieces import RangeFile, for_each, piece_bytes
 
 VERIFY_OPTIONS = TransferOptions(max_inflight_bytes=256 << 20)
 """Nothing that is read is kept, so all of the budget goes into larger reads: about 10 MiB for each connection."""
+
+_CHANGED = (CorruptDataError, ObjectNotFoundError, PreconditionFailedError)
 
 _NO_CHECKSUM = "its writer recorded no checksum"
 _NOT_FRAMED = "the torch.save archive around the tensor has a form that this version does not write"
@@ -111,7 +114,7 @@ def verify(
         items=len(saved.items),
         read_bytes=meter.done_bytes,
         checked_bytes=run.checked,
-        damage=sorted(run.damage, key=lambda one: (one.path, one.start or 0)),
+        damage=sorted(run.damage, key=lambda damage: (damage.path, damage.start or 0)),
         unchecked=dict(run.unchecked),
         notes=run.notes,
     )
@@ -151,8 +154,9 @@ class _Run:
 
         The record is a cache: a missing one is no damage.
         """
-        reasons, beside = [], "beside it"
-        for where, read in ((beside, self._record_beside), ("in a catalog above it", self._record_above)):
+        reasons, beside, saved = [], "beside it", self.saved
+        above = partial(record_above, saved.url, storage_options=saved.storage_options, fs=saved.fs)
+        for where, read in ((beside, self._record_beside), ("in a catalog above it", above)):
             try:
                 record = read()
             except AccessDeniedError as error:
@@ -180,14 +184,10 @@ class _Run:
             return None
         return CommitRecord.from_json(data, url=self.saved.url)
 
-    def _record_above(self) -> CommitRecord | None:
-        saved = self.saved
-        return record_above(saved.url, storage_options=saved.storage_options, fs=saved.fs)
-
     def _is_of_this_save(self, record: CommitRecord) -> bool:
         # The damaged part of the metadata may be its token; the names of its objects hold the token as well.
         parsed = [keys.parse_data_path(path) for path in self.saved.by_object]
-        tokens = {self.saved.facts.get("token"), *(found[0] for found in parsed if found is not None)} - {None}
+        tokens = {self.saved.facts.get("token"), *(path[0] for path in parsed if path is not None)} - {None}
         if tokens:
             return record.token in tokens
         # Other writers' metadata has no token; the record of an adopted checkpoint is identified by the metadata's
@@ -201,16 +201,15 @@ class _Run:
             return
         key = saved.key(ref.path)
         try:
-            info = retry_transient(lambda: saved.store.head(key), attempts=self.options.read_attempts)
+            info = retry_transient(lambda: saved.store.head(key))
             if info.size != ref.size:
                 text = (
                     f"the index has {info.size} bytes, but {ref.size} were written; loads read {keys.METADATA} instead"
                 )
                 self._add("wrong-size", ref.path, text)
                 return
-            etag, attempts = _condition(saved.store, info), self.options.read_attempts
             size = min(piece_bytes(self.options), ref.size)
-            raw = RangeFile(saved.store, key, 0, ref.size, etag=etag, attempts=attempts)
+            raw = RangeFile(saved.store, key, 0, ref.size, etag=_condition(saved.store, info))
             digest = hashlib.sha256()
             with self._pool.lease(size), io.BufferedReader(raw, size) as file:
                 while piece := file.read(size):
@@ -219,8 +218,8 @@ class _Run:
             text = f"the index is missing; loads read all of {keys.METADATA} instead"
             self._add("missing-object", ref.path, text)
             return
-        except (CorruptDataError, PreconditionFailedError) as error:
-            self._add("replaced-object", ref.path, f"the object changed while it was read: {error.message}")
+        except _CHANGED as error:
+            self._add_changed(ref.path, error)
             return
         meter.add(ref.size)
         self._count(None, ref.size)
@@ -245,21 +244,15 @@ class _Run:
 
     def plan(self) -> list[_ObjectPlan]:
         """Look at every object, and plan those that can be read."""
-        plans: list[_ObjectPlan] = []
-
-        def look(path: str) -> None:
-            plan = self._plan_object(path)
-            if plan is not None:
-                plans.append(plan)
-
-        for_each(self.saved.by_object, look, self.options)
-        return sorted(plans, key=lambda plan: plan.path)
+        plans: list[_ObjectPlan | None] = []
+        for_each(self.saved.by_object, lambda path: plans.append(self._plan_object(path)), self.options)
+        return sorted((plan for plan in plans if plan is not None), key=lambda plan: plan.path)
 
     def _plan_object(self, path: str) -> _ObjectPlan | None:
         saved, key = self.saved, self.saved.key(path)
         items = saved.by_object[path]
         try:
-            info = retry_transient(lambda: saved.store.head(key), attempts=self.options.read_attempts)
+            info = retry_transient(lambda: saved.store.head(key))
         except ObjectNotFoundError:
             self._add("missing-object", path, f"the object is missing, and with it {_named(items)}")
             return None
@@ -278,20 +271,17 @@ class _Run:
 
     def _tables(self, path: str, items: Sequence[tuple[MetadataIndex, ItemInfo]], info: ObjectInfo) -> _Tables:
         """Return the checksum tables of an object's items, and the items with the blocks of those that are sound."""
-        known, attempts = list(items), self.options.read_attempts
-        store, infos = self.saved.store, [item for _, item in items]
+        known, store, infos = list(items), self.saved.store, [item for _, item in items]
         try:
-            tables = read_tables(
-                store, self.saved.key(path), infos, size=info.size, etag=_condition(store, info), attempts=attempts
-            )
-        except (CorruptDataError, ObjectNotFoundError, PreconditionFailedError) as error:
-            self._add("replaced-object", path, f"the object changed while it was read: {error.message}")
+            tables = read_tables(store, self.saved.key(path), infos, size=info.size, etag=_condition(store, info))
+        except _CHANGED as error:
+            self._add_changed(path, error)
             return {}, known
         for number, table in tables.items():
             index, item = items[number]
-            found = with_blocks(item, table)
-            if found is not None:
-                known[number] = index, found
+            with_table = with_blocks(item, table)
+            if with_table is not None:
+                known[number] = index, with_table
                 continue
             start = item.table_offset or 0
             text = "the checksums of its blocks differ from those written at save, so no part of it can be loaded alone"
@@ -331,7 +321,9 @@ class _Run:
     def read(self, plans: Sequence[_ObjectPlan], meter: Meter) -> None:
         for_each(self._tasks(plans, meter), lambda task: task(), self.options)
         for plan in plans:
-            self._conclude(plan)
+            for region in plan.check.wrong() if plan.check is not None else ():
+                text = f"the CRC32C of its {region.part} is not {region.crc32c:08x}, which was written"
+                self._add("checksum", plan.path, text, item=region.fqn, start=region.start, stop=region.stop)
 
     def _tasks(self, plans: Sequence[_ObjectPlan], meter: Meter) -> Iterator[Callable[[], None]]:
         step = piece_bytes(self.options)
@@ -348,35 +340,26 @@ class _Run:
         store, key = self.saved.store, self.saved.key(plan.path)
         with self._pool.lease(stop - start) as view:
             try:
-                retry_transient(
-                    lambda: store.read_into(key, start, [view], if_match=_condition(store, plan.info)),
-                    attempts=self.options.read_attempts,
-                )
-            except (CorruptDataError, ObjectNotFoundError, PreconditionFailedError) as error:
-                text = f"the object changed while it was read: {error.message}"
-                self._add("replaced-object", plan.path, text, start=start, stop=stop)
+                retry_transient(lambda: store.read_into(key, start, [view], if_match=_condition(store, plan.info)))
+            except _CHANGED as error:
+                self._add_changed(plan.path, error, start=start, stop=stop)
                 return
             plan.check.note(start, view)
         meter.add(stop - start)
-
-    def _conclude(self, plan: _ObjectPlan) -> None:
-        for region in plan.check.wrong() if plan.check is not None else ():
-            text = f"the CRC32C of its {region.part} is not {region.crc32c:08x}, which was written"
-            self._add("checksum", plan.path, text, item=region.fqn, start=region.start, stop=region.stop)
 
     # -- what other writers wrote -------------------------------------------------------------------------------------
 
     def _read_foreign(self, plan: _ObjectPlan, index: MetadataIndex, info: ItemInfo, meter: Meter) -> None:
         """Read an item that has no bucketpoint checksum: torch.save's archives carry their own."""
         stop = info.offset + info.length
-        note = partial(self._add, path=plan.path, item=index.fqn, start=info.offset, stop=stop)
+        place: dict[str, Any] = {"item": index.fqn, "start": info.offset, "stop": stop}
         if stop > plan.info.size:
-            note("wrong-size", message=f"the object ends at byte {plan.info.size}, before the end of the item")
+            text = f"the object ends at byte {plan.info.size}, before the end of the item"
+            self._add("wrong-size", plan.path, text, **place)
             return
         store, key = self.saved.store, self.saved.key(plan.path)
-        etag, attempts = _condition(store, plan.info), self.options.read_attempts
         size = max(min(piece_bytes(self.options), info.length), 1)
-        raw = RangeFile(store, key, info.offset, stop, etag=etag, attempts=attempts)
+        raw = RangeFile(store, key, info.offset, stop, etag=_condition(store, plan.info))
         try:
             # The reader has a buffer of its own; the lease only keeps all such buffers within the budget.
             with self._pool.lease(size), io.BufferedReader(raw, size) as file:
@@ -386,18 +369,21 @@ class _Run:
                     file.seek(0)
                     while file.read(size):
                         pass
-        except (CorruptDataError, ObjectNotFoundError, PreconditionFailedError) as error:
-            note("replaced-object", message=f"the object changed while it was read: {error.message}")
+        except _CHANGED as error:
+            self._add_changed(plan.path, error, **place)
             return
         meter.add(info.length)
         if verdict is ZipVerdict.DAMAGED:
-            note("checksum", message=f"its archive is damaged: {reason}")
+            self._add("checksum", plan.path, f"its archive is damaged: {reason}", **place)
         self._count(_NO_CHECKSUM if verdict in (ZipVerdict.NO_ARCHIVE, ZipVerdict.NO_CHECKSUMS) else None, info.length)
 
     # -- gathering ----------------------------------------------------------------------------------------------------
 
     def _add(self, kind: str, path: str, message: str, **where: Any) -> None:
         self.damage.append(Damage(kind, path, message, **where))
+
+    def _add_changed(self, path: str, error: StoreError, **where: Any) -> None:
+        self._add("replaced-object", path, f"the object changed while it was read: {error.message}", **where)
 
     def _count(self, reason: str | None, nbytes: int) -> None:
         """Count bytes that could not be compared for this reason, or that were compared (None)."""

@@ -116,10 +116,7 @@ def plan_copy(
     store, prefix = open_store(text, storage_options=storage_options, fs=fs)
     if (store.identity, prefix) == (saved.store.identity, saved.prefix):
         raise InvalidURLError("Source and destination are the same URL", url=text, remedy="Name another destination")
-    attempts = COPY_OPTIONS.read_attempts
-    sources = look_at_objects(
-        saved, lambda key: retry_transient(lambda: saved.store.head(key), attempts=attempts), COPY_OPTIONS
-    )
+    sources = look_at_objects(saved, lambda key: retry_transient(lambda: saved.store.head(key)), COPY_OPTIONS)
     used = _used_there(store, prefix, text)
     if used is not None and used.seen is not None and not overwrite:
         raise CheckpointExistsError(
@@ -279,7 +276,7 @@ def _check_unchanged(plan: CopyPlan, copied: Mapping[str, ObjectInfo]) -> None:
         return
     above = os.path.commonprefix(list(expected))  # noqa: RUF071 (keys)
     try:
-        listed = retry_transient(lambda: list(plan.store.list(above)), attempts=COPY_OPTIONS.read_attempts)
+        listed = retry_transient(lambda: list(plan.store.list(above)))
     except AccessDeniedError:
         # Without the right to list, no object of an earlier copy was taken over, so no sweep can have deleted one.
         return
@@ -298,8 +295,8 @@ def _check_unchanged(plan: CopyPlan, copied: Mapping[str, ObjectInfo]) -> None:
 def _regions(saved: SavedCheckpoint, path: str, shapes: ChunkShapes, source: ObjectInfo) -> list[Region]:
     items = list(saved.by_object[path])
     pinned = source.etag if saved.store.capabilities.pinned_reads else None
-    infos, attempts = [info for _, info in items], COPY_OPTIONS.read_attempts
-    tables = read_tables(saved.store, saved.key(path), infos, size=source.size, etag=pinned, attempts=attempts)
+    infos = [info for _, info in items]
+    tables = read_tables(saved.store, saved.key(path), infos, size=source.size, etag=pinned)
     for number, table in tables.items():
         index, info = items[number]
         checked = with_blocks(info, table)

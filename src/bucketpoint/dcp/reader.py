@@ -265,7 +265,7 @@ class BucketReader(Located, StorageReader):
         return metadata
 
     def _read_of_rank(self, rank: int) -> Metadata:
-        metadata = self._decode(self._source().get(keys.rank_metadata(rank)))
+        metadata = self._decode(self._source().get(keys.rank_metadata(rank))[0])
         saved, here = extra(metadata).get("world_size"), world_size()
         if saved is not None and saved != here:
             raise MismatchError(

@@ -64,14 +64,14 @@ def decode_item(
         return cast(torch.Tensor, torch.load(io.BytesIO(view), map_location="cpu", weights_only=False))
     try:
         item = read_item(bytes(view))
-        found = settled(item.values[0]) if item.deferred else item.values[0]
+        tensor = settled(item.values[0]) if item.deferred else item.values[0]
     except RefusedError as error:
         raise UnsafeDataError(f"The item is not a plain tensor: it contains {error}", key=key) from None
     except UnreadableError as error:
         raise MetadataError(f"The item is not an archive of torch.save: {error}", key=key) from None
-    if not item.saved or not isinstance(found, torch.Tensor):
+    if not item.saved or not isinstance(tensor, torch.Tensor):
         raise MetadataError("The item is not a tensor saved by torch.save", key=key)
-    return found
+    return tensor
 
 
 def fill_tensor(target: torch.Tensor, saved: torch.Tensor) -> None:

@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
-from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
+from torch.distributed.checkpoint.planner import ReadItem
 
-from bucketpoint.checkpoint.block_tables import table_extent
-from bucketpoint.checkpoint.chunk import PlannedItem, SavedChunk, chunk_of_probe
-from bucketpoint.dcp.loading.read_plan import ReadPlan
+from bucketpoint.checkpoint.block_tables import with_blocks
+from bucketpoint.dcp.loading.read_plan import PlannedItem, ReadPlan, SavedChunk
+from bucketpoint.errors import CorruptDataError
 from bucketpoint.format.item_info import ItemInfo
 from bucketpoint.format.torch_zip import PROBE_BYTES, ProbedFrame, probe_frame
 from bucketpoint.transfer import Extent
@@ -33,46 +33,60 @@ def load_extents(plan: ReadPlan, items: Sequence[ReadItem], read_now: ReadNow, *
         MismatchError: a target or a wanted slice does not fit what was saved.
         CorruptDataError: a table of block checksums is damaged.
     """
-    planned = plan.resolve(items)
-    probed = _probe(plan, planned, read_now)
-    chunks = [probe or plan.chunk_of(item) for item, probe in zip(planned, probed, strict=True)]
-    planned = _with_blocks(plan, planned, chunks, read_now, url)
-    return [extent for item, chunk in zip(planned, chunks, strict=True) for extent in plan.extents(item, chunk)]
+    planned = _with_blocks(_probed(plan, plan.resolve(items), read_now), read_now, url)
+    return [extent for item in planned for extent in plan.extents(item)]
 
 
-def _with_blocks(
-    plan: ReadPlan, items: list[PlannedItem], chunks: Sequence[SavedChunk | None], read_now: ReadNow, url: str | None
-) -> list[PlannedItem]:
-    """Read the block checksums that are needed to verify parts of items: one small read for each object."""
-    pairs = zip(items, chunks, strict=True)
-    wanted = {(item.key, item.info.offset): item for item, chunk in pairs if plan.needs_table(item, chunk)}
-    if not wanted:
-        return items
-    infos: dict[tuple[str, int], ItemInfo] = {}
-    read_now(table_extent(where, item, plan.etag_of(item), infos, url) for where, item in wanted.items())
-    return [
-        replace(item, info=infos[where]) if (where := (item.key, item.info.offset)) in infos else item for item in items
-    ]
-
-
-def _probe(plan: ReadPlan, items: Sequence[PlannedItem], read_now: ReadNow) -> list[SavedChunk | None]:
+def _probed(plan: ReadPlan, items: list[PlannedItem], read_now: ReadNow) -> list[PlannedItem]:
     """Locate the payload in chunks of other writers, one small read a chunk, where only a part is wanted."""
     frames: dict[tuple[str, int], ProbedFrame | None] = {}
-    wanted = {(item.key, item.info.offset): item for item in items if plan.needs_probe(item)}
+    wanted = {item.place: item for item in items if plan.needs_probe(item)}
+    if not wanted:
+        return items
 
-    def probe(where: tuple[str, int], item: PlannedItem) -> Extent:
+    def probe(item: PlannedItem) -> Extent:
         def deliver(view: memoryview | None) -> None:
             assert view is not None
-            frames[where] = probe_frame(bytes(view))
+            frames[item.place] = probe_frame(bytes(view))
 
         start = item.info.offset
         return Extent(item.key, start, start + min(PROBE_BYTES, item.info.length), deliver)
 
-    if wanted:
-        read_now(probe(where, item) for where, item in wanted.items())
-    chunks: list[SavedChunk | None] = []
-    for item in items:
-        frame = frames.get((item.key, item.info.offset)) if item.read.type != LoadItemType.BYTE_IO else None
-        fits = frame is not None and frame.payload_offset + frame.payload_nbytes <= item.info.length
-        chunks.append(chunk_of_probe(item, frame) if frame is not None and fits else None)
-    return chunks
+    read_now(map(probe, wanted.values()))
+    return [_with_frame(item, frames.get(item.place)) for item in items]
+
+
+def _with_frame(item: PlannedItem, frame: ProbedFrame | None) -> PlannedItem:
+    if frame is None or item.target is None or frame.payload_offset + frame.payload_nbytes > item.info.length:
+        return item
+    start, shape, strides = item.info.offset + frame.payload_offset, tuple(frame.shape), tuple(frame.stride)
+    chunk = SavedChunk(start, frame.payload_nbytes, frame.dtype, shape, strides, frame.storage_offset)
+    return replace(item, chunk=chunk)
+
+
+def _with_blocks(items: list[PlannedItem], read_now: ReadNow, url: str | None) -> list[PlannedItem]:
+    """Read the block checksums that are needed to verify parts of items: one small read for each object."""
+    wanted = {item.place: item for item in items if item.needs_table}
+    if not wanted:
+        return items
+    infos: dict[tuple[str, int], ItemInfo] = {}
+
+    def table(item: PlannedItem) -> Extent:
+        start = item.info.table_offset
+        assert start is not None
+
+        def deliver(view: memoryview | None) -> None:
+            assert view is not None
+            info = with_blocks(item.info, view)
+            if info is None:
+                raise CorruptDataError(
+                    f"Checksum mismatch in {item.fqn}: the checksums of its blocks differ from those written at save",
+                    url=url,
+                    key=item.key,
+                )
+            infos[item.place] = info
+
+        return Extent(item.key, start, start + item.info.table_nbytes, deliver, label=item.fqn, etag=item.etag)
+
+    read_now(map(table, wanted.values()))
+    return [replace(item, info=infos[item.place]) if item.place in infos else item for item in items]

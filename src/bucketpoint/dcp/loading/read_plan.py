@@ -7,7 +7,7 @@ import itertools
 import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -15,7 +15,6 @@ from torch.distributed.checkpoint import LoadPlanner, Metadata, TensorStorageMet
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 
-from bucketpoint.checkpoint.chunk import PlannedItem, SavedChunk, tensor_over
 from bucketpoint.checkpoint.regions import ChunkShapes
 from bucketpoint.dcp.loading.decode import decode_item, fill_tensor, load_bytes
 from bucketpoint.errors import MetadataError, MismatchError
@@ -27,7 +26,67 @@ from bucketpoint.format.tensor_bytes import is_viewable, tensor_bytes
 from bucketpoint.format.torch_zip import contiguous_strides
 from bucketpoint.transfer import Block, Extent, TransferOptions, Whole
 
-Deliver = Callable[[memoryview | None], None]
+Box = tuple[tuple[int, ...], tuple[int, ...]]
+"""Offsets and lengths of a slice of a chunk."""
+
+
+@dataclass(frozen=True)
+class SavedChunk:
+    """A saved chunk whose raw elements can be reached: their start in the object, and their layout."""
+
+    payload_start: int
+    nbytes: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    """Strides in elements."""
+    storage_offset: int = 0
+
+    @property
+    def in_c_order(self) -> bool:
+        steps = zip(self.shape, self.strides, contiguous_strides(self.shape), strict=True)
+        return self.storage_offset == 0 and all(size == 1 or stride == step for size, stride, step in steps)
+
+    def runs(self, offsets: Sequence[int], lengths: Sequence[int]) -> Runs:
+        itemsize, origin = self.dtype.itemsize, self.storage_offset
+        return slice_runs(self.shape, offsets, lengths, itemsize, strides=self.strides, storage_offset=origin)
+
+
+@dataclass(frozen=True)
+class PlannedItem:
+    """A read item with its metadata.
+
+    Attributes:
+        target: the tensor into which the item is read; None for bytes.
+        etag: the ETag that the object must have; None if it is not known.
+        chunk: the saved chunk of which a slice is read; None if the item is read whole.
+    """
+
+    read: ReadItem
+    info: ItemInfo
+    key: str
+    target: torch.Tensor | None
+    etag: str | None
+    chunk: SavedChunk | None
+
+    @property
+    def fqn(self) -> str:
+        return self.read.storage_index.fqn
+
+    @property
+    def place(self) -> tuple[str, int]:
+        """The object of the saved item, and its offset there."""
+        return self.key, self.info.offset
+
+    @property
+    def needs_table(self) -> bool:
+        """True if the table of block checksums must be read first: only part of the item is wanted.
+
+        A whole item is verified by the one checksum in the metadata.
+        """
+        if self.chunk is None or self.target is None or not self.target.numel():
+            return False
+        return self.info.table_nbytes > 0 and tuple(self.read.lengths) != self.chunk.shape
 
 
 class ReadPlan:
@@ -67,10 +126,10 @@ class ReadPlan:
         storage_data: dict[MetadataIndex, Any] = self._metadata.storage_data or {}
         resolved = []
         for item in items:
-            found = storage_data.get(item.storage_index)
-            if found is None:
+            stored = storage_data.get(item.storage_index)
+            if stored is None:
                 raise MetadataError("The metadata names no data for this item", key=item.storage_index.fqn)
-            info = read_storage_info(found)
+            info = read_storage_info(stored)
             target = None
             if item.type != LoadItemType.BYTE_IO:
                 target = self._planner.resolve_tensor(item)
@@ -81,40 +140,44 @@ class ReadPlan:
                         f"The planner requested {list(item.lengths)} but passed a tensor of shape {list(target.shape)}",
                         key=item.dest_index.fqn,
                     )
-            resolved.append(PlannedItem(item, info, keys.join(self._prefix, info.path), target))
+            key, etag, chunk = (
+                keys.join(self._prefix, info.path),
+                self._etags.get(info.path),
+                self._chunk_of(item, info),
+            )
+            resolved.append(PlannedItem(item, info, key, target, etag, chunk))
         return resolved
 
-    def chunk_of(self, item: PlannedItem) -> SavedChunk | None:
+    def _tensor(self, item: ReadItem) -> TensorStorageMetadata | None:
+        entry = self._metadata.state_dict_metadata.get(item.storage_index.fqn)
+        return entry if isinstance(entry, TensorStorageMetadata) else None
+
+    def _chunk_of(self, item: ReadItem, info: ItemInfo) -> SavedChunk | None:
         """Return the place of the raw elements of the item's saved chunk; None if the metadata does not tell it."""
-        info = item.info
         if info.payload_offset is None or info.payload_nbytes is None or info.transform_descriptors:
             return None
-        entry = self._metadata.state_dict_metadata.get(item.read.storage_index.fqn)
-        if not isinstance(entry, TensorStorageMetadata):
+        entry, shape = self._tensor(item), self._shapes.of(item.storage_index)
+        if entry is None or shape is None:
             return None
-        shape = self._shapes.of(item.read.storage_index)
-        if shape is None or math.prod(shape) * entry.properties.dtype.itemsize != info.payload_nbytes:
+        dtype = entry.properties.dtype
+        if math.prod(shape) * dtype.itemsize != info.payload_nbytes:
             return None
         start = info.offset + info.payload_offset
-        return SavedChunk(start, info.payload_nbytes, entry.properties.dtype, shape, contiguous_strides(shape))
+        return SavedChunk(start, info.payload_nbytes, dtype, shape, contiguous_strides(shape))
 
     def needs_probe(self, item: PlannedItem) -> bool:
         """Return True if the item is a frame of a foreign writer that is wanted in part, or too large to read whole."""
-        if item.target is None or item.info.payload_offset is not None or item.info.transform_descriptors:
+        info = item.info
+        ours = info.payload_offset is not None or info.crc32c is not None
+        if item.target is None or ours or info.transform_descriptors:
             return False
-        if item.info.crc32c is not None:
-            return False
-        entry = self._metadata.state_dict_metadata.get(item.read.storage_index.fqn)
-        wanted = (
-            item.target.numel() * entry.properties.dtype.itemsize if isinstance(entry, TensorStorageMetadata) else 0
-        )
-        return item.info.length > self._options.lease_bytes or wanted * 2 < item.info.length
+        entry = self._tensor(item.read)
+        wanted = 0 if entry is None else item.target.numel() * entry.properties.dtype.itemsize
+        return info.length > self._options.lease_bytes or wanted * 2 < info.length
 
-    def extents(self, item: PlannedItem, chunk: SavedChunk | None) -> Iterator[Extent]:
-        """Return the byte ranges that one item needs.
-
-        `chunk` comes from the metadata or from a probe; None: read the item whole.
-        """
+    def extents(self, item: PlannedItem) -> Iterator[Extent]:
+        """Return the byte ranges that one item needs."""
+        chunk, info, read = item.chunk, item.info, item.read
         if chunk is None:
             yield self._whole(item)
             return
@@ -122,62 +185,46 @@ class ReadPlan:
         if item.target.numel() == 0:
             self._commit(item)
             return
-        read = item.read
         offsets, lengths = tuple(read.storage_offsets), tuple(read.lengths)
         if any(o < 0 or n < 0 or o + n > size for o, n, size in zip(offsets, lengths, chunk.shape, strict=True)):
             raise MismatchError(
                 f"The planner requested {list(lengths)} at {list(offsets)} of a chunk of shape {list(chunk.shape)}",
-                key=read.storage_index.fqn,
+                key=item.fqn,
             )
-        pieces = list(self._split(item, chunk, offsets, lengths))
-        done = self._when_all(item, len(pieces))
-        whole = self._as_a_whole(item.info)
-        for piece_offsets, piece_lengths in pieces:
-            for extent in self._piece(item, chunk, piece_offsets, piece_lengths, done):
+        boxes = list(self._split(item, chunk, (offsets, lengths)))
+        done = _countdown(len(boxes), lambda: self._commit(item))
+        whole = None
+        if info.block_crcs is None and info.crc32c is not None and info.payload_nbytes is not None:
+            whole = Whole(info.payload_nbytes, info.crc32c)
+        for box in boxes:
+            for extent in self._slice(item, chunk, box, done):
                 yield extent if whole is None else replace(extent, part_of=whole)
-
-    def needs_table(self, item: PlannedItem, chunk: SavedChunk | None) -> bool:
-        """Return True if the table of block checksums must be read first: only part of the item is wanted.
-
-        A whole item is verified by the one checksum in the metadata.
-        """
-        if chunk is None or item.target is None or not item.target.numel():
-            return False
-        return item.info.table_nbytes > 0 and tuple(item.read.lengths) != chunk.shape
-
-    @staticmethod
-    def _as_a_whole(info: ItemInfo) -> Whole | None:
-        if info.block_crcs is not None or info.crc32c is None or info.payload_nbytes is None:
-            return None
-        return Whole(info.payload_nbytes, info.crc32c)
 
     # -- slices of a chunk --------------------------------------------------------------------------------------------
 
-    def _split(
-        self, item: PlannedItem, chunk: SavedChunk, offsets: tuple[int, ...], lengths: tuple[int, ...]
-    ) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    def _split(self, item: PlannedItem, chunk: SavedChunk, box: Box) -> Iterator[Box]:
         """Cut a slice into boxes, each of which is fetched as one range.
 
         A box is a single run that can be received in place, or a band of short runs that fits a leased buffer.
         """
-        runs = self._runs(chunk, offsets, lengths)
+        offsets, lengths = box
+        runs = chunk.runs(offsets, lengths)
         # A box is never smaller than a block: the whole block is fetched to verify any part of it, and once more for
         # each band that it is cut into.
         small = runs.span <= max(self._options.lease_bytes, item.info.block_nbytes or 0)
-        if (runs.count == 1 and self._direct_ok(item, chunk)) or (small and self._affordable(item, runs)):
-            yield offsets, lengths
+        axes = [axis for axis, size in enumerate(lengths) if size > 1]
+        fits = (runs.count == 1 and _fits_in_place(item, chunk)) or (small and self._affordable(item, runs))
+        if fits or not axes:
+            yield box
             return
-        axis = self._outermost(chunk, lengths)
-        if axis is None:
-            yield offsets, lengths
-            return
+        axis = max(axes, key=lambda axis: chunk.strides[axis])
         step = self._band(item, chunk, axis, lengths, runs)
         at, end = offsets[axis], offsets[axis] + lengths[axis]
         while at < end:
             # Bands end where blocks do, so that a block at a border is not fetched and checked twice.
             size = min(step - at % step, end - at)
-            box = (*offsets[:axis], at, *offsets[axis + 1 :]), (*lengths[:axis], size, *lengths[axis + 1 :])
-            yield from self._split(item, chunk, *box)
+            band = (*offsets[:axis], at, *offsets[axis + 1 :]), (*lengths[:axis], size, *lengths[axis + 1 :])
+            yield from self._split(item, chunk, band)
             at += size
 
     def _band(self, item: PlannedItem, chunk: SavedChunk, axis: int, lengths: tuple[int, ...], runs: Runs) -> int:
@@ -198,32 +245,29 @@ class ReadPlan:
         near = runs.coalesced(self._options.coalesce_gap_bytes).count == 1
         return near and runs.span <= self._options.max_overread * runs.nbytes
 
-    def _piece(
-        self,
-        item: PlannedItem,
-        chunk: SavedChunk,
-        offsets: tuple[int, ...],
-        lengths: tuple[int, ...],
-        done: Callable[[], None],
-    ) -> Iterator[Extent]:
+    def _slice(self, item: PlannedItem, chunk: SavedChunk, box: Box, done: Callable[[], None]) -> Iterator[Extent]:
         assert item.target is not None
         target = item.target
+        offsets, lengths = box
         for axis, (at, origin, size) in enumerate(zip(offsets, item.read.storage_offsets, lengths, strict=True)):
             if size != target.shape[axis]:
                 target = target.narrow(axis, at - origin, size)
-        runs = self._runs(chunk, offsets, lengths)
-        if runs.count == 1 and self._direct_ok(item, chunk) and is_viewable(target):
+        runs = chunk.runs(offsets, lengths)
+        if runs.count == 1 and _fits_in_place(item, chunk) and is_viewable(target):
             yield from self._direct(item, chunk, runs, target, done)
             return
-        low, high, blocks = self._verified(item.info, runs.start, runs.start + runs.span)
+        low, high, blocks = _verified(item.info, runs.start, runs.start + runs.span)
 
         def deliver(view: memoryview | None) -> None:
             assert view is not None
-            source = tensor_over(view[runs.start - low :], runs.span, chunk, lengths)
-            target.copy_(source)
+            raw = torch.frombuffer(view[runs.start - low :], dtype=torch.uint8, count=runs.span)
+            if raw.data_ptr() % chunk.dtype.itemsize:
+                raw = raw.clone()
+            target.copy_(raw.view(chunk.dtype).as_strided(lengths, chunk.strides))
             done()
 
-        yield self._extent(item, chunk, low, high, blocks, deliver)
+        origin = chunk.payload_start
+        yield Extent(item.key, origin + low, origin + high, deliver, blocks, label=item.fqn, etag=item.etag)
 
     def _direct(
         self, item: PlannedItem, chunk: SavedChunk, runs: Runs, target: torch.Tensor, done: Callable[[], None]
@@ -232,93 +276,22 @@ class ReadPlan:
 
         The run is cut into parts of `part_bytes`, at the borders of blocks.
         """
-        memory = tensor_bytes(target)
+        memory, origin = tensor_bytes(target), chunk.payload_start
         block = item.info.block_nbytes or 1
         size = max(self._options.part_bytes // block, 1) * block
         cuts = [runs.start, *range(runs.start - runs.start % block + size, runs.start + runs.nbytes, size)]
         cuts.append(runs.start + runs.nbytes)
-        arrived = self._countdown(len(cuts) - 1, done)
+        arrived = _countdown(len(cuts) - 1, done)
 
         def deliver(_: memoryview | None, keep: torch.Tensor = target) -> None:
             arrived()
 
         for start, stop in itertools.pairwise(cuts):
-            low, high, blocks = self._verified(item.info, start, stop)
-            yield self._extent(
-                item,
-                chunk,
-                low,
-                high,
-                blocks,
-                deliver,
-                direct=memory[start - runs.start : stop - runs.start],
-                direct_start=chunk.payload_start + start,
+            low, high, blocks = _verified(item.info, start, stop)
+            direct = memory[start - runs.start : stop - runs.start]
+            yield Extent(
+                item.key, origin + low, origin + high, deliver, blocks, direct, origin + start, item.fqn, item.etag
             )
-
-    def _extent(
-        self,
-        item: PlannedItem,
-        chunk: SavedChunk,
-        low: int,
-        high: int,
-        blocks: Sequence[Block],
-        deliver: Deliver,
-        direct: memoryview | None = None,
-        direct_start: int = 0,
-    ) -> Extent:
-        return Extent(
-            key=item.key,
-            start=chunk.payload_start + low,
-            stop=chunk.payload_start + high,
-            deliver=deliver,
-            blocks=blocks,
-            direct=direct,
-            direct_start=direct_start,
-            label=item.read.storage_index.fqn,
-            etag=self.etag_of(item),
-        )
-
-    def etag_of(self, item: PlannedItem) -> str | None:
-        """Return the ETag that the object of an item must have; None if it is not known."""
-        return self._etags.get(item.info.path)
-
-    @staticmethod
-    def _verified(info: ItemInfo, start: int, stop: int) -> tuple[int, int, list[Block]]:
-        """Widen payload bytes `[start, stop)` to whole blocks, and return the checksum of each block too.
-
-        Without block checksums the range stays as it is.
-        """
-        block = info.block_nbytes
-        if not block or info.payload_nbytes is None or info.block_crcs is None:
-            return start, stop, []
-        first, last = start // block, -(-stop // block)
-        low, high = first * block, min(last * block, info.payload_nbytes)
-        blocks = [
-            Block(min(block, info.payload_nbytes - index * block), info.block_crcs[index])
-            for index in range(first, last)
-        ]
-        return low, high, blocks
-
-    @staticmethod
-    def _direct_ok(item: PlannedItem, chunk: SavedChunk) -> bool:
-        target = item.target
-        return target is not None and target.dtype == chunk.dtype and chunk.in_c_order and is_viewable(target)
-
-    @staticmethod
-    def _runs(chunk: SavedChunk, offsets: Sequence[int], lengths: Sequence[int]) -> Runs:
-        return slice_runs(
-            chunk.shape,
-            offsets,
-            lengths,
-            chunk.dtype.itemsize,
-            strides=chunk.strides,
-            storage_offset=chunk.storage_offset,
-        )
-
-    @staticmethod
-    def _outermost(chunk: SavedChunk, lengths: Sequence[int]) -> int | None:
-        axes = [axis for axis, size in enumerate(lengths) if size > 1]
-        return max(axes, key=lambda axis: chunk.strides[axis], default=None)
 
     # -- whole items --------------------------------------------------------------------------------------------------
 
@@ -330,48 +303,22 @@ class ReadPlan:
 
         def deliver(view: memoryview | None) -> None:
             assert view is not None
-            fqn = item.read.storage_index.fqn
             if item.target is None:
-                data = load_bytes(view, info, self._transforms, key=fqn, trusted=self._trusted, planner=self._planner)
+                data = load_bytes(
+                    view, info, self._transforms, key=item.fqn, trusted=self._trusted, planner=self._planner
+                )
                 with self._lock:
                     self._planner.load_bytes(item.read, io.BytesIO(data))
                 return
             nbytes = self._saved_nbytes(item)
-            saved = decode_item(view, info, self._transforms, key=fqn, tensor_nbytes=nbytes, trusted=self._trusted)
+            saved = decode_item(view, info, self._transforms, key=item.fqn, tensor_nbytes=nbytes, trusted=self._trusted)
             for axis, (at, size) in enumerate(zip(item.read.storage_offsets, item.read.lengths, strict=True)):
                 if (at, size) != (0, saved.shape[axis]):
                     saved = saved.narrow(axis, at, size)
             fill_tensor(item.target, saved)
             self._commit(item)
 
-        return Extent(
-            key=item.key,
-            start=info.offset,
-            stop=info.offset + info.length,
-            deliver=deliver,
-            blocks=blocks,
-            label=item.read.storage_index.fqn,
-            etag=self.etag_of(item),
-        )
-
-    # -- bookkeeping --------------------------------------------------------------------------------------------------
-
-    def _when_all(self, item: PlannedItem, pieces: int) -> Callable[[], None]:
-        return self._countdown(pieces, lambda: self._commit(item))
-
-    def _countdown(self, count: int, then: Callable[[], None]) -> Callable[[], None]:
-        left = count
-        lock = threading.Lock()
-
-        def one() -> None:
-            nonlocal left
-            with lock:
-                left -= 1
-                last = left == 0
-            if last:
-                then()
-
-        return one
+        return Extent(item.key, info.offset, info.offset + info.length, deliver, blocks, label=item.fqn, etag=item.etag)
 
     def _commit(self, item: PlannedItem) -> None:
         assert item.target is not None
@@ -380,9 +327,39 @@ class ReadPlan:
 
     def _saved_nbytes(self, item: PlannedItem) -> int | None:
         """Return the bytes of an item's saved chunk by its shape and dtype, at most those of the whole tensor."""
-        entry = self._metadata.state_dict_metadata.get(item.read.storage_index.fqn)
-        if not isinstance(entry, TensorStorageMetadata):
+        entry = self._tensor(item.read)
+        if entry is None:
             return None
         shape = self._shapes.of(item.read.storage_index)
         most = math.prod(entry.size)
         return min(most, most if shape is None else math.prod(shape)) * entry.properties.dtype.itemsize
+
+
+def _fits_in_place(item: PlannedItem, chunk: SavedChunk) -> bool:
+    target = item.target
+    return target is not None and target.dtype == chunk.dtype and chunk.in_c_order and is_viewable(target)
+
+
+def _verified(info: ItemInfo, start: int, stop: int) -> tuple[int, int, list[Block]]:
+    """Widen payload bytes `[start, stop)` to whole blocks, and return the checksum of each block too.
+
+    Without block checksums the range stays as it is.
+    """
+    block, nbytes = info.block_nbytes, info.payload_nbytes
+    if not block or nbytes is None or info.block_crcs is None:
+        return start, stop, []
+    first, last = start // block, -(-stop // block)
+    blocks = [Block(min(block, nbytes - index * block), info.block_crcs[index]) for index in range(first, last)]
+    return first * block, min(last * block, nbytes), blocks
+
+
+def _countdown(count: int, then: Callable[[], None]) -> Callable[[], None]:
+    """Return a function that calls `then` when it is called for the `count`-th time."""
+    numbers = itertools.count(1)
+
+    def arrived() -> None:
+        # One step of the iterator is atomic.
+        if next(numbers) == count:
+            then()
+
+    return arrived
