@@ -51,6 +51,7 @@ class SaveLog:
             raise BucketpointError(f"{self.kind!r} is not a kind of checkpoint", remedy=f"Use {', '.join(KINDS)}")
 
     def begin(self, url: str, token: str) -> None:
+        """Note that an attempt begins: on the coordinator, before any rank sends data. An error fails the save."""
         catalog = self.catalog
         folder, step = catalog.folder_of(url)
         ensure(catalog)
@@ -61,13 +62,19 @@ class SaveLog:
         catalog.write(self._attempt(folder, step, token), _json(body))
 
     def uploading(self, url: str, token: str, rank: int, paths: Sequence[str]) -> None:
+        """Note the paths below `url` to which a rank is about to begin multipart uploads. An error fails the save.
+
+        Called on each rank, and only if the store cannot list the uploads of a prefix.
+        """
         body = {"version": 1, "paths": list(paths), "started": self.catalog.clock()}
         self.catalog.write(self._uploads(url, token, rank), _json(body))
 
     def uploaded(self, url: str, token: str, rank: int) -> None:
+        """Note that all of these uploads are complete. A BucketpointError is logged."""
         self.catalog.store.delete([self._uploads(url, token, rank)])
 
     def facts(self, url: str) -> dict[str, Any]:
+        """Return plain values to put into `.metadata`."""
         return {
             "step": self.catalog.folder_of(url)[1],
             "kind": self.kind,
@@ -77,6 +84,11 @@ class SaveLog:
         }
 
     def committed(self, url: str, record: CommitRecord, *, intent_stays: bool = False) -> None:
+        """Record that the checkpoint exists. A BucketpointError is logged, as the record can be rebuilt.
+
+        With `intent_stays` an earlier request of the same commit may still arrive, so that the intent has to protect
+        the checkpoint from deletion for an hour.
+        """
         folder, step = self.catalog.folder_of(url)
         write_record(self.catalog, folder, step, record)
         try:

@@ -21,6 +21,7 @@ from torch.futures import Future
 from bucketpoint.catalog.deletion.fence import AttemptFence
 from bucketpoint.catalog.deletion.prune_worker import PruneWorker
 from bucketpoint.catalog.run_retention import RunRetention
+from bucketpoint.catalog.save_log import SaveLog
 from bucketpoint.dcp import process_groups
 from bucketpoint.dcp.error_boundary import dcp_call
 from bucketpoint.dcp.planning.agreement import agree_on_plans, agree_on_results, make_statement
@@ -28,7 +29,6 @@ from bucketpoint.dcp.planning.plan_cache import PlannedMetadata, WriterMeta, rep
 from bucketpoint.dcp.planning.results import Results
 from bucketpoint.dcp.progress_bar import describe, noted, progress_callback
 from bucketpoint.dcp.saving.commit import commit
-from bucketpoint.dcp.saving.commit_listener import CommitLog
 from bucketpoint.dcp.saving.commit_put import Commit, prior_commit
 from bucketpoint.dcp.saving.object_layout import ObjectPlace, plan_objects, results_of
 from bucketpoint.dcp.saving.transformed import transformed_paths, write_transformed
@@ -104,7 +104,7 @@ class BucketWriter(Located, StorageWriter, AsyncStager):
         progress: ProgressCallback | bool | None = None,
         staging: StagingOptions | Any = None,
         retention: RetentionPolicy | str | os.PathLike[str] | None = None,
-        log: CommitLog | None = None,
+        log: SaveLog | None = None,
     ) -> None:
         if log is not None and retention is not None:
             raise BucketpointError("BucketWriter takes either retention= or log=, not both", remedy="Leave out log=")
@@ -327,7 +327,7 @@ class BucketWriter(Located, StorageWriter, AsyncStager):
         self._saves = threading.local()
         self._stager = None
 
-    def _log_of(self, session: SaveSession) -> CommitLog | None:
+    def _log_of(self, session: SaveSession) -> SaveLog | None:
         """Return the log for a save; None for a save without collectives, as there is no common commit to record."""
         if not session.use_collectives:
             return None

@@ -15,13 +15,13 @@ from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 
 from bucketpoint.catalog.deletion.fence import LONG_AGO, AttemptFence
+from bucketpoint.catalog.save_log import SaveLog
 from bucketpoint.checkpoint.regions import ChunkShapes
 from bucketpoint.convert.payload_reader import Filling
 from bucketpoint.convert.source import Payload, Source
 from bucketpoint.convert.target import TargetLayout, TargetObject, TargetPlace, held
 from bucketpoint.dcp.planning.plan_cache import reported
 from bucketpoint.dcp.saving.commit import commit, complete_metadata
-from bucketpoint.dcp.saving.commit_listener import CommitLog
 from bucketpoint.dcp.saving.commit_put import Commit, prior_commit, put_commit
 from bucketpoint.dcp.saving.object_layout import PlacedItem, PlannedObject, results_of
 from bucketpoint.errors import MismatchError
@@ -43,7 +43,7 @@ def plan_bucketpoint(
     token: str,
     object_bytes: int,
     overwrite: bool,
-    log: CommitLog | None,
+    log: SaveLog | None,
 ) -> TargetLayout:
     """Lay out a checkpoint as our writer does: model and optimizer apart, names with this attempt's token, one commit.
 

@@ -27,7 +27,7 @@ from bucketpoint.errors import (
 from bucketpoint.format import keys
 from bucketpoint.format.index import ref as index_ref
 from bucketpoint.format.index.encode import encode_index
-from bucketpoint.format.index.ref import index_path, make_ref, ref_of
+from bucketpoint.format.index.ref import IndexRef, index_path, make_ref, ref_of
 from bucketpoint.format.item_info import data_paths
 from bucketpoint.format.metadata.codec import encode_metadata, extension
 from bucketpoint.format.metadata.facts import make_record
@@ -82,7 +82,7 @@ class Committed:
 
 
 def commit(
-    request: Commit, metadata: Metadata, told: RankResults, *, world_size: int, created: float, endpoint: str
+    request: Commit, metadata: Metadata, results: RankResults, *, world_size: int, created: float, endpoint: str
 ) -> Committed:
     """Commit a checkpoint: it does not exist before, and exists as a whole after.
 
@@ -98,25 +98,27 @@ def commit(
         "world_size": world_size,
         "created": created,
         "torch": str(torch.__version__),
-        **told.facts,
+        **results.facts,
         **request.facts,
         **(request.log.facts(request.url) if request.log is not None else {}),
     }
-    made = _encoded(request, metadata, told, facts)
-    if made.index is not None:
-        _put_index(request, made.index)
-    sizes = {path: fact["size"] for path, fact in made.objects.items()}
+    data, index, items, objects = _encoded(request, metadata, results, facts)
+    if index is not None:
+        # Before the commit that names it. Only this attempt uses the key, so nothing is overwritten.
+        key, body = keys.join(request.prefix, index_path(request.token)), memoryview(index)
+        retry_transient(lambda: request.store.put(key, [body], crc32c=crc32c(body)), attempts=COMMIT_ATTEMPTS)
+    sizes = {path: fact["size"] for path, fact in objects.items()}
     if request.fence is not None:
         request.fence.sizes = sizes
-    info, replaced, again = _put(request, made.data)
+    info, replaced, again = _put(request, data)
     if replaced is not None:
-        _delete_replaced(request, replaced, kept={*made.objects, index_path(request.token)})
+        _delete_replaced(request, replaced, kept={*objects, index_path(request.token)})
     if request.name == keys.METADATA:
         known = {**facts, "writer": __version__}
-        record = make_record(metadata, known, made.data, sizes, items=made.items, metadata_etag=info.etag)
+        record = make_record(metadata, known, data, sizes, items=items, metadata_etag=info.etag)
         # Last, as it removes the intent: without an intent no sweep would look for the remains of the old checkpoint.
         _write_record(request, record, again=again)
-    return Committed(made.items, len(made.objects), sum(sizes.values()))
+    return Committed(items, len(objects), sum(sizes.values()))
 
 
 def commit_copy(request: Commit, data: bytes, record: CommitRecord, *, paths: Collection[str]) -> None:
@@ -142,63 +144,56 @@ def _put(request: Commit, data: bytes) -> tuple[ObjectInfo, Metadata | None, boo
     before = process_budget().counts.retried
     info, replaced = put_commit(request, data)
     again = process_budget().counts.retried != before
-    if not again:
-        _release(request)
+    if not again and request.fence is not None:
+        try:
+            request.fence.release()
+        except BucketpointError as error:
+            logger.warning(
+                "the fence of a committed save was not deleted, and stays until the next deep sweep: %s", error
+            )
     return info, replaced, again
 
 
-@dataclass(frozen=True)
-class _Encoded:
-    """The bytes to put: `.metadata`, and the index that it names; None if it names none."""
-
-    data: bytes
-    index: bytes | None
-    items: int
-    objects: dict[str, Any]
-
-
-def _encoded(request: Commit, metadata: Metadata, told: RankResults, facts: dict[str, Any]) -> _Encoded:
+def _encoded(
+    request: Commit, metadata: Metadata, results: RankResults, facts: dict[str, Any]
+) -> tuple[bytes, bytes | None, int, dict[str, Any]]:
+    """Return `.metadata`, the index that it names (None if it names none), the number of items, and the objects."""
     storage_meta = StorageMeta(checkpoint_id=request.url, save_id=request.token)
-    version = (VERSION,) if hasattr(metadata, "version") else ()
+    version = {"version": VERSION} if hasattr(metadata, "version") else {}
 
-    def filled(objects: dict[str, Any], index: bytes | None) -> bytes | None:
-        end: dict[str, Any] = {"storage_meta": storage_meta}
-        if version:
-            end["version"] = VERSION
-        ref = None if index is None else make_ref(request.token, index)
-        return told.filled({**end, **extension({**facts, "objects": objects})}, ref)
+    def filled(objects: dict[str, Any], ref: IndexRef | None) -> bytes | None:
+        return results.filled(
+            {"storage_meta": storage_meta, **version, **extension({**facts, "objects": objects})}, ref
+        )
 
-    objects = told.objects()
+    def ref_to(index: bytes | None) -> IndexRef | None:
+        return None if index is None else make_ref(request.token, index)
+
+    objects = results.objects()
     (bucketpoint,) = extension({**facts, "objects": objects}).values()
-    wanted = _wants_index(request, told.count, objects)
-    told.note_if_complete(indexed=wanted)
-    index = told.index(bucketpoint, storage_meta, version) if request.name == keys.METADATA else None
-    data = filled(objects, index)
+    results.note_if_complete(indexed=_wants_index(request, results.count, objects))
+    index = None
+    if request.name == keys.METADATA:
+        index = results.index(bucketpoint, storage_meta, tuple(version.values()))
+    data = filled(objects, ref_to(index))
     if data is not None:
-        return _Encoded(data, index, told.count, objects)
-    whole, objects = complete_metadata(metadata, told.results(), storage_meta=storage_meta)
+        return data, index, results.count, objects
+    whole, objects = complete_metadata(metadata, results.results(), storage_meta=storage_meta)
     (bucketpoint,) = extension({**facts, "objects": objects}).values()
-    wanted = _wants_index(request, len(whole.storage_data or ()), objects)
-    found = encode_index(whole, bucketpoint=bucketpoint) if wanted else None
-    index, template = found or (None, None)
-    told.note_complete(template)
-    data = filled(objects, index)
+    items = len(whole.storage_data or ())
+    encoded = encode_index(whole, bucketpoint=bucketpoint) if _wants_index(request, items, objects) else None
+    index, template = encoded or (None, None)
+    results.note_complete(template)
+    data = filled(objects, ref_to(index))
     if data is None:
-        ref = None if index is None else make_ref(request.token, index)
-        data = encode_metadata(whole, bucketpoint={**facts, "objects": objects}, index=ref)
-    return _Encoded(data, index, len(whole.storage_data or ()), objects)
+        data = encode_metadata(whole, bucketpoint={**facts, "objects": objects}, index=ref_to(index))
+    return data, index, items, objects
 
 
 def _wants_index(request: Commit, items: int, objects: dict[str, Any]) -> bool:
     # A user's group of objects may have the same name as the index: then there is no index, as it would overwrite data.
     free = index_path(request.token) not in objects
     return free and request.name == keys.METADATA and items >= index_ref.INDEX_ITEMS
-
-
-def _put_index(request: Commit, index: bytes) -> None:
-    """Write the index, before the commit that names it. Only this attempt uses the key, so nothing is overwritten."""
-    key, body = keys.join(request.prefix, index_path(request.token)), memoryview(index)
-    retry_transient(lambda: request.store.put(key, [body], crc32c=crc32c(body)), attempts=COMMIT_ATTEMPTS)
 
 
 def _write_record(request: Commit, record: CommitRecord, *, again: bool) -> None:
@@ -213,14 +208,6 @@ def _write_record(request: Commit, record: CommitRecord, *, again: bool) -> None
             "the checkpoint is committed, but its catalog record was not written (`bucketpoint adopt` writes it): %s",
             error,
         )
-
-
-def _release(request: Commit) -> None:
-    try:
-        if request.fence is not None:
-            request.fence.release()
-    except BucketpointError as error:
-        logger.warning("the fence of a committed save was not deleted, and stays until the next deep sweep: %s", error)
 
 
 def _delete_replaced(request: Commit, replaced: Metadata, *, kept: set[str]) -> None:
@@ -249,11 +236,11 @@ def _check_complete(metadata: Metadata, storage_data: dict[MetadataIndex, Any]) 
     missing: list[str] = []
     wrong: list[str] = []
     for index, nbytes in _expected(metadata):
-        found = storage_data.get(index)
-        if found is None:
+        stored = storage_data.get(index)
+        if stored is None:
             missing.append(_name(index))
             continue
-        item = read_storage_info(found)
+        item = read_storage_info(stored)
         if nbytes is not None and item.payload_nbytes is not None and item.payload_nbytes != nbytes:
             wrong.append(f"{_name(index)}: {item.payload_nbytes} bytes instead of {nbytes}")
     if missing or wrong:

@@ -15,8 +15,8 @@ from torch.distributed.checkpoint import Metadata
 
 from bucketpoint.catalog.deletion.delete import SIGNED_S
 from bucketpoint.catalog.deletion.fence import AttemptFence, Stopwatch
+from bucketpoint.catalog.save_log import SaveLog
 from bucketpoint.catalog.snapshot import CLOCKS_S
-from bucketpoint.dcp.saving.commit_listener import CommitLog
 from bucketpoint.dcp.session import PriorCommit
 from bucketpoint.errors import (
     AccessDeniedError,
@@ -56,7 +56,7 @@ class Commit:
     token: str
     name: str
     overwrite: bool
-    log: CommitLog | None = None
+    log: SaveLog | None = None
     facts: Mapping[str, Any] = field(default_factory=dict)
     """Further plain values to put into the metadata. Values of the log with the same names replace them."""
     seen: PriorCommit | None = None
@@ -173,18 +173,15 @@ def _replace(
     # A marker is no checkpoint, so any save may replace it: the deletion removes only the objects that the commit
     # before the marker named.
     if not is_marker(there):
-        if not request.overwrite:
-            raise CheckpointExistsError("A checkpoint already exists at this URL", url=request.url) from None
-        _refuse_others(request, info, there)
-        replaced = _readable(there, request.url)
+        replaced = _to_be_replaced(request, info, there)
     store, body, crc = request.store, [memoryview(data)], crc32c(memoryview(data))
     request.ensure_alive()
     try:
         info = retry_transient(lambda: store.put(key, body, crc32c=crc, if_match=info.etag), attempts=COMMIT_ATTEMPTS)
     except (ObjectNotFoundError, PreconditionFailedError):
-        now, found = _get_committed(store, key)
+        now, info = _get_committed(store, key)
         if now == data:
-            return found, replaced
+            return info, replaced
         if is_marker(now):
             return None
         raise _conflict(request) from None
@@ -219,10 +216,10 @@ def _settled(request: Commit, marker: ObjectInfo) -> bool:
     return True
 
 
-def _refuse_others(request: Commit, found: ObjectInfo, data: bytes) -> None:
+def _refuse_others(request: Commit, info: ObjectInfo, data: bytes) -> None:
     """Raise if the existing commit was made after this attempt began: its job was told that it succeeded."""
     seen = request.seen
-    if seen is None or (seen.there and (seen.etag == found.etag or seen.etag == _thinned_from(data))):
+    if seen is None or (seen.there and (seen.etag == info.etag or seen.etag == _thinned_from(data))):
         return
     raise _conflict(request)
 
@@ -248,12 +245,9 @@ def _put_unconditionally(request: Commit, key: str, data: bytes) -> tuple[Object
     """Commit to a store without conditional writes: look, write, and look again. Two jobs at once may still collide."""
     replaced = None
     try:
-        there, found = request.store.get(key)
+        there, info = request.store.get(key)
         if not is_marker(there):
-            if not request.overwrite:
-                raise CheckpointExistsError("A checkpoint already exists at this URL", url=request.url)
-            _refuse_others(request, found, there)
-            replaced = _readable(there, request.url)
+            replaced = _to_be_replaced(request, info, there)
     except ObjectNotFoundError:
         pass
     request.ensure_alive()
@@ -267,10 +261,17 @@ def _check_ours(request: Commit, key: str, data: bytes) -> None:
         raise CommitConflictError("Another job committed a checkpoint to this URL at the same time", url=request.url)
 
 
-def _readable(data: bytes, url: str) -> Metadata | None:
-    """Decode the metadata about to be replaced. Return None if it cannot be read: its data objects then stay."""
+def _to_be_replaced(request: Commit, info: ObjectInfo, data: bytes) -> Metadata | None:
+    """Return the metadata about to be replaced; None if it cannot be read: its data objects then stay.
+
+    Raises:
+        CheckpointExistsError, CommitConflictError: it must not be replaced.
+    """
+    if not request.overwrite:
+        raise CheckpointExistsError("A checkpoint already exists at this URL", url=request.url)
+    _refuse_others(request, info, data)
     try:
-        return decode_metadata(data, url=url)
+        return decode_metadata(data, url=request.url)
     except BucketpointError as error:
         logger.warning(
             "the metadata of the replaced checkpoint cannot be read, so its data objects are not deleted: %s", error

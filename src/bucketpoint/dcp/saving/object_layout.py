@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import io
 import logging
 import pickle
@@ -129,7 +130,7 @@ def plan_objects(
         batches = [batch]
         for item in members:
             data = resolve(item, planner)
-            nbytes = data.numel() * data.element_size() if isinstance(data, torch.Tensor) else len(data)
+            nbytes = nbytes_of(data)
             if batch and size + nbytes > target_object_bytes:
                 batch = []
                 batches.append(batch)
@@ -147,20 +148,13 @@ def _lay_out(path: str, prefix: str, batch: Sequence[tuple[WriteItem, torch.Tens
     placed: list[PlacedItem] = []
     offset = 0
     for write, data in batch:
-        if isinstance(data, torch.Tensor) and frameable(data):
-            frame = tensor_frame(data.dtype, data.shape)
-            payload = _payload_segment(data, frame.payload_nbytes)
-            parts = [Segment(len(frame.header), memoryview(frame.header)), payload]
-            parts.append(Segment(len(frame.trailer), memoryview(frame.trailer)))
-            placed.append(PlacedItem(write, offset, frame.nbytes, len(segments) + 1, frame.payload_offset, data))
-        else:
-            view = torch_saved(data) if isinstance(data, torch.Tensor) else data
-            if write.type == WriteItemType.BYTE_IO:
-                warn_if_unsafe(write.index.fqn, view)
-            parts = [Segment(len(view), view, block_nbytes=len(view))]
-            placed.append(PlacedItem(write, offset, len(view), len(segments), None, None))
+        parts = item_segments(write, data)
+        framed = len(parts) > 1
+        start, nbytes = parts[0].nbytes, sum(part.nbytes for part in parts)
+        tensor = data if framed and isinstance(data, torch.Tensor) else None
+        placed.append(PlacedItem(write, offset, nbytes, len(segments) + framed, start if framed else None, tensor))
         segments += parts
-        offset += sum(part.nbytes for part in parts)
+        offset += nbytes
     for number, item in enumerate(placed):
         segment = segments[item.payload]
         if segment.nbytes > segment.block_nbytes:
@@ -173,21 +167,32 @@ def _lay_out(path: str, prefix: str, batch: Sequence[tuple[WriteItem, torch.Tens
     return PlannedObject(path, ObjectSource(keys.join(prefix, path), segments), placed)
 
 
-def _payload_segment(tensor: torch.Tensor, nbytes: int) -> Segment:
-    blocks = plan_blocks(nbytes, nbytes // tensor.shape[0] if tensor.dim() and tensor.shape[0] else nbytes)
-    if is_viewable(tensor):
-        return Segment(nbytes, tensor_bytes(tensor), block_nbytes=blocks)
-    return Segment(nbytes, fill=lambda start, out: copy_stretch(tensor, start, out), block_nbytes=blocks)
+def item_segments(write: WriteItem, data: torch.Tensor | memoryview) -> list[Segment]:
+    """Return the bytes of one item: header, payload and trailer of a framed tensor; one segment for anything else."""
+    if isinstance(data, torch.Tensor) and frameable(data):
+        frame = tensor_frame(data.dtype, data.shape)
+        header, trailer, nbytes = memoryview(frame.header), memoryview(frame.trailer), frame.payload_nbytes
+        blocks = plan_blocks(nbytes, nbytes // data.shape[0] if data.dim() and data.shape[0] else nbytes)
+        if is_viewable(data):
+            payload = Segment(nbytes, tensor_bytes(data), block_nbytes=blocks)
+        else:
+            payload = Segment(nbytes, fill=functools.partial(copy_stretch, data), block_nbytes=blocks)
+        return [Segment(len(header), header), payload, Segment(len(trailer), trailer)]
+    if isinstance(data, torch.Tensor):
+        # Our frames cannot hold it: it is sparse, quantised, or of a subclass.
+        buffer = io.BytesIO()
+        torch.save(data.cpu(), buffer)
+        data = memoryview(buffer.getvalue())
+    if write.type == WriteItemType.BYTE_IO:
+        _warn_if_unsafe(write.index.fqn, data)
+    return [Segment(len(data), data, block_nbytes=len(data))]
 
 
-def torch_saved(tensor: torch.Tensor) -> memoryview:
-    """Return the torch.save archive of a tensor that our frames cannot hold: sparse, quantised, or a subclass."""
-    buffer = io.BytesIO()
-    torch.save(tensor.cpu(), buffer)
-    return memoryview(buffer.getvalue())
+def nbytes_of(data: torch.Tensor | memoryview) -> int:
+    return data.numel() * data.element_size() if isinstance(data, torch.Tensor) else len(data)
 
 
-def warn_if_unsafe(fqn: str, view: memoryview) -> None:
+def _warn_if_unsafe(fqn: str, view: memoryview) -> None:
     """Warn of a value that the default safe load will refuse: at the save the program can still change it."""
     refused = refused_globals(bytes(view))
     if refused:
