@@ -254,7 +254,8 @@ class _Run:
         try:
             info = retry_transient(lambda: saved.store.head(key))
         except ObjectNotFoundError:
-            self._add("missing-object", path, f"the object is missing, and with it {_named(items)}")
+            named = first_of(list(dict.fromkeys(index.fqn for index, _ in items)), 3) or "nothing"
+            self._add("missing-object", path, f"the object is missing, and with it {named}")
             return None
         committed, needed = saved.size_of(path), max((item.offset + item.length for _, item in items), default=0)
         if (committed is not None and info.size != committed) or info.size < needed:
@@ -399,7 +400,3 @@ class _Run:
 def _condition(store: Store, info: ObjectInfo) -> str | None:
     """Return the ETag by which all pieces come from the object that was looked at; None if the store cannot do that."""
     return info.etag if store.capabilities.pinned_reads else None
-
-
-def _named(items: Sequence[tuple[MetadataIndex, ItemInfo]]) -> str:
-    return first_of(list(dict.fromkeys(index.fqn for index, _ in items)), 3) or "nothing"

@@ -145,7 +145,7 @@ def run_copies(
     views: list[torch.Tensor] = []
     making = _make_views(layout, arena, views)
     if layout.copies:
-        _exhaust(making)
+        deque(making, maxlen=0)
     by_device: defaultdict[torch.device, tuple[list[torch.Tensor], list[torch.Tensor]]] = defaultdict(lambda: ([], []))
     for source, index in layout.copies:
         targets, sources = by_device[source.device]
@@ -169,13 +169,8 @@ def run_copies(
         # The sources stay referenced until here, so that the allocator cannot reuse their memory for another kernel.
         for stream in begun:
             stream.synchronize()
-    _exhaust(making)
+    deque(making, maxlen=0)
     return views
-
-
-def _exhaust(steps: Iterator[object]) -> None:
-    for _ in steps:
-        pass
 
 
 def _make_views(layout: ArenaLayout, arena: Arena, views: list[torch.Tensor]) -> Iterator[None]:

@@ -68,7 +68,14 @@ class BufferPool:
                 self._kept -= size
             else:
                 self._let_go(size)
-                buffer = _allocated(size)
+                try:
+                    # An anonymous map is returned to the system when it is dropped, and heap memory may not be.
+                    buffer = mmap.mmap(-1, size)
+                except (OSError, OverflowError, ValueError) as error:
+                    # Metadata of another writer may contain any number as a length.
+                    raise BucketpointError(
+                        f"{size} bytes of memory cannot be had to take an item whole: {error}"
+                    ) from None
             # Counted only after the allocation, because the system may refuse it.
             self._count(size)
         return memoryview(buffer)[:nbytes]
@@ -111,12 +118,3 @@ class BufferPool:
                 self._kept -= size
             if not buffers:
                 del self._free[size]
-
-
-def _allocated(nbytes: int) -> mmap.mmap:
-    try:
-        # An anonymous map is returned to the system when it is dropped; heap memory of this size may not be.
-        return mmap.mmap(-1, nbytes)
-    except (OSError, OverflowError, ValueError) as error:
-        # Metadata of another writer may contain any number as a length.
-        raise BucketpointError(f"{nbytes} bytes of memory cannot be had to take an item whole: {error}") from None

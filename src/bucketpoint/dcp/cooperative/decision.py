@@ -94,9 +94,9 @@ def _rates(nodes: int, stated: Bandwidths, measured: Bandwidths) -> tuple[float,
     port = None if measured.store is None else measured.store / nodes
     nic, from_nic = _first((stated.nic, "stated"), (port, "measured"), (ASSUMED_NIC, "assumed"))
     # A comparison of a measured exchange with an assumed rate of the store would decide nothing.
-    usable = measured.exchange is not None and from_store != "assumed"
-    exchange = measured.exchange / nodes if measured.exchange is not None and usable else None
-    exchange, from_exchange = (exchange, "measured") if stated.exchange is None else (stated.exchange, "stated")
+    usable = measured.exchange if from_store != "assumed" else None
+    exchange = usable / nodes if usable is not None and stated.exchange is None else stated.exchange
+    from_exchange = "measured" if stated.exchange is None else "stated"
     origin = "over the same port, assumed" if exchange is None else f"{_gb(exchange)} a node, {from_exchange}"
     return store, nic, exchange, f"store {_gb(store)}, {from_store}; port {_gb(nic)}, {from_nic}; exchange {origin}"
 

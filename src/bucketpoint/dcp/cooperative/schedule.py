@@ -253,7 +253,8 @@ def _readers(cells: _Cells, rank: torch.Tensor, low: torch.Tensor, high: torch.T
     rank, low, high = rank[held], fresh[held], high[held]
     # Find runs of cells that the same ranks hold. Each rank has a hash, which is added where the rank begins to hold
     # cells and subtracted where it ends: different sets of ranks have different sums.
-    number = torch.tensor([_own_number(each) for each in range(len(load))], dtype=torch.int64)[rank]
+    hashes = [hashlib.sha256(each.to_bytes(8, "big")).digest()[:8] for each in range(len(load))]
+    number = torch.tensor([int.from_bytes(each, "big", signed=True) for each in hashes], dtype=torch.int64)[rank]
     change = torch.zeros(len(cells.start) + 1, dtype=torch.int64)
     change.index_add_(0, low, number)
     change.index_add_(0, high + 1, -number)
@@ -313,10 +314,6 @@ def _needs(
         for index, owner, part in zip(cell.tolist(), rank.tolist(), parts, strict=True):
             needs.setdefault(index, {}).setdefault(owner, []).append(part)
     return needs
-
-
-def _own_number(rank: int) -> int:
-    return int.from_bytes(hashlib.sha256(rank.to_bytes(8, "big")).digest()[:8], "big", signed=True)
 
 
 def _rounds(cells: Iterator[Cell], round_bytes: int) -> Iterator[tuple[Cell, ...]]:

@@ -105,13 +105,10 @@ def load_bytes(
     except UnreadableError:
         # A planner with its own way to read bytes may get bytes that are no pickle. The planners of torch and of
         # bucketpoint unpickle all they get, and Python may find a pickle where our reader finds none: so refuse.
-        if not _unpickles(planner) and not may_be_archive(data):
+        unpickles = type(planner).load_bytes.__module__.partition(".")[0] in ("torch", "bucketpoint")
+        if not unpickles and not may_be_archive(data):
             return data
         raise UnsafeDataError("The item is not in the format of torch.save", key=key) from None
-
-
-def _unpickles(planner: LoadPlanner) -> bool:
-    return type(planner).load_bytes.__module__.partition(".")[0] in ("torch", "bucketpoint")
 
 
 def undone_bytes(view: memoryview, info: ItemInfo, transforms: Any, *, key: str, trusted: bool) -> bytes:

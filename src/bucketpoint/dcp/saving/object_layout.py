@@ -184,23 +184,19 @@ def item_segments(write: WriteItem, data: torch.Tensor | memoryview) -> list[Seg
         torch.save(data.cpu(), buffer)
         data = memoryview(buffer.getvalue())
     if write.type == WriteItemType.BYTE_IO:
-        _warn_if_unsafe(write.index.fqn, data)
+        # Warned of now, as the program can still change the value.
+        refused = refused_globals(bytes(data))
+        if refused:
+            logger.warning(
+                "%s contains %s, which a load refuses by default: save plain values, or load with trusted=True",
+                write.index.fqn,
+                ", ".join(refused),
+            )
     return [Segment(len(data), data, block_nbytes=len(data))]
 
 
 def nbytes_of(data: torch.Tensor | memoryview) -> int:
     return data.numel() * data.element_size() if isinstance(data, torch.Tensor) else len(data)
-
-
-def _warn_if_unsafe(fqn: str, view: memoryview) -> None:
-    """Warn of a value that the default safe load will refuse: at the save the program can still change it."""
-    refused = refused_globals(bytes(view))
-    if refused:
-        logger.warning(
-            "%s contains %s, which a load refuses by default: save plain values, or load with trusted=True",
-            fqn,
-            ", ".join(refused),
-        )
 
 
 def results_of(planned: PlannedObject, uploaded: Uploaded) -> list[WriteResult]:
