@@ -12,6 +12,7 @@ import torch.distributed.checkpoint as dcp
 from bucketpoint import BucketWriter, SavePlanner, TransferOptions
 from bucketpoint.catalog.catalog import open_catalog
 from bucketpoint.catalog.save_log import SaveLog, read_record
+from bucketpoint.format import catalog_keys
 from dcp.ranks import Ranks
 from services import Service
 
@@ -35,7 +36,7 @@ class Telling(SaveLog):
     def uploading(self, url: str, token: str, rank: int, paths: Any) -> None:
         self.told.append(f"uploading {len(paths)}")
         super().uploading(url, token, rank, paths)
-        assert len(self.catalog.uploads()) >= 1
+        assert len(self.catalog.listed(catalog_keys.UPLOADS)) >= 1
 
     def uploaded(self, url: str, token: str, rank: int) -> None:
         self.told.append("uploaded")
@@ -75,7 +76,7 @@ def test_a_save_of_two_ranks_is_in_the_catalog_once(ranks: Ranks, service: Servi
     snapshot = catalog.snapshot()
     assert [row.step for row in snapshot.rows()] == [100, 200]
     assert snapshot.attempts == snapshot.finished == ()
-    assert catalog.uploads() == []
+    assert catalog.listed(catalog_keys.UPLOADS) == []
     record = read_record(catalog, snapshot.checkpoints[1].key or "")
     assert record is not None
     assert (record.world_size, record.objects, record.step) == (2, 4, 200)

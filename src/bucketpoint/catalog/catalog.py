@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from bucketpoint.catalog.snapshot import Checkpoint, Snapshot, read_notes, read_steps
+from bucketpoint.catalog.snapshot import BY_STEP, Checkpoint, Snapshot, read_notes, read_steps
 from bucketpoint.errors import (
     CorruptDataError,
     InvalidURLError,
@@ -95,24 +95,24 @@ class Catalog:
         Raises:
             OtherRunError: the checkpoints are those of another run.
         """
-        found = self.listed_steps()
-        if self.run is not None and self.run not in found.runs and (found.runs or (self.run and found.checkpoints)):
-            raise other_run(self, next(iter(found.runs), None))
-        return found
+        snapshot = self.listed_steps()
+        runs = snapshot.runs
+        if self.run is not None and self.run not in runs and (runs or (self.run and snapshot.checkpoints)):
+            raise other_run(self, next(iter(runs), None))
+        return snapshot
 
     def listed_steps(self) -> Snapshot:
         """List as `steps` does, whichever run the checkpoints belong to."""
         taken = self.clock()
-        return read_steps(self._listed(catalog_keys.STEPS), taken=taken)
+        return read_steps(self.listed(catalog_keys.STEPS), taken=taken)
 
     def record_of(self, folder: str) -> Checkpoint | None:
         """Return the recorded checkpoint of one folder, or None. One LIST, of that step's keys alone."""
         step = self.template.step_of(folder)
         if step is None:
             return None
-        above = self.own_key(catalog_keys.STEPS) + "/"
-        found = self.store.list(above + catalog_keys.encode([f"{step:016d}", ""]))
-        snapshot = read_steps(((info.key[len(above) :], info) for info in found), taken=self.clock())
+        listed = self.listed(catalog_keys.STEPS, catalog_keys.encode([f"{step:016d}", ""]))
+        snapshot = read_steps(listed, taken=self.clock())
         return next((one for one in snapshot.checkpoints if one.folder == folder), None)
 
     def snapshot(self) -> Snapshot:
@@ -121,7 +121,7 @@ class Catalog:
         One LIST for each 1,000 keys of either, and no GET.
         """
         # Notes are listed first: a checkpoint that is committed after its step was noted then appears with its notes.
-        notes = read_notes(self._listed(catalog_keys.NOTES))
+        notes = read_notes(self.listed(catalog_keys.NOTES))
         return self.steps().with_notes(notes)
 
     def with_unrecorded(self, snapshot: Snapshot) -> Snapshot:
@@ -129,16 +129,12 @@ class Catalog:
 
         One LIST for each 1,000 folders, and one small GET for each folder without a record, several at a time.
         """
-        found: list[Checkpoint] = []
-
-        def look(folder: str) -> None:
-            one = self._unrecorded(folder)
-            if one is not None:
-                found.append(one)
-
-        for_each(self._without_record(snapshot), look, TransferOptions())
-        both = sorted([*snapshot.checkpoints, *found], key=lambda one: one.order)
-        return replace(snapshot, checkpoints=tuple(both))
+        unrecorded: list[Checkpoint | None] = []
+        for_each(
+            self._without_record(snapshot), lambda folder: unrecorded.append(self.unrecorded(folder)), TransferOptions()
+        )
+        both = [*snapshot.checkpoints, *filter(None, unrecorded)]
+        return replace(snapshot, checkpoints=tuple(sorted(both, key=BY_STEP)))
 
     def candidates(self, kind: str = "full") -> Iterator[Checkpoint]:
         """Yield the checkpoints to restore from, newest first; those with a tombstone for deletion come last.
@@ -152,24 +148,21 @@ class Catalog:
         leaving = {folder for folder, _ in going}
         # Among equal steps, a checkpoint with a record comes first: it is known to be committed.
         ranked: list[tuple[bool, int, bool, Checkpoint | str]] = [
-            ((one.folder, one.id) not in going, one.step, True, one) for one in snapshot.checkpoints if one.kind == kind
+            (one.name not in going, one.step, True, one) for one in snapshot.checkpoints if one.kind == kind
         ]
         for folder in self._without_record(snapshot):
             ranked.append((folder not in leaving, self.template.step_of(folder) or 0, False, folder))
         for *_, one in sorted(ranked, key=lambda entry: entry[:3], reverse=True):
-            checkpoint = self._unrecorded(one, kind) if isinstance(one, str) else one
+            checkpoint = self.unrecorded(one, kind) if isinstance(one, str) else one
             if checkpoint is not None:
                 yield checkpoint
 
     def _without_record(self, snapshot: Snapshot) -> list[str]:
-        """Return the folders of the run that may hold a checkpoint and have no record.
-
-        One LIST for each 1,000 folders.
-        """
+        """Return the folders that may hold a checkpoint and have no record. One LIST for each 1,000 folders."""
         known = {one.folder for one in snapshot.checkpoints}
         return sorted({*self.folders(), *(one.folder for one in snapshot.attempts)} - known)
 
-    def _unrecorded(self, folder: str, kind: str = "full") -> Checkpoint | None:
+    def unrecorded(self, folder: str, kind: str = "full") -> Checkpoint | None:
         """Return the commit in a folder without reading its metadata: its attempt and its contents stay unknown."""
         committed, step = self.metadata_info(folder), self.template.step_of(folder)
         if committed is None or step is None:
@@ -202,12 +195,10 @@ class Catalog:
     def metadata_key(self, folder: str) -> str:
         return self.key(f"{folder}/{keys.METADATA}")
 
-    def _listed(self, *parts: str) -> list[tuple[str, ObjectInfo]]:
-        prefix = self.own_key(*parts) + "/"
-        return [(info.key[len(prefix) :], info) for info in self.store.list(prefix)]
-
-    def uploads(self) -> list[tuple[str, ObjectInfo]]:
-        return self._listed(catalog_keys.UPLOADS)
+    def listed(self, where: str, first: str = "") -> list[tuple[str, ObjectInfo]]:
+        """List one folder of the catalog by the names in it, or only the names that begin with `first`."""
+        above = self.own_key(where, "")
+        return [(info.key[len(above) :], info) for info in self.store.list(above + first)]
 
     # -- small writes ------------------------------------------------------------------------------------------------
 
@@ -282,12 +273,9 @@ def latest_checkpoint(
     one more if there is a catalog, and one small GET for each folder, from the newest on, until one is whole. Call it
     on one rank and broadcast the answer.
     """
-    text = os.fspath(root).rstrip("/")
-    if not text:
-        raise InvalidURLError("The URL of the run is empty", remedy="Pass a URL such as s3://bucket/run")
-    store, prefix = open_store(text, storage_options=dict(storage_options or {}), fs=fs)
-    folder = newest_folder(store, prefix)
-    return None if folder is None else f"{text}/{folder}"
+    catalog = open_catalog(root, storage_options=storage_options, fs=fs)
+    folder = newest_folder(catalog.store, catalog.prefix)
+    return None if folder is None else catalog.url_of_folder(folder)
 
 
 def newest_folder(store: Store, prefix: str) -> str | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
 from itertools import islice
 
 from bucketpoint.catalog.catalog import Catalog
@@ -19,22 +18,9 @@ TRIED_AT_MOST = 20
 """Most checkpoints that one restore looks at. So many damaged ones in a row are no accident of one save."""
 
 
-@dataclass(frozen=True)
-class RestoreCandidate:
-    """A checkpoint to try.
-
-    Attributes:
-        checkpoint: the catalog's entry; None if the caller asked for the checkpoint by its step.
-    """
-
-    step: int
-    folder: str
-    checkpoint: Checkpoint | None = None
-
-
 def restore_candidates(
     catalog: Catalog, policy: RetentionPolicy, which: str | int, metric: str | None
-) -> list[RestoreCandidate]:
+) -> list[Checkpoint]:
     """Return the checkpoints to try, best first. Empty if the run has none, nor traces of any but saves that died.
 
     Raises:
@@ -44,15 +30,14 @@ def restore_candidates(
     """
     if isinstance(which, int):
         return [_named(catalog, which)]
-    if which == "latest":
-        found = [RestoreCandidate(one.step, one.folder, one) for one in islice(catalog.candidates(), TRIED_AT_MOST)]
-    elif which == "best":
-        found = _best(catalog, _rule(policy, metric))
-    else:
+    if which == "best":
+        return _best(catalog, _rule(policy, metric))
+    if which != "latest":
         raise BucketpointError(f"{which!r} does not name a checkpoint", remedy='Pass "latest", "best" or a step')
-    if not found:
+    checkpoints = list(islice(catalog.candidates(), TRIED_AT_MOST))
+    if not checkpoints:
         _refuse_traces(catalog)
-    return found
+    return checkpoints
 
 
 def _refuse_traces(catalog: Catalog) -> None:
@@ -76,23 +61,21 @@ def _refuse_traces(catalog: Catalog) -> None:
         )
 
 
-def _named(catalog: Catalog, step: int) -> RestoreCandidate:
-    there = {one.step: one.folder for one in catalog.steps().checkpoints}
+def _named(catalog: Catalog, step: int) -> Checkpoint:
+    there = {one.step: one for one in catalog.steps().checkpoints}
     if step in there:
-        return RestoreCandidate(step, there[step])
+        return there[step]
     folder = catalog.template.folder(step)
-    if catalog.metadata_info(folder) is None:
-        there = {one.step: one.folder for one in catalog.with_unrecorded(catalog.steps()).checkpoints}
-        if step in there:
-            return RestoreCandidate(step, there[step])
-        raise CheckpointNotFoundError(
-            f"There is no checkpoint of step {step}",
-            url=catalog.url_of_folder(folder),
-            remedy=f"The last steps are {', '.join(map(str, [*there][-10:]))}"
-            if there
-            else "The run has no checkpoint",
-        )
-    return RestoreCandidate(step, folder)
+    if unrecorded := catalog.unrecorded(folder):
+        return unrecorded
+    there = {one.step: one for one in catalog.with_unrecorded(catalog.steps()).checkpoints}
+    if step in there:
+        return there[step]
+    raise CheckpointNotFoundError(
+        f"There is no checkpoint of step {step}",
+        url=catalog.url_of_folder(folder),
+        remedy=f"The last steps are {', '.join(map(str, [*there][-10:]))}" if there else "The run has no checkpoint",
+    )
 
 
 def _rule(policy: RetentionPolicy, metric: str | None) -> Best:
@@ -105,10 +88,10 @@ def _rule(policy: RetentionPolicy, metric: str | None) -> Best:
     return rules[0]
 
 
-def _best(catalog: Catalog, rule: Best) -> list[RestoreCandidate]:
+def _best(catalog: Catalog, rule: Best) -> list[Checkpoint]:
     snapshot = catalog.snapshot()
     known = {(one.step, one.id): one for one in snapshot.checkpoints}
-    full = sorted((row for row in snapshot.rows() if row.kind == FULL), key=lambda row: row.order)
+    full = [row for row in snapshot.rows() if row.kind == FULL]
     rows = [full[position] for position in rule.ranked(full)]
     if not rows:
         raise CheckpointNotFoundError(
@@ -116,5 +99,4 @@ def _best(catalog: Catalog, rule: Best) -> list[RestoreCandidate]:
             url=catalog.url,
             remedy='Report values with report(step, {...}), or call restore("latest")',
         )
-    found = [known[row.step, row.id] for row in rows[:TRIED_AT_MOST]]
-    return [RestoreCandidate(one.step, one.folder, one) for one in found]
+    return [known[row.step, row.id] for row in rows[:TRIED_AT_MOST]]

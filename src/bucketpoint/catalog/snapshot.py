@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from operator import attrgetter
 
 from bucketpoint.format import catalog_keys
 from bucketpoint.format.catalog_keys import AttemptKey, CommitKey, NoteKey
@@ -19,6 +21,9 @@ BEGUN_BYTES = 4096
 SAFETY_AGE_S = 48 * 3600.0
 """Age at which an attempt counts as dead. Far above the longest save."""
 
+
+BY_STEP = attrgetter("step", "created", "id")
+_BY_TIME = attrgetter("created", "step", "id")
 
 CLOCKS_S = 900.0
 """Most seconds by which a pruner's clock may be ahead of the store's: S3 refuses requests that are 15 minutes off."""
@@ -48,8 +53,9 @@ class Checkpoint:
     written: float | None = None
 
     @property
-    def order(self) -> tuple[int, float, str]:
-        return self.step, self.created, self.id
+    def name(self) -> tuple[str, str]:
+        """Folder and id, which together name one commit."""
+        return self.folder, self.id
 
 
 @dataclass(frozen=True)
@@ -87,6 +93,11 @@ class Tombstone:
     etag: str | None = None
     undone: bool = False
     begun: bool = False
+
+    @property
+    def name(self) -> tuple[str, str]:
+        """Folder and id of the checkpoint."""
+        return self.folder, self.id
 
 
 @dataclass(frozen=True)
@@ -180,7 +191,7 @@ class Snapshot:
         """
         going = self.going()
         # A suspended pruner deletes these once it wakes, even if they are held by now.
-        begun = {(one.folder, one.id) for one in self.notes.tombstones if one.begun and one.action == DELETE}
+        begun = {one.name for one in self.notes.tombstones if one.begun and one.action == DELETE}
         metrics = self.metrics()
         held = self.held()
         return [
@@ -198,7 +209,7 @@ class Snapshot:
             )
             for one in self.recorded
             # The tombstone of a step that is held will be withdrawn, so its checkpoint stays a row.
-            if (one.folder, one.id) not in going or (one.step in held and (one.folder, one.id) not in begun)
+            if one.name not in going or (one.step in held and one.name not in begun)
         ]
 
     @property
@@ -212,29 +223,30 @@ class Snapshot:
 
     def going(self) -> set[tuple[str, str]]:
         """Return (folder, id) of the checkpoints that a tombstone will delete."""
-        return {(one.folder, one.id) for one in self.notes.tombstones if one.action == DELETE and not one.undone}
+        return {one.name for one in self.notes.tombstones if one.action == DELETE and not one.undone}
 
     def metrics(self) -> dict[int, dict[str, float]]:
         """Return the metrics by step and name; of several values the one that was reported last."""
-        found: dict[int, dict[str, float]] = {}
-        for one in sorted(self.notes.reports, key=lambda one: (one.time, one.key)):
-            found.setdefault(one.step, {})[one.name] = one.value
-        return found
+        metrics: dict[int, dict[str, float]] = {}
+        for report in sorted(self.notes.reports, key=attrgetter("time", "key")):
+            metrics.setdefault(report.step, {})[report.name] = report.value
+        return metrics
 
     def held(self) -> dict[int, set[str]]:
         """Return the steps that are held at the moment, with the reasons: pinned, leased or restored from."""
-        found: dict[int, set[str]] = {}
-        for pin in self.notes.pins:
-            if pin.expires is None or self.taken < pin.expires:
-                found.setdefault(pin.step, set()).add("pinned")
-        for lease in self.notes.leases:
-            if lease.valid(self.taken):
-                found.setdefault(lease.step, set()).add("leased")
-        newest = max((one.created for one in self.checkpoints if one.kind == FULL), default=float("-inf"))
-        for resume in self.notes.resumes:
-            if resume.time >= newest:
-                found.setdefault(resume.step, set()).add("restored from")
-        return found
+        notes, newest = self.notes, self.newest_created
+        holds = [(pin.step, "pinned") for pin in notes.pins if pin.expires is None or self.taken < pin.expires]
+        holds += [(lease.step, "leased") for lease in notes.leases if lease.valid(self.taken)]
+        holds += [(resume.step, "restored from") for resume in notes.resumes if resume.time >= newest]
+        held: dict[int, set[str]] = {}
+        for step, reason in holds:
+            held.setdefault(step, set()).add(reason)
+        return held
+
+    @property
+    def newest_created(self) -> float:
+        """Time of the newest full checkpoint, which ends the hold on the one that training was restored from."""
+        return max((one.created for one in self.checkpoints if one.kind == FULL), default=float("-inf"))
 
     def newest(self) -> set[tuple[str, str]]:
         """Return (folder, id) of the checkpoints that are never deleted.
@@ -243,18 +255,9 @@ class Snapshot:
         Checkpoints with a tombstone count only if no others are left: a rollback discards the highest steps.
         """
         going = self.going()
-        staying = [one for one in self.checkpoints if (one.folder, one.id) not in going] or [*self.checkpoints]
+        staying = [one for one in self.checkpoints if one.name not in going] or [*self.checkpoints]
         full = [one for one in staying if one.kind == FULL] or [one for one in self.checkpoints if one.kind == FULL]
-        ends = [max(some, key=key) for some in (full, staying) if some for key in (_by_step, _by_time)]
-        return {(one.folder, one.id) for one in ends}
-
-
-def _by_step(one: Checkpoint) -> tuple[int, float, str]:
-    return one.order
-
-
-def _by_time(one: Checkpoint) -> tuple[float, int, str]:
-    return one.created, one.step, one.id
+        return {max(some, key=key).name for some in (full, staying) if some for key in (BY_STEP, _BY_TIME)}
 
 
 def read_steps(listed: Iterable[tuple[str, ObjectInfo]], *, taken: float) -> Snapshot:
@@ -290,10 +293,10 @@ def read_steps(listed: Iterable[tuple[str, ObjectInfo]], *, taken: float) -> Sna
         *older, last = sorted(records, key=lambda one: (one.created, one.id, one.kind != FULL, one.key))
         current.append(last)
         superseded += older
-    committed = {(one.folder, one.id) for one in [*current, *superseded]}
+    committed = {one.name for one in [*current, *superseded]}
     return Snapshot(
         taken,
-        tuple(sorted(current, key=_by_step)),
+        tuple(sorted(current, key=BY_STEP)),
         tuple(superseded),
         tuple(one for one in attempts if (one.folder, one.token) not in committed),
         tuple(one for one in attempts if (one.folder, one.token) in committed),
@@ -312,32 +315,19 @@ def read_notes(listed: Iterable[tuple[str, ObjectInfo]]) -> Notes:
         note = NoteKey.parse(name)
         if note is None:
             continue
-        try:
-            if note.kind == catalog_keys.METRICS:
-                reports += _reports(note, info.key)
-            elif note.kind == catalog_keys.PIN:
-                pins.append(_pin(note, info.key))
-            elif note.kind == catalog_keys.LEASE:
-                holder, seconds = note.fields
-                leases.append(ReadLease(note.step, holder, float(seconds), info.modified, info.key))
-            elif note.kind == catalog_keys.RESTORED:
-                resumes.append(Resume(note.step, _time(note.fields[0]), info.key))
-        except (ValueError, IndexError):
-            continue
+        step, key = note.step, info.key
+        with contextlib.suppress(ValueError):
+            match (note.kind, *note.fields):
+                case (catalog_keys.METRICS, time, *pairs) if len(pairs) % 2 == 0:
+                    values = zip(pairs[::2], map(float, pairs[1::2]), strict=True)
+                    reports += [MetricReport(step, _time(time), metric, value, key) for metric, value in values]
+                case (catalog_keys.PIN, pin, expires):
+                    pins.append(Pin(step, pin, _time(expires) if expires else None, key))
+                case (catalog_keys.LEASE, holder, seconds):
+                    leases.append(ReadLease(step, holder, float(seconds), info.modified, key))
+                case (catalog_keys.RESTORED, time, *_):
+                    resumes.append(Resume(step, _time(time), key))
     return Notes(tuple(reports), tuple(pins), tuple(leases), tuple(resumes))
-
-
-def _reports(note: NoteKey, key: str) -> list[MetricReport]:
-    time, *pairs = note.fields
-    if len(pairs) % 2:
-        raise ValueError("a metric without a value")
-    at = _time(time)
-    return [MetricReport(note.step, at, pairs[i], float(pairs[i + 1]), key) for i in range(0, len(pairs), 2)]
-
-
-def _pin(note: NoteKey, key: str) -> Pin:
-    name, expires = note.fields
-    return Pin(note.step, name, None if not expires else _time(expires), key)
 
 
 def _tombstone(name: str, info: ObjectInfo) -> Tombstone | None:
@@ -355,7 +345,7 @@ def _tombstone(name: str, info: ObjectInfo) -> Tombstone | None:
 
 
 def _time(text: str) -> float:
-    found = catalog_keys.seconds(text)
-    if found is None:
+    time = catalog_keys.seconds(text)
+    if time is None:
         raise ValueError("not a time")
-    return found
+    return time

@@ -5,6 +5,7 @@ A tombstone is made, taken back, or claimed by a pruner. Of an undo and a claim 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from dataclasses import replace
@@ -27,18 +28,13 @@ class GoneError(BucketpointError):
     """The error for a checkpoint that is being deleted or thinned, and cannot be recovered."""
 
 
-def schedule_deletion(
-    catalog: Catalog, checkpoint: Checkpoint, action: str, *, due: float, reason: str = ""
-) -> Tombstone:
-    """Write the tombstone of a checkpoint, which is deleted or thinned at `due`, in seconds since the epoch."""
-    moment = catalog_keys.milliseconds(due)
-    fields = (checkpoint.id, moment, action, checkpoint.mark, checkpoint.folder)
+def schedule_deletion(catalog: Catalog, checkpoint: Checkpoint, action: str, *, due: float, reason: str = "") -> str:
+    """Write the tombstone of a checkpoint, which is deleted or thinned at `due` (seconds since the epoch); its key."""
+    fields = (checkpoint.id, catalog_keys.milliseconds(due), action, checkpoint.mark, checkpoint.folder)
     note = NoteKey(checkpoint.step, catalog_keys.TOMBSTONE, fields)
     key = catalog.own_key(catalog_keys.STEPS, note.name())
     catalog.create(key, _body(WAITING, reason))
-    return Tombstone(
-        checkpoint.step, checkpoint.id, int(moment) / 1000, action, checkpoint.mark, checkpoint.folder, key
-    )
+    return key
 
 
 def undo(catalog: Catalog, step: int) -> int:
@@ -47,13 +43,11 @@ def undo(catalog: Catalog, step: int) -> int:
     Raises:
         GoneError: a pruner has begun to delete or thin the checkpoint.
     """
-    prefix = catalog.own_key(catalog_keys.STEPS, "")
-    first = prefix + NoteKey(step, catalog_keys.TOMBSTONE, ("",)).name()
-    listed = ((info.key[len(prefix) :], info) for info in catalog.store.list(first))
-    found = read_steps(listed, taken=catalog.clock()).notes.tombstones
-    for one in found:
-        _take_back(catalog, one)
-    return len(found)
+    listed = catalog.listed(catalog_keys.STEPS, NoteKey(step, catalog_keys.TOMBSTONE, ("",)).name())
+    tombstones = read_steps(listed, taken=catalog.clock()).notes.tombstones
+    for tombstone in tombstones:
+        _take_back(catalog, tombstone)
+    return len(tombstones)
 
 
 def _take_back(catalog: Catalog, tombstone: Tombstone) -> None:
@@ -67,27 +61,18 @@ def _take_back(catalog: Catalog, tombstone: Tombstone) -> None:
             url=catalog.url_of_folder(tombstone.folder),
         )
     try:
-        empty(catalog, replace(tombstone, etag=info.etag))
-        return
+        _empty(catalog, replace(tombstone, etag=info.etag))
     except PreconditionFailedError:
-        pass
-    try:
-        undone = not catalog.store.get(tombstone.key, max_bytes=1 << 20)[0]
-    except ObjectNotFoundError:
-        undone = True
-    # An empty tombstone was taken back, by another undo or by this one if its answer was lost.
-    if not undone:
-        raise GoneError(
-            f"The deletion of step {tombstone.step} has just begun", url=catalog.url_of_folder(tombstone.folder)
-        )
+        with contextlib.suppress(ObjectNotFoundError):
+            # An empty tombstone was taken back, by another undo or by this one if its answer was lost.
+            if catalog.store.get(tombstone.key, max_bytes=1 << 20)[0]:
+                raise GoneError(
+                    f"The deletion of step {tombstone.step} has just begun", url=catalog.url_of_folder(tombstone.folder)
+                ) from None
 
 
-def empty(catalog: Catalog, tombstone: Tombstone) -> None:
-    """Make a tombstone void, and remove it.
-
-    Raises:
-        PreconditionFailedError: another process has changed it meanwhile.
-    """
+def _empty(catalog: Catalog, tombstone: Tombstone) -> None:
+    """Make a tombstone void, and remove it. Raises `PreconditionFailedError` if it has been changed meanwhile."""
     # Emptied first, by a conditional write: a delete has no condition, and could remove a tombstone that a pruner has
     # just claimed.
     catalog.write(tombstone.key, if_match=tombstone.etag)
@@ -98,7 +83,7 @@ def empty(catalog: Catalog, tombstone: Tombstone) -> None:
 def withdraw(catalog: Catalog, tombstone: Tombstone, done: Pruned) -> None:
     """Make void a tombstone that this pruner has claimed, and report it. Do nothing if another pruner has it now."""
     try:
-        empty(catalog, tombstone)
+        _empty(catalog, tombstone)
     except PreconditionFailedError:
         return
     done.withdrawn.append((tombstone.step, tombstone.id))
@@ -124,6 +109,6 @@ def state_of(data: bytes) -> str:
 
 def _body(state: str, reason: str = "") -> bytes:
     # S3 makes an ETag of the bytes alone: the nonce gives a rewritten tombstone another ETag than before.
-    said = {"nonce": os.urandom(8).hex(), "reason": reason[: _WAITING_BYTES // 12], "state": state}
-    body = json.dumps(said, sort_keys=True).encode()
+    content = {"nonce": os.urandom(8).hex(), "reason": reason[: _WAITING_BYTES // 12], "state": state}
+    body = json.dumps(content, sort_keys=True).encode()
     return body.ljust(BEGUN_BYTES) if state == BEGUN else body

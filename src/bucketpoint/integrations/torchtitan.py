@@ -32,7 +32,7 @@ from bucketpoint.dcp.async_save import as_ours
 from bucketpoint.errors import BucketpointError
 from bucketpoint.manager.loading import LoadOutcome, attempt
 from bucketpoint.manager.ranks import Ranks
-from bucketpoint.manager.restoring import RestoreRequest, restored
+from bucketpoint.manager.restoring import restored
 from bucketpoint.manager.triggers import Triggers
 from bucketpoint.retention import Keep, Prune, RetentionPolicy
 from bucketpoint.retention.row import FULL, WEIGHTS
@@ -81,7 +81,7 @@ class BucketpointManager(CheckpointManager):
         if not self.enable:
             return
         ranks = Ranks(timeout=_COLLECTIVE_TIMEOUT)
-        policy = ranks.told(lambda: _policy_of(config))
+        policy = ranks.on_coordinator(lambda: _policy_of(config))
         self._ranks, self._policy, self._fresh = ranks, policy, config.fresh
         self._exports = self.folder
         # A remote folder from the command line wins over the root in the policy file.
@@ -157,8 +157,16 @@ class BucketpointManager(CheckpointManager):
     @torch.no_grad()
     def _load(self, step: int = -1) -> bool:
         """Go on from the newest whole checkpoint or the named step; otherwise begin as torchtitan was told to."""
-        wanted = RestoreRequest("latest" if step == -1 else step, None, self._fresh, '{"fresh": true} in the override')
-        checkpoint = restored(self._catalog, self._policy, self._ranks, wanted, self._try, self._pruner)
+        checkpoint = restored(
+            self._catalog,
+            self._policy,
+            self._ranks,
+            self._try,
+            self._pruner,
+            "latest" if step == -1 else step,
+            fresh=self._fresh,
+            fresh_by='{"fresh": true} in the override',
+        )
         if checkpoint is None:
             return self._begin()
         self._triggers.resumed(checkpoint.step)

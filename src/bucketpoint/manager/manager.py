@@ -20,13 +20,12 @@ from bucketpoint.catalog.deletion.prune_worker import PruneWorker, Round
 from bucketpoint.catalog.policy_file import policy_of
 from bucketpoint.catalog.run import open_run
 from bucketpoint.catalog.save_log import SaveLog
-from bucketpoint.catalog.snapshot import Snapshot
 from bucketpoint.dcp import BucketWriter, SaveHandle, SavePlanner, async_save, program_end
 from bucketpoint.errors import BucketpointError
 from bucketpoint.manager.loading import attempt
 from bucketpoint.manager.ranks import Ranks
 from bucketpoint.manager.replacing import Newer, Replacing
-from bucketpoint.manager.restoring import Restored, RestoreRequest, restored
+from bucketpoint.manager.restoring import Restored, restored
 from bucketpoint.manager.running import Running
 from bucketpoint.manager.triggers import Triggers
 from bucketpoint.retention import RetentionPolicy
@@ -76,16 +75,17 @@ class CheckpointManager:
         policy = self.policy = policy_of(policy)
         self.catalog = open_run(policy, root, storage_options=storage_options, fs=fs)
         self._store_arguments = {"storage_options": storage_options, "fs": fs, "transfer": transfer}
-        self._reading = {"trusted": trusted}
+        self._trusted = trusted
         self._facts = {"git_sha": git_sha, "config_hash": config_hash}
         self._grace_s = grace_s
         self._ranks = Ranks(process_group, timeout=max(_COLLECTIVE_TIMEOUT, 2 * policy.save.in_flight.timeout))
         self._stager = Stager(staging)
         self._planner = SavePlanner()
         self._triggers = Triggers(policy.save, self._ranks)
-        self._pruner = PruneWorker(self.catalog, policy)
+        self.pruning = PruneWorker(self.catalog, policy)
+        """The worker that prunes beside training, with the result of its last round. It works on the coordinator."""
         self._running: Running | None = None
-        self._replacing = Replacing(self.catalog, self._pruner)
+        self._replacing = Replacing(self.catalog, self.pruning)
         self.skipped = 0
         self._closed = False
         atexit.register(_at_exit, weakref.ref(self))
@@ -138,17 +138,12 @@ class CheckpointManager:
         self._refuse_if_closed()
         if not self._make_room(step):
             return None
-        replaces = self._ranks.told(lambda: self._replacing.allowed(step, overwrite=overwrite, newer=newer))
-        log = SaveLog(
-            self.catalog,
-            kind,
-            dict(metrics or {}),
-            pruner=self._pruner,
-            **self._facts,
-        )
+        replaces = self._ranks.on_coordinator(lambda: self._replacing.allowed(step, overwrite=overwrite, newer=newer))
+        log = SaveLog(self.catalog, kind, dict(metrics or {}), pruner=self.pruning, **self._facts)
         url = self.catalog.url_of(step)
-        overwrites = bool(replaces)
-        writer = BucketWriter(url, overwrite=overwrites, log=log, staging=self._stager.options, **self._store_arguments)
+        writer = BucketWriter(
+            url, overwrite=bool(replaces), log=log, staging=self._stager.options, **self._store_arguments
+        )
         if isinstance(replaces, frozenset):
             writer.replaces_only = replaces
         try:
@@ -165,8 +160,7 @@ class CheckpointManager:
             raise
         self._triggers.saved()
         self._running = Running(step, handle)
-        after = functools.partial(_ended, weakref.ref(self), self._running)
-        handle.add_done_callback(after)
+        handle.add_done_callback(functools.partial(_ended, weakref.ref(self), self._running))
         return handle
 
     def _make_room(self, step: int) -> bool:
@@ -178,17 +172,15 @@ class CheckpointManager:
         when_busy = "wait" if pressing else how.when_busy
         if when_busy == "wait":
             running.wait(how.timeout.total_seconds())
-        busy, failed = self._ranks.most([int(not running.handle.done()), int(running.failed and not running.told)])
+        busy, failed = self._ranks.most([int(not running.handle.done()), int(running.failed and not running.reported)])
         if failed:
             # On other ranks the save may still be on its way to the same failure.
             running.wait(how.timeout.total_seconds())
+        if failed or not busy:
             self._running = None
-            if not pressing:
+            # An error would end a pressing job without its last checkpoint. That of the save before is logged.
+            if failed and not pressing:
                 raise running.error
-            # An error would end the job without its last checkpoint. That of the save before is logged.
-            return True
-        if not busy:
-            self._running = None
             return True
         if when_busy == "skip":
             self.skipped += 1
@@ -243,20 +235,22 @@ class CheckpointManager:
                     url=self._running.handle.url,
                     remedy="Wait for the save to end, and call restore again",
                 )
-        reading = {"planner": planner, **self._store_arguments, **self._reading}
-        found = restored(
+        reading = {"planner": planner, "trusted": self._trusted, **self._store_arguments}
+        checkpoint = restored(
             self.catalog,
             self.policy,
             self._ranks,
-            RestoreRequest(which, metric, fresh, rollback=rollback),
             lambda step, url: attempt(state, url, self._ranks, **reading),
-            self._pruner,
+            self.pruning,
+            which,
+            metric=metric,
+            fresh=fresh,
+            rollback=rollback,
         )
-        rolled_back_to = found.step if found is not None and rollback else None
-        self._replacing.restored(rolled_back_to, beside=fresh)
-        if found is not None:
-            self._triggers.resumed(found.step)
-        return found
+        self._replacing.restored(checkpoint.step if checkpoint is not None and rollback else None, beside=fresh)
+        if checkpoint is not None:
+            self._triggers.resumed(checkpoint.step)
+        return checkpoint
 
     # -- what there is ------------------------------------------------------------------------------------------------
 
@@ -267,10 +261,10 @@ class CheckpointManager:
         """
 
         def listed() -> list[int]:
-            snapshot: Snapshot = self.catalog.with_unrecorded(self.catalog.steps())
-            return [one.step for one in snapshot.checkpoints if one.kind == FULL]
+            snapshot = self.catalog.with_unrecorded(self.catalog.steps())
+            return [checkpoint.step for checkpoint in snapshot.checkpoints if checkpoint.kind == FULL]
 
-        return self._ranks.told(listed)
+        return self._ranks.on_coordinator(listed)
 
     def report(self, step: int, metrics: Mapping[str, float]) -> None:
         """Note metrics of a step, at any time. Any ranks may call it; only the coordinator writes."""
@@ -292,14 +286,7 @@ class CheckpointManager:
 
         The coordinator prunes and returns a report of the round; other ranks return None.
         """
-        if not self._ranks.is_coordinator:
-            return None
-        return self._pruner.now(force=force)
-
-    @property
-    def pruning(self) -> PruneWorker:
-        """The worker that prunes beside training, with the result of its last round. It works on the coordinator."""
-        return self._pruner
+        return self.pruning.now(force=force) if self._ranks.is_coordinator else None
 
     # -- ending -------------------------------------------------------------------------------------------------------
 
@@ -316,8 +303,8 @@ class CheckpointManager:
             return False
         # The save is forgotten only when all ranks agree on its end, in `_make_room`: each rank may wait for another
         # time.
-        if running.failed and not running.told:
-            running.told = True
+        if running.failed and not running.reported:
+            running.reported = True
             raise running.error
         return True
 
@@ -344,7 +331,7 @@ class CheckpointManager:
                 )
             if running is not None and not running.failed and self.stop_asked and self._ranks.is_coordinator:
                 logger.warning("SIGTERM: step %d is committed", running.step)
-            self._pruner.drain(self._left_s())
+            self.pruning.drain(self._left_s())
         finally:
             self._triggers.close()
             if running is None or running.handle.done():

@@ -44,25 +44,24 @@ class Ranks:
     def is_coordinator(self) -> bool:
         return self.rank == 0
 
-    def told(self, find: Callable[[], T]) -> T:
+    def on_coordinator(self, find: Callable[[], T]) -> T:
         """Run `find` on the coordinator alone. Return its result, or raise its error, on every rank."""
-        said: list[Any] = [None, None]
+        if self.world == 1:
+            return find()
+        outcome: list[Any] = [None, None]
         if self.is_coordinator:
             try:
-                said[0] = find()
-            except Exception as error:
-                if self.world == 1:
-                    raise
+                outcome[0] = find()
+            except Exception as error:  # noqa: BLE001 (raised below, on every rank)
                 # Every error is sent: no other rank may go on without it. Errors of other libraries are sent as text,
                 # since they may not unpickle on the other ranks.
                 ours = isinstance(error, BucketpointError)
-                said[1] = error if ours else BucketpointError(f"{type(error).__name__}: {error}")
-        if self.world > 1:
-            dist.broadcast_object_list(said, group_src=0, group=self.group)
-        if said[1] is not None:
-            raise said[1]
-        found: T = said[0]
-        return found
+                outcome[1] = error if ours else BucketpointError(f"{type(error).__name__}: {error}")
+        dist.broadcast_object_list(outcome, group_src=0, group=self.group)
+        result, failure = outcome
+        if failure is not None:
+            raise failure
+        return result  # type: ignore[no-any-return]
 
     def most(self, numbers: Sequence[int]) -> list[int]:
         """Return the largest value of each number among all ranks."""

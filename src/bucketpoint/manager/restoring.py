@@ -15,7 +15,8 @@ from bucketpoint.catalog import notes
 from bucketpoint.catalog.catalog import Catalog
 from bucketpoint.catalog.deletion.discards import Discard, damaged, is_as_written, rolled_back, united
 from bucketpoint.catalog.deletion.prune_worker import PruneWorker
-from bucketpoint.catalog.restore_candidates import RestoreCandidate, restore_candidates
+from bucketpoint.catalog.restore_candidates import restore_candidates
+from bucketpoint.catalog.snapshot import Checkpoint
 from bucketpoint.errors import BucketpointError, CheckpointNotFoundError, IncompleteCheckpointError
 from bucketpoint.manager.loading import LoadOutcome
 from bucketpoint.manager.ranks import Ranks
@@ -37,32 +38,18 @@ class Restored:
     passed: tuple[tuple[int, str], ...] = ()
 
 
-@dataclass(frozen=True)
-class RestoreRequest:
-    """The checkpoint that a restore asks for.
-
-    Attributes:
-        which: `"latest"`, `"best"`, or a step.
-        metric: for `"best"`: one of the policy's metrics; None for its first.
-        fresh: begin from scratch if there are traces of checkpoints and none can be loaded.
-        fresh_by: the setting by which the user asks for `fresh`, for messages.
-        rollback: give up the checkpoints that are newer than the restored one.
-    """
-
-    which: str | int = "latest"
-    metric: str | None = None
-    fresh: bool = False
-    fresh_by: str = "fresh=True"
-    rollback: bool = False
-
-
 def restored(
     catalog: Catalog,
     policy: RetentionPolicy,
     ranks: Ranks,
-    wanted: RestoreRequest,
     load: Callable[[int, str], LoadOutcome],
     pruner: PruneWorker,
+    which: str | int,
+    *,
+    metric: str | None = None,
+    fresh: bool = False,
+    fresh_by: str = "fresh=True",
+    rollback: bool = False,
 ) -> Restored | None:
     """Load the requested checkpoint; return None if the run begins from scratch. All ranks.
 
@@ -73,6 +60,8 @@ def restored(
         load: loads the checkpoint of a step from its URL, on all ranks, with the same outcome on all of them.
         pruner: on the coordinator, receives the checkpoints that are given up. They are set aside once another
             checkpoint is committed.
+        which, metric, fresh, rollback: as for `CheckpointManager.restore`.
+        fresh_by: the setting by which the user asks for `fresh`, for messages.
 
     Raises:
         CheckpointNotFoundError, IncompleteCheckpointError: as `restore_candidates`.
@@ -80,46 +69,43 @@ def restored(
             damaged.
         BucketpointError: all checkpoints are damaged; or the error that `load` returned for the named one.
     """
-    named = isinstance(wanted.which, int)
+    named = isinstance(which, int)
     try:
-        found = ranks.told(lambda: restore_candidates(catalog, policy, wanted.which, wanted.metric))
-    except IncompleteCheckpointError as error:
-        if wanted.fresh:
+        checkpoints = ranks.on_coordinator(lambda: restore_candidates(catalog, policy, which, metric))
+    except CheckpointNotFoundError as error:
+        if fresh and not named:
             _from_scratch(catalog, ranks)
             return None
-        error.remedy = (
-            f"Check these folders first: a checkpoint may have been damaged. {wanted.fresh_by} starts from scratch"
-        )
-        raise
-    except CheckpointNotFoundError:
-        if wanted.fresh and not named:
-            _from_scratch(catalog, ranks)
-            return None
+        if isinstance(error, IncompleteCheckpointError):
+            error.remedy = (
+                f"Check these folders first: a checkpoint may have been damaged. {fresh_by} starts from scratch"
+            )
         raise
     passed: list[tuple[int, str]] = []
     given_up: list[Discard] = []
-    for one in found:
-        url = catalog.url_of_folder(one.folder)
-        outcome = load(one.step, url)
+    for checkpoint in checkpoints:
+        step, url = checkpoint.step, catalog.url_of_folder(checkpoint.folder)
+        outcome = load(step, url)
         if outcome.error is None:
-            if wanted.rollback:
-                given_up += ranks.told(functools.partial(_newer, catalog, one.step))
+            if rollback:
+                given_up += ranks.on_coordinator(functools.partial(_newer, catalog, step))
             if ranks.is_coordinator:
-                _note(catalog, one.step)
+                _note(catalog, step)
                 pruner.give_up_only(united(given_up))
-            return Restored(one.step, url, tuple(passed))
+            return Restored(step, url, tuple(passed))
         if named or not outcome.damaged:
             raise outcome.error
         # Metadata that is not understood counts as damage only if it is not what was saved: a checkpoint that may be
         # whole must never be given up.
-        whole = outcome.doubtful and ranks.told(functools.partial(_may_be_whole, catalog, one, outcome.refused))
-        if whole and not wanted.fresh:
+        may_be_whole = functools.partial(_may_be_whole, catalog, checkpoint, outcome.refused)
+        whole = outcome.doubtful and ranks.on_coordinator(may_be_whole)
+        if whole and not fresh:
             raise outcome.error
-        logger.error("step %d cannot be loaded, so an older checkpoint is tried: %s", one.step, outcome.error)
-        passed.append((one.step, str(outcome.error)))
+        logger.error("step %d cannot be loaded, so an older checkpoint is tried: %s", step, outcome.error)
+        passed.append((step, str(outcome.error)))
         if ranks.is_coordinator and not whole:
-            given_up += _set_aside(catalog, one, outcome.error)
-    if not passed or wanted.fresh:
+            given_up += _set_aside(catalog, checkpoint, outcome.error)
+    if not passed or fresh:
         if ranks.is_coordinator:
             pruner.give_up_only(united(given_up))
         _from_scratch(catalog, ranks)
@@ -127,7 +113,7 @@ def restored(
     raise BucketpointError(
         f"None of {len(passed)} checkpoints can be loaded; the error of the newest: {passed[0][1]}",
         url=catalog.url,
-        remedy=f"Check the checkpoints with `bucketpoint verify`; {wanted.fresh_by} starts from scratch",
+        remedy=f"Check the checkpoints with `bucketpoint verify`; {fresh_by} starts from scratch",
     )
 
 
@@ -135,29 +121,22 @@ def _newer(catalog: Catalog, step: int) -> list[Discard]:
     return rolled_back(catalog, catalog.with_unrecorded(catalog.steps()), step)
 
 
-def _may_be_whole(catalog: Catalog, one: RestoreCandidate, refused: bool) -> bool:
+def _may_be_whole(catalog: Catalog, checkpoint: Checkpoint, refused: bool) -> bool:
     """Return True if a checkpoint that is not understood may be what was saved.
 
     The record tells. Without a record, True if it was refused, by the allow-list or for its newer format.
     """
-    if one.checkpoint is None or one.checkpoint.key is None:
-        return refused
-    return is_as_written(catalog, one.checkpoint)
+    return refused if checkpoint.key is None else is_as_written(catalog, checkpoint)
 
 
-def _set_aside(catalog: Catalog, one: RestoreCandidate, error: BaseException) -> list[Discard]:
-    """Give up a checkpoint that could not be loaded.
-
-    Empty if the store does not tell its state, or if another checkpoint was committed in its place.
-    """
-    if one.checkpoint is None:
-        return []
+def _set_aside(catalog: Catalog, checkpoint: Checkpoint, error: BaseException) -> list[Discard]:
+    """Give up a checkpoint that could not be loaded. Empty if another one has replaced it, or if nothing tells."""
     try:
-        found = damaged(catalog, one.checkpoint, f"it could not be loaded: {error}")
+        discard = damaged(catalog, checkpoint, f"it could not be loaded: {error}")
     except BucketpointError as failure:
-        logger.warning("step %d could not be loaded, and could not be set aside: %s", one.step, failure)
+        logger.warning("step %d could not be loaded, and could not be set aside: %s", checkpoint.step, failure)
         return []
-    return [] if found is None else [found]
+    return [] if discard is None else [discard]
 
 
 def _from_scratch(catalog: Catalog, ranks: Ranks) -> None:

@@ -14,14 +14,14 @@ class Running:
     """The save under way, as this rank sees it.
 
     Attributes:
-        told: True if the program has received the save's error on this rank.
+        reported: True if the program has received the save's error on this rank.
         settled: set when the follow-up work of the save is done. A future wakes those who wait for it before it runs
             its callbacks, so its end alone does not say that.
     """
 
     step: int
     handle: SaveHandle
-    told: bool = False
+    reported: bool = False
     settled: threading.Event = field(default_factory=threading.Event)
 
     @property
@@ -36,8 +36,5 @@ class Running:
         return error or BucketpointError(f"The save of step {self.step} failed on another rank", url=self.handle.url)
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Wait for the save and for its follow-up work, at most `timeout` seconds each.
-
-        Return True if both have ended.
-        """
+        """Wait for the save and for its follow-up work, at most `timeout` seconds each. True if both have ended."""
         return self.handle.wait(timeout) and self.settled.wait(timeout)

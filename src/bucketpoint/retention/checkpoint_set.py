@@ -39,15 +39,7 @@ class CheckpointSet:
         """
         given = list(rows)
         for row in given:
-            step = row.step
-            if (
-                type(step) is not int
-                or step < 0
-                or type(row.id) is not str
-                or not math.isfinite(row.created)
-                or row.kind not in KINDS
-            ):
-                raise _refusal(row)
+            _check(row)
         given.sort(key=attrgetter("step"))
         steps = [row.step for row in given]
         if len(set(steps)) < len(given):
@@ -89,18 +81,19 @@ def _distinct(ordered: Iterable[Row]) -> Iterator[Row]:
             )
 
 
-def _refusal(row: Row) -> BucketpointError:
+def _check(row: Row) -> None:
     if type(row.step) is not int or row.step < 0 or type(row.id) is not str:
-        return BucketpointError(
+        raise BucketpointError(
             f"A record has the step {row.step!r} and the id {row.id!r}, which are not a step and an id", key=str(row.id)
         )
     if not math.isfinite(row.created):
-        return BucketpointError(f"Step {row.step} has no time of creation: {row.created!r}", key=row.id)
-    return BucketpointError(
-        f"Step {row.step} is of the kind {row.kind!r}, which this version does not know",
-        key=row.id,
-        remedy="Update bucketpoint before you prune this run",
-    )
+        raise BucketpointError(f"Step {row.step} has no time of creation: {row.created!r}", key=row.id)
+    if row.kind not in KINDS:
+        raise BucketpointError(
+            f"Step {row.step} is of the kind {row.kind!r}, which this version does not know",
+            key=row.id,
+            remedy="Update bucketpoint before you prune this run",
+        )
 
 
 @dataclass(frozen=True)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from functools import cached_property
+from math import isfinite
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 from bucketpoint.errors import BucketpointError
@@ -74,7 +74,7 @@ class Entry:
         return {
             **{name: getattr(row, name) for name in _ROW_FIELDS},
             "groups": dict(row.groups),
-            "metrics": {name: _to_json(value) for name, value in row.metrics.items()},
+            "metrics": {name: value if isfinite(value) else str(float(value)) for name, value in row.metrics.items()},
             "action": self.action,
             "reasons": [reason._asdict() for reason in reasons],
             "miss": miss._asdict() if miss else None,
@@ -83,7 +83,7 @@ class Entry:
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Entry:
         row = {name: content for name, content in data.items() if name not in ("action", "reasons", "miss")}
-        row["metrics"] = {name: _from_json(value) for name, value in row["metrics"].items()}
+        row["metrics"] = {name: float(value) for name, value in row["metrics"].items()}
         reasons = tuple(Reason(**reason) for reason in data["reasons"])
         return cls.told(Row(**row), data["action"], reasons, Reason(**data["miss"]) if data["miss"] else None)
 
@@ -99,9 +99,6 @@ class Entry:
         if not isinstance(other, Entry):
             return NotImplemented
         return (self.row, self.action, self.reasons, self.miss) == (other.row, other.action, other.reasons, other.miss)
-
-    # Not hashable, because a row holds dictionaries.
-    __hash__ = None  # type: ignore[assignment]
 
     def __repr__(self) -> str:
         reasons, miss = self._say(self._position)
@@ -244,17 +241,9 @@ def circuit_breaker(plan: Plan, *, count: int, fraction: float, committed: int =
     lost, there = len(plan.deleted) + len(plan.thinned), len(plan.entries)
     beyond = lost - committed
     few = committed + min(ALWAYS_ALLOWED, count)
-    said = f"the plan deletes or thins {lost} of {there} checkpoints"
+    summary = f"the plan deletes or thins {lost} of {there} checkpoints"
     if beyond > count:
-        return Verdict(False, f"{said}, and max_delete allows {count}", few)
+        return Verdict(False, f"{summary}, and max_delete allows {count}", few)
     if beyond > ALWAYS_ALLOWED and beyond > fraction * there:
-        return Verdict(False, f"{said}, and max_delete allows {100 * fraction:.3g} %", few)
-    return Verdict(True, f"{said}, within max_delete", lost)
-
-
-def _to_json(value: float) -> float | str:
-    return value if math.isfinite(value) else str(float(value))
-
-
-def _from_json(value: float | str) -> float:
-    return float(value) if isinstance(value, str) else value
+        return Verdict(False, f"{summary}, and max_delete allows {100 * fraction:.3g} %", few)
+    return Verdict(True, f"{summary}, within max_delete", lost)

@@ -5,10 +5,10 @@ Names, defaults and checks are those of YAML, since both come from these classes
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from bucketpoint.errors import PolicyFault
 from bucketpoint.retention.rules import Best, EveryHours, EverySteps, Latest, Match, RetentionRule, Steps, Within
@@ -37,7 +37,7 @@ class Keep(Checked):
     best: Annotated[Sequence[Best], Several(Fields(Best)), "those with the best values of a metric"] = ()
     every: Annotated[
         Sequence[EverySteps | EveryHours],
-        Several(Either(EverySteps, EveryHours)),
+        Several(Either((EverySteps, EveryHours))),
         "the earliest one in each cell of a fixed grid",
     ] = ()
     within: Annotated[timedelta | None, Duration(), "those at most so much older than the newest one"] = None
@@ -85,7 +85,7 @@ class InFlight(Checked):
     max: Annotated[int, WholeNumber(1, 1), "saves on their way at once; more than one is not supported"] = 1
     when_busy: Annotated[
         Literal["wait", "skip", "error"],
-        OneOf("wait", "skip", "error"),
+        OneOf(("wait", "skip", "error")),
         "wait for it, skip this save, or raise",
     ] = "wait"
     timeout: Annotated[timedelta, Duration(), "after so long, waiting raises"] = timedelta(minutes=20)
@@ -100,12 +100,12 @@ class Save(Checked):
 
     every: Annotated[
         Sequence[SaveEvery | SaveEveryMinutes],
-        Several(Either(SaveEvery, SaveEveryMinutes)),
+        Several(Either((SaveEvery, SaveEveryMinutes))),
         "regular saves",
     ] = ()
     on: Annotated[
         Sequence[Occasion],
-        Several(OneOf("first_step", "last_step", "sigterm", "sigusr1", "sigusr2")),
+        Several(OneOf(get_args(Occasion))),
         "saves on occasions",
     ] = ()
     in_flight: Annotated[InFlight, Fields(InFlight), "what happens while an earlier save is on its way"] = field(
@@ -114,7 +114,7 @@ class Save(Checked):
 
     @classmethod
     def conflicts(cls, values: Mapping[str, Any]) -> list[PolicyFault]:
-        return _unreachable(values, "every", _covers_save)
+        return list(_unreachable(values, "every", _covers_save))
 
 
 @dataclass(frozen=True)
@@ -133,7 +133,7 @@ class Prune(Checked):
     """Settings of pruning: when and how checkpoints that are not kept are deleted."""
 
     when: Annotated[
-        Literal["after_commit", "manual"], OneOf("after_commit", "manual"), "after each commit, or on demand only"
+        Literal["after_commit", "manual"], OneOf(("after_commit", "manual")), "after each commit, or on demand only"
     ] = "after_commit"
     grace: Annotated[timedelta, Duration(zero=True), "from tombstone to deletion of the bytes"] = timedelta(hours=24)
     debris_after: Annotated[
@@ -173,34 +173,28 @@ class RetentionPolicy(Checked):
     prune: Annotated[Prune, Fields(Prune), "when and how what is not kept goes"] = field(default_factory=Prune)
 
 
-def _unreachable(values: Mapping[str, Any], key: str, covers: Any) -> list[PolicyFault]:
-    """Return the faults of list members that can never add anything, because another member covers them."""
-    listed = values.get(key) if isinstance(values.get(key), (list, tuple)) else ()
-    return [fault.under(key, position) for position, fault in _covered(listed or (), covers)]
-
-
-def _covered(listed: Sequence[Any], covers: Any) -> Iterator[tuple[int, PolicyFault]]:
-    for position, rule in enumerate(listed):
+def _unreachable(values: Mapping[str, Any], key: str, covers: Callable[[Any, Any], bool]) -> Iterator[PolicyFault]:
+    """Yield the faults of list members that can never add anything, because another member covers them."""
+    listed = values.get(key)
+    for position, rule in enumerate(listed if isinstance(listed, (list, tuple)) else ()):
         if isinstance(rule, EverySteps) and rule.until is not None and rule.until < rule.steps:
             message = f"Only step 0 is ever kept: the grid begins at {rule.steps}, and the rule ends at {rule.until}"
-            yield position, PolicyFault(message, "Raise `until`, or remove the rule")
+            yield PolicyFault(message, "Raise `until`, or remove the rule", (key, position))
             continue
-        for number, other in enumerate(listed):
+        for number, other in enumerate(listed or ()):
             # Equal members are reported as duplicates already.
             if other != rule and covers(other, rule):
                 message = f"The rule keeps nothing that another rule does not keep: rule {number + 1} keeps all of it"
                 if isinstance(rule, (SaveEvery, SaveEveryMinutes)):
                     message = f"The trigger adds no save: trigger {number + 1} saves whenever this one does"
-                yield position, PolicyFault(message, "Remove one of the two")
+                yield PolicyFault(message, "Remove one of the two", (key, position))
                 break
 
 
 def _covers_best(wide: Any, narrow: Any) -> bool:
     if not isinstance(wide, Best) or not isinstance(narrow, Best):
         return False
-    if (wide.metric, wide.mode) != (narrow.metric, narrow.mode) or wide.count < narrow.count:
-        return False
-    if wide.ties != narrow.ties:
+    if (wide.metric, wide.mode, wide.ties) != (narrow.metric, narrow.mode, narrow.ties) or wide.count < narrow.count:
         return False
     if narrow.wait is None:
         return True

@@ -9,7 +9,6 @@ there is more than one pruner.
 
 from __future__ import annotations
 
-import heapq
 import importlib
 import math
 from bisect import bisect_left, bisect_right
@@ -18,7 +17,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta, timezone
 from itertools import islice
-from typing import Annotated, Any, Literal, Protocol, TypeAlias
+from operator import attrgetter
+from typing import Annotated, Any, Literal, TypeAlias
 
 from bucketpoint.errors import PolicyError, PolicyFault
 from bucketpoint.retention.checkpoint_set import CheckpointSet, Explanation, RuleDecision, nth
@@ -26,28 +26,28 @@ from bucketpoint.retention.row import FULL, Row
 from bucketpoint.retention.setting_types import Checked, Duration, Fields, Key, OneOf, Text, WholeNumber, written
 
 
-class RetentionRule(Protocol):
-    """Interface of a rule, as a plan uses it."""
+class RetentionRule:
+    """Base of the rules."""
 
     @property
     def label(self) -> str:
         """The rule as its policy writes it, on one line."""
-        ...
+        raise NotImplementedError
 
     @property
     def thins(self) -> bool:
         """True if checkpoints that only such rules keep are thinned to their weights."""
-        ...
+        return False
 
-    def decide(self, universe: CheckpointSet) -> RuleDecision: ...
+    def decide(self, universe: CheckpointSet) -> RuleDecision:
+        raise NotImplementedError
 
 
 @dataclass(frozen=True)
-class Latest:
+class Latest(RetentionRule):
     """The `count` full checkpoints with the highest steps. Other kinds never count: a job cannot resume from them."""
 
     count: int
-    thins = False
 
     @property
     def label(self) -> str:
@@ -55,12 +55,10 @@ class Latest:
 
     def decide(self, universe: CheckpointSet) -> RuleDecision:
         rows = universe.rows
-
-        def ranked() -> Iterable[int]:
-            return (position for position in reversed(range(len(rows))) if rows[position].kind == FULL)
+        ranked = [position for position in reversed(range(len(rows))) if rows[position].kind == FULL]
 
         def explain() -> Explanation:
-            ranks = _ranks(ranked())
+            ranks = _ranks(ranked)
 
             def miss(position: int) -> str:
                 if position not in ranks:
@@ -69,7 +67,7 @@ class Latest:
 
             return Explanation(lambda position: f"{nth(ranks[position])} latest", _missed(ranks, self.count), miss)
 
-        return RuleDecision(frozenset(islice(ranked(), self.count)), explain)
+        return RuleDecision(frozenset(ranked[: self.count]), explain)
 
 
 @dataclass(frozen=True)
@@ -81,18 +79,16 @@ class Await(Checked):
 
 
 @dataclass(frozen=True)
-class Best(Checked):
+class Best(Checked, RetentionRule):
     """The `count` checkpoints with the best values of one metric. NaN and infinite values are never ranked."""
 
     metric: Annotated[str, Text("a metric's name", r"\S(.*\S)?"), "the name that values are reported under"]
-    mode: Annotated[Literal["min", "max"], OneOf("min", "max"), "which values are better"]
+    mode: Annotated[Literal["min", "max"], OneOf(("min", "max")), "which values are better"]
     count: Annotated[int, WholeNumber(1), "how many are kept"] = 1
-    ties: Annotated[Literal["oldest", "newest"], OneOf("oldest", "newest"), "who wins among equal values"] = "oldest"
+    ties: Annotated[Literal["oldest", "newest"], OneOf(("oldest", "newest")), "who wins among equal values"] = "oldest"
     wait: Annotated[Await | None, Key("await"), Fields(Await), "hold checkpoints whose value is not reported yet"] = (
         None
     )
-
-    thins = False
 
     @property
     def label(self) -> str:
@@ -100,25 +96,11 @@ class Best(Checked):
 
     def decide(self, universe: CheckpointSet) -> RuleDecision:
         rows, metric = universe.rows, self.metric
-        sign = 1 if self.mode == "min" else -1
-        values = {}
-        for position, row in enumerate(rows):
-            value = row.metrics.get(metric)
-            # The test of `finite` for a float, without the call: these few lines take a third of a plan's time.
-            if type(value) is float:
-                if value - value == 0.0:
-                    values[position] = sign * value
-            elif value is not None and (number := finite(value)) is not None:
-                values[position] = sign * number
-        waiting = self._waiting(universe)
+        ranked, waiting = self.ranked(rows), self._waiting(universe)
         most = self.wait.max if self.wait else 0
 
-        def in_order() -> Iterable[int]:
-            # Sorting is stable: among equal values the order before decides, the total order or its reverse.
-            return values if self.ties == "oldest" else reversed(values)
-
         def explain() -> Explanation:
-            ranks, waits = _ranks(sorted(in_order(), key=values.__getitem__)), _ranks(waiting)
+            ranks, waits = _ranks(ranked), _ranks(waiting)
 
             def why(position: int) -> str:
                 if position in ranks:
@@ -136,18 +118,15 @@ class Best(Checked):
 
             return Explanation(why, {**_missed(ranks, self.count), **_missed(waits, most)}, miss)
 
-        best = heapq.nsmallest(self.count, in_order(), key=values.__getitem__)
-        return RuleDecision(frozenset((*best, *waiting[:most])), explain)
+        return RuleDecision(frozenset((*ranked[: self.count], *waiting[:most])), explain)
 
     def ranked(self, rows: Sequence[Row]) -> list[int]:
         """Return the positions of the rows with a value to rank, best first. The rows must be in their total order."""
-        sign = 1 if self.mode == "min" else -1
-        age = 1 if self.ties == "oldest" else -1
-        values = {
-            position: value for position, row in enumerate(rows) if (value := finite(row.metrics.get(self.metric)))
-            is not None
-        }  # fmt: skip
-        return sorted(values, key=lambda position: (sign * values[position], age * position))
+        metrics = ((position, row.metrics.get(self.metric)) for position, row in enumerate(rows))
+        values = {position: number for position, value in metrics if (number := _finite(value)) is not None}
+        # Sorting is stable, also in reverse: among equal values the order before decides.
+        by_age = values if self.ties == "oldest" else reversed(values)
+        return sorted(by_age, key=values.__getitem__, reverse=self.mode == "max")
 
     def _waiting(self, universe: CheckpointSet) -> list[int]:
         """Return the rows without a value that are young enough, newest first.
@@ -162,22 +141,26 @@ class Best(Checked):
 
 
 Thin: TypeAlias = Annotated[
-    Literal["weights"] | None, OneOf("weights"), "keep only the weights of what no other rule keeps"
+    Literal["weights"] | None, OneOf(("weights",)), "keep only the weights of what no other rule keeps"
 ]
 
 
+class _Grid(Checked, RetentionRule):
+    thin: str | None
+
+    @property
+    def thins(self) -> bool:
+        return self.thin is not None
+
+
 @dataclass(frozen=True)
-class EverySteps(Checked):
+class EverySteps(_Grid):
     """The earliest checkpoint in each of the cells [k * steps, (k + 1) * steps), k >= 1, and step 0."""
 
     steps: Annotated[int, WholeNumber(1), "width of the grid"]
     until: Annotated[int | None, WholeNumber(0), "the last step that the rule speaks of"] = None
     last: Annotated[int | None, WholeNumber(1), "keep those of the highest cells only"] = None
     thin: Thin = None
-
-    @property
-    def thins(self) -> bool:
-        return self.thin is not None
 
     @property
     def label(self) -> str:
@@ -202,16 +185,12 @@ class EverySteps(Checked):
 
 
 @dataclass(frozen=True)
-class EveryHours(Checked):
+class EveryHours(_Grid):
     """The earliest checkpoint in each cell of a grid of hours, which begins at the epoch in UTC."""
 
     hours: Annotated[int, WholeNumber(1), "width of the grid; 24 begins at midnight UTC"]
     last: Annotated[int | None, WholeNumber(1), "keep those of the newest cells only"] = None
     thin: Thin = None
-
-    @property
-    def thins(self) -> bool:
-        return self.thin is not None
 
     @property
     def label(self) -> str:
@@ -228,14 +207,13 @@ class EveryHours(Checked):
 
 
 @dataclass(frozen=True)
-class Within:
+class Within(RetentionRule):
     """The checkpoints at most `age` older than the newest one.
 
     Age is not counted from now, so an idle run loses nothing.
     """
 
     age: timedelta
-    thins = False
 
     @property
     def label(self) -> str:
@@ -258,11 +236,10 @@ class Within:
 
 
 @dataclass(frozen=True)
-class Steps:
+class Steps(RetentionRule):
     """Named steps, which are kept forever."""
 
     steps: tuple[int, ...]
-    thins = False
 
     @property
     def label(self) -> str:
@@ -275,7 +252,7 @@ class Steps:
 
 
 @dataclass(frozen=True)
-class Match:
+class Match(RetentionRule):
     """The rows for which a function of the user's returns True.
 
     Its answer must depend on the row alone, be the same at each call, and never become True only because the row was
@@ -283,37 +260,27 @@ class Match:
     """
 
     path: str
-    thins = False
 
     @property
     def label(self) -> str:
         return f"match: {self.path}"
 
     def decide(self, universe: CheckpointSet) -> RuleDecision:
-        kept: frozenset[int] = frozenset()
-        if universe.rows:
-            function = self.load()
-            kept = frozenset(position for position, row in enumerate(universe.rows) if self._asked(function, row))
+        function = self._imported() if universe.rows else None
+        kept = frozenset(position for position, row in enumerate(universe.rows) if self._matches(function, row))
         return RuleDecision(kept, _same("matches", "does not match"))
 
-    def load(self) -> Callable[[Row], bool]:
-        """Import the function.
-
-        Raises:
-            PolicyError: it cannot be imported, or is not a function.
-        """
+    def _imported(self) -> Any:
         module, _, name = self.path.partition(":")
         try:
-            found: Any = importlib.import_module(module)
-            for part in name.split("."):
-                found = getattr(found, part)
+            function = attrgetter(name)(importlib.import_module(module))
         except Exception as error:
             raise self._failed(f"cannot be imported: {type(error).__name__}: {error}") from error
-        if not callable(found):
+        if not callable(function):
             raise self._failed("is not a function")
-        return found  # type: ignore[no-any-return]
+        return function
 
-    def _asked(self, function: Callable[[Row], bool], row: Row) -> bool:
+    def _matches(self, function: Any, row: Row) -> bool:
         try:
             answer = function(row)
         except Exception as error:
@@ -327,7 +294,7 @@ class Match:
         return PolicyError.of(PolicyFault(f"{self.path} {what}", remedy, ("keep", "match")))
 
 
-def finite(value: object) -> float | None:
+def _finite(value: object) -> float | None:
     """Return a metric as a float that can be ranked, or None.
 
     NaN, the infinities and values that are no numbers have no place in an order.

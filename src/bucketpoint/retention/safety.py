@@ -30,8 +30,6 @@ def safety_set(universe: CheckpointSet) -> Iterator[tuple[int, str]]:
         yield full_by_step, "newest full checkpoint by step"
         yield full_by_time, "newest full checkpoint by time"
     for position, row in enumerate(rows):
-        if not (row.pinned or row.leased or row.restored_from):
-            continue
         if row.pinned:
             yield position, "pinned"
         if row.leased:

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import MISSING, Field, dataclass, fields
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import MISSING, dataclass, fields
 from datetime import timedelta
 from decimal import Decimal
-from typing import Any, Protocol, get_args, get_type_hints
+from typing import Any, get_args, get_type_hints
 
 from bucketpoint.errors import PolicyError, PolicyFault
 
@@ -21,8 +21,8 @@ _UNITS = {"w": 604_800, "d": 86_400, "h": 3_600, "m": 60, "s": 1}
 _DURATION = re.compile(r"([0-9]+(?:\.[0-9]+)?)([smhdw])")
 
 
-class Shape(Protocol):
-    """Interface of a shape: the values that one setting may hold."""
+class Shape:
+    """Base of the shapes: the values that one setting may hold."""
 
     def check(self, value: Any) -> Any:
         """Return `value` in the form in which it is stored.
@@ -30,20 +30,20 @@ class Shape(Protocol):
         Raises:
             PolicyError: the setting cannot hold it.
         """
-        ...
+        raise NotImplementedError
 
     def plain(self, value: Any) -> Any:
         """Return a stored value as YAML holds it."""
-        ...
+        return value
 
     def schema(self) -> dict[str, Any]:
         """Return the JSON Schema of the values in YAML."""
-        ...
+        raise NotImplementedError
 
 
-def wrong(message: str, remedy: str, *path: str | int) -> PolicyError:
+def wrong(message: str, remedy: str) -> PolicyError:
     """Return the error about one value."""
-    return PolicyError.of(PolicyFault(message, remedy, path))
+    return PolicyError.of(PolicyFault(message, remedy))
 
 
 def shown(value: Any) -> str:
@@ -53,7 +53,7 @@ def shown(value: Any) -> str:
 
 
 @dataclass(frozen=True)
-class WholeNumber:
+class WholeNumber(Shape):
     """A whole number from `minimum` to `maximum`, both included."""
 
     minimum: int
@@ -67,16 +67,13 @@ class WholeNumber:
             raise wrong(f"{value} is out of bounds", f"Write a whole number, {bounds}")
         return value
 
-    def plain(self, value: int) -> int:
-        return value
-
     def schema(self) -> dict[str, Any]:
         upper = {} if self.maximum is None else {"maximum": self.maximum}
         return {"type": "integer", "minimum": self.minimum, **upper}
 
 
 @dataclass(frozen=True)
-class Fraction:
+class Fraction(Shape):
     """A number above 0 and up to 1."""
 
     def check(self, value: Any) -> float:
@@ -84,15 +81,12 @@ class Fraction:
             raise wrong(f"{shown(value)} is not a fraction", "Write a number above 0 and up to 1, such as 0.5")
         return float(value)
 
-    def plain(self, value: float) -> float:
-        return value
-
     def schema(self) -> dict[str, Any]:
         return {"type": "number", "exclusiveMinimum": 0, "maximum": 1}
 
 
 @dataclass(frozen=True)
-class Duration:
+class Duration(Shape):
     """A `timedelta`; in YAML a number with a unit: `90s`, `20m`, `12h`, `7d`, `2w`.
 
     Attributes:
@@ -143,21 +137,15 @@ def written(value: timedelta) -> str:
     return f"{Decimal(micros) / 1_000_000:f}s"
 
 
-@dataclass(frozen=True, init=False)
-class OneOf:
+@dataclass(frozen=True)
+class OneOf(Shape):
     """One of a few words."""
 
     words: tuple[str, ...]
 
-    def __init__(self, *words: str) -> None:
-        object.__setattr__(self, "words", words)
-
     def check(self, value: Any) -> str:
         if not isinstance(value, str) or value not in self.words:
             raise wrong(f"{shown(value)} is not a valid value", f"Choose one of {', '.join(self.words)}")
-        return value
-
-    def plain(self, value: str) -> str:
         return value
 
     def schema(self) -> dict[str, Any]:
@@ -165,7 +153,7 @@ class OneOf:
 
 
 @dataclass(frozen=True)
-class Text:
+class Text(Shape):
     """Text that matches `pattern` as a whole, in a syntax that JSON Schema shares; `what` describes it in messages."""
 
     what: str
@@ -178,15 +166,12 @@ class Text:
             raise wrong(f"{shown(value)} is not {self.what}", f"Write {self.what}")
         return value
 
-    def plain(self, value: str) -> str:
-        return value
-
     def schema(self) -> dict[str, Any]:
         return {"type": "string", "pattern": f"^(?:{self.pattern})$"}
 
 
 @dataclass(frozen=True)
-class Several:
+class Several(Shape):
     """A list without duplicates, kept as a tuple. In YAML it is not empty: a key that says nothing is a mistake."""
 
     of: Shape
@@ -200,7 +185,7 @@ class Several:
                 kept.append(self.of.check(item))
             except PolicyError as error:
                 faults += [fault.under(position) for fault in error.faults]
-        faults += self.conflicts(kept) if not faults else []
+        faults = faults or self.conflicts(kept)
         if faults:
             raise PolicyError.of(*faults)
         return tuple(kept)
@@ -227,7 +212,7 @@ class Checked:
         faults: list[PolicyFault] = []
         for setting in settings_of(type(self)):
             value = getattr(self, setting.name)
-            if value is None and setting.optional:
+            if value is None and setting.default is None:
                 continue
             try:
                 object.__setattr__(self, setting.name, setting.shape.check(value))
@@ -244,7 +229,7 @@ class Checked:
 
 
 @dataclass(frozen=True)
-class Fields:
+class Fields(Shape):
     """A mapping that becomes one object of `kind`."""
 
     kind: type[Checked]
@@ -275,14 +260,11 @@ class Fields:
         }
 
 
-@dataclass(frozen=True, init=False)
-class Either:
+@dataclass(frozen=True)
+class Either(Shape):
     """One of several kinds of mapping, told apart by the first key of each."""
 
     kinds: tuple[type[Checked], ...]
-
-    def __init__(self, *kinds: type[Checked]) -> None:
-        object.__setattr__(self, "kinds", kinds)
 
     def keys(self) -> dict[str, type[Checked]]:
         """Return the kinds by the key that identifies each."""
@@ -317,7 +299,6 @@ class Setting:
     shape: Shape
     doc: str
     default: Any
-    optional: bool
 
     @property
     def required(self) -> bool:
@@ -337,14 +318,13 @@ def settings_of(kind: type[Checked]) -> tuple[Setting, ...]:
 
 @functools.cache
 def _settings_of(kind: Any) -> tuple[Setting, ...]:
-    return tuple(_settings(fields(kind), get_type_hints(kind, include_extras=True)))
-
-
-def _settings(all_fields: Iterable[Field[Any]], hints: Mapping[str, Any]) -> Iterator[Setting]:
-    for field in all_fields:
+    hints = get_type_hints(kind, include_extras=True)
+    settings = []
+    for field in fields(kind):
         _, *extras = get_args(hints[field.name])
         key = next((extra.name for extra in extras if isinstance(extra, Key)), field.name)
         doc = next(extra for extra in extras if isinstance(extra, str))
-        shape = next(extra for extra in extras if not isinstance(extra, (Key, str)))
+        shape = next(extra for extra in extras if isinstance(extra, Shape))
         default = field.default if field.default_factory is MISSING else field.default_factory()
-        yield Setting(field.name, key, shape, doc, default, default is None)
+        settings.append(Setting(field.name, key, shape, doc, default))
+    return tuple(settings)

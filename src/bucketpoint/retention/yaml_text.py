@@ -10,7 +10,7 @@ import difflib
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import MISSING
-from typing import Any
+from typing import Any, TypeVar
 
 import yaml
 
@@ -48,6 +48,7 @@ _VARIABLE = re.compile(r"\$\$|\$\{([A-Za-z_][A-Za-z0-9_]*)(?::-([^}]*))?\}|\$")
 
 _Place = tuple[int, int]
 _Path = tuple[str | int, ...]
+_Kind = TypeVar("_Kind", bound=Checked)
 
 
 def from_yaml(text: str, *, environ: Mapping[str, str], file: str | None = None) -> RetentionPolicy:
@@ -97,26 +98,24 @@ class _Reader:
             raise PolicyError.of(
                 PolicyFault("The policy is empty", "Write at least `version: 1` and `keep:`", (), 1, 1)
             )
-        version = Setting("version", "version", _Version(), "", MISSING, False)
         self.places[()] = _place(root)
-        found = self.record(RetentionPolicy, root, (), (version,))
-        return found if isinstance(found, RetentionPolicy) else None
+        return self.record(RetentionPolicy, root, ())
 
-    def record(
-        self, kind: type[Checked], node: yaml.Node, path: _Path, besides: tuple[Setting, ...] = ()
-    ) -> Checked | None:
+    def record(self, kind: type[_Kind], node: yaml.Node, path: _Path) -> _Kind | None:
         if not isinstance(node, yaml.MappingNode):
             self._fault(f"{_named(node)} is not a mapping", "Write keys with values", path)
             return None
-        known = {setting.key: setting for setting in (*besides, *settings_of(kind))}
+        known = {setting.key: setting for setting in settings_of(kind)}
+        if not path:
+            known = {"version": Setting("version", "version", _Version(), "", MISSING), **known}
         before = len(self.faults)
         children, meant = self._children(node, known, path)
         values = {known[key].name: self.value(known[key].shape, child, (*path, key)) for key, child in children.items()}
         for setting in known.values():
             if setting.required and setting.key not in children and setting.key not in meant:
                 self._fault(f"`{setting.key}` is missing", f"Add `{setting.key}:`", path)
-        for setting in besides:
-            values.pop(setting.name, None)
+        if not path:
+            values.pop("version", None)
         if len(self.faults) > before:
             self._note(kind.conflicts(values), path)
             return None
@@ -178,9 +177,9 @@ class _Reader:
             self._fault(f"{_named(node)} is not a mapping", f"Write a mapping with {names}", path)
             return None
         keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
-        told = next((key for key in keys if key in kinds), None)
+        given = (key for key in keys if key in kinds)
         meant = (near[0] for key in keys if (near := difflib.get_close_matches(key, kinds, n=1)))
-        kind = told or next(meant, None)
+        kind = next(given, None) or next(meant, None)
         if kind is None:
             self._fault(f"Neither {names.replace(' or ', ' nor ')} is given", f"Add {names}", path)
             return None
@@ -234,7 +233,7 @@ class _Reader:
             self.faults.append(PolicyFault(fault.message, fault.remedy, whole, *self.places[known]))
 
 
-class _Version:
+class _Version(Shape):
     """Shape of the format's version: only this version is accepted."""
 
     def check(self, value: Any) -> int:
@@ -242,12 +241,6 @@ class _Version:
             remedy = f"Write `version: {POLICY_VERSION}`, or update bucketpoint"
             raise wrong(f"Version {shown(value)} is not known", remedy)
         return POLICY_VERSION
-
-    def plain(self, value: Any) -> Any:
-        return value
-
-    def schema(self) -> dict[str, Any]:
-        return {"const": POLICY_VERSION}
 
 
 class _Named:

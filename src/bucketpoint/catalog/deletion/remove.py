@@ -106,8 +106,8 @@ def remove(removal: Removal, *, holder: str, force: bool = False) -> Pruned:
     try:
         done = Pruned()
         reconcile(catalog, catalog.snapshot())
-        buried = schedule_deletion(catalog, one, DELETE, due=catalog.clock(), reason="a person deleted it by name")
-        stones = [stone for stone in catalog.steps().notes.tombstones if stone.key == buried.key]
+        key = schedule_deletion(catalog, one, DELETE, due=catalog.clock(), reason="a person deleted it by name")
+        stones = [stone for stone in catalog.steps().notes.tombstones if stone.key == key]
         begun = claim(catalog, stones[0]) if stones else None
         if begun is None:
             done.refused[one.step, one.id] = "its tombstone was withdrawn meanwhile"

@@ -9,7 +9,7 @@ from bucketpoint.catalog.reconcile import reconcile
 from bucketpoint.catalog.snapshot import SAFETY_AGE_S, Snapshot
 from bucketpoint.errors import BucketpointError, CorruptDataError, ObjectNotFoundError
 from bucketpoint.format import keys
-from bucketpoint.format.catalog_keys import UploadKey, content_of
+from bucketpoint.format.catalog_keys import UPLOADS, UploadKey, content_of
 from bucketpoint.stores import OpenUpload
 
 MAX_NOTE_BYTES = 64 << 20
@@ -54,15 +54,14 @@ def sweep(catalog: Catalog, *, older_than: float = SAFETY_AGE_S, deep: bool = Fa
     for folder in sorted(folders - live):
         noted = [note for key, note in announced if key.folder == folder]
         uploads = [one for note in noted for one in _listed_by_key(catalog, folder, note)]
-        found = sweep_folder(catalog, folder, uploads, swept, oldest=oldest, dry_run=dry_run)
-        if found.uncommitted:
+        state = sweep_folder(catalog, folder, uploads, swept, oldest=oldest, dry_run=dry_run)
+        if state.uncommitted:
             uncommitted.add(folder)
-        if found.clean:
+        if state.clean:
             clean.add(folder)
-    notes = [one.key for one in snapshot.attempts if one.folder in clean and is_old(one.started, oldest)]
-    notes += [key for upload, key in announced if upload.folder in clean]
     # An intent outlives its record if the trainer may not delete, or was killed before it did.
-    notes += [one.key for one in snapshot.finished if one.folder in clean and is_old(one.started, oldest)]
+    notes = [one.key for one in begun if one.folder in clean and is_old(one.started, oldest)]
+    notes += [key for upload, key in announced if upload.folder in clean]
     # Records whose `.metadata` was deleted by hand, or beside a pruner whose lock had expired: a pin would keep them.
     notes += [one.key for one in snapshot.checkpoints if one.folder in uncommitted and one.key is not None]
     notes += _stale(snapshot, oldest)
@@ -79,8 +78,8 @@ def _folders_of_uploads(catalog: Catalog) -> set[str]:
     """
     above = catalog.key("")
     parts = catalog.template.parent.count("/") + 1
-    found = {"/".join(one.key[len(above) :].split("/")[:parts]) for one in catalog.store.list_multipart(above)}
-    return {folder for folder in found if catalog.template.step_of(folder) is not None}
+    folders = {"/".join(one.key[len(above) :].split("/")[:parts]) for one in catalog.store.list_multipart(above)}
+    return {folder for folder in folders if catalog.template.step_of(folder) is not None}
 
 
 def _listed_by_key(catalog: Catalog, folder: str, note: str) -> list[OpenUpload]:
@@ -90,32 +89,26 @@ def _listed_by_key(catalog: Catalog, folder: str, note: str) -> list[OpenUpload]
     except (CorruptDataError, ObjectNotFoundError):
         return []
     paths = content_of(data).get("paths")
-    found = []
+    uploads = []
     for path in paths if isinstance(paths, list) else []:
         if isinstance(path, str) and keys.parse_data_path(path) is not None:
             key = catalog.key(f"{folder}/{path}")
-            found += [one for one in catalog.store.list_multipart(key) if one.key == key]
-    return found
+            uploads += [one for one in catalog.store.list_multipart(key) if one.key == key]
+    return uploads
 
 
 def _announced(catalog: Catalog) -> list[tuple[UploadKey, str]]:
-    found = []
-    for name, info in catalog.uploads():
-        key = UploadKey.parse(name)
-        # A folder name that the template does not make is no checkpoint of this run.
-        if key is not None and catalog.template.step_of(key.folder) == key.step:
-            found.append((key, info.key))
-    return found
+    parsed = ((UploadKey.parse(name), info.key) for name, info in catalog.listed(UPLOADS))
+    # A folder name that the template does not make is no checkpoint of this run.
+    return [(key, note) for key, note in parsed if key and catalog.template.step_of(key.folder) == key.step]
 
 
 def _stale(snapshot: Snapshot, oldest: float) -> list[str]:
     """Return the keys of notes that no plan will look at again, and of records that a later commit has replaced."""
-    said = snapshot.notes
+    notes, ended = snapshot.notes, min(snapshot.newest_created, oldest)
     there = {one.step for one in snapshot.checkpoints} | {one.step for one in snapshot.attempts}
-    newest = max((one.created for one in snapshot.checkpoints if one.kind == "full"), default=float("-inf"))
-    found = [one.key for one in snapshot.superseded if one.key]
-    found += [one.key for one in said.leases if not one.valid(oldest)]
-    found += [one.key for one in said.pins if one.expires is not None and one.expires < oldest]
-    found += [one.key for one in said.resumes if one.time < newest and one.time < oldest]
-    fresh = {one.key for one in said.reports if one.step in there or one.time >= oldest}
-    return found + [one.key for one in said.reports if one.key not in fresh]
+    stale = [one.key for one in snapshot.superseded if one.key]
+    stale += [lease.key for lease in notes.leases if not lease.valid(oldest)]
+    stale += [pin.key for pin in notes.pins if pin.expires is not None and pin.expires < oldest]
+    stale += [resume.key for resume in notes.resumes if resume.time < ended]
+    return stale + [report.key for report in notes.reports if report.step not in there and report.time < oldest]
