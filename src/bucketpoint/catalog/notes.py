@@ -82,14 +82,14 @@ def unpin(catalog: Catalog, step: int, id: str | None = None) -> int:  # noqa: A
 
 def pins(catalog: Catalog) -> list[PinInfo]:
     """Return all pins, expired ones too. One GET for each."""
-    found = []
+    infos = []
     for one in catalog.snapshot().notes.pins:
         try:
-            said = catalog_keys.content_of(catalog.store.get(one.key, max_bytes=1 << 20)[0])
+            body = catalog_keys.content_of(catalog.store.get(one.key, max_bytes=1 << 20)[0])
         except StoreError:
-            said = {}
-        found.append(PinInfo(one.step, one.id, str(said.get("reason", "")), str(said.get("author", "")), one.expires))
-    return found
+            body = {}
+        infos.append(PinInfo(one.step, one.id, str(body.get("reason", "")), str(body.get("author", "")), one.expires))
+    return infos
 
 
 def lease(catalog: Catalog, step: int, holder: str, *, seconds: int = 600) -> None:

@@ -29,9 +29,7 @@ def reconcile(catalog: Catalog, snapshot: Snapshot) -> Snapshot:
     for attempt in snapshot.attempts:
         record = metadata_record(catalog, attempt.folder)
         # Metadata of another attempt belongs to an older checkpoint, which this attempt would replace.
-        if record is None or (record.token is not None and record.token != attempt.token and attempt.folder in known):
-            continue
-        if attempt.folder in known and known[attempt.folder].id == record.token:
+        if record is None or (attempt.folder in known and record.token != attempt.token):
             continue
         written = write_record(catalog, attempt.folder, attempt.step, record)
         if catalog.metadata_info(attempt.folder) is None:
@@ -64,11 +62,7 @@ def _drop_replaced(catalog: Catalog, snapshot: Snapshot) -> bool:
 
 
 def _may_be_younger(one: Checkpoint, youngest: Checkpoint) -> bool:
-    """Return True if another record may be younger than `youngest`.
-
-    That is so if the jobs' clocks give equal times, or if the store's clock, by which records were written, contradicts
-    them.
-    """
+    """Return True if the jobs' clocks give equal times, or if the store's clock contradicts them."""
     if one.created == youngest.created:
         return True
     return one.written is not None and youngest.written is not None and one.written > youngest.written
@@ -110,12 +104,6 @@ def metadata_record(catalog: Catalog, folder: str) -> CommitRecord | None:
 
 
 def named(record: CommitRecord, data: bytes, info: ObjectInfo) -> CommitRecord:
-    """Add a token and a time to a record, which other writers' metadata lacks.
-
-    `data` is the metadata, `info` its object.
-    """
-    token = record.token or hashlib.sha256(data).hexdigest()[:12]
-    created = record.created
-    if created is None:
-        created = info.modified or 0.0
-    return replace(record, token=token, created=created)
+    """Add the token and the time that the metadata of other writers lacks: made from its bytes and its object."""
+    created = record.created if record.created is not None else info.modified or 0.0
+    return replace(record, token=record.token or hashlib.sha256(data).hexdigest()[:12], created=created)

@@ -52,14 +52,13 @@ class SaveLog:
 
     def begin(self, url: str, token: str) -> None:
         """Note that an attempt begins: on the coordinator, before any rank sends data. An error fails the save."""
-        catalog = self.catalog
-        folder, step = catalog.folder_of(url)
-        ensure(catalog)
-        body = {"version": 1, "token": token, "url": url, "started": catalog.clock()}
+        folder, step = self.catalog.folder_of(url)
+        ensure(self.catalog)
+        body = {"version": 1, "token": token, "url": url, "started": self.catalog.clock()}
         # A tombstone on an existing checkpoint of this step stays: the run may have given that checkpoint up, and a
         # save that dies must not bring it back. The deletion removes only data with that checkpoint's tokens, and the
         # pruner waits for this attempt.
-        catalog.write(self._attempt(folder, step, token), _json(body))
+        self.catalog.write(self._attempt(folder, step, token), _json(body))
 
     def uploading(self, url: str, token: str, rank: int, paths: Sequence[str]) -> None:
         """Note the paths below `url` to which a rank is about to begin multipart uploads. An error fails the save.
@@ -92,8 +91,9 @@ class SaveLog:
         folder, step = self.catalog.folder_of(url)
         write_record(self.catalog, folder, step, record)
         try:
-            self._note_metrics(step)
-            if not intent_stays:
+            if self.metrics:
+                report(self.catalog, step, self.metrics)
+            if not intent_stays and record.token is not None:
                 self._delete_intent(folder, step, record.token)
         except BucketpointError as error:
             # A trainer may lack the right to delete. That must not fail the save; its pruner reports it in detail.
@@ -103,12 +103,8 @@ class SaveLog:
         if self.pruner is not None:
             self.pruner.after_commit(step)
 
-    def _note_metrics(self, step: int) -> None:
-        if self.metrics:
-            report(self.catalog, step, self.metrics)
-
-    def _delete_intent(self, folder: str, step: int, token: str | None) -> None:
-        failures = self.catalog.store.delete([self._attempt(folder, step, token)]) if token is not None else []
+    def _delete_intent(self, folder: str, step: int, token: str) -> None:
+        failures = self.catalog.store.delete([self._attempt(folder, step, token)])
         if failures:
             logger.info(
                 "the intent of a committed save was not deleted, and stays until the next prune: %s", failures[0].code

@@ -159,6 +159,11 @@ class Notes:
     resumes: tuple[Resume, ...] = ()
     tombstones: tuple[Tombstone, ...] = ()
 
+    def keys_of(self, step: int) -> set[str]:
+        """Return the keys of the notes on a step, without tombstones."""
+        notes: list[MetricReport | Pin | ReadLease | Resume] = [*self.reports, *self.pins, *self.leases, *self.resumes]
+        return {note.key for note in notes if note.step == step}
+
 
 @dataclass(frozen=True)
 class Snapshot:

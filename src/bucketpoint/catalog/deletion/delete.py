@@ -9,10 +9,8 @@ token of their rank and attempt.
 from __future__ import annotations
 
 import contextlib
-from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import cast
+from typing import NamedTuple, cast
 
 from bucketpoint.catalog.catalog import Catalog
 from bucketpoint.catalog.deletion.fence import MIN_SWEEP_AGE_S, Stopwatch
@@ -31,8 +29,11 @@ SIGNED_S = 300
 """Seconds for which a signed deletion of a marker is valid. More than deleting some thousand objects takes."""
 
 
-@dataclass
-class Doomed:
+LOOKED_S = 300.0
+"""Seconds for which a check of the newest checkpoint holds. A pruner that was suspended for longer deletes nothing."""
+
+
+class Doomed(NamedTuple):
     """Objects that are deleted with one checkpoint.
 
     Attributes:
@@ -40,12 +41,8 @@ class Doomed:
         remove: removes the marker that replaced its `.metadata`; None if there is no marker, or if it has to stay.
     """
 
-    data: list[str] = field(default_factory=list)
+    data: list[str]
     remove: Callable[[], object] | None = None
-
-
-LOOKED_S = 300.0
-"""Seconds for which a check of the newest checkpoint holds. A pruner that was suspended for longer deletes nothing."""
 
 
 def delete_checkpoints(
@@ -65,24 +62,26 @@ def delete_checkpoints(
         looked: started when the newest checkpoint was looked at.
         by: author of the deletion, which the marker tells those who come to load the checkpoint.
     """
-    able = proven_deletes(catalog.store, catalog.key(catalog_keys.CATALOG)) if going else catalog.store.capabilities
-    doomed = {
-        one: found for one in going if (found := _uncommit(catalog, able, snapshot, one, done, looked, by)) is not None
+    able = proven_deletes(catalog.store, catalog.key(catalog_keys.CATALOG))
+    uncommitted = ((one, _uncommit(catalog, able, snapshot, one, done, looked, by)) for one in going)
+    doomed = {one: objects for one, objects in uncommitted if objects is not None}
+    # Records of commits that were replaced are deleted too: alone in the listing, they would count as a checkpoint.
+    records = [*snapshot.checkpoints, *snapshot.superseded]
+    wanted = {
+        one: [other.key for other in records if other.key and other.folder == one.folder] + objects.data
+        for one, objects in doomed.items()
     }
-    wanted = {one: _records(snapshot, one) + what.data for one, what in doomed.items()}
     _delete_all(catalog, wanted, doomed, done)
-    for what in doomed.values():
-        if what.remove is not None:
+    for objects in doomed.values():
+        if objects.remove is not None:
             # A save may have committed in the marker's place. Its commit stays.
             with contextlib.suppress(PreconditionFailedError):
-                what.remove()
-    alone = Counter(one.step for one in snapshot.checkpoints)
-    notes = {one: _notes(snapshot, one.step, alone[one.step] <= 1) + _tombstones(snapshot, one) for one in doomed}
-    _delete_all(catalog, notes, doomed, done)
-    sizes = {(one.folder, one.id): sum(one.groups.values()) for one in snapshot.checkpoints}
+                objects.remove()
+    _delete_all(catalog, {one: _notes(snapshot, one) for one in doomed}, doomed, done)
+    sizes = {one.name: sum(one.groups.values()) for one in snapshot.checkpoints}
     for one in doomed:
         done.deleted.append((one.step, one.id))
-        done.freed[one.step, one.id] = sizes.get((one.folder, one.id), 0)
+        done.freed[one.step, one.id] = sizes.get(one.name, 0)
 
 
 def put_marker(
@@ -102,8 +101,7 @@ def put_marker(
     signed = None
     if able.expiring_delete and not able.conditional_delete:
         signed = cast("ExpiringDeletes", store).expiring_delete(there.key, SIGNED_S)
-    written = catalog.write(there.key, marker.encode(), if_match=there.etag)
-    etag = written.etag
+    etag = catalog.write(there.key, marker.encode(), if_match=there.etag).etag
     if signed is None and etag is not None and (able.conditional_delete or not able.conditional_put):
         return lambda: store.delete_if(there.key, etag)
     return signed
@@ -121,10 +119,16 @@ def _uncommit(
         # `.metadata` was deleted by hand, or by a pruner that died after this point.
         return Doomed(_data(listed, ended, ()))
     same = one.mark != catalog_keys.UNKNOWN and catalog_keys.mark_of(committed.etag) == one.mark
+    tokens: set[str] = {one.id}
     paths: tuple[str, ...] = ()
-    tokens = {one.id} if same and _only_its_own(one, listed) else None
-    if tokens is None:
-        data = _get(catalog, committed)
+    # If all data in the folder carries the commit's own token, no other token can belong to it. If several ranks saved,
+    # the other ranks have tokens of their own. Only the metadata tells those from the tokens of a save that is under
+    # way, whose objects may be as many and as large.
+    if not same or {token for path in listed if (token := keys.token_of(path)) is not None} != tokens:
+        try:
+            data = catalog.store.get(committed.key)[0]
+        except ObjectNotFoundError:
+            data = b""
         marker = parse_marker(data)
         if marker is not None and marker.token != one.id:
             return Doomed(_data(listed, ended, ()))
@@ -142,7 +146,7 @@ def _uncommit(
         return None
     if looked.seconds() > LOOKED_S:
         done.refused[one.step, one.id] = (
-            "this pruner was suspended and must check the newest checkpoint again; the next prune does so"
+            f"the newest checkpoint was checked more than {LOOKED_S / 60:g} minutes ago; the next prune checks it again"
         )
         return None
     remove = None
@@ -151,8 +155,8 @@ def _uncommit(
             catalog.store.delete_if(committed.key, committed.etag)
         else:
             # If this pruner dies, the marker tells the next one which objects to delete.
-            said = DeletionMarker(one.id, catalog.clock(), by, tuple(sorted(tokens)), paths)
-            remove = put_marker(catalog, able, committed, said)
+            marker = DeletionMarker(one.id, catalog.clock(), by, tuple(sorted(tokens)), paths)
+            remove = put_marker(catalog, able, committed, marker)
     except ObjectNotFoundError:
         pass
     except PreconditionFailedError:
@@ -165,22 +169,6 @@ def _fenced(catalog: Catalog, listed: dict[str, ObjectInfo], tokens: set[str]) -
     fences = [info for path, info in listed.items() if keys.parse_fence_path(path) in tokens]
     oldest = catalog.clock() - MIN_SWEEP_AGE_S
     return any(info.modified is None or info.modified >= oldest for info in fences)
-
-
-def _only_its_own(one: Tombstone, listed: dict[str, ObjectInfo]) -> bool:
-    """Return True if all data in the folder carries the commit's own token: no other token can then belong to it.
-
-    If several ranks saved, the other ranks have tokens of their own. Only the metadata tells those from the tokens of a
-    save that is under way, whose objects may be as many and as large.
-    """
-    return {token for path in listed if (token := keys.token_of(path)) is not None} == {one.id}
-
-
-def _get(catalog: Catalog, committed: ObjectInfo) -> bytes:
-    try:
-        return catalog.store.get(committed.key)[0]
-    except ObjectNotFoundError:
-        return b""
 
 
 def _token_in(data: bytes, info: ObjectInfo) -> str | None:
@@ -196,12 +184,16 @@ def _flat_paths(data: bytes) -> tuple[str, ...]:
         paths = data_paths(read_metadata(data))
     except (MetadataError, UnsafeDataError):
         return ()
-    return tuple(sorted(path for path in paths if "/" not in path and keys.may_be_data(path)))
+    return tuple(sorted(filter(_is_flat, paths)))
+
+
+def _is_flat(path: str) -> bool:
+    return "/" not in path and keys.may_be_data(path)
 
 
 def _data(listed: dict[str, ObjectInfo], tokens: set[str], paths: tuple[str, ...]) -> list[str]:
     """Return the keys to delete: the attempt's objects, by the tokens of its ranks or by the names in its metadata."""
-    named_by_it = {keys.RECORD, *(path for path in paths if "/" not in path and keys.may_be_data(path))}
+    named_by_it = {keys.RECORD, *filter(_is_flat, paths)}
     return [
         info.key
         for path, info in listed.items()
@@ -209,38 +201,19 @@ def _data(listed: dict[str, ObjectInfo], tokens: set[str], paths: tuple[str, ...
     ]
 
 
-def _records(snapshot: Snapshot, one: Tombstone) -> list[str]:
-    # The records of commits that this one replaced are deleted too: alone in the listing, they would count as a
-    # checkpoint.
-    records = [*snapshot.checkpoints, *snapshot.superseded]
-    return [other.key for other in records if other.key and other.folder == one.folder]
-
-
-def _notes(snapshot: Snapshot, step: int, alone: bool) -> list[str]:
-    """Return the keys of the notes on a step. They are deleted with the last checkpoint of that step."""
-    if not alone:
-        return []
-    said = snapshot.notes
-    about = [(one.step, one.key) for one in said.reports]
-    about += [(one.step, one.key) for one in said.pins]
-    about += [(one.step, one.key) for one in said.leases]
-    about += [(one.step, one.key) for one in said.resumes]
-    return list(dict.fromkeys(key for of, key in about if of == step))
-
-
-def _tombstones(snapshot: Snapshot, one: Tombstone) -> list[str]:
+def _notes(snapshot: Snapshot, one: Tombstone) -> list[str]:
+    """Return the keys of the notes on a step, if this is its last checkpoint, and of the checkpoint's tombstones."""
+    last = sum(other.step == one.step for other in snapshot.checkpoints) <= 1
+    notes = sorted(snapshot.notes.keys_of(one.step)) if last else []
     # The tombstone of a pending thinning is deleted too: taking it back would suggest that the checkpoint still exists.
-    same = [other.key for other in snapshot.notes.tombstones if (other.folder, other.id) == (one.folder, one.id)]
-    return [*same, one.key] if one.key not in same else same
+    tombstones = [other.key for other in snapshot.notes.tombstones if other.name == one.name]
+    return [*notes, *dict.fromkeys([*tombstones, one.key])]
 
 
 def _delete_all(
     catalog: Catalog, wanted: dict[Tombstone, list[str]], doomed: dict[Tombstone, Doomed], done: Pruned
 ) -> None:
-    """Delete in shared batches.
-
-    A checkpoint with a key that was refused leaves `doomed`: the next prune tries again.
-    """
+    """Delete in shared batches. A checkpoint with a refused key leaves `doomed`: the next prune tries again."""
     failures = catalog.store.delete([key for one in doomed for key in wanted[one]])
     done.failures += failures
     failed = {failure.key for failure in failures}

@@ -36,8 +36,7 @@ class Discard:
 
     @property
     def name(self) -> tuple[str, str]:
-        """Folder and id of the checkpoint."""
-        return self.checkpoint.folder, self.checkpoint.id
+        return self.checkpoint.name
 
 
 @dataclass
@@ -60,15 +59,12 @@ def damaged(catalog: Catalog, checkpoint: Checkpoint, reason: str) -> Discard | 
 
     One small GET, and a GET of the whole `.metadata` if it differs from the record.
     """
-    found = _as_committed(catalog, checkpoint)
-    return None if found is None else Discard(found, reason, damaged=True)
+    present = _as_committed(catalog, checkpoint)
+    return None if present is None else Discard(present, reason, damaged=True)
 
 
 def _as_committed(catalog: Catalog, checkpoint: Checkpoint) -> Checkpoint | None:
-    """Return the checkpoint with the id and the mark of its present `.metadata`.
-
-    None if another one has replaced it.
-    """
+    """Return the checkpoint with the id and the mark of its present `.metadata`. None if another one replaced it."""
     committed = catalog.metadata_info(checkpoint.folder)
     if committed is None:
         return checkpoint if checkpoint.key is not None else None
@@ -96,18 +92,17 @@ def rolled_back(catalog: Catalog, snapshot: Snapshot, step: int) -> list[Discard
     """
     going = snapshot.going()
     reason = f"training was rolled back to step {step}"
-    newer = [one for one in snapshot.checkpoints if one.step > step and (one.folder, one.id) not in going]
+    newer = [one for one in snapshot.checkpoints if one.step > step and one.name not in going]
     known = (one if one.key is not None else _as_committed(catalog, one) for one in newer)
     return [Discard(one, reason) for one in known if one is not None]
 
 
-def united(*groups: Iterable[Discard]) -> tuple[Discard, ...]:
-    """Unite groups of discards: each checkpoint once, with the first reason that is given."""
-    found: dict[tuple[str, str], Discard] = {}
-    for group in groups:
-        for one in group:
-            found.setdefault(one.name, one)
-    return tuple(found.values())
+def united(discards: Iterable[Discard]) -> tuple[Discard, ...]:
+    """Return each checkpoint once, with the first reason that is given."""
+    first: dict[tuple[str, str], Discard] = {}
+    for one in discards:
+        first.setdefault(one.name, one)
+    return tuple(first.values())
 
 
 def bury_discards(catalog: Catalog, discards: Collection[Discard], *, due: float, dry_run: bool = False) -> Discarded:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from bucketpoint.catalog.catalog import Catalog
 from bucketpoint.catalog.deletion.delete import put_marker
@@ -38,8 +39,7 @@ class Swept:
     failures: list[DeleteFailure] = field(default_factory=list)
 
 
-@dataclass(frozen=True)
-class FolderState:
+class FolderState(NamedTuple):
     """State of a folder after its sweep.
 
     Attributes:
@@ -49,19 +49,6 @@ class FolderState:
 
     clean: bool
     uncommitted: bool
-
-
-@dataclass(frozen=True)
-class _Commits:
-    """Objects that the commits of a folder name.
-
-    Attributes:
-        paths: paths of data objects and of indexes; None if nothing is committed.
-        deleted: True if a deletion marker stands in place of a commit.
-    """
-
-    paths: frozenset[str] | None
-    deleted: bool = False
 
 
 def sweep_folder(
@@ -83,9 +70,9 @@ def sweep_folder(
     # Uploads deeper in the folder may belong to another run, whose own sweep removes them.
     uploads = [one for one in uploads if keys.parse_data_path(one.key[len(above) :]) is not None]
     try:
-        commits = _read_commits(catalog, above, listed)
+        named, deleted = _read_commits(catalog, above, listed)
         alive = _alive_tokens(listed, uploads, oldest)
-        committed = _tokens(commits.paths or ())
+        committed = _tokens(named or ())
         dead = _tokens(listed) - committed
         if alive - committed:
             # Each rank has a token of its own, so all these tokens may be of one attempt of which one rank is alive.
@@ -95,22 +82,22 @@ def sweep_folder(
             dead = {token for token in dead if condemn(catalog.store, above[:-1], token, fences[token])}
             # Listed again: a save may have committed and removed its fence between the listing and the condemnation.
             listed = catalog.objects_of(folder)
-            commits = _read_commits(catalog, above, listed)
+            named, deleted = _read_commits(catalog, above, listed)
     except (MetadataError, UnsafeDataError):
         # Metadata that cannot be read could name any object, so nothing is removed.
         return FolderState(clean=False, uncommitted=False)
-    named = commits.paths or frozenset()
+    committed = _tokens(named or ())
     orphans, young = [], False
     for path, info in listed.items():
         token = keys.token_of(path)
-        if token is None or path in named:
+        if token is None or path in (named or ()):
             continue
-        if token in dead or (token in _tokens(named) and is_old(info.modified, oldest)):
+        if token in dead or (token in committed and is_old(info.modified, oldest)):
             orphans.append(info)
         else:
             young = True
     record = listed.get(keys.RECORD)
-    if commits.paths is None and not young and record is not None and is_old(record.modified, oldest):
+    if named is None and not young and record is not None and is_old(record.modified, oldest):
         orphans.append(record)
     stale = [one for one in uploads if _token_of_key(one.key) not in alive]
     young = young or len(stale) < len(uploads)
@@ -121,15 +108,15 @@ def sweep_folder(
         failures = catalog.store.delete([info.key for info in orphans])
         if not failures:
             # Fences go last: as long as data of an attempt is left, its save must find that it has been condemned.
-            failures += catalog.store.delete(_stale_fences(listed, dead | _tokens(named), oldest))
+            failures += catalog.store.delete(_stale_fences(listed, dead | committed, oldest))
         marker = listed.get(keys.METADATA)
-        if commits.deleted and marker is not None and not young and not failures and is_old(marker.modified, oldest):
+        if deleted and marker is not None and not young and not failures and is_old(marker.modified, oldest):
             _remove_marker(catalog, marker, watch)
     swept.uploads += [one.key for one in stale]
     swept.objects += [info.key for info in orphans]
     swept.bytes += sum(info.size for info in orphans)
     swept.failures += failures
-    return FolderState(clean=not young and not failures, uncommitted=commits.paths is None)
+    return FolderState(clean=not young and not failures, uncommitted=named is None)
 
 
 def is_old(moment: float | None, oldest: float) -> bool:
@@ -137,22 +124,24 @@ def is_old(moment: float | None, oldest: float) -> bool:
     return moment is not None and moment < oldest
 
 
-def _read_commits(catalog: Catalog, above: str, listed: Mapping[str, ObjectInfo]) -> _Commits:
+def _read_commits(catalog: Catalog, above: str, listed: Mapping[str, ObjectInfo]) -> tuple[set[str] | None, bool]:
     """Collect the objects that `.metadata` names, and the metadata of each rank if a save ran without collectives.
+
+    Return None for the objects if nothing is committed, and True if a deletion marker stands in place of a commit.
 
     Raises:
         MetadataError, UnsafeDataError: one of them cannot be read.
     """
-    found: set[str] | None = None
+    named: set[str] | None = None
     deleted = False
     for name in [keys.METADATA, *filter(keys.is_rank_metadata, listed)]:
         try:
-            found = (found or set()) | _named_by(catalog.store.get(above + name)[0])
+            named = (named or set()) | _named_by(catalog.store.get(above + name)[0])
         except ObjectNotFoundError:
             continue
         except CheckpointDeletedError:
             deleted = True
-    return _Commits(None if found is None else frozenset(found), deleted)
+    return named, deleted
 
 
 def _named_by(data: bytes) -> set[str]:
@@ -195,8 +184,8 @@ def _remove_marker(catalog: Catalog, marker: ObjectInfo, watch: Stopwatch) -> No
         elif able.expiring_delete:
             # The marker is put anew with the present time, so that a save that finds it waits until the signed deletion
             # has expired.
-            said = parse_marker(store.get(marker.key)[0]) or DeletionMarker("", 0.0)
-            remove = put_marker(catalog, able, marker, said.again(catalog.clock()))
+            old = parse_marker(store.get(marker.key)[0]) or DeletionMarker("", 0.0)
+            remove = put_marker(catalog, able, marker, old.again(catalog.clock()))
             if remove is not None:
                 remove()
         elif store.head(marker.key).etag == marker.etag and watch.seconds() < _LOOKED_S:

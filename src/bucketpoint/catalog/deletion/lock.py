@@ -9,14 +9,11 @@ import datetime
 import json
 import os
 import socket
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from bucketpoint.catalog.catalog import Catalog
 from bucketpoint.errors import ObjectNotFoundError, PreconditionFailedError
 from bucketpoint.format import catalog_keys
-
-_DAY_S = 86400.0
-_NAME_LENGTH = 80
 
 
 @dataclass(frozen=True)
@@ -25,7 +22,6 @@ class Lock:
 
     holder: str
     expires: float
-    etag: str | None
 
 
 def holder_name() -> str:
@@ -36,17 +32,19 @@ def holder_name() -> str:
 def acquire(catalog: Catalog, holder: str, *, seconds: float) -> Lock | None:
     """Acquire the lock; None while another holder's has not expired. One PUT if it is free."""
     key = catalog.own_key(catalog_keys.LOCK)
-    lock = Lock(holder, catalog.clock() + seconds, None)
-    if catalog.create(key, _body(lock)):
+    lock = Lock(holder, catalog.clock() + seconds)
+    body = json.dumps({"expires": lock.expires, "holder": lock.holder}, sort_keys=True).encode()
+    if catalog.create(key, body):
         return lock
     try:
         data, info = catalog.store.get(key, max_bytes=1 << 16)
     except ObjectNotFoundError:
-        return lock if catalog.create(key, _body(lock)) else None
+        return lock if catalog.create(key, body) else None
     if _expires(data) > catalog.clock() and _holder(data) != holder:
         return None
     try:
-        return replace(lock, etag=catalog.write(key, _body(lock), if_match=info.etag).etag)
+        catalog.write(key, body, if_match=info.etag)
+        return lock
     except PreconditionFailedError:
         return None
 
@@ -57,9 +55,9 @@ def held_by(catalog: Catalog) -> str:
         data = catalog.store.get(catalog.own_key(catalog_keys.LOCK), max_bytes=1 << 16)[0]
     except ObjectNotFoundError:
         return "another pruner was running"
-    expires = min(max(_expires(data), 0.0), catalog.clock() + _DAY_S)
+    expires = min(max(_expires(data), 0.0), catalog.clock() + 86_400)
     until = datetime.datetime.fromtimestamp(expires, datetime.timezone.utc).strftime("%H:%M:%S UTC")
-    holder = (_holder(data) or "")[:_NAME_LENGTH]
+    holder = (_holder(data) or "")[:80]
     return f"another pruner is running ({holder!r}); if it has died, its lock expires at {until}"
 
 
@@ -67,10 +65,6 @@ def give_back(catalog: Catalog, lock: Lock) -> None:
     """Remove the lock, unless it has expired and may belong to another pruner by now."""
     if catalog.clock() < lock.expires:
         catalog.store.delete([catalog.own_key(catalog_keys.LOCK)])
-
-
-def _body(lock: Lock) -> bytes:
-    return json.dumps({"expires": lock.expires, "holder": lock.holder}, sort_keys=True).encode()
 
 
 def _expires(data: bytes) -> float:

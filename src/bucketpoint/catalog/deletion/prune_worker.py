@@ -15,7 +15,6 @@ from bucketpoint.catalog.deletion.pruner import Order, prune
 from bucketpoint.catalog.deletion.sweep import sweep
 from bucketpoint.catalog.deletion.throttle import Throttle, paced
 from bucketpoint.catalog.prune_report import Pruned
-from bucketpoint.catalog.snapshot import DELETE, THIN
 from bucketpoint.errors import BucketpointError
 from bucketpoint.format.keys import new_token
 from bucketpoint.retention import Plan, RetentionPolicy, Row, Verdict, circuit_breaker, plan
@@ -54,29 +53,25 @@ def prune_by(
         StoreError: a request failed for good. The next round finishes what was begun.
         PolicyError: `match` fails.
     """
-    made: list[tuple[Plan, Verdict]] = []
+    planned: Plan | None = None
+    verdict: Verdict | None = None
 
     def decide(rows: Sequence[Row]) -> list[Order]:
+        nonlocal planned, verdict
         planned, verdict = judged(policy, rows, committed=committed)
-        made.append((planned, verdict))
+        entries = [*planned.deleted, *planned.thinned]
         # The oldest go first; later rounds delete the rest.
-        return orders(planned) if verdict or force else orders(planned)[: verdict.unasked]
+        allowed = entries if verdict or force else entries[: verdict.unasked]
+        return [Order(entry.row.step, entry.row.id, entry.action, str(entry.miss or "")) for entry in allowed]
 
     done = prune(catalog, decide, grace=policy.prune.grace.total_seconds(), holder=holder)
-    planned, verdict = made[0] if made else (None, None)
     return Round(planned, verdict, done)
 
 
 def judged(policy: RetentionPolicy, rows: Sequence[Row], *, committed: int = 0) -> tuple[Plan, Verdict]:
     """Return the policy's plan for these rows, and the circuit breaker's verdict on it."""
-    made, limit = plan(policy, rows), policy.prune.max_delete
-    return made, circuit_breaker(made, count=limit.count, fraction=limit.fraction, committed=committed)
-
-
-def orders(planned: Plan) -> list[Order]:
-    """Return the pruner's orders for a plan."""
-    gone = [Order(one.row.step, one.row.id, DELETE, str(one.miss or "")) for one in planned.deleted]
-    return gone + [Order(one.row.step, one.row.id, THIN, str(one.miss or "")) for one in planned.thinned]
+    planned, limit = plan(policy, rows), policy.prune.max_delete
+    return planned, circuit_breaker(planned, count=limit.count, fraction=limit.fraction, committed=committed)
 
 
 class PruneWorker:
@@ -116,7 +111,7 @@ class PruneWorker:
     def give_up(self, discards: Iterable[Discard]) -> None:
         """Give these checkpoints a tombstone too, once another checkpoint is committed."""
         with self._lock:
-            self.given_up = united(self.given_up, discards)
+            self.given_up = united([*self.given_up, *discards])
 
     def give_up_only(self, discards: Iterable[Discard]) -> None:
         """Replace the given-up checkpoints by these: the job goes on from another checkpoint now."""
@@ -168,14 +163,11 @@ class PruneWorker:
             self._thread = thread
 
     def now(self, *, force: bool = False) -> Round:
-        """Run one round on the caller's thread, without rests, after the one under way has ended.
-
-        Raises as `prune_by`.
-        """
+        """Run one round on the caller's thread, without rests, after the one under way. Raises as `prune_by`."""
         self.drain()
-        made = self._carried_out(self.catalog, force=force)
-        _tell(self.catalog, self.policy, made, forced=force)
-        return made
+        report = self._carried_out(self.catalog, force=force)
+        _log(self.catalog, self.policy, report, forced=force)
+        return report
 
     @property
     def busy(self) -> bool:
@@ -184,10 +176,7 @@ class PruneWorker:
             return self._thread is not None
 
     def drain(self, timeout: float | None = None) -> bool:
-        """Wait at most `timeout` seconds for the rounds that were asked for, now without rests.
-
-        Return True if they ended.
-        """
+        """Wait at most `timeout` seconds for the rounds that were asked for, now without rests. True if they ended."""
         with self._lock:
             thread = self._thread
         if thread is None:
@@ -227,11 +216,11 @@ class PruneWorker:
     def _carried_out(self, catalog: Catalog, *, force: bool = False) -> Round:
         with self._lock:
             committed = self._committed
-        made = prune_by(catalog, self.policy, holder=self.holder, force=force, committed=committed)
-        if made.done.stopped is None:
+        report = prune_by(catalog, self.policy, holder=self.holder, force=force, committed=committed)
+        if report.done.stopped is None:
             with self._lock:
                 self._committed -= committed
-        return made
+        return report
 
     def _work(self) -> None:
         stand_back(19)
@@ -252,15 +241,13 @@ class PruneWorker:
                 # Once for each job: debris is left by earlier jobs.
                 self._swept = True
                 sweep(catalog, older_than=self.policy.prune.debris_after.total_seconds())
+            _log(catalog, self.policy, self.last)
         except BucketpointError as error:
             self._failed(error)
-            return
         except Exception as error:  # noqa: BLE001 (no fault of ours may end the thread for all later saves)
             ours = BucketpointError(f"This is a bug in bucketpoint: {type(error).__name__}: {error}")
             ours.__cause__ = error
             self._failed(ours)
-            return
-        _tell(catalog, self.policy, self.last)
 
     def _failed(self, error: BucketpointError) -> None:
         self.failure = error
@@ -285,20 +272,21 @@ def worker_of(catalog: Catalog, policy: RetentionPolicy) -> PruneWorker:
     place = url if identity.startswith(url) else identity
     run = place, catalog.prefix, catalog.template.namespace, str(catalog.run), repr(policy)
     with _looking:
-        found = _workers.get(run)
-        if found is None:
-            found = _workers[run] = PruneWorker(catalog, policy)
+        worker = _workers.get(run)
+        if worker is None:
+            worker = _workers[run] = PruneWorker(catalog, policy)
         # The latest caller may have newer credentials.
-        found.catalog = catalog
-        return found
+        worker.catalog = catalog
+        return worker
 
 
-def _tell(catalog: Catalog, policy: RetentionPolicy, made: Round, *, forced: bool = False) -> None:
-    done, verdict = made.done, made.verdict
-    why = {(one.row.step, one.row.id): one for one in made.plan.entries} if made.plan is not None else {}
+def _log(catalog: Catalog, policy: RetentionPolicy, report: Round, *, forced: bool = False) -> None:
+    done, verdict = report.done, report.verdict
+    why = {(one.row.step, one.row.id): one for one in report.plan.entries} if report.plan is not None else {}
     for step, token in done.buried:
         entry = why[step, token]
-        logger.info("step %d %s %s: %s", step, _FATE[entry.action], _after(policy), entry.miss)
+        fate = "deleted" if entry.action == "delete" else "thinned to its weights"
+        logger.info("step %d will be %s %s: %s", step, fate, _after(policy), entry.miss)
     for words, gone in (("deleted", done.deleted), ("thinned to its weights", done.thinned)):
         for name in gone:
             reason = f": {why[name].miss}" if name in why else ""
@@ -321,9 +309,6 @@ def _tell(catalog: Catalog, policy: RetentionPolicy, made: Round, *, forced: boo
             done.failures[0].key,
             done.failures[0].code,
         )
-
-
-_FATE = {"delete": "will be deleted", "thin": "will be thinned to its weights"}
 
 
 def _after(policy: RetentionPolicy) -> str:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import groupby
 
 from bucketpoint.catalog.catalog import Catalog
 from bucketpoint.catalog.deletion import lock as locks
@@ -16,7 +15,7 @@ from bucketpoint.catalog.deletion.fence import MIN_SWEEP_AGE_S, Stopwatch
 from bucketpoint.catalog.deletion.wholeness import Inspected, damage, inspect
 from bucketpoint.catalog.prune_report import Pruned
 from bucketpoint.catalog.reconcile import reconcile
-from bucketpoint.catalog.snapshot import DELETE, Attempt, Checkpoint, Snapshot, Tombstone
+from bucketpoint.catalog.snapshot import DELETE, THIN, Attempt, Checkpoint, Snapshot, Tombstone
 from bucketpoint.catalog.tombstones import claim, schedule_deletion, unclaim, withdraw
 from bucketpoint.errors import PreconditionFailedError
 from bucketpoint.retention.row import FULL, Row
@@ -39,7 +38,7 @@ Decide = Callable[[Sequence[Row]], Sequence[Order]]
 """A policy, as a pure function. Called under the lock with all rows; returns the orders."""
 
 
-def prune(catalog: Catalog, decide: Decide, *, grace: float, holder: str, lock_seconds: float = LOCK_SECONDS) -> Pruned:
+def prune(catalog: Catalog, decide: Decide, *, grace: float, holder: str) -> Pruned:
     """Run one round: checkpoints that `decide` orders to go get a tombstone, and due tombstones are carried out.
 
     Args:
@@ -49,7 +48,7 @@ def prune(catalog: Catalog, decide: Decide, *, grace: float, holder: str, lock_s
     Raises:
         StoreError: a request failed for good. The next round finishes what was begun.
     """
-    lock = locks.acquire(catalog, holder, seconds=lock_seconds)
+    lock = locks.acquire(catalog, holder, seconds=LOCK_SECONDS)
     if lock is None:
         return Pruned(stopped=locks.held_by(catalog))
     try:
@@ -60,7 +59,7 @@ def prune(catalog: Catalog, decide: Decide, *, grace: float, holder: str, lock_s
         going = snapshot.going()
         # A damaged checkpoint that was set aside does not count as the newest: it would block its own deletion and all
         # others.
-        staying = [one for one in full if (one.folder, one.id) not in going] or full
+        staying = [one for one in full if one.name not in going] or full
         newest = inspect(catalog, staying[-1]) if staying else None
         if newest is not None and newest.problem is not None:
             return Pruned(stopped=newest.problem)
@@ -74,10 +73,9 @@ def prune(catalog: Catalog, decide: Decide, *, grace: float, holder: str, lock_s
         # Intents that a trainer without the right to delete has left: they lengthen the listing that every restore asks
         # for. The intent of an overwrite stays for the sweep: it shows that objects of the replaced checkpoint may be
         # left.
-        replaced = {one.folder for one in snapshot.superseded}
-        unheard = _unheard(snapshot)
-        ended = [one for one in snapshot.finished if one not in unheard]
-        done.failures += catalog.store.delete([one.key for one in ended if one.folder not in replaced])
+        replaced, unheard = {one.folder for one in snapshot.superseded}, _unheard(snapshot)
+        ended = [one.key for one in snapshot.finished if one not in unheard and one.folder not in replaced]
+        done.failures += catalog.store.delete(ended)
         collect(catalog, done, looked, until=lock.expires)
         return done
     finally:
@@ -87,16 +85,12 @@ def prune(catalog: Catalog, decide: Decide, *, grace: float, holder: str, lock_s
 def _damage_of_newest(
     catalog: Catalog, snapshot: Snapshot, orders: Sequence[Order], newest: Inspected | None
 ) -> str | None:
-    """Return the reason why the newest full checkpoint that would remain is not whole.
-
-    None if it is, or if nothing goes.
-    """
+    """Describe the damage of the newest full checkpoint that would remain. None if it is whole, or if nothing goes."""
     stones = [one for one in snapshot.notes.tombstones if not one.undone]
     if newest is None or (not orders and all(one.due > snapshot.taken + LOCK_SECONDS for one in stones)):
         return None
     going = {(one.step, one.id) for one in stones} | {(one.step, one.id) for one in orders}
-    full = [one for one in snapshot.checkpoints if one.kind == FULL]
-    staying = [one for one in full if (one.step, one.id) not in going]
+    staying = [one for one in snapshot.checkpoints if one.kind == FULL and (one.step, one.id) not in going]
     if staying and staying[-1] != newest.checkpoint:
         newest = inspect(catalog, staying[-1])
     return damage(catalog, newest)
@@ -104,23 +98,23 @@ def _damage_of_newest(
 
 def _bury(catalog: Catalog, snapshot: Snapshot, orders: Sequence[Order], due: float, done: Pruned) -> None:
     there = {(one.step, one.id): one for one in snapshot.checkpoints}
-    buried = {(one.folder, one.id, one.action) for one in snapshot.notes.tombstones if not one.undone}
+    buried = {(*one.name, one.action) for one in snapshot.notes.tombstones if not one.undone}
     for order in orders:
         name = (order.step, order.id)
         one = there.get(name)
         if one is None:
             # Committed after the snapshot, or gone: the plan was not made for it.
             done.refused[name] = "it was committed or deleted after the plan was made"
-        elif reason := _held(snapshot, one, order.action):
+        elif reason := _held(snapshot, one):
             done.refused[name] = reason
-        elif (one.folder, one.id, order.action) not in buried:
+        elif (*one.name, order.action) not in buried:
             schedule_deletion(catalog, one, order.action, due=due, reason=order.reason)
             done.buried.append(name)
 
 
-def _held(snapshot: Snapshot, one: Checkpoint | Tombstone, action: str) -> str | None:
+def _held(snapshot: Snapshot, one: Checkpoint | Tombstone) -> str | None:
     """Return the reason why a checkpoint must not be deleted or thinned, or None. No order overrides it."""
-    if (one.folder, one.id) in snapshot.newest():
+    if one.name in snapshot.newest():
         return "it is the newest checkpoint"
     reasons = snapshot.held().get(one.step)
     return f"it is {' and '.join(sorted(reasons))}" if reasons else None
@@ -134,14 +128,12 @@ def collect(catalog: Catalog, done: Pruned, looked: Stopwatch, *, until: float) 
         until: moment at which the lock expires. Nothing is begun after it.
     """
     now = catalog.clock()
-    first = catalog.snapshot()
-    waiting = []
-    for one in first.notes.tombstones:
+    tombstones = catalog.snapshot().notes.tombstones
+    for one in tombstones:
         if one.undone:
             done.failures += catalog.store.delete([one.key])
-        elif one.due <= now:
-            waiting.append(one)
-    claimed = [(one, begun) for one in waiting if (begun := claim(catalog, one)) is not None]
+    due = [one for one in tombstones if not one.undone and one.due <= now]
+    claimed = [(one, begun) for one in due if (begun := claim(catalog, one)) is not None]
     if not claimed:
         return
     # Listed again, now that the claims are visible: a pin, lease or save that came between the two listings is in this
@@ -149,20 +141,16 @@ def collect(catalog: Catalog, done: Pruned, looked: Stopwatch, *, until: float) 
     snapshot = catalog.snapshot()
     going = []
     for one, begun in claimed:
-        held = _held(snapshot, one, one.action)
-        if still_goes(catalog, snapshot, begun, done, held=held, taken_over=one.begun):
+        if still_goes(catalog, snapshot, begun, done, held=_held(snapshot, one), taken_over=one.begun):
             going.append(begun)
-    for action, group in groupby(sorted(going, key=lambda one: one.action), key=lambda one: one.action):
-        if catalog.clock() >= until:
-            break
-        if action == DELETE:
-            delete_checkpoints(catalog, snapshot, list(group), done, looked)
-        else:
-            # Imported here, because only thinning decodes metadata, which needs torch.
-            from bucketpoint.catalog.deletion.thin import thin
+    if catalog.clock() < until and (deleted := [one for one in going if one.action == DELETE]):
+        delete_checkpoints(catalog, snapshot, deleted, done, looked)
+    if catalog.clock() < until and (thinned := [one for one in going if one.action == THIN]):
+        # Imported here, because only thinning decodes metadata, which needs torch.
+        from bucketpoint.catalog.deletion.thin import thin
 
-            for one in group:
-                thin(catalog, snapshot, one, done)
+        for one in thinned:
+            thin(catalog, snapshot, one, done)
 
 
 def still_goes(

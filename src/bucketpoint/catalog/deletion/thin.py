@@ -58,7 +58,7 @@ def thin(catalog: Catalog, snapshot: Snapshot, one: Tombstone, done: Pruned) -> 
         return
     record = record_from_metadata(data, metadata_etag=info.etag)
     records = [*snapshot.checkpoints, *snapshot.superseded]
-    old = [other for other in records if (other.folder, other.id) == (one.folder, one.id)]
+    old = [other for other in records if other.name == one.name]
     for other in old:
         # Another writer's metadata has no time and no token: the old record supplies them.
         former = _record_of(catalog, other)
@@ -69,8 +69,8 @@ def thin(catalog: Catalog, snapshot: Snapshot, one: Tombstone, done: Pruned) -> 
         record = dataclasses.replace(record, token=one.id)
     written = write_record(catalog, one.folder, one.step, record)
     failures = catalog.store.delete([other.key for other in old if other.key and other.key != written])
-    found = {path: info.key for path, info in catalog.objects_of(one.folder).items()}
-    if keys.METADATA not in found:
+    objects = {path: info.key for path, info in catalog.objects_of(one.folder).items()}
+    if keys.METADATA not in objects:
         # Another pruner has deleted the checkpoint meanwhile: the new record describes nothing, and must go.
         done.failures += failures + catalog.store.delete([written])
         withdraw(catalog, one, done)
@@ -78,7 +78,7 @@ def thin(catalog: Catalog, snapshot: Snapshot, one: Tombstone, done: Pruned) -> 
     # Only objects of this attempt: a save that is under way has objects of the same groups in the same folder.
     thinned = decode_metadata(data)
     goes = set(extra(thinned).get("thinned_paths", ())) - data_paths(thinned)
-    failures += catalog.store.delete([found[path] for path in sorted(goes & found.keys()) if keys.token_of(path)])
+    failures += catalog.store.delete([objects[path] for path in sorted(goes & objects.keys()) if keys.token_of(path)])
     done.failures += failures
     if not failures:
         done.failures += catalog.store.delete([one.key])
@@ -107,7 +107,8 @@ def thinned_metadata(metadata: Metadata, etag: str | None = None) -> bytes:
     """
     facts = extra(metadata)
     places = metadata.storage_data or {}
-    goes = {path for path in data_paths(metadata) if _is_optim(path)}
+    named = {path: keys.parse_data_path(path) for path in data_paths(metadata)}
+    goes = {path for path, parts in named.items() if parts is not None and parts[2] == OPTIM}
     if not goes:
         raise MetadataError("The checkpoint has no object that holds only optimizer state")
     storage = {index: info for index, info in places.items() if read_storage_info(info).path not in goes}
@@ -131,12 +132,3 @@ def thinned_metadata(metadata: Metadata, etag: str | None = None) -> bytes:
     # The paths are stored because another pruner may have to finish the thinning.
     facts = {**facts, "kind": WEIGHTS, "objects": objects, "thinned_from": etag, "thinned_paths": sorted(goes | index)}
     return encode_metadata(kept, bucketpoint=facts)
-
-
-def _is_optim(path: str) -> bool:
-    return _group(path) == OPTIM
-
-
-def _group(path: str) -> str | None:
-    named = keys.parse_data_path(path)
-    return named[2] if named is not None else None
