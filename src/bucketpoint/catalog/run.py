@@ -31,13 +31,13 @@ def open_run(
     Raises:
         BucketpointError: neither `root` nor the policy says where the run is.
     """
-    where = root if root is not None else policy.root
-    if where is None:
+    root = root if root is not None else policy.root
+    if root is None:
         raise BucketpointError(
             "The policy does not name the URL of its run", remedy="Pass root=, or set root: in the policy"
         )
-    opened = open_catalog(where, template=policy.layout.step_dir, storage_options=storage_options, fs=fs)
-    return replace(opened, run=policy.run or "")
+    catalog = open_catalog(root, template=policy.layout.step_dir, storage_options=storage_options, fs=fs)
+    return replace(catalog, run=policy.run or "")
 
 
 def parent_and_name(url: str) -> tuple[str, str] | None:
@@ -82,19 +82,16 @@ def record_above(url: str, *, storage_options: Mapping[str, Any] | None = None, 
         AccessDeniedError: listing there is not allowed.
         MetadataError: the object is not a commit record.
     """
-    found = catalog_above(url, storage_options=storage_options, fs=fs)
-    if found is None:
+    above = catalog_above(url, storage_options=storage_options, fs=fs)
+    if above is None:
         return None
-    catalog, folder = found
+    catalog, folder = above
     recorded = catalog.record_of(folder)
     return read_record(catalog, recorded.key) if recorded is not None and recorded.key is not None else None
 
 
 def templates_of(namespace: str) -> Iterator[StepTemplate]:
-    """Yield the templates whose runs have this folder for their catalog.
-
-    The folder does not tell the padding of steps.
-    """
+    """Yield the templates whose runs have this folder for their catalog. It does not tell the padding of steps."""
     parts = catalog_keys.decode(namespace)
     text = parts[0] if parts is not None and len(parts) == 1 else ""
     for at, letter in enumerate(text):

@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from bucketpoint.catalog.catalog import Catalog
 from bucketpoint.catalog.deletion.prune_worker import PruneWorker, worker_of
 from bucketpoint.catalog.policy_file import policy_of
 from bucketpoint.catalog.run import open_run, parent_and_name
@@ -70,20 +69,15 @@ class RunRetention:
 
     def _log(self, root: str, folder: str) -> SaveLog | None:
         if root not in self._logs:
-            catalog = self._catalog(root)
-            if catalog is None:
-                return None
+            catalog = open_run(self.policy, root, **self._store_arguments)
+            if self._root is not None:
+                # One place may have several URLs, so the stores are compared.
+                if (catalog.store.identity, catalog.prefix) != (self._root.store.identity, self._root.prefix):
+                    return None
+                catalog = replace(self._root, url=root)
             self._logs[root] = SaveLog(catalog, pruner=worker_of(catalog, self.policy))
         log = self._logs[root]
         return log if log.catalog.template.step_of(folder) is not None else None
-
-    def _catalog(self, root: str) -> Catalog | None:
-        found = open_run(self.policy, root, **self._store_arguments)
-        if self._root is None:
-            return found
-        # One place may have several URLs, so the stores are compared.
-        same = (found.store.identity, found.prefix) == (self._root.store.identity, self._root.prefix)
-        return replace(self._root, url=root) if same else None
 
     def __getstate__(self) -> dict[str, Any]:
         # Each process has its own worker, and finds it by the run.

@@ -68,12 +68,13 @@ def attempt(
         error = as_ours(raised, str(url), "The load", before=DAMAGE)
     except Exception as raised:  # noqa: BLE001 (raised by the caller, once the other ranks know)
         error = raised
-    (agreed,) = ranks.most([_code(error)])
-    if agreed == _LOADED:
+    (code,) = ranks.most([_code(error)])
+    if code == _LOADED:
         return LoadOutcome()
     error = error or BucketpointError("Another rank could not load the checkpoint", url=str(url))
-    doubtful = agreed in (_UNREADABLE, _REFUSED)
-    return LoadOutcome(error, damaged=agreed != _FAILED, doubtful=doubtful, refused=agreed == _REFUSED)
+    return LoadOutcome(
+        error, damaged=code != _FAILED, doubtful=code in (_UNREADABLE, _REFUSED), refused=code == _REFUSED
+    )
 
 
 def _code(error: BaseException | None) -> int:

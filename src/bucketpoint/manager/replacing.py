@@ -73,12 +73,13 @@ class Replacing:
         gone = snapshot.going() | given_up.keys()
         # A checkpoint without a record has no id in a snapshot, so its folder identifies it.
         folders = {one.checkpoint.folder for one in given_up.values() if one.checkpoint.key is None}
-        gone |= {(one.folder, one.id) for one in snapshot.unrecorded if one.folder in folders}
+        gone |= {one.name for one in snapshot.unrecorded if one.folder in folders}
         for one in snapshot.checkpoints:
             if one.step == step and not overwrite:
                 self._refuse_to_replace(one, snapshot, gone)
-        full = [one for one in snapshot.checkpoints if one.kind == FULL and (one.folder, one.id) not in gone]
-        later = [one.step for one in full if one.step > step]
+        later = [
+            one.step for one in snapshot.checkpoints if one.kind == FULL and one.step > step and one.name not in gone
+        ]
         if later and newer == "error" and not self.beside:
             raise BucketpointError(
                 f"Step {step} is lower than the steps of {len(later)} checkpoints, up to step {max(later)}; "
@@ -102,7 +103,7 @@ class Replacing:
     def _refuse_to_replace(self, one: Checkpoint, snapshot: Snapshot, gone: set[tuple[str, str]]) -> None:
         """Raise if only `overwrite=True` may replace a checkpoint: it is pinned or leased, or was not given up."""
         held = sorted(snapshot.held().get(one.step, set()) & HOLDS)
-        given_up = (one.folder, one.id) in gone or one.step == self.rolled_back_to
+        given_up = one.name in gone or one.step == self.rolled_back_to
         same = [each for each in self._pruner.given_up if each.checkpoint.folder == one.folder]
         damaged = any(each.damaged and (one.key is None or each.checkpoint.id == one.id) for each in same)
         if damaged or (given_up and not held):

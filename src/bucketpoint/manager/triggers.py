@@ -113,12 +113,11 @@ class Triggers:
         agreed = self._ranks.most(mine)
         reasons = [f"every {minutes} minutes" for minutes, due in zip(self._minutes, agreed, strict=False) if due]
         for name, seen in zip(listened, agreed[len(self._minutes) :], strict=True):
-            if not seen:
+            came = self._signals.seen.pop(name, time.monotonic()) if seen else None
+            # Only the first SIGTERM asks for a save.
+            if came is None or (name == "sigterm" and self.stop_asked is not None):
                 continue
-            came = self._signals.seen.pop(name, time.monotonic())
             if name == "sigterm":
-                if self.stop_asked is not None:
-                    continue
                 self.stop_asked = came
             reasons.append(name)
         return reasons

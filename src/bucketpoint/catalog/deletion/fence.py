@@ -96,7 +96,8 @@ class AttemptFence:
         """
         alive = Stopwatch()
         for token in sorted({token for path in self.sizes if (token := keys.token_of(path)) is not None}):
-            self._etags[token] = self._write(keys.join(self._prefix, keys.fence_path(token)), token).etag
+            key = keys.join(self._prefix, keys.fence_path(token))
+            self._etags[key] = self._write(key).etag
         missing = self._missing()
         if missing is not None:
             self.release()
@@ -105,11 +106,11 @@ class AttemptFence:
 
     def release(self) -> None:
         """Remove the fences, once the attempt has committed. Best effort: sweeps remove those that stay."""
-        self._store.delete([keys.join(self._prefix, keys.fence_path(token)) for token in self._etags])
+        self._store.delete([*self._etags])
         self._etags = {}
 
-    def _write(self, key: str, token: str) -> ObjectInfo:
-        body, taken, etag = memoryview(_body(SAVE)), token in self._etags, self._etags.get(token)
+    def _write(self, key: str) -> ObjectInfo:
+        body, taken, etag = memoryview(_body(SAVE)), key in self._etags, self._etags.get(key)
         for _ in range(ATTEMPTS):
             try:
                 return retry_transient(
@@ -134,26 +135,21 @@ class AttemptFence:
         raise self._swept("a sweep has replaced the fence of this save")
 
     def _missing(self) -> str | None:
-        """Return an object of the attempt that is gone or has another size, or None.
-
-        One LIST for each 1,000 objects.
-        """
+        """Return an object that is gone or has another size, or None. One LIST for each 1,000 objects."""
         # A sweep removes only objects with a token in their name.
-        sizes = {path: size for path, size in self.sizes.items() if keys.token_of(path) is not None}
+        sizes = {keys.join(self._prefix, path): size for path, size in self.sizes.items() if keys.token_of(path)}
         if not sizes:
             return None
-        above = keys.join(self._prefix, f"{keys.DATA_FOLDER}/")
-        start = len(above) - len(keys.DATA_FOLDER) - 1
         try:
-            found = {info.key[start:]: info.size for info in self._store.list(above)}
+            there = {info.key: info.size for info in self._store.list(keys.join(self._prefix, f"{keys.DATA_FOLDER}/"))}
         except AccessDeniedError:
             # Without the right to list, each object is asked for alone; the store denies access to a missing one as
             # well.
-            found = {}
-            for path in sizes:
+            there = {}
+            for key in sizes:
                 with contextlib.suppress(AccessDeniedError, ObjectNotFoundError):
-                    found[path] = self._store.head(keys.join(self._prefix, path)).size
-        return next((path for path, size in sizes.items() if found.get(path) != size), None)
+                    there[key] = self._store.head(key).size
+        return next((key for key, size in sizes.items() if there.get(key) != size), None)
 
     def _swept(self, reason: str) -> IncompleteSaveError:
         return IncompleteSaveError(
@@ -171,14 +167,9 @@ def condemn(store: Store, prefix: str, token: str, there: ObjectInfo | None) -> 
         there: the fence as it was listed, old enough; None if there was none.
     """
     key, body = keys.join(prefix, keys.fence_path(token)), memoryview(_body(SWEEP))
+    etag = there.etag if there is not None else None
     try:
-        store.put(
-            key,
-            [body],
-            crc32c=crc32c(body),
-            if_none_match=there is None,
-            if_match=there.etag if there is not None else None,
-        )
+        store.put(key, [body], crc32c=crc32c(body), if_none_match=there is None, if_match=etag)
         return True
     except PreconditionFailedError:
         try:

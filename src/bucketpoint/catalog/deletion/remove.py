@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import logging
 import re
@@ -77,16 +78,16 @@ def plan_removal(url: str, *, storage_options: Mapping[str, Any] | None = None, 
     """
     catalog, folder = _run_of(url, storage_options, fs)
     snapshot = catalog.with_unrecorded(catalog.snapshot())
-    found = next((one for one in snapshot.checkpoints if one.folder == folder), None)
-    if found is None:
+    checkpoint = next((one for one in snapshot.checkpoints if one.folder == folder), None)
+    if checkpoint is None:
         raise _not_there(catalog, folder)
-    nbytes = sum(found.groups.values()) if found.key is not None else size_of(catalog, folder)
-    if found.key is None:
-        found = _identified(catalog, found)
+    nbytes = sum(checkpoint.groups.values()) if checkpoint.key is not None else size_of(catalog, folder)
+    if checkpoint.key is None:
+        checkpoint = _identified(catalog, checkpoint)
     elif committed := catalog.metadata_info(folder):
         # A person means the checkpoint that is there now, damaged or not, and not the one in the record.
-        found = replace(found, mark=catalog_keys.mark_of(committed.etag))
-    return Removal(catalog, found, nbytes, tuple(_reasons(catalog, snapshot, found)))
+        checkpoint = replace(checkpoint, mark=catalog_keys.mark_of(committed.etag))
+    return Removal(catalog, checkpoint, nbytes, tuple(_reasons(catalog, snapshot, checkpoint)))
 
 
 def remove(removal: Removal, *, holder: str, force: bool = False) -> Pruned:
@@ -147,20 +148,14 @@ def _run_of(url: str, storage_options: Mapping[str, Any] | None, fs: Any) -> tup
 
 
 def _not_there(catalog: Catalog, folder: str) -> CheckpointNotFoundError:
-    url = catalog.url_of_folder(folder)
-    try:
+    message = "There is no checkpoint at this URL"
+    remedy = "Check the URL; `bucketpoint gc --deep` on the run deletes the data of saves that never committed"
+    with contextlib.suppress(ObjectNotFoundError):
         marker = parse_marker(catalog.store.get(catalog.metadata_key(folder))[0])
-    except ObjectNotFoundError:
-        marker = None
-    if marker is not None:
-        return CheckpointNotFoundError(
-            marker.text, url=url, remedy="The next prune, or `bucketpoint gc --deep`, deletes the remaining objects"
-        )
-    return CheckpointNotFoundError(
-        "There is no checkpoint at this URL",
-        url=url,
-        remedy="Check the URL; `bucketpoint gc --deep` on the run deletes the data of saves that never committed",
-    )
+        if marker is not None:
+            message = marker.text
+            remedy = "The next prune, or `bucketpoint gc --deep`, deletes the remaining objects"
+    return CheckpointNotFoundError(message, url=catalog.url_of_folder(folder), remedy=remedy)
 
 
 def _identified(catalog: Catalog, one: Checkpoint) -> Checkpoint:
@@ -185,8 +180,8 @@ def _reasons(catalog: Catalog, snapshot: Snapshot, one: Checkpoint) -> list[str]
     reasons = [f"it is {held}" for held in sorted(snapshot.held().get(one.step, ()))]
     if one.kind != FULL:
         return reasons
-    going = snapshot.going() - {(one.folder, one.id)}
-    full = [other for other in snapshot.checkpoints if other.kind == FULL and (other.folder, other.id) not in going]
+    going = snapshot.going() - {one.name}
+    full = [other for other in snapshot.checkpoints if other.kind == FULL and other.name not in going]
     whole = next((other for other in full[: -LOOKED_AT_MOST - 1 : -1] if is_whole(catalog, other)), None)
     if whole is None:
         reasons.append("its run has no whole checkpoint")

@@ -37,18 +37,18 @@ class Inspected:
 
 def inspect(catalog: Catalog, newest: Checkpoint) -> Inspected:
     """Read the record and the metadata of a checkpoint. Two GETs."""
+    folder = newest.folder
     try:
         record = read_record(catalog, newest.key) if newest.key is not None else None
-        data, _ = catalog.store.get(catalog.metadata_key(newest.folder))
+        data, _ = catalog.store.get(catalog.metadata_key(folder))
     except ObjectNotFoundError:
-        return Inspected(newest, f"checkpoint {newest.folder} has no metadata")
+        return Inspected(newest, f"checkpoint {folder} has no metadata")
     except MetadataError as error:
-        problem = f"the record of checkpoint {newest.folder} cannot be read: {error.message}"
-        return Inspected(newest, problem)
+        return Inspected(newest, f"the record of checkpoint {folder} cannot be read: {error.message}")
     if is_marker(data):
-        return Inspected(newest, f"checkpoint {newest.folder} is being deleted")
+        return Inspected(newest, f"checkpoint {folder} is being deleted")
     if record is None or record.metadata_crc32c != crc32c(memoryview(data)):
-        return Inspected(newest, f"the metadata of checkpoint {newest.folder} differs from its record")
+        return Inspected(newest, f"the metadata of checkpoint {folder} differs from its record")
     return Inspected(newest, None, record, data)
 
 
