@@ -113,7 +113,7 @@ class Catalog:
             return None
         listed = self.listed(catalog_keys.STEPS, catalog_keys.encode([f"{step:016d}", ""]))
         snapshot = read_steps(listed, taken=self.clock())
-        return next((one for one in snapshot.checkpoints if one.folder == folder), None)
+        return next((checkpoint for checkpoint in snapshot.checkpoints if checkpoint.folder == folder), None)
 
     def snapshot(self) -> Snapshot:
         """List everything that a plan needs: `steps` and the notes.
@@ -148,7 +148,9 @@ class Catalog:
         leaving = {folder for folder, _ in going}
         # Among equal steps, a checkpoint with a record comes first: it is known to be committed.
         ranked: list[tuple[bool, int, bool, Checkpoint | str]] = [
-            (one.name not in going, one.step, True, one) for one in snapshot.checkpoints if one.kind == kind
+            (checkpoint.name not in going, checkpoint.step, True, checkpoint)
+            for checkpoint in snapshot.checkpoints
+            if checkpoint.kind == kind
         ]
         for folder in self._without_record(snapshot):
             ranked.append((folder not in leaving, self.template.step_of(folder) or 0, False, folder))
@@ -159,8 +161,7 @@ class Catalog:
 
     def _without_record(self, snapshot: Snapshot) -> list[str]:
         """Return the folders that may hold a checkpoint and have no record. One LIST for each 1,000 folders."""
-        known = {one.folder for one in snapshot.checkpoints}
-        return sorted({*self.folders(), *(one.folder for one in snapshot.attempts)} - known)
+        return sorted({*self.folders(), *(attempt.folder for attempt in snapshot.attempts)} - snapshot.folders)
 
     def unrecorded(self, folder: str, kind: str = "full") -> Checkpoint | None:
         """Return the commit in a folder without reading its metadata: its attempt and its contents stay unknown."""

@@ -75,7 +75,7 @@ def pin(
 
 def unpin(catalog: Catalog, step: int, id: str | None = None) -> int:  # noqa: A002 (what the pin calls it)
     """Remove one pin of a step, or all of them. Return the number of removed pins."""
-    keys = [one.key for one in catalog.snapshot().notes.pins if one.step == step and id in (None, one.id)]
+    keys = [pin.key for pin in catalog.snapshot().notes.pins if pin.step == step and id in (None, pin.id)]
     _delete(catalog, keys)
     return len(keys)
 
@@ -83,12 +83,12 @@ def unpin(catalog: Catalog, step: int, id: str | None = None) -> int:  # noqa: A
 def pins(catalog: Catalog) -> list[PinInfo]:
     """Return all pins, expired ones too. One GET for each."""
     infos = []
-    for one in catalog.snapshot().notes.pins:
+    for pin in catalog.snapshot().notes.pins:
         try:
-            body = catalog_keys.content_of(catalog.store.get(one.key, max_bytes=1 << 20)[0])
+            body = catalog_keys.content_of(catalog.store.get(pin.key, max_bytes=1 << 20)[0])
         except StoreError:
             body = {}
-        infos.append(PinInfo(one.step, one.id, str(body.get("reason", "")), str(body.get("author", "")), one.expires))
+        infos.append(PinInfo(pin.step, pin.id, str(body.get("reason", "")), str(body.get("author", "")), pin.expires))
     return infos
 
 
@@ -111,7 +111,7 @@ def lease(catalog: Catalog, step: int, holder: str, *, seconds: int = 600) -> No
 def release(catalog: Catalog, step: int, holder: str) -> None:
     """Give back a holder's lease on a step."""
     leases = catalog.snapshot().notes.leases
-    _delete(catalog, [one.key for one in leases if one.step == step and one.holder == holder])
+    _delete(catalog, [lease.key for lease in leases if lease.step == step and lease.holder == holder])
 
 
 def note_restored(catalog: Catalog, step: int) -> None:

@@ -24,8 +24,7 @@ def reconcile(catalog: Catalog, snapshot: Snapshot) -> Snapshot:
     disagree about which is youngest, the records that `.metadata` has replaced are deleted: one small GET for each such
     folder.
     """
-    known = {one.folder: one for one in snapshot.checkpoints}
-    healed = _drop_replaced(catalog, snapshot)
+    known, healed = snapshot.folders, _drop_replaced(catalog, snapshot)
     for attempt in snapshot.attempts:
         record = metadata_record(catalog, attempt.folder)
         # Metadata of another attempt belongs to an older checkpoint, which this attempt would replace.
@@ -47,15 +46,15 @@ def _drop_replaced(catalog: Catalog, snapshot: Snapshot) -> bool:
     """
     dead: list[str] = []
     for youngest in snapshot.checkpoints:
-        others = [one for one in snapshot.superseded if one.folder == youngest.folder]
-        if not any(_may_be_younger(one, youngest) for one in others):
+        others = [checkpoint for checkpoint in snapshot.superseded if checkpoint.folder == youngest.folder]
+        if not any(_may_be_younger(record, youngest) for record in others):
             continue
         committed = catalog.metadata_info(youngest.folder)
         mark = catalog_keys.mark_of(committed.etag if committed is not None else None)
         records = [youngest, *others]
         # If no record fits, `.metadata` is just being replaced, and nothing may be deleted.
-        if mark != catalog_keys.UNKNOWN and any(one.mark == mark for one in records):
-            dead += [one.key for one in records if one.mark != mark and one.key is not None]
+        if mark != catalog_keys.UNKNOWN and any(checkpoint.mark == mark for checkpoint in records):
+            dead += [checkpoint.key for checkpoint in records if checkpoint.mark != mark and checkpoint.key is not None]
     # Failed deletes are tried again by the next round.
     catalog.store.delete(dead)
     return bool(dead)
@@ -78,13 +77,12 @@ def adopt(catalog: Catalog, steps: Collection[int] | None = None) -> list[str]:
         steps: adopt only checkpoints of these steps.
     """
     snapshot = catalog.snapshot()
-    recorded = {one.folder for one in snapshot.checkpoints}
     # A checkpoint that is being deleted must not come back: its pruner has already removed the record.
-    going = {folder for folder, _ in snapshot.going()}
+    skipped = snapshot.folders | {folder for folder, _ in snapshot.going()}
     adopted = []
     for folder in catalog.folders():
         step = catalog.template.step_of(folder)
-        if step is None or folder in recorded or folder in going or (steps is not None and step not in steps):
+        if step is None or folder in skipped or (steps is not None and step not in steps):
             continue
         record = metadata_record(catalog, folder)
         if record is not None:

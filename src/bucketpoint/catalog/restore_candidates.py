@@ -46,7 +46,7 @@ def _refuse_traces(catalog: Catalog) -> None:
     A job that is killed in its first save begins from scratch once more. A folder without an intent may have been a
     checkpoint whose `.metadata` was deleted.
     """
-    begun = {one.folder for one in catalog.steps().attempts}
+    begun = {attempt.folder for attempt in catalog.steps().attempts}
     dead = catalog.folders()
     unexplained = [folder for folder in dead if folder not in begun]
     if unexplained:
@@ -62,13 +62,13 @@ def _refuse_traces(catalog: Catalog) -> None:
 
 
 def _named(catalog: Catalog, step: int) -> Checkpoint:
-    there = {one.step: one for one in catalog.steps().checkpoints}
+    there = {checkpoint.step: checkpoint for checkpoint in catalog.steps().checkpoints}
     if step in there:
         return there[step]
     folder = catalog.template.folder(step)
     if unrecorded := catalog.unrecorded(folder):
         return unrecorded
-    there = {one.step: one for one in catalog.with_unrecorded(catalog.steps()).checkpoints}
+    there = {checkpoint.step: checkpoint for checkpoint in catalog.with_unrecorded(catalog.steps()).checkpoints}
     if step in there:
         return there[step]
     raise CheckpointNotFoundError(
@@ -90,7 +90,7 @@ def _rule(policy: RetentionPolicy, metric: str | None) -> Best:
 
 def _best(catalog: Catalog, rule: Best) -> list[Checkpoint]:
     snapshot = catalog.snapshot()
-    known = {(one.step, one.id): one for one in snapshot.checkpoints}
+    known = {(checkpoint.step, checkpoint.id): checkpoint for checkpoint in snapshot.checkpoints}
     full = [row for row in snapshot.rows() if row.kind == FULL]
     rows = [full[position] for position in rule.ranked(full)]
     if not rows:

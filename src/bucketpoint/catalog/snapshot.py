@@ -196,39 +196,49 @@ class Snapshot:
         """
         going = self.going()
         # A suspended pruner deletes these once it wakes, even if they are held by now.
-        begun = {one.name for one in self.notes.tombstones if one.begun and one.action == DELETE}
+        begun = {stone.name for stone in self.notes.tombstones if stone.begun and stone.action == DELETE}
         metrics = self.metrics()
         held = self.held()
         return [
             Row(
-                step=one.step,
-                created=one.created,
-                id=one.id,
-                kind=one.kind,
-                bytes=sum(one.groups.values()),
-                groups=dict(one.groups),
-                metrics=metrics.get(one.step, {}),
-                pinned="pinned" in held.get(one.step, ()),
-                leased="leased" in held.get(one.step, ()),
-                restored_from="restored from" in held.get(one.step, ()),
+                step=checkpoint.step,
+                created=checkpoint.created,
+                id=checkpoint.id,
+                kind=checkpoint.kind,
+                bytes=sum(checkpoint.groups.values()),
+                groups=dict(checkpoint.groups),
+                metrics=metrics.get(checkpoint.step, {}),
+                pinned="pinned" in held.get(checkpoint.step, ()),
+                leased="leased" in held.get(checkpoint.step, ()),
+                restored_from="restored from" in held.get(checkpoint.step, ()),
             )
-            for one in self.recorded
+            for checkpoint in self.recorded
             # The tombstone of a step that is held will be withdrawn, so its checkpoint stays a row.
-            if one.name not in going or (one.step in held and one.name not in begun)
+            if checkpoint.name not in going or (checkpoint.step in held and checkpoint.name not in begun)
         ]
 
     @property
     def recorded(self) -> tuple[Checkpoint, ...]:
-        return tuple(one for one in self.checkpoints if one.key is not None)
+        return tuple(checkpoint for checkpoint in self.checkpoints if checkpoint.key is not None)
 
     @property
     def unrecorded(self) -> tuple[Checkpoint, ...]:
         """Checkpoints without a record, if they were looked for: no rule decides on them."""
-        return tuple(one for one in self.checkpoints if one.key is None)
+        return tuple(checkpoint for checkpoint in self.checkpoints if checkpoint.key is None)
+
+    @property
+    def full(self) -> tuple[Checkpoint, ...]:
+        """The checkpoints that a job can go on from."""
+        return tuple(checkpoint for checkpoint in self.checkpoints if checkpoint.kind == FULL)
+
+    @property
+    def folders(self) -> set[str]:
+        """Folders of the checkpoints."""
+        return {checkpoint.folder for checkpoint in self.checkpoints}
 
     def going(self) -> set[tuple[str, str]]:
         """Return (folder, id) of the checkpoints that a tombstone will delete."""
-        return {one.name for one in self.notes.tombstones if one.action == DELETE and not one.undone}
+        return {stone.name for stone in self.notes.tombstones if stone.action == DELETE and not stone.undone}
 
     def metrics(self) -> dict[int, dict[str, float]]:
         """Return the metrics by step and name; of several values the one that was reported last."""
@@ -251,7 +261,7 @@ class Snapshot:
     @property
     def newest_created(self) -> float:
         """Time of the newest full checkpoint, which ends the hold on the one that training was restored from."""
-        return max((one.created for one in self.checkpoints if one.kind == FULL), default=float("-inf"))
+        return max((checkpoint.created for checkpoint in self.full), default=float("-inf"))
 
     def newest(self) -> set[tuple[str, str]]:
         """Return (folder, id) of the checkpoints that are never deleted.
@@ -260,9 +270,8 @@ class Snapshot:
         Checkpoints with a tombstone count only if no others are left: a rollback discards the highest steps.
         """
         going = self.going()
-        staying = [one for one in self.checkpoints if one.name not in going] or [*self.checkpoints]
-        full = [one for one in staying if one.kind == FULL] or [one for one in self.checkpoints if one.kind == FULL]
-        return {max(some, key=key).name for some in (full, staying) if some for key in (BY_STEP, _BY_TIME)}
+        sets = ([one for one in some if one.name not in going] or some for some in (self.full, self.checkpoints))
+        return {max(some, key=key).name for some in sets if some for key in (BY_STEP, _BY_TIME)}
 
 
 def read_steps(listed: Iterable[tuple[str, ObjectInfo]], *, taken: float) -> Snapshot:
@@ -298,13 +307,13 @@ def read_steps(listed: Iterable[tuple[str, ObjectInfo]], *, taken: float) -> Sna
         *older, last = sorted(records, key=lambda one: (one.created, one.id, one.kind != FULL, one.key))
         current.append(last)
         superseded += older
-    committed = {one.name for one in [*current, *superseded]}
+    committed = {checkpoint.name for checkpoint in [*current, *superseded]}
     return Snapshot(
         taken,
         tuple(sorted(current, key=BY_STEP)),
         tuple(superseded),
-        tuple(one for one in attempts if (one.folder, one.token) not in committed),
-        tuple(one for one in attempts if (one.folder, one.token) in committed),
+        tuple(attempt for attempt in attempts if (attempt.folder, attempt.token) not in committed),
+        tuple(attempt for attempt in attempts if (attempt.folder, attempt.token) in committed),
         Notes(tombstones=tuple(tombstones)),
         frozenset(runs),
     )

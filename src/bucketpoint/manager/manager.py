@@ -259,12 +259,9 @@ class CheckpointManager:
 
         All ranks; only the coordinator asks the store.
         """
-
-        def listed() -> list[int]:
-            snapshot = self.catalog.with_unrecorded(self.catalog.steps())
-            return [checkpoint.step for checkpoint in snapshot.checkpoints if checkpoint.kind == FULL]
-
-        return self._ranks.on_coordinator(listed)
+        return self._ranks.on_coordinator(
+            lambda: [checkpoint.step for checkpoint in self.catalog.with_unrecorded(self.catalog.steps()).full]
+        )
 
     def report(self, step: int, metrics: Mapping[str, float]) -> None:
         """Note metrics of a step, at any time. Any ranks may call it; only the coordinator writes."""

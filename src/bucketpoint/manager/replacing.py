@@ -9,7 +9,6 @@ from bucketpoint.catalog.deletion.discards import HOLDS, Discard, rolled_back
 from bucketpoint.catalog.deletion.prune_worker import PruneWorker
 from bucketpoint.catalog.snapshot import Checkpoint, Snapshot
 from bucketpoint.errors import BucketpointError, CheckpointExistsError
-from bucketpoint.retention.row import FULL
 
 Newer = Literal["error", "keep", "discard"]
 
@@ -64,21 +63,21 @@ class Replacing:
         """
         if self._looked and self._highest is not None and step > self._highest:
             return overwrite
-        given_up = {one.name: one for one in self._pruner.given_up}
+        given_up = {discard.name: discard for discard in self._pruner.given_up}
         back = given_up or self.rolled_back_to is not None
         # Only a snapshot with notes tells which checkpoints are pinned or leased.
         snapshot = self._catalog.with_unrecorded(self._catalog.snapshot() if back else self._catalog.steps())
-        there = [one.step for one in snapshot.checkpoints] + [one.checkpoint.step for one in given_up.values()]
-        self._looked, self._highest = True, max(there, default=None)
+        there = [*snapshot.checkpoints, *(discard.checkpoint for discard in given_up.values())]
+        self._looked, self._highest = True, max((checkpoint.step for checkpoint in there), default=None)
         gone = snapshot.going() | given_up.keys()
         # A checkpoint without a record has no id in a snapshot, so its folder identifies it.
-        folders = {one.checkpoint.folder for one in given_up.values() if one.checkpoint.key is None}
-        gone |= {one.name for one in snapshot.unrecorded if one.folder in folders}
-        for one in snapshot.checkpoints:
-            if one.step == step and not overwrite:
-                self._refuse_to_replace(one, snapshot, gone)
+        folders = {discard.checkpoint.folder for discard in given_up.values() if discard.checkpoint.key is None}
+        gone |= {checkpoint.name for checkpoint in snapshot.unrecorded if checkpoint.folder in folders}
+        for checkpoint in snapshot.checkpoints:
+            if checkpoint.step == step and not overwrite:
+                self._refuse_to_replace(checkpoint, snapshot, gone)
         later = [
-            one.step for one in snapshot.checkpoints if one.kind == FULL and one.step > step and one.name not in gone
+            checkpoint.step for checkpoint in snapshot.full if checkpoint.step > step and checkpoint.name not in gone
         ]
         if later and newer == "error" and not self.beside:
             raise BucketpointError(
@@ -90,14 +89,14 @@ class Replacing:
             )
         if newer == "discard":
             discards = rolled_back(self._catalog, snapshot, step)
-            self._discards = [one for one in discards if one.name not in given_up]
+            self._discards = [discard for discard in discards if discard.name not in given_up]
             self._pruner.give_up(discards)
         if overwrite:
             return True
         # Only these commits may be replaced: another job may commit this step meanwhile.
-        marks = {one.mark for one in snapshot.checkpoints if one.step == step}
-        marks |= {one.mark for one in snapshot.notes.tombstones if one.step == step}
-        marks |= {one.checkpoint.mark for one in given_up.values() if one.checkpoint.step == step}
+        marks = {checkpoint.mark for checkpoint in snapshot.checkpoints if checkpoint.step == step}
+        marks |= {tombstone.mark for tombstone in snapshot.notes.tombstones if tombstone.step == step}
+        marks |= {discard.checkpoint.mark for discard in given_up.values() if discard.checkpoint.step == step}
         return frozenset(marks) or False
 
     def _refuse_to_replace(self, one: Checkpoint, snapshot: Snapshot, gone: set[tuple[str, str]]) -> None:

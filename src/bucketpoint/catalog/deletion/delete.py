@@ -63,7 +63,7 @@ def delete_checkpoints(
         by: author of the deletion, which the marker tells those who come to load the checkpoint.
     """
     able = proven_deletes(catalog.store, catalog.key(catalog_keys.CATALOG))
-    uncommitted = ((one, _uncommit(catalog, able, snapshot, one, done, looked, by)) for one in going)
+    uncommitted = ((tombstone, _uncommit(catalog, able, snapshot, tombstone, done, looked, by)) for tombstone in going)
     doomed = {one: objects for one, objects in uncommitted if objects is not None}
     # Records of commits that were replaced are deleted too: alone in the listing, they would count as a checkpoint.
     records = [*snapshot.checkpoints, *snapshot.superseded]
@@ -77,11 +77,11 @@ def delete_checkpoints(
             # A save may have committed in the marker's place. Its commit stays.
             with contextlib.suppress(PreconditionFailedError):
                 objects.remove()
-    _delete_all(catalog, {one: _notes(snapshot, one) for one in doomed}, doomed, done)
-    sizes = {one.name: sum(one.groups.values()) for one in snapshot.checkpoints}
-    for one in doomed:
-        done.deleted.append((one.step, one.id))
-        done.freed[one.step, one.id] = sizes.get(one.name, 0)
+    _delete_all(catalog, {tombstone: _notes(snapshot, tombstone) for tombstone in doomed}, doomed, done)
+    sizes = {checkpoint.name: sum(checkpoint.groups.values()) for checkpoint in snapshot.checkpoints}
+    for tombstone in doomed:
+        done.deleted.append((tombstone.step, tombstone.id))
+        done.freed[tombstone.step, tombstone.id] = sizes.get(tombstone.name, 0)
 
 
 def put_marker(
@@ -217,5 +217,5 @@ def _delete_all(
     failures = catalog.store.delete([key for one in doomed for key in wanted[one]])
     done.failures += failures
     failed = {failure.key for failure in failures}
-    for one in [one for one in doomed if not failed.isdisjoint(wanted[one])]:
+    for one in [tombstone for tombstone in doomed if not failed.isdisjoint(wanted[tombstone])]:
         del doomed[one]

@@ -92,16 +92,16 @@ def rolled_back(catalog: Catalog, snapshot: Snapshot, step: int) -> list[Discard
     """
     going = snapshot.going()
     reason = f"training was rolled back to step {step}"
-    newer = [one for one in snapshot.checkpoints if one.step > step and one.name not in going]
-    known = (one if one.key is not None else _as_committed(catalog, one) for one in newer)
-    return [Discard(one, reason) for one in known if one is not None]
+    newer = (one for one in snapshot.checkpoints if one.step > step and one.name not in going)
+    present = (one if one.key is not None else _as_committed(catalog, one) for one in newer)
+    return [Discard(checkpoint, reason) for checkpoint in present if checkpoint is not None]
 
 
 def united(discards: Iterable[Discard]) -> tuple[Discard, ...]:
     """Return each checkpoint once, with the first reason that is given."""
     first: dict[tuple[str, str], Discard] = {}
-    for one in discards:
-        first.setdefault(one.name, one)
+    for discard in discards:
+        first.setdefault(discard.name, discard)
     return tuple(first.values())
 
 
@@ -114,25 +114,25 @@ def bury_discards(catalog: Catalog, discards: Collection[Discard], *, due: float
     snapshot = catalog.snapshot()
     if not dry_run:
         snapshot = _with_records(catalog, snapshot, discards)
-    there = {one.folder: one for one in snapshot.checkpoints}
+    there = {checkpoint.folder: checkpoint for checkpoint in snapshot.checkpoints}
     if dry_run:
         # Without `dry_run` they would have a record by now.
-        there |= {one.checkpoint.folder: one.checkpoint for one in discards if one.checkpoint.key is None}
+        there |= {one.folder: one for one in (discard.checkpoint for discard in discards) if one.key is None}
     going, held = snapshot.going(), snapshot.held()
-    for one in discards:
-        current = there.get(one.checkpoint.folder)
-        if not one.checkpoint.id and (current is None or current.key is None):
-            done.held.append((one, "without readable metadata"))
-        elif current is None or not _same(current, one.checkpoint) or one.name in going:
-            done.void.append(one)
+    for discard in discards:
+        current = there.get(discard.checkpoint.folder)
+        if not discard.checkpoint.id and (current is None or current.key is None):
+            done.held.append((discard, "without readable metadata"))
+        elif current is None or not _same(current, discard.checkpoint) or discard.name in going:
+            done.void.append(discard)
         elif reasons := held.get(current.step, set()) & HOLDS:
-            done.held.append((one, " and ".join(sorted(reasons))))
+            done.held.append((discard, " and ".join(sorted(reasons))))
         else:
             if not dry_run:
                 schedule_deletion(
-                    catalog, replace(current, mark=one.checkpoint.mark), DELETE, due=due, reason=one.reason
+                    catalog, replace(current, mark=discard.checkpoint.mark), DELETE, due=due, reason=discard.reason
                 )
-            done.buried.append(one)
+            done.buried.append(discard)
     return done
 
 
@@ -145,9 +145,8 @@ def _same(current: Checkpoint, given_up: Checkpoint) -> bool:
 
 def _with_records(catalog: Catalog, snapshot: Snapshot, discards: Collection[Discard]) -> Snapshot:
     """Write the missing records of given-up checkpoints, since a tombstone needs one. Return the snapshot with them."""
-    known = {one.folder for one in snapshot.checkpoints}
-    written = False
-    for one in (one.checkpoint for one in discards):
+    known, written = snapshot.folders, False
+    for one in (discard.checkpoint for discard in discards):
         if one.key is not None or not one.id or one.folder in known:
             continue
         record = metadata_record(catalog, one.folder)

@@ -68,7 +68,7 @@ def sweep_folder(
     listed = catalog.objects_of(folder)
     uploads = [*catalog.store.list_multipart(above), *announced]
     # Uploads deeper in the folder may belong to another run, whose own sweep removes them.
-    uploads = [one for one in uploads if keys.parse_data_path(one.key[len(above) :]) is not None]
+    uploads = [upload for upload in uploads if keys.parse_data_path(upload.key[len(above) :]) is not None]
     try:
         named, deleted = _read_commits(catalog, above, listed)
         alive = _alive_tokens(listed, uploads, oldest)
@@ -99,12 +99,12 @@ def sweep_folder(
     record = listed.get(keys.RECORD)
     if named is None and not young and record is not None and is_old(record.modified, oldest):
         orphans.append(record)
-    stale = [one for one in uploads if _token_of_key(one.key) not in alive]
+    stale = [upload for upload in uploads if _token_of_key(upload.key) not in alive]
     young = young or len(stale) < len(uploads)
     failures: list[DeleteFailure] = []
     if not dry_run:
-        for one in stale:
-            catalog.store.abort_multipart(one.key, one.upload_id)
+        for upload in stale:
+            catalog.store.abort_multipart(upload.key, upload.upload_id)
         failures = catalog.store.delete([info.key for info in orphans])
         if not failures:
             # Fences go last: as long as data of an attempt is left, its save must find that it has been condemned.
@@ -112,7 +112,7 @@ def sweep_folder(
         marker = listed.get(keys.METADATA)
         if deleted and marker is not None and not young and not failures and is_old(marker.modified, oldest):
             _remove_marker(catalog, marker, watch)
-    swept.uploads += [one.key for one in stale]
+    swept.uploads += [upload.key for upload in stale]
     swept.objects += [info.key for info in orphans]
     swept.bytes += sum(info.size for info in orphans)
     swept.failures += failures
@@ -156,7 +156,7 @@ def _named_by(data: bytes) -> set[str]:
 
 def _alive_tokens(listed: Mapping[str, ObjectInfo], uploads: list[OpenUpload], oldest: float) -> set[str]:
     """Return the tokens of attempts with a sign of life since `oldest`: an object, an upload that began, or a fence."""
-    seen = {_token_of_key(one.key) for one in uploads if not is_old(one.started, oldest)}
+    seen = {_token_of_key(upload.key) for upload in uploads if not is_old(upload.started, oldest)}
     for path, info in listed.items():
         if not is_old(info.modified, oldest):
             seen |= {keys.token_of(path), keys.parse_fence_path(path)}

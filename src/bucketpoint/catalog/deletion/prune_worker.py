@@ -120,9 +120,9 @@ class PruneWorker:
 
     def forget(self, discards: Iterable[Discard]) -> None:
         """Take back these given-up checkpoints: the save that was to discard them has failed."""
-        names = {one.name for one in discards}
+        names = {discard.name for discard in discards}
         with self._lock:
-            self.given_up = tuple(one for one in self.given_up if one.name not in names)
+            self.given_up = tuple(discard for discard in self.given_up if discard.name not in names)
 
     def after_commit(self, step: int) -> None:
         """Bury the given-up checkpoints, and carry out the policy soon: a checkpoint of this step can be loaded now.
@@ -191,14 +191,16 @@ class PruneWorker:
     def _discard(self) -> None:
         grace = self.policy.prune.grace
         done = bury_discards(self.catalog, self.given_up, due=self.catalog.clock() + grace.total_seconds())
-        for one in done.buried:
+        for discard in done.buried:
             logger.log(
-                logging.WARNING if one.damaged else logging.INFO,
+                logging.WARNING if discard.damaged else logging.INFO,
                 "step %d is set aside and will be deleted %s: %s. %s",
-                one.checkpoint.step,
+                discard.checkpoint.step,
                 _after(self.policy),
-                one.reason,
-                f"`bucketpoint undo {self.catalog.url} {one.checkpoint.step}` withdraws its tombstone" if grace else "",
+                discard.reason,
+                f"`bucketpoint undo {self.catalog.url} {discard.checkpoint.step}` withdraws its tombstone"
+                if grace
+                else "",
             )
         for one, why in done.held:
             if one.name not in self._named:
@@ -209,9 +211,9 @@ class PruneWorker:
                     one.reason,
                     why,
                 )
-        settled = {one.name for one in [*done.buried, *done.void]}
+        settled = {discard.name for discard in [*done.buried, *done.void]}
         with self._lock:
-            self.given_up = tuple(one for one in self.given_up if one.name not in settled)
+            self.given_up = tuple(discard for discard in self.given_up if discard.name not in settled)
 
     def _carried_out(self, catalog: Catalog, *, force: bool = False) -> Round:
         with self._lock:
@@ -282,7 +284,7 @@ def worker_of(catalog: Catalog, policy: RetentionPolicy) -> PruneWorker:
 
 def _log(catalog: Catalog, policy: RetentionPolicy, report: Round, *, forced: bool = False) -> None:
     done, verdict = report.done, report.verdict
-    why = {(one.row.step, one.row.id): one for one in report.plan.entries} if report.plan is not None else {}
+    why = {(entry.row.step, entry.row.id): entry for entry in report.plan.entries} if report.plan is not None else {}
     for step, token in done.buried:
         entry = why[step, token]
         fate = "deleted" if entry.action == "delete" else "thinned to its weights"

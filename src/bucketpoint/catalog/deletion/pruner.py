@@ -18,7 +18,7 @@ from bucketpoint.catalog.reconcile import reconcile
 from bucketpoint.catalog.snapshot import DELETE, THIN, Attempt, Checkpoint, Snapshot, Tombstone
 from bucketpoint.catalog.tombstones import claim, schedule_deletion, unclaim, withdraw
 from bucketpoint.errors import PreconditionFailedError
-from bucketpoint.retention.row import FULL, Row
+from bucketpoint.retention.row import Row
 
 LOCK_SECONDS = 900.0
 """Seconds for which a pruner's lock holds. Longer than deleting a batch takes; a dead pruner blocks others as long."""
@@ -53,13 +53,12 @@ def prune(catalog: Catalog, decide: Decide, *, grace: float, holder: str) -> Pru
         return Pruned(stopped=locks.held_by(catalog))
     try:
         snapshot = reconcile(catalog, catalog.snapshot())
-        full = [one for one in snapshot.checkpoints if one.kind == FULL]
-        if not full and snapshot.checkpoints:
+        if not snapshot.full and snapshot.checkpoints:
             return Pruned(stopped="the run has no full checkpoint")
         going = snapshot.going()
         # A damaged checkpoint that was set aside does not count as the newest: it would block its own deletion and all
         # others.
-        staying = [one for one in full if one.name not in going] or full
+        staying = [checkpoint for checkpoint in snapshot.full if checkpoint.name not in going] or snapshot.full
         newest = inspect(catalog, staying[-1]) if staying else None
         if newest is not None and newest.problem is not None:
             return Pruned(stopped=newest.problem)
@@ -73,9 +72,9 @@ def prune(catalog: Catalog, decide: Decide, *, grace: float, holder: str) -> Pru
         # Intents that a trainer without the right to delete has left: they lengthen the listing that every restore asks
         # for. The intent of an overwrite stays for the sweep: it shows that objects of the replaced checkpoint may be
         # left.
-        replaced, unheard = {one.folder for one in snapshot.superseded}, _unheard(snapshot)
-        ended = [one.key for one in snapshot.finished if one not in unheard and one.folder not in replaced]
-        done.failures += catalog.store.delete(ended)
+        replaced, unheard = {checkpoint.folder for checkpoint in snapshot.superseded}, _unheard(snapshot)
+        ended = [attempt for attempt in snapshot.finished if attempt not in unheard and attempt.folder not in replaced]
+        done.failures += catalog.store.delete([attempt.key for attempt in ended])
         collect(catalog, done, looked, until=lock.expires)
         return done
     finally:
@@ -86,19 +85,19 @@ def _damage_of_newest(
     catalog: Catalog, snapshot: Snapshot, orders: Sequence[Order], newest: Inspected | None
 ) -> str | None:
     """Describe the damage of the newest full checkpoint that would remain. None if it is whole, or if nothing goes."""
-    stones = [one for one in snapshot.notes.tombstones if not one.undone]
-    if newest is None or (not orders and all(one.due > snapshot.taken + LOCK_SECONDS for one in stones)):
+    stones = [tombstone for tombstone in snapshot.notes.tombstones if not tombstone.undone]
+    if newest is None or (not orders and all(tombstone.due > snapshot.taken + LOCK_SECONDS for tombstone in stones)):
         return None
-    going = {(one.step, one.id) for one in stones} | {(one.step, one.id) for one in orders}
-    staying = [one for one in snapshot.checkpoints if one.kind == FULL and (one.step, one.id) not in going]
+    going = {(tombstone.step, tombstone.id) for tombstone in stones} | {(order.step, order.id) for order in orders}
+    staying = [checkpoint for checkpoint in snapshot.full if (checkpoint.step, checkpoint.id) not in going]
     if staying and staying[-1] != newest.checkpoint:
         newest = inspect(catalog, staying[-1])
     return damage(catalog, newest)
 
 
 def _bury(catalog: Catalog, snapshot: Snapshot, orders: Sequence[Order], due: float, done: Pruned) -> None:
-    there = {(one.step, one.id): one for one in snapshot.checkpoints}
-    buried = {(*one.name, one.action) for one in snapshot.notes.tombstones if not one.undone}
+    there = {(checkpoint.step, checkpoint.id): checkpoint for checkpoint in snapshot.checkpoints}
+    buried = {(*tombstone.name, tombstone.action) for tombstone in snapshot.notes.tombstones if not tombstone.undone}
     for order in orders:
         name = (order.step, order.id)
         one = there.get(name)
@@ -129,11 +128,11 @@ def collect(catalog: Catalog, done: Pruned, looked: Stopwatch, *, until: float) 
     """
     now = catalog.clock()
     tombstones = catalog.snapshot().notes.tombstones
-    for one in tombstones:
-        if one.undone:
-            done.failures += catalog.store.delete([one.key])
-    due = [one for one in tombstones if not one.undone and one.due <= now]
-    claimed = [(one, begun) for one in due if (begun := claim(catalog, one)) is not None]
+    for tombstone in tombstones:
+        if tombstone.undone:
+            done.failures += catalog.store.delete([tombstone.key])
+    due = [tombstone for tombstone in tombstones if not tombstone.undone and tombstone.due <= now]
+    claimed = [(tombstone, begun) for tombstone in due if (begun := claim(catalog, tombstone)) is not None]
     if not claimed:
         return
     # Listed again, now that the claims are visible: a pin, lease or save that came between the two listings is in this
@@ -143,14 +142,14 @@ def collect(catalog: Catalog, done: Pruned, looked: Stopwatch, *, until: float) 
     for one, begun in claimed:
         if still_goes(catalog, snapshot, begun, done, held=_held(snapshot, one), taken_over=one.begun):
             going.append(begun)
-    if catalog.clock() < until and (deleted := [one for one in going if one.action == DELETE]):
+    if catalog.clock() < until and (deleted := [tombstone for tombstone in going if tombstone.action == DELETE]):
         delete_checkpoints(catalog, snapshot, deleted, done, looked)
-    if catalog.clock() < until and (thinned := [one for one in going if one.action == THIN]):
+    if catalog.clock() < until and (thinned := [tombstone for tombstone in going if tombstone.action == THIN]):
         # Imported here, because only thinning decodes metadata, which needs torch.
         from bucketpoint.catalog.deletion.thin import thin
 
-        for one in thinned:
-            thin(catalog, snapshot, one, done)
+        for tombstone in thinned:
+            thin(catalog, snapshot, tombstone, done)
 
 
 def still_goes(
@@ -187,7 +186,7 @@ def still_goes(
 
 def _running(snapshot: Snapshot) -> list[Attempt]:
     """Return the saves that may still send their commit, or send it again."""
-    return [*(one for one in snapshot.attempts if one.is_live(snapshot.taken)), *_unheard(snapshot)]
+    return [*(attempt for attempt in snapshot.attempts if attempt.is_live(snapshot.taken)), *_unheard(snapshot)]
 
 
 def _unheard(snapshot: Snapshot) -> list[Attempt]:
@@ -197,4 +196,4 @@ def _unheard(snapshot: Snapshot) -> list[Attempt]:
     deleted in between, the second request would commit it without its data. Such a save has not removed its intent yet;
     if it is older than `FENCE_AGE_S`, it has a fence (see `delete_checkpoints`).
     """
-    return [one for one in snapshot.finished if one.is_live(snapshot.taken, MIN_SWEEP_AGE_S)]
+    return [attempt for attempt in snapshot.finished if attempt.is_live(snapshot.taken, MIN_SWEEP_AGE_S)]

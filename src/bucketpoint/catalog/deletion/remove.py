@@ -78,7 +78,7 @@ def plan_removal(url: str, *, storage_options: Mapping[str, Any] | None = None, 
     """
     catalog, folder = _run_of(url, storage_options, fs)
     snapshot = catalog.with_unrecorded(catalog.snapshot())
-    checkpoint = next((one for one in snapshot.checkpoints if one.folder == folder), None)
+    checkpoint = next((checkpoint for checkpoint in snapshot.checkpoints if checkpoint.folder == folder), None)
     if checkpoint is None:
         raise _not_there(catalog, folder)
     nbytes = sum(checkpoint.groups.values()) if checkpoint.key is not None else size_of(catalog, folder)
@@ -181,7 +181,7 @@ def _reasons(catalog: Catalog, snapshot: Snapshot, one: Checkpoint) -> list[str]
     if one.kind != FULL:
         return reasons
     going = snapshot.going() - {one.name}
-    full = [other for other in snapshot.checkpoints if other.kind == FULL and other.name not in going]
+    full = [other for other in snapshot.full if other.name not in going]
     whole = next((other for other in full[: -LOOKED_AT_MOST - 1 : -1] if is_whole(catalog, other)), None)
     if whole is None:
         reasons.append("its run has no whole checkpoint")

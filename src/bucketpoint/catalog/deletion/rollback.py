@@ -10,7 +10,6 @@ from bucketpoint.catalog.deletion.wholeness import damage, inspect
 from bucketpoint.catalog.reconcile import adopt, reconcile
 from bucketpoint.catalog.tombstones import undo
 from bucketpoint.errors import CheckpointNotFoundError, CorruptDataError
-from bucketpoint.retention.row import FULL
 
 
 @dataclass(frozen=True)
@@ -42,13 +41,13 @@ def roll_back(catalog: Catalog, step: int, *, grace: float, dry_run: bool = Fals
         GoneError: the deletion of the checkpoint of this step has begun.
     """
     snapshot = catalog.with_unrecorded(catalog.snapshot() if dry_run else reconcile(catalog, catalog.snapshot()))
-    unrecorded = [one.step for one in snapshot.unrecorded if one.step >= step]
+    unrecorded = [checkpoint.step for checkpoint in snapshot.unrecorded if checkpoint.step >= step]
     if unrecorded and not dry_run:
         adopt(catalog, unrecorded)
         snapshot = catalog.with_unrecorded(catalog.snapshot())
-    target = next((one for one in snapshot.checkpoints if one.step == step and one.kind == FULL), None)
+    target = next((checkpoint for checkpoint in snapshot.full if checkpoint.step == step), None)
     if target is None:
-        there = ", ".join(str(one.step) for one in snapshot.checkpoints if one.kind == FULL)
+        there = ", ".join(str(checkpoint.step) for checkpoint in snapshot.full)
         raise CheckpointNotFoundError(
             f"There is no full checkpoint of step {step} in this run",
             url=catalog.url,
@@ -65,8 +64,8 @@ def roll_back(catalog: Catalog, step: int, *, grace: float, dry_run: bool = Fals
         )
     due = catalog.clock() + grace
     discards = rolled_back(catalog, snapshot, step)
-    if not dry_run and any(one.step == step for one in snapshot.notes.tombstones):
+    if not dry_run and any(tombstone.step == step for tombstone in snapshot.notes.tombstones):
         undo(catalog, step)
     done = bury_discards(catalog, discards, due=due, dry_run=dry_run) if discards else Discarded()
     held = tuple((one.checkpoint.step, why) for one, why in done.held)
-    return RolledBack(tuple(one.checkpoint.step for one in done.buried), held, due)
+    return RolledBack(tuple(discard.checkpoint.step for discard in done.buried), held, due)

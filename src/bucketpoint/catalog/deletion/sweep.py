@@ -40,15 +40,17 @@ def sweep(catalog: Catalog, *, older_than: float = SAFETY_AGE_S, deep: bool = Fa
     snapshot = catalog.snapshot() if dry_run else reconcile(catalog, catalog.snapshot())
     oldest = snapshot.taken - older_than
     announced = _announced(catalog)
-    live = {one.folder for one in snapshot.attempts if not is_old(one.started, oldest)}
+    live = {attempt.folder for attempt in snapshot.attempts if not is_old(attempt.started, oldest)}
     # An intent that outlived its commit shows that objects of the checkpoint it replaced may still be there.
     begun = [*snapshot.attempts, *snapshot.finished]
-    folders = {one.folder for one in begun} | {key.folder for key, _ in announced} | _folders_of_uploads(catalog)
+    folders = (
+        {attempt.folder for attempt in begun} | {key.folder for key, _ in announced} | _folders_of_uploads(catalog)
+    )
     if deep:
-        folders |= {*catalog.folders(), *(one.folder for one in snapshot.checkpoints)}
+        folders |= {*catalog.folders(), *snapshot.folders}
     elif not catalog.store.capabilities.conditional_delete:
         # If the pruner cannot remove its markers, they stay in folders that have no record any more.
-        folders |= set(catalog.folders()) - {one.folder for one in snapshot.checkpoints}
+        folders |= set(catalog.folders()) - snapshot.folders
     swept = Swept()
     clean, uncommitted = set(), set()
     for folder in sorted(folders - live):
@@ -60,10 +62,10 @@ def sweep(catalog: Catalog, *, older_than: float = SAFETY_AGE_S, deep: bool = Fa
         if state.clean:
             clean.add(folder)
     # An intent outlives its record if the trainer may not delete, or was killed before it did.
-    notes = [one.key for one in begun if one.folder in clean and is_old(one.started, oldest)]
+    notes = [attempt.key for attempt in begun if attempt.folder in clean and is_old(attempt.started, oldest)]
     notes += [key for upload, key in announced if upload.folder in clean]
     # Records whose `.metadata` was deleted by hand, or beside a pruner whose lock had expired: a pin would keep them.
-    notes += [one.key for one in snapshot.checkpoints if one.folder in uncommitted and one.key is not None]
+    notes += [record.key for record in snapshot.checkpoints if record.folder in uncommitted and record.key]
     notes += _stale(snapshot, oldest)
     swept.notes += dict.fromkeys(notes)
     if not dry_run:
@@ -106,8 +108,8 @@ def _announced(catalog: Catalog) -> list[tuple[UploadKey, str]]:
 def _stale(snapshot: Snapshot, oldest: float) -> list[str]:
     """Return the keys of notes that no plan will look at again, and of records that a later commit has replaced."""
     notes, ended = snapshot.notes, min(snapshot.newest_created, oldest)
-    there = {one.step for one in snapshot.checkpoints} | {one.step for one in snapshot.attempts}
-    stale = [one.key for one in snapshot.superseded if one.key]
+    there = {checkpoint.step for checkpoint in snapshot.checkpoints} | {attempt.step for attempt in snapshot.attempts}
+    stale = [checkpoint.key for checkpoint in snapshot.superseded if checkpoint.key]
     stale += [lease.key for lease in notes.leases if not lease.valid(oldest)]
     stale += [pin.key for pin in notes.pins if pin.expires is not None and pin.expires < oldest]
     stale += [resume.key for resume in notes.resumes if resume.time < ended]
