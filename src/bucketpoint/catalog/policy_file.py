@@ -12,11 +12,7 @@ from bucketpoint.retention import RetentionPolicy, from_yaml
 
 
 def policy_of(policy: RetentionPolicy | str | os.PathLike[str]) -> RetentionPolicy:
-    """Return a policy that is given as such, or read it from its file.
-
-    Raises:
-        PolicyError: as `read_policy`.
-    """
+    """Return a policy that is given as such, or read it from its file. Raises as `read_policy`."""
     return policy if isinstance(policy, RetentionPolicy) else read_policy(policy)
 
 

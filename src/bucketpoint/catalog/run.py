@@ -78,9 +78,7 @@ def catalog_above(
 def record_above(url: str, *, storage_options: Mapping[str, Any] | None = None, fs: Any = None) -> CommitRecord | None:
     """Return the record of the checkpoint at `url` from the catalog above it, or None. Two small LISTs and a GET.
 
-    Raises:
-        AccessDeniedError: listing there is not allowed.
-        MetadataError: the object is not a commit record.
+    Raises as `catalog_above` and `read_record`.
     """
     above = catalog_above(url, storage_options=storage_options, fs=fs)
     if above is None:

@@ -24,11 +24,8 @@ class RunRetention:
     The run is at the policy's `root`; if the policy names none, at the parent of the checkpoint's folder. The step is
     in the folder's name, by the policy's `layout`.
 
-    Args:
-        policy: the policy, or its file.
-
     Raises:
-        PolicyError: the file is wrong; the error lists all its faults.
+        PolicyError: the policy's file is wrong; the error lists all its faults.
         InvalidURLError: the policy's root or layout is invalid.
     """
 

@@ -6,9 +6,11 @@ import atexit
 import functools
 import logging
 import os
+import threading
 import time
 import weakref
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from datetime import timedelta
 from types import TracebackType
 from typing import Any
@@ -26,7 +28,6 @@ from bucketpoint.manager.loading import attempt
 from bucketpoint.manager.ranks import Ranks
 from bucketpoint.manager.replacing import Newer, Replacing
 from bucketpoint.manager.restoring import Restored, restored
-from bucketpoint.manager.running import Running
 from bucketpoint.manager.triggers import Triggers
 from bucketpoint.retention import RetentionPolicy
 from bucketpoint.retention.row import FULL
@@ -37,6 +38,37 @@ logger = logging.getLogger(__name__)
 
 _COLLECTIVE_TIMEOUT = timedelta(minutes=30)
 """Least timeout of the manager's collectives, in which ranks wait for each other's uploads: torch's default."""
+
+
+@dataclass
+class Running:
+    """The save under way, as this rank sees it.
+
+    Attributes:
+        reported: True if the program has received the save's error on this rank.
+        settled: set when the follow-up work of the save is done. A future wakes those who wait for it before it runs
+            its callbacks, so its end alone does not say that.
+    """
+
+    step: int
+    handle: SaveHandle
+    reported: bool = False
+    settled: threading.Event = field(default_factory=threading.Event)
+
+    @property
+    def failed(self) -> bool:
+        """True if the save failed, as far as this rank knows yet."""
+        return self.handle.failure() is not None
+
+    @property
+    def error(self) -> BaseException:
+        """The error of the save, of this rank or of another."""
+        error = self.handle.exception() if self.handle.done() else None
+        return error or BucketpointError(f"The save of step {self.step} failed on another rank", url=self.handle.url)
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait for the save and for its follow-up work, at most `timeout` seconds each. True if both have ended."""
+        return self.handle.wait(timeout) and self.settled.wait(timeout)
 
 
 class CheckpointManager:

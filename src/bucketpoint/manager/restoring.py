@@ -63,11 +63,7 @@ def restored(
         which, metric, fresh, rollback: as for `CheckpointManager.restore`.
         fresh_by: the setting by which the user asks for `fresh`, for messages.
 
-    Raises:
-        CheckpointNotFoundError, IncompleteCheckpointError: as `restore_candidates`.
-        UnsafeDataError: the next checkpoint to try was saved with types that the allow-list refuses, and is not
-            damaged.
-        BucketpointError: all checkpoints are damaged; or the error that `load` returned for the named one.
+    Raises as `CheckpointManager.restore`.
     """
     named = isinstance(which, int)
     try:

@@ -20,8 +20,7 @@ class CheckpointSet:
 
     Attributes:
         rows: in the total order (step, created, id), the oldest first.
-        steps: the step of each row.
-        created: the time of creation of each row.
+        steps, created: the step and the time of creation of each row.
         by_time: positions in the order (created, step, id), the oldest first.
     """
 
@@ -55,10 +54,7 @@ class CheckpointSet:
         return self.created[self.by_time[-1]] if self.by_time else -math.inf
 
     def younger(self, age: float) -> int:
-        """Return how many rows are at most `age` seconds older than the newest one.
-
-        They are the last ones in `by_time`.
-        """
+        """Return how many rows, the last ones in `by_time`, are at most `age` seconds older than the newest one."""
         since = self.newest_created - age
         return len(self.by_time) - bisect_left(self.by_time, since, key=self.created.__getitem__)
 
@@ -101,10 +97,9 @@ class Explanation:
     """Explanation of a rule's decision on each position, for people.
 
     Attributes:
-        why: returns in words why the rule keeps a position.
+        why, miss: return in words why the rule keeps a position, and why it does not.
         places: for each position that missed, the number of places by which it missed: about how many other rows would
             have to go first. Positions that the rule keeps, or would never keep, are not in it.
-        miss: returns in words why the rule does not keep a position.
     """
 
     why: Callable[[int], str]

@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from bucketpoint.retention.policy import POLICY_VERSION, RetentionPolicy
-from bucketpoint.retention.setting_types import Fields
+from bucketpoint.retention.yaml_text import POLICY
 
 SCHEMA_FILE = "policy.schema.json"
 
@@ -16,15 +15,8 @@ def policy_schema() -> dict[str, Any]:
 
     It covers keys, types and bounds. Unreachable rules and variables that are not set are found by reading the policy.
     """
-    policy = Fields(RetentionPolicy).schema()
-    version = {"const": POLICY_VERSION, "description": "of the policy's format"}
-    return {
-        "$schema": "https://json-schema.org/draft/2020-12/schema",
-        "title": "A retention policy of bucketpoint",
-        **policy,
-        "properties": {"version": version, **policy["properties"]},
-        "required": ["version", *policy["required"]],
-    }
+    title = "A retention policy of bucketpoint"
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": title, **POLICY.schema()}
 
 
 def schema_text() -> str:

@@ -6,15 +6,18 @@ Schema from that one source.
 
 from __future__ import annotations
 
+import difflib
 import functools
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
 from datetime import timedelta
 from decimal import Decimal
-from typing import Any, get_args, get_type_hints
+from typing import Any, TypeAlias, get_args, get_type_hints
 
 from bucketpoint.errors import PolicyError, PolicyFault
+
+Path: TypeAlias = tuple[str | int, ...]
 
 _UNITS = {"w": 604_800, "d": 86_400, "h": 3_600, "m": 60, "s": 1}
 
@@ -32,6 +35,16 @@ class Shape:
         """
         raise NotImplementedError
 
+    def read(self, value: Any, path: Path, faults: list[PolicyFault]) -> Any:
+        """Return `check` of a value from YAML; None, or what is right of a list, after its faults were noted."""
+        try:
+            if value is None:
+                raise wrong("The value is missing", "Write a value, or leave the key out")
+            return self.check(value)
+        except PolicyError as error:
+            faults += [fault.under(*path) for fault in error.faults]
+            return None
+
     def plain(self, value: Any) -> Any:
         """Return a stored value as YAML holds it."""
         return value
@@ -48,6 +61,8 @@ def wrong(message: str, remedy: str) -> PolicyError:
 
 def shown(value: Any) -> str:
     """Format a value for a message, cut to a readable length."""
+    if isinstance(value, (dict, list)):
+        return "A mapping" if isinstance(value, dict) else "A list"
     text = repr(value)
     return text if len(text) <= 60 else text[:57] + "..."
 
@@ -190,12 +205,21 @@ class Several(Shape):
             raise PolicyError.of(*faults)
         return tuple(kept)
 
+    def read(self, value: Any, path: Path, faults: list[PolicyFault]) -> Any:
+        if not isinstance(value, list):
+            return super().read(value, path, faults)
+        if not value:
+            faults.append(PolicyFault("The list is empty", "Write at least one, or leave the key out", path))
+        items = [self.of.read(item, (*path, position), faults) for position, item in enumerate(value)]
+        faults += [fault.under(*path) for fault in self.conflicts(items)]
+        return tuple(items)
+
     def conflicts(self, items: Sequence[Any]) -> list[PolicyFault]:
-        """Return the faults of the list as a whole, whose items are all right."""
+        """Return the faults of the list as a whole. Items that are None have faults of their own."""
         return [
-            PolicyFault(f"{shown(self.of.plain(item))} is listed twice", "Remove one of the two", (position,))
+            PolicyFault(f"{self.of.plain(item)!r:.60} is listed twice", "Remove one of the two", (position,))
             for position, item in enumerate(items)
-            if item in items[:position]
+            if item is not None and item in items[:position]
         ]
 
     def plain(self, value: tuple[Any, ...]) -> list[Any]:
@@ -230,9 +254,48 @@ class Checked:
 
 @dataclass(frozen=True)
 class Fields(Shape):
-    """A mapping that becomes one object of `kind`."""
+    """A mapping that becomes one object of `kind`.
+
+    Attributes:
+        besides: settings of the mapping in YAML that the object does not have.
+    """
 
     kind: type[Checked]
+    besides: tuple[Setting, ...] = ()
+
+    @property
+    def settings(self) -> tuple[Setting, ...]:
+        return (*self.besides, *settings_of(self.kind))
+
+    def read(self, value: Any, path: Path, faults: list[PolicyFault]) -> Any:
+        if value is None:
+            return super().read(value, path, faults)
+        if not isinstance(value, dict):
+            faults.append(PolicyFault(f"{shown(value)} is not a mapping", "Write keys with values", path))
+            return None
+        known = {setting.key: setting for setting in self.settings}
+        values, meant, before = {}, set(), len(faults)
+        for key, content in value.items():
+            if key in known:
+                values[known[key].name] = known[key].shape.read(content, (*path, key), faults)
+                continue
+            near = difflib.get_close_matches(key, known, n=1)
+            meant.update(near)
+            remedy = f"Did you mean `{near[0]}`?" if near else f"The known keys are: {', '.join(known)}"
+            faults.append(PolicyFault(f"The key `{key}` is not known", remedy, (*path, key), *key.place))
+        for setting in known.values():
+            if setting.required and setting.key not in value and setting.key not in meant:
+                faults.append(PolicyFault(f"`{setting.key}` is missing", f"Add `{setting.key}:`", path))
+        for setting in self.besides:
+            values.pop(setting.name, None)
+        try:
+            if len(faults) == before:
+                return self.kind(**values)
+            conflicts = self.kind.conflicts(values)
+        except PolicyError as error:
+            conflicts = [*error.faults]
+        faults += [fault.under(*path) for fault in conflicts]
+        return None
 
     def check(self, value: Any) -> Any:
         if not isinstance(value, self.kind):
@@ -249,12 +312,11 @@ class Fields(Shape):
         }
 
     def schema(self) -> dict[str, Any]:
-        settings = settings_of(self.kind)
-        required = [setting.key for setting in settings if setting.required]
+        required = [setting.key for setting in self.settings if setting.required]
         return {
             "type": "object",
             "description": (self.kind.__doc__ or "").split("\n\n")[0].replace("\n    ", " "),
-            "properties": {setting.key: {**setting.shape.schema(), **setting.described()} for setting in settings},
+            "properties": {setting.key: {**setting.shape.schema(), **setting.described()} for setting in self.settings},
             "additionalProperties": False,
             **({"required": required} if required else {}),
         }
@@ -269,6 +331,23 @@ class Either(Shape):
     def keys(self) -> dict[str, type[Checked]]:
         """Return the kinds by the key that identifies each."""
         return {settings_of(kind)[0].key: kind for kind in self.kinds}
+
+    def read(self, value: Any, path: Path, faults: list[PolicyFault]) -> Any:
+        if value is None:
+            return super().read(value, path, faults)
+        kinds = self.keys()
+        names = [f"`{key}`" for key in kinds]
+        if not isinstance(value, dict):
+            remedy = f"Write a mapping with {' or '.join(names)}"
+            faults.append(PolicyFault(f"{shown(value)} is not a mapping", remedy, path))
+            return None
+        given = (key for key in value if key in kinds)
+        meant = (near[0] for key in value if (near := difflib.get_close_matches(key, kinds, n=1)))
+        key = next(given, None) or next(meant, None)
+        if key is not None:
+            return Fields(kinds[key]).read(value, path, faults)
+        faults.append(PolicyFault(f"Neither {' nor '.join(names)} is given", f"Add {' or '.join(names)}", path))
+        return None
 
     def check(self, value: Any) -> Any:
         if not isinstance(value, self.kinds):

@@ -6,27 +6,16 @@ The text is read as YAML's node graph, which knows the place of everything, and 
 
 from __future__ import annotations
 
-import difflib
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import MISSING
-from typing import Any, TypeVar
+from typing import Any
 
 import yaml
 
 from bucketpoint.errors import PolicyError, PolicyFault
 from bucketpoint.retention.policy import POLICY_VERSION, RetentionPolicy
-from bucketpoint.retention.setting_types import (
-    Checked,
-    Either,
-    Fields,
-    Setting,
-    Several,
-    Shape,
-    settings_of,
-    shown,
-    wrong,
-)
+from bucketpoint.retention.setting_types import Fields, Path, Setting, Shape, shown, wrong
 
 MAX_CHARACTERS = 1 << 20
 """Most characters of a policy's text. Far above any policy."""
@@ -47,8 +36,6 @@ _WORDS: dict[str, bool | None] = {
 _VARIABLE = re.compile(r"\$\$|\$\{([A-Za-z_][A-Za-z0-9_]*)(?::-([^}]*))?\}|\$")
 
 _Place = tuple[int, int]
-_Path = tuple[str | int, ...]
-_Kind = TypeVar("_Kind", bound=Checked)
 
 
 def from_yaml(text: str, *, environ: Mapping[str, str], file: str | None = None) -> RetentionPolicy:
@@ -63,16 +50,17 @@ def from_yaml(text: str, *, environ: Mapping[str, str], file: str | None = None)
         PolicyError: the policy is wrong, with every fault and its line and column.
     """
     reader = _Reader(environ)
-    policy = None
+    faults = reader.faults
     try:
         if len(text) > MAX_CHARACTERS:
             raise wrong(f"{len(text)} characters are too many for a policy", f"Pass at most {MAX_CHARACTERS}")
-        policy = reader.policy(_composed(text))
+        policy = POLICY.read(reader.data(_composed(text)), (), faults)
     except PolicyError as error:
-        reader.faults += error.faults
-    if policy is None or reader.faults:
-        raise PolicyError.of(*sorted(reader.faults, key=lambda fault: (fault.line or 0, fault.column or 0)), file=file)
-    return policy
+        faults += error.faults
+    if faults:
+        placed = sorted(map(reader.placed, faults), key=lambda fault: (fault.line or 0, fault.column or 0))
+        raise PolicyError.of(*placed, file=file)
+    return policy  # type: ignore[no-any-return]
 
 
 def to_yaml(policy: RetentionPolicy) -> str:
@@ -85,118 +73,49 @@ def to_yaml(policy: RetentionPolicy) -> str:
     return yaml.dump(ordered, Dumper=_Dumper, sort_keys=False, default_flow_style=None, width=120, allow_unicode=True)  # type: ignore[no-any-return]
 
 
+class _Key(str):
+    """A key of a mapping, with its line and column."""
+
+    place: _Place
+
+
 class _Reader:
-    """Reader that walks the nodes along the shapes, and notes every fault with its place."""
+    """Reader of a text's nodes as plain data, which notes the place of each value."""
 
     def __init__(self, environ: Mapping[str, str]) -> None:
         self.environ = environ
         self.faults: list[PolicyFault] = []
-        self.places: dict[_Path, _Place] = {}
+        self.places: dict[Path, _Place] = {}
 
-    def policy(self, root: yaml.Node | None) -> RetentionPolicy | None:
-        if root is None:
-            raise PolicyError.of(
-                PolicyFault("The policy is empty", "Write at least `version: 1` and `keep:`", (), 1, 1)
-            )
-        self.places[()] = _place(root)
-        return self.record(RetentionPolicy, root, ())
-
-    def record(self, kind: type[_Kind], node: yaml.Node, path: _Path) -> _Kind | None:
-        if not isinstance(node, yaml.MappingNode):
-            self._fault(f"{_named(node)} is not a mapping", "Write keys with values", path)
-            return None
-        known = {setting.key: setting for setting in settings_of(kind)}
-        if not path:
-            known = {"version": Setting("version", "version", _Version(), "", MISSING), **known}
-        before = len(self.faults)
-        children, meant = self._children(node, known, path)
-        values = {known[key].name: self.value(known[key].shape, child, (*path, key)) for key, child in children.items()}
-        for setting in known.values():
-            if setting.required and setting.key not in children and setting.key not in meant:
-                self._fault(f"`{setting.key}` is missing", f"Add `{setting.key}:`", path)
-        if not path:
-            values.pop("version", None)
-        if len(self.faults) > before:
-            self._note(kind.conflicts(values), path)
-            return None
-        try:
-            return kind(**values)
-        except PolicyError as error:
-            self._note(error.faults, path)
-            return None
-
-    def _children(
-        self, node: yaml.MappingNode, known: Mapping[str, Setting], path: _Path
-    ) -> tuple[dict[str, yaml.Node], set[str]]:
-        """Return the value node of each known key, and the known keys that unknown ones were probably meant to be."""
-        children: dict[str, yaml.Node] = {}
-        lines: dict[str, int] = {}
-        meant = set()
-        for key_node, child in node.value:
-            key = key_node.value if isinstance(key_node, yaml.ScalarNode) else _named(key_node)
-            place = _place(key_node)
-            if key in lines:
-                message = f"The key `{key}` is given twice, first in line {lines[key]}"
-                self.faults.append(PolicyFault(message, "Remove one of the two", (*path, key), *place))
-            elif key not in known:
-                near = difflib.get_close_matches(key, known, n=1)
-                meant.update(near)
-                remedy = f"Did you mean `{near[0]}`?" if near else f"The known keys are: {', '.join(known)}"
-                self.faults.append(PolicyFault(f"The key `{key}` is not known", remedy, (*path, key), *place))
-            else:
-                children[key] = child
-                self.places[(*path, key)] = _place(child)
-            lines.setdefault(key, place[0])
-        return children, meant
-
-    def value(self, shape: Shape, node: yaml.Node, path: _Path) -> Any:
-        """Return the value of a node, or None after a fault was noted."""
+    def data(self, node: yaml.Node, path: Path = ()) -> Any:
         self.places[path] = _place(node)
-        if isinstance(node, yaml.ScalarNode) and _scalar(node) is None:
-            self._fault("The value is missing", "Write a value, or leave the key out", path)
-            return None
-        if isinstance(shape, Fields):
-            return self.record(shape.kind, node, path)
-        if isinstance(shape, Either):
-            return self._either(shape, node, path)
-        if isinstance(shape, Several):
-            return self._several(shape, node, path)
-        try:
-            content = _scalar(node) if isinstance(node, yaml.ScalarNode) else _Named(node)
-            if path == ("root",) and isinstance(content, str):
-                content = self._interpolated(content, node)
-            return shape.check(content)
-        except PolicyError as error:
-            self._note(error.faults, path)
-            return None
+        if isinstance(node, yaml.SequenceNode):
+            return [self.data(child, (*path, position)) for position, child in enumerate(node.value)]
+        if isinstance(node, yaml.MappingNode):
+            return self._mapping(node, path)
+        content = _plain(node.value) if node.style is None else node.value
+        return self._interpolated(content, node) if path == ("root",) and isinstance(content, str) else content
 
-    def _either(self, shape: Either, node: yaml.Node, path: _Path) -> Checked | None:
-        kinds = shape.keys()
-        names = " or ".join(f"`{key}`" for key in kinds)
-        if not isinstance(node, yaml.MappingNode):
-            self._fault(f"{_named(node)} is not a mapping", f"Write a mapping with {names}", path)
-            return None
-        keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
-        given = (key for key in keys if key in kinds)
-        meant = (near[0] for key in keys if (near := difflib.get_close_matches(key, kinds, n=1)))
-        kind = next(given, None) or next(meant, None)
-        if kind is None:
-            self._fault(f"Neither {names.replace(' or ', ' nor ')} is given", f"Add {names}", path)
-            return None
-        return self.record(kinds[kind], node, path)
+    def _mapping(self, node: yaml.MappingNode, path: Path) -> dict[_Key, Any]:
+        mapping: dict[_Key, Any] = {}
+        lines: dict[str, int] = {}
+        for key_node, child in node.value:
+            key = _Key(key_node.value if isinstance(key_node, yaml.ScalarNode) else shown(key_node.value))
+            key.place = _place(key_node)
+            if key in mapping:
+                message = f"The key `{key}` is given twice, first in line {lines[key]}"
+                self.faults.append(PolicyFault(message, "Remove one of the two", (*path, key), *key.place))
+            else:
+                mapping[key], lines[key] = self.data(child, (*path, key)), key.place[0]
+        return mapping
 
-    def _several(self, shape: Several, node: yaml.Node, path: _Path) -> tuple[Any, ...]:
-        if not isinstance(node, yaml.SequenceNode):
-            self._fault(f"{_named(node)} is not a list", "Write a list, also for a single one: [...]", path)
-            return ()
-        if not node.value:
-            self._fault("The list is empty", "Write at least one, or leave the key out", path)
-        items = [self.value(shape.of, child, (*path, position)) for position, child in enumerate(node.value)]
-        sound = [(position, item) for position, item in enumerate(items) if item is not None]
-        for fault in shape.conflicts([item for _, item in sound]):
-            number, *rest = fault.path
-            self._note([PolicyFault(fault.message, fault.remedy, (sound[int(number)][0], *rest))], path)
-        return tuple(items)
+    def placed(self, fault: PolicyFault) -> PolicyFault:
+        """Return a fault with the place of the longest part of its path that is in the text."""
+        parts = (fault.path[:end] for end in range(len(fault.path), -1, -1))
+        place = next((self.places[part] for part in parts if part in self.places), (None, None))
+        path = tuple(str(part) if isinstance(part, str) else part for part in fault.path)
+        line, column = place if fault.line is None else (fault.line, fault.column)
+        return PolicyFault(fault.message, fault.remedy, path, line, column)
 
     def _interpolated(self, text: str, node: yaml.Node) -> str:
         """Replace the variables in the root, or note a fault at a variable that is not set."""
@@ -222,16 +141,6 @@ class _Reader:
 
         return _VARIABLE.sub(replaced, text)
 
-    def _fault(self, message: str, remedy: str, path: _Path) -> None:
-        self._note([PolicyFault(message, remedy)], path)
-
-    def _note(self, faults: Iterable[PolicyFault], path: _Path) -> None:
-        """Note faults as seen from `path`, each at the place of the longest path that is in the text."""
-        for fault in faults:
-            whole = (*path, *fault.path)
-            known = next(whole[:end] for end in range(len(whole), -1, -1) if whole[:end] in self.places)
-            self.faults.append(PolicyFault(fault.message, fault.remedy, whole, *self.places[known]))
-
 
 class _Version(Shape):
     """Shape of the format's version: only this version is accepted."""
@@ -242,15 +151,11 @@ class _Version(Shape):
             raise wrong(f"Version {shown(value)} is not known", remedy)
         return POLICY_VERSION
 
+    def schema(self) -> dict[str, Any]:
+        return {"const": POLICY_VERSION}
 
-class _Named:
-    """Stand-in for a node that no scalar shape takes. Messages show it by the type of the node."""
 
-    def __init__(self, node: yaml.Node) -> None:
-        self.node = node
-
-    def __repr__(self) -> str:
-        return _named(self.node)
+POLICY = Fields(RetentionPolicy, (Setting("version", "version", _Version(), "of the policy's format", MISSING),))
 
 
 class _Dumper(yaml.SafeDumper):  # type: ignore[misc]
@@ -266,7 +171,7 @@ def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
 _Dumper.add_representer(str, _represent_text)
 
 
-def _composed(text: str) -> yaml.Node | None:
+def _composed(text: str) -> yaml.Node:
     try:
         depth = 0
         for event in yaml.parse(text, Loader=yaml.SafeLoader):
@@ -278,7 +183,7 @@ def _composed(text: str) -> yaml.Node | None:
             if anchor is not None or tag is not None:
                 what = f"The anchor or alias `{anchor}`" if anchor is not None else f"The tag `{tag}`"
                 raise _at(event.start_mark, f"{what} is not allowed in a policy", "Write the value itself")
-        return yaml.compose(text, Loader=yaml.SafeLoader)
+        root = yaml.compose(text, Loader=yaml.SafeLoader)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         problem = ", ".join(part for part in (error.context, error.problem) if part)
@@ -290,6 +195,9 @@ def _composed(text: str) -> yaml.Node | None:
             f"The character #x{error.character:04x} is not allowed in YAML", "Remove it", (), line, column
         )
         raise PolicyError.of(fault) from None
+    if root is None:
+        raise PolicyError.of(PolicyFault("The policy is empty", "Write at least `version: 1` and `keep:`", (), 1, 1))
+    return root
 
 
 def _at(mark: Any, message: str, remedy: str) -> PolicyError:
@@ -299,16 +207,6 @@ def _at(mark: Any, message: str, remedy: str) -> PolicyError:
 
 def _place(node: yaml.Node) -> _Place:
     return node.start_mark.line + 1, node.start_mark.column + 1
-
-
-def _named(node: yaml.Node) -> str:
-    if isinstance(node, yaml.ScalarNode):
-        return shown(_scalar(node))
-    return "A list" if isinstance(node, yaml.SequenceNode) else "A mapping"
-
-
-def _scalar(node: yaml.ScalarNode) -> Any:
-    return _plain(node.value) if node.style is None else node.value
 
 
 def _plain(text: str) -> str | int | float | bool | None:

@@ -89,10 +89,7 @@ class AttemptFence:
     def take(self) -> None:
         """Write or renew the fences: from now on sweeps treat the attempt as one that has just begun.
 
-        A PUT for each rank, and one LIST for each 1,000 objects.
-
-        Raises:
-            IncompleteSaveError: a sweep has condemned the attempt, or data of it is gone.
+        A PUT for each rank, and one LIST for each 1,000 objects. Raises as `ensure`.
         """
         alive = Stopwatch()
         for token in sorted({token for path in self.sizes if (token := keys.token_of(path)) is not None}):

@@ -42,16 +42,11 @@ class Round:
 def prune_by(
     catalog: Catalog, policy: RetentionPolicy, *, holder: str, force: bool = False, committed: int = 0
 ) -> Round:
-    """Prune once by a policy.
+    """Prune once by a policy. Raises as `prune`, and `PolicyError` if `match` fails.
 
     Args:
-        holder: name of the pruner, for the lock.
         force: carry out the whole plan, even if the circuit breaker refuses it.
         committed: number of checkpoints that the job has committed since its last round.
-
-    Raises:
-        StoreError: a request failed for good. The next round finishes what was begun.
-        PolicyError: `match` fails.
     """
     planned: Plan | None = None
     verdict: Verdict | None = None
@@ -77,16 +72,11 @@ def judged(policy: RetentionPolicy, rows: Sequence[Row], *, committed: int = 0) 
 class PruneWorker:
     """Worker that prunes on a thread of its own, one round at a time, with the lowest priority.
 
-    A failed round never ends training.
-
-    If it is asked while a round is under way, it makes one more round afterwards, however often it is asked. It rests
-    after every request, until somebody waits for it or the program ends.
-
-    Args:
-        pace: controls the rests.
+    A failed round never ends training. If the worker is asked while a round is under way, it makes one more round
+    afterwards, however often it is asked. It rests after every request, until somebody waits for it or the program
+    ends.
 
     Attributes:
-        holder: name of this worker for the lock.
         last: report of the last round of this process; None before the first.
         failure: error of the last round; None if it succeeded.
         given_up: checkpoints that get a tombstone once another checkpoint is committed. They are lost with the process:
@@ -202,15 +192,15 @@ class PruneWorker:
                 if grace
                 else "",
             )
-        for one, why in done.held:
-            if one.name not in self._named:
-                self._named.add(one.name)
-                logger.warning(
-                    "step %d was given up (%s), but stays because it is %s; until that ends, `latest` may find it",
-                    one.checkpoint.step,
-                    one.reason,
-                    why,
-                )
+        held = [(discard, why) for discard, why in done.held if discard.name not in self._named]
+        for discard, why in held:
+            self._named.add(discard.name)
+            logger.warning(
+                "step %d was given up (%s), but stays because it is %s; until that ends, `latest` may find it",
+                discard.checkpoint.step,
+                discard.reason,
+                why,
+            )
         settled = {discard.name for discard in [*done.buried, *done.void]}
         with self._lock:
             self.given_up = tuple(discard for discard in self.given_up if discard.name not in settled)

@@ -98,7 +98,7 @@ def remove(removal: Removal, *, holder: str, force: bool = False) -> Pruned:
         force: remove it despite all reasons to keep it.
 
     Raises:
-        StoreError: a request failed for good. The next prune finishes what was begun, and so does another removal.
+        StoreError: a request failed for good. The next prune or removal finishes what was begun.
     """
     catalog, one = removal.catalog, removal.checkpoint
     lock = locks.acquire(catalog, holder, seconds=LOCK_SECONDS)
