@@ -13,8 +13,9 @@ from dataclasses import dataclass
 
 from bucketpoint.catalog import notes
 from bucketpoint.catalog.catalog import Catalog
-from bucketpoint.catalog.deletion.discards import Discard, damaged, is_as_written, rolled_back, united
+from bucketpoint.catalog.deletion.discards import Discard, damaged, rolled_back, united
 from bucketpoint.catalog.deletion.prune_worker import PruneWorker
+from bucketpoint.catalog.deletion.wholeness import inspect
 from bucketpoint.catalog.restore_candidates import restore_candidates
 from bucketpoint.catalog.snapshot import Checkpoint
 from bucketpoint.errors import BucketpointError, CheckpointNotFoundError, IncompleteCheckpointError
@@ -122,7 +123,7 @@ def _may_be_whole(catalog: Catalog, checkpoint: Checkpoint, refused: bool) -> bo
 
     The record tells. Without a record, True if it was refused, by the allow-list or for its newer format.
     """
-    return refused if checkpoint.key is None else is_as_written(catalog, checkpoint)
+    return refused if checkpoint.key is None else inspect(catalog, checkpoint).problem is None
 
 
 def _set_aside(catalog: Catalog, checkpoint: Checkpoint, error: BaseException) -> list[Discard]:

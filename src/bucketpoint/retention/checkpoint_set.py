@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from functools import cached_property
@@ -36,15 +36,17 @@ class CheckpointSet:
         Raises:
             BucketpointError: a row cannot be put in order, or two different rows claim to be the same checkpoint.
         """
-        given = list(rows)
-        for row in given:
+        distinct: dict[tuple[int, str], Row] = {}
+        for row in rows:
             _check(row)
-        given.sort(key=attrgetter("step"))
+            other = distinct.setdefault((row.step, row.id), row)
+            if other is not row and other != row and repr(other) != repr(row):  # NaN metrics differ from themselves
+                raise BucketpointError(
+                    f"Two records of step {row.step} have the same id {row.id!r} but differ",
+                    remedy="Rebuild the records from the checkpoints' metadata",
+                )
+        given = sorted(distinct.values(), key=attrgetter(*ORDER))
         steps = [row.step for row in given]
-        if len(set(steps)) < len(given):
-            given.sort(key=attrgetter(*ORDER))
-            given = list(_distinct(given))
-            steps = [row.step for row in given]
         created = [row.created for row in given]
         return cls(given, steps, created, sorted(range(len(given)), key=created.__getitem__))
 
@@ -57,24 +59,6 @@ class CheckpointSet:
         """Return how many rows, the last ones in `by_time`, are at most `age` seconds older than the newest one."""
         since = self.newest_created - age
         return len(self.by_time) - bisect_left(self.by_time, since, key=self.created.__getitem__)
-
-
-def _distinct(ordered: Iterable[Row]) -> Iterator[Row]:
-    same_step: dict[str, Row] = {}
-    before = None
-    for row in ordered:
-        if row.step != before:
-            same_step.clear()
-            before = row.step
-        other = same_step.get(row.id)
-        if other is None:
-            same_step[row.id] = row
-            yield row
-        elif other != row and repr(other) != repr(row):  # NaN metrics differ from themselves
-            raise BucketpointError(
-                f"Two records of step {row.step} have the same id {row.id!r} but differ",
-                remedy="Rebuild the records from the checkpoints' metadata",
-            )
 
 
 def _check(row: Row) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import sys
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from itertools import repeat
@@ -45,9 +45,6 @@ def plan(policy: RetentionPolicy, rows: Iterable[Row]) -> Plan:
     return Plan(tuple(rule.label for rule in judged), entries)
 
 
-_NEVER = sys.maxsize
-
-
 class _Judged(NamedTuple):
     label: str
     thins: bool
@@ -85,4 +82,4 @@ def _nearest(judged: Sequence[_Judged], position: int) -> _Judged:
 
     Among equals, and if no rule counts places, it is the first rule of the policy.
     """
-    return min(judged, key=lambda rule: rule.decision.explanation.places.get(position, _NEVER))
+    return min(judged, key=lambda rule: rule.decision.explanation.places.get(position, math.inf))

@@ -9,7 +9,6 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field, replace
 
 from bucketpoint.catalog.catalog import Catalog
-from bucketpoint.catalog.deletion.wholeness import inspect
 from bucketpoint.catalog.reconcile import metadata_record
 from bucketpoint.catalog.save_log import write_record
 from bucketpoint.catalog.snapshot import DELETE, Checkpoint, Snapshot
@@ -78,11 +77,6 @@ def _as_committed(catalog: Catalog, checkpoint: Checkpoint) -> Checkpoint | None
     if checkpoint.id and token != checkpoint.id:
         return None
     return replace(checkpoint, id=token, mark=mark)
-
-
-def is_as_written(catalog: Catalog, checkpoint: Checkpoint) -> bool:
-    """Return True if the metadata is what its record says. Two GETs. False if there is no record to compare with."""
-    return checkpoint.key is not None and inspect(catalog, checkpoint).problem is None
 
 
 def rolled_back(catalog: Catalog, snapshot: Snapshot, step: int) -> list[Discard]:
