@@ -36,14 +36,18 @@ class Shape:
         raise NotImplementedError
 
     def read(self, value: Any, path: Path, faults: list[PolicyFault]) -> Any:
-        """Return `check` of a value from YAML; None, or what is right of a list, after its faults were noted."""
+        """Return the stored form of a value from YAML; None, or what is right of a list, after noting its faults."""
         try:
             if value is None:
                 raise wrong("The value is missing", "Write a value, or leave the key out")
-            return self.check(value)
+            return self.convert(value, path, faults)
         except PolicyError as error:
             faults += [fault.under(*path) for fault in error.faults]
             return None
+
+    def convert(self, value: Any, path: Path, faults: list[PolicyFault]) -> Any:
+        """Return what `read` does for a value that is there. The faults of the value itself are raised."""
+        return self.check(value)
 
     def plain(self, value: Any) -> Any:
         """Return a stored value as YAML holds it."""
@@ -205,9 +209,9 @@ class Several(Shape):
             raise PolicyError.of(*faults)
         return tuple(kept)
 
-    def read(self, value: Any, path: Path, faults: list[PolicyFault]) -> Any:
+    def convert(self, value: Any, path: Path, faults: list[PolicyFault]) -> Any:
         if not isinstance(value, list):
-            return super().read(value, path, faults)
+            return self.check(value)
         if not value:
             faults.append(PolicyFault("The list is empty", "Write at least one, or leave the key out", path))
         items = [self.of.read(item, (*path, position), faults) for position, item in enumerate(value)]
@@ -267,12 +271,9 @@ class Fields(Shape):
     def settings(self) -> tuple[Setting, ...]:
         return (*self.besides, *settings_of(self.kind))
 
-    def read(self, value: Any, path: Path, faults: list[PolicyFault]) -> Any:
-        if value is None:
-            return super().read(value, path, faults)
+    def convert(self, value: Any, path: Path, faults: list[PolicyFault]) -> Any:
         if not isinstance(value, dict):
-            faults.append(PolicyFault(f"{shown(value)} is not a mapping", "Write keys with values", path))
-            return None
+            raise wrong(f"{shown(value)} is not a mapping", "Write keys with values")
         known = {setting.key: setting for setting in self.settings}
         values, meant, before = {}, set(), len(faults)
         for key, content in value.items():
@@ -288,13 +289,9 @@ class Fields(Shape):
                 faults.append(PolicyFault(f"`{setting.key}` is missing", f"Add `{setting.key}:`", path))
         for setting in self.besides:
             values.pop(setting.name, None)
-        try:
-            if len(faults) == before:
-                return self.kind(**values)
-            conflicts = self.kind.conflicts(values)
-        except PolicyError as error:
-            conflicts = [*error.faults]
-        faults += [fault.under(*path) for fault in conflicts]
+        if len(faults) == before:
+            return self.kind(**values)
+        faults += [fault.under(*path) for fault in self.kind.conflicts(values)]
         return None
 
     def check(self, value: Any) -> Any:
@@ -332,22 +329,17 @@ class Either(Shape):
         """Return the kinds by the key that identifies each."""
         return {settings_of(kind)[0].key: kind for kind in self.kinds}
 
-    def read(self, value: Any, path: Path, faults: list[PolicyFault]) -> Any:
-        if value is None:
-            return super().read(value, path, faults)
+    def convert(self, value: Any, path: Path, faults: list[PolicyFault]) -> Any:
         kinds = self.keys()
         names = [f"`{key}`" for key in kinds]
         if not isinstance(value, dict):
-            remedy = f"Write a mapping with {' or '.join(names)}"
-            faults.append(PolicyFault(f"{shown(value)} is not a mapping", remedy, path))
-            return None
+            raise wrong(f"{shown(value)} is not a mapping", f"Write a mapping with {' or '.join(names)}")
         given = (key for key in value if key in kinds)
         meant = (near[0] for key in value if (near := difflib.get_close_matches(key, kinds, n=1)))
         key = next(given, None) or next(meant, None)
-        if key is not None:
-            return Fields(kinds[key]).read(value, path, faults)
-        faults.append(PolicyFault(f"Neither {' nor '.join(names)} is given", f"Add {' or '.join(names)}", path))
-        return None
+        if key is None:
+            raise wrong(f"Neither {' nor '.join(names)} is given", f"Add {' or '.join(names)}")
+        return Fields(kinds[key]).convert(value, path, faults)
 
     def check(self, value: Any) -> Any:
         if not isinstance(value, self.kinds):
