@@ -424,7 +424,7 @@ def test_metadata_of_a_source_that_says_something_else_makes_another_conversion(
 def test_a_target_that_is_not_what_was_sent_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, to: str) -> None:
     target = tmp_path / ("x.pt" if to == "torch" else "b")
     plan = plan_conversion(source_of(tmp_path / "a"), target, to_format=to, options=KEPT, transfer=SMALL)
-    path = plan.layout.objects[-1].path
+    path = plan.layout.objects[-1].key
     there = target if to == "torch" else target / path
 
     def flipped(store: Any, key: str, offset: int, buffers: Any, **options: Any) -> None:

@@ -185,6 +185,6 @@ def test_shards_of_another_size_go_once_the_new_set_is_complete(
 
     plan, _ = planned(monkeypatch, source, target, "safetensors", items=items)
     run_conversion(plan, verify=True)
-    made = {entry.path for entry in plan.layout.objects} | ({INDEX_NAME} if names > 1 else set())
+    made = {entry.key for entry in plan.layout.objects} | ({INDEX_NAME} if names > 1 else set())
     assert len(plan.layout.objects) == names
     assert {path.name for path in target.iterdir()} == made | foreign

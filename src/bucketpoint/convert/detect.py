@@ -13,7 +13,7 @@ from bucketpoint.convert.readers.from_torch import read_torch
 from bucketpoint.convert.source import BUCKETPOINT, DCP, SAFETENSORS, TORCH, Source
 from bucketpoint.convert.source_reader import SourceBytes
 from bucketpoint.dcp.session import as_url
-from bucketpoint.errors import CheckpointNotFoundError, InvalidURLError, ObjectNotFoundError
+from bucketpoint.errors import CheckpointNotFoundError, InvalidURLError
 from bucketpoint.format import keys
 from bucketpoint.stores import Store, open_store, parse_url
 from bucketpoint.transfer import TransferOptions
@@ -32,14 +32,13 @@ def open_place(url: str | os.PathLike[str], *, storage_options: Mapping[str, Any
     try:
         return open_store(url, storage_options=storage_options, fs=fs)
     except InvalidURLError as error:
-        wanted = _EXTRAS.get(parse_url(url)[0]) if fs is None else None
-        if wanted is not None:
-            error.remedy = wanted
+        if fs is None:
+            error.remedy = _EXTRAS.get(parse_url(url)[0], error.remedy)
         raise
 
 
 def open_object(url: str, *, storage_options: Mapping[str, Any] | None, fs: Any) -> tuple[Store, str]:
-    """Return the store and the key of the object that a URL names. The root of a store names no object.
+    """Return the store and the key of the object that a URL names.
 
     Raises:
         InvalidURLError: the URL names no object.
@@ -77,55 +76,29 @@ def open_source(
         BucketpointError: the source cannot or must not be read; see the modules in `readers`.
     """
     text = as_url(url) or ""
-    reasons: list[CheckpointNotFoundError] = []
+    missing = CheckpointNotFoundError(f"There is no checkpoint in the format {format} at this URL", url=text)
+    store, folder = open_place(text, storage_options=storage_options, fs=fs)
     if format in (AUTO, BUCKETPOINT, DCP):
         try:
-            open_place(text, storage_options=storage_options, fs=fs)
             saved = open_checkpoint(text, storage_options=storage_options, fs=fs, trusted=trusted)
             return read_dcp(SourceBytes(saved.store, transfer), saved, trusted=trusted)
         except CheckpointNotFoundError as error:
             if format != AUTO:
                 raise
-            reasons.append(error)
+            missing = error
     if format in (AUTO, SAFETENSORS):
-        store, folder = open_place(text, storage_options=storage_options, fs=fs)
         source = SourceBytes(store, transfer)
-        if _is_there(source, keys.join(folder, INDEX_NAME)):
+        if source.has(keys.join(folder, INDEX_NAME)):
             return read_index(source, folder, text, prefix=prefix)
-        if _is_there(source, keys.join(folder, SINGLE_NAME)):
+        if source.has(keys.join(folder, SINGLE_NAME)):
             return read_file(source, keys.join(folder, SINGLE_NAME), text, prefix=prefix)
-    found = _open_file(text, format, storage_options, fs, prefix, trusted, transfer)
-    if found is not None:
-        return found
-    if reasons:
-        raise reasons[0]
-    raise CheckpointNotFoundError(f"There is no checkpoint in the format {format} at this URL", url=text)
-
-
-def _open_file(
-    text: str,
-    format: str,  # noqa: A002
-    storage_options: Mapping[str, Any] | None,
-    fs: Any,
-    prefix: str,
-    trusted: bool,
-    transfer: TransferOptions,
-) -> Source | None:
     try:
         store, key = open_object(text, storage_options=storage_options, fs=fs)
     except InvalidURLError:
-        return None
+        raise missing from None
     source = SourceBytes(store, transfer)
-    if not _is_there(source, key):
-        return None
+    if not source.has(key):
+        raise missing
     if format == TORCH or (format == AUTO and not text.endswith(SAFETENSORS_SUFFIX)):
         return read_torch(source, key, text, trusted=trusted)
     return read_file(source, key, text, prefix=prefix)
-
-
-def _is_there(source: SourceBytes, key: str) -> bool:
-    try:
-        source.look(key)
-    except ObjectNotFoundError:
-        return False
-    return True

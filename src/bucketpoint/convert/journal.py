@@ -14,11 +14,10 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from bucketpoint.convert.target import TargetObject, TargetPlace
+from bucketpoint.convert.target import TargetPlace
 from bucketpoint.errors import AccessDeniedError, BucketpointError, CorruptDataError, ObjectNotFoundError
 from bucketpoint.format import keys
-from bucketpoint.stores import ObjectInfo, Store
-from bucketpoint.transfer import TransferOptions, Uploaded, retry_transient
+from bucketpoint.transfer import ObjectSource, TransferOptions, Uploaded, retry_transient
 from bucketpoint.transfer.checksum import crc32c
 from bucketpoint.transfer.pieces import for_each
 
@@ -26,7 +25,6 @@ NAME = ".bucketpoint-convert.json"
 
 _VERSION = 1
 _MAX_BYTES = 1 << 30
-
 
 NOTE_BYTES = 64 << 20
 NOTE_SECONDS = 5.0
@@ -46,8 +44,7 @@ class Journal:
         stale: the same entries, with the noted ETag, for objects of earlier conversions that did not finish.
     """
 
-    store: Store
-    prefix: str
+    place: TargetPlace
     digest: str
     token: str
     notes: dict[str, Any] = field(default_factory=dict, repr=False)
@@ -58,42 +55,42 @@ class Journal:
     _unwritten: int = 0
     _written: float = 0.0
 
-    def done(self, objects: Sequence[TargetObject], options: TransferOptions) -> dict[str, Uploaded]:
+    def done(self, objects: Sequence[ObjectSource], options: TransferOptions) -> dict[str, Uploaded]:
         """Return the objects that are at the target, whole and unchanged."""
-        found: dict[str, Uploaded] = {}
+        done: dict[str, Uploaded] = {}
 
-        def look(entry: TargetObject) -> None:
-            note = self.notes.get(entry.path, {})
+        def look(entry: ObjectSource) -> None:
+            note = self.notes.get(entry.key, {})
             crcs = _checksums(note, entry)
             if crcs is None:
                 return
-            key = keys.join(self.prefix, entry.path)
-            try:
-                info = retry_transient(lambda: self.store.head(key), attempts=options.read_attempts)
-            except ObjectNotFoundError:
-                return
+            info = retry_transient(lambda: self.place.head(entry.key), attempts=options.read_attempts)
             # Without an ETag, an object of the same size may be anybody's.
-            if info.etag is not None and (info.size, info.etag) == (entry.nbytes, note.get("etag")):
-                found[entry.path] = Uploaded(info, crcs)
+            if info is None or info.etag is None:
+                return
+            if (info.size, info.etag) == (entry.nbytes, note.get("etag")):
+                done[entry.key] = Uploaded(info, crcs)
 
         for_each(objects, look, options)
-        return found
+        return done
 
-    def begin(self, objects: Sequence[TargetObject], stale: Mapping[str, Any]) -> None:
+    def begin(self, objects: Sequence[ObjectSource], stale: Mapping[str, Any]) -> None:
         """Record the objects to be written, before the first of them. Costs a LIST and a PUT, the first time."""
         if not self.planned:
-            before = self._there_before([entry.path for entry in objects])
+            before = self._there_before([entry.key for entry in objects])
             if before is not None:
-                self.planned = {one.path: {"nbytes": one.nbytes, "before": before.get(one.path)} for one in objects}
+                self.planned = {
+                    entry.key: {"nbytes": entry.nbytes, "before": before.get(entry.key)} for entry in objects
+                }
             self.stale = {**stale, **self.stale}
             self._write()
         self._written = time.monotonic()
 
-    def note(self, entry: TargetObject, uploaded: Uploaded) -> None:
+    def note(self, entry: ObjectSource, uploaded: Uploaded) -> None:
         """Note an object that has been written. Safe to call from any thread."""
         with self._lock:
             crcs = [list(crcs) for crcs in uploaded.block_crcs]
-            self.notes[entry.path] = {"etag": uploaded.info.etag, "crc32c": crcs}
+            self.notes[entry.key] = {"etag": uploaded.info.etag, "crc32c": crcs}
             self._unwritten += max(entry.nbytes, 1)
         self._write_if(NOTE_BYTES, NOTE_SECONDS)
 
@@ -118,7 +115,7 @@ class Journal:
             content = {"version": _VERSION, "digest": self.digest, "token": self.token, "objects": self.notes}
             body = memoryview(json.dumps({**content, "planned": self.planned, "stale": self.stale}).encode())
             self._unwritten = 0
-        self.store.put(self._key, [body], crc32c=crc32c(body))
+        self.place.store.put(self.place.key(NAME), [body], crc32c=crc32c(body))
         self._written = time.monotonic()
 
     def _there_before(self, paths: Sequence[str]) -> dict[str, str | None] | None:
@@ -126,55 +123,51 @@ class Journal:
         if all(keys.parse_data_path(path) for path in paths):
             # These paths contain this attempt's token, so no other object has them.
             return {}
-        above = keys.join(self.prefix, "x")[:-1]
+        above = self.place.key("x")[:-1]
         try:
-            listed = list(self.store.list(above + os.path.commonprefix(paths)))  # noqa: RUF071 (keys)
+            listed = list(self.place.store.list(above + os.path.commonprefix(paths)))  # noqa: RUF071 (keys)
         except AccessDeniedError:
             return None
         return {info.key[len(above) :]: info.etag for info in listed}
 
     def leftovers(self) -> dict[str, Any]:
         """Return the objects that this conversion may have left at its target, and the `stale` ones."""
-        found = {**self.stale, **{path: dict(entry) for path, entry in self.planned.items()}}
+        left = {**self.stale, **self.planned}
         for path, note in self.notes.items():
-            found[path] = {**found.get(path, {}), "etag": note.get("etag")}
-        return found
+            left[path] = {**left.get(path, {}), "etag": note.get("etag")}
+        return left
 
     def remove(self) -> None:
         """Delete the journal, once the conversion is complete."""
-        self.store.delete([self._key])
-
-    @property
-    def _key(self) -> str:
-        return keys.join(self.prefix, NAME)
+        self.place.store.delete([self.place.key(NAME)])
 
 
-def open_journal(store: Store, prefix: str, digest: str) -> tuple[Journal, Journal | None]:
+def open_journal(place: TargetPlace, digest: str) -> tuple[Journal, Journal | None]:
     """Open the journal of this conversion, with the notes of earlier runs.
 
     Returns:
         The journal, and the journal of another conversion if one is there instead (else None).
     """
-    fresh = Journal(store, prefix, digest, keys.new_token())
+    fresh = Journal(place, digest, keys.new_token())
     try:
-        data, _ = store.get(keys.join(prefix, NAME), max_bytes=_MAX_BYTES)
+        data, _ = place.store.get(place.key(NAME), max_bytes=_MAX_BYTES)
         content = json.loads(data)
     except (ObjectNotFoundError, CorruptDataError, ValueError, RecursionError):
         return fresh, None
     if type(content) is not dict or content.get("version") != _VERSION:
         return fresh, None
     token = content.get("token")
-    named = [content.get("objects"), content.get("planned", {}), content.get("stale", {})]
-    if type(token) is not str or not all(map(_is_table, named)):
+    tables = [content.get("objects"), content.get("planned", {}), content.get("stale", {})]
+    if type(token) is not str or not all(map(_is_table, tables)):
         return fresh, None
-    found = Journal(store, prefix, str(content.get("digest")), token, *named)
-    if found.digest != digest:
-        return fresh, found
+    journal = Journal(place, str(content.get("digest")), token, *tables)
+    if journal.digest != digest:
+        return fresh, journal
     try:
         keys.data_path(token, 0, "other", 0)
     except ValueError:
         return fresh, None
-    return found, None
+    return journal, None
 
 
 def _is_table(value: Any) -> bool:
@@ -193,22 +186,22 @@ def remove_stale(place: TargetPlace, stale: Mapping[str, Any], kept: Collection[
     gone: list[str] = []
 
     def look(path: str) -> None:
-        said = stale[path]
+        entry = stale[path]
         try:
-            key = keys.join(place.prefix, path)
-            info: ObjectInfo = place.store.head(key)
+            info = place.head(path)
         except BucketpointError:
             return
-        noted = info.etag == said.get("etag")
-        came = "before" in said and info.etag != said["before"] and info.size == said.get("nbytes")
-        if info.etag is not None and keys.may_be_data(path) and (noted or came):
-            gone.append(key)
+        if info is None or info.etag is None or not keys.may_be_data(path):
+            return
+        appeared = "before" in entry and info.etag != entry["before"] and info.size == entry.get("nbytes")
+        if appeared or info.etag == entry.get("etag"):
+            gone.append(place.key(path))
 
     for_each([path for path in stale if path not in kept], look, options)
     place.store.delete(sorted(gone))
 
 
-def _checksums(note: Mapping[str, Any], entry: TargetObject) -> list[list[int]] | None:
+def _checksums(note: Mapping[str, Any], entry: ObjectSource) -> list[list[int]] | None:
     """Return the noted checksums of an object's blocks, or None if their number does not fit the object."""
     noted = note.get("crc32c")
     if type(noted) is not list or len(noted) != len(entry.segments):

@@ -12,7 +12,7 @@ from bucketpoint.errors import AccessDeniedError, CheckpointExistsError, CommitC
 from bucketpoint.format import keys
 from bucketpoint.format.metadata.codec import decode_metadata
 from bucketpoint.format.metadata.facts import extra
-from bucketpoint.stores import ObjectInfo, Store
+from bucketpoint.stores import ObjectInfo
 
 
 def refuse_to_replace(place: TargetPlace, wanted: str, name: str, overwrite: bool) -> None:
@@ -24,31 +24,20 @@ def refuse_to_replace(place: TargetPlace, wanted: str, name: str, overwrite: boo
     safely = wanted in (BUCKETPOINT, TORCH)
     if overwrite and safely:
         return
-    names = {TORCH: (name,), SAFETENSORS: (INDEX_NAME, SINGLE_NAME)}.get(wanted, (keys.METADATA,))
-    for one in names:
+    remedy = "Name another target, or delete the files at this one, which have the same names as the new files"
+    if safely:
+        remedy = "Name another target, or pass --overwrite"
+    for path in {TORCH: (name,), SAFETENSORS: (INDEX_NAME, SINGLE_NAME)}.get(wanted, (keys.METADATA,)):
         try:
-            found = _is_there(place.store, keys.join(place.prefix, one))
+            info = place.head(path)
         except AccessDeniedError:
             if wanted != BUCKETPOINT:
                 raise
             # Without the right to list, a missing key is denied just like a present one. The commit will find out.
             continue
-        if found:
-            raise CheckpointExistsError(
-                f"A checkpoint already exists at the target: it has a {one}",
-                url=place.url,
-                remedy="Name another target, or pass --overwrite"
-                if safely
-                else "Name another target, or delete the files at this one, which have the same names as the new files",
-            )
-
-
-def _is_there(store: Store, key: str) -> bool:
-    try:
-        store.head(key)
-    except ObjectNotFoundError:
-        return False
-    return True
+        if info is not None:
+            message = f"A checkpoint already exists at the target: it has a {path}"
+            raise CheckpointExistsError(message, url=place.url, remedy=remedy)
 
 
 def watch_file(place: TargetPlace, name: str) -> Callable[[], None]:
@@ -56,12 +45,11 @@ def watch_file(place: TargetPlace, name: str) -> Callable[[], None]:
 
     That function raises CommitConflictError if the file was replaced meanwhile, or has appeared.
     """
-    key = keys.join(place.prefix, name)
 
     def look() -> ObjectInfo | None:
         try:
-            return place.store.head(key)
-        except (ObjectNotFoundError, AccessDeniedError):
+            return place.head(name)
+        except AccessDeniedError:
             return None
 
     def look_again() -> None:
@@ -76,19 +64,19 @@ def watch_file(place: TargetPlace, name: str) -> Callable[[], None]:
     return look_again
 
 
-def is_finished(place: TargetPlace, wanted: str, journal: Journal | None, *, whole: bool) -> bool:
+def is_finished(place: TargetPlace, wanted: str, journal: Journal, *, whole: bool) -> bool:
     """Return True if this conversion was interrupted after its commit, so that only its journal is left to remove.
 
     Args:
         whole: True if all objects that the journal notes are at the target, unchanged.
     """
-    if journal is None or not journal.notes:
+    if not journal.notes:
         return False
     if wanted == SAFETENSORS:
         # An index does not record its writer, so the unchanged objects have to serve as evidence.
-        return whole and _is_there(place.store, keys.join(place.prefix, INDEX_NAME))
+        return whole and place.head(INDEX_NAME) is not None
     try:
-        data, _ = place.store.get(keys.join(place.prefix, keys.METADATA))
+        data, _ = place.store.get(place.key(keys.METADATA))
     except ObjectNotFoundError:
         return False
     metadata = decode_metadata(data, url=place.url)
@@ -99,4 +87,4 @@ def is_finished(place: TargetPlace, wanted: str, journal: Journal | None, *, who
 
 def is_committed(place: TargetPlace) -> bool:
     """Return True if any checkpoint of several files is at the target."""
-    return any(_is_there(place.store, keys.join(place.prefix, name)) for name in (keys.METADATA, INDEX_NAME))
+    return any(place.head(name) is not None for name in (keys.METADATA, INDEX_NAME))

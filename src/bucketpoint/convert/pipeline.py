@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -20,14 +20,13 @@ from bucketpoint.convert.journal import Journal, open_journal, remove_stale
 from bucketpoint.convert.occupied import is_committed, is_finished, refuse_to_replace, watch_file
 from bucketpoint.convert.payload_reader import Filling
 from bucketpoint.convert.source import BUCKETPOINT, DCP, FORMATS, SAFETENSORS, TORCH, Source
-from bucketpoint.convert.target import TargetLayout, TargetObject, TargetPlace
+from bucketpoint.convert.target import TargetLayout, TargetPlace, batched
 from bucketpoint.convert.verifying import read_again
 from bucketpoint.convert.writers.to_dcp import plan_bucketpoint, plan_stock
 from bucketpoint.convert.writers.to_safetensors import SHARD_BYTES, plan_safetensors
 from bucketpoint.convert.writers.to_torch import plan_torch
 from bucketpoint.dcp.session import as_url
 from bucketpoint.errors import AccessDeniedError, BucketpointError, CommitConflictError, InvalidURLError
-from bucketpoint.format import keys
 from bucketpoint.transfer import (
     BufferPool,
     Meter,
@@ -49,7 +48,8 @@ CONVERT_OPTIONS = TransferOptions(max_inflight_bytes=256 << 20)
 OBJECT_BYTES = 1 << 30
 """Bytes of one object of a DCP checkpoint: the most that an interruption costs, yet large enough for few objects."""
 
-_BATCH_BYTES = 1 << 29
+_BATCH_BYTES = 1 << 30
+"""Bytes of objects that are uploaded together; the next batch waits for them."""
 _SMALLEST_BUDGET = 1 << 20
 
 
@@ -106,7 +106,7 @@ class ConvertPlan:
     @property
     def left_nbytes(self) -> int:
         """Bytes that are not at the target yet."""
-        return sum(entry.nbytes for entry in self.layout.objects if entry.path not in self.there)
+        return sum(entry.nbytes for entry in self.layout.objects if entry.key not in self.there)
 
 
 @dataclass(frozen=True)
@@ -159,7 +159,7 @@ def plan_conversion(
     chosen = options or ConvertOptions()
     transfer = _within(transfer)
     url = as_url(target) or ""
-    found = open_source(
+    opened = open_source(
         source,
         from_format,
         storage_options=source_options,
@@ -168,34 +168,40 @@ def plan_conversion(
         trusted=chosen.trusted,
         transfer=transfer,
     )
-    wanted = _format_of(url, to_format, found)
-    if chosen.prefix and SAFETENSORS not in (found.format, wanted):
+    wanted = _format_of(url, to_format, opened)
+    if chosen.prefix and SAFETENSORS not in (opened.format, wanted):
         raise BucketpointError(
-            f"--prefix is only for safetensors, and this conversion is from {found.format} to {wanted}",
+            f"--prefix is only for safetensors, and this conversion is from {opened.format} to {wanted}",
             remedy="Leave --prefix out",
         )
-    name = ""
+    filling = Filling(opened.bytes, transfer.max_inflight_bytes // 4)
     if wanted == TORCH:
         store, key = open_object(url, storage_options=target_options, fs=target_fs)
         folder, _, name = key.rpartition("/")
-    else:
-        store, folder = open_place(url, storage_options=target_options, fs=target_fs)
+        place = TargetPlace(store, folder, url)
+        before_end = watch_file(place, name)
+        layout = plan_torch(opened, filling, name, trusted=chosen.trusted, before_end=before_end)
+        refuse_to_replace(place, wanted, name, chosen.overwrite)
+        return ConvertPlan(opened, wanted, place, layout, filling, transfer)
+    store, folder = open_place(url, storage_options=target_options, fs=target_fs)
     place = TargetPlace(store, folder, url)
-    digest = _digest(found, wanted, chosen)
-    journal, other = open_journal(store, folder, digest) if wanted != TORCH else (None, None)
-    token = journal.token if journal is not None else keys.new_token()
-    log = _log_there(place, found, target_options, target_fs) if wanted == BUCKETPOINT else None
-    filling = Filling(found.bytes, transfer.max_inflight_bytes // 4)
-    layout = _layout(found, wanted, place, name, filling, chosen, token, log)
-    there = journal.done(layout.objects, transfer) if journal is not None and journal.notes else {}
+    journal, other = open_journal(place, _digest(opened, wanted, chosen))
+    token, size, log = journal.token, chosen.object_bytes, None
+    if wanted == SAFETENSORS:
+        layout = plan_safetensors(opened, filling, place, prefix=chosen.prefix, shard_bytes=chosen.shard_bytes)
+    elif wanted == DCP:
+        layout = plan_stock(opened, filling, place, token=token, object_bytes=size)
+    else:
+        log = _log_there(place, opened, target_options, target_fs)
+        layout = plan_bucketpoint(
+            opened, filling, place, token=token, object_bytes=size, overwrite=chosen.overwrite, log=log
+        )
+    there = journal.done(layout.objects, transfer) if journal.notes else {}
     finished = is_finished(place, wanted, journal, whole=len(there) == len(layout.objects))
     if not finished:
-        refuse_to_replace(place, wanted, name, chosen.overwrite)
-        if len(layout.objects) < 2:
-            journal = None
-    return ConvertPlan(
-        found, wanted, place, layout, filling, transfer, journal, other, finished, log, token, there
-    )  # fmt: skip
+        refuse_to_replace(place, wanted, "", chosen.overwrite)
+    kept = journal if finished or len(layout.objects) > 1 else None
+    return ConvertPlan(opened, wanted, place, layout, filling, transfer, kept, other, finished, log, token, there)
 
 
 def run_conversion(plan: ConvertPlan, *, verify: bool = False, progress: ProgressCallback | None = None) -> Converted:
@@ -225,12 +231,12 @@ def run_conversion(plan: ConvertPlan, *, verify: bool = False, progress: Progres
         if plan.log is not None:
             plan.log.begin(plan.place.url, plan.token)
         _send(plan, done, pool, meter)
-        ordered = [done[entry.path] for entry in objects]
+        ordered = [done[entry.key] for entry in objects]
         plan.source.bytes.check_unchanged()
         _check_unchanged(plan, ordered)
         plan.layout.commit(ordered)
     if stale:
-        _tidy(plan, partial(remove_stale, plan.place, stale, {entry.path for entry in objects}, plan.transfer))
+        _tidy(plan, partial(remove_stale, plan.place, stale, {entry.key for entry in objects}, plan.transfer))
     if stale and plan.journal is None and plan.other is not None:
         _tidy(plan, plan.other.remove)
     damaged: list[str] = []
@@ -281,36 +287,9 @@ def _format_of(url: str, wanted: str, source: Source) -> str:
 
 
 def _digest(source: Source, wanted: str, options: ConvertOptions) -> str:
-    said = (__version__, source.format, source.fingerprint, wanted, options.prefix)
+    content = (__version__, source.format, source.fingerprint, wanted, options.prefix)
     sizes = (options.shard_bytes, options.object_bytes)
-    return hashlib.sha256(repr((said, sizes)).encode()).hexdigest()
-
-
-def _layout(
-    source: Source,
-    wanted: str,
-    place: TargetPlace,
-    name: str,
-    filling: Filling,
-    options: ConvertOptions,
-    token: str,
-    log: SaveLog | None,
-) -> TargetLayout:
-    if wanted == TORCH:
-        return plan_torch(source, filling, name, trusted=options.trusted, before_end=watch_file(place, name))
-    if wanted == SAFETENSORS:
-        return plan_safetensors(source, filling, place, prefix=options.prefix, shard_bytes=options.shard_bytes)
-    if wanted == DCP:
-        return plan_stock(source, filling, place, token=token, object_bytes=options.object_bytes)
-    return plan_bucketpoint(
-        source,
-        filling,
-        place,
-        token=token,
-        object_bytes=options.object_bytes,
-        overwrite=options.overwrite,
-        log=log,
-    )
+    return hashlib.sha256(repr((content, sizes)).encode()).hexdigest()
 
 
 def _log_there(
@@ -318,49 +297,36 @@ def _log_there(
 ) -> SaveLog | None:
     """Return the log of the run that contains the target, if any: a conversion into a run is one of its saves."""
     try:
-        found = catalog_above(place.url, storage_options=storage_options, fs=fs)
+        run = catalog_above(place.url, storage_options=storage_options, fs=fs)
     except AccessDeniedError:
         # A caller who may only write there leaves just the record beside the metadata, like any writer without a
         # catalog.
         return None
-    return None if found is None else SaveLog(found[0], source.kind, source.metrics)
-
-
-def _batches(objects: Sequence[TargetObject]) -> Iterator[list[TargetObject]]:
-    """Split objects into batches: the objects of a batch are uploaded together, and the next batch waits for them."""
-    batch: list[TargetObject] = []
-    for entry in objects:
-        batch.append(entry)
-        if sum(one.nbytes for one in batch) >= _BATCH_BYTES:
-            yield batch
-            batch = []
-    if batch:
-        yield batch
+    return None if run is None else SaveLog(run[0], source.kind, source.metrics)
 
 
 def _send(plan: ConvertPlan, done: dict[str, Uploaded], pool: BufferPool, meter: Meter) -> None:
     """Write the objects that are not there yet, and note each in the journal."""
-    journal = plan.journal
+    missing = [entry for entry in plan.layout.objects if entry.key not in done]
     try:
-        for batch in _batches([entry for entry in plan.layout.objects if entry.path not in done]):
+        for batch in batched(missing, lambda entry: entry.nbytes, _BATCH_BYTES):
             uploaded = _upload(plan, batch, pool, meter)
-            done.update(zip((entry.path for entry in batch), uploaded, strict=True))
+            done.update(zip((entry.key for entry in batch), uploaded, strict=True))
     except BaseException:
-        if journal is not None:
-            _tidy(plan, journal.flush)
+        if plan.journal is not None:
+            _tidy(plan, plan.journal.flush)
         raise
-    if journal is not None:
-        journal.flush()
+    if plan.journal is not None:
+        plan.journal.flush()
 
 
-def _upload(plan: ConvertPlan, batch: Sequence[TargetObject], pool: BufferPool, meter: Meter) -> list[Uploaded]:
-    options = _on_the_way(plan.transfer)
-
+def _upload(plan: ConvertPlan, batch: Sequence[ObjectSource], pool: BufferPool, meter: Meter) -> list[Uploaded]:
     def note(number: int, uploaded: Uploaded) -> None:
         if plan.journal is not None:
             plan.journal.note(batch[number], uploaded)
 
-    sources = [ObjectSource(keys.join(plan.place.prefix, entry.path), entry.segments) for entry in batch]
+    sources = [replace(entry, key=plan.place.key(entry.key)) for entry in batch]
+    options = _on_the_way(plan.transfer)
     return upload_objects(plan.place.store, sources, options, pool=pool, meter=meter, acknowledged=note)
 
 
@@ -377,12 +343,11 @@ def _check_unchanged(plan: ConvertPlan, uploaded: Sequence[Uploaded]) -> None:
 
     If names are fixed, two conversions to one place overwrite each other's objects: neither may then commit.
     """
-    expected = dict(zip((entry.path for entry in plan.layout.objects), uploaded, strict=True))
-    store, attempts = plan.place.store, plan.transfer.read_attempts
 
-    def look(entry: TargetObject) -> None:
-        key, known = keys.join(plan.place.prefix, entry.path), expected[entry.path].info
-        info = retry_transient(lambda: store.head(key), attempts=attempts)
+    def look(pair: tuple[ObjectSource, Uploaded]) -> None:
+        entry, known = pair[0], pair[1].info
+        key = plan.place.key(entry.key)
+        info = retry_transient(lambda: plan.place.store.head(key), attempts=plan.transfer.read_attempts)
         if info.size != entry.nbytes or (known.etag is not None and info.etag != known.etag):
             raise CommitConflictError(
                 "Another process wrote to the target during the conversion, so nothing was committed",
@@ -390,4 +355,4 @@ def _check_unchanged(plan: ConvertPlan, uploaded: Sequence[Uploaded]) -> None:
                 key=key,
             )
 
-    for_each(plan.layout.objects, look, plan.transfer)
+    for_each(zip(plan.layout.objects, uploaded, strict=True), look, plan.transfer)

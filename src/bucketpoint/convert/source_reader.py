@@ -60,17 +60,24 @@ class SourceBytes:
                 info = self._infos.setdefault(key, info)
         return info
 
+    def has(self, key: str) -> bool:
+        try:
+            self.look(key)
+        except ObjectNotFoundError:
+            return False
+        return True
+
     def fingerprint(self, data: bytes = b"") -> str:
         """Return a digest of `data` and of all objects looked at. It changes if any of them is replaced.
 
         If the store has no ETags, a replacement cannot be detected, so the digest is a new one each time.
         """
-        said = hashlib.sha256(self.store.identity.encode())
-        said.update(hashlib.sha256(data).digest())
+        digest = hashlib.sha256(self.store.identity.encode())
+        digest.update(hashlib.sha256(data).digest())
         for key, info in sorted(self._infos.items()):
-            said.update(f"\n{key}\n{info.size} {info.etag}".encode())
-            said.update(os.urandom(16) if info.etag is None else b"")
-        return said.hexdigest()
+            digest.update(f"\n{key}\n{info.size} {info.etag}".encode())
+            digest.update(os.urandom(16) if info.etag is None else b"")
+        return digest.hexdigest()
 
     def check_unchanged(self) -> None:
         """Look at all objects again, unless reads are pinned to the version at the first look.
@@ -79,14 +86,15 @@ class SourceBytes:
             CorruptDataError: an object was replaced meanwhile, or is gone.
         """
         if not self._pinned:
-            for_each(self._infos.items(), lambda known: self._compare(*known), self.options)
+            for_each(self._infos, self._compare, self.options)
 
-    def _compare(self, key: str, known: ObjectInfo) -> None:
+    def _compare(self, key: str) -> None:
+        known = self._infos[key]
         try:
-            found = self._head(key)
+            now = self._head(key)
         except ObjectNotFoundError:
             raise self._changed(key, "the object was deleted") from None
-        if (found.size, found.etag) != (known.size, known.etag):
+        if (now.size, now.etag) != (known.size, known.etag):
             raise self._changed(key, "the object was replaced")
 
     def read(self, key: str, start: int, out: memoryview) -> None:
@@ -121,16 +129,12 @@ class SourceBytes:
         return ObjectFile(self, key, start, stop)
 
     def _block(self, key: str, number: int, size: int) -> memoryview:
-        where = key, number
         with self._lock:
-            block = self._blocks.get(where)
-            if block is None:
-                block = self._blocks[where] = _Block()
-                while len(self._blocks) > self._most:
-                    self._blocks.popitem(last=False)
-                self.peak_bytes = max(self.peak_bytes, len(self._blocks) * BLOCK_BYTES)
-            else:
-                self._blocks.move_to_end(where)
+            block = self._blocks.setdefault((key, number), _Block())
+            self._blocks.move_to_end((key, number))
+            while len(self._blocks) > self._most:
+                self._blocks.popitem(last=False)
+            self.peak_bytes = max(self.peak_bytes, len(self._blocks) * BLOCK_BYTES)
         # A thread that wants the same block meanwhile waits for this one instead of requesting it again.
         with block.lock:
             if block.data is None:
@@ -188,9 +192,6 @@ class ObjectFile(io.RawIOBase):
 
     def seekable(self) -> bool:
         return True
-
-    def tell(self) -> int:
-        return self._position
 
     def seek(self, offset: int, whence: int = io.SEEK_SET, /) -> int:
         base = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._nbytes}[whence]

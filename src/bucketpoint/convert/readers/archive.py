@@ -24,7 +24,6 @@ from bucketpoint.format.pickles.archive import DAMAGED, LOCAL_HEADER, MAGIC
 from bucketpoint.format.pickles.items import RefusedError, interpret
 from bucketpoint.format.pickles.vocabulary import MalformedPickleError
 from bucketpoint.format.pickles.writing import settled
-from bucketpoint.format.torch_zip import contiguous_strides
 from bucketpoint.format.zip_probe import STORAGE_NAMES
 from bucketpoint.transfer.pieces import for_each
 
@@ -135,37 +134,32 @@ class Skeleton:
 
     def __init__(self, archive: Archive, *, loaded: Collection[str] = (), trusted: bool = False) -> None:
         self.archive = archive
+        self._loaded = loaded
         self._keys: dict[int, str] = {}
-        self._kept: dict[str, Any] = {}
-        if trusted:
-            self.root: Any = self._unpickled(loaded)
-        else:
-            self.root = self._interpreted(loaded)
+        self._kept: dict[str, torch.UntypedStorage] = {}
+        self.root: Any = self._unpickled() if trusted else self._interpreted()
 
-    def _unpickled(self, loaded: Collection[str]) -> Any:
+    def _unpickled(self) -> Any:
         try:
-            return _Unpickler(self.archive, lambda key: self._storage(key, loaded)).load()
+            return _Unpickler(self.archive.pickle, self._storage).load()
         except BucketpointError:
             raise
         except Exception as error:  # noqa: BLE001 - damaged pickles make the unpickler raise nearly everything
-            reason = f"{type(error).__name__}: {error}"[:300]
-            raise _malformed(self.archive.source, self.archive.key, reason) from None
+            raise self._malformed(f"{type(error).__name__}: {error}"[:300]) from None
 
-    def _interpreted(self, loaded: Collection[str]) -> Any:
+    def _interpreted(self) -> Any:
         body, key = self.archive.pickle, self.archive.key
-
-        def storage(name: str, nbytes: int, location: str) -> torch.UntypedStorage:
-            return self._storage(name, loaded)
-
         try:
-            found, _ = interpret(body, paid=len(body), storage=storage, distributed=False)
-            return settled(found)
+            root, _ = interpret(
+                body, paid=len(body), storage=lambda name, nbytes, location: self._storage(name), distributed=False
+            )
+            return settled(root)
         except MalformedPickleError as error:
-            raise _malformed(self.archive.source, key, str(error)) from None
+            raise self._malformed(str(error)) from None
         except RefusedError as error:
             names = [name for name in error.refused if not name.startswith("<")]
             if not names:
-                raise _malformed(self.archive.source, key, str(error)[:300]) from None
+                raise self._malformed(str(error)[:300]) from None
             if all(name.startswith(f"{_DISTRIBUTED}.") for name in names):
                 raise MismatchError(
                     "The file holds DTensors, of which it has only the shards of one process",
@@ -173,6 +167,9 @@ class Skeleton:
                     remedy="Save with torch.distributed.checkpoint, or save the results of full_tensor()",
                 ) from None
             raise UnsafeDataError(f"The pickle names {str(error)[:500]}", key=key) from None
+
+    def _malformed(self, reason: str) -> MetadataError:
+        return _malformed(self.archive.source, self.archive.key, reason)
 
     def storage_of(self, tensor: torch.Tensor) -> str | None:
         """Return the key of the storage in which a tensor of the skeleton lies, or None."""
@@ -192,20 +189,20 @@ class Skeleton:
         key = self.storage_of(tensor)
         record = None if key is None else self.archive.storages.get(key)
         if record is None:
-            raise _malformed(self.archive.source, self.archive.key, f"it has no bytes for {name}")
-        itemsize, shape, strides = tensor.dtype.itemsize, tuple(tensor.shape), tuple(tensor.stride())
-        nbytes = prod(shape) * itemsize
+            raise self._malformed(f"it has no bytes for {name}")
+        itemsize, nbytes = tensor.dtype.itemsize, prod(tensor.shape) * tensor.dtype.itemsize
         # A tensor without elements may begin beyond its storage, so its offset is not used.
         first = int(tensor.storage_offset()) * itemsize if nbytes else 0
         span = 0
         if nbytes:
-            span = (1 + sum((size - 1) * step for size, step in zip(shape, strides, strict=True))) * itemsize
+            steps = zip(tensor.shape, tensor.stride(), strict=True)
+            span = (1 + sum((size - 1) * step for size, step in steps)) * itemsize
         if first + span > record.nbytes:
-            raise _malformed(self.archive.source, self.archive.key, f"{name} does not lie within its storage")
+            raise self._malformed(f"{name} does not lie within its storage")
         start = record.start + first
         if nbytes > max(record.nbytes, MAX_EXPANDED_BYTES):
             raise _unfit(name, f"an expanded tensor of {nbytes} bytes over a storage of {record.nbytes}")
-        if not (_in_c_order(shape, strides) and not tensor.is_conj() and not tensor.is_neg()):
+        if not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
             return Decoded(nbytes, lambda: self._decode(tensor, start, span), (self.archive.key, start))
         known = record.crc32 if (first, nbytes) == (0, record.nbytes) else None
         checksum = None if known is None else Checksum("crc32", known)
@@ -216,31 +213,25 @@ class Skeleton:
             return torch.empty(tensor.shape, dtype=tensor.dtype)
         raw = self.archive.source.take(self.archive.key, start, span)
         flat = torch.frombuffer(raw, dtype=torch.uint8).view(tensor.dtype)
-        found = flat.as_strided(tuple(tensor.shape), tuple(tensor.stride()))
-        found = found.conj() if tensor.is_conj() else found
-        return torch._neg_view(found) if tensor.is_neg() else found
+        decoded = flat.as_strided(tuple(tensor.shape), tuple(tensor.stride()))
+        decoded = decoded.conj() if tensor.is_conj() else decoded
+        return torch._neg_view(decoded) if tensor.is_neg() else decoded
 
-    def _storage(self, key: str, loaded: Collection[str]) -> torch.UntypedStorage:
-        found = self._kept.get(key)
-        if found is None:
+    def _storage(self, key: str) -> torch.UntypedStorage:
+        storage = self._kept.get(key)
+        if storage is None:
             record = self.archive.storages.get(key)
             if record is None:
-                raise _malformed(self.archive.source, self.archive.key, f"it has no storage {key[:100]!r}")
-            if key in loaded:
+                raise self._malformed(f"it has no storage {key[:100]!r}")
+            if key in self._loaded:
                 # At least one byte: frombuffer refuses an empty buffer.
                 raw = bytearray(_content(self.archive.source, self.archive.key, record) or 1)
-                found = torch.frombuffer(raw, dtype=torch.uint8)[: record.nbytes].clone().untyped_storage()
+                storage = torch.frombuffer(raw, dtype=torch.uint8)[: record.nbytes].clone().untyped_storage()
             else:
-                found = torch.UntypedStorage(record.nbytes, device="meta")  # type: ignore[no-untyped-call]
-            self._kept[key] = found
-            self._keys[found._cdata] = key
-        return found
-
-
-def _in_c_order(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
-    expected = contiguous_strides(shape)
-    pairs = zip(shape, strides, expected, strict=True)
-    return 0 in shape or all(size == 1 or stride == wanted for size, stride, wanted in pairs)
+                storage = torch.UntypedStorage(record.nbytes, device="meta")  # type: ignore[no-untyped-call]
+            self._kept[key] = storage
+            self._keys[storage._cdata] = key
+        return storage
 
 
 def _unfit(name: str, what: str) -> MismatchError:
@@ -261,9 +252,9 @@ class _Kind:
 class _Unpickler(pickle.Unpickler):
     """Unpickler for a trusted pickle, which resolves persistent ids to storages of the archive."""
 
-    def __init__(self, archive: Archive, storage: Callable[[str], torch.UntypedStorage]) -> None:
+    def __init__(self, body: bytes, storage: Callable[[str], torch.UntypedStorage]) -> None:
         # torch.load's own encoding, for text pickled by Python 2.
-        super().__init__(io.BytesIO(archive.pickle), encoding="utf-8")
+        super().__init__(io.BytesIO(body), encoding="utf-8")
         self._storage = storage
 
     def find_class(self, module: str, name: str, /) -> Any:

@@ -8,11 +8,11 @@ from __future__ import annotations
 import dataclasses
 import io
 import math
-from collections.abc import Sequence
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 import torch
 from torch.distributed.checkpoint import TensorStorageMetadata
+from torch.distributed.checkpoint._extension import ExtensionRegistry
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from bucketpoint.checkpoint.objects import damaged, look_at_objects
@@ -55,23 +55,21 @@ def read_dcp(source: SourceBytes, saved: SavedCheckpoint, *, trusted: bool = Fal
         source,
         # Without bucketpoint's own attributes: those describe the place where the source lies.
         dataclasses.replace(saved.metadata, storage_data=None, storage_meta=None),
-        {index: payloads[index] for index in sorted(payloads, key=_in_order)},
+        {
+            index: payloads[index]
+            for index in sorted(payloads, key=lambda index: (index.fqn, tuple(index.offset or ())))
+        },
         source.fingerprint(saved.data),
         record.kind,
         record.metrics,
     )
 
 
-def _in_order(index: MetadataIndex) -> tuple[str, tuple[int, ...]]:
-    return index.fqn, tuple(index.offset or ())
-
-
 def _check_complete(saved: SavedCheckpoint, payloads: dict[MetadataIndex, Payload]) -> None:
     for fqn, entry in saved.metadata.state_dict_metadata.items():
-        chunks: Sequence[Any] = entry.chunks if isinstance(entry, TensorStorageMetadata) else (None,)
-        for chunk in chunks:
-            if MetadataIndex(fqn, None if chunk is None else chunk.offsets) not in payloads:
-                raise MetadataError("The metadata names no data for this item", url=saved.url, key=fqn)
+        offsets = [chunk.offsets for chunk in entry.chunks] if isinstance(entry, TensorStorageMetadata) else [None]
+        if any(MetadataIndex(fqn, offset) not in payloads for offset in offsets):
+            raise MetadataError("The metadata names no data for this item", url=saved.url, key=fqn)
 
 
 class _Reading:
@@ -82,7 +80,7 @@ class _Reading:
         self._saved = saved
         self._trusted = trusted
         self._shapes = ChunkShapes(saved.metadata)
-        self._transforms: Any = None
+        self._transforms = ExtensionRegistry()
         self._pool = BufferPool(source.options.max_inflight_bytes // 2)
 
     def payload(self, index: MetadataIndex, info: ItemInfo) -> Payload:
@@ -105,10 +103,10 @@ class _Reading:
             start = info.offset + info.payload_offset
             return Stretch(key, start, nbytes, _crc32c(info))
         if not info.transform_descriptors:
-            found = self._framed(key, index.fqn, info, dtype, shape)
-            if found is None and info.crc32c is None:
+            framed = self._framed(key, index.fqn, info, dtype, shape)
+            if framed is None and info.crc32c is None:
                 self._check_archive(info, io.BufferedReader(self._source.file(key, info.offset, stop), BLOCK_BYTES))
-            return found or Stretch(key, info.offset, info.length, _crc32c(info), opaque=True)
+            return framed or Stretch(key, info.offset, info.length, _crc32c(info), opaque=True)
         return Decoded(nbytes, lambda: self._decoded(key, index.fqn, info, dtype, shape), (key, info.offset))
 
     def _framed(
@@ -127,8 +125,9 @@ class _Reading:
             # by now.
             return None
         tensor = skeleton.root
-        plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout is torch.strided
-        if not plain or tensor.is_quantized:
+        if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.layout is not torch.strided:
+            return None
+        if tensor.is_quantized:
             return None
         if tensor.dtype != dtype or tuple(tensor.shape) != shape:
             raise self._unlike(fqn)
@@ -138,7 +137,7 @@ class _Reading:
         raw = self._source.take(key, info.offset, info.length)
         self._check(key, info, raw)
         nbytes = math.prod(shape) * dtype.itemsize
-        tensor = decode_item(raw, info, self._registry(), key=fqn, tensor_nbytes=nbytes, trusted=self._trusted)
+        tensor = decode_item(raw, info, self._transforms, key=fqn, tensor_nbytes=nbytes, trusted=self._trusted)
         if tensor.dtype != dtype or tuple(tensor.shape) != shape:
             raise self._unlike(fqn)
         return tensor
@@ -152,7 +151,7 @@ class _Reading:
                 if info.crc32c is None:
                     self._check_archive(info, io.BytesIO(raw))
                 return Stretch(key, info.offset, info.length, _crc32c(info))
-            data = undone_bytes(raw, info, self._registry(), key=fqn, trusted=self._trusted)
+            data = undone_bytes(raw, info, self._transforms, key=fqn, trusted=self._trusted)
             self._judge(fqn, data)
             return Held(data)
 
@@ -179,13 +178,6 @@ class _Reading:
         verdict, reason = check_archive(file)
         if verdict is ZipVerdict.DAMAGED:
             raise damaged(self._saved, info.path, f"the archive at byte {info.offset} is damaged: {reason}")
-
-    def _registry(self) -> Any:
-        if self._transforms is None:
-            from torch.distributed.checkpoint._extension import ExtensionRegistry
-
-            self._transforms = ExtensionRegistry()
-        return self._transforms
 
     def _unlike(self, fqn: str) -> MetadataError:
         return MetadataError("The item has another dtype or shape than the metadata says", url=self._saved.url, key=fqn)

@@ -52,9 +52,9 @@ def read_index(source: SourceBytes, folder: str, url: str, *, prefix: str = "") 
             raise CorruptDataError("A safetensors file that the index names is missing", url=url, key=file) from None
 
     for_each(dict.fromkeys(named.values()), read, source.options)
-    found = {entry.name: key for key, entries in files.items() for entry, _ in entries}
+    held = {entry.name: key for key, entries in files.items() for entry, _ in entries}
     for tensor, file in named.items():
-        if found.get(tensor) != keys.join(folder, file):
+        if held.get(tensor) != keys.join(folder, file):
             raise MetadataError(
                 f"The index names {file} for a tensor that the file does not have", url=url, key=tensor[:200]
             )

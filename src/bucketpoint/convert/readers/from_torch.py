@@ -78,25 +78,24 @@ def _saved(value: Any) -> bytes:
 
 def _storages_in(objects: Mapping[MetadataIndex, Any], skeleton: Skeleton) -> set[str]:
     """Return the storages of tensors inside of the values that become bytes items."""
-    found: set[str] = set()
+    finder = _Finder(skeleton)
     for value in objects.values():
-        finder = _Finder(io.BytesIO(), skeleton, found)
         finder.dump(value)
-    return found
+    return finder.storages
 
 
 class _Finder(pickle.Pickler):
     """Pickler that is run only to find tensors inside of values; the output is discarded."""
 
-    def __init__(self, file: io.BytesIO, skeleton: Skeleton, found: set[str]) -> None:
-        super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
+    def __init__(self, skeleton: Skeleton) -> None:
+        super().__init__(io.BytesIO(), protocol=pickle.HIGHEST_PROTOCOL)
         self._skeleton = skeleton
-        self._found = found
+        self.storages: set[str] = set()
 
     def reducer_override(self, value: Any, /) -> Any:
         if not isinstance(value, torch.Tensor):
             return NotImplemented
         key = self._skeleton.storage_of(value)
         if key is not None:
-            self._found.add(key)
+            self.storages.add(key)
         return int, ()

@@ -19,7 +19,7 @@ from bucketpoint.catalog.save_log import SaveLog
 from bucketpoint.checkpoint.regions import ChunkShapes
 from bucketpoint.convert.payload_reader import Filling
 from bucketpoint.convert.source import Payload, Source
-from bucketpoint.convert.target import TargetLayout, TargetObject, TargetPlace, held
+from bucketpoint.convert.target import TargetLayout, TargetPlace, batched, held
 from bucketpoint.dcp.planning.plan_cache import reported
 from bucketpoint.dcp.saving.commit import commit, complete_metadata
 from bucketpoint.dcp.saving.commit_put import Commit, prior_commit, put_commit
@@ -32,7 +32,7 @@ from bucketpoint.format.storage_info import plan_blocks
 from bucketpoint.format.torch_zip import tensor_frame
 from bucketpoint.transfer import ObjectSource, Segment, Uploaded
 
-Items = Sequence[tuple[MetadataIndex, Payload]]
+Items = list[tuple[MetadataIndex, Payload]]
 
 
 def plan_bucketpoint(
@@ -50,16 +50,15 @@ def plan_bucketpoint(
     With `overwrite` it may replace the commit that is there now, but none that appears later.
     """
     seen = prior_commit(place.store, place.prefix, keys.METADATA) if overwrite else None
-    groups: dict[str, list[tuple[MetadataIndex, Payload]]] = {}
+    groups: dict[str, Items] = {}
     for index, payload in _ordered(source):
         tensor = isinstance(source.metadata.state_dict_metadata[index.fqn], TensorStorageMetadata)
         groups.setdefault(group_of(index.fqn, tensor=tensor), []).append((index, payload))
-    batches = [
-        (keys.data_path(token, 0, group, number), batch)
+    planned = [
+        _lay_out(source, filling, keys.data_path(token, 0, group, number), batch)
         for group, items in groups.items()
         for number, batch in enumerate(_batches(items, object_bytes))
     ]
-    planned = [_lay_out(source, filling, path, batch) for path, batch in batches]
 
     def finish(uploaded: Sequence[Uploaded]) -> None:
         facts = {"kind": source.kind, "metrics": dict(source.metrics), "converted_from": source.url}
@@ -76,9 +75,9 @@ def plan_bucketpoint(
             # Objects of an interrupted conversion may be old, and a sweep may take them for dead: the fence decides.
             fence=AttemptFence(place.store, place.prefix, LONG_AGO),
         )
-        told = reported([_results(planned, uploaded)], source.metadata)
+        results = reported([_results(planned, uploaded)], source.metadata)
         endpoint = place.store.identity
-        commit(request, source.metadata, told, world_size=1, created=time.time(), endpoint=endpoint)
+        commit(request, source.metadata, results, world_size=1, created=time.time(), endpoint=endpoint)
 
     return _layout(source, planned, finish)
 
@@ -102,7 +101,7 @@ def _layout(
 ) -> TargetLayout:
     entries = source.metadata.state_dict_metadata.values()
     return TargetLayout(
-        [TargetObject(entry.path, entry.source.segments) for entry in planned],
+        [entry.source for entry in planned],
         finish,
         tensors=sum(isinstance(entry, TensorStorageMetadata) for entry in entries),
     )
@@ -112,21 +111,13 @@ def _results(planned: Sequence[PlannedObject], uploaded: Sequence[Uploaded]) -> 
     return [result for entry, done in zip(planned, uploaded, strict=True) for result in results_of(entry, done)]
 
 
-def _ordered(source: Source) -> list[tuple[MetadataIndex, Payload]]:
+def _ordered(source: Source) -> Items:
     """Order items by their position in the source, so that items which are read together lie together in the target."""
     return sorted(source.payloads.items(), key=lambda item: item[1].place)
 
 
-def _batches(items: Items, object_bytes: int) -> list[list[tuple[MetadataIndex, Payload]]]:
-    batches: list[list[tuple[MetadataIndex, Payload]]] = []
-    size = 0
-    for index, payload in items:
-        if not batches or size + payload.nbytes > object_bytes:
-            batches.append([])
-            size = 0
-        batches[-1].append((index, payload))
-        size += payload.nbytes
-    return batches
+def _batches(items: Items, object_bytes: int) -> list[Items]:
+    return batched(items, lambda item: item[1].nbytes, object_bytes)
 
 
 def _lay_out(source: Source, filling: Filling, path: str, batch: Items) -> PlannedObject:
@@ -155,13 +146,13 @@ def _lay_out(source: Source, filling: Filling, path: str, batch: Items) -> Plann
         segments += parts
         offset += sum(part.nbytes for part in parts)
     tabled = []
-    for number, found in enumerate(placed):
-        segment = segments[found.payload]
+    for number, item_place in enumerate(placed):
+        segment = segments[item_place.payload]
         if segment.nbytes > segment.block_nbytes:
             # The table goes after all items: the checksums are known only once everything before the table has been
             # read.
-            placed[number] = replace(found, table=offset)
-            tabled.append(found.payload)
+            placed[number] = replace(item_place, table=offset)
+            tabled.append(item_place.payload)
             offset += 4 * -(-segment.nbytes // segment.block_nbytes)
     if tabled:
         nbytes = offset - sum(segment.nbytes for segment in segments)

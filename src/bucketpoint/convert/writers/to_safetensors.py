@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 
 from torch.distributed.checkpoint import TensorStorageMetadata
 
@@ -11,11 +12,11 @@ from bucketpoint.convert.payload_reader import Filling
 from bucketpoint.convert.readers.from_safetensors import INDEX_NAME, SINGLE_NAME
 from bucketpoint.convert.safetensors_header import TensorEntry, encode_header, nameable, writable
 from bucketpoint.convert.source import Source
-from bucketpoint.convert.target import TargetLayout, TargetObject, TargetPlace, held
+from bucketpoint.convert.target import TargetLayout, TargetPlace, batched, held
 from bucketpoint.convert.tensors import WholeTensor, whole_tensors
 from bucketpoint.dcp.saving.commit_put import Commit, put_commit
 from bucketpoint.errors import MismatchError
-from bucketpoint.transfer import Uploaded
+from bucketpoint.transfer import ObjectSource, Uploaded
 
 SHARD_BYTES = 5_000_000_000
 """Bytes of tensors in one file: the default of transformers, "5GB"."""
@@ -32,7 +33,7 @@ def plan_safetensors(
     Raises:
         MismatchError: no tensor is left, or a tensor has a dtype or a key that safetensors cannot hold.
     """
-    chosen: list[tuple[str, WholeTensor]] = []
+    chosen: list[WholeTensor] = []
     left_out = [
         fqn
         for fqn, entry in source.metadata.state_dict_metadata.items()
@@ -44,14 +45,14 @@ def plan_safetensors(
         name = tensor.fqn[len(prefix) :]
         if not nameable(name):
             raise MismatchError(f"safetensors does not allow {name!r} as the name of a tensor")
-        chosen.append((name, tensor))
+        chosen.append(replace(tensor, fqn=name))
     if not chosen:
         raise MismatchError(
             f"The checkpoint has no tensor whose key begins with {prefix!r}",
             url=source.url,
             remedy="Pass another --prefix; `bucketpoint show URL --tensors` lists the keys",
         )
-    shards = _shards(chosen, shard_bytes)
+    shards = batched(chosen, lambda tensor: tensor.nbytes, shard_bytes)
     names = [SINGLE_NAME]
     if len(shards) > 1:
         names = [f"model-{number:05d}-of-{len(shards):05d}.safetensors" for number in range(1, len(shards) + 1)]
@@ -66,31 +67,18 @@ def plan_safetensors(
     return TargetLayout(objects, finish, left_out=left_out, tensors=len(chosen))
 
 
-def _shards(chosen: Sequence[tuple[str, WholeTensor]], shard_bytes: int) -> list[list[tuple[str, WholeTensor]]]:
-    shards: list[list[tuple[str, WholeTensor]]] = [[]]
-    size = 0
-    for name, tensor in chosen:
-        if shards[-1] and size + tensor.nbytes > shard_bytes:
-            shards.append([])
-            size = 0
-        shards[-1].append((name, tensor))
-        size += tensor.nbytes
-    return shards
-
-
-def _file(name: str, shard: Sequence[tuple[str, WholeTensor]], filling: Filling) -> TargetObject:
+def _file(name: str, shard: Sequence[WholeTensor], filling: Filling) -> ObjectSource:
     # The widest elements first, as the library does: then every tensor is aligned to its element size.
-    ordered = sorted(shard, key=lambda chosen: -chosen[1].dtype.itemsize)
+    ordered = sorted(shard, key=lambda tensor: -tensor.dtype.itemsize)
     entries, position = [], 0
-    for key, tensor in ordered:
-        entries.append(TensorEntry(key, tensor.dtype, tensor.shape, position))
+    for tensor in ordered:
+        entries.append(TensorEntry(tensor.fqn, tensor.dtype, tensor.shape, position))
         position += tensor.nbytes
-    segments = [held(encode_header(entries)), *(tensor.segment(filling) for _, tensor in ordered)]
-    return TargetObject(name, segments)
+    return ObjectSource(name, [held(encode_header(entries)), *(tensor.segment(filling) for tensor in ordered)])
 
 
-def _index(names: Sequence[str], shards: Sequence[Sequence[tuple[str, WholeTensor]]]) -> bytes:
-    total = sum(tensor.nbytes for shard in shards for _, tensor in shard)
-    weight_map = {key: name for name, shard in zip(names, shards, strict=True) for key, _ in shard}
+def _index(names: Sequence[str], shards: Sequence[Sequence[WholeTensor]]) -> bytes:
+    total = sum(tensor.nbytes for shard in shards for tensor in shard)
+    weight_map = {tensor.fqn: name for name, shard in zip(names, shards, strict=True) for tensor in shard}
     content = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
     return json.dumps(content, indent=2).encode() + b"\n"

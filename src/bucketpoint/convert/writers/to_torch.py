@@ -6,33 +6,31 @@ The pickle is made here, and refers to the tensors' bytes as torch.save does. On
 from __future__ import annotations
 
 import io
-import itertools
 import pickle
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint import TensorStorageMetadata
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from bucketpoint.convert.payload_reader import Filling
 from bucketpoint.convert.source import Source
-from bucketpoint.convert.target import TargetLayout, TargetObject, held
-from bucketpoint.convert.tensors import whole_tensors
+from bucketpoint.convert.target import TargetLayout, held
+from bucketpoint.convert.tensors import WholeTensor, whole_tensors
+from bucketpoint.dcp.planning.nested_state import nested
 from bucketpoint.errors import MetadataError, MismatchError, UnsafeDataError
 from bucketpoint.format.pickles.items import RefusedError, UnreadableError, read_item
 from bucketpoint.format.pickles.writing import settled
 from bucketpoint.format.tensor_bytes import tensor_bytes
 from bucketpoint.format.torch_zip import VERSION_RECORD, ArchiveWriter, contiguous_strides, frameable
 from bucketpoint.format.zip_probe import STORAGE_NAMES
-from bucketpoint.transfer import Segment, Uploaded
+from bucketpoint.transfer import ObjectSource, Segment, Uploaded
 from bucketpoint.transfer.checksum import CrcAccumulator
 
 _PROTOCOL = 2  # torch.save's own
-_SPARE_ELEMENTS = 1000
 
 
 def plan_torch(
@@ -47,27 +45,21 @@ def plan_torch(
     Raises:
         UnsafeDataError: an item names something outside the allow-list.
         MismatchError: a tensor is not stored as plain elements.
-        MetadataError: the metadata names no place in the state for an item, or an impossible one.
+        MetadataError: the metadata has an impossible path in the state for an item.
     """
-    later: dict[str, _Later] = {}
-    segments: dict[str, Segment] = {}
-    for tensor in whole_tensors(source):
-        later[tensor.fqn] = _Later(tensor.dtype, tensor.shape, tensor.segment(filling))
-    mapping = source.metadata.planner_data
-    places = mapping if isinstance(mapping, Mapping) else {}
-    nest = _Nest(len(source.metadata.state_dict_metadata))
-    for fqn, entry in source.metadata.state_dict_metadata.items():
-        value = later[fqn] if isinstance(entry, TensorStorageMetadata) else _loaded(source, filling, fqn, trusted)
-        nest.put(places.get(fqn, (fqn,)), value, fqn)
+    tensors = {tensor.fqn: tensor for tensor in whole_tensors(source)}
+    fqns = source.metadata.state_dict_metadata
+    values = {fqn: tensors.get(fqn) or _loaded(source, filling, fqn, trusted) for fqn in fqns}
     file = io.BytesIO()
-    _ArchivePickler(file, segments).dump(nest.state)
+    pickler = _ArchivePickler(file, filling)
+    pickler.dump(nested(values, source.metadata, url=source.url))
     archive = ArchiveWriter()
     archive.add(b"data.pkl", file.getvalue())
     archive.add(b"byteorder", b"little")
     archive.add(b"version", VERSION_RECORD)
     parts: list[Segment] = []
     sums: list[CrcAccumulator] = []
-    for key, segment in segments.items():
+    for key, segment in pickler.segments.items():
         sums.append(CrcAccumulator(segment.nbytes, "crc32"))
         parts += [held(archive.add_payload(f"data/{key}".encode(), segment.nbytes)), _watched(segment, sums[-1])]
     nbytes = len(archive.trailer())
@@ -75,23 +67,14 @@ def plan_torch(
     def trailer(start: int, out: memoryview) -> None:
         before_end()
         # With the payloads' CRC32: torch does not check it, but other tools do.
-        out[:] = archive.trailer([one.total() for one in sums])[start : start + len(out)]
+        out[:] = archive.trailer([crc.total() for crc in sums])[start : start + len(out)]
 
     parts.append(Segment(nbytes, fill=trailer, late=True, block_nbytes=nbytes))
 
     def finish(uploaded: Sequence[Uploaded]) -> None:
         """Do nothing: the upload of the single file makes it appear whole or not at all."""
 
-    return TargetLayout([TargetObject(name, parts)], finish, tensors=len(later))
-
-
-@dataclass(frozen=True)
-class _Later:
-    """A tensor whose bytes are sent later."""
-
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    segment: Segment
+    return TargetLayout([ObjectSource(name, parts)], finish, tensors=len(tensors))
 
 
 @dataclass(frozen=True)
@@ -125,46 +108,6 @@ def _loaded(source: Source, filling: Filling, fqn: str, trusted: bool) -> Any:
     raise UnsafeDataError("The item is not in the format of torch.save", url=source.url, key=fqn)
 
 
-class _Nest:
-    """A nested state under construction, with `count` items."""
-
-    def __init__(self, count: int) -> None:
-        self.state: dict[str, Any] = {}
-        # Empty dictionaries have no items, so they leave gaps in lists. Metadata that claims many more elements than
-        # there are items is refused.
-        self._room = 4 * count + _SPARE_ELEMENTS
-
-    def put(self, path: Any, value: Any, fqn: str) -> None:
-        """Put a value at the path from which DCP took it: strings lead into dictionaries, numbers into lists."""
-        sound = isinstance(path, tuple | list) and path and type(path[0]) is str
-        if not sound or not all(type(step) is str or (type(step) is int and step >= 0) for step in path):
-            raise MetadataError("The metadata has no path in the state for this item", key=fqn)
-        at: Any = self.state
-        for step, following in itertools.pairwise(path):
-            self._open(at, step, fqn)
-            known = at[step]
-            if known is None:
-                known = at[step] = [] if type(following) is int else {}
-            at = known
-        self._open(at, path[-1], fqn)
-        if at[path[-1]] is not None:
-            raise MetadataError("The metadata has two values for one path in the state", key=fqn)
-        at[path[-1]] = value
-
-    def _open(self, at: Any, step: str | int, fqn: str) -> None:
-        """Make sure that the element exists; None stands for one without a value yet."""
-        if type(at) is dict and type(step) is str:
-            at.setdefault(step, None)
-            return
-        if type(at) is not list or type(step) is not int:
-            raise MetadataError("The metadata has two values for one path in the state", key=fqn)
-        missing = max(step + 1 - len(at), 0)
-        self._room -= missing
-        if self._room < 0:
-            raise MetadataError("The metadata claims lists with many more elements than there are items", key=fqn)
-        at.extend([None] * missing)
-
-
 def _watched(segment: Segment, crc: CrcAccumulator) -> Segment:
     """Return the same segment with a `fill` that also records the checksum of each piece."""
     if segment.fill is None:
@@ -183,9 +126,10 @@ def _watched(segment: Segment, crc: CrcAccumulator) -> Segment:
 class _ArchivePickler(pickle.Pickler):
     """Pickler that refers to tensors as torch.save does, and collects their segments by storage key."""
 
-    def __init__(self, file: io.BytesIO, segments: dict[str, Segment]) -> None:
+    def __init__(self, file: io.BytesIO, filling: Filling) -> None:
         super().__init__(file, protocol=_PROTOCOL)
-        self._segments = segments
+        self._filling = filling
+        self.segments: dict[str, Segment] = {}
 
     def persistent_id(self, value: Any) -> Any:
         if isinstance(value, _ArchiveStorage):
@@ -193,16 +137,16 @@ class _ArchivePickler(pickle.Pickler):
         return None
 
     def reducer_override(self, value: Any, /) -> Any:
-        if isinstance(value, _Later):
-            return self._reduced(value.dtype, value.shape, value.segment)
+        if isinstance(value, WholeTensor):
+            return self._reduced(value.dtype, value.shape, value.segment(self._filling))
         if isinstance(value, torch.Tensor):
             # A tensor in a tuple or an object, which DCP saves as one item.
             return self._reduced(value.dtype, tuple(value.shape), _bytes_of(value))
         return NotImplemented
 
     def _reduced(self, dtype: torch.dtype, shape: tuple[int, ...], segment: Segment) -> Any:
-        key = str(len(self._segments))
-        self._segments[key] = segment
+        key = str(len(self.segments))
+        self.segments[key] = segment
         count, strides = prod(shape), contiguous_strides(shape)
         hooks: OrderedDict[str, Any] = OrderedDict()
         kind = STORAGE_NAMES.get(dtype)
