@@ -197,12 +197,18 @@ def test_a_sweep_removes_what_examinations_left_and_nothing_else(tmp_path: Path,
         # As 0.1.0 called them.
         "bucketpoint-doctor-0123456789ab/access",
         "bucketpoint-doctor-0123456789ab/speed-0",
+        # Of a trial with faults that was killed.
+        "bucketpoint-chaos-0123456789ab/step-2/.bucketpoint.json",
+        "bucketpoint-chaos-0123456789ab/step-2/.metadata",
+        "bucketpoint-chaos-0123456789ab/step-2/data/15/f714f9240384-0-model-0.distcp",
     ]
     foreign = [
         "_bucketpoint/doctor/mine",
         "_bucketpoint/doctor/0123456789ab/model.pt",
         "bucketpoint-doctor-0123456789ab/model.pt",
         "bucketpoint-doctor-notes/access",
+        "bucketpoint-chaos-0123456789ab/step-2/model.pt",
+        "bucketpoint-chaos-notes/step-2/.metadata",
     ]
     for number, name in enumerate([*left, *foreign, "_bucketpoint/doctor/ba9876543210/access"]):
         path = tmp_path / name

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from bucketpoint.doctor.bucket import Finding
 from bucketpoint.doctor.examine import Diagnosis, examine
+from bucketpoint.doctor.report import Finding
 from bucketpoint.stores import S3Options, S3Store
 from bucketpoint.stores.s3 import client as s3_client
 from bucketpoint.testing.servers import S3Server

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from bucketpoint.doctor import chaos as trials
 from bucketpoint.doctor.chaos import chaos
+from bucketpoint.doctor.scratch import sweep_leftovers
 from bucketpoint.errors import InvalidURLError
+from bucketpoint.stores import S3Options, S3Store
 from bucketpoint.testing import servers
 from bucketpoint.testing.servers import S3Server
 from gcs_server import GCSServer
@@ -40,6 +44,28 @@ def test_a_trial_before_gcs_survives_its_faults_and_leaves_nothing(gcs: GCSServe
     assert report.faults.total() >= 3
     assert report.left == []
     assert gcs.keys(bucket) == ["runs/mine"]
+
+
+def test_a_killed_trial_is_swept(minio: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trials, "_clean_up", lambda *left_behind: None)
+    bucket = minio.make_bucket()
+    minio.client().put_object(Bucket=bucket, Key="runs/mine", Body=b"stays")
+    chaos(f"s3://{bucket}/runs", storage_options=minio.options, saves=3, probability=0.0)
+    assert len(minio.keys(bucket)) > 5
+    store = S3Store(bucket, S3Options.from_storage_options(minio.options))
+    assert sweep_leftovers(store, "runs", oldest=time.time() - 3600).objects == []
+    sweep_leftovers(store, "runs", oldest=time.time() + 3600)
+    assert minio.keys(bucket) == ["runs/mine"]
+
+
+def test_a_trial_trusts_the_bundle_of_the_profile(
+    s3_tls: S3Server, bucket_tls: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
+    (tmp_path / "config").write_text(f"[profile trainer]\nca_bundle = {s3_tls.ca}\n")
+    options = {"endpoint_url": s3_tls.endpoint, "key": s3_tls.key, "secret": s3_tls.secret, "profile": "trainer"}
+    report = chaos(f"s3://{bucket_tls}", storage_options=options, saves=1, probability=0.0)
+    assert (report.committed, report.loaded, report.losses) == (1, 1, [])
 
 
 def test_without_faults_everything_commits_and_loads(minio: S3Server) -> None:

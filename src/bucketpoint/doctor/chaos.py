@@ -14,12 +14,14 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 from urllib.parse import urlsplit
 
+import botocore.session
 import torch
 import torch.distributed.checkpoint as dcp
 
 from bucketpoint.checkpoint.open import open_checkpoint
 from bucketpoint.checkpoint.verify import verify
 from bucketpoint.dcp import BucketReader, BucketWriter
+from bucketpoint.doctor.scratch import CHAOS_FOLDER
 from bucketpoint.errors import BucketpointError, CheckpointNotFoundError, InvalidURLError
 from bucketpoint.stores import GCSStore, S3Store, Store, open_store
 from bucketpoint.stores.gcs import client as gcs_client
@@ -27,9 +29,6 @@ from bucketpoint.stores.s3 import client as s3_client
 from bucketpoint.testing.faults import TRANSIENT, FlipReply, FlipRequest, Rule, Script
 from bucketpoint.testing.proxy import FaultProxy
 from bucketpoint.transfer import TransferOptions
-
-DEFAULT_SAVES = 10
-DEFAULT_PROBABILITY = 0.1
 
 OPTIONS = TransferOptions(part_bytes=5 << 20, single_put_bytes=1 << 20)
 """Small sizes, so that each save has parts, a Complete and single PUTs. 5 MiB is the smallest part that S3 accepts."""
@@ -70,8 +69,8 @@ def chaos(
     *,
     storage_options: Mapping[str, Any] | None = None,
     seed: int = 0,
-    saves: int = DEFAULT_SAVES,
-    probability: float = DEFAULT_PROBABILITY,
+    saves: int = 10,
+    probability: float = 0.1,
     told: Callable[[str], None] = lambda line: None,
 ) -> ChaosReport:
     """Save and load below `url` through a proxy that injects a fault into each request with this probability.
@@ -92,16 +91,17 @@ def chaos(
             "--chaos can inject faults only for S3 and GCS", url=url, remedy="Pass an s3:// or gs:// URL"
         )
     folder = f"{prefix}/" if prefix else ""
-    folder += f"bucketpoint-chaos-{os.urandom(6).hex()}"
+    folder += f"{CHAOS_FOLDER}{os.urandom(6).hex()}"
     report = ChaosReport(seed)
     faults = (*TRANSIENT, FlipRequest(), FlipReply())
     script = Script((Rule(faults, probability=probability),), seed)
     with warnings.catch_warnings(), _before(store) as proxy:
         # DCP warns that this process is the only rank.
         warnings.simplefilter("ignore")
-        trial = _Trial(store, f"{store.url}/{folder}", dict(storage_options or {}), proxy, script, report, told)
+        proxy.play(script)
+        trial = _Trial(dict(storage_options or {}), _through(store, proxy), report, told)
         try:
-            trial.run(saves)
+            trial.run(f"{store.url}/{folder}", saves)
         finally:
             proxy.play(Script())
             _clean_up(store, folder, proxy, report)
@@ -112,31 +112,28 @@ def chaos(
 
 @dataclass
 class _Trial:
-    store: S3Store | GCSStore
-    root: str
-    calm: dict[str, Any]
-    proxy: FaultProxy
-    script: Script
+    """A trial with two sets of `storage_options`: `calm` for requests without faults, `faulty` for those with them."""
+
+    calm: Mapping[str, Any]
+    faulty: Mapping[str, Any]
     report: ChaosReport
     told: Callable[[str], None]
 
-    def run(self, saves: int) -> None:
-        self.proxy.play(self.script)
-        options = _through(self.store, self.proxy)
+    def run(self, root: str, saves: int) -> None:
         standing: dict[str, int | None] = {}
         for value in range(1, saves + 1):
-            url = f"{self.root}/step-{(value + 1) // 2}"
+            url = f"{root}/step-{(value + 1) // 2}"
             expected: set[int | None] = {value}
-            if not self._save(url, value, options):
+            if not self._save(url, value):
                 expected.add(standing.get(url))
             standing[url] = self._look(url, expected)
             if standing[url] is not None:
-                self._load(url, standing[url], options)
+                self._load(url, standing[url])
 
-    def _save(self, url: str, value: int, options: Mapping[str, Any]) -> bool:
+    def _save(self, url: str, value: int) -> bool:
         """Save `value` at `url`. Returns True if the save reports that it is committed."""
         try:
-            writer = BucketWriter(url, storage_options=options, transfer=OPTIONS)
+            writer = BucketWriter(url, storage_options=self.faulty, transfer=OPTIONS)
             dcp.save(_state(value), storage_writer=writer, no_dist=True)
         except dcp.CheckpointException as failure:
             self._answered(self.report.refused, f"save {value} was refused", failure)
@@ -144,15 +141,15 @@ class _Trial:
         self.report.committed += 1
         return True
 
-    def _load(self, url: str, value: int | None, options: Mapping[str, Any]) -> None:
+    def _load(self, url: str, value: int | None) -> None:
         try:
-            found = _loaded(url, options)
+            values = _loaded(url, self.faulty)
         except dcp.CheckpointException as failure:
             self._answered(self.report.failed_loads, f"a load of {url} failed", failure)
             return
         self.report.loaded += 1
-        if found != {value}:
-            self._lost(f"{url} holds {value}, and a load returned {sorted(found)} without an error")
+        if values != {value}:
+            self._lost(f"{url} holds {value}, and a load returned {sorted(values)} without an error")
 
     def _answered(self, counter: Counter[str], what: str, failure: dcp.CheckpointException) -> None:
         """Count a failure that is a `BucketpointError`. Any other error is a bug of bucketpoint and is raised again."""
@@ -169,7 +166,7 @@ class _Trial:
             The value in the checkpoint, or None if it cannot be loaded.
         """
         try:
-            found = _loaded(url, self.calm)
+            values = _loaded(url, self.calm)
             damage = verify(open_checkpoint(url, storage_options=self.calm)).damage
         except dcp.CheckpointException as failure:
             error = failure.failures[0][0]
@@ -178,9 +175,9 @@ class _Trial:
             return None
         if damage:
             self._lost(f"{url} is damaged: {damage[0].message}")
-        if len(found) != 1 or not found <= expected:
-            self._lost(f"{url} holds {sorted(found)} and not one of {sorted(map(str, expected))}")
-        return found.pop()
+        if len(values) != 1 or not values <= expected:
+            self._lost(f"{url} holds {sorted(values)} and not one of {sorted(map(str, expected))}")
+        return values.pop()
 
     def _lost(self, sentence: str) -> None:
         self.report.losses.append(sentence)
@@ -198,26 +195,29 @@ def _loaded(url: str, options: Mapping[str, Any]) -> set[int]:
     state = _state(0)
     dcp.load(state, storage_reader=BucketReader(url, storage_options=options, transfer=OPTIONS), no_dist=True)
     tensors = (state["model"]["small"], state["optim"]["moment"])
-    found = {int(value) for tensor in tensors for value in tensor.unique().tolist()} | {state["step"]}
-    low = {value % 256: value for value in found}
-    return found | {low.get(value, -1) for value in state["model"]["large"].unique().tolist()}
+    values = {int(value) for tensor in tensors for value in tensor.unique().tolist()} | {state["step"]}
+    low = {value % 256: value for value in values}
+    return values | {low.get(value, -1) for value in state["model"]["large"].unique().tolist()}
 
 
 def _before(store: S3Store | GCSStore) -> FaultProxy:
-    """Make a proxy for the store, which trusts the CA bundle of the options or the environment."""
+    """Make a proxy for the store, which trusts the CA bundle of the options, the environment or the profile."""
     if isinstance(store, GCSStore):
         endpoint = gcs_client.client_for(store.options).endpoint
         ca = store.options.ca_bundle or os.environ.get("REQUESTS_CA_BUNDLE")
         # Requests to GCS are not signed, so the proxy can replace the Host header by the store's own host.
         return FaultProxy(endpoint, ca=ca, host_header=urlsplit(endpoint).netloc.rpartition("@")[2])
-    given = store.options.ca_bundle or store.options.client_kwargs.get("verify") or os.environ.get("AWS_CA_BUNDLE")
-    endpoint = str(s3_client.client_for(store.options, store.pin).api.meta.endpoint_url)
-    return FaultProxy(endpoint, ca=given if isinstance(given, str) else None)
+    ca = store.options.ca_bundle or store.options.client_kwargs.get("verify")
+    if not isinstance(ca, str):
+        # In botocore's order: AWS_CA_BUNDLE or the profile's bundle, then REQUESTS_CA_BUNDLE.
+        session = botocore.session.Session(profile=store.options.profile)
+        ca = session.get_config_variable("ca_bundle") or os.environ.get("REQUESTS_CA_BUNDLE")
+    return FaultProxy(str(s3_client.client_for(store.options, store.pin).api.meta.endpoint_url), ca=ca)
 
 
 def _through(store: S3Store | GCSStore, proxy: FaultProxy) -> dict[str, Any]:
     """Return the store's options with the proxy as the endpoint."""
-    options = {one.name: getattr(store.options, one.name) for one in fields(store.options)}
+    options = {field.name: getattr(store.options, field.name) for field in fields(store.options)}
     if isinstance(store, GCSStore):
         # The defaults of these two options depend on the endpoint, which is now the proxy.
         token = "anon" if store.options.anonymous else store.options.token
@@ -229,7 +229,7 @@ def _through(store: S3Store | GCSStore, proxy: FaultProxy) -> dict[str, Any]:
 
 
 def _clean_up(store: Store, folder: str, proxy: FaultProxy, report: ChaosReport) -> None:
-    begun = {one.request.key for one in proxy.exchanges if one.request.kind == "CreateMultipartUpload"}
+    begun = {exchange.request.key for exchange in proxy.exchanges if exchange.request.kind == "CreateMultipartUpload"}
     for key in [f"{folder}/"] if store.capabilities.lists_uploads else sorted(begun):
         for upload in list(store.list_multipart(key)):
             store.abort_multipart(upload.key, upload.upload_id)

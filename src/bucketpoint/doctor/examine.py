@@ -11,17 +11,16 @@ import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from bucketpoint.doctor.bucket import Finding, bucket_findings, clock_finding
+from bucketpoint.doctor.bucket import bucket_findings, clock_finding
 from bucketpoint.doctor.fsspec import fsspec_findings
 from bucketpoint.doctor.reader import examine_pinned_read, examine_reader
 from bucketpoint.doctor.remedies import needed, removal, without_conditions
-from bucketpoint.doctor.report import UNREACHABLE, Report
+from bucketpoint.doctor.report import UNREACHABLE, Finding, Report, expect, refused
 from bucketpoint.doctor.s3 import service_finding
 from bucketpoint.doctor.scratch import ScratchKeys
-from bucketpoint.doctor.speed import measure
-from bucketpoint.doctor.throughput import Speed
+from bucketpoint.doctor.throughput import Speed, measure
 from bucketpoint.errors import CorruptDataError, ObjectNotFoundError, PreconditionFailedError, StoreError, first_of
-from bucketpoint.stores import FsspecStore, LocalStore, S3Store, Store
+from bucketpoint.stores import FsspecStore, LocalStore, Part, S3Store, Store
 from bucketpoint.transfer.checksum import crc32c
 from bucketpoint.transfer.tasks import TaskGroup
 
@@ -101,44 +100,48 @@ class _Examination:
         self.speed: Speed | None = None
 
     def all(self, probe_bytes: int) -> None:
+        report, store, written = self.report, self._store, False
         try:
             if self._role == READER:
-                examine_reader(self.report, self._prefix)
-            written = self._role != READER and self._access()
+                examine_reader(report, self._prefix)
+            else:
+                written = self._access()
         except UNREACHABLE as error:
-            self.report.failed("connect", error)
+            report.failed("connect", error)
             return
-        if isinstance(self._store, S3Store):
-            self.report.add(clock_finding(self._store))
+        if isinstance(store, S3Store):
+            report.add(clock_finding(store))
         if self._role == READER:
             return
         if written:
             self._requests()
-        for finding in bucket_findings(self._store, self._prefix):
-            self.report.add(finding)
-        if isinstance(self._store, LocalStore) and written:
-            free = shutil.disk_usage(self._store.root).free
-            self.report.say("space", "ok", f"{free / 1e9:.1f} GB are free on this filesystem")
+        report.add(*bucket_findings(store, self._prefix))
+        if isinstance(store, LocalStore) and written:
+            free = shutil.disk_usage(store.root).free
+            report.say("space", "ok", f"{free / 1e9:.1f} GB are free on this filesystem")
         if probe_bytes and written and self._role != PRUNER:
             if self._removable:
-                self.speed = measure(self.report, self._at.folder, probe_bytes, used=self._remember)
+                self.speed = measure(report, self._at.folder, probe_bytes, used=self._remember)
             else:
-                self.report.say("throughput", "skip", f"not measured: what that writes, {_STAYS}")
+                report.say("throughput", "skip", f"not measured: what that writes, {_STAYS}")
 
     def _requests(self) -> None:
-        if isinstance(self._store, FsspecStore) and self._removable:
+        report, store = self.report, self._store
+        if isinstance(store, FsspecStore) and self._removable:
             # First, because the trial of the conditions decides the store's capabilities for the checks below.
-            for finding in fsspec_findings(self._store, self._at.folder.rstrip("/")):
-                self.report.add(finding)
-        elif isinstance(self._store, FsspecStore):
-            self.report.say("filesystem", "skip", f"conditions were not tried out: what that writes, {_STAYS}")
+            report.add(*fsspec_findings(store, self._at.folder.rstrip("/")))
+        elif isinstance(store, FsspecStore):
+            report.say("filesystem", "skip", f"conditions were not tried out: what that writes, {_STAYS}")
         self._create_only()
         self._beside(self._if_match())
-        self._pinned_reads()
+        examine_pinned_read(report, lambda: store.put(self._key("pinned"), [memoryview(b"x")]))
         self._checksums()
-        self._multipart()
-        if isinstance(self._store, S3Store):
-            self.report.add(service_finding(self._store, self._key, self._begin))
+        if store.capabilities.multipart:
+            self._multipart()
+        else:
+            report.say("multipart", "skip", "this store takes whole objects only")
+        if isinstance(store, S3Store):
+            report.add(service_finding(store, self._key, self._begin))
 
     # -- rights -------------------------------------------------------------------------------------------------------
 
@@ -148,12 +151,10 @@ class _Examination:
         Raises:
             EndpointError, CredentialsError, BucketNotFoundError, WrongRegionError: the store cannot be reached.
         """
-        report, store = self.report, self._store
-        prunes = self._role in (ADMIN, PRUNER)
+        report, store, pruner = self.report, self._store, self._role == PRUNER
         data_stays, notes_stay = self._why_kept(self._at.data), self._why_kept(self._at.folder + "access")
         self._removable = notes_stay is None
-        beside = data_stays is None and self._role != PRUNER
-        self._wrote_data = beside
+        self._wrote_data = beside = data_stays is None and not pruner
         key, body = self._at.data if beside else self._key("access"), b"bucketpoint doctor"
         self._remember(key)
         lasting = key == self._at.lasting
@@ -167,27 +168,22 @@ class _Examination:
             self._keys.clear()
             if isinstance(error, UNREACHABLE):
                 raise
-            report.failed("put", error, needed(store, "put notes" if self._role == PRUNER else "put"))
+            report.failed("put", error, needed(store, "put notes" if pruner else "put"))
             return False
         report.say("put", "ok", "objects can be written" if beside else "notes can be written")
-
-        def read() -> None:
-            report.expect(store.get(key)[0] == body or lasting, "the bytes read differ from the bytes written")
-
-        def listed() -> None:
-            found = store.list(key.rpartition("/")[0] + "/")
-            report.expect(any(info.key == key for info in found), "a listing lacks the new object")
-
-        pruner = self._role == PRUNER
-        report.attempt("get", read, "objects can be read", remedy=needed(store, "get"))
-        report.attempt("list", listed, "objects can be listed", remedy=needed(store, "list"), warn=not pruner)
-        if prunes:
+        with report.trial("get", "objects can be read", remedy=needed(store, "get")):
+            expect(store.get(key)[0] == body or lasting, "the bytes read differ from the bytes written")
+        with report.trial("list", "objects can be listed", remedy=needed(store, "list"), warn=not pruner):
+            listed = store.list(key.rpartition("/")[0] + "/")
+            expect(any(info.key == key for info in listed), "a listing lacks the new object")
+        if self._role in (ADMIN, PRUNER):
             self._deletes("delete", "objects", data_stays, key if beside else None)
-        self._removable = self._deletes("delete notes", "notes", notes_stay, self._at.folder + "deleted")
+        self._deletes("delete notes", "notes", notes_stay, self._at.folder + "deleted")
+        self._removable = report.passed
         return True
 
     def _why_kept(self, key: str) -> str | None:
-        """Return the reason why this key could not be deleted, or None. No object has the key, so nothing is lost."""
+        """Delete a key, and return the reason if it is refused, or None. Without an object, nothing is lost."""
         try:
             failures = self._store.delete([key])
         except UNREACHABLE:
@@ -196,32 +192,24 @@ class _Examination:
             return error.message
         return f"{failures[0].code}: {failures[0].message}" if failures else None
 
-    def _deletes(self, check: str, what: str, refused: str | None, key: str | None) -> bool:
+    def _deletes(self, check: str, what: str, reason: str | None, key: str | None) -> None:
         """Check the permission to delete.
 
         Args:
-            refused: the reason why the deletion of a missing object was refused, or None.
+            reason: why the deletion of a missing object was refused, or None.
             key: key at which an object is written and deleted; None to skip that.
         """
-        store, report = self._store, self.report
-
-        def trial() -> bool:
-            report.expect(refused is None, refused or "")
-            if key is None:
-                return True
-            self._remember(key)
-            store.put(key, [memoryview(b"x")])
-            failures = store.delete([key])
-            report.expect(not failures, f"{failures[0].code}: {failures[0].message}" if failures else "")
-            try:
-                store.head(key)
-            except ObjectNotFoundError:
-                del self._keys[key]
-                return True
-            raise StoreError("the object still exists after its deletion", url=store.url)
-
-        said, warn = f"{what} can be deleted", self._role != PRUNER
-        return report.attempt(check, trial, said, remedy=needed(store, check), warn=warn) is not None
+        remedy, warn = needed(self._store, check), self._role != PRUNER
+        with self.report.trial(check, f"{what} can be deleted", remedy=remedy, warn=warn):
+            if reason is None and key is not None:
+                self._remember(key)
+                self._store.put(key, [memoryview(b"x")])
+                reason = self._why_kept(key)
+                if reason is None:
+                    gone = refused(ObjectNotFoundError, lambda: self._store.head(key))
+                    expect(gone, "the object still exists after its deletion")
+                    del self._keys[key]
+            expect(reason is None, reason or "")
 
     def _beside(self, etag: str | None) -> None:
         """Check the permission to write a key that could not be deleted, by a condition that fails: nothing is written.
@@ -237,176 +225,134 @@ class _Examination:
         if etag is None:
             self.report.say(check, "skip", f"not tried: {_STAYS}, and this store has no condition that prevents it")
             return
-
-        def trial() -> bool:
-            try:
-                self._store.put(key, [memoryview(b"x")], if_match=etag)
-            except PreconditionFailedError:
-                return True
-            self._remember(key)
-            raise StoreError("the store ignores If-Match where no object is")
-
-        said = "a write is refused for its condition alone"
-        self.report.attempt(check, trial, said, remedy=needed(self._store, check), warn=self._role == PRUNER)
+        remedy, warn = needed(self._store, check), self._role == PRUNER
+        with self.report.trial(check, "a write is refused for its condition alone", remedy=remedy, warn=warn):
+            body = [memoryview(b"x")]
+            if not refused(PreconditionFailedError, lambda: self._store.put(key, body, if_match=etag)):
+                self._remember(key)
+                raise StoreError("the store ignores If-Match where no object is")
 
     # -- conditions ---------------------------------------------------------------------------------------------------
 
     def _create_only(self) -> None:
-        check = "create-only put"
-        if not self._store.capabilities.conditional_put:
-            self.report.say(check, "warn", "this store has no conditional writes", without_conditions(self._store))
+        check, store = "create-only put", self._store
+        if not store.capabilities.conditional_put:
+            self.report.say(check, "warn", "this store has no conditional writes", without_conditions(store))
             return
-        key, expect = self._key("create-only"), self.report.expect
+        key, race = self._key("create-only"), self._at.folder + "race"
+        won: list[bool] = []
 
-        def put(content: bytes, key: str = key) -> bool:
-            try:
-                self._store.put(key, [memoryview(content)], if_none_match=True)
-            except PreconditionFailedError:
-                return False
-            return True
+        def created(content: bytes, key: str = key) -> bool:
+            body = [memoryview(content)]
+            return not refused(PreconditionFailedError, lambda: store.put(key, body, if_none_match=True))
 
-        def trial() -> None:
+        success = f"refused twice, and won by one of {RACERS} at once" if self._removable else "refused twice"
+        with self.report.trial(check, success, remedy=without_conditions(store)):
             if self._removable:
-                expect(put(b"first"), "the store refused to create an object that did not exist")
-            there = self._store.get(key)[0]
+                expect(created(b"first"), "the store refused to create an object that did not exist")
+            there = store.get(key)[0]
             for content in (b"second", b"third"):
-                expect(not put(content), "the store ignores If-None-Match and overwrote an object")
-            expect(self._store.get(key)[0] == there, "the store refused to create the object again, but overwrote it")
-            if not self._removable:
-                return
-            race = self._key("race")
-            won: list[bool] = []
-            with TaskGroup(RACERS, name="bucketpoint-doctor") as group:
-                for racer in range(RACERS):
-                    group.start(lambda racer=racer: won.append(put(b"%d" % racer, race)))  # type: ignore[misc]
-            expect(sum(won) == 1, f"{sum(won)} of {RACERS} writers at once were told that they had created it")
-
-        said = f"refused twice, and won by one of {RACERS} at once" if self._removable else "refused twice"
-        self.report.attempt(check, trial, said, remedy=without_conditions(self._store))
+                expect(not created(content), "the store ignores If-None-Match and overwrote an object")
+            expect(store.get(key)[0] == there, "the store refused to create the object again, but overwrote it")
+            if self._removable:
+                self._remember(race)
+                with TaskGroup(RACERS, name="bucketpoint-doctor") as group:
+                    for racer in range(RACERS):
+                        group.start(lambda racer=racer: won.append(created(b"%d" % racer, race)))  # type: ignore[misc]
+                expect(sum(won) == 1, f"{sum(won)} of {RACERS} writers at once were told that they had created it")
 
     def _if_match(self) -> str | None:
         """Check conditional replacement. Returns the ETag of a replaced object, or None if conditions do not work."""
-        able = self._store.capabilities
-        if not (able.conditional_put and able.conditional_replace):
+        store = self._store
+        if not (store.capabilities.conditional_put and store.capabilities.conditional_replace):
             return None
-        key = self._key("if-match")
-
-        def trial() -> str | None:
-            first = self._store.put(key, [memoryview(b"first")])
-            self._store.put(key, [memoryview(b"second")], if_match=first.etag)
-            try:
-                self._store.put(key, [memoryview(b"third")], if_match=first.etag)
-            except PreconditionFailedError:
-                return first.etag
-            raise StoreError("the store ignores If-Match and overwrote an object that had changed")
-
-        said = "honoured where the object is the expected one, refused where it is not"
-        return self.report.attempt("put if match", trial, said, remedy=without_conditions(self._store))
-
-    def _pinned_reads(self) -> None:
-        examine_pinned_read(self.report, lambda: self._store.put(self._key("pinned"), [memoryview(b"x")]))
+        key, success = self._key("if-match"), "honoured where the object is the expected one, refused where it is not"
+        with self.report.trial("put if match", success, remedy=without_conditions(store)):
+            etag = store.put(key, [memoryview(b"first")]).etag
+            store.put(key, [memoryview(b"second")], if_match=etag)
+            stale = refused(PreconditionFailedError, lambda: store.put(key, [memoryview(b"third")], if_match=etag))
+            expect(stale, "the store ignores If-Match and overwrote an object that had changed")
+        return etag if self.report.passed else None
 
     def _checksums(self) -> None:
-        if not self._store.capabilities.checksums:
-            self.report.say("checksum", "skip", "no checksums are sent to this store: a load compares what it reads")
+        check, store = "checksum", self._store
+        if not store.capabilities.checksums:
+            self.report.say(check, "skip", "no checksums are sent to this store: a load compares what it reads")
             return
         body, key = memoryview(b"checksum"), self._key("checksum")
-
-        def trial() -> None:
-            self._store.put(key, [body], crc32c=crc32c(body))
-            try:
-                self._store.put(key, [body], crc32c=crc32c(body) ^ 1)
-            except CorruptDataError:
-                return
-            raise StoreError("the store took a body with a wrong CRC32C")
-
         remedy = "Bytes damaged during the upload are noticed only at load; checksums=false saves sending checksums"
-        self.report.attempt("checksum", trial, "a body with a wrong CRC32C is refused", remedy=remedy, warn=True)
+        with self.report.trial(check, "a body with a wrong CRC32C is refused", remedy=remedy, warn=True):
+            store.put(key, [body], crc32c=crc32c(body))
+            wrong = refused(CorruptDataError, lambda: store.put(key, [body], crc32c=crc32c(body) ^ 1))
+            expect(wrong, "the store took a body with a wrong CRC32C")
 
     # -- multipart ----------------------------------------------------------------------------------------------------
 
     def _multipart(self) -> None:
-        store = self._store
-        if not store.capabilities.multipart:
-            self.report.say("multipart", "skip", "this store takes whole objects only")
+        report, store, key = self.report, self._store, self._key("multipart")
+        with report.trial("multipart create", "an upload was begun"):
+            upload = self._begin(key)
+        if not report.passed:
             return
-        key = self._key("multipart")
-        upload = self.report.attempt("multipart create", lambda: self._begin(key), "an upload was begun")
-        if upload is None:
-            return
-        size = store.capabilities.min_part_bytes
-        bodies = [memoryview(bytes(size)), memoryview(b"end")]
-
-        def send() -> list[object]:
-            return [store.put_part(key, upload, number, [body]) for number, body in enumerate(bodies, 1)]
-
-        parts = self.report.attempt("multipart upload", send, "two parts were sent")
-        if parts is not None and not self._removable:
-            self.report.say("multipart complete", "skip", f"not tried: {size >> 20} MiB would stay, as {_STAYS}")
-        elif parts is not None:
-
-            def finish() -> None:
-                store.complete_multipart(key, upload, parts)  # type: ignore[arg-type]
+        size, parts = store.capabilities.min_part_bytes, list[Part]()
+        with report.trial("multipart upload", "two parts were sent"):
+            bodies = [memoryview(bytes(size)), memoryview(b"end")]
+            parts = [store.put_part(key, upload, number, [body]) for number, body in enumerate(bodies, 1)]
+        if parts and not self._removable:
+            report.say("multipart complete", "skip", f"not tried: {size >> 20} MiB would stay, as {_STAYS}")
+        elif parts:
+            with report.trial("multipart complete", "the object is the sum of its parts"):
+                store.complete_multipart(key, upload, parts)
                 self._uploads.remove((key, upload))
-                self.report.expect(store.head(key).size == size + 3, "the object has another size than its parts")
-
-            self.report.attempt("multipart complete", finish, "the object is the sum of its parts")
+                expect(store.head(key).size == size + 3, "the object has another size than its parts")
         dropped = self._key("aborted")
-        other = self.report.quietly(lambda: self._begin(dropped))
-        if other is None:
+        try:
+            other = self._begin(dropped)
+        except StoreError:
             return
         remedy = "The uploads of a killed save can then be aborted only by a lifecycle rule"
-        self.report.attempt(
-            "multipart list",
-            lambda: self.report.expect(other in self._open(dropped), "an open multipart upload is not listed"),
-            "open multipart uploads are listed",
-            remedy=remedy,
-            warn=True,
-        )
-
-        def drop() -> None:
+        with report.trial("multipart list", "open multipart uploads are listed", remedy=remedy, warn=True):
+            expect(self._is_open(dropped, other), "an open multipart upload is not listed")
+        with report.trial("multipart abort", "an upload was aborted"):
             store.abort_multipart(dropped, other)
             self._uploads.remove((dropped, other))
-            self.report.expect(other not in self._try_open(dropped), "the upload still exists after it was aborted")
-
-        self.report.attempt("multipart abort", drop, "an upload was aborted")
+            still_open = False
+            with contextlib.suppress(StoreError):
+                still_open = self._is_open(dropped, other)
+            expect(not still_open, "the upload still exists after it was aborted")
 
     def _begin(self, key: str) -> str:
         upload = self._store.create_multipart(key)
         self._uploads.append((key, upload))
         return upload
 
-    def _open(self, key: str) -> list[str]:
-        return [upload.upload_id for upload in self._store.list_multipart(key)]
-
-    def _try_open(self, key: str) -> list[str]:
-        return self.report.quietly(lambda: self._open(key)) or []
+    def _is_open(self, key: str, upload: str) -> bool:
+        return upload in [entry.upload_id for entry in self._store.list_multipart(key)]
 
     # -- cleaning up --------------------------------------------------------------------------------------------------
 
     def clean_up(self) -> None:
         """Delete everything that was written, and report the keys that could not be deleted."""
-        for key, upload in list(self._uploads):
-            if self.report.quietly(lambda key=key, upload=upload: self._drop(key, upload)) is None:  # type: ignore[misc]
+        for key, upload in self._uploads:
+            try:
+                self._store.abort_multipart(key, upload)
+            except StoreError:
                 self.left.append(key)
                 self.report.say("clean-up", "warn", f"the multipart upload of {key} stays", "Abort the upload by hand")
         if not self._keys:
             return
-        failures = self.report.quietly(lambda: [failure.key for failure in self._store.delete(list(self._keys))])
-        left = list(self._keys) if failures is None else failures
+        left = list(self._keys)
+        with contextlib.suppress(StoreError):
+            left = [failure.key for failure in self._store.delete(left)]
         self.left += left
         if left:
-            what = "1 object stays" if len(left) == 1 else f"{len(left)} objects stay"
-            message = f"{what}: {first_of(left, _NAMED, last=', and ')}"
+            count = "1 object stays" if len(left) == 1 else f"{len(left)} objects stay"
+            message = f"{count}: {first_of(left, _NAMED, last=', and ')}"
             if left == [self._at.lasting]:
                 message += ", of a few bytes; every run of doctor writes the same one"
             self.report.say("clean-up", "warn", message, removal(self._store, self._prefix))
         else:
             self.report.say("clean-up", "ok", "everything that was written is deleted")
-
-    def _drop(self, key: str, upload: str) -> bool:
-        self._store.abort_multipart(key, upload)
-        return True
 
     def _key(self, name: str) -> str:
         """Return the key of a trial object: a new key if it can be deleted again, else the one lasting key."""

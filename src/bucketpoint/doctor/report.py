@@ -1,17 +1,29 @@
-"""Collection of the findings of one examination, and conversion of trial requests to findings."""
+"""Findings of one examination, and conversion of trial requests to findings."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TypeVar
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
-from bucketpoint.doctor.bucket import Finding
 from bucketpoint.errors import BucketNotFoundError, CredentialsError, EndpointError, StoreError, WrongRegionError
 from bucketpoint.stores import Store
 
-T = TypeVar("T")
-
 UNREACHABLE = (EndpointError, CredentialsError, BucketNotFoundError, WrongRegionError)
+
+
+@dataclass(frozen=True)
+class Finding:
+    """The result of one check.
+
+    Attributes:
+        status: `"ok"`, `"warn"`, `"fail"`, or `"skip"` if the check does not apply to this store.
+    """
+
+    check: str
+    status: str
+    message: str
+    remedy: str | None = None
 
 
 class Report:
@@ -22,35 +34,25 @@ class Report:
         self.findings: list[Finding] = []
         self._told = told
 
-    def attempt(
-        self, check: str, action: Callable[[], T], said: str, *, remedy: str | None = None, warn: bool = False
-    ) -> T | None:
-        """Call `action` and record the outcome as a finding. Returns the result, or None if `action` failed.
+    @property
+    def passed(self) -> bool:
+        """True if the last finding is `"ok"`."""
+        return self.findings[-1].status == "ok"
+
+    @contextlib.contextmanager
+    def trial(self, check: str, success: str, *, remedy: str | None = None, warn: bool = False) -> Iterator[None]:
+        """Record the outcome of the block as a finding. A `StoreError` ends the block, and is not raised.
 
         Args:
-            said: message of the finding if `action` succeeds.
+            success: message of the finding if the block succeeds.
             warn: a failure is a warning.
         """
         try:
-            result = action()
+            yield
         except StoreError as error:
             self.failed(check, error, remedy, warn=warn)
-            return None
-        self.say(check, "ok", said)
-        return result
-
-    def quietly(self, action: Callable[[], T], check: str | None = None) -> T | None:
-        """Call `action` and return the result, or None if it fails. A failure is a finding only if `check` is given."""
-        try:
-            return action()
-        except StoreError as error:
-            if check is not None:
-                self.failed(check, error)
-            return None
-
-    def expect(self, true: bool, otherwise: str) -> None:
-        if not true:
-            raise StoreError(otherwise, url=self.store.url)
+        else:
+            self.say(check, "ok", success)
 
     def failed(self, check: str, error: StoreError, remedy: str | None = None, *, warn: bool = False) -> None:
         self.say(check, "warn" if warn else "fail", error.message, remedy or error.remedy)
@@ -58,6 +60,22 @@ class Report:
     def say(self, check: str, status: str, message: str, remedy: str | None = None) -> None:
         self.add(Finding(check, status, message, remedy))
 
-    def add(self, finding: Finding) -> None:
-        self.findings.append(finding)
-        self._told(finding)
+    def add(self, *findings: Finding) -> None:
+        for finding in findings:
+            self.findings.append(finding)
+            self._told(finding)
+
+
+def expect(true: bool, otherwise: str) -> None:
+    """Raise a `StoreError` with this message unless `true`."""
+    if not true:
+        raise StoreError(otherwise)
+
+
+def refused(kind: type[StoreError], request: Callable[[], object]) -> bool:
+    """Return True if a request is refused with this error, False if it succeeds. Raises any other error."""
+    try:
+        request()
+    except kind:
+        return True
+    return False

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
 
-from bucketpoint.doctor.bucket import Finding
+from bucketpoint.doctor.report import Finding, refused
 from bucketpoint.errors import CorruptDataError, PreconditionFailedError, StoreError
 from bucketpoint.stores import S3Store
 from bucketpoint.stores.s3.inspect import server_header
@@ -35,18 +34,20 @@ def service_finding(store: S3Store, new_key: Callable[[str], str], begin: Callab
         begin: begins a multipart upload, and makes sure that the upload is aborted later.
     """
     try:
-        told = by_header(server_header(store) or "")
-        found = _probe(store, new_key, begin)
+        named = by_header(server_header(store) or "")
+        features = _probe(store, new_key, begin)
     except StoreError as error:
         return Finding(_CHECK, "warn", f"the properties of the store cannot be read: {error.message}")
     used = store.service
-    said = "; ".join(_SAID[name][not does] for name, does in found.items())
-    who = f"{told.name} by its Server header" if told else f"{used.name} by the endpoint or the options"
-    differ = [name for name, does in found.items() if getattr(used, name) != does and name not in _HARMLESS[does]]
-    message = f"{who}: {said}{_parts(told or used)}"
+    differ = [name for name, does in features.items() if getattr(used, name) != does and name not in _HARMLESS[does]]
+    does = "; ".join(_SAID[name][not has] for name, has in features.items())
+    source = "its Server header" if named else "the endpoint or the options"
+    message = f"{(named or used).name} by {source}: {does}"
+    if (named or used).equal_parts:
+        message += "; all parts of an upload but the last must have one size, as those of bucketpoint have"
     if not differ:
         return Finding(_CHECK, "ok", message)
-    return Finding(_CHECK, "warn", message, _remedy(told, found, differ))
+    return Finding(_CHECK, "warn", message, _remedy(named, features, differ))
 
 
 def _probe(store: S3Store, new_key: Callable[[str], str], begin: Callable[[str], str]) -> dict[str, bool]:
@@ -54,55 +55,37 @@ def _probe(store: S3Store, new_key: Callable[[str], str], begin: Callable[[str],
     sure = store
     if not (store.service.conditional_put and store.service.checksums):
         sure = S3Store(store.bucket, store.options.replace(conditional_puts=True, checksums=True))
-    return {
-        "conditional_put": _refuses_conditions(sure, new_key("service-condition")),
-        "checksums": _refuses_bad_checksum(sure, new_key("service-checksum")),
-        "lists_uploads": _lists_by_prefix(store, new_key("service-upload"), begin),
-    }
+    body, key = memoryview(b"checksum"), new_key("service-condition")
+    sure.put(key, [body])
+    conditional_put = _all_refused(
+        PreconditionFailedError,
+        lambda: sure.put(key, [body], if_none_match=True),
+        lambda: sure.put(key, [body], if_match="0" * 32),
+    )
+    summed = new_key("service-checksum")
+    checksums = _all_refused(CorruptDataError, lambda: sure.put(summed, [body], crc32c=crc32c(body) ^ 1))
+    key = new_key("service-upload")
+    upload = begin(key)
+    listed = any(found.upload_id == upload for found in store.list_multipart(key[:-1]))
+    return {"conditional_put": conditional_put, "checksums": checksums, "lists_uploads": listed}
 
 
-def _refuses_conditions(store: S3Store, key: str) -> bool:
-    body = [memoryview(b"x")]
-    store.put(key, body)
-    conditions: tuple[dict[str, Any], ...] = ({"if_none_match": True}, {"if_match": "0" * 32})
-    for condition in conditions:
-        try:
-            store.put(key, body, **condition)
-        except PreconditionFailedError:
-            continue
-        except StoreError:
-            return False
-        return False
-    return True
-
-
-def _refuses_bad_checksum(store: S3Store, key: str) -> bool:
-    body = memoryview(b"checksum")
+def _all_refused(kind: type[StoreError], *requests: Callable[[], object]) -> bool:
     try:
-        store.put(key, [body], crc32c=crc32c(body) ^ 1)
-    except CorruptDataError:
-        return True
+        return all(refused(kind, request) for request in requests)
     except StoreError:
         return False
-    return False
 
 
-def _lists_by_prefix(store: S3Store, key: str, begin: Callable[[str], str]) -> bool:
-    upload = begin(key)
-    return any(one.upload_id == upload for one in store.list_multipart(key[:-1]))
-
-
-def _parts(service: S3Service) -> str:
-    if not service.equal_parts:
-        return ""
-    return "; all parts of an upload but the last must have one size, as those of bucketpoint have"
-
-
-def _remedy(told: S3Service | None, found: Mapping[str, bool], differ: list[str]) -> str:
-    fitting = [one.name for one in SERVICES.values() if all(getattr(one, name) == does for name, does in found.items())]
-    if told is not None and told.name in fitting:
-        return f'Say {{"service": "{told.name}"}} in storage_options'
-    options = [f'"{_OPTIONS[name]}": {str(found[name]).lower()}' for name in differ if name in _OPTIONS]
+def _remedy(named: S3Service | None, features: Mapping[str, bool], differ: list[str]) -> str:
+    fitting = [
+        service.name
+        for service in SERVICES.values()
+        if all(getattr(service, name) == does for name, does in features.items())
+    ]
+    if named is not None and named.name in fitting:
+        return f'Say {{"service": "{named.name}"}} in storage_options'
+    options = [f'"{_OPTIONS[name]}": {str(features[name]).lower()}' for name in differ if name in _OPTIONS]
     if options:
         return f"Say {{{', '.join(options)}}} in storage_options"
     if fitting:

@@ -1,4 +1,4 @@
-"""Keys that `doctor` writes to, and removal of the objects that a killed or refused examination left there."""
+"""Keys that `doctor` writes to, and removal of the objects that a killed or refused run of it left there."""
 
 from __future__ import annotations
 
@@ -17,11 +17,14 @@ _NAMES = (
     r"access|deleted|create-only|race|if-match|pinned|checksum|multipart|aborted|latency|speed-[0-9]+|service-[a-z]+"
 )
 _DATA_FOLDER = "bucketpoint-doctor-"
+CHAOS_FOLDER = "bucketpoint-chaos-"
 _OURS = re.compile(
-    # The folder of a run; the one object that is written if nothing can be deleted; and a folder beside the
-    # checkpoints, from a run of version 0.1.0 or from the check of the permissions on data.
+    # The folder of a run; the one object that is written if nothing can be deleted; a folder beside the checkpoints,
+    # from a run of version 0.1.0 or from the check of the permissions on data; and the checkpoints of `--chaos`.
     rf"(?:{_NOTES}/doctor/(?:[0-9a-f]{{12}}/(?:{_NAMES}|\.bucketpoint-probe-[0-9a-f]{{16}}(?:-sum)?)|access)"
-    rf"|{_DATA_FOLDER}[0-9a-f]{{12}}/(?:{_NAMES}|\.metadata))"
+    rf"|{_DATA_FOLDER}[0-9a-f]{{12}}/(?:{_NAMES}|\.metadata)"
+    rf"|{CHAOS_FOLDER}[0-9a-f]{{12}}/step-[0-9]+/(?:\.metadata|\.bucketpoint\.json"
+    r"|data/[0-9a-f]{2}/[0-9a-f]{12}-0-[a-z]+-0\.distcp))"
 )
 
 
@@ -51,7 +54,7 @@ class ScratchKeys:
 
 @dataclass
 class Leftovers:
-    """Report of a sweep of leftovers of examinations: removed, or in a dry run to be removed."""
+    """Report of a sweep of leftovers of `doctor`: removed, or in a dry run to be removed."""
 
     objects: list[ObjectInfo] = field(default_factory=list)
     uploads: list[str] = field(default_factory=list)
@@ -59,25 +62,25 @@ class Leftovers:
 
 
 def sweep_leftovers(store: Store, prefix: str, *, oldest: float, dry_run: bool = False) -> Leftovers:
-    """Delete objects and uploads that examinations below `prefix` left before the time `oldest`. Costs two small LISTs.
+    """Delete objects and uploads that `doctor` left below `prefix` before the time `oldest`. Costs three small LISTs.
 
     Only keys in the form that `doctor` makes are deleted. Uploads are found only if the store lists them by prefix.
     """
     above = f"{prefix}/" if prefix else ""
-    found = Leftovers()
+    left = Leftovers()
 
     def old(key: str, moment: float | None) -> bool:
         # An object without a date is kept: it is not known to be old.
         return moment is not None and moment < oldest and _OURS.fullmatch(key[len(above) :]) is not None
 
-    for folder in (f"{above}{_NOTES}/doctor/", f"{above}{_DATA_FOLDER}"):
-        found.objects += [info for info in store.list(folder) if old(info.key, info.modified)]
+    for folder in (f"{above}{_NOTES}/doctor/", f"{above}{CHAOS_FOLDER}", f"{above}{_DATA_FOLDER}"):
+        left.objects += [info for info in store.list(folder) if old(info.key, info.modified)]
         # Without the permission to list uploads, none can be aborted.
         with contextlib.suppress(AccessDeniedError):
-            for upload in [one for one in store.list_multipart(folder) if old(one.key, one.started)]:
-                found.uploads.append(upload.key)
+            for upload in [upload for upload in store.list_multipart(folder) if old(upload.key, upload.started)]:
+                left.uploads.append(upload.key)
                 if not dry_run:
                     store.abort_multipart(upload.key, upload.upload_id)
-    if found.objects and not dry_run:
-        found.failures = store.delete([info.key for info in found.objects])
-    return found
+    if left.objects and not dry_run:
+        left.failures = store.delete([info.key for info in left.objects])
+    return left

@@ -9,10 +9,12 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from bucketpoint.doctor.report import Report
+from bucketpoint.errors import StoreError
 from bucketpoint.stores import Store
 from bucketpoint.transfer.checksum import crc32c
 from bucketpoint.transfer.options import MIB, TransferOptions
-from bucketpoint.transfer.tasks import TaskGroup
+from bucketpoint.transfer.pieces import for_each
 
 LEVELS = ((1, 1 / 8), (8, 3 / 8), (24, 1 / 2))
 """Numbers of connections to try, each with its share of the probe's bytes."""
@@ -70,11 +72,36 @@ class Speed:
         wanted = self.latency_s * self.connection_rate * (1 - _LATENCY_SHARE) / _LATENCY_SHARE
         smallest = max(TransferOptions().part_bytes, limits_min_part)
         part = min(max(2 ** math.ceil(math.log2(max(wanted, 1))), smallest), _LARGEST_PART)
+        fastest_up, fastest_down = max(level.up for level in self.levels), max(level.down for level in self.levels)
         enough = max(
-            _fewest({level.connections: level.up for level in self.levels}),
-            _fewest({level.connections: level.down for level in self.levels}),
+            next(level.connections for level in self.levels if level.up >= _GOOD_ENOUGH * fastest_up),
+            next(level.connections for level in self.levels if level.down >= _GOOD_ENOUGH * fastest_down),
         )
         return TransferOptions(part_bytes=part, connections=enough)
+
+
+def measure(report: Report, folder: str, nbytes: int, *, used: Callable[[str], None]) -> Speed | None:
+    """Measure throughput below `folder` and report it. `used` is called with each key before it is written."""
+    try:
+        speed = probe(report.store, folder, nbytes, used=used)
+    except StoreError as error:
+        report.failed("throughput", error)
+        return None
+    for direction in ("up", "down"):
+        rates = [f"{getattr(level, direction) / 1e6:,.0f} MB/s with {level.connections}" for level in speed.levels]
+        report.say(f"throughput {direction}", "ok", f"{', '.join(rates)} connections")
+    advised = speed.advice(report.store.capabilities.min_part_bytes)
+    part, rate, latency = advised.part_bytes >> 20, speed.connection_rate, speed.latency_s
+    waiting = latency / (latency + advised.part_bytes / rate)
+    report.say(
+        "advice",
+        "ok",
+        f"TransferOptions(part_bytes={part} << 20, connections={advised.connections}): an answer takes "
+        f"{latency * 1e3:.1f} ms and a connection carries {rate / 1e6:,.0f} MB/s, so that a part of {part} MiB "
+        f"waits for {waiting:.0%} of its time; {advised.connections} are the fewest connections that carry 90 % of "
+        "what the most of those tried did",
+    )
+    return speed
 
 
 def probe(store: Store, folder: str, nbytes: int, *, used: Callable[[str], None]) -> Speed:
@@ -113,19 +140,10 @@ def _level(store: Store, keys: list[str], piece: memoryview, connections: int) -
     def get(key: str) -> None:
         store.read_into(key, 0, [memoryview(bytearray(size))])
 
-    up, down = (_timed(lambda do=do: _all(do, keys, connections)) for do in (put, get))  # type: ignore[misc]
+    options = TransferOptions(connections=connections)
+    up, down = (_timed(lambda do=do: for_each(keys, do, options)) for do in (put, get))  # type: ignore[misc]
     total = size * len(keys)
     return Level(connections, total / up, total / down)
-
-
-def _all(do: Callable[[str], None], keys: list[str], connections: int) -> None:
-    with TaskGroup(connections, name="bucketpoint-speed") as group:
-        for key in keys:
-            group.start(lambda key=key: do(key))  # type: ignore[misc]
-
-
-def _fewest(rates: dict[int, float]) -> int:
-    return next(count for count, rate in rates.items() if rate >= _GOOD_ENOUGH * max(rates.values()))
 
 
 def _timed(call: Callable[[], object]) -> float:
