@@ -11,7 +11,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import FileSystemWriter
 
-from bucketpoint.convert import CONVERT_OPTIONS, verifying
+from bucketpoint.convert import CONVERT_OPTIONS, pipeline
 from bucketpoint.convert.detect import open_object, open_source
 from bucketpoint.errors import InvalidURLError
 from bucketpoint.stores import LocalStore
@@ -47,7 +47,7 @@ def test_a_target_that_is_damaged_is_an_exit_code(
     program: Program, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     torch.save({"w": torch.ones(3)}, tmp_path / "a.pt")
-    monkeypatch.setattr(verifying, "_sent", lambda entry, uploaded: 1)
+    monkeypatch.setattr(pipeline, "_sent", lambda entry, uploaded: 1)
     done = program("convert", str(tmp_path / "a.pt"), str(tmp_path / "b"), "--verify")
     assert done.code == 1
     assert "DAMAGED" in done.out

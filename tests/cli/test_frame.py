@@ -117,7 +117,7 @@ def test_debug_adds_the_traceback_and_json_a_document(program: Program, tmp_path
 
 def test_a_fault_of_ours_has_a_code_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:
     @command("broken")
-    def broken(as_json: bool) -> CommandResult:
+    def broken(access: Access) -> CommandResult:
         raise ZeroDivisionError("secret of the implementation")
 
     assert broken.main([], standalone_mode=False) == 70
@@ -131,7 +131,7 @@ def test_a_fault_of_ours_has_a_code_of_its_own(capsys: pytest.CaptureFixture[str
 
 
 @command("stuck")
-def stuck(as_json: bool) -> CommandResult:
+def stuck(access: Access) -> CommandResult:
     """Waits until somebody interrupts it."""
     raise KeyboardInterrupt
 

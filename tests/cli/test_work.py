@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from bucketpoint.catalog.deletion.throttle import PAGE
-from bucketpoint.cli.progress_line import told
+from bucketpoint.cli.progress_line import WatchedStore
 from bucketpoint.stores import DeleteFailure, LocalStore
 from cli.conftest import Program
 from cli.test_retention import save_run, write
@@ -23,7 +23,7 @@ def test_every_batch_is_told_of_and_what_is_refused_is_not_counted(tmp_path: Pat
             return [DeleteFailure(keys[0], "AccessDenied", "no"), *super().delete(keys[1:])]
 
     seen: list[tuple[int, int]] = []
-    store = told(Refusing(str(tmp_path)), lambda listed, deleted: seen.append((listed, deleted)))
+    store = WatchedStore(Refusing(str(tmp_path)), lambda listed, deleted: seen.append((listed, deleted)))
     assert [info.key for info in store.list("k/")] == keys
     assert seen == [(number, 0) for number in range(1, len(keys) + 1)]
     assert [failure.key for failure in store.delete(keys)] == [keys[0], keys[PAGE], keys[2 * PAGE]]

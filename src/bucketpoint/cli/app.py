@@ -69,13 +69,9 @@ def app() -> None:
     """
 
 
+@printed_safely()
 def run(arguments: Sequence[str] | None = None) -> int:
     """Run the program and return its exit code. Control characters in printed text are escaped."""
-    with printed_safely():
-        return _run(arguments)
-
-
-def _run(arguments: Sequence[str] | None) -> int:
     try:
         # Not click's standalone mode: it exits with the same code for an interrupted program as for one that found
         # damage.

@@ -40,18 +40,25 @@ class CommandResult:
 def command(name: str) -> Callable[[Callable[..., CommandResult]], click.Command]:
     """Make a command of a function that returns a `CommandResult`.
 
-    The command gets `--json` and `--debug`. The former is passed on as `as_json`, for functions that print while they
-    work.
+    The command gets `--json`, `--debug` and the options for stores. The function gets the latter as `access`.
     """
 
     def wrap(function: Callable[..., CommandResult]) -> click.Command:
         @click.command(name)
         @click.option("--json", "as_json", is_flag=True, help="Print one JSON document instead of text.")
         @click.option("--debug", is_flag=True, help="Print a traceback when the command fails.")
+        @click.option(
+            *("--storage-option", "pairs"),
+            multiple=True,
+            metavar="NAME=VALUE",
+            help="One storage option, named as in `storage_options`. May be given several times. Pass secrets in "
+            "environment variables, because other users of the machine can see arguments.",
+        )
+        @click.option("--endpoint-url", help="Endpoint of s3:// URLs, for services other than AWS.")
         @functools.wraps(function)
-        def run(as_json: bool, debug: bool, **arguments: Any) -> int:
+        def run(as_json: bool, debug: bool, pairs: Sequence[str], endpoint_url: str | None, **arguments: Any) -> int:
             try:
-                answer = function(as_json=as_json, **arguments)
+                result = function(access=Access(parse_options(pairs), endpoint_url), **arguments)
             except BucketpointError as error:
                 return _failed(name, error, exit_code(error), as_json=as_json, debug=debug)
             except click.ClickException:
@@ -64,15 +71,20 @@ def command(name: str) -> Callable[[Callable[..., CommandResult]], click.Command
                 fault.__cause__ = error
                 return _failed(name, fault, INTERNAL, as_json=as_json, debug=debug)
             if as_json:
-                _say_json({**_head(name, ok=answer.ok), **answer.document})
+                _say_json(name, result.document, ok=result.ok)
             else:
-                for line in answer.lines:
+                for line in result.lines:
                     say(line)
-            return FINE if answer.ok else FOUND
+            return FINE if result.ok else FOUND
 
         return run
 
     return wrap
+
+
+def as_json() -> bool:
+    """Return True if the running command is to print one JSON document, and nothing else on standard output."""
+    return bool(click.get_current_context().params["as_json"])
 
 
 def say(line: str, *, err: bool = False) -> None:
@@ -80,13 +92,10 @@ def say(line: str, *, err: bool = False) -> None:
     click.echo(text.printable(line), err=err)
 
 
-def _say_json(document: Mapping[str, Any]) -> None:
+def _say_json(name: str, fields: Mapping[str, Any], *, ok: bool) -> None:
+    document = {"schema": SCHEMA, "command": name, "ok": ok, **fields}
     # DEL is the one control character that json.dumps does not escape.
     click.echo(json.dumps(document, allow_nan=False).replace("\x7f", "\\u007f"))
-
-
-def _head(name: str, *, ok: bool) -> dict[str, Any]:
-    return {"schema": SCHEMA, "command": name, "ok": ok}
 
 
 def _failed(name: str, error: BucketpointError, code: int, *, as_json: bool, debug: bool) -> int:
@@ -111,26 +120,8 @@ def _failed(name: str, error: BucketpointError, code: int, *, as_json: bool, deb
             failure["faults"] = [
                 {"line": fault.line, "column": fault.column, "message": str(fault)} for fault in faults
             ]
-        _say_json({**_head(name, ok=False), "error": failure})
+        _say_json(name, {"error": failure}, ok=False)
     return code
-
-
-def store_options(function: Callable[..., CommandResult]) -> Callable[..., CommandResult]:
-    """Add the options for stores. The function gets them as one `Access`, named `access`."""
-
-    @click.option(
-        *("--storage-option", "pairs"),
-        multiple=True,
-        metavar="NAME=VALUE",
-        help="One storage option, named as in `storage_options`. May be given several times. Pass secrets in "
-        "environment variables, because other users of the machine can see arguments.",
-    )
-    @click.option("--endpoint-url", help="Endpoint of s3:// URLs, for services other than AWS.")
-    @functools.wraps(function)
-    def call(pairs: Sequence[str], endpoint_url: str | None, **arguments: Any) -> CommandResult:
-        return function(access=Access(parse_options(pairs), endpoint_url), **arguments)
-
-    return call
 
 
 @dataclass(frozen=True)
@@ -164,16 +155,12 @@ def _option(pair: str) -> tuple[str, Any]:
     name, equals, value = pair.partition("=")
     if not equals or not name:
         raise click.BadParameter(f"{name!r} has no value: write NAME=VALUE", param_hint="--storage-option")
-    if value in ("true", "false", "null") or value[:1] in ("{", "[", '"'):
-        return name, _parsed(name, value)
     if not any(part in name for part in _TEXT) and value.removeprefix("-").isdecimal():
         return name, int(value)
-    return name, value
-
-
-def _parsed(name: str, value: str) -> Any:
+    if value not in ("true", "false", "null") and value[:1] not in ("{", "[", '"'):
+        return name, value
     try:
-        return json.loads(value)
+        return name, json.loads(value)
     except ValueError as error:
         reason = error.msg if isinstance(error, json.JSONDecodeError) else "it is not JSON"
         raise click.BadParameter(f"the value of {name} is not JSON: {reason}", param_hint="--storage-option") from None

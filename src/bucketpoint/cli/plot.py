@@ -31,7 +31,7 @@ LINE, FULL, HALF = 112.0, 40.0, 18.0
 
 ROW = 20.0
 LABEL_CHARACTERS = 38
-TOLD = 200
+TOOLTIPS = 200
 """Most checkpoints for which each bar gets a tooltip with its reasons. With more, bars are narrower than a pointer."""
 
 _SAFETY = "safety"
@@ -81,17 +81,20 @@ def _scale(plan: Plan) -> Callable[[int], float]:
 
 def _checkpoints(plan: Plan, at: Callable[[int], float], width: float) -> Iterator[str]:
     """Draw kept and thinned ones above the line, deleted ones below: the shape is clear without the colour."""
-    told = len(plan.entries) <= TOLD
+    tooltips = len(plan.entries) <= TOOLTIPS
     # Deleted ones are drawn first: if there are many, they must not cover the kept ones.
-    for action, entries in (("delete", plan.deleted), ("thin", plan.thinned), ("keep", plan.kept)):
-        marks = [(at(one.row.step), INK if action == "delete" else _colour(plan, one), one) for one in entries]
-        top = {"delete": LINE, "thin": LINE - HALF, "keep": LINE - FULL}[action]
-        height = {"delete": HALF, "thin": HALF, "keep": FULL}[action]
+    kinds = (
+        ("delete", plan.deleted, LINE, HALF),
+        ("thin", plan.thinned, LINE - HALF, HALF),
+        ("keep", plan.kept, LINE - FULL, FULL),
+    )
+    for action, entries, top, height in kinds:
+        marks = [(at(entry.row.step), _colour(plan, entry), _tooltip(entry) if tooltips else None) for entry in entries]
         yield f'<g class="{action}">'
-        yield from _bars([(x, colour, _told(one) if told else None) for x, colour, one in marks], top, height, width)
+        yield from _bars(marks, top, height, width)
         yield "</g>"
     yield '<g class="pinned">'
-    for x in dict.fromkeys(round(at(one.row.step), 1) for one in plan.entries if one.row.pinned):
+    for x in dict.fromkeys(round(at(entry.row.step), 1) for entry in plan.entries if entry.row.pinned):
         yield _diamond(x, LINE - FULL - 8)
     yield "</g>"
 
@@ -185,22 +188,23 @@ def _words(
 
 def _colour(plan: Plan, entry: Entry) -> str:
     """Return the colour of the first of the policy's rules that keeps the checkpoint."""
-    return next((_rule_colour(plan, one.rule) for one in entry.reasons if one.rule != _SAFETY), INK)
+    return next((_rule_colour(plan, reason.rule) for reason in entry.reasons if reason.rule != _SAFETY), INK)
 
 
 def _rule_colour(plan: Plan, rule: str) -> str:
     return COLOURS[plan.rules.index(rule) % len(COLOURS)] if rule in plan.rules else INK
 
 
-def _told(entry: Entry) -> str:
+def _tooltip(entry: Entry) -> str:
     why = "; ".join(map(str, entry.reasons)) if entry.reasons else f"nearest: {entry.miss}"
     return f"step {entry.row.step}, {_WORDS[entry.action]}: {why}"
 
 
 def _description(plan: Plan, summary: str) -> str:
     """Describe the picture in words, for readers who cannot see it."""
-    some = {"Kept": plan.kept, "Thinned": plan.thinned, "Pinned": [one for one in plan.entries if one.row.pinned]}
-    named = [
-        f"{word}: steps {first_of([one.row.step for one in entries], 20)}" for word, entries in some.items() if entries
-    ]
-    return ". ".join([summary, *named]) + "."
+    pinned = [entry for entry in plan.entries if entry.row.pinned]
+    sentences = [summary]
+    for word, entries in (("Kept", plan.kept), ("Thinned", plan.thinned), ("Pinned", pinned)):
+        if entries:
+            sentences.append(f"{word}: steps {first_of([entry.row.step for entry in entries], 20)}")
+    return ". ".join(sentences) + "."

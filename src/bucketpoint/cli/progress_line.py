@@ -8,8 +8,6 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
-import click
-
 from bucketpoint.errors import BucketpointError
 
 if TYPE_CHECKING:
@@ -18,10 +16,6 @@ if TYPE_CHECKING:
 
 Tell = Callable[[int, int], None]
 """Callback for the numbers of objects listed and deleted so far."""
-
-progress_option = click.option(
-    "--progress/--no-progress", default=None, help="Show progress on stderr. Default: only on a terminal."
-)
 
 
 @contextmanager
@@ -49,15 +43,12 @@ def watched(catalog: Catalog, wanted: bool | None) -> Iterator[Catalog]:
         def tell(listed: int, deleted: int) -> None:
             line.update(f"{listed:,} objects listed, {deleted:,} deleted")
 
-        yield replace(catalog, store=told(catalog.store, tell))
+        yield replace(catalog, store=cast("Store", WatchedStore(catalog.store, tell)))
 
 
-def told(store: Store, tell: Tell) -> Store:
-    """Return the same store with a callback for each listed and deleted object."""
-    return cast("Store", _Told(store, tell))
+class WatchedStore:
+    """The same store, with a callback for each listed and deleted object."""
 
-
-class _Told:
     def __init__(self, store: Store, tell: Tell) -> None:
         self._store = store
         self._tell = tell

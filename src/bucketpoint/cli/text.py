@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import datetime
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 _UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
 
@@ -22,6 +22,11 @@ def size(nbytes: float) -> str:
 def count(number: int, noun: str) -> str:
     """Format a number and its noun: `1 object`, `1,234 objects`."""
     return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
+
+
+def not_deleted(failure: Mapping[str, str], then: str = "") -> str:
+    """Name a key that the store did not delete, with the reason that the store gave."""
+    return f"not deleted: {failure['key']} ({failure['code']} {failure['message']}){then}"
 
 
 def when(seconds: float | None) -> str:

@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from bucketpoint.cli import text
-from bucketpoint.cli.between import between_stores
 from bucketpoint.cli.command import CommandResult, command
-from bucketpoint.cli.option_types import ByteCount
+from bucketpoint.cli.options import ByteCount, between_stores
 from bucketpoint.errors import first_of
 
 if TYPE_CHECKING:
@@ -53,9 +52,7 @@ _NAMED_AT_MOST = 5
     help="Largest size of one safetensors file.",
 )
 @click.option("--overwrite", is_flag=True, help="Replace the target. Not possible with --to dcp or safetensors.")
-@click.option("--dry-run", is_flag=True, help="Show what would be written, and write nothing.")
 @click.option("--verify", "verified", is_flag=True, help="Read the target again after the conversion, and check it.")
-@click.option("--trusted", is_flag=True, help="Unpickle classes outside the allow-list, too. This can run any code.")
 @between_stores
 def convert(
     source: str,
@@ -71,7 +68,6 @@ def convert(
     progress: bool | None,
     here: Mapping[str, Any],
     there: Mapping[str, Any],
-    as_json: bool,
 ) -> CommandResult:
     """Convert a checkpoint between DCP, torch.save and safetensors.
 

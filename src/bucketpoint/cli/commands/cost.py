@@ -9,13 +9,20 @@ import click
 
 from bucketpoint.cli import text
 from bucketpoint.cli.command import CommandResult, command
-from bucketpoint.cli.run_options import run_argument
+from bucketpoint.cli.options import run_argument
 
 if TYPE_CHECKING:
     from bucketpoint.catalog.catalog import Catalog
 
 LIST_PRICE = 0.023
 """Dollars for a GB-month: Amazon S3 Standard, us-east-1, first 50 TB (its pricing page, 2026)."""
+
+_TITLES = {
+    "now": "now",
+    "no_record": "of these without a record",
+    "tombstoned": "of these with a tombstone",
+    "what_if": "kept by the policy",
+}
 
 
 @command("cost")
@@ -33,7 +40,7 @@ LIST_PRICE = 0.023
     help="Policy file. Show also the size and cost of the checkpoints that the policy would keep.",
 )
 @run_argument
-def cost(catalog: Catalog, price: float, policy_file: str | None, as_json: bool) -> CommandResult:
+def cost(catalog: Catalog, price: float, policy_file: str | None) -> CommandResult:
     """Show the size and the monthly cost of a run's checkpoints.
 
     With --what-if, also those of the checkpoints that a policy leaves. Sizes come from the records, by three listings,
@@ -44,8 +51,8 @@ def cost(catalog: Catalog, price: float, policy_file: str | None, as_json: bool)
 
     snapshot = survey(catalog)
     going = snapshot.going()
-    others = [size_of(catalog, one.folder) for one in snapshot.unrecorded]
-    sizes = {(one.folder, one.id): sum(one.groups.values()) for one in snapshot.recorded}
+    others = [size_of(catalog, checkpoint.folder) for checkpoint in snapshot.unrecorded]
+    sizes = {(record.folder, record.id): sum(record.groups.values()) for record in snapshot.recorded}
     document: dict[str, Any] = {
         "root": catalog.url,
         "price": price,
@@ -70,14 +77,11 @@ def _taken(sizes: list[int], price: float) -> dict[str, Any]:
 
 
 def _lines(document: dict[str, Any]) -> Iterator[str]:
-    titles = {"now": "now", "no_record": "of these without a record", "tombstoned": "of these with a tombstone"}
-    titles["what_if"] = "kept by the policy"
-    if not document["no_record"]["checkpoints"]:
-        del titles["no_record"]
-    yield from text.table([_row(titles[name], document[name]) for name in titles if document[name]], indent=0)
+    rows = []
+    for name, title in _TITLES.items():
+        part = document[name]
+        if part and (name != "no_record" or part["checkpoints"]):
+            money = f"${part['dollars_a_month']:,.2f} a month"
+            rows.append((title, text.count(part["checkpoints"], "checkpoint"), text.size(part["bytes"]), money))
+    yield from text.table(rows, indent=0)
     yield f"at ${document['price']} a GB-month"
-
-
-def _row(title: str, taken: dict[str, Any]) -> tuple[str, ...]:
-    money = f"${taken['dollars_a_month']:,.2f} a month"
-    return title, text.count(taken["checkpoints"], "checkpoint"), text.size(taken["bytes"]), money

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from bucketpoint.cli import text
-from bucketpoint.cli.between import between_stores
 from bucketpoint.cli.command import CommandResult, command
+from bucketpoint.cli.options import between_stores
 
 if TYPE_CHECKING:
     from bucketpoint.checkpoint.verify import Verification
@@ -20,11 +20,9 @@ if TYPE_CHECKING:
 @click.argument("source")
 @click.argument("target", metavar="DESTINATION")
 @click.option("--overwrite", is_flag=True, help="Replace the checkpoint at the destination, if there is one.")
-@click.option("--dry-run", is_flag=True, help="Show what would be copied, and write nothing.")
 @click.option(
     "--verify", "verified", is_flag=True, help="Read the copy again after its commit, and check its checksums."
 )
-@click.option("--trusted", is_flag=True, help="Unpickle classes outside the allow-list, too. This can run any code.")
 @between_stores
 def cp(
     source: str,
@@ -36,7 +34,6 @@ def cp(
     progress: bool | None,
     here: Mapping[str, Any],
     there: Mapping[str, Any],
-    as_json: bool,
 ) -> CommandResult:
     """Copy a checkpoint from one URL to another, in any store.
 

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from bucketpoint.cli import text
-from bucketpoint.cli.command import Access, CommandResult, command, parse_options, store_options
+from bucketpoint.cli.command import Access, CommandResult, command, parse_options
+from bucketpoint.cli.options import trusted_option
 
 if TYPE_CHECKING:
     from bucketpoint.checkpoint.summary import Difference, Summary, SummaryEntry
@@ -20,17 +21,9 @@ if TYPE_CHECKING:
 @click.option("--values", is_flag=True, help="Compare values, too, by the checksums recorded at save.")
 @click.option("--a-option", multiple=True, metavar="NAME=VALUE", help="Storage option for A only.")
 @click.option("--b-option", multiple=True, metavar="NAME=VALUE", help="Storage option for B only.")
-@click.option("--trusted", is_flag=True, help="Unpickle classes outside the allow-list, too. This can run any code.")
-@store_options
+@trusted_option
 def diff(
-    a: str,
-    b: str,
-    values: bool,
-    a_option: Sequence[str],
-    b_option: Sequence[str],
-    trusted: bool,
-    access: Access,
-    as_json: bool,
+    a: str, b: str, values: bool, a_option: Sequence[str], b_option: Sequence[str], trusted: bool, access: Access
 ) -> CommandResult:
     """Show how two checkpoints differ: keys, dtypes, shapes, values.
 
@@ -46,9 +39,8 @@ def diff(
         for url, given in zip((a, b), options, strict=True)
     )
     changes = difference(left, right, values=values)
-    return CommandResult(
-        _document(left, right, changes, values=values), _lines(left, right, changes, values=values), changes.same
-    )
+    document = _document(left, right, changes, values=values)
+    return CommandResult(document, _lines(left, right, changes, values=values), changes.same)
 
 
 def _document(a: Summary, b: Summary, changes: Difference, *, values: bool) -> dict[str, Any]:

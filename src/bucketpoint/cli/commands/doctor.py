@@ -7,15 +7,16 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from bucketpoint.cli import text
-from bucketpoint.cli.command import Access, CommandResult, command, say, store_options
-from bucketpoint.cli.option_types import ByteCount
+from bucketpoint.cli.command import Access, CommandResult, as_json, command, say
+from bucketpoint.cli.options import ByteCount
 
 if TYPE_CHECKING:
-    from bucketpoint.doctor.bucket import Finding
     from bucketpoint.doctor.chaos import ChaosReport
     from bucketpoint.doctor.examine import Diagnosis
+    from bucketpoint.doctor.report import Finding
 
 _COLUMN = 20
+_STATUSES = ("ok", "warn", "fail", "skip")
 
 
 @command("doctor")
@@ -49,10 +50,7 @@ _COLUMN = 20
     show_default=True,
     help="With --chaos: number of saves, about 5 MiB each.",
 )
-@store_options
-def doctor(
-    url: str, size: int, role: str, chaos: bool, seed: int, saves: int, access: Access, as_json: bool
-) -> CommandResult:
+def doctor(url: str, size: int, role: str, chaos: bool, seed: int, saves: int, access: Access) -> CommandResult:
     """Check that a bucket or folder is fit for checkpoints.
 
     Also measures throughput and names the best settings. Tries, below URL, the requests of saves, loads and pruning:
@@ -66,33 +64,26 @@ def doctor(
     if chaos and role != "admin":
         raise click.UsageError("--chaos needs the role admin, because it saves, loads and deletes: leave out --role")
     store, prefix = open_store(url.rstrip("/") or url, storage_options=access.for_url(url))
-    told = (lambda finding: None) if as_json else _tell
-    found = examine(store, prefix, role=role, probe_bytes=size, told=told)
-    counts = {status: sum(one.status == status for one in found.findings) for status in ("ok", "warn", "fail", "skip")}
-    verdict = f"{'fit' if found.ok else 'NOT fit'} for {'checkpoints' if role == 'admin' else f'a {role}'}"
+    diagnosis = examine(store, prefix, role=role, probe_bytes=size, told=_tell)
+    counts = {status: sum(finding.status == status for finding in diagnosis.findings) for status in _STATUSES}
+    verdict = f"{'fit' if diagnosis.ok else 'NOT fit'} for {'checkpoints' if role == 'admin' else f'a {role}'}"
     last = f"{url} is {verdict}: {text.count(counts['warn'], 'warning')}, {text.count(counts['fail'], 'failure')}"
-    document = {"url": url, "role": role, "counts": counts, "left": list(found.left), **_document(found)}
+    document = {"url": url, "role": role, "counts": counts, "left": list(diagnosis.left), **_document(diagnosis)}
     if not chaos:
-        return CommandResult(document, [last], found.ok)
-    if not as_json:
-        say(last)
-    if not found.ok:
-        return CommandResult(
-            {**document, "chaos": None},
-            ["--chaos was not run, because saves fail here even without injected faults"],
-            False,
-        )
-    if any(one.check == "delete" and one.status != "ok" for one in found.findings):
-        return CommandResult(
-            {**document, "chaos": None},
-            ["--chaos was not run, because its checkpoints could not be deleted here"],
-            False,
-        )
-    report = _trial(url, seed, saves, access, quiet=as_json)
-    return CommandResult({**document, "chaos": _told(report)}, _chaos_lines(report), report.ok)
+        return CommandResult(document, [last], diagnosis.ok)
+    reason = None
+    if not diagnosis.ok:
+        reason = "saves fail here even without injected faults"
+    elif any(finding.check == "delete" and finding.status != "ok" for finding in diagnosis.findings):
+        reason = "its checkpoints could not be deleted here"
+    if reason is not None:
+        return CommandResult({**document, "chaos": None}, [last, f"--chaos was not run, because {reason}"], False)
+    _say_now(last)
+    report = _trial(url, seed, saves, access)
+    return CommandResult({**document, "chaos": vars(report)}, _chaos_lines(report), report.ok)
 
 
-def _trial(url: str, seed: int, saves: int, access: Access, *, quiet: bool) -> ChaosReport:
+def _trial(url: str, seed: int, saves: int, access: Access) -> ChaosReport:
     import logging
 
     from bucketpoint.doctor.chaos import chaos
@@ -100,24 +91,10 @@ def _trial(url: str, seed: int, saves: int, access: Access, *, quiet: bool) -> C
     # Errors caused by faults are counted in the report; DCP would also print a traceback for each of them.
     logging.disable(logging.ERROR)
     try:
-        told = (lambda line: None) if quiet else (lambda line: say(f"     {line}"))
-        return chaos(url, storage_options=access.for_url(url), seed=seed, saves=saves, told=told)
+        options = access.for_url(url)
+        return chaos(url, storage_options=options, seed=seed, saves=saves, told=lambda line: _say_now(f"     {line}"))
     finally:
         logging.disable(logging.NOTSET)
-
-
-def _told(report: ChaosReport) -> dict[str, Any]:
-    return {
-        "seed": report.seed,
-        "requests": report.requests,
-        "faults": dict(report.faults),
-        "committed": report.committed,
-        "refused": dict(report.refused),
-        "loaded": report.loaded,
-        "failed_loads": dict(report.failed_loads),
-        "losses": report.losses,
-        "left": report.left,
-    }
 
 
 def _chaos_lines(report: ChaosReport) -> list[str]:
@@ -127,36 +104,33 @@ def _chaos_lines(report: ChaosReport) -> list[str]:
     lines += [f"  {count:4}  {name}" for name, count in report.faults.most_common()]
     lines.append(f"{text.count(report.committed, 'save')} committed, {refused} raised an error")
     lines.append(f"{text.count(report.loaded, 'load')} returned the saved state, {failed} raised an error")
-    lines += [f"LOST: {one}" for one in report.losses]
+    lines += [f"LOST: {loss}" for loss in report.losses]
     if report.left:
         lines.append(f"{text.count(len(report.left), 'object')} could not be deleted, such as {report.left[0]}")
     return [*lines, "no checkpoint was lost" if report.ok else f"lost: {text.count(len(report.losses), 'checkpoint')}"]
 
 
+def _say_now(line: str) -> None:
+    """Print a line of text at once, since the rest may take a while."""
+    if not as_json():
+        say(line)
+
+
 def _tell(finding: Finding) -> None:
-    """Print a finding at once, since the throughput probe may take a while."""
-    say(f"{finding.status:<5}{finding.check:<{_COLUMN}}{finding.message}")
+    _say_now(f"{finding.status:<5}{finding.check:<{_COLUMN}}{finding.message}")
     if finding.remedy and finding.status in ("warn", "fail"):
-        say(f"{'':<{5 + _COLUMN}}{finding.remedy}")
+        _say_now(f"{'':<{5 + _COLUMN}}{finding.remedy}")
 
 
-def _document(found: Diagnosis) -> dict[str, Any]:
-    findings = [
-        {"check": one.check, "status": one.status, "message": one.message, "remedy": one.remedy}
-        for one in found.findings
-    ]
-    if found.speed is None:
-        return {"findings": findings, "throughput": None}
-    advised = found.speed.advice(0)
-    return {
-        "findings": findings,
-        "throughput": {
-            "latency_s": found.speed.latency_s,
-            "moved_bytes": found.speed.moved_bytes,
-            "levels": [
-                {"connections": level.connections, "up": level.up, "down": level.down} for level in found.speed.levels
-            ],
+def _document(diagnosis: Diagnosis) -> dict[str, Any]:
+    throughput = None
+    if diagnosis.speed is not None:
+        advised = diagnosis.speed.advice(0)
+        throughput = {
+            "latency_s": diagnosis.speed.latency_s,
+            "moved_bytes": diagnosis.speed.moved_bytes,
+            "levels": [vars(level) for level in diagnosis.speed.levels],
             "part_bytes": advised.part_bytes,
             "connections": advised.connections,
-        },
-    }
+        }
+    return {"findings": [vars(finding) for finding in diagnosis.findings], "throughput": throughput}

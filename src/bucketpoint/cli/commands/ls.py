@@ -10,7 +10,7 @@ import click
 
 from bucketpoint.cli import text
 from bucketpoint.cli.command import CommandResult, command
-from bucketpoint.cli.run_options import run_argument
+from bucketpoint.cli.options import run_argument
 
 if TYPE_CHECKING:
     from bucketpoint.catalog.catalog import Catalog
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     "--all", "everything", is_flag=True, help="List also saves that are under way or died before their commit."
 )
 @run_argument
-def ls(catalog: Catalog, everything: bool, as_json: bool) -> CommandResult:
+def ls(catalog: Catalog, everything: bool) -> CommandResult:
     """List a run's checkpoints with sizes, metrics and holds.
 
     The oldest comes first. Holds are: pinned, leased, restored from. Pending deletions are shown, too. Takes three
@@ -35,8 +35,8 @@ def ls(catalog: Catalog, everything: bool, as_json: bool) -> CommandResult:
     document: dict[str, Any] = {"root": catalog.url, "run": min(snapshot.runs, default=None), "checkpoints": rows}
     if everything:
         document["attempts"] = [
-            {"step": one.step, "url": catalog.url_of_folder(one.folder), "token": one.token, "started": one.started}
-            for one in snapshot.attempts
+            {"step": save.step, "url": catalog.url_of_folder(save.folder), "token": save.token, "started": save.started}
+            for save in snapshot.attempts
         ]
     return CommandResult(document, _lines(document))
 
@@ -48,20 +48,20 @@ def json_number(value: float) -> float | str:
 
 def _rows(snapshot: Snapshot, catalog: Catalog) -> Iterator[dict[str, Any]]:
     metrics, held = snapshot.metrics(), snapshot.held()
-    going = {(one.folder, one.id): one for one in snapshot.notes.tombstones if not one.undone}
-    for one in snapshot.checkpoints:
-        tombstone = going.get((one.folder, one.id))
+    tombstones = {(note.folder, note.id): note for note in snapshot.notes.tombstones if not note.undone}
+    for saved in snapshot.checkpoints:
+        tombstone = tombstones.get((saved.folder, saved.id))
         yield {
-            "step": one.step,
-            "url": catalog.url_of_folder(one.folder),
-            "created": one.created,
-            "recorded": one.key is not None,
-            "kind": one.kind,
-            "bytes": sum(one.groups.values()) if one.key is not None else None,
-            "groups": dict(one.groups),
-            "token": one.id or None,
-            "metrics": {name: json_number(value) for name, value in sorted(metrics.get(one.step, {}).items())},
-            "held": sorted(held.get(one.step, ())),
+            "step": saved.step,
+            "url": catalog.url_of_folder(saved.folder),
+            "created": saved.created,
+            "recorded": saved.key is not None,
+            "kind": saved.kind,
+            "bytes": sum(saved.groups.values()) if saved.key is not None else None,
+            "groups": dict(saved.groups),
+            "token": saved.id or None,
+            "metrics": {name: json_number(value) for name, value in sorted(metrics.get(saved.step, {}).items())},
+            "held": sorted(held.get(saved.step, ())),
             "tombstone": {"action": tombstone.action, "due": tombstone.due} if tombstone is not None else None,
         }
 
@@ -71,18 +71,14 @@ def _lines(document: dict[str, Any]) -> Iterator[str]:
     if not rows:
         yield f"{document['root']} has no committed checkpoint; --all lists saves that are under way or died"
     else:
-        yield from text.table(
-            [("step", "saved", "kind", "size", "metrics", ""), *map(_row, rows)],
-            indent=0,
-        )
-        total = sum(row["bytes"] or 0 for row in rows)
+        yield from text.table([("step", "saved", "kind", "size", "metrics", ""), *map(_row, rows)], indent=0)
+        total = text.size(sum(row["bytes"] or 0 for row in rows))
         missing = sum(not row["recorded"] for row in rows)
-        yield f"{text.count(len(rows), 'checkpoint')}, {text.size(total)}" + (
-            ", and more of unknown size" if missing else ""
-        )
+        more = ", and more of unknown size" if missing else ""
+        yield f"{text.count(len(rows), 'checkpoint')}, {total}{more}"
         yield from unrecorded_lines(document["root"], missing)
-    for one in document.get("attempts", ()):
-        yield f"step {one['step']}: a save began {text.when(one['started'])} and has not committed"
+    for save in document.get("attempts", ()):
+        yield f"step {save['step']}: a save began {text.when(save['started'])} and has not committed"
 
 
 def _row(row: dict[str, Any]) -> tuple[str, ...]:
@@ -91,8 +87,7 @@ def _row(row: dict[str, Any]) -> tuple[str, ...]:
         gone = "deleted" if row["tombstone"]["action"] == "delete" else "thinned"
         marks.append(f"to be {gone} after {text.when(row['tombstone']['due'])}")
     metrics = " ".join(
-        f"{name}={value:.6g}" if isinstance(value, float) else f"{name}={value}"
-        for name, value in row["metrics"].items()
+        f"{name}={f'{value:.6g}' if isinstance(value, float) else value}" for name, value in row["metrics"].items()
     )
     size = "unknown" if row["bytes"] is None else text.size(row["bytes"])
     return str(row["step"]), text.when(row["created"]), row["kind"], size, metrics, ", ".join(marks)

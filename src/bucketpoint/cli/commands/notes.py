@@ -10,8 +10,8 @@ import click
 from bucketpoint.cli import text
 from bucketpoint.cli.command import CommandResult, command
 from bucketpoint.cli.commands.ls import json_number
-from bucketpoint.cli.option_types import Age
-from bucketpoint.cli.run_options import run_argument
+from bucketpoint.cli.options import Age, run_argument
+from bucketpoint.errors import CheckpointNotFoundError
 
 if TYPE_CHECKING:
     from bucketpoint.catalog.catalog import Catalog
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 @command("name")
 @run_argument
 @click.argument("run_name", metavar="NAME")
-def name(catalog: Catalog, run_name: str, as_json: bool) -> CommandResult:
+def name(catalog: Catalog, run_name: str) -> CommandResult:
     """Give a name to a run that was started without one.
 
     From then on only jobs whose policy says run: NAME save, restore and prune here. Exits with 1 if the run has another
@@ -32,8 +32,8 @@ def name(catalog: Catalog, run_name: str, as_json: bool) -> CommandResult:
     # Building a policy checks the name: names that policies accept are accepted here.
     RetentionPolicy(Keep(latest=1), run=run_name)
     owner = name_run(catalog, run_name)
-    said = f"{catalog.url} belongs to run {owner}"
-    return CommandResult({"root": catalog.url, "run": owner}, [said], ok=owner == run_name)
+    document = {"root": catalog.url, "run": owner}
+    return CommandResult(document, [f"{catalog.url} belongs to run {owner}"], ok=owner == run_name)
 
 
 @command("pin")
@@ -41,12 +41,15 @@ def name(catalog: Catalog, run_name: str, as_json: bool) -> CommandResult:
 @click.argument("step", type=click.IntRange(min=0))
 @click.option("--reason", default="", help="Reason for the pin, for other people to read.")
 @click.option("--expires", type=Age(), help="Duration after which the pin ends, such as 7d.")
-def pin(catalog: Catalog, step: int, reason: str, expires: float | None, as_json: bool) -> CommandResult:
+def pin(catalog: Catalog, step: int, reason: str, expires: float | None) -> CommandResult:
     """Pin a step, so that no policy deletes it until it is unpinned. Withdraws a tombstone that the step has."""
     from bucketpoint.catalog import notes
 
     until = catalog.clock() + expires if expires is not None else None
-    _must_be_there(catalog, step)
+    if not _is_there(catalog, step):
+        raise CheckpointNotFoundError(
+            f"There is no checkpoint of step {step}", url=catalog.url, remedy="`bucketpoint ls` lists the steps"
+        )
     name = notes.pin(catalog, step, reason=reason, expires=until)
     line = f"step {step} is pinned" + (f" until {text.when(until)}" if until is not None else "") + f": {name}"
     return CommandResult({"step": step, "pin": name, "expires": until, "reason": reason}, [line])
@@ -56,20 +59,19 @@ def pin(catalog: Catalog, step: int, reason: str, expires: float | None, as_json
 @run_argument
 @click.argument("step", type=click.IntRange(min=0))
 @click.argument("pin_id", required=False)
-def unpin(catalog: Catalog, step: int, pin_id: str | None, as_json: bool) -> CommandResult:
+def unpin(catalog: Catalog, step: int, pin_id: str | None) -> CommandResult:
     """Remove all pins of a step, or the one that PIN_ID names. Exits with 1 if there is none."""
     from bucketpoint.catalog import notes
 
     count = notes.unpin(catalog, step, pin_id)
-    return CommandResult(
-        {"step": step, "removed": count}, [f"{text.count(count, 'pin')} of step {step} removed"], ok=count > 0
-    )
+    line = f"{text.count(count, 'pin')} of step {step} removed"
+    return CommandResult({"step": step, "removed": count}, [line], ok=count > 0)
 
 
 @command("undo")
 @run_argument
 @click.argument("step", type=click.IntRange(min=0))
-def undo(catalog: Catalog, step: int, as_json: bool) -> CommandResult:
+def undo(catalog: Catalog, step: int) -> CommandResult:
     """Withdraw the tombstone of a step during its grace period.
 
     The next prune decides anew about the step: pin it to keep it. Exits with 1 if there is no tombstone.
@@ -77,15 +79,15 @@ def undo(catalog: Catalog, step: int, as_json: bool) -> CommandResult:
     from bucketpoint.catalog import tombstones
 
     count = tombstones.undo(catalog, step)
-    said = f"the tombstone of step {step} is withdrawn" if count else f"step {step} has no tombstone"
-    return CommandResult({"step": step, "undone": count}, [said], ok=count > 0)
+    line = f"the tombstone of step {step} is withdrawn" if count else f"step {step} has no tombstone"
+    return CommandResult({"step": step, "undone": count}, [line], ok=count > 0)
 
 
 @command("report")
 @run_argument
 @click.argument("step", type=click.IntRange(min=0))
 @click.argument("metrics", nargs=-1, required=True, metavar="NAME=VALUE...")
-def report(catalog: Catalog, step: int, metrics: Sequence[str], as_json: bool) -> CommandResult:
+def report(catalog: Catalog, step: int, metrics: Sequence[str]) -> CommandResult:
     """Note metrics of a step. Metrics may be noted at any time. `best` rules use the last value of each metric."""
     from bucketpoint.catalog import notes
 
@@ -95,35 +97,25 @@ def report(catalog: Catalog, step: int, metrics: Sequence[str], as_json: bool) -
     lines = [f"step {step}: " + ", ".join(f"{name}={value!r}" for name, value in values.items())]
     if not there:
         lines.append(f"there is no checkpoint of step {step} yet; a later one gets these metrics")
-    told = {name: json_number(value) for name, value in values.items()}
-    return CommandResult({"step": step, "metrics": told, "checkpoint": there}, lines)
+    numbers = {name: json_number(value) for name, value in values.items()}
+    return CommandResult({"step": step, "metrics": numbers, "checkpoint": there}, lines)
 
 
 def _pair(text: str) -> tuple[str, float]:
-    name, equals, value = text.rpartition("=")
+    name, _, value = text.rpartition("=")
     try:
-        return (name, float(value)) if equals and name else _wrong(text)
+        number = float(value)
     except ValueError:
-        return _wrong(text)
-
-
-def _wrong(text: str) -> tuple[str, float]:
-    raise click.BadParameter(
-        f"{text!r} is not a metric: write NAME=VALUE, such as eval/loss=1.23", param_hint="NAME=VALUE"
-    )
-
-
-def _must_be_there(catalog: Catalog, step: int) -> None:
-    from bucketpoint.errors import CheckpointNotFoundError
-
-    if not _is_there(catalog, step):
-        raise CheckpointNotFoundError(
-            f"There is no checkpoint of step {step}", url=catalog.url, remedy="`bucketpoint ls` lists the steps"
+        name = ""
+    if not name:
+        raise click.BadParameter(
+            f"{text!r} is not a metric: write NAME=VALUE, such as eval/loss=1.23", param_hint="NAME=VALUE"
         )
+    return name, number
 
 
 def _is_there(catalog: Catalog, step: int) -> bool:
     snapshot = catalog.steps()
-    if any(one.step == step for one in snapshot.checkpoints):
+    if any(saved.step == step for saved in snapshot.checkpoints):
         return True
-    return any(one.step == step for one in catalog.with_unrecorded(snapshot).checkpoints)
+    return any(saved.step == step for saved in catalog.with_unrecorded(snapshot).checkpoints)

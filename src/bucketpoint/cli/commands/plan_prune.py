@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,15 +12,21 @@ import click
 from bucketpoint.cli import text
 from bucketpoint.cli.command import CommandResult, command
 from bucketpoint.cli.commands.ls import unrecorded_lines
-from bucketpoint.cli.progress_line import progress_option, watched
-from bucketpoint.cli.run_options import policy_argument
+from bucketpoint.cli.options import policy_argument, progress_option
+from bucketpoint.cli.progress_line import watched
 from bucketpoint.errors import BucketpointError
 
 if TYPE_CHECKING:
     from bucketpoint.catalog.catalog import Catalog
-    from bucketpoint.catalog.prune_report import Pruned
     from bucketpoint.catalog.snapshot import Snapshot
     from bucketpoint.retention import Plan, RetentionPolicy, Verdict
+
+_OUTCOMES = {
+    "tombstones": "got a tombstone",
+    "deleted": "deleted",
+    "thinned": "thinned to its weights",
+    "withdrawn": "lost its tombstone, because it is held or was saved again",
+}
 
 
 @command("plan")
@@ -32,7 +38,7 @@ if TYPE_CHECKING:
     help="Write a picture of the plan to this SVG file.",
 )
 @policy_argument
-def plan(policy: RetentionPolicy, catalog: Catalog, picture: str | None, as_json: bool) -> CommandResult:
+def plan(policy: RetentionPolicy, catalog: Catalog, picture: str | None) -> CommandResult:
     """Show which checkpoints a policy keeps or deletes, and why.
 
     Changes nothing in the run. Each kept checkpoint is listed with all its reasons, each deleted one with the rule that
@@ -45,15 +51,15 @@ def plan(policy: RetentionPolicy, catalog: Catalog, picture: str | None, as_json
     if picture is not None and not picture.endswith(".svg"):
         raise click.BadParameter(f"{picture!r} does not end in .svg, and SVG is the only format", param_hint="--plot")
     snapshot = survey(catalog)
-    made, verdict = judged(policy, snapshot.rows())
+    planned, verdict = judged(policy, snapshot.rows())
     judgement = {"allowed": verdict.allowed, "unasked": verdict.unasked, "verdict": verdict.why}
-    document = {"root": catalog.url, **made.to_dict(), **judgement, **_beside(policy, catalog, snapshot)}
+    document = {"root": catalog.url, **planned.to_dict(), **judgement, **_beside(policy, catalog, snapshot)}
     # The engine's version of the plan's form, next to the version of the command's document.
     document["plan_version"] = document.pop("version")
     document["plot"] = picture
     if picture is not None:
-        _draw(made, catalog.url, picture)
-    return CommandResult(document, _plan_lines(made, verdict, document, picture), ok=verdict.allowed)
+        _draw(planned, catalog.url, picture)
+    return CommandResult(document, _plan_lines(planned, verdict, document, picture), ok=verdict.allowed)
 
 
 @command("prune")
@@ -61,9 +67,7 @@ def plan(policy: RetentionPolicy, catalog: Catalog, picture: str | None, as_json
 @click.option("--yes", is_flag=True, help="Carry out the whole plan, even if the circuit breaker (max_delete) refuses.")
 @progress_option
 @policy_argument
-def prune(
-    policy: RetentionPolicy, catalog: Catalog, dry_run: bool, yes: bool, progress: bool | None, as_json: bool
-) -> CommandResult:
+def prune(policy: RetentionPolicy, catalog: Catalog, dry_run: bool, yes: bool, progress: bool | None) -> CommandResult:
     """Carry out a policy once: write tombstones, delete what is due.
 
     Checkpoints that the policy deletes or thins get a tombstone first, and go once their grace period is over. Safe
@@ -77,36 +81,42 @@ def prune(
 
     # Survey before the lock is written: writing the lock would create a mistyped root.
     snapshot = survey(catalog)
-    others = _unrecorded(catalog, snapshot)
+    beside = _beside(policy, catalog, snapshot)
     if dry_run:
-        made, verdict = judged(policy, snapshot.rows())
-        judgement = {"dry_run": True, **_counts(made), "verdict": verdict.why}
-        document = {"root": catalog.url, **judgement, **_beside(policy, catalog, snapshot)}
-        return CommandResult(document, _plan_lines(made, verdict, document), ok=verdict.allowed or yes)
+        planned, verdict = judged(policy, snapshot.rows())
+        summary = planned.to_dict()["summary"]
+        document = {"root": catalog.url, "dry_run": True, **summary, "verdict": verdict.why, **beside}
+        return CommandResult(document, _plan_lines(planned, verdict, document), ok=verdict.allowed or yes)
     with watched(catalog, progress) as at:
         done = prune_by(at, policy, holder=holder_name(), force=yes)
+    pruned = done.done
     refused = done.verdict is not None and not done.verdict.allowed and not yes
     document = {
         "root": catalog.url,
         "dry_run": False,
-        "stopped": done.done.stopped,
+        "stopped": pruned.stopped,
         "verdict": done.verdict.why if done.verdict is not None else None,
-        **_done(done.done),
-        "unrecorded": others,
+        "tombstones": _named(pruned.buried),
+        "deleted": _named(pruned.deleted),
+        "thinned": _named(pruned.thinned),
+        "withdrawn": _named(pruned.withdrawn),
+        "refused": [{"step": step, "token": token, "why": why} for (step, token), why in pruned.refused.items()],
+        "failures": [vars(failure) for failure in pruned.failures],
+        "unrecorded": beside["unrecorded"],
     }
-    fine = done.done.stopped is None and not refused and not done.done.failures
+    fine = pruned.stopped is None and not refused and not pruned.failures
     return CommandResult(document, _done_lines(document, refused=refused), ok=fine)
 
 
-def _counts(made: Plan) -> dict[str, Any]:
-    return dict(made.to_dict()["summary"])
+def _named(checkpoints: Iterable[tuple[int, str]]) -> list[dict[str, Any]]:
+    return [{"step": step, "token": token} for step, token in checkpoints]
 
 
-def _draw(made: Plan, root: str, picture: str) -> None:
+def _draw(plan: Plan, root: str, picture: str) -> None:
     from bucketpoint.cli.plot import svg
 
     try:
-        Path(picture).write_text(svg(made, root), encoding="utf-8")
+        Path(picture).write_text(svg(plan, root), encoding="utf-8")
     except OSError as error:
         raise BucketpointError(
             f"The picture cannot be written: {error}",
@@ -115,48 +125,44 @@ def _draw(made: Plan, root: str, picture: str) -> None:
         ) from error
 
 
-def _unrecorded(catalog: Catalog, snapshot: Snapshot) -> list[str]:
-    return [catalog.url_of_folder(one.folder) for one in snapshot.unrecorded]
-
-
 def _beside(policy: RetentionPolicy, catalog: Catalog, snapshot: Snapshot) -> dict[str, Any]:
     """Return the checkpoints outside of all rules: those with a tombstone, and those without a record."""
     rows = {(row.step, row.id) for row in snapshot.rows()}
-    known = {(one.folder, one.id): one for one in snapshot.recorded}
+    sizes = {(record.folder, record.id): sum(record.groups.values()) for record in snapshot.recorded}
     now = catalog.clock()
     waiting = [
         {
-            "step": one.step,
-            "token": one.id,
-            "action": one.action,
-            "due": one.due,
-            "is_due": one.begun or one.due <= now,
-            "bytes": sum(known[one.folder, one.id].groups.values()),
+            "step": note.step,
+            "token": note.id,
+            "action": note.action,
+            "due": note.due,
+            "is_due": note.begun or note.due <= now,
+            "bytes": sizes[note.folder, note.id],
         }
-        for one in snapshot.notes.tombstones
-        if not one.undone and (one.folder, one.id) in known and (one.step, one.id) not in rows
+        for note in snapshot.notes.tombstones
+        if not note.undone and (note.folder, note.id) in sizes and (note.step, note.id) not in rows
     ]
     return {
         "grace_s": policy.prune.grace.total_seconds(),
         "waiting": waiting,
-        "unrecorded": _unrecorded(catalog, snapshot),
+        "unrecorded": [catalog.url_of_folder(saved.folder) for saved in snapshot.unrecorded],
     }
 
 
-def _plan_lines(made: Plan, verdict: Verdict, document: dict[str, Any], picture: str | None = None) -> Iterator[str]:
-    for one in made.entries:
-        why = "; ".join(map(str, one.reasons)) if one.action == "keep" else str(one.miss)
-        yield f"{one.action:<7}step {one.row.step}  {text.size(one.row.bytes)}  {why}"
-    for one in document["waiting"]:
-        when = "at the next prune" if one["is_due"] else f"after {text.when(one['due'])}"
-        yield f"{one['action']:<7}step {one['step']}  {text.size(one['bytes'])}  has a tombstone, is due {when}"
+def _plan_lines(plan: Plan, verdict: Verdict, document: dict[str, Any], picture: str | None = None) -> Iterator[str]:
     from bucketpoint.retention.setting_types import written
 
-    kept, thinned, deleted = len(made.kept), len(made.thinned), len(made.deleted)
+    for entry in plan.entries:
+        why = "; ".join(map(str, entry.reasons)) if entry.action == "keep" else str(entry.miss)
+        yield f"{entry.action:<7}step {entry.row.step}  {text.size(entry.row.bytes)}  {why}"
+    for note in document["waiting"]:
+        when = "at the next prune" if note["is_due"] else f"after {text.when(note['due'])}"
+        yield f"{note['action']:<7}step {note['step']}  {text.size(note['bytes'])}  has a tombstone, is due {when}"
+    kept, thinned, deleted = len(plan.kept), len(plan.thinned), len(plan.deleted)
     grace = written(timedelta(seconds=document["grace_s"]))
     later = f", {grace} after they get a tombstone" if document["grace_s"] and (thinned or deleted) else ""
-    yield f"{kept} kept, {thinned} thinned, {deleted} deleted: {text.size(made.freed_bytes)} freed{later}"
-    due = [one["bytes"] for one in document["waiting"] if one["is_due"] and one["action"] == "delete"]
+    yield f"{kept} kept, {thinned} thinned, {deleted} deleted: {text.size(plan.freed_bytes)} freed{later}"
+    due = [note["bytes"] for note in document["waiting"] if note["is_due"] and note["action"] == "delete"]
     if due:
         which = text.count(len(due), "checkpoint")
         yield f"the tombstones of {which} are due: the next prune frees {text.size(sum(due))}"
@@ -170,20 +176,6 @@ def _plan_lines(made: Plan, verdict: Verdict, document: dict[str, Any], picture:
         )
 
 
-def _done(done: Pruned) -> dict[str, Any]:
-    def named(ones: list[tuple[int, str]]) -> list[dict[str, Any]]:
-        return [{"step": step, "token": token} for step, token in ones]
-
-    return {
-        "tombstones": named(done.buried),
-        "deleted": named(done.deleted),
-        "thinned": named(done.thinned),
-        "withdrawn": named(done.withdrawn),
-        "refused": [{"step": step, "token": token, "why": why} for (step, token), why in done.refused.items()],
-        "failures": [{"key": one.key, "code": one.code, "message": one.message} for one in done.failures],
-    }
-
-
 def _done_lines(document: dict[str, Any], *, refused: bool) -> Iterator[str]:
     if document["stopped"] is not None:
         yield f"nothing was pruned: {document['stopped']}"
@@ -193,23 +185,10 @@ def _done_lines(document: dict[str, Any], *, refused: bool) -> Iterator[str]:
             f"REFUSED: {document['verdict']}, so this prune is limited to a few checkpoints. `bucketpoint plan` shows "
             "the whole plan; `bucketpoint prune --yes` carries it out"
         )
-    told = {
-        "tombstones": "got a tombstone",
-        "deleted": "deleted",
-        "thinned": "thinned to its weights",
-        "withdrawn": "lost its tombstone, because it is held or was saved again",
-    }
-    quiet = True
-    for name, words in told.items():
-        for one in document[name]:
-            quiet = False
-            yield f"step {one['step']} {words}"
-    for one in document["refused"]:
-        quiet = False
-        yield f"step {one['step']} was not deleted: {one['why']}"
-    for one in document["failures"]:
-        quiet = False
-        yield f"not deleted: {one['key']} ({one['code']} {one['message']}); the next prune tries it again"
-    if quiet and not refused:
+    lines = [f"step {entry['step']} {words}" for name, words in _OUTCOMES.items() for entry in document[name]]
+    lines += [f"step {entry['step']} was not deleted: {entry['why']}" for entry in document["refused"]]
+    lines += [text.not_deleted(failure, "; the next prune tries it again") for failure in document["failures"]]
+    yield from lines
+    if not lines and not refused:
         yield "nothing to do"
     yield from unrecorded_lines(document["root"], len(document["unrecorded"]))

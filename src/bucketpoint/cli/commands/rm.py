@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from bucketpoint.cli import text
-from bucketpoint.cli.command import Access, CommandResult, command, store_options
+from bucketpoint.cli.command import Access, CommandResult, as_json, command
 
 if TYPE_CHECKING:
     from bucketpoint.catalog.deletion.remove import Removal
@@ -23,8 +23,7 @@ if TYPE_CHECKING:
 @click.option(
     "--force", is_flag=True, help="Delete the checkpoint even if it is pinned, in use, or the newest whole one."
 )
-@store_options
-def rm(url: str, dry_run: bool, yes: bool, force: bool, access: Access, as_json: bool) -> CommandResult:
+def rm(url: str, dry_run: bool, yes: bool, force: bool, access: Access) -> CommandResult:
     """Delete one checkpoint. Asks for confirmation first.
 
     The checkpoint may have a record or none, and any writer may have saved it. Deletes as a prune does: first the
@@ -37,14 +36,14 @@ def rm(url: str, dry_run: bool, yes: bool, force: bool, access: Access, as_json:
     removal = plan_removal(url, storage_options=access.for_url(url))
     if dry_run or (removal.reasons and not force):
         return _answer(removal, None, dry_run=dry_run, refused=None if force else _joined(removal))
-    if not yes and not _agreed(removal, as_json=as_json):
+    if not yes and not _agreed(removal):
         return _answer(removal, None, dry_run=False, refused="the deletion was not confirmed")
     done = remove(removal, holder=holder_name(), force=force)
     return _answer(removal, done, dry_run=False, refused=_why_not(done))
 
 
-def _agreed(removal: Removal, *, as_json: bool) -> bool:
-    if as_json or not sys.stdin.isatty():
+def _agreed(removal: Removal) -> bool:
+    if as_json() or not sys.stdin.isatty():
         raise click.UsageError("There is no terminal to ask for confirmation on: pass --yes")
     warning = f" ALTHOUGH {_joined(removal)}" if removal.reasons else ""
     return click.confirm(text.printable(f"Delete {_what(removal)}{warning}?"), err=True)
@@ -74,7 +73,7 @@ def _answer(removal: Removal, done: Pruned | None, *, dry_run: bool, refused: st
         "dry_run": dry_run,
         "deleted": done is not None and bool(done.deleted),
         "refused": refused,
-        "failures": [{"key": failure.key, "code": failure.code, "message": failure.message} for failure in failures],
+        "failures": [vars(failure) for failure in failures],
     }
     return CommandResult(document, _lines(removal, document), ok=refused is None and not failures)
 
@@ -88,7 +87,7 @@ def _lines(removal: Removal, document: dict[str, Any]) -> Iterator[str]:
         forced = "; --force deletes it anyway" if removal.reasons else ""
         yield f"not deleted: {_what(removal)}: {document['refused']}{forced}"
     for failure in document["failures"]:
-        yield f"not deleted: {failure['key']} ({failure['code']} {failure['message']}); the next prune tries it again"
+        yield text.not_deleted(failure, "; the next prune tries it again")
 
 
 def _what(removal: Removal) -> str:

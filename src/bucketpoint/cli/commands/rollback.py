@@ -8,8 +8,7 @@ import click
 
 from bucketpoint.cli import text
 from bucketpoint.cli.command import CommandResult, command
-from bucketpoint.cli.option_types import Age
-from bucketpoint.cli.run_options import run_argument
+from bucketpoint.cli.options import Age, run_argument
 
 if TYPE_CHECKING:
     from bucketpoint.catalog.catalog import Catalog
@@ -26,7 +25,7 @@ if TYPE_CHECKING:
     help="Grace period before newer checkpoints are deleted.",
 )
 @click.option("--dry-run", is_flag=True, help="Show what would be done, and change nothing.")
-def rollback(catalog: Catalog, step: int, grace: float, dry_run: bool, as_json: bool) -> CommandResult:
+def rollback(catalog: Catalog, step: int, grace: float, dry_run: bool) -> CommandResult:
     """Roll a run back to a step: newer checkpoints are to be deleted.
 
     Every newer checkpoint gets a tombstone, and the next restore finds this step. End the job first, or it saves newer
@@ -43,12 +42,12 @@ def rollback(catalog: Catalog, step: int, grace: float, dry_run: bool, as_json: 
         "dry_run": dry_run,
         "tombstones": list(done.steps),
         "due": done.due,
-        "held": [{"step": one, "why": why} for one, why in done.held],
+        "held": [{"step": newer, "why": why} for newer, why in done.held],
     }
     words = "would be deleted" if dry_run else "will be deleted"
-    lines = [f"step {one} {words} after {text.when(done.due)}" for one in done.steps]
+    lines = [f"step {newer} {words} after {text.when(done.due)}" for newer in done.steps]
     lines += [
-        f"step {one} stays, because it is {why}: until that ends, a restore finds this step" for one, why in done.held
+        f"step {newer} stays, because it is {why}: until that ends, a restore finds it" for newer, why in done.held
     ]
     if not done.held:
         lines.append(f"the next restore {'would load' if dry_run else 'loads'} step {step}")

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from bucketpoint.cli import text
-from bucketpoint.cli.command import Access, CommandResult, command, store_options
+from bucketpoint.cli.command import Access, CommandResult, command
+from bucketpoint.cli.options import trusted_option
 
 if TYPE_CHECKING:
     from bucketpoint.checkpoint.summary import Summary, SummaryEntry
@@ -19,9 +20,8 @@ LARGEST = 10
 @command("show")
 @click.argument("url")
 @click.option("--tensors", is_flag=True, help="List every key of the state, not only the largest tensors.")
-@click.option("--trusted", is_flag=True, help="Unpickle classes outside the allow-list, too. This can run any code.")
-@store_options
-def show(url: str, tensors: bool, trusted: bool, access: Access, as_json: bool) -> CommandResult:
+@trusted_option
+def show(url: str, tensors: bool, trusted: bool, access: Access) -> CommandResult:
     """Describe a checkpoint: time, writer, size and content.
 
     Reads only `.metadata`.
@@ -30,7 +30,7 @@ def show(url: str, tensors: bool, trusted: bool, access: Access, as_json: bool) 
     from bucketpoint.checkpoint.summary import summarise
 
     summary = summarise(open_checkpoint(url, storage_options=access.for_url(url), trusted=trusted, plain=True))
-    return CommandResult(_document(summary, whole=tensors), _lines(summary, whole=tensors))
+    return CommandResult(_document(summary, tensors), _lines(summary, tensors))
 
 
 def entry_document(entry: SummaryEntry) -> dict[str, Any]:
@@ -45,9 +45,8 @@ def entry_document(entry: SummaryEntry) -> dict[str, Any]:
     }
 
 
-def _document(summary: Summary, *, whole: bool) -> dict[str, Any]:
+def _document(summary: Summary, whole: bool) -> dict[str, Any]:
     record = summary.record
-    listed = list(summary.entries.values()) if whole else _largest(summary)
     return {
         "url": summary.url,
         "writer": "bucketpoint" if summary.ours else "other",
@@ -66,16 +65,16 @@ def _document(summary: Summary, *, whole: bool) -> dict[str, Any]:
         "tensors": record.tensors,
         "groups": summary.groups,
         "dtypes": {name: {"tensors": count, "bytes": nbytes} for name, (count, nbytes) in summary.by_dtype().items()},
-        "entries" if whole else "largest": [entry_document(entry) for entry in listed],
+        "entries" if whole else "largest": [entry_document(entry) for entry in _listed(summary, whole)],
     }
 
 
-def _lines(summary: Summary, *, whole: bool) -> Iterator[str]:
+def _lines(summary: Summary, whole: bool) -> Iterator[str]:
     record = summary.record
     yield summary.url
     rows = [("saved", text.when(record.created if record.created is not None else summary.modified))]
-    by = f"bucketpoint {record.bucketpoint}, torch {record.torch}" if summary.ours else "another writer"
-    rows.append(("writer", by + (f", token {record.token}" if record.token else "")))
+    writer = f"bucketpoint {record.bucketpoint}, torch {record.torch}" if summary.ours else "another writer"
+    rows.append(("writer", writer + (f", token {record.token}" if record.token else "")))
     if summary.copied_from:
         rows.append(("copied from", summary.copied_from))
     rows.append(("ranks", "not recorded" if record.world_size is None else f"{record.world_size:,}"))
@@ -86,7 +85,7 @@ def _lines(summary: Summary, *, whole: bool) -> Iterator[str]:
     rows.append(("tensors", f"{record.tensors:,}: {_joined(kinds)}" if record.tensors else "none"))
     rows.append(("other keys", f"{len(summary.entries) - record.tensors:,}"))
     yield from text.table(rows)
-    listed = list(summary.entries.values()) if whole else _largest(summary)
+    listed = _listed(summary, whole)
     if listed:
         yield "all keys" if whole else "largest tensors"
         yield from text.table(map(_row, listed))
@@ -97,7 +96,9 @@ def _row(entry: SummaryEntry) -> tuple[str, ...]:
     return entry.fqn, kind, shape, text.size(entry.nbytes), text.count(entry.chunks, "chunk"), entry.group
 
 
-def _largest(summary: Summary) -> list[SummaryEntry]:
+def _listed(summary: Summary, whole: bool) -> list[SummaryEntry]:
+    if whole:
+        return list(summary.entries.values())
     return sorted(summary.tensors, key=lambda entry: (-entry.nbytes, entry.fqn))[:LARGEST]
 
 

@@ -9,9 +9,8 @@ import click
 
 from bucketpoint.cli import text
 from bucketpoint.cli.command import CommandResult, command
-from bucketpoint.cli.option_types import Age
-from bucketpoint.cli.progress_line import progress_option, watched
-from bucketpoint.cli.run_options import run_argument
+from bucketpoint.cli.options import Age, progress_option, run_argument
+from bucketpoint.cli.progress_line import watched
 
 if TYPE_CHECKING:
     from bucketpoint.catalog.catalog import Catalog
@@ -33,9 +32,7 @@ if TYPE_CHECKING:
 @click.option("--dry-run", is_flag=True, help="Show what would be deleted, and delete nothing.")
 @progress_option
 @run_argument
-def gc(
-    catalog: Catalog, older_than: float, deep: bool, dry_run: bool, progress: bool | None, as_json: bool
-) -> CommandResult:
+def gc(catalog: Catalog, older_than: float, deep: bool, dry_run: bool, progress: bool | None) -> CommandResult:
     """Delete the data and open uploads that dead saves left behind.
 
     That is data that no checkpoint names, and multipart uploads that nobody completes. Also removes objects that
@@ -56,7 +53,7 @@ def gc(
         "bytes": done.bytes + sum(info.size for info in trials.objects),
         "uploads": [*done.uploads, *trials.uploads],
         "notes": done.notes,
-        "failures": [{"key": failure.key, "code": failure.code, "message": failure.message} for failure in failures],
+        "failures": [vars(failure) for failure in failures],
     }
     return CommandResult(document, _lines(document), ok=not failures)
 
@@ -68,12 +65,12 @@ def _lines(document: dict[str, Any]) -> Iterator[str]:
     for key in [*document["objects"], *document["uploads"]] if document["dry_run"] else ():
         yield f"  {key}"
     for failure in document["failures"]:
-        yield f"not deleted: {failure['key']} ({failure['code']} {failure['message']})"
+        yield text.not_deleted(failure)
 
 
 @command("adopt")
 @run_argument
-def adopt(catalog: Catalog, as_json: bool) -> CommandResult:
+def adopt(catalog: Catalog) -> CommandResult:
     """Write the missing catalog records of a run's checkpoints.
 
     Checkpoints of other writers lack a record, and all checkpoints do after the catalog was lost.
@@ -86,6 +83,5 @@ def adopt(catalog: Catalog, as_json: bool) -> CommandResult:
         # Nothing to adopt is fine, but a missing run is an error: the survey raises it.
         survey(catalog)
     urls = [catalog.url_of_folder(folder) for folder in folders]
-    return CommandResult(
-        {"root": catalog.url, "adopted": urls}, [*urls, f"{text.count(len(urls), 'checkpoint')} adopted"]
-    )
+    lines = [*urls, f"{text.count(len(urls), 'checkpoint')} adopted"]
+    return CommandResult({"root": catalog.url, "adopted": urls}, lines)
