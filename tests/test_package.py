@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import bucketpoint
+from bucketpoint import errors
 
 HEAVY = ("torch", "boto3", "botocore", "fsspec", "awscrt")
 
@@ -35,4 +36,5 @@ def test_type_checkers_see_each_public_name_in_the_module_that_gives_it_at_run_t
     tree = ast.parse(Path(bucketpoint.__file__).read_text(encoding="utf-8"))
     (typed,) = [node for node in tree.body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"]
     seen = {alias.name: node.module for node in typed.body if isinstance(node, ast.ImportFrom) for alias in node.names}
-    assert seen == bucketpoint._ROOMS
+    assert seen == {name: bucketpoint._ROOMS.get(name, "bucketpoint.dcp") for name in seen}
+    assert seen.keys() == {name for name in bucketpoint.__all__ if not hasattr(errors, name)} - {"__version__"}

@@ -119,40 +119,22 @@ __all__ = [
 ]
 
 _ROOMS = {
-    **dict.fromkeys(
-        (
-            "Bandwidths",
-            "BucketReader",
-            "BucketWriter",
-            "GCSReader",
-            "GCSWriter",
-            "LoadPlanner",
-            "S3Reader",
-            "S3Writer",
-            "SaveHandle",
-            "SavePlanner",
-            "async_save",
-            "load",
-            "rank_state",
-            "save",
-            "saved_ranks",
-        ),
-        "bucketpoint.dcp",
-    ),
     "CheckpointManager": "bucketpoint.manager",
-    "latest_checkpoint": "bucketpoint.catalog",
+    "Progress": "bucketpoint.transfer",
     "RetentionPolicy": "bucketpoint.retention",
-    **dict.fromkeys(("Stager", "StagingOptions"), "bucketpoint.staging"),
-    **dict.fromkeys(("Progress", "TransferOptions"), "bucketpoint.transfer"),
+    "Stager": "bucketpoint.staging",
+    "StagingOptions": "bucketpoint.staging",
+    "TransferOptions": "bucketpoint.transfer",
+    "latest_checkpoint": "bucketpoint.catalog",
 }
+"""Packages of the names that are imported on first use, where it is not `bucketpoint.dcp`."""
 
 
 def __getattr__(name: str) -> Any:
-    room = _ROOMS.get(name)
-    if room is None:
+    if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    found = globals()[name] = getattr(import_module(room), name)
-    return found
+    value = globals()[name] = getattr(import_module(_ROOMS.get(name, "bucketpoint.dcp")), name)
+    return value
 
 
 def __dir__() -> list[str]:

@@ -38,11 +38,7 @@ def open_place(url: str | os.PathLike[str], *, storage_options: Mapping[str, Any
 
 
 def open_object(url: str, *, storage_options: Mapping[str, Any] | None, fs: Any) -> tuple[Store, str]:
-    """Return the store and the key of the object that a URL names.
-
-    Raises:
-        InvalidURLError: the URL names no object.
-    """
+    """Return the store and the key of the object that a URL names. Raises InvalidURLError if it names none."""
     above, slash, name = url.rpartition("/")
     if slash and (not above or above.endswith((":", "/"))):
         above += "/"

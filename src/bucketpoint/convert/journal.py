@@ -145,8 +145,7 @@ class Journal:
 def open_journal(place: TargetPlace, digest: str) -> tuple[Journal, Journal | None]:
     """Open the journal of this conversion, with the notes of earlier runs.
 
-    Returns:
-        The journal, and the journal of another conversion if one is there instead (else None).
+    The second result is the journal of another conversion if one is there instead, else None.
     """
     fresh = Journal(place, digest, keys.new_token())
     try:

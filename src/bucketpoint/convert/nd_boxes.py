@@ -28,11 +28,7 @@ class Box:
 
 
 def cut(shape: Sequence[int], start: int, stop: int) -> Iterator[Box]:
-    """Yield the bytes `[start, stop)` of a tensor in C order, as boxes one after another.
-
-    Args:
-        shape: of the tensor, with bytes as the last dimension.
-    """
+    """Yield the bytes `[start, stop)` of a tensor in C order, as boxes. The last dimension of `shape` is of bytes."""
     if start >= stop:
         return
     if len(shape) == 1:
@@ -56,10 +52,10 @@ def _in_row(shape: Sequence[int], number: int, start: int, stop: int) -> Iterato
         yield Box((number, *box.offsets), (1, *box.sizes))
 
 
-def shared(one: Box, other: Box) -> Box | None:
+def shared(box: Box, other: Box) -> Box | None:
     """Return the overlap of two boxes, or None."""
     offsets, sizes = [], []
-    for low, size, other_low, other_size in zip(one.offsets, one.sizes, other.offsets, other.sizes, strict=True):
+    for low, size, other_low, other_size in zip(box.offsets, box.sizes, other.offsets, other.sizes, strict=True):
         start, stop = max(low, other_low), min(low + size, other_low + other_size)
         if start >= stop:
             return None
@@ -85,8 +81,8 @@ def covers(shape: Sequence[int], chunks: Sequence[Box]) -> bool:
         return False
     waiting: list[Box] = []
     for chunk in sorted((chunk for chunk in chunks if chunk.nbytes), key=lambda chunk: chunk.offsets):
-        waiting = [one for one in waiting if one.offsets[0] + one.sizes[0] > chunk.offsets[0]]
-        if any(shared(one, chunk) for one in waiting):
+        waiting = [box for box in waiting if box.offsets[0] + box.sizes[0] > chunk.offsets[0]]
+        if any(shared(box, chunk) for box in waiting):
             return False
         waiting.append(chunk)
     return True

@@ -16,11 +16,7 @@ from bucketpoint.stores import ObjectInfo
 
 
 def refuse_to_replace(place: TargetPlace, wanted: str, name: str, overwrite: bool) -> None:
-    """Refuse a target whose content must not, or cannot safely, be replaced.
-
-    Raises:
-        CheckpointExistsError: there is such content.
-    """
+    """Raise CheckpointExistsError if the target has content that must not, or cannot safely, be replaced."""
     safely = wanted in (BUCKETPOINT, TORCH)
     if overwrite and safely:
         return
@@ -83,8 +79,3 @@ def is_finished(place: TargetPlace, wanted: str, journal: Journal, *, whole: boo
     if wanted == BUCKETPOINT:
         return bool(extra(metadata).get("token") == journal.token)
     return getattr(metadata.storage_meta, "save_id", None) == journal.token
-
-
-def is_committed(place: TargetPlace) -> bool:
-    """Return True if any checkpoint of several files is at the target."""
-    return any(place.head(name) is not None for name in (keys.METADATA, INDEX_NAME))

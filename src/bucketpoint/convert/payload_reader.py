@@ -48,12 +48,7 @@ class Filling:
         )
 
     def whole(self, shape: Sequence[int], itemsize: int, chunks: Sequence[tuple[Box, Payload]]) -> Segment:
-        """Return all elements of a tensor, in C order, as a segment of an object to be sent.
-
-        Args:
-            shape: of the tensor.
-            chunks: the chunks that fill the tensor, each with its box. The last dimension of the boxes counts bytes.
-        """
+        """Return all elements of a tensor, in C order, as a segment. The boxes of its chunks count bytes last."""
         counted = (*shape, itemsize)
         nbytes = Box(counted, counted).nbytes
         if len(chunks) == 1:

@@ -17,16 +17,17 @@ from bucketpoint.catalog.run import catalog_above
 from bucketpoint.catalog.save_log import SaveLog
 from bucketpoint.convert.detect import AUTO, TORCH_SUFFIXES, open_object, open_place, open_source
 from bucketpoint.convert.journal import Journal, open_journal, remove_stale
-from bucketpoint.convert.occupied import is_committed, is_finished, refuse_to_replace, watch_file
+from bucketpoint.convert.occupied import is_finished, refuse_to_replace, watch_file
 from bucketpoint.convert.payload_reader import Filling
+from bucketpoint.convert.readers.from_safetensors import INDEX_NAME
 from bucketpoint.convert.source import BUCKETPOINT, DCP, FORMATS, SAFETENSORS, TORCH, Source
 from bucketpoint.convert.target import TargetLayout, TargetPlace, batched
-from bucketpoint.convert.verifying import read_again
 from bucketpoint.convert.writers.to_dcp import plan_bucketpoint, plan_stock
 from bucketpoint.convert.writers.to_safetensors import SHARD_BYTES, plan_safetensors
 from bucketpoint.convert.writers.to_torch import plan_torch
 from bucketpoint.dcp.session import as_url
 from bucketpoint.errors import AccessDeniedError, BucketpointError, CommitConflictError, InvalidURLError
+from bucketpoint.format.keys import METADATA
 from bucketpoint.transfer import (
     BufferPool,
     Meter,
@@ -37,7 +38,8 @@ from bucketpoint.transfer import (
     retry_transient,
     upload_objects,
 )
-from bucketpoint.transfer.pieces import for_each
+from bucketpoint.transfer.checksum import CrcAccumulator, combine, fold_blocks
+from bucketpoint.transfer.pieces import for_each, piece_bytes
 from bucketpoint.version import __version__
 
 logger = logging.getLogger(__name__)
@@ -223,7 +225,7 @@ def run_conversion(plan: ConvertPlan, *, verify: bool = False, progress: Progres
     if not plan.finished:
         if plan.other is not None:
             stale = {**plan.other.leftovers(), **stale}
-        if stale and is_committed(plan.place):
+        if stale and any(plan.place.head(name) is not None for name in (METADATA, INDEX_NAME)):
             # A committed object is not left over, whoever wrote it.
             stale = {}
         if plan.journal is not None:
@@ -241,7 +243,7 @@ def run_conversion(plan: ConvertPlan, *, verify: bool = False, progress: Progres
         _tidy(plan, plan.other.remove)
     damaged: list[str] = []
     if verify:
-        damaged = read_again(plan.place, objects, done, _on_the_way(plan.transfer), meter)
+        damaged = _read_again(plan.place, objects, done, _on_the_way(plan.transfer), meter)
     if plan.journal is not None:
         _tidy(plan, plan.journal.remove)
     meter.finish()
@@ -356,3 +358,39 @@ def _check_unchanged(plan: ConvertPlan, uploaded: Sequence[Uploaded]) -> None:
             )
 
     for_each(zip(plan.layout.objects, uploaded, strict=True), look, plan.transfer)
+
+
+def _read_again(
+    place: TargetPlace,
+    objects: Sequence[ObjectSource],
+    done: Mapping[str, Uploaded],
+    options: TransferOptions,
+    meter: Meter,
+) -> list[str]:
+    """Read all objects, and return the paths of those that differ from what was sent."""
+    pool, step = BufferPool(options.max_inflight_bytes), piece_bytes(options)
+    sums = {entry.key: CrcAccumulator(entry.nbytes) for entry in objects}
+
+    def read(piece: tuple[ObjectSource, int]) -> None:
+        entry, start = piece
+        key, nbytes = place.key(entry.key), min(step, entry.nbytes - start)
+        with pool.lease(nbytes) as view:
+            retry_transient(lambda: place.store.read_into(key, start, [view]), attempts=options.read_attempts)
+            sums[entry.key].take(start, view)
+        meter.add(nbytes)
+
+    meter.total_bytes += sum(entry.nbytes for entry in objects)
+    for_each(((entry, start) for entry in objects for start in range(0, entry.nbytes, step)), read, options)
+
+    def damaged(entry: ObjectSource) -> bool:
+        return entry.key not in done or sums[entry.key].total() != _sent(entry, done[entry.key])
+
+    return [entry.key for entry in objects if damaged(entry)]
+
+
+def _sent(entry: ObjectSource, uploaded: Uploaded) -> int:
+    """Compute the CRC32C of a sent object from those of its blocks."""
+    total = 0
+    for segment, crcs in zip(entry.segments, uploaded.block_crcs, strict=True):
+        total = combine(total, fold_blocks(crcs, segment.nbytes, segment.block_nbytes), segment.nbytes)
+    return total

@@ -126,9 +126,8 @@ def decode_header(text: bytes, data_nbytes: int, *, key: str) -> list[TensorEntr
     """
     content = decode_json(text, key=key)
     content.pop(_METADATA, None)
-    entries = sorted(
-        (_entry(name, said, key) for name, said in content.items()), key=lambda entry: (entry.start, entry.nbytes)
-    )
+    entries = [_entry(name, fields, key) for name, fields in content.items()]
+    entries.sort(key=lambda entry: (entry.start, entry.nbytes))
     position = 0
     for entry in entries:
         if entry.start != position:
@@ -140,11 +139,7 @@ def decode_header(text: bytes, data_nbytes: int, *, key: str) -> list[TensorEntr
 
 
 def decode_json(text: bytes, *, key: str) -> dict[str, Any]:
-    """Decode a JSON object, and require that no name occurs twice.
-
-    Raises:
-        MetadataError: the text is not such an object.
-    """
+    """Decode a JSON object in which no name occurs twice. Raises MetadataError for any other text."""
     try:
         content = json.loads(text.decode("utf-8"), object_pairs_hook=_once)
     except (ValueError, RecursionError) as error:
@@ -155,16 +150,16 @@ def decode_json(text: bytes, *, key: str) -> dict[str, Any]:
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
+    content = dict(pairs)
+    if len(content) != len(pairs):
         raise ValueError("its header has a name twice")
-    return found
+    return content
 
 
-def _entry(name: str, said: Any, key: str) -> TensorEntry:
-    if type(said) is not dict:
+def _entry(name: str, fields: Any, key: str) -> TensorEntry:
+    if type(fields) is not dict:
         raise _malformed(f"{name[:200]} is not described as a tensor", key)
-    dtype, shape, offsets = said.get("dtype"), said.get("shape"), said.get("data_offsets")
+    dtype, shape, offsets = fields.get("dtype"), fields.get("shape"), fields.get("data_offsets")
     if type(dtype) is not str or dtype not in _DTYPES:
         raise _malformed(f"{name[:200]} has the dtype {str(dtype)[:50]}, which is not supported", key)
     if not _are_counts(shape) or len(shape) > _MAX_DIMS or not _are_counts(offsets) or len(offsets) != 2:

@@ -7,12 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
-from torch.distributed.checkpoint import Metadata
+from torch.distributed.checkpoint import DefaultSavePlanner, Metadata
 from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.planner import WriteItemType
 
 from bucketpoint.convert.source_reader import SourceBytes
+from bucketpoint.errors import MismatchError
 
 BUCKETPOINT = "bucketpoint"
 DCP = "dcp"
@@ -102,3 +105,31 @@ class Source:
     fingerprint: str
     kind: str = "full"
     metrics: Mapping[str, float] = field(default_factory=dict)
+
+
+def describe(
+    state: Mapping[str, Any],
+) -> tuple[Metadata, dict[MetadataIndex, torch.Tensor], dict[MetadataIndex, Any]]:
+    """Describe a state as DCP's default planner does. Tensors may be on the `meta` device.
+
+    Returns:
+        The metadata of a save of the state by one rank, and the state's tensors and other values, by their items.
+
+    Raises:
+        MismatchError: two keys of the state are the same once it is flattened.
+    """
+    planner = DefaultSavePlanner()
+    try:
+        planner.set_up_planner(dict(state), is_coordinator=True)
+        (plan,), metadata = planner.create_global_plan([planner.create_local_plan()])
+    except ValueError as error:
+        raise MismatchError(f"DCP cannot save this state: {error}") from None
+    tensors: dict[MetadataIndex, torch.Tensor] = {}
+    objects: dict[MetadataIndex, Any] = {}
+    for item in plan.items:
+        value = planner.state_dict[item.index.fqn]
+        if item.type is WriteItemType.BYTE_IO:
+            objects[item.index] = value
+        elif isinstance(value, torch.Tensor):
+            tensors[item.index] = value
+    return metadata, tensors, objects

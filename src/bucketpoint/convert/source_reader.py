@@ -5,11 +5,11 @@ The meaning of the bytes is the business of the modules in `readers`.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import io
 import os
 import threading
-from collections import OrderedDict
 
 from bucketpoint.errors import CorruptDataError, MetadataError, ObjectNotFoundError, PreconditionFailedError
 from bucketpoint.stores import ObjectInfo, Store
@@ -40,19 +40,18 @@ class SourceBytes:
         self.store = store
         self.options = options
         self._pinned = store.capabilities.pinned_reads
-        self._most = max(min(_MOST_BLOCKS, options.max_inflight_bytes // _CACHE_SHARE // BLOCK_BYTES), 1)
+        most = max(min(_MOST_BLOCKS, options.max_inflight_bytes // _CACHE_SHARE // BLOCK_BYTES), 1)
         self._lock = threading.Lock()
         self._infos: dict[str, ObjectInfo] = {}
-        self._blocks: OrderedDict[tuple[str, int], _Block] = OrderedDict()
-        self.peak_bytes = 0
+        self._blocks = functools.lru_cache(most)(lambda key, number: _Block())
+
+    @property
+    def peak_bytes(self) -> int:
         """The most bytes that were ever held in cached blocks."""
+        return self._blocks.cache_info().currsize * BLOCK_BYTES
 
     def look(self, key: str) -> ObjectInfo:
-        """Return the object's facts as of the first request for it.
-
-        Raises:
-            ObjectNotFoundError: there is no such object.
-        """
+        """Return the object's facts as of the first request for it. Raises ObjectNotFoundError."""
         info = self._infos.get(key)
         if info is None:
             info = self._head(key)
@@ -130,11 +129,7 @@ class SourceBytes:
 
     def _block(self, key: str, number: int, size: int) -> memoryview:
         with self._lock:
-            block = self._blocks.setdefault((key, number), _Block())
-            self._blocks.move_to_end((key, number))
-            while len(self._blocks) > self._most:
-                self._blocks.popitem(last=False)
-            self.peak_bytes = max(self.peak_bytes, len(self._blocks) * BLOCK_BYTES)
+            block = self._blocks(key, number)
         # A thread that wants the same block meanwhile waits for this one instead of requesting it again.
         with block.lock:
             if block.data is None:

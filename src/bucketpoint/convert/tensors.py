@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import torch
@@ -35,19 +35,18 @@ class WholeTensor:
         return filling.whole(self.shape, self.dtype.itemsize, self.chunks)
 
 
-def whole_tensors(source: Source, without: Collection[str] = ()) -> Iterator[WholeTensor]:
-    """Yield the tensors of a source, in the order of their positions in it.
+def whole_tensors(source: Source, without: Collection[str] = ()) -> list[WholeTensor]:
+    """Return the tensors of a source, in the order of their positions in it.
 
     Raises:
         MismatchError: the chunks of a tensor do not fill it, or it is not stored as plain elements.
     """
-    found = [
+    tensors = [
         _whole(source, fqn, entry)
         for fqn, entry in source.metadata.state_dict_metadata.items()
         if isinstance(entry, TensorStorageMetadata) and fqn not in without
     ]
-    found.sort(key=lambda tensor: min(payload.place for _, payload in tensor.chunks))
-    yield from found
+    return sorted(tensors, key=lambda tensor: min(payload.place for _, payload in tensor.chunks))
 
 
 def _whole(source: Source, fqn: str, entry: TensorStorageMetadata) -> WholeTensor:

@@ -7,9 +7,8 @@ from collections.abc import Mapping
 import torch
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
-from bucketpoint.convert.describe import describe
 from bucketpoint.convert.safetensors_header import LENGTH_BYTES, TensorEntry, decode_header, decode_json, header_nbytes
-from bucketpoint.convert.source import SAFETENSORS, Payload, Source, Stretch
+from bucketpoint.convert.source import SAFETENSORS, Payload, Source, Stretch, describe
 from bucketpoint.convert.source_reader import MAX_READ_BYTES, SourceBytes
 from bucketpoint.errors import CorruptDataError, MetadataError, ObjectNotFoundError
 from bucketpoint.format import keys
@@ -20,11 +19,7 @@ SINGLE_NAME = "model.safetensors"
 
 
 def read_file(source: SourceBytes, key: str, url: str, *, prefix: str = "") -> Source:
-    """Plan the reading of one file.
-
-    Args:
-        prefix: put before each name.
-    """
+    """Plan the reading of one file. `prefix` is put before each name."""
     return _source(source, url, {key: _entries(source, key)}, prefix)
 
 
@@ -79,6 +74,6 @@ def _source(source: SourceBytes, url: str, files: Mapping[str, list[tuple[Tensor
             name = prefix + entry.name
             places[name] = Stretch(key, start, entry.nbytes)
             state[name] = torch.empty(entry.shape, dtype=entry.dtype, device="meta")
-    described = describe(state)
-    payloads: dict[MetadataIndex, Payload] = {index: places[index.fqn] for index in described.tensors}
-    return Source(SAFETENSORS, url, source, described.metadata, payloads, source.fingerprint())
+    metadata, tensors, _ = describe(state)
+    payloads: dict[MetadataIndex, Payload] = {index: places[index.fqn] for index in tensors}
+    return Source(SAFETENSORS, url, source, metadata, payloads, source.fingerprint())

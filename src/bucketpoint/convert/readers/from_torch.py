@@ -10,9 +10,8 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
-from bucketpoint.convert.describe import describe
 from bucketpoint.convert.readers.archive import Skeleton, open_archive
-from bucketpoint.convert.source import TORCH, Held, Payload, Source
+from bucketpoint.convert.source import TORCH, Held, Payload, Source, describe
 from bucketpoint.convert.source_reader import SourceBytes
 from bucketpoint.errors import MetadataError, MismatchError
 
@@ -39,9 +38,8 @@ def read_torch(source: SourceBytes, key: str, url: str, *, trusted: bool = False
             remedy="If the file is older than torch 1.6, load it with torch.load and save it again",
         )
     skeleton = Skeleton(archive, trusted=trusted)
-    state = _as_state(skeleton.root, url)
-    described = describe(state)
-    loaded = _storages_in(described.objects, skeleton)
+    metadata, tensors, objects = describe(_as_state(skeleton.root, url))
+    loaded = _storages_in(objects, skeleton)
     if loaded:
         nbytes = sum(archive.storages[name].nbytes for name in loaded)
         if nbytes > MAX_LOADED_BYTES:
@@ -51,13 +49,12 @@ def read_torch(source: SourceBytes, key: str, url: str, *, trusted: bool = False
                 remedy="Put the tensors into dictionaries or lists",
             )
         skeleton = Skeleton(archive, loaded=loaded, trusted=trusted)
-        described = describe(_as_state(skeleton.root, url))
+        metadata, tensors, objects = describe(_as_state(skeleton.root, url))
     payloads: dict[MetadataIndex, Payload] = {
-        index: skeleton.payload(tensor, index.fqn) for index, tensor in described.tensors.items()
+        index: skeleton.payload(tensor, index.fqn) for index, tensor in tensors.items()
     }
-    for index, value in described.objects.items():
-        payloads[index] = Held(_saved(value))
-    return Source(TORCH, url, source, described.metadata, payloads, source.fingerprint())
+    payloads.update((index, Held(_saved(value))) for index, value in objects.items())
+    return Source(TORCH, url, source, metadata, payloads, source.fingerprint())
 
 
 def _as_state(root: Any, url: str) -> dict[str, Any]:

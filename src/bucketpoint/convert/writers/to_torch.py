@@ -8,7 +8,7 @@ from __future__ import annotations
 import io
 import pickle
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
@@ -27,7 +27,7 @@ from bucketpoint.format.pickles.writing import settled
 from bucketpoint.format.tensor_bytes import tensor_bytes
 from bucketpoint.format.torch_zip import VERSION_RECORD, ArchiveWriter, contiguous_strides, frameable
 from bucketpoint.format.zip_probe import STORAGE_NAMES
-from bucketpoint.transfer import ObjectSource, Segment, Uploaded
+from bucketpoint.transfer import ObjectSource, Segment
 from bucketpoint.transfer.checksum import CrcAccumulator
 
 _PROTOCOL = 2  # torch.save's own
@@ -70,11 +70,8 @@ def plan_torch(
         out[:] = archive.trailer([crc.total() for crc in sums])[start : start + len(out)]
 
     parts.append(Segment(nbytes, fill=trailer, late=True, block_nbytes=nbytes))
-
-    def finish(uploaded: Sequence[Uploaded]) -> None:
-        """Do nothing: the upload of the single file makes it appear whole or not at all."""
-
-    return TargetLayout([ObjectSource(name, parts)], finish, tensors=len(tensors))
+    # A single file needs no commit: its upload makes it appear whole or not at all.
+    return TargetLayout([ObjectSource(name, parts)], lambda uploaded: None, tensors=len(tensors))
 
 
 @dataclass(frozen=True)
