@@ -10,7 +10,7 @@ from bucketpoint.doctor.report import Finding
 from bucketpoint.errors import StoreError
 from bucketpoint.stores import FsspecStore
 
-_READS_TWICE = "reads what is there, writes, and reads again"
+_CHECKS = "reads what is there, writes, and reads again"
 
 
 def fsspec_findings(store: FsspecStore, prefix: str) -> Iterator[Finding]:
@@ -33,10 +33,12 @@ def fsspec_findings(store: FsspecStore, prefix: str) -> Iterator[Finding]:
         if able.conditional_replace:
             yield Finding("conditional replace", "ok", "a checkpoint is replaced only if it is still the one expected")
         else:
-            message = f"what replaces a checkpoint {_READS_TWICE}: two jobs that overwrite one URL in one instant may collide"
+            message = (
+                f"what replaces a checkpoint {_CHECKS}: two jobs that overwrite one URL in one instant may collide"
+            )
             yield Finding("conditional replace", "warn", message, "Give every save a URL of its own")
     else:
-        message = f"a commit {_READS_TWICE}: safe against crashes, not against two jobs that save to one URL in one instant"
+        message = f"a commit {_CHECKS}: safe against crashes, not against two jobs that save to one URL in one instant"
         yield Finding("conditional commit", "warn", message, "Give every job a URL of its own")
     if able.checksums:
         message = "the CRC32C that the service computed is compared with ours"
