@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bucketpoint.format.slicing import Runs, covering_range, slice_runs
+from bucketpoint.format.slicing import Runs, slice_runs
 
 
 @st.composite
@@ -58,7 +58,7 @@ def test_the_runs_in_order_are_the_slice(case: tuple[torch.Tensor, tuple[int, ..
     assert len(starts) == runs.count
     assert runs.nbytes == torch.Size(lengths).numel() * tensor.element_size()
     if starts:
-        assert covering_range(runs) == (min(starts), max(starts) + runs.run_nbytes)
+        assert (runs.start, runs.end) == (min(starts), max(starts) + runs.run_nbytes)
         assert runs.span == runs.end - runs.start
 
 
@@ -68,7 +68,7 @@ def test_the_covering_range_viewed_with_the_strides_is_the_slice(
 ) -> None:
     tensor, offsets, lengths = case
     runs = runs_of(tensor, offsets, lengths)
-    begin, end = covering_range(runs)
+    begin, end = runs.start, runs.end
     if begin == end:
         return
     flat = torch.frombuffer(bytearray(raw(tensor)[begin:end]), dtype=tensor.dtype)

@@ -12,13 +12,12 @@ from hypothesis import strategies as st
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 
 from bucketpoint.errors import MetadataError
+from bucketpoint.format.item_info import ItemInfo, read_item
 from bucketpoint.format.storage_info import (
     SINGLE_BLOCK_NBYTES,
-    ItemInfo,
     make_storage_info,
     plan_blocks,
     pop_object_facts,
-    read_storage_info,
     set_object_facts,
 )
 
@@ -39,7 +38,7 @@ def test_an_item_reads_back_as_it_was_written_after_a_stock_pickle(offset: int, 
         block_nbytes=payload,
     )  # fmt: skip
     assert type(info) is _StorageInfo
-    again = read_storage_info(pickle.loads(pickle.dumps(info)))
+    again = read_item(pickle.loads(pickle.dumps(info)))
     assert again == ItemInfo(
         "data/00/x.distcp", offset, payload + 704, None, 384, payload, crc, payload, (crc,) if payload else ()
     )  # fmt: skip
@@ -54,23 +53,23 @@ def test_an_item_says_where_the_table_of_its_blocks_lies(nbytes: int, data: Any)
         "x", 7, nbytes + 704, payload_offset=384, payload_nbytes=nbytes, crc32c=9, block_nbytes=block,
         table_offset=table,
     )  # fmt: skip
-    again = read_storage_info(pickle.loads(pickle.dumps(info)))
+    again = read_item(pickle.loads(pickle.dumps(info)))
     assert again == ItemInfo("x", 7, nbytes + 704, None, 384, nbytes, 9, block, None, table)
     assert again.table_nbytes == 4 * -(-nbytes // block)
     # What knows no tables finds an item of one block.
     for name in ("bp_tn", "bp_to"):
         delattr(info, name)
-    assert read_storage_info(info).block_crcs == (9,)
+    assert read_item(info).block_crcs == (9,)
 
 
 def test_an_item_of_a_foreign_writer_has_none_for_what_it_lacks() -> None:
-    assert read_storage_info(_StorageInfo("__0_0.distcp", 5, 100)) == ItemInfo("__0_0.distcp", 5, 100)
+    assert read_item(_StorageInfo("__0_0.distcp", 5, 100)) == ItemInfo("__0_0.distcp", 5, 100)
     transformed = _StorageInfo("__0_0.distcp", 5, 100, ["stream.zstd"])
-    assert read_storage_info(transformed).transform_descriptors == ("stream.zstd",)
+    assert read_item(transformed).transform_descriptors == ("stream.zstd",)
 
 
 def test_an_item_without_a_payload_is_checked_as_a_whole() -> None:
-    info = read_storage_info(make_storage_info("x", 0, 100, crc32c=7, transform_descriptors=["stream.zstd"]))
+    info = read_item(make_storage_info("x", 0, 100, crc32c=7, transform_descriptors=["stream.zstd"]))
     assert (info.payload_offset, info.crc32c, info.block_nbytes, info.block_crcs) == (None, 7, 100, (7,))
     assert (info.checked_offset, info.checked_nbytes) == (0, 100)
 
@@ -107,9 +106,9 @@ def test_a_damaged_place_of_a_table_is_refused(change: dict[str, Any]) -> None:
     damaged = copy.copy(TABLED)
     for name, value in change.items():
         setattr(damaged, name, value)
-    assert read_storage_info(TABLED).table_nbytes == 24
+    assert read_item(TABLED).table_nbytes == 24
     with pytest.raises(MetadataError):
-        read_storage_info(damaged)
+        read_item(damaged)
 
 
 GOOD = make_storage_info("x", 0, 1000, payload_offset=384, payload_nbytes=600, crc32c=1)
@@ -143,12 +142,12 @@ def test_values_that_do_not_fit_are_refused(change: dict[str, Any]) -> None:
     info = _StorageInfo("x", 0, 1000)
     vars(info).update({**vars(GOOD), **change})
     with pytest.raises(MetadataError):
-        read_storage_info(info)
+        read_item(info)
 
 
 def test_any_other_class_is_refused() -> None:
     with pytest.raises(MetadataError, match="dict"):
-        read_storage_info({"relative_path": "x", "offset": 0, "length": 1})
+        read_item({"relative_path": "x", "offset": 0, "length": 1})
 
 
 def test_facts_of_the_object_are_taken_off_before_the_commit() -> None:

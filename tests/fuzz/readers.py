@@ -16,7 +16,7 @@ from torch.distributed.checkpoint import DefaultLoadPlanner
 from bucketpoint.catalog import tombstones
 from bucketpoint.catalog.deletion import lock
 from bucketpoint.dcp.loading.decode import decode_item, load_bytes
-from bucketpoint.format import keys
+from bucketpoint.format import item_info, keys
 from bucketpoint.format.catalog_keys import AttemptKey, CommitKey, NoteKey, StepTemplate, UploadKey, content_of, decode
 from bucketpoint.format.index.ref import find_ref
 from bucketpoint.format.index.view import decode_index
@@ -26,7 +26,6 @@ from bucketpoint.format.metadata.facts import extra, record_of
 from bucketpoint.format.pickles.archive import MAGIC
 from bucketpoint.format.pickles.items import refused_globals
 from bucketpoint.format.record import CommitRecord
-from bucketpoint.format.storage_info import read_storage_info
 from bucketpoint.format.torch_zip import probe_frame, tensor_frame
 from bucketpoint.retention import from_yaml
 from bucketpoint.stores import open_store, parse_url
@@ -55,7 +54,7 @@ def read_metadata(data: bytes) -> None:
     metadata = decode_metadata(data)
     extra(metadata)
     for info in (metadata.storage_data or {}).values():
-        keys.join("prefix", read_storage_info(info).path)
+        keys.join("prefix", item_info.read_item(info).path)
     record_of(metadata, data, metadata_etag=None).to_json()
 
 
@@ -66,7 +65,7 @@ def read_index(data: bytes) -> None:
         assert isinstance(name, str)
         assert entry is not None
     for info in (metadata.storage_data or {}).values():
-        keys.join("prefix", read_storage_info(info).path)
+        keys.join("prefix", item_info.read_item(info).path)
 
 
 def read_item(data: bytes) -> None:

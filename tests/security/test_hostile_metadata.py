@@ -24,9 +24,9 @@ from bucketpoint.checkpoint.verify import verify
 from bucketpoint.dcp.copy import copy_checkpoint, plan_copy
 from bucketpoint.errors import BucketpointError, MetadataError
 from bucketpoint.format import keys
+from bucketpoint.format.item_info import read_item
 from bucketpoint.format.metadata.codec import decode_metadata, encode_metadata
 from bucketpoint.format.record import MAX_RECORD_BYTES
-from bucketpoint.format.storage_info import read_storage_info
 from bucketpoint.retention import Keep, Prune, RetentionPolicy
 from bucketpoint.stores import open_store
 
@@ -112,7 +112,7 @@ def test_sizes_that_no_object_has_are_refused_before_they_are_allocated(
     save(url, 1)
 
     def change(info: Any) -> Any:
-        known = read_storage_info(info)
+        known = read_item(info)
         sizes = {"offset": known.offset, "length": known.length, field: nbytes}
         return _StorageInfo(known.path, sizes["offset"], sizes["length"])
 

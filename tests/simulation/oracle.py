@@ -16,10 +16,10 @@ from bucketpoint.errors import BucketpointError
 from bucketpoint.format import catalog_keys
 from bucketpoint.format.catalog_keys import NoteKey
 from bucketpoint.format.index.ref import ref_of
+from bucketpoint.format.item_info import read_item
 from bucketpoint.format.keys import RECORD
 from bucketpoint.format.metadata.codec import decode_metadata
 from bucketpoint.format.metadata.facts import extra
-from bucketpoint.format.storage_info import read_storage_info
 from bucketpoint.retention import RetentionPolicy, plan
 from bucketpoint.stores import ObjectInfo
 
@@ -184,7 +184,7 @@ class Oracle:
         facts = extra(metadata)
         names, values = set(), []
         for index, stored in (metadata.storage_data or {}).items():
-            info = read_storage_info(stored)
+            info = read_item(stored)
             names.add(f"{prefix}/{info.path}")
             if info.payload_offset is not None:
                 start = info.offset + info.payload_offset

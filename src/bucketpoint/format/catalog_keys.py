@@ -48,6 +48,7 @@ _PLAIN = frozenset(string.ascii_letters + string.digits + ".-")
 _ESCAPE = re.compile(r"_([0-9A-F]{2})")
 _STEP = re.compile(r"[0-9]{16}", re.ASCII)
 _MILLISECONDS = re.compile(r"[0-9]{13}", re.ASCII)
+_OPEN = re.compile(OPEN)
 _TOKEN = re.compile(r"[0-9a-f]{12}", re.ASCII)
 _RANK = re.compile(r"[0-9]{1,9}", re.ASCII)
 _MARK = re.compile(r"[0-9a-f]{8}", re.ASCII)
@@ -137,10 +138,8 @@ class CommitKey:
     @classmethod
     def parse(cls, name: str) -> CommitKey | None:
         """Parse a record's key. None for any other name: an unknown object in the catalog is left alone."""
-        parts = decode(name)
-        if parts is None or len(parts) < 6 or not _STEP.fullmatch(parts[0]) or not _MILLISECONDS.fullmatch(parts[1]):
-            return None
-        if not _TOKEN.fullmatch(parts[2]) or not _KIND.fullmatch(parts[3]) or not _MARK.fullmatch(parts[4]):
+        parts = _fields(name, _STEP, _MILLISECONDS, _TOKEN, _KIND, _MARK)
+        if parts is None:
             return None
         groups = {}
         for part in parts[5:-1]:
@@ -164,10 +163,8 @@ class AttemptKey:
 
     @classmethod
     def parse(cls, name: str) -> AttemptKey | None:
-        parts = decode(name)
-        if parts is None or len(parts) != 4 or not _STEP.fullmatch(parts[0]) or parts[1] != OPEN:
-            return None
-        return cls(int(parts[0]), parts[2], parts[3]) if _TOKEN.fullmatch(parts[2]) else None
+        parts = _fields(name, _STEP, _OPEN, _TOKEN)
+        return cls(int(parts[0]), *parts[2:]) if parts is not None and len(parts) == 4 else None
 
 
 @dataclass(frozen=True)
@@ -184,10 +181,10 @@ class UploadKey:
 
     @classmethod
     def parse(cls, name: str) -> UploadKey | None:
-        parts = decode(name)
-        if parts is None or len(parts) != 4 or not _STEP.fullmatch(parts[0]) or not _TOKEN.fullmatch(parts[1]):
+        parts = _fields(name, _STEP, _TOKEN, _RANK)
+        if parts is None or len(parts) != 4:
             return None
-        return cls(int(parts[0]), parts[1], int(parts[2]), parts[3]) if _RANK.fullmatch(parts[2]) else None
+        return cls(int(parts[0]), parts[1], int(parts[2]), parts[3])
 
 
 def run_of(name: str) -> str | None:
@@ -209,10 +206,8 @@ class NoteKey:
 
     @classmethod
     def parse(cls, name: str) -> NoteKey | None:
-        parts = decode(name)
-        if parts is None or len(parts) < 3 or not _STEP.fullmatch(parts[0]):
-            return None
-        return cls(int(parts[0]), parts[1], tuple(parts[2:]))
+        parts = _fields(name, _STEP)
+        return cls(int(parts[0]), parts[1], tuple(parts[2:])) if parts is not None and len(parts) > 2 else None
 
 
 def encode(parts: Sequence[str]) -> str:
@@ -232,6 +227,14 @@ def decode(name: str) -> list[str] | None:
         except UnicodeError:
             return None
     return parts if encode(parts) == name else None
+
+
+def _fields(name: str, *patterns: re.Pattern[str]) -> list[str] | None:
+    """Return the fields of a name if the first ones match the patterns and at least one more follows."""
+    parts = decode(name)
+    if parts is None or len(parts) <= len(patterns):
+        return None
+    return parts if all(pattern.fullmatch(part) for pattern, part in zip(patterns, parts, strict=False)) else None
 
 
 def content_of(data: bytes) -> dict[str, Any]:

@@ -63,17 +63,6 @@ class ItemInfo:
         return self.length if self.payload_nbytes is None else self.payload_nbytes
 
 
-def read_item(info: Any, *, url: str | None = None) -> ItemInfo:
-    """Return the checked content of a `_StorageInfo`: DCP's own class, or the plain one that stands for it.
-
-    Raises:
-        MetadataError: as `read_fields`, or `info` is of another type.
-    """
-    if type(info).__name__ != "_StorageInfo":
-        raise MetadataError(f"The storage data of an item is a {type(info).__name__}, not DCP's _StorageInfo", url=url)
-    return read_fields(vars(info), url=url)
-
-
 def data_paths(metadata: Any) -> set[str]:
     """Return the paths of the objects that hold the items of a checkpoint's metadata.
 
@@ -83,29 +72,38 @@ def data_paths(metadata: Any) -> set[str]:
     return {read_item(info).path for info in (metadata.storage_data or {}).values()}
 
 
-def read_fields(values: dict[str, Any], *, url: str | None = None) -> ItemInfo:
-    """Return the checked content of the attributes of an untrusted `_StorageInfo`.
+def read_item(info: Any, *, url: str | None = None) -> ItemInfo:
+    """Return the checked content of an untrusted `_StorageInfo`: DCP's own class, or the plain one that stands for it.
 
     Raises:
-        MetadataError: the values have wrong types, or do not fit each other.
+        MetadataError: `info` is of another type, or its values have wrong types or do not fit each other.
     """
-    reader = _Fields(values, url)
+    if type(info).__name__ != "_StorageInfo":
+        raise MetadataError(f"The storage data of an item is a {type(info).__name__}, not DCP's _StorageInfo", url=url)
+    reader = _Fields(vars(info), url)
     path = reader.text("relative_path")
     offset, length = reader.number("offset"), reader.number("length")
     descriptors = reader.descriptors()
     payload_offset, payload_nbytes = reader.optional(_PAYLOAD_OFFSET), reader.optional(_PAYLOAD_NBYTES)
-    reader.require((payload_offset is None) == (payload_nbytes is None), "half of its payload's place is missing")
+    reader.require(
+        (payload_offset is None) == (payload_nbytes is None), "only one of payload offset and payload size is there"
+    )
     if payload_offset is not None and payload_nbytes is not None:
         reader.require(payload_offset + payload_nbytes <= length, "its payload does not lie within it")
     checked = length if payload_nbytes is None else payload_nbytes
     crc32c = reader.optional(_CRC32C, limit=1 << 32)
     block_crcs: tuple[int, ...] | None = None
     block_nbytes, table_offset = reader.optional(_TABLE_BLOCK_NBYTES), reader.optional(_TABLE_OFFSET)
-    reader.require((block_nbytes is None) == (table_offset is None), "half of its table of checksums is missing")
+    reader.require((block_nbytes is None) == (table_offset is None), "only one of block size and table offset is there")
     if block_nbytes is not None:
-        reader.require(block_nbytes > 0 and crc32c is not None, "nothing vouches for its table of checksums")
-        reader.require(checked > block_nbytes, "it has a table of checksums for a single block")
-        reader.require(checked <= block_nbytes * _MOST_BLOCKS, "its table of checksums is absurdly long")
+        reader.require(
+            block_nbytes > 0 and crc32c is not None,
+            "its table of block checksums has blocks of no bytes, or no checksum over it",
+        )
+        reader.require(checked > block_nbytes, "it has a table of block checksums for a single block")
+        reader.require(
+            checked <= block_nbytes * _MOST_BLOCKS, f"its table of block checksums has more than {_MOST_BLOCKS} blocks"
+        )
     elif crc32c is not None:
         block_nbytes, block_crcs = checked, (crc32c,) if checked else ()
     return ItemInfo(
@@ -129,12 +127,12 @@ class _Fields:
 
     def text(self, name: str) -> str:
         value = self._values.get(name)
-        self.require(type(value) is str and 0 < len(value) <= _MAX_PATH, f"{name} is no path")
+        self.require(type(value) is str and 0 < len(value) <= _MAX_PATH, f"{name} is not a path")
         return str(value)
 
     def number(self, name: str, *, limit: int = _MAX_NUMBER) -> int:
         value = self._values.get(name)
-        self.require(type(value) is int and 0 <= value < limit, f"{name} is no number of bytes")
+        self.require(type(value) is int and 0 <= value < limit, f"{name} is not a number of bytes")
         return int(value)  # type: ignore[arg-type]
 
     def optional(self, name: str, *, limit: int = _MAX_NUMBER) -> int | None:
@@ -145,5 +143,5 @@ class _Fields:
         if not value:
             return None
         sound = type(value) in (list, tuple) and all(type(descriptor) is str for descriptor in value)
-        self.require(sound, "its transform descriptors are no list of names")
+        self.require(sound, "its transform descriptors are not a list of names")
         return tuple(value)

@@ -87,7 +87,7 @@ def slice_runs(
     Raises:
         ValueError: the slice does not lie within the shape.
     """
-    steps = _contiguous(shape) if strides is None else tuple(strides)
+    steps = contiguous_strides(shape) if strides is None else tuple(strides)
     if not len(shape) == len(offsets) == len(lengths) == len(steps):
         raise ValueError(f"slice {tuple(offsets)}+{tuple(lengths)} and shape {tuple(shape)} differ in dimensions")
     for size, offset, length, step in zip(shape, offsets, lengths, steps, strict=True):
@@ -111,16 +111,9 @@ def slice_runs(
     return Runs(first * itemsize, run, tuple(reversed(outer)))
 
 
-def covering_range(runs: Runs) -> tuple[int, int]:
-    """Return the (begin, end) of the smallest byte range that holds every run.
-
-    A buffer of that range, viewed as the tensor's dtype, becomes the slice by `as_strided(lengths, strides, 0)`.
-    """
-    return runs.start, runs.end
-
-
-def _contiguous(shape: Sequence[int]) -> tuple[int, ...]:
-    steps = [1] * len(shape)
+def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
+    """Return the strides in elements that torch gives a contiguous tensor of this shape."""
+    strides = [1] * len(shape)
     for dim in range(len(shape) - 2, -1, -1):
-        steps[dim] = steps[dim + 1] * max(shape[dim + 1], 1)
-    return tuple(steps)
+        strides[dim] = strides[dim + 1] * max(shape[dim + 1], 1)
+    return tuple(strides)

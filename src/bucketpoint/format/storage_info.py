@@ -9,7 +9,6 @@ import itertools
 from collections.abc import Sequence
 from typing import Any
 
-from bucketpoint.errors import MetadataError
 from bucketpoint.format.item_info import (
     _CRC32C,
     _OBJECT,
@@ -17,8 +16,6 @@ from bucketpoint.format.item_info import (
     _PAYLOAD_OFFSET,
     _TABLE_BLOCK_NBYTES,
     _TABLE_OFFSET,
-    ItemInfo,
-    read_fields,
 )
 
 try:
@@ -59,22 +56,11 @@ def make_storage_info(
         setattr(info, _PAYLOAD_NBYTES, payload_nbytes)
     if crc32c is not None:
         setattr(info, _CRC32C, crc32c)
-    # The checksum of a single block equals the item's own, and no table is stored; `read_storage_info` restores it.
+    # The checksum of a single block equals the item's own, and no table is stored; `read_item` restores it.
     if table_offset is not None:
         setattr(info, _TABLE_BLOCK_NBYTES, block_nbytes)
         setattr(info, _TABLE_OFFSET, table_offset)
     return info
-
-
-def read_storage_info(info: Any, *, url: str | None = None) -> ItemInfo:
-    """Return the checked content of an untrusted `_StorageInfo` of the stock class.
-
-    Raises:
-        MetadataError: the values have wrong types, or do not fit each other.
-    """
-    if type(info) is not _StorageInfo:
-        raise MetadataError(f"The storage data of an item is a {type(info).__name__}, not DCP's _StorageInfo", url=url)
-    return read_fields(vars(info), url=url)
 
 
 def plan_blocks(nbytes: int, row_nbytes: int) -> int:

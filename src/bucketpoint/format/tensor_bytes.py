@@ -15,7 +15,7 @@ def is_viewable(tensor: torch.Tensor) -> bool:
         and tensor.is_contiguous()
         and not tensor.is_conj()
         and not tensor.is_neg()
-        and _is_plain(tensor)
+        and type(tensor) in (torch.Tensor, torch.nn.Parameter)
     )
 
 
@@ -49,7 +49,3 @@ def copy_stretch(tensor: torch.Tensor, start: int, out: memoryview) -> None:
     rows = source[first:last].resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
     offset = start - first * row
     target.copy_(rows.reshape(-1).view(torch.uint8)[offset : offset + len(out)])
-
-
-def _is_plain(tensor: torch.Tensor) -> bool:
-    return type(tensor) is torch.Tensor or type(tensor) is torch.nn.Parameter

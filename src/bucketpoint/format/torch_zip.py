@@ -6,6 +6,7 @@ the payload is any contiguous memory of the writer. `probe_frame`, the way back,
 
 from __future__ import annotations
 
+import pickle
 import struct
 import sys
 import zlib
@@ -16,6 +17,8 @@ from math import prod
 
 import torch
 
+from bucketpoint.format.pickles.archive import LOCAL_HEADER, MAGIC
+from bucketpoint.format.slicing import contiguous_strides
 from bucketpoint.format.zip_probe import PROBE_BYTES, STORAGE_NAMES, ProbedFrame, probe_frame
 
 __all__ = [
@@ -27,6 +30,7 @@ __all__ = [
     "ProbedFrame",
     "contiguous_strides",
     "frameable",
+    "number_opcode",
     "probe_frame",
     "tensor_frame",
 ]
@@ -42,7 +46,6 @@ VERSION_RECORD = b"3\n"
 _ZIP16_LIMIT = 0xFFFF
 _ZIP32_LIMIT = 0xFFFFFFFF  # APPNOTE.TXT 4.4.8: this value in a field says that the zip64 extra has the number
 
-_LOCAL = struct.Struct("<4s5H3I2H")
 _CENTRAL = struct.Struct("<4s6H3I5H2I")
 _END = struct.Struct("<4s4H2IH")
 _END64 = struct.Struct("<4sQ2H2I4Q")
@@ -101,14 +104,6 @@ def frameable(tensor: torch.Tensor) -> bool:
     )
 
 
-def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
-    """Return the strides in elements that torch gives a contiguous tensor of this shape."""
-    strides = [1] * len(shape)
-    for dim in range(len(shape) - 2, -1, -1):
-        strides[dim] = strides[dim + 1] * max(shape[dim + 1], 1)
-    return tuple(strides)
-
-
 @lru_cache(maxsize=_CACHED_FRAMES)
 def _tensor_frame(dtype: torch.dtype, shape: tuple[int, ...]) -> Frame:
     payload_nbytes = prod(shape) * dtype.itemsize
@@ -162,11 +157,11 @@ class ArchiveWriter:
         short = _ZIP32_LIMIT if needs_zip64 else nbytes
         extra = zip64
         if align:
-            unpadded = offset + _LOCAL.size + len(path) + len(zip64) + _PADDING_HEAD.size
+            unpadded = offset + LOCAL_HEADER.size + len(path) + len(zip64) + _PADDING_HEAD.size
             padding = -unpadded % ALIGNMENT
             # "FB" is the extra field in which PyTorch's own writer pads.
             extra += _PADDING_HEAD.pack(b"FB", padding) + b"Z" * padding
-        header = _LOCAL.pack(b"PK\x03\x04", version, _UTF8_NAMES, 0, 0, 0, crc, short, short, len(path), len(extra))
+        header = LOCAL_HEADER.pack(MAGIC, version, _UTF8_NAMES, 0, 0, 0, crc, short, short, len(path), len(extra))
         header += path + extra
         self._pending += header
         self._position += len(header)
@@ -217,7 +212,7 @@ def _rebuild_pickle(dtype: torch.dtype, shape: tuple[int, ...]) -> bytes:
         raise TypeError(f"{dtype} tensors cannot be framed; let torch.save write them") from None
     return b"".join((
         b"\x80\x02ctorch._utils\n", function, b"\n((", _text("storage"), storage, _text("0"), _text("cpu"),
-        _integer(prod(shape) * unit), b"tQK\0", _integers(shape), _integers(contiguous_strides(shape)),
+        number_opcode(prod(shape) * unit), b"tQK\0", _integers(shape), _integers(contiguous_strides(shape)),
         b"\x89ccollections\nOrderedDict\n)R", tail, b"tR.",
     ))  # fmt: skip
 
@@ -229,25 +224,27 @@ def _text(text: str) -> bytes:
 def _integers(numbers: Sequence[int]) -> bytes:
     if not numbers:
         return b")"
-    body = b"".join(map(_integer, numbers))
+    body = b"".join(map(number_opcode, numbers))
     return b"(" + body + b"t" if len(numbers) > 3 else body + b"\x85\x86\x87"[len(numbers) - 1 : len(numbers)]
 
 
-def _integer(number: int) -> bytes:
+def number_opcode(number: int) -> bytes:
+    """Encode the opcode that pushes a number, which is not negative."""
     if number < 1 << 8:
-        return b"K" + number.to_bytes(1, "little")
+        return b"K%c" % number
     if number < 1 << 16:
-        return b"M" + number.to_bytes(2, "little")
+        return pickle.BININT2 + number.to_bytes(2, "little")
     if number < 1 << 31:
-        return b"J" + number.to_bytes(4, "little")
-    size = number.bit_length() // 8 + 1
-    return b"\x8a" + bytes([size]) + number.to_bytes(size, "little")
+        return pickle.BININT + number.to_bytes(4, "little")
+    content = pickle.encode_long(number)
+    return pickle.LONG1 + bytes((len(content),)) + content
 
 
 def _rebuilders() -> dict[torch.dtype, tuple[bytes, bytes, int, bytes]]:
     """Map each dtype to: rebuild function, storage class, storage units per element, and the end of the arguments."""
     table = {}
-    for name, dtype in _dtypes().items():
+    for dtype in {value for value in vars(torch).values() if isinstance(value, torch.dtype)}:
+        name = str(dtype).removeprefix("torch.")
         storage = STORAGE_NAMES.get(dtype)
         if storage is not None:
             table[dtype] = (b"_rebuild_tensor_v2", b"ctorch\n" + storage.encode() + b"\n", 1, b"")
@@ -255,13 +252,6 @@ def _rebuilders() -> dict[torch.dtype, tuple[bytes, bytes, int, bytes]]:
             tail = b"ctorch\n" + name.encode() + b"\n"
             table[dtype] = (b"_rebuild_tensor_v3", b"ctorch.storage\nUntypedStorage\n", dtype.itemsize, tail)
     return table
-
-
-def _dtypes() -> dict[str, torch.dtype]:
-    found = {
-        str(value).removeprefix("torch."): value for value in vars(torch).values() if isinstance(value, torch.dtype)
-    }
-    return found
 
 
 _REBUILDERS = _rebuilders()

@@ -10,7 +10,8 @@ import zipfile
 import zlib
 from typing import BinaryIO
 
-_MAGIC = b"PK\x03\x04"
+from bucketpoint.format.pickles.archive import MAGIC
+
 _PIECE = 1 << 20
 
 
@@ -31,7 +32,7 @@ def check_archive(file: BinaryIO) -> tuple[ZipVerdict, str]:
     Returns:
         The verdict, and the reason if the archive is damaged.
     """
-    if file.read(len(_MAGIC)) != _MAGIC:
+    if file.read(len(MAGIC)) != MAGIC:
         return ZipVerdict.NO_ARCHIVE, ""
     file.seek(0)
     try:

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import torch
 
+from bucketpoint.format.pickles.archive import LOCAL_HEADER, MAGIC
 from bucketpoint.format.pickles.items import RefusedError, interpret
 from bucketpoint.format.pickles.torch_names import STORAGE_TYPE_NAMES
 from bucketpoint.format.pickles.vocabulary import MalformedPickleError
@@ -25,7 +26,6 @@ STORAGE_NAMES: dict[torch.dtype, str] = {
 """The dtypes that pickle by the name of a typed storage, without the quantised ones, which have no frame. Newer dtypes
 pickle as an untyped storage and the dtype's name."""
 
-_LOCAL = struct.Struct("<4s5H3I2H")
 _DESCRIPTORS = struct.Struct("<4s3I"), struct.Struct("<4sI2Q")
 _ENCRYPTED = 0x1
 _SIZES_FOLLOW = 0x8
@@ -130,11 +130,13 @@ def _end(entry: _Entry, head: bytes) -> tuple[int, int]:
 
 
 def _local_entry(head: bytes, position: int) -> _Entry:
-    if position + _LOCAL.size > len(head):
+    if position + LOCAL_HEADER.size > len(head):
         raise _NotSimpleError
-    signature, _, flags, method, _, _, _, packed, plain, name_size, extra_size = _LOCAL.unpack_from(head, position)
-    name_at = position + _LOCAL.size
-    if signature != b"PK\x03\x04" or method != 0 or flags & _ENCRYPTED or name_at + name_size > len(head):
+    signature, _, flags, method, _, _, _, packed, plain, name_size, extra_size = LOCAL_HEADER.unpack_from(
+        head, position
+    )
+    name_at = position + LOCAL_HEADER.size
+    if signature != MAGIC or method != 0 or flags & _ENCRYPTED or name_at + name_size > len(head):
         raise _NotSimpleError
     name = head[name_at : name_at + name_size].decode("utf-8", "replace")
     start = name_at + name_size + extra_size

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 
 import bucketpoint as bp
 from bucketpoint import BucketReader, BucketWriter, TransferOptions
-from bucketpoint.format.storage_info import read_storage_info
+from bucketpoint.format.item_info import read_item
 from bucketpoint.transfer import BufferPool
 from dcp import reshard_job as job
 from dcp.reshard_job import OnMesh
@@ -127,7 +127,7 @@ def test_where_a_shard_is_cut_one_block_is_read_twice(
     saved(tmp_path, line(saving, Shard(0)), wholes)
     blocks = dict.fromkeys(wholes, 0)
     for index, info in (BucketReader(tmp_path).read_metadata().storage_data or {}).items():
-        blocks[index.fqn] = max(blocks[index.fqn], read_storage_info(info).block_nbytes or 0)
+        blocks[index.fqn] = max(blocks[index.fqn], read_item(info).block_nbytes or 0)
     stores.clear()
     options = TransferOptions(coalesce_gap_bytes=0, free_gap_bytes=0)
     needed = loaded(tmp_path, line(loading, Shard(0)), wholes, options)

@@ -34,10 +34,11 @@ from bucketpoint.dcp.planning.results import NamedResults, PackedResults, Result
 from bucketpoint.dcp.planning.save_planner import SavePlanner
 from bucketpoint.errors import BucketpointError, IncompleteSaveError
 from bucketpoint.format.columns import pack, unpack
+from bucketpoint.format.item_info import read_item
 from bucketpoint.format.keys import parse_data_path
 from bucketpoint.format.metadata.codec import decode_metadata
 from bucketpoint.format.metadata.facts import extra
-from bucketpoint.format.storage_info import make_storage_info, read_storage_info, set_object_facts
+from bucketpoint.format.storage_info import make_storage_info, set_object_facts
 from dcp.planning import planner_scenarios as scenarios
 from dcp.ranks import Ranks
 
@@ -156,7 +157,7 @@ def test_items_of_many_blocks_send_no_more_than_small_ones(tmp_path: Path) -> No
         job.save(held, f"file://{tmp_path}/{save}")
     stored = decode_metadata((tmp_path / "1" / ".metadata").read_bytes()).storage_data or {}
     assert len(stored) == 19
-    assert all(read_storage_info(info).table_nbytes == 4 * 32 for info in stored.values())
+    assert all(read_item(info).table_nbytes == 4 * 32 for info in stored.values())
     assert [len(results.checksums) for results in job.reported] == [4 * 10, 4 * 9]
     for sent, items in zip(job.bytes, (10, 9), strict=True):
         assert sent < RANK_BYTES + 4 * items < RANK_BYTES + CHECKSUM_BYTES * items

@@ -21,11 +21,10 @@ from bucketpoint.errors import (
 from bucketpoint.format import keys
 from bucketpoint.format.groups import OPTIM
 from bucketpoint.format.index.ref import index_path
-from bucketpoint.format.item_info import data_paths
+from bucketpoint.format.item_info import data_paths, read_item
 from bucketpoint.format.metadata.codec import decode_metadata, encode_metadata, record_from_metadata
 from bucketpoint.format.metadata.facts import extra
 from bucketpoint.format.record import CommitRecord
-from bucketpoint.format.storage_info import read_storage_info
 from bucketpoint.retention.row import FULL
 
 WEIGHTS = "weights"
@@ -111,9 +110,9 @@ def thinned_metadata(metadata: Metadata, etag: str | None = None) -> bytes:
     goes = {path for path, parts in named.items() if parts is not None and parts[2] == OPTIM}
     if not goes:
         raise MetadataError("The checkpoint has no object that holds only optimizer state")
-    storage = {index: info for index, info in places.items() if read_storage_info(info).path not in goes}
+    storage = {index: info for index, info in places.items() if read_item(info).path not in goes}
     names = {index.fqn for index in storage}
-    mixed = names & {index.fqn for index, info in places.items() if read_storage_info(info).path in goes}
+    mixed = names & {index.fqn for index, info in places.items() if read_item(info).path in goes}
     if not names or mixed:
         raise MetadataError("Weights and optimizer state share objects, or there are no weights")
     planner = metadata.planner_data

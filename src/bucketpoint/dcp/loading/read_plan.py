@@ -19,9 +19,8 @@ from bucketpoint.checkpoint.regions import ChunkShapes
 from bucketpoint.dcp.loading.decode import decode_item, fill_tensor, load_bytes
 from bucketpoint.errors import MetadataError, MismatchError
 from bucketpoint.format import keys
-from bucketpoint.format.item_info import ItemInfo
+from bucketpoint.format.item_info import ItemInfo, read_item
 from bucketpoint.format.slicing import Runs, slice_runs
-from bucketpoint.format.storage_info import read_storage_info
 from bucketpoint.format.tensor_bytes import is_viewable, tensor_bytes
 from bucketpoint.format.torch_zip import contiguous_strides
 from bucketpoint.transfer import Block, Extent, TransferOptions, Whole
@@ -129,7 +128,7 @@ class ReadPlan:
             stored = storage_data.get(item.storage_index)
             if stored is None:
                 raise MetadataError("The metadata names no data for this item", key=item.storage_index.fqn)
-            info = read_storage_info(stored)
+            info = read_item(stored)
             target = None
             if item.type != LoadItemType.BYTE_IO:
                 target = self._planner.resolve_tensor(item)

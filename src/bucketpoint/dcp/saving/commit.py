@@ -28,11 +28,11 @@ from bucketpoint.format import keys
 from bucketpoint.format.index import ref as index_ref
 from bucketpoint.format.index.encode import encode_index
 from bucketpoint.format.index.ref import IndexRef, index_path, make_ref, ref_of
-from bucketpoint.format.item_info import data_paths
+from bucketpoint.format.item_info import data_paths, read_item
 from bucketpoint.format.metadata.codec import encode_metadata, extension
 from bucketpoint.format.metadata.facts import make_record
 from bucketpoint.format.record import CommitRecord
-from bucketpoint.format.storage_info import pop_object_facts, read_storage_info
+from bucketpoint.format.storage_info import pop_object_facts
 from bucketpoint.stores import ObjectInfo
 from bucketpoint.stores.retry import process_budget
 from bucketpoint.transfer import retry_transient
@@ -240,7 +240,7 @@ def _check_complete(metadata: Metadata, storage_data: dict[MetadataIndex, Any]) 
         if stored is None:
             missing.append(_name(index))
             continue
-        item = read_storage_info(stored)
+        item = read_item(stored)
         if nbytes is not None and item.payload_nbytes is not None and item.payload_nbytes != nbytes:
             wrong.append(f"{_name(index)}: {item.payload_nbytes} bytes instead of {nbytes}")
     if missing or wrong:

@@ -17,13 +17,14 @@ from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata
 from bucketpoint.errors import MetadataError
 from bucketpoint.format import item_info as names
 from bucketpoint.format.index.derived import count_blocks, payload_sizes, size_guess, table_places
-from bucketpoint.format.index.encode import COMPRESSED, HEAD, MAGIC, PARTS, largest_part
+from bucketpoint.format.index.encode import HEAD, MAGIC, PARTS, largest_part
 from bucketpoint.format.index.int_columns import CPU, Decoder, Segments, narrow
 from bucketpoint.format.pickles.torch_names import DTYPE_NAMES
 from bucketpoint.format.tensor_bytes import tensor_bytes
 
 _MAX_DIMS = 64
 _MAX_NBYTES = 1 << 62
+_CODES: dict[torch.dtype, Any] = {torch.int8: "b", torch.int16: "h", torch.int32: "i", torch.int64: "q"}
 
 
 def is_index(data: bytes) -> bool:
@@ -42,7 +43,7 @@ class Index:
     def __init__(self, data: bytes) -> None:
         self._data = data
         self._parts, items = _parts(data)
-        structure, facts = (json.loads(self._parts[name].content()) for name in ("structure", "facts"))
+        structure, facts = (json.loads(self._content(name)) for name in ("structure", "facts"))
         self.names: list[str] = structure["names"]
         _require(type(self.names) is list and set(map(type, self.names)) <= {str}, "names")
         self._properties = [_properties(*told) for told in structure["properties"]]
@@ -51,27 +52,37 @@ class Index:
         self._paths = [told[0] for told in facts["objects"][: facts["paths"]]]
         _require(set(map(type, self._paths)) <= {str}, "paths")
         del structure, facts
-        self._checksums = self._parts["checksums"].stored.cast("I")
-        _require(len(self._checksums) == items, "checksums")
-        self._take_columns(Decoder(self._parts["columns"].content()), items)
+        checksums, size = self._parts["checksums"]
+        _require(len(checksums) == size == 4 * items, "checksums")
+        self._checksums = checksums.cast("I")
+        self._take_columns(Decoder(self._content("columns")), items)
         self.numbers = dict(zip(self.names, range(len(self.names)), strict=True))
         _require(len(self.numbers) == len(self.names), "names twice")
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Index, (self._data,)
 
+    def _content(self, name: str) -> bytes:
+        """Decompress a part. Raises MetadataError unless the content has exactly the stated size."""
+        stored, size = self._parts[name]
+        machine = zlib.decompressobj()
+        # Allow one byte more than stated: a stream that continues beyond its size is then noticed.
+        content = machine.decompress(stored, size + 1)
+        _require(machine.eof and not machine.unused_data and len(content) == size, name)
+        return content
+
     def facts(self) -> dict[str, Any]:
         """Return the facts of one save: objects, `storage_meta`, `version` and the rest of bucketpoint's part."""
-        told: dict[str, Any] = json.loads(self._parts["facts"].content())
+        told: dict[str, Any] = json.loads(self._content("facts"))
         return told
 
     @property
     def has_mappings(self) -> bool:
-        return self._parts["mappings"].content() != b"null"
+        return self._content("mappings") != b"null"
 
     @cached_property
     def mappings(self) -> dict[str, tuple[Any, ...]]:
-        told = json.loads(self._parts["mappings"].content())
+        told = json.loads(self._content("mappings"))
         if isinstance(told, dict):
             return {name: tuple(path) for name, path in told.items()}
         return {name: tuple(path) for name, path in zip(self.names, told, strict=True)}
@@ -215,44 +226,24 @@ class Column:
         self._constant = int(kept[0]) if len(kept) and kept.stride() == (0,) else None
         if self._constant is None:
             self._kept = kept.contiguous()
-            self._numbers = _typed(self._kept)
+            self._numbers = tensor_bytes(self._kept).cast(_CODES[self._kept.dtype])
 
     def __getitem__(self, place: int) -> int:
         return self._numbers[place] if self._constant is None else self._constant
 
 
-class _Part:
-    """One part of an index: a view of its stored bytes, and its uncompressed size."""
-
-    def __init__(self, stored: memoryview, size: int, name: str, compressed: bool) -> None:
-        self.stored = stored
-        self._size = size
-        self._name = name
-        self._compressed = compressed
-        _require(compressed or len(stored) == size, name)
-
-    def content(self) -> bytes:
-        """Decompress the part. Raises MetadataError unless the content has exactly the stated size."""
-        machine = zlib.decompressobj()
-        # Allow one byte more than stated: a stream that continues beyond its size is then noticed.
-        content = machine.decompress(self.stored, self._size + 1)
-        _require(machine.eof and not machine.unused_data and len(content) == self._size, self._name)
-        return content
-
-
-def _parts(data: bytes) -> tuple[dict[str, _Part], int]:
-    """Return the parts of an index, none larger than its size allows, and the number of items."""
+def _parts(data: bytes) -> tuple[dict[str, tuple[memoryview, int]], int]:
+    """Return stored bytes and uncompressed size of each part, none larger than allowed; and the number of items."""
     if len(data) < HEAD.size or not is_index(data):
-        raise MetadataError("This is no index")
+        raise MetadataError("The object is not an index, or is cut off")
     _, items, *sizes = HEAD.unpack_from(data)
     _require(sum(sizes[::2]) + HEAD.size == len(data), "length")
     _require(all(size <= largest_part(len(data)) for size in sizes[1::2]), "size")
     # Every item has a stored checksum, so a hostile head cannot claim more items than the data has bytes for.
     _require(4 * items <= len(data), "number of items")
     parts, at = {}, HEAD.size
-    for number, name in enumerate(PARTS):
-        stored, real = sizes[2 * number : 2 * number + 2]
-        parts[name] = _Part(memoryview(data)[at : at + stored], real, name, number < COMPRESSED)
+    for name, stored, size in zip(PARTS, sizes[::2], sizes[1::2], strict=True):
+        parts[name] = memoryview(data)[at : at + stored], size
         at += stored
     return parts, items
 
@@ -325,12 +316,3 @@ def _array(values: torch.Tensor) -> array[int]:
 def _require(holds: bool, what: str) -> None:
     if not holds:
         raise MetadataError(f"The index contradicts itself: {what}")
-
-
-def _typed(values: torch.Tensor) -> memoryview[int]:
-    raw = tensor_bytes(values)
-    if values.dtype == torch.int8:
-        return raw.cast("b")
-    if values.dtype == torch.int16:
-        return raw.cast("h")
-    return raw.cast("i") if values.dtype == torch.int32 else raw.cast("q")

@@ -37,7 +37,6 @@ from bucketpoint.format.tensor_bytes import tensor_bytes
 MAGIC = b"BPINDEX2"
 
 PARTS = ("structure", "mappings", "columns", "facts", "checksums")
-COMPRESSED = 4
 HEAD = struct.Struct("<8sQ8x" + "QQ" * len(PARTS) + "16x")
 """Magic, number of items, then for each part its stored and its uncompressed size. The padding is zeros."""
 
@@ -178,12 +177,7 @@ def _template(
     transforms: tuple[str, ...] | None,
     objects: int,
 ) -> IndexTemplate:
-    """Make the template of an index.
-
-    Args:
-        places: of each item, its name, the offset of its chunk and DCP's hint, -1 for none.
-        layout: the columns of `ItemColumns`, each int64.
-    """
+    """Make a template. `places` has name, offset of the chunk and DCP's hint (-1: none) of each item."""
     entries = metadata.state_dict_metadata
     _require(type(entries) is dict)
     table = _Entries(entries)
@@ -236,13 +230,8 @@ class _Entries:
         _require(type(properties) is TensorProperties)
         dtype, layout, requires_grad, memory_format, pin_memory = properties.__getstate__()[:5]  # type: ignore[no-untyped-call]
         _require(type(requires_grad) is bool and type(pin_memory) is bool)
-        told = (
-            str(dtype).removeprefix("torch."),
-            str(layout).removeprefix("torch."),
-            requires_grad,
-            memory_format.value,
-            pin_memory,
-        )
+        names = (str(value).removeprefix("torch.") for value in (dtype, layout))
+        told = (*names, requires_grad, memory_format.value, pin_memory)
         # A dtype that a reader would refuse by name stays in `.metadata`, which a reader can be told to trust.
         _require(told[0] in DTYPE_NAMES)
         return self.properties.setdefault(told, len(self.properties) + 1)

@@ -70,7 +70,7 @@ def encode(values: torch.Tensor) -> bytes:
     planes = [_planes(_PLANES, values), _planes(_DELTAS, values.diff(prepend=values.new_zeros(1)))]
     suitable = [data for data in planes if data is not None]
     if not suitable:
-        raise UnsuitableError("numbers too far apart")
+        raise UnsuitableError("the numbers of a column are too far apart")
     return min(suitable, key=lambda data: len(zlib.compress(data, 1)))
 
 
@@ -165,13 +165,13 @@ class Decoder:
 
     def _peek(self) -> int:
         if self._position >= len(self._data):
-            raise MetadataError("The index breaks off")
+            raise MetadataError("The index ends early")
         return self._data[self._position]
 
     def _take(self, size: int) -> memoryview:
         taken = self._data[self._position : self._position + size]
         if len(taken) != size:
-            raise MetadataError("The index breaks off")
+            raise MetadataError("The index ends early")
         self._position += size
         return taken
 

@@ -132,8 +132,11 @@ def decode_metadata(data: bytes, *, trusted: bool = False, url: str | None = Non
         found: Metadata = interpreted(bytes(data), dcp_metadata.vocabulary(), url)
         return found
     refuse_marker(data, url)
-    with without_gc():
-        metadata = _unpickle_trusted(data, url)
+    try:
+        with without_gc():
+            metadata = pickle.loads(data)
+    except Exception as error:
+        raise not_metadata(f"{type(error).__name__}: {error}", url) from error
     if not isinstance(metadata, Metadata):
         raise not_metadata(f"it holds a {type(metadata).__name__}", url)
     return metadata
@@ -146,10 +149,3 @@ def record_from_metadata(data: bytes, *, metadata_etag: str | None = None) -> Co
         UnsafeDataError, MetadataError: as `decode_metadata`.
     """
     return record_of(decode_metadata(data), data, metadata_etag=metadata_etag)
-
-
-def _unpickle_trusted(data: bytes, url: str | None) -> Any:
-    try:
-        return pickle.loads(data)
-    except Exception as error:
-        raise not_metadata(f"{type(error).__name__}: {error}", url) from error

@@ -52,7 +52,7 @@ def extra(metadata: Any) -> dict[str, Any]:
     created, gone = facts.get("created"), facts.get("thinned_paths", [])
     # NaN and the infinities, which a pickle may hold, fail this comparison.
     if created is not None and not (type(created) in (int, float) and 0 <= created < _MAX_SECONDS):
-        raise not_metadata("the time of its commit is none", None)
+        raise not_metadata("the time of its commit is not a valid time", None)
     if type(gone) is not list or not all(type(path) is str for path in gone):
         raise not_metadata("the list of what was thinned is malformed", None)
     if any(len(str(facts.get(name))) > _MAX_WORD for name in ("token", "kind")):
@@ -119,7 +119,7 @@ def _metrics(facts: dict[str, Any]) -> dict[str, float]:
     metrics = _typed(facts, "metrics", dict) or {}
     # A larger int may not fit a float.
     if not all(type(value) is float or (type(value) is int and abs(value) < _MAX_NBYTES) for value in metrics.values()):
-        raise not_metadata("its bucketpoint part has metrics that are no numbers", None)
+        raise not_metadata("its bucketpoint part has metrics that are not numbers", None)
     return {name: float(value) for name, value in metrics.items()}
 
 
@@ -178,7 +178,7 @@ def _run(data: bytes, vocabulary: MetadataVocabulary, url: str | None) -> Any:
     try:
         found = machine.run()
     except OverspentError:
-        reason = "it asks for more work than its length pays for"
+        reason = "it takes more work than a pickle of its length may take"
     except MalformedPickleError as error:
         reason = str(error)
     names = [name for name in machine.refused if not name.startswith("<")]
@@ -202,7 +202,7 @@ def _check(metadata: Any, kinds: Mapping[str, Any], url: str | None) -> None:
         raise TypeError("it has no state_dict_metadata")
     for fqn, entry in metadata.state_dict_metadata.items():
         if type(fqn) is not str:
-            raise TypeError("a key of the state is no string")
+            raise TypeError("a key of its state_dict_metadata is not a string")
         if type(entry) is kinds["TensorStorageMetadata"]:
             _check_tensor(fqn, entry, kinds)
         elif type(entry) is not kinds["BytesStorageMetadata"]:
@@ -211,7 +211,7 @@ def _check(metadata: Any, kinds: Mapping[str, Any], url: str | None) -> None:
     if items is None:
         return
     if not isinstance(items, dict):
-        raise TypeError("its storage_data is no dictionary")
+        raise TypeError("its storage_data is not a dictionary")
     for index, info in items.items():
         if type(index) is not kinds["MetadataIndex"] or type(info) is not kinds["_StorageInfo"]:
             raise TypeError("its storage_data has other entries than MetadataIndex: _StorageInfo")
@@ -230,15 +230,15 @@ def _check_tensor(fqn: str, entry: Any, kinds: Mapping[str, Any]) -> None:
         if type(chunk) is not kinds["ChunkStorageMetadata"]:
             raise TypeError(f"{fqn} has a chunk that is a {type(chunk).__name__}")
         if len(chunk.sizes) != dims or len(chunk.offsets) != dims:
-            raise TypeError(f"{fqn} has a chunk of other dimensions")
+            raise TypeError(f"a chunk of {fqn} has another number of dimensions than the tensor")
         for size, offset, whole in zip(chunk.sizes, chunk.offsets, entry.size, strict=True):
             if size < 0 or offset < 0 or offset + size > whole:
-                raise TypeError(f"{fqn} has a chunk outside the tensor")
+                raise TypeError(f"a chunk of {fqn} does not lie within the tensor")
 
 
 def _check_size(fqn: str, size: Any, itemsize: int) -> None:
     if not isinstance(size, (tuple, list)) or len(size) > _MAX_DIMS or not all(type(n) is int and n >= 0 for n in size):
-        raise TypeError(f"{fqn} has no shape")
+        raise TypeError(f"the shape of {fqn} is malformed")
     if math.prod(size) * itemsize >= _MAX_NBYTES:
         raise TypeError(f"{fqn} claims {math.prod(size)} elements")
 

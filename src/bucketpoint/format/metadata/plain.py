@@ -6,7 +6,7 @@ import enum
 import functools
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, make_dataclass
+from dataclasses import dataclass, field, make_dataclass
 from typing import Any
 
 from bucketpoint.format.metadata.facts import interpreted, record_of
@@ -66,13 +66,7 @@ class MetadataIndex:
 
     fqn: str
     offset: Any = None
-    index: Any = None
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, MetadataIndex) and (self.fqn, self.offset) == (other.fqn, other.offset)
-
-    def __hash__(self) -> int:
-        return hash((self.fqn, self.offset))
+    index: Any = field(default=None, compare=False)
 
 
 _FIELDS: Mapping[str, str] = {
@@ -109,9 +103,9 @@ def read_record(data: bytes, *, metadata_etag: str | None = None) -> CommitRecor
 def vocabulary() -> MetadataVocabulary:
     """Return the vocabulary of a `.metadata` pickle, with the plain classes."""
     kinds: dict[str, type] = {"MetadataIndex": MetadataIndex}
-    for name, fields in _FIELDS.items():
+    for kind, fields in _FIELDS.items():
         # As in DCP's classes, fields that a pickle leaves out are None.
-        kinds[name] = make_dataclass(name, [(field, Any, None) for field in fields.split()], eq=False)
+        kinds[kind] = make_dataclass(kind, [(name, Any, None) for name in fields.split()], eq=False)
     values = Vocabulary()
     for name in DTYPE_NAMES:
         values.add(Dtype(name), names=[f"torch.{name}"])

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copyreg
 import io
+import itertools
 import pickle
 from array import array
 from collections.abc import Sequence
@@ -32,6 +33,7 @@ from bucketpoint.format.index.int_columns import over
 from bucketpoint.format.index.ref import INDEX_ATTRIBUTE, TEXT_LENGTH, IndexRef
 from bucketpoint.format.metadata.codec import PICKLE_PROTOCOL, _Sharing
 from bucketpoint.format.metadata.facts import without_gc
+from bucketpoint.format.torch_zip import number_opcode
 
 _PROTO = pickle.PROTO + bytes([PICKLE_PROTOCOL])
 _END = pickle.SETITEMS + pickle.BUILD + pickle.STOP
@@ -155,7 +157,7 @@ class _Maker:
         head = _without_frames(stream.getvalue())
         if head is None:
             raise _UnusualError
-        self._parts = [head, pickle.POP]
+        self._body = bytearray(head + pickle.POP)
         self._name = head.index(_NO_NAME.encode()) if indexed else None
         # The pickler memoizes by identity, and equal strings here may be several objects.
         memo = pickler.memo.copy()
@@ -170,41 +172,43 @@ class _Maker:
         texts, items = self._texts, self._items
         if not self._planner_data or not {*self._state, *items.names} <= texts.keys():
             return None
-        self._parts += [self._known[id(Metadata)], _BEGUN]
+        self._add(self._known[id(Metadata)], _BEGUN)
         if self._name is not None:
-            self._parts += [texts[INDEX_ATTRIBUTE], texts[_NO_NAME]]
-        self._parts += [texts["state_dict_metadata"], pickle.EMPTY_DICT, pickle.MARK]
+            self._add(texts[INDEX_ATTRIBUTE], texts[_NO_NAME])
+        self._add(texts["state_dict_metadata"], pickle.EMPTY_DICT, pickle.MARK)
         for name, entry in self._state.items():
-            self._parts.append(texts[name])
+            self._add(texts[name])
             self._entry(entry)
-        self._parts += [pickle.SETITEMS, texts["planner_data"], self._planner_data, texts["storage_data"]]
-        self._parts += [pickle.EMPTY_DICT, pickle.MARK]
-        position = sum(map(len, self._parts))
+        self._add(pickle.SETITEMS, texts["planner_data"], self._planner_data, texts["storage_data"])
+        self._add(pickle.EMPTY_DICT, pickle.MARK)
         words: list[array[int]] = []
         paths = []
-        for rank, columns in enumerate(self._reported):
-            position, places, found = self._of_rank(columns, items.borders[rank], items.borders[rank + 1], position)
+        for columns, (first, last) in zip(self._reported, itertools.pairwise(items.borders), strict=True):
+            places, found = self._of_rank(columns, first, last)
             words.append(found)
             paths.append(places)
-        self._parts.append(pickle.SETITEMS)
+        self._add(pickle.SETITEMS)
         joined = torch.cat([over(each) for each in words]) if words else torch.empty(0)
-        return MetadataTemplate(b"".join(self._parts), joined, tuple(map(len, words)), tuple(paths), self._name)
+        return MetadataTemplate(bytes(self._body), joined, tuple(map(len, words)), tuple(paths), self._name)
+
+    def _add(self, *parts: bytes) -> None:
+        self._body += b"".join(parts)
 
     def _entry(self, entry: Any) -> None:
         if type(entry) is BytesStorageMetadata and not vars(entry):
-            self._parts += [self._known[id(BytesStorageMetadata)], _MADE]
+            self._add(self._known[id(BytesStorageMetadata)], _MADE)
             return
         if type(entry) is not TensorStorageMetadata or vars(entry).keys() != {"properties", "size", "chunks"}:
             raise _UnusualError
         if type(entry.properties) is not TensorProperties:
             raise _UnusualError
         texts = self._texts
-        self._parts += [self._known[id(TensorStorageMetadata)], _BEGUN, texts["properties"]]
-        self._parts += [self._known[id(entry.properties)], texts["size"], self._shape(entry.size), texts["chunks"]]
-        self._parts += [pickle.EMPTY_LIST, pickle.MARK]
+        self._add(self._known[id(TensorStorageMetadata)], _BEGUN, texts["properties"])
+        self._add(self._known[id(entry.properties)], texts["size"], self._shape(entry.size), texts["chunks"])
+        self._add(pickle.EMPTY_LIST, pickle.MARK)
         begin = self._known[id(ChunkStorageMetadata)] + _BEGUN + texts["offsets"]
         then = texts["sizes"]
-        add, shapes = self._parts.append, self._shapes
+        body, shapes = self._body, self._shapes
         for chunk in entry.chunks:
             values = chunk.__dict__
             if type(chunk) is not ChunkStorageMetadata or len(values) != 2:
@@ -213,8 +217,8 @@ class _Maker:
             if type(offsets) is not torch.Size or type(sizes) is not torch.Size:
                 raise _UnusualError
             place = shapes.get(offsets) or self._shape(offsets)
-            add(b"%b%b%b%b%b" % (begin, place, then, shapes.get(sizes) or self._shape(sizes), _DONE))
-        self._parts += [pickle.APPENDS, _DONE]
+            body += b"%b%b%b%b%b" % (begin, place, then, shapes.get(sizes) or self._shape(sizes), _DONE)
+        self._add(pickle.APPENDS, _DONE)
 
     def _shape(self, shape: torch.Size) -> bytes:
         """Encode a Size: in full at its first occurrence, then as a reference to the memo."""
@@ -223,7 +227,7 @@ class _Maker:
         known = self._shapes.get(shape)
         if known is not None:
             return known
-        numbers = b"".join(map(_number, shape))
+        numbers = b"".join(map(number_opcode, shape))
         inner = numbers + _TUPLES[len(shape)] if len(shape) < 4 else pickle.MARK + numbers + pickle.TUPLE
         self._shapes[shape] = self._memoized()
         return self._known[id(torch.Size)] + inner + pickle.TUPLE1 + pickle.REDUCE + pickle.MEMOIZE
@@ -233,10 +237,8 @@ class _Maker:
         self._count += 1
         return _get(self._count - 1)
 
-    def _of_rank(
-        self, columns: Columns, first: int, last: int, position: int
-    ) -> tuple[int, tuple[tuple[int, int], ...], array[int]]:
-        """Add one rank's storage data, and return its end and the positions of paths and checksums."""
+    def _of_rank(self, columns: Columns, first: int, last: int) -> tuple[tuple[tuple[int, int], ...], array[int]]:
+        """Add one rank's storage data, and return the positions of paths and checksums."""
         layout, texts = columns.layout, self._texts
         if layout.count != last - first:
             raise _UnusualError
@@ -244,8 +246,8 @@ class _Maker:
         path_refs: list[bytes | None] = [None] * len(sizes)
         places = [(0, 0)] * len(sizes)
         crcs = array("q")
-        kinds: dict[tuple[int, ...], tuple[bytes, bytes, int]] = {}
-        add, shapes = self._parts.append, self._shapes
+        kinds: dict[tuple[int, ...], tuple[bytes, bytes]] = {}
+        body, shapes = self._body, self._shapes
         begin = self._known[id(MetadataIndex)] + _BEGUN + texts["fqn"]
         to_info = _DONE + self._known[id(_StorageInfo)] + _BEGUN + texts["relative_path"]
         hint_key, offset_key, place_key = texts["index"], texts["offset"], texts["offset"]
@@ -259,44 +261,41 @@ class _Maker:
         ):  # fmt: skip
             head = begin + texts[name]
             if hint >= 0:
-                head += hint_key + _number(hint)
+                head += hint_key + number_opcode(hint)
             if offset is not None:
                 head += offset_key + (shapes.get(offset) or self._shape(offset))
             head += to_info
             path = path_refs[number]
             if path is None:
                 path = _text_header(sizes[number]) + bytes(sizes[number]) + pickle.MEMOIZE
-                places[number] = (position + len(head) + len(path) - 1 - sizes[number], sizes[number])
+                places[number] = (len(body) + len(head) + len(path) - 1 - sizes[number], sizes[number])
                 path_refs[number] = self._memoized()
             if table >= 0:
-                path += table_key + _number(table)
+                path += table_key + number_opcode(table)
             kind = kinds.get(fact)
             if kind is None:
                 kind = kinds[fact] = self._kind(fact, layout.transforms)
-            between, rest, back = kind
-            record = b"%b%b%b%b%b%b" % (head, path, place_key, _number(at), between, rest)
-            add(record)
-            position += len(record)
-            crcs.append(position - back)
-        return position, tuple(places), crcs
+            between, rest = kind
+            body += b"%b%b%b%b%b%b" % (head, path, place_key, number_opcode(at), between, rest)
+            crcs.append(len(body) - len(rest))
+        return tuple(places), crcs
 
-    def _kind(self, fact: tuple[int, ...], transforms: tuple[str, ...] | None) -> tuple[bytes, bytes, int]:
-        """Encode the fields after an item's offset: up to the checksum, from there on, and the latter's length."""
+    def _kind(self, fact: tuple[int, ...], transforms: tuple[str, ...] | None) -> tuple[bytes, bytes]:
+        """Encode the fields after an item's offset: up to the checksum, and from there on."""
         length, payload_offset, payload_nbytes, block_nbytes = fact
         texts = self._texts
-        between = texts["length"] + _number(length)
+        between = texts["length"] + number_opcode(length)
         if transforms:
             listed = b"".join([texts[name] for name in transforms])
             between += texts["transform_descriptors"] + pickle.EMPTY_LIST + pickle.MARK + listed + pickle.APPENDS
         if payload_offset >= 0:
-            between += texts[names._PAYLOAD_OFFSET] + _number(payload_offset)
-            between += texts[names._PAYLOAD_NBYTES] + _number(payload_nbytes)
+            between += texts[names._PAYLOAD_OFFSET] + number_opcode(payload_offset)
+            between += texts[names._PAYLOAD_NBYTES] + number_opcode(payload_nbytes)
         between += texts[names._CRC32C] + _CHECKSUM[0]
         rest = bytes(4) + _CHECKSUM[1]
         if block_nbytes >= 0:
-            rest += texts[names._TABLE_BLOCK_NBYTES] + _number(block_nbytes)
-        rest += _DONE
-        return between, rest, len(rest)
+            rest += texts[names._TABLE_BLOCK_NBYTES] + number_opcode(block_nbytes)
+        return between, rest + _DONE
 
 
 def _get(number: int) -> bytes:
@@ -307,18 +306,6 @@ def _text_header(size: int) -> bytes:
     if size < 256:
         return pickle.SHORT_BINUNICODE + bytes((size,))
     return pickle.BINUNICODE + size.to_bytes(4, "little")
-
-
-def _number(value: int) -> bytes:
-    """Encode a number that is not negative."""
-    if value < 256:
-        return b"K%c" % value
-    if value < 65536:
-        return pickle.BININT2 + value.to_bytes(2, "little")
-    if value < 1 << 31:
-        return pickle.BININT + value.to_bytes(4, "little")
-    content = pickle.encode_long(value)
-    return pickle.LONG1 + bytes((len(content),)) + content
 
 
 def _unshared(end: dict[str, Any]) -> bytes:

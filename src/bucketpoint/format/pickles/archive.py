@@ -40,12 +40,12 @@ def records(data: bytes) -> dict[str, tuple[int, int]]:
                 start = entry.header_offset + LOCAL_HEADER.size + head[-2] + head[-1]
                 stop = start + entry.file_size
                 if head[0] != MAGIC or stop > len(data):
-                    raise ArchiveError("a record does not lie within it")
+                    raise ArchiveError("a record does not lie within the archive")
                 found[entry.filename.partition("/")[2]] = start, stop
     except ArchiveError:
         raise
     except DAMAGED as error:
-        raise ArchiveError(f"its directory cannot be read: {error}") from None
+        raise ArchiveError(f"the directory of the archive cannot be read: {error}") from None
     return found
 
 
@@ -60,14 +60,14 @@ def legacy_storages(data: bytes, position: int, keys: Any, sizes: dict[str, int]
         ArchiveError: the file is malformed.
     """
     if type(keys) is not list or any(type(key) is not str or key not in sizes for key in keys):
-        raise ArchiveError("its keys of storages are none")
+        raise ArchiveError("the list of storage keys is malformed")
     found = {}
     for key in keys:
         # Each storage's elements follow their count, 8 bytes long.
         found[key] = position + 8, position + 8 + sizes[key]
         position = found[key][1]
         if position > len(data):
-            raise ArchiveError("it breaks off")
+            raise ArchiveError("the file ends early")
     return found
 
 

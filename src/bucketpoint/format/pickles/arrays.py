@@ -43,7 +43,7 @@ def _dtype(machine: Machine, text: Any, *flags: Any) -> Shell:
         or not _DTYPE.fullmatch(text)
         or any(type(flag) not in (bool, int) for flag in flags)
     ):
-        raise ObjectionError("numpy.dtype of fields, or of an object of a size")
+        raise ObjectionError("a numpy.dtype with fields, or of a kind that is not read")
     # A state always follows. It has the byte order, the length of text, and the unit of time.
     return Shell(_build_dtype, np.dtype(text))
 
@@ -52,7 +52,7 @@ def _build_dtype(machine: Machine, shell: Shell, state: Any) -> Any:
     found = shell.value
     _, order, subarray, names, fields, itemsize, _, _, *more = state
     if subarray is not None or names is not None or fields is not None or order not in ("<", ">", "|", "="):
-        raise ObjectionError("numpy.dtype of fields")
+        raise ObjectionError("a numpy.dtype with fields")
     if found.kind in "SU":
         width = found.str[1]
         unit = 4 if width == "U" else 1
@@ -69,22 +69,22 @@ def _build_dtype(machine: Machine, shell: Shell, state: Any) -> Any:
 
 def _of(value: Any) -> Any:
     if not isinstance(value, np.dtype):
-        raise unfit("an array of a type")
+        raise unfit("an array dtype")
     return value
 
 
 def _numel(shape: Any) -> int:
     if type(shape) is not tuple or len(shape) > _MAX_DIMS:
-        raise unfit("an array of a shape")
+        raise unfit("an array shape")
     if any(type(size) is not int or not 0 <= size < _MAX_NUMBER for size in shape):
-        raise unfit("an array of a shape")
+        raise unfit("an array shape")
     return math.prod(shape)
 
 
 def _laid(machine: Machine, raw: Any, dtype: Any, shape: Any, order: str, *, copy: bool) -> Any:
     count = _numel(shape)
     if dtype.hasobject or type(raw) not in (bytes, bytearray, str) or count * dtype.itemsize != len(raw):
-        raise unfit("an array of other bytes than its shape has")
+        raise ObjectionError("an array whose bytes do not fit its shape and dtype")
     # Pay even without a copy: an array that shares its bytes is still written in full each time it is pickled.
     machine.pay(len(raw))
     raw = raw.encode("latin-1") if type(raw) is str else raw
@@ -102,7 +102,7 @@ def _scalar(machine: Machine, dtype: Any, raw: Any) -> Any:
 @VALUES.function("numpy._core.multiarray._reconstruct", "numpy.core.multiarray._reconstruct")
 def _reconstruct(machine: Machine, kind: Any, shape: Any, code: Any) -> Shell:
     if kind is not np.ndarray or shape != (0,):
-        raise ObjectionError("numpy.core.multiarray._reconstruct of a shape")
+        raise unfit("a call of numpy.core.multiarray._reconstruct")
     return Shell(_build_array)
 
 
@@ -123,7 +123,7 @@ def _build_array(machine: Machine, shell: Shell, state: Any) -> Any:
 @VALUES.function("numpy._core.numeric._frombuffer", "numpy.core.numeric._frombuffer")
 def _frombuffer(machine: Machine, raw: Any, dtype: Any, shape: Any, order: Any) -> Any:
     if order not in ("C", "F"):
-        raise unfit("an array of an order")
+        raise unfit("an array order")
     return _laid(machine, raw, _of(dtype), shape, order, copy=False)
 
 
@@ -174,35 +174,40 @@ def _build_seed(machine: Machine, shell: Shell, state: Any) -> Any:
     return np.random.SeedSequence(entropy, spawn_key=spawn_key, pool_size=pool_size, n_children_spawned=spawned)
 
 
-def _words(value: Any, count: int, kind: str) -> Any:
-    if type(value) is not np.ndarray or value.shape != (count,) or value.dtype.kind not in "ui":
-        raise unfit("a state of a random generator")
-    return value.astype(kind)
-
-
-def _whole(value: Any, most: int) -> int:
-    if type(value) is not int or not 0 <= value <= most:
-        raise unfit("a state of a random generator")
-    return value
+_BITS_128 = (1 << 128) - 1
+_BUFFERED = {"has_uint32": 1, "uinteger": (1 << 32) - 1}
+_PCG64 = {"state": {"state": _BITS_128, "inc": _BITS_128}, **_BUFFERED}
+_STATES: dict[str, dict[str, Any]] = {
+    "MT19937": {"state": {"key": (624, "u4"), "pos": 624}},
+    "Philox": {"state": {"counter": (4, "u8"), "key": (2, "u8")}, "buffer": (4, "u8"), "buffer_pos": 4, **_BUFFERED},
+    "SFC64": {"state": {"state": (4, "u8")}, **_BUFFERED},
+    "PCG64": _PCG64,
+    "PCG64DXSM": _PCG64,
+}
+"""Parts of the generators' states: length and type of an array, or the largest number."""
 
 
 def _checked(name: str, state: Any) -> dict[str, Any]:
     """Check the state of a bit generator and make it anew: numpy indexes memory with values in it."""
-    if type(state) is not dict or type(state.get("state")) is not dict or state.get("bit_generator") != name:
+    if type(state) is not dict or state.get("bit_generator") != name:
         raise unfit("a state of a random generator")
-    inner = state["state"]
-    found: dict[str, Any] = {"bit_generator": name}
-    if name == "MT19937":
-        found["state"] = {"key": _words(inner["key"], 624, "u4"), "pos": _whole(inner["pos"], 624)}
-        return found
-    if name == "Philox":
-        found["state"] = {"counter": _words(inner["counter"], 4, "u8"), "key": _words(inner["key"], 2, "u8")}
-        found |= {"buffer": _words(state["buffer"], 4, "u8"), "buffer_pos": _whole(state["buffer_pos"], 4)}
-    elif name == "SFC64":
-        found["state"] = {"state": _words(inner["state"], 4, "u8")}
-    else:
-        found["state"] = {part: _whole(inner[part], (1 << 128) - 1) for part in ("state", "inc")}
-    found |= {"has_uint32": _whole(state["has_uint32"], 1), "uinteger": _whole(state["uinteger"], (1 << 32) - 1)}
+    return {"bit_generator": name, **_checked_parts(state, _STATES[name])}
+
+
+def _checked_parts(state: Any, wanted: dict[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, want in wanted.items():
+        value = state.get(name) if type(state) is dict else None
+        if type(want) is dict:
+            found[name] = _checked_parts(value, want)
+        elif type(want) is tuple:
+            if type(value) is not np.ndarray or value.shape != want[:1] or value.dtype.kind not in "ui":
+                raise unfit("a state of a random generator")
+            found[name] = value.astype(want[1])
+        elif type(value) is int and 0 <= value <= want:
+            found[name] = value
+        else:
+            raise unfit("a state of a random generator")
     return found
 
 
@@ -231,5 +236,5 @@ def _set_random_state(machine: Machine, target: Any, state: Any) -> Any:
     gauss = state.get("gauss")
     if type(gauss) is not float:
         raise unfit("a state of a random generator")
-    target.set_state({**bits, "has_gauss": _whole(state.get("has_gauss"), 1), "gauss": gauss})
+    target.set_state({**bits, **_checked_parts(state, {"has_gauss": 1}), "gauss": gauss})
     return target

@@ -153,22 +153,12 @@ def interpret(
         RefusedError: the pickle holds content that is read only if it is trusted.
         MalformedPickleError: the data is not a pickle, or breaks off.
     """
-
-    def persistent(pid: Any) -> Any:
-        assert storage is not None
-        return tensors.storage(pid, storage)
-
-    machine = Machine(
-        data,
-        vocabulary(distributed=distributed),
-        position=position,
-        paid=paid,
-        persistent=None if storage is None else persistent,
-    )
+    persistent = storage and functools.partial(tensors.storage, find=storage)
+    machine = Machine(data, vocabulary(distributed=distributed), position=position, paid=paid, persistent=persistent)
     try:
         value = machine.run()
     except OverspentError:
-        raise RefusedError([*machine.refused, "<more work or memory than its length pays for>"]) from None
+        raise RefusedError([*machine.refused, "<more work or memory than a pickle of its length may take>"]) from None
     except MalformedPickleError as error:
         if machine.refused:
             raise RefusedError(list(machine.refused)) from None
@@ -209,7 +199,7 @@ class _Storages:
         # Records may overlap, so copies are limited to the length of the data in total.
         self._left -= stop - start
         if start < 0 or self._left < 0:
-            raise MalformedPickleError(f"it has no storage {key[:100]!r}")
+            raise MalformedPickleError(f"the file has no storage {key[:100]!r}")
         if start == stop:
             return torch.UntypedStorage(0)  # type: ignore[no-untyped-call]
         raw = bytearray(memoryview(self._data)[start:stop])
@@ -226,7 +216,7 @@ def _read_zip(data: bytes) -> Item:
     if "constants.pkl" in places:
         raise RefusedError(["torch.jit.load"])
     if "data.pkl" not in places:
-        raise UnreadableError("it has no data.pkl")
+        raise UnreadableError("the archive has no data.pkl")
     if "byteorder" in places and data[slice(*places["byteorder"])] != b"little":
         raise RefusedError(["<a big-endian archive>"])
     storages = _Storages(data, {name[5:]: place for name, place in places.items() if name.startswith("data/")})
@@ -249,7 +239,7 @@ def _read_stream(data: bytes) -> Item:
             raise UnreadableError(str(error)) from None
         position, deferred = machine.position, deferred or machine.deferred
         if len(values) == _MAX_PICKLES:
-            raise RefusedError(["<more pickles than anybody writes>"])
+            raise RefusedError([f"<more than {_MAX_PICKLES} pickles in one item>"])
         if not values and value == _LEGACY_MAGIC and type(value) is int:
             return _read_legacy(data, position)
         values.append(value)
@@ -263,7 +253,7 @@ def _read_legacy(data: bytes, position: int) -> Item:
             position = machine.position
             sound = value == _LEGACY_PROTOCOL if expected == "protocol" else type(value) is dict
             if not sound or (expected == "system" and value.get("little_endian") is not True):
-                raise MalformedPickleError("it is of another version or system")
+                raise MalformedPickleError("the file has another version or byte order than torch.save writes here")
         sizes: dict[str, int] = {}
 
         def sized(key: str, nbytes: int, location: str) -> torch.UntypedStorage:

@@ -197,7 +197,7 @@ class Machine:
                 waiting += self._parts_of(one)
             if parts + len(waiting) > _MAX_KEY_PARTS:
                 self.pay(_MAX_KEY_PARTS)
-                raise ObjectionError("a key of many parts")
+                raise ObjectionError(f"a dictionary key of more than {_MAX_KEY_PARTS} parts")
         self.pay(parts)
         if len(container) < _MAX_SAME_HASH:
             return
@@ -206,20 +206,20 @@ class Machine:
         digest = hash(key)
         same[digest] += 1
         if same[digest] > _MAX_SAME_HASH:
-            raise ObjectionError("many keys of one hash")
+            raise ObjectionError(f"more than {_MAX_SAME_HASH} keys with the same hash")
 
     def _parts_of(self, value: Any) -> Any:
         kind = type(value)
         if kind is tuple or kind is frozenset:
             if len(value) > _MAX_KEY_PARTS:
-                raise ObjectionError("a key of many parts")
+                raise ObjectionError(f"a dictionary key of more than {_MAX_KEY_PARTS} parts")
             return value
         known = self.vocabulary.parts.get(kind)
         if known is not None:
             return known(value)
         if kind in (Deferred, Refused) or isinstance(value, type):
             return ()
-        raise ObjectionError(f"a {kind.__name__} as a key")
+        raise ObjectionError(f"a {kind.__name__} as a dictionary key")
 
     def defer(self, function: Any, arguments: tuple[Any, ...], *, new: bool = False) -> Deferred:
         """Leave a call to the final load."""

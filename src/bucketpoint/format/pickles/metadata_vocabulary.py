@@ -75,7 +75,7 @@ class MetadataVocabulary(Vocabulary):
         def named_member(machine: Machine, kind: Any, name: Any) -> Any:
             # Python 3.11.0 to 3.11.3 pickle a member of an enumeration as a getattr. No other getattr is made.
             if kind is not known_encoding or type(name) is not str:
-                raise ObjectionError("getattr of something else than a memory format")
+                raise ObjectionError("a getattr of something else than a memory format")
             return encoding[name]
 
 
@@ -99,6 +99,6 @@ def _set_fields(machine: Machine, target: Any, state: Any) -> Any:
 
 def _set_path(machine: Machine, target: ForeignPath, state: Any) -> ForeignPath:
     if type(state) is not dict or type(state.get("_path")) is not str:
-        raise ObjectionError("a path without a text")
+        raise ObjectionError("a path that has no text")
     target._text = state["_path"]
     return target

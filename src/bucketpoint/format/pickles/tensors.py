@@ -40,27 +40,27 @@ VALUES = Vocabulary()
 
 def _numbers(values: Any) -> tuple[int, ...]:
     if not isinstance(values, (tuple, list)) or len(values) > _MAX_DIMS:
-        raise unfit("a tensor of a shape")
+        raise unfit("a tensor shape")
     if any(type(value) is not int or not 0 <= value < _MAX_NUMBER for value in values):
-        raise unfit("a tensor of a shape")
+        raise unfit("a tensor shape")
     return tuple(values)
 
 
 def _dtype(value: Any) -> torch.dtype:
     if type(value) is not torch.dtype:
-        raise unfit("a tensor of a type")
+        raise unfit("a tensor dtype")
     return value
 
 
 def _flag(value: Any) -> bool:
     if type(value) is not bool:
-        raise unfit("a tensor of a flag")
+        raise unfit("a flag of a tensor")
     return value
 
 
 def _check_hooks(hooks: Any) -> None:
     if hooks is not None and (type(hooks) is not OrderedDict or hooks):
-        raise ObjectionError("hooks of a tensor")
+        raise ObjectionError("a tensor with hooks")
 
 
 def _place(machine: Machine, storage: Any, dtype: Any, offset: Any, shape: Any, strides: Any) -> tuple[Any, ...]:
@@ -69,13 +69,13 @@ def _place(machine: Machine, storage: Any, dtype: Any, offset: Any, shape: Any, 
     size, steps = _numbers(shape), _numbers(strides)
     (first,) = _numbers((offset,))
     if type(storage) is not TypedStorage or len(size) != len(steps) or math.prod(size) >= _MAX_NUMBER:
-        raise unfit("a tensor of a shape")
+        raise unfit("a tensor shape")
     untyped = storage._untyped_storage
     kind = storage.dtype if dtype is None else _dtype(dtype)
     if 0 not in size:
         last = first + sum((count - 1) * step for count, step in zip(size, steps, strict=True))
         if (last + 1) * kind.itemsize > untyped.nbytes():
-            raise unfit("a tensor beyond its storage")
+            raise ObjectionError("a tensor that does not lie within its storage")
     else:
         first = min(first, untyped.nbytes() // kind.itemsize)
     return untyped, kind, first, size, steps
@@ -105,7 +105,7 @@ def _tensor_v3(machine: Machine, storage: Any, offset: Any, shape: Any, strides:
 def _finished(made: torch.Tensor, requires_grad: Any, hooks: Any, bits: Any = None) -> torch.Tensor:
     _check_hooks(hooks)
     if bits is not None and (type(bits) is not dict or not bits.keys() <= {"conj", "neg"}):
-        raise unfit("a tensor of other bits")
+        raise unfit("a tensor with properties")
     if bits and _flag(bits.get("conj", False)):
         made = made.conj()
     if bits and _flag(bits.get("neg", False)):
@@ -115,7 +115,7 @@ def _finished(made: torch.Tensor, requires_grad: Any, hooks: Any, bits: Any = No
 
 def _plain(value: Any) -> torch.Tensor:
     if type(value) not in (torch.Tensor, torch.nn.Parameter):
-        raise unfit("a tensor of what is no tensor")
+        raise unfit("an argument of a tensor")
     return value  # type: ignore[no-any-return]
 
 
@@ -152,7 +152,7 @@ def _wrapper(machine: Machine, kind: Any, dtype: Any, shape: Any, strides: Any, 
     offset, layout, device, requires_grad = rest
     _dtype(dtype), _numbers(shape), _numbers(strides), _numbers((offset,)), _flag(requires_grad)
     if type(kind) is not Registered or type(layout) is not torch.layout or type(device) is not torch.device:
-        raise unfit("a tensor of another class")
+        raise unfit("a tensor subclass")
     return machine.defer(torch._utils._rebuild_wrapper_subclass, (kind.value, dtype, shape, strides, *rest))
 
 
@@ -253,7 +253,7 @@ def _nested(machine: Machine, *arguments: Any) -> torch.Tensor:
 def _meta(machine: Machine, dtype: Any, shape: Any, strides: Any, requires_grad: Any) -> torch.Tensor:
     size, steps = _numbers(shape), _numbers(strides)
     if math.prod(size) >= _MAX_NUMBER or len(size) != len(steps):
-        raise unfit("a tensor of a shape")
+        raise unfit("a tensor shape")
     machine.pay(_TENSOR_BYTES)
     made = torch.empty_strided(size, steps, dtype=_dtype(dtype), device="meta")
     return made.requires_grad_() if _flag(requires_grad) else made
@@ -266,17 +266,17 @@ def _on_device(machine: Machine, data: Any, dtype: Any, device: Any, requires_gr
     if type(device) is str:
         device = torch.device(device)
     if type(device) is not torch.device or not isinstance(_dtype(dtype), torch.dtype):
-        raise unfit("a tensor of a device")
+        raise unfit("a tensor on a device")
     if not isinstance(data, torch.Tensor):
         import numpy as np
 
         if type(data) is not np.ndarray:
-            raise unfit("a tensor of a device")
+            raise unfit("a tensor on a device")
         data = torch.from_numpy(data)
     _check_owned(machine, _plain(data))
     machine.pay(data.numel() * data.element_size())
     if dtype.itemsize > data.dtype.itemsize:
-        raise unfit("a tensor of a device")
+        raise unfit("a tensor on a device")
     return machine.defer(_to_device, (data, dtype, device, _flag(requires_grad)))
 
 
@@ -292,7 +292,7 @@ def _size(machine: Machine, numbers: Any) -> torch.Size:
 @VALUES.makes(torch.device)
 def _device(machine: Machine, name: Any, *index: Any) -> torch.device:
     if type(name) is not str or len(name) > 64 or any(type(number) is not int for number in index):
-        raise unfit("torch.device")
+        raise unfit("a torch.device")
     return torch.device(name, *index)
 
 
@@ -312,7 +312,7 @@ def _layout(machine: Machine, name: Any) -> torch.layout:
 @VALUES.makes(torch.Generator)
 def _generator(machine: Machine, device: Any) -> torch.Generator:
     if type(device) is not torch.device or device.type != "cpu":
-        raise unfit("a random generator of a device")
+        raise ObjectionError("a random generator that is not on the CPU")
     machine.pay(_GENERATOR_BYTES)
     return torch.Generator()
 
