@@ -135,11 +135,9 @@ def _digest(ranks: tuple[int, ...]) -> str:
 
 
 def new_group(parent: Any, timeout: timedelta | None = None) -> Any:
-    """Make a gloo group of the ranks of another group. A collective call: all these ranks must make it.
+    """Make a gloo group of the ranks of another group; None for all ranks. A collective call of all these ranks.
 
-    Args:
-        parent: the other group; None for all ranks.
-        timeout: how long ranks wait for each other in one collective; by default as long as in `parent`.
+    Collectives time out as in `parent` unless `timeout` is given.
     """
     ranks = ranks_of(parent)
     store = store_of(ranks)

@@ -32,7 +32,7 @@ from bucketpoint.dcp.saving.commit import commit
 from bucketpoint.dcp.saving.commit_put import Commit, prior_commit
 from bucketpoint.dcp.saving.object_layout import ObjectPlace, plan_objects, results_of
 from bucketpoint.dcp.saving.transformed import transformed_paths, write_transformed
-from bucketpoint.dcp.session import Located, PriorCommit, S3Located, SaveSession, as_url, world_size
+from bucketpoint.dcp.session import Located, S3Located, SaveSession, as_url, world_size
 from bucketpoint.errors import BucketpointError, CheckpointExistsError
 from bucketpoint.format import keys
 from bucketpoint.format.catalog_keys import mark_of
@@ -168,7 +168,9 @@ class BucketWriter(Located, StorageWriter, AsyncStager):
         seen = prior_commit(*self._open(session.url), keys.METADATA)
         if session.use_collectives:
             session.seen = seen
-            if seen is not None and seen.there and not self._may_replace(seen):
+            # A save that may replace the commit that it finds replaces no other.
+            replaceable = self.replaces_only is None or (seen is not None and mark_of(seen.etag) in self.replaces_only)
+            if seen is not None and seen.there and not (self.overwrite and replaceable):
                 raise CheckpointExistsError("A checkpoint already exists at this URL", url=session.url)
         elif seen is not None and seen.there:
             # Readers never read `__{rank}.metadata` beside `.metadata`.
@@ -391,10 +393,6 @@ class BucketWriter(Located, StorageWriter, AsyncStager):
             log.uploaded(str(session.url), session.token, session.rank)
         except BucketpointError as error:
             logger.warning("the note of completed uploads was not deleted, and stays until the next sweep: %s", error)
-
-    def _may_replace(self, seen: PriorCommit) -> bool:
-        """Return True if this save may replace the commit that it found. The commit then replaces only that one."""
-        return self.overwrite and (self.replaces_only is None or mark_of(seen.etag) in self.replaces_only)
 
 
 class S3Writer(S3Located, BucketWriter):

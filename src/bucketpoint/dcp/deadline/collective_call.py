@@ -193,7 +193,10 @@ class CollectiveCall:
         """Return the error that explains why the call stopped, as far as can be found out before it ends."""
         if self._line is None:
             return self._late({0: self._stage_then})
-        self._wait(self._decided, self.ends)
+        self._wait(
+            lambda: self._answers is not None or self._storeless or getattr(self._heard, "kind", None) == "error",
+            self.ends,
+        )
         heard = self._heard
         if heard is not None and heard.kind == "error":
             return heard.error
@@ -208,10 +211,6 @@ class CollectiveCall:
             mine = self._own is not None and heard.rank == self._own.rank and not isinstance(error, CallRefused)
             return error if mine else heard.error
         return self._late(stages)
-
-    def _decided(self) -> bool:
-        heard = self._heard
-        return (heard is not None and heard.kind == "error") or self._answers is not None or self._storeless
 
     def _late(self, stages: Mapping[int, str | None]) -> BucketpointError:
         gone = [rank for rank, stage in stages.items() if stage is None]

@@ -149,11 +149,7 @@ class LoadPlanner(DefaultLoadPlanner):
         self._note(read_item)
 
     def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
-        """Note that all elements of an item are in the tensor that `resolve_tensor` returned for it.
-
-        Raises:
-            BucketpointError: more has arrived than was planned.
-        """
+        """Note that all elements of an item are in the tensor that `resolve_tensor` returned for it."""
         super().commit_tensor(read_item, tensor)
         self._note(read_item)
 
@@ -330,20 +326,18 @@ def _gap(value: Any, items: list[ReadItem]) -> str | None:
     arriving: Counter[int | None] = Counter()
     for item in items:
         arriving[item.dest_index.index] += math.prod(item.lengths)
-    for number, wanted in enumerate(_elements(value)):
+    # In the order in which DCP numbers the chunks.
+    if _is_elsewhere(value):
+        counts = []
+    elif isinstance(value, DTensor) and not hasattr(value._local_tensor, "__create_chunk_list__"):
+        # A shortcut: for a DTensor, DCP would compute shapes and offsets anew each time, which is slow.
+        counts = [value._local_tensor.numel()]
+    else:
+        counts = [math.prod(chunk.sizes) for chunk in _create_chunk_list(value)]
+    for number, wanted in enumerate(counts):
         if arriving[number] < wanted:
             return f"has only {arriving[number]} of the {wanted} elements in the checkpoint that the state needs"
     return None
-
-
-def _elements(value: Any) -> list[int]:
-    """Return the number of elements of each local chunk, in the order in which DCP numbers the chunks."""
-    if _is_elsewhere(value):
-        return []
-    # A shortcut: for a DTensor, DCP would compute shapes and offsets anew each time, which is slow.
-    if isinstance(value, DTensor) and not hasattr(value._local_tensor, "__create_chunk_list__"):
-        return [value._local_tensor.numel()]
-    return [math.prod(chunk.sizes) for chunk in _create_chunk_list(value)]
 
 
 def _containers(value: Any) -> Any:

@@ -41,9 +41,8 @@ class LocalChunks:
         counts = {len(self.global_offsets), len(self.local_offsets), len(self.sizes)}
         if len(counts) != 1:
             return "has global_offsets, local_offsets and local_sizes of different lengths"
-        for number, (there, here, size) in enumerate(
-            zip(self.global_offsets, self.local_offsets, self.sizes, strict=True)
-        ):
+        boxes = zip(self.global_offsets, self.local_offsets, self.sizes, strict=True)
+        for number, (there, here, size) in enumerate(boxes):
             for name, offsets, bounds in (
                 ("global_shape", there, self.shape),
                 ("its tensor's", here, tuple(self.tensor.shape)),
@@ -57,13 +56,10 @@ class LocalChunks:
         return None
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        """Return the chunks in order, for DCP's protocol.
-
-        Raises:
-            ValueError: the description has a fault. DCP's own planner expects this type of error.
-        """
+        """Return the chunks in order, for DCP's protocol."""
         fault = self.fault()
         if fault is not None:
+            # DCP's own planner expects this type of error.
             raise ValueError(fault)
         return [
             ChunkStorageMetadata(torch.Size(offsets), torch.Size(size))
@@ -71,11 +67,7 @@ class LocalChunks:
         ]
 
     def find(self, index: MetadataIndex) -> torch.Tensor:
-        """Return the chunk at `index.offset` as a view of the local tensor.
-
-        Raises:
-            BucketpointError: there is no such chunk.
-        """
+        """Return the chunk at `index.offset` as a view of the local tensor; BucketpointError if there is none."""
         offset = tuple(index.offset) if index.offset is not None else (0,) * len(self.shape)
         # Try the hint first: replicas of a chunk within one tensor have the same offset, and only the hint differs.
         hinted = [index.index] if index.index is not None and index.index < len(self.sizes) else []

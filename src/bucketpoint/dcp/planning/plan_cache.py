@@ -228,11 +228,7 @@ class RankResults:
         )
 
     def filled(self, end: dict[str, Any], index: IndexRef | None = None) -> bytes | None:
-        """Return the metadata filled from the template, with `end` as its last attributes; None without a template.
-
-        There is a template if the same items had the same places in an earlier save that was complete, or if
-        `note_if_complete` has found this save complete.
-        """
+        """Return the metadata filled from the template, with `end` as its last attributes; None without a template."""
         agreed = self.agreed
         if agreed is None or agreed.template is None or self._digests() != agreed.complete:
             return None

@@ -34,8 +34,6 @@ _MAX_KEY = 1 << 62
 _WHOLE = -1
 """Stands for the first row of an entry that is not cut: the chunk as the rank holds it."""
 
-_KEPT_COLUMNS = 4
-
 
 class _IrregularError(Exception):
     """Raised for items that cannot be assigned over columns."""
@@ -69,11 +67,8 @@ class Assignment:
 
 def decode_assignment(encoded: bytes) -> list[tuple[int, int, int, int]]:
     """Decode the entries of an encoded assignment."""
-    data = bytearray(zlib.decompress(encoded))
-    if not data:
-        return []
-    columns = torch.frombuffer(data, dtype=torch.int64).view(_KEPT_COLUMNS, -1)
-    return list(zip(*columns.tolist(), strict=True))
+    numbers = _column(encoded)
+    return list(zip(*numbers.view(4, len(numbers) // 4).tolist(), strict=True))
 
 
 def assign_items(

@@ -19,13 +19,7 @@ from bucketpoint.errors import BucketpointError
 
 
 class LazyItems(UserList[WriteItem]):
-    """The items assigned to a rank, on the coordinator: a list whose items are made on first access.
-
-    Args:
-        encoded: encoded assignment for the rank.
-        count: number of items.
-        asked: all items that the rank holds.
-    """
+    """The `count` items assigned to a rank, on the coordinator: a list whose items are made on first access."""
 
     def __init__(self, encoded: bytes, count: int, asked: PackedItems) -> None:
         self._made_of = (encoded, count, asked)
@@ -93,11 +87,7 @@ def items_of(encoded: bytes, held: Sequence[WriteItem]) -> list[WriteItem]:
 
 
 class KnownItems(list[WriteItem]):
-    """Items that a rank was assigned: an ordinary list that remembers the digest of the items.
-
-    Attributes:
-        digest: 16 bytes that identify the items and their order, on the rank and on the coordinator.
-    """
+    """Items that a rank was assigned: an ordinary list that remembers their `assignment_digest`, or `items_digest`."""
 
     def __init__(self, items: Sequence[WriteItem], digest: bytes) -> None:
         super().__init__(items)
