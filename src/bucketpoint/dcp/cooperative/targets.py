@@ -63,11 +63,7 @@ class Targets:
         None if there is no such memory.
         """
         assembly = self._only(obj, start, stop)
-        if assembly is None:
-            return None
-        # `Assembly.place` finds the caller's memory too, but allocates the memory of the request first.
-        direct = assembly.direct(start, stop)
-        return direct if direct is not None else assembly.place(start, stop)
+        return None if assembly is None else assembly.place(start, stop)
 
     def _only(self, obj: int, start: int, stop: int) -> Assembly | None:
         """Return the assembly that takes all of these bytes, if no other takes any; else None."""
