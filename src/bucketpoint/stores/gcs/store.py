@@ -191,18 +191,15 @@ class GCSStore(HttpStore):
 
         The service answers "invalid" to a body that does not fit its checksum, but also to many other faults.
         """
-        for last in (False, True):
-            try:
-                return send()
-            except StoreError as error:
-                if type(error) is not StoreError:
-                    raise
-                if crc32c is not None and crc_of(body, None) != crc32c:
-                    failure: StoreError = CorruptDataError(error.message, url=error.url)
-                    break
-                if last:
-                    raise
-        raise failure
+        try:
+            return send()
+        except StoreError as error:
+            if type(error) is not StoreError:
+                raise
+            message, url = error.message, error.url
+        if crc32c is not None and crc_of(body) != crc32c:
+            raise CorruptDataError(message, url=url)
+        return send()
 
     @property
     def _requests(self) -> Bucket:
