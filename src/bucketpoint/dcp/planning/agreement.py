@@ -49,8 +49,13 @@ class Statement:
     end: str
     created: float = field(default_factory=time.monotonic, compare=False)
 
+    @property
+    def fields(self) -> tuple[bytes, bytes, int, str]:
+        """The values that are sent to the coordinator."""
+        return self.place, self.options, self.world, self.end
+
     def __reduce__(self) -> tuple[Any, ...]:
-        return Statement, (self.place, self.options, self.world, self.end)
+        return Statement, self.fields
 
 
 def make_statement(store: Store, prefix: str, url: str, *, options: object, world: int) -> Statement:

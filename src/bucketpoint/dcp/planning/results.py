@@ -77,9 +77,11 @@ class Results(list[WriteResult]):
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         if not unaltered(self, self._made_of):
             return NamedResults, (list(self), self.statement)
-        if self._packed is not None:
-            return PackedResults, tuple(vars(self._packed).values())
-        return _arrived, (self._named, self.statement)
+        # The statement as plain values, because the names of its class are 50 bytes from each rank.
+        stated = self.statement.fields if self.statement is not None else None
+        if (packed := self._packed) is not None:
+            return _packed_arrived, (packed.objects, packed.layout, packed.checksums, stated)
+        return _named_arrived, (self._named, stated)
 
     def packed(self) -> PackedResults | None:
         """Return the packed form without a pickle, for a save of one process; None if the results name their items."""
@@ -134,9 +136,15 @@ def _named(results: Sequence[WriteResult], plan: SavePlan) -> bytes:
     return zlib.compress(pickle.dumps((list(results), described)))
 
 
-def _arrived(named: bytes, statement: Statement | None) -> NamedResults:
+def _packed_arrived(
+    objects: tuple[ObjectFacts, ...], layout: ItemColumns | bytes, checksums: bytes, stated: tuple[Any, ...] | None
+) -> PackedResults:
+    return PackedResults(objects, layout, checksums, Statement(*stated) if stated else None)
+
+
+def _named_arrived(named: bytes, stated: tuple[Any, ...] | None) -> NamedResults:
     results, described = pickle.loads(zlib.decompress(named))
-    return NamedResults(results, statement, described)
+    return NamedResults(results, Statement(*stated) if stated else None, described)
 
 
 def _in_order(results: Sequence[WriteResult], plan: SavePlan) -> list[WriteResult] | None:
