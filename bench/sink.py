@@ -34,16 +34,13 @@ def sink_writer(**settings: Any) -> Any:
     """A `BucketWriter` whose uploads end nowhere: everything is planned, checksummed and handed over, nothing kept."""
     from bucketpoint.dcp.writer import BucketWriter
 
-    writer = BucketWriter("sink", progress=False, **settings)
-    writer._location = _SinkLocation()  # type: ignore[assignment]
-    return writer
+    class SinkWriter(BucketWriter):
+        """Every URL is the sink."""
 
+        def _open(self, url: str | None) -> tuple[Any, str]:
+            return _sink_store(), "checkpoint"
 
-class _SinkLocation:
-    """Every URL is the sink."""
-
-    def open(self, url: str | None) -> tuple[Any, str]:
-        return _sink_store(), "checkpoint"
+    return SinkWriter("sink", progress=False, **settings)
 
 
 def _sink_store() -> Any:

@@ -52,9 +52,9 @@ class ItemColumns:
     @cached_property
     def digest(self) -> bytes:
         """Digest of 16 bytes that differs between any two layouts."""
-        said = hashlib.blake2b(self.columns, digest_size=16)
-        said.update(repr(self.transforms).encode())
-        return said.digest()
+        digest = hashlib.blake2b(self.columns, digest_size=16)
+        digest.update(repr(self.transforms).encode())
+        return digest.digest()
 
     @cached_property
     def count(self) -> int:
@@ -157,7 +157,7 @@ def unpack(columns: Columns) -> list[_StorageInfo]:
     crcs = struct.unpack(f"<{count}I", columns.checksums)
     transforms = list(layout.transforms) if layout.transforms else None
     infos = []
-    told = [False] * len(columns.objects)
+    named = [False] * len(columns.objects)
     for number, offset, length, payload_offset, payload_nbytes, block_nbytes, table, crc in zip(
         *map(layout.column, range(COLUMNS)), crcs, strict=True
     ):
@@ -171,8 +171,8 @@ def unpack(columns: Columns) -> list[_StorageInfo]:
         values[names._CRC32C] = crc
         if table != _NONE:
             values[names._TABLE_BLOCK_NBYTES], values[names._TABLE_OFFSET] = block_nbytes, table
-        if not told[number]:
-            told[number] = True
+        if not named[number]:
+            named[number] = True
             if size is not None:
                 set_object_facts(info, size=size, etag=etag)
         infos.append(info)

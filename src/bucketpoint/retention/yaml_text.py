@@ -127,11 +127,11 @@ class _Reader:
                 return fault(
                     match, "A `$` is not followed by a name", "Write $$ for a dollar sign, or ${VAR} for a variable"
                 )
-            found = self.environ.get(match[1]) or match[2]
-            if found is None:
+            value = self.environ.get(match[1]) or match[2]
+            if value is None:
                 state = "empty" if match[1] in self.environ else "not set"
                 return fault(match, f"{match[1]} is {state}", f"Set it, or write ${{{match[1]}:-default}}")
-            return found
+            return value
 
         def fault(match: re.Match[str], message: str, remedy: str) -> str:
             line, column = _place(node)

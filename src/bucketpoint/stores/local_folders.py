@@ -158,12 +158,12 @@ def scan(fd: int) -> builtins.list[tuple[str, bool]]:
     own = os.open(".", _LIST, dir_fd=fd)
     try:
         with os.scandir(own) as entries:
-            found = [(entry.name, entry.is_dir(), entry.is_symlink()) for entry in entries]
+            listed = [(entry.name, entry.is_dir(), entry.is_symlink()) for entry in entries]
     finally:
         os.close(own)
     return sorted(
         (name + "/" if is_dir else name, is_dir)
-        for name, is_dir, is_link in found
+        for name, is_dir, is_link in listed
         if not name.startswith(HIDDEN) and not (is_dir and is_link)
     )
 

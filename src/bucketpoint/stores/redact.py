@@ -61,9 +61,9 @@ def without_password(url: str) -> str:
 
 def _parts(url: str) -> Iterator[tuple[str, str]]:
     """Yield the URLs of a chain (`a://…::b://…`), each as its scheme and the rest."""
-    found = list(_BEGINNING.finditer(url))
-    for number, match in enumerate(found, 1):
-        yield match[1], url[match.end() : found[number].start() if number < len(found) else None]
+    beginnings = list(_BEGINNING.finditer(url))
+    for number, match in enumerate(beginnings, 1):
+        yield match[1], url[match.end() : beginnings[number].start() if number < len(beginnings) else None]
 
 
 def _has_password(scheme: str, rest: str) -> bool:

@@ -143,8 +143,8 @@ def _loader() -> botocore.loaders.Loader:
 
 def find_minio() -> Path | None:
     """Find the MinIO server of this machine: `$MINIO`, or `minio` on the PATH."""
-    found = os.environ.get("MINIO") or which("minio")
-    return Path(found) if found else None
+    binary = os.environ.get("MINIO") or which("minio")
+    return Path(binary) if binary else None
 
 
 @contextmanager

@@ -92,12 +92,12 @@ class _PacedStore:
         self._pace = pace
 
     def __getattr__(self, name: str) -> Any:
-        found = getattr(self._store, name)
-        if not callable(found):
-            return found
+        attribute = getattr(self._store, name)
+        if not callable(attribute):
+            return attribute
 
         def call(*given: Any, **named: Any) -> Any:
-            answer = found(*given, **named)
+            answer = attribute(*given, **named)
             if isinstance(answer, Iterator):
                 return self._page_by_page(answer)
             self._pace.rest()

@@ -82,10 +82,10 @@ class Index:
 
     @cached_property
     def mappings(self) -> dict[str, tuple[Any, ...]]:
-        told = json.loads(self._content("mappings"))
-        if isinstance(told, dict):
-            return {name: tuple(path) for name, path in told.items()}
-        return {name: tuple(path) for name, path in zip(self.names, told, strict=True)}
+        mappings = json.loads(self._content("mappings"))
+        if isinstance(mappings, dict):
+            return {name: tuple(path) for name, path in mappings.items()}
+        return {name: tuple(path) for name, path in zip(self.names, mappings, strict=True)}
 
     def _take_columns(self, decoder: Decoder, items: int) -> None:
         total = len(self.names)
@@ -144,9 +144,9 @@ class Index:
         kind = self.kinds[number]
         if kind == 0:
             return None
-        made = object.__new__(TensorProperties)
-        vars(made).update(vars(self._properties[kind - 1]))
-        return made
+        properties = object.__new__(TensorProperties)
+        vars(properties).update(vars(self._properties[kind - 1]))
+        return properties
 
     def shape(self, number: int) -> torch.Size:
         """Return the shape of the whole tensor."""
@@ -173,8 +173,8 @@ class Index:
         if hint is not None and 0 <= hint < self.counts[number] and self.box(number, hint)[0] == wanted:
             return hint
         place = torch.tensor(wanted, dtype=torch.int64, device=CPU).reshape(dims, 1)
-        found = torch.nonzero((self.boxes(number)[0] == place).all(0)).reshape(-1)
-        return int(found[0]) if len(found) else None
+        matches = torch.nonzero((self.boxes(number)[0] == place).all(0)).reshape(-1)
+        return int(matches[0]) if len(matches) else None
 
     def slot(self, index: Any) -> int | None:
         """Return the slot (the number among all items) of the item that DCP's index names, or None."""
@@ -190,8 +190,8 @@ class Index:
 
     def info(self, slot: int) -> _StorageInfo:
         """Return DCP's description of an item's position, with bucketpoint's attributes."""
-        found = object.__new__(_StorageInfo)
-        values = vars(found)
+        info = object.__new__(_StorageInfo)
+        values = vars(info)
         values["relative_path"] = self._paths[self._objects[slot]]
         values["offset"], values["length"] = self._at[slot], self._lengths[slot]
         if self._transforms:
@@ -203,7 +203,7 @@ class Index:
         if self.tabled and self._block_nbytes[slot] > 0:
             values[names._TABLE_BLOCK_NBYTES] = self._block_nbytes[slot]
             values[names._TABLE_OFFSET] = self._first_tables[self._objects[slot]] + self._tables[slot]
-        return found
+        return info
 
     def indices(self) -> Iterator[MetadataIndex]:
         """Yield DCP's indices of all items, slot by slot."""
@@ -252,9 +252,9 @@ def _properties(dtype: Any, layout: Any, requires_grad: Any, memory_format: Any,
     _require(dtype in DTYPE_NAMES and type(requires_grad) is bool and type(pin_memory) is bool, "tensor properties")
     kinds: tuple[Any, ...] = (getattr(torch, dtype, None), getattr(torch, str(layout), None))
     _require(isinstance(kinds[0], torch.dtype) and isinstance(kinds[1], torch.layout), "tensor properties")
-    made = object.__new__(TensorProperties)
-    made.__setstate__((*kinds, requires_grad, _MEM_FORMAT_ENCODING(memory_format), pin_memory))  # type: ignore[no-untyped-call]
-    return made
+    properties = object.__new__(TensorProperties)
+    properties.__setstate__((*kinds, requires_grad, _MEM_FORMAT_ENCODING(memory_format), pin_memory))  # type: ignore[no-untyped-call]
+    return properties
 
 
 def _check_shapes(shapes: torch.Tensor, dims: torch.Tensor, itemsizes: torch.Tensor) -> None:
@@ -269,10 +269,10 @@ def _check_shapes(shapes: torch.Tensor, dims: torch.Tensor, itemsizes: torch.Ten
 
 def _boxes(decoder: Decoder, shapes: torch.Tensor, axes: Segments) -> tuple[torch.Tensor, torch.Tensor]:
     """Decode offsets and sizes of all chunks, and check that the chunks lie within their tensors."""
-    told = decoder.segmented(axes)
-    _require(bool((told >= 0).all()), "offsets of chunks")
-    offsets = narrow(told)
-    del told
+    values = decoder.segmented(axes)
+    _require(bool((values >= 0).all()), "offsets of chunks")
+    offsets = narrow(values)
+    del values
     sizes = decoder.segmented(axes)
     guess = size_guess(int(decoder.column(1)[0]), offsets, shapes, axes)
     if isinstance(guess, torch.Tensor):
@@ -302,9 +302,9 @@ def _offsets(objects: torch.Tensor, between: torch.Tensor, lengths: torch.Tensor
     counts = torch.diff(firsts, append=torch.tensor([len(order)], device=CPU))
     ends -= torch.repeat_interleave(before, counts)
     ends -= lengths[order]
-    found = torch.empty_like(ends).scatter_(0, order, ends)
-    _require(bool(((found >= 0) & (found < _MAX_NBYTES)).all()), "offsets")
-    return found
+    offsets = torch.empty_like(ends).scatter_(0, order, ends)
+    _require(bool(((offsets >= 0) & (offsets < _MAX_NBYTES)).all()), "offsets")
+    return offsets
 
 
 def _array(values: torch.Tensor) -> array[int]:

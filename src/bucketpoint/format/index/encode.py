@@ -231,10 +231,10 @@ class _Entries:
         dtype, layout, requires_grad, memory_format, pin_memory = properties.__getstate__()[:5]  # type: ignore[no-untyped-call]
         _require(type(requires_grad) is bool and type(pin_memory) is bool)
         names = (str(value).removeprefix("torch.") for value in (dtype, layout))
-        told = (*names, requires_grad, memory_format.value, pin_memory)
+        fields = (*names, requires_grad, memory_format.value, pin_memory)
         # A dtype that a reader would refuse by name stays in `.metadata`, which a reader can be told to trust.
-        _require(told[0] in DTYPE_NAMES)
-        return self.properties.setdefault(told, len(self.properties) + 1)
+        _require(fields[0] in DTYPE_NAMES)
+        return self.properties.setdefault(fields, len(self.properties) + 1)
 
 
 def _places(

@@ -208,9 +208,9 @@ def _progressions(
 
 
 def _at(values: torch.Tensor, places: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
-    found = torch.zeros(len(places), dtype=torch.int64, device=CPU)
-    found[valid] = values[places[valid]]
-    return found
+    steps = torch.zeros(len(places), dtype=torch.int64, device=CPU)
+    steps[valid] = values[places[valid]]
+    return steps
 
 
 def _constant(values: torch.Tensor) -> bytes | None:

@@ -76,10 +76,10 @@ def make_ref(token: str, data: bytes) -> IndexRef:
 
 def find_ref(head: bytes) -> IndexRef | None:
     """Find the reference to an index in the head of a `.metadata`; None if there is none in this form."""
-    found = _PATTERN.search(head[:_SEARCHED])
-    if found is None or keys.parse_data_path(found["path"].decode()) is None:
+    match = _PATTERN.search(head[:_SEARCHED])
+    if match is None or keys.parse_data_path(match["path"].decode()) is None:
         return None
-    return IndexRef(found["path"].decode(), int(found["size"]), found["digest"].decode())
+    return IndexRef(match["path"].decode(), int(match["size"]), match["digest"].decode())
 
 
 def ref_of(metadata: Any) -> IndexRef | None:

@@ -85,8 +85,8 @@ class Chunks(Sequence[ChunkStorageMetadata]):
 
     def sizes_at(self, offset: Sequence[int], hint: int | None) -> tuple[int, ...] | None:
         """Return the shape of the chunk that begins at `offset`, or None. Makes no other chunk."""
-        found = self.source.find(self.number, offset, hint)
-        return None if found is None else self.source.box(self.number, found)[1]
+        slot = self.source.find(self.number, offset, hint)
+        return None if slot is None else self.source.box(self.number, slot)[1]
 
 
 class _View(Mapping[Any, Any]):
@@ -163,21 +163,21 @@ def as_stock(value: Any) -> Any:
     """Convert a mapping over an index to a dictionary of DCP's own objects; return anything else unchanged."""
     if not isinstance(value, _View):
         return value
-    made = dict(value.items())
-    for entry in made.values():
+    plain = dict(value.items())
+    for entry in plain.values():
         if isinstance(entry, TensorStorageMetadata):
             entry.chunks = list(entry.chunks)
-    return made
+    return plain
 
 
 def _metadata(index: Index) -> Metadata:
-    found = object.__new__(Metadata)
+    metadata = object.__new__(Metadata)
     told = index.facts()
     facts, meta = dict(told["bucketpoint"]), told["storage_meta"]
     if told["table"]:
         known = [each for each in told["objects"] if len(each) == 3]
         facts["objects"] = {path: {"size": size, "etag": etag} for path, size, etag in known}
-    vars(found).update(
+    vars(metadata).update(
         state_dict_metadata=Entries(index),
         planner_data=None if not index.has_mappings else Mappings(index),
         storage_data=Items(index),
@@ -185,5 +185,5 @@ def _metadata(index: Index) -> Metadata:
         bucketpoint=facts,
     )
     for version in told["version"]:
-        found.version = version
-    return found
+        metadata.version = version
+    return metadata

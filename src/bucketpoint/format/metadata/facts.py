@@ -174,9 +174,9 @@ def refuse_marker(data: bytes, url: str | None) -> None:
 
 
 def _run(data: bytes, vocabulary: MetadataVocabulary, url: str | None) -> Any:
-    machine, reason, found = Machine(data, vocabulary), None, None
+    machine, reason, metadata = Machine(data, vocabulary), None, None
     try:
-        found = machine.run()
+        metadata = machine.run()
     except OverspentError:
         reason = "it takes more work than a pickle of its length may take"
     except MalformedPickleError as error:
@@ -187,7 +187,7 @@ def _run(data: bytes, vocabulary: MetadataVocabulary, url: str | None) -> Any:
     reason = next(iter((*machine.refused, *machine.faults)), reason)
     if reason is not None:
         raise not_metadata(reason, url)
-    return found
+    return metadata
 
 
 def not_metadata(reason: str, url: str | None) -> MetadataError:

@@ -184,8 +184,8 @@ class _Maker:
         words: list[array[int]] = []
         paths = []
         for columns, (first, last) in zip(self._reported, itertools.pairwise(items.borders), strict=True):
-            places, found = self._of_rank(columns, first, last)
-            words.append(found)
+            places, entries = self._of_rank(columns, first, last)
+            words.append(entries)
             paths.append(places)
         self._add(pickle.SETITEMS)
         joined = torch.cat([over(each) for each in words]) if words else torch.empty(0)

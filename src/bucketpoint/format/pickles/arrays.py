@@ -49,22 +49,22 @@ def _dtype(machine: Machine, text: Any, *flags: Any) -> Shell:
 
 
 def _build_dtype(machine: Machine, shell: Shell, state: Any) -> Any:
-    found = shell.value
+    dtype = shell.value
     _, order, subarray, names, fields, itemsize, _, _, *more = state
     if subarray is not None or names is not None or fields is not None or order not in ("<", ">", "|", "="):
         raise ObjectionError("a numpy.dtype with fields")
-    if found.kind in "SU":
-        width = found.str[1]
+    if dtype.kind in "SU":
+        width = dtype.str[1]
         unit = 4 if width == "U" else 1
         if type(itemsize) is not int or not 0 <= itemsize < 1 << 31 or itemsize % unit:
             raise unfit("a numpy.dtype")
-        found = np.dtype(f"{width}{itemsize // unit}")
-    if found.kind in "mM" and more:
+        dtype = np.dtype(f"{width}{itemsize // unit}")
+    if dtype.kind in "mM" and more:
         unit, count, *_ = more[0][1]
         if type(unit) is not bytes or unit not in _TIMES or type(count) is not int or not 0 < count < 1 << 31:
             raise unfit("a numpy.dtype")
-        found = np.dtype(found.kind + "8" + ("" if unit == b"generic" else f"[{count}{unit.decode()}]"))
-    return found.newbyteorder(order) if found.kind != "O" and order in "<>" else found
+        dtype = np.dtype(dtype.kind + "8" + ("" if unit == b"generic" else f"[{count}{unit.decode()}]"))
+    return dtype.newbyteorder(order) if dtype.kind != "O" and order in "<>" else dtype
 
 
 def _of(value: Any) -> Any:
@@ -90,8 +90,8 @@ def _laid(machine: Machine, raw: Any, dtype: Any, shape: Any, order: str, *, cop
     raw = raw.encode("latin-1") if type(raw) is str else raw
     if not raw:
         return np.empty(shape, dtype)
-    made = np.frombuffer(raw, dtype).reshape(shape, order=order)  # type: ignore[call-overload]
-    return made.copy(order) if copy else made
+    array = np.frombuffer(raw, dtype).reshape(shape, order=order)  # type: ignore[call-overload]
+    return array.copy(order) if copy else array
 
 
 @VALUES.function("numpy._core.multiarray.scalar", "numpy.core.multiarray.scalar")
@@ -132,11 +132,11 @@ def _frombuffer(machine: Machine, raw: Any, dtype: Any, shape: Any, order: Any) 
 
 @VALUES.function("numpy.random._pickle.__bit_generator_ctor")
 def _bit_generator(machine: Machine, kind: Any) -> Any:
-    found = _BIT_GENERATORS.get(kind) if type(kind) is str else kind
-    if not any(found is known for known in _BIT_GENERATORS.values()):
+    generator = _BIT_GENERATORS.get(kind) if type(kind) is str else kind
+    if not any(generator is known for known in _BIT_GENERATORS.values()):
         raise unfit("a random generator")
     machine.pay(_GENERATOR_BYTES)
-    made: Any = found
+    made: Any = generator
     return made(0)
 
 

@@ -179,20 +179,20 @@ class _Storages:
         self._left = len(data)
 
     def __call__(self, key: str, nbytes: int, location: str) -> torch.UntypedStorage:
-        found = self._made.get(key)
-        if found is None:
+        storage = self._made.get(key)
+        if storage is None:
             if location == "meta":
-                found = torch.UntypedStorage(nbytes, device="meta")  # type: ignore[no-untyped-call]
+                storage = torch.UntypedStorage(nbytes, device="meta")  # type: ignore[no-untyped-call]
             else:
-                found = self._copied(key)
-            if found.nbytes() != nbytes:
+                storage = self._copied(key)
+            if storage.nbytes() != nbytes:
                 # torch.load refuses this too.
                 raise MalformedPickleError("a storage has another length than the pickle says")
-            self._made[key] = found
-            self.locations[found._cdata] = location
-        if found.nbytes() < nbytes:
+            self._made[key] = storage
+            self.locations[storage._cdata] = location
+        if storage.nbytes() < nbytes:
             raise MalformedPickleError("a storage has fewer bytes than the pickle says")
-        return found
+        return storage
 
     def _copied(self, key: str) -> torch.UntypedStorage:
         start, stop = self._places.get(key, (-1, -1))

@@ -322,11 +322,11 @@ class Machine:
         self.pay(1 + (len(state) if isinstance(state, (tuple, list, dict)) else 0))
         changer = target.build if kind is Shell else self.vocabulary.changers.get(kind)
         if changer is not None:
-            made = self._attempt(changer, target, state)
+            changed = self._attempt(changer, target, state)
             if kind is Shell:
                 for place in target.places:
-                    self._memo[place] = made
-            return made
+                    self._memo[place] = changed
+            return changed
         if kind is Deferred:
             target.change = (state,)
         else:

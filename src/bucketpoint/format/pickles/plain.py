@@ -118,9 +118,9 @@ def _mapping(kind: Any) -> None:
         pairs = given.items() if type(given) is dict else given
         if any(type(pair) not in (tuple, list) or len(pair) != 2 for pair in pairs):
             raise unfit(f"a call of {name_of(kind)}")
-        made = kind()
-        machine.set_items(made, [part for pair in pairs for part in pair])
-        return made
+        value = kind()
+        machine.set_items(value, [part for pair in pairs for part in pair])
+        return value
 
     VALUES.add(kind, make)
 

@@ -124,27 +124,29 @@ def _plain(value: Any) -> torch.Tensor:
 def _parameter(machine: Machine, data: Any, requires_grad: Any, hooks: Any, state: Any = None) -> torch.nn.Parameter:
     machine.pay(_TENSOR_BYTES)
     _check_hooks(hooks)
-    made = torch.nn.Parameter(_plain(data), _flag(requires_grad))
-    set_attributes(machine, made, state)
-    return made
+    parameter = torch.nn.Parameter(_plain(data), _flag(requires_grad))
+    set_attributes(machine, parameter, state)
+    return parameter
 
 
 @VALUES.function("torch._tensor._rebuild_from_type_v2")
 def _from_type(machine: Machine, function: Any, kind: Any, given: Any, state: Any) -> Any:
     if not (type(function) is Function and function.__name__.startswith("torch._utils.")) or type(given) is not tuple:
         raise ObjectionError("torch._tensor._rebuild_from_type_v2 of another function")
-    made = machine.call(function, given)
-    if isinstance(made, Deferred):
-        if type(kind) is not Registered or kind.value is not made.arguments[0]:
+    tensor = machine.call(function, given)
+    if isinstance(tensor, Deferred):
+        if type(kind) is not Registered or kind.value is not tensor.arguments[0]:
             raise ObjectionError("torch._tensor._rebuild_from_type_v2 of another class")
-        return machine.defer(torch._tensor._rebuild_from_type_v2, (made.function, kind.value, made.arguments, state))
-    if not isinstance(made, torch.Tensor):
-        return made
-    if type(made) is not kind:
+        return machine.defer(
+            torch._tensor._rebuild_from_type_v2, (tensor.function, kind.value, tensor.arguments, state)
+        )
+    if not isinstance(tensor, torch.Tensor):
+        return tensor
+    if type(tensor) is not kind:
         if kind is not torch.nn.Parameter and kind is not torch.Tensor:
             raise ObjectionError("torch._tensor._rebuild_from_type_v2 of another class")
-        made = made.as_subclass(kind)
-    return set_attributes(machine, made, state)
+        tensor = tensor.as_subclass(kind)
+    return set_attributes(machine, tensor, state)
 
 
 @VALUES.function("torch._utils._rebuild_wrapper_subclass")
@@ -168,7 +170,7 @@ def _quantised(
     scheme, *how = how
     if scheme is torch.per_tensor_affine:
         scale, zero = how
-        made = torch._empty_affine_quantized(
+        tensor = torch._empty_affine_quantized(
             size, scale=_scalar(scale), zero_point=_scalar(zero), dtype=dtype, device=untyped.device
         )
     elif scheme in (torch.per_channel_affine, torch.per_channel_affine_float_qparams):
@@ -178,13 +180,13 @@ def _quantised(
         wanted = size[axis : axis + 1]
         if not wanted or tuple(scales.shape) != wanted or tuple(zeros.shape) != wanted:
             raise unfit("a quantised tensor")
-        made = torch._empty_per_channel_affine_quantized(
+        tensor = torch._empty_per_channel_affine_quantized(
             size, scales=scales, zero_points=zeros, axis=axis, dtype=dtype, device=untyped.device
         )
     else:
         raise unfit("a quantised tensor")
-    made.set_(untyped, first, size, steps)
-    return made.requires_grad_() if _flag(requires_grad) else made
+    tensor.set_(untyped, first, size, steps)
+    return tensor.requires_grad_() if _flag(requires_grad) else tensor
 
 
 def _scalar(value: Any) -> Any:
@@ -255,8 +257,8 @@ def _meta(machine: Machine, dtype: Any, shape: Any, strides: Any, requires_grad:
     if math.prod(size) >= _MAX_NUMBER or len(size) != len(steps):
         raise unfit("a tensor shape")
     machine.pay(_TENSOR_BYTES)
-    made = torch.empty_strided(size, steps, dtype=_dtype(dtype), device="meta")
-    return made.requires_grad_() if _flag(requires_grad) else made
+    tensor = torch.empty_strided(size, steps, dtype=_dtype(dtype), device="meta")
+    return tensor.requires_grad_() if _flag(requires_grad) else tensor
 
 
 @VALUES.function("torch._utils._rebuild_device_tensor_from_numpy")

@@ -67,20 +67,20 @@ def probe(store: FsspecStore, prefix: str) -> Probed:
             undecided.
     """
     with _lock:
-        found = known(store)
-        if found is None:
-            found = _tried(store, prefix) if store.driver.creates else Probed(False, False, False)
+        probed = known(store)
+        if probed is None:
+            probed = _tried(store, prefix) if store.driver.creates else Probed(False, False, False)
             # Filesystems of the same settings are equal. The entry must not end with an older one of them.
             by_bucket = _results.pop(store.fs, {})
-            _results[store.fs] = {**by_bucket, _bucket(store): found}
-            if not (found.creates or store.driver.private):
+            _results[store.fs] = {**by_bucket, _bucket(store): probed}
+            if not (probed.creates or store.driver.private):
                 logger.warning(
                     "%s has no conditional writes%s: a commit reads .metadata before and after it writes it. This is "
                     "safe against crashes, but not against two jobs that save to the same URL at the same time",
                     store.url,
-                    f" ({found.why})" if found.why else "",
+                    f" ({probed.why})" if probed.why else "",
                 )
-    return found
+    return probed
 
 
 def _tried(store: FsspecStore, prefix: str) -> Probed:

@@ -167,7 +167,7 @@ def files_below(fs: AbstractFileSystem, folder: str) -> dict[str, dict[str, Any]
     while True:
         tries -= 1
         try:
-            found = fs.find(folder.rstrip("/") or "/", detail=True)
+            files = fs.find(folder.rstrip("/") or "/", detail=True)
         except (FileNotFoundError, NotADirectoryError):
             return {}
         except RuntimeError:
@@ -175,7 +175,7 @@ def files_below(fs: AbstractFileSystem, folder: str) -> dict[str, dict[str, Any]
             if tries == 0:
                 raise
             continue
-        return {name: info for name, info in found.items() if info.get("type") == "file"}
+        return {name: info for name, info in files.items() if info.get("type") == "file"}
 
 
 def remove(fs: AbstractFileSystem, paths: Sequence[str]) -> list[Exception | None]:

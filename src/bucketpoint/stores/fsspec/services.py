@@ -159,7 +159,7 @@ class ADLFS(Driver):
         raise FileNotFoundError("the blocks of the upload are gone")
 
     def abort(self, fs: AbstractFileSystem, path: str, upload_id: str) -> None:
-        if not any(found == upload_id for _, found, _ in self.uploads(fs, path)):
+        if not any(other_id == upload_id for _, other_id, _ in self.uploads(fs, path)):
             return
         # No request deletes blocks. Committing an empty list does, and leaves an empty blob, which is deleted next.
         _azure(fs, path, lambda blob: blob.commit_block_list([]))

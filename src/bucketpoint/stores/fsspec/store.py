@@ -125,12 +125,12 @@ class FsspecStore:
         if_match: str | None = None,
     ) -> ObjectInfo:
         data = b"".join(body)
-        found = known(self)
-        able = found or self._untried
+        probed = known(self)
+        able = probed or self._untried
         native = able.replaces if if_match is not None else if_none_match and able.creates
         conditional = if_none_match or if_match is not None
         # A condition of the service that was not tried yet is not relied on: this store checks it, too.
-        looks = conditional and (found is None or not native)
+        looks = conditional and (probed is None or not native)
         # A service may refuse to replace a missing object with "not found" instead of "precondition failed".
         missing = self._above if if_match is None else PreconditionFailedError
         with self._errors("put", key, missing=missing), _one_writer if looks else contextlib.nullcontext():
@@ -178,8 +178,8 @@ class FsspecStore:
                 data = memoryview(self.fs.cat_file(self._path(key), start=offset, end=offset + size))
             except Exception:
                 # Some services answer "bad request" to a range beyond the end, but also to many other faults.
-                found = self._find(key)
-                if found is not None and found.size < offset + size:
+                info = self._find(key)
+                if info is not None and info.size < offset + size:
                     raise CorruptDataError("the object ends before the range does", url=self._url(key)) from None
                 raise
         if data.nbytes != size:
@@ -195,23 +195,23 @@ class FsspecStore:
         paths = [self._path(one.key) for one in ranges]
         starts, ends = [one.start for one in ranges], [one.stop for one in ranges]
         with self._errors("read", ranges[0].key):
-            found = self.fs.cat_ranges(paths, starts, ends, on_error="return", batch_size=at_once)
-        return [self._read(one, data) for one, data in zip(ranges, found, strict=True)]
+            bodies = self.fs.cat_ranges(paths, starts, ends, on_error="return", batch_size=at_once)
+        return [self._read(one, data) for one, data in zip(ranges, bodies, strict=True)]
 
     def head(self, key: str) -> ObjectInfo:
         with self._errors("head", key):
-            found = self._find(key)
-        if found is None:
+            info = self._find(key)
+        if info is None:
             raise ObjectNotFoundError("no such object", url=self._url(key))
-        return found
+        return info
 
     def list(self, prefix: str, *, start_after: str | None = None) -> Iterator[ObjectInfo]:
         folder = prefix[: prefix.rfind("/") + 1]
         with self._errors("list", prefix):
             self.fs.invalidate_cache()
-            found = files_below(self.fs, self._path(folder))
+            files = files_below(self.fs, self._path(folder))
         above = len(self._path(""))
-        for name, info in sorted(found.items()):
+        for name, info in sorted(files.items()):
             key = name[above:]
             if key.startswith(prefix) and (start_after is None or key > start_after) and not is_hidden(key):
                 yield _info(key, info)
@@ -229,8 +229,8 @@ class FsspecStore:
     def delete(self, keys: Sequence[str]) -> builtins.list[DeleteFailure]:
         failures = []
         with self._errors("delete", keys[0] if keys else ""):
-            found = remove(self.fs, [self._path(key) for key in keys])
-        for key, problem in zip(keys, found, strict=True):
+            removed = remove(self.fs, [self._path(key) for key in keys])
+        for key, problem in zip(keys, removed, strict=True):
             failure = None if problem is None else self._translated(problem, "delete", key)
             if failure is not None and not isinstance(failure, ObjectNotFoundError):
                 failures.append(DeleteFailure(key, type(failure).__name__, failure.message))
@@ -238,10 +238,10 @@ class FsspecStore:
 
     def delete_if(self, key: str, etag: str) -> bool:
         with self._errors("delete", key), _one_writer:
-            found = self._find(key)
-            if found is None:
+            info = self._find(key)
+            if info is None:
                 return True
-            if found.etag != etag:
+            if info.etag != etag:
                 raise PreconditionFailedError("the ETag of the object is not the expected one", url=self._url(key))
             with contextlib.suppress(FileNotFoundError):
                 self.fs.rm_file(self._path(key))

@@ -189,10 +189,10 @@ def _transport(options: S3Options, core: Any, arguments: Mapping[str, Any], api:
 
 
 def _service(options: S3Options, endpoint_url: str) -> S3Service:
-    found = s3_services.named(options.service) if options.service else s3_services.at_endpoint(endpoint_url)
-    checksums = found.checksums if options.checksums is None else options.checksums
-    conditional_put = found.conditional_put if options.conditional_puts is None else options.conditional_puts
-    return replace(found, checksums=checksums, conditional_put=conditional_put)
+    service = s3_services.named(options.service) if options.service else s3_services.at_endpoint(endpoint_url)
+    checksums = service.checksums if options.checksums is None else options.checksums
+    conditional_put = service.conditional_put if options.conditional_puts is None else options.conditional_puts
+    return replace(service, checksums=checksums, conditional_put=conditional_put)
 
 
 def _client_arguments(options: S3Options, core: Any) -> dict[str, Any]:

@@ -92,23 +92,23 @@ class S3Store(HttpStore):
     @property
     def capabilities(self) -> Capabilities:
         client, service = self._client(), self.service
-        found = client.deletes.get(self.bucket, service)
+        deletes = client.deletes.get(self.bucket, service)
         signs = client.api.meta.config.signature_version is not botocore.UNSIGNED
         return replace(
             CAPABILITIES,
             conditional_put=service.conditional_put,
             checksums=service.checksums,
             lists_uploads=service.lists_uploads,
-            conditional_delete=found.conditional_delete,
+            conditional_delete=deletes.conditional_delete,
             # A request that is not signed does not expire.
-            expiring_delete=found.expiring_delete and signs and http_session(client.api) is not None,
+            expiring_delete=deletes.expiring_delete and signs and http_session(client.api) is not None,
         )
 
     def prove_deletes(self, prefix: str) -> Capabilities:
         """Return the capabilities, after a trial of deletions below `prefix` if those of the service are unknown."""
-        service, found = self.service, self._client().deletes
-        if not (service.conditional_delete or service.expiring_delete or self.bucket in found):
-            found[self.bucket] = tried(self, prefix)
+        service, deletes = self.service, self._client().deletes
+        if not (service.conditional_delete or service.expiring_delete or self.bucket in deletes):
+            deletes[self.bucket] = tried(self, prefix)
         return self.capabilities
 
     @property
