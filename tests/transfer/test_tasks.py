@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 
 import pytest
 
@@ -39,6 +40,18 @@ def test_no_more_tasks_run_at_once_than_there_are_workers() -> None:
         for _ in range(9):
             group.start(task)
     assert most == 3
+
+
+def test_tasks_that_are_started_in_a_row_all_run_at_once_although_a_thread_was_idle() -> None:
+    created, together = threading.Barrier(3, timeout=60), threading.Barrier(8, timeout=20)
+    with TaskGroup(8) as group:
+        for _ in range(2):
+            group.start(created.wait)
+        created.wait()
+        # Both threads are idle, or soon will be, when the eight tasks are started.
+        time.sleep(0.2)
+        for _ in range(8):
+            group.start(together.wait)
 
 
 def test_the_first_error_is_raised_and_what_has_not_begun_is_dropped() -> None:

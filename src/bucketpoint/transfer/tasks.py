@@ -58,7 +58,8 @@ class TaskGroup:
             if self._error is not None:
                 return
             self._queue.append(task)
-            if self._idle:
+            # A thread that was notified stays idle until it has the lock again: it can take one of the queued tasks only.
+            if len(self._queue) <= self._idle:
                 self._state.notify()
             elif len(self._threads) < self._workers:
                 self._start_thread()
