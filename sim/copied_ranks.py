@@ -15,7 +15,7 @@ from bucketpoint import SavePlanner
 from bucketpoint.dcp.planning.columnar.assign import decode_assignment
 from bucketpoint.dcp.planning.columnar.encoding import AskedItems, PackedItems, compress
 from bucketpoint.dcp.planning.plan_cache import WriterMeta
-from bucketpoint.dcp.planning.results import AssignedPlan, _arrived
+from bucketpoint.dcp.planning.results import AssignedPlan, _packed_arrived
 from bucketpoint.format import keys
 from bucketpoint.format.columns import ItemColumns as Places
 from sim.layouts import Layout
@@ -111,4 +111,4 @@ class CopiedWriter:
         return self
 
     def value(self) -> _Sent:
-        return _Sent(_arrived, *self._reported)
+        return _Sent(_packed_arrived, *self._reported)

@@ -58,7 +58,7 @@ class TaskGroup:
             if self._error is not None:
                 return
             self._queue.append(task)
-            # A thread that was notified stays idle until it has the lock again: it can take one of the queued tasks only.
+            # A thread that was notified counts as idle until it has the lock again, but takes one task only.
             if len(self._queue) <= self._idle:
                 self._state.notify()
             elif len(self._threads) < self._workers:
