@@ -87,22 +87,22 @@ def test_dtensors_in_a_file_are_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "mapping",
+    ("mapping", "said"),
     [
-        {"a": ("a", 1 << 40), "b": ("b",)},
-        {"a": (1,), "b": ("b",)},
-        {"a": (), "b": ("b",)},
-        {"a": ("x", "y"), "b": ("x", 0)},
-        {"a": ("x",), "b": ("x", "y")},
-        {"a": ("x", "y"), "b": ("x",)},
+        ({"a": ("a", 1 << 40), "b": ("b",)}, "many more"),
+        ({"a": (1,), "b": ("b",)}, "no path"),
+        ({"a": (), "b": ("b",)}, "no path"),
+        ({"a": ("x", "y"), "b": ("x", 0)}, "two values"),
+        ({"a": ("x",), "b": ("x", "y")}, "two values"),
+        ({"a": ("x", "y"), "b": ("x",)}, "two values"),
     ],
 )
-def test_places_that_cannot_be_are_refused(tmp_path: Path, mapping: dict[str, Any]) -> None:
+def test_places_that_cannot_be_are_refused(tmp_path: Path, mapping: dict[str, Any], said: str) -> None:
     theirs(tmp_path / "a", {"a": torch.ones(3), "b": 1})
     metadata = pickle.loads((tmp_path / "a" / ".metadata").read_bytes())
     metadata.planner_data = mapping
     (tmp_path / "a" / ".metadata").write_bytes(pickle.dumps(metadata))
-    with pytest.raises(MetadataError, match="paths that contradict each other"):
+    with pytest.raises(MetadataError, match=said):
         plan_conversion(tmp_path / "a", tmp_path / "x.pt")
 
 

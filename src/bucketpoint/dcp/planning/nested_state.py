@@ -93,7 +93,7 @@ def nested(values: Mapping[str, Any], metadata: Metadata, *, url: str | None = N
     """Build the nested state from values by flat names. Places of a list for which there is no value hold None.
 
     Raises:
-        MetadataError: the paths in the metadata contradict each other.
+        MetadataError: the paths in the metadata contradict each other, or claim far longer lists than there are values.
     """
     paths = metadata.planner_data if isinstance(metadata.planner_data, Mapping) else {}
     ints = _read_int_keys(metadata, url)
@@ -102,14 +102,14 @@ def nested(values: Mapping[str, Any], metadata: Metadata, *, url: str | None = N
         path = paths.get(fqn, (fqn,))
         plain = type(path) in (tuple, list) and all(type(part) in (str, int) for part in path)
         if not plain or not 0 < len(path) <= _MOST_DEPTH:
-            raise _faulty(fqn, url)
+            raise MetadataError("The metadata has no path in the state for this item", url=url, key=fqn)
         node = root
         for part in path[:-1]:
             node = node.setdefault(part, {})
             if isinstance(node, _NestedLeaf):
-                raise _faulty(fqn, url)
+                raise _two_values(fqn, url)
         if path[-1] in node:
-            raise _faulty(fqn, url)
+            raise _two_values(fqn, url)
         node[path[-1]] = _NestedLeaf(value)
     free_places = _FREE_PLACES + 16 * len(values)
 
@@ -124,11 +124,16 @@ def nested(values: Mapping[str, Any], metadata: Metadata, *, url: str | None = N
             listed = ints.get(path, frozenset())
             integers = {key for key in parts if (listed is None or key in listed) and _DECIMAL.fullmatch(key)}
             return {int(key) if key in integers else key: part for key, part in parts.items()}
-        if kinds != {int} or not path or min(parts) < 0:
-            raise _faulty(".".join(map(str, path)), url)
+        name = ".".join(map(str, path))
+        if not path or (kinds == {int} and min(parts) < 0):
+            raise MetadataError("The metadata has no path in the state for this item", url=url, key=name)
+        if kinds != {int}:
+            raise _two_values(name, url)
         free_places -= max(parts) + 1
         if free_places < 0:
-            raise _faulty(".".join(map(str, path)), url)
+            raise MetadataError(
+                "The metadata claims lists with many more elements than there are items", url=url, key=name
+            )
         return [parts.get(place) for place in range(max(parts) + 1)]
 
     state: dict[Any, Any] = converted(root, ())
@@ -142,7 +147,5 @@ class _NestedLeaf:
         self.value = value
 
 
-def _faulty(name: str, url: str | None) -> MetadataError:
-    return MetadataError(
-        f"The metadata has paths that contradict each other, such as that of {name}", url=url, key=name
-    )
+def _two_values(name: str, url: str | None) -> MetadataError:
+    return MetadataError("The metadata has two values for one path in the state", url=url, key=name)
