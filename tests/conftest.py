@@ -26,7 +26,7 @@ from bucketpoint.testing.servers import S3Server
 from gcs_server import GCSServer
 from gcs_xml import with_multipart
 from services import Service, proxy_before
-from tiers import mark_broad
+from tiers import mark_broad, servers_later
 from versitygw_server import versitygw as running_versitygw
 
 pytest_plugins = ["bucketpoint.testing.plugin"]
@@ -66,6 +66,8 @@ def _missing(config: pytest.Config) -> list[str]:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     # The longest first: at the end one worker would run them alone while the other one has nothing left to do.
     items.sort(key=lambda item: "faults" not in item.path.parts)
+    if os.environ.get(OBTAIN):
+        items[:] = servers_later(items)
     mark_broad(items)
 
 

@@ -54,6 +54,8 @@ KEPT: Mapping[str, tuple[str, ...]] = {
     "test_sigterm_that_nobody_handles_leaves_the_old_checkpoint": ("manager",),
     "test_a_last_save_that_fails_once_the_program_is_through_is_in_its_exit_status": ("async_save",),
     "test_a_checkpoint_process_that_was_killed_is_named_by_its_save_and_by_the_next": (),
+    "test_a_loop_of_restarts_always_makes_progress": ("grace0-lose", "grace1-flip", "grace0-garble"),
+    "test_an_exception_at_each_item_leaves_what_was_there": ("over an old one-minio",),
     "test_three_saves_go_well_before_and_after_two_that_fail": (),
     "test_the_program_tells_what_was_survived": (),
     "test_a_trial_survives_its_faults_and_leaves_nothing": (),
@@ -85,6 +87,7 @@ KEPT: Mapping[str, tuple[str, ...]] = {
     "test_a_rank_that_stands_still_is_waited_for_as_long_as_the_group_waits": (),
     "test_auto_decides_the_same_on_every_rank_and_says_why": (),
     "test_many_ranks_save_and_load_with_an_index": ("group",),
+    "test_the_index_is_checked": ("memory-flipped", "file-whole", "minio-shorter"),
     "test_the_clocks_are_compared": ("-1000-fail",),
     "test_a_plan_names_what_has_a_tombstone_and_when_it_goes": (
         "minio-plan-1h-False",
@@ -119,6 +122,21 @@ def mark_broad(items: Iterable[pytest.Item]) -> None:
         repeats = bool(servers & FURTHER) and _function(item) in on_minio and "minio" not in servers and not of_gcs
         if repeats or servers & ALWAYS_FURTHER or _is_left_out(item):
             item.add_marker(pytest.mark.broad)
+
+
+def servers_later(items: Sequence[pytest.Item]) -> list[pytest.Item]:
+    """Order the tests so that both of two workers begin with those that need no compiled server.
+
+    The workers begin at the start and in the middle of the list, and take from each other's ends.
+    """
+    without = [item for item in items if not _servers(item) - {"moto"}]
+    with_server = [item for item in items if _servers(item) - {"moto"}]
+    ordered: list[pytest.Item] = []
+    for half in range(2):
+        for part in (without, with_server):
+            middle = len(part) // 2
+            ordered += part[middle:] if half else part[:middle]
+    return ordered
 
 
 def _is_left_out(item: pytest.Item) -> bool:

@@ -153,9 +153,10 @@ class GoServer:
         self._say(f"building it with `go install {self.package}`; this takes some minutes, once")
         with tempfile.TemporaryDirectory(dir=cache) as gobin:
             try:
-                # -modcacherw: Go's read-only modules would keep a temporary home from being deleted.
+                # -modcacherw: Go's read-only modules would keep a temporary home from being deleted. Without what a
+                # debugger reads, MinIO takes 250 instead of 312 seconds of processor time.
                 build = subprocess.run(
-                    [go, "install", "-modcacherw", self.package],
+                    [go, "install", "-modcacherw", "-gcflags=all=-dwarf=false", "-ldflags=-s -w", self.package],
                     env={**os.environ, "GOBIN": gobin, "CGO_ENABLED": "0"},
                     stdout=subprocess.PIPE,
                     stderr=subprocess.STDOUT,
