@@ -8,6 +8,7 @@ Standard library only: any Python 3.10+ runs it, with Go.
 from __future__ import annotations
 
 import argparse
+import glob
 import json
 import os
 import re
@@ -19,6 +20,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 MIRROR = Path(__file__).resolve().parent.parent / ".cache" / "terraform-providers"
+IMAGES = ("/opt/*", "/usr/local/share/terraform/plugins", "/usr/share/terraform/plugins")
+"""Where images of machines keep providers, in the same layout as MIRROR."""
 REGISTRY = "registry.terraform.io/hashicorp"
 BUILD_TIMEOUT_S = 7200
 LOG_TAIL = 3000
@@ -69,7 +72,7 @@ PROVIDERS = (
         version="6.47.1",
         # Regions and partitions are in `meta`; s3 uses s3control, ec2 organizations, and that account.
         services=frozenset(
-            {"account", "cloudwatch", "ec2", "iam", "kms", "meta", "organizations", "s3", "s3control", "sts"}
+            {"account", "cloudwatch", "ec2", "eks", "iam", "kms", "meta", "organizations", "s3", "s3control", "sts"}
         ),
         lists=("internal/conns/awsclient_gen.go", "internal/provider/sdkv2/service_packages_gen.go"),
     ),
@@ -118,23 +121,29 @@ def obtain(provider: Provider, go: str, platform: str) -> Path:
 
 
 def terraform_env(folder: Path) -> dict[str, str]:
-    """The environment to run Terraform in: with the providers that were built, unless it has been told where to look.
+    """The environment to run Terraform in: with the providers that were built or are on the machine, unless it has been
+    told where to look.
 
     Its settings go to a file in `folder`, which has to be there as long as Terraform runs.
     """
     env = dict(os.environ)
     told = env.get("TF_CLI_CONFIG_FILE") or str(Path.home() / ".terraformrc")
-    built = [f"{REGISTRY}/{found.name}" for found in sorted((MIRROR / REGISTRY).glob("*"))]
-    if built and not Path(told).exists():
+    folders = [MIRROR, *(Path(found) for pattern in IMAGES for found in sorted(glob.glob(pattern)))]
+    mirrors = {
+        path: [f"{REGISTRY}/{provider.name}" for provider in sorted((path / REGISTRY).iterdir())]
+        for path in folders
+        if (path / REGISTRY).is_dir()
+    }
+    if mirrors and not Path(told).exists():
+        named = sorted({provider for providers in mirrors.values() for provider in providers})
+        blocks = [
+            f"  filesystem_mirror {{\n    path = {json.dumps(str(path))}\n    include = {json.dumps(providers)}\n  }}\n"
+            for path, providers in mirrors.items()
+        ]
         # Without the exclusion it asks the registry for other versions too, and fails where that does not answer.
-        named, path = json.dumps(built), json.dumps(str(MIRROR))
+        blocks.append(f"  direct {{\n    exclude = {json.dumps(named)}\n  }}\n")
         settings = folder / "providers.tfrc"
-        settings.write_text(
-            "provider_installation {\n"
-            f"  filesystem_mirror {{\n    path = {path}\n    include = {named}\n  }}\n"
-            f"  direct {{\n    exclude = {named}\n  }}\n"
-            "}\n"
-        )
+        settings.write_text("provider_installation {\n" + "".join(blocks) + "}\n")
         env["TF_CLI_CONFIG_FILE"] = str(settings)
     return env
 

@@ -1,4 +1,4 @@
-"""The policies in `policies/`, enforced by MinIO: each role can do all of its work, and is refused the rest."""
+"""The policies in `policies/minio`, enforced by MinIO: each role can do all of its work, and is refused the rest."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
+import make_policies
 from bucketpoint import S3Reader, S3Writer, TransferOptions, async_save
 from bucketpoint.catalog.catalog import open_catalog
 from bucketpoint.catalog.deletion.fence import MIN_SWEEP_AGE_S
@@ -30,7 +31,7 @@ from bucketpoint.retention import EverySteps, Keep, Prune, RetentionPolicy
 from bucketpoint.stores import Store, open_store
 from bucketpoint.testing.servers import S3Server
 
-POLICIES = Path(__file__).parents[2] / "policies"
+POLICIES = Path(__file__).parents[2] / "policies" / "minio"
 ROLES = ("trainer", "reader", "pruner")
 PREFIX = "teams/a"
 # A prefix is for all runs of a team, and may be that of one run.
@@ -87,6 +88,22 @@ def test_the_files_name_no_star_but_below_the_prefix() -> None:
             # What a whole bucket may be asked for is bound to the prefix where the service can do that.
             assert ("Condition" in statement) == (statement["Action"] == ["s3:ListBucket"])
     assert sorted(path.name for path in POLICIES.glob("*.json")) == sorted(f"{role}.json" for role in ROLES)
+
+
+def test_the_files_are_those_of_the_one_source() -> None:
+    texts = make_policies.files()
+    assert {path for path in POLICIES.parent.rglob("*") if path.is_file()} == set(texts)
+    for path, text in texts.items():
+        assert path.read_text(encoding="utf-8") == text, f"{path}: run tools/make_policies.py"
+
+
+def test_amazons_policies_admit_requests_without_a_prefix_and_else_equal_minios() -> None:
+    # S3 evaluates the right to list, with its condition, to choose between 404 and 403 for a GET of a missing key.
+    for role in ROLES:
+        amazons = (POLICIES.parent / "aws" / f"{role}.json").read_text()
+        conditions = [each["Condition"] for each in json.loads(amazons)["Statement"] if "Condition" in each]
+        assert conditions == [{"StringLikeIfExists": {"s3:prefix": ["PREFIX/*"]}}]
+        assert amazons.replace("StringLikeIfExists", "StringLike") == (POLICIES / f"{role}.json").read_text()
 
 
 def test_a_trainer_saves_overwrites_restores_and_keeps_notes(

@@ -32,6 +32,7 @@ resource "aws_kms_key" "this" {
 resource "aws_kms_alias" "this" {
   count = var.create_kms_key ? 1 : 0
 
-  name          = "alias/${local.name}"
+  # An alias has no dots; the names of buckets and roles may.
+  name          = "alias/${replace(local.name, "/[^a-zA-Z0-9_-]/", "-")}"
   target_key_id = aws_kms_key.this[0].key_id
 }

@@ -5,7 +5,9 @@ data "aws_region" "current" {}
 data "aws_caller_identity" "current" {}
 
 locals {
-  name       = coalesce(var.name, var.bucket)
+  # A role's name may have 64 characters, of which "-trainer" takes 8, and a bucket's 63.
+  short_name = length(var.bucket) <= 56 ? var.bucket : "${substr(var.bucket, 0, 47)}-${substr(sha256(var.bucket), 0, 8)}"
+  name       = coalesce(var.name, local.short_name)
   below      = var.prefix == "" ? "" : "${var.prefix}/"
   partition  = data.aws_partition.current.partition
   bucket_arn = "arn:${local.partition}:s3:::${var.bucket}"

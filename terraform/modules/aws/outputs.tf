@@ -3,6 +3,11 @@ output "bucket" {
   value       = aws_s3_bucket.this.bucket
 }
 
+output "bucket_arn" {
+  description = "The bucket's ARN, for policies of your own."
+  value       = aws_s3_bucket.this.arn
+}
+
 output "root" {
   description = "The URL below which all runs lie."
   value       = trimsuffix("s3://${aws_s3_bucket.this.bucket}/${local.below}", "/")
@@ -18,10 +23,15 @@ output "kms_key_arn" {
   value       = local.kms_key
 }
 
+output "vpc_endpoint_id" {
+  description = "The gateway endpoint; null if none was asked for."
+  value       = one(aws_vpc_endpoint.s3[*].id)
+}
+
 output "environment" {
   description = "What a job's environment wants: `terraform output -json environment`."
   value = {
-    AWS_REGION       = data.aws_region.current.region
+    AWS_REGION       = data.aws_region.current.id
     BUCKETPOINT_ROOT = trimsuffix("s3://${aws_s3_bucket.this.bucket}/${local.below}", "/")
   }
 }

@@ -1,23 +1,27 @@
-# Who may do what. The rights are those of policies/ at the root of this repository, which its tests hold MinIO to.
+# Who may do what. The rights are those of policies/aws at the root of this repository; its tests hold MinIO to the same.
 
 locals {
   # IAM refuses a role whose trust names nobody.
   roles = {
     for role, found in var.principals : role => found
-    if length(found.arns) > 0 || found.service_accounts != null || found.oidc != null
+    if length(found.arns) > 0 || found.service_accounts != null || found.oidc != null || length(found.pod_identities) > 0
   }
 
   # The bucket first: its name is in lower case, while a prefix may hold either word.
   policies = {
-    for role in ["trainer", "reader", "pruner"] : role => replace(replace(replace(replace(
-      file("${path.module}/../../../policies/${role}.json"),
+    for role in ["trainer", "reader", "pruner"] : role => replace(replace(replace(
+      file("${path.module}/../../../policies/aws/${role}.json"),
       "BUCKET", var.bucket),
       "PREFIX/", local.below),
-      "arn:aws:", "arn:${local.partition}:"),
-      # A GET has no prefix. Without IfExists, S3 would answer 403 instead of 404 for a missing object. MinIO has no IfExists.
-      "\"StringLike\"", "\"StringLikeIfExists\""
+      "arn:aws:", "arn:${local.partition}:"
     )
   }
+
+  pods = merge([
+    for role, found in var.principals : {
+      for pod in found.pod_identities : "${role} ${pod.cluster} ${pod.namespace}/${pod.service_account}" => merge(pod, { role = role })
+    }
+  ]...)
 
   kms_actions = {
     trainer = ["kms:Decrypt", "kms:GenerateDataKey"]
@@ -60,9 +64,38 @@ data "aws_iam_policy_document" "trust" {
       }
 
       condition {
-        test     = "StringLike"
+        test     = "StringEquals"
         variable = "${split("oidc-provider/", statement.value.provider_arn)[1]}:sub"
         values   = statement.value.subjects
+      }
+    }
+  }
+
+  # One for each pod identity: the values of one statement would combine the namespace of one with the name of another.
+  dynamic "statement" {
+    for_each = each.value.pod_identities
+
+    content {
+      actions = ["sts:AssumeRole", "sts:TagSession"]
+
+      principals {
+        type        = "Service"
+        identifiers = ["pods.eks.amazonaws.com"]
+      }
+
+      # Tags that EKS sets: https://docs.aws.amazon.com/eks/latest/userguide/pod-id-abac.html
+      dynamic "condition" {
+        for_each = {
+          "eks-cluster-name"           = statement.value.cluster
+          "kubernetes-namespace"       = statement.value.namespace
+          "kubernetes-service-account" = statement.value.service_account
+        }
+
+        content {
+          test     = "StringEquals"
+          variable = "aws:RequestTag/${condition.key}"
+          values   = [condition.value]
+        }
       }
     }
   }
@@ -76,7 +109,18 @@ resource "aws_iam_role" "this" {
   assume_role_policy = data.aws_iam_policy_document.trust[each.key].json
   # A training job outlives the default of an hour; its credentials are renewed all the same.
   max_session_duration = 43200
+  permissions_boundary = var.permissions_boundary
   tags                 = var.tags
+}
+
+resource "aws_eks_pod_identity_association" "this" {
+  for_each = local.pods
+
+  cluster_name    = each.value.cluster
+  namespace       = each.value.namespace
+  service_account = each.value.service_account
+  role_arn        = aws_iam_role.this[each.value.role].arn
+  tags            = var.tags
 }
 
 resource "aws_iam_role_policy" "objects" {
@@ -97,7 +141,7 @@ data "aws_iam_policy_document" "key" {
     condition {
       test     = "StringEquals"
       variable = "kms:ViaService"
-      values   = ["s3.${data.aws_region.current.region}.amazonaws.com"]
+      values   = ["s3.${data.aws_region.current.id}.amazonaws.com"]
     }
   }
 }

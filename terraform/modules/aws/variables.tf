@@ -15,7 +15,7 @@ variable "prefix" {
 }
 
 variable "name" {
-  description = "What the names of the roles begin with. Default: the bucket's name."
+  description = "What the names of the roles begin with. Default: the bucket's name, which is shortened if it has more than 56 characters."
   type        = string
   default     = null
 
@@ -28,8 +28,9 @@ variable "name" {
 
 variable "principals" {
   description = <<-EOT
-    Who may take each role: ARNs of accounts, roles or users, service accounts of EKS (IRSA), and jobs of an OIDC
-    provider (GitHub's, say). A role that nobody may take is not made.
+    Who may take each role: ARNs of accounts, roles or users, service accounts of EKS (by IRSA or by EKS Pod Identity),
+    and jobs of an OIDC provider (GitHub's, say). A role that nobody may take is not made. Each is named whole, without
+    wildcards: for a pattern, write a role of your own with the policies in policies/aws.
   EOT
   type = map(object({
     arns = optional(list(string), [])
@@ -42,6 +43,11 @@ variable "principals" {
       audience     = optional(string, "sts.amazonaws.com")
       subjects     = list(string) # "repo:acme/llm:ref:refs/heads/main"
     }))
+    pod_identities = optional(list(object({
+      cluster         = string
+      namespace       = string
+      service_account = string
+    })), [])
   }))
   default = {}
 
@@ -53,13 +59,46 @@ variable "principals" {
   validation {
     condition = alltrue(flatten([
       for role in values(var.principals) : [
+        for arn in role.arns : can(regex("^([0-9]{12}|arn:[a-z-]+:(iam|sts)::[0-9]{12}:[^*?]+)$", arn))
+      ]
+    ]))
+    error_message = "Each of arns is an account's number, or the ARN of an account, a role or a user, without * and ?: a wildcard would let other accounts take the role."
+  }
+
+  validation {
+    condition = alltrue(flatten([
+      for role in values(var.principals) : [
         for found in [role.service_accounts, role.oidc] : [
-          for subject in try(found.subjects, []) : !can(regex("^(repo:)?[*]", subject))
+          for subject in try(found.subjects, []) : can(regex("^[^*?$]+$", subject))
         ]
       ]
     ]))
-    error_message = "A subject that begins with * or repo:* would let everybody at the provider in."
+    error_message = "Each subject is written whole, without *, ? and $: a pattern would let in every job or service account of the provider that fits it, those of strangers among them."
   }
+
+  validation {
+    condition = alltrue(flatten([
+      for role in values(var.principals) : [
+        for found in [role.service_accounts, role.oidc] : found == null || can(regex("^arn:[a-z-]+:iam::[0-9]{12}:oidc-provider/[^*?$]+$", found.provider_arn))
+      ]
+    ]))
+    error_message = "A provider_arn is the ARN of an OIDC provider of IAM: arn:aws:iam::ACCOUNT:oidc-provider/HOST."
+  }
+
+  validation {
+    condition = alltrue(flatten([
+      for role in values(var.principals) : [
+        for pod in role.pod_identities : can(regex("^[^*?$]+ [^*?$]+ [^*?$]+$", "${pod.cluster} ${pod.namespace} ${pod.service_account}"))
+      ]
+    ]))
+    error_message = "The cluster, the namespace and the service account of a pod identity are written whole, without *, ? and $: a pattern would let in other pods."
+  }
+}
+
+variable "permissions_boundary" {
+  description = "ARN of a policy that bounds what each role may do, where the account asks for one."
+  type        = string
+  default     = null
 }
 
 variable "versioning" {
@@ -109,10 +148,11 @@ variable "log_bucket" {
 }
 
 variable "vpc_endpoint" {
-  description = "Make a gateway endpoint, so that traffic to S3 costs nothing and leaves no private network: the VPC and its route tables."
+  description = "Make a gateway endpoint, so that traffic to S3 costs nothing and leaves no private network: the VPC and its route tables. `policy`, in JSON, says what may pass; default: everything that a role may do."
   type = object({
     vpc_id          = string
     route_table_ids = list(string)
+    policy          = optional(string)
   })
   default = null
 }

@@ -4,7 +4,7 @@ resource "google_monitoring_alert_policy" "errors" {
   count = var.alarm == null ? 0 : 1
 
   project               = var.project
-  display_name          = "${var.name}: requests to gs://${var.bucket} fail"
+  display_name          = "${local.name}: requests to gs://${var.bucket} fail"
   combiner              = "OR"
   notification_channels = var.alarm.notification_channels
   user_labels           = var.labels

@@ -10,7 +10,7 @@ resource "google_kms_key_ring" "this" {
   count = var.create_kms_key ? 1 : 0
 
   project  = var.project
-  name     = "${var.name}-${var.bucket}"
+  name     = "${local.name}-${substr(sha256(var.bucket), 0, 8)}"
   location = lower(var.location)
 }
 

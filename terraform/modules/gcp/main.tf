@@ -1,6 +1,9 @@
 # A bucket for checkpoints. What retention deletes is gone, and what a dead job left is not billed for ever.
 
 locals {
+  # The ID of a service account may have 30 characters, of which "-trainer" takes 8.
+  fitting = can(regex("^[a-z][a-z0-9-]{0,21}$", var.bucket)) ? var.bucket : "ckpt-${substr(sha256(var.bucket), 0, 8)}"
+  name    = coalesce(var.name, local.fitting)
   below   = var.prefix == "" ? "" : "${var.prefix}/"
   own_key = var.create_kms_key || var.kms_key_name != null
   kms_key = var.create_kms_key ? google_kms_crypto_key.this[0].id : var.kms_key_name

@@ -50,7 +50,7 @@ resource "google_service_account" "this" {
   for_each = var.members
 
   project      = var.project
-  account_id   = "${var.name}-${each.key}"
+  account_id   = "${local.name}-${each.key}"
   display_name = "bucketpoint ${each.key} of gs://${var.bucket}/${local.below}"
 }
 
@@ -58,7 +58,7 @@ resource "google_project_iam_custom_role" "this" {
   for_each = var.members
 
   project     = var.project
-  role_id     = replace("${var.name}_${each.key}", "-", "_")
+  role_id     = replace("${local.name}_${each.key}", "-", "_")
   title       = "bucketpoint ${each.key}"
   permissions = local.permissions[each.key]
 }

@@ -19,19 +19,19 @@ variable "prefix" {
   default     = "runs"
 
   validation {
-    condition     = !startswith(var.prefix, "/") && !endswith(var.prefix, "/") && can(regex("^[^'\\\\]*$", var.prefix))
-    error_message = "The prefix must neither begin nor end with a slash, nor hold a quote or a backslash, which a condition would not take as written."
+    condition     = !startswith(var.prefix, "/") && !endswith(var.prefix, "/") && can(regex("^[^'$\\\\]*$", var.prefix))
+    error_message = "The prefix must neither begin nor end with a slash, nor hold a quote, a backslash or a $, which a condition or a policy would not take as written."
   }
 }
 
 variable "name" {
-  description = "What the names of the service accounts begin with."
+  description = "What the names of the service accounts and of their custom roles begin with. Default: the bucket's name if it fits, else ckpt and a hash of it."
   type        = string
-  default     = "ckpt"
+  default     = null
 
   validation {
     # https://cloud.google.com/iam/docs/service-accounts-create: 6 to 30 characters, of which "-trainer" takes 8.
-    condition     = can(regex("^[a-z][a-z0-9-]{0,21}$", var.name))
+    condition     = var.name == null || can(regex("^[a-z][a-z0-9-]{0,21}$", coalesce(var.name, "-")))
     error_message = "Up to 22 lower-case letters, digits and dashes, a letter first."
   }
 }
@@ -56,10 +56,19 @@ variable "members" {
   validation {
     condition = alltrue(flatten([
       for role in values(var.members) : [
-        for member in role.principals : !contains(["allUsers", "allAuthenticatedUsers"], member)
+        for member in role.principals : !contains(["allUsers", "allAuthenticatedUsers"], member) && can(regex("^[^*]+$", member))
       ]
     ]))
-    error_message = "A role of a checkpoint's bucket is not for everybody."
+    error_message = "Each principal is named, without *: allUsers and allAuthenticatedUsers are everybody, and POOL/* is everybody whom any provider of the pool lets in, GitHub's jobs of strangers among them."
+  }
+
+  validation {
+    condition = alltrue(flatten([
+      for role in values(var.members) : [
+        for member in role.kubernetes : can(regex("^[a-z0-9-]+/[a-z0-9.-]+$", member))
+      ]
+    ]))
+    error_message = "A Kubernetes service account is written NAMESPACE/NAME, without wildcards."
   }
 }
 

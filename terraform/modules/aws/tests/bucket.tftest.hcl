@@ -120,12 +120,210 @@ run "a_prefix_that_iam_would_expand_is_refused" {
   expect_failures = [var.prefix]
 }
 
-run "a_subject_that_lets_everybody_in_is_refused" {
+run "any_account_is_refused" {
   command = plan
 
   variables {
-    principals = { trainer = { oidc = { provider_arn = "arn:aws:iam::1:oidc-provider/x", subjects = ["*"] } } }
+    principals = { trainer = { arns = ["*"] } }
   }
 
   expect_failures = [var.principals]
+}
+
+run "any_user_of_an_account_is_refused" {
+  command = plan
+
+  variables {
+    principals = { trainer = { arns = ["arn:aws:iam::123456789012:user/*"] } }
+  }
+
+  expect_failures = [var.principals]
+}
+
+run "any_job_of_a_provider_is_refused" {
+  command = plan
+
+  variables {
+    principals = { trainer = { oidc = { provider_arn = "arn:aws:iam::123456789012:oidc-provider/x", subjects = ["*"] } } }
+  }
+
+  expect_failures = [var.principals]
+}
+
+run "any_repository_that_fits_a_pattern_is_refused" {
+  command = plan
+
+  variables {
+    principals = { trainer = { oidc = { provider_arn = "arn:aws:iam::123456789012:oidc-provider/x", subjects = ["repo:acm?/*"] } } }
+  }
+
+  expect_failures = [var.principals]
+}
+
+run "subjects_that_begin_alike_are_refused" {
+  command = plan
+
+  variables {
+    principals = { trainer = { oidc = { provider_arn = "arn:aws:iam::123456789012:oidc-provider/x", subjects = ["r*"] } } }
+  }
+
+  expect_failures = [var.principals]
+}
+
+run "any_branch_of_a_repository_is_refused" {
+  command = plan
+
+  variables {
+    principals = { trainer = { oidc = { provider_arn = "arn:aws:iam::123456789012:oidc-provider/x", subjects = ["repo:acme/llm:*"] } } }
+  }
+
+  expect_failures = [var.principals]
+}
+
+run "a_variable_of_iam_in_a_subject_is_refused" {
+  command = plan
+
+  variables {
+    principals = { trainer = { oidc = { provider_arn = "arn:aws:iam::123456789012:oidc-provider/x", subjects = ["repo:$${aws:username}"] } } }
+  }
+
+  expect_failures = [var.principals]
+}
+
+run "any_service_account_of_a_cluster_is_refused" {
+  command = plan
+
+  variables {
+    principals = { trainer = { service_accounts = { provider_arn = "arn:aws:iam::123456789012:oidc-provider/x", subjects = ["system:serviceaccount:*"] } } }
+  }
+
+  expect_failures = [var.principals]
+}
+
+run "a_provider_that_is_no_oidc_provider_is_refused" {
+  command = plan
+
+  variables {
+    principals = { trainer = { oidc = { provider_arn = "https://token.actions.githubusercontent.com", subjects = ["repo:acme/llm:ref:refs/heads/main"] } } }
+  }
+
+  expect_failures = [var.principals]
+}
+
+run "any_pod_of_a_namespace_is_refused" {
+  command = plan
+
+  variables {
+    principals = { trainer = { pod_identities = [{ cluster = "gpu", namespace = "train", service_account = "*" }] } }
+  }
+
+  expect_failures = [var.principals]
+}
+
+run "who_is_trusted_is_compared_whole" {
+  command = plan
+
+  variables {
+    principals = {
+      pruner = {
+        oidc = {
+          provider_arn = "arn:aws:iam::123456789012:oidc-provider/token.actions.githubusercontent.com"
+          subjects     = ["repo:acme/llm:ref:refs/heads/main"]
+        }
+      }
+    }
+  }
+
+  assert {
+    condition = alltrue([
+      for condition in data.aws_iam_policy_document.trust["pruner"].statement[0].condition : condition.test == "StringEquals"
+    ])
+    error_message = "a subject is taken for a pattern"
+  }
+}
+
+run "a_pod_identity_is_bound_to_its_cluster_namespace_and_service_account" {
+  command = plan
+
+  variables {
+    principals = {
+      trainer = { pod_identities = [{ cluster = "gpu", namespace = "train", service_account = "trainer" }] }
+    }
+    permissions_boundary = "arn:aws:iam::123456789012:policy/boundary"
+  }
+
+  assert {
+    condition     = aws_eks_pod_identity_association.this["trainer gpu train/trainer"].service_account == "trainer"
+    error_message = "the service account has no association"
+  }
+
+  assert {
+    condition = toset([
+      for condition in data.aws_iam_policy_document.trust["trainer"].statement[0].condition : "${condition.variable}=${one(condition.values)}"
+      ]) == toset([
+      "aws:RequestTag/eks-cluster-name=gpu",
+      "aws:RequestTag/kubernetes-namespace=train",
+      "aws:RequestTag/kubernetes-service-account=trainer",
+    ])
+    error_message = "another pod may take the role"
+  }
+
+  assert {
+    condition     = aws_iam_role.this["trainer"].permissions_boundary == "arn:aws:iam::123456789012:policy/boundary"
+    error_message = "the role has no permissions boundary"
+  }
+}
+
+run "a_bucket_with_the_longest_name_has_roles" {
+  command = plan
+
+  variables {
+    bucket     = "acme-llm-checkpoints-of-the-research-cluster-in-europe-west-1ab"
+    principals = { trainer = { arns = ["123456789012"] } }
+  }
+
+  assert {
+    condition     = length(var.bucket) == 63 && length(aws_iam_role.this["trainer"].name) == 64
+    error_message = "the role's name is not the longest that IAM takes"
+  }
+}
+
+run "a_bucket_with_dots_has_a_key" {
+  command = plan
+
+  variables {
+    bucket         = "checkpoints.acme.example"
+    create_kms_key = true
+  }
+
+  assert {
+    condition     = aws_kms_alias.this[0].name == "alias/checkpoints-acme-example"
+    error_message = "KMS takes no dots in an alias"
+  }
+}
+
+run "a_policy_keeps_a_prefix_that_yaml_would_read_otherwise" {
+  command = plan
+
+  variables {
+    prefix = "llm #1: trial"
+  }
+
+  assert {
+    condition     = yamldecode(output.retention_yaml).root == "s3://acme-checkpoints/llm #1: trial/$${RUN_NAME}"
+    error_message = "the policy is for another root"
+  }
+}
+
+run "an_endpoint_lets_through_what_its_policy_says" {
+  command = plan
+
+  variables {
+    vpc_endpoint = { vpc_id = "vpc-1", route_table_ids = ["rtb-1"], policy = "{\"Version\": \"2012-10-17\", \"Statement\": []}" }
+  }
+
+  assert {
+    condition     = jsondecode(aws_vpc_endpoint.s3[0].policy).Statement == []
+    error_message = "the endpoint has another policy"
+  }
 }

@@ -118,3 +118,76 @@ run "a_policy_to_begin_with_names_the_root" {
     error_message = "the policy is for another root"
   }
 }
+
+run "everybody_is_refused" {
+  command = plan
+
+  variables {
+    members = { reader = { principals = ["allUsers"] } }
+  }
+
+  expect_failures = [var.members]
+}
+
+run "everybody_of_a_pool_is_refused" {
+  command = plan
+
+  variables {
+    members = { trainer = { principals = ["principalSet://iam.googleapis.com/projects/1/locations/global/workloadIdentityPools/p/*"] } }
+  }
+
+  expect_failures = [var.members]
+}
+
+run "any_service_account_of_a_cluster_is_refused" {
+  command = plan
+
+  variables {
+    members = { trainer = { kubernetes = ["train/*"] } }
+  }
+
+  expect_failures = [var.members]
+}
+
+run "a_prefix_that_a_policy_would_expand_is_refused" {
+  command = plan
+
+  variables {
+    prefix = "runs/$${HOME}"
+  }
+
+  expect_failures = [var.prefix]
+}
+
+run "a_bucket_gives_its_name_to_its_service_accounts" {
+  command = plan
+
+  variables {
+    members = { trainer = {} }
+  }
+
+  assert {
+    condition     = google_service_account.this["trainer"].account_id == "acme-checkpoints-trainer"
+    error_message = "a second bucket's service accounts would have the same names"
+  }
+}
+
+run "a_bucket_whose_name_is_too_long_for_a_service_account_has_one_of_its_own" {
+  command = plan
+
+  variables {
+    bucket         = "2.checkpoints.of-the-research-cluster-in-europe-west-1.acme.com"
+    members        = { trainer = {} }
+    create_kms_key = true
+  }
+
+  assert {
+    condition     = can(regex("^ckpt-[0-9a-f]{8}-trainer$", google_service_account.this["trainer"].account_id))
+    error_message = "Google takes no such name"
+  }
+
+  assert {
+    condition     = can(regex("^[a-z0-9-]{1,63}$", google_kms_key_ring.this[0].name))
+    error_message = "Cloud KMS takes no such name"
+  }
+}
