@@ -67,7 +67,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     # The longest first: at the end one worker would run them alone while the other one has nothing left to do.
     items.sort(key=lambda item: "faults" not in item.path.parts)
     if os.environ.get(OBTAIN):
-        items[:] = servers_later(items)
+        items[:] = servers_later(items, int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")))
     mark_broad(items)
 
 

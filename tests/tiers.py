@@ -124,18 +124,19 @@ def mark_broad(items: Iterable[pytest.Item]) -> None:
             item.add_marker(pytest.mark.broad)
 
 
-def servers_later(items: Sequence[pytest.Item]) -> list[pytest.Item]:
-    """Order the tests so that both of two workers begin with those that need no compiled server.
+def servers_later(items: Sequence[pytest.Item], workers: int) -> list[pytest.Item]:
+    """Order the tests so that each worker begins with those that need no compiled server.
 
-    The workers begin at the start and in the middle of the list, and take from each other's ends.
+    pytest-xdist gives each worker a stretch of the list to begin with.
     """
-    without = [item for item in items if not _servers(item) - {"moto"}]
-    with_server = [item for item in items if _servers(item) - {"moto"}]
+    parts: tuple[list[pytest.Item], list[pytest.Item]] = ([], [])
+    for item in items:
+        served = _servers(item) - {"moto"} or "bucketpoint_minio_binary" in getattr(item, "fixturenames", ())
+        parts[bool(served)].append(item)
     ordered: list[pytest.Item] = []
-    for half in range(2):
-        for part in (without, with_server):
-            middle = len(part) // 2
-            ordered += part[middle:] if half else part[:middle]
+    for worker in range(workers):
+        for part in parts:
+            ordered += part[len(part) * worker // workers : len(part) * (worker + 1) // workers]
     return ordered
 
 
