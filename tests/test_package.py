@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ast
+import inspect
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -25,6 +27,34 @@ def test_importing_the_package_imports_nothing_large() -> None:
 def test_every_public_name_is_there_and_listed(name: str) -> None:
     assert getattr(bucketpoint, name) is not None
     assert name in dir(bucketpoint)
+
+
+@pytest.mark.parametrize("name", [name for name in bucketpoint.__all__ if not hasattr(errors, name)])
+def test_a_signature_says_what_may_be_passed(name: str) -> None:
+    public = getattr(bucketpoint, name)
+    if callable(public):
+        kinds = {each.kind for each in inspect.signature(public).parameters.values()}
+        assert not kinds & {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}
+
+
+@pytest.mark.parametrize("kind", ["Writer", "Reader"])
+def test_s3s_classes_take_what_the_plain_ones_take_and_an_engine(kind: str) -> None:
+    plain = inspect.signature(getattr(bucketpoint, f"Bucket{kind}")).parameters
+    s3s = dict(inspect.signature(getattr(bucketpoint, f"S3{kind}")).parameters)
+    assert s3s.pop("engine").default is None
+    assert s3s == dict(plain)
+
+
+def test_s3s_classes_hand_on_all_that_they_are_given() -> None:
+    for name in ("S3Writer", "S3Reader"):
+        s3s = getattr(bucketpoint, name)
+        call = next(
+            each
+            for each in ast.walk(ast.parse(textwrap.dedent(inspect.getsource(s3s.__init__))))
+            if isinstance(each, ast.Call)
+        )
+        given = [ast.unparse(each) for each in call.args] + [each.arg for each in call.keywords]
+        assert given == [each for each in inspect.signature(s3s).parameters if each != "engine"]
 
 
 def test_a_name_that_is_not_there_is_missed_like_any_other() -> None:

@@ -6,8 +6,9 @@ from bucketpoint.dcp.deadline.api import load, save
 from bucketpoint.dcp.planning.load_planner import LoadPlanner
 from bucketpoint.dcp.planning.rank_state import rank_state, saved_ranks
 from bucketpoint.dcp.planning.save_planner import SavePlanner
-from bucketpoint.dcp.reader import BucketReader, GCSReader, S3Reader
-from bucketpoint.dcp.writer import BucketWriter, GCSWriter, S3Writer
+from bucketpoint.dcp.reader import BucketReader
+from bucketpoint.dcp.s3_and_gcs import GCSReader, GCSWriter, S3Reader, S3Writer
+from bucketpoint.dcp.writer import BucketWriter
 
 __all__ = [
     "Bandwidths",

@@ -89,7 +89,7 @@ def _bar(*, required: bool) -> Iterator[ProgressCallback | None]:
     except ImportError:
         if required:
             raise BucketpointError(
-                "progress=True needs the package rich", remedy="pip install 'bucketpoint[cli]', or pass a callable"
+                "progress=True needs the package rich", remedy="pip install 'rich>=13', or pass a callable"
             ) from None
         yield None
         return

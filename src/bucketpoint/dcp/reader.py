@@ -23,7 +23,7 @@ from bucketpoint.dcp.loading.extents import load_extents
 from bucketpoint.dcp.loading.read_plan import ReadPlan
 from bucketpoint.dcp.loading.unread import Unread
 from bucketpoint.dcp.progress_bar import describe, progress_callback
-from bucketpoint.dcp.session import Located, S3Located, as_url, world_size
+from bucketpoint.dcp.session import Located, as_url, world_size
 from bucketpoint.errors import (
     CheckpointDeletedError,
     CheckpointNotFoundError,
@@ -294,18 +294,3 @@ class BucketReader(Located, StorageReader):
             fetch(store, plan_requests(extents, self.transfer), self.transfer, pool=pool, meter=meter)
 
         return plan_requests(load_extents(reads, plan.items, read_now, url=self._url), self.transfer)
-
-
-class S3Reader(S3Located, BucketReader):
-    """`BucketReader` for `s3://` URLs: Amazon S3, MinIO and every other store that speaks its protocol.
-
-    Args:
-        engine: the client that moves large bodies: "boto3", "crt" or "auto". The same as the storage option `engine`.
-        everything else: as for `BucketReader`.
-    """
-
-
-class GCSReader(BucketReader):
-    """`BucketReader` for `gs://` URLs: Google Cloud Storage."""
-
-    schemes = ("gs", "gcs")

@@ -17,7 +17,6 @@ from bucketpoint.errors import InvalidURLError
 from bucketpoint.format.keys import new_token
 from bucketpoint.stores import Store, accepts_url, open_store
 from bucketpoint.stores import as_url as as_url
-from bucketpoint.stores.s3.options import with_engine
 
 
 class Located:
@@ -61,15 +60,6 @@ class Located:
         installed.
         """
         return accepts_url(checkpoint_id, cls.schemes)
-
-
-class S3Located(Located):
-    """Mixin for `s3://` URLs. `engine=` sets the storage option of that name."""
-
-    schemes = ("s3", "s3a")
-
-    def __init__(self, *args: Any, engine: str | None = None, **settings: Any) -> None:
-        super().__init__(*args, **with_engine(settings, engine))
 
 
 def world_size() -> int:

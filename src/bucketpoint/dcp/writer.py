@@ -32,7 +32,7 @@ from bucketpoint.dcp.saving.commit import commit
 from bucketpoint.dcp.saving.commit_put import Commit, prior_commit
 from bucketpoint.dcp.saving.object_layout import ObjectPlace, plan_objects, results_of
 from bucketpoint.dcp.saving.transformed import transformed_paths, write_transformed
-from bucketpoint.dcp.session import Located, S3Located, SaveSession, as_url, world_size
+from bucketpoint.dcp.session import Located, SaveSession, as_url, world_size
 from bucketpoint.errors import BucketpointError, CheckpointExistsError
 from bucketpoint.format import keys
 from bucketpoint.format.catalog_keys import mark_of
@@ -393,21 +393,6 @@ class BucketWriter(Located, StorageWriter, AsyncStager):
             log.uploaded(str(session.url), session.token, session.rank)
         except BucketpointError as error:
             logger.warning("the note of completed uploads was not deleted, and stays until the next sweep: %s", error)
-
-
-class S3Writer(S3Located, BucketWriter):
-    """`BucketWriter` for `s3://` URLs: Amazon S3, MinIO and every other store that speaks its protocol.
-
-    Args:
-        engine: the client that moves large bodies: "boto3", "crt" or "auto". The same as the storage option `engine`.
-        everything else: as for `BucketWriter`.
-    """
-
-
-class GCSWriter(BucketWriter):
-    """`BucketWriter` for `gs://` URLs: Google Cloud Storage."""
-
-    schemes = ("gs", "gcs")
 
 
 def _object_bytes(store: Capabilities, options: TransferOptions) -> int:

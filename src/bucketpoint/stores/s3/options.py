@@ -186,8 +186,6 @@ class S3Options:
         return tuple(frozen(getattr(self, option.name)) for option in fields(self))
 
 
-def with_engine(settings: Mapping[str, Any], engine: str | None) -> dict[str, Any]:
-    """Return a copy of `settings` with this engine in its `storage_options`; unchanged if the engine is None."""
-    if engine is None:
-        return dict(settings)
-    return {**settings, "storage_options": {**(settings.get("storage_options") or {}), "engine": engine}}
+def with_engine(storage_options: Mapping[str, Any] | None, engine: str | None) -> Mapping[str, Any] | None:
+    """Return a copy of the storage options with this engine; the options themselves if the engine is None."""
+    return storage_options if engine is None else {**(storage_options or {}), "engine": engine}
