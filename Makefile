@@ -10,7 +10,7 @@ PYTHON ?=#                       the Python of the environments; default: a fitt
 TORCH ?=#                        an exact torch version, in an environment of its own; default: the newest, in .venv
 MATRIX ?= 2.9.1 2.11.0 2.13.0
 PYTHONS ?= 3.10 3.12 3.13 3.14#  versions for test-python; those that are not on the machine are named and left out
-WORKERS ?= 2#                    processes that share the suite; each has servers of its own
+WORKERS ?= 3#                    processes that share the suite and often wait; each has servers of its own
 ARGS ?=#                         further arguments for pytest, the demo, the benchmark or the simulation
 
 # Torch from the default index brings the CUDA libraries on Linux; TORCH_BACKEND=cpu takes the small build from PyTorch's.
@@ -124,6 +124,7 @@ bench: $(VENV)/$(STAMP) minio ## the benchmark beside other writers and readers;
 .PHONY: dist
 dist: ## build the wheel and the sdist into dist/, and run quick tests against the installed wheel
 	@rm -rf dist .venv-dist; "$$($(PYTHON3) tools/get_uv.py)" build --quiet --out-dir dist
+	@$(PYTHON3) tools/check_dist.py
 	@$(PYTHON3) tools/make_env.py .venv-dist --wheel "$$(echo dist/*.whl)" --python "$(PYTHON)"
 	@.venv-dist/bin/python -m pytest -n $(WORKERS) -m "not slow" tests/test_package.py tests/format tests/retention $(ARGS)
 

@@ -1,7 +1,8 @@
-"""Checks the documents: links, anchors and rooms exist, and every example parses."""
+"""Checks the documents: links, anchors and rooms exist, every example parses, and imports what it uses."""
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 import sys
@@ -18,9 +19,33 @@ PACKAGE = ROOT / "src" / "bucketpoint"
 # Names of rooms and files, as docs/architecture.md writes them.
 _ROOM = re.compile(r"`((?:\w+/)+\w+)/?`")
 
+# An example may be the inside of a coroutine.
+_PARSE = ast.PyCF_ONLY_AST | ast.PyCF_ALLOW_TOP_LEVEL_AWAIT
+
 _FENCE = re.compile(r"^```(\w*)[^\n]*\n(.*?)^```", re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"\[[^\]]*\]\(<?([^)\s>]+)>?(?:\s+\"[^\"]*\")?\)")
 _HEADING = re.compile(r"^#{1,6}\s+(.*?)\s*#*$", re.MULTILINE)
+
+
+def _imported(tree: ast.AST) -> Iterator[str]:
+    """Yield the names that an example imports or defines itself."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            yield from (alias.asname or alias.name.partition(".")[0] for alias in node.names)
+        elif isinstance(node, ast.FunctionDef):
+            yield from (node.name, *(argument.arg for argument in node.args.args))
+
+
+def _public_names() -> set[str]:
+    tree = ast.parse((PACKAGE / "__init__.py").read_text(encoding="utf-8"))
+    (names,) = [
+        node.value for node in tree.body if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__"
+    ]
+    return {str(node.value) for node in ast.walk(names) if isinstance(node, ast.Constant)}
+
+
+_IMPORTABLE = {"torch", "dcp", "dist", "bucketpoint"} | _public_names()
+"""Names in examples that somebody who pastes them has to import."""
 
 
 def documents() -> Iterator[Path]:
@@ -30,14 +55,19 @@ def documents() -> Iterator[Path]:
 
 def faults(document: Path) -> Iterator[str]:
     text = document.read_text(encoding="utf-8")
+    imported: set[str] = set()
     for fence in _FENCE.finditer(text):
         line = text.count("\n", 0, fence.start()) + 1
         if fence[1] in ("python", "py"):
             try:
-                # 0x2000 is ast.PyCF_ALLOW_TOP_LEVEL_AWAIT: an example may be the inside of a coroutine.
-                compile(fence[2], str(document), "exec", flags=0x2000)
+                tree = compile(fence[2], str(document), "exec", flags=_PARSE)
             except SyntaxError as error:
                 yield f"{line + (error.lineno or 0)}: the example does not compile: {error.msg}"
+                continue
+            imported |= set(_imported(tree))
+            missing = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)} & _IMPORTABLE - imported
+            for name in sorted(missing):
+                yield f"{line}: neither this example nor one above it imports {name}"
         elif fence[1] == "json":
             try:
                 json.loads(fence[2])

@@ -52,7 +52,9 @@ def exported(page: str) -> dict[str, str]:
 @pytest.mark.parametrize("page", ["aws.md", "minio.md", "r2.md", "gcs.md"])
 def test_each_page_begins_with_what_to_install_and_the_same_ten_lines(page: str) -> None:
     shell = blocks(page, "bash")[0]
-    assert "pip install" in shell
+    above, _, _ = (DOCS / page).read_text(encoding="utf-8").partition(shell)
+    assert "(quickstart.md#install)" in above
+    assert ("the extra `gcs`" in above) == (page == "gcs.md")
     assert f"bucketpoint doctor {'gs' if page == 'gcs.md' else 's3'}://{BUCKET}/run" in shell
     same = start("aws.md").replace("S3", "GCS").replace("s3://", "gs://") if page == "gcs.md" else start("aws.md")
     assert start(page) == same

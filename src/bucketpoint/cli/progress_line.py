@@ -33,7 +33,7 @@ def watched(catalog: Catalog, wanted: bool | None) -> Iterator[Catalog]:
     except ImportError:
         if wanted:
             raise BucketpointError(
-                "--progress needs the package rich", remedy="pip install 'bucketpoint[cli]', or leave out --progress"
+                "--progress needs the package rich", remedy="pip install 'rich>=13', or leave out --progress"
             ) from None
         yield catalog
         return

@@ -29,7 +29,7 @@ GCS_SCHEMES = ("gs", "gcs")
 # Commands that install the library for a scheme: fsspec knows the scheme, but does not depend on the library.
 _INSTALL = {
     **dict.fromkeys(GCS_SCHEMES, INSTALL),
-    **dict.fromkeys(("az", "abfs", "abfss", "adl"), "pip install 'bucketpoint[azure]'"),
+    **dict.fromkeys(("az", "abfs", "abfss", "adl"), "pip install 'adlfs>=2026.4'"),
 }
 
 # RFC 3986, section 3.1, but with at least two characters: one letter is a Windows drive.

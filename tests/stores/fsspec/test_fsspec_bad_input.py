@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import datetime
 import importlib
+import importlib.util
 import pickle
 import sys
 from collections.abc import Callable, Iterator
@@ -112,10 +113,10 @@ def test_of_what_a_library_says_in_many_lines_the_first_is_shown() -> None:
 @pytest.mark.parametrize(
     ("scheme", "module", "remedy"),
     [
-        ("az", "adlfs", "bucketpoint[azure]"),
-        ("abfs", "adlfs", "bucketpoint[azure]"),
-        ("abfss", "adlfs", "bucketpoint[azure]"),
-        ("gs", "gcsfs", "bucketpoint[gcs]"),
+        ("az", "adlfs", "pip install 'adlfs>="),
+        ("abfs", "adlfs", "pip install 'adlfs>="),
+        ("abfss", "adlfs", "pip install 'adlfs>="),
+        ("gs", "gcsfs", "pip install 'google-cloud-storage>="),
         # fsspec says what to install for what it serves itself.
         ("sftp", "paramiko", "paramiko"),
     ],
@@ -218,6 +219,14 @@ def test_rights_on_azure_are_as_the_page_has_them(azure: AzureServer) -> None:
     assert "lack the right to read" in str(error)
     with pytest.raises(AccessDeniedError, match="lack the right to list"):
         list(open_store(f"az://{container}/run", storage_options=trainer)[0].list(""))
+
+
+@pytest.mark.skipif(importlib.util.find_spec("adlfs") is None, reason="adlfs is not here")
+def test_an_account_without_a_secret_is_asked_for_with_the_identity_that_azure_finds() -> None:
+    from adlfs import AzureBlobFileSystem
+
+    filesystem = AzureBlobFileSystem(account_name="account", skip_instance_cache=True)
+    assert filesystem.anon is False
 
 
 @on_azure

@@ -35,7 +35,7 @@ SENT, RECEIVED = ("UploadPart", "PutObject"), ("GetObject",)
 
 _FEWEST_BODIES = 2
 
-_EXTRA = "pip install -U 'bucketpoint[crt]'"
+_EXTRA = "pip install 'awscrt>=0.38'"
 
 _destination: ContextVar[Buffers | None] = ContextVar("bucketpoint_crt_destination", default=None)
 
