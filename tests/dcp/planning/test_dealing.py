@@ -236,6 +236,13 @@ def test_regular_states_are_dealt_over_columns(layout: str, whole: Shape) -> Non
     assert_same(held, list("aabbcc"), columns=True)
 
 
+def test_a_rank_that_writes_nothing_reads_its_assignment_on_any_default_device() -> None:
+    held = [whole_item("w", (1,))]
+    dealt = pickle.loads(pickle.dumps(planned([held] * 2, range(2)).plans))
+    with torch.device("meta"):
+        assert sorted(len(items_of(plan.items.encoded, held)) for plan in dealt) == [0, 1]
+
+
 def test_the_default_device_of_a_script_is_not_planned_on() -> None:
     held: list[list[WriteItem]] = [[] for _ in range(RANKS)]
     hold(held, "model.t", ((3000, 300), "hybrid", {0}, torch.float32))

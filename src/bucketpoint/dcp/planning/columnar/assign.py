@@ -232,7 +232,7 @@ def _held(asked: Sequence[PackedItems], tables: Mapping[bytes, Table]) -> _Held:
 
 def _column(blob: bytes) -> torch.Tensor:
     data = bytearray(zlib.decompress(blob))
-    return torch.frombuffer(data, dtype=torch.int64) if data else torch.empty(0, dtype=torch.int64)
+    return torch.frombuffer(data, dtype=torch.int64) if data else torch.empty(0, dtype=torch.int64, device="cpu")
 
 
 def _assigned(held: _Held, ranks: int, nodes: Sequence[object]) -> Assignment:
