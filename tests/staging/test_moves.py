@@ -13,7 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bucketpoint.staging import Stager, copying
+from bucketpoint.staging.arena import Arena
 from bucketpoint.staging.copying import Movers
+from bucketpoint.staging.layout import ArenaLayout
 from staging.helpers import finished
 
 pytestmark = pytest.mark.contract
@@ -133,3 +135,64 @@ def test_a_tensor_that_no_longer_requires_a_gradient_is_staged_as_it_is() -> Non
     with Stager() as stager:
         assert finished(stager.stage({"w": w}))["w"].requires_grad
         assert not finished(stager.stage({"w": w.detach()}))["w"].requires_grad
+
+
+def test_a_thread_that_the_system_refuses_leaves_none_that_writes(monkeypatch: pytest.MonkeyPatch) -> None:
+    refused: list[str] = []
+    writing: list[int] = []
+    begin, memmove = threading.Thread.start, ctypes.memmove
+
+    def start(thread: threading.Thread) -> None:
+        if thread.name.startswith("bucketpoint-copy") and not thread.name.endswith("_0"):
+            refused.append(thread.name)
+            raise RuntimeError("can't start new thread")
+        begin(thread)
+
+    def slow(target: int, source: int, size: int) -> Any:
+        writing.append(size)
+        threading.Event().wait(0.05)
+        memmove(target, source, size)
+        writing.pop()
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    monkeypatch.setattr(ctypes, "memmove", slow)
+    with Stager() as stager:
+        staged = finished(stager.stage({"w": torch.ones(5000)}))
+        assert refused
+        assert not writing
+        assert staged["w"].sum() == 5000
+
+
+class Stream:
+    """A device's stream whose copies are under way until `synchronize`."""
+
+    under_way = False
+
+    def wait_event(self, event: Any) -> None: ...
+    def __enter__(self) -> None: ...
+    def __exit__(self, *error: object) -> None: ...
+    def synchronize(self) -> None:
+        self.under_way = False
+
+
+@pytest.mark.parametrize("failing", ["cpu", "meta"])
+def test_copies_of_a_device_have_ended_when_a_later_copy_fails(monkeypatch: pytest.MonkeyPatch, failing: str) -> None:
+    """The arena goes to the next save: a copy still under way would write to its state."""
+    stream, device = Stream(), torch.device("meta")
+
+    def copy(targets: list[torch.Tensor], sources: list[torch.Tensor], **how: Any) -> None:
+        kind = sources[0].device.type
+        if kind != "cpu":
+            stream.under_way = True
+        if kind == failing:
+            raise RuntimeError("refused")
+
+    monkeypatch.setattr(torch, "_foreach_copy_", copy)
+    place = (torch.uint8, (8,), (1,), 0)
+    sources = [torch.empty(8, dtype=torch.uint8, device=kind) for kind in ("cpu", device)]
+    layout = ArenaLayout(8, [place, place], [(sources[0], 0), (sources[1], 1)])
+    streams: Any = {device: stream}
+    ordering = copying.Ordering({device: None}, None)  # type: ignore[dict-item]
+    with pytest.raises(RuntimeError, match="refused"):
+        copying.run_copies(layout, Arena(8, shared=False), streams, Movers(), ordering, non_blocking=True)
+    assert not stream.under_way

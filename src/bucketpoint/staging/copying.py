@@ -5,10 +5,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -84,8 +85,12 @@ class Movers:
         threads = torch.get_num_threads()
         pieces = deque(_pieces(regions, base, threads))
         helpers = self._helpers = self._helpers or ThreadPoolExecutor(threads, thread_name_prefix="bucketpoint-copy")
-        begun = [helpers.submit(_move, pieces, iter(())) for _ in range(min(threads, len(pieces)) - 1)]
+        begun: list[Future[None]] = []
         try:
+            # At the system's limit of threads this one works with those that there are.
+            with contextlib.suppress(RuntimeError):
+                for _ in range(min(threads, len(pieces)) - 1):
+                    begun.append(helpers.submit(_move, pieces, iter(())))
             _move(pieces, meanwhile)
         finally:
             # Also when interrupted: memory that a thread still writes to must not be given to another save.
@@ -152,21 +157,22 @@ def run_copies(
         targets.append(views[index])
         sources.append(source)
     begun: list[torch.Stream] = []
-    # Devices first: they copy on their own while the processor copies host tensors.
-    for device, (targets, sources) in sorted(by_device.items(), key=lambda item: item[0].type == "cpu"):
-        if device.type == "cpu":
-            torch._foreach_copy_(targets, sources)
-            continue
-        stream = streams[device]
-        stream.wait_event(ordering.events[device])
-        with stream:
-            torch._foreach_copy_(targets, sources, non_blocking=non_blocking)
-        begun.append(stream)
     try:
+        # Devices first: they copy on their own while the processor copies host tensors.
+        for device, (targets, sources) in sorted(by_device.items(), key=lambda item: item[0].type == "cpu"):
+            if device.type == "cpu":
+                torch._foreach_copy_(targets, sources)
+                continue
+            stream = streams[device]
+            stream.wait_event(ordering.events[device])
+            begun.append(stream)
+            with stream:
+                torch._foreach_copy_(targets, sources, non_blocking=non_blocking)
         if layout.moves:
             movers.move(layout.moves, arena.memory.data_ptr(), making)
     finally:
         # The sources stay referenced until here, so that the allocator cannot reuse their memory for another kernel.
+        # After an error too: a copy still under way would write to the state that gets the arena next.
         for stream in begun:
             stream.synchronize()
     deque(making, maxlen=0)
