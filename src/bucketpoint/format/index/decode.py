@@ -24,6 +24,7 @@ from bucketpoint.format.tensor_bytes import tensor_bytes
 
 _MAX_DIMS = 64
 _MAX_NBYTES = 1 << 62
+_FREE_ENTRIES = 1 << 12
 _CODES: dict[torch.dtype, Any] = {torch.int8: "b", torch.int16: "h", torch.int32: "i", torch.int64: "q"}
 
 
@@ -92,6 +93,8 @@ class Index:
         kinds, dims, counts = (decoder.column(total) for _ in range(3))
         _require(bool(((kinds >= 0) & (kinds <= len(self._properties))).all()), "kinds")
         _require(bool(((dims >= 0) & (dims <= _MAX_DIMS)).all()), "dimensions")
+        # Names and numbers may be compressed, but each item has a checksum, and each tensor an item.
+        _require(int(dims.sum()) <= _MAX_DIMS * (items + _FREE_ENTRIES), "dimensions")
         _require(bool(((counts >= 0) & (counts <= items)).all()) and int(counts.sum()) == items, "counts")
         _require(bool(((counts == 1) & (dims == 0))[kinds == 0].all()), "bytes entries")
         shapes = decoder.column(int(dims.sum()))

@@ -73,5 +73,5 @@ def parse_marker(data: bytes) -> DeletionMarker | None:
         if not all(0 <= moment < 1e11 for moment in moments):
             raise ValueError("a time is none")
         return DeletionMarker(texts[0], moments[0], texts[1], tuple(tokens), tuple(paths), moments[1])
-    except (ValueError, TypeError, RecursionError):
+    except (ValueError, TypeError, OverflowError, RecursionError):
         return DeletionMarker("", 0.0)

@@ -26,6 +26,8 @@ _MAX_DIMS = 64
 _MAX_NBYTES = 1 << 62
 _MAX_SECONDS = 1e12  # as commit records have it
 _MAX_WORD = 64
+_MAX_BITS = 1024
+_FREE_VALUES = 1 << 16
 _NOT_METADATA = "The object was not written as a DCP checkpoint, or is damaged; load another checkpoint"
 
 
@@ -156,7 +158,7 @@ def interpreted(data: bytes, vocabulary: MetadataVocabulary, url: str | None) ->
     if type(metadata) is not vocabulary.kinds["Metadata"]:
         raise not_metadata(f"it holds a {type(metadata).__name__}", url)
     try:
-        _check(metadata, vocabulary.kinds, url)
+        _check(metadata, vocabulary.kinds, len(data))
     except (AttributeError, TypeError) as error:
         raise not_metadata(str(error), url) from None
     return metadata
@@ -196,14 +198,19 @@ def not_metadata(reason: str, url: str | None) -> MetadataError:
     )
 
 
-def _check(metadata: Any, kinds: Mapping[str, Any], url: str | None) -> None:
+def _check(metadata: Any, kinds: Mapping[str, Any], nbytes: int) -> None:
     """Check the type of everything that readers rely on. An item's own numbers are checked later, when it is read."""
     if type(metadata.state_dict_metadata) is not dict:
         raise TypeError("it has no state_dict_metadata")
+    chunks = 0
     for fqn, entry in metadata.state_dict_metadata.items():
         if type(fqn) is not str:
             raise TypeError("a key of its state_dict_metadata is not a string")
         if type(entry) is kinds["TensorStorageMetadata"]:
+            chunks += len(entry.chunks)
+            if chunks > nbytes:
+                # Each chunk of a writer takes some bytes, but many tensors of a hostile pickle may share a long list.
+                raise TypeError(f"its tensors have {chunks} chunks or more, which is more than it has bytes")
             _check_tensor(fqn, entry, kinds)
         elif type(entry) is not kinds["BytesStorageMetadata"]:
             raise TypeError(f"{fqn} is a {type(entry).__name__}")
@@ -237,7 +244,11 @@ def _check_tensor(fqn: str, entry: Any, kinds: Mapping[str, Any]) -> None:
 
 
 def _check_size(fqn: str, size: Any, itemsize: int) -> None:
-    if not isinstance(size, (tuple, list)) or len(size) > _MAX_DIMS or not all(type(n) is int and n >= 0 for n in size):
+    if (
+        not isinstance(size, (tuple, list))
+        or len(size) > _MAX_DIMS
+        or not all(type(n) is int and 0 <= n < _MAX_NBYTES for n in size)
+    ):
         raise TypeError(f"the shape of {fqn} is malformed")
     if math.prod(size) * itemsize >= _MAX_NBYTES:
         raise TypeError(f"{fqn} claims {math.prod(size)} elements")
@@ -252,18 +263,37 @@ def _is_object_fact(fact: Any) -> bool:
     )
 
 
-def require_plain(value: Any, what: str, url: str | None, depth: int = 8) -> None:
-    kind = type(value)
-    if kind is dict and depth:
-        for name, content in value.items():
-            if type(name) is not str:
-                raise not_metadata(f"{what} has a key that is a {type(name).__name__}", url)
-            require_plain(content, what, url, depth - 1)
-    elif kind in (list, tuple) and depth:
-        for content in value:
-            require_plain(content, what, url, depth - 1)
-    elif value is not None and kind not in (str, int, float, bool):
-        raise not_metadata(f"{what} has a {kind.__name__}", url)
+def require_plain(value: Any, what: str, url: str | None) -> None:
+    """Refuse all but text, numbers, None, and lists and dictionaries of them.
+
+    A list may stand in several places, but not in so many that those who write it out would need far longer than it is.
+    """
+    known: set[int] = set()
+    visited, most = 0, _FREE_VALUES
+
+    def check(content: Any, depth: int) -> None:
+        nonlocal visited, most
+        visited += 1
+        kind = type(content)
+        if kind in (dict, list, tuple) and depth:
+            if id(content) not in known:
+                known.add(id(content))
+                most += 2 * len(content)
+            if visited > most:
+                raise not_metadata(f"{what} repeats the same lists again and again", url)
+            for part in content:
+                if kind is not dict:
+                    check(part, depth - 1)
+                elif type(part) is str:
+                    check(content[part], depth - 1)
+                else:
+                    raise not_metadata(f"{what} has a key that is a {type(part).__name__}", url)
+        elif content is not None and kind not in (str, int, float, bool):
+            raise not_metadata(f"{what} has a {kind.__name__}", url)
+        elif kind is int and content.bit_length() > _MAX_BITS:
+            raise not_metadata(f"{what} has a number of {content.bit_length()} bits", url)
+
+    check(value, 8)
 
 
 def _typed(facts: dict[str, Any], name: str, *kinds: type) -> Any:

@@ -216,6 +216,7 @@ def _set_bits(machine: Machine, target: Any, state: Any) -> Any:
     seed = None
     if type(state) is tuple:
         state, seed = state
+    machine.pay(_GENERATOR_BYTES)
     if type(seed) is np.random.SeedSequence:
         # Only the constructor takes a seed.
         target.__init__(seed)

@@ -30,10 +30,11 @@ from bucketpoint.format.pickles.vocabulary import (
 _MAX_KEY_PARTS = 4096
 _MAX_SAME_HASH = 16
 _LONG_TEXT = 64
+_NAMED = 300
 _HASHED_BYTES, _LISTED_BYTES = 16, 8
 _FREE, _MULTIPLE = 1 << 20, 10
 _MAPPINGS = frozenset({dict, OrderedDict, defaultdict, Counter})
-_LEAVES = frozenset({str, bytes, float, bool, complex, type(None), type(Ellipsis), range, type})
+_LEAVES = frozenset({str, bytes, float, bool, complex, type(None), type(Ellipsis), type})
 
 
 class Machine:
@@ -229,7 +230,7 @@ class Machine:
     def refuse(self, what: str) -> Refused:
         """Note a refusal, and return the object that stands for the refused one."""
         if len(self.refused) < 100:
-            self.refused[what[:300]] = None
+            self.refused[what[:_NAMED]] = None
         return REFUSED
 
     # -- opcodes ------------------------------------------------------------------------------------------------------
@@ -302,7 +303,7 @@ class Machine:
         for known in ((module, name), renamed):
             if known in names:
                 return names[known]
-        return self.refuse(f"{renamed[0]}.{renamed[1]}")
+        return self.refuse(f"{renamed[0][:_NAMED]}.{renamed[1][:_NAMED]}")
 
     def call(self, function: Any, arguments: Any, *, new: bool = False) -> Any:
         """Make the object that a call returns, or note why the call is refused."""
@@ -324,6 +325,7 @@ class Machine:
         if changer is not None:
             changed = self._attempt(changer, target, state)
             if kind is Shell:
+                self.pay(len(target.places))
                 for place in target.places:
                     self._memo[place] = changed
             return changed

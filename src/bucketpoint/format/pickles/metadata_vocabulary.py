@@ -16,6 +16,7 @@ _DCP, _FILES = "torch.distributed.checkpoint.metadata", "torch.distributed.check
 _BEFORE_TORCH_2_2 = "torch.distributed._shard.sharded_tensor.metadata"
 _PROPERTIES = "TensorProperties"
 _FIELD_BYTES = 16
+_MAX_NAME = 64
 
 _VALUES = {
     ("collections", "OrderedDict"),  # a flatten mapping may be ordered
@@ -74,7 +75,7 @@ class MetadataVocabulary(Vocabulary):
         @self.function("builtins.getattr", "__builtin__.getattr")
         def named_member(machine: Machine, kind: Any, name: Any) -> Any:
             # Python 3.11.0 to 3.11.3 pickle a member of an enumeration as a getattr. No other getattr is made.
-            if kind is not known_encoding or type(name) is not str:
+            if kind is not known_encoding or type(name) is not str or len(name) > _MAX_NAME:
                 raise ObjectionError("a getattr of something else than a memory format")
             return encoding[name]
 

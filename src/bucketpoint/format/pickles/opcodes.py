@@ -16,6 +16,9 @@ if TYPE_CHECKING:
 MAX_DIGITS = 4300
 """Most digits of a number in decimal text: Python's own limit, beyond which conversion is worse than linear."""
 
+MAX_INTEGER_BYTES = 2048
+"""Most bytes of an integer. Divisions, comparisons and hashes of longer ones take far longer than they are paid for."""
+
 _LONGEST_NAME = 1024
 
 Step = Callable[["Machine"], Any]
@@ -86,8 +89,16 @@ def _text(raw: bytes) -> str:
     return raw.decode("utf-8", "surrogatepass")
 
 
-def _signed(raw: bytes) -> int:
-    return int.from_bytes(raw, "little", signed=True)
+def _long(width: int) -> Step:
+    def step(machine: Machine) -> None:
+        raw = machine.take(machine.number(width))
+        machine.push(
+            int.from_bytes(raw, "little", signed=True)
+            if len(raw) <= MAX_INTEGER_BYTES
+            else machine.refuse(f"<an integer of {len(raw)} bytes>")
+        )
+
+    return step
 
 
 def _decimal(raw: bytes) -> int:
@@ -135,8 +146,8 @@ _BY_NAME: dict[str, Step] = {
     "NEWFALSE": lambda m: m.push(False),
     "INT": _pushed(_int),
     "LONG": _pushed(lambda raw: _decimal(raw.removesuffix(b"L"))),
-    "LONG1": _sized(1, _signed),
-    "LONG4": _sized(4, _signed),
+    "LONG1": _long(1),
+    "LONG4": _long(4),
     "FLOAT": _pushed(float),
     "BINFLOAT": lambda m: m.push(struct.unpack(">d", m.take(8))[0]),
     "STRING": _pushed(_string),

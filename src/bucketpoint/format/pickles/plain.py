@@ -44,6 +44,7 @@ def _typed(kind: Any, *allowed: type, most: int = 4096, names: tuple[str, ...] =
         if len(arguments) > most or any(type(value) not in allowed for value in arguments):
             raise unfit(f"a call of {name_of(kind)}")
         machine.pay(sum(len(value) for value in arguments if type(value) is str))
+        machine.pay(sum(value.bit_length() >> 6 for value in arguments if type(value) is int))
         return (made or kind)(*arguments)
 
     VALUES.add(kind, make, names)
@@ -152,13 +153,16 @@ def _deque(machine: Machine, given: Any = (), most: Any = None) -> Any:
 
 @VALUES.changes(OrderedDict, Counter, types.SimpleNamespace, argparse.Namespace)
 def set_attributes(machine: Machine, target: Any, state: Any) -> Any:
-    """Give an object plain attributes. Dunder names are refused."""
+    """Give an object plain attributes. Dunder names are refused, and those that would hide a method."""
     if type(state) is tuple and len(state) == 2 and not state[1]:
         state = state[0]
     if not state:
         return target
-    if type(state) is not dict or any(type(name) is not str or name.startswith("__") for name in state):
-        raise unfit(f"a state of {name_of(type(target))}")
+    kind = type(target)
+    if type(state) is not dict or any(
+        type(name) is not str or name.startswith("__") or hasattr(kind, name) for name in state
+    ):
+        raise unfit(f"a state of {name_of(kind)}")
     machine.pay_for(state, hashed=True)
     vars(target).update(state)
     return target
@@ -263,5 +267,6 @@ VALUES.parts |= dict.fromkeys(
 )
 for _kind in {type(pathlib.Path()), pathlib.PurePosixPath, pathlib.PureWindowsPath}:
     VALUES.parts[_kind] = lambda key: (str(key),)
+VALUES.parts[range] = lambda key: (key.start, key.stop, key.step)
 VALUES.parts[decimal.Decimal] = lambda key: key.as_tuple().digits
 VALUES.parts[fractions.Fraction] = lambda key: (key.numerator, key.denominator)

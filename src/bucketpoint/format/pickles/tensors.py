@@ -24,7 +24,7 @@ from bucketpoint.format.pickles.vocabulary import (
     whole,
 )
 
-_MAX_DIMS = 64
+_MAX_DIMS, _MAX_NAME = 64, 64
 _MAX_NUMBER = 1 << 62
 _TENSOR_BYTES = 256
 _GENERATOR_BYTES = 5056
@@ -293,7 +293,7 @@ def _size(machine: Machine, numbers: Any) -> torch.Size:
 
 @VALUES.makes(torch.device)
 def _device(machine: Machine, name: Any, *index: Any) -> torch.device:
-    if type(name) is not str or len(name) > 64 or any(type(number) is not int for number in index):
+    if type(name) is not str or len(name) > _MAX_NAME or any(type(number) is not int for number in index):
         raise unfit("a torch.device")
     return torch.device(name, *index)
 
@@ -306,7 +306,7 @@ def _layouts() -> dict[str, torch.layout]:
 
 @VALUES.function("torch.serialization._get_layout")
 def _layout(machine: Machine, name: Any) -> torch.layout:
-    if type(name) is not str:
+    if type(name) is not str or len(name) > _MAX_NAME:
         raise unfit("a layout")
     return _layouts()[name]
 
