@@ -24,7 +24,8 @@ from bucketpoint.format.index.encode import HEAD, MAGIC
 from bucketpoint.format.index.view import decode_index
 from bucketpoint.format.metadata import codec, plain
 from bucketpoint.format.pickles.items import refused_globals
-from security.corpus import P4, global_, short, text
+from bucketpoint.format.zip_probe import probe_frame
+from security.corpus import ORDERED, P4, archive, global_, short, text
 
 np = pytest.importorskip("numpy")
 
@@ -121,6 +122,16 @@ def test_an_index_of_tensors_without_chunks_takes_no_more_memory_than_it_has_ite
     head = HEAD.pack(MAGIC, 0, *(number for data, size in stored for number in (len(data), size)))
     with pytest.raises(MetadataError, match="dimensions"):
         decode_index(head + b"".join(data for data, _ in stored))
+
+
+def test_a_frame_whose_tensor_lies_in_no_storage_is_not_taken_apart() -> None:
+    """Its shape was not compared with the length of the storage beside it."""
+    pid = b"(" + text("storage") + global_("torch", "FloatStorage") + text("0") + text("cpu") + b"K\x01tQ"
+    meta = global_("torch._utils", "_rebuild_meta_tensor_no_storage") + b"(" + global_("torch", "float32")
+    lost = P4 + pid + b"0" + meta + b"M\xe8\x03\x85K\x01\x85\x89tR."
+    within = P4 + global_("torch._utils", "_rebuild_tensor_v2") + b"(" + pid + b"K\x00K\x01\x85K\x01\x85\x89" + ORDERED
+    assert probe_frame(archive(within + b")RtR.")) is not None
+    assert probe_frame(archive(lost)) is None
 
 
 def test_a_marker_of_an_endless_time_is_a_marker_still() -> None:

@@ -99,7 +99,11 @@ def _tensor(body: bytes) -> tuple[torch.Tensor, str, int]:
     # The stored bytes of a tensor with a conj or neg bit are not its values.
     if len(storages) != 1 or value.is_conj() or value.is_neg() or value.is_quantized or value.is_nested:
         raise _NotSimpleError
-    return value, *next(iter(storages))
+    ((place, untyped),) = storages.items()
+    # A tensor over no storage of the frame has no bounds that were checked.
+    if value.untyped_storage()._cdata != untyped._cdata:
+        raise _NotSimpleError
+    return value, *place
 
 
 class _Entry(NamedTuple):
