@@ -250,6 +250,40 @@ def test_the_same_zip_directory_is_looked_at_as_torch_load_does() -> None:
         assert torch.load(stream, weights_only=False) == 5
 
 
+def _stored(*records: tuple[str, bytes]) -> bytes:
+    stream = io.BytesIO()
+    with zipfile.ZipFile(stream, "w") as archive:
+        for name, body in records:
+            archive.writestr(name, body)
+    return stream.getvalue()
+
+
+def ambiguous() -> dict[str, bytes]:
+    """Archives of which torch.load and `zipfile` take different pickles."""
+    evil = pickle.dumps(Call(os.getcwd), 2)
+    good = b"\x80\x02" + b"N0" * ((len(evil) - 4) // 2) + (b"N." if len(evil) % 2 == 0 else b"\x88\x85.")
+    assert len(good) == len(evil)
+    rest = [("archive/version", b"3\n"), ("archive/byteorder", b"little")]
+    parts = []
+    for body in (evil, good):
+        data = _stored(("archive/data.pkl", body), *rest)
+        start = zipfile.ZipFile(io.BytesIO(data)).start_dir
+        parts.append((data[:start], data[start:-22], data[-22:]))
+    (files, directory, end), (others, last, _) = parts
+    return {
+        "two folders": _stored(
+            ("archive/data.pkl", evil), *rest, ("b/data.pkl", good), ("b/version", b"3\n"), ("b/byteorder", b"little")
+        ),
+        "names in two cases": _stored(("archive/data.pkl", good), ("archive/DATA.PKL", evil), *rest),
+        "two directories": files + directory + others + last + end,
+    }
+
+
+@pytest.mark.parametrize("name", ambiguous())
+def test_an_archive_in_which_readers_find_different_records_is_refused(name: str) -> None:
+    assert refused_globals(ambiguous()[name])
+
+
 @pytest.mark.parametrize(
     "data", [b"", b"hello world", b"{}", b"\x93NUMPY\x01\x00", b"PK\x03\x04", b"PK\x05\x06" + bytes(18), b"\0" * 50]
 )

@@ -209,8 +209,8 @@ class _Storages:
 def _read_zip(data: bytes) -> Item:
     try:
         places = archive.records(data)
-    except archive.CompressedError:
-        raise RefusedError(["<a compressed archive>"]) from None
+    except (archive.CompressedError, archive.AmbiguousError) as error:
+        raise RefusedError([f"<{error}>"]) from None
     except archive.ArchiveError as error:
         raise UnreadableError(str(error)) from None
     if "constants.pkl" in places:
