@@ -18,7 +18,8 @@ from bucketpoint.convert import plan_conversion
 from bucketpoint.convert.readers.from_safetensors import INDEX_NAME
 from bucketpoint.errors import BucketpointError, CorruptDataError, MetadataError, MismatchError, UnsafeDataError
 from convert.conftest import converted, load
-from security.corpus import Call
+from security.corpus import P4, Call, global_, repeated, short, text
+from security.corpus import archive as archived
 
 
 class Own:
@@ -63,6 +64,40 @@ def test_nothing_of_it_is_run_and_nothing_written(tmp_path: Path, where: str) ->
         plan_conversion(source, out)
     assert not ran.exists()
     assert not out.exists()
+
+
+def test_a_tensor_that_is_passed_on_as_it_is_has_passed_the_allow_list(tmp_path: Path) -> None:
+    """Its pickle ended the interpreter by its work, before that came to the name."""
+    copies = P4 + b"]\x94(" + b"K\x01" * 5000 + b"e0" + global_("builtins", "tuple") + b"\x94("
+    frame = archived(copies + b"h\x01h\x00\x85R" * 2000 + b"t" + global_("os", "system") + b".")
+    source = tmp_path / "a"
+    theirs(source, {"w": torch.ones(3)})
+    metadata = pickle.loads((source / ".metadata").read_bytes())
+    (info,) = metadata.storage_data.values()
+    info.length = len(frame)
+    (source / ".metadata").write_bytes(pickle.dumps(metadata))
+    (source / "__0_0.distcp").write_bytes(frame)
+    with pytest.raises(UnsafeDataError):
+        plan_conversion(source, tmp_path / "out")
+
+
+@pytest.mark.parametrize("make", [lambda value: {"a": value, "b": value}, lambda value: [value, value]])
+def test_a_file_of_shared_containers_does_not_hold_the_conversion(tmp_path: Path, make: Any) -> None:
+    """DCP visits a container once for each place in which it stands: 40 small dictionaries were 2**40 places."""
+    value: Any = 1
+    for _ in range(20):
+        value = make(value)
+    torch.save({"x": value}, tmp_path / "a.pt")
+    with pytest.raises(MismatchError, match="very many places"):
+        plan_conversion(tmp_path / "a.pt", tmp_path / "out")
+
+
+def test_a_tensor_that_cannot_be_moved_to_its_device_is_named(tmp_path: Path) -> None:
+    body = P4 + b"}" + short("w") + global_("torch._utils", "_rebuild_device_tensor_from_cpu_tensor") + b"("
+    body += repeated(1) + global_("torch", "float32") + text("cpu") + b"\x89tRs."
+    (tmp_path / "a.pt").write_bytes(archived(body))
+    with pytest.raises(MetadataError, match="NotImplementedError"):
+        plan_conversion(tmp_path / "a.pt", tmp_path / "out")
 
 
 def test_trusted_sources_may_name_what_they_like(tmp_path: Path) -> None:

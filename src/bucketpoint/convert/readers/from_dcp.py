@@ -113,16 +113,16 @@ class _Reading:
         self, key: str, fqn: str, info: ItemInfo, dtype: torch.dtype, shape: tuple[int, ...]
     ) -> Stretch | Decoded | None:
         archive = open_archive(self._source, key, info.offset, info.offset + info.length)
-        if archive is None:
+        try:
+            skeleton = None if archive is None else Skeleton(archive, trusted=self._trusted)
+        except MetadataError:
+            # Some kinds of tensors cannot be rebuilt without their elements. Others hide behind this error what their
+            # pickle names, so that all of the item is judged.
+            skeleton = None
+        if skeleton is None:
             with self._pool.lease(info.length) as raw:
                 self._source.read(key, info.offset, raw)
                 self._judge(fqn, raw)
-            return None
-        try:
-            skeleton = Skeleton(archive, trusted=self._trusted)
-        except MetadataError:
-            # Some kinds of tensors cannot be rebuilt without their elements. The pickle has passed the allow-list
-            # by now.
             return None
         tensor = skeleton.root
         if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.layout is not torch.strided:

@@ -21,6 +21,9 @@ MAX_LOADED_BYTES = 64 << 20
 Weights never lie there.
 """
 
+_FREE_VALUES = 1 << 16
+_MOST_DEPTH = 200
+
 
 def read_torch(source: SourceBytes, key: str, url: str, *, trusted: bool = False) -> Source:
     """Plan the reading of a file of torch.save. Only the archive's directory and its pickle are read.
@@ -57,6 +60,27 @@ def read_torch(source: SourceBytes, key: str, url: str, *, trusted: bool = False
     return Source(TORCH, url, source, metadata, payloads, source.fingerprint())
 
 
+def _check_repetition(root: Any, url: str) -> None:
+    """Refuse dictionaries and lists that nest very deeply, or stand in so many places that DCP would never end."""
+    known: set[int] = set()
+    visited, most = 0, _FREE_VALUES
+    waiting = [(root, 0)]
+    while waiting:
+        value, depth = waiting.pop()
+        visited += 1
+        if not isinstance(value, (Mapping, list)):
+            continue
+        if id(value) not in known:
+            known.add(id(value))
+            most += 2 * len(value)
+        if visited > most or depth > _MOST_DEPTH:
+            raise MismatchError(
+                "The file holds dictionaries or lists that nest very deeply, or that stand in very many places",
+                url=url,
+            )
+        waiting += [(part, depth + 1) for part in (value.values() if isinstance(value, Mapping) else value)]
+
+
 def _as_state(root: Any, url: str) -> dict[str, Any]:
     if not isinstance(root, Mapping):
         raise MismatchError(
@@ -64,6 +88,7 @@ def _as_state(root: Any, url: str) -> dict[str, Any]:
             url=url,
             remedy="Save it in a dictionary: torch.save({'model': ...}, path)",
         )
+    _check_repetition(root, url)
     return dict(root)
 
 

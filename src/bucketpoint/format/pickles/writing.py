@@ -29,7 +29,11 @@ def rewritten(item: Item) -> bytes:
 
 
 def settled(value: Any) -> Any:
-    """Return the value with all deferred calls made. Tensors in it are the same objects."""
+    """Return the value with all deferred calls made. Tensors in it are the same objects.
+
+    Raises:
+        RefusedError: the value nests too deeply, or a call fails.
+    """
     kept: list[Any] = []
     try:
         data = _Keeping(kept).dumped(value)
@@ -37,7 +41,12 @@ def settled(value: Any) -> Any:
         raise RefusedError(["<values that nest too deeply>"]) from None
     unpickler = _Kept(io.BytesIO(data))
     unpickler.kept = kept
-    return unpickler.load()
+    try:
+        return unpickler.load()
+    except MemoryError:
+        raise
+    except Exception as error:
+        raise RefusedError([f"<a call that raises {type(error).__name__}: {error}>"[:300]]) from error
 
 
 def _archive(value: Any, locations: dict[int, str]) -> bytes:
