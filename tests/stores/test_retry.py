@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import math
 import os
@@ -201,6 +202,29 @@ def test_the_first_error_does_not_keep_the_body_alive() -> None:
     gc.collect()
     assert first is not None
     assert alive[0]() is None
+
+
+@pytest.mark.parametrize("attempts", [1, 2])
+def test_an_error_that_was_handled_frees_the_body_at_once(attempts: int) -> None:
+    class Body(bytearray):
+        pass
+
+    def fail() -> weakref.ref[Body]:
+        body = Body(b"x" * 100)
+
+        def attempt() -> None:
+            assert body
+            raise TransientStoreError("no")
+
+        with contextlib.suppress(TransientStoreError):
+            retry.run(attempt, retry.RetryPolicy(attempts=attempts))
+        return weakref.ref(body)
+
+    gc.disable()
+    try:
+        assert fail()() is None
+    finally:
+        gc.enable()
 
 
 # At whose cost

@@ -283,7 +283,11 @@ def run(
         message += ")"
     final = type(last)(message, **last.fields())
     final.action = Action.FATAL
-    raise final from (first if first is not last else None)
+    try:
+        raise final from (first if first is not last else None)
+    finally:
+        # Break the cycle of this frame, the error and its traceback, which would keep the buffers of the request alive.
+        del final
 
 
 def retry_transient(attempt: Callable[[], T], *, attempts: int = READ_ATTEMPTS) -> T:
