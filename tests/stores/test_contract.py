@@ -742,6 +742,13 @@ class TestLocal:
         assert failures[0].code in (errno.errorcode[errno.EISDIR], errno.errorcode[errno.EPERM])
         assert [info.key for info in store.list("")] == ["folder/file"]
 
+    @pytest.mark.parametrize("offset", [8, 1 << 50, 1 << 62, 1 << 64])
+    def test_an_offset_that_no_file_has_is_one_beyond_the_end(self, tmp_path: Path, offset: int) -> None:
+        store = LocalStore(str(tmp_path))
+        store.put("k", views(b"content"))
+        with pytest.raises(CorruptDataError, match="ends before the range"):
+            store.read_into("k", offset, [memoryview(bytearray(4))])
+
     def test_a_write_that_fails_leaves_the_old_object_and_nothing_else(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:

@@ -351,6 +351,9 @@ def _write(fd: int, body: Buffers) -> None:
 
 
 def _read(fd: int, offset: int, buffers: Buffers, url: str) -> None:
+    # `seek` would refuse an offset beyond what the filesystem can hold, which damaged metadata may name.
+    if offset > os.fstat(fd).st_size:
+        raise CorruptDataError("the object ends before the range does", url=url)
     with open(fd, "rb", buffering=_SMALL_BYTES, closefd=False) as file:
         file.seek(offset)
         for view in buffers:
