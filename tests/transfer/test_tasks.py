@@ -10,6 +10,7 @@ import time
 
 import pytest
 
+from bucketpoint.stores import retry
 from bucketpoint.transfer import TaskGroup
 
 
@@ -118,3 +119,22 @@ def test_a_sandbox_that_forbids_niceness_stops_no_task(monkeypatch: pytest.Monke
         for number in range(4):
             group.start(lambda number=number: ran.append(number))
     assert sorted(ran) == [0, 1, 2, 3]
+
+
+def test_a_task_that_a_task_starts_begins_at_once_while_the_group_is_being_left(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # A worker that has ended a task begins to wait behind the thread that leaves the group.
+    monkeypatch.setattr(retry, "stop_waiting_on", lambda event: time.sleep(0.1))
+    both, begun, in_time = threading.Barrier(2, timeout=60), threading.Event(), []
+
+    def starter() -> None:
+        both.wait()
+        time.sleep(0.5)
+        group.start(begun.set)
+        in_time.append(begun.wait(5))
+
+    with TaskGroup(2) as group:
+        group.start(both.wait)
+        group.start(starter)
+    assert in_time == [True]

@@ -60,7 +60,8 @@ class TaskGroup:
             self._queue.append(task)
             # A thread that was notified counts as idle until it has the lock again, but takes one task only.
             if len(self._queue) <= self._idle:
-                self._state.notify()
+                # Two, as the thread that leaves the group may be one of them, and takes no task.
+                self._state.notify(2)
             elif len(self._threads) < self._workers:
                 self._start_thread()
             # A task that runs on this thread only queues further tasks: the loop that runs it takes them afterwards.
