@@ -258,6 +258,30 @@ def test_a_transform_works_both_ways(service: Service, root: str, tmp_path: Any)
     assert_same(target, state)
 
 
+def test_a_transform_may_close_the_stream_that_it_wraps_twice(tmp_path: Any) -> None:
+    class Buffered:
+        def get_descriptor(self) -> str:
+            return "buffered/1"
+
+        def transform_to(self, output: Any) -> Any:
+            class Twice(io.BufferedWriter):
+                def close(self) -> None:
+                    super().close()
+                    super().close()
+
+            return Twice(output)
+
+    class Registry:
+        def from_descriptor_list(self, descriptors: Any) -> list[Any]:
+            return []
+
+    state = {"a": torch.arange(1000.0), "b": torch.arange(7)}
+    dcp.save(state, storage_writer=BucketWriter(tmp_path, _extensions=[Buffered()]), no_dist=True)
+    target = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
+    dcp.load(target, storage_reader=BucketReader(tmp_path, Registry()), no_dist=True)
+    assert_same(target, state)
+
+
 def test_a_flipped_byte_is_found_and_named(
     writer: BucketWriter, reader: BucketReader, service: Service, root: str
 ) -> None:

@@ -45,9 +45,6 @@ class StreamUpload(io.RawIOBase):
         self._item_crc = 0
         self._info: ObjectInfo | None = None
 
-    def close(self) -> None:
-        """Do nothing: a stream transform closes the stream that it wraps, and further items follow in the object."""
-
     def writable(self) -> bool:
         return True
 

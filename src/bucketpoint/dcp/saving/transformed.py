@@ -6,6 +6,7 @@ read alone.
 
 from __future__ import annotations
 
+import io
 from collections.abc import Sequence
 from typing import Any
 
@@ -23,6 +24,23 @@ from bucketpoint.transfer import Meter, StreamUpload, TransferOptions
 _COPY_BYTES = 1 << 20
 _GROWTH = 1.1
 _SLACK = 1 << 16
+
+
+class _ItemStream(io.RawIOBase):
+    """The object's stream for one item. Closing a transform closes the stream that it wraps, but further items follow.
+
+    The stream of the item does end: a transform may ask if the stream that it wraps is closed.
+    """
+
+    def __init__(self, stream: StreamUpload) -> None:
+        super().__init__()
+        self._stream = stream
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Any, /) -> int:
+        return self._stream.write(data)
 
 
 def transformed_paths(items: Sequence[WriteItem], place: ObjectPlace) -> list[str]:
@@ -55,7 +73,7 @@ def write_transformed(
         ) as stream:
             for item, value in data:
                 offset = stream.tell()
-                target: Any = stream
+                target: Any = _ItemStream(stream)
                 for extension in extensions:
                     target = extension.transform_to(target)
                 _write(item, value, target)
