@@ -426,3 +426,27 @@ def test_an_upload_of_one_rank_keeps_what_another_has_sent_long_before(store: Me
     store.create_multipart(f"run/step-200/{keys.data_path('bbbbbbbbbbbb', 1, 'model', 0)}")
     store.now += 0.9 * HOUR
     assert sweep(catalog, older_than=HOUR, deep=True).objects == []
+
+
+@pytest.mark.parametrize(
+    ("folder", "template", "prefix"),
+    [
+        ("b-step-200", "b-step-{step}", "run"),
+        ("a-step-100/finetune/step-200", "step-{step}", "run/a-step-100/finetune"),
+    ],
+)
+def test_a_tombstone_that_names_a_folder_of_another_run_deletes_nothing_there(
+    store: MemoryStore, folder: str, template: str, prefix: str
+) -> None:
+    mine, others = memory_catalog(store, "a-step-{step}"), memory_catalog(store, template, prefix)
+    save(mine, 100)
+    save(mine, 300)
+    token = save(others, 200)
+    pin(others, 200)
+    # Anybody may name a key: this one has the right mark and token.
+    mark = catalog_keys.mark_of(store.head(mine.metadata_key(folder)).etag)
+    fields = (token, catalog_keys.milliseconds(store.now), "delete", mark, folder)
+    note = catalog_keys.NoteKey(200, catalog_keys.TOMBSTONE, fields)
+    store.put(mine.own_key(catalog_keys.STEPS, note.name()), [memoryview(b'{"state": "waiting"}')])
+    assert run(mine, drop()).deleted == []
+    assert len(others.objects_of("step-200" if prefix != "run" else folder)) == 3

@@ -131,7 +131,15 @@ def collect(catalog: Catalog, done: Pruned, looked: Stopwatch, *, until: float) 
     for tombstone in tombstones:
         if tombstone.undone:
             done.failures += catalog.store.delete([tombstone.key])
-    due = [tombstone for tombstone in tombstones if not tombstone.undone and tombstone.due <= now]
+    # Anybody may have named a folder in a key. One that the template does not make is no checkpoint of this run, and
+    # nothing here knows who holds it.
+    due = [
+        tombstone
+        for tombstone in tombstones
+        if not tombstone.undone
+        and tombstone.due <= now
+        and catalog.template.step_of(tombstone.folder) == tombstone.step
+    ]
     claimed = [(tombstone, begun) for tombstone in due if (begun := claim(catalog, tombstone)) is not None]
     if not claimed:
         return
