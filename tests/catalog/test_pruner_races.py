@@ -450,3 +450,19 @@ def test_a_tombstone_that_names_a_folder_of_another_run_deletes_nothing_there(
     store.put(mine.own_key(catalog_keys.STEPS, note.name()), [memoryview(b'{"state": "waiting"}')])
     assert run(mine, drop()).deleted == []
     assert len(others.objects_of("step-200" if prefix != "run" else folder)) == 3
+
+
+def test_the_lock_of_a_dead_pruner_whose_clock_was_years_ahead_expires(store: MemoryStore, catalog: Catalog) -> None:
+    ahead = dataclasses.replace(catalog, clock=lambda: store.now + 10 * 365 * 24 * HOUR)
+    assert locks.acquire(ahead, "dead", seconds=LOCK_SECONDS) is not None
+    assert locks.acquire(catalog, "alive", seconds=LOCK_SECONDS) is None
+    assert "its lock expires at 23:13:20 UTC" in locks.held_by(catalog)
+    store.now += 2 * HOUR
+    assert locks.acquire(catalog, "alive", seconds=LOCK_SECONDS) is not None
+
+
+@pytest.mark.parametrize("expires", ["NaN", "Infinity", "-Infinity", "1e400", "9" * 400, '"soon"', "true"])
+def test_a_lock_with_a_time_that_is_none_is_free(store: MemoryStore, catalog: Catalog, expires: str) -> None:
+    store.put(catalog.own_key("pruner.json"), [memoryview(f'{{"expires": {expires}, "holder": "x"}}'.encode())])
+    assert "another pruner" in locks.held_by(catalog)
+    assert locks.acquire(catalog, "mine", seconds=LOCK_SECONDS) is not None

@@ -14,6 +14,11 @@ from dataclasses import dataclass
 from bucketpoint.catalog.catalog import Catalog
 from bucketpoint.errors import ObjectNotFoundError, PreconditionFailedError
 from bucketpoint.format import catalog_keys
+from bucketpoint.stores import ObjectInfo
+
+LONGEST_S = 3600.0
+"""Seconds after which any lock is free, by the store's time of its last write: pruners ask for less. A lock that says
+more is that of a process whose clock was wrong."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +45,7 @@ def acquire(catalog: Catalog, holder: str, *, seconds: float) -> Lock | None:
         data, info = catalog.store.get(key, max_bytes=1 << 16)
     except ObjectNotFoundError:
         return lock if catalog.create(key, body) else None
-    if _expires(data) > catalog.clock() and _holder(data) != holder:
+    if _free_at(data, info) > catalog.clock() and _holder(data) != holder:
         return None
     try:
         catalog.write(key, body, if_match=info.etag)
@@ -52,11 +57,10 @@ def acquire(catalog: Catalog, holder: str, *, seconds: float) -> Lock | None:
 def held_by(catalog: Catalog) -> str:
     """Describe who holds the lock, and when it is free at the latest. One small GET."""
     try:
-        data = catalog.store.get(catalog.own_key(catalog_keys.LOCK), max_bytes=1 << 16)[0]
+        data, info = catalog.store.get(catalog.own_key(catalog_keys.LOCK), max_bytes=1 << 16)
     except ObjectNotFoundError:
         return "another pruner was running"
-    expires = min(max(_expires(data), 0.0), catalog.clock() + 86_400)
-    until = datetime.datetime.fromtimestamp(expires, datetime.timezone.utc).strftime("%H:%M:%S UTC")
+    until = datetime.datetime.fromtimestamp(_free_at(data, info), datetime.timezone.utc).strftime("%H:%M:%S UTC")
     holder = (_holder(data) or "")[:80]
     return f"another pruner is running ({holder!r}); if it has died, its lock expires at {until}"
 
@@ -67,10 +71,15 @@ def give_back(catalog: Catalog, lock: Lock) -> None:
         catalog.store.delete([catalog.own_key(catalog_keys.LOCK)])
 
 
+def _free_at(data: bytes, info: ObjectInfo) -> float:
+    expires = _expires(data)
+    return expires if info.modified is None else min(expires, info.modified + LONGEST_S)
+
+
 def _expires(data: bytes) -> float:
     expires = catalog_keys.content_of(data).get("expires")
-    # A lock that cannot be read counts as expired.
-    return expires if isinstance(expires, (int, float)) else 0.0
+    # A lock that cannot be read, or that names no time, counts as expired.
+    return expires if isinstance(expires, (int, float)) and 0 <= expires < 1e11 else 0.0
 
 
 def _holder(data: bytes) -> str | None:
