@@ -466,3 +466,31 @@ def test_a_lock_with_a_time_that_is_none_is_free(store: MemoryStore, catalog: Ca
     store.put(catalog.own_key("pruner.json"), [memoryview(f'{{"expires": {expires}, "holder": "x"}}'.encode())])
     assert "another pruner" in locks.held_by(catalog)
     assert locks.acquire(catalog, "mine", seconds=LOCK_SECONDS) is not None
+
+
+def test_the_uploads_of_a_save_that_begins_during_a_sweep_are_found_by_the_next(
+    store: MemoryStore, catalog: Catalog
+) -> None:
+    store.exact_uploads = True
+    save(catalog, 100)
+    log, url, token = SaveLog(catalog), catalog.url_of(200), keys.new_token()
+    path = keys.data_path(token, 0, "model", 0)
+    listings: list[str] = []
+
+    def after_the_intents(name: str) -> bool:
+        listings.extend([name] if name == "list" else [])
+        return len(listings) == 3
+
+    def begin() -> None:
+        log.begin(url, token)
+        log.uploading(url, token, 0, [path])
+
+    seen = once(store, after_the_intents, begin)
+    sweep(catalog)
+    assert seen == ["list"]
+    store.between = None
+    # And dies.
+    store.create_multipart(f"run/step-200/{path}")
+    store.now += 49 * HOUR
+    assert sweep(catalog).uploads == [f"run/step-200/{path}"]
+    assert store.open_uploads == {}

@@ -11,6 +11,9 @@ from bucketpoint.catalog.catalog import Catalog
 from bucketpoint.catalog.deletion.discards import rolled_back
 from bucketpoint.catalog.deletion.prune_worker import PruneWorker
 from bucketpoint.catalog.deletion.pruner import Order, prune
+from bucketpoint.catalog.deletion.sweep import SAFETY_AGE_S, sweep
+from bucketpoint.catalog.notes import report
+from bucketpoint.catalog.reconcile import adopt
 from bucketpoint.catalog.survey import survey
 from bucketpoint.errors import CheckpointNotFoundError
 from bucketpoint.format.metadata.deletion_marker import DeletionMarker
@@ -112,3 +115,17 @@ def test_what_is_not_there_is_named(store: MemoryStore) -> None:
     # A save that never committed is a trace of a run.
     store.objects[catalog.key("step-2/data/00/x")] = (b"x", "e", START)
     assert survey(catalog).checkpoints == ()
+
+
+def test_a_sweep_leaves_the_metrics_of_what_has_no_record(store: MemoryStore) -> None:
+    catalog = memory_catalog(store)
+    save(catalog, 1)
+    save_plainly(catalog, store, 4)
+    for step in (4, 7):
+        report(catalog, step, {"loss": float(step)})
+    store.now += SAFETY_AGE_S + 1
+    # Step 7 was never saved.
+    assert len(sweep(catalog, dry_run=True).notes) == 1
+    assert len(sweep(catalog).notes) == 1
+    adopt(catalog)
+    assert {row.step: dict(row.metrics) for row in catalog.snapshot().rows()} == {1: {}, 4: {"loss": 4.0}}

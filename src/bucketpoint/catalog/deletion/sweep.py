@@ -10,7 +10,7 @@ from bucketpoint.catalog.snapshot import SAFETY_AGE_S, Snapshot
 from bucketpoint.errors import BucketpointError, CorruptDataError, ObjectNotFoundError
 from bucketpoint.format import keys
 from bucketpoint.format.catalog_keys import UPLOADS, UploadKey, content_of
-from bucketpoint.stores import OpenUpload
+from bucketpoint.stores import ObjectInfo, OpenUpload
 
 MAX_NOTE_BYTES = 64 << 20
 """Most bytes of the note that lists one rank's uploads: far above what any rank writes."""
@@ -54,7 +54,7 @@ def sweep(catalog: Catalog, *, older_than: float = SAFETY_AGE_S, deep: bool = Fa
     swept = Swept()
     clean, uncommitted = set(), set()
     for folder in sorted(folders - live):
-        noted = [note for key, note in announced if key.folder == folder]
+        noted = [note.key for upload, note in announced if upload.folder == folder]
         uploads = [one for note in noted for one in _listed_by_key(catalog, folder, note)]
         state = sweep_folder(catalog, folder, uploads, swept, oldest=oldest, dry_run=dry_run)
         if state.uncommitted:
@@ -63,10 +63,11 @@ def sweep(catalog: Catalog, *, older_than: float = SAFETY_AGE_S, deep: bool = Fa
             clean.add(folder)
     # An intent outlives its record if the trainer may not delete, or was killed before it did.
     notes = [attempt.key for attempt in begun if attempt.folder in clean and is_old(attempt.started, oldest)]
-    notes += [key for upload, key in announced if upload.folder in clean]
+    # A young note is of a save that began after the intents were listed, and that may begin its uploads now.
+    notes += [note.key for upload, note in announced if upload.folder in clean and is_old(note.modified, oldest)]
     # Records whose `.metadata` was deleted by hand, or beside a pruner whose lock had expired: a pin would keep them.
     notes += [record.key for record in snapshot.checkpoints if record.folder in uncommitted and record.key]
-    notes += _stale(snapshot, oldest)
+    notes += _stale(catalog, snapshot, oldest)
     swept.notes += dict.fromkeys(notes)
     if not dry_run:
         swept.failures += catalog.store.delete(swept.notes)
@@ -99,13 +100,13 @@ def _listed_by_key(catalog: Catalog, folder: str, note: str) -> list[OpenUpload]
     return uploads
 
 
-def _announced(catalog: Catalog) -> list[tuple[UploadKey, str]]:
-    parsed = ((UploadKey.parse(name), info.key) for name, info in catalog.listed(UPLOADS))
+def _announced(catalog: Catalog) -> list[tuple[UploadKey, ObjectInfo]]:
+    parsed = ((UploadKey.parse(name), info) for name, info in catalog.listed(UPLOADS))
     # A folder name that the template does not make is no checkpoint of this run.
-    return [(key, note) for key, note in parsed if key and catalog.template.step_of(key.folder) == key.step]
+    return [(key, info) for key, info in parsed if key and catalog.template.step_of(key.folder) == key.step]
 
 
-def _stale(snapshot: Snapshot, oldest: float) -> list[str]:
+def _stale(catalog: Catalog, snapshot: Snapshot, oldest: float) -> list[str]:
     """Return the keys of notes that no plan will look at again, and of records that a later commit has replaced."""
     notes, ended = snapshot.notes, min(snapshot.newest_created, oldest)
     there = {checkpoint.step for checkpoint in snapshot.checkpoints} | {attempt.step for attempt in snapshot.attempts}
@@ -113,4 +114,8 @@ def _stale(snapshot: Snapshot, oldest: float) -> list[str]:
     stale += [lease.key for lease in notes.leases if not lease.valid(oldest)]
     stale += [pin.key for pin in notes.pins if pin.expires is not None and pin.expires < oldest]
     stale += [resume.key for resume in notes.resumes if resume.time < ended]
-    return stale + [report.key for report in notes.reports if report.step not in there and report.time < oldest]
+    reports = [report for report in notes.reports if report.step not in there and report.time < oldest]
+    if reports:
+        # Checkpoints of plain writers and of torch have no record until they are adopted, and their metrics stay.
+        there = {catalog.template.step_of(folder) or 0 for folder in catalog.folders()}
+    return stale + [report.key for report in reports if report.step not in there]
