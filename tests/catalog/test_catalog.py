@@ -261,6 +261,19 @@ def test_what_a_run_went_on_from_is_held_until_a_newer_full_checkpoint(store: Me
     assert not any(row.restored_from for row in catalog.snapshot().rows())
 
 
+def test_what_a_job_with_a_clock_behind_went_on_from_is_held_as_well(store: MemoryStore) -> None:
+    catalog = memory_catalog(store)
+    behind = replace(catalog, clock=lambda: store.now - HOUR)
+    for step in (100, 200):
+        save(catalog, step)
+        store.now += 60
+    note_restored(behind, 100)
+    assert [row.restored_from for row in catalog.snapshot().rows()] == [True, False]
+    store.now += 60
+    save(behind, 110)
+    assert not any(row.restored_from for row in catalog.snapshot().rows())
+
+
 def test_a_run_without_a_catalog_is_not_taken_for_an_empty_one(store: MemoryStore) -> None:
     catalog = memory_catalog(store)
     for step in (5, 100, 20):

@@ -139,11 +139,12 @@ class MetricReport:
 
 @dataclass(frozen=True)
 class Resume:
-    """A note that a job went on from the step at `time`."""
+    """A note that a job went on from the step at `time`, by its own clock, and at `written`, by the store's."""
 
     step: int
     time: float
     key: str
+    written: float | None = None
 
 
 @dataclass(frozen=True)
@@ -249,19 +250,29 @@ class Snapshot:
 
     def held(self) -> dict[int, set[str]]:
         """Return the steps that are held at the moment, with the reasons: pinned, leased or restored from."""
-        notes, newest = self.notes, self.newest_created
+        notes = self.notes
         holds = [(pin.step, "pinned") for pin in notes.pins if pin.expires is None or self.taken < pin.expires]
         holds += [(lease.step, "leased") for lease in notes.leases if lease.valid(self.taken)]
-        holds += [(resume.step, "restored from") for resume in notes.resumes if resume.time >= newest]
+        holds += [(resume.step, "restored from") for resume in self.resumed]
         held: dict[int, set[str]] = {}
         for step, reason in holds:
             held.setdefault(step, set()).add(reason)
         return held
 
     @property
-    def newest_created(self) -> float:
-        """Time of the newest full checkpoint, which ends the hold on the one that training was restored from."""
-        return max((checkpoint.created for checkpoint in self.full), default=float("-inf"))
+    def resumed(self) -> tuple[Resume, ...]:
+        """The resumes since which no full checkpoint was committed, by the jobs' clocks or by the store's.
+
+        The clock of a job that goes on may be behind that of the job which saved: then the store's times tell.
+        """
+        never = float("-inf")
+        created = max((checkpoint.created for checkpoint in self.full), default=never)
+        written = max((one.written for one in self.full if one.written is not None), default=never)
+        return tuple(
+            resume
+            for resume in self.notes.resumes
+            if resume.time >= created or (resume.written is not None and resume.written > written)
+        )
 
     def newest(self) -> set[tuple[str, str]]:
         """Return (folder, id) of the checkpoints that are never deleted.
@@ -340,7 +351,7 @@ def read_notes(listed: Iterable[tuple[str, ObjectInfo]]) -> Notes:
                 case (catalog_keys.LEASE, holder, seconds):
                     leases.append(ReadLease(step, holder, float(seconds), info.modified, key))
                 case (catalog_keys.RESTORED, time, *_):
-                    resumes.append(Resume(step, _time(time), key))
+                    resumes.append(Resume(step, _time(time), key, info.modified))
     return Notes(tuple(reports), tuple(pins), tuple(leases), tuple(resumes))
 
 

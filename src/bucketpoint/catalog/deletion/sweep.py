@@ -108,12 +108,12 @@ def _announced(catalog: Catalog) -> list[tuple[UploadKey, ObjectInfo]]:
 
 def _stale(catalog: Catalog, snapshot: Snapshot, oldest: float) -> list[str]:
     """Return the keys of notes that no plan will look at again, and of records that a later commit has replaced."""
-    notes, ended = snapshot.notes, min(snapshot.newest_created, oldest)
+    notes, resumed = snapshot.notes, snapshot.resumed
     there = {checkpoint.step for checkpoint in snapshot.checkpoints} | {attempt.step for attempt in snapshot.attempts}
     stale = [checkpoint.key for checkpoint in snapshot.superseded if checkpoint.key]
     stale += [lease.key for lease in notes.leases if not lease.valid(oldest)]
     stale += [pin.key for pin in notes.pins if pin.expires is not None and pin.expires < oldest]
-    stale += [resume.key for resume in notes.resumes if resume.time < ended]
+    stale += [resume.key for resume in notes.resumes if resume.time < oldest and resume not in resumed]
     reports = [report for report in notes.reports if report.step not in there and report.time < oldest]
     if reports:
         # Checkpoints of plain writers and of torch have no record until they are adopted, and their metrics stay.
