@@ -129,3 +129,20 @@ def test_a_sweep_leaves_the_metrics_of_what_has_no_record(store: MemoryStore) ->
     assert len(sweep(catalog).notes) == 1
     adopt(catalog)
     assert {row.step: dict(row.metrics) for row in catalog.snapshot().rows()} == {1: {}, 4: {"loss": 4.0}}
+
+
+def test_nothing_is_given_up_for_a_target_without_a_record_that_is_not_whole(store: MemoryStore) -> None:
+    catalog = memory_catalog(store)
+    save(catalog, 1)
+    save_plainly(catalog, store, 2)
+    save_plainly(catalog, store, 3)
+    save(catalog, 4)
+    store.objects[catalog.metadata_key("step-2")] = (b"\x80\x04nonsense", "e", START)
+    store.delete([next(info.key for path, info in catalog.objects_of("step-3").items() if path != ".metadata")])
+    before = dict(store.objects)
+    for dry_run in (True, False):
+        for step in (2, 3):
+            with pytest.raises(CorruptDataError, match=f"Step {step} is not whole, so nothing was rolled back"):
+                roll_back(catalog, step, grace=0, dry_run=dry_run)
+    assert not catalog.snapshot().going()
+    assert before.keys() <= store.objects.keys()

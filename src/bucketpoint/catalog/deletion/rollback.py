@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from bucketpoint.catalog.catalog import Catalog
 from bucketpoint.catalog.deletion.discards import Discarded, bury_discards, rolled_back
-from bucketpoint.catalog.deletion.wholeness import damage, inspect
+from bucketpoint.catalog.deletion.wholeness import look_for_damage
 from bucketpoint.catalog.reconcile import adopt, reconcile
 from bucketpoint.catalog.tombstones import undo
 from bucketpoint.errors import CheckpointNotFoundError, CorruptDataError
@@ -55,7 +55,7 @@ def roll_back(catalog: Catalog, step: int, *, grace: float, dry_run: bool = Fals
             if there
             else "The run has no full checkpoint; see `bucketpoint ls`",
         )
-    problem = damage(catalog, inspect(catalog, target)) if target.key is not None else None
+    problem = look_for_damage(catalog, target)
     if problem is not None:
         raise CorruptDataError(
             f"Step {step} is not whole, so nothing was rolled back: {problem}",

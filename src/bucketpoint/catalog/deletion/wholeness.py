@@ -71,18 +71,24 @@ def damage(catalog: Catalog, inspected: Inspected) -> str | None:
 
 
 def is_whole(catalog: Catalog, checkpoint: Checkpoint) -> bool:
-    """Return True if a checkpoint's metadata can be relied on and all of its objects are there. Two GETs, one LIST.
+    """Return True if a checkpoint's metadata can be relied on and all of its objects are there. Costs as below."""
+    return look_for_damage(catalog, checkpoint) is None
+
+
+def look_for_damage(catalog: Catalog, checkpoint: Checkpoint) -> str | None:
+    """Describe the damage of a checkpoint; None if it is whole. Two GETs, one LIST.
 
     Without a record, the metadata itself tells which objects the checkpoint has.
     """
     if checkpoint.key is not None:
-        return damage(catalog, inspect(catalog, checkpoint)) is None
+        return damage(catalog, inspect(catalog, checkpoint))
     try:
         data, _ = catalog.store.get(catalog.metadata_key(checkpoint.folder))
     except ObjectNotFoundError:
-        return False
+        return f"checkpoint {checkpoint.folder} has no metadata"
     sizes = {path: info.size for path, info in catalog.objects_of(checkpoint.folder).items()}
-    return _missing(data, sizes) is None
+    missing = _missing(data, sizes)
+    return f"data of checkpoint {checkpoint.folder} is missing: {missing}" if missing is not None else None
 
 
 def _missing(data: bytes, sizes: dict[str, int]) -> str | None:
