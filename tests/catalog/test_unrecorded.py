@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 
 import pytest
@@ -11,14 +13,16 @@ from bucketpoint.catalog.catalog import Catalog
 from bucketpoint.catalog.deletion.discards import rolled_back
 from bucketpoint.catalog.deletion.prune_worker import PruneWorker
 from bucketpoint.catalog.deletion.pruner import Order, prune
+from bucketpoint.catalog.deletion.remove import Removal, _identified, remove
+from bucketpoint.catalog.deletion.rollback import roll_back
 from bucketpoint.catalog.deletion.sweep import SAFETY_AGE_S, sweep
 from bucketpoint.catalog.notes import report
 from bucketpoint.catalog.reconcile import adopt
 from bucketpoint.catalog.survey import survey
-from bucketpoint.errors import CheckpointNotFoundError
+from bucketpoint.errors import CheckpointNotFoundError, CorruptDataError
 from bucketpoint.format.metadata.deletion_marker import DeletionMarker
-from bucketpoint.retention import Keep, Prune, RetentionPolicy
-from catalog.memory import START, MemoryStore, memory_catalog, metadata_bytes, save
+from bucketpoint.retention import Keep, Prune, RetentionPolicy, Row
+from catalog.memory import START, MemoryStore, killed, memory_catalog, metadata_bytes, save
 
 
 @pytest.fixture
@@ -146,3 +150,50 @@ def test_nothing_is_given_up_for_a_target_without_a_record_that_is_not_whole(sto
                 roll_back(catalog, step, grace=0, dry_run=dry_run)
     assert not catalog.snapshot().going()
     assert before.keys() <= store.objects.keys()
+
+
+def test_what_is_deleted_while_it_is_adopted_gets_no_record(store: MemoryStore) -> None:
+    catalog = memory_catalog(store)
+    save(catalog, 1)
+    for at in range(1, 12):
+        save_plainly(catalog, store, 4)
+        counted = itertools.count(1)
+
+        def deletes(number: int, name: str, at: int = at, counted: Iterator[int] = counted) -> None:
+            if next(counted) == at:
+                remove(plan_removal_of(catalog, 4), holder="a person", force=True)
+
+        store.between = deletes
+        adopted = adopt(catalog)
+        store.between = None
+        there = catalog.metadata_info("step-4") is not None
+        assert [one.step for one in catalog.steps().checkpoints] == ([1, 4] if there else [1]), at
+        assert (adopted == ["step-4"]) == there, at
+        if there:
+            remove(plan_removal_of(catalog, 4), holder="a person", force=True)
+            store.objects.pop(catalog.own_key("pruner.json"), None)
+
+
+def plan_removal_of(catalog: Catalog, step: int) -> Removal:
+    """As `plan_removal`, of a store in memory."""
+    snapshot = catalog.with_unrecorded(catalog.snapshot())
+    one = next(one for one in snapshot.checkpoints if one.step == step)
+    return Removal(catalog, _identified(catalog, one) if one.key is None else one, 0)
+
+
+def test_a_save_that_dies_over_what_has_no_record_leaves_it_to_no_policy(store: MemoryStore) -> None:
+    def decide(rows: Sequence[Row]) -> list[Order]:
+        return [Order(row.step, row.id) for row in rows[:-1]]
+
+    catalog = memory_catalog(store)
+    save(catalog, 1)
+    save_plainly(catalog, store, 4)
+    save(catalog, 9)
+    with killed(store, 4):
+        save(catalog, 4)
+    for _ in range(2):
+        done = prune(catalog, decide, grace=0, holder="me")
+        assert 4 not in [step for step, _ in [*done.buried, *done.deleted]]
+        store.now += SAFETY_AGE_S + 1
+    sweep(catalog)
+    assert [(one.step, one.key is None) for one in survey(catalog).checkpoints] == [(4, True), (9, False)]

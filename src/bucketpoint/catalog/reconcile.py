@@ -24,16 +24,14 @@ def reconcile(catalog: Catalog, snapshot: Snapshot) -> Snapshot:
     disagree about which is youngest, the records that `.metadata` has replaced are deleted: one small GET for each such
     folder.
     """
-    known, healed = snapshot.folders, _drop_replaced(catalog, snapshot)
+    healed = _drop_replaced(catalog, snapshot)
     for attempt in snapshot.attempts:
         record = metadata_record(catalog, attempt.folder)
-        # Metadata of another attempt belongs to an older checkpoint, which this attempt would replace.
-        if record is None or (attempt.folder in known and record.token != attempt.token):
+        # Metadata of another attempt belongs to an older checkpoint, which this attempt would replace. That may be one
+        # of a plain writer, on which no policy decides until somebody adopts it.
+        if record is None or record.token != attempt.token:
             continue
-        written = write_record(catalog, attempt.folder, attempt.step, record)
-        if catalog.metadata_info(attempt.folder) is None:
-            # The checkpoint was deleted since it was read, by a pruner that did not see the record.
-            catalog.store.delete([written])
+        _write_record(catalog, attempt.folder, attempt.step, record)
         healed = True
     return catalog.snapshot() if healed else snapshot
 
@@ -71,7 +69,7 @@ def adopt(catalog: Catalog, steps: Collection[int] | None = None) -> list[str]:
     """Write the missing records of all checkpoints below the root, whoever saved them. Return their folders.
 
     A folder is adopted if its whole name fits the template and its `.metadata` is readable. One LIST for each 1,000
-    folders; one GET and one PUT for each folder without a record.
+    folders; two GETs, of which one is small, and one PUT for each folder without a record.
 
     Args:
         steps: adopt only checkpoints of these steps.
@@ -85,10 +83,19 @@ def adopt(catalog: Catalog, steps: Collection[int] | None = None) -> list[str]:
         if step is None or folder in skipped or (steps is not None and step not in steps):
             continue
         record = metadata_record(catalog, folder)
-        if record is not None:
-            write_record(catalog, folder, step, record)
+        if record is not None and _write_record(catalog, folder, step, record):
             adopted.append(folder)
     return adopted
+
+
+def _write_record(catalog: Catalog, folder: str, step: int, record: CommitRecord) -> bool:
+    """Write a record made from `.metadata`. Return False if the checkpoint has been deleted since it was read."""
+    written = write_record(catalog, folder, step, record)
+    if catalog.metadata_info(folder) is not None:
+        return True
+    # Whoever deleted it did not see the record, which would count as a checkpoint.
+    catalog.store.delete([written])
+    return False
 
 
 def metadata_record(catalog: Catalog, folder: str) -> CommitRecord | None:
