@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import pickle
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from datetime import timedelta
@@ -32,7 +33,7 @@ from bucketpoint.format.metadata import codec as metadata
 from bucketpoint.format.metadata import facts as metadata_facts
 from bucketpoint.manager import manager as managing
 from bucketpoint.manager.manager import CheckpointManager
-from bucketpoint.retention import Best, InFlight, MaxDelete, Prune, Save
+from bucketpoint.retention import Best, InFlight, MaxDelete, Prune, Save, SaveEvery
 from bucketpoint.stores.local import LocalStore
 from dcp.ranks import Ranks
 from dcp.saving.async_scenarios import GatedFileSystem
@@ -593,3 +594,47 @@ def test_a_prune_of_what_lost_its_data_leaves_the_save_that_is_under_way_there(
     target = state(0)
     bucketpoint.load(target, f"{root}/step-20")
     assert value_of(target) == 21.0
+
+
+def test_what_a_save_was_to_discard_that_never_began_stays(root: str) -> None:
+    run_with(root, 5, 7, 8)
+    with CheckpointManager(root, policy=DAY) as manager:
+        with pytest.raises(BucketpointError, match="'wieghts' is not a kind of checkpoint"):
+            manager.save(6, state(6), newer="discard", kind="wieghts")
+        manager.save(6, state(6), newer="keep")
+        manager.wait()
+        assert going(manager) == []
+
+
+def test_what_the_save_before_notes_late_does_not_take_from_what_the_next_one_discards(
+    root: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A save that has ended tells those who wait for it before it notes that it has committed."""
+    run_with(root, 5, 7, 8)
+    ended, put = managing._ended, LocalStore.put
+
+    def late(*given: Any) -> None:
+        time.sleep(0.5)
+        ended(*given)
+
+    def full(store: Any, key: str, *args: Any, **kwargs: Any) -> Any:
+        if Path(store.root).name == "step-6":
+            time.sleep(1.5)
+            raise OSError("the disk is full")
+        return put(store, key, *args, **kwargs)
+
+    monkeypatch.setattr(managing, "_ended", late)
+    monkeypatch.setattr(LocalStore, "put", full)
+    skips = policy(
+        prune=Prune(grace=timedelta(hours=24)), save=Save(every=(SaveEvery(1),), in_flight=InFlight(when_busy="skip"))
+    )
+    with CheckpointManager(root, policy=skips) as manager:
+        first = manager.save(9, state(9))
+        assert first is not None
+        first.result()
+        assert manager.save(6, state(6), newer="discard") is not None
+        with pytest.raises(BucketpointError, match="the disk is full"):
+            manager.wait()
+        assert manager.save(10, state(10)) is not None
+        manager.wait()
+        assert going(manager) == []

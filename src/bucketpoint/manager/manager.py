@@ -170,15 +170,16 @@ class CheckpointManager:
         self._refuse_if_closed()
         if not self._make_room(step):
             return None
-        replaces = self._ranks.on_coordinator(lambda: self._replacing.allowed(step, overwrite=overwrite, newer=newer))
-        log = SaveLog(self.catalog, kind, dict(metrics or {}), pruner=self.pruning, **self._facts)
         url = self.catalog.url_of(step)
-        writer = BucketWriter(
-            url, overwrite=bool(replaces), log=log, staging=self._stager.options, **self._store_arguments
-        )
-        if isinstance(replaces, frozenset):
-            writer.replaces_only = replaces
+        replaces = self._ranks.on_coordinator(lambda: self._replacing.allowed(step, overwrite=overwrite, newer=newer))
+        # Whatever fails from here on must take back what this save was to discard.
         try:
+            log = SaveLog(self.catalog, kind, dict(metrics or {}), pruner=self.pruning, **self._facts)
+            writer = BucketWriter(
+                url, overwrite=bool(replaces), log=log, staging=self._stager.options, **self._store_arguments
+            )
+            if isinstance(replaces, frozenset):
+                writer.replaces_only = replaces
             handle = async_save(
                 state,
                 checkpoint_id=url,
@@ -205,10 +206,10 @@ class CheckpointManager:
         if when_busy == "wait":
             running.wait(how.timeout.total_seconds())
         busy, failed = self._ranks.most([int(not running.handle.done()), int(running.failed and not running.reported)])
-        if failed:
-            # On other ranks the save may still be on its way to the same failure.
-            running.wait(how.timeout.total_seconds())
         if failed or not busy:
+            # On other ranks the save may still be on its way to the same failure. And a save that has ended may not
+            # have noted its outcome yet, which must not come after what the next save notes.
+            running.wait(how.timeout.total_seconds())
             self._running = None
             # An error would end a pressing job without its last checkpoint. That of the save before is logged.
             if failed and not pressing:
