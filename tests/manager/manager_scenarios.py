@@ -209,3 +209,13 @@ def restore_with_a_hook_that_raises(rank: int, world: int, root: str) -> Any:
             manager.restore({"hooked": Hooked(rank == 1)})
         except (BucketpointError, ValueError) as error:
             return type(error).__name__
+
+
+def policies_differ(rank: int, world: int, root: str) -> Any:
+    """The last rank has an older copy of the policy's file."""
+    every = SaveEvery(10 if rank < world - 1 else 20)
+    try:
+        CheckpointManager(root, policy=policy(save=Save(every=(every,))))
+    except BucketpointError as error:
+        return type(error).__name__, str(every.steps) in str(error)
+    return None

@@ -122,6 +122,10 @@ def test_a_failed_save_is_raised_once_on_every_rank_at_the_next_call(three_ranks
         assert there == ["step-3"]
 
 
+def test_policies_that_differ_between_ranks_are_an_error_on_every_rank(three_ranks: Ranks, root: str) -> None:
+    assert three_ranks.run(scenarios.policies_differ, root) == [("RanksDisagreeError", True)] * 3
+
+
 def test_training_may_use_the_jobs_group_while_saves_are_on_their_way(three_ranks: Ranks, root: str) -> None:
     assert three_ranks.run(scenarios.group_of_its_own, root) == [{12.0}] * 3
 

@@ -87,6 +87,9 @@ class CheckpointManager:
         git_sha, config_hash: commit and configuration of the job's program, for the commit record.
         grace_s: seconds that the scheduler waits between SIGTERM and SIGKILL: after SIGTERM `close` waits no longer
             than that for the last save. None: no limit.
+
+    Raises:
+        RanksDisagreeError: the policy says on some ranks that other steps are saved than on others.
     """
 
     def __init__(
@@ -111,6 +114,9 @@ class CheckpointManager:
         self._facts = {"git_sha": git_sha, "config_hash": config_hash}
         self._grace_s = grace_s
         self._ranks = Ranks(process_group, timeout=max(_COLLECTIVE_TIMEOUT, 2 * policy.save.in_flight.timeout))
+        # Each rank reads its own copy of the policy's file. Ranks that save at other steps would wait for each other
+        # until the group's timeout.
+        self._ranks.refuse_unless_same("`save:` of the policy", policy.save)
         self._stager = Stager(staging)
         self._planner = SavePlanner()
         self._triggers = Triggers(policy.save, self._ranks)

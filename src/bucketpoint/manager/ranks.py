@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -10,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from bucketpoint.dcp import process_groups
-from bucketpoint.errors import BucketpointError
+from bucketpoint.errors import BucketpointError, RanksDisagreeError
 
 T = TypeVar("T")
 
@@ -70,6 +71,19 @@ class Ranks:
         agreed = torch.tensor(list(numbers), dtype=torch.int64)
         dist.all_reduce(agreed, op=dist.ReduceOp.MAX, group=self.group)
         return [int(number) for number in agreed.tolist()]
+
+    def refuse_unless_same(self, what: str, value: object) -> None:
+        """Compare a value, by its text, with those of the other ranks.
+
+        Raises:
+            RanksDisagreeError: they are not all the same. Raised on every rank.
+        """
+        digest = zlib.crc32(repr(value).encode())
+        if self.most([digest, -digest]) != [digest, -digest]:
+            raise RanksDisagreeError(
+                f"{what} is not the same on all ranks. On rank {self.rank} it is {value!r}"[:500],
+                remedy="Give every rank the same policy",
+            )
 
     def close(self) -> None:
         """Leave the group. Not a collective call."""
