@@ -638,3 +638,14 @@ def test_what_the_save_before_notes_late_does_not_take_from_what_the_next_one_di
         assert manager.save(10, state(10)) is not None
         manager.wait()
         assert going(manager) == []
+
+
+def test_a_state_that_damaged_checkpoints_were_loaded_into_is_no_fresh_start(
+    root: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    run_with(root, 10)
+    flip(root, 10)
+    target = state(3)
+    with CheckpointManager(root, policy=DAY) as manager, caplog.at_level(logging.WARNING):
+        assert manager.restore(target, fresh=True) is None
+    assert "initialise" in caplog.text

@@ -71,7 +71,7 @@ def restored(
         checkpoints = ranks.on_coordinator(lambda: restore_candidates(catalog, policy, which, metric))
     except CheckpointNotFoundError as error:
         if fresh and not named:
-            _from_scratch(catalog, ranks)
+            _from_scratch(catalog, ranks, tried=False)
             return None
         if isinstance(error, IncompleteCheckpointError):
             error.remedy = (
@@ -105,7 +105,7 @@ def restored(
     if not passed or fresh:
         if ranks.is_coordinator:
             pruner.give_up_only(united(given_up))
-        _from_scratch(catalog, ranks)
+        _from_scratch(catalog, ranks, tried=bool(passed))
         return None
     raise BucketpointError(
         f"None of {len(passed)} checkpoints can be loaded; the error of the newest: {passed[0][1]}",
@@ -136,9 +136,13 @@ def _set_aside(catalog: Catalog, checkpoint: Checkpoint, error: BaseException) -
     return [] if discard is None else [discard]
 
 
-def _from_scratch(catalog: Catalog, ranks: Ranks) -> None:
-    if ranks.is_coordinator:
-        logger.info("training begins from scratch: %s has no checkpoint that can be loaded", catalog.url)
+def _from_scratch(catalog: Catalog, ranks: Ranks, *, tried: bool) -> None:
+    if not ranks.is_coordinator:
+        return
+    logger.info("training begins from scratch: %s has no checkpoint that can be loaded", catalog.url)
+    if tried:
+        # A load writes into the tensors of the state, and checks what it has written.
+        logger.warning("the state may hold values of a checkpoint that could not be loaded: initialise it again")
 
 
 def _note(catalog: Catalog, step: int) -> None:
