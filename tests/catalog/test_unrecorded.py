@@ -20,7 +20,7 @@ from bucketpoint.catalog.notes import report
 from bucketpoint.catalog.reconcile import adopt
 from bucketpoint.catalog.survey import survey
 from bucketpoint.errors import CheckpointNotFoundError, CorruptDataError
-from bucketpoint.format.metadata.deletion_marker import DeletionMarker
+from bucketpoint.format.metadata.deletion_marker import DeletionMarker, parse_marker
 from bucketpoint.retention import Keep, Prune, RetentionPolicy, Row
 from catalog.memory import START, MemoryStore, killed, memory_catalog, metadata_bytes, save
 
@@ -179,6 +179,10 @@ def plan_removal_of(catalog: Catalog, step: int) -> Removal:
     snapshot = catalog.with_unrecorded(catalog.snapshot())
     one = next(one for one in snapshot.checkpoints if one.step == step)
     return Removal(catalog, _identified(catalog, one) if one.key is None else one, 0)
+
+
+def test_a_marker_with_a_time_that_no_float_reaches_is_a_damaged_one(store: MemoryStore) -> None:
+    assert parse_marker(b'{"bucketpoint":"deleted","at":' + b"9" * 400 + b"}") == DeletionMarker("", 0.0)
 
 
 def test_a_save_that_dies_over_what_has_no_record_leaves_it_to_no_policy(store: MemoryStore) -> None:

@@ -280,3 +280,10 @@ def test_a_match_is_imported_only_when_there_is_something_to_ask() -> None:
     assert plan(policy, []).entries == ()
     with pytest.raises(PolicyError, match="cannot be imported"):
         plan(policy, rows_at(1))
+
+
+def test_a_plan_with_a_metric_that_no_float_reaches_is_refused() -> None:
+    data = plan(EXAMPLE, example()).to_dict()
+    data["checkpoints"][0]["metrics"] = {"loss": 10**400}
+    with pytest.raises(BucketpointError, match="The plan is malformed"):
+        Plan.from_dict(data)

@@ -197,7 +197,7 @@ class Plan:
             )
         try:
             return cls(tuple(data["rules"]), tuple(map(Entry.from_dict, data["checkpoints"])))
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
+        except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
             raise BucketpointError(f"The plan is malformed: {error!r}", remedy="Make the plan again") from error
 
 
