@@ -186,6 +186,18 @@ def test_a_step_that_is_not_there_cannot_be_pinned(program: Program, tmp_path: P
     assert program("pin", str(tmp_path), "5").code == 3
 
 
+@pytest.mark.parametrize(("command", "option"), [("pin", "--expires"), ("rollback", "--grace")])
+def test_a_duration_beyond_all_times_is_refused_before_anything_is_written(
+    program: Program, root: str, command: str, option: str
+) -> None:
+    save_run(root, 10, 20)
+    refused = program(command, root, "10", option, "9999999d")
+    assert refused.code == 2
+    assert "is longer than 100 years" in refused.err
+    notes = open_catalog(root).snapshot().notes
+    assert (notes.pins, notes.tombstones) == ((), ())
+
+
 @pytest.mark.parametrize("command", sorted(COMMANDS))
 def test_help_of_every_command_imports_nothing_large(command: str) -> None:
     program = (

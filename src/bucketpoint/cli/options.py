@@ -17,6 +17,9 @@ if TYPE_CHECKING:
 
 _POWERS = "KMGT"
 
+_LONGEST_AGE_S = 100 * 365 * 86_400
+"""Longest duration that a command takes: times of the catalog end in the year 2286, those of Python in 9999."""
+
 trusted_option = click.option(
     "--trusted", is_flag=True, help="Unpickle classes outside the allow-list, too. This can run any code."
 )
@@ -110,6 +113,9 @@ class Age(click.ParamType):  # type: ignore[type-arg, unused-ignore]
         if isinstance(value, float):
             return value
         try:
-            return Duration(zero=True).check(str(value)).total_seconds()
+            seconds = Duration(zero=True).check(str(value)).total_seconds()
         except PolicyError:
             self.fail(f"{value!r} is not a duration: write 20m, 48h or 7d", param, ctx)
+        if seconds > _LONGEST_AGE_S:
+            self.fail(f"{value!r} is longer than 100 years", param, ctx)
+        return seconds
