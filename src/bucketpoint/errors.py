@@ -138,6 +138,10 @@ class UploadNotFoundError(StoreError):
     """The multipart upload does not exist (any more): aborted, expired, or already completed."""
 
 
+class UnsupportedRequestError(StoreError):
+    """The service does not support the request, or something that the request asks for (HTTP 501)."""
+
+
 class ThrottledError(StoreError):
     """The store asked for fewer requests, and was still asking at the deadline."""
 

@@ -15,12 +15,13 @@ from bucketpoint.errors import (
     ObjectNotFoundError,
     PreconditionFailedError,
     StoreError,
+    UnsupportedRequestError,
     WrongRegionError,
 )
 from bucketpoint.stores import S3Options, S3Store
 from bucketpoint.stores.s3 import client as s3_client
 from bucketpoint.stores.s3 import services as s3_services
-from bucketpoint.testing.servers import S3Server
+from bucketpoint.testing.servers import KMS_KEY, S3Server
 from stores.scripted import Answer, Seen, error, scripted
 
 
@@ -272,6 +273,88 @@ def test_a_store_that_refuses_conditions_is_told_with_the_option_that_does_witho
         assert refused == ["/bucket/run/step-1/.metadata"]
         bucketpoint.save(state, url, storage_options={**options, "conditional_puts": False})
     assert "/bucket/run/step-1/.metadata" in objects
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"sse": "AES256"}, "by sse in storage_options"),
+        ({"sse_kms_key_id": "the-key"}, "by sse_kms_key_id in storage_options"),
+        ({"s3_additional_kwargs": {"ServerSideEncryption": "aws:kms"}}, "by sse in storage_options"),
+    ],
+)
+def test_a_service_without_encryption_is_told_with_the_option_that_asks_for_it(
+    options: dict[str, Any], named: str
+) -> None:
+    with scripted(lambda request, number: error(501, "NotImplemented")) as server:
+        where = {"endpoint_url": server.endpoint, "key": "k", "secret": "hush-hush"}
+        store = S3Store("bucket", S3Options.from_storage_options({**where, **options}))
+        for write in (lambda: store.put("k", views(b"x")), lambda: store.create_multipart("k")):
+            with pytest.raises(UnsupportedRequestError) as caught:
+                write()
+            assert named in str(caught.value)
+            assert "conditional_puts" not in str(caught.value)
+        # The service stored data with this encryption before it refuses a condition, and a read asks for none.
+        for request in (lambda: store.put("k", views(b"x"), if_none_match=True), lambda: store.get("k")):
+            with pytest.raises(UnsupportedRequestError, match="conditional_puts") as caught:
+                request()
+            assert named not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("status", "code"),
+    [
+        (400, "KMS.NotFoundException"),
+        (400, "KMS.DisabledException"),
+        (400, "KMS.InvalidKeyUsageException"),
+        (400, "KMS.KMSInvalidStateException"),
+        (404, "kms:KeyNotFound"),
+        (403, "kms:NotAuthorized"),
+    ],
+)
+def test_a_fault_of_the_key_is_no_missing_checkpoint(status: int, code: str) -> None:
+    import torch
+
+    import bucketpoint
+
+    with scripted(lambda request, number: error(status, code)) as server:
+        options = {"endpoint_url": server.endpoint, "key": "k", "secret": "hush-hush"}
+        for load in (
+            lambda: bucketpoint.load({"w": torch.zeros(1)}, "s3://bucket/run/step-1", storage_options=options),
+            lambda: bucketpoint.latest_checkpoint("s3://bucket/run", storage_options=options),
+        ):
+            with pytest.raises(StoreError, match="sse_kms_key_id in storage_options") as caught:
+                load()
+            assert type(caught.value) is StoreError
+            assert code in str(caught.value)
+        # Nor is it another job that committed first.
+        with pytest.raises(StoreError) as caught:
+            S3Store("bucket", S3Options.from_storage_options(options)).put("k", views(b"x"), if_match="e")
+        assert type(caught.value) is StoreError
+
+
+def test_a_key_that_the_service_does_not_know_is_named_by_its_option(minio: S3Server) -> None:
+    store = store_of(minio, sse_kms_key_id=f"{KMS_KEY}-not")
+    with pytest.raises(StoreError, match="sse_kms_key_id in storage_options") as caught:
+        store.put("k", views(b"x"))
+    assert type(caught.value) is StoreError
+
+
+def test_an_unknown_code_with_status_404_is_no_missing_object() -> None:
+    unknown, bare = error(404, "SomethingNew"), Answer(404)
+    for answer, kind in (
+        (unknown, StoreError),
+        (bare, ObjectNotFoundError),
+        (error(404, "NoSuchKey"), ObjectNotFoundError),
+    ):
+        with scripted(lambda request, number, answer=answer: answer) as server:
+            store = S3Store("bucket", S3Options(endpoint_url=server.endpoint, access_key="k", secret_key="s"))
+            with pytest.raises(StoreError) as caught:
+                store.get("k")
+            assert type(caught.value) is kind
+            # The reply to HEAD has no code.
+            with pytest.raises(ObjectNotFoundError):
+                store.head("k")
 
 
 @pytest.mark.contract

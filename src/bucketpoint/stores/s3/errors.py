@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import http.client
 import ssl
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, NamedTuple, TypeVar
 
 import botocore.exceptions as boto
@@ -27,6 +27,7 @@ from bucketpoint.errors import (
     StoreError,
     ThrottledError,
     TransientStoreError,
+    UnsupportedRequestError,
     UploadNotFoundError,
     WrongRegionError,
 )
@@ -51,18 +52,40 @@ FAILURES = (
 
 
 class ErrorRule(NamedTuple):
-    """The class of error that a failure becomes, and the reaction that it calls for."""
+    """The class of error that a failure becomes, the reaction that it calls for, and a remedy of its own."""
 
     kind: type[StoreError]
     action: Action
+    remedy: str | None = None
+
+
+_KEY = (
+    "Check the encryption key (sse_kms_key_id in storage_options, or the bucket's default key): it must exist in this "
+    "region, be enabled, and allow these credentials to encrypt and decrypt"
+)
 
 
 # https://docs.aws.amazon.com/AmazonS3/latest/API/ErrorResponses.html
 RULE_BY_CODE: dict[str, ErrorRule] = {
     "NoSuchBucket": ErrorRule(BucketNotFoundError, _FATAL),
+    "NoSuchAccessPoint": ErrorRule(BucketNotFoundError, _FATAL),
     "NoSuchKey": ErrorRule(ObjectNotFoundError, _FATAL),
     "NoSuchVersion": ErrorRule(ObjectNotFoundError, _FATAL),
     "NotFound": ErrorRule(ObjectNotFoundError, _FATAL),
+    # A reply to HEAD has no body, and botocore then uses the status as the code. A code that is not in this table never
+    # means a missing object, whatever its status: a save or a restore would take it for "no checkpoint here".
+    "404": ErrorRule(ObjectNotFoundError, _FATAL),
+    # Faults of the key of SSE-KMS, from AWS (with status 400) and MinIO (kms:KeyNotFound with 404).
+    # https://docs.aws.amazon.com/kms/latest/APIReference/API_GenerateDataKey.html#API_GenerateDataKey_Errors
+    # https://github.com/minio/minio/blob/master/internal/kms/errors.go
+    "KMS.DisabledException": ErrorRule(StoreError, _FATAL, _KEY),
+    "KMS.InvalidKeyUsageException": ErrorRule(StoreError, _FATAL, _KEY),
+    "KMS.KMSInvalidStateException": ErrorRule(StoreError, _FATAL, _KEY),
+    "KMS.NotFoundException": ErrorRule(StoreError, _FATAL, _KEY),
+    "kms:InvalidCiphertextException": ErrorRule(StoreError, _FATAL, _KEY),
+    "kms:KeyNotFound": ErrorRule(StoreError, _FATAL, _KEY),
+    # No AccessDeniedError, which S3 also gives for a missing object where the credentials may not list.
+    "kms:NotAuthorized": ErrorRule(StoreError, _FATAL, _KEY),
     "NoSuchUpload": ErrorRule(UploadNotFoundError, _FATAL),
     "AccessDenied": ErrorRule(AccessDeniedError, _FATAL),
     "AccessDeniedException": ErrorRule(AccessDeniedError, _FATAL),
@@ -115,22 +138,21 @@ RULE_BY_CODE: dict[str, ErrorRule] = {
     "InvalidDigest": ErrorRule(CorruptDataError, _FATAL),
     "InvalidChecksum": ErrorRule(CorruptDataError, _FATAL),
     "InvalidRange": ErrorRule(CorruptDataError, _FATAL),
-    # A service other than AWS does not know a condition or a checksum header.
-    "NotImplemented": ErrorRule(StoreError, _FATAL),
+    # A service other than AWS does not know a condition, a checksum header, or encryption.
+    "NotImplemented": ErrorRule(UnsupportedRequestError, _FATAL),
 }
 
-# For replies without a code, such as those to HEAD, and for unknown codes.
+# For unknown codes, and for replies without a code, such as those to HEAD.
 RULE_BY_STATUS: dict[int, ErrorRule] = {
     301: ErrorRule(WrongRegionError, _FATAL),
     307: ErrorRule(WrongRegionError, _FATAL),
     401: ErrorRule(CredentialsError, _FATAL),
     403: ErrorRule(AccessDeniedError, _FATAL),
-    404: ErrorRule(ObjectNotFoundError, _FATAL),
     408: ErrorRule(TransientStoreError, _RETRY),
     412: ErrorRule(PreconditionFailedError, _FATAL),
     416: ErrorRule(CorruptDataError, _FATAL),
     429: ErrorRule(ThrottledError, _THROTTLE),
-    501: ErrorRule(StoreError, _FATAL),
+    501: ErrorRule(UnsupportedRequestError, _FATAL),
     503: ErrorRule(ThrottledError, _THROTTLE),
 }
 
@@ -161,6 +183,9 @@ _UNKNOWN_REQUEST = (
     "`bucketpoint doctor` finds the features that this store lacks, and names the option that switches each off: "
     '{"conditional_puts": false} or {"checksums": false} in storage_options'
 )
+_CONDITIONS = frozenset({"IfNoneMatch", "IfMatch"})
+_ENCRYPTION = {"SSECustomerKey": "sse_customer_key", "SSEKMSKeyId": "sse_kms_key_id", "ServerSideEncryption": "sse"}
+"""Parameters that ask for encryption, and the storage options that set them. The most particular ones come first."""
 
 # Order matters: the first match wins, so subclasses come before their base classes.
 RULE_BY_TYPE: tuple[tuple[type[BaseException], ErrorRule], ...] = (
@@ -193,15 +218,20 @@ _FAILING = ErrorRule(TransientStoreError, _RETRY)
 _UNTRUSTED = ErrorRule(EndpointError, _FATAL)
 
 
-def translate(error: BaseException, operation: str, url: str, *, region: str | None = None) -> StoreError:
+def translate(
+    error: BaseException, operation: str, url: str, *, region: str | None = None, asked: Collection[str] = ()
+) -> StoreError:
     """Return the bucketpoint error for an exception of boto3.
 
     The error keeps no reference to boto3's exception, which does not pickle well and contains headers.
+
+    Args:
+        asked: names of the request's parameters.
     """
     if isinstance(error, StoreError):
         return error
     if isinstance(error, boto.ClientError):
-        return _from_reply(error.response, operation, url, region)
+        return _from_reply(error.response, operation, url, region, asked)
     if isinstance(error, boto.HTTPClientError) and isinstance(error.kwargs.get("error"), RecursionError):
         error = error.kwargs["error"]
     rule = next((rule for known, rule in RULE_BY_TYPE if isinstance(error, known)), _UNKNOWN)
@@ -210,8 +240,10 @@ def translate(error: BaseException, operation: str, url: str, *, region: str | N
     return _made(rule, f"{operation} failed: {describe(error)}", url=url)
 
 
-def translated(act: Callable[[], T], operation: str, url: str, *, region: str | None = None) -> T:
-    """Call `act`, and raise the bucketpoint error for an exception of boto3.
+def translated(
+    act: Callable[[], T], operation: str, url: str, *, region: str | None = None, asked: Collection[str] = ()
+) -> T:
+    """Call `act`, and raise the bucketpoint error for an exception of boto3: see `translate`.
 
     Raised outside the except block, so that the library's exception, which holds the request with its headers, does not
     become the `__context__` of the error.
@@ -219,7 +251,7 @@ def translated(act: Callable[[], T], operation: str, url: str, *, region: str | 
     try:
         return act()
     except FAILURES as error:
-        failure = translate(error, operation, url, region=region)
+        failure = translate(error, operation, url, region=region, asked=asked)
     raise failure
 
 
@@ -246,7 +278,9 @@ def _is_untrusted(error: BaseException, depth: int = 6) -> bool:
     return depth > 0 and any(_is_untrusted(one, depth - 1) for one in inner if isinstance(one, BaseException))
 
 
-def _from_reply(reply: dict[str, Any], operation: str, url: str, region: str | None) -> StoreError:
+def _from_reply(
+    reply: dict[str, Any], operation: str, url: str, region: str | None, asked: Collection[str]
+) -> StoreError:
     detail = reply.get("Error", {})
     meta = reply.get("ResponseMetadata", {})
     code = str(detail.get("Code", ""))
@@ -254,7 +288,6 @@ def _from_reply(reply: dict[str, Any], operation: str, url: str, region: str | N
     rule = RULE_BY_CODE.get(code) or RULE_BY_STATUS.get(status)
     if rule is None:
         rule = _FAILING if status >= 500 or status == 200 else _UNKNOWN
-    # A reply to HEAD has no body; botocore then uses the status as the error code.
     named = bool(code) and not code.isdigit()
     text = f"{operation} failed: {code if named else 'no error code'} (HTTP {status})"
     message = str(detail.get("Message", ""))
@@ -266,15 +299,24 @@ def _from_reply(reply: dict[str, Any], operation: str, url: str, region: str | N
         right = meta.get("HTTPHeaders", {}).get("x-amz-bucket-region") or detail.get("Region")
         if right and right != region:
             return _made(rule, text, url=url, remedy=f"The bucket is in {right}: set AWS_REGION={right} (or region=)")
-    return _made(rule, text, url=url, remedy=_remedy(rule.kind, operation, code, status))
+    return _made(rule, text, url=url, remedy=_remedy(rule, operation, asked))
 
 
-def _remedy(kind: type[StoreError], operation: str, code: str, status: int) -> str | None:
-    """Return a remedy if the operation or the code allows a better one than the default of the error class."""
-    if kind is AccessDeniedError and operation in RIGHT_BY_OPERATION:
+def _remedy(rule: ErrorRule, operation: str, asked: Collection[str]) -> str | None:
+    """Return a remedy if the rule, the operation or the request allows a better one than that of the error class."""
+    if rule.remedy is not None:
+        return rule.remedy
+    if rule.kind is AccessDeniedError and operation in RIGHT_BY_OPERATION:
         right = RIGHT_BY_OPERATION[operation]
         more = _UNTOLD if right == "s3:GetObject" else _ROLES
         return f"This request needs the permission {right}. {more}"
-    if code == "NotImplemented" or status == 501:
+    if rule.kind is not UnsupportedRequestError:
+        return None
+    option = next((option for parameter, option in _ENCRYPTION.items() if parameter in asked), None)
+    # Where a condition is refused, the data before it was stored with the same encryption.
+    if option is None or not _CONDITIONS.isdisjoint(asked):
         return _UNKNOWN_REQUEST
-    return None
+    return (
+        f"The request asks for encryption by {option} in storage_options, and the service does not support it: leave "
+        "the option out, or set the service up for encryption"
+    )

@@ -329,6 +329,7 @@ class S3Store(HttpStore):
                 operation,
                 self._url(key),
                 region=client.region,
+                asked={*client.parameters[operation], *parameters},
             )
 
         def refresh() -> bool:
