@@ -8,9 +8,12 @@ import pytest
 
 from bucketpoint.doctor.examine import Diagnosis, examine
 from bucketpoint.doctor.report import Finding
-from bucketpoint.stores import S3Options, S3Store
+from bucketpoint.errors import AccessDeniedError
+from bucketpoint.stores import GCSOptions, GCSStore, S3Options, S3Store
 from bucketpoint.stores.s3 import client as s3_client
 from bucketpoint.testing.servers import S3Server
+from gcs_server import GCSServer
+from stores.scripted import Answer, Seen, error, scripted
 
 
 def store_of(server: S3Server, **changes: Any) -> S3Store:
@@ -61,6 +64,11 @@ def test_versitygw_passes_every_check_as_what_it_is(versitygw: S3Server) -> None
     assert service(found).message.startswith("versitygw by its Server header: conditional puts are honoured")
     assert versitygw.keys(store.bucket) == []
     assert versitygw.open_uploads(store.bucket) == []
+    # The gateway answers 501 to requests about rules, and no right would change that.
+    lifecycle = next(one for one in found.findings if one.check == "lifecycle")
+    assert (lifecycle.status, lifecycle.remedy) == ("skip", None)
+    assert lifecycle.message.startswith("the service does not support this request: ")
+    assert "HTTP 501" in lifecycle.message
 
 
 def test_a_service_that_does_more_than_is_made_of_it_is_named(minio: S3Server) -> None:
@@ -94,3 +102,37 @@ def test_what_cannot_be_asked_is_a_warning(minio: S3Server) -> None:
     finding = service(examine(S3Store(minio.make_bucket(), options), "runs", probe_bytes=0))
     assert finding.status == "warn"
     assert "cannot be read" in finding.message
+
+
+@pytest.mark.parametrize(
+    ("status", "code", "said"),
+    [(501, "NotImplemented", "by sse_kms_key_id"), (404, "kms:KeyNotFound", "Check the encryption key")],
+)
+def test_a_write_that_no_right_would_allow_is_told_with_its_own_remedy(status: int, code: str, said: str) -> None:
+    def answer(request: Seen, number: int) -> Answer:
+        return error(status, code) if request.method == "PUT" else Answer()
+
+    with scripted(answer) as server:
+        options = {"endpoint_url": server.endpoint, "key": "k", "secret": "hush-hush", "sse_kms_key_id": "the-key"}
+        found = examine(S3Store("bucket", S3Options.from_storage_options(options)), "runs", probe_bytes=0)
+    put = next(one for one in found.findings if one.check == "put")
+    assert put.status == "fail"
+    assert said in (put.remedy or "")
+    assert "s3:PutObject" not in (put.remedy or "")
+
+
+def test_composed_uploads_are_listed_by_their_parts_and_swept_by_gc(gcs: GCSServer) -> None:
+    """They are known by their parts alone, which are objects, and no lifecycle rule for uploads applies to them."""
+    options = GCSOptions(endpoint_url=gcs.endpoint, token="anon", uploads="compose")
+    store = GCSStore(gcs.make_bucket(), options)
+    found = {one.check: one for one in examine(store, "runs", probe_bytes=0).findings}
+    assert found["multipart list"].status == "ok"
+
+    class Unlisted(GCSStore):
+        def list_multipart(self, prefix: str) -> Any:
+            raise AccessDeniedError("denied")
+
+    found = {one.check: one for one in examine(Unlisted(store.bucket, options), "runs", probe_bytes=0).findings}
+    assert found["multipart list"].status == "warn"
+    assert "`bucketpoint gc`" in (found["multipart list"].remedy or "")
+    assert gcs.keys(store.bucket) == []

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from urllib.parse import urlsplit
 
 from bucketpoint.doctor.report import Finding
-from bucketpoint.errors import StoreError
+from bucketpoint.errors import StoreError, UnsupportedRequestError
 from bucketpoint.stores import S3Store, Store
 from bucketpoint.stores.s3.inspect import (
     LifecycleRule,
@@ -70,8 +70,7 @@ def bucket_findings(store: Store, prefix: str) -> Iterator[Finding]:
     try:
         rules = [rule for rule in lifecycle(store) if rule.touches(below)]
     except StoreError as error:
-        remedy = "Grant s3:GetLifecycleConfiguration, or ask an administrator of the bucket"
-        yield Finding("lifecycle", "warn", f"the lifecycle rules cannot be read: {error.message}", remedy)
+        yield _unread("lifecycle", "s3:GetLifecycleConfiguration", error)
     yield _cautious("versioning", "s3:GetBucketVersioning", lambda: _versioning(versioning(store), rules or []))
     if urlsplit(store.identity).hostname == "storage.googleapis.com":
         yield Finding("soft delete", "warn", *_GOOGLE)
@@ -87,8 +86,14 @@ def _cautious(check: str, right: str, ask: Callable[[], Finding]) -> Finding:
     try:
         return ask()
     except StoreError as error:
-        remedy = f"Grant {right}, or ask an administrator of the bucket"
-        return Finding(check, "warn", f"it cannot be read: {error.message}", remedy)
+        return _unread(check, right, error)
+
+
+def _unread(check: str, right: str, error: StoreError) -> Finding:
+    if isinstance(error, UnsupportedRequestError):
+        return Finding(check, "skip", f"the service does not support this request: {error.message}")
+    remedy = f"Grant {right}, or ask an administrator of the bucket"
+    return Finding(check, "warn", f"it cannot be read: {error.message}", remedy)
 
 
 def _versioning(status: str, rules: list[LifecycleRule]) -> Finding:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from bucketpoint.doctor.bucket import bucket_findings, clock_finding
 from bucketpoint.doctor.fsspec import fsspec_findings
 from bucketpoint.doctor.reader import examine_pinned_read, examine_reader
-from bucketpoint.doctor.remedies import needed, removal, without_conditions
+from bucketpoint.doctor.remedies import needed, removal, unlisted_uploads, without_conditions
 from bucketpoint.doctor.report import UNREACHABLE, Finding, Report, expect, refused
 from bucketpoint.doctor.s3 import service_finding
 from bucketpoint.doctor.scratch import ScratchKeys
@@ -168,12 +168,12 @@ class _Examination:
             self._keys.clear()
             if isinstance(error, UNREACHABLE):
                 raise
-            report.failed("put", error, needed(store, "put notes" if pruner else "put"))
+            report.failed("put", error, right=needed(store, "put notes" if pruner else "put"))
             return False
         report.say("put", "ok", "objects can be written" if beside else "notes can be written")
-        with report.trial("get", "objects can be read", remedy=needed(store, "get")):
+        with report.trial("get", "objects can be read", right=needed(store, "get")):
             expect(store.get(key)[0] == body or lasting, "the bytes read differ from the bytes written")
-        with report.trial("list", "objects can be listed", remedy=needed(store, "list"), warn=not pruner):
+        with report.trial("list", "objects can be listed", right=needed(store, "list"), warn=not pruner):
             listed = store.list(key.rpartition("/")[0] + "/")
             expect(any(info.key == key for info in listed), "a listing lacks the new object")
         if self._role in (ADMIN, PRUNER):
@@ -199,8 +199,8 @@ class _Examination:
             reason: why the deletion of a missing object was refused, or None.
             key: key at which an object is written and deleted; None to skip that.
         """
-        remedy, warn = needed(self._store, check), self._role != PRUNER
-        with self.report.trial(check, f"{what} can be deleted", remedy=remedy, warn=warn):
+        right, warn = needed(self._store, check), self._role != PRUNER
+        with self.report.trial(check, f"{what} can be deleted", right=right, warn=warn):
             if reason is None and key is not None:
                 self._remember(key)
                 self._store.put(key, [memoryview(b"x")])
@@ -225,8 +225,8 @@ class _Examination:
         if etag is None:
             self.report.say(check, "skip", f"not tried: {_STAYS}, and this store has no condition that prevents it")
             return
-        remedy, warn = needed(self._store, check), self._role == PRUNER
-        with self.report.trial(check, "a write is refused for its condition alone", remedy=remedy, warn=warn):
+        right, warn = needed(self._store, check), self._role == PRUNER
+        with self.report.trial(check, "a write is refused for its condition alone", right=right, warn=warn):
             body = [memoryview(b"x")]
             if not refused(PreconditionFailedError, lambda: self._store.put(key, body, if_match=etag)):
                 self._remember(key)
@@ -298,6 +298,11 @@ class _Examination:
         with report.trial("multipart upload", "two parts were sent"):
             bodies = [memoryview(bytes(size)), memoryview(b"end")]
             parts = [store.put_part(key, upload, number, [body]) for number, body in enumerate(bodies, 1)]
+        if parts:
+            # With parts: some stores know an upload only by its parts.
+            remedy = unlisted_uploads(store)
+            with report.trial("multipart list", "open multipart uploads are listed", remedy=remedy, warn=True):
+                expect(self._is_open(key, upload), "an open multipart upload is not listed")
         if parts and not self._removable:
             report.say("multipart complete", "skip", f"not tried: {size >> 20} MiB would stay, as {_STAYS}")
         elif parts:
@@ -310,9 +315,6 @@ class _Examination:
             other = self._begin(dropped)
         except StoreError:
             return
-        remedy = "The uploads of a killed save can then be aborted only by a lifecycle rule"
-        with report.trial("multipart list", "open multipart uploads are listed", remedy=remedy, warn=True):
-            expect(self._is_open(dropped, other), "an open multipart upload is not listed")
         with report.trial("multipart abort", "an upload was aborted"):
             store.abort_multipart(dropped, other)
             self._uploads.remove((dropped, other))

@@ -28,7 +28,7 @@ def examine_reader(report: Report, prefix: str) -> None:
     except UNREACHABLE:
         raise
     except StoreError as error:
-        report.failed("list", error, needed(store, "list"), warn=True)
+        report.failed("list", error, right=needed(store, "list"), warn=True)
     there = "there are no objects below the URL" if report.passed else "no checkpoint was found below the URL"
     # Without the permission to list, the metadata of a checkpoint at this URL can still be read by its key.
     key = next((info.key for info in listed if info.size), f"{above}.metadata")
@@ -44,7 +44,7 @@ def examine_reader(report: Report, prefix: str) -> None:
             remedy = "Pass the URL of a checkpoint, or of a run that has one"
             report.say("get", "warn", f"the right to read could not be checked: {there}", remedy)
         else:
-            report.failed("get", error, needed(store, "get") if isinstance(error, AccessDeniedError) else None)
+            report.failed("get", error, right=needed(store, "get") if isinstance(error, AccessDeniedError) else None)
     else:
         report.say("get", "ok", "objects can be read")
         if info.size:

@@ -6,7 +6,14 @@ import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from bucketpoint.errors import BucketNotFoundError, CredentialsError, EndpointError, StoreError, WrongRegionError
+from bucketpoint.errors import (
+    AccessDeniedError,
+    BucketNotFoundError,
+    CredentialsError,
+    EndpointError,
+    StoreError,
+    WrongRegionError,
+)
 from bucketpoint.stores import Store
 
 UNREACHABLE = (EndpointError, CredentialsError, BucketNotFoundError, WrongRegionError)
@@ -40,21 +47,35 @@ class Report:
         return self.findings[-1].status == "ok"
 
     @contextlib.contextmanager
-    def trial(self, check: str, success: str, *, remedy: str | None = None, warn: bool = False) -> Iterator[None]:
+    def trial(
+        self, check: str, success: str, *, right: str | None = None, remedy: str | None = None, warn: bool = False
+    ) -> Iterator[None]:
         """Record the outcome of the block as a finding. A `StoreError` ends the block, and is not raised.
 
         Args:
             success: message of the finding if the block succeeds.
+            right: the remedy for a lack of permission: see `failed`.
             warn: a failure is a warning.
         """
         try:
             yield
         except StoreError as error:
-            self.failed(check, error, remedy, warn=warn)
+            self.failed(check, error, remedy, right=right, warn=warn)
         else:
             self.say(check, "ok", success)
 
-    def failed(self, check: str, error: StoreError, remedy: str | None = None, *, warn: bool = False) -> None:
+    def failed(
+        self,
+        check: str,
+        error: StoreError,
+        remedy: str | None = None,
+        *,
+        right: str | None = None,
+        warn: bool = False,
+    ) -> None:
+        """Record a failure. `right` is the remedy for a refusal, and for an error that has no remedy."""
+        if isinstance(error, AccessDeniedError) or error.remedy is None:
+            remedy = remedy or right
         self.say(check, "warn" if warn else "fail", error.message, remedy or error.remedy)
 
     def say(self, check: str, status: str, message: str, remedy: str | None = None) -> None:
