@@ -167,6 +167,21 @@ def test_what_is_wrong_with_a_policy_is_said_with_its_line_and_column(program: P
     assert "pass --root" in program("plan", str(file)).err
 
 
+@pytest.mark.parametrize("match", ["no_such_module:keep", "os:nothing", "os:name", "os:getcwdb"])
+def test_a_fault_of_a_policy_without_a_place_in_the_text_names_its_key(
+    program: Program, tmp_path: Path, match: str
+) -> None:
+    """The function of `match` is imported for a plan, which knows the policy and not its text."""
+    root = f"{tmp_path}/run"
+    save_run(root, 100)
+    file = tmp_path / "policy.yaml"
+    file.write_text(f"version: 1\nroot: {root}\nkeep: {{latest: 1, match: '{match}'}}\n")
+    failed = program("plan", str(file))
+    assert failed.code == 2
+    assert f"  keep.match: {match} " in failed.err
+    assert "None" not in failed.err
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [

@@ -109,7 +109,8 @@ def _failed(name: str, error: BucketpointError, code: int, *, as_json: bool, deb
         # Each fault has a remedy in its text; the error's own remedy is that of the first fault only.
         fields["remedy"] = None
     for fault in faults:
-        say(f"  line {fault.line}, column {fault.column}: {fault}", err=True)
+        place = "" if fault.line is None else f"line {fault.line}, column {fault.column}: "
+        say(f"  {place}{fault}", err=True)
     for label, value in fields.items():
         if value:
             say(f"  {label + ':':<8}{value}", err=True)
