@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path, PurePosixPath
 from typing import Any
+from urllib.parse import unquote
 
 import fsspec
 import pytest
@@ -19,13 +20,16 @@ from hypothesis import strategies as st
 
 import bucketpoint
 from bucketpoint import GCSReader, GCSWriter, S3Reader, S3Writer
+from bucketpoint.catalog.catalog import open_catalog
+from bucketpoint.catalog.run import parent_and_name
 from bucketpoint.checkpoint.open import open_checkpoint
 from bucketpoint.cli.app import run
 from bucketpoint.convert import plan_conversion
-from bucketpoint.errors import BucketpointError, InvalidURLError
+from bucketpoint.errors import BucketpointError, InvalidURLError, StoreError
 from bucketpoint.retention import Keep, RetentionPolicy
-from bucketpoint.stores import FsspecStore, LocalStore, S3Store, accepts_url, open_store, parse_url
+from bucketpoint.stores import FsspecStore, LocalStore, ObjectInfo, S3Store, accepts_url, as_url, open_store, parse_url
 from bucketpoint.stores.registry import GCS_SCHEMES
+from bucketpoint.stores.s3.client import client_for
 
 keys = st.text(st.characters(exclude_categories=["Cs"]), min_size=1).filter(
     lambda key: not key.endswith("/") and "\0" not in key
@@ -259,6 +263,54 @@ def test_s3_urls_give_the_bucket_and_the_prefix() -> None:
     assert (store.bucket, prefix, store.options.access_key) == ("b", "run [1]/*/x", "k")
     with pytest.raises(BucketpointError, match="regoin"):
         open_store("s3://b/x", storage_options={"regoin": "x"})
+
+
+@pytest.mark.parametrize("scheme", ["s3", "s3a"])
+@pytest.mark.parametrize("between", [":", "/"])
+def test_both_forms_of_an_access_points_arn_are_one_place(scheme: str, between: str) -> None:
+    point = "arn:aws:s3:us-west-2:123456789012:accesspoint"
+    bucket, url = f"{point}:name", f"{scheme}://{point}{between}name/run/step-1"
+    assert parse_url(url) == (scheme, bucket, "run/step-1")
+    assert parse_url(f"{scheme}://{point}{between}name") == (scheme, bucket, "")
+    assert as_url(url) == f"{scheme}://{bucket}/run/step-1"
+    store, prefix = open_store(url, storage_options={"key": "k", "secret": "s"})
+    assert (store.url, store.identity, prefix) == (f"s3://{bucket}", f"s3://{bucket}", "run/step-1")
+    catalog = open_catalog(f"{scheme}://{point}{between}name/run")
+    assert catalog.url_of(1) == as_url(url)
+    assert catalog.folder_of(as_url(url) or "") == ("step-1", 1)
+    assert parent_and_name(url) == (f"{scheme}://{bucket}/run", "step-1")
+    assert parent_and_name(f"{scheme}://{point}{between}name") is None
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "s3://bucket/arn:aws:s3:us-west-2:123456789012:accesspoint/name",
+        "gs://arn:aws:s3:us-west-2:123456789012:accesspoint/name",
+        "s3://arn:aws:s3:us-west-2:123456789012:accesspoint/",
+        "/a/s3://arn:aws:s3:us-west-2:123456789012:accesspoint/name",
+    ],
+)
+def test_what_only_resembles_an_access_point_stays_as_it_is(url: str) -> None:
+    assert as_url(url) == url.rstrip("/")
+
+
+def test_a_copy_from_an_access_point_names_it_as_amazon_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    options = {"key": "k", "secret": "s", "region": "us-west-2", "max_attempts": 1}
+    point = "arn:aws:s3:us-west-2:123456789012:accesspoint/name"
+    store, _ = open_store(f"s3://{point}", storage_options=options)
+    assert isinstance(store, S3Store)
+    sent: list[Any] = []
+
+    def refuse(request: Any, **_: Any) -> None:
+        sent.append(request)
+        raise InterruptedError
+
+    client_for(store.options, store.pin).api.meta.events.register_first("before-send.s3", refuse)
+    with pytest.raises(StoreError):
+        store.copy_from(store, ObjectInfo("a", 1), "b")
+    assert unquote(sent[0].headers["x-amz-copy-source"].decode()) == f"{point}/object/a"
+    assert sent[0].url == "https://name-123456789012.s3-accesspoint.us-west-2.amazonaws.com/b"
 
 
 @pytest.mark.parametrize("name", ["plain", "with space", "b[ra]c*k?t", "per%41cent", "ha#sh"])

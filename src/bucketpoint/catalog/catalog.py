@@ -23,7 +23,7 @@ from bucketpoint.errors import (
 from bucketpoint.format import catalog_keys, keys
 from bucketpoint.format.catalog_keys import StepTemplate
 from bucketpoint.format.metadata.deletion_marker import MARKER_HEAD_BYTES, is_marker
-from bucketpoint.stores import ObjectInfo, Store, open_store
+from bucketpoint.stores import ObjectInfo, Store, as_url, open_store
 from bucketpoint.transfer import TransferOptions
 from bucketpoint.transfer.checksum import crc32c
 from bucketpoint.transfer.pieces import for_each
@@ -256,7 +256,7 @@ def open_catalog(
     Raises:
         InvalidURLError: `root` is empty, or `template` names no folders.
     """
-    text = os.fspath(root).rstrip("/")
+    text = (as_url(root) or "").rstrip("/")
     if not text:
         raise InvalidURLError("The URL of the run is empty", remedy="Pass a URL such as s3://bucket/run")
     store, prefix = open_store(text, storage_options=dict(storage_options or {}), fs=fs)

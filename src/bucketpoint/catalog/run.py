@@ -14,6 +14,7 @@ from bucketpoint.format import catalog_keys
 from bucketpoint.format.catalog_keys import StepTemplate
 from bucketpoint.format.record import CommitRecord
 from bucketpoint.retention import RetentionPolicy
+from bucketpoint.stores import as_url
 
 
 def open_run(
@@ -42,7 +43,7 @@ def open_run(
 
 def parent_and_name(url: str) -> tuple[str, str] | None:
     """Split a checkpoint's URL into root and folder; None if nothing above the folder could be a root."""
-    above, slash, name = url.rstrip("/").rpartition("/")
+    above, slash, name = (as_url(url) or "").rpartition("/")
     if not name or name in (".", "..") or above.endswith((":", "/")) or (slash and not above):
         return None
     # A bucket is not a folder: in `s3://bucket` the scheme's slash stands above it, which is refused as well.

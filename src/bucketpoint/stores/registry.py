@@ -41,20 +41,25 @@ _LOCAL_SCHEMES = ("file", "local")
 # RFC 8089 allows one slash: `file:/path` is the same path as `file:///path`.
 _LOCAL = re.compile(rf"({'|'.join(_LOCAL_SCHEMES)}):(?=/[^/])", re.IGNORECASE)
 
+# An access point of S3, whose ARN has a slash or a colon before the name. A bucket with a slash would end at the slash.
+# https://docs.aws.amazon.com/AmazonS3/latest/userguide/access-points-naming.html
+_ACCESS_POINT = re.compile(r"^(s3a?://arn:[^:/]*:s3:[^:/]*:[^:/]*:accesspoint)/(?=[^/])", re.IGNORECASE)
+
 
 def parse_url(url: str | os.PathLike[str]) -> tuple[str, str, str]:
     """Split a URL into its scheme (empty for a bare path), its root, and the key prefix below the root.
 
     The root of an `s3://` or `gs://` URL is the bucket, and the key prefix is the rest, unchanged: nothing is decoded,
     `?` and `#` are ordinary characters, and `//` is kept. Only slashes at the end are dropped: `prefix/` and `prefix`
-    are the same checkpoint. With any other scheme the whole path is the root, and the key prefix is empty.
-    `file:/path` is the same as `file:///path`.
+    are the same checkpoint. The root of an access point is its ARN with a colon before the name, whichever form the URL
+    has. With any other scheme the whole path is the root, and the key prefix is empty. `file:/path` is the same as
+    `file:///path`.
 
     Raises:
         InvalidURLError: the URL names no bucket, is empty, holds a password or a zero byte, or has lost a slash in a
             `Path`.
     """
-    text = os.fspath(url)
+    text = _in_one_form(os.fspath(url))
     _refuse_mistaken(text)
     if "\0" in text:
         raise InvalidURLError("the URL holds a zero byte", remedy="Pass something like s3://bucket/prefix")
@@ -78,10 +83,13 @@ def parse_url(url: str | os.PathLike[str]) -> tuple[str, str, str]:
 
 
 def as_url(path: str | os.PathLike[str] | None) -> str | None:
-    """Return a checkpoint id as text, without slashes at the end. Never as a `Path`, which would fold a URL's `//`."""
+    """Return a checkpoint id as text, without slashes at the end. Never as a `Path`, which would fold a URL's `//`.
+
+    The ARN of an access point gets the form of `parse_url`, so that one place has one URL.
+    """
     if path is None:
         return None
-    text = os.fspath(path)
+    text = _in_one_form(os.fspath(path))
     return text.rstrip("/") if len(text) > 1 else text
 
 
@@ -156,6 +164,11 @@ def open_store(
                 remedy="Pass s3://, gs:// or az://, a path, or a scheme of fsspec.available_protocols()",
             )
     raise failure
+
+
+def _in_one_form(url: str) -> str:
+    """Return a URL with the ARN of an access point, if any, in the form whose root contains no slash."""
+    return _ACCESS_POINT.sub(r"\1:", url)
 
 
 def _is_known(scheme: str) -> bool:

@@ -232,7 +232,9 @@ class S3Store(HttpStore):
 
     def copy_from(self, other: S3Store, source: ObjectInfo, target: str) -> ObjectInfo:
         """Copy the object that `other.head` described, from a bucket that this store's credentials can read."""
-        origin: dict[str, Any] = {"CopySource": {"Bucket": other.bucket, "Key": source.key}}
+        # The source of a copy takes the ARN of an access point only with a slash before the name.
+        bucket = other.bucket.replace(":accesspoint:", ":accesspoint/")
+        origin: dict[str, Any] = {"CopySource": {"Bucket": bucket, "Key": source.key}}
         if source.etag is not None:
             # The size decides how to copy, so the copied object must be the one whose size was measured.
             origin["CopySourceIfMatch"] = _quoted(source.etag)
