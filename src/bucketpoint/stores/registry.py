@@ -14,6 +14,7 @@ from fsspec.implementations.local import LocalFileSystem
 
 from bucketpoint.errors import BucketpointError, InvalidURLError
 from bucketpoint.stores.base import Store
+from bucketpoint.stores.fsspec.services import driver_of
 from bucketpoint.stores.fsspec.store import FsspecStore
 from bucketpoint.stores.gcs.client import INSTALL
 from bucketpoint.stores.gcs.options import GCSOptions
@@ -143,6 +144,7 @@ def open_store(
     options = dict(storage_options or {})
     try:
         filesystem, path = fsspec.core.url_to_fs(os.fspath(url), **options)
+        driver_of(filesystem).bound_retries(filesystem)
         return _store_on(filesystem, path), ""
     except (ImportError, TypeError, ValueError) as error:
         reason = hide(clean(str(error)), options)

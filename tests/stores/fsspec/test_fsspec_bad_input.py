@@ -10,6 +10,7 @@ import pickle
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import fsspec
@@ -37,6 +38,7 @@ from bucketpoint.errors import (
 )
 from bucketpoint.stores import FsspecStore, open_store
 from bucketpoint.stores.fsspec.errors import translate
+from bucketpoint.stores.fsspec.services import driver_of
 from bucketpoint.testing.servers import free_port
 from fsspec_backends import SERVED, Backend, backend
 
@@ -156,7 +158,52 @@ def test_a_class_for_one_scheme_refuses_others_on_a_filesystem_of_the_callers_ow
         open_store("recording://x", fs=AsyncFileSystem(asynchronous=True, loop=asyncio.new_event_loop()))
 
 
-# The libraries of Google and Azure try for half a minute and more before they give up, and cannot be told otherwise.
+class Azure(fsspec.AbstractFileSystem):  # type: ignore[misc]
+    """A filesystem of adlfs, as far as opening one goes: the policy of its client is where Azure's library has it."""
+
+    __module__ = "adlfs.spec"
+    protocol = "az"
+    cachable = False
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.policy = SimpleNamespace(connect_retries=3, total_retries=3)
+        self.service_client = SimpleNamespace(_config=SimpleNamespace(retry_policy=self.policy))
+
+
+def test_a_connection_to_azure_is_tried_once_more_and_a_filesystem_of_the_callers_own_is_left_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(importlib.import_module("fsspec.registry")._registry, "az", Azure)
+    store, _ = open_store("az://container/run")
+    assert isinstance(store, FsspecStore)
+    assert vars(store.fs.policy) == {"connect_retries": 1, "total_retries": 3}
+    own = Azure()
+    open_store("az://container/run", fs=own)
+    assert vars(own.policy) == {"connect_retries": 3, "total_retries": 3}
+    never = Azure()
+    never.policy.connect_retries = 0
+    driver_of(never).bound_retries(never)
+    assert never.policy.connect_retries == 0
+    never.service_client = SimpleNamespace()
+    driver_of(never).bound_retries(never)
+
+
+@on_azure
+def test_an_account_that_is_not_there_is_asked_twice() -> None:
+    nobody = AzureServer(f"http://127.0.0.1:{free_port()}")
+    store, _ = open_store("az://container/run", storage_options=nobody.options)
+    assert isinstance(store, FsspecStore)
+    policy = store.fs.service_client._config.retry_policy
+    policy.initial_backoff = policy.increment_base = policy.random_jitter_range = 0
+    attempts, increment = [], policy.increment
+    policy.increment = lambda *args, **more: attempts.append(1) or increment(*args, **more)
+    with pytest.raises(EndpointError):
+        store.get("k")
+    assert len(attempts) == 2
+
+
+# A filesystem of the caller's own keeps the retries of its library: Google's and Azure's take half a minute and more.
 @pytest.mark.parametrize("name", [pytest.param(one, marks=[] if one == "s3fs" else pytest.mark.slow) for one in SERVED])
 def test_a_server_that_is_not_there_ends_a_save_with_one_error(name: str) -> None:
     library = importlib.import_module(name)

@@ -59,6 +59,9 @@ class Driver:
     private = False
     lists_uploads = True
 
+    def bound_retries(self, fs: AbstractFileSystem) -> None:
+        """Bound the retries of the library if the service cannot be reached, on a filesystem that bucketpoint made."""
+
     def write(self, fs: AbstractFileSystem, path: str, data: bytes, crc32c: int | None) -> WriteReply:
         if not has_folders(fs):
             return write_reply(fs.pipe_file(path, data))

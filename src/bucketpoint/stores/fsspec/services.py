@@ -17,6 +17,9 @@ from bucketpoint.stores.http_body import encoded_crc
 
 MIB = 1 << 20
 
+MOST_CONNECT_RETRIES = 1
+"""Retries of a connection to Azure that fails. Then 20 s pass until an account that refuses connections is named."""
+
 
 class Memory(Driver):
     """Driver for fsspec's memory filesystem, a dict in this process.
@@ -124,6 +127,14 @@ class ADLFS(Driver):
     creates = replaces = True
     limits = MappingProxyType({"max_part_bytes": 4000 * MIB, "max_parts": 50_000})
     max_put_bytes = 5000 * MIB
+
+    def bound_retries(self, fs: AbstractFileSystem) -> None:
+        # The library waits 18, 24 and 42 s before its three retries of a failed connection. adlfs passes no option to
+        # its client, so the client's policy is changed. Retries of what the service answers stay as they are.
+        # https://learn.microsoft.com/azure/storage/blobs/storage-retry-policy-python
+        policy: Any = getattr(getattr(fs.service_client, "_config", None), "retry_policy", None)
+        if hasattr(policy, "connect_retries"):
+            policy.connect_retries = min(policy.connect_retries, MOST_CONNECT_RETRIES)
 
     def replace(self, fs: AbstractFileSystem, path: str, data: bytes, etag: str, crc32c: int | None) -> WriteReply:
         from azure.core import MatchConditions
