@@ -43,6 +43,20 @@ def test_what_it_says_and_does(root: str, program: Program, tmp_path: Path) -> N
         assert text in done.out
 
 
+def test_what_is_left_out_is_in_the_report(program: Program, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    torch.save({f"w{n}": torch.ones(3) for n in range(3)} | {"wide": torch.ones(1, dtype=torch.complex128)}, "a.pt")
+    refused = program("convert", "a.pt", "hf", "--to", "safetensors")
+    assert refused.code == 2
+    assert "remedy: Leave such tensors out by a pattern of their keys, such as --exclude wide" in refused.err
+    arguments = ["convert", "a.pt", "hf", "--to", "safetensors", "--exclude", "w[12]", "--exclude", "wide"]
+    for planned in (["--dry-run", "--json"], ["--json"]):
+        document = program(*arguments, *planned).json
+        assert (document["excluded"], document["left_out"], document["tensors"]) == (["w1", "w2", "wide"], [], 1)
+    Path("hf/model.safetensors").unlink()
+    assert "  left out by --exclude: w1, w2, wide\n" in program(*arguments).out
+
+
 def test_a_target_that_is_damaged_is_an_exit_code(
     program: Program, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -73,6 +87,7 @@ def without_multi_storage_client(monkeypatch: pytest.MonkeyPatch) -> None:
         (["msc://profile/x", "out"], 2, "InvalidURLError"),
         (["rubbish", "out"], 1, "MetadataError"),
         (["theirs", "out", "--prefix", "model."], 2, "BucketpointError"),
+        (["theirs", "out", "--exclude", "modle"], 2, "MismatchError"),
     ],
 )
 def test_errors_of_a_person(

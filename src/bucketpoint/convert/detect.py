@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from bucketpoint.checkpoint.open import open_checkpoint
@@ -57,6 +57,7 @@ def open_source(
     storage_options: Mapping[str, Any] | None = None,
     fs: Any = None,
     prefix: str = "",
+    exclude: str | Iterable[str] = (),
     trusted: bool = False,
     transfer: TransferOptions,
 ) -> Source:
@@ -66,6 +67,7 @@ def open_source(
         format: one of `FORMATS`, or `"auto"`: a commit, a safetensors index or file, or a file of torch.save, the
             first that is there.
         prefix: put before each key if the source is safetensors.
+        exclude: patterns of keys to leave out, as the source has them.
 
     Raises:
         CheckpointNotFoundError: there is nothing of a known format.
@@ -77,7 +79,7 @@ def open_source(
     if format in (AUTO, BUCKETPOINT, DCP):
         try:
             saved = open_checkpoint(text, storage_options=storage_options, fs=fs, trusted=trusted)
-            return read_dcp(SourceBytes(saved.store, transfer), saved, trusted=trusted)
+            return read_dcp(SourceBytes(saved.store, transfer), saved, exclude=exclude, trusted=trusted)
         except CheckpointNotFoundError as error:
             if format != AUTO:
                 raise
@@ -85,9 +87,9 @@ def open_source(
     if format in (AUTO, SAFETENSORS):
         source = SourceBytes(store, transfer)
         if source.has(keys.join(folder, INDEX_NAME)):
-            return read_index(source, folder, text, prefix=prefix)
+            return read_index(source, folder, text, prefix=prefix, exclude=exclude)
         if source.has(keys.join(folder, SINGLE_NAME)):
-            return read_file(source, keys.join(folder, SINGLE_NAME), text, prefix=prefix)
+            return read_file(source, keys.join(folder, SINGLE_NAME), text, prefix=prefix, exclude=exclude)
     try:
         store, key = open_object(text, storage_options=storage_options, fs=fs)
     except InvalidURLError:
@@ -96,5 +98,5 @@ def open_source(
     if not source.has(key):
         raise missing
     if format == TORCH or (format == AUTO and not text.endswith(SAFETENSORS_SUFFIX)):
-        return read_torch(source, key, text, trusted=trusted)
-    return read_file(source, key, text, prefix=prefix)
+        return read_torch(source, key, text, exclude=exclude, trusted=trusted)
+    return read_file(source, key, text, prefix=prefix, exclude=exclude)

@@ -66,6 +66,8 @@ class ConvertOptions:
         object_bytes: bytes of one object of a DCP checkpoint.
         overwrite: replace an existing target, if the format allows it in one atomic step.
         trusted: unpickle without the allow-list.
+        exclude: patterns of keys to leave out, as the source has them: of `fnmatch`, such as `model.rope.*`. A pattern
+            without wildcards also leaves out every key below it.
     """
 
     prefix: str = ""
@@ -73,6 +75,7 @@ class ConvertOptions:
     object_bytes: int = OBJECT_BYTES
     overwrite: bool = False
     trusted: bool = False
+    exclude: str | Sequence[str] = ()
 
 
 @dataclass(frozen=True)
@@ -155,7 +158,7 @@ def plan_conversion(
         CheckpointNotFoundError: there is nothing to convert.
         CheckpointExistsError: there is a checkpoint or file at the target already.
         UnsafeDataError: the source names something outside the allow-list.
-        MismatchError: the target's format cannot hold the source's content.
+        MismatchError: the target's format cannot hold the source's content, or a pattern in `exclude` matches no key.
         MetadataError, CorruptDataError: the source is damaged.
     """
     chosen = options or ConvertOptions()
@@ -167,6 +170,7 @@ def plan_conversion(
         storage_options=source_options,
         fs=source_fs,
         prefix=chosen.prefix,
+        exclude=chosen.exclude,
         trusted=chosen.trusted,
         transfer=transfer,
     )
@@ -289,7 +293,7 @@ def _format_of(url: str, wanted: str, source: Source) -> str:
 
 
 def _digest(source: Source, wanted: str, options: ConvertOptions) -> str:
-    content = (__version__, source.format, source.fingerprint, wanted, options.prefix)
+    content = (__version__, source.format, source.fingerprint, wanted, options.prefix, sorted(source.excluded))
     sizes = (options.shard_bytes, options.object_bytes)
     return hashlib.sha256(repr((content, sizes)).encode()).hexdigest()
 

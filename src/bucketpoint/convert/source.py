@@ -5,7 +5,9 @@ The modules in `readers` read a format; `source_reader` and `payload_reader` fet
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import copy
+import shlex
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,6 +18,9 @@ from torch.distributed.checkpoint.planner import WriteItemType
 
 from bucketpoint.convert.source_reader import SourceBytes
 from bucketpoint.errors import MismatchError
+from bucketpoint.format.groups import OPTIM, group_of
+from bucketpoint.format.name_patterns import escaped, matching
+from bucketpoint.retention.row import FULL, WEIGHTS
 
 BUCKETPOINT = "bucketpoint"
 DCP = "dcp"
@@ -94,7 +99,8 @@ class Source:
         format: one of `FORMATS`.
         metadata: as DCP has it, without storage data. Every chunk of every tensor, and every other item, has a payload.
         fingerprint: of the keys, sizes and ETags of the source's objects; differs if the source differs.
-        kind, metrics: of the record, if the source has one.
+        recorded_kind, metrics: of the record, if the source has one.
+        excluded: keys of the source that the caller leaves out. Metadata and payloads do not have them.
     """
 
     format: str
@@ -103,8 +109,50 @@ class Source:
     metadata: Metadata = field(repr=False)
     payloads: Mapping[MetadataIndex, Payload] = field(repr=False)
     fingerprint: str
-    kind: str = "full"
+    recorded_kind: str = FULL
     metrics: Mapping[str, float] = field(default_factory=dict)
+    excluded: frozenset[str] = frozenset()
+
+    @property
+    def kind(self) -> str:
+        """Kind of the target in a run: a full checkpoint becomes one of weights if its optimizer is left out."""
+        optim = any(group_of(fqn) == OPTIM for fqn in self.metadata.state_dict_metadata)
+        gone = any(group_of(fqn) == OPTIM for fqn in self.excluded)
+        return WEIGHTS if gone and not optim and self.recorded_kind == FULL else self.recorded_kind
+
+
+def excluded_keys(patterns: str | Iterable[str], names: Collection[str], *, url: str) -> frozenset[str]:
+    """Return the keys that a conversion leaves out.
+
+    Raises:
+        MismatchError: a pattern matches no key, or nothing is left to convert.
+    """
+    found = frozenset(matching(patterns, names, url=url))
+    if found and len(found) == len(names):
+        raise MismatchError(
+            "--exclude leaves out every key of the source",
+            url=url,
+            remedy="Exclude fewer keys",
+        )
+    return found
+
+
+def exclude_option(key: str) -> str:
+    """Return the option that leaves one key out, for a remedy. Quoted for a shell."""
+    return f"--exclude {shlex.quote(escaped(key))}"
+
+
+def without(metadata: Metadata, gone: frozenset[str]) -> Metadata:
+    """Return DCP's metadata without the keys in `gone`."""
+    if not gone:
+        return metadata
+    left = copy.copy(metadata)
+    left.state_dict_metadata = {fqn: entry for fqn, entry in metadata.state_dict_metadata.items() if fqn not in gone}
+    if isinstance(metadata.planner_data, Mapping):
+        left.planner_data = {fqn: path for fqn, path in metadata.planner_data.items() if fqn not in gone}
+    if metadata.storage_data is not None:
+        left.storage_data = {index: info for index, info in metadata.storage_data.items() if index.fqn not in gone}
+    return left
 
 
 def describe(

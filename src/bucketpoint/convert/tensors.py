@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from bucketpoint.convert.nd_boxes import Box, covers
 from bucketpoint.convert.payload_reader import Filling
-from bucketpoint.convert.source import Payload, Source
+from bucketpoint.convert.source import Payload, Source, exclude_option
 from bucketpoint.errors import MismatchError
 from bucketpoint.transfer import Segment
 
@@ -58,11 +58,13 @@ def _whole(source: Source, fqn: str, entry: TensorStorageMetadata) -> WholeTenso
             raise MismatchError(
                 "The tensor cannot be converted, because it is sparse, quantised or of a tensor subclass",
                 key=fqn,
-                remedy="Convert to bucketpoint or dcp, which keep such tensors unchanged",
+                remedy=f"Leave it out with {exclude_option(fqn)}, or convert to bucketpoint or dcp, which keep it",
             )
         chunks.append((Box((*chunk.offsets, 0), (*chunk.sizes, itemsize)), payload))
     if not chunks or not covers((*shape, itemsize), [place for place, _ in chunks]):
         raise MismatchError(
-            "The chunks of the tensor overlap or leave gaps, so it can be converted only to DCP", key=fqn
+            "The chunks of the tensor overlap or leave gaps, so it can be converted only to DCP",
+            key=fqn,
+            remedy=f"Leave it out with {exclude_option(fqn)}, or convert to bucketpoint or dcp",
         )
     return WholeTensor(fqn, entry.properties.dtype, shape, tuple(chunks))

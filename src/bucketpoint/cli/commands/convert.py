@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -45,6 +45,13 @@ _NAMED_AT_MOST = 5
     "removed from them; when reading safetensors, it is added to every key.",
 )
 @click.option(
+    "--exclude",
+    multiple=True,
+    metavar="PATTERN",
+    help="Leave out the keys of the source that match this pattern, such as '*.rope.*'. A pattern without wildcards "
+    "also leaves out every key below it. May be given several times.",
+)
+@click.option(
     "--max-shard-size",
     type=ByteCount(least=1),
     default="5GB",
@@ -60,6 +67,7 @@ def convert(
     from_format: str,
     to_format: str,
     prefix: str,
+    exclude: Sequence[str],
     max_shard_size: int,
     overwrite: bool,
     dry_run: bool,
@@ -84,7 +92,7 @@ def convert(
         target,
         from_format=from_format,
         to_format=to_format,
-        options=ConvertOptions(prefix, max_shard_size, overwrite=overwrite, trusted=trusted),
+        options=ConvertOptions(prefix, max_shard_size, overwrite=overwrite, trusted=trusted, exclude=exclude),
         source_options=here,
         target_options=there,
     )
@@ -109,6 +117,7 @@ def _document(plan: ConvertPlan, done: Converted | None) -> dict[str, Any]:
         "bytes": plan.nbytes,
         "tensors": plan.layout.tensors,
         "already_there": len(plan.there),
+        "excluded": sorted(plan.source.excluded),
         "left_out": list(plan.layout.left_out),
         "recorded_in": plan.log.catalog.url if plan.log is not None else None,
         "checked_bytes": None if done is None else done.checked_bytes,
@@ -142,6 +151,8 @@ def _what(plan: ConvertPlan) -> str:
 
 
 def _notes(plan: ConvertPlan) -> Iterator[str]:
+    if plan.source.excluded:
+        yield f"  left out by --exclude: {first_of(sorted(plan.source.excluded), _NAMED_AT_MOST)}"
     left_out = plan.layout.left_out
     if left_out:
         named = first_of(left_out, _NAMED_AT_MOST)

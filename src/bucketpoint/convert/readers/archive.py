@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from bucketpoint.checkpoint.objects import REMEDY
-from bucketpoint.convert.source import Checksum, Decoded, Stretch
+from bucketpoint.convert.source import Checksum, Decoded, Stretch, exclude_option
 from bucketpoint.convert.source_reader import SourceBytes
 from bucketpoint.errors import BucketpointError, CorruptDataError, MetadataError, MismatchError, UnsafeDataError
 from bucketpoint.format.pickles.archive import DAMAGED, LOCAL_HEADER, MAGIC
@@ -238,7 +238,7 @@ def _unfit(name: str, what: str) -> MismatchError:
     return MismatchError(
         f"The tensor cannot be converted, because it is {what}",
         key=name,
-        remedy="Save the tensor as a plain, dense tensor",
+        remedy=f"Save the tensor as a plain, dense tensor, or leave it out with {exclude_option(name)}",
     )
 
 

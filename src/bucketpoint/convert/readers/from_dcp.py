@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import io
 import math
+from collections.abc import Iterable
 from typing import BinaryIO
 
 import torch
@@ -19,7 +20,19 @@ from bucketpoint.checkpoint.objects import damaged, look_at_objects
 from bucketpoint.checkpoint.open import SavedCheckpoint
 from bucketpoint.checkpoint.regions import ChunkShapes
 from bucketpoint.convert.readers.archive import Skeleton, open_archive
-from bucketpoint.convert.source import BUCKETPOINT, DCP, Checksum, Decoded, Held, Payload, Source, Stretch
+from bucketpoint.convert.source import (
+    BUCKETPOINT,
+    DCP,
+    Checksum,
+    Decoded,
+    Held,
+    Payload,
+    Source,
+    Stretch,
+    exclude_option,
+    excluded_keys,
+    without,
+)
 from bucketpoint.convert.source_reader import BLOCK_BYTES, SourceBytes
 from bucketpoint.dcp.loading.decode import decode_item, undone_bytes
 from bucketpoint.errors import MetadataError, UnsafeDataError
@@ -31,8 +44,10 @@ from bucketpoint.transfer.checksum import crc32c
 from bucketpoint.transfer.pieces import for_each
 
 
-def read_dcp(source: SourceBytes, saved: SavedCheckpoint, *, trusted: bool = False) -> Source:
-    """Plan the reading of a checkpoint. Bytes items are read, and checked against the allow-list.
+def read_dcp(
+    source: SourceBytes, saved: SavedCheckpoint, *, exclude: str | Iterable[str] = (), trusted: bool = False
+) -> Source:
+    """Plan the reading of a checkpoint. Bytes items that are not excluded are read, and checked against the allow-list.
 
     Raises:
         UnsafeDataError: an item names something outside the allow-list.
@@ -40,6 +55,8 @@ def read_dcp(source: SourceBytes, saved: SavedCheckpoint, *, trusted: bool = Fal
         MetadataError: an item has no data, or differs from its description in the metadata.
     """
     look_at_objects(saved, source.look, source.options)
+    excluded = excluded_keys(exclude, saved.metadata.state_dict_metadata, url=saved.url)
+    saved = dataclasses.replace(saved, metadata=without(saved.metadata, excluded))
     reading = _Reading(source, saved, trusted)
     payloads: dict[MetadataIndex, Payload] = {}
 
@@ -62,6 +79,7 @@ def read_dcp(source: SourceBytes, saved: SavedCheckpoint, *, trusted: bool = Fal
         source.fingerprint(saved.data),
         record.kind,
         record.metrics,
+        excluded,
     )
 
 
@@ -165,7 +183,12 @@ class _Reading:
         refused = refused_globals(data)
         if refused is None or refused:
             named = f"names {', '.join(refused)}" if refused else "is not in the format of torch.save"
-            raise UnsafeDataError(f"The item {named}", url=self._saved.url, key=fqn)
+            raise UnsafeDataError(
+                f"The item {named}",
+                url=self._saved.url,
+                key=fqn,
+                remedy=f"Leave it out with {exclude_option(fqn)}, or pass --trusted if you trust the writer",
+            )
 
     def _check(self, key: str, info: ItemInfo, raw: memoryview) -> None:
         if info.crc32c is not None and info.payload_offset is None and crc32c(raw) != info.crc32c:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from bucketpoint.convert.safetensors_header import LENGTH_BYTES, TensorEntry, decode_header, decode_json, header_nbytes
-from bucketpoint.convert.source import SAFETENSORS, Payload, Source, Stretch, describe
+from bucketpoint.convert.source import SAFETENSORS, Payload, Source, Stretch, describe, excluded_keys
 from bucketpoint.convert.source_reader import MAX_READ_BYTES, SourceBytes
 from bucketpoint.errors import CorruptDataError, MetadataError, ObjectNotFoundError
 from bucketpoint.format import keys
@@ -18,12 +18,16 @@ INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
 
 
-def read_file(source: SourceBytes, key: str, url: str, *, prefix: str = "") -> Source:
-    """Plan the reading of one file. `prefix` is put before each name."""
-    return _source(source, url, {key: _entries(source, key)}, prefix)
+def read_file(
+    source: SourceBytes, key: str, url: str, *, prefix: str = "", exclude: str | Iterable[str] = ()
+) -> Source:
+    """Plan the reading of one file, without the names to exclude. `prefix` is put before each name."""
+    return _source(source, url, {key: _entries(source, key)}, prefix, exclude)
 
 
-def read_index(source: SourceBytes, folder: str, url: str, *, prefix: str = "") -> Source:
+def read_index(
+    source: SourceBytes, folder: str, url: str, *, prefix: str = "", exclude: str | Iterable[str] = ()
+) -> Source:
     """Plan the reading of the files that the index in `folder` names.
 
     Raises:
@@ -55,7 +59,7 @@ def read_index(source: SourceBytes, folder: str, url: str, *, prefix: str = "") 
             )
     if sum(map(len, files.values())) != len(named):
         raise MetadataError("The files hold tensors that the index does not name", url=url, key=name)
-    return _source(source, url, dict(sorted(files.items())), prefix)
+    return _source(source, url, dict(sorted(files.items())), prefix, exclude)
 
 
 def _entries(source: SourceBytes, key: str) -> list[tuple[TensorEntry, int]]:
@@ -66,14 +70,23 @@ def _entries(source: SourceBytes, key: str) -> list[tuple[TensorEntry, int]]:
     return [(entry, first + entry.start) for entry in entries]
 
 
-def _source(source: SourceBytes, url: str, files: Mapping[str, list[tuple[TensorEntry, int]]], prefix: str) -> Source:
+def _source(
+    source: SourceBytes,
+    url: str,
+    files: Mapping[str, list[tuple[TensorEntry, int]]],
+    prefix: str,
+    exclude: str | Iterable[str],
+) -> Source:
+    excluded = excluded_keys(exclude, [entry.name for entries in files.values() for entry, _ in entries], url=url)
     places: dict[str, Stretch] = {}
     state: dict[str, torch.Tensor] = {}
     for key, entries in files.items():
         for entry, start in entries:
+            if entry.name in excluded:
+                continue
             name = prefix + entry.name
             places[name] = Stretch(key, start, entry.nbytes)
             state[name] = torch.empty(entry.shape, dtype=entry.dtype, device="meta")
     metadata, tensors, _ = describe(state)
     payloads: dict[MetadataIndex, Payload] = {index: places[index.fqn] for index in tensors}
-    return Source(SAFETENSORS, url, source, metadata, payloads, source.fingerprint())
+    return Source(SAFETENSORS, url, source, metadata, payloads, source.fingerprint(), excluded=excluded)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import io
 import pickle
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from bucketpoint.convert.readers.archive import Skeleton, open_archive
-from bucketpoint.convert.source import TORCH, Held, Payload, Source, describe
+from bucketpoint.convert.source import TORCH, Held, Payload, Source, describe, excluded_keys, without
 from bucketpoint.convert.source_reader import SourceBytes
 from bucketpoint.errors import MetadataError, MismatchError
 
@@ -25,7 +25,9 @@ _FREE_VALUES = 1 << 16
 _MOST_DEPTH = 200
 
 
-def read_torch(source: SourceBytes, key: str, url: str, *, trusted: bool = False) -> Source:
+def read_torch(
+    source: SourceBytes, key: str, url: str, *, exclude: str | Iterable[str] = (), trusted: bool = False
+) -> Source:
     """Plan the reading of a file of torch.save. Only the archive's directory and its pickle are read.
 
     Raises:
@@ -42,7 +44,8 @@ def read_torch(source: SourceBytes, key: str, url: str, *, trusted: bool = False
         )
     skeleton = Skeleton(archive, trusted=trusted)
     metadata, tensors, objects = describe(_as_state(skeleton.root, url))
-    loaded = _storages_in(objects, skeleton)
+    excluded = excluded_keys(exclude, metadata.state_dict_metadata, url=url)
+    loaded = _storages_in([value for index, value in objects.items() if index.fqn not in excluded], skeleton)
     if loaded:
         nbytes = sum(archive.storages[name].nbytes for name in loaded)
         if nbytes > MAX_LOADED_BYTES:
@@ -54,10 +57,10 @@ def read_torch(source: SourceBytes, key: str, url: str, *, trusted: bool = False
         skeleton = Skeleton(archive, loaded=loaded, trusted=trusted)
         metadata, tensors, objects = describe(_as_state(skeleton.root, url))
     payloads: dict[MetadataIndex, Payload] = {
-        index: skeleton.payload(tensor, index.fqn) for index, tensor in tensors.items()
+        index: skeleton.payload(tensor, index.fqn) for index, tensor in tensors.items() if index.fqn not in excluded
     }
-    payloads.update((index, Held(_saved(value))) for index, value in objects.items())
-    return Source(TORCH, url, source, metadata, payloads, source.fingerprint())
+    payloads.update((index, Held(_saved(value))) for index, value in objects.items() if index.fqn not in excluded)
+    return Source(TORCH, url, source, without(metadata, excluded), payloads, source.fingerprint(), excluded=excluded)
 
 
 def _check_repetition(root: Any, url: str) -> None:
@@ -98,10 +101,10 @@ def _saved(value: Any) -> bytes:
     return buffer.getvalue()
 
 
-def _storages_in(objects: Mapping[MetadataIndex, Any], skeleton: Skeleton) -> set[str]:
+def _storages_in(values: Iterable[Any], skeleton: Skeleton) -> set[str]:
     """Return the storages of tensors inside of the values that become bytes items."""
     finder = _Finder(skeleton)
-    for value in objects.values():
+    for value in values:
         finder.dump(value)
     return finder.storages
 

@@ -18,7 +18,7 @@ from bucketpoint.catalog.deletion.fence import LONG_AGO, AttemptFence
 from bucketpoint.catalog.save_log import SaveLog
 from bucketpoint.checkpoint.regions import ChunkShapes
 from bucketpoint.convert.payload_reader import Filling
-from bucketpoint.convert.source import Payload, Source
+from bucketpoint.convert.source import Payload, Source, exclude_option
 from bucketpoint.convert.target import TargetLayout, TargetPlace, batched, held
 from bucketpoint.dcp.planning.plan_cache import reported
 from bucketpoint.dcp.saving.commit import commit, complete_metadata
@@ -135,7 +135,11 @@ def _lay_out(source: Source, filling: Filling, path: str, batch: Items) -> Plann
             try:
                 frame = tensor_frame(entry.properties.dtype, shape)
             except TypeError as error:
-                raise MismatchError(f"The tensor cannot be converted: {error}", key=index.fqn) from None
+                raise MismatchError(
+                    f"The tensor cannot be converted: {error}",
+                    key=index.fqn,
+                    remedy=f"Leave it out with {exclude_option(index.fqn)}",
+                ) from None
             row = payload.nbytes // shape[0] if shape and shape[0] else payload.nbytes
             body = filling.segment(payload, block_nbytes=plan_blocks(payload.nbytes, row))
             parts = [held(frame.header), body, held(frame.trailer)]

@@ -11,12 +11,14 @@ from torch.distributed.checkpoint import TensorStorageMetadata
 from bucketpoint.convert.payload_reader import Filling
 from bucketpoint.convert.readers.from_safetensors import INDEX_NAME, SINGLE_NAME
 from bucketpoint.convert.safetensors_header import TensorEntry, encode_header, nameable, writable
-from bucketpoint.convert.source import Source
+from bucketpoint.convert.source import Source, exclude_option
 from bucketpoint.convert.target import TargetLayout, TargetPlace, batched, held
 from bucketpoint.convert.tensors import WholeTensor, whole_tensors
 from bucketpoint.dcp.saving.commit_put import Commit, put_commit
-from bucketpoint.errors import MismatchError
+from bucketpoint.errors import MismatchError, first_of
 from bucketpoint.transfer import ObjectSource, Uploaded
+
+_NAMED_AT_MOST = 5
 
 SHARD_BYTES = 5_000_000_000
 """Bytes of tensors in one file: the default of transformers, "5GB"."""
@@ -33,25 +35,34 @@ def plan_safetensors(
     Raises:
         MismatchError: no tensor is left, or a tensor has a dtype or a key that safetensors cannot hold.
     """
-    chosen: list[WholeTensor] = []
     left_out = [
         fqn
         for fqn, entry in source.metadata.state_dict_metadata.items()
         if not fqn.startswith(prefix) or not isinstance(entry, TensorStorageMetadata)
     ]
-    for tensor in whole_tensors(source, set(left_out)):
-        if not writable(tensor.dtype):
-            raise MismatchError(f"safetensors does not support the dtype {tensor.dtype}", key=tensor.fqn)
-        name = tensor.fqn[len(prefix) :]
-        if not nameable(name):
-            raise MismatchError(f"safetensors does not allow {name!r} as the name of a tensor")
-        chosen.append(replace(tensor, fqn=name))
-    if not chosen:
+    tensors = whole_tensors(source, set(left_out))
+    if not tensors:
         raise MismatchError(
-            f"The checkpoint has no tensor whose key begins with {prefix!r}",
+            "The checkpoint has no tensor" + (f" whose key begins with {prefix!r}" if prefix else ""),
             url=source.url,
-            remedy="Pass another --prefix; `bucketpoint show URL --tensors` lists the keys",
+            remedy="Check --prefix and --exclude; `bucketpoint show URL --tensors` lists the keys of a DCP checkpoint",
         )
+    unwritable = [tensor for tensor in tensors if not writable(tensor.dtype)]
+    if unwritable:
+        named = first_of([f"{tensor.fqn} ({tensor.dtype})" for tensor in unwritable], _NAMED_AT_MOST)
+        raise MismatchError(
+            f"safetensors does not support the dtype of {named}",
+            url=source.url,
+            remedy=f"Leave such tensors out by a pattern of their keys, such as {exclude_option(unwritable[0].fqn)}",
+        )
+    chosen = [replace(tensor, fqn=tensor.fqn[len(prefix) :]) for tensor in tensors]
+    for tensor in chosen:
+        if not nameable(tensor.fqn):
+            raise MismatchError(
+                f"safetensors does not allow {tensor.fqn!r} as the name of a tensor",
+                url=source.url,
+                remedy="Leave the tensor out with --exclude",
+            )
     shards = batched(chosen, lambda tensor: tensor.nbytes, shard_bytes)
     names = [SINGLE_NAME]
     if len(shards) > 1:

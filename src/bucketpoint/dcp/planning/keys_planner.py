@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import fnmatch
 import io
-import re
 from collections.abc import Iterable
 from typing import Any
 
@@ -15,8 +13,7 @@ from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 from bucketpoint.dcp.planning.load_planner import LoadPlanner, url_of
 from bucketpoint.dcp.planning.nested_state import nested
 from bucketpoint.errors import MismatchError
-
-_WILD = re.compile(r"[*?\[]")
+from bucketpoint.format.name_patterns import matching
 
 
 class KeysPlanner(LoadPlanner):
@@ -60,19 +57,7 @@ class KeysPlanner(LoadPlanner):
         names = list(metadata.state_dict_metadata)
         if self._patterns is None:
             return names
-        wanted: set[str] = set()
-        for pattern in self._patterns:
-            exact = rf"{re.escape(pattern)}(\..*)?\Z"
-            regex = re.compile(fnmatch.translate(pattern) if _WILD.search(pattern) else exact, re.DOTALL)
-            matching = list(filter(regex.match, names))
-            if not matching:
-                there = ", ".join(dict.fromkeys(name.split(".")[0] for name in names[: 1 << 16]))
-                raise MismatchError(
-                    f"The checkpoint has no key that matches {pattern!r}",
-                    url=url_of(metadata),
-                    remedy=f"Its keys begin with: {there[:200]}; `bucketpoint show URL` lists them",
-                )
-            wanted.update(matching)
+        wanted = matching(self._patterns, names, url=url_of(metadata))
         return [name for name in names if name in wanted]
 
     def _empty(self, fqn: str, entry: TensorStorageMetadata) -> torch.Tensor:
