@@ -57,6 +57,16 @@ def test_what_is_left_out_is_in_the_report(program: Program, tmp_path: Path, mon
     assert "  left out by --exclude: w1, w2, wide\n" in program(*arguments).out
 
 
+@pytest.mark.parametrize("target", ["b", "b.pt"])
+def test_a_dry_run_says_that_it_would_replace(program: Program, tmp_path: Path, target: str) -> None:
+    torch.save({"w": torch.ones(3)}, tmp_path / "a.pt")
+    arguments = ["convert", str(tmp_path / "a.pt"), str(tmp_path / target), "--overwrite"]
+    for replaces in (False, True):
+        document = program(*arguments, "--dry-run", "--json").json
+        assert (document["replaces"], "REPLACES" in program(*arguments, "--dry-run").out) == (replaces, replaces)
+        assert program(*arguments, "--json").json["replaces"] is replaces
+
+
 def test_a_target_that_is_damaged_is_an_exit_code(
     program: Program, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

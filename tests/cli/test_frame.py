@@ -210,6 +210,16 @@ def test_an_option_that_is_no_pair_is_refused_without_repeating_its_value(pair: 
     assert '{"a"' not in caught.value.message
 
 
+@pytest.mark.parametrize(
+    "arguments", [("cp", "--from-option"), ("convert", "--to-option"), ("diff", "--a-option"), ("diff", "--b-option")]
+)
+def test_the_option_that_has_no_pair_is_named(program: Program, arguments: tuple[str, str]) -> None:
+    command, option = arguments
+    done = program(command, "a", "b", option, "endpoint_url")
+    assert done.code == 2
+    assert f"Invalid value for {option}: 'endpoint_url' has no value" in done.err
+
+
 def test_an_endpoint_is_for_s3_alone_and_a_local_path_takes_no_options() -> None:
     access = Access({"key": "k"}, "http://e")
     assert access.for_url("s3://b/x") == {"key": "k", "endpoint_url": "http://e"}

@@ -143,19 +143,22 @@ class Access:
         return {**self.options, **endpoint, **(extra or {})}
 
 
-def parse_options(pairs: Sequence[str]) -> dict[str, Any]:
+def parse_options(pairs: Sequence[str], name: str = "--storage-option") -> dict[str, Any]:
     """Parse storage options from `name=value`: booleans, numbers and JSON as such, everything else as text.
+
+    Args:
+        name: of the command's option that has these pairs, for errors.
 
     Raises:
         BadParameter: an option is no such pair. The message leaves out the value, which may be a secret.
     """
-    return dict(map(_option, pairs))
+    return dict(_option(pair, name) for pair in pairs)
 
 
-def _option(pair: str) -> tuple[str, Any]:
+def _option(pair: str, option: str) -> tuple[str, Any]:
     name, equals, value = pair.partition("=")
     if not equals or not name:
-        raise click.BadParameter(f"{name!r} has no value: write NAME=VALUE", param_hint="--storage-option")
+        raise click.BadParameter(f"{name!r} has no value: write NAME=VALUE", param_hint=option)
     if not any(part in name for part in _TEXT) and value.removeprefix("-").isdecimal():
         return name, int(value)
     if value not in ("true", "false", "null") and value[:1] not in ("{", "[", '"'):
@@ -164,4 +167,4 @@ def _option(pair: str) -> tuple[str, Any]:
         return name, json.loads(value)
     except ValueError as error:
         reason = error.msg if isinstance(error, json.JSONDecodeError) else "it is not JSON"
-        raise click.BadParameter(f"the value of {name} is not JSON: {reason}", param_hint="--storage-option") from None
+        raise click.BadParameter(f"the value of {name} is not JSON: {reason}", param_hint=option) from None

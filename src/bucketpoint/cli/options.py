@@ -79,8 +79,8 @@ def between_stores(function: Callable[..., CommandResult]) -> Callable[..., Comm
     def call(
         source: str, target: str, from_option: Sequence[str], to_option: Sequence[str], access: Access, **arguments: Any
     ) -> CommandResult:
-        here = access.for_url(source, parse_options(from_option))
-        there = access.for_url(target, parse_options(to_option))
+        here = access.for_url(source, parse_options(from_option, "--from-option"))
+        there = access.for_url(target, parse_options(to_option, "--to-option"))
         return function(source=source, target=target, here=here, there=there, **arguments)
 
     return call

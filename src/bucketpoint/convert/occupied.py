@@ -15,11 +15,14 @@ from bucketpoint.format.metadata.facts import extra
 from bucketpoint.stores import ObjectInfo
 
 
-def refuse_to_replace(place: TargetPlace, wanted: str, name: str, overwrite: bool) -> None:
-    """Raise CheckpointExistsError if the target has content that must not, or cannot safely, be replaced."""
+def will_replace(place: TargetPlace, wanted: str, name: str, overwrite: bool) -> bool:
+    """Return True if the conversion replaces a checkpoint or file at the target.
+
+    Raises:
+        CheckpointExistsError: the target has content that must not, or cannot safely, be replaced.
+    """
     safely = wanted in (BUCKETPOINT, TORCH)
-    if overwrite and safely:
-        return
+    allowed = overwrite and safely
     remedy = "Name another target, or delete the files at this one, which have the same names as the new files"
     if safely:
         remedy = "Name another target, or pass --overwrite"
@@ -27,13 +30,16 @@ def refuse_to_replace(place: TargetPlace, wanted: str, name: str, overwrite: boo
         try:
             info = place.head(path)
         except AccessDeniedError:
-            if wanted != BUCKETPOINT:
+            if wanted != BUCKETPOINT and not allowed:
                 raise
             # Without the right to list, a missing key is denied just like a present one. The commit will find out.
             continue
         if info is not None:
+            if allowed:
+                return True
             message = f"A checkpoint already exists at the target: it has a {path}"
             raise CheckpointExistsError(message, url=place.url, remedy=remedy)
+    return False
 
 
 def watch_file(place: TargetPlace, name: str) -> Callable[[], None]:

@@ -17,7 +17,7 @@ from bucketpoint.catalog.run import catalog_above
 from bucketpoint.catalog.save_log import SaveLog
 from bucketpoint.convert.detect import AUTO, TORCH_SUFFIXES, open_object, open_place, open_source
 from bucketpoint.convert.journal import Journal, open_journal, remove_stale
-from bucketpoint.convert.occupied import is_finished, refuse_to_replace, watch_file
+from bucketpoint.convert.occupied import is_finished, watch_file, will_replace
 from bucketpoint.convert.payload_reader import Filling
 from bucketpoint.convert.readers.from_safetensors import INDEX_NAME
 from bucketpoint.convert.source import BUCKETPOINT, DCP, FORMATS, SAFETENSORS, TORCH, Source
@@ -88,6 +88,7 @@ class ConvertPlan:
         other: journal of another conversion that was found at the target.
         finished: True if an earlier run has committed, and only its journal is left.
         log: log of the run in which the target becomes a checkpoint; None if it lies in no run.
+        replaces: a checkpoint or file is at the target, and will be replaced.
     """
 
     source: Source
@@ -102,6 +103,7 @@ class ConvertPlan:
     log: SaveLog | None = None
     token: str = ""
     there: Mapping[str, Uploaded] = field(default_factory=dict, repr=False)
+    replaces: bool = False
 
     @property
     def nbytes(self) -> int:
@@ -187,8 +189,8 @@ def plan_conversion(
         place = TargetPlace(store, folder, url)
         before_end = watch_file(place, name)
         layout = plan_torch(opened, filling, name, trusted=chosen.trusted, before_end=before_end)
-        refuse_to_replace(place, wanted, name, chosen.overwrite)
-        return ConvertPlan(opened, wanted, place, layout, filling, transfer)
+        replaces = will_replace(place, wanted, name, chosen.overwrite)
+        return ConvertPlan(opened, wanted, place, layout, filling, transfer, replaces=replaces)
     store, folder = open_place(url, storage_options=target_options, fs=target_fs)
     place = TargetPlace(store, folder, url)
     journal, other = open_journal(place, _digest(opened, wanted, chosen))
@@ -204,10 +206,11 @@ def plan_conversion(
         )
     there = journal.done(layout.objects, transfer) if journal.notes else {}
     finished = is_finished(place, wanted, journal, whole=len(there) == len(layout.objects))
-    if not finished:
-        refuse_to_replace(place, wanted, "", chosen.overwrite)
+    replaces = not finished and will_replace(place, wanted, "", chosen.overwrite)
     kept = journal if finished or len(layout.objects) > 1 else None
-    return ConvertPlan(opened, wanted, place, layout, filling, transfer, kept, other, finished, log, token, there)
+    return ConvertPlan(
+        opened, wanted, place, layout, filling, transfer, kept, other, finished, log, token, there, replaces
+    )
 
 
 def run_conversion(plan: ConvertPlan, *, verify: bool = False, progress: ProgressCallback | None = None) -> Converted:

@@ -81,8 +81,8 @@ def convert(
 
     The formats are `bucketpoint` (DCP with an index and checksums), `dcp` (as torch itself writes it), `torch` (one
     file of torch.save) and `safetensors` (files with an index). Source and target may lie in any two stores. Tensors
-    are streamed in pieces, within 256 MiB of memory. The target appears whole at the end, or not at all. Run the
-    command again to continue an interrupted conversion.
+    are streamed in pieces, within 256 MiB of memory beside what torch itself takes. The target appears whole at the
+    end, or not at all. Run the command again to continue an interrupted conversion.
     """
     from bucketpoint.convert import ConvertOptions, plan_conversion, run_conversion
     from bucketpoint.dcp.progress_bar import progress_callback
@@ -117,6 +117,7 @@ def _document(plan: ConvertPlan, done: Converted | None) -> dict[str, Any]:
         "bytes": plan.nbytes,
         "tensors": plan.layout.tensors,
         "already_there": len(plan.there),
+        "replaces": plan.replaces,
         "excluded": sorted(plan.source.excluded),
         "left_out": list(plan.layout.left_out),
         "recorded_in": plan.log.catalog.url if plan.log is not None else None,
@@ -131,6 +132,8 @@ def _plan_lines(plan: ConvertPlan) -> Iterator[str]:
         there, left = text.count(len(plan.there), "object"), text.size(plan.left_nbytes)
         yield f"  {there} of an interrupted conversion are at the target already; {left} remain to write"
     yield from _notes(plan)
+    if plan.replaces:
+        yield "  REPLACES what is at the target"
 
 
 def _lines(plan: ConvertPlan, done: Converted) -> Iterator[str]:

@@ -33,7 +33,10 @@ def diff(
     from bucketpoint.checkpoint.open import open_checkpoint
     from bucketpoint.checkpoint.summary import difference, summarise
 
-    options = access.for_url(a, parse_options(a_option)), access.for_url(b, parse_options(b_option))
+    options = (
+        access.for_url(a, parse_options(a_option, "--a-option")),
+        access.for_url(b, parse_options(b_option, "--b-option")),
+    )
     left, right = (
         summarise(open_checkpoint(url, storage_options=given, trusted=trusted, plain=True))
         for url, given in zip((a, b), options, strict=True)
