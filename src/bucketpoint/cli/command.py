@@ -158,7 +158,8 @@ def parse_options(pairs: Sequence[str], name: str = "--storage-option") -> dict[
 def _option(pair: str, option: str) -> tuple[str, Any]:
     name, equals, value = pair.partition("=")
     if not equals or not name:
-        raise click.BadParameter(f"{name!r} has no value: write NAME=VALUE", param_hint=option)
+        # The text may be a secret.
+        raise click.BadParameter("An option has no name or no value: write NAME=VALUE", param_hint=option)
     if not any(part in name for part in _TEXT) and value.removeprefix("-").isdecimal():
         return name, int(value)
     if value not in ("true", "false", "null") and value[:1] not in ("{", "[", '"'):
