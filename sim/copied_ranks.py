@@ -56,7 +56,7 @@ class CopiedPlanner:
 
     def create_local_plan(self) -> SavePlan:
         plan: Any = self._first.sent
-        said = replace(plan.planner_data, sender=self._rank)
+        said = plan.planner_data._replace(sender=self._rank)
         if not plan.usable:
             return replace(plan, planner_data=said)
         packed = plan.items.packed()
@@ -67,7 +67,7 @@ class CopiedPlanner:
 
     def finish_plan(self, plan: Any) -> SavePlan:
         if plan.usable:
-            self.answer = plan.items.answer()
+            self.answer = plan.items.encoded
         finished: SavePlan = plan
         return finished
 
@@ -95,9 +95,9 @@ class CopiedWriter:
         kinds = [position % 4 for position, _, _, _ in decode_assignment(planner.answer)]
         count = len(kinds)
         nbytes = [_NBYTES[kind] for kind in kinds]
-        none, zero = [-1] * count, [0] * count
+        none = [-1] * count
         offsets, lengths, starts = list(range(0, 512 * count, 512)), [448] * count, [320] * count
-        columns = ([min(kind, 1) for kind in kinds], offsets, lengths, starts, nbytes, none, zero, none)
+        columns = ([min(kind, 1) for kind in kinds], offsets, lengths, starts, nbytes, none, none)
         places = Places(b"".join(array("q", column).tobytes() for column in columns))
         dealt: Any = plan.planner_data
         assert isinstance(dealt, AssignedPlan)

@@ -20,7 +20,7 @@ from sim.transfers import load_work, object_sizes, partitions, save_work
 
 from bucketpoint.stores import retry
 from bucketpoint.transfer import TransferOptions
-from sim import report
+from sim import coordinator, report
 
 MIB = 1 << 20
 BUSY = Service(partitions=4, writes_per_s=200.0, reads_per_s=300.0, ceiling_bytes_per_s=5e9)
@@ -189,6 +189,17 @@ def test_coordinator_costs_are_counted_for_ours_and_for_stock_dcp() -> None:
         assert all(np.isfinite(cost) and cost >= 0 for cost in found["first"]["cpu_s"].values())
         assert found["metadata_bytes"] > 0
     assert found["second"]["sent"]["plans_up"] == found["first"]["sent"]["plans_up"]
+
+
+def test_copies_of_a_rank_cost_the_coordinator_what_real_ranks_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    layout = Layout(Model("small", 2, 0.1), ranks=4, replicas=2)
+    real = measure(layout, OURS)
+    monkeypatch.setattr(coordinator, "PLAYED_RANKS", 2)
+    copied = measure(layout, OURS)
+    assert (copied["gathered"], copied["kept"]) == (real["gathered"], real["kept"])
+    for save in ("first", "second"):
+        for message, nbytes in real[save]["sent"].items():
+            assert 0.7 * nbytes <= copied[save]["sent"][message] <= 1.3 * nbytes, message
 
 
 def test_a_prediction_is_no_less_than_the_bound() -> None:
