@@ -140,7 +140,7 @@ def test_what_a_role_may_do_is_tried_and_the_bucket_is_as_before(
 ) -> None:
     bucket = minio.make_bucket()
     minio.client().put_object(Bucket=bucket, Key="teams/a/run-1/step-1/.metadata", Body=b"somebody's")
-    text = (Path(__file__).parents[2] / "policies" / f"{policy}.json").read_text()
+    text = (Path(__file__).parents[2] / "policies" / "minio" / f"{policy}.json").read_text()
     text = text.replace("BUCKET", bucket).replace("PREFIX", "teams/a")
     credentials(monkeypatch, minio, *json.loads(text)["Statement"])
     said = [] if role is None else ["--role", role]
