@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import pickle
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from bucketpoint.convert.readers.archive import Skeleton, open_archive
 from bucketpoint.convert.source import TORCH, Held, Payload, Source, describe, excluded_keys, without
 from bucketpoint.convert.source_reader import SourceBytes
 from bucketpoint.errors import MetadataError, MismatchError
+from bucketpoint.format.nested_values import RepetitionError, nested_values
 
 MAX_LOADED_BYTES = 64 << 20
 """Limit on tensors inside of values that are neither dictionary nor list: they are held in memory.
@@ -21,7 +22,6 @@ MAX_LOADED_BYTES = 64 << 20
 Weights never lie there.
 """
 
-_FREE_VALUES = 1 << 16
 _MOST_DEPTH = 200
 
 
@@ -65,23 +65,20 @@ def read_torch(
 
 def _check_repetition(root: Any, url: str) -> None:
     """Refuse dictionaries and lists that nest very deeply, or stand in so many places that DCP would never end."""
-    known: set[int] = set()
-    visited, most = 0, _FREE_VALUES
-    waiting = [(root, 0)]
-    while waiting:
-        value, depth = waiting.pop()
-        visited += 1
-        if not isinstance(value, (Mapping, list)):
-            continue
-        if id(value) not in known:
-            known.add(id(value))
-            most += 2 * len(value)
-        if visited > most or depth > _MOST_DEPTH:
-            raise MismatchError(
-                "The file holds dictionaries or lists that nest very deeply, or that stand in very many places",
-                url=url,
-            )
-        waiting += [(part, depth + 1) for part in (value.values() if isinstance(value, Mapping) else value)]
+    try:
+        fits = all(depth <= _MOST_DEPTH or _parts(value) is None for value, depth in nested_values(root, _parts))
+    except RepetitionError:
+        fits = False
+    if not fits:
+        raise MismatchError(
+            "The file holds dictionaries or lists that nest very deeply, or that stand in very many places", url=url
+        )
+
+
+def _parts(value: Any) -> Collection[Any] | None:
+    if isinstance(value, Mapping):
+        return value.values()
+    return value if isinstance(value, list) else None
 
 
 def _as_state(root: Any, url: str) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from awscrt.checksums import crc32c
@@ -13,6 +13,7 @@ from awscrt.checksums import crc32c
 from bucketpoint.errors import CheckpointDeletedError, MetadataError, NewerFormatError, UnsafeDataError
 from bucketpoint.format.keys import parse_data_path
 from bucketpoint.format.metadata.deletion_marker import parse_marker
+from bucketpoint.format.nested_values import RepetitionError, nested_values
 from bucketpoint.format.pickles.machine import Machine
 from bucketpoint.format.pickles.metadata_vocabulary import MetadataVocabulary
 from bucketpoint.format.pickles.vocabulary import MalformedPickleError, OverspentError
@@ -27,7 +28,7 @@ _MAX_NBYTES = 1 << 62
 _MAX_SECONDS = 1e12  # as commit records have it
 _MAX_WORD = 64
 _MAX_BITS = 1024
-_FREE_VALUES = 1 << 16
+_MAX_DEPTH = 8
 _NOT_METADATA = "The object was not written as a DCP checkpoint, or is damaged; load another checkpoint"
 
 
@@ -264,36 +265,30 @@ def _is_object_fact(fact: Any) -> bool:
 
 
 def require_plain(value: Any, what: str, url: str | None) -> None:
-    """Refuse all but text, numbers, None, and lists and dictionaries of them.
+    """Refuse all but text, numbers, None, and lists and dictionaries of them, which may stand in several places."""
+    try:
+        for content, depth in nested_values(value, _parts):
+            _require_plain_value(content, depth, what, url)
+    except RepetitionError:
+        raise not_metadata(f"{what} repeats the same lists again and again", url) from None
 
-    A list may stand in several places, but not in so many that those who write it out would need far longer than it is.
-    """
-    known: set[int] = set()
-    visited, most = 0, _FREE_VALUES
 
-    def check(content: Any, depth: int) -> None:
-        nonlocal visited, most
-        visited += 1
-        kind = type(content)
-        if kind in (dict, list, tuple) and depth:
-            if id(content) not in known:
-                known.add(id(content))
-                most += 2 * len(content)
-            if visited > most:
-                raise not_metadata(f"{what} repeats the same lists again and again", url)
-            for part in content:
-                if kind is not dict:
-                    check(part, depth - 1)
-                elif type(part) is str:
-                    check(content[part], depth - 1)
-                else:
-                    raise not_metadata(f"{what} has a key that is a {type(part).__name__}", url)
-        elif content is not None and kind not in (str, int, float, bool):
-            raise not_metadata(f"{what} has a {kind.__name__}", url)
-        elif kind is int and content.bit_length() > _MAX_BITS:
-            raise not_metadata(f"{what} has a number of {content.bit_length()} bits", url)
+def _parts(value: Any) -> Collection[Any] | None:
+    if type(value) is dict:
+        return value.values()
+    return value if type(value) in (list, tuple) else None
 
-    check(value, 8)
+
+def _require_plain_value(content: Any, depth: int, what: str, url: str | None) -> None:
+    kind = type(content)
+    if kind in (dict, list, tuple) and depth < _MAX_DEPTH:
+        odd = [name for name in content if type(name) is not str] if kind is dict else []
+        if odd:
+            raise not_metadata(f"{what} has a key that is a {type(odd[0]).__name__}", url)
+    elif content is not None and kind not in (str, int, float, bool):
+        raise not_metadata(f"{what} has a {kind.__name__}", url)
+    elif kind is int and content.bit_length() > _MAX_BITS:
+        raise not_metadata(f"{what} has a number of {content.bit_length()} bits", url)
 
 
 def _typed(facts: dict[str, Any], name: str, *kinds: type) -> Any:
