@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import re
 import subprocess
 import sys
 import textwrap
@@ -55,6 +56,18 @@ def test_s3s_classes_hand_on_all_that_they_are_given() -> None:
         )
         given = [ast.unparse(each) for each in call.args] + [each.arg for each in call.keywords]
         assert given == [each for each in inspect.signature(s3s).parameters if each != "engine"]
+
+
+def test_a_remedy_installs_what_an_extra_requires() -> None:
+    package = Path(bucketpoint.__file__).parent
+    named = {
+        requirement
+        for file in package.rglob("*.py")
+        for requirement in re.findall(r"pip install '([^']+)'", file.read_text(encoding="utf-8"))
+    }
+    assert len(named) == 4
+    required = (Path(__file__).parents[1] / "pyproject.toml").read_text(encoding="utf-8")
+    assert [requirement for requirement in named if f'"{requirement}"' not in required] == []
 
 
 def test_a_name_that_is_not_there_is_missed_like_any_other() -> None:

@@ -71,7 +71,7 @@ def damage(catalog: Catalog, inspected: Inspected) -> str | None:
 
 
 def is_whole(catalog: Catalog, checkpoint: Checkpoint) -> bool:
-    """Return True if a checkpoint's metadata can be relied on and all of its objects are there: see `look_for_damage`."""
+    """Return True if a checkpoint's metadata can be relied on and all its objects are there: see `look_for_damage`."""
     return look_for_damage(catalog, checkpoint) is None
 
 
