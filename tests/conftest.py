@@ -17,6 +17,7 @@ import get_fake_gcs
 import get_minio
 import get_versitygw
 from azurite import AzureServer
+from background import choose_uploads
 from bucketpoint.stores.s3 import deletes as s3_deletes
 from bucketpoint.stores.s3 import store as s3_store
 from bucketpoint.stores.s3.services import S3Service
@@ -46,6 +47,7 @@ hypothesis.settings.load_profile("bucketpoint")
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    choose_uploads()
     # Here and not in the fixture: in CI one clear line must end the run, not a failure per test.
     try:
         missing = _missing(config)

@@ -238,6 +238,16 @@ class CheckpointProcessError(BucketpointError):
     """DCP's checkpoint process died, or the state could not be passed to it."""
 
 
+class HelperProcessError(BucketpointError):
+    """The process that uploads for a trainer died, twice during one save."""
+
+
+class HelperUnavailableError(HelperProcessError):
+    """No process can upload for this trainer; nothing was sent."""
+
+    remedy_default = 'Choose TransferOptions(background="auto"), which then uploads on threads'
+
+
 @dataclass(frozen=True)
 class PolicyFault:
     """One fault in a retention policy.

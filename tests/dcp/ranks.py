@@ -11,6 +11,7 @@ from datetime import timedelta
 from multiprocessing.connection import Connection
 from typing import Any
 
+from background import choose_uploads
 from bucketpoint.testing.kills import PRELOAD
 
 TIMEOUT_S = 400
@@ -92,6 +93,7 @@ def _serve(rank: int, world: int, store: str, pipe: Connection) -> None:
     import torch
     import torch.distributed as dist
 
+    choose_uploads()
     torch.set_num_threads(1)
     timeout = timedelta(seconds=TIMEOUT_S)
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=world, timeout=timeout)

@@ -32,6 +32,7 @@ from bucketpoint.dcp.saving.commit import commit
 from bucketpoint.dcp.saving.commit_put import Commit, prior_commit
 from bucketpoint.dcp.saving.object_layout import ObjectPlace, plan_objects, results_of
 from bucketpoint.dcp.saving.transformed import transformed_paths, write_transformed
+from bucketpoint.dcp.saving.uploads import Destination, Uploads
 from bucketpoint.dcp.session import Located, SaveSession, as_url, world_size
 from bucketpoint.errors import BucketpointError, CheckpointExistsError
 from bucketpoint.format import keys
@@ -40,7 +41,7 @@ from bucketpoint.format.groups import DEFAULT_RULES, GroupRule
 from bucketpoint.retention import RetentionPolicy
 from bucketpoint.staging import StagedState, Stager, StagingOptions, as_staging_options, current_lease, take_turn
 from bucketpoint.stores import Capabilities, Store
-from bucketpoint.transfer import BufferPool, Meter, ProgressCallback, TransferOptions, upload_objects
+from bucketpoint.transfer import Meter, ProgressCallback, TransferOptions
 
 logger = logging.getLogger(__name__)
 
@@ -123,6 +124,7 @@ class BucketWriter(Located, StorageWriter, AsyncStager):
         self._extensions = tuple(_extensions or ())
         self._saves = threading.local()
         self._stager: Stager | None = None
+        self._uploads = Uploads(self.transfer)
         super().__init__(path, storage_options, fs)
         self._keeping: RunRetention | None = None
         if retention is not None:
@@ -272,12 +274,15 @@ class BucketWriter(Located, StorageWriter, AsyncStager):
         session = self._current()
         if session is not None and not session.planned:
             del self._saves.session
-        return self._own_stager().stage(state_dict, **kwargs)
+        staged = self._own_stager().stage(state_dict, **kwargs)
+        self._prepare_uploads()
+        return staged
 
     @dcp_call
     def prefault(self, state_dict: dict[str, Any]) -> None:
         """Allocate the memory that an asynchronous save of this state will need: see `Stager.prefault`."""
         self._own_stager().prefault(state_dict)
+        self._prepare_uploads()
 
     def synchronize_staging(self) -> None:
         """Wait until the last copy is complete."""
@@ -285,15 +290,23 @@ class BucketWriter(Located, StorageWriter, AsyncStager):
             self._stager.synchronize_staging()
 
     def close(self) -> None:
-        """Wait for the saves under way and free the staging memory. A later save on this writer allocates it anew."""
+        """Wait for the saves under way, free the staging memory and end the process that uploads.
+
+        A later save on this writer allocates and starts them anew.
+        """
         stager, self._stager = self._stager, None
         if stager is not None:
             stager.close()
+        self._uploads.close()
 
     def _own_stager(self) -> Stager:
         if self._stager is None:
             self._stager = Stager(self.staging)
         return self._stager
+
+    def _prepare_uploads(self) -> None:
+        if self._fs is None and self.staging.use_shared_memory:
+            self._uploads.prepare(self._own_stager().staged_bytes)
 
     # -- properties that DCP reads ------------------------------------------------------------------------------------
 
@@ -322,12 +335,14 @@ class BucketWriter(Located, StorageWriter, AsyncStager):
 
     def __getstate__(self) -> dict[str, Any]:
         # A writer is pickled for the checkpoint process as configuration only, without the saves under way.
-        return {name: value for name, value in self.__dict__.items() if name not in ("_saves", "_stager")}
+        self._uploads.leave()
+        return {name: value for name, value in self.__dict__.items() if name not in ("_saves", "_stager", "_uploads")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._saves = threading.local()
         self._stager = None
+        self._uploads = Uploads(self.transfer)
 
     def _log_of(self, session: SaveSession) -> SaveLog | None:
         """Return the log for a save; None for a save without collectives, as there is no common commit to record."""
@@ -352,7 +367,8 @@ class BucketWriter(Located, StorageWriter, AsyncStager):
 
     def _upload(self, session: SaveSession, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
         store, prefix = self._open(session.url)
-        options = self.transfer if current_lease() is None else self.transfer.in_background()
+        lease = current_lease()
+        options = self._uploads.options(lease)
         with progress_callback(self.progress, session.rank) as callback:
             meter = Meter("save", str(session.url), 0, noted(callback))
             place = ObjectPlace(prefix, session.token, session.rank, self.groups)
@@ -365,11 +381,11 @@ class BucketWriter(Located, StorageWriter, AsyncStager):
                 size = self.target_object_bytes or _object_bytes(store.capabilities, options)
                 planned = plan_objects(plan.items, planner, place, target_object_bytes=size)
                 meter.total_bytes = sum(entry.source.nbytes for entry in planned)
-                pool = BufferPool(options.max_inflight_bytes)
                 sources = [entry.source for entry in planned]
                 large = [entry.path for entry in planned if entry.source.nbytes > options.single_put_bytes]
                 with self._announced(session, store, large):
-                    uploaded = upload_objects(store, sources, options, pool=pool, meter=meter)
+                    to = Destination(str(session.url), store, self._storage_options, self._fs is None)
+                    uploaded = self._uploads.upload(to, sources, lease, meter)
                 results = [
                     result for entry, done in zip(planned, uploaded, strict=True) for result in results_of(entry, done)
                 ]

@@ -14,6 +14,7 @@ from typing import TypeAlias
 import torch
 
 from bucketpoint.errors import StagingError
+from bucketpoint.staging.shared_memory import SharedMemory
 
 logger = logging.getLogger(__name__)
 
@@ -45,12 +46,16 @@ class Arena:
         try:
             # Made outside of inference mode: an inference tensor could not be written to later, outside of that mode.
             with torch.inference_mode(False):
-                self.memory = _shared_bytes(self.nbytes) if shared else _private_bytes(self.nbytes)
+                self.memory, descriptor = _shared_bytes(self.nbytes) if shared else (_private_bytes(self.nbytes), None)
         except (OSError, RuntimeError) as error:
             raise StagingError(
                 f"{self.nbytes} bytes of host memory for staging could not be allocated: {error}",
                 remedy="Stage less per rank, or give the machine more memory",
             ) from error
+        # For a process that only uploads. A checkpoint process gets the memory by torch's own means.
+        self.shared_memory = (
+            SharedMemory(self.memory.data_ptr(), self.nbytes, descriptor) if descriptor is not None else None
+        )
         self._typed: dict[torch.dtype, torch.Tensor] = {}
         self._registration: weakref.finalize[..., Arena] | None = None
 
@@ -110,8 +115,13 @@ def _private_bytes(nbytes: int) -> torch.Tensor:
     return torch.frombuffer(pages, dtype=torch.uint8)
 
 
-def _shared_bytes(nbytes: int) -> torch.Tensor:
-    """Allocate in torch's own shared mapping, so that torch's pickler passes the descriptor instead of a copy."""
+def _shared_bytes(nbytes: int) -> tuple[torch.Tensor, int | None]:
+    """Allocate in torch's own shared mapping, so that torch's pickler passes the descriptor instead of a copy.
+
+    Returns:
+        The memory and, where the system has `memfd_create`, a descriptor of it, which the caller must close.
+    """
+    descriptor = None
     if hasattr(os, "memfd_create"):
         # Not /dev/shm: containers default to 64 MB there, and a write beyond that ends the process with SIGBUS.
         descriptor = os.memfd_create("bucketpoint-staging")
@@ -120,11 +130,12 @@ def _shared_bytes(nbytes: int) -> torch.Tensor:
             # Try the mapping first: torch would raise too if it fails, but leave a descriptor open.
             mmap.mmap(descriptor, nbytes).close()
             storage = torch.UntypedStorage._new_shared_fd_cpu(descriptor, nbytes)  # type: ignore[attr-defined]
-        finally:
+        except BaseException:
             os.close(descriptor)
+            raise
     else:
         storage = torch.UntypedStorage._new_shared(nbytes, device="cpu")  # type: ignore[no-untyped-call]
-    return torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage, 0, (nbytes,), (1,))
+    return torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage, 0, (nbytes,), (1,)), descriptor
 
 
 def _accepted(call: str, *arguments: int) -> bool:

@@ -13,6 +13,7 @@ import threading
 import time
 
 from bucketpoint.errors import StagingError
+from bucketpoint.staging.shared_memory import SharedMemory
 
 logger = logging.getLogger(__name__)
 
@@ -31,12 +32,16 @@ class Lease:
         label: name of the save, as far as known: the checkpoint's URL once the save has begun.
         started: time of the staging, `time.monotonic` seconds.
         progress: progress of the save, set by the code that runs it.
+        memory: the staging memory, if another process can map it.
+        beside_training: the save runs in the process that trains, and not in a checkpoint process.
     """
 
     def __init__(self, unread_timeout_s: float) -> None:
         self.label = "a save that has not begun"
         self.started = time.monotonic()
         self.progress: object = None
+        self.memory: SharedMemory | None = None
+        self.beside_training = True
         self._unread_timeout_s = unread_timeout_s
         self._end = _Latch()
         self._reader = 0
@@ -68,6 +73,7 @@ class Lease:
 
     def end(self) -> None:
         """End the lease: nobody reads the memory any more."""
+        self.memory = None
         self._end.open()
 
     def copied(self) -> None:

@@ -55,4 +55,5 @@ def _arrived(state: dict[Any, Any], label: str) -> StagedState:
     """Rebuild the state in the checkpoint process, with a lease for the thread that unpickles it and saves it next."""
     lease = Lease(unread_timeout_s=math.inf)
     lease.label = label
+    lease.beside_training = False
     return StagedState(state, lease)

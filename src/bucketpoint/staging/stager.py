@@ -184,6 +184,7 @@ class Stager:
             if isinstance(error, BucketpointError) or not isinstance(error, Exception):
                 raise
             raise StagingError(f"Copying the state to host memory failed: {error}") from error
+        lease.memory = arena.shared_memory
         lease.copied()
         # Nothing of the caller's state may be kept alive by the copy.
         on_pickle = None if arena.shared else functools.partial(self._pool.surrender, arena)

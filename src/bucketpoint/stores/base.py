@@ -37,6 +37,7 @@ class Capabilities:
             a write between that read and the deletion.
         expiring_delete: the store has `expiring_delete`, and the service refuses the signed request once it has
             expired: see `ExpiringDeletes`.
+        shared: another process that opens the same URL with the same options reaches the same objects.
     """
 
     conditional_put: bool
@@ -53,6 +54,7 @@ class Capabilities:
     many_ranges: bool = False
     conditional_delete: bool = False
     expiring_delete: bool = False
+    shared: bool = True
 
 
 @dataclass(frozen=True)

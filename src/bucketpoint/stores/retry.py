@@ -13,7 +13,7 @@ import os
 import random
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -89,6 +89,11 @@ class RetryCounts:
     throttled: int = 0
     refreshed: int = 0
     given_up: int = 0
+
+    def add(self, others: Mapping[str, int]) -> None:
+        """Add the counts of another process."""
+        for name, value in others.items():
+            setattr(self, name, getattr(self, name) + value)
 
 
 class ConcurrencyLimiter:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Literal, get_args
 
 from bucketpoint.errors import BucketpointError
 from bucketpoint.stores.retry import READ_ATTEMPTS
 
 MIB = 1 << 20
+
+Background = Literal["auto", "process", "thread"]
 
 
 @dataclass(frozen=True)
@@ -62,8 +65,12 @@ class TransferOptions:
         hedge: settings for requesting a late range a second time during a load (S3 and GCS). None, the default: never.
             Hedging costs requests, and helps if a few ranges take much longer than the others.
         nice: niceness (Linux) of the threads that transfer bytes.
-        background_nice: niceness of the threads that upload while training goes on. 19, the highest: if every core is
-            busy, uploads take longer and training steps do not. Use 0 if uploads must keep their share of the CPU.
+        background: who uploads while training goes on. `"process"`: a process of its own, which shares the staging
+            memory and not the interpreter's lock; an error where that cannot be. `"thread"`: threads of the trainer.
+            `"auto"`: a process, if it can be had and the rank stages at least 16 MiB; otherwise threads.
+        background_nice: niceness of what uploads while training goes on. None: 19, the highest, for a process, so that
+            uploads take longer and training steps do not if every core is busy; 0 for threads of the trainer: a thread
+            with a higher niceness is taken off its core while it holds the interpreter's lock that training waits for.
     """
 
     part_bytes: int = 32 * MIB
@@ -76,21 +83,32 @@ class TransferOptions:
     read_attempts: int = READ_ATTEMPTS
     hedge: Hedge | None = None
     nice: int = 0
-    background_nice: int = 19
+    background: Background = "auto"
+    background_nice: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("part_bytes", "connections", "max_inflight_bytes", "single_put_bytes", "read_attempts"):
             if getattr(self, name) < 1:
                 raise BucketpointError(f"TransferOptions.{name} must be at least 1, not {getattr(self, name)}")
         for name in ("nice", "background_nice"):
-            if not 0 <= getattr(self, name) <= 19:
+            if getattr(self, name) is not None and not 0 <= getattr(self, name) <= 19:
                 raise BucketpointError(f"TransferOptions.{name} must be 0 to 19, not {getattr(self, name)}")
+        if self.background not in get_args(Background):
+            raise BucketpointError(
+                f"TransferOptions.background={self.background!r} is not known",
+                remedy=f"Choose one of {', '.join(get_args(Background))}",
+            )
         if self.max_overread < 1:
             raise BucketpointError(f"TransferOptions.max_overread must be at least 1, not {self.max_overread}")
 
-    def in_background(self) -> TransferOptions:
-        """Return the options for an upload while training goes on: `nice` is at least `background_nice`."""
-        return replace(self, nice=max(self.nice, self.background_nice))
+    def in_background(self, *, shares_lock: bool) -> TransferOptions:
+        """Return the options for an upload while training goes on.
+
+        Args:
+            shares_lock: the upload runs on threads of the process that trains.
+        """
+        nice = self.background_nice if self.background_nice is not None else 0 if shares_lock else 19
+        return replace(self, nice=max(self.nice, nice))
 
     @property
     def copied_part_bytes(self) -> int:

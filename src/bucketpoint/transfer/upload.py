@@ -76,6 +76,7 @@ def upload_objects(
     pool: BufferPool,
     meter: Meter,
     acknowledged: Callable[[int, Uploaded], None] = lambda number, uploaded: None,
+    begun: Callable[[str, str], None] = lambda key, upload_id: None,
 ) -> list[Uploaded]:
     """Upload all objects, with the parts of all of them in parallel, and return once the store has acknowledged each.
 
@@ -84,10 +85,11 @@ def upload_objects(
 
     Args:
         acknowledged: called from several threads with the number and the result of each acknowledged object.
+        begun: called from several threads with the key and the id of each multipart upload, before a part is sent.
     """
     part_bytes = common_part_bytes([source.nbytes for source in sources], options)
     jobs = [
-        _ObjectUpload(store, source, options, part_bytes, pool, meter, functools.partial(acknowledged, number))
+        _ObjectUpload(store, source, options, part_bytes, pool, meter, functools.partial(acknowledged, number), begun)
         for number, source in enumerate(sources)
     ]
     try:
@@ -112,6 +114,7 @@ class _ObjectUpload:
     pool: BufferPool
     meter: Meter
     acknowledged: Callable[[Uploaded], None]
+    begun: Callable[[str, str], None]
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _upload_id: str | None = None
     _info: ObjectInfo | None = None
@@ -155,6 +158,7 @@ class _ObjectUpload:
 
     def _create(self, group: TaskGroup, plan: PartPlan) -> None:
         self._upload_id = self.store.create_multipart(self.source.key)
+        self.begun(self.source.key, self._upload_id)
         self.meter.add(0)
         for number in range(1, max(self._before_tables(plan), 1) + 1):
             group.start(lambda number=number: self._send(group, plan, number))  # type: ignore[misc]

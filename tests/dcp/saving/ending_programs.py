@@ -26,6 +26,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 import bucketpoint
+from background import choose_uploads
 from bucketpoint import BucketWriter, CheckpointManager, RetentionPolicy, StagingOptions, StoreError
 from bucketpoint.retention.policy import Keep, Save
 from bucketpoint.stores.local import LocalStore
@@ -92,6 +93,7 @@ class Programs:
 
 def serve() -> list[str] | None:
     """Fork until there is nothing more to do. In a program: its arguments."""
+    choose_uploads()
     for line in sys.stdin:
         arguments, outputs = json.loads(line)
         children = []

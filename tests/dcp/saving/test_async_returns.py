@@ -21,7 +21,15 @@ from torch.distributed.checkpoint import staging as torch_staging
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse
 
 import bucketpoint
-from bucketpoint import BucketpointError, BucketWriter, Stager, StagingError, StagingOptions, StagingOverlapError
+from bucketpoint import (
+    BucketpointError,
+    BucketWriter,
+    Stager,
+    StagingError,
+    StagingOptions,
+    StagingOverlapError,
+    TransferOptions,
+)
 from bucketpoint.staging import stager as stager_module
 from bucketpoint.stores.local import LocalStore
 from dcp.saving.async_scenarios import (
@@ -566,7 +574,10 @@ def test_errors_of_ours_are_exceptions_and_dcps_are_not(root: str) -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere niceness is the process's")
-def test_uploads_beside_training_stand_back_and_blocking_ones_do_not(root: str) -> None:
+@pytest.mark.parametrize("nice", [None, 7])
+def test_threads_beside_training_stand_back_if_they_are_told_to_and_blocking_ones_never(
+    root: str, nice: int | None
+) -> None:
     niceness: list[int] = []
     real = LocalStore.put
 
@@ -575,12 +586,13 @@ def test_uploads_beside_training_stand_back_and_blocking_ones_do_not(root: str) 
             niceness.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
         return real(self, *args, **kwargs)
 
-    writer = BucketWriter()
+    own = os.getpriority(os.PRIO_PROCESS, 0)
+    writer = BucketWriter(transfer=TransferOptions(background="thread", background_nice=nice))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(LocalStore, "put", put)
         dcp.async_save(Training().state, checkpoint_id=f"{root}/a", storage_writer=writer, no_dist=True).result(WAIT_S)
-        assert set(niceness) == {19}
+        assert set(niceness) == {own if nice is None else nice}
         niceness.clear()
         dcp.save(Training().state, checkpoint_id=f"{root}/b", storage_writer=writer, no_dist=True)
-        assert set(niceness) == {os.getpriority(os.PRIO_PROCESS, 0)}
+        assert set(niceness) == {own}
     writer.close()

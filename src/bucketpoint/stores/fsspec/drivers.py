@@ -47,6 +47,7 @@ class Driver:
             moves each byte three times.
         max_put_bytes: the largest body that is sent in one request.
         private: no other process can access this filesystem's content.
+        shared: as in `Capabilities`. Unknown for any filesystem without a driver of its own: False.
         lists_uploads: as in `Capabilities`.
     """
 
@@ -57,6 +58,7 @@ class Driver:
     limits: Mapping[str, Any] = MappingProxyType({})
     max_put_bytes = 1 << 62
     private = False
+    shared = False
     lists_uploads = True
 
     def bound_retries(self, fs: AbstractFileSystem) -> None:

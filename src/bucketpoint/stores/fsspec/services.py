@@ -45,6 +45,7 @@ class S3FS(Driver):
     """
 
     name = "s3fs"
+    shared = True
     creates = replaces = checks = True
     limits = MappingProxyType({"min_part_bytes": 5 * MIB, "max_part_bytes": 5 << 30, "max_parts": 10_000})
     # MinIO does not list uploads by a prefix, and s3fs does not tell which service it talks to.
@@ -111,6 +112,7 @@ class GCSFS(Driver):
     """
 
     name = "gcsfs"
+    shared = True
     creates = checks = True
     # From 50 MiB on, gcsfs sends one chunk after another, and returns no description of the object.
     max_put_bytes = 50 * MIB - 1
@@ -124,6 +126,7 @@ class ADLFS(Driver):
     """
 
     name = "adlfs"
+    shared = True
     creates = replaces = True
     limits = MappingProxyType({"max_part_bytes": 4000 * MIB, "max_parts": 50_000})
     max_put_bytes = 5000 * MIB

@@ -102,6 +102,7 @@ class FsspecStore:
             copies_bodies=not driver.private,
             many_ranges=is_asynchronous(self.fs),
             lists_uploads=driver.lists_uploads,
+            shared=driver.shared,
             **driver.limits,
         )
 

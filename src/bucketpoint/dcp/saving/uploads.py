@@ -1,0 +1,128 @@
+"""Uploads of a writer: on threads, or while training goes on by a process of their own, if there can be one."""
+
+from __future__ import annotations
+
+import logging
+import pickle
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from bucketpoint.errors import HelperUnavailableError
+from bucketpoint.staging import Lease
+from bucketpoint.stores import Store
+from bucketpoint.transfer import BufferPool, Meter, ObjectSource, TransferOptions, Uploaded, upload_objects
+from bucketpoint.transfer.helper.messages import StoreConfig
+from bucketpoint.transfer.helper.process import Upload, UploadHelper
+
+logger = logging.getLogger(__name__)
+
+LEAST_BYTES = 16 << 20
+"""Staged bytes from which on a process pays: starting it costs 1 s of CPU, once, and it holds 60 MB."""
+
+
+@dataclass(frozen=True)
+class Destination:
+    """The store of a save, and what it was made from.
+
+    Attributes:
+        made_by_us: the store can be made again from the URL and the options; False for a filesystem of the program's.
+    """
+
+    url: str
+    store: Store
+    storage_options: Mapping[str, Any]
+    made_by_us: bool
+
+
+class Uploads:
+    """The uploads of one writer, and the process that does them beside training."""
+
+    def __init__(self, options: TransferOptions) -> None:
+        self._options = options
+        self._helper = UploadHelper()
+        self._told = False
+        self._wanted = options.background != "thread"
+
+    def prepare(self, staged_bytes: int) -> None:
+        """Start the process on another thread, if saves of this size will use it."""
+        if self._wanted and (staged_bytes >= LEAST_BYTES or self._options.background == "process"):
+            self._helper.start_soon()
+
+    def options(self, lease: Lease | None) -> TransferOptions:
+        """Return the options for threads of this process.
+
+        Args:
+            lease: that of the staged state, if training goes on meanwhile.
+        """
+        return self._options if lease is None else self._options.in_background(shares_lock=lease.beside_training)
+
+    def upload(
+        self, to: Destination, sources: Sequence[ObjectSource], lease: Lease | None, meter: Meter
+    ) -> list[Uploaded]:
+        """Upload all objects, as `upload_objects` does.
+
+        Args:
+            lease: that of the staged state, if training goes on meanwhile.
+
+        Raises:
+            HelperUnavailableError: `background="process"`, and no process can do it. Nothing was sent.
+            HelperProcessError: two processes died during this upload.
+        """
+        if lease is not None and lease.beside_training and self._options.background != "thread":
+            try:
+                uploaded = self._by_process(to, sources, lease, meter)
+            except HelperUnavailableError as error:
+                if self._options.background == "process":
+                    error.url = to.url
+                    raise
+                if not self._told:
+                    self._told = True
+                    logger.info("uploads run on threads of this process: %s", error.message)
+            else:
+                if uploaded is not None:
+                    return uploaded
+        options = self.options(lease)
+        pool = BufferPool(options.max_inflight_bytes)
+        return upload_objects(to.store, sources, options, pool=pool, meter=meter)
+
+    def leave(self) -> None:
+        """Note that another process saves, and uploads by itself: end the process here, and start none early."""
+        self._wanted = False
+        self._helper.close_if_idle()
+
+    def close(self) -> None:
+        """End the process, after an upload under way."""
+        self._helper.close()
+
+    def _by_process(
+        self, to: Destination, sources: Sequence[ObjectSource], lease: Lease, meter: Meter
+    ) -> list[Uploaded] | None:
+        """Let the process upload. None if threads are better for a save of this size."""
+        small = lease.memory is not None and lease.memory.nbytes < LEAST_BYTES
+        if small and self._options.background == "auto":
+            return None
+        if lease.memory is None:
+            why = "the staging memory is not shared (use_shared_memory=False, or a system without memfd)"
+            raise HelperUnavailableError(why)
+        if not to.made_by_us:
+            raise HelperUnavailableError("another process cannot get the filesystem object that was passed as fs=")
+        if not to.store.capabilities.shared:
+            raise HelperUnavailableError(f"another process may not reach the same files at {to.store.url}")
+        try:
+            storage_options = pickle.dumps(dict(to.storage_options))
+        except Exception as error:
+            # A class of the program's own may fail in any way here. The text of the error may quote a secret.
+            raise HelperUnavailableError(f"storage_options cannot be pickled ({type(error).__name__})") from error
+        options = self._options.in_background(shares_lock=False)
+        work = Upload(
+            what=to.url,
+            store=to.store,
+            config=StoreConfig(to.url, storage_options, to.store.identity),
+            sources=sources,
+            # The process as a whole has the niceness.
+            options=replace(options, nice=0),
+            nice=options.nice,
+            memory=[lease.memory],
+        )
+        return self._helper.upload(work, meter)

@@ -1,0 +1,100 @@
+"""Channel between a trainer and its helper: pickled messages and file descriptors over a pair of sockets.
+
+Both ends are ours, and nobody else can reach the sockets: they have no name, and no third process inherits them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import select
+import socket
+import struct
+import threading
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+_HEADER = struct.Struct("<Q")
+"""Length of the pickled message, in bytes. The descriptors of the message are sent with its header."""
+
+_MOST_DESCRIPTORS = 16
+
+_open_here: weakref.WeakSet[Channel] = weakref.WeakSet()
+
+
+class Channel:
+    """One end of the channel. Any thread may send; one thread at a time receives."""
+
+    def __init__(self, end: socket.socket) -> None:
+        self._socket = end
+        self._sending = threading.Lock()
+        _open_here.add(self)
+
+    def send(self, message: Any, descriptors: Sequence[int] = ()) -> None:
+        """Send a message, and duplicates of the descriptors.
+
+        Raises:
+            OSError: the other end is closed.
+            pickle.PicklingError, TypeError, AttributeError: the message cannot be pickled; nothing was sent.
+        """
+        data = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
+        with self._sending:
+            socket.send_fds(self._socket, [_HEADER.pack(len(data))], descriptors)
+            self._socket.sendall(data)
+
+    def receive(
+        self, *, until_end_of: int | None = None, within_s: float | None = None
+    ) -> tuple[Any, list[int]] | None:
+        """Wait for a message, and return it with its descriptors. None if the other end is closed.
+
+        Args:
+            until_end_of: descriptor of a process (`os.pidfd_open`): its end counts as the end of the channel.
+            within_s: seconds after which None is returned; None waits for ever.
+        """
+        if (until_end_of is not None or within_s is not None) and not self._readable(until_end_of, within_s):
+            return None
+        try:
+            head, descriptors, _, _ = socket.recv_fds(self._socket, _HEADER.size, _MOST_DESCRIPTORS)
+            head += self._exactly(_HEADER.size - len(head)) if head else b""
+            data = self._exactly(_HEADER.unpack(head)[0]) if head else b""
+        except (ConnectionError, EOFError):
+            return None
+        return (pickle.loads(data), descriptors) if head else None
+
+    def close(self) -> None:
+        """Close this end. The other end then receives None."""
+        with contextlib.suppress(OSError):
+            # Wakes a thread of this process that receives, too.
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()
+
+    def _readable(self, process: int | None, within_s: float | None) -> bool:
+        waiting = select.poll()
+        waiting.register(self._socket, select.POLLIN)
+        if process is not None:
+            waiting.register(process, select.POLLIN)
+        ready = [descriptor for descriptor, _ in waiting.poll(None if within_s is None else within_s * 1000)]
+        # Messages of a process that has ended are of no use any more.
+        return bool(ready) and process not in ready
+
+    def _exactly(self, nbytes: int) -> bytes:
+        data = bytearray(nbytes)
+        view = memoryview(data)
+        while view:
+            received = self._socket.recv_into(view)
+            if not received:
+                raise EOFError
+            view = view[received:]
+        return bytes(data)
+
+
+def _leave_to_parent() -> None:
+    """Close the channels that a fork has copied, without ending them: a copy would hide the end of the trainer."""
+    for channel in list(_open_here):
+        channel._socket.close()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_leave_to_parent)

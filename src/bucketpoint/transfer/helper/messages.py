@@ -1,0 +1,137 @@
+"""Messages between a trainer and its helper."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from bucketpoint.transfer.options import TransferOptions
+from bucketpoint.transfer.upload import Uploaded
+
+
+@dataclass(frozen=True)
+class StoreConfig:
+    """Everything that makes a store again in another process.
+
+    Attributes:
+        url: URL of the checkpoint, as `open_store` takes it.
+        storage_options: as `open_store` takes them, pickled: a class of the program's own may not exist in the helper.
+        identity: identity that the store must have.
+    """
+
+    url: str
+    storage_options: bytes = field(repr=False)
+    identity: str
+
+
+@dataclass(frozen=True)
+class Ready:
+    """First message of a helper: it has started."""
+
+
+@dataclass(frozen=True)
+class RemoteSegment:
+    """Description of a `Segment` for the helper: its bytes lie in shared memory, in the message, or in the trainer.
+
+    Attributes:
+        place: number of the shared memory, and the offset in it; None if the bytes are elsewhere.
+        inline: the bytes, if they are few; None otherwise. With neither, the trainer sends them on request.
+        late, block_nbytes, table_of: as in `Segment`.
+    """
+
+    nbytes: int
+    place: tuple[int, int] | None = None
+    inline: bytes | None = None
+    late: bool = False
+    block_nbytes: int = 0
+    table_of: Sequence[int] = ()
+
+
+@dataclass(frozen=True)
+class UploadOrder:
+    """An order to upload objects. The descriptors of the shared memory are sent with it.
+
+    Attributes:
+        nice: niceness of the helper, as a whole.
+        memory: size of each piece of shared memory, in bytes.
+        objects: key and segments of each object.
+        environment: environment variables, if they have changed since the helper was started; else None. They may hold
+            secrets.
+        folder: working directory of the trainer, from which relative paths of local files lead.
+        log_level: least level of the records that the trainer logs.
+    """
+
+    store: StoreConfig
+    options: TransferOptions
+    nice: int
+    memory: Sequence[int]
+    objects: Sequence[tuple[str, Sequence[RemoteSegment]]]
+    environment: Mapping[str, str] | None = field(repr=False)
+    folder: str | None
+    log_level: int
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """Request for bytes `[start, start + nbytes)` of a segment that only the trainer can read."""
+
+    request: int
+    number: int
+    segment: int
+    start: int
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class Given:
+    """Answer to `Wanted`."""
+
+    request: int
+    data: bytes
+
+
+@dataclass(frozen=True)
+class Begun:
+    """Note of a multipart upload that has begun: if the helper dies, the trainer aborts it."""
+
+    key: str
+    upload_id: str = field(repr=False)
+
+
+@dataclass(frozen=True)
+class Moved:
+    """Progress since the last message: bytes that the store has acknowledged, and requests."""
+
+    nbytes: int
+    requests: int
+
+
+@dataclass(frozen=True)
+class Logged:
+    """A log record of the helper, with its text complete."""
+
+    record: logging.LogRecord
+
+
+@dataclass(frozen=True)
+class OrderRefused:
+    """Answer to an order that the helper cannot carry out, before any request was made."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class Done:
+    """Answer to an order: every object is stored. `counts` are those of `retry.RetryCounts` for this order."""
+
+    uploaded: Sequence[Uploaded]
+    counts: Mapping[str, int]
+
+
+@dataclass(frozen=True)
+class Failed:
+    """Answer to an order: the upload failed, and what was open has been aborted."""
+
+    error: BaseException
+    counts: Mapping[str, int]

@@ -1,0 +1,336 @@
+"""`UploadHelper`: the trainer's side of the process that uploads for it."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import socket
+import subprocess
+import sys
+import threading
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from bucketpoint.errors import BucketpointError, HelperProcessError, HelperUnavailableError
+from bucketpoint.stores import Store
+from bucketpoint.stores.retry import process_budget
+from bucketpoint.transfer.helper.channel import Channel
+from bucketpoint.transfer.helper.messages import (
+    Begun,
+    Done,
+    Failed,
+    Given,
+    Logged,
+    Moved,
+    OrderRefused,
+    Ready,
+    StoreConfig,
+    UploadOrder,
+    Wanted,
+)
+from bucketpoint.transfer.helper.segments import MappableMemory, read_stretch, remote_objects
+from bucketpoint.transfer.multipart import abort
+from bucketpoint.transfer.options import TransferOptions
+from bucketpoint.transfer.progress import Meter
+from bucketpoint.transfer.upload import ObjectSource, Uploaded
+
+logger = logging.getLogger(__name__)
+
+READY_S = 60.0
+"""Seconds in which a helper must have started. On a busy machine, from a slow disk, it takes some."""
+
+END_S = 5.0
+"""Seconds that a helper gets to end by itself before it is killed."""
+
+# `sys.path` is the trainer's, because a program may have found bucketpoint by a path of its own. Only paths and numbers
+# are arguments: anybody on the machine can read them.
+_PROGRAM = (
+    "import sys; sys.path[:] = sys.argv[3:]; from bucketpoint.transfer.helper.worker import main; "
+    "main(int(sys.argv[1]), int(sys.argv[2]))  # uploads checkpoints for the process of this number"
+)
+
+
+@dataclass(frozen=True)
+class Upload:
+    """Objects to upload, and the store for them in both processes.
+
+    Attributes:
+        what: name of the save, for messages.
+        store: the store in this process, for what remains after a helper that died.
+        config: the same store, to be made again in the helper.
+        nice: niceness of the helper.
+        memory: shared memory that segments lie in.
+    """
+
+    what: str
+    store: Store
+    config: StoreConfig
+    sources: Sequence[ObjectSource]
+    options: TransferOptions
+    nice: int
+    memory: Sequence[MappableMemory]
+
+
+class UploadHelper:
+    """A process that uploads objects from shared memory, started on first use and kept until `close()`.
+
+    It does one upload at a time. If it dies during one, that upload is repeated by a new helper, once.
+    """
+
+    _running: _Running | None
+    _starter: threading.Thread | None
+
+    def __init__(self) -> None:
+        self._forget()
+
+    def start_soon(self) -> None:
+        """Start the process on another thread, so that it is ready when the first upload needs it."""
+        self._check_fork()
+        with self._lock:
+            if self._running is not None or self._starter is not None:
+                return
+            starter = threading.Thread(target=self._start_quietly, name="bucketpoint-helper-start")
+            # At the limit of threads the first upload starts the process.
+            with contextlib.suppress(RuntimeError):
+                starter.start()
+                self._starter = starter
+
+    def upload(self, work: Upload, meter: Meter) -> list[Uploaded]:
+        """Upload all objects, as `upload_objects` does.
+
+        Raises:
+            HelperUnavailableError: no helper can do this upload. Nothing was sent.
+            HelperProcessError: two helpers died during this upload.
+        """
+        self._check_fork()
+        with self._uploading:
+            counted = _NeverBackwards(meter)
+            for last in (False, True):
+                running = self._start()
+                try:
+                    answer = running.exchange(work, counted)
+                except BaseException:
+                    # Nobody waits for the upload any more. The helper aborts it before it ends.
+                    self._drop(running)
+                    raise
+                if isinstance(answer, OrderRefused):
+                    raise HelperUnavailableError(answer.reason)
+                if answer is not None:
+                    process_budget().counts.add(answer.counts)
+                    if isinstance(answer, Failed):
+                        raise answer.error
+                    return list(answer.uploaded)
+                self._drop(running)
+                status = running.process.returncode
+                _abort_left(work, running.begun)
+                counted.begin_again()
+                if not last:
+                    logger.warning(
+                        "the process that uploaded %s died (exit status %s): another one uploads it", work.what, status
+                    )
+        raise HelperProcessError(
+            f"Two processes that uploaded {work.what} died, the second with exit status {status}",
+            remedy="Look for the kernel's out-of-memory killer, or upload on threads: "
+            'TransferOptions(background="thread")',
+        )
+
+    def close(self) -> None:
+        """Wait for an upload under way and end the process. A later upload starts another one."""
+        self._check_fork()
+        with self._uploading:
+            self._end()
+
+    def close_if_idle(self) -> None:
+        """End the process unless it uploads."""
+        self._check_fork()
+        if self._uploading.acquire(blocking=False):
+            try:
+                self._end()
+            finally:
+                self._uploading.release()
+
+    @property
+    def process_id(self) -> int | None:
+        """Process id of the helper; None if none is running."""
+        running = self._running
+        return running.process.pid if running is not None and running.process.poll() is None else None
+
+    def _end(self) -> None:
+        starter, self._starter = self._starter, None
+        if starter is not None:
+            starter.join()
+        running = self._running
+        if running is not None:
+            self._drop(running)
+
+    def _forget(self) -> None:
+        self._pid = os.getpid()
+        self._lock = threading.Lock()
+        self._uploading = threading.Lock()
+        self._running = None
+        self._starter = None
+
+    def _check_fork(self) -> None:
+        # After a fork the process is the parent's, and a thread that does not exist here may hold the locks.
+        if self._pid != os.getpid():
+            self._forget()
+
+    def _start_quietly(self) -> None:
+        try:
+            self._start()
+        except HelperUnavailableError as error:
+            # The first upload tries again, and tells.
+            logger.debug("%s", error)
+
+    def _start(self) -> _Running:
+        with self._lock:
+            if self._running is None or self._running.process.poll() is not None:
+                self._running = _Running()
+            return self._running
+
+    def _drop(self, running: _Running) -> None:
+        running.end()
+        with self._lock:
+            if self._running is running:
+                self._running = None
+
+
+class _Running:
+    """One helper process, and the channel to it.
+
+    Attributes:
+        begun: key and id of each multipart upload that the process has begun in its latest order.
+
+    Raises:
+        HelperUnavailableError: no process can be started.
+    """
+
+    def __init__(self) -> None:
+        if not sys.executable:
+            raise HelperUnavailableError("this program is not run by an interpreter that can be started again")
+        self.begun: list[tuple[str, str]] = []
+        self._ready = False
+        ours, theirs = socket.socketpair()
+        self._channel = Channel(ours)
+        self._environment = dict(os.environ)
+        try:
+            with theirs:
+                arguments = [str(theirs.fileno()), str(os.getpid()), *sys.path]
+                self.process = subprocess.Popen(
+                    [sys.executable, "-c", _PROGRAM, *arguments],
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.DEVNULL,
+                    pass_fds=[theirs.fileno()],
+                    # Ctrl-C on a terminal goes to every process of the trainer's session.
+                    start_new_session=True,
+                )
+        except (OSError, ValueError, RuntimeError) as error:
+            self._channel.close()
+            raise HelperUnavailableError(f"no process can be started: {error}") from error
+        self.end = weakref.finalize(self, _end, self._channel, self.process, os.getpid())
+
+    def exchange(self, work: Upload, meter: _NeverBackwards) -> Done | Failed | OrderRefused | None:
+        """Send the order, and answer the helper until it is done. None if the helper died."""
+        self.begun.clear()
+        environment = dict(os.environ)
+        order = UploadOrder(
+            work.config,
+            work.options,
+            work.nice,
+            [memory.nbytes for memory in work.memory],
+            remote_objects(work.sources, work.memory),
+            environment if environment != self._environment else None,
+            _folder(),
+            logger.getEffectiveLevel(),
+        )
+        self._environment = environment
+        self._wait_until_ready()
+        try:
+            self._channel.send(order, [memory.descriptor for memory in work.memory])
+            while (received := self._channel.receive()) is not None:
+                message, _ = received
+                if isinstance(message, Done | Failed | OrderRefused):
+                    return message
+                if isinstance(message, Moved):
+                    meter.add(message.nbytes, message.requests)
+                elif isinstance(message, Begun):
+                    self.begun.append((message.key, message.upload_id))
+                elif isinstance(message, Logged):
+                    record = message.record
+                    target = logging.getLogger(record.name)
+                    if target.isEnabledFor(record.levelno):
+                        target.handle(record)
+                elif isinstance(message, Wanted):
+                    segment = work.sources[message.number].segments[message.segment]
+                    self._channel.send(Given(message.request, read_stretch(segment, message.start, message.nbytes)))
+        except (BrokenPipeError, ConnectionResetError):
+            # Noticed while sending.
+            return None
+        return None
+
+    def _wait_until_ready(self) -> None:
+        if self._ready:
+            return
+        received = self._channel.receive(within_s=READY_S)
+        self._ready = received is not None and isinstance(received[0], Ready)
+        if not self._ready:
+            self.end()
+            raise HelperUnavailableError(
+                f"{sys.executable} was started and ended, or said nothing for {READY_S:.0f} s "
+                f"(exit status {self.process.returncode})"
+            )
+
+
+class _NeverBackwards:
+    """Meter of an upload that may be repeated: what was counted before is not counted again."""
+
+    def __init__(self, meter: Meter) -> None:
+        self._meter = meter
+        self._counted = 0
+        self._repeated = 0
+
+    def add(self, nbytes: int, requests: int) -> None:
+        again = min(nbytes, self._repeated)
+        self._repeated -= again
+        self._counted += nbytes - again
+        self._meter.add(nbytes - again, requests=requests)
+
+    def begin_again(self) -> None:
+        self._repeated = self._counted
+
+
+def _end(channel: Channel, process: subprocess.Popen[bytes], owner: int) -> None:
+    """Close the channel, and wait for the process, which ends then."""
+    if os.getpid() != owner:
+        # A fork has copied this object. The process is not its child.
+        process.returncode = 0
+        return
+    channel.close()
+    try:
+        process.wait(END_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
+def _abort_left(work: Upload, begun: Sequence[tuple[str, str]]) -> None:
+    """Abort the uploads of a helper that died."""
+    for key, upload_id in begun:
+        abort(work.store, key, upload_id)
+    if not work.store.capabilities.multipart:
+        return
+    for source in work.sources:
+        # One may have begun whose id the helper could not tell any more. The right to list uploads may be missing.
+        if source.nbytes > work.options.single_put_bytes:
+            with contextlib.suppress(BucketpointError):
+                for upload in work.store.list_multipart(source.key):
+                    abort(work.store, upload.key, upload.upload_id)
+
+
+def _folder() -> str | None:
+    try:
+        return os.getcwd()
+    except OSError:
+        return None

@@ -1,0 +1,63 @@
+"""Description of segments for the helper: bytes in shared memory by their place, few others by value."""
+
+from __future__ import annotations
+
+import ctypes
+from bisect import bisect_right
+from collections.abc import Sequence
+from typing import Protocol
+
+from bucketpoint.transfer.helper.messages import RemoteSegment
+from bucketpoint.transfer.upload import ObjectSource, Segment
+
+INLINE_BYTES = 64 << 10
+"""Size up to which bytes outside of shared memory are sent with the order. Larger ones are sent when they are needed:
+an order must not hold a copy of the state."""
+
+
+class MappableMemory(Protocol):
+    """Memory of this process that the helper can map.
+
+    Attributes:
+        address: first byte, in this process.
+        nbytes: size in bytes.
+        descriptor: a descriptor of the memory.
+    """
+
+    address: int
+    nbytes: int
+    descriptor: int
+
+
+def remote_objects(
+    sources: Sequence[ObjectSource], memory: Sequence[MappableMemory]
+) -> list[tuple[str, list[RemoteSegment]]]:
+    """Describe objects for the helper: for each its key and its segments."""
+    order = sorted(range(len(memory)), key=lambda number: memory[number].address)
+    starts = [memory[number].address for number in order]
+
+    def described(segment: Segment) -> RemoteSegment:
+        place, inline, data = None, None, segment.data
+        if data is not None:
+            # Memory that can be written is the state's; the bytes of headers and of pickled values are read-only.
+            address = 0 if data.readonly or not data.nbytes else ctypes.addressof(ctypes.c_char.from_buffer(data))
+            nearest = bisect_right(starts, address) - 1
+            if address and nearest >= 0:
+                shared = memory[order[nearest]]
+                if address + data.nbytes <= shared.address + shared.nbytes:
+                    place = order[nearest], address - shared.address
+            if place is None and data.nbytes <= INLINE_BYTES:
+                inline = bytes(data)
+        return RemoteSegment(segment.nbytes, place, inline, segment.late, segment.block_nbytes, tuple(segment.table_of))
+
+    return [(source.key, [described(segment) for segment in source.segments]) for source in sources]
+
+
+def read_stretch(segment: Segment, start: int, nbytes: int) -> bytes:
+    """Return bytes of a segment that is not in shared memory."""
+    if segment.fill is None:
+        assert segment.data is not None
+        return bytes(segment.data[start : start + nbytes])
+    out = bytearray(nbytes)
+    segment.fill(start, memoryview(out))
+    return bytes(out)

@@ -1,0 +1,266 @@
+"""The helper process: it carries out one order to upload after the other, until the trainer closes the channel.
+
+It ends by itself within seconds of the trainer, whatever the trainer died of, and aborts the uploads that are open.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import logging
+import mmap
+import os
+import pickle
+import signal
+import socket
+import threading
+from collections.abc import Sequence
+from dataclasses import asdict
+
+from bucketpoint.errors import BucketpointError, HelperUnavailableError
+from bucketpoint.stores import Store, open_store
+from bucketpoint.stores.cancellation import RequestCanceller
+from bucketpoint.stores.redact import describe
+from bucketpoint.stores.retry import process_budget
+from bucketpoint.transfer.budget import BufferPool
+from bucketpoint.transfer.helper.channel import Channel
+from bucketpoint.transfer.helper.messages import (
+    Begun,
+    Done,
+    Failed,
+    Given,
+    Logged,
+    Moved,
+    OrderRefused,
+    Ready,
+    RemoteSegment,
+    UploadOrder,
+    Wanted,
+)
+from bucketpoint.transfer.multipart import ABORT_DEADLINE_S, abort
+from bucketpoint.transfer.progress import Meter
+from bucketpoint.transfer.tasks import stand_back
+from bucketpoint.transfer.upload import ObjectSource, Segment, Uploaded, upload_objects
+
+_IGNORED = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2")
+"""Signals that are the trainer's to answer. Schedulers send them to every process of a job."""
+
+_POLL_S = 0.1
+
+
+def main(descriptor: int, trainer: int) -> None:
+    """Serve the trainer at the other end of a socket.
+
+    Args:
+        descriptor: the socket, inherited from the trainer.
+        trainer: process id of the trainer.
+    """
+    for name in _IGNORED:
+        if hasattr(signal, name):
+            signal.signal(getattr(signal, name), signal.SIG_IGN)
+    channel = Channel(socket.socket(fileno=descriptor))
+    end = _end_of(trainer)
+    logging.getLogger().addHandler(_Forwarder(channel))
+    job: _Job | None = None
+    with contextlib.suppress(OSError):
+        channel.send(Ready())
+    while (received := channel.receive(until_end_of=end)) is not None:
+        message, descriptors = received
+        if isinstance(message, UploadOrder):
+            # The threads of the job, and those of the store's client, inherit the niceness of this one.
+            stand_back(message.nice)
+            job = _Job(channel, message, descriptors)
+            job.start()
+        elif isinstance(message, Given) and job is not None:
+            job.take(message)
+    if job is not None:
+        job.give_up()
+    # Without the interpreter's own end, which would wait for threads that hang in a request.
+    os._exit(0)
+
+
+def _end_of(trainer: int) -> int | None:
+    """Return a descriptor that becomes readable when the trainer ends. None where the system has none."""
+    if os.getppid() != trainer:
+        os._exit(0)
+    try:
+        # The sockets may outlive the trainer in a process that native code has forked from it.
+        return os.pidfd_open(trainer)
+    except (AttributeError, OSError):
+        return None
+
+
+class _Forwarder(logging.Handler):
+    """Handler that sends each log record to the trainer, which has the program's handlers."""
+
+    def __init__(self, channel: Channel) -> None:
+        super().__init__()
+        self._channel = channel
+
+    def emit(self, record: logging.LogRecord) -> None:
+        record.msg, record.args = record.getMessage(), None
+        if record.exc_info:
+            record.exc_text, record.exc_info = logging.Formatter().formatException(record.exc_info), None
+        with contextlib.suppress(OSError):
+            self._channel.send(Logged(record))
+
+
+class _Reporter(Meter):
+    """Meter that sends each addition to the trainer."""
+
+    def __init__(self, channel: Channel) -> None:
+        super().__init__("save", "", 0, None)
+        self._channel = channel
+
+    def add(self, nbytes: int, *, requests: int = 1) -> None:
+        super().add(nbytes, requests=requests)
+        self._channel.send(Moved(nbytes, requests))
+
+
+class _Job:
+    """One order under way, on a thread of its own, so that the main thread notices the end of the trainer."""
+
+    def __init__(self, channel: Channel, order: UploadOrder, descriptors: Sequence[int]) -> None:
+        self._channel = channel
+        self._order = order
+        self._descriptors = descriptors
+        self._lock = threading.Lock()
+        self._open: dict[str, str] = {}
+        self._requests = itertools.count()
+        self._asked: dict[int, tuple[threading.Event, list[bytes]]] = {}
+        self._canceller = RequestCanceller(threading.TIMEOUT_MAX)
+        self._uploading = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="bucketpoint-job", daemon=True)
+
+    def start(self) -> None:
+        self._uploading.set()
+        self._thread.start()
+
+    def take(self, message: Given) -> None:
+        """Hand bytes of the trainer to the thread that asked for them."""
+        with self._lock:
+            given, data = self._asked.pop(message.request)
+        data.append(message.data)
+        given.set()
+
+    def give_up(self) -> None:
+        """Cancel the requests under way and abort what is open: the trainer is gone, or does not want the upload."""
+        while self._uploading.is_set():
+            # Again and again, for requests whose connection was still being opened.
+            self._canceller.make()
+            self._thread.join(_POLL_S)
+        self._thread.join(ABORT_DEADLINE_S)
+
+    def _run(self) -> None:
+        answer: Done | Failed | OrderRefused
+        before = asdict(process_budget().counts)
+        store: Store | None = None
+        try:
+            store = self._store()
+            with self._canceller.over_here():
+                uploaded = self._upload(store)
+            answer = Done(uploaded, _counted_since(before))
+        except HelperUnavailableError as error:
+            answer = OrderRefused(error.message)
+        except BaseException as error:  # noqa: BLE001 (sent to the trainer, which raises it)
+            answer = Failed(_picklable(error), _counted_since(before))
+        self._uploading.clear()
+        if store is not None and self._canceller.is_made:
+            # `upload_objects` has tried, but none of its requests is sent any more.
+            for key, upload_id in self._open.items():
+                abort(store, key, upload_id)
+        with contextlib.suppress(OSError):
+            self._channel.send(answer)
+
+    def _store(self) -> Store:
+        order = self._order
+        if order.environment is not None:
+            os.environ.clear()
+            os.environ.update(order.environment)
+        if order.folder is not None:
+            os.chdir(order.folder)
+        logging.getLogger("bucketpoint").setLevel(order.log_level)
+        try:
+            options = pickle.loads(order.store.storage_options)
+            store, _ = open_store(order.store.url, storage_options=options)
+        except Exception as error:
+            # A class of the program's own may fail in any way here.
+            raise HelperUnavailableError(
+                f"the store cannot be made again in another process: {describe(error)}"
+            ) from error
+        if store.identity != order.store.identity:
+            raise HelperUnavailableError(
+                f"the store is another one there: {store.identity}, not {order.store.identity}"
+            )
+        return store
+
+    def _upload(self, store: Store) -> list[Uploaded]:
+        order = self._order
+        memory = [
+            _mapped(descriptor, nbytes) for descriptor, nbytes in zip(self._descriptors, order.memory, strict=True)
+        ]
+        sources = [
+            ObjectSource(key, [self._segment(number, index, each, memory) for index, each in enumerate(segments)])
+            for number, (key, segments) in enumerate(order.objects)
+        ]
+        return upload_objects(
+            store,
+            sources,
+            order.options,
+            pool=BufferPool(order.options.max_inflight_bytes),
+            meter=_Reporter(self._channel),
+            begun=self._begun,
+            acknowledged=lambda number, uploaded: self._acknowledged(sources[number].key),
+        )
+
+    def _begun(self, key: str, upload_id: str) -> None:
+        self._open[key] = upload_id
+        self._channel.send(Begun(key, upload_id))
+
+    def _acknowledged(self, key: str) -> None:
+        self._open.pop(key, None)
+
+    def _segment(self, number: int, index: int, remote: RemoteSegment, memory: Sequence[memoryview]) -> Segment:
+        data, fill = None, None
+        if remote.place is not None:
+            which, offset = remote.place
+            data = memory[which][offset : offset + remote.nbytes]
+        elif remote.inline is not None:
+            data = memoryview(remote.inline)
+        elif not remote.table_of:
+            fill = functools.partial(self._ask, number, index)
+        return Segment(remote.nbytes, data, fill, remote.late, remote.block_nbytes, remote.table_of)
+
+    def _ask(self, number: int, segment: int, start: int, out: memoryview) -> None:
+        """Get bytes of a segment that only the trainer can read."""
+        given: tuple[threading.Event, list[bytes]] = (threading.Event(), [])
+        request = next(self._requests)
+        with self._lock:
+            self._asked[request] = given
+        self._channel.send(Wanted(request, number, segment, start, len(out)))
+        while not given[0].wait(_POLL_S):
+            if self._canceller.is_made:
+                raise BucketpointError("the trainer has ended")
+        out[:] = given[1].pop()
+
+
+def _mapped(descriptor: int, nbytes: int) -> memoryview:
+    """Map shared memory for reading. It is unmapped once no segment refers to it any more."""
+    try:
+        return memoryview(mmap.mmap(descriptor, nbytes, prot=mmap.PROT_READ))
+    finally:
+        os.close(descriptor)
+
+
+def _counted_since(before: dict[str, int]) -> dict[str, int]:
+    return {name: value - before[name] for name, value in asdict(process_budget().counts).items()}
+
+
+def _picklable(error: BaseException) -> BaseException:
+    """Return the error without its traceback, whose frames hold the shared memory; or a description of it."""
+    try:
+        copy: BaseException = pickle.loads(pickle.dumps(error))
+    except Exception:  # noqa: BLE001 (an error of a library may fail in any way here)
+        return BucketpointError(f"The upload failed: {describe(error)}")
+    return copy

@@ -1,0 +1,252 @@
+"""Saves whose bytes another process uploads: chosen by itself, and whole or not at all however either process ends."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+import bucketpoint
+from bucketpoint import BucketWriter, HelperUnavailableError, S3Reader, S3Writer, StagingOptions, TransferOptions
+from bucketpoint.checkpoint.open import open_checkpoint
+from bucketpoint.dcp.saving.uploads import LEAST_BYTES
+from bucketpoint.errors import CheckpointNotFoundError
+from bucketpoint.testing import FaultProxy, Script
+from bucketpoint.testing.faults import Rule, Slow
+from bucketpoint.testing.plugin import MakeProxy
+from bucketpoint.testing.servers import S3Server
+from dcp.saving.upload_program import NBYTES, state
+
+PROCESS = TransferOptions(background="process")
+ENDS_S = 20.0
+"""Seconds in which a helper must have ended after its trainer, on a busy machine."""
+
+
+def small() -> dict[str, Any]:
+    # A transposed tensor: its bytes are not in the order in which they are saved.
+    return {"model": {"w": torch.arange(5000.0), "t": torch.arange(600.0).reshape(20, 30).t()}, "step": 3}
+
+
+def helper_of(writer: BucketWriter) -> int | None:
+    return writer._uploads._helper.process_id
+
+
+def save(writer: BucketWriter, url: str, saved: dict[str, Any] | None = None) -> None:
+    bucketpoint.async_save(saved or small(), checkpoint_id=url, storage_writer=writer, no_dist=True).result(60)
+
+
+@contextlib.contextmanager
+def closing(writer: BucketWriter) -> Iterator[BucketWriter]:
+    yield writer
+    writer.close()
+
+
+def test_a_save_by_the_process_is_loaded_bit_for_bit(minio: S3Server) -> None:
+    url = minio.url(minio.make_bucket(), "run/step-1")
+    with closing(S3Writer(storage_options=minio.options, transfer=PROCESS)) as writer:
+        save(writer, url)
+        assert helper_of(writer) is not None
+    other = {"model": {"w": torch.zeros(5000), "t": torch.zeros(20, 30).t()}, "step": 0}
+    dcp.load(other, storage_reader=S3Reader(url, storage_options=minio.options), no_dist=True)
+    assert torch.equal(other["model"]["w"], small()["model"]["w"])
+    assert torch.equal(other["model"]["t"], small()["model"]["t"])
+    assert other["step"] == 3
+
+
+def test_what_a_process_cannot_do_is_done_by_threads_and_said_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    big = {"w": torch.zeros(LEAST_BYTES + 1, dtype=torch.uint8)}
+    refusals = {
+        "filesystem object": BucketWriter(fs=fsspec.filesystem("file")),
+        "use_shared_memory": BucketWriter(staging=StagingOptions(use_shared_memory=False)),
+    }
+    for words, writer in refusals.items():
+        caplog.clear()
+        with caplog.at_level(logging.INFO, "bucketpoint"), closing(writer):
+            for name in ("a", "b"):
+                save(writer, str(tmp_path / name), big)
+            assert helper_of(writer) is None
+        (said,) = (record.getMessage() for record in caplog.records if "on threads" in record.getMessage())
+        assert words in said
+
+
+@pytest.mark.parametrize("background", ["auto", "process"])
+def test_a_filesystem_in_the_memory_of_the_trainer_is_never_handed_to_a_process(background: Any) -> None:
+    writer = BucketWriter(transfer=TransferOptions(background=background))
+    big = {"w": torch.zeros(LEAST_BYTES + 1, dtype=torch.uint8)}
+    with closing(writer):
+        if background == "auto":
+            save(writer, "memory://uploads/a", big)
+            assert open_checkpoint("memory://uploads/a").metadata.state_dict_metadata
+        else:
+            with pytest.raises(HelperUnavailableError, match="same files"):
+                save(writer, "memory://uploads/b", big)
+
+
+def test_by_itself_a_process_is_taken_for_large_states_only(tmp_path: Path) -> None:
+    with closing(BucketWriter()) as writer:
+        save(writer, str(tmp_path / "small"))
+        assert helper_of(writer) is None
+        save(writer, str(tmp_path / "large"), {"w": torch.zeros(LEAST_BYTES + 1, dtype=torch.uint8)})
+        assert helper_of(writer) is not None
+
+
+def test_prefault_starts_the_process_before_the_first_save(tmp_path: Path) -> None:
+    with closing(BucketWriter(transfer=PROCESS)) as writer:
+        writer.prefault(small())
+        ends = time.monotonic() + ENDS_S
+        while helper_of(writer) is None:
+            assert time.monotonic() < ends
+            time.sleep(0.01)
+
+
+def test_a_writer_that_was_closed_starts_another_process(tmp_path: Path) -> None:
+    writer = BucketWriter(transfer=PROCESS)
+    seen = set()
+    for name in ("a", "b"):
+        save(writer, str(tmp_path / name))
+        seen.add(helper_of(writer))
+        writer.close()
+        assert helper_of(writer) is None
+    assert len(seen) == 2
+
+
+# -- ends --------------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Started:
+    """A program whose upload is under way."""
+
+    program: subprocess.Popen[str]
+    helper: int
+    fork: int
+    proxy: FaultProxy
+
+
+StartProgram = Callable[[str], Started]
+
+
+@pytest.fixture
+def place(minio: S3Server) -> tuple[str, str]:
+    return minio.make_bucket(), "run/step-1"
+
+
+@pytest.fixture
+def start(minio: S3Server, place: tuple[str, str], fault_proxy: MakeProxy) -> Iterator[StartProgram]:
+    """Start the program behind a proxy that lets 5 MB/s through, so that it is killed in the middle of a part."""
+    programs: list[subprocess.Popen[str]] = []
+
+    def started(end: str) -> Started:
+        proxy = fault_proxy(minio, Script((Rule((Slow(5e6),), kinds=("UploadPart",)),)))
+        here = Path(__file__).resolve()
+        paths = [str(here.parents[2]), os.environ.get("PYTHONPATH", "")]
+        command = [sys.executable, "-W", "ignore", str(here.with_name("upload_program.py"))]
+        program = subprocess.Popen(
+            [*command, minio.url(*place), json.dumps(minio.at(proxy.url).options), end],
+            stdout=subprocess.PIPE,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))},
+            text=True,
+            start_new_session=True,
+        )
+        programs.append(program)
+        assert program.stdout is not None
+        told = json.loads(program.stdout.readline())
+        ends = time.monotonic() + 60
+        while not open_uploads(minio, place):
+            assert time.monotonic() < ends
+            time.sleep(0.02)
+        return Started(program, told["helper"], told["fork"], proxy)
+
+    yield started
+    for program in programs:
+        program.kill()
+        program.communicate()
+
+
+def wait_for_end(process: int) -> None:
+    ends = time.monotonic() + ENDS_S
+    while True:
+        try:
+            if Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] in "ZX":
+                return
+        except OSError:
+            return
+        assert time.monotonic() < ends, f"process {process} lives on"
+        time.sleep(0.05)
+
+
+def assert_saved(minio: S3Server, place: tuple[str, str]) -> None:
+    loaded = state(0)
+    dcp.load(loaded, storage_reader=S3Reader(minio.url(*place), storage_options=minio.options), no_dist=True)
+    assert torch.equal(loaded["model"]["weight"], torch.ones(NBYTES, dtype=torch.uint8))
+
+
+def open_uploads(minio: S3Server, place: tuple[str, str]) -> list[Any]:
+    # MinIO lists uploads by the whole key only, and all of a bucket without one.
+    return minio.client().list_multipart_uploads(Bucket=place[0]).get("Uploads", [])
+
+
+@pytest.mark.parametrize("end", ["result", "fork"])
+def test_a_trainer_that_is_killed_leaves_no_process_no_upload_and_no_checkpoint(
+    start: StartProgram, minio: S3Server, place: tuple[str, str], end: str
+) -> None:
+    started = start(end)
+    try:
+        started.program.kill()
+        started.program.wait()
+        wait_for_end(started.helper)
+        assert open_uploads(minio, place) == []
+        with pytest.raises(CheckpointNotFoundError):
+            open_checkpoint(minio.url(*place), storage_options=minio.options)
+    finally:
+        if started.fork:
+            os.kill(started.fork, signal.SIGKILL)
+
+
+def test_a_helper_that_is_killed_costs_no_save(start: StartProgram, minio: S3Server, place: tuple[str, str]) -> None:
+    started = start("result")
+    os.kill(started.helper, signal.SIGKILL)
+    started.proxy.clear()
+    assert started.program.wait(60) == 0
+    assert_saved(minio, place)
+    assert open_uploads(minio, place) == []
+
+
+def test_ctrl_c_that_the_trainer_answers_does_not_end_the_upload(
+    start: StartProgram, minio: S3Server, place: tuple[str, str]
+) -> None:
+    started = start("result")
+    os.killpg(started.program.pid, signal.SIGINT)
+    started.proxy.clear()
+    out, _ = started.program.communicate(timeout=60)
+    assert json.loads(out) == {"interrupted": 1}
+    assert started.program.returncode == 0
+    assert_saved(minio, place)
+    wait_for_end(started.helper)
+
+
+@pytest.mark.parametrize(("end", "status"), [("return", 0), ("raise", 1)])
+def test_a_program_that_ends_during_the_upload_still_commits(
+    start: StartProgram, minio: S3Server, place: tuple[str, str], end: str, status: int
+) -> None:
+    started = start(end)
+    started.proxy.clear()
+    assert started.program.wait(60) == status
+    assert_saved(minio, place)
+    wait_for_end(started.helper)

@@ -1,0 +1,51 @@
+"""Orders for a helper in tests: shared memory with random bytes, and objects of segments in it or elsewhere."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import pickle
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from bucketpoint.staging.arena import Arena
+from bucketpoint.stores import open_store
+from bucketpoint.transfer import ObjectSource, Segment, TransferOptions
+from bucketpoint.transfer.helper.messages import StoreConfig
+from bucketpoint.transfer.helper.process import Upload
+
+MIB = 1 << 20
+OPTIONS = TransferOptions(part_bytes=5 * MIB, connections=3, single_put_bytes=MIB, max_inflight_bytes=16 * MIB)
+
+
+def filled_arena(nbytes: int) -> Arena:
+    arena = Arena(nbytes, shared=True)
+    arena.memory.copy_(torch.frombuffer(bytearray(os.urandom(arena.nbytes)), dtype=torch.uint8))
+    return arena
+
+
+def view_of(arena: Arena, start: int, nbytes: int) -> memoryview:
+    """The arena's bytes as a save sends them."""
+    if not nbytes:
+        return memoryview(b"")
+    return memoryview((ctypes.c_ubyte * nbytes).from_address(arena.memory.data_ptr() + start)).cast("B")
+
+
+def upload_of(
+    url: str,
+    sources: Sequence[ObjectSource],
+    arenas: Sequence[Arena] = (),
+    *,
+    storage_options: dict[str, Any] | None = None,
+    options: TransferOptions = OPTIONS,
+) -> Upload:
+    store, _ = open_store(url, storage_options=storage_options)
+    memory = [arena.shared_memory for arena in arenas]
+    config = StoreConfig(url, pickle.dumps(storage_options or {}), store.identity)
+    return Upload(url, store, config, sources, options, 0, [each for each in memory if each is not None])
+
+
+def whole(arena: Arena, key: str = "a/whole") -> ObjectSource:
+    return ObjectSource(key, [Segment(arena.nbytes, view_of(arena, 0, arena.nbytes), block_nbytes=MIB)])

@@ -1,0 +1,368 @@
+"""The helper process: it uploads what threads would, survives its own death, and ends with the trainer."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from bucketpoint.errors import AccessDeniedError, HelperProcessError, HelperUnavailableError
+from bucketpoint.stores.retry import process_budget
+from bucketpoint.testing.faults import Refuse, Rule, Script
+from bucketpoint.testing.plugin import MakeProxy
+from bucketpoint.testing.servers import S3Server
+from bucketpoint.transfer import BufferPool, Meter, ObjectSource, Progress, Segment, upload_objects
+from bucketpoint.transfer.helper.process import UploadHelper
+from transfer.helper.orders import MIB, OPTIONS, filled_arena, upload_of, view_of, whole
+
+
+@pytest.fixture(scope="module")
+def helper() -> Iterator[UploadHelper]:
+    """One for the tests after which it still runs."""
+    helper = UploadHelper()
+    yield helper
+    helper.close()
+
+
+@pytest.fixture
+def own_helper() -> Iterator[UploadHelper]:
+    helper = UploadHelper()
+    yield helper
+    helper.close()
+
+
+def meter(callback: Callable[[Progress], None] | None = None) -> Meter:
+    return Meter("save", "x", 0, callback)
+
+
+def has_ended(process: int) -> bool:
+    """True once a process has ended, whether its parent has looked or not."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
+    except OSError:
+        return True
+
+
+def wait_until(condition: Callable[[], Any], seconds: float = 30.0) -> None:
+    ends = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < ends, "waited in vain"
+        time.sleep(0.02)
+
+
+KINDS = st.sampled_from(["shared", "inline", "read-only", "elsewhere", "filled", "empty"])
+
+
+@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+@given(data=st.data())
+def test_any_objects_arrive_as_threads_would_have_sent_them(
+    data: st.DataObject, helper: UploadHelper, tmp_path: Path
+) -> None:
+    arenas = [filled_arena(600_000), filled_arena(300_000)]
+    sources = []
+    for number in range(data.draw(st.integers(1, 3), label="objects")):
+        segments: list[Segment] = []
+        for kind in data.draw(st.lists(KINDS, min_size=1, max_size=6), label="segments"):
+            nbytes = data.draw(st.integers(1, 200_000), label="nbytes") if kind != "empty" else 0
+            block = data.draw(st.sampled_from([0, nbytes, 70_001]), label="block")
+            if kind == "shared":
+                arena = data.draw(st.sampled_from(arenas))
+                start = data.draw(st.integers(0, arena.nbytes - nbytes), label="start")
+                segments.append(Segment(nbytes, view_of(arena, start, nbytes), block_nbytes=block))
+                continue
+            raw = os.urandom(min(nbytes, 1000) if kind == "inline" else nbytes)
+
+            def fill(start: int, out: memoryview, raw: bytes = raw) -> None:
+                out[:] = raw[start : start + len(out)]
+
+            if kind == "filled":
+                segments.append(Segment(len(raw), fill=fill, block_nbytes=block))
+            else:
+                view = memoryview(raw if kind == "read-only" else bytearray(raw))
+                segments.append(Segment(len(raw), view, block_nbytes=block))
+        tabled = [index for index, segment in enumerate(segments) if segment.block_nbytes]
+        blocks = sum(-(-segments[index].nbytes // segments[index].block_nbytes) for index in tabled)
+        if tabled:
+            segments.append(Segment(4 * blocks, table_of=tabled))
+        sources.append(ObjectSource(f"a/{number}", segments))
+    work = upload_of(str(tmp_path / "helper"), sources, arenas)
+    mine = upload_of(str(tmp_path / "threads"), sources)
+
+    there = helper.upload(work, meter())
+    here = upload_objects(mine.store, sources, OPTIONS, pool=BufferPool(16 * MIB), meter=meter())
+
+    assert [list(map(list, each.block_crcs)) for each in there] == [list(map(list, each.block_crcs)) for each in here]
+    assert [each.info.size for each in there] == [each.info.size for each in here]
+    for source in sources:
+        assert work.store.get(source.key)[0] == mine.store.get(source.key)[0]
+
+
+def test_parts_and_progress_and_requests_are_counted_here(helper: UploadHelper, minio: S3Server) -> None:
+    arena = filled_arena(12 * MIB)
+    bucket = minio.make_bucket()
+    work = upload_of(minio.url(bucket), [whole(arena)], [arena], storage_options=minio.options)
+    seen: list[Progress] = []
+    counted, before = meter(seen.append), process_budget().counts.requests
+    (done,) = helper.upload(work, counted)
+    assert done.info.size == counted.done_bytes == arena.nbytes
+    assert [each.done_bytes for each in seen] == sorted(each.done_bytes for each in seen)
+    # CreateMultipartUpload, the parts, and CompleteMultipartUpload.
+    assert counted.requests == process_budget().counts.requests - before == 1 + 3 + 1
+
+
+def test_the_process_has_neither_torch_nor_a_secret_in_its_arguments_and_environment(
+    helper: UploadHelper, minio: S3Server
+) -> None:
+    arena = filled_arena(MIB)
+    options = {**minio.options, "secret": minio.options["secret"]}
+    helper.upload(upload_of(minio.url(minio.make_bucket()), [whole(arena)], [arena], storage_options=options), meter())
+    process = Path(f"/proc/{helper.process_id}")
+    secret = options["secret"].encode()
+    assert secret not in (process / "cmdline").read_bytes() + (process / "environ").read_bytes()
+    assert "libtorch" not in (process / "maps").read_text()
+
+
+def test_the_memory_of_an_upload_is_not_mapped_after_it(helper: UploadHelper, tmp_path: Path) -> None:
+    arena = filled_arena(MIB)
+    helper.upload(upload_of(str(tmp_path), [whole(arena)], [arena]), meter())
+    wait_until(lambda: "bucketpoint-staging" not in Path(f"/proc/{helper.process_id}/maps").read_text())
+    descriptors = os.listdir(f"/proc/{helper.process_id}/fd")
+    helper.upload(upload_of(str(tmp_path), [whole(arena)], [arena]), meter())
+    wait_until(lambda: len(os.listdir(f"/proc/{helper.process_id}/fd")) == len(descriptors))
+
+
+def test_an_error_of_the_store_is_raised_here_and_the_process_goes_on(helper: UploadHelper, minio: S3Server) -> None:
+    arena = filled_arena(MIB)
+    refused = minio.limited_options({"Effect": "Allow", "Action": ["s3:GetObject"], "Resource": ["arn:aws:s3:::*"]})
+    url = minio.url(minio.make_bucket())
+    with pytest.raises(AccessDeniedError):
+        helper.upload(upload_of(url, [whole(arena)], [arena], storage_options=refused), meter())
+    process = helper.process_id
+    helper.upload(upload_of(url, [whole(arena)], [arena], storage_options=minio.options), meter())
+    assert helper.process_id == process
+
+
+def test_records_of_its_log_reach_the_handlers_of_the_program(
+    helper: UploadHelper, minio: S3Server, fault_proxy: MakeProxy, caplog: pytest.LogCaptureFixture
+) -> None:
+    arena = filled_arena(6 * MIB)
+    refused = Rule((Refuse(403, "AccessDenied"),), kinds=("UploadPart", "AbortMultipartUpload"))
+    proxy = fault_proxy(minio, Script((refused,)))
+    url = minio.url(minio.make_bucket())
+    work = upload_of(url, [whole(arena)], [arena], storage_options=minio.at(proxy.url).options)
+    with caplog.at_level(logging.WARNING, "bucketpoint"), pytest.raises(AccessDeniedError):
+        helper.upload(work, meter())
+    (record,) = (each for each in caplog.records if each.name == "bucketpoint.transfer.multipart")
+    assert record.process == helper.process_id
+    assert record.getMessage().startswith("could not abort the multipart upload of a/whole: ")
+
+
+def test_variables_that_were_set_after_it_was_started_are_used(
+    own_helper: UploadHelper, minio: S3Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arena = filled_arena(MIB)
+    url = minio.url(minio.make_bucket())
+    own_helper.upload(upload_of(url, [whole(arena)], [arena], storage_options=minio.options), meter())
+    for name, value in minio.env.items():
+        monkeypatch.setenv(name, value)
+    (done,) = own_helper.upload(upload_of(url, [whole(arena, "b")], [arena]), meter())
+    assert done.info.size == arena.nbytes
+
+
+def test_a_relative_path_is_that_of_the_trainer(
+    own_helper: UploadHelper, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arena = filled_arena(MIB)
+    own_helper.upload(upload_of(str(tmp_path / "first"), [whole(arena)], [arena]), meter())
+    monkeypatch.chdir(tmp_path)
+    own_helper.upload(upload_of("second", [whole(arena)], [arena]), meter())
+    assert (tmp_path / "second" / "a" / "whole").stat().st_size == arena.nbytes
+
+
+def test_options_that_mean_nothing_elsewhere_are_refused_before_anything_is_sent(
+    helper: UploadHelper, tmp_path: Path
+) -> None:
+    arena = filled_arena(MIB)
+    work = upload_of(str(tmp_path), [whole(arena)], [arena])
+    of_this_program = replace(work.config, storage_options=b"ca_module_of_the_program\nA\n.")
+    with pytest.raises(HelperUnavailableError, match="made again"):
+        helper.upload(replace(work, config=of_this_program), meter())
+    elsewhere = replace(work.config, url=str(tmp_path / "other"))
+    with pytest.raises(HelperUnavailableError, match="another one"):
+        helper.upload(replace(work, config=elsewhere), meter())
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("program", ["", "/bin/true", "/nowhere/python"])
+def test_an_interpreter_that_cannot_be_started_again_is_named(
+    own_helper: UploadHelper, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, program: str
+) -> None:
+    monkeypatch.setattr(sys, "executable", program)
+    with pytest.raises(HelperUnavailableError, match="start"):
+        own_helper.upload(upload_of(str(tmp_path), []), meter())
+
+
+# -- deaths ------------------------------------------------------------------------------------------------------------
+
+
+def test_an_upload_whose_process_was_killed_is_done_by_another(
+    own_helper: UploadHelper, minio: S3Server, caplog: pytest.LogCaptureFixture
+) -> None:
+    arena = filled_arena(22 * MIB)
+    bucket = minio.make_bucket()
+    killed: list[int] = []
+    seen: list[int] = []
+
+    def kill_once(progress: Progress) -> None:
+        seen.append(progress.done_bytes)
+        if not killed and progress.done_bytes:
+            killed.append(own_helper.process_id or 0)
+            os.kill(killed[0], signal.SIGKILL)
+
+    counted = meter(kill_once)
+    work = upload_of(minio.url(bucket), [whole(arena)], [arena], storage_options=minio.options)
+    (done,) = own_helper.upload(work, counted)
+    assert killed
+    assert own_helper.process_id != killed[0]
+    assert "died" in caplog.text
+    assert work.store.get("a/whole")[0] == bytes(view_of(arena, 0, arena.nbytes))
+    assert done.info.size == arena.nbytes == counted.done_bytes
+    assert seen == sorted(seen)
+    assert minio.open_uploads(bucket, "a/whole") == []
+
+
+def test_two_deaths_during_one_upload_are_an_error_and_leave_no_upload(
+    own_helper: UploadHelper, minio: S3Server
+) -> None:
+    arena = filled_arena(22 * MIB)
+    bucket = minio.make_bucket()
+    killed: set[int] = set()
+
+    class Killing(Meter):
+        def add(self, nbytes: int, *, requests: int = 1) -> None:
+            process = own_helper.process_id
+            if process is not None and process not in killed:
+                killed.add(process)
+                os.kill(process, signal.SIGKILL)
+
+    work = upload_of(minio.url(bucket), [whole(arena)], [arena], storage_options=minio.options)
+    with pytest.raises(HelperProcessError, match="-9"):
+        own_helper.upload(work, Killing("save", "x", 0, None))
+    assert len(killed) == 2
+    assert minio.open_uploads(bucket, "a/whole") == []
+    # The next upload gets a third process.
+    (done,) = own_helper.upload(work, meter())
+    assert done.info.size == arena.nbytes
+
+
+def test_an_error_on_this_side_ends_the_upload_and_leaves_none_open(own_helper: UploadHelper, minio: S3Server) -> None:
+    arena = filled_arena(22 * MIB)
+    bucket = minio.make_bucket()
+
+    def fail(progress: Progress) -> None:
+        if progress.done_bytes:
+            raise ZeroDivisionError
+
+    own_helper.upload(upload_of(minio.url(bucket), [], storage_options=minio.options), meter())
+    process = own_helper.process_id
+    assert process is not None
+    with pytest.raises(ZeroDivisionError):
+        own_helper.upload(
+            upload_of(minio.url(bucket), [whole(arena)], [arena], storage_options=minio.options), meter(fail)
+        )
+    assert has_ended(process)
+    assert minio.open_uploads(bucket, "a/whole") == []
+
+
+def test_signals_to_the_job_are_left_to_the_trainer(own_helper: UploadHelper, tmp_path: Path) -> None:
+    own_helper.upload(upload_of(str(tmp_path), []), meter())
+    process = own_helper.process_id
+    assert process is not None
+    assert os.getpgid(process) != os.getpgid(0)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+        os.kill(process, number)
+    own_helper.upload(upload_of(str(tmp_path), []), meter())
+    assert own_helper.process_id == process
+
+
+def test_close_leaves_neither_process_nor_descriptor_and_may_be_followed_by_an_upload(tmp_path: Path) -> None:
+    before = sorted(os.listdir("/proc/self/fd"))
+    helper = UploadHelper()
+    for _ in range(2):
+        helper.start_soon()
+        helper.upload(upload_of(str(tmp_path), []), meter())
+        process = helper.process_id
+        helper.close()
+        assert process is not None
+        assert not Path(f"/proc/{process}").exists()
+        assert helper.process_id is None
+    assert sorted(os.listdir("/proc/self/fd")) == before
+    helper.close()
+
+
+def test_a_helper_that_nobody_closed_ends_when_it_is_dropped(tmp_path: Path) -> None:
+    helper = UploadHelper()
+    helper.upload(upload_of(str(tmp_path), []), meter())
+    process = helper.process_id
+    del helper
+    assert process is not None
+    assert not Path(f"/proc/{process}").exists()
+
+
+def test_a_fork_neither_holds_nor_ends_the_channel_and_may_upload_by_itself(
+    own_helper: UploadHelper, tmp_path: Path
+) -> None:
+    own_helper.upload(upload_of(str(tmp_path), []), meter())
+    process = own_helper.process_id
+    assert process is not None
+    read, write = os.pipe()
+    child = os.fork()
+    if not child:
+        status = 1
+        with contextlib.suppress(BaseException):
+            assert own_helper.process_id is None
+            own_helper.upload(upload_of(str(tmp_path), []), meter())
+            assert own_helper.process_id not in (None, process)
+            own_helper.close()
+            status = 0
+        if status:
+            os._exit(status)
+        os.write(write, b"x")
+        time.sleep(60)
+        os._exit(0)
+    try:
+        assert os.read(read, 1) == b"x"
+        own_helper.upload(upload_of(str(tmp_path), []), meter())
+        assert own_helper.process_id == process
+        own_helper.close()
+        # Although the fork lives on.
+        assert has_ended(process)
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        os.close(read)
+        os.close(write)
+
+
+def test_two_threads_upload_one_after_the_other(helper: UploadHelper, tmp_path: Path) -> None:
+    arenas = [filled_arena(3 * MIB) for _ in range(4)]
+    works = [upload_of(str(tmp_path), [whole(arena, f"a/{n}")], [arena]) for n, arena in enumerate(arenas)]
+    threads = [threading.Thread(target=helper.upload, args=(work, meter())) for work in works]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for number, arena in enumerate(arenas):
+        assert (tmp_path / "a" / str(number)).read_bytes() == bytes(view_of(arena, 0, arena.nbytes))
