@@ -17,7 +17,7 @@ import get_fake_gcs
 import get_minio
 import get_versitygw
 from azurite import AzureServer
-from background import choose_uploads
+from background import LEAST_BYTES, choose_uploads
 from bucketpoint.stores.s3 import deletes as s3_deletes
 from bucketpoint.stores.s3 import store as s3_store
 from bucketpoint.stores.s3.services import S3Service
@@ -92,6 +92,12 @@ def _host_aws_env() -> Iterator[None]:
 def clean_aws_env(monkeypatch: pytest.MonkeyPatch) -> None:
     """No AWS setting of the host, or of another test, reaches a test. Tests set what they need with `monkeypatch`."""
     _isolate(monkeypatch)
+
+
+@pytest.fixture
+def threads_upload(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For tests that change how this process writes to a store: no other process uploads for it."""
+    monkeypatch.setattr("bucketpoint.dcp.saving.uploads.LEAST_BYTES", LEAST_BYTES["thread"])
 
 
 _tried: dict[str, S3Service] = {}

@@ -5,6 +5,7 @@ The scenarios are in `staging/worker.py` (blocked time, memory) and `staging/ste
 
 from __future__ import annotations
 
+import itertools
 import json
 import shutil
 import subprocess
@@ -28,6 +29,15 @@ ROOT = Path(__file__).resolve().parents[2]
 BUCKET = "bench-staging"
 CAP_BYTES_PER_S = 20e6
 GB = 1_000_000_000
+STEPS = ("short", "long")
+CONTENDERS = (
+    "bucketpoint",
+    "bucketpoint-threads",
+    "bucketpoint-dcp-process",
+    "s3torchconnector",
+    "s3torchconnector-dcp-process",
+    "floor",
+)
 
 
 @dataclass(frozen=True)
@@ -45,7 +55,7 @@ class Extent:
     capped_cycles: int = 3
     capped_s: float = 5.0
     idle_s: float = 3.0
-    full_rounds: int = 3
+    full_rounds: int = 5
     s3fs_rounds: int = 2
     lock_rounds: int = 2
     cuda_rounds: int = 7
@@ -158,19 +168,15 @@ class Staging:
             steps = Steps.start("bucketpoint", 2000, GB, client_env(server))
             try:
                 timing = {"idle_s": self.extent.idle_s, "busy_s": self.extent.capped_s, "sink": sink}
-                for round_ in range(self.extent.capped_cycles):
-                    found = steps.ask("beside", url=f"s3://{BUCKET}/capped", **timing)
-                    self.note({"contender": "bucketpoint", "op": "capped", "where": "sink", "round": round_, **found})
+                for round_, step in itertools.product(range(self.extent.capped_cycles), STEPS):
+                    found = steps.ask("beside", url=f"s3://{BUCKET}/capped", step=step, **timing)
+                    self.note({"contender": "bucketpoint", "op": "capped", "where": step, "round": round_, **found})
             finally:
                 steps.worker.stop()
 
     def full(self) -> None:
         """Training beside uploads at full speed, and the interpreter's lock during uploads alone."""
-        rounds = {
-            "bucketpoint": self.extent.full_rounds,
-            "s3torchconnector": self.extent.full_rounds,
-            "s3fs": self.extent.s3fs_rounds,
-        }
+        rounds = dict.fromkeys(CONTENDERS, self.extent.full_rounds) | {"s3fs": self.extent.s3fs_rounds}
         running: list[Steps] = []
         with minio(self.minio, tls=True, data=self.fast / "staging") as server:
             server.client().create_bucket(Bucket=BUCKET)
@@ -188,9 +194,9 @@ class Staging:
                     for steps in [*running[shift:], *running[:shift]]:
                         place = {"contender": steps.name, "where": "minio", "round": round_}
                         url = f"s3://{BUCKET}/{steps.name}/{round_}"
-                        if round_ < rounds[steps.name]:
-                            found = steps.ask("beside", url=url, idle_s=self.extent.idle_s / 2)
-                            self.note({**place, "op": "full", **found})
+                        for step in STEPS if round_ < rounds[steps.name] else ():
+                            found = steps.ask("beside", url=url, step=step, idle_s=self.extent.idle_s / 2)
+                            self.note({**place, "op": "full", **found, "where": step})
                             self._forget()
                         if round_ < min(self.extent.lock_rounds, rounds[steps.name]):
                             self.note({**place, "op": "lock", **steps.lock(url + "-lock")})

@@ -23,6 +23,7 @@ from bucketpoint.errors import CheckpointNotFoundError, IncompleteCheckpointErro
 from bucketpoint.format import catalog_keys, keys
 from bucketpoint.format.catalog_keys import CommitKey
 from bucketpoint.testing.proxied_connection import RecordedRequest
+from bucketpoint.transfer.options import Background
 from services import Server
 
 # A rank that is killed is forked from a process that has no tests, and imports this module for what it does.
@@ -74,10 +75,13 @@ class Place:
     def catalog(self) -> Catalog:
         return open_catalog(self.root, storage_options=self.server.options)
 
-    def writer(self, *, logged: bool = True, overwrite: bool = True, **options: Any) -> BucketWriter:
+    def writer(
+        self, *, logged: bool = True, overwrite: bool = True, background: Background = "auto", **options: Any
+    ) -> BucketWriter:
         log = SaveLog(self.catalog()) if logged else None
         storage = {**self.server.options, **options}
-        return BucketWriter(self.url, storage_options=storage, transfer=OPTIONS, log=log, overwrite=overwrite)
+        transfer = replace(OPTIONS, background=background)
+        return BucketWriter(self.url, storage_options=storage, transfer=transfer, log=log, overwrite=overwrite)
 
     def save(self, value: int, *, planner: Any = None, logged: bool = True, **options: Any) -> None:
         """Of all ranks' items, in this process."""
@@ -132,11 +136,12 @@ class Place:
 
 
 def save_beside(rank: int, world: int, place: Place, value: int, executor: str) -> None:
-    """One rank's share of an asynchronous save, waited for."""
+    """One rank's share of an asynchronous save, waited for. The executor HELPER is a thread with a helper process."""
+    writer = place.writer(max_attempts=2, background="process" if executor == "HELPER" else "auto")
     future = dcp.async_save(
         state(world, value, own=rank),
-        storage_writer=place.writer(max_attempts=2),
-        async_checkpointer_type=AsyncCheckpointerType[executor],
+        storage_writer=writer,
+        async_checkpointer_type=AsyncCheckpointerType["THREAD" if executor == "HELPER" else executor],
     )
     future.result()  # type: ignore[union-attr]
 

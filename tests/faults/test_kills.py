@@ -26,7 +26,7 @@ SEED = 20261121
 # Against hangs only: one test makes many kills, each of which forks, saves twice and loads twice.
 pytestmark = pytest.mark.timeout(3600)
 
-executors = pytest.mark.parametrize("executor", ["THREAD", "PROCESS"])
+executors = pytest.mark.parametrize("executor", ["THREAD", "PROCESS", "HELPER"])
 bases = pytest.mark.parametrize("over", [False, True], ids=["fresh", "over an old one"])
 
 

@@ -15,6 +15,8 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
+from background import LEAST_BYTES
+from bucketpoint.dcp.saving import uploads
 from bucketpoint.errors import BucketpointError
 from bucketpoint.manager.manager import CheckpointManager
 from bucketpoint.retention import InFlight, Save, SaveEvery, SaveEveryMinutes
@@ -45,7 +47,9 @@ class Gate:
                 assert self._open.wait(WAIT_S)
             return put(store, key, *args, **kwargs)
 
-        with mock.patch.object(LocalStore, "put", gated):
+        # The gate is in this process.
+        threads = mock.patch.object(uploads, "LEAST_BYTES", LEAST_BYTES["thread"])
+        with threads, mock.patch.object(LocalStore, "put", gated):
             try:
                 yield
             finally:

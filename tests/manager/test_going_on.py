@@ -372,6 +372,7 @@ def test_a_rollback_is_one_word(root: str, caplog: pytest.LogCaptureFixture) -> 
         assert value_of({**target, "step": 31}) == 31.0
 
 
+@pytest.mark.usefixtures("threads_upload")
 def test_a_save_that_dies_over_a_discarded_step_does_not_bring_it_back(
     root: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -606,6 +607,7 @@ def test_what_a_save_was_to_discard_that_never_began_stays(root: str) -> None:
         assert going(manager) == []
 
 
+@pytest.mark.usefixtures("threads_upload")
 def test_what_the_save_before_notes_late_does_not_take_from_what_the_next_one_discards(
     root: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -214,6 +214,14 @@ def test_an_interpreter_that_cannot_be_started_again_is_named(
         own_helper.upload(upload_of(str(tmp_path), []), meter())
 
 
+def test_a_frozen_program_is_not_started_once_more(
+    own_helper: UploadHelper, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "frozen", True, raising=False)
+    with pytest.raises(HelperUnavailableError, match="started again"):
+        own_helper.upload(upload_of(str(tmp_path), []), meter())
+
+
 # -- deaths ------------------------------------------------------------------------------------------------------------
 
 

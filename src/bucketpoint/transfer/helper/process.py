@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -208,7 +209,8 @@ class _Running:
     """
 
     def __init__(self) -> None:
-        if not sys.executable:
+        # What a frozen program has for an interpreter is the program itself: it would start training once more.
+        if not sys.executable or getattr(sys, "frozen", False):
             raise HelperUnavailableError("this program is not run by an interpreter that can be started again")
         self.begun: list[tuple[str, str]] = []
         self._ready = False
@@ -246,7 +248,8 @@ class _Running:
             logger.getEffectiveLevel(),
         )
         self._environment = environment
-        self._wait_until_ready()
+        if not self._becomes_ready():
+            return None
         try:
             self._channel.send(order, [memory.descriptor for memory in work.memory])
             while (received := self._channel.receive()) is not None:
@@ -270,17 +273,23 @@ class _Running:
             return None
         return None
 
-    def _wait_until_ready(self) -> None:
+    def _becomes_ready(self) -> bool:
+        """Wait for the first message. False if the process was killed before it."""
         if self._ready:
-            return
+            return True
+        began = time.monotonic()
         received = self._channel.receive(within_s=READY_S)
         self._ready = received is not None and isinstance(received[0], Ready)
         if not self._ready:
+            in_time = time.monotonic() - began < READY_S
             self.end()
+            if in_time and self.process.returncode < 0:
+                return False
             raise HelperUnavailableError(
                 f"{sys.executable} was started and ended, or said nothing for {READY_S:.0f} s "
                 f"(exit status {self.process.returncode})"
             )
+        return True
 
 
 class _NeverBackwards:

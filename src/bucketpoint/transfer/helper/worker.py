@@ -102,7 +102,8 @@ class _Forwarder(logging.Handler):
         record.msg, record.args = record.getMessage(), None
         if record.exc_info:
             record.exc_text, record.exc_info = logging.Formatter().formatException(record.exc_info), None
-        with contextlib.suppress(OSError):
+        # A record that cannot be sent is no reason to fail the upload.
+        with contextlib.suppress(OSError, pickle.PicklingError, TypeError, AttributeError):
             self._channel.send(Logged(record))
 
 
@@ -178,10 +179,10 @@ class _Job:
         if order.environment is not None:
             os.environ.clear()
             os.environ.update(order.environment)
-        if order.folder is not None:
-            os.chdir(order.folder)
         logging.getLogger("bucketpoint").setLevel(order.log_level)
         try:
+            if order.folder is not None:
+                os.chdir(order.folder)
             options = pickle.loads(order.store.storage_options)
             store, _ = open_store(order.store.url, storage_options=options)
         except Exception as error:
