@@ -15,6 +15,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
+from background import LEAST_BYTES
+from bucketpoint.dcp.saving import uploads
 from bucketpoint.errors import BucketpointError
 from bucketpoint.manager.manager import CheckpointManager
 from bucketpoint.retention import Best, Keep, MaxDelete, Prune, RetentionPolicy, Save, SaveEvery, SaveEveryMinutes
@@ -138,7 +140,8 @@ def a_failure_surfaces_on_every_rank(rank: int, world: int, root: str) -> Any:
         return put(self, key, *args, **kwargs)
 
     seen = []
-    with mock.patch.object(LocalStore, "put", full):
+    threads = mock.patch.object(uploads, "LEAST_BYTES", LEAST_BYTES["thread"])
+    with threads, mock.patch.object(LocalStore, "put", full):
         manager.save(1, state(1, world))
         try:
             manager.save(2, state(2, world))

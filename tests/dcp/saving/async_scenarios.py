@@ -31,6 +31,7 @@ from bucketpoint import (
     SaveHandle,
     Stager,
     StagingOptions,
+    TransferOptions,
 )
 
 WAIT_S = 240
@@ -357,6 +358,19 @@ def dtensors_cross_too(rank: int, world: int, root: str) -> None:
             for layer in loaded["layers"]:
                 for name, value in layer.items():
                     assert torch.equal(value.full_tensor(), whole[name])
+
+
+def no_helper_beside_a_checkpoint_process(rank: int, world: int, root: str) -> Any:
+    """Whether the trainer has a helper after each of two saves by a checkpoint process."""
+    found = []
+    with contextlib.closing(BucketWriter(transfer=TransferOptions(background="process"))) as writer:
+        for step in range(2):
+            url = f"{root}/alone-{step}"
+            state = Training().run(step)
+            wait(dcp.async_save(state, checkpoint_id=url, storage_writer=writer, async_checkpointer_type=PROCESS))
+            found.append(writer._uploads._helper.process_id)
+            assert Path(url, ".metadata").exists()
+    return found
 
 
 def what_cannot_be_pickled_is_named(rank: int, world: int, root: str) -> None:

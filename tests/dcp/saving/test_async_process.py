@@ -65,6 +65,10 @@ def test_uploads_stand_back_in_the_checkpoint_process_and_not_on_threads_that_sh
     assert here == thread < process == 19
 
 
+def test_no_other_process_uploads_beside_the_checkpoint_process(one_rank: Ranks, tmp_path: Any) -> None:
+    assert one_rank.run(scenarios.no_helper_beside_a_checkpoint_process, str(tmp_path)) == [[None, None]]
+
+
 def test_dtensors_are_saved_too(one_rank: Ranks, tmp_path: Any) -> None:
     one_rank.run(scenarios.dtensors_cross_too, str(tmp_path))
 
