@@ -1,4 +1,5 @@
-# A bucket with a role for EKS jobs, one for a laptop, one for a nightly prune from GitHub's runners.
+# A bucket with its roles. example.tfvars has one for EKS jobs, one for a laptop, one for a nightly prune from GitHub's
+# runners: change its names, then `terraform apply -var-file=example.tfvars`.
 
 terraform {
   required_version = ">= 1.6"
@@ -19,6 +20,18 @@ variable "bucket" {
 variable "region" {
   description = "Where the accelerators are: traffic between regions costs, and is slow."
   type        = string
+}
+
+variable "prefix" {
+  description = "What all runs lie below."
+  type        = string
+  default     = "runs"
+}
+
+variable "create_kms_key" {
+  description = "Encrypt with a key of the bucket's own."
+  type        = bool
+  default     = false
 }
 
 variable "principals" {
@@ -61,9 +74,11 @@ provider "aws" {
 module "checkpoints" {
   source = "../../modules/aws"
 
-  bucket        = var.bucket
-  principals    = var.principals
-  force_destroy = var.endpoint != null
+  bucket         = var.bucket
+  prefix         = var.prefix
+  create_kms_key = var.create_kms_key
+  principals     = var.principals
+  force_destroy  = var.endpoint != null
 }
 
 output "bucket" {

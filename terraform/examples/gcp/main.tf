@@ -1,4 +1,5 @@
-# A bucket with a role for GKE jobs and one for a nightly prune.
+# A bucket with its roles. example.tfvars has one for GKE jobs, one for a laptop, one for a nightly prune from GitHub's
+# runners: change its names, then `terraform apply -var-file=example.tfvars`.
 
 terraform {
   required_version = ">= 1.6"
@@ -26,6 +27,18 @@ variable "region" {
   type        = string
 }
 
+variable "prefix" {
+  description = "What all runs lie below."
+  type        = string
+  default     = "runs"
+}
+
+variable "create_kms_key" {
+  description = "Encrypt with a key of the bucket's own."
+  type        = bool
+  default     = false
+}
+
 variable "members" {
   description = "Who may act as each role's service account: see the module."
   type        = any
@@ -40,10 +53,12 @@ provider "google" {
 module "checkpoints" {
   source = "../../modules/gcp"
 
-  project  = var.project
-  bucket   = var.bucket
-  location = var.region
-  members  = var.members
+  project        = var.project
+  bucket         = var.bucket
+  location       = var.region
+  prefix         = var.prefix
+  create_kms_key = var.create_kms_key
+  members        = var.members
 }
 
 output "bucket" {

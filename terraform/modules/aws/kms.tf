@@ -1,5 +1,11 @@
 # A key of the bucket's own, where it is asked for.
 
+locals {
+  # An alias has no dots; the names of buckets and roles may. The hash tells acme.ckpt from acme-ckpt.
+  plain_name = replace(local.name, "/[^a-zA-Z0-9_-]/", "-")
+  alias      = local.plain_name == local.name ? local.name : "${local.plain_name}-${substr(sha256(local.name), 0, 8)}"
+}
+
 data "aws_iam_policy_document" "kms" {
   # checkov:skip=CKV_AWS_109: the policy of a key speaks of this key alone, whatever its resource says
   # checkov:skip=CKV_AWS_111: as above
@@ -32,7 +38,6 @@ resource "aws_kms_key" "this" {
 resource "aws_kms_alias" "this" {
   count = var.create_kms_key ? 1 : 0
 
-  # An alias has no dots; the names of buckets and roles may.
-  name          = "alias/${replace(local.name, "/[^a-zA-Z0-9_-]/", "-")}"
+  name          = "alias/${local.alias}"
   target_key_id = aws_kms_key.this[0].key_id
 }

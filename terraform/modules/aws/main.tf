@@ -12,8 +12,10 @@ locals {
   partition  = data.aws_partition.current.partition
   bucket_arn = "arn:${local.partition}:s3:::${var.bucket}"
   # Known before anything is made, unlike the key itself: how many policies there are depends on it.
-  own_key = var.create_kms_key || var.kms_key_arn != null
-  kms_key = var.create_kms_key ? aws_kms_key.this[0].arn : var.kms_key_arn
+  own_key = var.create_kms_key || var.kms_key != null
+  kms_key = var.create_kms_key ? aws_kms_key.this[0].arn : one(var.kms_key[*].arn)
+  # Version 5 of the provider calls it name, version 6 region; whoever writes .name is warned by version 6.
+  region = lookup(data.aws_region.current, "region", lookup(data.aws_region.current, "name", null))
 }
 
 resource "aws_s3_bucket" "this" {
@@ -25,6 +27,14 @@ resource "aws_s3_bucket" "this" {
   bucket        = var.bucket
   force_destroy = var.force_destroy
   tags          = var.tags
+
+  lifecycle {
+    # Not a validation: before Terraform 1.9 one variable cannot be compared with another.
+    precondition {
+      condition     = !var.create_kms_key || var.kms_key == null
+      error_message = "kms_key names a key, and create_kms_key asks for a new one: set one of them."
+    }
+  }
 }
 
 resource "aws_s3_bucket_public_access_block" "this" {
@@ -48,10 +58,10 @@ resource "aws_s3_bucket_server_side_encryption_configuration" "this" {
 
   rule {
     # One data key for many objects: a save of ten thousand parts is not ten thousand requests to KMS.
-    bucket_key_enabled = local.kms_key != null
+    bucket_key_enabled = local.own_key
 
     apply_server_side_encryption_by_default {
-      sse_algorithm     = local.kms_key == null ? "AES256" : "aws:kms"
+      sse_algorithm     = local.own_key ? "aws:kms" : "AES256"
       kms_master_key_id = local.kms_key
     }
   }
@@ -104,7 +114,7 @@ resource "aws_s3_bucket_logging" "this" {
   count = var.log_bucket == null ? 0 : 1
 
   bucket        = aws_s3_bucket.this.id
-  target_bucket = var.log_bucket
+  target_bucket = var.log_bucket.name
   target_prefix = "${var.bucket}/"
 }
 

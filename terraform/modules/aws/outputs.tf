@@ -31,7 +31,7 @@ output "vpc_endpoint_id" {
 output "environment" {
   description = "What a job's environment wants: `terraform output -json environment`."
   value = {
-    AWS_REGION       = data.aws_region.current.id
+    AWS_REGION       = local.region
     BUCKETPOINT_ROOT = trimsuffix("s3://${aws_s3_bucket.this.bucket}/${local.below}", "/")
   }
 }

@@ -1,12 +1,6 @@
 # Who may do what. The rights are those of policies/aws at the root of this repository; its tests hold MinIO to the same.
 
 locals {
-  # IAM refuses a role whose trust names nobody.
-  roles = {
-    for role, found in var.principals : role => found
-    if length(found.arns) > 0 || found.service_accounts != null || found.oidc != null || length(found.pod_identities) > 0
-  }
-
   # The bucket first: its name is in lower case, while a prefix may hold either word.
   policies = {
     for role in ["trainer", "reader", "pruner"] : role => replace(replace(replace(
@@ -31,7 +25,7 @@ locals {
 }
 
 data "aws_iam_policy_document" "trust" {
-  for_each = local.roles
+  for_each = var.principals
 
   dynamic "statement" {
     for_each = length(each.value.arns) > 0 ? [each.value.arns] : []
@@ -102,7 +96,7 @@ data "aws_iam_policy_document" "trust" {
 }
 
 resource "aws_iam_role" "this" {
-  for_each = local.roles
+  for_each = var.principals
 
   name               = "${local.name}-${each.key}"
   description        = "bucketpoint ${each.key} of s3://${var.bucket}/${local.below}"
@@ -124,7 +118,7 @@ resource "aws_eks_pod_identity_association" "this" {
 }
 
 resource "aws_iam_role_policy" "objects" {
-  for_each = local.roles
+  for_each = var.principals
 
   name   = "checkpoints"
   role   = aws_iam_role.this[each.key].id
@@ -141,13 +135,13 @@ data "aws_iam_policy_document" "key" {
     condition {
       test     = "StringEquals"
       variable = "kms:ViaService"
-      values   = ["s3.${data.aws_region.current.id}.amazonaws.com"]
+      values   = ["s3.${local.region}.amazonaws.com"]
     }
   }
 }
 
 resource "aws_iam_role_policy" "key" {
-  for_each = local.own_key ? local.roles : {}
+  for_each = local.own_key ? var.principals : {}
 
   name   = "key"
   role   = aws_iam_role.this[each.key].id

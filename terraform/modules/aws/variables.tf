@@ -1,6 +1,12 @@
 variable "bucket" {
   description = "Name of the bucket to make."
   type        = string
+
+  validation {
+    # https://docs.aws.amazon.com/AmazonS3/latest/userguide/bucketnamingrules.html
+    condition     = can(regex("^[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]$", var.bucket)) && !strcontains(var.bucket, "..")
+    error_message = "A bucket's name has 3 to 63 lower-case letters, digits, dots and dashes, begins and ends with a letter or digit, and has no two dots in a row."
+  }
 }
 
 variable "prefix" {
@@ -9,8 +15,13 @@ variable "prefix" {
   default     = "runs"
 
   validation {
-    condition     = !startswith(var.prefix, "/") && !endswith(var.prefix, "/") && can(regex("^[^*?$\"\\\\]*$", var.prefix))
-    error_message = "The prefix must neither begin nor end with a slash, nor hold one of *?$, which IAM expands, a quote or a backslash."
+    condition     = var.prefix == "" || alltrue([for part in split("/", var.prefix) : !contains(["", ".", ".."], part)])
+    error_message = "The prefix must neither begin nor end with a slash, nor hold two slashes in a row or a part that is . or .."
+  }
+
+  validation {
+    condition     = can(regex("^[^*?$\"\\\\[:cntrl:]]*$", var.prefix))
+    error_message = "The prefix must not hold one of *?$, which IAM expands, a quote, a backslash or a control character such as a newline."
   }
 }
 
@@ -29,8 +40,9 @@ variable "name" {
 variable "principals" {
   description = <<-EOT
     Who may take each role: ARNs of accounts, roles or users, service accounts of EKS (by IRSA or by EKS Pod Identity),
-    and jobs of an OIDC provider (GitHub's, say). A role that nobody may take is not made. Each is named whole, without
-    wildcards: for a pattern, write a role of your own with the policies in policies/aws.
+    and jobs of an OIDC provider (GitHub's, say). A role that is not named is not made. Each of them is named whole,
+    without wildcards: for a pattern, write a role of your own with the policies in policies/aws. `service_accounts` are
+    those of one cluster, whose provider the role trusts: for a second cluster use `pod_identities`.
   EOT
   type = map(object({
     arns = optional(list(string), [])
@@ -57,12 +69,30 @@ variable "principals" {
   }
 
   validation {
+    # IAM refuses a role whose trust names nobody, and Terraform drops keys that the type does not have.
+    condition = alltrue([
+      for role in values(var.principals) :
+      length(role.arns) > 0 || role.service_accounts != null || role.oidc != null || length(role.pod_identities) > 0
+    ])
+    error_message = "Each role that is named needs arns, service_accounts, oidc or pod_identities. If it has one of them, look for a misspelt key: Terraform drops a key that it does not know."
+  }
+
+  validation {
     condition = alltrue(flatten([
       for role in values(var.principals) : [
-        for arn in role.arns : can(regex("^([0-9]{12}|arn:[a-z-]+:(iam|sts)::[0-9]{12}:[^*?]+)$", arn))
+        for arn in role.arns : can(regex("^([0-9]{12}|arn:[a-z-]+:iam::[0-9]{12}:(root|(role|user)/[^*?]+)|arn:[a-z-]+:sts::[0-9]{12}:(assumed-role|federated-user)/[^*?]+)$", arn))
       ]
     ]))
-    error_message = "Each of arns is an account's number, or the ARN of an account, a role or a user, without * and ?: a wildcard would let other accounts take the role."
+    error_message = "Each of arns is an account's number, or the ARN of an account, a role, a user or a session of theirs, without * and ?: a wildcard would let other accounts take the role. An OIDC provider belongs into service_accounts or oidc."
+  }
+
+  validation {
+    condition = alltrue(flatten([
+      for role in values(var.principals) : [
+        for found in [role.service_accounts, role.oidc] : try(length(found.subjects) > 0, true)
+      ]
+    ]))
+    error_message = "A role with service_accounts or oidc names at least one of their subjects, or nobody may take it."
   }
 
   validation {
@@ -129,10 +159,17 @@ variable "abort_uploads_days" {
   }
 }
 
-variable "kms_key_arn" {
-  description = "A KMS key of your own to encrypt with. Default: the bucket's, SSE-S3, unless `create_kms_key`."
-  type        = string
-  default     = null
+variable "kms_key" {
+  description = "A KMS key of your own to encrypt with. Default: the bucket's, SSE-S3, unless `create_kms_key`. An object, so that the ARN may be that of a key which the same configuration makes."
+  type = object({
+    arn = string
+  })
+  default = null
+
+  validation {
+    condition     = var.kms_key == null || can(regex("^arn:[a-z-]+:kms:[a-z0-9-]+:[0-9]{12}:key/[a-zA-Z0-9-]+$", var.kms_key.arn))
+    error_message = "The ARN of a key is arn:aws:kms:REGION:ACCOUNT:key/ID. A role's policy takes neither an alias nor an ID alone."
+  }
 }
 
 variable "create_kms_key" {
@@ -142,9 +179,15 @@ variable "create_kms_key" {
 }
 
 variable "log_bucket" {
-  description = "A bucket for S3's access logs. Default: none are kept."
-  type        = string
-  default     = null
+  description = <<-EOT
+    A bucket for access logs. Default: none are kept. The policy of that bucket has to let the service
+    logging.s3.amazonaws.com do s3:PutObject on arn:aws:s3:::LOG_BUCKET/BUCKET/*, or S3 answers
+    InvalidTargetBucketForLogging. An object, so that the name may be that of a bucket which the same configuration makes.
+  EOT
+  type = object({
+    name = string
+  })
+  default = null
 }
 
 variable "vpc_endpoint" {
@@ -158,7 +201,7 @@ variable "vpc_endpoint" {
 }
 
 variable "alarm" {
-  description = "Publish request metrics of the prefix, and raise an alarm at more than so many failed requests (4xx other than expected, or 5xx) in five minutes. Metrics are billed."
+  description = "Publish request metrics of the prefix, and raise an alarm at more than so many failed requests (4xx or 5xx) in five minutes. The 4xx include the 404 of each save that asks whether its checkpoint exists. Metrics are billed."
   type = object({
     errors_5xx    = optional(number, 100)
     errors_4xx    = optional(number, 1000)

@@ -5,8 +5,9 @@ locals {
   fitting = can(regex("^[a-z][a-z0-9-]{0,21}$", var.bucket)) ? var.bucket : "ckpt-${substr(sha256(var.bucket), 0, 8)}"
   name    = coalesce(var.name, local.fitting)
   below   = var.prefix == "" ? "" : "${var.prefix}/"
-  own_key = var.create_kms_key || var.kms_key_name != null
-  kms_key = var.create_kms_key ? google_kms_crypto_key.this[0].id : var.kms_key_name
+  # Known before anything is made, unlike the key itself: how many grants there are depends on it.
+  own_key = var.create_kms_key || var.kms_key != null
+  kms_key = var.create_kms_key ? google_kms_crypto_key.this[0].id : one(var.kms_key[*].name)
 }
 
 resource "google_storage_bucket" "this" {
@@ -57,7 +58,7 @@ resource "google_storage_bucket" "this" {
   }
 
   dynamic "logging" {
-    for_each = var.log_bucket == null ? [] : [var.log_bucket]
+    for_each = var.log_bucket == null ? [] : [var.log_bucket.name]
 
     content {
       log_bucket = logging.value
@@ -66,4 +67,12 @@ resource "google_storage_bucket" "this" {
 
   # The bucket is refused a key that its service may not use yet.
   depends_on = [google_kms_crypto_key_iam_member.storage]
+
+  lifecycle {
+    # Not a validation: before Terraform 1.9 one variable cannot be compared with another.
+    precondition {
+      condition     = !var.create_kms_key || var.kms_key == null
+      error_message = "kms_key names a key, and create_kms_key asks for a new one: set one of them."
+    }
+  }
 }

@@ -34,13 +34,13 @@ locals {
   impersonations = merge([
     for role, found in var.members : merge(
       {
-        for member in found.kubernetes : "${role} ${member}" => {
+        for member in coalesce(found.kubernetes, []) : "${role} ${member}" => {
           role   = role
           member = "serviceAccount:${var.project}.svc.id.goog[${member}]"
         }
       },
       {
-        for member in found.principals : "${role} ${member}" => { role = role, member = member }
+        for member in coalesce(found.principals, []) : "${role} ${member}" => { role = role, member = member }
       },
     )
   ]...)

@@ -6,6 +6,12 @@ variable "project" {
 variable "bucket" {
   description = "Name of the bucket to make."
   type        = string
+
+  validation {
+    # https://cloud.google.com/storage/docs/buckets#naming
+    condition     = can(regex("^[a-z0-9][a-z0-9._-]{1,220}[a-z0-9]$", var.bucket)) && alltrue([for part in split(".", var.bucket) : contains(range(1, 64), length(part))])
+    error_message = "A bucket's name has 3 to 63 lower-case letters, digits, dashes, underscores and dots, and begins and ends with a letter or digit. With dots it may have 222, and each part between them 1 to 63."
+  }
 }
 
 variable "location" {
@@ -19,8 +25,13 @@ variable "prefix" {
   default     = "runs"
 
   validation {
-    condition     = !startswith(var.prefix, "/") && !endswith(var.prefix, "/") && can(regex("^[^'$\\\\]*$", var.prefix))
-    error_message = "The prefix must neither begin nor end with a slash, nor hold a quote, a backslash or a $, which a condition or a policy would not take as written."
+    condition     = var.prefix == "" || alltrue([for part in split("/", var.prefix) : !contains(["", ".", ".."], part)])
+    error_message = "The prefix must neither begin nor end with a slash, nor hold two slashes in a row or a part that is . or .."
+  }
+
+  validation {
+    condition     = can(regex("^[^'$\\\\[:cntrl:]]*$", var.prefix))
+    error_message = "The prefix must not hold a quote, a backslash, a $ or a control character such as a newline, which a condition or a policy would not take as written."
   }
 }
 
@@ -39,12 +50,13 @@ variable "name" {
 variable "members" {
   description = <<-EOT
     Who may act as each role's service account: Kubernetes service accounts ("NAMESPACE/NAME", by workload identity of
-    GKE in `project`), and principals of a workload identity pool (GitHub's jobs, say) or others, as IAM writes them. A
-    role that is not named is not made.
+    GKE in `project`), and principals of a workload identity pool (GitHub's jobs, say) or others, as IAM writes them:
+    user:, group:, serviceAccount:, principal:// or principalSet://. A role that is not named is not made. A service
+    account that only machines use, and nobody impersonates, is `{ principals = [] }`.
   EOT
   type = map(object({
-    kubernetes = optional(list(string), [])
-    principals = optional(list(string), []) # "principalSet://iam.googleapis.com/projects/1/locations/global/..."
+    kubernetes = optional(list(string))
+    principals = optional(list(string)) # "principalSet://iam.googleapis.com/projects/1/locations/global/..."
   }))
   default = {}
 
@@ -54,18 +66,24 @@ variable "members" {
   }
 
   validation {
-    condition = alltrue(flatten([
-      for role in values(var.members) : [
-        for member in role.principals : !contains(["allUsers", "allAuthenticatedUsers"], member) && can(regex("^[^*]+$", member))
-      ]
-    ]))
-    error_message = "Each principal is named, without *: allUsers and allAuthenticatedUsers are everybody, and POOL/* is everybody whom any provider of the pool lets in, GitHub's jobs of strangers among them."
+    # Terraform drops keys that the type does not have.
+    condition     = alltrue([for role in values(var.members) : role.kubernetes != null || role.principals != null])
+    error_message = "Each role that is named needs kubernetes or principals. If it has one of them, look for a misspelt key: Terraform drops a key that it does not know. For a service account that nobody impersonates, write principals = []."
   }
 
   validation {
     condition = alltrue(flatten([
       for role in values(var.members) : [
-        for member in role.kubernetes : can(regex("^[a-z0-9-]+/[a-z0-9.-]+$", member))
+        for member in coalesce(role.principals, []) : can(regex("^(user:|group:|serviceAccount:|principal(Set)?://iam\\.googleapis\\.com/)[^*?]+$", member)) && !strcontains(member, "/attribute.aud/")
+      ]
+    ]))
+    error_message = "Each principal is a user:, group: or serviceAccount:, or a principal:// or principalSet:// of iam.googleapis.com, without * and ?. Refused are those who are everybody or nearly: allUsers, allAuthenticatedUsers, domain:, POOL/*, and POOL/attribute.aud/..., which every job of the pool's providers fits, those of strangers among them."
+  }
+
+  validation {
+    condition = alltrue(flatten([
+      for role in values(var.members) : [
+        for member in coalesce(role.kubernetes, []) : can(regex("^[a-z0-9-]+/[a-z0-9.-]+$", member))
       ]
     ]))
     error_message = "A Kubernetes service account is written NAMESPACE/NAME, without wildcards."
@@ -82,6 +100,11 @@ variable "noncurrent_days" {
   description = "Days after which deleted and replaced objects of a bucket with versioning are gone for good."
   type        = number
   default     = 3
+
+  validation {
+    condition     = var.noncurrent_days >= 1
+    error_message = "With 0 days a bucket with versioning would keep nothing: at least 1."
+  }
 }
 
 variable "soft_delete_days" {
@@ -100,12 +123,24 @@ variable "abort_uploads_days" {
   description = "Days after which a multipart upload that nobody completed is aborted. Its parts are billed until then."
   type        = number
   default     = 2
+
+  validation {
+    condition     = var.abort_uploads_days >= 1
+    error_message = "With 0 days the uploads of running saves would be aborted: at least 1."
+  }
 }
 
-variable "kms_key_name" {
-  description = "A Cloud KMS key of your own to encrypt with. Default: Google's, unless `create_kms_key`."
-  type        = string
-  default     = null
+variable "kms_key" {
+  description = "A Cloud KMS key of your own to encrypt with. Default: Google's, unless `create_kms_key`. An object, so that the name may be that of a key which the same configuration makes."
+  type = object({
+    name = string
+  })
+  default = null
+
+  validation {
+    condition     = var.kms_key == null || can(regex("^projects/[^/]+/locations/[^/]+/keyRings/[^/]+/cryptoKeys/[^/]+$", var.kms_key.name))
+    error_message = "The name of a key is projects/PROJECT/locations/LOCATION/keyRings/RING/cryptoKeys/KEY, without a version."
+  }
 }
 
 variable "create_kms_key" {
@@ -115,9 +150,14 @@ variable "create_kms_key" {
 }
 
 variable "log_bucket" {
-  description = "A bucket for usage logs. Default: none are kept."
-  type        = string
-  default     = null
+  description = <<-EOT
+    A bucket for usage logs. Default: none are kept. In that bucket the group cloud-storage-analytics@google.com needs
+    roles/storage.objectCreator, or no logs arrive.
+  EOT
+  type = object({
+    name = string
+  })
+  default = null
 }
 
 variable "alarm" {

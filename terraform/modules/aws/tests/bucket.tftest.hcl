@@ -28,21 +28,21 @@ run "a_bucket_is_closed_and_frees_what_is_deleted" {
 
   assert {
     condition     = length(aws_iam_role.this) == 0
-    error_message = "a role was made that nobody may take"
+    error_message = "a role was made that nobody asked for"
   }
 }
 
-run "a_role_that_nobody_may_take_is_not_made" {
+run "a_role_that_is_not_named_is_not_made" {
   command = plan
 
   variables {
-    principals     = { trainer = { arns = ["arn:aws:iam::123456789012:root"] }, reader = {} }
+    principals     = { trainer = { arns = ["arn:aws:iam::123456789012:root"] } }
     create_kms_key = true
   }
 
   assert {
     condition     = toset(keys(aws_iam_role.this)) == toset(["trainer"]) && toset(keys(aws_iam_role_policy.key)) == toset(["trainer"])
-    error_message = "a role was made that nobody may take"
+    error_message = "a role was made that nobody asked for"
   }
 }
 
@@ -297,8 +297,34 @@ run "a_bucket_with_dots_has_a_key" {
   }
 
   assert {
-    condition     = aws_kms_alias.this[0].name == "alias/checkpoints-acme-example"
-    error_message = "KMS takes no dots in an alias"
+    condition     = can(regex("^alias/checkpoints-acme-example-[0-9a-f]{8}$", aws_kms_alias.this[0].name))
+    error_message = "KMS takes no dots in an alias, and checkpoints-acme-example may be another bucket"
+  }
+}
+
+run "a_bucket_without_dots_gives_its_key_its_own_name" {
+  command = plan
+
+  variables {
+    create_kms_key = true
+  }
+
+  assert {
+    condition     = aws_kms_alias.this[0].name == "alias/acme-checkpoints"
+    error_message = "the alias is another"
+  }
+}
+
+run "a_key_and_a_bucket_for_logs_may_be_made_in_the_same_plan" {
+  command = plan
+
+  module {
+    source = "./tests/made_beside"
+  }
+
+  assert {
+    condition     = output.roles == toset(["trainer"])
+    error_message = "the roles are others"
   }
 }
 
@@ -326,4 +352,115 @@ run "an_endpoint_lets_through_what_its_policy_says" {
     condition     = jsondecode(aws_vpc_endpoint.s3[0].policy).Statement == []
     error_message = "the endpoint has another policy"
   }
+}
+
+run "a_name_with_capitals_is_refused_for_a_bucket" {
+  command = plan
+
+  variables {
+    bucket = "Acme_Bad"
+  }
+
+  expect_failures = [var.bucket]
+}
+
+run "a_name_that_ends_with_a_dot_is_refused_for_a_bucket" {
+  command = plan
+
+  variables {
+    bucket = "bad-bucket."
+  }
+
+  expect_failures = [var.bucket]
+}
+
+run "two_slashes_in_a_prefix_are_refused" {
+  command = plan
+
+  variables {
+    prefix = "a//b"
+  }
+
+  expect_failures = [var.prefix]
+}
+
+run "a_prefix_that_leads_out_of_itself_is_refused" {
+  command = plan
+
+  variables {
+    prefix = "../x"
+  }
+
+  expect_failures = [var.prefix]
+}
+
+run "a_newline_in_a_prefix_is_refused" {
+  command = plan
+
+  variables {
+    prefix = "a\nb"
+  }
+
+  expect_failures = [var.prefix]
+}
+
+run "a_role_that_nobody_may_take_is_refused" {
+  command = plan
+
+  variables {
+    principals = { reader = {} }
+  }
+
+  expect_failures = [var.principals]
+}
+
+run "a_misspelt_key_of_a_role_is_refused" {
+  command = plan
+
+  variables {
+    principals = { trainer = { service_account = { provider_arn = "arn:aws:iam::123456789012:oidc-provider/x", subjects = ["system:serviceaccount:train:trainer"] } } }
+  }
+
+  expect_failures = [var.principals]
+}
+
+run "a_provider_without_subjects_is_refused" {
+  command = plan
+
+  variables {
+    principals = { trainer = { service_accounts = { provider_arn = "arn:aws:iam::123456789012:oidc-provider/x", subjects = [] } } }
+  }
+
+  expect_failures = [var.principals]
+}
+
+run "an_oidc_provider_among_the_arns_is_refused" {
+  command = plan
+
+  variables {
+    principals = { trainer = { arns = ["arn:aws:iam::123456789012:oidc-provider/x"] } }
+  }
+
+  expect_failures = [var.principals]
+}
+
+run "an_alias_of_a_key_is_refused" {
+  command = plan
+
+  variables {
+    kms_key = { arn = "alias/mykey" }
+  }
+
+  expect_failures = [var.kms_key]
+}
+
+run "a_given_key_beside_a_new_one_is_refused" {
+  command = plan
+
+  variables {
+    kms_key        = { arn = "arn:aws:kms:eu-west-1:123456789012:key/0123-abcd" }
+    create_kms_key = true
+  }
+
+  expect_failures = [aws_s3_bucket.this]
 }
