@@ -102,10 +102,14 @@ def test_the_command_of_the_kubernetes_job_prunes_a_run(
     assert command[0] == "bucketpoint"
     env = {one["name"]: one["value"] for one in container["env"]}
     assert env["BUCKETPOINT_ROOT"].startswith("s3://")
-    said = run(minio, command, BUCKETPOINT_ROOT=root)
+    # Terraform's output of the same name is the folder above the runs.
+    above, _, name = root.rpartition("/")
+    where = {"BUCKETPOINT_ROOT": above, "RUN_NAME": name}
+    assert set(where) <= set(env)
+    said = run(minio, command, **where)
     # The policy keeps the latest three, the first of 10,000 steps, and what has no metric yet.
     assert said.splitlines() == ["step 9000 got a tombstone"]
-    policy = from_yaml(manifest["ConfigMap"]["data"]["policy.yaml"], environ={"BUCKETPOINT_ROOT": root})
+    policy = from_yaml(manifest["ConfigMap"]["data"]["policy.yaml"], environ=where)
     assert policy.prune.when == "manual"
     left = [row.step for row in open_catalog(root, storage_options=minio.options).snapshot().rows()]
     assert left == [10_000, 11_000, 12_000, 13_000]

@@ -40,8 +40,8 @@ MIB = 1 << 20
 SMALL_PARTS = TransferOptions(part_bytes=5 * MIB, single_put_bytes=5 * MIB, connections=4)
 
 
-def statements(role: str, bucket: str) -> list[dict[str, Any]]:
-    text = (POLICIES / f"{role}.json").read_text().replace("BUCKET", bucket).replace("PREFIX", PREFIX)
+def statements(role: str, bucket: str, below: str = f"{PREFIX}/") -> list[dict[str, Any]]:
+    text = (POLICIES / f"{role}.json").read_text().replace("BUCKET", bucket).replace("PREFIX/", below)
     found: list[dict[str, Any]] = json.loads(text)["Statement"]
     return found
 
@@ -177,6 +177,20 @@ def test_a_pruner_plans_prunes_thins_undoes_and_sweeps(
     assert debris in swept.objects
     store.abort_multipart(debris, upload)
     assert list(store.list_multipart(debris)) == []
+
+
+def test_without_the_prefix_the_policies_are_for_the_whole_bucket(minio: S3Server) -> None:
+    bucket = minio.make_bucket()
+    roles = {role: minio.limited_options(*statements(role, bucket, below="")) for role in ROLES}
+    for root in (f"s3://{bucket}", f"s3://{bucket}/run"):
+        managed(root, roles["trainer"], 10, 20)
+        seen = open_catalog(root, storage_options=roles["reader"]).snapshot().checkpoints
+        assert {one.step for one in seen} == {10, 20}
+        done = prune_by(
+            open_catalog(root, storage_options=roles["pruner"]), manual(latest=1), holder="test", force=True
+        ).done
+        assert done.failures == []
+        assert {step for step, _ in done.deleted} == {10}
 
 
 def _requests(store: Store, key: str, upload: str) -> dict[str, Any]:
