@@ -57,6 +57,20 @@ def test_what_is_left_out_is_in_the_report(program: Program, tmp_path: Path, mon
     assert "  left out by --exclude: w1, w2, wide\n" in program(*arguments).out
 
 
+def test_keys_that_are_no_integers_afterwards_are_in_the_report(
+    program: Program, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    torch.save({"optim": {"state": {0: torch.ones(3)}}}, "a.pt")
+    assert "keys" not in program("convert", "a.pt", "a").out
+    said = program("convert", "a.pt", "b", "--to", "dcp").out
+    assert "  integer keys become text, because dcp has no others, in: optim.state\n" in said
+    said = program("convert", "b", "b.pt", "--dry-run").out
+    reason = "because the source notes no integer keys"
+    assert f"  keys that look like integers are text, {reason}, in: optim.state\n" in said
+    assert program("convert", "b", "b.pt", "--json").json["text_keys"] == ["optim.state"]
+
+
 @pytest.mark.parametrize("target", ["b", "b.pt"])
 def test_a_dry_run_says_that_it_would_replace(program: Program, tmp_path: Path, target: str) -> None:
     torch.save({"w": torch.ones(3)}, tmp_path / "a.pt")

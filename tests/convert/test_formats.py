@@ -19,6 +19,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint._fsspec_filesystem import FsspecWriter
 
+import bucketpoint
 from bucketpoint import BucketWriter
 from bucketpoint.checkpoint.open import open_checkpoint
 from bucketpoint.checkpoint.verify import verify
@@ -28,7 +29,7 @@ from bucketpoint.errors import BucketpointError, CheckpointExistsError, InvalidU
 from bucketpoint.testing.servers import S3Server
 from convert.chunked import GridPlanner
 from convert.conftest import contents, converted, in_minio, load, names, state
-from dcp.states import assert_same, blank, filled, varied
+from dcp.states import assert_same, blank, filled, same, varied
 
 safetensors = pytest.importorskip("safetensors.torch")
 
@@ -129,6 +130,47 @@ def test_metadata_that_names_a_path_of_multi_storage_client_is_read_without_it(
     found = open_checkpoint(tmp_path / "a").metadata.storage_meta
     assert found is not None
     assert os.fspath(found.checkpoint_id) == "msc://profile/a"  # type: ignore[arg-type]
+
+
+MIXED = {
+    "optim": {"state": {0: {"m": torch.ones(3)}, 1: {"m": torch.ones(2)}}, "odd": {2: 5, "3": 6}},
+    "list": [{7: 1}],
+}
+AS_TEXT = {
+    "optim": {"state": {"0": {"m": torch.ones(3)}, "1": {"m": torch.ones(2)}}, "odd": {"2": 5, "3": 6}},
+    "list": [{"7": 1}],
+}
+
+
+@pytest.mark.parametrize("written", ["saved", "torch"])
+def test_integer_keys_that_are_known_come_back_from_a_file_and_from_ours(tmp_path: Path, written: str) -> None:
+    at = tmp_path / ("a.pt" if written == "torch" else "a")
+    if written == "torch":
+        torch.save(MIXED, at)
+    else:
+        bucketpoint.save(MIXED, at)
+    converted(at, tmp_path / "b.pt")
+    assert same(torch.load(tmp_path / "b.pt"), MIXED)
+    converted(at, tmp_path / "c", "bucketpoint", exclude=["optim.odd"])
+    less = {"optim": {"state": MIXED["optim"]["state"]}, "list": MIXED["list"]}
+    assert same(bucketpoint.load(tmp_path / "c"), less)
+    converted(tmp_path / "c", tmp_path / "d.pt")
+    assert same(torch.load(tmp_path / "d.pt"), less)
+
+
+def test_integer_keys_become_text_on_the_way_through_dcp_and_the_plan_names_them(tmp_path: Path) -> None:
+    torch.save(MIXED, tmp_path / "a.pt")
+    plan = plan_conversion(tmp_path / "a.pt", tmp_path / "b", to_format="dcp")
+    assert plan.source.text_keys("dcp") == ["list.0", "optim.odd", "optim.state"]
+    for other in ("bucketpoint", "torch", "safetensors"):
+        assert plan.source.text_keys(other) == []
+    converted(tmp_path / "a.pt", tmp_path / "b", "dcp")
+    plan = plan_conversion(tmp_path / "b", tmp_path / "c.pt")
+    for other in ("bucketpoint", "torch"):
+        assert plan.source.text_keys(other) == ["list.0", "optim.odd", "optim.state"]
+    assert plan.source.text_keys("dcp") == plan.source.text_keys("safetensors") == []
+    converted(tmp_path / "b", tmp_path / "c.pt")
+    assert same(torch.load(tmp_path / "c.pt"), AS_TEXT)
 
 
 @pytest.mark.contract

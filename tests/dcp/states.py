@@ -95,6 +95,18 @@ def flat(value: Any, path: str = "") -> dict[str, Any]:
     return {path: value}
 
 
+def same(one: Any, other: Any) -> bool:
+    """Equal, with the same containers and the same classes of keys, in any order."""
+    if isinstance(one, torch.Tensor):
+        return isinstance(other, torch.Tensor) and one.dtype == other.dtype and torch.equal(one, other)
+    if isinstance(one, dict):
+        keys = {(type(key), key) for key in one} == {(type(key), key) for key in other}
+        return type(other) is dict and keys and all(same(one[key], other[key]) for key in one)
+    if isinstance(one, list):
+        return type(other) is list and len(one) == len(other) and all(map(same, one, other))
+    return type(one) is type(other) and one == other
+
+
 def assert_same(loaded: Any, saved: Any) -> None:
     left, right = flat(loaded), flat(saved)
     assert left.keys() == right.keys()

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import shlex
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import WriteItemType
 
 from bucketpoint.convert.source_reader import SourceBytes
+from bucketpoint.dcp.planning.nested_state import IntKeys, integer_like
 from bucketpoint.errors import MismatchError
 from bucketpoint.format.groups import OPTIM, group_of
 from bucketpoint.format.name_patterns import escaped, matching
@@ -101,6 +102,7 @@ class Source:
         fingerprint: of the keys, sizes and ETags of the source's objects; differs if the source differs.
         recorded_kind, metrics: of the record, if the source has one.
         excluded: keys of the source that the caller leaves out. Metadata and payloads do not have them.
+        int_keys: dictionaries with integer keys, as far as the source says so; in the metadata every key is text.
     """
 
     format: str
@@ -112,6 +114,7 @@ class Source:
     recorded_kind: str = FULL
     metrics: Mapping[str, float] = field(default_factory=dict)
     excluded: frozenset[str] = frozenset()
+    int_keys: Sequence[IntKeys] = ()
 
     @property
     def kind(self) -> str:
@@ -119,6 +122,17 @@ class Source:
         optim = any(group_of(fqn) == OPTIM for fqn in self.metadata.state_dict_metadata)
         gone = any(group_of(fqn) == OPTIM for fqn in self.excluded)
         return WEIGHTS if gone and not optim and self.recorded_kind == FULL else self.recorded_kind
+
+    def text_keys(self, target_format: str) -> list[str]:
+        """Return the dictionaries whose keys are text in the target, but are or may be integers in the source."""
+        like, noted = integer_like(self.metadata), {path for path, _ in self.int_keys}
+        if target_format == DCP:
+            found = like & noted
+        elif target_format != SAFETENSORS and self.format in (BUCKETPOINT, DCP):
+            found = like - noted
+        else:
+            found = set()
+        return sorted(".".join(map(str, path)) or "the state itself" for path in found)
 
 
 def excluded_keys(patterns: str | Iterable[str], names: Collection[str], *, url: str) -> frozenset[str]:

@@ -120,6 +120,7 @@ def _document(plan: ConvertPlan, done: Converted | None) -> dict[str, Any]:
         "replaces": plan.replaces,
         "excluded": sorted(plan.source.excluded),
         "left_out": list(plan.layout.left_out),
+        "text_keys": plan.source.text_keys(plan.format),
         "recorded_in": plan.log.catalog.url if plan.log is not None else None,
         "checked_bytes": None if done is None else done.checked_bytes,
         "verification": verification,
@@ -160,5 +161,12 @@ def _notes(plan: ConvertPlan) -> Iterator[str]:
     if left_out:
         named = first_of(left_out, _NAMED_AT_MOST)
         yield f"  left out, because {plan.format} cannot hold them or their keys lack --prefix: {named}"
+    text_keys = plan.source.text_keys(plan.format)
+    if text_keys:
+        named = first_of(text_keys, _NAMED_AT_MOST)
+        if plan.format == "dcp":
+            yield f"  integer keys become text, because dcp has no others, in: {named}"
+        else:
+            yield f"  keys that look like integers are text, because the source notes no integer keys, in: {named}"
     if plan.log is not None:
         yield f"  the catalog of the run at {plan.log.catalog.url} gets a record of the checkpoint"

@@ -35,6 +35,7 @@ from bucketpoint.convert.source import (
 )
 from bucketpoint.convert.source_reader import BLOCK_BYTES, SourceBytes
 from bucketpoint.dcp.loading.decode import decode_item, undone_bytes
+from bucketpoint.dcp.planning.nested_state import noted_int_keys
 from bucketpoint.errors import MetadataError, UnsafeDataError
 from bucketpoint.format.item_info import ItemInfo
 from bucketpoint.format.pickles.items import refused_globals
@@ -80,6 +81,7 @@ def read_dcp(
         record.kind,
         record.metrics,
         excluded,
+        noted_int_keys(saved.metadata, url=saved.url),
     )
 
 

@@ -13,6 +13,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from bucketpoint.convert.readers.archive import Skeleton, open_archive
 from bucketpoint.convert.source import TORCH, Held, Payload, Source, describe, excluded_keys, without
 from bucketpoint.convert.source_reader import SourceBytes
+from bucketpoint.dcp.planning.nested_state import int_keys_of
 from bucketpoint.errors import MetadataError, MismatchError
 from bucketpoint.format.nested_values import RepetitionError, nested_values
 
@@ -60,7 +61,16 @@ def read_torch(
         index: skeleton.payload(tensor, index.fqn) for index, tensor in tensors.items() if index.fqn not in excluded
     }
     payloads.update((index, Held(_saved(value))) for index, value in objects.items() if index.fqn not in excluded)
-    return Source(TORCH, url, source, without(metadata, excluded), payloads, source.fingerprint(), excluded=excluded)
+    return Source(
+        TORCH,
+        url,
+        source,
+        without(metadata, excluded),
+        payloads,
+        source.fingerprint(),
+        excluded=excluded,
+        int_keys=int_keys_of(skeleton.root),
+    )
 
 
 def _check_repetition(root: Any, url: str) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 from torch.distributed.checkpoint import TensorStorageMetadata
 from torch.distributed.checkpoint.metadata import MetadataIndex, StorageMeta
@@ -20,6 +21,7 @@ from bucketpoint.checkpoint.regions import ChunkShapes
 from bucketpoint.convert.payload_reader import Filling
 from bucketpoint.convert.source import Payload, Source, exclude_option
 from bucketpoint.convert.target import TargetLayout, TargetPlace, batched, held
+from bucketpoint.dcp.planning.nested_state import INT_KEYS, plain_int_keys
 from bucketpoint.dcp.planning.plan_cache import reported
 from bucketpoint.dcp.saving.commit import commit, complete_metadata
 from bucketpoint.dcp.saving.commit_put import Commit, prior_commit, put_commit
@@ -61,7 +63,9 @@ def plan_bucketpoint(
     ]
 
     def finish(uploaded: Sequence[Uploaded]) -> None:
-        facts = {"kind": source.kind, "metrics": dict(source.metrics), "converted_from": source.url}
+        facts: dict[str, Any] = {"kind": source.kind, "metrics": dict(source.metrics), "converted_from": source.url}
+        if source.int_keys:
+            facts[INT_KEYS] = plain_int_keys(source.int_keys)
         request = Commit(
             place.store,
             place.prefix,

@@ -52,7 +52,7 @@ def plan_torch(
     values = {fqn: tensors.get(fqn) or _loaded(source, filling, fqn, trusted) for fqn in fqns}
     file = io.BytesIO()
     pickler = _ArchivePickler(file, filling)
-    pickler.dump(nested(values, source.metadata, url=source.url))
+    pickler.dump(nested(values, source.metadata, source.int_keys, url=source.url))
     archive = ArchiveWriter()
     archive.add(b"data.pkl", file.getvalue())
     archive.add(b"byteorder", b"little")

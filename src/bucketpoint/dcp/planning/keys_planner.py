@@ -11,7 +11,7 @@ from torch.distributed.checkpoint import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 
 from bucketpoint.dcp.planning.load_planner import LoadPlanner, url_of
-from bucketpoint.dcp.planning.nested_state import nested
+from bucketpoint.dcp.planning.nested_state import nested, noted_int_keys
 from bucketpoint.errors import MismatchError
 from bucketpoint.format.name_patterns import matching
 
@@ -48,7 +48,8 @@ class KeysPlanner(LoadPlanner):
     def loaded(self) -> dict[Any, Any]:
         """Return the nested state, once the load is complete."""
         assert self.metadata is not None
-        return nested(self.state_dict, self.metadata, url=url_of(self.metadata))
+        url = url_of(self.metadata)
+        return nested(self.state_dict, self.metadata, noted_int_keys(self.metadata, url=url), url=url)
 
     def _compare(self, plans: list[LoadPlan]) -> None:
         """Do nothing: keys that the caller left out are no mistake to report."""

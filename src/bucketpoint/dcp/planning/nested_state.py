@@ -53,7 +53,12 @@ def plain_int_keys(int_keys: Iterable[IntKeys]) -> list[Any]:
     return [[list(path), keys if keys is None else list(keys)] for path, keys in int_keys]
 
 
-def _read_int_keys(metadata: Metadata, url: str | None) -> dict[Path, frozenset[str] | None]:
+def noted_int_keys(metadata: Metadata, *, url: str | None = None) -> tuple[IntKeys, ...]:
+    """Return the dicts with integer keys that bucketpoint noted in metadata; none for other writers' metadata.
+
+    Raises:
+        MetadataError: the list of them is malformed.
+    """
     int_keys: dict[Path, frozenset[str] | None] = {}
     try:
         for listed, keys in extra(metadata).get(INT_KEYS, []):
@@ -61,9 +66,21 @@ def _read_int_keys(metadata: Metadata, url: str | None) -> dict[Path, frozenset[
             # A path occurs several times if ranks have different keys.
             before = int_keys.get(path, frozenset())
             int_keys[path] = None if keys is None or before is None else before | frozenset(keys)
-        return int_keys
+        return tuple((path, keys if keys is None else tuple(sorted(keys))) for path, keys in int_keys.items())
     except (TypeError, ValueError):
         raise MetadataError("The metadata has a malformed list of integer keys", url=url) from None
+
+
+def integer_like(metadata: Metadata) -> set[Path]:
+    """Return the paths of the dicts that have a key which is the text of an integer."""
+    paths = metadata.planner_data if isinstance(metadata.planner_data, Mapping) else {}
+    return {
+        tuple(path[:depth])
+        for path in paths.values()
+        if type(path) in (tuple, list)
+        for depth, part in enumerate(path)
+        if type(part) is str and _DECIMAL.fullmatch(part)
+    }
 
 
 def put(state: Any, path: Path, value: Any) -> None:
@@ -89,14 +106,16 @@ def _key_of(container: Any, part: str | int) -> Any:
     raise KeyError(part)
 
 
-def nested(values: Mapping[str, Any], metadata: Metadata, *, url: str | None = None) -> dict[Any, Any]:
+def nested(
+    values: Mapping[str, Any], metadata: Metadata, int_keys: Iterable[IntKeys] = (), *, url: str | None = None
+) -> dict[Any, Any]:
     """Build the nested state from values by flat names. Places of a list for which there is no value hold None.
 
     Raises:
         MetadataError: the paths in the metadata contradict each other, or claim far longer lists than there are values.
     """
     paths = metadata.planner_data if isinstance(metadata.planner_data, Mapping) else {}
-    ints = _read_int_keys(metadata, url)
+    ints = {path: keys if keys is None else frozenset(keys) for path, keys in int_keys}
     root: dict[Any, Any] = {}
     for fqn, value in values.items():
         path = paths.get(fqn, (fqn,))
