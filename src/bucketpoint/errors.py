@@ -18,6 +18,12 @@ def first_of(names: Sequence[object], most: int, between: str = ", ", last: str 
     return f"{listed}{last}{len(names) - most} more" if len(names) > most else listed
 
 
+LISTED = (
+    "`bucketpoint ls ROOT` lists a run's checkpoints, bucketpoint.latest_checkpoint(root) names the newest whole one"
+)
+"""The end of a remedy: the ways to find a checkpoint, from a shell and from Python."""
+
+
 class BucketpointError(Exception):
     """Base class of all errors that bucketpoint raises on purpose.
 
@@ -171,7 +177,7 @@ class IncompleteCheckpointError(CheckpointNotFoundError):
 class CheckpointDeletedError(CheckpointNotFoundError):
     """The checkpoint was deleted by a policy or a person; its data is being removed or is already gone."""
 
-    remedy_default = "Load another checkpoint: bucketpoint.latest_checkpoint(root) names the newest whole one"
+    remedy_default = f"Load another checkpoint: {LISTED}"
 
 
 class CheckpointExistsError(BucketpointError):

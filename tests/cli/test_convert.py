@@ -128,6 +128,14 @@ def test_errors_of_a_person(
     assert not Path("out").exists()
 
 
+@pytest.mark.parametrize("name", ["modell.pt", "model.safetensors"])
+def test_a_file_that_is_not_there_is_called_a_file(program: Program, tmp_path: Path, name: str) -> None:
+    done = program("convert", str(tmp_path / name), str(tmp_path / "out"))
+    assert done.code == 3
+    assert "Error: There is no file at this URL (a local path)\n" in done.err
+    assert "bucketpoint.latest_checkpoint" not in done.err
+
+
 def test_a_package_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     without_multi_storage_client(monkeypatch)
     with pytest.raises(InvalidURLError, match="pip install multi-storage-client"):

@@ -76,6 +76,23 @@ def test_a_command_that_is_not_there_is_a_usage_error(program: Program) -> None:
     assert "No such command 'nonsense'" in done.err
 
 
+def test_a_run_that_is_not_there_and_a_url_without_its_scheme_are_told_to_be_local_paths(
+    program: Program, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for arguments in (["show"], ["ls"], ["rm", "--yes"], ["verify"], ["convert", "--to", "dcp"]):
+        done = program(*arguments, "bucket/run", *(["out"] if arguments[0] == "convert" else []))
+        assert done.code == 3, arguments
+        assert "at this URL (a local path)" in done.err, arguments
+
+
+def test_a_step_that_is_no_number_is_called_one(program: Program, tmp_path: Path) -> None:
+    for name in ("pin", "unpin", "undo", "rollback"):
+        done = program(name, str(tmp_path), "5x")
+        assert done.code == 2
+        assert "'5x' is not a valid step number" in done.err
+
+
 def test_nothing_but_one_document_is_on_stdout(tmp_path: Path) -> None:
     save(str(tmp_path / "a"))
     done = shell("verify", "--progress", str(tmp_path / "a"), "--json")
@@ -84,15 +101,20 @@ def test_nothing_but_one_document_is_on_stdout(tmp_path: Path) -> None:
     assert (document["schema"], document["command"], document["ok"]) == (1, "verify", True)
 
 
+LISTED = (
+    "`bucketpoint ls ROOT` lists a run's checkpoints, bucketpoint.latest_checkpoint(root) names the newest whole one"
+)
+
+
 def test_an_error_says_what_where_and_what_to_do_without_a_traceback(tmp_path: Path) -> None:
     url = f"file://{tmp_path}/none"
     done = shell("show", url)
     assert done.returncode == 3
     assert done.stdout == ""
     assert done.stderr.splitlines() == [
-        "Error: There is no checkpoint at this URL",
+        "Error: There is no checkpoint at this URL (a local path)",
         f"  url:    {url}",
-        "  remedy: Check the URL: bucketpoint.latest_checkpoint(root) names the newest whole one under a root",
+        f"  remedy: Check the URL; {LISTED}",
     ]
 
 
@@ -106,10 +128,10 @@ def test_debug_adds_the_traceback_and_json_a_document(program: Program, tmp_path
         "ok": False,
         "error": {
             "kind": "CheckpointNotFoundError",
-            "message": "There is no checkpoint at this URL",
+            "message": "There is no checkpoint at this URL (a local path)",
             "url": str(tmp_path / "none"),
             "key": None,
-            "remedy": "Check the URL: bucketpoint.latest_checkpoint(root) names the newest whole one under a root",
+            "remedy": f"Check the URL; {LISTED}",
             "exit_code": 3,
         },
     }

@@ -137,11 +137,26 @@ FOLDED = (
     "simplecache::s3:/b/x",
     "{cwd}/s3:/b/x",
 )
+MISTYPED = {
+    "s3//bucket/run": "Pass s3://bucket/run;",
+    "s3:bucket/run": "Pass s3://bucket/run;",
+    "S3A//bucket": "Pass S3A://bucket;",
+    "gs//bucket/run": "Pass gs://bucket/run;",
+    "gcs:bucket/run": "Pass gcs://bucket/run;",
+    "az//box/run": "Pass az://box/run;",
+    "abfss:box/run": "Pass abfss://box/run;",
+    "memory:run": "Pass memory://run;",
+    "simplecache::s3//b/x": "Pass simplecache::s3://b/x;",
+}
+REFUSED = {**dict.fromkeys(FOLDED, "Pass the URL as text"), **MISTYPED}
 
 
-@pytest.mark.parametrize("as_path", [str, Path], ids=["text", "path"])
-@pytest.mark.parametrize("given", FOLDED)
-def test_a_url_that_a_path_has_folded_is_refused_by_every_way_in_and_makes_no_folder(
+@pytest.mark.parametrize(
+    ("given", "as_path"),
+    # A Path makes one slash of two, and what is left may be any folder.
+    [(given, kind) for given in REFUSED for kind in (str, Path) if kind is str or "//" not in given],
+)
+def test_a_url_that_a_path_has_folded_or_that_is_mistyped_is_refused_by_every_way_in_and_makes_no_folder(
     given: str, as_path: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -166,13 +181,13 @@ def test_a_url_that_a_path_has_folded_is_refused_by_every_way_in_and_makes_no_fo
             way()
         error = getattr(caught.value, "failures", {0: (caught.value,)})[0][0]
         assert isinstance(error, InvalidURLError), number
-        assert "Pass the URL as text" in str(error)
+        assert REFUSED[given] in str(error)
     assert not accepts_url(url)
     assert not bucketpoint.BucketWriter.validate_checkpoint_id(url)
     assert not bucketpoint.BucketReader.validate_checkpoint_id(url)
     for command in ("ls", "show", "verify", "gc", "adopt", "doctor"):
         assert run([command, str(url)]) == 2
-        assert "Pass the URL as text" in capsys.readouterr().err
+        assert REFUSED[given] in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["model.pt"]
 
 
@@ -189,8 +204,13 @@ def test_one_slash_behind_file_is_the_path_behind_it(tmp_path: Path, monkeypatch
         open_store("file:")
 
 
-@pytest.mark.parametrize("url", ["s3://bucket/home/s3:/x", "a:b/c", "./data:x/y", "c:/x", "memory://s3:/x", "run:/x"])
-def test_what_only_looks_like_a_folded_url_is_taken(url: str) -> None:
+FOLDERS = ("dir/s3//x", "./s3//x", "./s3:x", "/s3//x", "data//x", "s3/x", "s3//", "c:x", "dir/s3:x")
+
+
+@pytest.mark.parametrize(
+    "url", ["s3://bucket/home/s3:/x", "a:b/c", "./data:x/y", "c:/x", "memory://s3:/x", "run:/x", *FOLDERS]
+)
+def test_what_only_looks_like_a_folded_or_mistyped_url_is_taken(url: str) -> None:
     assert accepts_url(url)
 
 

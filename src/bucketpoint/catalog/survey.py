@@ -8,6 +8,7 @@ from bucketpoint.catalog.catalog import Catalog, committed_info
 from bucketpoint.catalog.snapshot import Notes, Snapshot
 from bucketpoint.errors import CheckpointNotFoundError
 from bucketpoint.format import keys
+from bucketpoint.stores import this_url
 
 _NAMED_AT_MOST = 3
 
@@ -51,5 +52,5 @@ def _nothing(catalog: Catalog) -> CheckpointNotFoundError:
             remedy="Check the URL, or set the names of the run's folders (--step-dir, layout: {step_dir: ...})",
         )
     return CheckpointNotFoundError(
-        "There is no run at this URL: it has no objects", url=catalog.url, remedy="Check the URL"
+        f"There is no run at {this_url(catalog.store)}: it has no objects", url=catalog.url, remedy="Check the URL"
     )

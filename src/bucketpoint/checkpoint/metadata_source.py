@@ -13,6 +13,7 @@ from typing import Any
 
 from bucketpoint.catalog.catalog import newest_folder
 from bucketpoint.errors import (
+    LISTED,
     AccessDeniedError,
     CheckpointDeletedError,
     CheckpointNotFoundError,
@@ -27,7 +28,7 @@ from bucketpoint.format.index import ref as index_ref
 from bucketpoint.format.index.ref import IndexRef
 from bucketpoint.format.metadata.deletion_marker import is_marker, parse_marker
 from bucketpoint.format.metadata.facts import extra
-from bucketpoint.stores import ObjectInfo, Store
+from bucketpoint.stores import ObjectInfo, Store, this_url
 from bucketpoint.stores.retry import READ_ATTEMPTS, retry_transient
 
 logger = logging.getLogger(__name__)
@@ -91,7 +92,7 @@ class MetadataSource:
                 lambda: self.store.get(key, max_bytes=MAX_METADATA_BYTES, first=first), attempts=self.attempts
             )
         except ObjectNotFoundError:
-            raise CheckpointNotFoundError(f"There is no {name} at this URL", url=self.url) from None
+            raise CheckpointNotFoundError(f"There is no {name} at {this_url(self.store)}", url=self.url) from None
         if first is not None and is_marker(data) and len(data) < info.size:
             return self._first(name, None)
         marker = parse_marker(data)
@@ -138,19 +139,19 @@ class MetadataSource:
                 "The URL is that of a run, not of a checkpoint. Checkpoints below it: "
                 + ", ".join(inside[:_NAMED_AT_MOST]),
                 url=self.url,
-                remedy=f"Load the newest one: bucketpoint.latest_checkpoint(root) names {self.url}/{newest}",
+                remedy=f"Pass the newest one: {self.url}/{newest} (bucketpoint.latest_checkpoint(root) finds it)",
             )
         if names:
             return IncompleteCheckpointError(
                 f"There are {len(names)}{'+' if len(names) == _LOOKED_AT else ''} objects here but no .metadata: "
                 "the save was interrupted, failed, or is still running",
                 url=self.url,
-                remedy="Load another checkpoint: bucketpoint.latest_checkpoint(root) names the newest whole one",
+                remedy=f"Load another checkpoint: {LISTED}",
             )
         return CheckpointNotFoundError(
-            "There is no checkpoint at this URL",
+            f"There is no checkpoint at {this_url(self.store)}",
             url=self.url,
-            remedy="Check the URL: bucketpoint.latest_checkpoint(root) names the newest whole one under a root",
+            remedy=f"Check the URL; {LISTED}",
         )
 
     def _below(self, names: Sequence[str]) -> tuple[str | None, list[str]]:

@@ -102,6 +102,15 @@ class ByteCount(click.ParamType):  # type: ignore[type-arg, unused-ignore]  # ge
         return int(match[1]) * (base ** (_POWERS.index(match[2]) + 1) if match[2] else 1)
 
 
+class Step(click.IntRange):
+    """The number of a training step."""
+
+    name = "step number"
+
+    def __init__(self) -> None:
+        super().__init__(min=0)
+
+
 class Age(click.ParamType):  # type: ignore[type-arg, unused-ignore]
     """A duration as policies write it: `20m`, `48h`, `7d`. Converted to seconds."""
 

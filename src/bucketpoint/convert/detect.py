@@ -15,7 +15,7 @@ from bucketpoint.convert.source_reader import SourceBytes
 from bucketpoint.dcp.session import as_url
 from bucketpoint.errors import CheckpointNotFoundError, InvalidURLError
 from bucketpoint.format import keys
-from bucketpoint.stores import Store, open_store, parse_url
+from bucketpoint.stores import Store, open_store, parse_url, this_url
 from bucketpoint.transfer import TransferOptions
 
 AUTO = "auto"
@@ -74,8 +74,8 @@ def open_source(
         BucketpointError: the source cannot or must not be read; see the modules in `readers`.
     """
     text = as_url(url) or ""
-    missing = CheckpointNotFoundError(f"There is no checkpoint in the format {format} at this URL", url=text)
     store, folder = open_place(text, storage_options=storage_options, fs=fs)
+    missing = CheckpointNotFoundError(f"There is no checkpoint in the format {format} at {this_url(store)}", url=text)
     if format in (AUTO, BUCKETPOINT, DCP):
         try:
             saved = open_checkpoint(text, storage_options=storage_options, fs=fs, trusted=trusted)
@@ -96,6 +96,10 @@ def open_source(
         raise missing from None
     source = SourceBytes(store, transfer)
     if not source.has(key):
+        if text.endswith((*TORCH_SUFFIXES, SAFETENSORS_SUFFIX)) and type(missing) is CheckpointNotFoundError:
+            raise CheckpointNotFoundError(
+                f"There is no file at {this_url(store)}", url=text, remedy="Check the URL"
+            ) from None
         raise missing
     if format == TORCH or (format == AUTO and not text.endswith(SAFETENSORS_SUFFIX)):
         return read_torch(source, key, text, exclude=exclude, trusted=trusted)

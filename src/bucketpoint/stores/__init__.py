@@ -18,7 +18,7 @@ from bucketpoint.stores.base import (
 from bucketpoint.stores.fsspec.store import FsspecStore, proven
 from bucketpoint.stores.gcs.options import GCSOptions
 from bucketpoint.stores.gcs.store import GCSStore
-from bucketpoint.stores.local import LocalStore
+from bucketpoint.stores.local import LocalStore, this_url
 from bucketpoint.stores.registry import accepts_url, as_url, open_store, parse_url
 from bucketpoint.stores.s3.deletes import proven_deletes
 from bucketpoint.stores.s3.options import S3Options
@@ -50,4 +50,5 @@ __all__ = [
     "parse_url",
     "proven",
     "proven_deletes",
+    "this_url",
 ]

@@ -53,6 +53,11 @@ _NO_LINKS = (
 )
 
 
+def this_url(store: Any) -> str:
+    """Return "this URL" for an error, and for a local path say so: it may be a URL that has lost its scheme."""
+    return "this URL (a local path)" if isinstance(store, LocalStore) else "this URL"
+
+
 @dataclass(frozen=True)
 class LocalStore:
     """A store whose objects are files below `root`.

@@ -38,6 +38,12 @@ _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+)(://|::)")
 
 # A URL that went through `Path`, alone or after folders: `s3:/bucket`, `/home/me/s3:/bucket`; `s3:` (from `s3://`).
 _FOLDED = re.compile(r"(?:^|/|::)([A-Za-z][A-Za-z0-9+.-]+):(?:/(?!/)|$)")
+# A mistyped URL: `s3:bucket/run`, and for buckets' schemes `s3//bucket/run`. Other such names may be those of folders.
+_MISTYPED = re.compile(
+    r"(^|^.*?::)(?:([A-Za-z][A-Za-z0-9+.-]+):(?=[^:/])"
+    rf"|({'|'.join((*S3_SCHEMES, *GCS_SCHEMES, *_INSTALL))})//(?=[^/]))",
+    re.IGNORECASE,
+)
 _LOCAL_SCHEMES = ("file", "local")
 # RFC 8089 allows one slash: `file:/path` is the same path as `file:///path`.
 _LOCAL = re.compile(rf"({'|'.join(_LOCAL_SCHEMES)}):(?=/[^/])", re.IGNORECASE)
@@ -187,6 +193,13 @@ def _refuse_mistaken(url: str) -> None:
             f"this is a local path and looks like a {scheme}:// URL that went through a Path, which drops a slash",
             url=url,
             remedy=f"Pass the URL as text: {scheme}://{path or 'bucket/prefix'}",
+        )
+    mistyped = _MISTYPED.search(url) if first is None or first[2] == "::" else None
+    if mistyped is not None and _is_known(scheme := mistyped[2] or mistyped[3]):
+        raise InvalidURLError(
+            f"this is a local path and looks like a mistyped {scheme}:// URL",
+            url=url,
+            remedy=f"Pass {mistyped[1]}{scheme}://{url[mistyped.end() :]}; put ./ before the path of a local folder",
         )
     if holds_password(url):
         raise InvalidURLError(

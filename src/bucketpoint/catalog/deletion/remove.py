@@ -27,6 +27,7 @@ from bucketpoint.format import catalog_keys
 from bucketpoint.format.catalog_keys import StepTemplate
 from bucketpoint.format.metadata.deletion_marker import parse_marker
 from bucketpoint.retention.row import FULL
+from bucketpoint.stores import this_url
 
 logger = logging.getLogger(__name__)
 
@@ -148,7 +149,7 @@ def _run_of(url: str, storage_options: Mapping[str, Any] | None, fs: Any) -> tup
 
 
 def _not_there(catalog: Catalog, folder: str) -> CheckpointNotFoundError:
-    message = "There is no checkpoint at this URL"
+    message = f"There is no checkpoint at {this_url(catalog.store)}"
     remedy = "Check the URL; `bucketpoint gc --deep` on the run deletes the data of saves that never committed"
     with contextlib.suppress(ObjectNotFoundError):
         marker = parse_marker(catalog.store.get(catalog.metadata_key(folder))[0])

@@ -10,7 +10,7 @@ import click
 from bucketpoint.cli import text
 from bucketpoint.cli.command import CommandResult, command
 from bucketpoint.cli.commands.ls import json_number
-from bucketpoint.cli.options import Age, run_argument
+from bucketpoint.cli.options import Age, Step, run_argument
 from bucketpoint.errors import CheckpointNotFoundError
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ def name(catalog: Catalog, run_name: str) -> CommandResult:
 
 @command("pin")
 @run_argument
-@click.argument("step", type=click.IntRange(min=0))
+@click.argument("step", type=Step())
 @click.option("--reason", default="", help="Reason for the pin, for other people to read.")
 @click.option("--expires", type=Age(), help="Duration after which the pin ends, such as 7d.")
 def pin(catalog: Catalog, step: int, reason: str, expires: float | None) -> CommandResult:
@@ -57,7 +57,7 @@ def pin(catalog: Catalog, step: int, reason: str, expires: float | None) -> Comm
 
 @command("unpin")
 @run_argument
-@click.argument("step", type=click.IntRange(min=0))
+@click.argument("step", type=Step())
 @click.argument("pin_id", required=False)
 def unpin(catalog: Catalog, step: int, pin_id: str | None) -> CommandResult:
     """Remove all pins of a step, or the one that PIN_ID names. Exits with 1 if there is none."""
@@ -70,7 +70,7 @@ def unpin(catalog: Catalog, step: int, pin_id: str | None) -> CommandResult:
 
 @command("undo")
 @run_argument
-@click.argument("step", type=click.IntRange(min=0))
+@click.argument("step", type=Step())
 def undo(catalog: Catalog, step: int) -> CommandResult:
     """Withdraw the tombstone of a step during its grace period.
 
@@ -85,7 +85,7 @@ def undo(catalog: Catalog, step: int) -> CommandResult:
 
 @command("report")
 @run_argument
-@click.argument("step", type=click.IntRange(min=0))
+@click.argument("step", type=Step())
 @click.argument("metrics", nargs=-1, required=True, metavar="NAME=VALUE...")
 def report(catalog: Catalog, step: int, metrics: Sequence[str]) -> CommandResult:
     """Note metrics of a step. Metrics may be noted at any time. `best` rules use the last value of each metric."""

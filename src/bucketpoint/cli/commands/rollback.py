@@ -8,7 +8,7 @@ import click
 
 from bucketpoint.cli import text
 from bucketpoint.cli.command import CommandResult, command
-from bucketpoint.cli.options import Age, run_argument
+from bucketpoint.cli.options import Age, Step, run_argument
 
 if TYPE_CHECKING:
     from bucketpoint.catalog.catalog import Catalog
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @command("rollback")
 @run_argument
-@click.argument("step", type=click.IntRange(min=0))
+@click.argument("step", type=Step())
 @click.option(
     "--grace",
     type=Age(),
