@@ -117,10 +117,15 @@ def test_metadata_that_would_run_code_is_refused_before_anything_runs(
 
 
 def test_a_data_object_that_is_missing(service: Service, whole: str) -> None:
-    service.delete(data_key(service))
+    gone = data_key(service)
+    service.delete(gone)
     error = failing_load(whole, service.options)
     assert isinstance(error, bp.CorruptDataError)
     assert "missing" in str(error)
+    # In a folder's store the key is the path below the checkpoint's folder.
+    assert error.key is not None
+    assert gone.endswith(error.key)
+    assert error.key.endswith(".distcp")
 
 
 def test_a_data_object_that_is_truncated(service: Service, whole: str) -> None:

@@ -309,8 +309,11 @@ def test_a_replaced_object_is_an_error_where_it_was_committed(
     service.write(key, b"other bytes" * 1000)
     with pytest.raises(dcp.CheckpointException) as caught:
         dcp.load({"w": torch.zeros(1000)}, checkpoint_id=f"{root}/p", storage_reader=reader, no_dist=True)
-    assert isinstance(caught.value.failures[0][0], CorruptDataError)
-    assert "replaced" in str(caught.value.failures[0][0])
+    error = caught.value.failures[0][0]
+    assert isinstance(error, CorruptDataError)
+    assert "replaced" in str(error)
+    assert error.key is not None
+    assert key.endswith(error.key)
 
 
 class Hostile:

@@ -235,7 +235,8 @@ class BucketReader(Located, StorageReader):
                 raise CorruptDataError(
                     f"The checkpoint is damaged: a data object is missing or was replaced: {error.message}",
                     url=self._url,
-                    key=error.key,
+                    # Stores name the object by its URL.
+                    key=(error.url or "").removeprefix(f"{store.url.rstrip('/')}/") or None,
                 ) from error
             meter.finish()
         level = logging.INFO if not self.rank else logging.DEBUG
