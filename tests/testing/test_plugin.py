@@ -51,6 +51,25 @@ def test_the_example_of_the_documents_runs_in_a_project_of_its_own(
     assert ["1,200", "cases", "of", "mine"] in lines
 
 
+WITHOUT_THE_EXTRA = """
+import sys
+
+sys.modules["cryptography"] = sys.modules["moto"] = None
+
+def test_on_minio(bucketpoint_minio): pass
+def test_on_moto(bucketpoint_moto): pass
+"""
+
+
+def test_without_the_extra_tests_on_minio_are_skipped_and_moto_is_named(tmp_path: Path) -> None:
+    (tmp_path / "test_mine.py").write_text(WITHOUT_THE_EXTRA)
+    env = {"PYTHONPATH": os.pathsep.join(sys.path), "PATH": "", "HOME": str(tmp_path)}
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-p", NAME]
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=240)
+    assert "1 skipped, 1 error in" in done.stdout, done.stdout + done.stderr
+    assert "pip install 'moto[s3,server]>=5.1'" in done.stdout
+
+
 def test_tallies_of_several_processes_add_up() -> None:
     first, second = Tally(), Tally()
     for number, tally in enumerate((first, second), 1):

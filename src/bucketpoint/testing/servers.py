@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import functools
+import importlib.util
 import json
 import os
 import socket
@@ -23,7 +24,7 @@ import botocore.loaders
 import botocore.session
 from botocore.config import Config
 
-from bucketpoint.testing.certificates import CA_FILE, make_certificates
+from bucketpoint.errors import BucketpointError
 
 REGION = "us-east-1"
 START_TIMEOUT_S = 60
@@ -149,7 +150,12 @@ def find_minio() -> Path | None:
 
 @contextmanager
 def moto() -> Iterator[S3Server]:
-    """Run moto's server in a process of its own, so that its CPU time is not the test's. It keeps data in memory."""
+    """Run moto's server in a process of its own, so that its CPU time is not the test's. It keeps data in memory.
+
+    Raises:
+        BucketpointError: moto is not installed.
+    """
+    _require("moto", "pip install 'moto[s3,server]>=5.1'")
 
     def command(scratch: Path, port: int) -> list[str]:
         return [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
@@ -160,14 +166,21 @@ def moto() -> Iterator[S3Server]:
 
 @contextmanager
 def minio(binary: Path, *, tls: bool = False, data: Path | None = None) -> Iterator[S3Server]:
-    """Run a MinIO server on a temporary directory, or on `data`; with `tls`, under a newly made authority."""
+    """Run a MinIO server on a temporary directory, or on `data`; with `tls`, under a newly made authority.
+
+    Raises:
+        BucketpointError: `tls` needs cryptography, which is not installed.
+    """
     key, secret = "bucketpoint", os.urandom(16).hex()
+    if tls:
+        _require("cryptography", "pip install 'cryptography>=42'")
+        from bucketpoint.testing import certificates as authority
 
     def command(scratch: Path, port: int) -> list[str]:
         certificates = scratch / "certificates"
         certificates.mkdir()
         if tls:
-            make_certificates(certificates)
+            authority.make_certificates(certificates)
         return [
             *(str(binary), "server", "--quiet", "--address", f"127.0.0.1:{port}"),
             # Given without TLS too: the default is a folder in the user's home.
@@ -187,11 +200,16 @@ def minio(binary: Path, *, tls: bool = False, data: Path | None = None) -> Itera
         "MINIO_KMS_SECRET_KEY": f"{KMS_KEY}:{base64.b64encode(os.urandom(32)).decode()}",
     }
     with _running(command, env) as (scratch, port, pid):
-        ca = scratch / "certificates" / CA_FILE if tls else None
+        ca = scratch / "certificates" / authority.CA_FILE if tls else None
         scheme = "https" if tls else "http"
         server = S3Server("minio", f"{scheme}://127.0.0.1:{port}", key, secret, ca=ca, pid=pid)
         _wait_until_served(server)
         yield server
+
+
+def _require(module: str, install: str) -> None:
+    if importlib.util.find_spec(module) is None:
+        raise BucketpointError(f"{module}, of the extra `testing`, is not installed", remedy=install)
 
 
 @contextmanager
