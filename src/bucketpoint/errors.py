@@ -123,7 +123,7 @@ class AccessDeniedError(StoreError):
 class BucketNotFoundError(StoreError):
     """The bucket does not exist."""
 
-    remedy_default = "Create the bucket first: bucketpoint never creates buckets"
+    remedy_default = "Check the bucket's name; to save, create the bucket first: bucketpoint never creates buckets"
 
 
 class WrongRegionError(StoreError):

@@ -581,8 +581,9 @@ class TestS3:
             lambda: list(store.list("")),
             lambda: store.delete(["k"]),
         ):
-            with pytest.raises(BucketNotFoundError, match="no-such-bucket-here"):
+            with pytest.raises(BucketNotFoundError, match="Check the bucket's name; to save, create") as caught:
                 call()
+            assert caught.value.url == "s3://no-such-bucket-here"
         assert "no-such-bucket-here" not in [entry["Name"] for entry in s3.client().list_buckets()["Buckets"]]
 
     def test_a_copy_beyond_the_limit_of_one_request_is_made_in_parts(

@@ -233,7 +233,7 @@ def test_a_bucket_that_is_not_there_is_named_and_not_made(served: Backend) -> No
     for url in (f"{root}/step-1", f"{root}/step-2"):
         error = failure(save, url, BucketWriter(fs=served.fs))
         assert isinstance(error, BucketNotFoundError)
-        assert "Create the bucket first" in str(error)
+        assert "create the bucket first" in str(error)
         assert isinstance(failure(load, url, BucketReader(fs=served.fs)), CheckpointNotFoundError)
     seen = examine(FsspecStore(served.fs, root), "", probe_bytes=0)
     assert [(one.check, one.status) for one in seen.findings] == [("connect", "fail")]

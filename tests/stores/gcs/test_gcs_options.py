@@ -406,7 +406,7 @@ def test_a_bucket_of_another_project_is_told_from_one_that_is_not_there(capsys: 
     missing = Answer(404, {"Content-Type": "application/json"}, json.dumps(absent).encode())
     for script, told in (
         (refusal("storage.objects.create", terse=False), ("fail put", WHO.format("storage.objects.create"))),
-        (lambda request, number: missing, ("fail connect", "the bucket does not exist", "Create the bucket first")),
+        (lambda request, number: missing, ("fail connect", "the bucket does not exist", "create the bucket first")),
     ):
         with scripted(script) as server:
             options = ("--storage-option", f"endpoint_url={server.endpoint}", "--storage-option", "token=anon")

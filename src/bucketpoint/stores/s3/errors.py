@@ -265,6 +265,9 @@ def why_kept(entry: dict[str, Any]) -> str:
 
 
 def _made(rule: ErrorRule, message: str, *, url: str, remedy: str | None = None) -> StoreError:
+    if rule.kind is BucketNotFoundError:
+        # The key says nothing to the reader: the first request of a call is often for an internal one.
+        url = "/".join(url.split("/")[:3])
     failure = rule.kind(message, url=url, remedy=remedy)
     failure.action = rule.action
     return failure
