@@ -54,7 +54,8 @@ class BucketpointError(Exception):
         self.remedy = remedy if remedy is not None else self.remedy_default
 
     def __str__(self) -> str:
-        where = [f"{name}={value}" for name, value in self.fields().items() if name != "remedy" and value is not None]
+        given = [(name, value) for name, value in self.fields().items() if name != "remedy"]
+        where = [f"{name}={value}" for name, value in given if value not in (None, ())]
         text = f"{self.message} [{', '.join(where)}]" if where else self.message
         return f"{text}. {self.remedy}" if self.remedy else text
 

@@ -144,8 +144,9 @@ def test_a_wrong_policy_is_refused_when_the_writer_is_made(tmp_path: Path, text:
         BucketWriter(retention=file)
     assert f"{file}" in str(raised.value)
     assert told in str(raised.value)
-    with pytest.raises(PolicyError, match="cannot be read"):
+    with pytest.raises(PolicyError, match="cannot be read") as raised:
         BucketWriter(retention=tmp_path / "nowhere.yaml")
+    assert str(raised.value).endswith(f"[file={tmp_path}/nowhere.yaml]")
 
 
 def test_a_writer_refuses_a_root_that_it_does_not_serve_and_two_who_would_record(tmp_path: Path) -> None:

@@ -81,9 +81,10 @@ def test_show_tells_of_another_writer_what_there_is_to_tell(tmp_path: Path, prog
     [
         ([".metadata"], "objects here but no .metadata"),
         (["deep/.metadata", "deep/data"], "Checkpoints below it: deep"),
+        ([f"step-{n}/.metadata" for n in (1000, 500, 2000)], "below it: step-500, step-1000, step-2000"),
         (["__0.metadata"], "saved without collectives"),
     ],
-    ids=["interrupted", "a root", "without collectives"],
+    ids=["interrupted", "a root", "a run", "without collectives"],
 )
 def test_what_is_no_checkpoint_is_told_apart(tmp_path: Path, program: Program, left: list[str], says: str) -> None:
     for name in left if left != [".metadata"] else ["data/x"]:

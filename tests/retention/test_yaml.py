@@ -353,7 +353,7 @@ def test_python_objects_are_checked_like_yaml() -> None:
         Keep(1, within=6)  # type: ignore[arg-type]
     with pytest.raises(PolicyError, match="keeps nothing that another rule does not keep"):
         Keep(1, every=[EverySteps(10), EverySteps(20)])
-    with pytest.raises(PolicyError, match="is not a Keep"):
+    with pytest.raises(PolicyError, match="3 is not of the class Keep"):
         RetentionPolicy(3)  # type: ignore[arg-type]
     with pytest.raises(PolicyError) as caught:
         Best("", "less", 0)  # type: ignore[arg-type]

@@ -185,6 +185,13 @@ REPLIES = [
 ]
 
 
+@pytest.mark.parametrize("engine", ["s3"], indirect=True)
+def test_a_name_that_no_bucket_can_have_is_told_to_be_checked(engine: Engine) -> None:
+    reply = lambda request, number: engine.error(400, "InvalidBucketName")  # noqa: E731
+    with scripted(reply) as server, pytest.raises(StoreError, match="Check the bucket's name: S3 allows"):
+        engine.at(server, max_attempts=1).get("k")
+
+
 @pytest.mark.parametrize(("engine", "status", "code", "kind"), REPLIES, indirect=["engine"])
 def test_each_reply_becomes_the_kind_of_error_that_says_the_same(
     engine: Engine, status: int, code: str, kind: type[StoreError]

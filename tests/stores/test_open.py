@@ -148,7 +148,7 @@ MISTYPED = {
     "memory:run": "Pass memory://run;",
     "simplecache::s3//b/x": "Pass simplecache::s3://b/x;",
 }
-REFUSED = {**dict.fromkeys(FOLDED, "Pass the URL as text"), **MISTYPED}
+REFUSED = {**dict.fromkeys(FOLDED, "Pass the URL as text"), "s3:": "the URL names no bucket", **MISTYPED}
 
 
 @pytest.mark.parametrize(

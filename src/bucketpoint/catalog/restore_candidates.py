@@ -51,13 +51,13 @@ def _refuse_traces(catalog: Catalog) -> None:
     unexplained = [folder for folder in dead if folder not in begun]
     if unexplained:
         raise IncompleteCheckpointError(
-            f"The run has no checkpoint, but {len(unexplained)} folders of saves that never committed",
+            f"The run has no checkpoint, but folders of saves that never committed ({len(unexplained)})",
             url=catalog.url,
             remedy="Check these folders first: a checkpoint may have been damaged",
         )
     if dead:
         logger.warning(
-            "%s has no checkpoint, but %d folders of saves that died before their commit", catalog.url, len(dead)
+            "%s has no checkpoint, but folders of saves that died before their commit (%d)", catalog.url, len(dead)
         )
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -41,6 +42,7 @@ A wrong object is refused before it fills the memory.
 
 _LOOKED_AT = 1000
 _NAMED_AT_MOST = 5
+_DIGITS = re.compile(r"([0-9]+)")
 
 
 @dataclass(frozen=True)
@@ -166,8 +168,13 @@ class MetadataSource:
         except StoreError as error:
             logger.debug("could not look below %s: %s", self.url, error)
             newest = None
-        folders = sorted(inside | ({newest} if newest is not None else set()))
+        folders = sorted(inside | ({newest} if newest is not None else set()), key=_by_number)
         return newest or (folders[-1] if folders else None), folders
+
+
+def _by_number(folder: str) -> list[tuple[int, str]]:
+    """Return a sort key that orders the numbers in folders' names by value: `step-500` before `step-1000`."""
+    return [(len(part.lstrip("0")) if part.isdecimal() else 0, part) for part in _DIGITS.split(folder)]
 
 
 def committed_etags(metadata: Any, store: Store, url: str | None) -> dict[str, str]:

@@ -296,7 +296,7 @@ class Fields(Shape):
 
     def check(self, value: Any) -> Any:
         if not isinstance(value, self.kind):
-            raise wrong(f"{shown(value)} is not a {self.kind.__name__}", f"Pass a {self.kind.__name__}")
+            raise wrong(f"{shown(value)} is not of the class {self.kind.__name__}", f"Pass a {self.kind.__name__}")
         return value
 
     def plain(self, value: Any) -> dict[str, Any]:
@@ -344,7 +344,7 @@ class Either(Shape):
     def check(self, value: Any) -> Any:
         if not isinstance(value, self.kinds):
             names = " or ".join(kind.__name__ for kind in self.kinds)
-            raise wrong(f"{shown(value)} is not a {names}", f"Pass a {names}")
+            raise wrong(f"{shown(value)} is not of the class {names}", f"Pass a {names}")
         return value
 
     def plain(self, value: Any) -> dict[str, Any]:

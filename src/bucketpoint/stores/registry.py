@@ -33,6 +33,8 @@ _INSTALL = {
     **dict.fromkeys(("az", "abfs", "abfss", "adl"), "pip install 'adlfs>=2026.4'"),
 }
 
+_BUCKETS = tuple(dict.fromkeys((*S3_SCHEMES, *_INSTALL)))
+
 # RFC 3986, section 3.1, but with at least two characters: one letter is a Windows drive.
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+)(://|::)")
 
@@ -41,7 +43,7 @@ _FOLDED = re.compile(r"(?:^|/|::)([A-Za-z][A-Za-z0-9+.-]+):(?:/(?!/)|$)")
 # A mistyped URL: `s3:bucket/run`, and for buckets' schemes `s3//bucket/run`. Other such names may be those of folders.
 _MISTYPED = re.compile(
     r"(^|^.*?::)(?:([A-Za-z][A-Za-z0-9+.-]+):(?=[^:/])"
-    rf"|({'|'.join((*S3_SCHEMES, *GCS_SCHEMES, *_INSTALL))})//(?=[^/]))",
+    rf"|({'|'.join(_BUCKETS)})//(?=[^/]))",
     re.IGNORECASE,
 )
 _LOCAL_SCHEMES = ("file", "local")
@@ -83,9 +85,7 @@ def parse_url(url: str | os.PathLike[str]) -> tuple[str, str, str]:
         return scheme, rest, ""
     bucket, _, key = rest.partition("/")
     if not bucket:
-        raise InvalidURLError(
-            "the URL names no bucket", url=text, remedy=f"Pass something like {scheme}://bucket/prefix"
-        )
+        raise _without_bucket(text, scheme)
     return scheme, bucket, key.rstrip("/")
 
 
@@ -183,12 +183,18 @@ def _is_known(scheme: str) -> bool:
     return scheme.lower() in {*S3_SCHEMES, *GCS_SCHEMES, *_INSTALL, *fsspec.available_protocols()}
 
 
+def _without_bucket(url: str, scheme: str) -> InvalidURLError:
+    return InvalidURLError("the URL names no bucket", url=url, remedy=f"Pass something like {scheme}://bucket/prefix")
+
+
 def _refuse_mistaken(url: str) -> None:
     first = _SCHEME.match(url)
     # After `s3://` the text is a key, and a key may look like anything.
     folded = _FOLDED.search(url) if first is None or first[2] == "::" else None
     if folded is not None and _LOCAL.match(url) is None and _is_known(folded[1]):
         scheme, path = folded[1], url[folded.end() :]
+        if folded[0] == url and not path and scheme.lower() in _BUCKETS:
+            raise _without_bucket(url, scheme)
         raise InvalidURLError(
             f"this is a local path and looks like a {scheme}:// URL that went through a Path, which drops a slash",
             url=url,

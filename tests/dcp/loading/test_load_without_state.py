@@ -128,6 +128,14 @@ def test_what_was_saved_on_gpus_loads_without_one(tmp_path: Path, monkeypatch: p
     assert torch.equal(found["pair"][0], torch.ones(3))
 
 
+@pytest.mark.parametrize("device", ["cpuu", "cuda:999", None])
+def test_a_device_that_is_not_there_is_refused_with_another(tmp_path: Path, device: Any) -> None:
+    bp.save({"w": torch.ones(2)}, f"{tmp_path}/a")
+    with pytest.raises(bp.BucketpointError, match=r'cannot be used: .* Pass device="cpu"') as caught:
+        bp.load(f"{tmp_path}/a", device=device)
+    assert "keys=" not in str(caught.value)
+
+
 def test_sparse_tensors_come_back_sparse(tmp_path: Path) -> None:
     sparse = torch.eye(3).to_sparse()
     bp.save({"s": sparse}, f"{tmp_path}/a")

@@ -41,7 +41,7 @@ def test_values_that_differ_between_ranks_are_named_once(caplog: pytest.LogCaptu
     states = [{"loader": {"position": rank, "epoch": 3}, "lr": 0.1, "w": torch.ones(3)} for rank in range(3)]
     planners = planned(states)
     (said,) = warnings(caplog)
-    assert said.startswith("1 keys have different values on different ranks")
+    assert said.startswith("ranks have different values for these keys, and only the value of one rank is saved: ")
     assert "loader.position" in said
     assert "rank_state(value)" in said
     planned([{**state, "new": 1} for state in states], planners)
@@ -54,7 +54,7 @@ def test_values_that_differ_between_ranks_are_named_once(caplog: pytest.LogCaptu
 def test_five_of_many_keys_are_named(caplog: pytest.LogCaptureFixture) -> None:
     planned([{f"key{number}": rank for number in range(9)} for rank in range(2)])
     (said,) = warnings(caplog)
-    assert said.startswith("9 keys")
+    assert "key4 and 4 more. " in said
     assert [f"key{number}" in said for number in range(9)] == [True] * 5 + [False] * 4
 
 

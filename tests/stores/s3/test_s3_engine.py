@@ -209,7 +209,7 @@ def test_an_untrusted_certificate_is_an_endpoint_error(minio_tls: S3Server) -> N
 
 
 def test_an_endpoint_that_is_no_url_is_an_endpoint_error() -> None:
-    with pytest.raises(EndpointError):
+    with pytest.raises(EndpointError, match="Write endpoint_url, or AWS_ENDPOINT_URL, with its scheme"):
         S3Store("bucket", S3Options(endpoint_url="localhost:9000", access_key="a", secret_key="b")).get("k")
 
 

@@ -128,7 +128,7 @@ def test_options_that_only_tune_s3fs_are_accepted_and_ignored() -> None:
 
 
 def test_unknown_options_are_all_named() -> None:
-    with pytest.raises(BucketpointError, match="acces_key, regoin"):
+    with pytest.raises(BucketpointError, match=r"acces_key, regoin\. Did you mean access_key, region\? Pass other"):
         S3Options.from_storage_options({"regoin": "x", "acces_key": "y"})
     with pytest.raises(BucketpointError, match="twice"):
         S3Options.from_storage_options({"key": "a", "username": "b"})

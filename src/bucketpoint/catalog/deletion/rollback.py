@@ -51,7 +51,7 @@ def roll_back(catalog: Catalog, step: int, *, grace: float, dry_run: bool = Fals
         raise CheckpointNotFoundError(
             f"There is no full checkpoint of step {step} in this run",
             url=catalog.url,
-            remedy=f"The run has full checkpoints of steps {there}"
+            remedy=f"These steps have full checkpoints: {there}"
             if there
             else "The run has no full checkpoint; see `bucketpoint ls`",
         )

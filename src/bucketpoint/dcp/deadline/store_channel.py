@@ -119,7 +119,8 @@ class StoreChannel:
             number = job.add(f"calls/{self._index}", 1)
         self._number = number
         self._store = store = dist.PrefixStore(str(number), job)
-        store.set(f"here/{self._index}", call._what)
+        # Within a sentence, as the error has it.
+        store.set(f"here/{self._index}", call._what[:1].lower() + call._what[1:])
         if store.add("here", 1) == world:
             calls = [store.get(f"here/{index}").decode() for index in range(world)]
             other = next((index for index, what in enumerate(calls) if what != calls[0]), None)

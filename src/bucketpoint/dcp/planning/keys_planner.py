@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 
 from bucketpoint.dcp.planning.load_planner import LoadPlanner, url_of
 from bucketpoint.dcp.planning.nested_state import nested, noted_int_keys
-from bucketpoint.errors import MismatchError
+from bucketpoint.errors import BucketpointError, MismatchError
 from bucketpoint.format.name_patterns import matching
 
 
@@ -28,7 +28,7 @@ class KeysPlanner(LoadPlanner):
     def __init__(self, keys: str | Iterable[str] | None = None, device: Any = "cpu") -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
         self._patterns = None if keys is None else [keys] if isinstance(keys, str) else list(keys)
-        self._device = torch.device(device)
+        self._device = _usable(device)
 
     def set_up_planner(
         self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
@@ -71,3 +71,17 @@ class KeysPlanner(LoadPlanner):
                 key=fqn,
                 remedy="Exclude the tensor with keys=, or load into a state that you allocate",
             ) from error
+
+
+def _usable(device: Any) -> torch.device:
+    """Return torch's device of a name. Raises BucketpointError if torch has no such device, or not on this machine."""
+    try:
+        found = torch.device(device)
+        torch.empty(0, device=found)
+    except (AssertionError, RuntimeError, TypeError) as error:
+        reason = str(error).partition("\n")[0]
+        raise BucketpointError(
+            f"device={device!r} cannot be used: {reason}",
+            remedy='Pass device="cpu", or another device of torch that this machine has',
+        ) from error
+    return found

@@ -286,9 +286,8 @@ class SavePlanner(DefaultSavePlanner):
         if news:
             self._cache.warned.update(news)
             logger.warning(
-                "%d keys have different values on different ranks, and only the value of one rank is saved: %s. "
+                "ranks have different values for these keys, and only the value of one rank is saved: %s. "
                 "To save the value of each rank, wrap it: state[key] = rank_state(value)",
-                len(news),
                 first_of(news, _NAMED_AT_MOST),
             )
 

@@ -142,7 +142,10 @@ def build_client(options: S3Options) -> S3Client:
         api = client
     if api is None:
         # The text of botocore's ValueError is dropped: it quotes the endpoint, which may contain a password.
-        raise EndpointError("the S3 client cannot be made: the endpoint is not a URL")
+        raise EndpointError(
+            "the S3 client cannot be made: the endpoint is not a URL",
+            remedy="Write endpoint_url, or AWS_ENDPOINT_URL, with its scheme, such as http://127.0.0.1:9000",
+        )
     parameters = options.request_parameters()
     _refuse_key_in_clear(api.meta.endpoint_url, parameters)
     api.meta.events.register("before-send.s3", send_from_memory)

@@ -68,6 +68,9 @@ _KEY = (
 # https://docs.aws.amazon.com/AmazonS3/latest/API/ErrorResponses.html
 RULE_BY_CODE: dict[str, ErrorRule] = {
     "NoSuchBucket": ErrorRule(BucketNotFoundError, _FATAL),
+    "InvalidBucketName": ErrorRule(
+        StoreError, _FATAL, "Check the bucket's name: S3 allows 3 to 63 lower-case letters, digits, hyphens and dots"
+    ),
     "NoSuchAccessPoint": ErrorRule(BucketNotFoundError, _FATAL),
     "NoSuchKey": ErrorRule(ObjectNotFoundError, _FATAL),
     "NoSuchVersion": ErrorRule(ObjectNotFoundError, _FATAL),

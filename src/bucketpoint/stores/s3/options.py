@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
@@ -153,9 +154,12 @@ class S3Options:
             else:
                 values[target] = value
         if unknown:
+            names = sorted({*known, *_S3FS_ALIASES})
+            near = [match for name in sorted(unknown) for match in difflib.get_close_matches(name, names, n=1)]
+            meant = f"Did you mean {', '.join(near)}? " if near else ""
             raise BucketpointError(
                 f"unknown storage options for S3: {', '.join(sorted(unknown))}",
-                remedy="Pass other arguments of boto3 in client_kwargs, config_kwargs or s3_additional_kwargs",
+                remedy=f"{meant}Pass other arguments of boto3 in client_kwargs, config_kwargs or s3_additional_kwargs",
             )
         return cls(**values)
 
