@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from torch.distributed.checkpoint import LoadPlan, LoadPlanner, Metadata, StorageReader
+from torch.distributed.checkpoint import DefaultLoadPlanner, LoadPlan, LoadPlanner, Metadata, StorageReader
 from torch.distributed.checkpoint._extension import ExtensionRegistry
 from torch.distributed.checkpoint.metadata import StorageMeta
 from torch.futures import Future
@@ -22,6 +22,7 @@ from bucketpoint.dcp.error_boundary import dcp_call
 from bucketpoint.dcp.loading.extents import load_extents
 from bucketpoint.dcp.loading.read_plan import ReadPlan
 from bucketpoint.dcp.loading.unread import Unread
+from bucketpoint.dcp.planning.unused_keys import warn_of_forgotten_optimizer
 from bucketpoint.dcp.progress_bar import describe, progress_callback
 from bucketpoint.dcp.session import Located, as_url, world_size
 from bucketpoint.errors import (
@@ -216,6 +217,9 @@ class BucketReader(Located, StorageReader):
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Read this rank's items into the planner's tensors; return when all have arrived. Called on all ranks."""
         started = time.monotonic()
+        if type(planner) is DefaultLoadPlanner and not self.rank and self._metadata is not None:
+            # Our planner compares the keys of all ranks; torch's says nothing, so one rank tells what it knows.
+            warn_of_forgotten_optimizer(self._metadata, planner.state_dict, self._url)
         pool = BufferPool(self.transfer.max_inflight_bytes)
         # With ranks that load together, the others are told of any error here.
         group = contextlib.nullcontext() if self._cooperation is None else self._cooperation.taking_part()

@@ -38,17 +38,20 @@ def log_difference(
         parts.append(f"the checkpoint lacks {len(lacking)} keys, whose values in the state stay unchanged: {named}")
     forgotten = _forgotten_optimizer(metadata, used) if unused else None
     if forgotten is not None:
-        name, count = forgotten
-        parts.append(
-            f"none of the {count} tensors of {name} is loaded, because an optimizer that has made no step has no "
-            "tensors to load into; call torch's get_optimizer_state_dict, which makes them"
-        )
+        parts.append(forgotten)
     if parts:
         logger.log(logging.INFO if forgotten is None else logging.WARNING, "loading %s: %s", url, "; ".join(parts))
 
 
-def _forgotten_optimizer(metadata: Metadata, used: Collection[str]) -> tuple[str, int] | None:
-    """Return name and number of tensors of an optimizer that the state has, but none of whose tensors it asks for."""
+def warn_of_forgotten_optimizer(metadata: Metadata, used: Collection[str], url: str | None) -> None:
+    """Log a warning if an optimizer would continue without its saved tensors, as `log_difference` does."""
+    forgotten = _forgotten_optimizer(metadata, used)
+    if forgotten is not None:
+        logger.warning("loading %s: %s", url, forgotten)
+
+
+def _forgotten_optimizer(metadata: Metadata, used: Collection[str]) -> str | None:
+    """Say in words that the state has an optimizer and asks for none of its tensors; None if there is no such one."""
     asked = {name for fqn in used for group, name in (deciding(fqn),) if group == OPTIM}
     if not asked:
         return None
@@ -60,4 +63,10 @@ def _forgotten_optimizer(metadata: Metadata, used: Collection[str]) -> tuple[str
                 asked.discard(name)
             else:
                 counts[name] += 1
-    return next(((name, count) for name, count in counts.items() if name in asked), None)
+    for name, count in counts.items():
+        if name in asked:
+            return (
+                f"none of the {count} tensors of {name} is loaded, because an optimizer that has made no step has no "
+                "tensors to load into; call torch's get_optimizer_state_dict, which makes them"
+            )
+    return None
