@@ -217,7 +217,10 @@ class NewerFormatError(MetadataError):
 class UnsafeDataError(BucketpointError):
     """A pickle names a class or function outside the allow-list. No code from the pickle was run."""
 
-    remedy_default = "If you trust the writer of this checkpoint, pass trusted=True"
+    remedy_default = (
+        "If you trust the writer of this checkpoint, pass trusted=True to the reader, to bucketpoint.load or to "
+        "CheckpointManager"
+    )
 
 
 class MismatchError(BucketpointError):

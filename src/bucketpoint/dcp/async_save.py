@@ -14,11 +14,14 @@ from typing import Any
 
 import torch.distributed.checkpoint as dcp
 from torch.distributed import ProcessGroup
-from torch.distributed.checkpoint import CheckpointException, Metadata, SavePlanner, StorageWriter
+from torch.distributed.checkpoint import CheckpointException, Metadata, StorageWriter
+from torch.distributed.checkpoint import SavePlanner as TorchSavePlanner
 from torch.distributed.checkpoint.staging import AsyncStager
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 from bucketpoint.dcp import process_groups, program_end
+from bucketpoint.dcp.arguments import check_types
+from bucketpoint.dcp.planning.save_planner import SavePlanner
 from bucketpoint.dcp.writer import BucketWriter
 from bucketpoint.errors import BucketpointError, PeerFailedError
 from bucketpoint.staging import Lease, StagedState, Stager, dead_checkpoint_process
@@ -121,10 +124,10 @@ class SaveHandle(Future[Metadata]):
 
 def async_save(
     state_dict: dict[str, Any],
-    *,
     checkpoint_id: str | os.PathLike[str] | None = None,
+    *,
     storage_writer: StorageWriter | None = None,
-    planner: SavePlanner | None = None,
+    planner: TorchSavePlanner | None = None,
     process_group: ProcessGroup | None = None,
     async_checkpointer_type: AsyncCheckpointerType = AsyncCheckpointerType.THREAD,
     async_stager: Any = None,
@@ -142,15 +145,20 @@ def async_save(
             `process_group` exists.
         storage_writer: any writer; without one, a `BucketWriter` for this save alone. Reuse one writer, or one
             `Stager`, for all saves to reuse its staging memory too.
+        planner: a `SavePlanner` that you keep from save to save; by default one for this save alone, as in
+            `bucketpoint.save`.
 
     Returns:
-        A handle whose `result()` is the checkpoint's `Metadata`. The errors it raises are `BucketpointError`s, which
-        `except Exception` catches; DCP's `CheckpointException` is their cause.
+        A handle whose `result()` is the checkpoint's `Metadata`; with several ranks only on the coordinator, and
+        elsewhere an object that says where to read it. The errors it raises are `BucketpointError`s, which `except
+        Exception` catches; DCP's `CheckpointException` is their cause.
 
     Raises:
         StagingError: the state cannot be copied; nothing was begun.
-        BucketpointError: there are several ranks and no process group.
+        InvalidURLError: neither `checkpoint_id` nor the writer names a URL.
+        BucketpointError: there are several ranks and no process group; or an argument has a wrong type.
     """
+    check_types(state=state_dict)
     if not no_dist:
         where = str(checkpoint_id) if checkpoint_id is not None else None
         process_groups.refuse_a_rank_alone("An asynchronous save", where)
@@ -160,13 +168,16 @@ def async_save(
         stager = Stager()
     # Not `writer.url`: that may be the URL of the save that this thread ran last.
     own = writer._url if isinstance(writer, BucketWriter) else getattr(writer, "checkpoint_id", None)
+    if isinstance(writer, BucketWriter) and checkpoint_id is None:
+        # Without a URL the save would fail in the background, where nobody may look.
+        writer._open(own)
     handle = SaveHandle(str(checkpoint_id) if checkpoint_id is not None else own)
     handle._parent_group = process_group
     begun = dcp.async_save(
         state_dict,
         checkpoint_id=checkpoint_id,
         storage_writer=writer,
-        planner=planner,
+        planner=planner if planner is not None else SavePlanner(enable_plan_caching=False),
         process_group=None if no_dist else process_groups.group_beside(process_group),
         async_checkpointer_type=async_checkpointer_type,
         async_stager=_Watched(stager, handle),

@@ -46,7 +46,7 @@ def test_the_state_comes_back_as_it_was_saved(tmp_path: Path, saved_by: str) -> 
     if saved_by == "save":
         bp.save(state, url)
     elif saved_by == "async_save":
-        bp.async_save(state, checkpoint_id=url, planner=bp.SavePlanner(), no_dist=True).result(60)
+        bp.async_save(state, url, no_dist=True).result(60)
     else:
         dcp.save(state, checkpoint_id=url, storage_writer=bp.BucketWriter(), planner=bp.SavePlanner(), no_dist=True)
     loaded = bp.load(url)
@@ -276,6 +276,27 @@ def test_an_optimizer_that_has_made_no_step_is_a_warning(tmp_path: Path, caplog:
     assert (warned, told) == ("WARNING", "INFO"), "who asks for the model alone wants no optimizer"
     assert "none of the 12 tensors of optim is loaded" in warning
     assert "get_optimizer_state_dict" in warning
+
+
+def test_an_optimizer_that_has_made_no_step_is_a_warning_with_torchs_planner_too(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model, optimizer = trained()
+    bp.save({"model": model.state_dict(), "optim": optimizer.state_dict()}, f"{tmp_path}/a")
+    fresh = torch.optim.AdamW(model.parameters())
+
+    def load(state: dict[str, Any], **more: Any) -> None:
+        dcp.load(state, checkpoint_id=f"{tmp_path}/a", storage_reader=bp.BucketReader(), no_dist=True, **more)
+
+    with caplog.at_level(logging.INFO, logger="bucketpoint"):
+        load({"model": model.state_dict()})
+        load({"model": model.state_dict(), "optim": optimizer.state_dict()})
+        assert loading_lines(caplog) == []
+        load({"model": model.state_dict(), "optim": fresh.state_dict()})
+        load({"model": model.state_dict(), "optim": fresh.state_dict()}, planner=bp.LoadPlanner())
+    (level, warning), (_, ours) = loading_lines(caplog)
+    assert level == "WARNING"
+    assert ours.endswith(warning.partition(": ")[2])
 
 
 def test_strict_is_as_in_torch(tmp_path: Path) -> None:

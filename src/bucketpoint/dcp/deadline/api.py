@@ -14,6 +14,7 @@ from torch.distributed.checkpoint.planner import LoadPlan, SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
+from bucketpoint.dcp.arguments import check_types
 from bucketpoint.dcp.deadline.collective_call import DEADLINE_S, CollectiveCall, collective_call
 from bucketpoint.dcp.planning.keys_planner import KeysPlanner
 from bucketpoint.dcp.planning.load_planner import LoadPlanner
@@ -62,6 +63,7 @@ def save(
             DCP's `CheckpointException`, which is at most the cause. An error of the state's own `state_dict()` is
             raised unchanged on the rank where it occurs.
     """
+    check_types(state=state, url=url, transfer=transfer)
     where = str(as_url(url))
     with collective_call(f"The save of {where}", process_group, deadline_s, url=where) as call:
         writer = _Writer(
@@ -155,6 +157,7 @@ def load(
         BucketpointError: as `save`.
         MismatchError: the state and the checkpoint do not fit, or no key fits one of `keys`.
     """
+    check_types(transfer=transfer)
     if isinstance(state, (str, os.PathLike)):
         if url is not None:
             raise BucketpointError(
@@ -174,6 +177,7 @@ def load(
                 "keys= cannot be combined with a state to load into" if url is not None else "load got no URL",
                 remedy="Call load(state, url) to load into a state, or load(url, keys=...) to get the saved values",
             )
+        check_types(state=state, url=url)
         where, target, alone = str(as_url(url)), state, False
         if planner is None:
             planner = LoadPlanner(allow_partial_load=strict is False, strict=strict is True)

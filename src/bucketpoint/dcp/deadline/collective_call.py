@@ -218,9 +218,11 @@ class CollectiveCall:
         reasons = [f"rank {rank} {stages[rank]}" for rank in busy[:16]]
         if gone:
             plural = len(gone) > 1
+            # Without a group the call has not begun on all ranks.
+            never = "cut off, or never made this call, which all ranks must make"
             missing = (
                 f"rank{'s' * plural} {first_of(gone, 16)} {'do' if plural else 'does'} not answer "
-                "(died, stopped, or cut off)"
+                f"(died, stopped, {never if self.group is None else 'or cut off'})"
             )
             if self._heard is not None and self._heard.kind == "lost":
                 return self._error(f"{self._what} failed: {missing}", "Read the error or the log of that rank", *gone)

@@ -249,7 +249,7 @@ def _remedy(misfits: list[str], metadata: Metadata) -> str:
     if any(rank_state_name(fqn) is None for fqn in lacking):
         remedies.append(
             "Load into the model that was saved; strict=False of bucketpoint.load, or "
-            "LoadPlanner(allow_partial_load=True), skips missing keys"
+            "planner=LoadPlanner(allow_partial_load=True) of dcp.load and CheckpointManager.restore, skips missing keys"
         )
     if len(lacking) < len(misfits):
         remedies.append(

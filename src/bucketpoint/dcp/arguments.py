@@ -1,0 +1,48 @@
+"""Checks of arguments at the call: a wrong one is named there, and not by an error of Python's further below."""
+
+from __future__ import annotations
+
+import operator
+import os
+from collections.abc import Mapping
+from types import NoneType
+from typing import Any
+
+from bucketpoint.errors import BucketpointError
+from bucketpoint.format.catalog_keys import MAX_STEP
+from bucketpoint.retention import RetentionPolicy
+from bucketpoint.transfer import TransferOptions
+
+_TYPES: dict[str, tuple[tuple[type, ...], str]] = {
+    "state": ((Mapping,), 'a dict, such as {"model": model.state_dict()}'),
+    "url": ((str, os.PathLike), "a URL or a path"),
+    "policy": ((RetentionPolicy, str, os.PathLike), "a RetentionPolicy or the path of its YAML file"),
+    "transfer": ((TransferOptions, NoneType), "a TransferOptions"),
+}
+
+
+def check_types(**given: Any) -> None:
+    """Check the types of arguments, which are given by their names.
+
+    Raises:
+        BucketpointError: one has a wrong type. The error names the argument.
+    """
+    for name, value in given.items():
+        types, wanted = _TYPES[name]
+        if not isinstance(value, types):
+            raise BucketpointError(f"The argument {name} must be {wanted}, not {type(value).__name__}")
+
+
+def whole_step(step: Any) -> int:
+    """Return a step as Python's int: integers of numpy and of torch are steps too.
+
+    Raises:
+        BucketpointError: it is no integer, or is out of range.
+    """
+    try:
+        number = operator.index(step)
+    except TypeError:
+        number = -1
+    if not 0 <= number <= MAX_STEP:
+        raise BucketpointError(f"A step must be an integer from 0 to {MAX_STEP}, not {step!r}")
+    return number
