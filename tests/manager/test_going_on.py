@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import pickle
+import shutil
 import threading
 import time
 from collections.abc import Iterator
@@ -18,6 +19,7 @@ import torch.distributed.checkpoint as dcp
 
 import bucketpoint
 from bucketpoint import BucketWriter
+from bucketpoint.catalog import restore_candidates
 from bucketpoint.catalog.catalog import open_catalog
 from bucketpoint.catalog.deletion.pruner import Order, prune
 from bucketpoint.catalog.deletion.rollback import roll_back
@@ -446,11 +448,38 @@ def test_whoever_undoes_a_rollback_is_not_overruled_by_the_next_save(root: str) 
             manager.save(16, state(16))
 
 
-def test_another_restore_takes_a_rollback_back(root: str) -> None:
+@pytest.mark.parametrize(("which", "recorded"), [("latest", True), ("best", True), ("latest", False)])
+def test_a_rollback_holds_for_another_restore_before_the_next_commit(root: str, which: str, recorded: bool) -> None:
+    run_with(root, 5, 10, 20, 30)
+    if not recorded:
+        shutil.rmtree(Path(root, "_bucketpoint"))
+    ranked = replace(DAY, keep=replace(DAY.keep, best=(Best("eval/loss", "min"),)))
+    with CheckpointManager(root, policy=ranked) as manager:
+        manager.restore(state(0), 10, rollback=True)
+        target = state(0)
+        assert manager.restore(target, which).step == 10  # type: ignore[union-attr]
+        assert value_of(target) == 10.0
+        # The step itself may still be saved anew, and then those above it.
+        manager.save(10, state(11))
+        manager.wait()
+        assert going(manager) == [20, 30]
+        manager.save(20, state(21))
+
+
+def test_more_checkpoints_than_a_restore_tries_may_be_rolled_back(root: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(restore_candidates, "TRIED_AT_MOST", 2)
+    run_with(root, 10, 20, 30, 40)
+    with CheckpointManager(root, policy=DAY) as manager:
+        manager.restore(state(0), 10, rollback=True)
+        assert manager.restore(state(0)).step == 10  # type: ignore[union-attr]
+
+
+def test_a_restore_of_a_rolled_back_step_by_its_number_takes_the_rollback_back(root: str) -> None:
     run_with(root, 10, 20)
     with CheckpointManager(root, policy=DAY) as manager:
         manager.restore(state(0), 10, rollback=True)
-        manager.restore(state(0))
+        manager.restore(state(0), 20)
+        assert manager.restore(state(0)).step == 20  # type: ignore[union-attr]
         manager.save(30, state(30))
         manager.wait()
         assert going(manager) == []

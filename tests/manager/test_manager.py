@@ -270,10 +270,19 @@ def test_a_job_that_was_killed_in_its_first_save_begins_from_scratch(
     target = state(0)
     with CheckpointManager(root, policy=policy()) as manager:
         assert manager.restore(target) is None
-        assert "folders of saves that died before their commit (1)" in caplog.text
+        assert "the saves of these steps began and never committed: 10" in caplog.text
         assert manager.save(10, state(10)) is not None
     with CheckpointManager(root, policy=policy()) as manager:
         assert manager.restore(target).step == 10  # type: ignore[union-attr]
+
+
+def test_saves_that_died_before_they_left_a_folder_are_named(root: str, caplog: pytest.LogCaptureFixture) -> None:
+    run = catalog.open_catalog(root)
+    for step in (10, 20):
+        SaveLog(run).begin(run.url_of(step), f"0123456789a{step // 10}")
+    with CheckpointManager(root, policy=policy()) as manager:
+        assert manager.restore(state(0)) is None
+        assert "the saves of these steps began and never committed: 10, 20" in caplog.text
 
 
 def test_another_state_than_was_saved_is_no_damage(root: str) -> None:

@@ -11,10 +11,11 @@ import os
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from bucketpoint.catalog.catalog import Catalog
 from bucketpoint.catalog.tombstones import GoneError, undo
-from bucketpoint.errors import BucketpointError, StoreError
+from bucketpoint.errors import BucketpointError, CheckpointNotFoundError, StoreError
 from bucketpoint.format import catalog_keys
 from bucketpoint.format.catalog_keys import MAX_NAME_BYTES, NoteKey
 
@@ -45,8 +46,8 @@ def report(catalog: Catalog, step: int, metrics: Mapping[str, float], *, at: flo
     """
     head = ["", catalog_keys.METRICS, catalog_keys.milliseconds(catalog.clock() if at is None else at)]
     batch: list[str] = []
-    for name in sorted(metrics):
-        pair = [_metric_name(name), repr(_value(name, metrics[name]))]
+    for name, value in sorted(checked_metrics(metrics).items()):
+        pair = [name, repr(value)]
         # One key holds as many metrics as fit: one request for each metric would cost more than the metrics are worth.
         if batch and len(catalog_keys.encode([*head, *batch, *pair])) + 16 > MAX_NAME_BYTES:
             _put(catalog, NoteKey(step, catalog_keys.METRICS, (head[2], *batch)))
@@ -54,6 +55,31 @@ def report(catalog: Catalog, step: int, metrics: Mapping[str, float], *, at: flo
         batch += pair
     if batch:
         _put(catalog, NoteKey(step, catalog_keys.METRICS, (head[2], *batch)))
+
+
+def checked_metrics(metrics: Mapping[str, float]) -> dict[str, float]:
+    """Return metrics as Python's floats.
+
+    Raises:
+        BucketpointError: a name is empty or too long, or a value is no number.
+    """
+    return {_metric_name(name): _value(name, value) for name, value in metrics.items()}
+
+
+def has_checkpoint(catalog: Catalog, step: int) -> bool:
+    """Return True if there is a checkpoint of a step, with or without a record."""
+    snapshot = catalog.steps()
+    if any(saved.step == step for saved in snapshot.checkpoints):
+        return True
+    return any(saved.step == step for saved in catalog.with_unrecorded(snapshot).checkpoints)
+
+
+def refuse_missing(catalog: Catalog, step: int) -> None:
+    """Raise `CheckpointNotFoundError` if there is no checkpoint of a step."""
+    if not has_checkpoint(catalog, step):
+        raise CheckpointNotFoundError(
+            f"There is no checkpoint of step {step}", url=catalog.url, remedy="`bucketpoint ls` lists the steps"
+        )
 
 
 def pin(
@@ -159,8 +185,10 @@ def _metric_name(name: str) -> str:
     return name
 
 
-def _value(name: str, value: float) -> float:
+def _value(name: str, value: Any) -> float:
     try:
+        if isinstance(value, (str, bytes)):
+            raise TypeError  # float() reads text, which would hide that another value was meant
         return float(value)
     except (TypeError, ValueError, OverflowError):
         raise BucketpointError(f"A metric must be a number, not {type(value).__name__}", key=name) from None

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable, Iterable
 from itertools import islice
 
 from bucketpoint.catalog.catalog import Catalog
 from bucketpoint.catalog.snapshot import Checkpoint
-from bucketpoint.errors import BucketpointError, CheckpointNotFoundError, IncompleteCheckpointError
+from bucketpoint.errors import BucketpointError, CheckpointNotFoundError, IncompleteCheckpointError, first_of
 from bucketpoint.retention.policy import RetentionPolicy
 from bucketpoint.retention.row import FULL
 from bucketpoint.retention.rules import Best
@@ -19,9 +20,17 @@ TRIED_AT_MOST = 20
 
 
 def restore_candidates(
-    catalog: Catalog, policy: RetentionPolicy, which: str | int, metric: str | None
+    catalog: Catalog,
+    policy: RetentionPolicy,
+    which: str | int,
+    metric: str | None,
+    *,
+    given_up: Callable[[Checkpoint], bool] = lambda _: False,
 ) -> list[Checkpoint]:
     """Return the checkpoints to try, best first. Empty if the run has none, nor traces of any but saves that died.
+
+    Args:
+        given_up: says whether a rollback has given up a checkpoint. Such ones are tried last.
 
     Raises:
         CheckpointNotFoundError: there is no checkpoint of the named step, or none with a value of the metric.
@@ -31,13 +40,27 @@ def restore_candidates(
     if isinstance(which, int):
         return [_named(catalog, which)]
     if which == "best":
-        return _best(catalog, _rule(policy, metric))
+        return _first(_best(catalog, _rule(policy, metric)), given_up)
     if which != "latest":
         raise BucketpointError(f"{which!r} does not name a checkpoint", remedy='Pass "latest", "best" or a step')
-    checkpoints = list(islice(catalog.candidates(), TRIED_AT_MOST))
+    checkpoints = _first(catalog.candidates(), given_up)
     if not checkpoints:
         _refuse_traces(catalog)
     return checkpoints
+
+
+def _first(checkpoints: Iterable[Checkpoint], given_up: Callable[[Checkpoint], bool]) -> list[Checkpoint]:
+    """Return the first checkpoints, and those that were given up only behind all others."""
+    last: list[Checkpoint] = []
+
+    def kept() -> Iterable[Checkpoint]:
+        for one in checkpoints:
+            if given_up(one):
+                last.append(one)
+            else:
+                yield one
+
+    return [*islice(kept(), TRIED_AT_MOST), *last][:TRIED_AT_MOST]
 
 
 def _refuse_traces(catalog: Catalog) -> None:
@@ -46,18 +69,22 @@ def _refuse_traces(catalog: Catalog) -> None:
     A job that is killed in its first save begins from scratch once more. A folder without an intent may have been a
     checkpoint whose `.metadata` was deleted.
     """
-    begun = {attempt.folder for attempt in catalog.steps().attempts}
-    dead = catalog.folders()
-    unexplained = [folder for folder in dead if folder not in begun]
+    attempts = catalog.steps().attempts
+    begun = {attempt.folder for attempt in attempts}
+    unexplained = [folder for folder in catalog.folders() if folder not in begun]
     if unexplained:
         raise IncompleteCheckpointError(
             f"The run has no checkpoint, but folders of saves that never committed ({len(unexplained)})",
             url=catalog.url,
             remedy="Check these folders first: a checkpoint may have been damaged",
         )
-    if dead:
+    if attempts:
+        # A save that is killed during its first upload leaves an intent only, and no folder.
+        steps = sorted({attempt.step for attempt in attempts})
         logger.warning(
-            "%s has no checkpoint, but folders of saves that died before their commit (%d)", catalog.url, len(dead)
+            "%s has no checkpoint; the saves of these steps began and never committed: %s",
+            catalog.url,
+            first_of(steps, TRIED_AT_MOST),
         )
 
 
@@ -99,4 +126,4 @@ def _best(catalog: Catalog, rule: Best) -> list[Checkpoint]:
             url=catalog.url,
             remedy='Report values with report(step, {...}), or call restore("latest")',
         )
-    return [known[row.step, row.id] for row in rows[:TRIED_AT_MOST]]
+    return [known[row.step, row.id] for row in rows]

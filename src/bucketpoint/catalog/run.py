@@ -41,6 +41,26 @@ def open_run(
     return replace(catalog, run=policy.run or "")
 
 
+def refuse_other_root(
+    policy: RetentionPolicy, catalog: Catalog, *, storage_options: Mapping[str, Any] | None = None, fs: Any = None
+) -> None:
+    """Compare the run that a job has opened with the root in its policy. Makes no request.
+
+    Raises:
+        BucketpointError: they are not the same place.
+    """
+    if policy.root is None:
+        return
+    meant = open_catalog(policy.root, template=policy.layout.step_dir, storage_options=storage_options, fs=fs)
+    # One place may have several URLs, so the stores are compared.
+    if (meant.store.identity, meant.prefix) != (catalog.store.identity, catalog.prefix):
+        raise BucketpointError(
+            f"root= is another place than the root of the policy, which is {meant.url}",
+            url=catalog.url,
+            remedy="Leave out one of the two, or make them the same",
+        )
+
+
 def parent_and_name(url: str) -> tuple[str, str] | None:
     """Split a checkpoint's URL into root and folder; None if nothing above the folder could be a root."""
     above, slash, name = (as_url(url) or "").rpartition("/")

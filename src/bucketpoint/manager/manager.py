@@ -6,11 +6,9 @@ import atexit
 import functools
 import logging
 import os
-import threading
 import time
 import weakref
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from datetime import timedelta
 from types import TracebackType
 from typing import Any
@@ -20,14 +18,16 @@ from typing_extensions import Self
 from bucketpoint.catalog import notes
 from bucketpoint.catalog.deletion.prune_worker import PruneWorker, Round
 from bucketpoint.catalog.policy_file import policy_of
-from bucketpoint.catalog.run import open_run
+from bucketpoint.catalog.run import open_run, refuse_other_root
 from bucketpoint.catalog.save_log import SaveLog
 from bucketpoint.dcp import BucketWriter, SaveHandle, SavePlanner, async_save, program_end
+from bucketpoint.dcp.arguments import check_types, whole_step
 from bucketpoint.errors import BucketpointError
 from bucketpoint.manager.loading import attempt
 from bucketpoint.manager.ranks import Ranks
 from bucketpoint.manager.replacing import Newer, Replacing
 from bucketpoint.manager.restoring import Restored, restored
+from bucketpoint.manager.running import Running
 from bucketpoint.manager.triggers import Triggers
 from bucketpoint.retention import RetentionPolicy
 from bucketpoint.retention.row import FULL
@@ -40,37 +40,6 @@ _COLLECTIVE_TIMEOUT = timedelta(minutes=30)
 """Least timeout of the manager's collectives, in which ranks wait for each other's uploads: torch's default."""
 
 
-@dataclass
-class Running:
-    """The save under way, as this rank sees it.
-
-    Attributes:
-        reported: True if the program has received the save's error on this rank.
-        settled: set when the follow-up work of the save is done. A future wakes those who wait for it before it runs
-            its callbacks, so its end alone does not say that.
-    """
-
-    step: int
-    handle: SaveHandle
-    reported: bool = False
-    settled: threading.Event = field(default_factory=threading.Event)
-
-    @property
-    def failed(self) -> bool:
-        """True if the save failed, as far as this rank knows yet."""
-        return self.handle.failure() is not None
-
-    @property
-    def error(self) -> BaseException:
-        """The error of the save, of this rank or of another."""
-        error = self.handle.exception() if self.handle.done() else None
-        return error or BucketpointError(f"The save of step {self.step} failed on another rank", url=self.handle.url)
-
-    def wait(self, timeout: float | None = None) -> bool:
-        """Wait for the save and for its follow-up work, at most `timeout` seconds each. True if both have ended."""
-        return self.handle.wait(timeout) and self.settled.wait(timeout)
-
-
 class CheckpointManager:
     """Manager of one run's checkpoints: saves them beside training, restores them, and keeps those that a policy names.
 
@@ -78,7 +47,7 @@ class CheckpointManager:
     and `close` at the same points of the program. `report`, `pin` and `unpin` may be called on any rank.
 
     Args:
-        root: URL of the run; by default the policy's `root`.
+        root: URL of the run; by default the policy's `root`. If both are given, they must be the same place.
         policy: the policy, which says which checkpoints are kept and when saves are made; or its YAML file, which each
             rank reads.
         process_group: the ranks; None for all ranks of the job. The manager makes a gloo group of its own.
@@ -89,6 +58,7 @@ class CheckpointManager:
             than that for the last save. None: no limit.
 
     Raises:
+        BucketpointError: an argument has a wrong type, or `root` and the policy's `root` are not the same place.
         RanksDisagreeError: the policy says on some ranks that other steps are saved than on others.
     """
 
@@ -107,8 +77,10 @@ class CheckpointManager:
         config_hash: str | None = None,
         grace_s: float | None = None,
     ) -> None:
+        check_types(policy=policy, transfer=transfer)
         policy = self.policy = policy_of(policy)
         self.catalog = open_run(policy, root, storage_options=storage_options, fs=fs)
+        refuse_other_root(policy, self.catalog, storage_options=storage_options, fs=fs)
         self._store_arguments = {"storage_options": storage_options, "fs": fs, "transfer": transfer}
         self._trusted = trusted
         self._facts = {"git_sha": git_sha, "config_hash": config_hash}
@@ -169,18 +141,26 @@ class CheckpointManager:
 
         Raises:
             BucketpointError: the save before this one failed, and no call has raised that error yet; or it is still
-                under way, after the policy's timeout or with `when_busy: error`; or there are newer checkpoints.
+                under way, after the policy's timeout or with `when_busy: error`; or there are newer checkpoints; or an
+                argument is wrong, such as a metric that is no number.
             CheckpointExistsError: this step is committed.
             StagingError: the state cannot be copied.
         """
         self._refuse_if_closed()
+        check_types(state=state)
+        step = whole_step(step)
         if not self._make_room(step):
             return None
         url = self.catalog.url_of(step)
-        replaces = self._ranks.on_coordinator(lambda: self._replacing.allowed(step, overwrite=overwrite, newer=newer))
+
+        def admitted() -> tuple[dict[str, float], bool | frozenset[str]]:
+            known = notes.checked_metrics(metrics or {})
+            return known, self._replacing.allowed(step, overwrite=overwrite, newer=newer)
+
+        known, replaces = self._ranks.on_coordinator(admitted)
         # Whatever fails from here on must take back what this save was to discard.
         try:
-            log = SaveLog(self.catalog, kind, dict(metrics or {}), pruner=self.pruning, **self._facts)
+            log = SaveLog(self.catalog, kind, known, pruner=self.pruning, **self._facts)
             writer = BucketWriter(
                 url, overwrite=bool(replaces), log=log, staging=self._stager.options, **self._store_arguments
             )
@@ -254,6 +234,8 @@ class CheckpointManager:
             fresh: begin from scratch if there are traces of checkpoints and none can be loaded.
             rollback: go back for good: later saves of this step, and of steps below existing checkpoints, are no
                 errors, and the next commit gives the newer checkpoints a tombstone. Pinned and leased checkpoints stay.
+                Until that commit, another `restore` does not load them, unless by their number: that undoes the
+                rollback.
             planner: a load planner; by default `LoadPlanner`.
 
         Raises:
@@ -265,6 +247,8 @@ class CheckpointManager:
             UnsafeDataError: the checkpoint was saved with types that the allow-list refuses.
         """
         self._refuse_if_closed()
+        check_types(state=state)
+        which = which if isinstance(which, str) else whole_step(which)
         if rollback and self._running is not None:
             # The running save may commit a newer step, which must then be given up too.
             self._running.wait(self.policy.save.in_flight.timeout.total_seconds())
@@ -286,7 +270,7 @@ class CheckpointManager:
             fresh=fresh,
             rollback=rollback,
         )
-        self._replacing.restored(checkpoint.step if checkpoint is not None and rollback else None, beside=fresh)
+        self._replacing.restored(checkpoint.step if checkpoint else None, rollback=rollback, beside=fresh)
         if checkpoint is not None:
             self._triggers.resumed(checkpoint.step)
         return checkpoint
@@ -304,18 +288,27 @@ class CheckpointManager:
 
     def report(self, step: int, metrics: Mapping[str, float]) -> None:
         """Note metrics of a step, at any time. Any ranks may call it; only the coordinator writes."""
+        step = whole_step(step)
         if self._ranks.is_coordinator:
             notes.report(self.catalog, step, metrics)
 
     def pin(self, step: int, *, reason: str = "") -> None:
-        """Keep a step whatever the policy says. Only the coordinator writes."""
+        """Keep a step whatever the policy says. Only the coordinator writes.
+
+        Raises:
+            CheckpointNotFoundError: on the coordinator: there is no checkpoint of the step, and none is being saved.
+        """
+        step = whole_step(step)
         if self._ranks.is_coordinator:
+            if self._running is None or self._running.step != step or self._running.failed:
+                notes.refuse_missing(self.catalog, step)
             notes.pin(self.catalog, step, reason=reason)
 
     def unpin(self, step: int) -> None:
-        """Take back all pins of a step. Only the coordinator writes."""
-        if self._ranks.is_coordinator:
-            notes.unpin(self.catalog, step)
+        """Take back all pins of a step. Only the coordinator writes. Raises as `pin`, unless there is a pin."""
+        step = whole_step(step)
+        if self._ranks.is_coordinator and not notes.unpin(self.catalog, step):
+            notes.refuse_missing(self.catalog, step)
 
     def prune(self, *, force: bool = False) -> Round | None:
         """Carry out the policy now.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, get_args
 
 from bucketpoint.catalog.catalog import Catalog
 from bucketpoint.catalog.deletion.discards import HOLDS, Discard, rolled_back
@@ -37,9 +37,11 @@ class Replacing:
         self.beside = False
         self._discards: list[Discard] = []
 
-    def restored(self, rolled_back_to: int | None, *, beside: bool = False) -> None:
-        """Note that the job goes on from another checkpoint: the next save asks the store again."""
-        self._looked, self.rolled_back_to, self.beside = False, rolled_back_to, beside
+    def restored(self, step: int | None, *, rollback: bool = False, beside: bool = False) -> None:
+        """Note that the job goes on from the checkpoint of a step, or from none: the next save asks the store again."""
+        # A rollback holds until the next commit, also if its target is restored once more.
+        self.rolled_back_to = step if rollback or step == self.rolled_back_to else None
+        self._looked, self.beside = False, beside
 
     def failed(self) -> None:
         """Take back the discards that the failed save was to make."""
@@ -59,8 +61,12 @@ class Replacing:
 
         Raises:
             CheckpointExistsError: the step is committed.
-            BucketpointError: there are newer checkpoints.
+            BucketpointError: there are newer checkpoints; or `newer` is none of its three values.
         """
+        if newer not in get_args(Newer):
+            raise BucketpointError(
+                f"newer= must be one of {', '.join(map(repr, get_args(Newer)))}, not {newer!r}", url=self._catalog.url
+            )
         if self._looked and self._highest is not None and step > self._highest:
             return overwrite
         given_up = {discard.name: discard for discard in self._pruner.given_up}

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from bucketpoint.catalog import notes
 from bucketpoint.catalog.catalog import Catalog
-from bucketpoint.catalog.deletion.discards import Discard, damaged, rolled_back, united
+from bucketpoint.catalog.deletion.discards import Discard, among, damaged, rolled_back, united
 from bucketpoint.catalog.deletion.prune_worker import PruneWorker
 from bucketpoint.catalog.deletion.wholeness import inspect
 from bucketpoint.catalog.restore_candidates import restore_candidates
@@ -67,8 +67,12 @@ def restored(
     Raises as `CheckpointManager.restore`.
     """
     named = isinstance(which, int)
+    # A damaged checkpoint that was given up is tried again: it may have been replaced.
+    gone_back = [discard for discard in pruner.given_up if not discard.damaged]
     try:
-        checkpoints = ranks.on_coordinator(lambda: restore_candidates(catalog, policy, which, metric))
+        checkpoints = ranks.on_coordinator(
+            lambda: restore_candidates(catalog, policy, which, metric, given_up=among(gone_back))
+        )
     except CheckpointNotFoundError as error:
         if fresh and not named:
             _from_scratch(catalog, ranks, tried=False)
@@ -88,7 +92,9 @@ def restored(
                 given_up += ranks.on_coordinator(functools.partial(_newer, catalog, step))
             if ranks.is_coordinator:
                 _note(catalog, step)
-                pruner.give_up_only(united(given_up))
+                # A rollback holds until the next commit, unless the run goes on from what it has given up.
+                kept = [] if among(gone_back)(checkpoint) else gone_back
+                pruner.give_up_only(united([*kept, *given_up]))
             return Restored(step, url, tuple(passed))
         if named or not outcome.damaged:
             raise outcome.error

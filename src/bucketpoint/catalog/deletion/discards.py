@@ -5,7 +5,7 @@ They get a tombstone once another checkpoint is committed, never before: until t
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field, replace
 
 from bucketpoint.catalog.catalog import Catalog
@@ -97,6 +97,17 @@ def united(discards: Iterable[Discard]) -> tuple[Discard, ...]:
     for discard in discards:
         first.setdefault(discard.name, discard)
     return tuple(first.values())
+
+
+def among(discards: Iterable[Discard]) -> Callable[[Checkpoint], bool]:
+    """Return a test whether a listed checkpoint is one of these."""
+    names, folders = set(), set()
+    for discard in discards:
+        # A checkpoint without a record has no id in a listing, so its folder identifies it.
+        if discard.checkpoint.key is None:
+            folders.add(discard.checkpoint.folder)
+        names.add(discard.name)
+    return lambda one: one.name in names or (one.key is None and one.folder in folders)
 
 
 def bury_discards(catalog: Catalog, discards: Collection[Discard], *, due: float, dry_run: bool = False) -> Discarded:

@@ -11,7 +11,6 @@ from bucketpoint.cli import text
 from bucketpoint.cli.command import CommandResult, command
 from bucketpoint.cli.commands.ls import json_number
 from bucketpoint.cli.options import Age, Step, run_argument
-from bucketpoint.errors import CheckpointNotFoundError
 
 if TYPE_CHECKING:
     from bucketpoint.catalog.catalog import Catalog
@@ -33,7 +32,10 @@ def name(catalog: Catalog, run_name: str) -> CommandResult:
     RetentionPolicy(Keep(latest=1), run=run_name)
     owner = name_run(catalog, run_name)
     document = {"root": catalog.url, "run": owner}
-    return CommandResult(document, [f"{catalog.url} belongs to run {owner}"], ok=owner == run_name)
+    lines = [f"{catalog.url} belongs to run {owner}"]
+    if owner == run_name:
+        lines.append(f"add `run: {owner}` to the policy of its jobs: others are refused here")
+    return CommandResult(document, lines, ok=owner == run_name)
 
 
 @command("pin")
@@ -46,10 +48,7 @@ def pin(catalog: Catalog, step: int, reason: str, expires: float | None) -> Comm
     from bucketpoint.catalog import notes
 
     until = catalog.clock() + expires if expires is not None else None
-    if not _is_there(catalog, step):
-        raise CheckpointNotFoundError(
-            f"There is no checkpoint of step {step}", url=catalog.url, remedy="`bucketpoint ls` lists the steps"
-        )
+    notes.refuse_missing(catalog, step)
     name = notes.pin(catalog, step, reason=reason, expires=until)
     line = f"step {step} is pinned" + (f" until {text.when(until)}" if until is not None else "") + f": {name}"
     return CommandResult({"step": step, "pin": name, "expires": until, "reason": reason}, [line])
@@ -92,7 +91,7 @@ def report(catalog: Catalog, step: int, metrics: Sequence[str]) -> CommandResult
     from bucketpoint.catalog import notes
 
     values = dict(map(_pair, metrics))
-    there = _is_there(catalog, step)
+    there = notes.has_checkpoint(catalog, step)
     notes.report(catalog, step, values)
     lines = [f"step {step}: " + ", ".join(f"{name}={value!r}" for name, value in values.items())]
     if not there:
@@ -112,10 +111,3 @@ def _pair(text: str) -> tuple[str, float]:
             f"{text!r} is not a metric: write NAME=VALUE, such as eval/loss=1.23", param_hint="NAME=VALUE"
         )
     return name, number
-
-
-def _is_there(catalog: Catalog, step: int) -> bool:
-    snapshot = catalog.steps()
-    if any(saved.step == step for saved in snapshot.checkpoints):
-        return True
-    return any(saved.step == step for saved in catalog.with_unrecorded(snapshot).checkpoints)

@@ -31,7 +31,7 @@ def rollback(catalog: Catalog, step: int, grace: float, dry_run: bool) -> Comman
     Every newer checkpoint gets a tombstone, and the next restore finds this step. End the job first, or it saves newer
     ones again. `bucketpoint undo` withdraws a tombstone during the grace period. Pinned or leased checkpoints stay and
     are named. The command then exits with 1, because a restore finds the newest of them. In a program,
-    `manager.restore(state, step, rollback=True)` does the same.
+    `manager.restore(state, step, rollback=True)` does the same with its next commit.
     """
     from bucketpoint.catalog.deletion.rollback import roll_back
 

@@ -1,0 +1,109 @@
+"""Arguments of `CheckpointManager` that are wrong: named at the call, before anything is uploaded."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from bucketpoint.errors import BucketpointError, CheckpointNotFoundError
+from bucketpoint.manager.manager import CheckpointManager
+from bucketpoint.retention import Keep
+from manager.manager_scenarios import policy, state
+
+pytestmark = pytest.mark.contract
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> str:
+    return str(tmp_path / "run")
+
+
+@pytest.mark.parametrize("value", ["low", "0.5", None])
+def test_a_metric_that_is_no_number_is_refused_by_save_as_by_report(root: str, value: Any) -> None:
+    with CheckpointManager(root, policy=policy()) as manager:
+        said = f"A metric must be a number, not {type(value).__name__}"
+        with pytest.raises(BucketpointError, match=said):
+            manager.report(1, {"loss": value})
+        with pytest.raises(BucketpointError, match=said):
+            manager.save(1, state(1), metrics={"loss": value})
+        assert not Path(root).exists()
+        manager.save(1, state(1), metrics={"loss": torch.tensor(0.5)})
+        manager.wait()
+        assert manager.catalog.snapshot().metrics() == {1: {"loss": 0.5}}
+
+
+@pytest.mark.parametrize("step", [7.0, "7", -1, 10**16, None])
+def test_a_step_that_is_no_integer_or_out_of_range_is_refused_by_every_call(root: str, step: Any) -> None:
+    with CheckpointManager(root, policy=policy()) as manager:
+        calls = [
+            lambda: manager.save(step, state(1)),
+            lambda: manager.report(step, {"loss": 1.0}),
+            lambda: manager.pin(step),
+            lambda: manager.unpin(step),
+        ]
+        for call in calls:
+            with pytest.raises(BucketpointError, match=f"must be an integer from 0 to 9+, not {re.escape(repr(step))}"):
+                call()
+        assert not Path(root).exists()
+
+
+@pytest.mark.parametrize("step", [np.int64(7), torch.tensor(7)], ids=["numpy", "torch"])
+def test_integers_of_other_libraries_are_steps(root: str, step: Any) -> None:
+    with CheckpointManager(root, policy=policy()) as manager:
+        manager.save(step, state(7))
+        manager.wait()
+        assert manager.steps() == [7]
+        restored = manager.restore(state(0), step)
+        assert restored is not None
+        assert (type(restored.step), restored.step) == (int, 7)
+
+
+def test_a_word_for_newer_checkpoints_that_is_not_known_is_refused(root: str) -> None:
+    with CheckpointManager(root, policy=policy()) as manager:
+        manager.save(20, state(20))
+        manager.wait()
+        for step in (10, 30):
+            with pytest.raises(
+                BucketpointError, match="newer= must be one of 'error', 'keep', 'discard', not 'discrad'"
+            ):
+                manager.save(step, state(step), newer="discrad")  # type: ignore[arg-type]
+        assert manager.steps() == [20]
+
+
+def test_pinning_a_step_that_is_not_there_is_an_error_and_one_that_is_being_saved_is_pinned(root: str) -> None:
+    with CheckpointManager(root, policy=policy()) as manager:
+        manager.save(7, state(7))
+        manager.pin(7)
+        manager.wait()
+        for call in (manager.pin, manager.unpin):
+            with pytest.raises(CheckpointNotFoundError, match="There is no checkpoint of step 1000"):
+                call(1000)
+        assert [pin.step for pin in manager.catalog.snapshot().notes.pins] == [7]
+        manager.unpin(7)
+        manager.unpin(7)
+        assert manager.catalog.snapshot().notes.pins == ()
+
+
+def test_a_root_beside_another_root_in_the_policy_is_refused(root: str) -> None:
+    with pytest.raises(BucketpointError, match=r"root= is another place than the root of the policy, which is .*/run"):
+        CheckpointManager(f"{root}-other", policy=policy(root=root))
+    # One place under two names.
+    CheckpointManager(f"file://{root}/", policy=policy(root=root)).close()
+
+
+def test_an_argument_of_a_wrong_type_is_named(root: str) -> None:
+    model: Any = torch.nn.Linear(2, 2)
+    for wrong in ({"keep": {"latest": 1}}, Keep(latest=1)):
+        with pytest.raises(BucketpointError, match=f"policy must be a RetentionPolicy .*, not {type(wrong).__name__}"):
+            CheckpointManager(root, policy=wrong)  # type: ignore[arg-type]
+    with pytest.raises(BucketpointError, match="transfer must be a TransferOptions, not dict"):
+        CheckpointManager(root, policy=policy(), transfer={"connections": 8})  # type: ignore[arg-type]
+    with CheckpointManager(root, policy=policy()) as manager:
+        for call in (lambda: manager.save(1, model), lambda: manager.restore(model)):
+            with pytest.raises(BucketpointError, match=r"state must be a dict, .*, not Linear"):
+                call()
