@@ -1,5 +1,6 @@
 """Trains a small GPT on Python source under FSDP2, saves to a bucket in the background, and resumes from the newest
-whole checkpoint on whatever number of ranks it is started with. CPU with gloo or CUDA with NCCL, one node or many.
+whole checkpoint on another number of ranks, as long as it divides `--batch`. CPU with gloo or CUDA with NCCL, one node
+or many.
 
     torchrun --nproc-per-node 4 examples/train_gpt.py --checkpoint s3://bucket/run
     torchrun --nproc-per-node 8 --nnodes 4 --rdzv-endpoint HOST:PORT examples/train_gpt.py --checkpoint s3://bucket/run
@@ -49,7 +50,7 @@ def main() -> None:
 def train(args: argparse.Namespace, device: torch.device, log: Log) -> None:
     rank, world_size = dist.get_rank(), dist.get_world_size()
     if args.batch % world_size:
-        raise SystemExit(f"--batch {args.batch} cannot be shared out evenly among {world_size} ranks")
+        raise SystemExit(f"--batch {args.batch} cannot be shared out evenly among {world_size} ranks: pass a multiple")
     torch.manual_seed(args.seed)
     model = shard(GPT(args.layers, args.width, args.heads, args.context).to(device), device)
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.1)

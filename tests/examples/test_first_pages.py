@@ -45,7 +45,7 @@ def given():
     model = torch.nn.Linear(8, 8)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
-    def train_step(state=None):
+    def train_step(*given):
         if many:
             dist.all_reduce(torch.ones(1000))
 
@@ -54,8 +54,8 @@ def given():
         return torch.zeros(())
 
     state = {"model": model.state_dict()}
-    return {"state": state, "optimizer": optimizer, "train_step": train_step, "loss": 0.5, "last_step": 3,
-            "forward_and_backward": forward_and_backward}
+    return {"state": state, "model": model, "optimizer": optimizer, "train_step": train_step, "last_step": 3,
+            "evaluate": lambda model: 0.5, "forward_and_backward": forward_and_backward}
 
 
 for page, snippets in pages.items():
@@ -64,9 +64,9 @@ for page, snippets in pages.items():
         exec(compile(snippet, page, "exec"), names)
     if page == "docs/quickstart.md":
         for step in (1, 2):
-            names["save"](names["state"], step)
+            names["save"](names["state_of"](names["model"], names["optimizer"]), step)
         names["pending"].result()
-        assert names["resume"](names["state"]).endswith("run/step-500")
+        assert names["resume"](names["model"], names["optimizer"]).endswith("run/step-500")
     # One write: a line that print writes in pieces mixes with the other rank's.
     sys.stdout.write(f"ran {page}\\n")
     sys.stdout.flush()
@@ -109,6 +109,7 @@ def test_the_snippets_of_the_first_pages_run_as_they_stand(minio: S3Server, tmp_
     )
     assert done.returncode == 0, done.stdout[-5000:]
     assert "uses the default process group" not in done.stdout
+    assert "tensors to load into" not in done.stdout
     for page, steps in PAGES.items():
         assert done.stdout.count(f"ran {page}") == ranks
         commits = {key.removesuffix("/.metadata") for key in minio.keys(buckets[page]) if key.endswith("/.metadata")}
