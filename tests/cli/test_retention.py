@@ -229,7 +229,9 @@ def test_a_run_gets_a_name_and_the_policy_must_say_it(program: Program, root: st
     save_run(root, 10, 20, 30)
     file = write(tmp_path, root)
     assert program("name", root, "a b").code == 2
-    assert program("name", root, "llama").code == 0
+    named = program("name", root, "llama")
+    assert named.code == 0
+    assert "add `run: llama` to the policy of its jobs" in named.out
     assert program("ls", root, "--json").json["run"] == "llama"
     refused = program("prune", str(file), "--json")
     assert (refused.code, refused.json["error"]["kind"]) == (5, "OtherRunError")

@@ -209,7 +209,7 @@ def test_what_needs_trust_is_an_error_and_nothing_is_given_up(root: str) -> None
     trusting.save(20, {**state(20), "own": Own()})
     trusting.close()
     with CheckpointManager(root, policy=DAY) as manager:
-        with pytest.raises(UnsafeDataError, match="trusted=True"):
+        with pytest.raises(UnsafeDataError, match=r"pass trusted=True to .* CheckpointManager"):
             manager.restore({**state(0), "own": None})
         assert manager.pruning.given_up == ()
 

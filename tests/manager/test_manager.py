@@ -21,7 +21,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from bucketpoint import BucketReader, BucketWriter
+from bucketpoint import BucketReader, BucketWriter, LoadPlanner
 from bucketpoint.catalog import catalog
 from bucketpoint.catalog.deletion.fence import MIN_SWEEP_AGE_S
 from bucketpoint.catalog.deletion.pruner import Order, prune
@@ -289,6 +289,11 @@ def test_another_state_than_was_saved_is_no_damage(root: str) -> None:
     save(root, 10, 20)
     with CheckpointManager(root, policy=policy()) as manager, pytest.raises(MismatchError, match="no_such"):
         manager.restore({**state(0), "no_such": state(0)["model"]["w"]})
+    target = {**state(0), "no_such": state(0)["model"]["w"]}
+    with CheckpointManager(root, policy=policy()) as manager:
+        with pytest.raises(MismatchError, match="planner=LoadPlanner"):
+            manager.restore(target)
+        assert manager.restore(target, planner=LoadPlanner(allow_partial_load=True)).step == 20  # type: ignore[union-attr]
 
 
 def test_checkpoints_that_were_saved_without_a_manager_are_found(root: str) -> None:
