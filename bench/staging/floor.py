@@ -18,7 +18,8 @@ def main() -> None:
     say = speaker()
     os.nice(19)
     lines = commands()
-    state = states.equal_tensors(**next(lines))
+    asked = next(lines)
+    state = states.equal_tensors(asked["tensors"], asked["nbytes"])
     say({})
     writer = S3Writer(progress=False)
     for command in lines:
