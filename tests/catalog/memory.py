@@ -35,6 +35,7 @@ from bucketpoint.stores import Capabilities, DeleteFailure, ObjectInfo, OpenUplo
 
 START = 1_700_000_000.0
 PAGE = 1000
+_stores = itertools.count(1)
 
 
 class KilledError(BaseException):
@@ -64,11 +65,11 @@ class MemoryStore:
     refused: set[str] = field(default_factory=set)
     """Keys that no delete removes."""
     exact_uploads: bool = False
+    identity: str = field(default_factory=lambda: f"memory://store-{next(_stores)}")
     _etags: Any = field(default_factory=lambda: itertools.count(1))
     _requests: int = 0
 
     url = "memory://store"
-    identity = "memory://store"
 
     @property
     def capabilities(self) -> Capabilities:

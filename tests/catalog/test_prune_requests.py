@@ -41,7 +41,9 @@ def test_a_checkpoint_of_64_objects_costs_few_requests_besides_its_tombstone(
         assert len(prune(catalog, drop(*steps), grace=0, holder="me").deleted) == len(steps)
         return sent(proxy)
 
-    nothing, one, two = cost(), cost(100), cost(200, 300)
+    nothing, first, one, two = cost(), cost(100), cost(200), cost(300, 400)
+    # Before the first deletion of a process it is asked once whether data may be deleted.
+    assert first - one == Counter(DeleteObjects=1)
     # The tombstone is put, claimed, and deleted with what else was noted; then two listings see who came in meanwhile.
     tombstone = Counter(PutObject=2, DeleteObjects=1, ListObjects=2)
     # The commit goes by a conditional DELETE. Where the store has none it is replaced by a marker, which goes last.

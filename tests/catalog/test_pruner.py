@@ -15,7 +15,7 @@ from bucketpoint.catalog.notes import lease, note_restored, pin, report
 from bucketpoint.catalog.save_log import SaveLog
 from bucketpoint.catalog.snapshot import CLOCKS_S, THIN
 from bucketpoint.catalog.tombstones import GoneError, undo
-from bucketpoint.errors import PreconditionFailedError
+from bucketpoint.errors import AccessDeniedError, PreconditionFailedError
 from bucketpoint.format import keys
 from bucketpoint.format.metadata.codec import decode_metadata
 from bucketpoint.retention.row import Row
@@ -90,12 +90,41 @@ def test_pruning_a_checkpoint_of_64_objects_costs_four_requests_besides_its_tomb
         assert len(run(catalog, drop(*steps)).deleted) == len(steps)
         return store.calls.total()
 
-    nothing, one, three = cost(), cost(100), cost(200, 300, 400)
+    nothing, first, one, three = cost(), cost(100), cost(200), cost(300, 400, 500)
+    # Before the first deletion of a process it is asked once whether data may be deleted.
+    assert first - one == 1
     # The tombstone is made, claimed and removed: three of its own. The claim is looked at in two more listings.
     # A LIST of the newest and one of the folder, the conditional DELETE of the commit, and one DELETE for all else.
     assert one - nothing - 3 - 2 == 4
     # A LIST of each folder, a request for its commit, and two for each tombstone; deletes are shared.
     assert three - one == 2 * 4
+
+
+class Data(set[str]):
+    """All keys but the catalog's: the data that a trainer may not delete."""
+
+    def __contains__(self, key: object) -> bool:
+        return "/_bucketpoint/" not in str(key)
+
+
+@pytest.mark.parametrize("action", ["delete", THIN])
+def test_without_the_right_to_delete_data_no_commit_is_touched_and_an_undo_still_works(
+    store: MemoryStore, catalog: Catalog, action: str
+) -> None:
+    for step in (100, 200, 300):
+        save(catalog, step)
+    before = {key: store.objects[key] for key in [*in_folder(store, 100), *in_folder(store, 200)]}
+    store.refused = Data()
+    for _ in range(2):
+        with pytest.raises(AccessDeniedError, match="may not delete data") as refusal:
+            run(catalog, drop(100, 200, action=action))
+        assert "role pruner" in str(refusal.value)
+        assert {key: store.objects[key] for key in [*in_folder(store, 100), *in_folder(store, 200)]} == before
+    assert undo(catalog, 100) == 1
+    store.refused = set()
+    done = run(catalog, drop())
+    assert [step for step, _ in [*done.deleted, *done.thinned]] == [200]
+    assert steps_of(catalog) == ([100, 300] if action == "delete" else [100, 200, 300])
 
 
 def test_the_metadata_goes_before_anything_else(store: MemoryStore, catalog: Catalog) -> None:

@@ -270,11 +270,13 @@ def test_pruning_a_checkpoint_costs_few_requests_besides_its_tombstone(
         assert len(prune(counted, drop(*steps), grace=0, holder="me").deleted) == len(steps)
         return counting.requests
 
-    nothing, one = cost(), cost(100)
+    nothing, one, another = cost(), cost(100), cost(200)
+    # Before the first deletion of a process it is asked once whether data may be deleted.
+    assert one - another == Counter(delete=1)
     # Two listings see who came in after the claim; the newest and the one that goes are listed. The tombstone is put,
     # claimed and deleted. Where no condition guards a deletion, a marker takes the place of the commit.
     able = proven_deletes(catalog.store, catalog.key("_bucketpoint"))
-    assert one - nothing == Counter(list=2 + 2, delete=1 + 1, put=2 if able.conditional_delete else 3)
+    assert another - nothing == Counter(list=2 + 2, delete=1 + 1, put=2 if able.conditional_delete else 3)
 
 
 def test_a_store_that_fails_at_any_request_of_a_save_leaves_the_older_checkpoint_to_restore(

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import io
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from bucketpoint.catalog.catalog import open_catalog
 from bucketpoint.catalog.deletion.lock import acquire
+from bucketpoint.stores import DeleteFailure, LocalStore
 from cli.conftest import Program, save
 from cli.test_retention import save_run, steps_in
 from cli.test_seen import save_with_torch
@@ -104,6 +106,37 @@ def test_what_is_pinned_or_about_to_be_deleted_by_another_is_left_alone(program:
     assert busy.code == 1
     assert "another pruner is running" in busy.out
     assert steps_in(program, str(run)) == [1, 2, 3]
+
+
+def test_without_the_right_to_delete_nothing_is_begun(
+    program: Program, run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = files(run)
+    monkeypatch.setattr(LocalStore, "delete", lambda self, keys: [DeleteFailure(key, "EACCES", "no") for key in keys])
+    refused = program("rm", str(run / "step-1"), "--yes")
+    assert refused.code == 4
+    assert "role pruner" in refused.err
+    assert files(run) == before
+
+
+def test_a_checkpoint_whose_data_remains_is_reported_as_deleted(
+    program: Program, run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    delete = LocalStore.delete
+
+    def kept(self: LocalStore, keys: Sequence[str]) -> list[DeleteFailure]:
+        data = [key for key in keys if "/data/" in key]
+        return [*delete(self, [key for key in keys if key not in data]), *(DeleteFailure(k, "EBUSY", "") for k in data)]
+
+    monkeypatch.setattr(LocalStore, "delete", kept)
+    done = program("rm", str(run / "step-1"), "--yes")
+    assert done.code == 1
+    assert done.out.startswith(f"deleted {run}/step-1 (saved ")
+    assert "could not be deleted (EBUSY)" in done.out.splitlines()[0]
+    assert program("show", str(run / "step-1")).code == 3
+    done = program("rm", str(run / "step-2"), "--yes", "--json")
+    assert (done.json["ok"], done.json["deleted"], done.json["refused"]) == (False, True, None)
+    assert {failure["code"] for failure in done.json["failures"]} == {"EBUSY"}
 
 
 def test_it_asks_and_takes_no_for_an_answer(program: Program, run: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,6 +19,7 @@ from bucketpoint import S3Reader, S3Writer, TransferOptions, async_save
 from bucketpoint.catalog.catalog import open_catalog
 from bucketpoint.catalog.deletion.fence import MIN_SWEEP_AGE_S
 from bucketpoint.catalog.deletion.prune_worker import prune_by
+from bucketpoint.catalog.deletion.remove import plan_removal, remove
 from bucketpoint.catalog.deletion.sweep import sweep
 from bucketpoint.catalog.notes import pin, pins, unpin
 from bucketpoint.catalog.tombstones import undo
@@ -131,6 +132,29 @@ def test_a_trainer_saves_overwrites_restores_and_keeps_notes(
     assert target["model"]["w"][0] == 1
     refused = [one.message for one in caplog.records if one.levelno >= logging.WARNING and "bucketpoint" in one.name]
     assert refused == [], "nothing of a trainer's daily work is refused"
+
+
+def test_a_trainer_that_prunes_or_removes_ends_no_checkpoint(
+    place: tuple[str, dict[str, dict[str, Any]]], minio: S3Server, caplog: pytest.LogCaptureFixture
+) -> None:
+    bucket, roles = place
+    root, options = f"s3://{bucket}/{PREFIX}/run-2", roles["trainer"]
+    managed(root, minio.options, 10, 20, 30)
+    catalog = open_catalog(root, storage_options=options)
+    with pytest.raises(AccessDeniedError, match=r"s3:DeleteObject.*role pruner"):
+        remove(plan_removal(f"{root}/step-10", storage_options=options), holder="test")
+    with pytest.raises(AccessDeniedError, match=r"s3:DeleteObject.*role pruner"):
+        prune_by(catalog, manual(latest=1), holder="test", force=True)
+    policy = RetentionPolicy(Keep(latest=1), prune=Prune(grace=timedelta(0)))
+    with CheckpointManager(root, policy=policy, storage_options=options) as manager:
+        manager.save(40, {"model": {"w": torch.ones(100)}, "optim": {"m": torch.ones(100)}})
+    assert "pruning failed" in caplog.text
+    assert "role pruner" in caplog.text
+    for step in (10, 20, 30):
+        target = {"model": {"w": torch.zeros(100)}}
+        reader = S3Reader(storage_options=options)
+        dcp.load(target, checkpoint_id=f"{root}/step-{step}", storage_reader=reader, no_dist=True)
+        assert target["model"]["w"][0] == 1
 
 
 def test_a_reader_finds_loads_and_verifies(place: tuple[str, dict[str, dict[str, Any]]], minio: S3Server) -> None:

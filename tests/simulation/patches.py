@@ -19,6 +19,7 @@ from tests.simulation.scheduler import START, here
 
 from bucketpoint.catalog import catalog
 from bucketpoint.catalog.deletion import prune_worker as pruning
+from bucketpoint.catalog.deletion import rights
 from bucketpoint.catalog.deletion import throttle as pace
 from bucketpoint.stores import registry as opening
 from bucketpoint.stores import retry
@@ -248,3 +249,4 @@ def forget() -> None:
     """Before each run: what a process of the real world would keep between them."""
     pruning._workers.clear()
     retry._budgets.clear()
+    rights._granted.clear()

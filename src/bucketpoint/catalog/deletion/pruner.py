@@ -12,6 +12,7 @@ from bucketpoint.catalog.catalog import Catalog
 from bucketpoint.catalog.deletion import lock as locks
 from bucketpoint.catalog.deletion.delete import delete_checkpoints
 from bucketpoint.catalog.deletion.fence import MIN_SWEEP_AGE_S, Stopwatch
+from bucketpoint.catalog.deletion.rights import require_deletes
 from bucketpoint.catalog.deletion.wholeness import Inspected, damage, inspect
 from bucketpoint.catalog.prune_report import Pruned
 from bucketpoint.catalog.reconcile import reconcile
@@ -140,6 +141,9 @@ def collect(catalog: Catalog, done: Pruned, looked: Stopwatch, *, until: float) 
         and tombstone.due <= now
         and catalog.template.step_of(tombstone.folder) == tombstone.step
     ]
+    if due:
+        # Before the claims: no undo takes back a claimed tombstone.
+        require_deletes(catalog, due[0].folder)
     claimed = [(tombstone, begun) for tombstone in due if (begun := claim(catalog, tombstone)) is not None]
     if not claimed:
         return

@@ -15,6 +15,7 @@ from bucketpoint.catalog.deletion import lock as locks
 from bucketpoint.catalog.deletion.delete import delete_checkpoints
 from bucketpoint.catalog.deletion.fence import Stopwatch
 from bucketpoint.catalog.deletion.pruner import LOCK_SECONDS, still_goes
+from bucketpoint.catalog.deletion.rights import require_deletes
 from bucketpoint.catalog.deletion.wholeness import is_whole
 from bucketpoint.catalog.prune_report import Pruned
 from bucketpoint.catalog.reconcile import metadata_record, reconcile
@@ -99,9 +100,11 @@ def remove(removal: Removal, *, holder: str, force: bool = False) -> Pruned:
         force: remove it despite all reasons to keep it.
 
     Raises:
+        AccessDeniedError: data may not be deleted. Nothing was begun.
         StoreError: a request failed for good. The next prune or removal finishes what was begun.
     """
     catalog, one = removal.catalog, removal.checkpoint
+    require_deletes(catalog, one.folder)
     lock = locks.acquire(catalog, holder, seconds=LOCK_SECONDS)
     if lock is None:
         return Pruned(stopped=locks.held_by(catalog))

@@ -54,11 +54,12 @@ def _joined(removal: Removal) -> str | None:
 
 
 def _why_not(done: Pruned) -> str | None:
-    if done.deleted:
+    # Objects can only remain once the commit is gone.
+    if done.deleted or done.failures:
         return None
     if done.stopped is not None or done.refused:
         return done.stopped or " and ".join(done.refused.values())
-    return "a delete request failed" if done.failures else "the checkpoint was saved again meanwhile"
+    return "the checkpoint was saved again meanwhile"
 
 
 def _answer(removal: Removal, done: Pruned | None, *, dry_run: bool, refused: str | None) -> CommandResult:
@@ -71,7 +72,7 @@ def _answer(removal: Removal, done: Pruned | None, *, dry_run: bool, refused: st
         "bytes": removal.bytes,
         "recorded": checkpoint.key is not None,
         "dry_run": dry_run,
-        "deleted": done is not None and bool(done.deleted),
+        "deleted": done is not None and bool(done.deleted or failures),
         "refused": refused,
         "failures": [vars(failure) for failure in failures],
     }
@@ -80,7 +81,10 @@ def _answer(removal: Removal, done: Pruned | None, *, dry_run: bool, refused: st
 
 def _lines(removal: Removal, document: dict[str, Any]) -> Iterator[str]:
     if document["deleted"]:
-        yield f"deleted {_what(removal)}"
+        failures = document["failures"]
+        codes = ", ".join(dict.fromkeys(failure["code"] for failure in failures))
+        remain = f"; {text.count(len(failures), 'object')} of it could not be deleted ({codes})" if failures else ""
+        yield f"deleted {_what(removal)}{remain}"
     elif document["refused"] is None:
         yield f"would delete {_what(removal)}"
     else:
