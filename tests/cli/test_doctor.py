@@ -80,6 +80,16 @@ def test_a_local_folder_is_fit(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_local_folder_that_was_not_there_is_not_left_behind(
+    tmp_path: Path, program: Program, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    done = program("doctor", "checkpoints/run", "--size", "0")
+    assert done.code == 0
+    assert f"the folder {tmp_path}/checkpoints/run" in done.out
+    assert list(tmp_path.iterdir()) == []
+
+
 @pytest.mark.parametrize(
     ("denied", "check", "status"),
     [
@@ -159,6 +169,7 @@ def test_what_a_role_may_do_is_tried_and_the_bucket_is_as_before(
             policy
         ]
         assert {status[check] for check in ["list", "get", *wanted]} == {"ok"}
+        assert "warn" not in status.values(), "the recommended policy is no fault"
 
 
 def test_the_verdict_says_for_which_role_a_place_is_fit(tmp_path: Path, program: Program) -> None:
@@ -342,6 +353,11 @@ def versioned(server: S3Server, bucket: str) -> None:
     server.client().put_bucket_versioning(Bucket=bucket, VersioningConfiguration={"Status": "Enabled"})
 
 
+def suspended(server: S3Server, bucket: str) -> None:
+    versioned(server, bucket)
+    server.client().put_bucket_versioning(Bucket=bucket, VersioningConfiguration={"Status": "Suspended"})
+
+
 def with_rules(*rules: dict[str, Any]) -> Callable[[S3Server, str], None]:
     entries = [{"ID": f"rule-{number}", "Status": "Enabled", **rule} for number, rule in enumerate(rules)]
 
@@ -355,6 +371,7 @@ def with_rules(*rules: dict[str, Any]) -> Callable[[S3Server, str], None]:
     ("prepare", "check", "status"),
     [
         (versioned, "versioning", "warn"),
+        (suspended, "versioning", "warn"),
         (with_rules({"Filter": {"Prefix": ""}, "Expiration": {"Days": 30}}), "lifecycle expiry", "fail"),
         (with_rules({"Filter": {"Prefix": "runs/a"}, "Expiration": {"Days": 30}}), "lifecycle expiry", "fail"),
         (with_rules({"Filter": {"Prefix": "logs/"}, "Expiration": {"Days": 30}}), "lifecycle expiry", "ok"),
@@ -385,7 +402,15 @@ def with_rules(*rules: dict[str, Any]) -> Callable[[S3Server, str], None]:
         ),
     ],
     ids=[
-        *("versioned", "expires all", "expires some", "expires others", "expires tagged", "aborts uploads"),
+        *(
+            "versioned",
+            "suspended",
+            "expires all",
+            "expires some",
+            "expires others",
+            "expires tagged",
+            "aborts uploads",
+        ),
         *("aborts others", "archives", "disabled"),
     ],
 )
@@ -398,9 +423,12 @@ def test_what_the_bucket_s_own_rules_would_do_is_told(
     assert by_check(found)[check] == status
 
 
-def test_a_versioned_bucket_that_drops_old_versions_is_fine(moto: S3Server) -> None:
+@pytest.mark.parametrize("state", [versioned, suspended])
+def test_a_versioned_bucket_that_drops_old_versions_is_fine(
+    moto: S3Server, state: Callable[[S3Server, str], None]
+) -> None:
     bucket = moto.make_bucket()
-    versioned(moto, bucket)
+    state(moto, bucket)
     with_rules({"Filter": {"Prefix": ""}, "NoncurrentVersionExpiration": {"NoncurrentDays": 2}})(moto, bucket)
     found = examine(store_of(moto, bucket), "runs", probe_bytes=0)
     assert by_check(found)["versioning"] == "ok"

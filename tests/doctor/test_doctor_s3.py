@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
 
+from bucketpoint.doctor.bucket import bucket_findings
 from bucketpoint.doctor.examine import Diagnosis, examine
 from bucketpoint.doctor.report import Finding
 from bucketpoint.errors import AccessDeniedError
@@ -95,13 +97,24 @@ def test_a_store_that_ignores_conditions_is_told_from_what_it_calls_itself(
     assert next(one for one in cured.findings if one.check == "create-only put").status == "warn"
 
 
-def test_what_cannot_be_asked_is_a_warning(minio: S3Server) -> None:
+@pytest.mark.parametrize("said", [{}, {"service": "minio"}], ids=["alone", "beside the service"])
+def test_an_option_that_denies_what_the_store_does_is_to_be_left_out(minio: S3Server, said: dict[str, Any]) -> None:
+    found = examine(store_of(minio, conditional_puts=False, **said), "runs", probe_bytes=0)
+    assert service(found).status == "warn"
+    assert service(found).remedy == 'Leave {"conditional_puts": false} out of storage_options'
+    create_only = next(one for one in found.findings if one.check == "create-only put")
+    assert create_only.message.startswith("conditional_puts=false in storage_options")
+
+
+def test_without_the_right_to_list_uploads_the_service_is_still_told(minio: S3Server) -> None:
     everything = {"Effect": "Allow", "Action": "s3:*", "Resource": "arn:aws:s3:::*"}
     denied = {"Effect": "Deny", "Action": "s3:ListBucketMultipartUploads", "Resource": "arn:aws:s3:::*"}
     options = S3Options.from_storage_options(minio.limited_options(everything, denied))
-    finding = service(examine(S3Store(minio.make_bucket(), options), "runs", probe_bytes=0))
-    assert finding.status == "warn"
-    assert "cannot be read" in finding.message
+    found = examine(S3Store(minio.make_bucket(), options), "runs", probe_bytes=0)
+    assert service(found).status == "ok"
+    assert service(found).message.startswith("minio by its Server header: conditional puts are honoured")
+    assert "uploads" not in service(found).message
+    assert next(one for one in found.findings if one.check == "multipart list").status == "warn"
 
 
 @pytest.mark.parametrize(
@@ -119,6 +132,57 @@ def test_a_write_that_no_right_would_allow_is_told_with_its_own_remedy(status: i
     assert put.status == "fail"
     assert said in (put.remedy or "")
     assert "s3:PutObject" not in (put.remedy or "")
+
+
+def test_a_write_that_is_refused_over_plain_http_is_told_of_tls() -> None:
+    with scripted(
+        lambda request, number: error(403, "AccessDenied") if request.method == "PUT" else Answer()
+    ) as server:
+        options = {"endpoint_url": server.endpoint, "key": "k", "secret": "hush-hush"}
+        found = examine(S3Store("bucket", S3Options.from_storage_options(options)), "runs", probe_bytes=0)
+    put = next(one for one in found.findings if one.check == "put")
+    assert "s3:PutObject" in (put.remedy or "")
+    assert "try https://" in (put.remedy or "")
+
+
+@pytest.mark.parametrize(
+    ("bucket", "soft", "versions"),
+    [
+        ({"softDeletePolicy": {"retentionDurationSeconds": "0"}}, "ok", "ok"),
+        ({"softDeletePolicy": {"retentionDurationSeconds": "604800"}}, "warn", "ok"),
+        ({"versioning": {"enabled": True}}, "warn", "warn"),
+        (
+            {
+                "versioning": {"enabled": True},
+                "lifecycle": {
+                    "rule": [{"action": {"type": "Delete"}, "condition": {"daysSinceNoncurrentTime": 7}}],
+                },
+            },
+            "warn",
+            "ok",
+        ),
+        (None, "warn", "warn"),
+    ],
+    ids=["neither", "soft delete", "versioning", "versioning with a rule", "refused"],
+)
+def test_soft_delete_and_versioning_of_a_gcs_bucket_are_read(
+    bucket: dict[str, Any] | None, soft: str, versions: str
+) -> None:
+    def answer(request: Seen, number: int) -> Answer:
+        assert request.path == "/storage/v1/b/bucket"
+        return Answer(403) if bucket is None else Answer(200, body=json.dumps(bucket).encode())
+
+    with scripted(answer) as server:
+        store = GCSStore("bucket", GCSOptions(endpoint_url=server.endpoint, token="anon"))
+        found = {one.check: one for one in bucket_findings(store, "runs")}
+        spared = {one.check: one.status for one in bucket_findings(store, "runs", spared="no matter")}
+    assert (found["soft delete"].status, found["versioning"].status) == (soft, versions)
+    if bucket is None:
+        assert "storage.buckets.get" in (found["versioning"].remedy or "")
+        assert found["soft delete"].message.startswith("not checked")
+        assert spared == {"soft delete": "skip", "versioning": "skip"}
+    elif soft == "warn" and "softDeletePolicy" in bucket:
+        assert "for 7 days" in found["soft delete"].message
 
 
 def test_composed_uploads_are_listed_by_their_parts_and_swept_by_gc(gcs: GCSServer) -> None:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from urllib.parse import urlsplit
 
-from bucketpoint.doctor.report import Finding
-from bucketpoint.errors import StoreError, UnsupportedRequestError
-from bucketpoint.stores import S3Store, Store
+from bucketpoint.doctor.report import Finding, counted
+from bucketpoint.errors import AccessDeniedError, StoreError, UnsupportedRequestError
+from bucketpoint.stores import GCSStore, S3Store, Store
+from bucketpoint.stores.gcs.inspect import bucket_configuration
 from bucketpoint.stores.s3.inspect import (
     LifecycleRule,
     clock,
@@ -27,11 +28,11 @@ NOTABLE_SKEW_S = 30
 _ABORT_DAYS = 7
 
 _GOOGLE = (
-    "Google Cloud Storage keeps deleted objects for 7 days and bills them, unless the bucket's policy says otherwise",
+    "not checked: by default Google Cloud Storage keeps deleted objects for 7 days, and bills them",
     "Look with `gcloud storage buckets describe`; switch it off with `--clear-soft-delete`",
 )
 _AZURE = (
-    "Azure may keep deleted blobs, and bills them, where soft delete is on",
+    "not checked: Azure keeps deleted blobs, and bills them, where soft delete is on",
     "Look with `az storage account blob-service-properties show`",
 )
 _SOFT_DELETE = {"gs": _GOOGLE, "gcs": _GOOGLE, **dict.fromkeys(("az", "abfs", "abfss", "adl"), _AZURE)}
@@ -57,10 +58,17 @@ def clock_finding(store: S3Store) -> Finding:
     return Finding("clock", status, message, "Set the clock by NTP: S3 refuses requests that are 15 minutes off")
 
 
-def bucket_findings(store: Store, prefix: str) -> Iterator[Finding]:
-    """Check versioning, soft delete, object locks and lifecycle rules."""
+def bucket_findings(store: Store, prefix: str, *, spared: str | None = None) -> Iterator[Finding]:
+    """Check versioning, soft delete, object locks and lifecycle rules.
+
+    Args:
+        spared: message instead of a warning if the configuration may not be read: the examined role does without it.
+    """
+    if isinstance(store, GCSStore):
+        yield from _of_google(store, spared)
+        return
     if not isinstance(store, S3Store):
-        yield Finding("versioning", "skip", "only S3 buckets are asked about versioning and lifecycle rules")
+        yield Finding("versioning", "skip", "not checked: only buckets of S3 and GCS are asked")
         keeps = _SOFT_DELETE.get(urlsplit(store.url).scheme)
         if keeps is not None:
             yield Finding("soft delete", "warn", *keeps)
@@ -70,44 +78,70 @@ def bucket_findings(store: Store, prefix: str) -> Iterator[Finding]:
     try:
         rules = [rule for rule in lifecycle(store) if rule.touches(below)]
     except StoreError as error:
-        yield _unread("lifecycle", "s3:GetLifecycleConfiguration", error)
-    yield _cautious("versioning", "s3:GetBucketVersioning", lambda: _versioning(versioning(store), rules or []))
+        yield _unread("lifecycle", "s3:GetLifecycleConfiguration", error, spared)
+    days = [rule.noncurrent_days for rule in rules or () if rule.noncurrent_days is not None]
+    remedy = "Add a lifecycle rule with NoncurrentVersionExpiration"
+    version_status = "s3:GetBucketVersioning"
+    yield _cautious("versioning", version_status, spared, lambda: _versioning(versioning(store), days, remedy))
     if urlsplit(store.identity).hostname == "storage.googleapis.com":
         yield Finding("soft delete", "warn", *_GOOGLE)
     else:
         yield Finding("soft delete", "ok", "S3 has none besides versioning")
-    yield _cautious("object lock", "s3:GetBucketObjectLockConfiguration", lambda: _lock(default_retention(store)))
+    locked = "s3:GetBucketObjectLockConfiguration"
+    yield _cautious("object lock", locked, spared, lambda: _lock(default_retention(store)))
     if rules is not None:
         yield from _lifecycle(rules, below)
         yield _incomplete_uploads(rules, below, store)
 
 
-def _cautious(check: str, right: str, ask: Callable[[], Finding]) -> Finding:
+def _of_google(store: GCSStore, spared: str | None) -> Iterator[Finding]:
+    try:
+        configuration = bucket_configuration(store)
+    except StoreError as error:
+        yield _unread("versioning", "storage.buckets.get", error, spared)
+        yield Finding("soft delete", "warn" if spared is None else "skip", *_GOOGLE)
+        return
+    remedy = "Add a lifecycle rule that deletes old versions (daysSinceNoncurrentTime)"
+    yield _versioning("Enabled" if configuration.versioning else "Off", configuration.noncurrent_days, remedy)
+    seconds = configuration.soft_delete_s
+    if seconds is None:
+        yield Finding("soft delete", "warn", *_GOOGLE)
+    elif seconds:
+        message = f"on: deleted objects stay for {counted(seconds / 86400, 'day')}, and are billed"
+        yield Finding("soft delete", "warn", message, _GOOGLE[1])
+    else:
+        yield Finding("soft delete", "ok", "off")
+
+
+def _cautious(check: str, right: str, spared: str | None, ask: Callable[[], Finding]) -> Finding:
     try:
         return ask()
     except StoreError as error:
-        return _unread(check, right, error)
+        return _unread(check, right, error, spared)
 
 
-def _unread(check: str, right: str, error: StoreError) -> Finding:
+def _unread(check: str, right: str, error: StoreError, spared: str | None) -> Finding:
     if isinstance(error, UnsupportedRequestError):
         return Finding(check, "skip", f"the service does not support this request: {error.message}")
+    if spared is not None and isinstance(error, AccessDeniedError):
+        return Finding(check, "skip", spared)
     remedy = f"Grant {right}, or ask an administrator of the bucket"
     return Finding(check, "warn", f"it cannot be read: {error.message}", remedy)
 
 
-def _versioning(status: str, rules: list[LifecycleRule]) -> Finding:
-    if status != "Enabled":
+def _versioning(status: str, days: Sequence[int], remedy: str) -> Finding:
+    """Judge versioning by its state, and by the days after which lifecycle rules delete old versions."""
+    if status not in ("Enabled", "Suspended"):
         return Finding("versioning", "ok", "off: what is deleted is gone, and is no longer billed")
-    days = [rule.noncurrent_days for rule in rules if rule.noncurrent_days is not None]
+    enabled = status == "Enabled"
     if days:
-        return Finding("versioning", "ok", f"on, and a lifecycle rule deletes old versions after {min(days)} days")
-    return Finding(
-        "versioning",
-        "warn",
-        "on: a deleted checkpoint stays as an old version, and is billed forever",
-        "Add a lifecycle rule with NoncurrentVersionExpiration, or suspend versioning",
-    )
+        state = "on" if enabled else "suspended"
+        message = f"{state}, and a lifecycle rule deletes old versions after {counted(min(days), 'day')}"
+        return Finding("versioning", "ok", message)
+    message = "on: a deleted checkpoint stays as an old version, and is billed forever"
+    if not enabled:
+        message = "suspended: versions from before stay, and are billed forever"
+    return Finding("versioning", "warn", message, remedy)
 
 
 def _lock(retention: str | None) -> Finding:
@@ -121,7 +155,7 @@ def _lifecycle(rules: list[LifecycleRule], below: str) -> Iterator[Finding]:
     check, harmless = "lifecycle expiry", True
     for rule in rules:
         narrowed = " for some objects" if rule.narrowed else ""
-        where = f"rule {rule.name!r}{narrowed} below {rule.prefix or 'the bucket'!r}"
+        where = f"rule {rule.name!r}{narrowed} {f'below {rule.prefix!r}' if rule.prefix else 'of the whole bucket'}"
         if rule.expires:
             harmless = False
             status = "warn" if rule.narrowed else "fail"
@@ -139,7 +173,7 @@ def _incomplete_uploads(rules: list[LifecycleRule], below: str, store: S3Store) 
     check = "lifecycle multipart"
     days = [rule.abort_days for rule in rules if rule.abort_days is not None and rule.covers(below)]
     if days:
-        return Finding(check, "ok", f"incomplete multipart uploads are aborted after {min(days)} days")
+        return Finding(check, "ok", f"incomplete multipart uploads are aborted after {counted(min(days), 'day')}")
     service = None
     with contextlib.suppress(StoreError):
         service = by_header(server_header(store) or "")

@@ -33,7 +33,17 @@ _WITHOUT_CONDITIONS = (
 def needed(store: Store, check: str) -> str:
     """Return the text that explains the permission behind a check, with this store's name for the permission."""
     right = _RIGHTS.get(type(store), {}).get(check.partition(" ")[0])
-    return f"{_NEEDED[check]} ({right})" if right else _NEEDED[check]
+    text = f"{_NEEDED[check]} ({right})" if right else _NEEDED[check]
+    if isinstance(store, S3Store) and store.plain_http:
+        text += ". The endpoint is plain HTTP, and a bucket policy may require TLS: try https://"
+    return text
+
+
+def lack_of_conditions(store: Store) -> str:
+    """Return the message for a store that is used without conditional writes."""
+    if isinstance(store, S3Store) and store.options.conditional_puts is False:
+        return "conditional_puts=false in storage_options: saves do without conditional writes"
+    return "this store has no conditional writes"
 
 
 def without_conditions(store: Store) -> str:

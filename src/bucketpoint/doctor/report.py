@@ -48,7 +48,14 @@ class Report:
 
     @contextlib.contextmanager
     def trial(
-        self, check: str, success: str, *, right: str | None = None, remedy: str | None = None, warn: bool = False
+        self,
+        check: str,
+        success: str,
+        *,
+        right: str | None = None,
+        remedy: str | None = None,
+        warn: bool = False,
+        spared: str | None = None,
     ) -> Iterator[None]:
         """Record the outcome of the block as a finding. A `StoreError` ends the block, and is not raised.
 
@@ -56,11 +63,15 @@ class Report:
             success: message of the finding if the block succeeds.
             right: the remedy for a lack of permission: see `failed`.
             warn: a failure is a warning.
+            spared: message instead of a failure if the request is refused: the examined role does without it.
         """
         try:
             yield
         except StoreError as error:
-            self.failed(check, error, remedy, right=right, warn=warn)
+            if spared is not None and isinstance(error, AccessDeniedError):
+                self.say(check, "skip", spared)
+            else:
+                self.failed(check, error, remedy, right=right, warn=warn)
         else:
             self.say(check, "ok", success)
 
@@ -85,6 +96,11 @@ class Report:
         for finding in findings:
             self.findings.append(finding)
             self._told(finding)
+
+
+def counted(number: float, noun: str) -> str:
+    """Return a number with its noun, such as `1 day`."""
+    return f"{number:g} {noun}{'' if number == 1 else 's'}"
 
 
 def expect(true: bool, otherwise: str) -> None:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping
 
 from bucketpoint.doctor.report import Finding, refused
-from bucketpoint.errors import CorruptDataError, PreconditionFailedError, StoreError
+from bucketpoint.errors import AccessDeniedError, CorruptDataError, PreconditionFailedError, StoreError
 from bucketpoint.stores import S3Store
 from bucketpoint.stores.s3.inspect import server_header
 from bucketpoint.stores.s3.services import SERVICES, S3Service, by_header
@@ -47,7 +48,8 @@ def service_finding(store: S3Store, new_key: Callable[[str], str], begin: Callab
         message += "; all parts of an upload but the last must have one size, as those of bucketpoint have"
     if not differ:
         return Finding(_CHECK, "ok", message)
-    return Finding(_CHECK, "warn", message, _remedy(named, features, differ))
+    remedy = _needless_options(store, features, differ) or _remedy(named, features, differ)
+    return Finding(_CHECK, "warn", message, remedy)
 
 
 def _probe(store: S3Store, new_key: Callable[[str], str], begin: Callable[[str], str]) -> dict[str, bool]:
@@ -64,10 +66,13 @@ def _probe(store: S3Store, new_key: Callable[[str], str], begin: Callable[[str],
     )
     summed = new_key("service-checksum")
     checksums = _all_refused(CorruptDataError, lambda: sure.put(summed, [body], crc32c=crc32c(body) ^ 1))
+    features = {"conditional_put": conditional_put, "checksums": checksums}
     key = new_key("service-upload")
     upload = begin(key)
-    listed = any(found.upload_id == upload for found in store.list_multipart(key[:-1]))
-    return {"conditional_put": conditional_put, "checksums": checksums, "lists_uploads": listed}
+    # Without the permission to list uploads, which a trainer does not need, nothing tells how they are listed.
+    with contextlib.suppress(AccessDeniedError):
+        features["lists_uploads"] = any(found.upload_id == upload for found in store.list_multipart(key[:-1]))
+    return features
 
 
 def _all_refused(kind: type[StoreError], *requests: Callable[[], object]) -> bool:
@@ -75,6 +80,18 @@ def _all_refused(kind: type[StoreError], *requests: Callable[[], object]) -> boo
         return all(refused(kind, request) for request in requests)
     except StoreError:
         return False
+
+
+def _needless_options(store: S3Store, features: Mapping[str, bool], differ: list[str]) -> str | None:
+    """Return the remedy if the options say what the store does not do, and it is known without them; else None."""
+    given = [_OPTIONS[name] for name in differ if getattr(store.options, _OPTIONS.get(name, ""), None) is not None]
+    if not given:
+        return None
+    bare = S3Store(store.bucket, store.options.replace(**dict.fromkeys(given))).service
+    if any(getattr(bare, name) != features[name] for name in differ):
+        return None
+    values = ", ".join(f'"{name}": {str(getattr(store.options, name)).lower()}' for name in given)
+    return f"Leave {{{values}}} out of storage_options"
 
 
 def _remedy(named: S3Service | None, features: Mapping[str, bool], differ: list[str]) -> str:

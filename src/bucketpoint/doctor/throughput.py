@@ -26,6 +26,7 @@ LATENCY_SAMPLES = 5
 _LATENCY_SHARE = 0.15
 _LARGEST_PART = 128 * MIB
 _GOOD_ENOUGH = 0.9
+_ENOUGH_BYTES = 64 * MIB
 
 
 @dataclass(frozen=True)
@@ -92,14 +93,14 @@ def measure(report: Report, folder: str, nbytes: int, *, used: Callable[[str], N
         report.say(f"throughput {direction}", "ok", f"{', '.join(rates)} connections")
     advised = speed.advice(report.store.capabilities.min_part_bytes)
     part, rate, latency = advised.part_bytes >> 20, speed.connection_rate, speed.latency_s
+    tried = "" if nbytes >= _ENOUGH_BYTES else f". This probe is small: {_ENOUGH_BYTES >> 20} MiB or more tell more"
     waiting = latency / (latency + advised.part_bytes / rate)
     report.say(
         "advice",
         "ok",
         f"TransferOptions(part_bytes={part} << 20, connections={advised.connections}): an answer takes "
         f"{latency * 1e3:.1f} ms and a connection carries {rate / 1e6:,.0f} MB/s, so that a part of {part} MiB "
-        f"waits for {waiting:.0%} of its time; {advised.connections} are the fewest connections that carry 90 % of "
-        "what the most of those tried did",
+        f"waits for {waiting:.0%} of its time; fewer connections carry less than 90 % of the highest rate{tried}",
     )
     return speed
 

@@ -124,6 +124,12 @@ class Bucket:
         client.buckets.add(self.name)
         return True
 
+    def describe_bucket(self, fields: str) -> dict[str, Any]:
+        """Return some fields of the bucket's resource. Needs storage.buckets.get."""
+        path, query = self.path().removesuffix("/o"), self.billed({"fields": fields})
+        found: dict[str, Any] = self.call("buckets.get", None, "GET", path, query=query).json()
+        return found
+
     def not_found(self) -> BucketNotFoundError:
         return BucketNotFoundError("the bucket does not exist", url=self.url)
 

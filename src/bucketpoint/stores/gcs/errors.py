@@ -83,6 +83,7 @@ _REMEDIES: dict[type[StoreError], str] = {
 # https://cloud.google.com/storage/docs/access-control/iam-xml
 _CREATE = "storage.objects.create, and storage.objects.delete where it replaces an object"
 RIGHT_BY_OPERATION: dict[str, str] = {
+    "buckets.get": "storage.buckets.get",
     "objects.insert": _CREATE,
     "objects.compose": f"storage.objects.get, {_CREATE}",
     "objects.rewrite": f"storage.objects.get, {_CREATE}",

@@ -67,8 +67,8 @@ def default_retention(store: S3Store) -> str | None:
     rule = reply.get("ObjectLockConfiguration", {}).get("Rule", {}).get("DefaultRetention")
     if not rule:
         return None
-    period = f"{rule['Days']} days" if rule.get("Days") else f"{rule.get('Years')} years"
-    return f"{rule.get('Mode')}, {period}"
+    count, unit = (rule["Days"], "day") if rule.get("Days") else (rule.get("Years"), "year")
+    return f"{rule.get('Mode')}, {count} {unit}{'' if count == 1 else 's'}"
 
 
 def lifecycle(store: S3Store) -> list[LifecycleRule]:

@@ -90,6 +90,11 @@ class S3Store(HttpStore):
         return f"{endpoint.scheme}://{endpoint.netloc.rpartition('@')[2]}/{self.bucket}"
 
     @property
+    def plain_http(self) -> bool:
+        """True if requests are not encrypted on the way."""
+        return str(self._client().api.meta.endpoint_url).startswith("http:")
+
+    @property
     def capabilities(self) -> Capabilities:
         client, service = self._client(), self.service
         deletes = client.deletes.get(self.bucket, service)
