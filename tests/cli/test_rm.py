@@ -108,6 +108,12 @@ def test_what_is_pinned_or_about_to_be_deleted_by_another_is_left_alone(program:
     assert steps_in(program, str(run)) == [1, 2, 3]
 
 
+def test_after_a_rollback_the_newest_is_told_from_those_that_are_due(program: Program, run: Path) -> None:
+    assert program("rollback", str(run), "2").code == 0
+    refused = program("rm", str(run / "step-2"), "--yes", "--json").json["refused"]
+    assert refused == "it is the newest whole checkpoint of its run that is not due for deletion, as step 3 is"
+
+
 def test_without_the_right_to_delete_nothing_is_begun(
     program: Program, run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -5,13 +5,16 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
+import botocore.exceptions
 import pytest
 
 from bucketpoint.errors import (
     AccessDeniedError,
     BucketpointError,
+    CredentialsError,
     ObjectNotFoundError,
     PreconditionFailedError,
     StoreError,
@@ -21,6 +24,7 @@ from bucketpoint.errors import (
 from bucketpoint.stores import S3Options, S3Store
 from bucketpoint.stores.s3 import client as s3_client
 from bucketpoint.stores.s3 import services as s3_services
+from bucketpoint.stores.s3.errors import translate
 from bucketpoint.testing.servers import KMS_KEY, S3Server
 from stores.scripted import Answer, Seen, error, scripted
 
@@ -207,6 +211,27 @@ def test_a_bucket_in_another_region_is_told_by_every_way_to_it(
 
 
 @pytest.mark.parametrize(
+    ("status", "code", "remedy"),
+    [
+        # As versitygw calls a key that it does not know.
+        (404, "XAdminUserNotFound", "Refresh the credentials"),
+        (403, "SignatureDoesNotMatch", "The secret key is not that of the access key ID"),
+    ],
+)
+def test_wrong_keys_are_told_as_what_they_are(status: int, code: str, remedy: str) -> None:
+    with scripted(lambda request, number: error(status, code)) as server:
+        options = {"endpoint_url": server.endpoint, "key": "k", "secret": "hush-hush"}
+        with pytest.raises(CredentialsError, match=remedy):
+            list(S3Store("bucket", S3Options.from_storage_options(options)).list("run/"))
+
+
+def test_missing_credentials_are_to_be_set() -> None:
+    failure = translate(botocore.exceptions.NoCredentialsError(), "PutObject", "s3://bucket/run")
+    assert isinstance(failure, CredentialsError)
+    assert "Set credentials" in str(failure)
+
+
+@pytest.mark.parametrize(
     ("denied", "call"),
     [
         ("s3:PutObject", lambda store: store.put("run/k", views(b"x"))),
@@ -227,6 +252,11 @@ def test_a_permission_that_is_missing_is_named(minio: S3Server, denied: str, cal
         call(store)
     assert caught.value.url is not None
     assert caught.value.url.startswith(f"s3://{bucket}/run/")
+    if denied != "s3:GetObject":
+        # One role that has the permission, and no list of all others.
+        (role,) = {role for role in ("trainer", "reader", "pruner") if f"policies/aws/{role}.json" in str(caught.value)}
+        granted = (Path(__file__).parents[3] / "policies" / "aws" / f"{role}.json").read_text()
+        assert f'"{denied}"' in granted
 
 
 def test_objects_that_may_not_be_deleted_are_told_with_the_permission(minio: S3Server) -> None:

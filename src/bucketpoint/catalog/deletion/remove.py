@@ -20,10 +20,10 @@ from bucketpoint.catalog.deletion.wholeness import is_whole
 from bucketpoint.catalog.prune_report import Pruned
 from bucketpoint.catalog.reconcile import metadata_record, reconcile
 from bucketpoint.catalog.run import catalog_above, parent_and_name
-from bucketpoint.catalog.snapshot import DELETE, Checkpoint, Snapshot
+from bucketpoint.catalog.snapshot import BY_STEP, DELETE, Checkpoint, Snapshot
 from bucketpoint.catalog.survey import size_of
 from bucketpoint.catalog.tombstones import claim, schedule_deletion
-from bucketpoint.errors import CheckpointNotFoundError, InvalidURLError, ObjectNotFoundError
+from bucketpoint.errors import CheckpointNotFoundError, InvalidURLError, ObjectNotFoundError, first_of
 from bucketpoint.format import catalog_keys
 from bucketpoint.format.catalog_keys import StepTemplate
 from bucketpoint.format.metadata.deletion_marker import parse_marker
@@ -190,5 +190,7 @@ def _reasons(catalog: Catalog, snapshot: Snapshot, one: Checkpoint) -> list[str]
     if whole is None:
         reasons.append("its run has no whole checkpoint")
     elif whole.folder == one.folder:
-        reasons.append("it is the newest whole checkpoint of its run")
+        due = [str(other.step) for other in snapshot.full if other.name in going and BY_STEP(other) > BY_STEP(one)]
+        newer = f" that is not due for deletion, as step {first_of(due, 3)} is" if due else ""
+        reasons.append(f"it is the newest whole checkpoint of its run{newer}")
     return reasons

@@ -64,6 +64,11 @@ _KEY = (
     "region, be enabled, and allow these credentials to encrypt and decrypt"
 )
 
+_SIGNATURE = "The secret key is not that of the access key ID, or a proxy changed the request: check both keys"
+_NO_CREDENTIALS = (
+    "Set credentials: AWS_PROFILE, AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or an instance role; anon=true in "
+    "storage_options for a public bucket"
+)
 
 # https://docs.aws.amazon.com/AmazonS3/latest/API/ErrorResponses.html
 RULE_BY_CODE: dict[str, ErrorRule] = {
@@ -103,9 +108,11 @@ RULE_BY_CODE: dict[str, ErrorRule] = {
     "InvalidToken": ErrorRule(CredentialsError, _REFRESH),
     "InvalidClientTokenId": ErrorRule(CredentialsError, _REFRESH),
     "InvalidAccessKeyId": ErrorRule(CredentialsError, _REFRESH),
+    # versitygw, with status 404.
+    "XAdminUserNotFound": ErrorRule(CredentialsError, _REFRESH),
     "UnrecognizedClientException": ErrorRule(CredentialsError, _REFRESH),
     "InvalidSecurity": ErrorRule(CredentialsError, _FATAL),
-    "SignatureDoesNotMatch": ErrorRule(CredentialsError, _FATAL),
+    "SignatureDoesNotMatch": ErrorRule(CredentialsError, _FATAL, _SIGNATURE),
     "MissingSecurityHeader": ErrorRule(CredentialsError, _FATAL),
     "NotSignedUp": ErrorRule(CredentialsError, _FATAL),
     "RequestExpired": ErrorRule(CredentialsError, _FATAL),
@@ -178,10 +185,11 @@ RIGHT_BY_OPERATION: dict[str, str] = {
 """Every operation that the store calls, with the permission that it needs."""
 
 _UNTOLD = "Without s3:ListBucket the store gives the same answer for a missing object"
-_ROLES = (
-    "Saves need s3:PutObject, s3:GetObject and s3:AbortMultipartUpload below the checkpoint's URL. Finding the latest "
-    "checkpoint needs s3:ListBucket on the bucket, and pruning needs s3:DeleteObject"
-)
+_ROLE_BY_OPERATION = {
+    **dict.fromkeys(("DeleteObject", "DeleteObjects", "ListMultipartUploads"), "pruner"),
+    "ListObjectsV2": "reader",
+}
+"""The role in `policies/` that has the permission for an operation; a trainer for all others."""
 _UNKNOWN_REQUEST = (
     "`bucketpoint doctor` finds the features that this store lacks, and names the option that switches each off: "
     '{"conditional_puts": false} or {"checksums": false} in storage_options'
@@ -192,8 +200,8 @@ _ENCRYPTION = {"SSECustomerKey": "sse_customer_key", "SSEKMSKeyId": "sse_kms_key
 
 # Order matters: the first match wins, so subclasses come before their base classes.
 RULE_BY_TYPE: tuple[tuple[type[BaseException], ErrorRule], ...] = (
-    (boto.NoCredentialsError, ErrorRule(CredentialsError, _FATAL)),
-    (boto.PartialCredentialsError, ErrorRule(CredentialsError, _FATAL)),
+    (boto.NoCredentialsError, ErrorRule(CredentialsError, _FATAL, _NO_CREDENTIALS)),
+    (boto.PartialCredentialsError, ErrorRule(CredentialsError, _FATAL, _NO_CREDENTIALS)),
     (boto.CredentialRetrievalError, ErrorRule(CredentialsError, _RETRY)),
     (boto.ProfileNotFound, ErrorRule(CredentialsError, _FATAL)),
     (boto.UnauthorizedSSOTokenError, ErrorRule(CredentialsError, _FATAL)),
@@ -240,7 +248,7 @@ def translate(
     rule = next((rule for known, rule in RULE_BY_TYPE if isinstance(error, known)), _UNKNOWN)
     if _is_untrusted(error):
         rule = _UNTRUSTED
-    return _made(rule, f"{operation} failed: {describe(error)}", url=url)
+    return _made(rule, f"{operation} failed: {describe(error)}", url=url, remedy=rule.remedy)
 
 
 def translated(
@@ -314,7 +322,9 @@ def _remedy(rule: ErrorRule, operation: str, asked: Collection[str]) -> str | No
         return rule.remedy
     if rule.kind is AccessDeniedError and operation in RIGHT_BY_OPERATION:
         right = RIGHT_BY_OPERATION[operation]
-        more = _UNTOLD if right == "s3:GetObject" else _ROLES
+        role = _ROLE_BY_OPERATION.get(operation, "trainer")
+        granted = f"policies/aws/{role}.json and policies/minio/{role}.json grant it to a {role}"
+        more = _UNTOLD if right == "s3:GetObject" else granted
         return f"This request needs the permission {right}. {more}"
     if rule.kind is not UnsupportedRequestError:
         return None
