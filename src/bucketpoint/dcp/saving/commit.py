@@ -224,8 +224,8 @@ def _delete_replaced(request: Commit, replaced: Metadata, *, kept: set[str]) -> 
         return
     if failures:
         logger.warning(
-            "%d of %d objects of the overwritten checkpoint were not deleted, the first: %s %s; a pruner deletes them with "
-            "`bucketpoint gc --deep`",
+            "%d of %d objects of the overwritten checkpoint were not deleted, the first: %s %s; a pruner deletes them "
+            "with `bucketpoint gc --deep`",
             len(failures),
             len(paths),
             failures[0].key,
