@@ -31,7 +31,7 @@ def test_the_table_of_the_document_is_what_its_policy_does() -> None:
     for entry, (step, _, action, why) in zip(entries, table, strict=True):
         if action == "deleted":
             assert entry.miss is not None
-            assert why == f"nearest: {entry.miss.why}", step
+            assert why == str(entry.miss), step
 
 
 def test_the_python_of_the_document_runs() -> None:
