@@ -234,8 +234,10 @@ def content(data: bytes) -> tuple[str, tuple[str, ...]]:
 
 def _policy(keep: int, thin: bool) -> Callable[[Sequence[Row]], list[Order]]:
     def decide(rows: Sequence[Row]) -> list[Order]:
-        going = sorted(rows, key=lambda row: row.order)[: len(rows) - keep]
-        return [Order(row.step, row.id, "thin" if thin and row.kind == "full" else "delete") for row in going]
+        ranked = sorted(rows, key=lambda row: row.order)
+        going, kept = ranked[: len(rows) - keep], ranked[len(rows) - keep :]
+        orders = [Order(row.step, row.id, "thin" if thin and row.kind == "full" else "delete") for row in going]
+        return [*orders, *(Order(row.step, row.id, "keep") for row in kept)]
 
     return decide
 

@@ -122,7 +122,7 @@ def test_the_whole_life_of_a_checkpoint(catalog: Catalog, options: dict[str, Any
     done = prune(catalog, drop(100, 200, 300, 400), grace=3600, holder="me")
     assert [step for step, _ in done.buried] == [300]
     assert sorted(step for step, _ in done.refused) == [100, 200, 400]
-    assert [row.step for row in catalog.snapshot().rows()] == [100, 200, 400]
+    assert [row.step for row in catalog.snapshot().rows() if row.tombstone is None] == [100, 200, 400]
     assert undo(catalog, 300) == 1
     unpin(catalog, 100, identity)
     done = prune(catalog, drop(100, 300), grace=0, holder="me")

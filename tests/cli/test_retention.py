@@ -106,13 +106,59 @@ def test_a_plan_names_what_has_a_tombstone_and_when_it_goes(
     program("prune", str(file))
     time.sleep(1.1)
     said = program(*command, str(file))
-    assert "0 deleted" in said.out
+    assert "2 kept, 0 thinned, 3 deleted" in said.out
+    assert "freed; all of them have a tombstone already" in said.out
     assert (
         said.out.count("has a tombstone, is due at the next prune" if due else "has a tombstone, is due after 2") == 3
     )
     assert ("the tombstones of 3 checkpoints are due" in said.out) == due
     waiting = program(*command, str(file), "--json").json["waiting"]
     assert [(one["step"], one["action"], one["is_due"]) for one in waiting] == [(n, "delete", due) for n in STEPS[:3]]
+
+
+def test_a_plan_says_which_tombstones_a_looser_policy_withdraws_and_a_prune_does_so(
+    program: Program, root: str, tmp_path: Path
+) -> None:
+    save_run(root, *STEPS)
+    file = write(tmp_path, root, grace="1h")
+    program("prune", str(file))
+    file.write_text(file.read_text().replace("latest: 2", "latest: 4"))
+    for command in (("plan",), ("prune", "--dry-run")):
+        said = program(*command, str(file))
+        assert said.out.count("(3rd latest); a prune withdraws its tombstone") == 1
+        assert said.out.count("has a tombstone, is due after 2") == 1
+        assert "4 kept, 0 thinned, 1 deleted" in said.out
+        assert "freed; it has a tombstone already" in said.out
+        told = program(*command, str(file), "--json").json
+        assert [one["step"] for one in told["withdrawn"]] == [20, 30]
+        assert [one["step"] for one in told["waiting"]] == [10]
+    assert "step 30 lost its tombstone, because the policy keeps it" in program("prune", str(file)).out
+    listed = program("ls", root, "--json").json["checkpoints"]
+    assert [one["step"] for one in listed if one["tombstone"]] == [10]
+
+
+def test_a_plan_names_what_goes_whatever_the_policy_says(program: Program, root: str, tmp_path: Path) -> None:
+    save_run(root, *STEPS)
+    file = write(tmp_path, root, grace="1h")
+    assert program("rollback", root, "20").code == 0
+    said = program("plan", str(file)).out
+    assert said.count(", whatever the policy") == 3
+    assert "2 kept, 0 thinned, 3 deleted" in said
+
+
+def test_a_rule_for_a_metric_that_nobody_reports_is_named(program: Program, root: str, tmp_path: Path) -> None:
+    save_run(root, *STEPS)
+    file = str(write(tmp_path, root, grace="1h"))
+    commands = (("plan", file), ("prune", file, "--dry-run"), ("prune", file))
+    assert program("report", root, "20", "evl/loss=0.5").code == 0
+    line = "no checkpoint has a value of eval/loss (rule best); the metrics reported are evl/loss"
+    for command in commands:
+        said = program(*command)
+        assert (said.code, line in said.out) == (0, True)
+        assert program(*command, "--json").json["unreported"] == {"eval/loss": line}
+    assert program("report", root, "30", "eval/loss=0.5").code == 0
+    for command in commands:
+        assert "no checkpoint has a value" not in program(*command).out
 
 
 def test_a_policy_file_is_what_a_manager_takes_too(root: str, tmp_path: Path) -> None:

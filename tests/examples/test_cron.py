@@ -111,7 +111,8 @@ def test_the_command_of_the_kubernetes_job_prunes_a_run(
     assert said.splitlines() == ["step 9000 got a tombstone"]
     policy = from_yaml(manifest["ConfigMap"]["data"]["policy.yaml"], environ=where)
     assert policy.prune.when == "manual"
-    left = [row.step for row in open_catalog(root, storage_options=minio.options).snapshot().rows()]
+    rows = open_catalog(root, storage_options=minio.options).snapshot().rows()
+    left = [row.step for row in rows if row.tombstone is None]
     assert left == [10_000, 11_000, 12_000, 13_000]
 
 
@@ -126,5 +127,6 @@ def test_the_crontab_line_of_the_documentation_prunes_a_run(minio: S3Server, roo
     command = [str(policy) if part == found[3] else part for part in shlex.split(found[2])]
     said = run(minio, command)
     assert said.splitlines() == [f"step {step} got a tombstone" for step in (9_000, 10_000, 11_000)]
-    left = [row.step for row in open_catalog(root, storage_options=minio.options).snapshot().rows()]
+    rows = open_catalog(root, storage_options=minio.options).snapshot().rows()
+    left = [row.step for row in rows if row.tombstone is None]
     assert left == [12_000, 13_000]

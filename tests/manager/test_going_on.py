@@ -35,7 +35,7 @@ from bucketpoint.format.metadata import codec as metadata
 from bucketpoint.format.metadata import facts as metadata_facts
 from bucketpoint.manager import manager as managing
 from bucketpoint.manager.manager import CheckpointManager
-from bucketpoint.retention import Best, InFlight, MaxDelete, Prune, Save, SaveEvery
+from bucketpoint.retention import Best, InFlight, Keep, MaxDelete, Prune, RetentionPolicy, Save, SaveEvery
 from bucketpoint.stores.local import LocalStore
 from dcp.ranks import Ranks
 from dcp.saving.async_scenarios import GatedFileSystem
@@ -97,8 +97,8 @@ def going(manager: CheckpointManager) -> list[int]:
 
 
 def counted(manager: CheckpointManager) -> list[int]:
-    """What rules count."""
-    return [row.step for row in manager.catalog.snapshot().rows()]
+    """What rules count, without what they have given a tombstone."""
+    return [row.step for row in manager.catalog.snapshot().rows() if row.tombstone is None]
 
 
 # -- damaged ones -----------------------------------------------------------------------------------------------------
@@ -600,6 +600,34 @@ def test_each_deletion_is_said_with_its_rule_and_its_bytes(root: str, caplog: py
             manager.pruning.drain()
     assert "step 1 will be deleted when its grace period of 1d is over: latest: 1 (2nd latest" in caplog.text
     assert "is deleted" not in caplog.text
+
+
+def test_a_checkpoint_that_a_late_metric_saves_is_said_with_its_rule(
+    root: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "bucketpoint")
+    keep = Keep(1, best=[Best("loss", "min")])
+    with CheckpointManager(root, policy=RetentionPolicy(keep, prune=Prune(grace=timedelta(hours=24)))) as manager:
+        for step in (1, 2, 3):
+            manager.save(step, state(step))
+            manager.wait()
+        manager.pruning.drain()
+        manager.report(1, {"loss": 0.1})
+        manager.prune()
+    assert "step 1 stays after all, and its tombstone is withdrawn: best: loss min 1 (1st best loss)" in caplog.text
+
+
+def test_a_job_warns_once_of_a_rule_for_a_metric_that_nobody_reports(
+    root: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    line = "no checkpoint has a value of evl/loss (rule best); the metrics reported are eval/loss"
+    keep = Keep(1, best=[Best("evl/loss", "min")])
+    with CheckpointManager(root, policy=RetentionPolicy(keep, prune=Prune(grace=timedelta(hours=24)))) as manager:
+        for step, metrics, times in ((1, {}, 0), (2, {"eval/loss": 0.5}, 1), (3, {"eval/loss": 0.4}, 1)):
+            manager.save(step, state(step), metrics=metrics)
+            manager.wait()
+            manager.pruning.drain()
+            assert [one.getMessage() for one in caplog.records].count(line) == times
 
 
 def test_a_prune_of_what_lost_its_data_leaves_the_save_that_is_under_way_there(

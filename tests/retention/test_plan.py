@@ -28,6 +28,7 @@ from bucketpoint.retention import (
     rules,
 )
 from bucketpoint.retention.checkpoint_set import Explanation
+from bucketpoint.retention.engine import unreported
 from retention.cases import HOUR, reported, rows_at, steps
 
 EXAMPLE = RetentionPolicy(
@@ -81,6 +82,42 @@ def test_the_newest_by_step_and_by_time_are_named_apart_only_if_they_differ() ->
     assert why(first, replace(last, kind="weights")) == {1: ["newest full checkpoint"], 2: ["newest"]}
 
 
+@pytest.mark.parametrize(
+    ("metrics", "reported", "missing"),
+    [
+        ({"eval/loss": 1.0}, {"eval/loss"}, ["evl/loss"]),
+        ({"eval/loss": 1.0}, {"eval/loss", "evl/loss"}, []),
+        ({"evl/loss": float("nan")}, {"evl/loss"}, []),
+        ({}, set(), []),
+        ({}, {"eval/loss"}, []),
+    ],
+)
+def test_a_metric_of_a_rule_that_nobody_reports_is_named(
+    metrics: dict[str, float], reported: set[str], missing: list[str]
+) -> None:
+    rows = [replace(row, metrics=metrics) for row in rows_at(1, 2)]
+    assert unreported(RetentionPolicy(Keep(1, best=[Best("evl/loss", "min")])), rows, reported) == missing
+
+
+def test_a_metric_that_a_rule_still_waits_for_is_not_named() -> None:
+    rows = [replace(row, metrics={"train/loss": 1.0}) for row in rows_at(1, 2)]
+    for most, missing in ((2, []), (1, ["eval/loss"])):
+        rule = Best("eval/loss", "min", wait=Await(for_=timedelta(days=1), max=most))
+        assert unreported(RetentionPolicy(Keep(1, best=[rule])), rows, {"train/loss"}) == missing
+
+
+def test_what_has_a_tombstone_changes_no_decision_and_counts_once_for_max_delete() -> None:
+    rows = rows_at(*range(30))
+    ordered = [replace(row, tombstone="delete") if row.step < 20 else row for row in rows]
+    policy = RetentionPolicy(Keep(2))
+    made, again = plan(policy, rows), plan(policy, ordered)
+    assert told(made) == told(again)
+    assert not circuit_breaker(made, count=20, fraction=1.0)
+    assert circuit_breaker(again, count=20, fraction=1.0)
+    # 8 more of the 10 that have none.
+    assert not circuit_breaker(again, count=20, fraction=0.5)
+
+
 def test_a_row_that_no_rule_could_keep_says_what_the_first_rule_says() -> None:
     rows = rows_at(1, 2, 3)
     rows[0] = replace(rows[0], kind="export")
@@ -122,7 +159,7 @@ def test_a_plan_goes_through_json_with_its_documented_shape() -> None:
     one = data["checkpoints"][1]
     assert set(one) == {
         "step", "created", "id", "kind", "bytes", "groups", "metrics", "pinned", "leased", "restored_from",
-        "action", "reasons", "miss",
+        "tombstone", "action", "reasons", "miss",
     }  # fmt: skip
     assert set(one["miss"]) == {"rule", "why"}
     assert data["checkpoints"][20]["metrics"] == {"loss": "nan"}

@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 from tests.simulation.bucket import URL, Bucket, View
-from tests.simulation.oracle import OPTIM_ADDS, Op, Oracle, Pinned
+from tests.simulation.facts import Op, Pinned
+from tests.simulation.oracle import OPTIM_ADDS, Oracle
 from tests.simulation.ranks import CollectiveError, Meeting, save_on_rank
 from tests.simulation.scheduler import KilledError, Process, Scheduler, here
 from torch.distributed.checkpoint import CheckpointException
@@ -283,6 +284,11 @@ class Running:
     def undo(self, number: int, root: str, step: int) -> None:
         with self.op("undo", f"{root} {step}"), contextlib.suppress(GoneError):
             undo(self.world.catalog(root), step)
+
+    def report(self, number: int, root: str, step: int, value: float) -> None:
+        """An evaluator reports the loss of a step."""
+        with self.op("report", f"{root} {step}: {value}"):
+            notes.report(self.world.catalog(root), step, {"loss": value})
 
     def pin(self, number: int, root: str, step: int, seconds: float = 0.0) -> None:
         """Pin a step for good, or take the pin back after so long."""

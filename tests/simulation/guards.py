@@ -88,6 +88,7 @@ GUARDS: dict[str, Guard] = {
     "intent of a save that may commit again": Guard(_replaced(pruner, "_running", _under_way), "unheard"),
     "fence of a save that may commit again": Guard(_replaced(deletion, "_fenced", lambda *given: False), "unheard"),
     "intent after a second request": Guard(_replaced(commit, "process_budget", Budget), "unheard"),
+    "a policy that keeps takes back": Guard(_replaced(Snapshot, "spared", lambda self, fates: []), "changed_mind"),
     "claims are not withdrawn": Guard(_replaced(pruner, "still_goes", _may_withdraw(pruner.still_goes)), "held"),
 }
 

@@ -9,87 +9,24 @@ from typing import Any
 
 import numpy as np
 from tests.simulation.bucket import Bucket, Held
+from tests.simulation.facts import Commit, Op, Pinned, ViolationError, ordered_by, tombstone_of
 
 from bucketpoint.catalog.snapshot import read_notes, read_steps
 from bucketpoint.convert.journal import NAME as JOURNAL
 from bucketpoint.errors import BucketpointError
 from bucketpoint.format import catalog_keys
-from bucketpoint.format.catalog_keys import NoteKey
 from bucketpoint.format.index.ref import ref_of
 from bucketpoint.format.item_info import read_item
 from bucketpoint.format.keys import RECORD
 from bucketpoint.format.metadata.codec import decode_metadata
 from bucketpoint.format.metadata.facts import extra
-from bucketpoint.retention import RetentionPolicy, plan
+from bucketpoint.retention import plan
 from bucketpoint.stores import ObjectInfo
 
 OPTIM_ADDS = 0.5
 """What an optimizer's values have more than the model's of the same save."""
 
 SAVES = frozenset({"save", "cp", "convert"})
-
-
-class ViolationError(Exception):
-    """Something that must hold does not. `kind` names what, `row` is its row in the list of what was found once."""
-
-    def __init__(self, kind: str, message: str, row: str = "") -> None:
-        super().__init__(f"{kind}: {message}")
-        self.kind = kind
-        self.row = row
-
-
-@dataclass(eq=False)
-class Op:
-    """Something that an actor does: its kind, and by whom. It starts at `asked`; its first change is `began`."""
-
-    kind: str
-    actor: str
-    text: str = ""
-    policy: RetentionPolicy | None = None
-    began: int | None = None
-    overwrite: bool = True
-    value: float | None = None
-    discards: frozenset[int] = frozenset()
-    rolled_back_to: int | None = None
-    wanted: int | None = None
-    asked: int = 0
-
-    def __str__(self) -> str:
-        return f"{self.actor}: {self.kind} {self.text}".rstrip()
-
-
-@dataclass(frozen=True)
-class Commit:
-    """What a `.metadata` that can be loaded says."""
-
-    key: str
-    prefix: str
-    id: str
-    kind: str
-    names: frozenset[str]
-    values: tuple[tuple[str, str, int, int], ...]
-    """(name, key, from, to) of each tensor's bytes."""
-    etag: str
-    seq: int
-    step: int | None
-
-
-@dataclass
-class Pinned:
-    root: str
-    step: int
-    until: float
-    """By the true time."""
-    what: str
-
-
-def _tombstone(key: str) -> tuple[str, str, str] | None:
-    """The id, the action and the folder that a tombstone's key names; None if `key` is no such tombstone."""
-    note = NoteKey.parse(key.rpartition("/")[2])
-    if note is None or note.kind != catalog_keys.TOMBSTONE or len(note.fields) != 5:
-        return None
-    token, _, action, _, folder = note.fields
-    return token, action, folder
 
 
 @dataclass
@@ -114,6 +51,8 @@ class Oracle:
     """Keys of tombstones that a save wrote because its user discards the step: no policy need say so."""
     withdrawn: dict[tuple[str, str, str], int] = field(default_factory=dict)
     """By root, folder and id: when the tombstone of a checkpoint was taken away."""
+    rows_changed: dict[str, list[tuple[int, Op]]] = field(default_factory=dict)
+    """By root: who has changed what plans are made from, and when."""
     counts: dict[str, int] = field(default_factory=dict)
 
     # -- changes -------------------------------------------------------------------------------------------------------
@@ -135,6 +74,11 @@ class Oracle:
                 self._noted(op, key, after)
             elif after is None:
                 self._withdrawn(key)
+            elif before is not None and b"waiting" in before.data and b"begun" in after.data:
+                self._claimed(op, key)
+        if "/steps/" in key or "/notes/" in key:
+            root = key[: key.index(f"/{catalog_keys.CATALOG}/")]
+            self.rows_changed.setdefault(root, []).append((self.seq, op))
 
     def _of(self, key: str) -> str:
         return " and ".join(sorted(self.named[key]))
@@ -268,7 +212,7 @@ class Oracle:
                 raise ViolationError("last", f"{op} removed {was.key}, the last that was whole", row="12")
 
     def _buried(self, root: str, folder: str, token: str, wanted: str) -> bool:
-        return any(_tombstone(key) == (token, wanted, folder) for key in self._steps_of(root))
+        return any(tombstone_of(key) == (token, wanted, folder) for key in self._steps_of(root))
 
     def _given_up(self, op: Op, was: Commit) -> bool:
         """What a manager's save may replace unasked: what goes, is damaged, or is not older than a rollback."""
@@ -291,7 +235,7 @@ class Oracle:
 
     def _noted(self, op: Op, key: str, held: Held) -> None:
         """A tombstone: the policy must say so of the records that there are."""
-        tombstone = _tombstone(key)
+        tombstone = tombstone_of(key)
         if tombstone is None or not held.data or op.policy is None:
             return
         if op.kind == "save" and op.discards:
@@ -302,6 +246,10 @@ class Oracle:
         if op.kind != "prune":
             return
         root = key[: key.index(f"/{catalog_keys.CATALOG}/")]
+        began = op.began if op.began is not None else self.seq
+        if any(seq > began and by.kind == "report" for seq, by in self.rows_changed.get(root, [])):
+            # The plan was made without the value that has come since.
+            return
         rows = self.rows(root)
         planned = plan(op.policy, rows)
         for entry in planned.entries:
@@ -314,8 +262,35 @@ class Oracle:
                     raise ViolationError("plan", f"{op} buries step {entry.row.step} ({folder}), to be kept: {reasons}")
                 return
 
+    def _claimed(self, op: Op, key: str) -> None:
+        """A pruner begins with what an earlier one has ordered: its own policy must not keep the checkpoint."""
+        stone = ordered_by(key)
+        if stone is None or op.kind != "prune" or op.policy is None or op.began is None:
+            return
+        token, action, folder, by_policy = stone
+        root = key[: key.index(f"/{catalog_keys.CATALOG}/")]
+        others = any(seq > op.began and by is not op for seq, by in self.rows_changed.get(root, []))
+        given_up = any(
+            tombstone_of(other) == (token, "delete", folder)
+            and (ordered_by(other) != (token, "delete", folder, True) or b"begun" in self.bucket.objects[other].data)
+            for other in self._steps_of(root)
+            if other != key
+        )
+        # What others changed since the plan, the plan does not know. What was given up, or is being deleted, goes
+        # whatever the policy says.
+        if not by_policy or others or given_up:
+            return
+        # Of a subset of these rows, such as the pruner may have decided on, a policy keeps at least as much.
+        for entry in plan(op.policy, self.rows(root)).entries:
+            held = entry.row.pinned or entry.row.leased or entry.row.restored_from
+            if entry.row.id == token and not held and entry.action != "delete" and entry.action != action:
+                reasons = "; ".join(map(str, entry.reasons))
+                raise ViolationError(
+                    "kept", f"{op} goes on to {action} step {entry.row.step} ({folder}), to be kept: {reasons}"
+                )
+
     def _withdrawn(self, key: str) -> None:
-        tombstone = _tombstone(key)
+        tombstone = tombstone_of(key)
         if tombstone is not None and tombstone[1] == "delete":
             token, _, folder = tombstone
             self.withdrawn[key[: key.index(f"/{catalog_keys.CATALOG}/")], folder, token] = self.seq

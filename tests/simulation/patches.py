@@ -14,7 +14,7 @@ from typing import Any
 from unittest import mock
 
 from tests.simulation.bucket import View
-from tests.simulation.oracle import Op
+from tests.simulation.facts import Op
 from tests.simulation.scheduler import START, here
 
 from bucketpoint.catalog import catalog

@@ -8,7 +8,8 @@ from typing import Any
 
 from tests.simulation.actors import Actor, Running, Step, World
 from tests.simulation.bucket import Bucket, View
-from tests.simulation.oracle import Oracle, ViolationError
+from tests.simulation.facts import ViolationError
+from tests.simulation.oracle import Oracle
 from tests.simulation.patches import forget
 from tests.simulation.scenarios import Scenario, scenario
 from tests.simulation.scheduler import Decisions, KilledError, Scheduler

@@ -14,7 +14,7 @@ from tests.simulation.scheduler import Chances
 
 from bucketpoint.retention import RetentionPolicy
 from bucketpoint.retention.policy import Keep, MaxDelete, Prune
-from bucketpoint.retention.rules import EverySteps
+from bucketpoint.retention.rules import Best, EverySteps
 
 RUN = "run"
 INNER = "run/step-100/finetune"
@@ -41,10 +41,12 @@ class Scenario:
 
 
 @cache
-def policy(latest: int = 2, grace: float = 0.0, *, thin: int = 0, debris: float = 48 * 3600.0) -> RetentionPolicy:
+def policy(
+    latest: int = 2, grace: float = 0.0, *, thin: int = 0, best: int = 0, debris: float = 48 * 3600.0
+) -> RetentionPolicy:
     every = (EverySteps(steps=thin, thin="weights"),) if thin else ()
     return RetentionPolicy(
-        keep=Keep(latest=latest, every=every),
+        keep=Keep(latest=latest, every=every, best=(Best("loss", "min", best),) if best else ()),
         prune=Prune(
             grace=timedelta(seconds=grace),
             debris_after=timedelta(seconds=debris),
@@ -244,6 +246,46 @@ def going_on(rng: random.Random) -> Scenario:
     return Scenario("going on", setup, (person, *jobs, pruner, *others), policy=rule, chances=chances)
 
 
+def changed_mind(rng: random.Random) -> Scenario:
+    """Policies that change during the grace, values that come late, and pruners that do not agree."""
+
+    def rule() -> RetentionPolicy:
+        grace = rng.choice([0.0, 60.0, 60.0, 3600.0])
+        return policy(rng.choice([1, 1, 2, 3]), grace, thin=rng.choice([0, 0, 200]), best=rng.choice([0, 1, 1]))
+
+    def prunes() -> tuple[Step, ...]:
+        waits = (_sleep(rng.choice([1.0, 30.0, 61.0, 61.0, 1000.0])) for _ in range(3))
+        return tuple(part for wait in waits for part in (wait, _prune(rule())))
+
+    reports = tuple(
+        part
+        for step in rng.sample([100, 200, 300], rng.choice([0, 1, 2, 3]))
+        for part in (
+            _sleep(rng.choice([0.0, 5.0, 40.0, 100.0])),
+            ("report", {"root": RUN, "step": step, "value": rng.random()}),
+        )
+    )
+    actors = [Actor("evaluator", reports), Actor("pruner-1", prunes(), skews=_skews(rng))]
+    if rng.random() < 0.5:
+        actors.append(Actor("pruner-2", prunes(), skews=_skews(rng)))
+    mine = rule()
+    kind = rng.randrange(4)
+    if kind == 0:
+        steps = (_sleep(rng.choice([1.0, 70.0])), _save(RUN, rng.choice([100, 200, 400]), **_how(rng, mine)))
+        actors.append(Actor("saver", steps, rng.choice([1, 1, 2]), _skews(rng, 2)))
+    elif kind == 1:
+        back = ("restore", {"root": RUN, "policy": mine, "which": rng.choice([100, 200]), "rollback": True})
+        save = _save(RUN, rng.choice([250, 400]), how="manager", policy=mine, overwrite=False)
+        actors.append(Actor("job", (_sleep(rng.choice([1.0, 70.0])), back, save), 1, _skews(rng)))
+    elif kind == 2:
+        step = {"root": RUN, "step": rng.choice([100, 200])}
+        wants: list[Step] = [("pin", step), ("load", {**step, "seconds": 3600}), ("undo", step)]
+        actors.append(Actor("keeper", (_sleep(rng.choice([1.0, 65.0, 1000.0])), rng.choice(wants)), skews=_skews(rng)))
+    chances = Chances(rng.choice([0.2, 0.6]), rng.choice([0.0, 0.02, 0.05]), (5, 1, 1, 0, 1, 1, 1, 0))
+    setup = (*_saves(RUN, 100, 200, 300), _prune(policy(1, 60.0)))
+    return Scenario("changed mind", setup, tuple(actors), policy=mine, chances=chances)
+
+
 def mixture(rng: random.Random) -> Scenario:
     """Everybody at once."""
     rule = _rule(rng)
@@ -334,6 +376,7 @@ FAMILIES: tuple[tuple[Family, int], ...] = (
     (copies, 1),
     (newest_gone, 1),
     (going_on, 2),
+    (changed_mind, 2),
     (mixture, 6),
 )
 

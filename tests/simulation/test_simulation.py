@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+from tests.simulation.facts import ViolationError
 from tests.simulation.guards import GUARDS, switched_off
-from tests.simulation.oracle import ViolationError
 from tests.simulation.patches import simulated
 from tests.simulation.run import run
 from tests.simulation.scenarios import FAMILIES

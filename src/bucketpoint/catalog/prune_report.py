@@ -14,9 +14,10 @@ class Pruned:
     Attributes:
         buried: got a tombstone.
         deleted, thinned: were deleted, and were reduced to their weights.
-        withdrawn: had a tombstone that is now void: they are held, or were saved anew.
+        withdrawn: had a tombstone that is now void: the policy keeps them, they are held, or they were saved anew.
         refused: were ordered to go and were left, with the reason.
         freed: bytes of data that were removed with each deleted or thinned checkpoint.
+        metrics: names of all metrics that the run has values of.
         failures: keys that the store did not delete, with the reason; the next prune tries them again.
         stopped: the reason why nothing was done at all: another pruner is at work, or the newest checkpoint is not
             whole.
@@ -28,5 +29,6 @@ class Pruned:
     withdrawn: list[tuple[int, str]] = field(default_factory=list)
     refused: dict[tuple[int, str], str] = field(default_factory=dict)
     freed: dict[tuple[int, str], int] = field(default_factory=dict)
+    metrics: frozenset[str] = frozenset()
     failures: list[DeleteFailure] = field(default_factory=list)
     stopped: str | None = None

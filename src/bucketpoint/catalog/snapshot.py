@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from operator import attrgetter
 
@@ -12,6 +12,7 @@ from bucketpoint.format.catalog_keys import AttemptKey, CommitKey, NoteKey
 from bucketpoint.retention.row import FULL, Row
 from bucketpoint.stores import ObjectInfo
 
+KEEP = "keep"
 DELETE = "delete"
 THIN = "thin"
 
@@ -81,6 +82,7 @@ class Tombstone:
     Attributes:
         undone: True if it was taken back; what remains of it is void.
         begun: True if a pruner has claimed it, and may have begun to delete.
+        by_policy: True if a prune by a policy wrote it. Otherwise a person or a restore gave the checkpoint up.
     """
 
     step: int
@@ -93,11 +95,17 @@ class Tombstone:
     etag: str | None = None
     undone: bool = False
     begun: bool = False
+    by_policy: bool = False
 
     @property
     def name(self) -> tuple[str, str]:
         """Folder and id of the checkpoint."""
         return self.folder, self.id
+
+    @property
+    def is_revocable(self) -> bool:
+        """True if a prune may still take it back, because the policy of that prune keeps the checkpoint."""
+        return self.by_policy and not self.begun and not self.undone
 
 
 @dataclass(frozen=True)
@@ -191,13 +199,17 @@ class Snapshot:
         return replace(self, notes=replace(notes, tombstones=self.notes.tombstones))
 
     def rows(self) -> list[Row]:
-        """Return the rows that the rules decide on: checkpoints with a record and without a tombstone for deletion.
+        """Return the rows that the rules decide on: checkpoints with a record that have not been given up.
 
-        A row with a tombstone stays if its step is held, unless a pruner has begun to delete it.
+        A row with a tombstone by a policy stays until a pruner begins to delete it: the policy, or a metric, may have
+        changed. A row with another tombstone stays if its step is held, unless a pruner has begun to delete it.
         """
-        going = self.going()
+        given_up = self.given_up()
         # A suspended pruner deletes these once it wakes, even if they are held by now.
         begun = {stone.name for stone in self.notes.tombstones if stone.begun and stone.action == DELETE}
+        revocable = [stone for stone in self.notes.tombstones if stone.is_revocable]
+        # Of two tombstones of one checkpoint the one for deletion counts.
+        ordered = {stone.name: stone.action for stone in sorted(revocable, key=lambda stone: stone.action == DELETE)}
         metrics = self.metrics()
         held = self.held()
         return [
@@ -212,10 +224,11 @@ class Snapshot:
                 pinned="pinned" in held.get(checkpoint.step, ()),
                 leased="leased" in held.get(checkpoint.step, ()),
                 restored_from="restored from" in held.get(checkpoint.step, ()),
+                tombstone=ordered.get(checkpoint.name),
             )
             for checkpoint in self.recorded
             # The tombstone of a step that is held will be withdrawn, so its checkpoint stays a row.
-            if checkpoint.name not in going or (checkpoint.step in held and checkpoint.name not in begun)
+            if checkpoint.name not in given_up or (checkpoint.step in held and checkpoint.name not in begun)
         ]
 
     @property
@@ -241,12 +254,36 @@ class Snapshot:
         """Return (folder, id) of the checkpoints that a tombstone will delete."""
         return {stone.name for stone in self.notes.tombstones if stone.action == DELETE and not stone.undone}
 
+    def given_up(self) -> set[tuple[str, str]]:
+        """Return (folder, id) of the checkpoints that will be deleted whatever a policy says.
+
+        A person or a restore has given them up, or a pruner has begun to delete them.
+        """
+        stones = (stone for stone in self.notes.tombstones if stone.action == DELETE and not stone.undone)
+        return {stone.name for stone in stones if not stone.is_revocable}
+
+    def spared(self, fates: Mapping[tuple[int, str], str]) -> list[Tombstone]:
+        """Return the tombstones that a policy takes back, by the actions that it plans now for (step, id)."""
+        revocable = [stone for stone in self.notes.tombstones if stone.is_revocable]
+        void = {DELETE: (KEEP, THIN), THIN: (KEEP,)}
+        return [stone for stone in revocable if fates.get((stone.step, stone.id)) in void[stone.action]]
+
+    def without(self, tombstones: Collection[Tombstone]) -> Snapshot:
+        """Return the snapshot as it is once these tombstones are taken back."""
+        keys = {stone.key for stone in tombstones}
+        left = tuple(stone for stone in self.notes.tombstones if stone.key not in keys)
+        return replace(self, notes=replace(self.notes, tombstones=left))
+
     def metrics(self) -> dict[int, dict[str, float]]:
         """Return the metrics by step and name; of several values the one that was reported last."""
         metrics: dict[int, dict[str, float]] = {}
         for report in sorted(self.notes.reports, key=attrgetter("time", "key")):
             metrics.setdefault(report.step, {})[report.name] = report.value
         return metrics
+
+    def metric_names(self) -> frozenset[str]:
+        """Return the names of all metrics that the run has values of."""
+        return frozenset(report.name for report in self.notes.reports)
 
     def held(self) -> dict[int, set[str]]:
         """Return the steps that are held at the moment, with the reasons: pinned, leased or restored from."""
@@ -278,10 +315,10 @@ class Snapshot:
         """Return (folder, id) of the checkpoints that are never deleted.
 
         These are the newest full checkpoint by step and by time, and the newest of any kind by step and by time.
-        Checkpoints with a tombstone count only if no others are left: a rollback discards the highest steps.
+        Checkpoints that were given up count only if no others are left: a rollback discards the highest steps.
         """
-        going = self.going()
-        sets = ([one for one in some if one.name not in going] or some for some in (self.full, self.checkpoints))
+        given_up = self.given_up()
+        sets = ([one for one in some if one.name not in given_up] or some for some in (self.full, self.checkpoints))
         return {max(some, key=key).name for some in sets if some for key in (BY_STEP, _BY_TIME)}
 
 
@@ -357,16 +394,17 @@ def read_notes(listed: Iterable[tuple[str, ObjectInfo]]) -> Notes:
 
 def _tombstone(name: str, info: ObjectInfo) -> Tombstone | None:
     note = NoteKey.parse(name)
-    if note is None or note.kind != catalog_keys.TOMBSTONE or len(note.fields) != 5:
+    if note is None or note.kind != catalog_keys.TOMBSTONE or len(note.fields) < 5:
         return None
-    token, moment, action, mark, folder = note.fields
+    token, moment, action, mark, folder, *author = note.fields
+    if author not in ([], [catalog_keys.BY_POLICY]):
+        return None
     due = catalog_keys.seconds(moment)
     if due is None or action not in (DELETE, THIN):
         return None
     # An undone tombstone is empty, and a claimed one has at least `BEGUN_BYTES`: the size in a listing tells the state.
-    return Tombstone(
-        note.step, token, due, action, mark, folder, info.key, info.etag, info.size == 0, info.size >= BEGUN_BYTES
-    )
+    undone, begun = info.size == 0, info.size >= BEGUN_BYTES
+    return Tombstone(note.step, token, due, action, mark, folder, info.key, info.etag, undone, begun, bool(author))
 
 
 def _time(text: str) -> float:

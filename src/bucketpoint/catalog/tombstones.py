@@ -28,9 +28,16 @@ class GoneError(BucketpointError):
     """The error for a checkpoint that is being deleted or thinned, and cannot be recovered."""
 
 
-def schedule_deletion(catalog: Catalog, checkpoint: Checkpoint, action: str, *, due: float, reason: str = "") -> str:
-    """Write the tombstone of a checkpoint, which is deleted or thinned at `due` (seconds since the epoch); its key."""
-    fields = (checkpoint.id, catalog_keys.milliseconds(due), action, checkpoint.mark, checkpoint.folder)
+def schedule_deletion(
+    catalog: Catalog, checkpoint: Checkpoint, action: str, *, due: float, reason: str = "", by_policy: bool = False
+) -> str:
+    """Write the tombstone of a checkpoint, which is deleted or thinned at `due` (seconds since the epoch); its key.
+
+    Args:
+        by_policy: a later prune whose policy keeps the checkpoint takes the tombstone back.
+    """
+    author = (catalog_keys.BY_POLICY,) if by_policy else ()
+    fields = (checkpoint.id, catalog_keys.milliseconds(due), action, checkpoint.mark, checkpoint.folder, *author)
     note = NoteKey(checkpoint.step, catalog_keys.TOMBSTONE, fields)
     key = catalog.own_key(catalog_keys.STEPS, note.name())
     catalog.create(key, _body(WAITING, reason))
@@ -48,6 +55,13 @@ def undo(catalog: Catalog, step: int) -> int:
     for tombstone in tombstones:
         _take_back(catalog, tombstone)
     return len(tombstones)
+
+
+def spare(catalog: Catalog, tombstone: Tombstone, done: Pruned) -> None:
+    """Make void a tombstone that waits, and report it. Do nothing if a pruner has claimed it. Three requests."""
+    with contextlib.suppress(GoneError):
+        _take_back(catalog, tombstone)
+        done.withdrawn.append((tombstone.step, tombstone.id))
 
 
 def _take_back(catalog: Catalog, tombstone: Tombstone) -> None:

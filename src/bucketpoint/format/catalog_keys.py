@@ -32,6 +32,8 @@ PIN = "pin"
 LEASE = "lease"
 RESTORED = "restored"
 TOMBSTONE = "tombstone"
+BY_POLICY = "policy"
+"""Last field of a tombstone that a prune by a policy wrote. No policy takes back a tombstone without this field."""
 
 MAX_STEP = 10**16 - 1
 MAX_NAME_BYTES = 240

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import repeat
 from typing import NamedTuple
@@ -43,6 +43,22 @@ def plan(policy: RetentionPolicy, rows: Iterable[Row]) -> Plan:
     say = partial(_said, universe.rows, judged, safe)
     entries = tuple(map(Entry, universe.rows, actions, repeat(say), range(len(actions))))
     return Plan(tuple(rule.label for rule in judged), entries)
+
+
+def unreported(policy: RetentionPolicy, rows: Iterable[Row], reported: Collection[str]) -> list[str]:
+    """Return the metrics of `best` rules that the run has no value of, although its checkpoints have other metrics.
+
+    A rule whose `await` still keeps every checkpoint does not count: its metric may come in time.
+
+    Args:
+        reported: names of all metrics of the run, those of steps without a checkpoint included.
+    """
+    universe = CheckpointSet.of(rows)
+    if not any(row.metrics for row in universe.rows):
+        return []
+    rules = [rule for rule in policy.keep.best if rule.metric not in reported]
+    missing = [rule.metric for rule in rules if len(rule.decide(universe).kept) < len(universe.rows)]
+    return list(dict.fromkeys(missing))
 
 
 class _Judged(NamedTuple):

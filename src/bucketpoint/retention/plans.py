@@ -68,6 +68,11 @@ class Entry:
         """
         return self._say(self._position)[1]
 
+    @property
+    def is_ordered(self) -> bool:
+        """True if the row's tombstone takes at least as much away: an earlier prune has ordered and counted it."""
+        return self.action != "keep" and self.row.tombstone in ("delete", self.action)
+
     def to_dict(self) -> dict[str, Any]:
         row = self.row
         reasons, miss = self._say(self._position)
@@ -233,12 +238,13 @@ def circuit_breaker(plan: Plan, *, count: int, fraction: float, committed: int =
     A wrong policy does that. The normal work of a right one is not refused: the fraction counts only above
     `ALWAYS_ALLOWED`, and as many more checkpoints may go as were committed since the last prune. Under a refused plan,
     `ALWAYS_ALLOWED` checkpoints (at most `count`) and as many as were committed may still go, so that any backlog
-    shrinks with each prune.
+    shrinks with each prune. What already has a tombstone counts neither as lost nor as existing.
 
     Args:
         committed: number of checkpoints that the job has committed since its last prune.
     """
-    lost, there = len(plan.deleted) + len(plan.thinned), len(plan.entries)
+    lost = sum(entry.action != "keep" and not entry.is_ordered for entry in plan.entries)
+    there = sum(entry.action != "delete" or not entry.is_ordered for entry in plan.entries)
     beyond = lost - committed
     few = committed + min(ALWAYS_ALLOWED, count)
     summary = f"the plan deletes or thins {lost} of {there} checkpoints"

@@ -35,6 +35,8 @@ class Row:
         pinned: somebody wants it kept until the pin is removed.
         leased: somebody reads it now, by a lease that has not expired.
         restored_from: the run goes on from it, and has committed no full checkpoint since.
+        tombstone: what an earlier prune by a policy has ordered for it, `delete` or `thin`, and a later prune may still
+            take back; None if nothing. No rule looks at it.
     """
 
     step: int
@@ -47,6 +49,7 @@ class Row:
     pinned: bool = False
     leased: bool = False
     restored_from: bool = False
+    tombstone: str | None = None
 
     @property
     def order(self) -> tuple[int, float, str]:

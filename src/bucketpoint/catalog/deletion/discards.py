@@ -45,7 +45,7 @@ class Discarded:
     Attributes:
         buried: have a tombstone now.
         held: stay, because somebody holds them, or because nothing tells which commit they are.
-        void: are gone, have a tombstone already, or were saved anew.
+        void: are gone, were given up already, or were saved anew.
     """
 
     buried: list[Discard] = field(default_factory=list)
@@ -80,13 +80,13 @@ def _as_committed(catalog: Catalog, checkpoint: Checkpoint) -> Checkpoint | None
 
 
 def rolled_back(catalog: Catalog, snapshot: Snapshot, step: int) -> list[Discard]:
-    """Give up the checkpoints of higher steps, of all kinds, except those that a tombstone will delete anyway.
+    """Give up the checkpoints of higher steps, of all kinds, except those that were given up already.
 
     Two GETs for each checkpoint without a record, to find out which commit it is.
     """
-    going = snapshot.going()
+    given_up = snapshot.given_up()
     reason = f"training was rolled back to step {step}"
-    newer = (one for one in snapshot.checkpoints if one.step > step and one.name not in going)
+    newer = (one for one in snapshot.checkpoints if one.step > step and one.name not in given_up)
     present = (one if one.key is not None else _as_committed(catalog, one) for one in newer)
     return [Discard(checkpoint, reason) for checkpoint in present if checkpoint is not None]
 
@@ -123,12 +123,13 @@ def bury_discards(catalog: Catalog, discards: Collection[Discard], *, due: float
     if dry_run:
         # Without `dry_run` they would have a record by now.
         there |= {one.folder: one for one in (discard.checkpoint for discard in discards) if one.key is None}
-    going, held = snapshot.going(), snapshot.held()
+    # A tombstone by a policy is not enough: a later prune may take it back.
+    given_up, held = snapshot.given_up(), snapshot.held()
     for discard in discards:
         current = there.get(discard.checkpoint.folder)
         if not discard.checkpoint.id and (current is None or current.key is None):
             done.held.append((discard, "without readable metadata"))
-        elif current is None or not _same(current, discard.checkpoint) or discard.name in going:
+        elif current is None or not _same(current, discard.checkpoint) or discard.name in given_up:
             done.void.append(discard)
         elif reasons := held.get(current.step, set()) & HOLDS:
             done.held.append((discard, " and ".join(sorted(reasons))))

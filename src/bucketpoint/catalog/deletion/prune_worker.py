@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,13 +15,16 @@ from bucketpoint.catalog.deletion.pruner import Order, prune
 from bucketpoint.catalog.deletion.sweep import sweep
 from bucketpoint.catalog.deletion.throttle import Throttle, paced
 from bucketpoint.catalog.prune_report import Pruned
-from bucketpoint.errors import BucketpointError
+from bucketpoint.errors import BucketpointError, first_of
 from bucketpoint.format.keys import new_token
 from bucketpoint.retention import Plan, RetentionPolicy, Row, Verdict, circuit_breaker, plan
+from bucketpoint.retention.engine import unreported
 from bucketpoint.retention.setting_types import written
 from bucketpoint.transfer.tasks import stand_back
 
 logger = logging.getLogger(__name__)
+
+_NAMED_AT_MOST = 5
 
 
 @dataclass(frozen=True)
@@ -54,10 +57,18 @@ def prune_by(
     def decide(rows: Sequence[Row]) -> list[Order]:
         nonlocal planned, verdict
         planned, verdict = judged(policy, rows, committed=committed)
-        entries = [*planned.deleted, *planned.thinned]
+        entries = [entry for entry in (*planned.deleted, *planned.thinned) if not entry.is_ordered]
         # The oldest go first; later rounds delete the rest.
         allowed = entries if verdict or force else entries[: verdict.unasked]
-        return [Order(entry.row.step, entry.row.id, entry.action, str(entry.miss or "")) for entry in allowed]
+        # What keeps more of a checkpoint than its tombstone says is no loss, so the circuit breaker does not count it.
+        spared = [
+            entry
+            for entry in planned.entries
+            if entry.row.tombstone and entry.action not in ("delete", entry.row.tombstone)
+        ]
+        return [
+            Order(entry.row.step, entry.row.id, entry.action, str(entry.miss or "")) for entry in (*allowed, *spared)
+        ]
 
     done = prune(catalog, decide, grace=policy.prune.grace.total_seconds(), holder=holder)
     return Round(planned, verdict, done)
@@ -67,6 +78,15 @@ def judged(policy: RetentionPolicy, rows: Sequence[Row], *, committed: int = 0) 
     """Return the policy's plan for these rows, and the circuit breaker's verdict on it."""
     planned, limit = plan(policy, rows), policy.prune.max_delete
     return planned, circuit_breaker(planned, count=limit.count, fraction=limit.fraction, committed=committed)
+
+
+def missing_metrics(policy: RetentionPolicy, rows: Sequence[Row], reported: Collection[str]) -> dict[str, str]:
+    """Return a line for each metric of a `best` rule that nobody reports, which is probably a misspelt name."""
+    names = first_of(sorted(reported), _NAMED_AT_MOST)
+    return {
+        metric: f"no checkpoint has a value of {metric} (rule best); the metrics reported are {names}"
+        for metric in unreported(policy, rows, reported)
+    }
 
 
 class PruneWorker:
@@ -92,6 +112,7 @@ class PruneWorker:
         self.failure: BucketpointError | None = None
         self.given_up: tuple[Discard, ...] = ()
         self._named: set[tuple[str, str]] = set()
+        self._missed: set[str] = set()
         self._committed = 0
         self._swept = False
         self._lock = threading.Lock()
@@ -156,7 +177,7 @@ class PruneWorker:
         """Run one round on the caller's thread, without rests, after the one under way. Raises as `prune_by`."""
         self.drain()
         report = self._carried_out(self.catalog, force=force)
-        _log(self.catalog, self.policy, report, forced=force)
+        self._log(self.catalog, report, forced=force)
         return report
 
     @property
@@ -233,13 +254,21 @@ class PruneWorker:
                 # Once for each job: debris is left by earlier jobs.
                 self._swept = True
                 sweep(catalog, older_than=self.policy.prune.debris_after.total_seconds())
-            _log(catalog, self.policy, self.last)
+            self._log(catalog, self.last)
         except BucketpointError as error:
             self._failed(error)
         except Exception as error:  # noqa: BLE001 (no fault of ours may end the thread for all later saves)
             ours = BucketpointError(f"This is a bug in bucketpoint: {type(error).__name__}: {error}")
             ours.__cause__ = error
             self._failed(ours)
+
+    def _log(self, catalog: Catalog, report: Round, *, forced: bool = False) -> None:
+        _log(catalog, self.policy, report, forced=forced)
+        rows = [entry.row for entry in report.plan.entries] if report.plan is not None else []
+        for metric, line in missing_metrics(self.policy, rows, report.done.metrics).items():
+            if metric not in self._missed:
+                self._missed.add(metric)
+                logger.warning("%s", line)
 
     def _failed(self, error: BucketpointError) -> None:
         self.failure = error
@@ -279,9 +308,14 @@ def _log(catalog: Catalog, policy: RetentionPolicy, report: Round, *, forced: bo
         entry = why[step, token]
         fate = "deleted" if entry.action == "delete" else "thinned to its weights"
         logger.info("step %d will be %s %s: %s", step, fate, _after(policy), entry.miss)
+    for name in done.withdrawn:
+        if name in why and why[name].action != "delete":
+            reasons = "; ".join(map(str, why[name].reasons))
+            logger.info("step %d stays after all, and its tombstone is withdrawn: %s", name[0], reasons)
     for words, gone in (("deleted", done.deleted), ("thinned to its weights", done.thinned)):
         for name in gone:
-            reason = f": {why[name].miss}" if name in why else ""
+            miss = why[name].miss if name in why else None
+            reason = f": {miss}" if miss else ""
             logger.info("step %d is %s, which frees %.1f MB%s", name[0], words, done.freed.get(name, 0) / 1e6, reason)
     if done.stopped is not None:
         logger.info("nothing was pruned: %s", done.stopped)

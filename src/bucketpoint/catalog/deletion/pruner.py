@@ -16,8 +16,8 @@ from bucketpoint.catalog.deletion.rights import require_deletes
 from bucketpoint.catalog.deletion.wholeness import Inspected, damage, inspect
 from bucketpoint.catalog.prune_report import Pruned
 from bucketpoint.catalog.reconcile import reconcile
-from bucketpoint.catalog.snapshot import DELETE, THIN, Attempt, Checkpoint, Snapshot, Tombstone
-from bucketpoint.catalog.tombstones import claim, schedule_deletion, unclaim, withdraw
+from bucketpoint.catalog.snapshot import DELETE, KEEP, THIN, Attempt, Checkpoint, Snapshot, Tombstone
+from bucketpoint.catalog.tombstones import claim, schedule_deletion, spare, unclaim, withdraw
 from bucketpoint.errors import PreconditionFailedError
 from bucketpoint.retention.row import Row
 
@@ -27,7 +27,11 @@ LOCK_SECONDS = 900.0
 
 @dataclass(frozen=True)
 class Order:
-    """An order for one checkpoint: `delete` or `thin`, with the reason."""
+    """An order for one checkpoint: `delete`, `thin` or `keep`, with the reason.
+
+    An order to keep takes back the tombstone of an earlier prune, and one to thin takes back a tombstone for deletion.
+    A checkpoint without an order is left as it is.
+    """
 
     step: int
     id: str
@@ -41,6 +45,8 @@ Decide = Callable[[Sequence[Row]], Sequence[Order]]
 
 def prune(catalog: Catalog, decide: Decide, *, grace: float, holder: str) -> Pruned:
     """Run one round: checkpoints that `decide` orders to go get a tombstone, and due tombstones are carried out.
+
+    Tombstones of earlier rounds are taken back first, if `decide` orders to keep their checkpoints.
 
     Args:
         grace: seconds from the tombstone to the deletion; 0 deletes in this round.
@@ -56,19 +62,23 @@ def prune(catalog: Catalog, decide: Decide, *, grace: float, holder: str) -> Pru
         snapshot = reconcile(catalog, catalog.snapshot())
         if not snapshot.full and snapshot.checkpoints:
             return Pruned(stopped="the run has no full checkpoint")
-        going = snapshot.going()
+        given_up = snapshot.given_up()
         # A damaged checkpoint that was set aside does not count as the newest: it would block its own deletion and all
         # others.
-        staying = [checkpoint for checkpoint in snapshot.full if checkpoint.name not in going] or snapshot.full
+        staying = [checkpoint for checkpoint in snapshot.full if checkpoint.name not in given_up] or snapshot.full
         newest = inspect(catalog, staying[-1]) if staying else None
         if newest is not None and newest.problem is not None:
             return Pruned(stopped=newest.problem)
-        done = Pruned()
-        orders = decide(snapshot.rows())
+        done = Pruned(metrics=snapshot.metric_names())
+        decided = decide(snapshot.rows())
+        spared = snapshot.spared({(order.step, order.id): order.action for order in decided})
+        snapshot, orders = snapshot.without(spared), [order for order in decided if order.action != KEEP]
         looked = Stopwatch()
         problem = _damage_of_newest(catalog, snapshot, orders, newest)
         if problem is not None:
             return Pruned(stopped=problem)
+        for tombstone in spared:
+            spare(catalog, tombstone, done)
         _bury(catalog, snapshot, orders, catalog.clock() + grace, done)
         # Intents that a trainer without the right to delete has left: they lengthen the listing that every restore asks
         # for. The intent of an overwrite stays for the sweep: it shows that objects of the replaced checkpoint may be
@@ -108,7 +118,7 @@ def _bury(catalog: Catalog, snapshot: Snapshot, orders: Sequence[Order], due: fl
         elif reason := _held(snapshot, one):
             done.refused[name] = reason
         elif (*one.name, order.action) not in buried:
-            schedule_deletion(catalog, one, order.action, due=due, reason=order.reason)
+            schedule_deletion(catalog, one, order.action, due=due, reason=order.reason, by_policy=True)
             done.buried.append(name)
 
 
@@ -154,8 +164,11 @@ def collect(catalog: Catalog, done: Pruned, looked: Stopwatch, *, until: float) 
     for one, begun in claimed:
         if still_goes(catalog, snapshot, begun, done, held=_held(snapshot, one), taken_over=one.begun):
             going.append(begun)
-    if catalog.clock() < until and (deleted := [tombstone for tombstone in going if tombstone.action == DELETE]):
-        delete_checkpoints(catalog, snapshot, deleted, done, looked)
+    # A checkpoint may have two: what gave it up knows its present `.metadata`, which may differ from its record.
+    by_policy_first = sorted(going, key=lambda tombstone: not tombstone.by_policy)
+    deleted = {tombstone.name: tombstone for tombstone in by_policy_first if tombstone.action == DELETE}
+    if catalog.clock() < until and deleted:
+        delete_checkpoints(catalog, snapshot, [*deleted.values()], done, looked)
     if catalog.clock() < until and (thinned := [tombstone for tombstone in going if tombstone.action == THIN]):
         # Imported here, because only thinning decodes metadata, which needs torch.
         from bucketpoint.catalog.deletion.thin import thin

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,7 +25,7 @@ _OUTCOMES = {
     "tombstones": "got a tombstone",
     "deleted": "deleted",
     "thinned": "thinned to its weights",
-    "withdrawn": "lost its tombstone, because it is held or was saved again",
+    "withdrawn": "lost its tombstone, because the policy keeps it, it is held, or it was saved again",
 }
 
 
@@ -53,7 +53,8 @@ def plan(policy: RetentionPolicy, catalog: Catalog, picture: str | None) -> Comm
     snapshot = survey(catalog)
     planned, verdict = judged(policy, snapshot.rows())
     judgement = {"allowed": verdict.allowed, "unasked": verdict.unasked, "verdict": verdict.why}
-    document = {"root": catalog.url, **planned.to_dict(), **judgement, **_beside(policy, catalog, snapshot)}
+    beside = _beside(policy, catalog, snapshot, planned)
+    document = {"root": catalog.url, **planned.to_dict(), **judgement, **beside}
     # The engine's version of the plan's form, next to the version of the command's document.
     document["plan_version"] = document.pop("version")
     document["plot"] = picture
@@ -81,10 +82,10 @@ def prune(policy: RetentionPolicy, catalog: Catalog, dry_run: bool, yes: bool, p
 
     # Survey before the lock is written: writing the lock would create a mistyped root.
     snapshot = survey(catalog)
-    beside = _beside(policy, catalog, snapshot)
     if dry_run:
         planned, verdict = judged(policy, snapshot.rows())
         summary = planned.to_dict()["summary"]
+        beside = _beside(policy, catalog, snapshot, planned)
         document = {"root": catalog.url, "dry_run": True, **summary, "verdict": verdict.why, **beside}
         return CommandResult(document, _plan_lines(planned, verdict, document), ok=verdict.allowed or yes)
     with watched(catalog, progress) as at:
@@ -102,7 +103,7 @@ def prune(policy: RetentionPolicy, catalog: Catalog, dry_run: bool, yes: bool, p
         "withdrawn": _named(pruned.withdrawn),
         "refused": [{"step": step, "token": token, "why": why} for (step, token), why in pruned.refused.items()],
         "failures": [vars(failure) for failure in pruned.failures],
-        "unrecorded": beside["unrecorded"],
+        **_notices(policy, catalog, snapshot),
     }
     fine = pruned.stopped is None and not refused and not pruned.failures
     return CommandResult(document, _done_lines(document, refused=refused), ok=fine)
@@ -125,9 +126,20 @@ def _draw(plan: Plan, root: str, picture: str) -> None:
         ) from error
 
 
-def _beside(policy: RetentionPolicy, catalog: Catalog, snapshot: Snapshot) -> dict[str, Any]:
-    """Return the checkpoints outside of all rules: those with a tombstone, and those without a record."""
-    rows = {(row.step, row.id) for row in snapshot.rows()}
+def _notices(policy: RetentionPolicy, catalog: Catalog, snapshot: Snapshot) -> dict[str, Any]:
+    """Return what a policy does not decide on: checkpoints without a record, and metrics that nobody reports."""
+    from bucketpoint.catalog.deletion.prune_worker import missing_metrics
+
+    return {
+        "unrecorded": [catalog.url_of_folder(saved.folder) for saved in snapshot.unrecorded],
+        "unreported": missing_metrics(policy, snapshot.rows(), snapshot.metric_names()),
+    }
+
+
+def _beside(policy: RetentionPolicy, catalog: Catalog, snapshot: Snapshot, plan: Plan) -> dict[str, Any]:
+    """Return what a plan is shown with: the tombstones that wait, those that a prune withdraws, and the notices."""
+    fates = {(entry.row.step, entry.row.id): entry.action for entry in plan.entries}
+    spared = snapshot.spared(fates)
     sizes = {(record.folder, record.id): sum(record.groups.values()) for record in snapshot.recorded}
     now = catalog.clock()
     waiting = [
@@ -140,33 +152,51 @@ def _beside(policy: RetentionPolicy, catalog: Catalog, snapshot: Snapshot) -> di
             "bytes": sizes[note.folder, note.id],
         }
         for note in snapshot.notes.tombstones
-        if not note.undone and (note.folder, note.id) in sizes and (note.step, note.id) not in rows
+        if not note.undone
+        and (note.folder, note.id) in sizes
+        # The tombstone of a checkpoint that is held is void while it is held.
+        and (note.begun or fates.get((note.step, note.id), note.action) == note.action)
     ]
     return {
         "grace_s": policy.prune.grace.total_seconds(),
         "waiting": waiting,
-        "unrecorded": [catalog.url_of_folder(saved.folder) for saved in snapshot.unrecorded],
+        "withdrawn": _named((note.step, note.id) for note in spared),
+        **_notices(policy, catalog, snapshot),
     }
 
 
 def _plan_lines(plan: Plan, verdict: Verdict, document: dict[str, Any], picture: str | None = None) -> Iterator[str]:
     from bucketpoint.retention.setting_types import written
 
+    waiting = {(note["step"], note["token"], note["action"]): note for note in document["waiting"]}
+    withdrawn = {(one["step"], one["token"]) for one in document["withdrawn"]}
+    ordered = 0
     for entry in plan.entries:
+        row = entry.row
         why = "; ".join(map(str, entry.reasons)) if entry.action == "keep" else str(entry.miss)
-        yield f"{entry.action:<7}step {entry.row.step}  {text.size(entry.row.bytes)}  {why}"
-    for note in document["waiting"]:
-        when = "at the next prune" if note["is_due"] else f"after {text.when(note['due'])}"
-        yield f"{note['action']:<7}step {note['step']}  {text.size(note['bytes'])}  has a tombstone, is due {when}"
-    kept, thinned, deleted = len(plan.kept), len(plan.thinned), len(plan.deleted)
-    grace = written(timedelta(seconds=document["grace_s"]))
-    later = f", {grace} after they get a tombstone" if document["grace_s"] and (thinned or deleted) else ""
-    yield f"{kept} kept, {thinned} thinned, {deleted} deleted: {text.size(plan.freed_bytes)} freed{later}"
+        if note := waiting.pop((row.step, row.id, entry.action), None):
+            why = f"{_due(note)}: {why}"
+            ordered += 1
+        elif (row.step, row.id) in withdrawn:
+            why += "; a prune withdraws its tombstone"
+        yield f"{entry.action:<7}step {row.step}  {text.size(row.bytes)}  {why}"
+    for note in waiting.values():
+        yield f"{note['action']:<7}step {note['step']}  {text.size(note['bytes'])}  {_due(note)}, whatever the policy"
+    others = [note["bytes"] for note in waiting.values() if note["action"] == "delete"]
+    kept, thinned, deleted = len(plan.kept), len(plan.thinned), len(plan.deleted) + len(others)
+    grace, ordered = written(timedelta(seconds=document["grace_s"])), ordered + len(others)
+    later = f", {grace} after they get a tombstone" if document["grace_s"] and thinned + deleted > ordered else ""
+    if ordered:
+        all_of_them = "it has" if ordered == 1 else "all of them have"
+        some = f"{ordered} of them {'has' if ordered == 1 else 'have'}"
+        later += f"; {all_of_them if thinned + deleted == ordered else some} a tombstone already"
+    freed = text.size(plan.freed_bytes + sum(others))
+    yield f"{kept} kept, {thinned} thinned, {deleted} deleted: {freed} freed{later}"
     due = [note["bytes"] for note in document["waiting"] if note["is_due"] and note["action"] == "delete"]
     if due:
         which = text.count(len(due), "checkpoint")
         yield f"the tombstones of {which} are due: the next prune frees {text.size(sum(due))}"
-    yield from unrecorded_lines(document["root"], len(document["unrecorded"]))
+    yield from _notice_lines(document)
     if picture is not None:
         yield f"picture written to {picture}"
     if not verdict.allowed:
@@ -191,4 +221,13 @@ def _done_lines(document: dict[str, Any], *, refused: bool) -> Iterator[str]:
     yield from lines
     if not lines and not refused:
         yield "nothing to do"
+    yield from _notice_lines(document)
+
+
+def _due(note: Mapping[str, Any]) -> str:
+    return f"has a tombstone, is due {'at the next prune' if note['is_due'] else 'after ' + text.when(note['due'])}"
+
+
+def _notice_lines(document: Mapping[str, Any]) -> Iterator[str]:
+    yield from document["unreported"].values()
     yield from unrecorded_lines(document["root"], len(document["unrecorded"]))

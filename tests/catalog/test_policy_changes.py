@@ -1,0 +1,205 @@
+"""Tombstones of a policy while it, or a metric, changes: what the policy keeps by now loses its tombstone."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import pytest
+
+from bucketpoint.catalog.catalog import Catalog
+from bucketpoint.catalog.deletion.discards import bury_discards, rolled_back
+from bucketpoint.catalog.deletion.lock import holder_name
+from bucketpoint.catalog.deletion.prune_worker import Round, prune_by
+from bucketpoint.catalog.deletion.pruner import LOCK_SECONDS
+from bucketpoint.catalog.notes import report
+from bucketpoint.catalog.restore_candidates import restore_candidates
+from bucketpoint.catalog.tombstones import schedule_deletion
+from bucketpoint.retention import Best, EverySteps, Keep, MaxDelete, Prune, RetentionPolicy
+from catalog.memory import MemoryStore, killed, memory_catalog, save
+
+DAY = 86400.0
+LATEST = Keep(1)
+LOSS = Keep(1, best=[Best("loss", "min")])
+WEIGHTS = Keep(1, every=[EverySteps(100, thin="weights")])
+
+
+@pytest.fixture
+def store() -> MemoryStore:
+    return MemoryStore()
+
+
+@pytest.fixture
+def catalog(store: MemoryStore) -> Catalog:
+    catalog = memory_catalog(store)
+    for step in (100, 200, 300):
+        save(catalog, step)
+        store.now += 60
+    return catalog
+
+
+def policy(keep: Keep, count: int = 20) -> RetentionPolicy:
+    return RetentionPolicy(keep, prune=Prune(grace=timedelta(days=1), max_delete=MaxDelete(count, 1.0)))
+
+
+def run(catalog: Catalog, keep: Keep, **more: Any) -> Round:
+    return prune_by(catalog, policy(keep), holder=holder_name(), **more)
+
+
+def steps(names: list[tuple[int, str]]) -> list[int]:
+    return sorted(step for step, _ in names)
+
+
+def there(catalog: Catalog) -> dict[int, str]:
+    return {checkpoint.step: checkpoint.kind for checkpoint in catalog.snapshot().checkpoints}
+
+
+def waiting(catalog: Catalog) -> set[str]:
+    return {stone.key for stone in catalog.snapshot().notes.tombstones}
+
+
+def a_day_later(store: MemoryStore) -> None:
+    store.now += DAY + 1
+
+
+@pytest.mark.parametrize(
+    ("looser", "kept"),
+    [(Keep(5), [100, 200]), (Keep(1, steps=[100]), [100]), (Keep(1, within=timedelta(1)), [100, 200])],
+)
+def test_a_policy_that_keeps_more_withdraws_the_tombstones_of_an_earlier_one(
+    store: MemoryStore, catalog: Catalog, looser: Keep, kept: list[int]
+) -> None:
+    assert steps(run(catalog, LATEST).done.buried) == [100, 200]
+    store.now += 60
+    assert steps(run(catalog, looser).done.withdrawn) == kept
+    a_day_later(store)
+    run(catalog, looser)
+    assert list(there(catalog)) == [*kept, 300]
+
+
+def test_a_metric_that_comes_during_the_grace_saves_the_best_and_costs_the_former_best(
+    store: MemoryStore, catalog: Catalog
+) -> None:
+    report(catalog, 200, {"loss": 0.5})
+    assert steps(run(catalog, LOSS).done.buried) == [100]
+    report(catalog, 100, {"loss": 0.1})
+    assert [one.step for one in restore_candidates(catalog, policy(LOSS), "best", None)] == [100, 200]
+    # As late as can be: the tombstone is due, and no pruner has begun with it.
+    a_day_later(store)
+    done = run(catalog, LOSS).done
+    assert (steps(done.withdrawn), steps(done.buried), done.deleted) == ([100], [200], [])
+    a_day_later(store)
+    assert steps(run(catalog, LOSS).done.deleted) == [200]
+    assert list(there(catalog)) == [100, 300]
+
+
+def test_the_same_policy_changes_no_tombstone_and_none_counts_for_max_delete_again(
+    store: MemoryStore, catalog: Catalog
+) -> None:
+    first = prune_by(catalog, policy(LATEST, count=1), holder="a")
+    assert (bool(first.verdict), steps(first.done.buried)) == (False, [100])
+    before = waiting(catalog)
+    again = prune_by(catalog, policy(LATEST, count=1), holder="a")
+    assert (bool(again.verdict), steps(again.done.buried)) == (True, [200])
+    assert again.verdict is not None
+    assert "deletes or thins 1 of 2 checkpoints" in again.verdict.why
+    assert before < waiting(catalog)
+    both = waiting(catalog)
+    store.now += 60
+    last = prune_by(catalog, policy(LATEST, count=1), holder="b")
+    assert bool(last.verdict)
+    assert (last.done.buried, last.done.withdrawn, waiting(catalog)) == ([], [], both)
+    a_day_later(store)
+    assert steps(prune_by(catalog, policy(LATEST, count=1), holder="b").done.deleted) == [100, 200]
+
+
+def test_what_a_rollback_gave_up_goes_whatever_the_policy_keeps(store: MemoryStore, catalog: Catalog) -> None:
+    run(catalog, LATEST)
+    save(catalog, 110)
+    # 200 has a tombstone of the policy already: that alone would be withdrawn.
+    discards = rolled_back(catalog, catalog.snapshot(), 110)
+    done = bury_discards(catalog, discards, due=store.now + DAY)
+    assert [one.checkpoint.step for one in done.buried] == [200, 300]
+    assert steps(run(catalog, Keep(5)).done.withdrawn) == [100]
+    a_day_later(store)
+    assert steps(run(catalog, Keep(5)).done.deleted) == [200, 300]
+    assert list(there(catalog)) == [100, 110]
+
+
+def test_a_tombstone_that_does_not_say_who_wrote_it_stays_in_force(store: MemoryStore, catalog: Catalog) -> None:
+    oldest = catalog.snapshot().checkpoints[0]
+    schedule_deletion(catalog, oldest, "delete", due=store.now + DAY)
+    assert run(catalog, Keep(5)).done.withdrawn == []
+    a_day_later(store)
+    assert steps(run(catalog, Keep(5)).done.deleted) == [100]
+
+
+def test_a_deletion_that_has_begun_is_finished_whatever_the_policy_keeps_by_then(
+    store: MemoryStore, catalog: Catalog
+) -> None:
+    run(catalog, LATEST)
+    a_day_later(store)
+    for at in range(1, 40):
+        with killed(store, at, acts=True):
+            run(catalog, LATEST)
+        if any(stone.begun for stone in catalog.snapshot().notes.tombstones):
+            break
+        store.now += LOCK_SECONDS + 1
+    begun = {stone.step for stone in catalog.snapshot().notes.tombstones if stone.begun}
+    assert begun == {100}
+    store.now += LOCK_SECONDS + 1
+    done = run(catalog, Keep(5)).done
+    assert (steps(done.withdrawn), steps(done.deleted)) == ([200], [100])
+    assert there(catalog) == {200: "full", 300: "full"}
+
+
+def test_a_thinning_that_waits_is_withdrawn_and_a_deletion_becomes_a_thinning(
+    store: MemoryStore, catalog: Catalog
+) -> None:
+    assert steps(run(catalog, WEIGHTS).done.buried) == [100, 200]
+    assert steps(run(catalog, Keep(2)).done.withdrawn) == [200]
+    assert {stone.action for stone in catalog.snapshot().notes.tombstones if stone.step == 100} == {"delete", "thin"}
+    done = run(catalog, WEIGHTS).done
+    assert (steps(done.withdrawn), steps(done.buried)) == ([100], [200])
+    a_day_later(store)
+    assert steps(run(catalog, WEIGHTS).done.thinned) == [100, 200]
+    assert there(catalog) == {100: "weights", 200: "weights", 300: "full"}
+
+
+def test_a_checkpoint_that_is_set_aside_makes_room_for_one_with_a_tombstone(
+    store: MemoryStore, catalog: Catalog
+) -> None:
+    assert steps(run(catalog, Keep(2)).done.buried) == [100]
+    schedule_deletion(catalog, catalog.snapshot().checkpoints[-1], "delete", due=store.now, reason="damaged")
+    done = run(catalog, Keep(2)).done
+    assert (steps(done.withdrawn), steps(done.deleted)) == ([100], [300])
+
+
+def test_of_a_pruner_that_begins_and_one_that_withdraws_exactly_one_wins() -> None:
+    outcomes = set()
+    for at in range(1, 60):
+        store = MemoryStore()
+        catalog = memory_catalog(store)
+        for step in (100, 200):
+            save(catalog, step)
+        run(catalog, LATEST)
+        a_day_later(store)
+        count = 0
+
+        def meanwhile(number: int, name: str, at: int = at, store=store, catalog=catalog) -> None:
+            nonlocal count
+            count += 1
+            if count == at:
+                # The lock of the first one is taken to be over.
+                store.objects.pop(catalog.own_key("pruner.json"), None)
+                run(catalog, Keep(5))
+
+        store.between = meanwhile
+        done = run(catalog, LATEST).done
+        store.between = None
+        if count < at:
+            break
+        folder = [key for key in store.objects if key.startswith("run/step-100/")]
+        assert len(folder) == (0 if done.deleted else 3), at
+        outcomes.add(bool(done.deleted))
+    assert outcomes == {True, False}
