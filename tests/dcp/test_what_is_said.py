@@ -81,7 +81,7 @@ def test_a_run_is_said_to_be_one_and_its_newest_checkpoint_is_named(tmp_path: Pa
         (error,) = failures(other.value)
     assert not isinstance(error, bp.IncompleteCheckpointError)
     assert "The URL is that of a run" in str(error)
-    assert f"names {tmp_path}/step-10" in str(error)
+    assert f"Pass the newest one: {tmp_path}/step-10" in str(error)
     assert "latest_checkpoint" in str(error)
     assert "interrupted" not in str(error)
 

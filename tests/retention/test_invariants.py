@@ -164,7 +164,8 @@ def test_10_what_was_dropped_is_never_wanted_again(policy: RetentionPolicy, rows
 def test_11_a_pin_or_a_lease_keeps_its_row_whole_and_changes_no_other(
     policy: RetentionPolicy, rows: list[Row], number: int, flag: str
 ) -> None:
-    assume(number < len(rows))
+    assume(rows)
+    number %= len(rows)
     name = names([rows[number]])
     with_it = plan(policy, [replace(row, **{flag: row is rows[number] or getattr(row, flag)}) for row in rows])
     without = plan(policy, [replace(row, **{flag: row is not rows[number] and getattr(row, flag)}) for row in rows])
