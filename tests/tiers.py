@@ -21,6 +21,9 @@ KEPT: Mapping[str, tuple[str, ...]] = {
     # Kills, faults and failures: one of each kind.
     "test_one_rank_is_killed_after_each_request": ("minio-over an old one-THREAD",),
     "test_four_ranks_are_killed_after_some_requests": (),
+    "test_a_save_whose_helper_is_killed_after_each_request_succeeds": (),
+    "test_a_program_that_ends_during_the_upload_still_commits": ("return-0",),
+    "test_a_trainer_that_is_killed_leaves_no_process_no_upload_and_no_checkpoint": ("fork",),
     "test_one_rank_of_four_fails_stalls_or_dies": ("fail-2-minio",),
     "test_a_store_that_stalls_one_rank_keeps_no_other_waiting": (),
     "test_an_exception_at_each_item_of_each_of_four_ranks_is_raised_by_all": (),

@@ -222,7 +222,7 @@ def test_a_trainer_that_is_killed_leaves_no_process_no_upload_and_no_checkpoint(
 def test_a_helper_that_is_killed_costs_no_save(start: StartProgram, minio: S3Server, place: tuple[str, str]) -> None:
     started = start("result")
     os.kill(started.helper, signal.SIGKILL)
-    started.proxy.clear()
+    started.proxy.play(Script())
     assert started.program.wait(60) == 0
     assert_saved(minio, place)
     assert open_uploads(minio, place) == []
@@ -233,7 +233,7 @@ def test_ctrl_c_that_the_trainer_answers_does_not_end_the_upload(
 ) -> None:
     started = start("result")
     os.killpg(started.program.pid, signal.SIGINT)
-    started.proxy.clear()
+    started.proxy.play(Script())
     out, _ = started.program.communicate(timeout=60)
     assert json.loads(out) == {"interrupted": 1}
     assert started.program.returncode == 0
@@ -246,7 +246,7 @@ def test_a_program_that_ends_during_the_upload_still_commits(
     start: StartProgram, minio: S3Server, place: tuple[str, str], end: str, status: int
 ) -> None:
     started = start(end)
-    started.proxy.clear()
+    started.proxy.play(Script())
     assert started.program.wait(60) == status
     assert_saved(minio, place)
     wait_for_end(started.helper)
