@@ -32,7 +32,7 @@ GB = 1_000_000_000
 STEPS = ("short", "long")
 CONTENDERS = (
     "bucketpoint",
-    "bucketpoint-threads",
+    "bucketpoint-helper",
     "bucketpoint-dcp-process",
     "s3torchconnector",
     "s3torchconnector-dcp-process",

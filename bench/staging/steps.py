@@ -74,7 +74,7 @@ class Trainer:
 Save = Callable[[Any, str], "Future[Any]"]
 
 
-def _bucketpoint(background: str = "auto", *, checkpoint_process: bool = False) -> Save:
+def _bucketpoint(background: str = "thread", *, checkpoint_process: bool = False) -> Save:
     from bucketpoint import S3Writer, TransferOptions
 
     writer = S3Writer(progress=False, transfer=TransferOptions(background=background))
@@ -150,7 +150,7 @@ def _begun(returned: Any) -> Future[Any]:
 
 SAVES: dict[str, Callable[[], Save]] = {
     "bucketpoint": _bucketpoint,
-    "bucketpoint-threads": lambda: _bucketpoint("thread"),
+    "bucketpoint-helper": lambda: _bucketpoint("process"),
     "bucketpoint-dcp-process": lambda: _bucketpoint(checkpoint_process=True),
     "s3torchconnector": _s3torchconnector,
     "s3torchconnector-dcp-process": lambda: _s3torchconnector(checkpoint_process=True),
