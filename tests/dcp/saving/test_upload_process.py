@@ -23,8 +23,9 @@ import torch.distributed.checkpoint as dcp
 import bucketpoint
 from bucketpoint import BucketWriter, HelperUnavailableError, S3Reader, S3Writer, StagingOptions, TransferOptions
 from bucketpoint.checkpoint.open import open_checkpoint
-from bucketpoint.dcp.saving.uploads import LEAST_BYTES
-from bucketpoint.errors import CheckpointNotFoundError
+from bucketpoint.dcp.saving.uploads import LEAST_BYTES, Destination
+from bucketpoint.errors import CheckpointNotFoundError, HelperProcessError
+from bucketpoint.stores import open_store
 from bucketpoint.testing import FaultProxy, Script
 from bucketpoint.testing.faults import Rule, Slow
 from bucketpoint.testing.plugin import MakeProxy
@@ -71,9 +72,10 @@ def test_what_a_process_cannot_do_is_done_by_threads_and_said_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     big = {"w": torch.zeros(LEAST_BYTES + 1, dtype=torch.uint8)}
+    auto = TransferOptions(background="auto")
     refusals = {
-        "filesystem object": BucketWriter(fs=fsspec.filesystem("file")),
-        "use_shared_memory": BucketWriter(staging=StagingOptions(use_shared_memory=False)),
+        "filesystem object": BucketWriter(fs=fsspec.filesystem("file"), transfer=auto),
+        "use_shared_memory": BucketWriter(staging=StagingOptions(use_shared_memory=False), transfer=auto),
     }
     for words, writer in refusals.items():
         caplog.clear()
@@ -83,6 +85,29 @@ def test_what_a_process_cannot_do_is_done_by_threads_and_said_once(
             assert helper_of(writer) is None
         (said,) = (record.getMessage() for record in caplog.records if "on threads" in record.getMessage())
         assert words in said
+
+
+def test_threads_upload_if_the_process_dies_time_and_again_and_the_next_save_tries_it_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    big = {"w": torch.zeros(LEAST_BYTES + 1, dtype=torch.uint8)}
+
+    def dies(*given: Any) -> Any:
+        raise HelperProcessError("Two processes died")
+
+    with closing(BucketWriter(transfer=TransferOptions(background="auto"))) as writer:
+        with monkeypatch.context() as patched:
+            patched.setattr(writer._uploads._helper, "upload", dies)
+            save(writer, str(tmp_path / "a"), big)
+        assert open_checkpoint(str(tmp_path / "a")).metadata.state_dict_metadata
+        assert "Two processes died" in caplog.text
+        save(writer, str(tmp_path / "b"), big)
+        assert helper_of(writer) is not None
+
+
+def test_a_destination_shows_no_secret() -> None:
+    to = Destination("s3://bucket/run", open_store("s3://bucket/run")[0], {"secret": "abc123secret"}, made_by_us=True)
+    assert "abc123secret" not in repr(to)
 
 
 @pytest.mark.parametrize("background", ["auto", "process"])
@@ -98,8 +123,8 @@ def test_a_filesystem_in_the_memory_of_the_trainer_is_never_handed_to_a_process(
                 save(writer, "memory://uploads/b", big)
 
 
-def test_by_itself_a_process_is_taken_for_large_states_only(tmp_path: Path) -> None:
-    with closing(BucketWriter()) as writer:
+def test_auto_takes_a_process_for_large_states_only(tmp_path: Path) -> None:
+    with closing(BucketWriter(transfer=TransferOptions(background="auto"))) as writer:
         save(writer, str(tmp_path / "small"))
         assert helper_of(writer) is None
         save(writer, str(tmp_path / "large"), {"w": torch.zeros(LEAST_BYTES + 1, dtype=torch.uint8)})

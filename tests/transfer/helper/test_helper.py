@@ -6,6 +6,7 @@ import contextlib
 import logging
 import os
 import signal
+import socket
 import sys
 import threading
 import time
@@ -23,7 +24,15 @@ from bucketpoint.stores.retry import process_budget
 from bucketpoint.testing.faults import Refuse, Rule, Script
 from bucketpoint.testing.plugin import MakeProxy
 from bucketpoint.testing.servers import S3Server
-from bucketpoint.transfer import BufferPool, Meter, ObjectSource, Progress, Segment, upload_objects
+from bucketpoint.transfer import (
+    BufferPool,
+    Meter,
+    ObjectSource,
+    Progress,
+    Segment,
+    TransferOptions,
+    upload_objects,
+)
 from bucketpoint.transfer.helper.process import UploadHelper
 from transfer.helper.orders import MIB, OPTIONS, filled_arena, upload_of, view_of, whole
 
@@ -214,6 +223,71 @@ def test_an_interpreter_that_cannot_be_started_again_is_named(
         own_helper.upload(upload_of(str(tmp_path), []), meter())
 
 
+def test_a_default_timeout_of_the_program_is_not_that_of_the_channel(own_helper: UploadHelper, tmp_path: Path) -> None:
+    arena = filled_arena(MIB)
+    socket.setdefaulttimeout(0.05)
+    try:
+        own_helper.upload(upload_of(str(tmp_path), [whole(arena)], [arena]), meter())
+    finally:
+        socket.setdefaulttimeout(None)
+
+
+def test_odd_entries_of_the_path_of_imports_are_left_out(
+    own_helper: UploadHelper, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "path", [None, tmp_path, *sys.path])
+    own_helper.upload(upload_of(str(tmp_path), []), meter())
+
+
+class FailsThere(TransferOptions):
+    """Options that another process cannot unpickle."""
+
+    def __reduce__(self) -> Any:
+        return int, ("no number",)
+
+
+def test_an_order_that_cannot_be_read_is_refused_and_the_process_goes_on(helper: UploadHelper, tmp_path: Path) -> None:
+    work = upload_of(str(tmp_path), [])
+    helper.upload(work, meter())
+    process = helper.process_id
+    with pytest.raises(HelperUnavailableError, match="cannot be read"):
+        helper.upload(replace(work, options=FailsThere()), meter())
+    helper.upload(work, meter())
+    assert helper.process_id == process
+
+
+def test_refused_orders_keep_no_memory_of_the_trainer(helper: UploadHelper, tmp_path: Path) -> None:
+    arena = filled_arena(MIB)
+    work = upload_of(str(tmp_path), [whole(arena)], [arena])
+    helper.upload(work, meter())
+    for _ in range(3):
+        with pytest.raises(HelperUnavailableError):
+            helper.upload(replace(work, config=replace(work.config, storage_options=b"cnowhere\nA\n.")), meter())
+    links = Path(f"/proc/{helper.process_id}/fd")
+    wait_until(lambda: not [link for link in os.listdir(links) if "memfd" in os.readlink(links / link)])
+
+
+def test_workers_that_are_forked_while_it_starts_keep_no_upload_waiting(tmp_path: Path) -> None:
+    for _ in range(3):
+        helper = UploadHelper()
+        helper.start_soon()
+        children = []
+        for _ in range(4):
+            child = os.fork()
+            if not child:
+                time.sleep(120)
+                os._exit(0)
+            children.append(child)
+        began = time.monotonic()
+        helper.upload(upload_of(str(tmp_path), []), meter())
+        helper.close()
+        ended = time.monotonic() - began
+        for child in children:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+        assert ended < 60
+
+
 def test_a_frozen_program_is_not_started_once_more(
     own_helper: UploadHelper, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -294,11 +368,30 @@ def test_an_error_on_this_side_ends_the_upload_and_leaves_none_open(own_helper: 
     assert minio.open_uploads(bucket, "a/whole") == []
 
 
+def test_an_error_on_this_side_leaves_no_upload_although_the_helper_cannot_abort(
+    own_helper: UploadHelper, minio: S3Server
+) -> None:
+    arena = filled_arena(22 * MIB)
+    bucket = minio.make_bucket()
+
+    def fail(progress: Progress) -> None:
+        if progress.done_bytes:
+            os.kill(own_helper.process_id or 0, signal.SIGSTOP)
+            raise ZeroDivisionError
+
+    work = upload_of(minio.url(bucket), [whole(arena)], [arena], storage_options=minio.options)
+    with pytest.raises(ZeroDivisionError):
+        own_helper.upload(work, meter(fail))
+    assert minio.open_uploads(bucket, "a/whole") == []
+
+
 def test_signals_to_the_job_are_left_to_the_trainer(own_helper: UploadHelper, tmp_path: Path) -> None:
     own_helper.upload(upload_of(str(tmp_path), []), meter())
     process = own_helper.process_id
     assert process is not None
     assert os.getpgid(process) != os.getpgid(0)
+    # In another session its niceness would not count against training.
+    assert os.getsid(process) == os.getsid(0)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         os.kill(process, number)
     own_helper.upload(upload_of(str(tmp_path), []), meter())

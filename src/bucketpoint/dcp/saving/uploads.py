@@ -5,10 +5,16 @@ from __future__ import annotations
 import logging
 import pickle
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from bucketpoint.errors import HelperUnavailableError
+from bucketpoint.errors import (
+    BucketpointError,
+    CredentialsError,
+    EndpointError,
+    HelperProcessError,
+    HelperUnavailableError,
+)
 from bucketpoint.staging import Lease
 from bucketpoint.stores import Store
 from bucketpoint.transfer import BufferPool, Meter, ObjectSource, TransferOptions, Uploaded, upload_objects
@@ -21,6 +27,10 @@ LEAST_BYTES = 16 << 20
 """Staged bytes from which on a process pays: starting it costs 1 s of CPU, once, and it holds 60 MB."""
 
 
+_NOT_OF_THE_STORE = (HelperProcessError, CredentialsError, EndpointError)
+"""Errors that another process may have where this one has none: credentials are given once, or a library is patched."""
+
+
 @dataclass(frozen=True)
 class Destination:
     """The store of a save, and what it was made from.
@@ -31,7 +41,7 @@ class Destination:
 
     url: str
     store: Store
-    storage_options: Mapping[str, Any]
+    storage_options: Mapping[str, Any] = field(repr=False)
     made_by_us: bool
 
 
@@ -42,6 +52,7 @@ class Uploads:
         self._options = options
         self._helper = UploadHelper()
         self._told = False
+        self._refused = False
         self._wanted = options.background != "thread"
 
     def prepare(self, staged_bytes: int) -> None:
@@ -69,22 +80,33 @@ class Uploads:
             HelperUnavailableError: `background="process"`, and no process can do it. Nothing was sent.
             HelperProcessError: two processes died during this upload.
         """
-        if lease is not None and lease.beside_training and self._options.background != "thread":
+        wanted = self._options.background != "thread" and not self._refused
+        if wanted and lease is not None and lease.beside_training:
             try:
                 uploaded = self._by_process(to, sources, lease, meter)
-            except HelperUnavailableError as error:
+            except _NOT_OF_THE_STORE as error:
                 if self._options.background == "process":
-                    error.url = to.url
+                    error.url = error.url or to.url
                     raise
-                if not self._told:
-                    self._told = True
-                    logger.info("uploads run on threads of this process: %s", error.message)
+                self._go_on_without(error)
             else:
                 if uploaded is not None:
                     return uploaded
         options = self.options(lease)
         pool = BufferPool(options.max_inflight_bytes)
         return upload_objects(to.store, sources, options, pool=pool, meter=meter)
+
+    def _go_on_without(self, error: BucketpointError) -> None:
+        """Say once why threads upload; after a refusal, they do for as long as the writer lives."""
+        self._refused = self._refused or isinstance(error, HelperUnavailableError)
+        if self._refused:
+            self._wanted = False
+            self._helper.close_if_idle()
+        if not self._told:
+            self._told = True
+            # What should have worked and did not is worth a look.
+            level = logging.INFO if self._refused else logging.WARNING
+            logger.log(level, "uploads run on threads of this process: %s", error.message)
 
     def leave(self) -> None:
         """Note that another process saves, and uploads by itself: end the process here, and start none early."""

@@ -23,6 +23,10 @@ _MOST_DESCRIPTORS = 16
 
 _open_here: weakref.WeakSet[Channel] = weakref.WeakSet()
 
+no_fork = threading.Lock()
+"""Held while a helper is started, and by each fork. A worker of a data loader that inherits the helper's end of the
+channel, or of the pipe by which `subprocess` reports errors, would keep the trainer waiting for as long as it lives."""
+
 
 class Channel:
     """One end of the channel. Any thread may send; one thread at a time receives."""
@@ -52,6 +56,9 @@ class Channel:
         Args:
             until_end_of: descriptor of a process (`os.pidfd_open`): its end counts as the end of the channel.
             within_s: seconds after which None is returned; None waits for ever.
+
+        Raises:
+            Exception: the message cannot be unpickled. Further messages can be received.
         """
         if (until_end_of is not None or within_s is not None) and not self._readable(until_end_of, within_s):
             return None
@@ -61,7 +68,14 @@ class Channel:
             data = self._exactly(_HEADER.unpack(head)[0]) if head else b""
         except (ConnectionError, EOFError):
             return None
-        return (pickle.loads(data), descriptors) if head else None
+        if not head:
+            return None
+        try:
+            return pickle.loads(data), descriptors
+        except BaseException:
+            for descriptor in descriptors:
+                os.close(descriptor)
+            raise
 
     def close(self) -> None:
         """Close this end. The other end then receives None."""
@@ -92,9 +106,10 @@ class Channel:
 
 def _leave_to_parent() -> None:
     """Close the channels that a fork has copied, without ending them: a copy would hide the end of the trainer."""
+    no_fork.release()
     for channel in list(_open_here):
         channel._socket.close()
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_leave_to_parent)
+    os.register_at_fork(before=no_fork.acquire, after_in_parent=no_fork.release, after_in_child=_leave_to_parent)

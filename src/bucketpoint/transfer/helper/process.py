@@ -12,12 +12,13 @@ import threading
 import time
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from bucketpoint.errors import BucketpointError, HelperProcessError, HelperUnavailableError
 from bucketpoint.stores import Store
+from bucketpoint.stores.redact import describe
 from bucketpoint.stores.retry import process_budget
-from bucketpoint.transfer.helper.channel import Channel
+from bucketpoint.transfer.helper.channel import Channel, no_fork
 from bucketpoint.transfer.helper.messages import (
     Begun,
     Done,
@@ -113,15 +114,17 @@ class UploadHelper:
                 try:
                     answer = running.exchange(work, counted)
                 except BaseException:
-                    # Nobody waits for the upload any more. The helper aborts it before it ends.
+                    # Nobody waits for the upload any more. The helper aborts it before it ends, if it gets so far.
                     self._drop(running)
+                    _abort_left(work, running.begun)
                     raise
                 if isinstance(answer, OrderRefused):
                     raise HelperUnavailableError(answer.reason)
+                if isinstance(answer, Failed):
+                    process_budget().counts.add(answer.counts)
+                    raise _as_ours(answer.error, work.what)
                 if answer is not None:
                     process_budget().counts.add(answer.counts)
-                    if isinstance(answer, Failed):
-                        raise answer.error
                     return list(answer.uploaded)
                 self._drop(running)
                 status = running.process.returncode
@@ -214,31 +217,23 @@ class _Running:
             raise HelperUnavailableError("this program is not run by an interpreter that can be started again")
         self.begun: list[tuple[str, str]] = []
         self._ready = False
-        ours, theirs = socket.socketpair()
-        self._channel = Channel(ours)
         self._environment = dict(os.environ)
         try:
-            with theirs:
-                arguments = [str(theirs.fileno()), str(os.getpid()), *sys.path]
-                self.process = subprocess.Popen(
-                    [sys.executable, "-c", _PROGRAM, *arguments],
-                    stdin=subprocess.DEVNULL,
-                    stdout=subprocess.DEVNULL,
-                    pass_fds=[theirs.fileno()],
-                    # Ctrl-C on a terminal goes to every process of the trainer's session.
-                    start_new_session=True,
-                )
+            with no_fork:
+                self._channel, self.process = _started()
         except (OSError, ValueError, RuntimeError) as error:
-            self._channel.close()
             raise HelperUnavailableError(f"no process can be started: {error}") from error
-        self.end = weakref.finalize(self, _end, self._channel, self.process, os.getpid())
+        # The channel alone does not tell of its end: native code may have forked a process that holds the other end.
+        self._alive = _descriptor_of(self.process)
+        self.end = weakref.finalize(self, _end, self._channel, self.process, self._alive, os.getpid())
 
     def exchange(self, work: Upload, meter: _NeverBackwards) -> Done | Failed | OrderRefused | None:
         """Send the order, and answer the helper until it is done. None if the helper died."""
         self.begun.clear()
         environment = dict(os.environ)
         order = UploadOrder(
-            work.config,
+            # Anew each time: that of a local folder changes once the folder is made.
+            replace(work.config, identity=work.store.identity),
             work.options,
             work.nice,
             [memory.nbytes for memory in work.memory],
@@ -252,7 +247,7 @@ class _Running:
             return None
         try:
             self._channel.send(order, [memory.descriptor for memory in work.memory])
-            while (received := self._channel.receive()) is not None:
+            while (received := self._channel.receive(until_end_of=self._alive)) is not None:
                 message, _ = received
                 if isinstance(message, Done | Failed | OrderRefused):
                     return message
@@ -278,7 +273,7 @@ class _Running:
         if self._ready:
             return True
         began = time.monotonic()
-        received = self._channel.receive(within_s=READY_S)
+        received = self._channel.receive(until_end_of=self._alive, within_s=READY_S)
         self._ready = received is not None and isinstance(received[0], Ready)
         if not self._ready:
             in_time = time.monotonic() - began < READY_S
@@ -310,8 +305,46 @@ class _NeverBackwards:
         self._repeated = self._counted
 
 
-def _end(channel: Channel, process: subprocess.Popen[bytes], owner: int) -> None:
+def _started() -> tuple[Channel, subprocess.Popen[bytes]]:
+    ours, theirs = socket.socketpair()
+    channel = Channel(ours)
+    try:
+        with theirs:
+            # A default of the program's, which both ends would share.
+            ours.settimeout(None)
+            theirs.settimeout(None)
+            entries: Sequence[object] = sys.path
+            paths = [entry for entry in entries if isinstance(entry, str)]
+            process = subprocess.Popen(
+                [sys.executable, "-c", _PROGRAM, str(theirs.fileno()), str(os.getpid()), *paths],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno()],
+            )
+    except BaseException:
+        channel.close()
+        raise
+    return channel, process
+
+
+def _descriptor_of(process: subprocess.Popen[bytes]) -> int | None:
+    try:
+        return os.pidfd_open(process.pid)
+    except (AttributeError, OSError):
+        return None
+
+
+def _as_ours(error: BaseException, what: str) -> BucketpointError:
+    """Return an error of the helper; one that is none of a store's says that it is the helper's."""
+    if isinstance(error, BucketpointError):
+        return error
+    return HelperProcessError(f"The process that uploaded {what} failed: {describe(error)}")
+
+
+def _end(channel: Channel, process: subprocess.Popen[bytes], alive: int | None, owner: int) -> None:
     """Close the channel, and wait for the process, which ends then."""
+    if alive is not None:
+        os.close(alive)
     if os.getpid() != owner:
         # A fork has copied this object. The process is not its child.
         process.returncode = 0

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import itertools
 import logging
 import mmap
@@ -15,6 +16,7 @@ import pickle
 import signal
 import socket
 import threading
+import time
 from collections.abc import Sequence
 from dataclasses import asdict
 
@@ -56,6 +58,9 @@ def main(descriptor: int, trainer: int) -> None:
         descriptor: the socket, inherited from the trainer.
         trainer: process id of the trainer.
     """
+    # Ctrl-C on a terminal goes to the trainer's process group. Not a session of its own: Linux shares cores out among
+    # sessions first (autogroup, see sched(7)), and the niceness of a process counts only within its session.
+    os.setpgid(0, 0)
     for name in _IGNORED:
         if hasattr(signal, name):
             signal.signal(getattr(signal, name), signal.SIG_IGN)
@@ -65,7 +70,14 @@ def main(descriptor: int, trainer: int) -> None:
     job: _Job | None = None
     with contextlib.suppress(OSError):
         channel.send(Ready())
-    while (received := channel.receive(until_end_of=end)) is not None:
+    while True:
+        try:
+            received = channel.receive(until_end_of=end)
+        except Exception as error:  # noqa: BLE001 (a class of the program's own may fail in any way here)
+            channel.send(OrderRefused(f"the order cannot be read there ({type(error).__name__})"))
+            continue
+        if received is None:
+            break
         message, descriptors = received
         if isinstance(message, UploadOrder):
             # The threads of the job, and those of the store's client, inherit the niceness of this one.
@@ -74,6 +86,8 @@ def main(descriptor: int, trainer: int) -> None:
             job.start()
         elif isinstance(message, Given) and job is not None:
             job.take(message)
+    # Threads of the job that send would otherwise wait for a trainer that reads no more.
+    channel.close()
     if job is not None:
         job.give_up()
     # Without the interpreter's own end, which would wait for threads that hang in a request.
@@ -99,12 +113,16 @@ class _Forwarder(logging.Handler):
         self._channel = channel
 
     def emit(self, record: logging.LogRecord) -> None:
-        record.msg, record.args = record.getMessage(), None
-        if record.exc_info:
-            record.exc_text, record.exc_info = logging.Formatter().formatException(record.exc_info), None
         # A record that cannot be sent is no reason to fail the upload.
-        with contextlib.suppress(OSError, pickle.PicklingError, TypeError, AttributeError):
+        try:
+            record.msg, record.args = record.getMessage(), None
+            if record.exc_info:
+                record.exc_text, record.exc_info = logging.Formatter().formatException(record.exc_info), None
             self._channel.send(Logged(record))
+        except OSError:
+            return
+        except Exception:  # noqa: BLE001 (as every handler of logging's does)
+            self.handleError(record)
 
 
 class _Reporter(Meter):
@@ -147,7 +165,8 @@ class _Job:
 
     def give_up(self) -> None:
         """Cancel the requests under way and abort what is open: the trainer is gone, or does not want the upload."""
-        while self._uploading.is_set():
+        ends = time.monotonic() + ABORT_DEADLINE_S
+        while self._uploading.is_set() and time.monotonic() < ends:
             # Again and again, for requests whose connection was still being opened.
             self._canceller.make()
             self._thread.join(_POLL_S)
@@ -166,13 +185,25 @@ class _Job:
             answer = OrderRefused(error.message)
         except BaseException as error:  # noqa: BLE001 (sent to the trainer, which raises it)
             answer = Failed(_picklable(error), _counted_since(before))
+        finally:
+            # Mappings stay. A refused order has none, and its descriptors would keep the trainer's memory.
+            for descriptor in self._descriptors:
+                os.close(descriptor)
         self._uploading.clear()
         if store is not None and self._canceller.is_made:
             # `upload_objects` has tried, but none of its requests is sent any more.
             for key, upload_id in self._open.items():
                 abort(store, key, upload_id)
-        with contextlib.suppress(OSError):
+        try:
             self._channel.send(answer)
+        except OSError:
+            # The trainer has ended.
+            return
+        except BaseException:  # noqa: BLE001 (the trainer would wait for an answer for ever)
+            os._exit(1)
+        if isinstance(answer, Failed):
+            # Errors and their frames form cycles, which hold the mappings of the trainer's memory.
+            gc.collect()
 
     def _store(self) -> Store:
         order = self._order
@@ -187,8 +218,9 @@ class _Job:
             store, _ = open_store(order.store.url, storage_options=options)
         except Exception as error:
             # A class of the program's own may fail in any way here.
+            # Its text may quote an option.
             raise HelperUnavailableError(
-                f"the store cannot be made again in another process: {describe(error)}"
+                f"the store cannot be made again in another process ({type(error).__name__})"
             ) from error
         if store.identity != order.store.identity:
             raise HelperUnavailableError(
@@ -248,10 +280,7 @@ class _Job:
 
 def _mapped(descriptor: int, nbytes: int) -> memoryview:
     """Map shared memory for reading. It is unmapped once no segment refers to it any more."""
-    try:
-        return memoryview(mmap.mmap(descriptor, nbytes, prot=mmap.PROT_READ))
-    finally:
-        os.close(descriptor)
+    return memoryview(mmap.mmap(descriptor, nbytes, prot=mmap.PROT_READ))
 
 
 def _counted_since(before: dict[str, int]) -> dict[str, int]:
