@@ -90,11 +90,6 @@ class RetryCounts:
     refreshed: int = 0
     given_up: int = 0
 
-    def add(self, others: Mapping[str, int]) -> None:
-        """Add the counts of another process."""
-        for name, value in others.items():
-            setattr(self, name, getattr(self, name) + value)
-
 
 class ConcurrencyLimiter:
     """Limit on the requests to one service that are under way at once. There is no limit until the service throttles.
@@ -175,8 +170,13 @@ class Budget:
             self.counts.requests += 1
 
     def note(self, name: str) -> None:
+        self.add({name: 1})
+
+    def add(self, counts: Mapping[str, int]) -> None:
+        """Add to the counts, such as those of another process."""
         with self._lock:
-            setattr(self.counts, name, getattr(self.counts, name) + 1)
+            for name, value in counts.items():
+                setattr(self.counts, name, getattr(self.counts, name) + value)
 
 
 # One budget for each process id: after a fork the lock may be held by a thread that does not exist in the child.

@@ -9,7 +9,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +30,7 @@ from bucketpoint.testing.faults import Rule, Slow
 from bucketpoint.testing.plugin import MakeProxy
 from bucketpoint.testing.servers import S3Server
 from dcp.saving.upload_program import NBYTES, state
+from transfer.helper.orders import has_ended, wait_until
 
 PROCESS = TransferOptions(background="process")
 ENDS_S = 20.0
@@ -134,10 +134,7 @@ def test_auto_takes_a_process_for_large_states_only(tmp_path: Path) -> None:
 def test_prefault_starts_the_process_before_the_first_save(tmp_path: Path) -> None:
     with closing(BucketWriter(transfer=PROCESS)) as writer:
         writer.prefault(small())
-        ends = time.monotonic() + ENDS_S
-        while helper_of(writer) is None:
-            assert time.monotonic() < ends
-            time.sleep(0.01)
+        wait_until(lambda: helper_of(writer), ENDS_S)
 
 
 def test_a_writer_that_was_closed_starts_another_process(tmp_path: Path) -> None:
@@ -192,10 +189,7 @@ def start(minio: S3Server, place: tuple[str, str], fault_proxy: MakeProxy) -> It
         programs.append(program)
         assert program.stdout is not None
         told = json.loads(program.stdout.readline())
-        ends = time.monotonic() + 60
-        while not open_uploads(minio, place):
-            assert time.monotonic() < ends
-            time.sleep(0.02)
+        wait_until(lambda: open_uploads(minio, place), 60)
         return Started(program, told["helper"], told["fork"], proxy)
 
     yield started
@@ -205,15 +199,7 @@ def start(minio: S3Server, place: tuple[str, str], fault_proxy: MakeProxy) -> It
 
 
 def wait_for_end(process: int) -> None:
-    ends = time.monotonic() + ENDS_S
-    while True:
-        try:
-            if Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] in "ZX":
-                return
-        except OSError:
-            return
-        assert time.monotonic() < ends, f"process {process} lives on"
-        time.sleep(0.05)
+    wait_until(lambda: has_ended(process), ENDS_S)
 
 
 def assert_saved(minio: S3Server, place: tuple[str, str]) -> None:

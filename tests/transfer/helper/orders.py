@@ -1,11 +1,13 @@
-"""Orders for a helper in tests: shared memory with random bytes, and objects of segments in it or elsewhere."""
+"""Orders for a helper in tests: shared memory with random bytes, objects of segments in it or elsewhere; its end."""
 
 from __future__ import annotations
 
 import ctypes
 import os
 import pickle
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -43,9 +45,24 @@ def upload_of(
 ) -> Upload:
     store, _ = open_store(url, storage_options=storage_options)
     memory = [arena.shared_memory for arena in arenas]
-    config = StoreConfig(url, pickle.dumps(storage_options or {}), store.identity)
+    config = StoreConfig(url, pickle.dumps(storage_options or {}))
     return Upload(url, store, config, sources, options, 0, [each for each in memory if each is not None])
 
 
 def whole(arena: Arena, key: str = "a/whole") -> ObjectSource:
     return ObjectSource(key, [Segment(arena.nbytes, view_of(arena, 0, arena.nbytes), block_nbytes=MIB)])
+
+
+def has_ended(process: int) -> bool:
+    """True once a process has ended, whether its parent has looked or not."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
+    except OSError:
+        return True
+
+
+def wait_until(condition: Callable[[], Any], seconds: float = 30.0) -> None:
+    ends = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < ends, "waited in vain"
+        time.sleep(0.02)

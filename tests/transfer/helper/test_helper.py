@@ -34,7 +34,7 @@ from bucketpoint.transfer import (
     upload_objects,
 )
 from bucketpoint.transfer.helper.process import UploadHelper
-from transfer.helper.orders import MIB, OPTIONS, filled_arena, upload_of, view_of, whole
+from transfer.helper.orders import MIB, OPTIONS, filled_arena, has_ended, upload_of, view_of, wait_until, whole
 
 
 @pytest.fixture(scope="module")
@@ -54,21 +54,6 @@ def own_helper() -> Iterator[UploadHelper]:
 
 def meter(callback: Callable[[Progress], None] | None = None) -> Meter:
     return Meter("save", "x", 0, callback)
-
-
-def has_ended(process: int) -> bool:
-    """True once a process has ended, whether its parent has looked or not."""
-    try:
-        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
-    except OSError:
-        return True
-
-
-def wait_until(condition: Callable[[], Any], seconds: float = 30.0) -> None:
-    ends = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < ends, "waited in vain"
-        time.sleep(0.02)
 
 
 KINDS = st.sampled_from(["shared", "inline", "read-only", "elsewhere", "filled", "empty"])

@@ -140,7 +140,7 @@ class Uploads:
         work = Upload(
             what=to.url,
             store=to.store,
-            config=StoreConfig(to.url, storage_options, to.store.identity),
+            config=StoreConfig(to.url, storage_options),
             sources=sources,
             # The process as a whole has the niceness.
             options=replace(options, nice=0),

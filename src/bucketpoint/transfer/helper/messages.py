@@ -17,12 +17,10 @@ class StoreConfig:
     Attributes:
         url: URL of the checkpoint, as `open_store` takes it.
         storage_options: as `open_store` takes them, pickled: a class of the program's own may not exist in the helper.
-        identity: identity that the store must have.
     """
 
     url: str
     storage_options: bytes = field(repr=False)
-    identity: str
 
 
 @dataclass(frozen=True)
@@ -53,6 +51,7 @@ class UploadOrder:
     """An order to upload objects. The descriptors of the shared memory are sent with it.
 
     Attributes:
+        identity: identity that the store must have.
         nice: niceness of the helper, as a whole.
         memory: size of each piece of shared memory, in bytes.
         objects: key and segments of each object.
@@ -63,6 +62,7 @@ class UploadOrder:
     """
 
     store: StoreConfig
+    identity: str
     options: TransferOptions
     nice: int
     memory: Sequence[int]

@@ -12,7 +12,7 @@ import threading
 import time
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from bucketpoint.errors import BucketpointError, HelperProcessError, HelperUnavailableError
 from bucketpoint.stores import Store
@@ -121,10 +121,10 @@ class UploadHelper:
                 if isinstance(answer, OrderRefused):
                     raise HelperUnavailableError(answer.reason)
                 if isinstance(answer, Failed):
-                    process_budget().counts.add(answer.counts)
+                    process_budget().add(answer.counts)
                     raise _as_ours(answer.error, work.what)
                 if answer is not None:
-                    process_budget().counts.add(answer.counts)
+                    process_budget().add(answer.counts)
                     return list(answer.uploaded)
                 self._drop(running)
                 status = running.process.returncode
@@ -232,8 +232,9 @@ class _Running:
         self.begun.clear()
         environment = dict(os.environ)
         order = UploadOrder(
-            # Anew each time: that of a local folder changes once the folder is made.
-            replace(work.config, identity=work.store.identity),
+            work.config,
+            # That of a local folder changes once the folder is made.
+            work.store.identity,
             work.options,
             work.nice,
             [memory.nbytes for memory in work.memory],

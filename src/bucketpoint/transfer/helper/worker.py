@@ -222,10 +222,8 @@ class _Job:
             raise HelperUnavailableError(
                 f"the store cannot be made again in another process ({type(error).__name__})"
             ) from error
-        if store.identity != order.store.identity:
-            raise HelperUnavailableError(
-                f"the store is another one there: {store.identity}, not {order.store.identity}"
-            )
+        if store.identity != order.identity:
+            raise HelperUnavailableError(f"the store is another one there: {store.identity}, not {order.identity}")
         return store
 
     def _upload(self, store: Store) -> list[Uploaded]:
