@@ -8,7 +8,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 from unittest import mock
@@ -25,6 +25,7 @@ from bucketpoint.dcp.cooperative import node_memory
 from bucketpoint.dcp.cooperative import peers as exchanges
 from bucketpoint.dcp.cooperative.decision import Bandwidths
 from bucketpoint.dcp.cooperative.peers import Message, Note, Peers, meet
+from bucketpoint.dcp.process_groups import disconnect
 from bucketpoint.errors import AccessDeniedError, BucketpointError
 from bucketpoint.stores.local import LocalStore
 from dcp import scenarios
@@ -485,6 +486,28 @@ def one_rank_leaves_after_another_was_lost(rank: int, world: int, url: str) -> f
     took = time.monotonic() - started
     dist.barrier()
     return took
+
+
+def one_rank_is_known_to_be_lost(rank: int, world: int, url: str) -> list[str]:
+    """Rank 1 is gone, and gloo knows of it, when the others send and receive; what they raise."""
+    exchange = Peers(meet("group", url, None), None)
+    dist.barrier()
+    if rank == 1:
+        disconnect(exchange._backend, [peer for peer in range(world) if peer != rank])
+    dist.barrier()
+    uses: list[Callable[[], object]] = [
+        lambda: exchange.agree(Note()),
+        lambda: exchange.move([], [Message(1, 0, memoryview(bytearray(1)))]),
+    ]
+    texts = []
+    for use in 3 * uses if rank != 1 else []:
+        try:
+            use()
+        except BucketpointError as error:
+            texts.append(str(error))
+    dist.barrier()
+    exchange.close()
+    return texts
 
 
 def one_rank_leaves(rank: int, world: int, url: str) -> tuple[str, str, float]:

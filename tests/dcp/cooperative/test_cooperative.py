@@ -388,6 +388,12 @@ def test_a_rank_that_is_killed_makes_all_others_raise(url: str, at: int) -> None
         ranks.close()
 
 
+def test_a_rank_that_is_known_to_be_lost_is_named_like_one_that_is_found_to_be(two_ranks: Ranks, url: str) -> None:
+    texts, _ = two_ranks.run(scenarios.one_rank_is_known_to_be_lost, url)
+    assert len(texts) == 6
+    assert all("rank 1, or a rank that it waited for" in text for text in texts)
+
+
 def test_a_rank_that_leaves_tells_those_who_listen_and_cuts_off_those_who_wait_for_bytes(
     four_ranks: Ranks, url: str
 ) -> None:

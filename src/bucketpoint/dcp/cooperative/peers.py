@@ -169,10 +169,10 @@ class Peers:
         packed = {peer: torch.zeros(_NOTE_BYTES, dtype=torch.uint8, device="cpu") for peer in everyone}
         packed[self.rank] = note.pack()
         others = [peer for peer in everyone if peer != self.rank]
-        works = [(peer, self._backend.recv([packed[peer]], peer, _NOTE_TAG)) for peer in others]
-        works += [(peer, self._backend.send([packed[self.rank]], peer, _NOTE_TAG)) for peer in others]
         lost: BucketpointError | None = None
         try:
+            works = [self._start(self._backend.recv, packed[peer], peer, _NOTE_TAG) for peer in others]
+            works += [self._start(self._backend.send, packed[self.rank], peer, _NOTE_TAG) for peer in others]
             self._wait(works, within)
         except BucketpointError as error:
             lost = error
@@ -216,7 +216,7 @@ class Peers:
         for start, messages in ((self._backend.recv, receives), (self._backend.send, sends)):
             for message in messages:
                 data = torch.frombuffer(message.data, dtype=torch.uint8)
-                works.append((message.peer, start([data], message.peer, _NOTE_TAG + 1 + message.tag)))
+                works.append(self._start(start, data, message.peer, _NOTE_TAG + 1 + message.tag))
         self._wait(works)
 
     def close(self) -> None:
@@ -230,17 +230,29 @@ class Peers:
             return
         others = [peer for peer in range(len(self.members)) if peer != self.rank]
         packed = Note(failure=reason).pack()
+        works = []
+        for peer in others:
+            # A peer that is known to be lost must not keep the reason from the others.
+            with contextlib.suppress(RuntimeError):
+                works.append(backend.send([packed], peer, _NOTE_TAG))
         with contextlib.suppress(RuntimeError):
-            works = [backend.send([packed], peer, _NOTE_TAG) for peer in others]
             for work in works:
                 work.wait(_FAREWELL)
         disconnect(backend, others)
+
+    def _start(self, begin: Any, data: torch.Tensor, peer: int, tag: int) -> tuple[int, Any]:
+        # gloo raises here, and not in the wait, once it knows that the connection is cut.
+        with self._losing(self._near(peer)):
+            return peer, begin([data], peer, tag)
+
+    def _near(self, peer: int) -> str:
+        return f"rank {self.members[peer].rank}, or a rank that it waited for"
 
     def _wait(self, works: Sequence[tuple[int, Any]], within: timedelta | None = None) -> None:
         limit = within or self.timeout
         deadline = time.monotonic() + limit.total_seconds()
         for peer, work in works:
-            with self._losing(f"rank {self.members[peer].rank}, or a rank that it waited for", limit):
+            with self._losing(self._near(peer), limit):
                 if within is None:
                     work.wait()
                 else:
