@@ -305,7 +305,7 @@ class BucketWriter(Located, StorageWriter, AsyncStager):
         return self._stager
 
     def _prepare_uploads(self) -> None:
-        if self._fs is None and self.staging.use_shared_memory:
+        if self._fs is None and self.staging.use_shared_memory and not self._extensions:
             self._uploads.prepare(self._own_stager().staged_bytes)
 
     # -- properties that DCP reads ------------------------------------------------------------------------------------

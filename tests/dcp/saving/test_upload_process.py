@@ -213,12 +213,15 @@ def open_uploads(minio: S3Server, place: tuple[str, str]) -> list[Any]:
     return minio.client().list_multipart_uploads(Bucket=place[0]).get("Uploads", [])
 
 
-@pytest.mark.parametrize("end", ["result", "fork"])
+@pytest.mark.parametrize("end", ["result", "fork", "stopped"])
 def test_a_trainer_that_is_killed_leaves_no_process_no_upload_and_no_checkpoint(
     start: StartProgram, minio: S3Server, place: tuple[str, str], end: str
 ) -> None:
     started = start(end)
     try:
+        if end == "stopped":
+            # Linux wakes a stopped process whose process group has lost its last parent.
+            os.kill(started.helper, signal.SIGSTOP)
         started.program.kill()
         started.program.wait()
         wait_for_end(started.helper)

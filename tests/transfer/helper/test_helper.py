@@ -20,6 +20,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from bucketpoint.errors import AccessDeniedError, HelperProcessError, HelperUnavailableError
+from bucketpoint.stores.local import LocalStore
 from bucketpoint.stores.retry import process_budget
 from bucketpoint.testing.faults import Refuse, Rule, Script
 from bucketpoint.testing.plugin import MakeProxy
@@ -33,7 +34,9 @@ from bucketpoint.transfer import (
     TransferOptions,
     upload_objects,
 )
+from bucketpoint.transfer.helper import process
 from bucketpoint.transfer.helper.process import UploadHelper
+from bucketpoint.transfer.helper.segments import AT_ONCE, INLINE_BYTES, described
 from transfer.helper.orders import MIB, OPTIONS, filled_arena, has_ended, upload_of, view_of, wait_until, whole
 
 
@@ -208,6 +211,32 @@ def test_an_interpreter_that_cannot_be_started_again_is_named(
         own_helper.upload(upload_of(str(tmp_path), []), meter())
 
 
+def test_no_message_of_an_order_is_large_and_none_is_missing(helper: UploadHelper, tmp_path: Path) -> None:
+    segments = [Segment(2, memoryview(number.to_bytes(2, "little"))) for number in range(2 * AT_ONCE + 3)]
+    sources = [ObjectSource("many", segments), ObjectSource("none", []), ObjectSource("one", segments[:1])]
+    assert [(each.key, each.begins, len(each.segments)) for each in described(sources, [])] == [
+        ("many", True, AT_ONCE),
+        ("many", False, AT_ONCE),
+        ("many", False, 3),
+        ("none", True, 0),
+        ("one", True, 1),
+    ]
+    done = helper.upload(upload_of(str(tmp_path), sources), meter())
+    assert [each.info.size for each in done] == [2 * len(segments), 0, 2]
+    assert (tmp_path / "many").read_bytes() == b"".join(number.to_bytes(2, "little") for number in range(len(segments)))
+
+
+def test_a_folder_that_another_rank_makes_meanwhile_is_the_same_store(
+    own_helper: UploadHelper, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = LocalStore.identity.fget
+    assert real is not None
+    answers = iter([f"file://{tmp_path}"])
+    monkeypatch.setattr(LocalStore, "identity", property(lambda self: next(answers, None) or real(self)))
+    own_helper.upload(upload_of(str(tmp_path), [ObjectSource("a", [])]), meter())
+    assert (tmp_path / "a").exists()
+
+
 def test_a_default_timeout_of_the_program_is_not_that_of_the_channel(own_helper: UploadHelper, tmp_path: Path) -> None:
     arena = filled_arena(MIB)
     socket.setdefaulttimeout(0.05)
@@ -308,6 +337,46 @@ def test_an_upload_whose_process_was_killed_is_done_by_another(
     assert done.info.size == arena.nbytes == counted.done_bytes
     assert seen == sorted(seen)
     assert minio.open_uploads(bucket, "a/whole") == []
+
+
+@pytest.fixture
+def hangs_for_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A helper counts as hanging after 3 s."""
+    monkeypatch.setattr(process, "SILENT_WAITS", 15)
+    monkeypatch.setattr(process, "SIGN_OF_LIFE_S", 0.2)
+
+
+@pytest.mark.usefixtures("hangs_for_short")
+def test_an_upload_whose_process_was_stopped_is_done_by_another(own_helper: UploadHelper, minio: S3Server) -> None:
+    arena = filled_arena(22 * MIB)
+    bucket = minio.make_bucket()
+    stopped: list[int] = []
+
+    def stop_once(progress: Progress) -> None:
+        if not stopped and progress.done_bytes:
+            stopped.append(own_helper.process_id or 0)
+            os.kill(stopped[0], signal.SIGSTOP)
+
+    work = upload_of(minio.url(bucket), [whole(arena)], [arena], storage_options=minio.options)
+    own_helper.upload(work, meter(stop_once))
+    assert has_ended(stopped[0])
+    assert own_helper.process_id != stopped[0]
+    assert work.store.get("a/whole")[0] == bytes(view_of(arena, 0, arena.nbytes))
+    assert minio.open_uploads(bucket, "a/whole") == []
+
+
+@pytest.mark.broad
+@pytest.mark.usefixtures("hangs_for_short")
+def test_a_process_that_takes_no_order_is_replaced(own_helper: UploadHelper, tmp_path: Path) -> None:
+    own_helper.upload(upload_of(str(tmp_path), [ObjectSource("first", [])]), meter())
+    stopped = own_helper.process_id
+    assert stopped is not None
+    os.kill(stopped, signal.SIGSTOP)
+    # More than the buffers of the channel.
+    segments = [Segment(INLINE_BYTES, memoryview(bytes([number] * INLINE_BYTES))) for number in range(100)]
+    own_helper.upload(upload_of(str(tmp_path), [ObjectSource("second", segments)]), meter())
+    assert has_ended(stopped)
+    assert (tmp_path / "second").read_bytes() == b"".join(bytes(segment.data or b"") for segment in segments)
 
 
 def test_two_deaths_during_one_upload_are_an_error_and_leave_no_upload(

@@ -21,6 +21,9 @@ _HEADER = struct.Struct("<Q")
 
 _MOST_DESCRIPTORS = 16
 
+SIGN_OF_LIFE_S = 5.0
+"""Seconds between two signs of life of a helper that uploads."""
+
 _open_here: weakref.WeakSet[Channel] = weakref.WeakSet()
 
 no_fork = threading.Lock()
@@ -60,8 +63,11 @@ class Channel:
         Raises:
             Exception: the message cannot be unpickled. Further messages can be received.
         """
-        if (until_end_of is not None or within_s is not None) and not self._readable(until_end_of, within_s):
-            return None
+        if until_end_of is not None or within_s is not None:
+            ready = self._wait(until_end_of, within_s)
+            # Messages of a process that has ended are of no use any more.
+            if not ready or until_end_of in ready:
+                return None
         try:
             head, descriptors, _, _ = socket.recv_fds(self._socket, _HEADER.size, _MOST_DESCRIPTORS)
             head += self._exactly(_HEADER.size - len(head)) if head else b""
@@ -77,6 +83,15 @@ class Channel:
                 os.close(descriptor)
             raise
 
+    def is_quiet(self, process: int | None, within_s: float) -> bool:
+        """Wait for a message, or for the end of a process. True if neither has come within `within_s` seconds."""
+        return not self._wait(process, within_s)
+
+    def limit_sends(self, seconds: float) -> None:
+        """Let `send` raise BlockingIOError if the other end takes nothing for so long."""
+        limit = struct.pack("@ll", int(seconds), 0)
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
+
     def close(self) -> None:
         """Close this end. The other end then receives None."""
         with contextlib.suppress(OSError):
@@ -84,14 +99,12 @@ class Channel:
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
 
-    def _readable(self, process: int | None, within_s: float | None) -> bool:
+    def _wait(self, process: int | None, within_s: float | None) -> list[int]:
         waiting = select.poll()
         waiting.register(self._socket, select.POLLIN)
         if process is not None:
             waiting.register(process, select.POLLIN)
-        ready = [descriptor for descriptor, _ in waiting.poll(None if within_s is None else within_s * 1000)]
-        # Messages of a process that has ended are of no use any more.
-        return bool(ready) and process not in ready
+        return [descriptor for descriptor, _ in waiting.poll(None if within_s is None else within_s * 1000)]
 
     def _exactly(self, nbytes: int) -> bytes:
         data = bytearray(nbytes)

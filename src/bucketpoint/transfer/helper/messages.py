@@ -29,6 +29,11 @@ class Ready:
 
 
 @dataclass(frozen=True)
+class Alive:
+    """Sign of life of a helper, sent every few seconds while it uploads."""
+
+
+@dataclass(frozen=True)
 class RemoteSegment:
     """Description of a `Segment` for the helper: its bytes lie in shared memory, in the message, or in the trainer.
 
@@ -47,14 +52,27 @@ class RemoteSegment:
 
 
 @dataclass(frozen=True)
+class SegmentsToUpload:
+    """Some segments of the next order, the first of which belongs to a new object or goes on with the last one.
+
+    Attributes:
+        key: key of the object.
+        begins: these segments are the object's first.
+    """
+
+    key: str
+    begins: bool
+    segments: Sequence[RemoteSegment]
+
+
+@dataclass(frozen=True)
 class UploadOrder:
-    """An order to upload objects. The descriptors of the shared memory are sent with it.
+    """An order to upload the objects sent before it. The descriptors of the shared memory are sent with it.
 
     Attributes:
         identity: identity that the store must have.
         nice: niceness of the helper, as a whole.
         memory: size of each piece of shared memory, in bytes.
-        objects: key and segments of each object.
         environment: environment variables, if they have changed since the helper was started; else None. They may hold
             secrets.
         folder: working directory of the trainer, from which relative paths of local files lead.
@@ -66,7 +84,6 @@ class UploadOrder:
     options: TransferOptions
     nice: int
     memory: Sequence[int]
-    objects: Sequence[tuple[str, Sequence[RemoteSegment]]]
     environment: Mapping[str, str] | None = field(repr=False)
     folder: str | None
     log_level: int

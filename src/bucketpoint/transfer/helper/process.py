@@ -18,7 +18,7 @@ from bucketpoint.errors import BucketpointError, HelperProcessError, HelperUnava
 from bucketpoint.stores import Store
 from bucketpoint.stores.redact import describe
 from bucketpoint.stores.retry import process_budget
-from bucketpoint.transfer.helper.channel import Channel, no_fork
+from bucketpoint.transfer.helper.channel import SIGN_OF_LIFE_S, Channel, no_fork
 from bucketpoint.transfer.helper.messages import (
     Begun,
     Done,
@@ -32,7 +32,7 @@ from bucketpoint.transfer.helper.messages import (
     UploadOrder,
     Wanted,
 )
-from bucketpoint.transfer.helper.segments import MappableMemory, read_stretch, remote_objects
+from bucketpoint.transfer.helper.segments import MappableMemory, described, read_stretch
 from bucketpoint.transfer.multipart import abort
 from bucketpoint.transfer.options import TransferOptions
 from bucketpoint.transfer.progress import Meter
@@ -45,6 +45,10 @@ READY_S = 60.0
 
 END_S = 5.0
 """Seconds that a helper gets to end by itself before it is killed."""
+
+SILENT_WAITS = 12
+"""Waits of `SIGN_OF_LIFE_S` without a message after which a helper counts as hanging: a minute in all. It gets several
+turns within a minute on cores that are busy with processes of a lower niceness."""
 
 # `sys.path` is the trainer's, because a program may have found bucketpoint by a path of its own. Only paths and numbers
 # are arguments: anybody on the machine can read them.
@@ -228,45 +232,67 @@ class _Running:
         self.end = weakref.finalize(self, _end, self._channel, self.process, self._alive, os.getpid())
 
     def exchange(self, work: Upload, meter: _NeverBackwards) -> Done | Failed | OrderRefused | None:
-        """Send the order, and answer the helper until it is done. None if the helper died."""
+        """Send the order, and answer the helper until it is done. None if the helper died, or hangs."""
         self.begun.clear()
+        if not self._becomes_ready():
+            return None
+        try:
+            while True:
+                # That of a local folder changes once another rank makes the folder.
+                identity = work.store.identity
+                self._send(work, identity)
+                answer = self._answer_all(work, meter)
+                if not isinstance(answer, OrderRefused) or identity == work.store.identity:
+                    return answer
+        except (BrokenPipeError, ConnectionResetError, BlockingIOError):
+            # Noticed while sending. The last is that of the limit: nobody takes the messages.
+            return None
+
+    def _send(self, work: Upload, identity: str) -> None:
+        for segments in described(work.sources, work.memory):
+            self._channel.send(segments)
         environment = dict(os.environ)
         order = UploadOrder(
             work.config,
-            # That of a local folder changes once the folder is made.
-            work.store.identity,
+            identity,
             work.options,
             work.nice,
             [memory.nbytes for memory in work.memory],
-            remote_objects(work.sources, work.memory),
             environment if environment != self._environment else None,
             _folder(),
             logger.getEffectiveLevel(),
         )
         self._environment = environment
-        if not self._becomes_ready():
-            return None
-        try:
-            self._channel.send(order, [memory.descriptor for memory in work.memory])
-            while (received := self._channel.receive(until_end_of=self._alive)) is not None:
-                message, _ = received
-                if isinstance(message, Done | Failed | OrderRefused):
-                    return message
-                if isinstance(message, Moved):
-                    meter.add(message.nbytes, message.requests)
-                elif isinstance(message, Begun):
-                    self.begun.append((message.key, message.upload_id))
-                elif isinstance(message, Logged):
-                    record = message.record
-                    target = logging.getLogger(record.name)
-                    if target.isEnabledFor(record.levelno):
-                        target.handle(record)
-                elif isinstance(message, Wanted):
-                    segment = work.sources[message.number].segments[message.segment]
-                    self._channel.send(Given(message.request, read_stretch(segment, message.start, message.nbytes)))
-        except (BrokenPipeError, ConnectionResetError):
-            # Noticed while sending.
-            return None
+        self._channel.send(order, [memory.descriptor for memory in work.memory])
+
+    def _answer_all(self, work: Upload, meter: _NeverBackwards) -> Done | Failed | OrderRefused | None:
+        """Answer the helper's messages until its last one. None if it died, or has said nothing for too long."""
+        while (message := self._next_message()) is not None:
+            if isinstance(message, Done | Failed | OrderRefused):
+                return message
+            if isinstance(message, Moved):
+                meter.add(message.nbytes, message.requests)
+            elif isinstance(message, Begun):
+                self.begun.append((message.key, message.upload_id))
+            elif isinstance(message, Logged):
+                record = message.record
+                target = logging.getLogger(record.name)
+                if target.isEnabledFor(record.levelno):
+                    target.handle(record)
+            elif isinstance(message, Wanted):
+                segment = work.sources[message.number].segments[message.segment]
+                self._channel.send(Given(message.request, read_stretch(segment, message.start, message.nbytes)))
+        return None
+
+    def _next_message(self) -> object | None:
+        """Wait for a message. None if the helper died, or has said nothing in each of `SILENT_WAITS` waits."""
+        for _ in range(SILENT_WAITS):
+            # Several short waits: one long wait could be over because both processes were stopped meanwhile.
+            if not self._channel.is_quiet(self._alive, SIGN_OF_LIFE_S):
+                received = self._channel.receive(until_end_of=self._alive)
+                return received[0] if received is not None else None
+        logger.warning("process %d has said nothing for too long, and is killed", self.process.pid)
+        self.process.kill()
         return None
 
     def _becomes_ready(self) -> bool:
@@ -314,6 +340,7 @@ def _started() -> tuple[Channel, subprocess.Popen[bytes]]:
             # A default of the program's, which both ends would share.
             ours.settimeout(None)
             theirs.settimeout(None)
+            channel.limit_sends(SILENT_WAITS * SIGN_OF_LIFE_S)
             entries: Sequence[object] = sys.path
             paths = [entry for entry in entries if isinstance(entry, str)]
             process = subprocess.Popen(

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import ctypes
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Protocol
 
-from bucketpoint.transfer.helper.messages import RemoteSegment
+from bucketpoint.transfer.helper.messages import RemoteSegment, SegmentsToUpload
 from bucketpoint.transfer.upload import ObjectSource, Segment
 
 INLINE_BYTES = 64 << 10
 """Size up to which bytes outside of shared memory are sent with the order. Larger ones are sent when they are needed:
 an order must not hold a copy of the state."""
+
+
+AT_ONCE = 500
+"""Segments in one message: 2 ms to pickle, less than the interval at which threads take turns (5 ms)."""
 
 
 class MappableMemory(Protocol):
@@ -29,14 +33,15 @@ class MappableMemory(Protocol):
     descriptor: int
 
 
-def remote_objects(
-    sources: Sequence[ObjectSource], memory: Sequence[MappableMemory]
-) -> list[tuple[str, list[RemoteSegment]]]:
-    """Describe objects for the helper: for each its key and its segments."""
+def described(sources: Sequence[ObjectSource], memory: Sequence[MappableMemory]) -> Iterator[SegmentsToUpload]:
+    """Describe objects for the helper, a limited number of segments at a time.
+
+    One message is pickled in one hold of the interpreter's lock, for which training waits.
+    """
     order = sorted(range(len(memory)), key=lambda number: memory[number].address)
     starts = [memory[number].address for number in order]
 
-    def described(segment: Segment) -> RemoteSegment:
+    def remote(segment: Segment) -> RemoteSegment:
         place, inline, data = None, None, segment.data
         if data is not None:
             # Memory that can be written is the state's; the bytes of headers and of pickled values are read-only.
@@ -50,7 +55,10 @@ def remote_objects(
                 inline = bytes(data)
         return RemoteSegment(segment.nbytes, place, inline, segment.late, segment.block_nbytes, tuple(segment.table_of))
 
-    return [(source.key, [described(segment) for segment in source.segments]) for source in sources]
+    for source in sources:
+        for start in range(0, max(len(source.segments), 1), AT_ONCE):
+            some = source.segments[start : start + AT_ONCE]
+            yield SegmentsToUpload(source.key, start == 0, [remote(segment) for segment in some])
 
 
 def read_stretch(segment: Segment, start: int, nbytes: int) -> bytes:

@@ -26,8 +26,9 @@ from bucketpoint.stores.cancellation import RequestCanceller
 from bucketpoint.stores.redact import describe
 from bucketpoint.stores.retry import process_budget
 from bucketpoint.transfer.budget import BufferPool
-from bucketpoint.transfer.helper.channel import Channel
+from bucketpoint.transfer.helper.channel import SIGN_OF_LIFE_S, Channel
 from bucketpoint.transfer.helper.messages import (
+    Alive,
     Begun,
     Done,
     Failed,
@@ -37,6 +38,7 @@ from bucketpoint.transfer.helper.messages import (
     OrderRefused,
     Ready,
     RemoteSegment,
+    SegmentsToUpload,
     UploadOrder,
     Wanted,
 )
@@ -68,22 +70,29 @@ def main(descriptor: int, trainer: int) -> None:
     end = _end_of(trainer)
     logging.getLogger().addHandler(_Forwarder(channel))
     job: _Job | None = None
+    objects: list[tuple[str, list[RemoteSegment]]] = []
     with contextlib.suppress(OSError):
         channel.send(Ready())
     while True:
         try:
             received = channel.receive(until_end_of=end)
         except Exception as error:  # noqa: BLE001 (a class of the program's own may fail in any way here)
+            objects = []
             channel.send(OrderRefused(f"the order cannot be read there ({type(error).__name__})"))
             continue
         if received is None:
             break
         message, descriptors = received
-        if isinstance(message, UploadOrder):
+        if isinstance(message, SegmentsToUpload):
+            if message.begins:
+                objects.append((message.key, []))
+            objects[-1][1].extend(message.segments)
+        elif isinstance(message, UploadOrder):
             # The threads of the job, and those of the store's client, inherit the niceness of this one.
             stand_back(message.nice)
-            job = _Job(channel, message, descriptors)
+            job = _Job(channel, message, objects, descriptors)
             job.start()
+            objects = []
         elif isinstance(message, Given) and job is not None:
             job.take(message)
     # Threads of the job that send would otherwise wait for a trainer that reads no more.
@@ -140,21 +149,28 @@ class _Reporter(Meter):
 class _Job:
     """One order under way, on a thread of its own, so that the main thread notices the end of the trainer."""
 
-    def __init__(self, channel: Channel, order: UploadOrder, descriptors: Sequence[int]) -> None:
+    def __init__(
+        self,
+        channel: Channel,
+        order: UploadOrder,
+        objects: list[tuple[str, list[RemoteSegment]]],
+        descriptors: Sequence[int],
+    ) -> None:
         self._channel = channel
         self._order = order
+        self._objects = objects
         self._descriptors = descriptors
         self._lock = threading.Lock()
         self._open: dict[str, str] = {}
         self._requests = itertools.count()
         self._asked: dict[int, tuple[threading.Event, list[bytes]]] = {}
         self._canceller = RequestCanceller(threading.TIMEOUT_MAX)
-        self._uploading = threading.Event()
+        self._over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="bucketpoint-job", daemon=True)
 
     def start(self) -> None:
-        self._uploading.set()
         self._thread.start()
+        threading.Thread(target=self._show_life, name="bucketpoint-alive", daemon=True).start()
 
     def take(self, message: Given) -> None:
         """Hand bytes of the trainer to the thread that asked for them."""
@@ -166,11 +182,16 @@ class _Job:
     def give_up(self) -> None:
         """Cancel the requests under way and abort what is open: the trainer is gone, or does not want the upload."""
         ends = time.monotonic() + ABORT_DEADLINE_S
-        while self._uploading.is_set() and time.monotonic() < ends:
+        while not self._over.is_set() and time.monotonic() < ends:
             # Again and again, for requests whose connection was still being opened.
             self._canceller.make()
             self._thread.join(_POLL_S)
         self._thread.join(ABORT_DEADLINE_S)
+
+    def _show_life(self) -> None:
+        with contextlib.suppress(OSError):
+            while not self._over.wait(SIGN_OF_LIFE_S):
+                self._channel.send(Alive())
 
     def _run(self) -> None:
         answer: Done | Failed | OrderRefused
@@ -189,7 +210,9 @@ class _Job:
             # Mappings stay. A refused order has none, and its descriptors would keep the trainer's memory.
             for descriptor in self._descriptors:
                 os.close(descriptor)
-        self._uploading.clear()
+        self._over.set()
+        # The process may be idle for long, and these hold bytes of the state.
+        self._objects.clear()
         if store is not None and self._canceller.is_made:
             # `upload_objects` has tried, but none of its requests is sent any more.
             for key, upload_id in self._open.items():
@@ -233,7 +256,7 @@ class _Job:
         ]
         sources = [
             ObjectSource(key, [self._segment(number, index, each, memory) for index, each in enumerate(segments)])
-            for number, (key, segments) in enumerate(order.objects)
+            for number, (key, segments) in enumerate(self._objects)
         ]
         return upload_objects(
             store,
