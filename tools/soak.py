@@ -2,24 +2,28 @@
 
     python tools/soak.py                              300 saves and 60 restores, 2 % of requests meeting a fault
     python tools/soak.py --saves 30 --restores 6      a short one
+    python tools/soak.py --background process         a process of its own uploads, and is killed in every tenth save
 
-Exits with 1 if a checkpoint was lost or mixed, or if memory, descriptors, threads or open uploads grew.
+Exits with 1 if a checkpoint was lost or mixed, or if memory, descriptors, threads, processes or open uploads grew, here
+or in the process that uploads.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gc
 import logging
 import os
 import random
+import signal
 import sys
 import threading
 import time
 import warnings
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +51,9 @@ prune:
 """
 OPTIONS = TransferOptions(part_bytes=5 << 20, connections=4, single_put_bytes=1 << 20)
 LARGE = (5 << 20) + 4096
+KILLED = 0.1
+"""Of the saves by a process: in which it is killed."""
+
 WARM_UP = 0.2
 """Of the saves: what comes before is not compared, as caches and pools are being filled."""
 
@@ -62,6 +69,9 @@ class Sample:
     resident: int
     descriptors: int
     threads: int
+    processes: int = 0
+    helper_resident: int = 0
+    helper_descriptors: int = 0
 
 
 @dataclass
@@ -75,6 +85,7 @@ class Soak:
     losses: list[str] = field(default_factory=list)
     begun: set[str] = field(default_factory=set)
     unknown: int = 0
+    killed: int = 0
     samples: list[Sample] = field(default_factory=list)
     expected: set[int] = field(default_factory=set)
 
@@ -89,8 +100,32 @@ def state(step: int) -> dict[str, Any]:
 
 def sample(step: int) -> Sample:
     gc.collect()
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return Sample(step, pages * os.sysconf("SC_PAGE_SIZE"), len(os.listdir("/proc/self/fd")), threading.active_count())
+    helpers = upload_processes()
+    return Sample(
+        step,
+        resident("self"),
+        len(os.listdir("/proc/self/fd")),
+        threading.active_count(),
+        len(helpers),
+        sum(resident(each) for each in helpers),
+        sum(len(os.listdir(f"/proc/{each}/fd")) for each in helpers),
+    )
+
+
+def resident(process: int | str) -> int:
+    return int(Path(f"/proc/{process}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def upload_processes() -> list[int]:
+    """Process ids of the children that upload."""
+    found = set()
+    for task in Path("/proc/self/task").iterdir():
+        # A thread or a child may end meanwhile.
+        with contextlib.suppress(OSError):
+            for child in (task / "children").read_text().split():
+                if b"transfer.helper.worker" in Path(f"/proc/{child}/cmdline").read_bytes():
+                    found.add(int(child))
+    return sorted(found)
 
 
 def run(options: argparse.Namespace, server: servers.S3Server, proxy: FaultProxy) -> Soak:
@@ -99,10 +134,11 @@ def run(options: argparse.Namespace, server: servers.S3Server, proxy: FaultProxy
     found, chance = Soak(), random.Random(options.seed)
     restores = set(chance.sample(range(2, options.saves + 1), min(options.restores, options.saves - 1)))
     policy = from_yaml(POLICY, environ={})
-    manager = CheckpointManager(root, policy=policy, storage_options=through, transfer=OPTIONS)
+    transfer = replace(OPTIONS, background=options.background)
+    manager = CheckpointManager(root, policy=policy, storage_options=through, transfer=transfer)
     proxy.play(mixed(options.faults, seed=options.seed))
     for step in range(1, options.saves + 1):
-        save(manager, step, found)
+        save(manager, step, found, kill=options.background == "process" and chance.random() < KILLED)
         if step in restores:
             restore(manager, found)
         found.samples.append(sample(step))
@@ -121,10 +157,13 @@ def run(options: argparse.Namespace, server: servers.S3Server, proxy: FaultProxy
     return found
 
 
-def save(manager: CheckpointManager, step: int, found: Soak) -> None:
+def save(manager: CheckpointManager, step: int, found: Soak, *, kill: bool) -> None:
     try:
         handle = manager.save(step, state(step))
         assert handle is not None
+        for process in upload_processes() if kill else ():
+            os.kill(process, signal.SIGKILL)
+            found.killed += 1
         handle.result()
     except BucketpointError as error:
         found.failed[type(error).__name__] += 1
@@ -198,7 +237,15 @@ def growth(samples: Sequence[Sample]) -> list[str]:
     settled = samples[int(len(samples) * WARM_UP) :]
     width = max(len(settled) // 5, 1)
     found = []
-    for name, most in (("resident", GROWTH_BYTES), ("descriptors", 4), ("threads", 2)):
+    limits = {
+        "resident": GROWTH_BYTES,
+        "descriptors": 4,
+        "threads": 2,
+        "processes": 0,
+        "helper_resident": GROWTH_BYTES,
+        "helper_descriptors": 4,
+    }
+    for name, most in limits.items():
         first, last = (
             sorted(getattr(one, name) for one in some)[len(some) // 2] for some in (settled[:width], settled[-width:])
         )
@@ -213,6 +260,7 @@ def main() -> int:
     parser.add_argument("--saves", type=int, default=300)
     parser.add_argument("--restores", type=int, default=60)
     parser.add_argument("--faults", type=float, default=0.02, help="probability that a request meets one")
+    parser.add_argument("--background", choices=["thread", "process"], default="thread", help="who uploads")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     binary = get_minio.find()
@@ -235,6 +283,8 @@ def main() -> int:
     for name, count in counts.faults.most_common():
         print(f"  {count:5}  {name}")
     print(f"{found.saved} of {options.saves} saves committed; the others raised {dict(found.failed)}")
+    if options.background == "process":
+        print(f"{found.killed} processes that uploaded were killed")
     print(f"{found.restored} restores right; {dict(found.failed_restores)} raised")
     print(f"{time.monotonic() - began:.0f} s, of which {time.process_time() - cpu:.0f} s of processor time")
     for wrong in [*found.losses, *grown]:

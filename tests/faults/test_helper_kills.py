@@ -22,7 +22,7 @@ def helper_of(writer: BucketWriter) -> int:
     writer.prefault(state(1, 0))
     ends = time.monotonic() + STARTS_S
     # It leads a process group of its own once it runs.
-    while (process := writer._uploads._helper.process_id) is None or os.getpgid(process) != process:
+    while (process := writer.uploads.process_id) is None or os.getpgid(process) != process:
         assert time.monotonic() < ends
         time.sleep(0.01)
     return process
@@ -45,7 +45,7 @@ def test_a_save_whose_helper_is_killed_after_each_request_succeeds(
         proxy.clear()
         proxy.play(always(Kill((helper,), others_live=True), skip=number - 1, times=1) if number else Script())
         dcp.async_save(state(1, 1 + number, own=0), storage_writer=writer, no_dist=True).result()  # type: ignore[union-attr]
-        died += writer._uploads._helper.process_id != helper
+        died += writer.uploads.process_id != helper
         requests = requests or len(proxy.exchanges)
         writer.close()
         assert place.load(verified=True) == 1 + number, f"killed after request {number}"

@@ -21,7 +21,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from bucketpoint import BucketReader, BucketWriter, LoadPlanner
+from bucketpoint import BucketReader, BucketWriter, LoadPlanner, TransferOptions
 from bucketpoint.catalog import catalog
 from bucketpoint.catalog.deletion.fence import MIN_SWEEP_AGE_S
 from bucketpoint.catalog.deletion.pruner import Order, prune
@@ -43,6 +43,7 @@ from dcp.saving.async_scenarios import GatedFileSystem
 from manager import manager_scenarios as scenarios
 from manager.manager_scenarios import BEST, policy, state, value_of
 from services import Service
+from transfer.helper.orders import has_ended
 from transfer.wrappers import CountingStore
 
 pytestmark = pytest.mark.contract
@@ -386,6 +387,20 @@ def test_steps_are_saved_on_the_grid_and_one_that_was_stepped_over_at_the_next(r
 
 
 # -- ending -----------------------------------------------------------------------------------------------------------
+
+
+def test_one_process_uploads_all_saves_of_a_run_and_ends_with_it(root: str) -> None:
+    transfer = TransferOptions(background="process")
+    seen = set()
+    with CheckpointManager(root, policy=policy(), transfer=transfer) as manager:
+        for step in (1, 2, 3):
+            handle = manager.save(step, state(step))
+            assert handle is not None
+            handle.result()
+            seen.add(manager._uploads.process_id)
+    (process,) = seen
+    assert process is not None
+    assert has_ended(process)
 
 
 def run_program(program: str, root: str) -> subprocess.CompletedProcess[str]:

@@ -30,9 +30,9 @@ from bucketpoint.dcp.planning.results import Results
 from bucketpoint.dcp.progress_bar import describe, noted, progress_callback
 from bucketpoint.dcp.saving.commit import commit
 from bucketpoint.dcp.saving.commit_put import Commit, prior_commit
-from bucketpoint.dcp.saving.object_layout import ObjectPlace, plan_objects, results_of
+from bucketpoint.dcp.saving.object_layout import ObjectPlace, default_object_bytes, plan_objects, results_of
 from bucketpoint.dcp.saving.transformed import transformed_paths, write_transformed
-from bucketpoint.dcp.saving.uploads import Destination, Uploads
+from bucketpoint.dcp.saving.uploads import Destination, Uploads, bytes_beside_training
 from bucketpoint.dcp.session import Located, SaveSession, as_url, world_size
 from bucketpoint.errors import BucketpointError, CheckpointExistsError
 from bucketpoint.format import keys
@@ -40,16 +40,10 @@ from bucketpoint.format.catalog_keys import mark_of
 from bucketpoint.format.groups import DEFAULT_RULES, GroupRule
 from bucketpoint.retention import RetentionPolicy
 from bucketpoint.staging import StagedState, Stager, StagingOptions, as_staging_options, current_lease, take_turn
-from bucketpoint.stores import Capabilities, Store
+from bucketpoint.stores import Store
 from bucketpoint.transfer import Meter, ProgressCallback, TransferOptions
 
 logger = logging.getLogger(__name__)
-
-DEFAULT_OBJECT_BYTES = 4 << 30
-"""Default size of an object: below 5 GiB, the most that one server-side CopyObject moves (Amazon S3 service limit)."""
-
-WHOLE_OBJECT_BYTES = 64 << 20
-"""Default size of an object for stores that take an object in one piece only."""
 
 
 class BucketWriter(Located, StorageWriter, AsyncStager):
@@ -124,7 +118,8 @@ class BucketWriter(Located, StorageWriter, AsyncStager):
         self._extensions = tuple(_extensions or ())
         self._saves = threading.local()
         self._stager: Stager | None = None
-        self._uploads = Uploads(self.transfer)
+        # A manager, which makes a writer for each save, gives all of them its own: their process is started once.
+        self.uploads = Uploads(self.transfer)
         super().__init__(path, storage_options, fs)
         self._keeping: RunRetention | None = None
         if retention is not None:
@@ -164,6 +159,8 @@ class BucketWriter(Located, StorageWriter, AsyncStager):
         if session.rank == 1 and self.unwatched:
             # Rank 1 warns: rank 0 does not know yet whether it saves alone, and the job may end before it does.
             process_groups.warn_of_a_shared_group()
+        # The process starts while the ranks plan, if this writer has not staged the state.
+        self._prepare_uploads(bytes_beside_training(current_lease()))
         if session.use_collectives and not is_coordinator:
             return
         # Checked now, before terabytes are sent in vain. A commit that another job makes later is never replaced.
@@ -203,6 +200,8 @@ class BucketWriter(Located, StorageWriter, AsyncStager):
         session = self._session()
         if len(plans) > 1 and self.unwatched:
             process_groups.warn_of_a_shared_group()
+        # The process starts while the ranks plan, if this writer has not staged the state.
+        self._prepare_uploads(bytes_beside_training(current_lease()))
         plans = agree_on_plans(plans, session.url, since=session.started)
         log = self._log_of(session)
         if log is not None:
@@ -275,14 +274,14 @@ class BucketWriter(Located, StorageWriter, AsyncStager):
         if session is not None and not session.planned:
             del self._saves.session
         staged = self._own_stager().stage(state_dict, **kwargs)
-        self._prepare_uploads()
+        self._prepare_uploads(self._own_stager().staged_bytes if self.staging.use_shared_memory else 0)
         return staged
 
     @dcp_call
     def prefault(self, state_dict: dict[str, Any]) -> None:
         """Allocate the memory that an asynchronous save of this state will need: see `Stager.prefault`."""
         self._own_stager().prefault(state_dict)
-        self._prepare_uploads()
+        self._prepare_uploads(self._own_stager().staged_bytes if self.staging.use_shared_memory else 0)
 
     def synchronize_staging(self) -> None:
         """Wait until the last copy is complete."""
@@ -297,16 +296,16 @@ class BucketWriter(Located, StorageWriter, AsyncStager):
         stager, self._stager = self._stager, None
         if stager is not None:
             stager.close()
-        self._uploads.close()
+        self.uploads.close()
 
     def _own_stager(self) -> Stager:
         if self._stager is None:
             self._stager = Stager(self.staging)
         return self._stager
 
-    def _prepare_uploads(self) -> None:
-        if self._fs is None and self.staging.use_shared_memory and not self._extensions:
-            self._uploads.prepare(self._own_stager().staged_bytes)
+    def _prepare_uploads(self, staged_bytes: int) -> None:
+        if staged_bytes and self._fs is None and not self._extensions:
+            self.uploads.prepare(staged_bytes)
 
     # -- properties that DCP reads ------------------------------------------------------------------------------------
 
@@ -335,14 +334,14 @@ class BucketWriter(Located, StorageWriter, AsyncStager):
 
     def __getstate__(self) -> dict[str, Any]:
         # A writer is pickled for the checkpoint process as configuration only, without the saves under way.
-        self._uploads.leave()
-        return {name: value for name, value in self.__dict__.items() if name not in ("_saves", "_stager", "_uploads")}
+        self.uploads.leave()
+        return {name: value for name, value in self.__dict__.items() if name not in ("_saves", "_stager", "uploads")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._saves = threading.local()
         self._stager = None
-        self._uploads = Uploads(self.transfer)
+        self.uploads = Uploads(self.transfer)
 
     def _log_of(self, session: SaveSession) -> SaveLog | None:
         """Return the log for a save; None for a save without collectives, as there is no common commit to record."""
@@ -368,7 +367,7 @@ class BucketWriter(Located, StorageWriter, AsyncStager):
     def _upload(self, session: SaveSession, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
         store, prefix = self._open(session.url)
         lease = current_lease()
-        options = self._uploads.options(lease)
+        options = self.uploads.options(lease)
         with progress_callback(self.progress, session.rank) as callback:
             meter = Meter("save", str(session.url), 0, noted(callback))
             place = ObjectPlace(prefix, session.token, session.rank, self.groups)
@@ -378,14 +377,14 @@ class BucketWriter(Located, StorageWriter, AsyncStager):
                         plan.items, planner, self._extensions, place, store=store, options=options, meter=meter
                     )
             else:
-                size = self.target_object_bytes or _object_bytes(store.capabilities, options)
+                size = self.target_object_bytes or default_object_bytes(store.capabilities, options)
                 planned = plan_objects(plan.items, planner, place, target_object_bytes=size)
                 meter.total_bytes = sum(entry.source.nbytes for entry in planned)
                 sources = [entry.source for entry in planned]
                 large = [entry.path for entry in planned if entry.source.nbytes > options.single_put_bytes]
                 with self._announced(session, store, large):
                     to = Destination(str(session.url), store, self._storage_options, self._fs is None)
-                    uploaded = self._uploads.upload(to, sources, lease, meter)
+                    uploaded = self.uploads.upload(to, sources, lease, meter)
                 results = [
                     result for entry, done in zip(planned, uploaded, strict=True) for result in results_of(entry, done)
                 ]
@@ -409,10 +408,3 @@ class BucketWriter(Located, StorageWriter, AsyncStager):
             log.uploaded(str(session.url), session.token, session.rank)
         except BucketpointError as error:
             logger.warning("the note of completed uploads was not deleted, and stays until the next sweep: %s", error)
-
-
-def _object_bytes(store: Capabilities, options: TransferOptions) -> int:
-    if store.multipart:
-        return DEFAULT_OBJECT_BYTES
-    # Where a copy of the whole object is held in memory during its upload, several objects should fit the budget.
-    return min(WHOLE_OBJECT_BYTES, 2 * options.copied_part_bytes) if store.copies_bodies else WHOLE_OBJECT_BYTES

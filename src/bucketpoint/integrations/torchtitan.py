@@ -29,6 +29,7 @@ from bucketpoint.catalog.run import open_run
 from bucketpoint.catalog.save_log import SaveLog
 from bucketpoint.dcp import BucketWriter, SavePlanner, async_save
 from bucketpoint.dcp.async_save import as_ours
+from bucketpoint.dcp.saving.uploads import Uploads
 from bucketpoint.errors import BucketpointError
 from bucketpoint.manager.loading import LoadOutcome, attempt
 from bucketpoint.manager.ranks import Ranks
@@ -37,6 +38,7 @@ from bucketpoint.manager.triggers import Triggers
 from bucketpoint.retention import Keep, Prune, RetentionPolicy
 from bucketpoint.retention.row import FULL, WEIGHTS
 from bucketpoint.staging import Stager, StagingOptions
+from bucketpoint.transfer import TransferOptions
 
 logger = logging.getLogger(__name__)
 
@@ -93,6 +95,7 @@ class BucketpointManager(CheckpointManager):
             beside = self.async_mode == AsyncMode.ASYNC_WITH_PINNED_MEM
             self.stager = Stager(StagingOptions(use_async_staging=beside))
         self._pruner = worker_of(self._catalog, policy)
+        self._uploads = Uploads(TransferOptions())
         self._triggers = Triggers(policy.save, ranks)
         logger.info("checkpoints are saved to and loaded from %s by bucketpoint", self._catalog.url)
 
@@ -123,11 +126,13 @@ class BucketpointManager(CheckpointManager):
             return super().dcp_save(state_dict, local, async_mode, enable_garbage_collection, to_hf)
         # A run cannot resume from a model alone. The seed counts as full: torchtitan loads nothing but its model.
         kind = FULL if OPTIMIZER in state_dict or step == SEED_STEP else WEIGHTS
+        writer = BucketWriter(checkpoint_id, log=SaveLog(self._catalog, kind, pruner=self._pruner))
+        writer.uploads = self._uploads
         saving: dict[str, Any] = {
             "checkpoint_id": checkpoint_id,
             # The writer overwrites by default, as torchtitan does: a run that went back to an earlier step saves steps
             # again.
-            "storage_writer": BucketWriter(checkpoint_id, log=SaveLog(self._catalog, kind, pruner=self._pruner)),
+            "storage_writer": writer,
             "planner": self._planner,
             "process_group": self._ranks.group,
         }
@@ -232,6 +237,7 @@ class BucketpointManager(CheckpointManager):
             self._pruner.drain()
         finally:
             self._triggers.close()
+            self._uploads.close()
             super()._close()
             self._ranks.close()
 

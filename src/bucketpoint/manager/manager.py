@@ -22,6 +22,7 @@ from bucketpoint.catalog.run import open_run, refuse_other_root
 from bucketpoint.catalog.save_log import SaveLog
 from bucketpoint.dcp import BucketWriter, SaveHandle, SavePlanner, async_save, program_end
 from bucketpoint.dcp.arguments import check_types, whole_step
+from bucketpoint.dcp.saving.uploads import Uploads
 from bucketpoint.errors import BucketpointError
 from bucketpoint.manager.loading import attempt
 from bucketpoint.manager.ranks import Ranks
@@ -90,6 +91,7 @@ class CheckpointManager:
         # until the group's timeout.
         self._ranks.refuse_unless_same("`save:` of the policy", policy.save)
         self._stager = Stager(staging)
+        self._uploads = Uploads(transfer or TransferOptions())
         self._planner = SavePlanner()
         self._triggers = Triggers(policy.save, self._ranks)
         self.pruning = PruneWorker(self.catalog, policy)
@@ -164,6 +166,7 @@ class CheckpointManager:
             writer = BucketWriter(
                 url, overwrite=bool(replaces), log=log, staging=self._stager.options, **self._store_arguments
             )
+            writer.uploads = self._uploads
             if isinstance(replaces, frozenset):
                 writer.replaces_only = replaces
             handle = async_save(
@@ -365,6 +368,7 @@ class CheckpointManager:
             self._triggers.close()
             if running is None or running.handle.done():
                 self._stager.close()
+                self._uploads.close()
             self._ranks.close()
 
     def __enter__(self) -> Self:

@@ -368,7 +368,7 @@ def no_helper_beside_a_checkpoint_process(rank: int, world: int, root: str) -> A
             url = f"{root}/alone-{step}"
             state = Training().run(step)
             wait(dcp.async_save(state, checkpoint_id=url, storage_writer=writer, async_checkpointer_type=PROCESS))
-            found.append(writer._uploads._helper.process_id)
+            found.append(writer.uploads.process_id)
             assert Path(url, ".metadata").exists()
     return found
 

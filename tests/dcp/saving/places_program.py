@@ -28,7 +28,7 @@ def save(url: str) -> None:
     state = {"model": {f"weight of rank {rank}": torch.full((NBYTES,), rank + 1, dtype=torch.uint8)}}
     writer = BucketWriter(transfer=TransferOptions(background="process"))
     bucketpoint.async_save(state, checkpoint_id=url, storage_writer=writer).result()
-    helper = writer._uploads._helper.process_id
+    helper = writer.uploads.process_id
     writer.close()
     ended = helper is not None and not os.path.exists(f"/proc/{helper}")
     sys.stdout.write(json.dumps({"rank": rank, "helper": helper is not None, "ended": ended}) + "\n")

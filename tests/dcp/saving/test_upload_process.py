@@ -43,7 +43,7 @@ def small() -> dict[str, Any]:
 
 
 def helper_of(writer: BucketWriter) -> int | None:
-    return writer._uploads._helper.process_id
+    return writer.uploads.process_id
 
 
 def save(writer: BucketWriter, url: str, saved: dict[str, Any] | None = None) -> None:
@@ -97,7 +97,7 @@ def test_threads_upload_if_the_process_dies_time_and_again_and_the_next_save_tri
 
     with closing(BucketWriter(transfer=TransferOptions(background="auto"))) as writer:
         with monkeypatch.context() as patched:
-            patched.setattr(writer._uploads._helper, "upload", dies)
+            patched.setattr(writer.uploads._helper, "upload", dies)
             save(writer, str(tmp_path / "a"), big)
         assert open_checkpoint(str(tmp_path / "a")).metadata.state_dict_metadata
         assert "Two processes died" in caplog.text

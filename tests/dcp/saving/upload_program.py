@@ -39,7 +39,7 @@ def main(url: str, options: str, end: str) -> None:
             # A worker of a data loader, which outlives a trainer that is killed.
             time.sleep(120)
             os._exit(0)
-    print(json.dumps({"helper": writer._uploads._helper.process_id, "fork": fork}), flush=True)
+    print(json.dumps({"helper": writer.uploads.process_id, "fork": fork}), flush=True)
     if end == "return":
         return
     if end == "raise":

@@ -21,10 +21,17 @@ from bucketpoint.format.pickles.items import refused_globals
 from bucketpoint.format.storage_info import make_storage_info, plan_blocks, set_object_facts
 from bucketpoint.format.tensor_bytes import copy_stretch, is_viewable, tensor_bytes
 from bucketpoint.format.torch_zip import frameable, tensor_frame
-from bucketpoint.transfer import ObjectSource, Segment, Uploaded
+from bucketpoint.stores import Capabilities
+from bucketpoint.transfer import ObjectSource, Segment, TransferOptions, Uploaded
 from bucketpoint.transfer.checksum import fold_blocks
 
 logger = logging.getLogger(__name__)
+
+DEFAULT_OBJECT_BYTES = 4 << 30
+"""Default size of an object: below 5 GiB, the most that one server-side CopyObject moves (Amazon S3 service limit)."""
+
+WHOLE_OBJECT_BYTES = 64 << 20
+"""Default size of an object for stores that take an object in one piece only."""
 
 
 @dataclass(frozen=True)
@@ -113,6 +120,14 @@ def group_items(items: Sequence[WriteItem], rules: Sequence[GroupRule]) -> dict[
         group = group_of(item.index.fqn, rules, tensor=item.type != WriteItemType.BYTE_IO)
         groups.setdefault(group, []).append(item)
     return groups
+
+
+def default_object_bytes(store: Capabilities, options: TransferOptions) -> int:
+    """Return the size from which on a group of items goes on in another object, in bytes."""
+    if store.multipart:
+        return DEFAULT_OBJECT_BYTES
+    # Where a copy of the whole object is held in memory during its upload, several objects should fit the budget.
+    return min(WHOLE_OBJECT_BYTES, 2 * options.copied_part_bytes) if store.copies_bodies else WHOLE_OBJECT_BYTES
 
 
 def plan_objects(

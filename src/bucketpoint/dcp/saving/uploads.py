@@ -45,8 +45,14 @@ class Destination:
     made_by_us: bool
 
 
+def bytes_beside_training(lease: Lease | None) -> int:
+    """Return the size of the shared memory of a state that is saved while training goes on; 0 without one."""
+    memory = lease.memory if lease is not None and lease.beside_training else None
+    return memory.nbytes if memory is not None else 0
+
+
 class Uploads:
-    """The uploads of one writer, and the process that does them beside training."""
+    """The uploads of one writer, or of all writers of a manager, and the process that does them beside training."""
 
     def __init__(self, options: TransferOptions) -> None:
         self._options = options
@@ -54,6 +60,11 @@ class Uploads:
         self._told = False
         self._refused = False
         self._wanted = options.background != "thread"
+
+    @property
+    def process_id(self) -> int | None:
+        """Process id of the process that uploads; None if none is running."""
+        return self._helper.process_id
 
     def prepare(self, staged_bytes: int) -> None:
         """Start the process on another thread, if saves of this size will use it."""
