@@ -13,6 +13,7 @@ MAX_EXTRA_MB = 96
 NOISE_MB = 4
 MAX_SAVE_CPU, MAX_LOAD_CPU, MAX_WALL, MAX_OVER_RAW = 0.5, 0.6, 0.8, 1.10
 MAX_QUARTER_BYTES = 1.03
+MAX_COLUMNS_CPU, MAX_LEAN_WALL = 0.75, 1.5
 MAX_CONTROL, MAX_ROUND_TRIPS = 3, 3
 
 
@@ -39,6 +40,11 @@ def verdicts(results: Results) -> Iterator[Verdict]:
         lean, full = (results.spread(name, op, "loopback", peak_mb) for name in (LEAN, OURS))
         limit = full.high + NOISE_MB if full else 0.0
         yield bounded(f"{op}, memory with a quarter of the budget", f"<= {limit:.0f} MB", lean, limit, "{:+.0f} MB")
+    yield _ratio(results, "dim-1 quarter, CPU", PEER, "quarter1", "loopback", cpu_per_gb, MAX_COLUMNS_CPU)
+    yield _ratio(results, "dim-1 quarter, wall, loopback", PEER, "quarter1", "loopback", wall, MAX_WALL)
+    ratio = results.ratio(LEAN, OURS, "quarter1", "loopback", wall)
+    what, demanded = "dim-1 quarter with a quarter of the budget, wall", f"<= {MAX_LEAN_WALL:.2f} x its own"
+    yield bounded(what, demanded, ratio, MAX_LEAN_WALL, "{:.2f} x")
     moved = results.moved_per_needed(OURS, "quarter0")
     yield _count("dim-0 quarter, bytes moved per byte needed", moved, MAX_QUARTER_BYTES, "{:.3f}")
     save, load, again = (results.counted(OURS, op) for op in ("save", "load", "overwrite"))

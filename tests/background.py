@@ -16,9 +16,5 @@ def choose_uploads() -> None:
     chosen = os.environ.get("BUCKETPOINT_TEST_UPLOADS")
     if chosen:
         from bucketpoint.dcp.saving import uploads
-        from bucketpoint.transfer import TransferOptions
 
         uploads.LEAST_BYTES = LEAST_BYTES[chosen]
-        # The default of the constructor, which has been made from that of the class.
-        defaults = TransferOptions.__init__.__defaults__ or ()
-        TransferOptions.__init__.__defaults__ = tuple("auto" if each == "thread" else each for each in defaults)

@@ -32,7 +32,7 @@ GB = 1_000_000_000
 STEPS = ("short", "long")
 CONTENDERS = (
     "bucketpoint",
-    "bucketpoint-helper",
+    "bucketpoint-threads",
     "bucketpoint-dcp-process",
     "s3torchconnector",
     "s3torchconnector-dcp-process",
@@ -189,6 +189,12 @@ class Staging:
                     except (OSError, subprocess.CalledProcessError) as error:
                         self.note({"contender": name, "op": "full", "where": "minio", "round": 0, "error": str(error)})
                     self._forget()
+                for steps in running:
+                    for round_ in range(self.extent.full_rounds) if steps.name == "bucketpoint" else ():
+                        self.note(
+                            {"contender": steps.name, "op": "helper", "where": "minio", "round": round_}
+                            | steps.ask("helper")
+                        )
                 for round_ in range(self.extent.full_rounds):
                     shift = round_ % len(running)
                     for steps in [*running[shift:], *running[:shift]]:

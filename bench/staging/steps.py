@@ -74,7 +74,7 @@ class Trainer:
 Save = Callable[[Any, str], "Future[Any]"]
 
 
-def _bucketpoint(background: str = "thread", *, checkpoint_process: bool = False) -> Save:
+def _bucketpoint(background: str = "auto", *, checkpoint_process: bool = False) -> Save:
     from bucketpoint import S3Writer, TransferOptions
 
     writer = S3Writer(progress=False, transfer=TransferOptions(background=background))
@@ -150,7 +150,7 @@ def _begun(returned: Any) -> Future[Any]:
 
 SAVES: dict[str, Callable[[], Save]] = {
     "bucketpoint": _bucketpoint,
-    "bucketpoint-helper": lambda: _bucketpoint("process"),
+    "bucketpoint-threads": lambda: _bucketpoint("thread"),
     "bucketpoint-dcp-process": lambda: _bucketpoint(checkpoint_process=True),
     "s3torchconnector": _s3torchconnector,
     "s3torchconnector-dcp-process": lambda: _s3torchconnector(checkpoint_process=True),
@@ -173,6 +173,22 @@ class Process:
     def warm(self, url: str) -> dict[str, Any]:
         self.save(self.state, url).result()
         return {}
+
+    def helper(self) -> dict[str, Any]:
+        """Memory of the process that uploads, and how soon another one is ready."""
+        from bucketpoint.transfer.helper.process import UploadHelper
+
+        fields = dict(
+            line.split(":", 1) for line in Path(f"/proc/{_helper_of_this_process()}/status").read_text().splitlines()
+        )
+        resident_kib = sum(int(fields[name].split()[0]) for name in ("RssAnon", "RssFile"))
+        helper = UploadHelper()
+        begun = time.perf_counter()
+        helper.start_soon()
+        helper._start()._becomes_ready()
+        ready_s = time.perf_counter() - begun
+        helper.close()
+        return {"resident_mb": resident_kib * 1024 / 1e6, "ready_s": ready_s}
 
     def beside(self, url: str, step: str, idle_s: float, busy_s: float = 0.0, sink: int = 0) -> dict[str, Any]:
         """Steps without an upload before and after, and steps during one: for `busy_s` of it, if that is given.
@@ -224,6 +240,14 @@ class Process:
         begun = time.monotonic()
         upload.result()
         return {"ended": True, "upload_s": time.monotonic() - begun, "nbytes": states.nbytes(self.state)}
+
+
+def _helper_of_this_process() -> str:
+    for task in Path("/proc/self/task").iterdir():
+        for child in (task / "children").read_text().split():
+            if b"transfer.helper.worker" in Path(f"/proc/{child}/cmdline").read_bytes():
+                return child
+    raise RuntimeError("no process uploads")
 
 
 def _cpu_s(pid: int) -> float:

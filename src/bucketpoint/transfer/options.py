@@ -65,9 +65,9 @@ class TransferOptions:
         hedge: settings for requesting a late range a second time during a load (S3 and GCS). None, the default: never.
             Hedging costs requests, and helps if a few ranges take much longer than the others.
         nice: niceness (Linux) of the threads that transfer bytes.
-        background: who uploads while training goes on. `"thread"`, the default: threads of the trainer. `"process"`: a
-            process of its own, which shares the staging memory and not the interpreter's lock; an error where that
-            cannot be. `"auto"`: a process, if it can be had and the rank stages at least 16 MiB; otherwise threads.
+        background: who uploads while training goes on. `"process"`: a process of its own, which shares the staging
+            memory and not the interpreter's lock; an error where that cannot be. `"thread"`: threads of the trainer.
+            `"auto"`: a process, if it can be had and the rank stages at least 16 MiB; otherwise threads.
         background_nice: niceness of what uploads while training goes on. None: 19, the highest, for a process, so that
             uploads take longer and training steps do not if every core is busy; 0 for threads of the trainer: a thread
             with a higher niceness is taken off its core while it holds the interpreter's lock that training waits for.
@@ -83,7 +83,7 @@ class TransferOptions:
     read_attempts: int = READ_ATTEMPTS
     hedge: Hedge | None = None
     nice: int = 0
-    background: Background = "thread"
+    background: Background = "auto"
     background_nice: int | None = None
 
     def __post_init__(self) -> None:
