@@ -22,6 +22,7 @@ import torch.distributed.checkpoint as dcp
 import bucketpoint
 from bucketpoint import BucketWriter, HelperUnavailableError, S3Reader, S3Writer, StagingOptions, TransferOptions
 from bucketpoint.checkpoint.open import open_checkpoint
+from bucketpoint.dcp.saving import uploads
 from bucketpoint.dcp.saving.uploads import LEAST_BYTES, Destination
 from bucketpoint.errors import CheckpointNotFoundError, HelperProcessError
 from bucketpoint.stores import open_store
@@ -123,11 +124,13 @@ def test_a_filesystem_in_the_memory_of_the_trainer_is_never_handed_to_a_process(
                 save(writer, "memory://uploads/b", big)
 
 
-def test_auto_takes_a_process_for_large_states_only(tmp_path: Path) -> None:
-    with closing(BucketWriter(transfer=TransferOptions(background="auto"))) as writer:
+def test_by_default_a_process_uploads_large_states_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Against a run of the tests that chooses otherwise.
+    monkeypatch.setattr(uploads, "LEAST_BYTES", 1 << 20)
+    with closing(BucketWriter()) as writer:
         save(writer, str(tmp_path / "small"))
         assert helper_of(writer) is None
-        save(writer, str(tmp_path / "large"), {"w": torch.zeros(LEAST_BYTES + 1, dtype=torch.uint8)})
+        save(writer, str(tmp_path / "large"), {"w": torch.zeros((1 << 20) + 1, dtype=torch.uint8)})
         assert helper_of(writer) is not None
 
 
