@@ -263,14 +263,13 @@ class _Node:
 
     __slots__ = ("_make", "_value")
 
-    _value: Any
-
     def __init__(self, make: Callable[[Sequence[torch.Tensor]], Any]) -> None:
-        self._make = make
+        self._make: Callable[[Sequence[torch.Tensor]], Any] | None = make
+        self._value: Any = None
 
     def build(self, copies: Sequence[torch.Tensor]) -> Any:
-        try:
-            return self._value
-        except AttributeError:
+        # Not an exception for the first call: raising one for each of thousands of tensors takes a millisecond.
+        if self._make is not None:
             self._value = self._make(copies)
-            return self._value
+            self._make = None
+        return self._value
