@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint import Metadata
+from torch.distributed.checkpoint import Metadata, default_planner
+from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, WriteItemType
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial
@@ -253,3 +254,36 @@ def test_partial_sums_are_refused_by_name() -> None:
             planner.create_local_plan()
     finally:
         dist.destroy_process_group()
+
+
+def test_plain_tensors_are_found_without_asking_dcp_whether_they_are_shards(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+    find = default_planner.find_state_dict_object
+
+    def counted(state: dict[str, Any], index: MetadataIndex) -> Any:
+        asked.append(index.fqn)
+        return find(state, index)
+
+    monkeypatch.setattr(default_planner, "find_state_dict_object", counted)
+    labelled = torch.ones(2)
+    labelled.__dict__["origin"] = "rank 3"
+    state = {
+        "w": torch.ones(2, 3),
+        "p": torch.nn.Parameter(torch.ones(3)),
+        "scalar": torch.tensor(1.0),
+        "own": labelled,
+    }
+    planner = SavePlanner()
+    planner.set_up_planner(state, None, True)
+    plan = planner.create_local_plan()
+    dealt, _ = planner.create_global_plan([plan])
+
+    found = {item.index.fqn: planner.resolve_data(item) for item in planner.finish_plan(dealt[0]).items}
+
+    assert all(found[name] is value for name, value in state.items())
+    assert asked == ["own"]
+    for misplaced in (MetadataIndex("w", (1, 0)), MetadataIndex("w", (0,))):
+        with pytest.raises(ValueError, match="offset"):
+            planner.lookup_object(misplaced)
+    with pytest.raises(ValueError, match="gone"):
+        planner.lookup_object(MetadataIndex("gone"))

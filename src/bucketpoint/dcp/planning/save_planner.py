@@ -225,6 +225,15 @@ class SavePlanner(DefaultSavePlanner):
             return transformed
         return super().resolve_data(write_item)
 
+    def lookup_object(self, index: MetadataIndex) -> Any:
+        """Return the tensor, the shard of a tensor, or the value that an item names."""
+        value: Any = self.state_dict.get(index.fqn)
+        # From torch 2.15 on DCP asks each tensor by a `Protocol` whether it is a shard, which takes most of the time of
+        # laying out objects, under the interpreter's lock. A plain tensor without attributes is none.
+        if type(value) in _PLAIN and not value.__dict__ and index.offset in (None, (0,) * value.dim()):
+            return value
+        return super().lookup_object(index)
+
     def __getstate__(self) -> dict[str, Any]:
         # Only the configuration: attributes of one save may hold the whole state.
         return {name: value for name, value in self.__dict__.items() if name not in _OF_ONE_SAVE}
@@ -361,6 +370,9 @@ def _refuse_partial(state: dict[str, Any]) -> None:
             f"Tensors with Partial placements have no values to save: {'; '.join(partial[:_NAMED_AT_MOST])}",
             remedy="Redistribute such tensors to Replicate() or Shard() before the save",
         )
+
+
+_PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
 
 
 def _rows(value: Any, item: WriteItem) -> torch.Tensor | None:
