@@ -32,6 +32,7 @@ class Capabilities:
         lists_uploads: `list_multipart` finds uploads by any prefix of their keys, not only by the whole key.
         conditional_replace: `conditional_put` covers `if_match`, too. If False, it covers only `if_none_match`.
         copies_bodies: the client holds a copy of each body while it is sent, and of each range while it is received.
+        streams_ranges: the store is an `OpensRanges`, and the body of its replies can be received piece by piece.
         many_ranges: the store has `read_many`, which reads many ranges in one call: see `ManyRanges`.
         conditional_delete: `delete_if` compares and deletes in one step. Otherwise it reads the ETag first, and misses
             a write between that read and the deletion.
@@ -51,6 +52,7 @@ class Capabilities:
     lists_uploads: bool = True
     conditional_replace: bool = True
     copies_bodies: bool = False
+    streams_ranges: bool = False
     many_ranges: bool = False
     conditional_delete: bool = False
     expiring_delete: bool = False
@@ -100,7 +102,10 @@ class RangeReply(Protocol):
     """The reply to a ranged read whose body has not been received yet."""
 
     def receive(self, buffers: Buffers) -> None:
-        """Receive the body into writable `buffers`, whose total length is that of the range. Can be called once.
+        """Receive the body into writable `buffers`, whose total length is that of the range.
+
+        If the store has `streams_ranges`, the buffers may be shorter: they receive the next bytes of the body, and the
+        method is called again until all have been received.
 
         Raises:
             TransientStoreError: the body broke off, or `drop` was called; the buffers' content is undefined.

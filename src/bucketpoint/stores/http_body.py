@@ -122,8 +122,8 @@ class OpenReply:
     Args:
         body: the reply's body, a `StreamingBody` or an object with the same interface.
         nbytes: length of the body.
-        fill: function that receives the body into buffers. It calls the function in its second argument once the whole
-            body is there, before the connection is given back.
+        fill: function that receives the next bytes of the body into buffers. It calls the function in its second
+            argument once the whole body is there, before the connection is given back.
     """
 
     def __init__(self, body: Any, nbytes: int, fill: Callable[[Buffers, Callable[[], None]], None]) -> None:
@@ -142,8 +142,12 @@ class OpenReply:
             raise TransientStoreError("the reply was dropped")
         try:
             self._fill(buffers, self._end)
-        finally:
+        except BaseException:
             self._end()
+            raise
+        finally:
+            with self._lock:
+                self._receiving = False
 
     def drop(self) -> None:
         with self._lock:
@@ -183,38 +187,52 @@ def _nothing() -> None:
     pass
 
 
-def receive(body: Any, buffers: Buffers, filled: Callable[[], None] = _nothing) -> None:
-    """Fill `buffers` from a `StreamingBody` of the same length, and give the connection back to the pool.
+class Receiver:
+    """Receiver of a `StreamingBody` of `nbytes` bytes, in one call or in several."""
 
-    Args:
-        filled: called before the connection is given back.
+    def __init__(self, body: Any, nbytes: int) -> None:
+        self._body = body
+        self._left = nbytes
+        self._wire: _Wire | None = None
+        self._begun = False
 
-    Raises:
-        BrokenBody, OSError, ssl.SSLError, HTTPException, urllib3 and botocore errors: the body broke off. The
-            connection is closed.
-    """
-    raw = getattr(body, "_raw_stream", None)
-    if isinstance(raw, Delivered):
-        if raw.received != sum(view.nbytes for view in buffers):
-            raise BrokenBody("the body has another length than was announced")
-        filled()
-        return
-    try:
-        wire = _Wire.of(body, sum(view.nbytes for view in buffers))
-        fill = wire.fill if wire else functools.partial(_fill_from, body.readinto)
-        for run in _runs(buffers):
-            target = run[0] if len(run) == 1 else memoryview(bytearray(sum(view.nbytes for view in run)))
-            fill(target)
-            if len(run) > 1:
-                scatter(target, run)
-        if not wire and body.read():
-            raise BrokenBody("the body is longer than was announced")
-        filled()
-        if wire:
-            wire.finish()
-    except BaseException:
-        discard(body)
-        raise
+    def receive(self, buffers: Buffers, filled: Callable[[], None] = _nothing) -> None:
+        """Fill `buffers` with the next bytes. After the last ones give the connection back to the pool.
+
+        Args:
+            filled: called once the whole body is there, before the connection is given back.
+
+        Raises:
+            BrokenBody, OSError, ssl.SSLError, HTTPException, urllib3 and botocore errors: the body broke off. The
+                connection is closed.
+        """
+        nbytes = sum(view.nbytes for view in buffers)
+        raw = getattr(self._body, "_raw_stream", None)
+        if isinstance(raw, Delivered):
+            if raw.received != nbytes:
+                raise BrokenBody("the body has another length than was announced")
+            filled()
+            return
+        try:
+            if not self._begun:
+                self._begun, self._wire = True, _Wire.of(self._body, self._left)
+            fill = self._wire.fill if self._wire else functools.partial(_fill_from, self._body.readinto)
+            for run in _runs(buffers):
+                target = run[0] if len(run) == 1 else memoryview(bytearray(sum(view.nbytes for view in run)))
+                fill(target)
+                if len(run) > 1:
+                    scatter(target, run)
+            self._left -= nbytes
+            if self._left > 0:
+                return
+            if not self._wire and self._body.read():
+                raise BrokenBody("the body is longer than was announced")
+            filled()
+            if self._wire:
+                self._wire.finish()
+        except BaseException:
+            discard(self._body)
+            raise
 
 
 def discard(body: Any) -> None:

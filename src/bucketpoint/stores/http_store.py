@@ -9,7 +9,7 @@ from typing import Any
 
 from bucketpoint.errors import CorruptDataError, StoreError
 from bucketpoint.stores.base import Buffers, CopiesInside, ObjectInfo, RangeReply, Store
-from bucketpoint.stores.http_body import OpenReply, discard, receive
+from bucketpoint.stores.http_body import OpenReply, Receiver, discard
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class HttpStore(Store, CopiesInside):
                 f"the object has {reply.info.size} bytes, and at most {max_bytes} were expected", url=self._url(key)
             )
         data = bytearray(size)
-        self._translated(lambda: receive(reply.body, [memoryview(data)]), key)
+        self._translated(lambda: Receiver(reply.body, size).receive([memoryview(data)]), key)
         return bytes(data), reply.info
 
     def open_range(self, key: str, offset: int, nbytes: int, *, if_match: str | None = None) -> RangeReply:
@@ -67,8 +67,10 @@ class HttpStore(Store, CopiesInside):
                 url=self._url(key),
             )
 
+        receiver = Receiver(body, nbytes)
+
         def fill(buffers: Buffers, filled: Callable[[], None]) -> None:
-            self._translated(lambda: receive(body, buffers, filled), key)
+            self._translated(lambda: receiver.receive(buffers, filled), key)
 
         return OpenReply(body, nbytes, fill)
 

@@ -124,12 +124,19 @@ def plan_requests(extents: Iterable[Extent], options: TransferOptions) -> list[R
 
 def _joins(request: Request, extent: Extent, options: TransferOptions) -> bool:
     gap = extent.start - request.stop
-    if extent.key != request.key or extent.etag != request.etag or gap < 0 or gap > options.coalesce_gap_bytes:
+    if extent.key != request.key or extent.etag != request.etag or gap < 0:
         return False
     span = extent.stop - request.start
     if span > options.part_bytes or request.leased + gap + _leased(extent) > options.lease_bytes:
         return False
-    return gap <= options.free_gap_bytes or span <= options.max_overread * (request.wanted + extent.nbytes)
+    return is_worth_reading(gap, span, request.wanted + extent.nbytes, options)
+
+
+def is_worth_reading(gap: int, span: int, wanted: int, options: TransferOptions) -> bool:
+    """Return True if a gap may be read, so that one request of `span` bytes gets the `wanted` bytes on both sides."""
+    if gap > options.coalesce_gap_bytes:
+        return False
+    return gap <= options.free_gap_bytes or span <= options.max_overread * wanted
 
 
 def _is_direct(extent: Extent) -> bool:
@@ -143,15 +150,15 @@ def _leased(extent: Extent) -> int:
 def fetch_one(reads: Reads, request: Request, options: TransferOptions, pool: BufferPool, meter: Meter) -> None:
     """Run one request on the current thread: receive, verify and deliver the bytes."""
     with pool.lease(request.leased) as lease:
-        buffers, pieces = _lay_out(request, lease)
+        buffers, pieces = lay_out(request, lease)
 
         def attempt() -> None:
             reads.read_into(request.key, request.start, buffers, if_match=request.etag)
             for extent, views in zip(request.extents, pieces, strict=True):
-                _verify(reads.url, extent, views)
+                verify(reads.url, extent, views)
 
         retry_transient(attempt, attempts=options.read_attempts)
-        _hand_over(request, pieces)
+        hand_over(request, pieces)
     meter.add(request.nbytes)
 
 
@@ -228,8 +235,8 @@ class Assembly:
         if not self._buffers:
             self._open()
         for extent, views in zip(self.request.extents, self._pieces, strict=True):
-            _verify(self._url, extent, views)
-        _hand_over(self.request, self._pieces)
+            verify(self._url, extent, views)
+        hand_over(self.request, self._pieces)
         self._buffers, self._pieces = [], []
         lease, self._lease = self._lease, memoryview(b"")
         self._give(lease)
@@ -241,12 +248,13 @@ class Assembly:
 
     def _open(self) -> None:
         self._lease = self._take(self.request.leased)
-        views, self._pieces = _lay_out(self.request, self._lease)
+        views, self._pieces = lay_out(self.request, self._lease)
         starts = itertools.accumulate(map(len, views), initial=self.request.start)
         self._buffers.extend(zip(starts, views, strict=False))
 
 
-def _hand_over(request: Request, pieces: Sequence[Sequence[memoryview]]) -> None:
+def hand_over(request: Request, pieces: Sequence[Sequence[memoryview]]) -> None:
+    """Deliver every extent of a request whose bytes have been verified."""
     for extent, views in zip(request.extents, pieces, strict=True):
         if _is_direct(extent):
             extent.deliver(None)
@@ -258,7 +266,7 @@ def _hand_over(request: Request, pieces: Sequence[Sequence[memoryview]]) -> None
             extent.deliver(views[0])
 
 
-def _lay_out(request: Request, lease: memoryview) -> tuple[list[memoryview], list[list[memoryview]]]:
+def lay_out(request: Request, lease: memoryview) -> tuple[list[memoryview], list[list[memoryview]]]:
     """Return the buffers that receive the request from first byte to last, and the views of each extent's bytes."""
     buffers: list[memoryview] = []
     pieces: list[list[memoryview]] = []
@@ -293,7 +301,7 @@ def _lay_out(request: Request, lease: memoryview) -> tuple[list[memoryview], lis
     return buffers, pieces
 
 
-def _verify(url: str, extent: Extent, views: Sequence[memoryview]) -> None:
+def verify(url: str, extent: Extent, views: Sequence[memoryview]) -> None:
     """Compare the checksums of an extent. Raises CorruptDataError."""
     whole = extent.part_of
     if whole is not None and whole.add(extent.start, extent.nbytes, crc_of(views, None)):

@@ -16,6 +16,7 @@ from bucketpoint.stores import ManyRanges, OpensRanges, Range, Store
 from bucketpoint.transfer.budget import BufferPool
 from bucketpoint.transfer.download import Assembly, Request, fetch_one
 from bucketpoint.transfer.hedge import HedgedReads, Reads
+from bucketpoint.transfer.long_reads import LongRead, fetch_long, join_requests
 from bucketpoint.transfer.options import TransferOptions
 from bucketpoint.transfer.progress import Meter
 from bucketpoint.transfer.tasks import TaskGroup
@@ -53,10 +54,18 @@ def fetch(
             for batch in batches(requests, options):
                 group.start(lambda batch=batch: _fetch_batch(store, batch, options, pool, meter))  # type: ignore[misc]
         return
+    if store.capabilities.streams_ranges and options.hedge is None:
+        long_reads = join_requests(requests, options)
+    else:
+        long_reads = [LongRead([request]) for request in requests]
     reads = range_reader(store, options, pool, meter)
     with TaskGroup(options.connections, name="bucketpoint-download", nice=options.nice) as group:
-        for request in requests:
-            group.start(lambda request=request: fetch_one(reads, request, options, pool, meter))  # type: ignore[misc]
+        for read in long_reads:
+            first, *others = read.requests
+            if others:
+                group.start(lambda read=read: fetch_long(store, read, options, pool, meter))  # type: ignore[misc]
+            else:
+                group.start(lambda request=first: fetch_one(reads, request, options, pool, meter))  # type: ignore[misc]
 
 
 def range_reader(store: Store, options: TransferOptions, pool: BufferPool, meter: Meter) -> Reads:

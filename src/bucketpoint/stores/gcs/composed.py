@@ -35,6 +35,7 @@ CAPABILITIES = Capabilities(
     checksums=True,
     multipart=True,
     pinned_reads=True,
+    streams_ranges=True,
     max_part_bytes=MAX_OBJECT_BYTES,
     # Two levels of composing. More levels would write every byte once more, and no object needs so many parts.
     max_parts=MAX_COMPONENTS * MAX_COMPONENTS,

@@ -104,6 +104,8 @@ class S3Store(HttpStore):
             conditional_put=service.conditional_put,
             checksums=service.checksums,
             lists_uploads=service.lists_uploads,
+            # The CRT receives the whole body of a reply by itself.
+            streams_ranges=self.options.engine != "crt",
             conditional_delete=deletes.conditional_delete,
             # A request that is not signed does not expire.
             expiring_delete=deletes.expiring_delete and signs and http_session(client.api) is not None,

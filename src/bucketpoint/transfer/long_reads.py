@@ -1,0 +1,141 @@
+"""Long reads: requests whose ranges follow each other, received one after the other from a single reply.
+
+A request that needs leased memory is small, because every connection needs such memory at the same time. But each
+request to a store costs milliseconds of CPU time and a round trip. So neighbouring requests are sent as one: the same
+leased memory receives the first request's bytes, and once they are verified and delivered, those of the next.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from bucketpoint.stores.retry import retry_transient
+from bucketpoint.transfer.download import Request, hand_over, is_worth_reading, lay_out, verify
+from bucketpoint.transfer.parts import SMALLEST_USEFUL_PART
+
+if TYPE_CHECKING:
+    from bucketpoint.stores import OpensRanges, RangeReply, Store
+    from bucketpoint.transfer.budget import BufferPool
+    from bucketpoint.transfer.options import TransferOptions
+    from bucketpoint.transfer.progress import Meter
+
+_SKIPPED_BYTES = 64 << 10
+"""Size of the memory that receives the bytes between two requests, over and over."""
+
+
+@dataclass
+class LongRead:
+    """Requests for ranges of one object, in order, with small gaps between them."""
+
+    requests: list[Request]
+
+    @property
+    def start(self) -> int:
+        return self.requests[0].start
+
+    @property
+    def stop(self) -> int:
+        return self.requests[-1].stop
+
+    @property
+    def leased(self) -> int:
+        """Bytes of leased memory that the read needs: those of the request that needs the most."""
+        skipped = _SKIPPED_BYTES if len(self.requests) > 1 else 0
+        return max(skipped, *(request.leased for request in self.requests))
+
+
+def join_requests(requests: Sequence[Request], options: TransferOptions) -> list[LongRead]:
+    """Join requests to long reads, the largest first.
+
+    A read is no larger than a part, and if the requests are few, no larger than a connection's share of them.
+    """
+    share = sum(request.nbytes for request in requests) // options.connections
+    most = min(options.part_bytes, max(share, SMALLEST_USEFUL_PART))
+    reads: list[LongRead] = []
+    wanted = 0
+    for request in sorted(requests, key=lambda request: (request.key, request.start, request.stop)):
+        if reads and _follows(reads[-1], request, wanted, most, options):
+            reads[-1].requests.append(request)
+        else:
+            reads.append(LongRead([request]))
+            wanted = 0
+        wanted += request.wanted
+    reads.sort(key=lambda read: read.start - read.stop)
+    return reads
+
+
+def _follows(read: LongRead, request: Request, wanted: int, most: int, options: TransferOptions) -> bool:
+    last, span = read.requests[-1], request.stop - read.start
+    if (request.key, request.etag) != (last.key, last.etag) or request.start < last.stop or span > most:
+        return False
+    return is_worth_reading(request.start - last.stop, span, wanted + request.wanted, options)
+
+
+def fetch_long(store: Store, read: LongRead, options: TransferOptions, pool: BufferPool, meter: Meter) -> None:
+    """Run the requests of a read on the current thread: receive, verify and deliver the bytes of each in turn.
+
+    If the reply breaks off, or its bytes are damaged, the rest is requested again, from the first byte on that was not
+    delivered.
+    """
+    with pool.lease(read.leased) as lease:
+        reception = _Reception(store, read)
+        try:
+            for request in read.requests:
+                buffers, pieces = lay_out(request, lease)
+
+                def attempt(request: Request = request, buffers: list[memoryview] = buffers) -> None:
+                    reception.receive(request, buffers, lease)
+                    try:
+                        for extent, views in zip(request.extents, pieces, strict=True):  # noqa: B023
+                            verify(store.url, extent, views)
+                    except BaseException:
+                        reception.drop()
+                        raise
+
+                retry_transient(attempt, attempts=options.read_attempts)
+                hand_over(request, pieces)
+                meter.add(request.nbytes, requests=reception.take_count())
+        finally:
+            reception.drop()
+
+
+class _Reception:
+    """The reply from which a long read is received, opened anew after each failure."""
+
+    def __init__(self, store: OpensRanges, read: LongRead) -> None:
+        self._store = store
+        self._read = read
+        self._reply: RangeReply | None = None
+        self._position = 0
+        self._count = 0
+
+    def receive(self, request: Request, buffers: list[memoryview], spare: memoryview) -> None:
+        """Receive the bytes of the next request. The bytes before it are received into `spare`."""
+        if not request.nbytes:
+            return
+        if self._reply is None:
+            self._count += 1
+            nbytes = self._read.stop - request.start
+            self._reply = self._store.open_range(request.key, request.start, nbytes, if_match=request.etag)
+            self._position = request.start
+        gap, spare = request.start - self._position, spare[:_SKIPPED_BYTES]
+        skipped = [spare] * (gap // _SKIPPED_BYTES) + [spare[: gap % _SKIPPED_BYTES]]
+        try:
+            self._reply.receive([*skipped, *buffers])
+        except BaseException:
+            self.drop()
+            raise
+        self._position = request.stop
+
+    def drop(self) -> None:
+        """Close the connection, unless the whole reply has been received."""
+        reply, self._reply = self._reply, None
+        if reply is not None:
+            reply.drop()
+
+    def take_count(self) -> int:
+        """Return how many requests were sent since the last call."""
+        count, self._count = self._count, 0
+        return count
