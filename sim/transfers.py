@@ -13,7 +13,8 @@ from bucketpoint.dcp.writer import DEFAULT_OBJECT_BYTES
 from bucketpoint.format import keys
 from bucketpoint.stores.s3.store import CAPABILITIES
 from bucketpoint.transfer import TransferOptions
-from bucketpoint.transfer.download import Extent, plan_requests
+from bucketpoint.transfer.download import Extent, Request, plan_requests
+from bucketpoint.transfer.long_reads import join_requests
 from bucketpoint.transfer.parts import common_part_bytes, plan_parts
 from sim.limiters import Ints
 from sim.store import ObjectWork, Work
@@ -70,8 +71,8 @@ def load_work(nbytes: int, options: TransferOptions, *, device: bool = False, ch
     longest = options.lease_bytes if device else options.part_bytes
     begun: dict[str, int] = defaultdict(int)
     ends = {group: _ends(sizes, nbytes, group) for group, sizes in (chunks or llama_chunks()).items()}
-    objects = []
-    for group, _, size in object_sizes(nbytes):
+    requests, sizes = list[Request](), object_sizes(nbytes)
+    for group, number, size in sizes:
         low, high = begun[group], begun[group] + size
         begun[group] = high
         # Address space and no memory: nothing ever touches it.
@@ -79,14 +80,23 @@ def load_work(nbytes: int, options: TransferOptions, *, device: bool = False, ch
         cuts = sorted({0, size, *(end - low for end in ends[group] if low < end < high)})
         extents = [
             Extent(
-                "key", start, stop, deliver=_nowhere, direct=None if device else memory[start:stop], direct_start=start
+                f"{group}-{number}",
+                start,
+                stop,
+                deliver=_nowhere,
+                direct=None if device else memory[start:stop],
+                direct_start=start,
             )
             for first, last in pairwise(cuts)
             for start, stop in _pieces(first, last, longest)
         ]
-        requests = plan_requests(extents, options)
-        objects.append(ObjectWork(tuple(request.stop - request.start for request in requests), multipart=False))
-    return Work(tuple(objects), write=False)
+        requests += plan_requests(extents, options)
+    reads: dict[str, list[int]] = defaultdict(list)
+    for read in join_requests(requests, options):
+        reads[read.requests[0].key].append(read.stop - read.start)
+    return Work(
+        tuple(ObjectWork(tuple(reads[f"{group}-{number}"]), multipart=False) for group, number, _ in sizes), write=False
+    )
 
 
 def partitions(ranks: int, nbytes: int, count: int) -> Ints:

@@ -5,7 +5,10 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
+
+from bucketpoint.errors import TransientStoreError
 
 
 class CountingStore:
@@ -34,6 +37,8 @@ class CountingStore:
                     self.sent += sum(len(view) for view in args[3])
                 if name == "read_into":
                     self.received += sum(len(view) for view in args[2])
+                if name == "open_range":
+                    self.received += args[2]
             return value(*args, **kwargs)
 
         return call
@@ -62,3 +67,49 @@ class FailingStore(CountingStore):
             return passed(*args, **kwargs)
 
         return call
+
+
+class StreamingStore(CountingStore):
+    """Replies to ranged reads piece by piece, as S3 and GCS do, whatever the store below."""
+
+    def __init__(self, inner: Any) -> None:
+        super().__init__(inner)
+        self.replies: list[StreamedReply] = []
+
+    @property
+    def capabilities(self) -> Any:
+        return replace(self.inner.capabilities, streams_ranges=True, many_ranges=False)
+
+    def open_range(self, key: str, offset: int, nbytes: int, *, if_match: str | None = None) -> StreamedReply:
+        data = bytearray(nbytes)
+        self.inner.read_into(key, offset, [memoryview(data)], if_match=if_match)
+        reply = StreamedReply(key, offset, memoryview(data))
+        with self._lock:
+            self.calls["open_range"] += 1
+            self.received += nbytes
+            self.replies.append(reply)
+        return reply
+
+
+class StreamedReply:
+    """A reply of a `StreamingStore`. It breaks off once `breaks_at` bytes have been received."""
+
+    def __init__(self, key: str, start: int, data: memoryview) -> None:
+        self.key = key
+        self.start = start
+        self.data = data
+        self.done = 0
+        self.breaks_at: int | None = None
+        self.dropped = False
+
+    def receive(self, buffers: Any) -> None:
+        assert not self.dropped
+        for view in buffers:
+            if self.breaks_at is not None and self.done + len(view) > self.breaks_at:
+                raise TransientStoreError("the body broke off")
+            assert self.done + len(view) <= len(self.data)
+            view[:] = self.data[self.done : self.done + len(view)]
+            self.done += len(view)
+
+    def drop(self) -> None:
+        self.dropped = self.done < len(self.data)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from bucketpoint.stores.retry import retry_transient
 from bucketpoint.transfer.download import Request, hand_over, is_worth_reading, lay_out, verify
@@ -80,7 +80,7 @@ def fetch_long(store: Store, read: LongRead, options: TransferOptions, pool: Buf
     delivered.
     """
     with pool.lease(read.leased) as lease:
-        reception = _Reception(store, read)
+        reception = _Reception(cast("OpensRanges", store), read)
         try:
             for request in read.requests:
                 buffers, pieces = lay_out(request, lease)

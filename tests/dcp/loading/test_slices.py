@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import uuid
 import warnings
 from typing import Any
@@ -14,10 +15,23 @@ from hypothesis import strategies as st
 from torch.distributed.checkpoint._fsspec_filesystem import FsspecWriter
 
 from bucketpoint import BucketReader, BucketWriter, TransferOptions
+from bucketpoint.dcp import session
 from dcp.states import filled, same_bits
 from dcp.test_compat import SlicePlanner
+from transfer.wrappers import StreamingStore
 
-DTYPES = [torch.uint8, torch.bfloat16, torch.float32, torch.complex64]
+DTYPES = [torch.int8, torch.bool, torch.bfloat16, torch.float32, torch.complex64]
+
+
+def streaming() -> Any:
+    """Let the readers of the block receive ranges piece by piece."""
+    original = session.open_store
+
+    def opened(*args: Any, **kwargs: Any) -> Any:
+        store, prefix = original(*args, **kwargs)
+        return StreamingStore(store), prefix
+
+    return mock.patch.object(session, "open_store", opened)
 
 
 @st.composite
@@ -33,6 +47,7 @@ def cases(draw: st.DrawFn) -> dict[str, Any]:
         "target": draw(st.sampled_from(["same", "cast", "strided", "permuted"])),
         "saved": draw(st.sampled_from(["contiguous", "permuted"])),
         "writer": draw(st.sampled_from(["ours", "stock"])),
+        "streams": draw(st.booleans()),
         "block": draw(st.integers(1, 2000)),
         "options": TransferOptions(
             part_bytes=draw(st.integers(64, 4096)),
@@ -79,6 +94,7 @@ def test_a_loaded_box_is_the_box_of_the_tensor(case: dict[str, Any]) -> None:
     target = {"w": target_for(case)}
     planner = SlicePlanner(case["offsets"], case["sizes"])
     reader = BucketReader(transfer=case["options"])
-    dcp.load(target, checkpoint_id=url, storage_reader=reader, planner=planner, no_dist=True)
+    with streaming() if case["streams"] else contextlib.nullcontext():
+        dcp.load(target, checkpoint_id=url, storage_reader=reader, planner=planner, no_dist=True)
     box = whole[tuple(slice(at, at + n) for at, n in zip(case["offsets"], case["sizes"], strict=True))]
     assert same_bits(target["w"], box.to(target["w"].dtype))

@@ -148,6 +148,55 @@ def test_the_public_way_serves_when_the_private_one_is_not_there(
     assert first + second == content[7:200_006]
 
 
+@pytest.mark.parametrize("private", [True, False])
+def test_a_reply_is_received_piece_by_piece_over_one_connection(
+    monkeypatch: pytest.MonkeyPatch, minio_tls: S3Server, private: bool
+) -> None:
+    if not private:
+        monkeypatch.setattr(http_body._Wire, "of", classmethod(lambda cls, body, size: None))
+    store = S3Store(minio_tls.make_bucket(), S3Options.from_storage_options(minio_tls.options))
+    assert store.capabilities.streams_ranges
+    content = os.urandom(500_000)
+    store.put("k", views(content))
+    manager = s3_client.client_for(store.options).api._endpoint.http_session._manager
+
+    def connections() -> int:
+        return sum(manager.pools.get(key).num_connections for key in manager.pools.keys())  # noqa: SIM118
+
+    before = connections()
+    for _ in range(3):
+        reply, received = store.open_range("k", 11, 400_000), bytearray()
+        for size in (1, 99_999, 40_000, 260_000):
+            piece = bytearray(size)
+            reply.receive(views(piece[:0], piece))
+            received += piece
+        assert received == content[11:400_011]
+        reply.drop()
+        with pytest.raises(TransientStoreError, match="dropped"):
+            reply.receive(views(bytearray(1)))
+    assert connections() == before
+
+    reply = store.open_range("k", 0, 400_000)
+    reply.receive(views(bytearray(1000)))
+    reply.drop()
+    with pytest.raises(TransientStoreError, match="dropped"):
+        reply.receive(views(bytearray(399_000)))
+    whole = bytearray(len(content))
+    store.read_into("k", 0, views(whole))
+    assert whole == content
+
+
+def test_a_reply_that_breaks_off_after_a_piece_is_a_failure_that_is_retried() -> None:
+    def cut(request: Seen, number: int) -> Answer:
+        return Answer(206, {"Content-Range": "bytes 0-9/10"}, b"1234567890", cut=5)
+
+    with scripted(cut) as server:
+        reply = store_at(server).open_range("k", 0, 10)
+        reply.receive(views(bytearray(4)))
+        with pytest.raises(TransientStoreError):
+            reply.receive(views(bytearray(6)))
+
+
 def test_a_short_content_range_is_an_object_that_ends_too_early() -> None:
     short = Answer(206, {"Content-Range": "bytes 0-4/5"}, b"12345")
     with scripted(lambda request, number: short) as server, pytest.raises(CorruptDataError):
