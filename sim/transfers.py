@@ -9,7 +9,7 @@ from itertools import accumulate, pairwise
 
 import numpy as np
 
-from bucketpoint.dcp.writer import DEFAULT_OBJECT_BYTES
+from bucketpoint.dcp.saving.object_layout import DEFAULT_OBJECT_BYTES
 from bucketpoint.format import keys
 from bucketpoint.stores.s3.store import CAPABILITIES
 from bucketpoint.transfer import TransferOptions
