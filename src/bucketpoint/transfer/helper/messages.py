@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from bucketpoint.transfer.options import TransferOptions
 from bucketpoint.transfer.upload import Uploaded
@@ -33,8 +34,7 @@ class Alive:
     """Sign of life of a helper, sent every few seconds while it uploads."""
 
 
-@dataclass(frozen=True)
-class RemoteSegment:
+class RemoteSegment(NamedTuple):
     """Description of a `Segment` for the helper: its bytes lie in shared memory, in the message, or in the trainer.
 
     Attributes:
@@ -44,11 +44,15 @@ class RemoteSegment:
     """
 
     nbytes: int
-    place: tuple[int, int] | None = None
-    inline: bytes | None = None
-    late: bool = False
-    block_nbytes: int = 0
-    table_of: Sequence[int] = ()
+    place: tuple[int, int] | None
+    inline: bytes | None
+    late: bool
+    block_nbytes: int
+    table_of: tuple[int, ...]
+
+
+PlainSegment = tuple[int, tuple[int, int] | None, bytes | None, bool, int, tuple[int, ...]]
+"""The fields of a `RemoteSegment`. Plain tuples are pickled ten times as fast, while training waits for the lock."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +66,7 @@ class SegmentsToUpload:
 
     key: str
     begins: bool
-    segments: Sequence[RemoteSegment]
+    segments: Sequence[PlainSegment]
 
 
 @dataclass(frozen=True)

@@ -86,7 +86,7 @@ def main(descriptor: int, trainer: int) -> None:
         if isinstance(message, SegmentsToUpload):
             if message.begins:
                 objects.append((message.key, []))
-            objects[-1][1].extend(message.segments)
+            objects[-1][1].extend(map(RemoteSegment._make, message.segments))
         elif isinstance(message, UploadOrder):
             # The threads of the job, and those of the store's client, inherit the niceness of this one.
             stand_back(message.nice)
