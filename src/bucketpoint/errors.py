@@ -249,7 +249,7 @@ class CheckpointProcessError(BucketpointError):
 
 
 class HelperProcessError(BucketpointError):
-    """The process that uploads for a trainer died, twice during one save."""
+    """The process that uploads for a trainer died, twice during one save, or could not be started."""
 
 
 class HelperUnavailableError(HelperProcessError):

@@ -33,14 +33,22 @@ class Meter:
         self.total_bytes = total_bytes
         self.done_bytes = 0
         self.requests = 0
+        self._repeated = 0
 
     def expect(self, nbytes: int) -> None:
         """Set the total: this many bytes besides those that are done."""
         self.total_bytes = self.done_bytes + nbytes
 
+    def begin_again(self) -> None:
+        """Count no byte twice: as many bytes as are done will be transferred again."""
+        with self._lock:
+            self._repeated = self.done_bytes
+
     def add(self, nbytes: int, *, requests: int = 1) -> None:
         with self._lock:
-            self.done_bytes += nbytes
+            again = min(nbytes, self._repeated)
+            self._repeated -= again
+            self.done_bytes += nbytes - again
             self.requests += requests
             # Called with the lock held, so that a callback never sees the bytes go backwards.
             self._report(finished=False)

@@ -46,7 +46,7 @@ def upload_of(
     store, _ = open_store(url, storage_options=storage_options)
     memory = [arena.shared_memory for arena in arenas]
     config = StoreConfig(url, pickle.dumps(storage_options or {}))
-    return Upload(url, store, config, sources, options, 0, [each for each in memory if each is not None])
+    return Upload(url, store, config, sources, options, [each for each in memory if each is not None])
 
 
 def whole(arena: Arena, key: str = "a/whole") -> ObjectSource:

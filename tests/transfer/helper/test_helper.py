@@ -473,7 +473,7 @@ def test_a_helper_that_nobody_closed_ends_when_it_is_dropped(tmp_path: Path) -> 
     process = helper.process_id
     del helper
     assert process is not None
-    assert not Path(f"/proc/{process}").exists()
+    wait_until(lambda: not Path(f"/proc/{process}").exists())
 
 
 def test_a_fork_neither_holds_nor_ends_the_channel_and_may_upload_by_itself(

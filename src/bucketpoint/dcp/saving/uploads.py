@@ -56,7 +56,7 @@ class Uploads:
 
     def __init__(self, options: TransferOptions) -> None:
         self._options = options
-        self._helper = UploadHelper()
+        self._helper = UploadHelper(options.in_background(shares_lock=False).nice)
         self._told = False
         self._refused = False
         self._wanted = options.background != "thread"
@@ -100,6 +100,7 @@ class Uploads:
                     error.url = error.url or to.url
                     raise
                 self._go_on_without(error)
+                meter.begin_again()
             else:
                 if uploaded is not None:
                     return uploaded
@@ -147,15 +148,12 @@ class Uploads:
         except Exception as error:
             # A class of the program's own may fail in any way here. The text of the error may quote a secret.
             raise HelperUnavailableError(f"storage_options cannot be pickled ({type(error).__name__})") from error
-        options = self._options.in_background(shares_lock=False)
         work = Upload(
             what=to.url,
             store=to.store,
             config=StoreConfig(to.url, storage_options),
             sources=sources,
-            # The process as a whole has the niceness.
-            options=replace(options, nice=0),
-            nice=options.nice,
+            options=replace(self._options, nice=0),
             memory=[lease.memory],
         )
         return self._helper.upload(work, meter)

@@ -26,9 +26,10 @@ SIGN_OF_LIFE_S = 5.0
 
 _open_here: weakref.WeakSet[Channel] = weakref.WeakSet()
 
-no_fork = threading.Lock()
+no_fork = threading.RLock()
 """Held while a helper is started, and by each fork. A worker of a data loader that inherits the helper's end of the
-channel, or of the pipe by which `subprocess` reports errors, would keep the trainer waiting for as long as it lives."""
+channel, or of the pipe by which `subprocess` reports errors, would keep the trainer waiting for as long as it lives.
+Only its owner can release it: a fork whose wait a signal has interrupted goes on without it."""
 
 
 class Channel:
@@ -54,7 +55,7 @@ class Channel:
     def receive(
         self, *, until_end_of: int | None = None, within_s: float | None = None
     ) -> tuple[Any, list[int]] | None:
-        """Wait for a message, and return it with its descriptors. None if the other end is closed.
+        """Wait for a message, and return it with its descriptors. None if the other end is closed, or breaks off.
 
         Args:
             until_end_of: descriptor of a process (`os.pidfd_open`): its end counts as the end of the channel.
@@ -72,7 +73,7 @@ class Channel:
             head, descriptors, _, _ = socket.recv_fds(self._socket, _HEADER.size, _MOST_DESCRIPTORS)
             head += self._exactly(_HEADER.size - len(head)) if head else b""
             data = self._exactly(_HEADER.unpack(head)[0]) if head else b""
-        except (ConnectionError, EOFError):
+        except (ConnectionError, EOFError, BlockingIOError):
             return None
         if not head:
             return None
@@ -87,10 +88,11 @@ class Channel:
         """Wait for a message, or for the end of a process. True if neither has come within `within_s` seconds."""
         return not self._wait(process, within_s)
 
-    def limit_sends(self, seconds: float) -> None:
-        """Let `send` raise BlockingIOError if the other end takes nothing for so long."""
+    def limit_waits(self, seconds: float) -> None:
+        """Limit waits in the middle of a message. `send` raises BlockingIOError then, and `receive` returns None."""
         limit = struct.pack("@ll", int(seconds), 0)
-        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
+        for option in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):
+            self._socket.setsockopt(socket.SOL_SOCKET, option, limit)
 
     def close(self) -> None:
         """Close this end. The other end then receives None."""
@@ -119,7 +121,8 @@ class Channel:
 
 def _leave_to_parent() -> None:
     """Close the channels that a fork has copied, without ending them: a copy would hide the end of the trainer."""
-    no_fork.release()
+    with contextlib.suppress(RuntimeError):
+        no_fork.release()
     for channel in list(_open_here):
         channel._socket.close()
 

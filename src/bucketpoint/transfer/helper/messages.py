@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from bucketpoint.transfer.options import TransferOptions
 from bucketpoint.transfer.upload import Uploaded
+from bucketpoint.version import __version__
 
 
 @dataclass(frozen=True)
@@ -26,7 +28,14 @@ class StoreConfig:
 
 @dataclass(frozen=True)
 class Ready:
-    """First message of a helper: it has started."""
+    """First message of a helper: it has started, and this is the bucketpoint that it runs."""
+
+    version: str
+    folder: str
+
+    @staticmethod
+    def of_this_process() -> Ready:
+        return Ready(__version__, os.path.dirname(os.path.realpath(__file__)))
 
 
 @dataclass(frozen=True)
@@ -75,21 +84,21 @@ class UploadOrder:
 
     Attributes:
         identity: identity that the store must have.
-        nice: niceness of the helper, as a whole.
         memory: size of each piece of shared memory, in bytes.
         environment: environment variables, if they have changed since the helper was started; else None. They may hold
             secrets.
         folder: working directory of the trainer, from which relative paths of local files lead.
+        umask: the trainer's mask for modes of new files; None if it is not known.
         log_level: least level of the records that the trainer logs.
     """
 
     store: StoreConfig
     identity: str
     options: TransferOptions
-    nice: int
     memory: Sequence[int]
     environment: Mapping[str, str] | None = field(repr=False)
     folder: str | None
+    umask: int | None
     log_level: int
 
 

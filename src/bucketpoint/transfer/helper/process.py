@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import os
-import socket
+import pickle
 import subprocess
 import sys
 import threading
@@ -13,12 +14,13 @@ import time
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from bucketpoint.errors import BucketpointError, HelperProcessError, HelperUnavailableError
 from bucketpoint.stores import Store
 from bucketpoint.stores.redact import describe
-from bucketpoint.stores.retry import process_budget
-from bucketpoint.transfer.helper.channel import SIGN_OF_LIFE_S, Channel, no_fork
+from bucketpoint.stores.retry import deadline, process_budget
+from bucketpoint.transfer.helper.channel import SIGN_OF_LIFE_S
 from bucketpoint.transfer.helper.messages import (
     Begun,
     Done,
@@ -33,7 +35,8 @@ from bucketpoint.transfer.helper.messages import (
     Wanted,
 )
 from bucketpoint.transfer.helper.segments import MappableMemory, described, read_stretch
-from bucketpoint.transfer.multipart import abort
+from bucketpoint.transfer.helper.start import end_process, end_unattended, start_process
+from bucketpoint.transfer.multipart import ABORT_DEADLINE_S, abort
 from bucketpoint.transfer.options import TransferOptions
 from bucketpoint.transfer.progress import Meter
 from bucketpoint.transfer.upload import ObjectSource, Uploaded
@@ -43,19 +46,12 @@ logger = logging.getLogger(__name__)
 READY_S = 60.0
 """Seconds in which a helper must have started. On a busy machine, from a slow disk, it takes some."""
 
-END_S = 5.0
-"""Seconds that a helper gets to end by itself before it is killed."""
-
 SILENT_WAITS = 12
 """Waits of `SIGN_OF_LIFE_S` without a message after which a helper counts as hanging: a minute in all. It gets several
 turns within a minute on cores that are busy with processes of a lower niceness."""
 
-# `sys.path` is the trainer's, because a program may have found bucketpoint by a path of its own. Only paths and numbers
-# are arguments: anybody on the machine can read them.
-_PROGRAM = (
-    "import sys; sys.path[:] = sys.argv[3:]; from bucketpoint.transfer.helper.worker import main; "
-    "main(int(sys.argv[1]), int(sys.argv[2]))  # uploads checkpoints for the process of this number"
-)
+_MAY_PASS = (errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE)
+"""Reasons why a process cannot be started now, and can be later."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +62,6 @@ class Upload:
         what: name of the save, for messages.
         store: the store in this process, for what remains after a helper that died.
         config: the same store, to be made again in the helper.
-        nice: niceness of the helper.
         memory: shared memory that segments lie in.
     """
 
@@ -75,7 +70,6 @@ class Upload:
     config: StoreConfig
     sources: Sequence[ObjectSource]
     options: TransferOptions
-    nice: int
     memory: Sequence[MappableMemory]
 
 
@@ -83,12 +77,16 @@ class UploadHelper:
     """A process that uploads objects from shared memory, started on first use and kept until `close()`.
 
     It does one upload at a time. If it dies during one, that upload is repeated by a new helper, once.
+
+    Args:
+        nice: niceness of the process as a whole, on Linux 0 to 19.
     """
 
     _running: _Running | None
     _starter: threading.Thread | None
 
-    def __init__(self) -> None:
+    def __init__(self, nice: int = 0) -> None:
+        self._nice = nice
         self._forget()
 
     def start_soon(self) -> None:
@@ -112,11 +110,10 @@ class UploadHelper:
         """
         self._check_fork()
         with self._uploading:
-            counted = _NeverBackwards(meter)
             for last in (False, True):
                 running = self._start()
                 try:
-                    answer = running.exchange(work, counted)
+                    answer = running.exchange(work, meter)
                 except BaseException:
                     # Nobody waits for the upload any more. The helper aborts it before it ends, if it gets so far.
                     self._drop(running)
@@ -133,7 +130,7 @@ class UploadHelper:
                 self._drop(running)
                 status = running.process.returncode
                 _abort_left(work, running.begun)
-                counted.begin_again()
+                meter.begin_again()
                 if not last:
                     logger.warning(
                         "the process that uploaded %s died (exit status %s): another one uploads it", work.what, status
@@ -188,21 +185,22 @@ class UploadHelper:
     def _start_quietly(self) -> None:
         try:
             self._start()
-        except HelperUnavailableError as error:
+        except HelperProcessError as error:
             # The first upload tries again, and tells.
             logger.debug("%s", error)
 
     def _start(self) -> _Running:
         with self._lock:
             if self._running is None or self._running.process.poll() is not None:
-                self._running = _Running()
+                self._running = _Running(self._nice)
             return self._running
 
     def _drop(self, running: _Running) -> None:
-        running.end()
+        # First: if the program is interrupted below, nobody may use the closed channel.
         with self._lock:
             if self._running is running:
                 self._running = None
+        running.end()
 
 
 class _Running:
@@ -213,25 +211,34 @@ class _Running:
 
     Raises:
         HelperUnavailableError: no process can be started.
+        HelperProcessError: none can be started at the moment.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, nice: int) -> None:
         # What a frozen program has for an interpreter is the program itself: it would start training once more.
         if not sys.executable or getattr(sys, "frozen", False):
             raise HelperUnavailableError("this program is not run by an interpreter that can be started again")
         self.begun: list[tuple[str, str]] = []
         self._ready = False
-        self._environment = dict(os.environ)
+        self._environment = _environment()
         try:
-            with no_fork:
-                self._channel, self.process = _started()
+            self._channel, self.process = start_process(
+                self._environment, nice=nice, answers_within_s=SILENT_WAITS * SIGN_OF_LIFE_S
+            )
         except (OSError, ValueError, RuntimeError) as error:
-            raise HelperUnavailableError(f"no process can be started: {error}") from error
+            kind = HelperProcessError if getattr(error, "errno", None) in _MAY_PASS else HelperUnavailableError
+            raise kind(f"no process can be started: {error}") from error
         # The channel alone does not tell of its end: native code may have forked a process that holds the other end.
         self._alive = _descriptor_of(self.process)
-        self.end = weakref.finalize(self, _end, self._channel, self.process, self._alive, os.getpid())
+        self._finalizer = weakref.finalize(self, end_unattended, self._channel, self.process, self._alive, os.getpid())
 
-    def exchange(self, work: Upload, meter: _NeverBackwards) -> Done | Failed | OrderRefused | None:
+    def end(self) -> None:
+        """Close the channel and wait for the end of the process."""
+        detached = self._finalizer.detach()
+        if detached is not None:
+            end_process(*detached[2])
+
+    def exchange(self, work: Upload, meter: Meter) -> Done | Failed | OrderRefused | None:
         """Send the order, and answer the helper until it is done. None if the helper died, or hangs."""
         self.begun.clear()
         if not self._becomes_ready():
@@ -245,33 +252,36 @@ class _Running:
                 if not isinstance(answer, OrderRefused) or identity == work.store.identity:
                     return answer
         except (BrokenPipeError, ConnectionResetError, BlockingIOError):
-            # Noticed while sending. The last is that of the limit: nobody takes the messages.
+            # Noticed while sending. The last is that of the limit: nobody takes a message.
             return None
 
     def _send(self, work: Upload, identity: str) -> None:
         for segments in described(work.sources, work.memory):
             self._channel.send(segments)
-        environment = dict(os.environ)
+        environment = _environment()
         order = UploadOrder(
             work.config,
             identity,
             work.options,
-            work.nice,
             [memory.nbytes for memory in work.memory],
             environment if environment != self._environment else None,
             _folder(),
+            _umask(),
             logger.getEffectiveLevel(),
         )
         self._environment = environment
-        self._channel.send(order, [memory.descriptor for memory in work.memory])
+        try:
+            self._channel.send(order, [memory.descriptor for memory in work.memory])
+        except (pickle.PicklingError, TypeError, AttributeError) as error:
+            raise HelperUnavailableError(f"the options cannot be pickled ({type(error).__name__})") from error
 
-    def _answer_all(self, work: Upload, meter: _NeverBackwards) -> Done | Failed | OrderRefused | None:
+    def _answer_all(self, work: Upload, meter: Meter) -> Done | Failed | OrderRefused | None:
         """Answer the helper's messages until its last one. None if it died, or has said nothing for too long."""
         while (message := self._next_message()) is not None:
             if isinstance(message, Done | Failed | OrderRefused):
                 return message
             if isinstance(message, Moved):
-                meter.add(message.nbytes, message.requests)
+                meter.add(message.nbytes, requests=message.requests)
             elif isinstance(message, Begun):
                 self.begun.append((message.key, message.upload_id))
             elif isinstance(message, Logged):
@@ -302,6 +312,11 @@ class _Running:
         began = time.monotonic()
         received = self._channel.receive(until_end_of=self._alive, within_s=READY_S)
         self._ready = received is not None and isinstance(received[0], Ready)
+        if received is not None and received[0] != Ready.of_this_process():
+            self.end()
+            raise HelperUnavailableError(
+                f"another process finds another bucketpoint, {received[0]}, than this one, {Ready.of_this_process()}"
+            )
         if not self._ready:
             in_time = time.monotonic() - began < READY_S
             self.end()
@@ -312,47 +327,6 @@ class _Running:
                 f"(exit status {self.process.returncode})"
             )
         return True
-
-
-class _NeverBackwards:
-    """Meter of an upload that may be repeated: what was counted before is not counted again."""
-
-    def __init__(self, meter: Meter) -> None:
-        self._meter = meter
-        self._counted = 0
-        self._repeated = 0
-
-    def add(self, nbytes: int, requests: int) -> None:
-        again = min(nbytes, self._repeated)
-        self._repeated -= again
-        self._counted += nbytes - again
-        self._meter.add(nbytes - again, requests=requests)
-
-    def begin_again(self) -> None:
-        self._repeated = self._counted
-
-
-def _started() -> tuple[Channel, subprocess.Popen[bytes]]:
-    ours, theirs = socket.socketpair()
-    channel = Channel(ours)
-    try:
-        with theirs:
-            # A default of the program's, which both ends would share.
-            ours.settimeout(None)
-            theirs.settimeout(None)
-            channel.limit_sends(SILENT_WAITS * SIGN_OF_LIFE_S)
-            entries: Sequence[object] = sys.path
-            paths = [entry for entry in entries if isinstance(entry, str)]
-            process = subprocess.Popen(
-                [sys.executable, "-c", _PROGRAM, str(theirs.fileno()), str(os.getpid()), *paths],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                pass_fds=[theirs.fileno()],
-            )
-    except BaseException:
-        channel.close()
-        raise
-    return channel, process
 
 
 def _descriptor_of(process: subprocess.Popen[bytes]) -> int | None:
@@ -369,34 +343,35 @@ def _as_ours(error: BaseException, what: str) -> BucketpointError:
     return HelperProcessError(f"The process that uploaded {what} failed: {describe(error)}")
 
 
-def _end(channel: Channel, process: subprocess.Popen[bytes], alive: int | None, owner: int) -> None:
-    """Close the channel, and wait for the process, which ends then."""
-    if alive is not None:
-        os.close(alive)
-    if os.getpid() != owner:
-        # A fork has copied this object. The process is not its child.
-        process.returncode = 0
-        return
-    channel.close()
-    try:
-        process.wait(END_S)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
-
-
 def _abort_left(work: Upload, begun: Sequence[tuple[str, str]]) -> None:
-    """Abort the uploads of a helper that died."""
-    for key, upload_id in begun:
-        abort(work.store, key, upload_id)
-    if not work.store.capabilities.multipart:
-        return
-    for source in work.sources:
-        # One may have begun whose id the helper could not tell any more. The right to list uploads may be missing.
-        if source.nbytes > work.options.single_put_bytes:
-            with contextlib.suppress(BucketpointError):
-                for upload in work.store.list_multipart(source.key):
-                    abort(work.store, upload.key, upload.upload_id)
+    """Abort the uploads of a helper that died, within a limited time: the save waits."""
+    with deadline(ABORT_DEADLINE_S):
+        for key, upload_id in begun:
+            abort(work.store, key, upload_id)
+        if not work.store.capabilities.multipart:
+            return
+        for source in work.sources:
+            # One may have begun whose id the helper could not tell any more. The right to list uploads may be missing.
+            if source.nbytes > work.options.single_put_bytes:
+                with contextlib.suppress(BucketpointError):
+                    for upload in work.store.list_multipart(source.key):
+                        abort(work.store, upload.key, upload.upload_id)
+
+
+def _environment() -> dict[str, str]:
+    while True:
+        # Another thread may set a variable meanwhile.
+        with contextlib.suppress(KeyError, RuntimeError):
+            return dict(os.environ)
+
+
+def _umask() -> int | None:
+    """Return the mask for modes of new files; None where it cannot be read without being changed for a moment."""
+    try:
+        fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+        return int(fields["Umask"], 8)
+    except (OSError, KeyError, ValueError):
+        return None
 
 
 def _folder() -> str | None:

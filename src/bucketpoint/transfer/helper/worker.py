@@ -42,13 +42,10 @@ from bucketpoint.transfer.helper.messages import (
     UploadOrder,
     Wanted,
 )
+from bucketpoint.transfer.helper.start import LEFT_TO_TRAINER
 from bucketpoint.transfer.multipart import ABORT_DEADLINE_S, abort
 from bucketpoint.transfer.progress import Meter
-from bucketpoint.transfer.tasks import stand_back
 from bucketpoint.transfer.upload import ObjectSource, Segment, Uploaded, upload_objects
-
-_IGNORED = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2")
-"""Signals that are the trainer's to answer. Schedulers send them to every process of a job."""
 
 _POLL_S = 0.1
 
@@ -63,16 +60,17 @@ def main(descriptor: int, trainer: int) -> None:
     # Ctrl-C on a terminal goes to the trainer's process group. Not a session of its own: Linux shares cores out among
     # sessions first (autogroup, see sched(7)), and the niceness of a process counts only within its session.
     os.setpgid(0, 0)
-    for name in _IGNORED:
-        if hasattr(signal, name):
-            signal.signal(getattr(signal, name), signal.SIG_IGN)
+    for number in LEFT_TO_TRAINER:
+        signal.signal(number, signal.SIG_IGN)
+    if hasattr(signal, "pthread_sigmask"):
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, LEFT_TO_TRAINER)
     channel = Channel(socket.socket(fileno=descriptor))
     end = _end_of(trainer)
     logging.getLogger().addHandler(_Forwarder(channel))
     job: _Job | None = None
     objects: list[tuple[str, list[RemoteSegment]]] = []
     with contextlib.suppress(OSError):
-        channel.send(Ready())
+        channel.send(Ready.of_this_process())
     while True:
         try:
             received = channel.receive(until_end_of=end)
@@ -88,8 +86,6 @@ def main(descriptor: int, trainer: int) -> None:
                 objects.append((message.key, []))
             objects[-1][1].extend(map(RemoteSegment._make, message.segments))
         elif isinstance(message, UploadOrder):
-            # The threads of the job, and those of the store's client, inherit the niceness of this one.
-            stand_back(message.nice)
             job = _Job(channel, message, objects, descriptors)
             job.start()
             objects = []
@@ -237,6 +233,8 @@ class _Job:
         try:
             if order.folder is not None:
                 os.chdir(order.folder)
+            if order.umask is not None:
+                os.umask(order.umask)
             options = pickle.loads(order.store.storage_options)
             store, _ = open_store(order.store.url, storage_options=options)
         except Exception as error:

@@ -1,0 +1,133 @@
+"""The start and the end of a helper process."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+
+from bucketpoint.transfer.helper.channel import Channel, no_fork
+
+END_S = 5.0
+"""Seconds that a helper gets to end by itself before it is killed."""
+
+LEFT_TO_TRAINER = tuple(
+    getattr(signal, name)
+    for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGTTIN", "SIGTTOU")
+    if hasattr(signal, name)
+)
+"""Signals that a helper ignores. Schedulers send some to every process of a job, and a terminal stops with the last two
+a process of another group that writes to it."""
+
+# Only paths and numbers are arguments: anybody on the machine can read them. Niceness first: what is imported would
+# otherwise compete with training for a third of a second.
+_PROGRAM = """import os, sys
+try:
+    os.nice(max(0, int(sys.argv[3]) - os.nice(0)))
+except OSError:
+    pass  # A sandbox may forbid this.
+sys.path[:] = sys.argv[4:]
+from bucketpoint.transfer.helper.worker import main
+main(int(sys.argv[1]), int(sys.argv[2]))  # uploads checkpoints for the process of this number
+"""
+
+
+def start_process(
+    environment: Mapping[str, str], *, nice: int, answers_within_s: float
+) -> tuple[Channel, subprocess.Popen[bytes]]:
+    """Start a helper, and return the channel to it.
+
+    Args:
+        nice: niceness of the process as a whole.
+        environment: environment variables of the helper.
+        answers_within_s: seconds after which a message that is sent or received in part counts as broken off.
+
+    Raises:
+        OSError, ValueError, RuntimeError: no process can be started.
+    """
+    # The flags that decide which modules are found and which of them run (-I, -S, -X, -W), as multiprocessing does.
+    flags: list[str] = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
+    with no_fork, _signals_held_back():
+        ours, theirs = socket.socketpair()
+        channel = Channel(ours)
+        try:
+            with theirs:
+                # A default of the program's, which both ends would share.
+                ours.settimeout(None)
+                theirs.settimeout(None)
+                channel.limit_waits(answers_within_s)
+                numbers = (theirs.fileno(), os.getpid(), nice)
+                process = subprocess.Popen(
+                    [sys.executable, *flags, "-c", _PROGRAM, *map(str, numbers), *_paths()],
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.DEVNULL,
+                    pass_fds=[theirs.fileno()],
+                    env=environment,
+                )
+        except BaseException:
+            channel.close()
+            raise
+    return channel, process
+
+
+def end_process(channel: Channel, process: subprocess.Popen[bytes], alive: int | None, owner: int) -> None:
+    """Close the channel, and wait for the process, which ends then. It is killed if it takes too long.
+
+    Args:
+        alive: a descriptor of the process, which is closed.
+        owner: process id of the trainer. In a fork of it the helper is left alone.
+    """
+    if alive is not None:
+        os.close(alive)
+    if os.getpid() != owner:
+        # A fork has copied this object. The process is not its child.
+        process.returncode = 0
+        return
+    channel.close()
+    try:
+        process.wait(END_S)
+    except subprocess.TimeoutExpired:
+        pass
+    finally:
+        # Also if the program was interrupted here.
+        if process.poll() is None:
+            process.kill()
+            # A process that waits for a disk may take longer to die.
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(END_S)
+
+
+def end_unattended(channel: Channel, process: subprocess.Popen[bytes], alive: int | None, owner: int) -> None:
+    """End a helper that nobody refers to any more, and keep the thread that dropped it, which may train, no longer
+    than it takes to close the channel. At the end of the program wait for it."""
+    if os.getpid() == owner and threading.main_thread().is_alive():
+        channel.close()
+        with contextlib.suppress(RuntimeError):
+            reaper = threading.Thread(target=end_process, args=(channel, process, alive, owner), daemon=True)
+            reaper.start()
+            return
+    end_process(channel, process, alive, owner)
+
+
+@contextlib.contextmanager
+def _signals_held_back() -> Iterator[None]:
+    """Block signals on this thread: a helper inherits that, and lets them in once it ignores them."""
+    if not hasattr(signal, "pthread_sigmask"):
+        yield
+        return
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, LEFT_TO_TRAINER)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _paths() -> list[str]:
+    """Return `sys.path`: a program may have found bucketpoint by a path of its own."""
+    entries: Sequence[object] = sys.path
+    return [os.path.abspath(entry) for entry in entries if isinstance(entry, str)]

@@ -1,0 +1,216 @@
+"""Start and end of a helper: what it inherits, what meets it meanwhile, and who waits for its end."""
+
+from __future__ import annotations
+
+import errno
+import gc
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import UserDict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bucketpoint.errors import HelperProcessError, HelperUnavailableError
+from bucketpoint.transfer import Meter, ObjectSource, Segment, TransferOptions
+from bucketpoint.transfer.helper import messages, process, start
+from bucketpoint.transfer.helper.process import UploadHelper
+from transfer.helper.orders import MIB, filled_arena, has_ended, upload_of, view_of, wait_until, whole
+
+
+@pytest.fixture
+def helper() -> Iterator[UploadHelper]:
+    helper = UploadHelper()
+    yield helper
+    helper.close()
+
+
+def meter() -> Meter:
+    return Meter("save", "x", 0, None)
+
+
+def upload_nothing(helper: UploadHelper, folder: Path) -> int:
+    helper.upload(upload_of(str(folder), [ObjectSource("a", [])]), meter())
+    assert helper.process_id is not None
+    return helper.process_id
+
+
+# -- what it inherits --------------------------------------------------------------------------------------------------
+
+
+def test_it_runs_with_the_flags_of_the_trainers_interpreter(
+    helper: UploadHelper, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(subprocess, "_args_from_interpreter_flags", lambda: ["-E", "-X", "utf8"])
+    arguments = Path(f"/proc/{upload_nothing(helper, tmp_path)}/cmdline").read_bytes().split(b"\0")
+    assert arguments[1:4] == [b"-E", b"-X", b"utf8"]
+
+
+def test_new_files_have_the_mode_that_the_trainers_mask_gives_them(helper: UploadHelper, tmp_path: Path) -> None:
+    upload_nothing(helper, tmp_path)
+    before = os.umask(0o077)
+    try:
+        helper.upload(upload_of(str(tmp_path), [ObjectSource("b/secret", [])]), meter())
+    finally:
+        os.umask(before)
+    assert (tmp_path / "b/secret").stat().st_mode & 0o777 == 0o600
+
+
+def test_another_bucketpoint_is_refused(helper: UploadHelper, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that was installed since this program was started, or that another path leads to."""
+    monkeypatch.setattr(messages, "__version__", "0.0.1")
+    with pytest.raises(HelperUnavailableError, match=r"another bucketpoint.*0\.0\.1"):
+        upload_nothing(helper, tmp_path)
+    assert helper.process_id is None
+
+
+def test_relative_paths_of_imports_are_those_of_the_trainer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", ["", "src", "/elsewhere"])
+    assert start._paths() == [str(tmp_path), str(tmp_path / "src"), "/elsewhere"]
+
+
+def test_variables_that_other_threads_set_meanwhile_fail_no_upload(
+    helper: UploadHelper, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Changing(UserDict[str, str]):
+        failures = 3
+
+        def keys(self) -> Any:
+            if Changing.failures:
+                Changing.failures -= 1
+                raise RuntimeError("dictionary changed size during iteration")
+            return super().keys()
+
+    changing = Changing(os.environ)
+    monkeypatch.setattr(os, "environ", changing)
+    upload_nothing(helper, tmp_path)
+    assert Changing.failures == 0
+
+
+# -- what meets it -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_to_the_job_while_it_starts_neither_ends_it_nor_shows(
+    helper: UploadHelper, tmp_path: Path, number: signal.Signals, capfd: pytest.CaptureFixture[str]
+) -> None:
+    helper.start_soon()
+    wait_until(lambda: helper.process_id is not None)
+    first = helper.process_id
+    assert first is not None
+    # Through all of its start, the imports and the interpreter's own.
+    for _ in range(20):
+        os.kill(first, number)
+        time.sleep(0.01)
+    assert upload_nothing(helper, tmp_path) == first
+    assert capfd.readouterr().err == ""
+
+
+def test_a_failure_to_start_that_may_pass_is_not_for_ever(
+    helper: UploadHelper, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def busy(*arguments: Any, **settings: Any) -> Any:
+        raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(subprocess, "Popen", busy)
+        with pytest.raises(HelperProcessError, match="temporarily") as raised:
+            upload_nothing(helper, tmp_path)
+    assert not isinstance(raised.value, HelperUnavailableError)
+    upload_nothing(helper, tmp_path)
+
+
+def test_options_that_cannot_be_pickled_are_refused(helper: UploadHelper, tmp_path: Path) -> None:
+    class Own(TransferOptions):
+        pass
+
+    with pytest.raises(HelperUnavailableError, match="pickled"):
+        helper.upload(upload_of(str(tmp_path), [], options=Own()), meter())
+    upload_nothing(helper, tmp_path)
+
+
+@pytest.mark.broad
+def test_a_process_that_stops_in_the_middle_of_a_message_is_replaced(
+    helper: UploadHelper, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(process, "SIGN_OF_LIFE_S", 0.25)
+    arena = filled_arena(8 * MIB)
+    # The answer, a checksum for each block, is larger than the buffers of the channel.
+    source = ObjectSource("a", [Segment(arena.nbytes, view_of(arena, 0, arena.nbytes), block_nbytes=32)])
+    stopped: list[int] = []
+
+    class Stopping(Meter):
+        def add(self, nbytes: int, *, requests: int = 1) -> None:
+            super().add(nbytes, requests=requests)
+            if self.done_bytes == arena.nbytes and not stopped:
+                stopped.append(helper.process_id or 0)
+                # Nobody receives meanwhile, so that the answer fills the channel.
+                time.sleep(2)
+                os.kill(stopped[0], signal.SIGSTOP)
+
+    options = TransferOptions(single_put_bytes=1 << 30)
+    (done,) = helper.upload(
+        upload_of(str(tmp_path), [source], [arena], options=options), Stopping("save", "x", 0, None)
+    )
+    assert has_ended(stopped[0])
+    assert len(done.block_crcs[0]) == arena.nbytes // 32
+
+
+def test_a_fork_whose_wait_is_interrupted_does_not_let_others_into_the_start() -> None:
+    entered, leave = threading.Event(), threading.Event()
+
+    def starting() -> None:
+        with start.no_fork:
+            entered.set()
+            leave.wait(30)
+
+    starter = threading.Thread(target=starting)
+    starter.start()
+    entered.wait(30)
+    with pytest.raises(RuntimeError):
+        # What `os.fork` does afterwards, although it could not acquire it.
+        start.no_fork.release()
+    assert not start.no_fork.acquire(blocking=False)
+    leave.set()
+    starter.join()
+
+
+# -- ends --------------------------------------------------------------------------------------------------------------
+
+
+def test_ctrl_c_while_its_end_is_waited_for_leaves_nothing_of_it(helper: UploadHelper, tmp_path: Path) -> None:
+    first = upload_nothing(helper, tmp_path)
+    os.kill(first, signal.SIGSTOP)
+    threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
+    with pytest.raises(KeyboardInterrupt):
+        helper.close()
+    assert has_ended(first)
+    assert upload_nothing(helper, tmp_path) != first
+
+
+def test_whoever_drops_the_last_reference_does_not_wait_for_its_end(tmp_path: Path) -> None:
+    helper = UploadHelper()
+    first = upload_nothing(helper, tmp_path)
+    os.kill(first, signal.SIGSTOP)
+    began = time.monotonic()
+    del helper
+    gc.collect()
+    assert time.monotonic() - began < start.END_S / 2
+    os.kill(first, signal.SIGCONT)
+    wait_until(lambda: not Path(f"/proc/{first}").exists())
+
+
+def test_no_byte_is_counted_twice_if_threads_go_on_after_it(helper: UploadHelper, tmp_path: Path) -> None:
+    counted = meter()
+    arena = filled_arena(4 * MIB)
+    helper.upload(upload_of(str(tmp_path), [whole(arena)], [arena]), counted)
+    counted.begin_again()
+    helper.upload(upload_of(str(tmp_path), [whole(arena, "b")], [arena]), counted)
+    assert counted.done_bytes == arena.nbytes
