@@ -63,6 +63,11 @@ class Held:
         """The fraction of the looks in which another thread held it."""
         return (self.looks - self.free - self.named) / self.looks if self.looks else None
 
+    @property
+    def any(self) -> float | None:
+        """The fraction of the looks in which some thread held it."""
+        return (self.looks - self.free) / self.looks if self.looks else None
+
 
 def watch(pid: int, address: int, thread: int, begun: Callable[[], bool], ended: threading.Event) -> Held:
     """Look at the lock of a process from when `begun()` until `ended`."""

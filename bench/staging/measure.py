@@ -39,6 +39,9 @@ CONTENDERS = (
     "floor",
 )
 
+LOADING = ("bucketpoint", "s3torchconnector", "s3fs")
+"""Contenders that load by themselves; the others load as one of these."""
+
 
 @dataclass(frozen=True)
 class Extent:
@@ -98,8 +101,8 @@ class Steps:
     def ask(self, do: str, **arguments: Any) -> dict[str, Any]:
         return self.hello if "error" in self.hello else self.worker.do(do, **arguments)
 
-    def lock(self, url: str) -> dict[str, Any]:
-        """One upload, with looks at the process's interpreter lock from here."""
+    def lock(self, do: str, url: str) -> dict[str, Any]:
+        """One upload or one load, with looks at the process's interpreter lock from here."""
         place = self.hello.get("lock")
         if place is None:
             return {"error": self.hello.get("error", "the interpreter's lock was not found")}
@@ -109,7 +112,7 @@ class Steps:
             target=lambda: found.append(gil.watch(self.hello["pid"], *place, begun.is_set, ended))
         )
         watching.start()
-        answer = self.ask("lock", url=url)
+        answer = self.ask(do, url=url)
         if answer.pop("begun", False):
             begun.set()
             answer = self.worker.hear()
@@ -118,7 +121,7 @@ class Steps:
         held = found[0]
         if held.errors and "error" not in answer:
             answer["error"] = held.errors[0]
-        return {**answer, "held": held.others, "looks": held.looks}
+        return {**answer, "held": held.others, "held_by_any": held.any, "looks": held.looks}
 
 
 @dataclass
@@ -205,7 +208,9 @@ class Staging:
                             self.note({**place, "op": "full", **found, "where": step})
                             self._forget()
                         if round_ < min(self.extent.lock_rounds, rounds[steps.name]):
-                            self.note({**place, "op": "lock", **steps.lock(url + "-lock")})
+                            self.note({**place, "op": "lock", **steps.lock("lock", url + "-lock")})
+                            if steps.name in LOADING:
+                                self.note({**place, "op": "lock-load", **steps.lock("lock_load", url + "-lock")})
                             self._forget()
             finally:
                 for steps in running:

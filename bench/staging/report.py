@@ -74,6 +74,11 @@ def upload_s(found: Measurement) -> float:
     return float(found["upload_s"])
 
 
+def lock_of_load_s(found: Measurement) -> float:
+    """Seconds for each GB loaded in which any thread held the interpreter's lock."""
+    return float(found["held_by_any"] * found["upload_s"] / (found["nbytes"] / 1e9))
+
+
 def print_measurement(found: dict[str, Any]) -> None:
     """One line of progress."""
     line = f"{'staging':8} {found['round']:2} {found['op']:9} {found['contender']:20} {found['where']:>6}"
@@ -218,8 +223,14 @@ def sections(staging: dict[str, Any]) -> Iterator[str]:
         "the interpreter's, looked at about 1,000 times a second from another process during uploads with nothing\n"
         "beside them: how often any thread but the waiting main one held it, planning and commit included."
     )
-    heads = ["", "", "mean", "median", "95th percentile", "lost, s a GB", "upload, s", "lock held, s a GB"]
+    heads = ["", "", "mean", "median", "95th percentile", "lost, s a GB"]
     yield table(heads, _step_rows(results))
+    yield (
+        "The lock, and what one process could move if it were the only limit. A load has no training beside it: its\n"
+        "main thread counts."
+    )
+    heads = ["", "upload, s", "saved: lock held, s a GB", "at most, GB/s", "loaded: lock held, s a GB", "at most, GB/s"]
+    yield table(heads, _lock_rows(results))
     errors = [[found["contender"], found["op"], str(found["error"])] for found in results.errors()]
     if errors:
         yield table(["failed", "", "error"], errors)
@@ -257,12 +268,22 @@ def _step_rows(results: Results) -> Iterator[list[str]]:
                 spreads = [results.spread(name, op, where, metric) for metric in metrics]
                 if not any(spreads):
                     continue
-                upload = results.spread(name, "lock", "minio", upload_s)
                 cells = [shown(spread, "{:.2f} x") for spread in spreads]
                 cells.append(shown(results.spread(name, op, where, lost), "{:.2f}"))
-                held = shown(results.spread(name, "lock", "minio", lock_s), "{:.3f}")
-                last = [shown(upload, "{:.2f}"), held] if op == "full" else ["", ""]
-                yield [TITLES[name], f"{speed}, {title}", *cells, *last]
+                yield [TITLES[name], f"{speed}, {title}", *cells]
+
+
+def _lock_rows(results: Results) -> Iterator[list[str]]:
+    for name, title in TITLES.items():
+        upload = results.spread(name, "lock", "minio", upload_s)
+        held = results.spread(name, "lock", "minio", lock_s)
+        loaded = results.spread(name, "lock-load", "minio", lock_of_load_s)
+        if upload and held:
+            cells = [shown(upload, "{:.2f}")]
+            for spread in (held, loaded):
+                most = f"{1 / spread.middle:.1f}" if spread and spread.middle else ""
+                cells += [shown(spread, "{:.3f}"), most]
+            yield [title, *cells]
 
 
 def _first(results: Results, name: str) -> Spread | None:

@@ -149,6 +149,24 @@ def _begun(returned: Any) -> Future[Any]:
     return future
 
 
+def _load(name: str, state: Any, url: str) -> None:
+    if name == "bucketpoint":
+        from bucketpoint import S3Reader
+
+        dcp.load(state, checkpoint_id=url, storage_reader=S3Reader(), no_dist=True)
+    elif name == "s3torchconnector":
+        from s3torchconnector import S3ClientConfig
+        from s3torchconnector.dcp import S3StorageReader
+
+        config = S3ClientConfig(force_path_style=True)
+        reader = S3StorageReader(os.environ["AWS_REGION"], url, s3client_config=config)
+        dcp.load(state, storage_reader=reader, no_dist=True)
+    else:
+        from torch.distributed.checkpoint import FsspecReader
+
+        dcp.load(state, storage_reader=FsspecReader(url), no_dist=True)
+
+
 SAVES: dict[str, Callable[[], Save]] = {
     "bucketpoint": _bucketpoint,
     "bucketpoint-threads": lambda: _bucketpoint("thread"),
@@ -164,6 +182,7 @@ class Process:
     """The commands of one contender."""
 
     def __init__(self, name: str, tensors: int, nbytes: int) -> None:
+        self.name = name
         self.state = states.equal_tensors(tensors, nbytes)
         self.trainers = {name: Trainer(work) for name, work in WORK.items()}
         self.save = SAVES[name]()
@@ -236,13 +255,24 @@ class Process:
         """One upload with nothing beside it, while another process looks at the interpreter's lock."""
         gc.collect()
         time.sleep(SETTLE_S)
-        with _cpu_of_helper_uploads() as taken:
+        ours = self.name.startswith("bucketpoint")
+        with _cpu_of_helper_uploads() if ours else contextlib.nullcontext([]) as taken:
             upload = self.save(self.state, url)
             say({"begun": True})
             begun = time.monotonic()
             upload.result()
         upload_s = time.monotonic() - begun
         return {"ended": True, "upload_s": upload_s, "nbytes": states.nbytes(self.state), "order_cpu_s": taken}
+
+    def lock_load(self, url: str, say: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
+        """A load of what was saved, while another process looks at the interpreter's lock."""
+        state = {name: torch.empty_like(tensor) for name, tensor in self.state.items()}
+        gc.collect()
+        time.sleep(SETTLE_S)
+        say({"begun": True})
+        begun = time.monotonic()
+        _load(self.name, state, url)
+        return {"ended": True, "upload_s": time.monotonic() - begun, "nbytes": states.nbytes(state)}
 
 
 @contextlib.contextmanager
@@ -304,7 +334,8 @@ def main() -> None:
     for command in commands():
         do = command.pop("do")
         try:
-            found = process.lock(say=say, **command) if do == "lock" else getattr(process, do)(**command)
+            spoken = {"say": say} if do in ("lock", "lock_load") else {}
+            found = getattr(process, do)(**spoken, **command)
         except Exception as error:  # noqa: BLE001 (reported)
             found = {"error": f"{type(error).__name__}: {error}"}
         say(found)
