@@ -266,7 +266,7 @@ class Process:
 
     def lock_load(self, url: str, say: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
         """A load of what was saved, while another process looks at the interpreter's lock."""
-        state = {name: torch.empty_like(tensor) for name, tensor in self.state.items()}
+        state = torch.utils._pytree.tree_map(torch.empty_like, self.state)
         gc.collect()
         time.sleep(SETTLE_S)
         say({"begun": True})
