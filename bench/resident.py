@@ -12,8 +12,8 @@ def forget_peak() -> None:
     Path("/proc/self/clear_refs").write_text("5")
 
 
-def memory() -> dict[str, int]:
-    """Bytes: the fields of /proc/self/status by their names, and `anonymous`, which leaves out pages of files."""
-    fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+def memory(process: int | str = "self") -> dict[str, int]:
+    """Bytes: the fields of /proc/PID/status by their names, and `anonymous`, which leaves out pages of files."""
+    fields = dict(line.split(":", 1) for line in Path(f"/proc/{process}/status").read_text().splitlines())
     found = {name: int(fields[name].split()[0]) << 10 for name in _FIELDS}
     return {**found, "anonymous": found["RssAnon"] + found["RssShmem"]}

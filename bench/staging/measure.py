@@ -192,12 +192,6 @@ class Staging:
                     except (OSError, subprocess.CalledProcessError) as error:
                         self.note({"contender": name, "op": "full", "where": "minio", "round": 0, "error": str(error)})
                     self._forget()
-                for steps in running:
-                    for round_ in range(self.extent.full_rounds) if steps.name == "bucketpoint" else ():
-                        self.note(
-                            {"contender": steps.name, "op": "helper", "where": "minio", "round": round_}
-                            | steps.ask("helper")
-                        )
                 for round_ in range(self.extent.full_rounds):
                     shift = round_ % len(running)
                     for steps in [*running[shift:], *running[:shift]]:
@@ -207,6 +201,8 @@ class Staging:
                             found = steps.ask("beside", url=url, step=step, idle_s=self.extent.idle_s / 2)
                             self.note({**place, "op": "full", **found, "where": step})
                             self._forget()
+                        if steps.name == "bucketpoint":
+                            self.note({**place, "op": "helper", **steps.ask("helper")})
                         if round_ < min(self.extent.lock_rounds, rounds[steps.name]):
                             self.note({**place, "op": "lock", **steps.lock("lock", url + "-lock")})
                             if steps.name in LOADING:

@@ -28,7 +28,9 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 from bench import gil
 from bench import state as states
+from bench.contenders import CONTENDERS, Setting
 from bench.lines import commands, speaker
+from bench.resident import memory
 
 SETTLE_S = 0.3
 
@@ -74,11 +76,15 @@ class Trainer:
 
 Save = Callable[[Any, str], "Future[Any]"]
 
+WRITERS: list[Any] = []
+"""The writer of this process, if it is bucketpoint's."""
+
 
 def _bucketpoint(background: str = "auto", *, checkpoint_process: bool = False) -> Save:
     from bucketpoint import S3Writer, TransferOptions
 
     writer = S3Writer(progress=False, transfer=TransferOptions(background=background))
+    WRITERS.append(writer)
     arguments = _executor(checkpoint_process)
 
     def save(state: Any, url: str) -> Future[Any]:
@@ -149,24 +155,6 @@ def _begun(returned: Any) -> Future[Any]:
     return future
 
 
-def _load(name: str, state: Any, url: str) -> None:
-    if name == "bucketpoint":
-        from bucketpoint import S3Reader
-
-        dcp.load(state, checkpoint_id=url, storage_reader=S3Reader(), no_dist=True)
-    elif name == "s3torchconnector":
-        from s3torchconnector import S3ClientConfig
-        from s3torchconnector.dcp import S3StorageReader
-
-        config = S3ClientConfig(force_path_style=True)
-        reader = S3StorageReader(os.environ["AWS_REGION"], url, s3client_config=config)
-        dcp.load(state, storage_reader=reader, no_dist=True)
-    else:
-        from torch.distributed.checkpoint import FsspecReader
-
-        dcp.load(state, storage_reader=FsspecReader(url), no_dist=True)
-
-
 SAVES: dict[str, Callable[[], Save]] = {
     "bucketpoint": _bucketpoint,
     "bucketpoint-threads": lambda: _bucketpoint("thread"),
@@ -198,17 +186,14 @@ class Process:
         """Memory of the process that uploads, and how soon another one is ready."""
         from bucketpoint.transfer.helper.process import UploadHelper
 
-        fields = dict(
-            line.split(":", 1) for line in Path(f"/proc/{_helper_of_this_process()}/status").read_text().splitlines()
-        )
-        resident_kib = sum(int(fields[name].split()[0]) for name in ("RssAnon", "RssFile"))
+        found = memory(WRITERS[-1].uploads.process_id)
         helper = UploadHelper()
         begun = time.perf_counter()
         helper.start_soon()
         helper._start()._becomes_ready()
         ready_s = time.perf_counter() - begun
         helper.close()
-        return {"resident_mb": resident_kib * 1024 / 1e6, "ready_s": ready_s}
+        return {"resident_mb": (found["RssAnon"] + found["RssFile"]) / 1e6, "ready_s": ready_s}
 
     def beside(self, url: str, step: str, idle_s: float, busy_s: float = 0.0, sink: int = 0) -> dict[str, Any]:
         """Steps without an upload before and after, and steps during one: for `busy_s` of it, if that is given.
@@ -271,7 +256,7 @@ class Process:
         time.sleep(SETTLE_S)
         say({"begun": True})
         begun = time.monotonic()
-        _load(self.name, state, url)
+        CONTENDERS[self.name].load(state, Setting(url))
         return {"ended": True, "upload_s": time.monotonic() - begun, "nbytes": states.nbytes(state)}
 
 
@@ -295,14 +280,6 @@ def _cpu_of_helper_uploads() -> Iterator[list[float]]:
         yield taken
     finally:
         UploadHelper.upload = upload
-
-
-def _helper_of_this_process() -> str:
-    for task in Path("/proc/self/task").iterdir():
-        for child in (task / "children").read_text().split():
-            if b"transfer.helper.worker" in Path(f"/proc/{child}/cmdline").read_bytes():
-                return child
-    raise RuntimeError("no process uploads")
 
 
 def _cpu_s(pid: int) -> float:

@@ -17,7 +17,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,6 +25,7 @@ from torch.distributed.checkpoint import staging as torch_staging
 
 from bench import state as states
 from bench.lines import in_child, speaker
+from bench.resident import memory as memory_of
 from bench.sink import sink_writer
 
 Found = Iterator[dict[str, Any]]
@@ -217,13 +217,13 @@ def memory(tensors: int, nbytes: int, saves: int) -> Found:
 
     state = states.equal_tensors(tensors, nbytes)
     stager, writer = Stager(), sink_writer()
-    before = _resident()
+    before = memory_of()["anonymous"]
     seen = []
     # Two saves more than are counted: threads and imports are made on first use.
     for _ in range(saves + 2):
         _blocked(state, storage_writer=writer, async_stager=stager)
         gc.collect()
-        seen.append((_resident(), _descriptors()))
+        seen.append((memory_of()["anonymous"], _descriptors()))
     staged = stager.staged_bytes
     stager.close()
     gc.collect()
@@ -240,15 +240,9 @@ def memory(tensors: int, nbytes: int, saves: int) -> Found:
         "resident_before": before,
         "resident": [resident for resident, _ in counted],
         "descriptors": [descriptors for _, descriptors in counted],
-        "resident_after_close": _resident(),
+        "resident_after_close": memory_of()["anonymous"],
         "descriptors_after_close": _descriptors(),
     }
-
-
-def _resident() -> int:
-    # Pages of libraries that are mapped from files come and go with the page cache: they are not counted.
-    fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
-    return sum(int(fields[name].split()[0]) << 10 for name in ("RssAnon", "RssShmem"))
 
 
 def _descriptors() -> int:

@@ -200,8 +200,6 @@ class BucketWriter(Located, StorageWriter, AsyncStager):
         session = self._session()
         if len(plans) > 1 and self.unwatched:
             process_groups.warn_of_a_shared_group()
-        # The process starts while the ranks plan, if this writer has not staged the state.
-        self._prepare_uploads(bytes_beside_training(current_lease()))
         plans = agree_on_plans(plans, session.url, since=session.started)
         log = self._log_of(session)
         if log is not None:
@@ -274,14 +272,14 @@ class BucketWriter(Located, StorageWriter, AsyncStager):
         if session is not None and not session.planned:
             del self._saves.session
         staged = self._own_stager().stage(state_dict, **kwargs)
-        self._prepare_uploads(self._own_stager().staged_bytes if self.staging.use_shared_memory else 0)
+        self._prepare_uploads(self._own_stager().staged_bytes)
         return staged
 
     @dcp_call
     def prefault(self, state_dict: dict[str, Any]) -> None:
         """Allocate the memory that an asynchronous save of this state will need: see `Stager.prefault`."""
         self._own_stager().prefault(state_dict)
-        self._prepare_uploads(self._own_stager().staged_bytes if self.staging.use_shared_memory else 0)
+        self._prepare_uploads(self._own_stager().staged_bytes)
 
     def synchronize_staging(self) -> None:
         """Wait until the last copy is complete."""
@@ -304,7 +302,8 @@ class BucketWriter(Located, StorageWriter, AsyncStager):
         return self._stager
 
     def _prepare_uploads(self, staged_bytes: int) -> None:
-        if staged_bytes and self._fs is None and not self._extensions:
+        shared = self.staging.use_shared_memory and self._fs is None and not self._extensions
+        if staged_bytes and shared:
             self.uploads.prepare(staged_bytes)
 
     # -- properties that DCP reads ------------------------------------------------------------------------------------

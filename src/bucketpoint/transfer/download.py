@@ -147,18 +147,36 @@ def _leased(extent: Extent) -> int:
     return extent.nbytes - (len(extent.direct) if extent.direct is not None and _is_direct(extent) else 0)
 
 
+def deliver(
+    url: str, request: Request, lease: memoryview, read: Callable[[list[memoryview]], None], options: TransferOptions
+) -> None:
+    """Receive, verify and deliver the bytes of a request.
+
+    Args:
+        url: URL of the store, for errors.
+        lease: as much leased memory as the request needs, or more.
+        read: function that fills the buffers with the request's bytes. It is called again if that fails for a reason
+            that may pass, or if the bytes are damaged.
+    """
+    buffers, pieces = _lay_out(request, lease)
+
+    def attempt() -> None:
+        read(buffers)
+        for extent, views in zip(request.extents, pieces, strict=True):
+            _verify(url, extent, views)
+
+    retry_transient(attempt, attempts=options.read_attempts)
+    _hand_over(request, pieces)
+
+
 def fetch_one(reads: Reads, request: Request, options: TransferOptions, pool: BufferPool, meter: Meter) -> None:
     """Run one request on the current thread: receive, verify and deliver the bytes."""
+
+    def read(buffers: list[memoryview]) -> None:
+        reads.read_into(request.key, request.start, buffers, if_match=request.etag)
+
     with pool.lease(request.leased) as lease:
-        buffers, pieces = lay_out(request, lease)
-
-        def attempt() -> None:
-            reads.read_into(request.key, request.start, buffers, if_match=request.etag)
-            for extent, views in zip(request.extents, pieces, strict=True):
-                verify(reads.url, extent, views)
-
-        retry_transient(attempt, attempts=options.read_attempts)
-        hand_over(request, pieces)
+        deliver(reads.url, request, lease, read, options)
     meter.add(request.nbytes)
 
 
@@ -235,8 +253,8 @@ class Assembly:
         if not self._buffers:
             self._open()
         for extent, views in zip(self.request.extents, self._pieces, strict=True):
-            verify(self._url, extent, views)
-        hand_over(self.request, self._pieces)
+            _verify(self._url, extent, views)
+        _hand_over(self.request, self._pieces)
         self._buffers, self._pieces = [], []
         lease, self._lease = self._lease, memoryview(b"")
         self._give(lease)
@@ -248,12 +266,12 @@ class Assembly:
 
     def _open(self) -> None:
         self._lease = self._take(self.request.leased)
-        views, self._pieces = lay_out(self.request, self._lease)
+        views, self._pieces = _lay_out(self.request, self._lease)
         starts = itertools.accumulate(map(len, views), initial=self.request.start)
         self._buffers.extend(zip(starts, views, strict=False))
 
 
-def hand_over(request: Request, pieces: Sequence[Sequence[memoryview]]) -> None:
+def _hand_over(request: Request, pieces: Sequence[Sequence[memoryview]]) -> None:
     """Deliver every extent of a request whose bytes have been verified."""
     for extent, views in zip(request.extents, pieces, strict=True):
         if _is_direct(extent):
@@ -266,7 +284,7 @@ def hand_over(request: Request, pieces: Sequence[Sequence[memoryview]]) -> None:
             extent.deliver(views[0])
 
 
-def lay_out(request: Request, lease: memoryview) -> tuple[list[memoryview], list[list[memoryview]]]:
+def _lay_out(request: Request, lease: memoryview) -> tuple[list[memoryview], list[list[memoryview]]]:
     """Return the buffers that receive the request from first byte to last, and the views of each extent's bytes."""
     buffers: list[memoryview] = []
     pieces: list[list[memoryview]] = []
@@ -301,7 +319,7 @@ def lay_out(request: Request, lease: memoryview) -> tuple[list[memoryview], list
     return buffers, pieces
 
 
-def verify(url: str, extent: Extent, views: Sequence[memoryview]) -> None:
+def _verify(url: str, extent: Extent, views: Sequence[memoryview]) -> None:
     """Compare the checksums of an extent. Raises CorruptDataError."""
     whole = extent.part_of
     if whole is not None and whole.add(extent.start, extent.nbytes, crc_of(views, None)):

@@ -7,12 +7,12 @@ leased memory receives the first request's bytes, and once they are verified and
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
-from bucketpoint.stores.retry import retry_transient
-from bucketpoint.transfer.download import Request, hand_over, is_worth_reading, lay_out, verify
+from bucketpoint.transfer.download import Request, deliver, is_worth_reading
 from bucketpoint.transfer.parts import SMALLEST_USEFUL_PART
 
 if TYPE_CHECKING:
@@ -80,22 +80,10 @@ def fetch_long(store: Store, read: LongRead, options: TransferOptions, pool: Buf
     delivered.
     """
     with pool.lease(read.leased) as lease:
-        reception = _Reception(cast("OpensRanges", store), read)
+        reception = _Reception(cast("OpensRanges", store), read, lease[:_SKIPPED_BYTES])
         try:
             for request in read.requests:
-                buffers, pieces = lay_out(request, lease)
-
-                def attempt(request: Request = request, buffers: list[memoryview] = buffers) -> None:
-                    reception.receive(request, buffers, lease)
-                    try:
-                        for extent, views in zip(request.extents, pieces, strict=True):  # noqa: B023
-                            verify(store.url, extent, views)
-                    except BaseException:
-                        reception.drop()
-                        raise
-
-                retry_transient(attempt, attempts=options.read_attempts)
-                hand_over(request, pieces)
+                deliver(store.url, request, lease, functools.partial(reception.receive, request), options)
                 meter.add(request.nbytes, requests=reception.take_count())
         finally:
             reception.drop()
@@ -104,24 +92,28 @@ def fetch_long(store: Store, read: LongRead, options: TransferOptions, pool: Buf
 class _Reception:
     """The reply from which a long read is received, opened anew after each failure."""
 
-    def __init__(self, store: OpensRanges, read: LongRead) -> None:
+    def __init__(self, store: OpensRanges, read: LongRead, spare: memoryview) -> None:
         self._store = store
         self._read = read
+        self._spare = spare
         self._reply: RangeReply | None = None
         self._position = 0
         self._count = 0
 
-    def receive(self, request: Request, buffers: list[memoryview], spare: memoryview) -> None:
-        """Receive the bytes of the next request. The bytes before it are received into `spare`."""
+    def receive(self, request: Request, buffers: list[memoryview]) -> None:
+        """Receive the bytes of the next request, or again those of the last. Bytes in between are thrown away."""
         if not request.nbytes:
             return
+        if request.start < self._position:
+            # They have been received, and were damaged.
+            self.drop()
         if self._reply is None:
             self._count += 1
             nbytes = self._read.stop - request.start
             self._reply = self._store.open_range(request.key, request.start, nbytes, if_match=request.etag)
             self._position = request.start
-        gap, spare = request.start - self._position, spare[:_SKIPPED_BYTES]
-        skipped = [spare] * (gap // _SKIPPED_BYTES) + [spare[: gap % _SKIPPED_BYTES]]
+        gap = request.start - self._position
+        skipped = [self._spare] * (gap // _SKIPPED_BYTES) + [self._spare[: gap % _SKIPPED_BYTES]]
         try:
             self._reply.receive([*skipped, *buffers])
         except BaseException:

@@ -16,6 +16,7 @@ import torch.multiprocessing
 
 import bucketpoint
 from bucketpoint import BucketWriter, TransferOptions
+from bucketpoint.testing.servers import free_port
 
 NBYTES = 96 << 20
 """More than the 64 MB that a container has in /dev/shm by default."""
@@ -55,14 +56,6 @@ def main(url: str, how: str) -> None:
         asyncio.run(save_in_a_cell(url))
     else:
         save(url)
-
-
-def free_port() -> int:
-    import socket
-
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ import torch
 
 from bucketpoint.staging.arena import Arena
 from bucketpoint.stores import open_store
-from bucketpoint.transfer import ObjectSource, Segment, TransferOptions
+from bucketpoint.transfer import Meter, ObjectSource, Progress, Segment, TransferOptions
 from bucketpoint.transfer.helper.messages import StoreConfig
 from bucketpoint.transfer.helper.process import Upload
 
@@ -51,6 +51,10 @@ def upload_of(
 
 def whole(arena: Arena, key: str = "a/whole") -> ObjectSource:
     return ObjectSource(key, [Segment(arena.nbytes, view_of(arena, 0, arena.nbytes), block_nbytes=MIB)])
+
+
+def meter(callback: Callable[[Progress], None] | None = None) -> Meter:
+    return Meter("save", "x", 0, callback)
 
 
 def has_ended(process: int) -> bool:

@@ -10,7 +10,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -37,7 +37,7 @@ from bucketpoint.transfer import (
 from bucketpoint.transfer.helper import process
 from bucketpoint.transfer.helper.process import UploadHelper
 from bucketpoint.transfer.helper.segments import AT_ONCE, INLINE_BYTES, described
-from transfer.helper.orders import MIB, OPTIONS, filled_arena, has_ended, upload_of, view_of, wait_until, whole
+from transfer.helper.orders import MIB, OPTIONS, filled_arena, has_ended, meter, upload_of, view_of, wait_until, whole
 
 
 @pytest.fixture(scope="module")
@@ -53,10 +53,6 @@ def own_helper() -> Iterator[UploadHelper]:
     helper = UploadHelper()
     yield helper
     helper.close()
-
-
-def meter(callback: Callable[[Progress], None] | None = None) -> Meter:
-    return Meter("save", "x", 0, callback)
 
 
 KINDS = st.sampled_from(["shared", "inline", "read-only", "elsewhere", "filled", "empty"])
@@ -341,9 +337,8 @@ def test_an_upload_whose_process_was_killed_is_done_by_another(
 
 @pytest.fixture
 def hangs_for_short(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A helper counts as hanging after 3 s."""
-    monkeypatch.setattr(process, "SILENT_WAITS", 15)
-    monkeypatch.setattr(process, "SIGN_OF_LIFE_S", 0.2)
+    """A helper counts as hanging after 6 s: a slow one gives a sign of life every 5 s."""
+    monkeypatch.setattr(process, "SIGN_OF_LIFE_S", 0.5)
 
 
 @pytest.mark.usefixtures("hangs_for_short")

@@ -21,7 +21,7 @@ from bucketpoint.errors import HelperProcessError, HelperUnavailableError
 from bucketpoint.transfer import Meter, ObjectSource, Segment, TransferOptions
 from bucketpoint.transfer.helper import messages, process, start
 from bucketpoint.transfer.helper.process import UploadHelper
-from transfer.helper.orders import MIB, filled_arena, has_ended, upload_of, view_of, wait_until, whole
+from transfer.helper.orders import MIB, filled_arena, has_ended, meter, upload_of, view_of, wait_until, whole
 
 
 @pytest.fixture
@@ -29,10 +29,6 @@ def helper() -> Iterator[UploadHelper]:
     helper = UploadHelper()
     yield helper
     helper.close()
-
-
-def meter() -> Meter:
-    return Meter("save", "x", 0, None)
 
 
 def upload_nothing(helper: UploadHelper, folder: Path) -> int:
@@ -140,7 +136,8 @@ def test_options_that_cannot_be_pickled_are_refused(helper: UploadHelper, tmp_pa
 def test_a_process_that_stops_in_the_middle_of_a_message_is_replaced(
     helper: UploadHelper, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(process, "SIGN_OF_LIFE_S", 0.25)
+    # Twelve of these are longer than the helper's own 5 s, so that the second one may be slow.
+    monkeypatch.setattr(process, "SIGN_OF_LIFE_S", 0.5)
     arena = filled_arena(8 * MIB)
     # The answer, a checksum for each block, is larger than the buffers of the channel.
     source = ObjectSource("a", [Segment(arena.nbytes, view_of(arena, 0, arena.nbytes), block_nbytes=32)])

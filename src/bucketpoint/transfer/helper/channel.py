@@ -58,7 +58,7 @@ class Channel:
         """Wait for a message, and return it with its descriptors. None if the other end is closed, or breaks off.
 
         Args:
-            until_end_of: descriptor of a process (`os.pidfd_open`): its end counts as the end of the channel.
+            until_end_of: descriptor of a process (`descriptor_of`): its end counts as the end of the channel.
             within_s: seconds after which None is returned; None waits for ever.
 
         Raises:
@@ -117,6 +117,14 @@ class Channel:
                 raise EOFError
             view = view[received:]
         return bytes(data)
+
+
+def descriptor_of(process: int) -> int | None:
+    """Return a descriptor that becomes readable when a process ends. None where the system has none."""
+    try:
+        return os.pidfd_open(process)
+    except (AttributeError, OSError):
+        return None
 
 
 def _leave_to_parent() -> None:

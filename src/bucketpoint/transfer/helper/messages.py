@@ -66,11 +66,11 @@ PlainSegment = tuple[int, tuple[int, int] | None, bytes | None, bool, int, tuple
 
 @dataclass(frozen=True)
 class SegmentsToUpload:
-    """Some segments of the next order, the first of which belongs to a new object or goes on with the last one.
+    """Some segments of one object of the next order: its first ones, or those that follow the ones sent before.
 
     Attributes:
         key: key of the object.
-        begins: these segments are the object's first.
+        begins: these are its first ones.
     """
 
     key: str

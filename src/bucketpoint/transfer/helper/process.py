@@ -7,7 +7,6 @@ import errno
 import logging
 import os
 import pickle
-import subprocess
 import sys
 import threading
 import time
@@ -20,7 +19,7 @@ from bucketpoint.errors import BucketpointError, HelperProcessError, HelperUnava
 from bucketpoint.stores import Store
 from bucketpoint.stores.redact import describe
 from bucketpoint.stores.retry import deadline, process_budget
-from bucketpoint.transfer.helper.channel import SIGN_OF_LIFE_S
+from bucketpoint.transfer.helper.channel import SIGN_OF_LIFE_S, descriptor_of
 from bucketpoint.transfer.helper.messages import (
     Begun,
     Done,
@@ -114,6 +113,10 @@ class UploadHelper:
                 running = self._start()
                 try:
                     answer = running.exchange(work, meter)
+                except HelperUnavailableError:
+                    # No request was made.
+                    self._drop(running)
+                    raise
                 except BaseException:
                     # Nobody waits for the upload any more. The helper aborts it before it ends, if it gets so far.
                     self._drop(running)
@@ -229,7 +232,7 @@ class _Running:
             kind = HelperProcessError if getattr(error, "errno", None) in _MAY_PASS else HelperUnavailableError
             raise kind(f"no process can be started: {error}") from error
         # The channel alone does not tell of its end: native code may have forked a process that holds the other end.
-        self._alive = _descriptor_of(self.process)
+        self._alive = descriptor_of(self.process.pid)
         self._finalizer = weakref.finalize(self, end_unattended, self._channel, self.process, self._alive, os.getpid())
 
     def end(self) -> None:
@@ -311,11 +314,12 @@ class _Running:
             return True
         began = time.monotonic()
         received = self._channel.receive(until_end_of=self._alive, within_s=READY_S)
-        self._ready = received is not None and isinstance(received[0], Ready)
-        if received is not None and received[0] != Ready.of_this_process():
+        self._ready = received is not None
+        own = Ready.of_this_process()
+        if received is not None and received[0] != own:
             self.end()
             raise HelperUnavailableError(
-                f"another process finds another bucketpoint, {received[0]}, than this one, {Ready.of_this_process()}"
+                f"another process finds another bucketpoint, {received[0]}, than this one, {own}"
             )
         if not self._ready:
             in_time = time.monotonic() - began < READY_S
@@ -327,13 +331,6 @@ class _Running:
                 f"(exit status {self.process.returncode})"
             )
         return True
-
-
-def _descriptor_of(process: subprocess.Popen[bytes]) -> int | None:
-    try:
-        return os.pidfd_open(process.pid)
-    except (AttributeError, OSError):
-        return None
 
 
 def _as_ours(error: BaseException, what: str) -> BucketpointError:

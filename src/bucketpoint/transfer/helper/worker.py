@@ -26,7 +26,7 @@ from bucketpoint.stores.cancellation import RequestCanceller
 from bucketpoint.stores.redact import describe
 from bucketpoint.stores.retry import process_budget
 from bucketpoint.transfer.budget import BufferPool
-from bucketpoint.transfer.helper.channel import SIGN_OF_LIFE_S, Channel
+from bucketpoint.transfer.helper.channel import SIGN_OF_LIFE_S, Channel, descriptor_of
 from bucketpoint.transfer.helper.messages import (
     Alive,
     Begun,
@@ -65,7 +65,10 @@ def main(descriptor: int, trainer: int) -> None:
     if hasattr(signal, "pthread_sigmask"):
         signal.pthread_sigmask(signal.SIG_UNBLOCK, LEFT_TO_TRAINER)
     channel = Channel(socket.socket(fileno=descriptor))
-    end = _end_of(trainer)
+    # The sockets may outlive the trainer in a process that native code has forked from it.
+    end = descriptor_of(trainer)
+    if os.getppid() != trainer:
+        os._exit(0)
     logging.getLogger().addHandler(_Forwarder(channel))
     job: _Job | None = None
     objects: list[tuple[str, list[RemoteSegment]]] = []
@@ -97,17 +100,6 @@ def main(descriptor: int, trainer: int) -> None:
         job.give_up()
     # Without the interpreter's own end, which would wait for threads that hang in a request.
     os._exit(0)
-
-
-def _end_of(trainer: int) -> int | None:
-    """Return a descriptor that becomes readable when the trainer ends. None where the system has none."""
-    if os.getppid() != trainer:
-        os._exit(0)
-    try:
-        # The sockets may outlive the trainer in a process that native code has forked from it.
-        return os.pidfd_open(trainer)
-    except (AttributeError, OSError):
-        return None
 
 
 class _Forwarder(logging.Handler):
