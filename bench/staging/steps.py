@@ -81,14 +81,14 @@ WRITERS: list[Any] = []
 
 
 def _bucketpoint(background: str = "auto", *, checkpoint_process: bool = False) -> Save:
-    from bucketpoint import S3Writer, TransferOptions
+    from bucketpoint import S3Writer, TransferOptions, async_save
 
     writer = S3Writer(progress=False, transfer=TransferOptions(background=background))
     WRITERS.append(writer)
     arguments = _executor(checkpoint_process)
 
     def save(state: Any, url: str) -> Future[Any]:
-        return _begun(dcp.async_save(state, checkpoint_id=url, storage_writer=writer, **arguments))
+        return async_save(state, checkpoint_id=url, storage_writer=writer, **arguments)
 
     return save
 

@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 from bucketpoint.dcp import process_groups, program_end
 from bucketpoint.dcp.arguments import check_types
+from bucketpoint.dcp.planning.plan_cache import SparePlans
 from bucketpoint.dcp.planning.save_planner import SavePlanner
 from bucketpoint.dcp.writer import BucketWriter
 from bucketpoint.errors import BucketpointError, PeerFailedError
@@ -145,8 +146,8 @@ def async_save(
             `process_group` exists.
         storage_writer: any writer; without one, a `BucketWriter` for this save alone. Reuse one writer, or one
             `Stager`, for all saves to reuse its staging memory too.
-        planner: a `SavePlanner` that you keep from save to save; by default one for this save alone, as in
-            `bucketpoint.save`.
+        planner: a `SavePlanner` that you keep from save to save; by default one for this save alone, which reuses the
+            plans of the writer's earlier saves.
 
     Returns:
         A handle whose `result()` is the checkpoint's `Metadata`; with several ranks only on the coordinator, and
@@ -173,11 +174,13 @@ def async_save(
         writer._open(own)
     handle = SaveHandle(str(checkpoint_id) if checkpoint_id is not None else own)
     handle._parent_group = process_group
+    spare = writer.plans if isinstance(writer, BucketWriter) else SparePlans()
+    plans = spare.take()
     begun = dcp.async_save(
         state_dict,
         checkpoint_id=checkpoint_id,
         storage_writer=writer,
-        planner=planner if planner is not None else SavePlanner(enable_plan_caching=False),
+        planner=planner if planner is not None else SavePlanner.with_plans(plans),
         process_group=None if no_dist else process_groups.group_beside(process_group),
         async_checkpointer_type=async_checkpointer_type,
         async_stager=_Watched(stager, handle),
@@ -186,6 +189,7 @@ def async_save(
     )
     handle._at_end = program_end.begin(handle.url)
     upload = begun if isinstance(begun, Future) else begun.upload_completion
+    upload.add_done_callback(lambda _: spare.give_back(plans))
     upload.add_done_callback(handle._ended)
     return handle
 

@@ -25,7 +25,7 @@ from bucketpoint.catalog.save_log import SaveLog
 from bucketpoint.dcp import process_groups
 from bucketpoint.dcp.error_boundary import dcp_call
 from bucketpoint.dcp.planning.agreement import agree_on_plans, agree_on_results, make_statement
-from bucketpoint.dcp.planning.plan_cache import PlannedMetadata, WriterMeta, reported
+from bucketpoint.dcp.planning.plan_cache import PlannedMetadata, SparePlans, WriterMeta, reported
 from bucketpoint.dcp.planning.results import Results
 from bucketpoint.dcp.progress_bar import describe, noted, progress_callback
 from bucketpoint.dcp.saving.commit import commit
@@ -120,6 +120,7 @@ class BucketWriter(Located, StorageWriter, AsyncStager):
         self._stager: Stager | None = None
         # A manager, which makes a writer for each save, gives all of them its own: their process is started once.
         self.uploads = Uploads(self.transfer)
+        self.plans = SparePlans()
         super().__init__(path, storage_options, fs)
         self._keeping: RunRetention | None = None
         if retention is not None:

@@ -15,8 +15,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from bucketpoint.dcp.planning import save_planner
 from bucketpoint.dcp.planning.balance import item_bytes
-from bucketpoint.dcp.planning.save_planner import KEPT_PLANS, SavePlanner
+from bucketpoint.dcp.planning.global_plan import plan_globally
+from bucketpoint.dcp.planning.plan_cache import KEPT_PLANS, PlanCache
+from bucketpoint.dcp.planning.save_planner import SavePlanner
 from bucketpoint.errors import BucketpointError
 from dcp.planning import planner_scenarios as scenarios
 from dcp.ranks import Ranks
@@ -52,6 +55,26 @@ class Job:
         )
 
 
+class JobOfSaves(Job):
+    """The same with planners made for each save, which reuse the plans of earlier saves."""
+
+    def __init__(self, world: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.caches = [PlanCache() for _ in range(world)]
+        self.planned = 0
+        monkeypatch.setattr(save_planner, "plan_globally", self._plan_globally)
+
+    def _plan_globally(self, *args: Any, **kwargs: Any) -> Any:
+        self.planned += 1
+        return plan_globally(*args, **kwargs)
+
+    def ask(self, states: list[dict[str, Any]]) -> list[SavePlan]:
+        self.planners = [SavePlanner.with_plans(cache) for cache in self.caches]
+        # The items of other ranks arrive in pickled form.
+        return [
+            plan if rank == 0 else pickle.loads(pickle.dumps(plan)) for rank, plan in enumerate(super().ask(states))
+        ]
+
+
 def model(rank: int = 0, *, rows: int = 4000, fill: float = 0.0) -> dict[str, Any]:
     return {
         "model": {"w": torch.full((rows, 300), fill), "b": torch.full((300,), fill)},
@@ -82,6 +105,53 @@ def test_what_a_rank_sends_for_an_unchanged_state_is_small() -> None:
     asked = job.ask(states)
     dealt, _ = job.planners[0].create_global_plan(asked)
     assert max(len(pickle.dumps(plan)) for plan in (*asked, *dealt)) < 500
+
+
+def test_planners_of_single_saves_plan_an_unchanged_state_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    job = JobOfSaves(3, monkeypatch)
+    first, metadata, _ = job.plan([model(rank) for rank in range(3)])
+    for fill in (1.0, 2.0):
+        plans, again, _ = job.plan([model(rank, fill=fill) for rank in range(3)])
+        assert plans == first
+        assert again == metadata
+    assert job.planned == 1
+
+
+@pytest.mark.parametrize("without_plans", [[0], [1], [0, 2]])
+def test_planners_of_single_saves_need_no_plans_of_others(
+    without_plans: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = JobOfSaves(3, monkeypatch)
+    states = [model(rank) for rank in range(3)]
+    first, metadata, _ = job.plan(states)
+    for rank in without_plans:
+        job.caches[rank] = PlanCache()
+    plans, again, _ = job.plan(states)
+    assert (plans, again) == (first, metadata)
+
+
+def test_planners_of_single_saves_plan_a_change_of_one_rank_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    job = JobOfSaves(2, monkeypatch)
+    job.plan([model(0), model(1)])
+    for _ in range(2):
+        plans, metadata, _ = job.plan([model(0), {**model(1), "new": torch.ones(2)}])
+        assert {index.fqn for index in written(plans)} == set(metadata.state_dict_metadata) > {"new", "only0", "only1"}
+    assert job.planned == 2
+    back, _, _ = job.plan([model(0), model(1)])
+    assert "new" not in {index.fqn for index in written(back)}
+    assert job.planned == 2
+
+
+def test_planners_of_single_saves_write_all_items_whoever_altered_the_last_list(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    job = JobOfSaves(2, monkeypatch)
+    states = [model(0), model(1)]
+    plans, metadata, _ = job.plan(states)
+    for plan in plans:
+        plan.items.clear()
+    again, _, _ = job.plan(states)
+    assert {index.fqn for index in written(again)} == set(metadata.state_dict_metadata)
 
 
 @pytest.mark.parametrize(

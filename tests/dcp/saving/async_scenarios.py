@@ -12,6 +12,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -33,6 +34,8 @@ from bucketpoint import (
     StagingOptions,
     TransferOptions,
 )
+from bucketpoint.dcp.planning import save_planner
+from bucketpoint.dcp.planning.global_plan import plan_globally
 
 WAIT_S = 240
 """Against hangs only: nothing here is expected to take long."""
@@ -586,6 +589,28 @@ def a_writer_for_each_step(rank: int, world: int, root: str) -> None:
     # What comes last is known to end last.
     wait(dcp.async_save(training.run(3), checkpoint_id=f"{root}/3", storage_writer=_slow()))
     for step in range(4):
+        assert_holds(f"{root}/{step}", step, world)
+
+
+def plans_are_made_once_for_a_writer(rank: int, world: int, root: str) -> None:
+    """The writer is kept on rank 1 only, for the last saves: no rank may need what another has kept."""
+    training = Training(rank, world)
+    planned: list[int] = []
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        planned.append(step)
+        return plan_globally(*args, **kwargs)
+
+    writer = BucketWriter()
+    with mock.patch.object(save_planner, "plan_globally", counted):
+        for step in range(6):
+            if step > 2 and rank == 0:
+                writer = BucketWriter()
+            begun = bucketpoint.async_save(training.run(step), checkpoint_id=f"{root}/{step}", storage_writer=writer)
+            training.spoil()
+            wait(begun)
+    assert planned == ([0, 3, 4, 5] if rank == 0 else [])
+    for step in range(6):
         assert_holds(f"{root}/{step}", step, world)
 
 

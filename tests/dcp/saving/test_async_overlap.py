@@ -36,6 +36,10 @@ def test_a_new_writer_for_each_step_and_its_future_dropped(two_ranks: Ranks, tmp
     two_ranks.run(scenarios.a_writer_for_each_step, str(tmp_path))
 
 
+def test_saves_of_one_writer_are_planned_once_and_need_no_plans_of_other_ranks(two_ranks: Ranks, tmp_path: Any) -> None:
+    two_ranks.run(scenarios.plans_are_made_once_for_a_writer, str(tmp_path))
+
+
 def test_a_synchronous_save_waits_for_the_asynchronous_one_before_it(two_ranks: Ranks, tmp_path: Any) -> None:
     two_ranks.run(scenarios.a_save_waits_for_the_asynchronous_one, str(tmp_path))
 

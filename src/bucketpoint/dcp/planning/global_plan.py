@@ -42,13 +42,13 @@ def own_names_by_rank(plans: Sequence[SavePlan], tables: Mapping[bytes, Table]) 
     of_table = {blob: own_names_of(table) for blob, table in tables.items()}
     return [
         own_names(plan.items) if packed is None else sum((of_table[blob] for blob in packed.tables), ())
-        for plan, packed in zip(plans, map(_packed, plans), strict=True)
+        for plan, packed in zip(plans, map(packed_items, plans), strict=True)
     ]
 
 
 def unpack_tables(plans: Sequence[SavePlan]) -> dict[bytes, Table]:
     """Decode the tables of all ranks, each of them once, by the bytes in which they were sent."""
-    blobs = dict.fromkeys(blob for packed in map(_packed, plans) if packed is not None for blob in packed.tables)
+    blobs = dict.fromkeys(blob for packed in map(packed_items, plans) if packed is not None for blob in packed.tables)
     return {blob: unpack_table(blob) for blob in blobs}
 
 
@@ -65,7 +65,7 @@ def plan_globally(
         BucketpointError: the chunks that the ranks hold do not make up the tensors.
         RanksDisagreeError: ranks hold different tensors under one name.
     """
-    packed = [each for each in map(_packed, plans) if each is not None]
+    packed = [each for each in map(packed_items, plans) if each is not None]
     assignment = assign_items(packed, tables, nodes) if len(packed) == len(plans) else None
     if assignment is None:
         agree_on_tensors(plans)
@@ -86,7 +86,8 @@ def plan_globally(
     return GlobalPlan(assigned, digests, assignment.metadata, assignment)
 
 
-def _packed(plan: SavePlan) -> PackedItems | None:
+def packed_items(plan: SavePlan) -> PackedItems | None:
+    """Return the columns of a plan's items; None if it has none, or they were altered."""
     items: Any = plan.items
     return items.packed() if isinstance(items, (LocalItems, AskedItems)) else None
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Sequence
+import uuid
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
@@ -18,6 +19,8 @@ from torch.distributed.checkpoint.metadata import StorageMeta
 from torch.distributed.checkpoint.storage import WriteResult
 
 from bucketpoint.dcp.planning.columnar.assign import Assignment
+from bucketpoint.dcp.planning.columnar.assignments import KnownItems
+from bucketpoint.dcp.planning.columnar.encoding import LocalItems
 from bucketpoint.dcp.planning.nested_state import INT_KEYS, IntKeys, plain_int_keys
 from bucketpoint.dcp.planning.results import PackedResults, Results, results_of
 from bucketpoint.errors import BucketpointError, IncompleteSaveError
@@ -27,6 +30,9 @@ from bucketpoint.format.index.int_columns import over
 from bucketpoint.format.index.ref import IndexRef
 from bucketpoint.format.metadata.facts import without_gc
 from bucketpoint.format.metadata.template import MetadataTemplate, make_template
+
+KEPT_PLANS = 4
+"""Plans that one planner keeps, each for another structure: two models and two optimizers, each saved separately."""
 
 _STOCK_FIELDS = tuple(field.name for field in dataclasses.fields(Metadata))
 
@@ -49,6 +55,7 @@ class CachedPlan:
         assignment: the assignment over columns, if the ranks sent columns.
         int_keys: paths of dicts with integer keys, on any rank.
         layouts: places of each rank's items when the rank last reported; None if it never has.
+        content: digest of what the ranks had sent, if plans are found again by it.
         complete: digests of a set of layouts of all ranks in which no item is missing.
         template: template of the metadata for the layouts in `complete`.
         index: template of the index for these layouts, if they have an index.
@@ -63,9 +70,64 @@ class CachedPlan:
     assignment: Assignment | None
     int_keys: Sequence[IntKeys]
     layouts: list[ItemColumns | None]
+    content: bytes | None = None
     complete: tuple[bytes, ...] | None = None
     template: MetadataTemplate | None = None
     index: IndexTemplate | None = None
+
+
+@dataclass
+class KeptPlan:
+    """A rank's part of a plan that all ranks have agreed on, and the items that the rank had asked for."""
+
+    entry: bytes
+    signature: Hashable
+    asked: LocalItems
+    plan: SavePlan
+    confirmed: bool = True
+
+    @property
+    def is_unaltered(self) -> bool:
+        """True if the plan still holds the items that the rank was assigned."""
+        return isinstance(self.plan.items, KnownItems) and self.plan.items.unaltered
+
+
+@dataclass
+class PlanCache:
+    """Everything that a planner keeps between saves, oldest first. The coordinator keeps plans longer than the ranks.
+
+    Attributes:
+        identity: finds the plans again in a checkpoint process, which receives the planner anew for each save.
+        coordinators: global ranks of the coordinators that have assigned plans to this rank.
+    """
+
+    identity: str = field(default_factory=lambda: uuid.uuid4().hex)
+    kept: list[KeptPlan] = field(default_factory=list)
+    agreed: dict[bytes, CachedPlan] = field(default_factory=dict)
+    warned: set[str] = field(default_factory=set)
+    coordinators: set[int] = field(default_factory=set)
+
+
+class SparePlans:
+    """Plans that a writer keeps between saves. One save uses them at a time; one that overlaps it plans anew."""
+
+    def __init__(self) -> None:
+        self._spare: list[PlanCache] = []
+
+    def take(self) -> PlanCache:
+        """Return the plans of earlier saves, or none if another save uses them."""
+        try:
+            return self._spare.pop()
+        except IndexError:
+            return PlanCache()
+
+    def give_back(self, cache: PlanCache) -> None:
+        """Keep the plans for the next save."""
+        self._spare[:] = [cache]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # The checkpoint process finds its plans by their identity.
+        return SparePlans, ()
 
 
 @dataclass

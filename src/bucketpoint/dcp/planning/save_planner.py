@@ -9,19 +9,14 @@ import io
 import logging
 import os
 import socket
-import uuid
-from collections.abc import Hashable
-from dataclasses import dataclass, field, replace
+from collections.abc import Hashable, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
-from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.checkpoint import DefaultSavePlanner, Metadata, SavePlan
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, StorageMeta
-from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
-from torch.distributed.checkpoint.planner_helpers import _create_write_items
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.distributed.checkpoint.metadata import MetadataIndex, StorageMeta
+from torch.distributed.checkpoint.planner import WriteItem
 
 from bucketpoint.dcp.planning.columnar.assignments import (
     EncodedAssignment,
@@ -31,12 +26,21 @@ from bucketpoint.dcp.planning.columnar.assignments import (
     items_of,
 )
 from bucketpoint.dcp.planning.columnar.encoding import LocalItems, content_digest, merged_mappings, pack_mappings
-from bucketpoint.dcp.planning.global_plan import own_names_by_rank, plan_globally, unpack_tables
+from bucketpoint.dcp.planning.global_plan import own_names_by_rank, packed_items, plan_globally, unpack_tables
 from bucketpoint.dcp.planning.local_chunks import is_partial
 from bucketpoint.dcp.planning.nested_state import IntKeys, int_keys_of
-from bucketpoint.dcp.planning.plan_cache import CachedPlan, PlannedMetadata, WriterMeta, stock
+from bucketpoint.dcp.planning.plan_cache import (
+    KEPT_PLANS,
+    CachedPlan,
+    KeptPlan,
+    PlanCache,
+    PlannedMetadata,
+    WriterMeta,
+    stock,
+)
 from bucketpoint.dcp.planning.rank_state import differing, value_digests
 from bucketpoint.dcp.planning.results import AssignedPlan, items_digest
+from bucketpoint.dcp.planning.write_items import is_plain, rows_of_item, signature_of, write_items
 from bucketpoint.dcp.process_groups import this_rank
 from bucketpoint.errors import BucketpointError, RanksDisagreeError, first_of
 from bucketpoint.format.columns import ItemColumns
@@ -44,9 +48,6 @@ from bucketpoint.format.columns import ItemColumns
 logger = logging.getLogger(__name__)
 
 _NAMED_AT_MOST = 5
-
-KEPT_PLANS = 4
-"""Plans that one planner keeps, each for another structure: two models and two optimizers, each saved separately."""
 
 KEPT_PLANNERS = 8
 
@@ -71,31 +72,6 @@ class _Local(NamedTuple):
     int_keys: tuple[IntKeys, ...] = ()
 
 
-@dataclass
-class _KeptPlan:
-    """A rank's part of a plan that all ranks have agreed on, and the items that the rank had asked for."""
-
-    entry: bytes
-    signature: Hashable
-    asked: LocalItems
-    plan: SavePlan
-    confirmed: bool = True
-
-
-@dataclass
-class _PlanCache:
-    """Everything that one planner keeps between saves, oldest first. The coordinator keeps plans longer than the ranks.
-
-    Attributes:
-        coordinators: global ranks of the coordinators that have assigned plans to this rank.
-    """
-
-    kept: list[_KeptPlan] = field(default_factory=list)
-    agreed: dict[bytes, CachedPlan] = field(default_factory=dict)
-    warned: set[str] = field(default_factory=set)
-    coordinators: set[int] = field(default_factory=set)
-
-
 class SavePlanner(DefaultSavePlanner):
     """Save planner that balances replicated data over the ranks that hold it, and reuses plans.
 
@@ -118,13 +94,28 @@ class SavePlanner(DefaultSavePlanner):
     ) -> None:
         super().__init__(flatten_state_dict, flatten_sharded_tensors)
         self._keep_plans = enable_plan_caching
-        self._identity = uuid.uuid4().hex
-        self._cache = _PlanCache()
+        self._sends_items = False
+        self._set_cache(PlanCache())
         self._writer_is_ours = False
         self._signature: Hashable = None
-        self._hit: _KeptPlan | None = None
+        self._hit: KeptPlan | None = None
         self._int_keys: tuple[IntKeys, ...] = ()
         self._asked = LocalItems([])
+
+    @classmethod
+    def with_plans(cls, cache: PlanCache) -> SavePlanner:
+        """Return a planner for one save, which reuses plans of earlier saves.
+
+        Unlike a planner that is kept, it sends its items at each save, so that no rank depends on what others have
+        kept: they may have made their writers anew.
+        """
+        planner = cls()
+        planner._sends_items = True
+        planner._set_cache(cache)
+        return planner
+
+    def _set_cache(self, cache: PlanCache) -> None:
+        self._cache, self._identity = cache, cache.identity
 
     def set_up_planner(
         self, state_dict: dict[str, Any], storage_meta: StorageMeta | None = None, is_coordinator: bool = False
@@ -141,21 +132,24 @@ class SavePlanner(DefaultSavePlanner):
             BucketpointError: a DTensor is a partial sum.
         """
         _refuse_partial(self.state_dict)
-        self._signature = (_signature(self.state_dict), tuple(self.mappings.values()), self._int_keys)
+        self._signature = (signature_of(self.state_dict), tuple(self.mappings.values()), self._int_keys)
         node = os.environ.get("GROUP_RANK") or socket.gethostname()
         sender = this_rank()
         self._hit = self._find(self._signature) if self._keep_plans else None
-        if self._hit is not None:
+        if self._hit is not None and not self._sends_items:
             # Until finish_plan learns that the coordinator knows the plan: a save that fails before is planned anew.
             self._hit.confirmed = False
             self._asked = self._hit.asked
             return SavePlan([], planner_data=_Local(self._hit.entry, sender, node), usable=False)
-        plan = super().create_local_plan()
-        digests = value_digests(plan.items, self.state_dict)
-        mappings = pack_mappings(plan.planner_data) if plan.planner_data is not None else ()
-        items = self._asked = LocalItems(plan.items)
+        if self._hit is not None and self._hit.asked.packed() is not None:
+            items = self._hit.asked
+        else:
+            items = LocalItems(write_items(self.state_dict, self.is_coordinator))
+        self._asked = items
+        mappings = pack_mappings(self.mappings) if self.flatten_state_dict else ()
+        digests = value_digests(items, self.state_dict)
         local = _Local(None, sender, node, mappings, digests, self._int_keys)
-        self.plan = replace(plan, items=items, planner_data=local)
+        self.plan = SavePlan(items, planner_data=local)
         return self.plan
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
@@ -179,7 +173,7 @@ class SavePlanner(DefaultSavePlanner):
         if agreed is None or agreed.senders != senders:
             agreed = self._agree(all_plans, senders)
             lists: list[Any] = [plan.items for plan in agreed.plans]
-            fresh: list[Any] = [items.anew() if isinstance(items, LazyItems) else items for items in lists]
+            fresh: list[Any] = [items.anew() if isinstance(items, LazyItems) else list(items) for items in lists]
             assigned = [replace(plan, items=items) for plan, items in zip(agreed.plans, fresh, strict=True)]
         else:
             assigned = [SavePlan([], usable=False)] * len(senders)
@@ -202,24 +196,24 @@ class SavePlanner(DefaultSavePlanner):
                 "A plan of SavePlanner came back without its planner_data", remedy="Keep it unchanged"
             )
         self._cache.coordinators.add(known.coordinator)
-        if new_plan.usable:
-            new_plan = replace(new_plan, items=self._own_items(new_plan))
+        hit = self._hit if self._hit is not None and self._hit.entry == known.entry else None
+        if hit is not None and (not new_plan.usable or hit.is_unaltered):
+            hit.confirmed = True
+            # The items are those of the cached plan; the coordinator's knowledge about them may be new.
+            self.plan = replace(hit.plan, planner_data=known, storage_data=new_plan.storage_data)
+        elif new_plan.usable:
+            self.plan = replace(new_plan, items=self._own_items(new_plan))
             if self._keep_plans:
                 others = [kept for kept in self._cache.kept if kept.signature != self._signature]
-                mine = _KeptPlan(known.entry, self._signature, self._asked, new_plan)
+                mine = KeptPlan(known.entry, self._signature, self._asked, self.plan)
                 self._cache.kept = [*others, mine][-KEPT_PLANS:]
-            self.plan = new_plan
-        elif self._hit is not None and self._hit.entry == known.entry:
-            self._hit.confirmed = True
-            # The items are those of the cached plan; the coordinator's knowledge about them may be new.
-            self.plan = replace(self._hit.plan, planner_data=new_plan.planner_data)
         else:
             raise BucketpointError("The coordinator returned no assignment to a rank that sent a plan")
         return self.plan
 
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
         """Return the rows of a tensor that an item names, without a copy; for any other value, the pickle."""
-        rows = _rows(self.state_dict.get(write_item.index.fqn), write_item)
+        rows = rows_of_item(self.state_dict.get(write_item.index.fqn), write_item)
         if rows is not None:
             transformed: torch.Tensor = self.transform_object(write_item, rows)
             return transformed
@@ -228,9 +222,7 @@ class SavePlanner(DefaultSavePlanner):
     def lookup_object(self, index: MetadataIndex) -> Any:
         """Return the tensor, the shard of a tensor, or the value that an item names."""
         value: Any = self.state_dict.get(index.fqn)
-        # From torch 2.15 on DCP asks each tensor by a `Protocol` whether it is a shard, which takes most of the time of
-        # laying out objects, under the interpreter's lock. A plain tensor without attributes is none.
-        if type(value) in _PLAIN and not value.__dict__ and index.offset in (None, (0,) * value.dim()):
+        if is_plain(value) and index.offset in (None, (0,) * value.dim()):
             return value
         return super().lookup_object(index)
 
@@ -243,12 +235,12 @@ class SavePlanner(DefaultSavePlanner):
         self.__dict__.update(state)
         self.mappings, self._signature, self._hit, self._asked = {}, None, None, LocalItems([])
         self._int_keys = ()
-        self._cache = _caches.setdefault(self._identity, _PlanCache())
+        self._cache = _caches.setdefault(self._identity, PlanCache(self._identity))
         for old in list(_caches)[:-KEPT_PLANNERS]:
             del _caches[old]
 
-    def _find(self, signature: Hashable) -> _KeptPlan | None:
-        if len(self._cache.coordinators) > 1:
+    def _find(self, signature: Hashable) -> KeptPlan | None:
+        if len(self._cache.coordinators) > 1 and not self._sends_items:
             # The planner is used in several process groups: this rank cannot know which plans this coordinator has.
             return None
         return next((kept for kept in self._cache.kept if kept.confirmed and kept.signature == signature), None)
@@ -271,6 +263,10 @@ class SavePlanner(DefaultSavePlanner):
         names = own_names_by_rank(asked, tables)
         self._warn_of_lost_values([(mine, plan) for mine, plan in zip(names, all_plans, strict=True) if plan.usable])
         nodes = [plan.planner_data.node for plan in all_plans]
+        content = _content(asked, senders, nodes) if self._sends_items else None
+        for kept in self._cache.agreed.values():
+            if content is not None and kept.content == content:
+                return kept
         # A subclass with its own `finish_plan` may look into the plan before it is decoded, and must find items there.
         whole = type(self).finish_plan is not SavePlanner.finish_plan
         plans, digests, metadata, assignment = plan_globally(asked, tables, nodes, whole=whole)
@@ -281,7 +277,7 @@ class SavePlanner(DefaultSavePlanner):
         int_keys = sorted({paths for plan in asked for paths in plan.planner_data.int_keys}, key=str)
         entry = content_digest(repr(senders).encode(), *digests, *mappings, repr(int_keys).encode())
         layouts: list[ItemColumns | None] = [None] * len(plans)
-        agreed = CachedPlan(entry, senders, asked, plans, digests, metadata, assignment, int_keys, layouts)
+        agreed = CachedPlan(entry, senders, asked, plans, digests, metadata, assignment, int_keys, layouts, content)
         if self._keep_plans:
             self._cache.agreed.pop(entry, None)
             self._cache.agreed[entry] = agreed
@@ -335,29 +331,19 @@ _OF_ONE_SAVE = {
     "state_dict",
 }
 
-_caches: dict[str, _PlanCache] = {}
+_caches: dict[str, PlanCache] = {}
 """Plans of the planners that were sent to this process, by the planner's identity."""
 
 
-def _signature(state: dict[str, Any]) -> Hashable:
-    """Return all that a plan depends on: names, kinds, shapes, dtypes and placements. Values are left out."""
-    return tuple([(name, *_facts(value)) for name, value in state.items()])
-
-
-def _facts(value: Any) -> tuple[Any, ...]:
-    if not isinstance(value, torch.Tensor):
-        return (type(value),)
-    if isinstance(value, DTensor):
-        return (value.shape, value.dtype, value.device_mesh, value.placements)
-    if isinstance(value, ShardedTensor):
-        shards = value.metadata().shards_metadata
-        return (value.size(), value.dtype, tuple((*shard.shard_offsets, *shard.shard_sizes) for shard in shards))
-    described = getattr(value, "__create_chunk_list__", None)
-    if described is not None or hasattr(value, "global_shape"):
-        # Several chunks of a tensor in one (CheckpointableTensor): the items that DCP makes of it describe the chunks.
-        chunks = (item.tensor_data.chunk for item in _create_write_items("", value) if item.tensor_data is not None)
-        return (value.dtype, *((tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in chunks))
-    return (value.shape, value.dtype)
+def _content(asked: Sequence[SavePlan], senders: Sequence[int], nodes: Sequence[str]) -> bytes | None:
+    """Return a digest of all that the coordinator makes a plan of; None if some rank did not send columns."""
+    described = []
+    for plan in asked:
+        packed = packed_items(plan)
+        if packed is None:
+            return None
+        described += [packed.digest, *plan.planner_data.mappings, repr(plan.planner_data.int_keys).encode()]
+    return content_digest(repr((senders, nodes)).encode(), *described)
 
 
 def _refuse_partial(state: dict[str, Any]) -> None:
@@ -370,43 +356,3 @@ def _refuse_partial(state: dict[str, Any]) -> None:
             f"Tensors with Partial placements have no values to save: {'; '.join(partial[:_NAMED_AT_MOST])}",
             remedy="Redistribute such tensors to Replicate() or Shard() before the save",
         )
-
-
-_PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
-
-
-def _rows(value: Any, item: WriteItem) -> torch.Tensor | None:
-    """Return the part of this rank's tensor that a slice names; None for an item that is no slice."""
-    if item.type != WriteItemType.SHARD or item.tensor_data is None or isinstance(value, ShardedTensor):
-        return None
-    if not isinstance(value, torch.Tensor) or hasattr(value, "global_shape"):
-        return None
-    chunk = item.tensor_data.chunk
-    local = value.to_local() if isinstance(value, DTensor) else value
-    if hasattr(local, "__get_tensor_shard__"):
-        return _rows_of_piece(value, item.index.fqn, chunk)
-    if isinstance(value, DTensor):
-        _, offsets = compute_local_shape_and_global_offset(value.shape, value.device_mesh, value.placements)
-    else:
-        offsets = (0,) * value.dim()
-    if tuple(local.shape) == tuple(chunk.sizes):
-        return None
-    rows: torch.Tensor = local.detach().narrow(0, chunk.offsets[0] - offsets[0], chunk.sizes[0])
-    return rows
-
-
-def _rows_of_piece(value: Any, fqn: str, chunk: ChunkStorageMetadata) -> torch.Tensor | None:
-    """Return what `_rows` returns, for a tensor of several pieces that tells their places (torchrec's wrapper)."""
-    for piece in value.__create_chunk_list__():
-        first = chunk.offsets[0] - piece.offsets[0] if chunk.offsets else 0
-        beside = (tuple(piece.offsets[1:]), tuple(piece.sizes[1:])) != (
-            tuple(chunk.offsets[1:]),
-            tuple(chunk.sizes[1:]),
-        )
-        if beside or first < 0 or (chunk.sizes and first + chunk.sizes[0] > piece.sizes[0]):
-            continue
-        if tuple(piece.sizes) == tuple(chunk.sizes):
-            return None
-        whole: torch.Tensor = value.__get_tensor_shard__(MetadataIndex(fqn, piece.offsets))
-        return whole.detach().narrow(0, first, chunk.sizes[0])
-    return None

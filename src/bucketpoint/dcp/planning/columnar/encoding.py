@@ -66,7 +66,7 @@ class PackedItems:
     offsets: bytes
     sizes: bytes
 
-    @property
+    @cached_property
     def digest(self) -> bytes:
         """16 bytes that identify these items."""
         return content_digest(*self.tables, self.offsets, self.sizes)

@@ -1,0 +1,95 @@
+"""The items that a rank asks to be written, the facts that they depend on, and the rows of a tensor that one names."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import Any
+
+import torch
+from torch.distributed._shard.sharded_tensor import ShardedTensor
+from torch.distributed.checkpoint.default_planner import create_default_local_save_plan
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
+from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner_helpers import _create_write_item_for_tensor, _create_write_items
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+_PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
+
+
+def is_plain(value: Any) -> bool:
+    """Return True for a tensor that is certainly no shard: it has neither another class nor attributes of its own.
+
+    From torch 2.15 on DCP asks each tensor by a `Protocol` whether it is a shard, which takes most of the time of
+    planning, under the interpreter's lock.
+    """
+    return type(value) in _PLAIN and not value.__dict__
+
+
+def write_items(state: dict[str, Any], is_coordinator: bool) -> list[WriteItem]:
+    """Return the items of a rank's flat state, as DCP makes them."""
+    items: list[WriteItem] = []
+    for name, value in state.items():
+        if is_plain(value):
+            items.append(_create_write_item_for_tensor(name, value))
+        else:
+            items += create_default_local_save_plan({name: value}, is_coordinator).items
+    return items
+
+
+def signature_of(state: dict[str, Any]) -> Hashable:
+    """Return all that a plan depends on: names, kinds, shapes, dtypes and placements. Values are left out."""
+    return tuple([(name, *_facts(value)) for name, value in state.items()])
+
+
+def _facts(value: Any) -> tuple[Any, ...]:
+    if not isinstance(value, torch.Tensor):
+        return (type(value),)
+    if isinstance(value, DTensor):
+        return (value.shape, value.dtype, value.device_mesh, value.placements)
+    if isinstance(value, ShardedTensor):
+        shards = value.metadata().shards_metadata
+        return (value.size(), value.dtype, tuple((*shard.shard_offsets, *shard.shard_sizes) for shard in shards))
+    described = getattr(value, "__create_chunk_list__", None)
+    if described is not None or hasattr(value, "global_shape"):
+        # Several chunks of a tensor in one (CheckpointableTensor): the items that DCP makes of it describe the chunks.
+        chunks = (item.tensor_data.chunk for item in _create_write_items("", value) if item.tensor_data is not None)
+        return (value.dtype, *((tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in chunks))
+    return (value.shape, value.dtype)
+
+
+def rows_of_item(value: Any, item: WriteItem) -> torch.Tensor | None:
+    """Return the part of this rank's tensor that a slice names; None for an item that is no slice."""
+    if item.type != WriteItemType.SHARD or item.tensor_data is None or isinstance(value, ShardedTensor):
+        return None
+    if not isinstance(value, torch.Tensor) or hasattr(value, "global_shape"):
+        return None
+    chunk = item.tensor_data.chunk
+    local = value.to_local() if isinstance(value, DTensor) else value
+    if hasattr(local, "__get_tensor_shard__"):
+        return _rows_of_piece(value, item.index.fqn, chunk)
+    if isinstance(value, DTensor):
+        _, offsets = compute_local_shape_and_global_offset(value.shape, value.device_mesh, value.placements)
+    else:
+        offsets = (0,) * value.dim()
+    if tuple(local.shape) == tuple(chunk.sizes):
+        return None
+    rows: torch.Tensor = local.detach().narrow(0, chunk.offsets[0] - offsets[0], chunk.sizes[0])
+    return rows
+
+
+def _rows_of_piece(value: Any, fqn: str, chunk: ChunkStorageMetadata) -> torch.Tensor | None:
+    """Return what `rows_of_item` does, for a tensor of several pieces that tells their places (torchrec's wrapper)."""
+    for piece in value.__create_chunk_list__():
+        first = chunk.offsets[0] - piece.offsets[0] if chunk.offsets else 0
+        beside = (tuple(piece.offsets[1:]), tuple(piece.sizes[1:])) != (
+            tuple(chunk.offsets[1:]),
+            tuple(chunk.sizes[1:]),
+        )
+        if beside or first < 0 or (chunk.sizes and first + chunk.sizes[0] > piece.sizes[0]):
+            continue
+        if tuple(piece.sizes) == tuple(chunk.sizes):
+            return None
+        whole: torch.Tensor = value.__get_tensor_shard__(MetadataIndex(fqn, piece.offsets))
+        return whole.detach().narrow(0, first, chunk.sizes[0])
+    return None
