@@ -28,6 +28,10 @@ def filled_arena(nbytes: int) -> Arena:
     return arena
 
 
+_EMPTY = Arena(0, shared=True)
+"""The shared memory of orders that have no byte in it."""
+
+
 def view_of(arena: Arena, start: int, nbytes: int) -> memoryview:
     """The arena's bytes as a save sends them."""
     if not nbytes:
@@ -38,15 +42,16 @@ def view_of(arena: Arena, start: int, nbytes: int) -> memoryview:
 def upload_of(
     url: str,
     sources: Sequence[ObjectSource],
-    arenas: Sequence[Arena] = (),
+    arena: Arena | None = None,
     *,
     storage_options: dict[str, Any] | None = None,
     options: TransferOptions = OPTIONS,
 ) -> Upload:
     store, _ = open_store(url, storage_options=storage_options)
-    memory = [arena.shared_memory for arena in arenas]
     config = StoreConfig(url, pickle.dumps(storage_options or {}))
-    return Upload(url, store, config, sources, options, [each for each in memory if each is not None])
+    memory = (arena or _EMPTY).shared_memory
+    assert memory is not None
+    return Upload(url, store, config, sources, options, memory)
 
 
 def whole(arena: Arena, key: str = "a/whole") -> ObjectSource:

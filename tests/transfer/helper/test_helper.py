@@ -63,7 +63,7 @@ KINDS = st.sampled_from(["shared", "inline", "read-only", "elsewhere", "filled",
 def test_any_objects_arrive_as_threads_would_have_sent_them(
     data: st.DataObject, helper: UploadHelper, tmp_path: Path
 ) -> None:
-    arenas = [filled_arena(600_000), filled_arena(300_000)]
+    arena = filled_arena(600_000)
     sources = []
     for number in range(data.draw(st.integers(1, 3), label="objects")):
         segments: list[Segment] = []
@@ -71,7 +71,6 @@ def test_any_objects_arrive_as_threads_would_have_sent_them(
             nbytes = data.draw(st.integers(1, 200_000), label="nbytes") if kind != "empty" else 0
             block = data.draw(st.sampled_from([0, nbytes, 70_001]), label="block")
             if kind == "shared":
-                arena = data.draw(st.sampled_from(arenas))
                 start = data.draw(st.integers(0, arena.nbytes - nbytes), label="start")
                 segments.append(Segment(nbytes, view_of(arena, start, nbytes), block_nbytes=block))
                 continue
@@ -90,7 +89,7 @@ def test_any_objects_arrive_as_threads_would_have_sent_them(
         if tabled:
             segments.append(Segment(4 * blocks, table_of=tabled))
         sources.append(ObjectSource(f"a/{number}", segments))
-    work = upload_of(str(tmp_path / "helper"), sources, arenas)
+    work = upload_of(str(tmp_path / "helper"), sources, arena)
     mine = upload_of(str(tmp_path / "threads"), sources)
 
     there = helper.upload(work, meter())
@@ -105,7 +104,7 @@ def test_any_objects_arrive_as_threads_would_have_sent_them(
 def test_parts_and_progress_and_requests_are_counted_here(helper: UploadHelper, minio: S3Server) -> None:
     arena = filled_arena(12 * MIB)
     bucket = minio.make_bucket()
-    work = upload_of(minio.url(bucket), [whole(arena)], [arena], storage_options=minio.options)
+    work = upload_of(minio.url(bucket), [whole(arena)], arena, storage_options=minio.options)
     seen: list[Progress] = []
     counted, before = meter(seen.append), process_budget().counts.requests
     (done,) = helper.upload(work, counted)
@@ -120,7 +119,7 @@ def test_the_process_has_neither_torch_nor_a_secret_in_its_arguments_and_environ
 ) -> None:
     arena = filled_arena(MIB)
     options = {**minio.options, "secret": minio.options["secret"]}
-    helper.upload(upload_of(minio.url(minio.make_bucket()), [whole(arena)], [arena], storage_options=options), meter())
+    helper.upload(upload_of(minio.url(minio.make_bucket()), [whole(arena)], arena, storage_options=options), meter())
     process = Path(f"/proc/{helper.process_id}")
     secret = options["secret"].encode()
     assert secret not in (process / "cmdline").read_bytes() + (process / "environ").read_bytes()
@@ -129,10 +128,10 @@ def test_the_process_has_neither_torch_nor_a_secret_in_its_arguments_and_environ
 
 def test_the_memory_of_an_upload_is_not_mapped_after_it(helper: UploadHelper, tmp_path: Path) -> None:
     arena = filled_arena(MIB)
-    helper.upload(upload_of(str(tmp_path), [whole(arena)], [arena]), meter())
+    helper.upload(upload_of(str(tmp_path), [whole(arena)], arena), meter())
     wait_until(lambda: "bucketpoint-staging" not in Path(f"/proc/{helper.process_id}/maps").read_text())
     descriptors = os.listdir(f"/proc/{helper.process_id}/fd")
-    helper.upload(upload_of(str(tmp_path), [whole(arena)], [arena]), meter())
+    helper.upload(upload_of(str(tmp_path), [whole(arena)], arena), meter())
     wait_until(lambda: len(os.listdir(f"/proc/{helper.process_id}/fd")) == len(descriptors))
 
 
@@ -141,9 +140,9 @@ def test_an_error_of_the_store_is_raised_here_and_the_process_goes_on(helper: Up
     refused = minio.limited_options({"Effect": "Allow", "Action": ["s3:GetObject"], "Resource": ["arn:aws:s3:::*"]})
     url = minio.url(minio.make_bucket())
     with pytest.raises(AccessDeniedError):
-        helper.upload(upload_of(url, [whole(arena)], [arena], storage_options=refused), meter())
+        helper.upload(upload_of(url, [whole(arena)], arena, storage_options=refused), meter())
     process = helper.process_id
-    helper.upload(upload_of(url, [whole(arena)], [arena], storage_options=minio.options), meter())
+    helper.upload(upload_of(url, [whole(arena)], arena, storage_options=minio.options), meter())
     assert helper.process_id == process
 
 
@@ -154,7 +153,7 @@ def test_records_of_its_log_reach_the_handlers_of_the_program(
     refused = Rule((Refuse(403, "AccessDenied"),), kinds=("UploadPart", "AbortMultipartUpload"))
     proxy = fault_proxy(minio, Script((refused,)))
     url = minio.url(minio.make_bucket())
-    work = upload_of(url, [whole(arena)], [arena], storage_options=minio.at(proxy.url).options)
+    work = upload_of(url, [whole(arena)], arena, storage_options=minio.at(proxy.url).options)
     with caplog.at_level(logging.WARNING, "bucketpoint"), pytest.raises(AccessDeniedError):
         helper.upload(work, meter())
     (record,) = (each for each in caplog.records if each.name == "bucketpoint.transfer.multipart")
@@ -167,10 +166,10 @@ def test_variables_that_were_set_after_it_was_started_are_used(
 ) -> None:
     arena = filled_arena(MIB)
     url = minio.url(minio.make_bucket())
-    own_helper.upload(upload_of(url, [whole(arena)], [arena], storage_options=minio.options), meter())
+    own_helper.upload(upload_of(url, [whole(arena)], arena, storage_options=minio.options), meter())
     for name, value in minio.env.items():
         monkeypatch.setenv(name, value)
-    (done,) = own_helper.upload(upload_of(url, [whole(arena, "b")], [arena]), meter())
+    (done,) = own_helper.upload(upload_of(url, [whole(arena, "b")], arena), meter())
     assert done.info.size == arena.nbytes
 
 
@@ -178,9 +177,9 @@ def test_a_relative_path_is_that_of_the_trainer(
     own_helper: UploadHelper, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     arena = filled_arena(MIB)
-    own_helper.upload(upload_of(str(tmp_path / "first"), [whole(arena)], [arena]), meter())
+    own_helper.upload(upload_of(str(tmp_path / "first"), [whole(arena)], arena), meter())
     monkeypatch.chdir(tmp_path)
-    own_helper.upload(upload_of("second", [whole(arena)], [arena]), meter())
+    own_helper.upload(upload_of("second", [whole(arena)], arena), meter())
     assert (tmp_path / "second" / "a" / "whole").stat().st_size == arena.nbytes
 
 
@@ -188,7 +187,7 @@ def test_options_that_mean_nothing_elsewhere_are_refused_before_anything_is_sent
     helper: UploadHelper, tmp_path: Path
 ) -> None:
     arena = filled_arena(MIB)
-    work = upload_of(str(tmp_path), [whole(arena)], [arena])
+    work = upload_of(str(tmp_path), [whole(arena)], arena)
     of_this_program = replace(work.config, storage_options=b"ca_module_of_the_program\nA\n.")
     with pytest.raises(HelperUnavailableError, match="made again"):
         helper.upload(replace(work, config=of_this_program), meter())
@@ -210,14 +209,15 @@ def test_an_interpreter_that_cannot_be_started_again_is_named(
 def test_no_message_of_an_order_is_large_and_none_is_missing(helper: UploadHelper, tmp_path: Path) -> None:
     segments = [Segment(2, memoryview(number.to_bytes(2, "little"))) for number in range(2 * AT_ONCE + 3)]
     sources = [ObjectSource("many", segments), ObjectSource("none", []), ObjectSource("one", segments[:1])]
-    assert [(each.key, each.begins, len(each.segments)) for each in described(sources, [])] == [
+    work = upload_of(str(tmp_path), sources)
+    assert [(each.key, each.begins, len(each.segments)) for each in described(sources, work.memory)] == [
         ("many", True, AT_ONCE),
         ("many", False, AT_ONCE),
         ("many", False, 3),
         ("none", True, 0),
         ("one", True, 1),
     ]
-    done = helper.upload(upload_of(str(tmp_path), sources), meter())
+    done = helper.upload(work, meter())
     assert [each.info.size for each in done] == [2 * len(segments), 0, 2]
     assert (tmp_path / "many").read_bytes() == b"".join(number.to_bytes(2, "little") for number in range(len(segments)))
 
@@ -237,7 +237,7 @@ def test_a_default_timeout_of_the_program_is_not_that_of_the_channel(own_helper:
     arena = filled_arena(MIB)
     socket.setdefaulttimeout(0.05)
     try:
-        own_helper.upload(upload_of(str(tmp_path), [whole(arena)], [arena]), meter())
+        own_helper.upload(upload_of(str(tmp_path), [whole(arena)], arena), meter())
     finally:
         socket.setdefaulttimeout(None)
 
@@ -268,7 +268,7 @@ def test_an_order_that_cannot_be_read_is_refused_and_the_process_goes_on(helper:
 
 def test_refused_orders_keep_no_memory_of_the_trainer(helper: UploadHelper, tmp_path: Path) -> None:
     arena = filled_arena(MIB)
-    work = upload_of(str(tmp_path), [whole(arena)], [arena])
+    work = upload_of(str(tmp_path), [whole(arena)], arena)
     helper.upload(work, meter())
     for _ in range(3):
         with pytest.raises(HelperUnavailableError):
@@ -324,7 +324,7 @@ def test_an_upload_whose_process_was_killed_is_done_by_another(
             os.kill(killed[0], signal.SIGKILL)
 
     counted = meter(kill_once)
-    work = upload_of(minio.url(bucket), [whole(arena)], [arena], storage_options=minio.options)
+    work = upload_of(minio.url(bucket), [whole(arena)], arena, storage_options=minio.options)
     (done,) = own_helper.upload(work, counted)
     assert killed
     assert own_helper.process_id != killed[0]
@@ -352,7 +352,7 @@ def test_an_upload_whose_process_was_stopped_is_done_by_another(own_helper: Uplo
             stopped.append(own_helper.process_id or 0)
             os.kill(stopped[0], signal.SIGSTOP)
 
-    work = upload_of(minio.url(bucket), [whole(arena)], [arena], storage_options=minio.options)
+    work = upload_of(minio.url(bucket), [whole(arena)], arena, storage_options=minio.options)
     own_helper.upload(work, meter(stop_once))
     assert has_ended(stopped[0])
     assert own_helper.process_id != stopped[0]
@@ -388,7 +388,7 @@ def test_two_deaths_during_one_upload_are_an_error_and_leave_no_upload(
                 killed.add(process)
                 os.kill(process, signal.SIGKILL)
 
-    work = upload_of(minio.url(bucket), [whole(arena)], [arena], storage_options=minio.options)
+    work = upload_of(minio.url(bucket), [whole(arena)], arena, storage_options=minio.options)
     with pytest.raises(HelperProcessError, match="-9"):
         own_helper.upload(work, Killing("save", "x", 0, None))
     assert len(killed) == 2
@@ -411,7 +411,7 @@ def test_an_error_on_this_side_ends_the_upload_and_leaves_none_open(own_helper: 
     assert process is not None
     with pytest.raises(ZeroDivisionError):
         own_helper.upload(
-            upload_of(minio.url(bucket), [whole(arena)], [arena], storage_options=minio.options), meter(fail)
+            upload_of(minio.url(bucket), [whole(arena)], arena, storage_options=minio.options), meter(fail)
         )
     assert has_ended(process)
     assert minio.open_uploads(bucket, "a/whole") == []
@@ -428,7 +428,7 @@ def test_an_error_on_this_side_leaves_no_upload_although_the_helper_cannot_abort
             os.kill(own_helper.process_id or 0, signal.SIGSTOP)
             raise ZeroDivisionError
 
-    work = upload_of(minio.url(bucket), [whole(arena)], [arena], storage_options=minio.options)
+    work = upload_of(minio.url(bucket), [whole(arena)], arena, storage_options=minio.options)
     with pytest.raises(ZeroDivisionError):
         own_helper.upload(work, meter(fail))
     assert minio.open_uploads(bucket, "a/whole") == []
@@ -508,7 +508,7 @@ def test_a_fork_neither_holds_nor_ends_the_channel_and_may_upload_by_itself(
 
 def test_two_threads_upload_one_after_the_other(helper: UploadHelper, tmp_path: Path) -> None:
     arenas = [filled_arena(3 * MIB) for _ in range(4)]
-    works = [upload_of(str(tmp_path), [whole(arena, f"a/{n}")], [arena]) for n, arena in enumerate(arenas)]
+    works = [upload_of(str(tmp_path), [whole(arena, f"a/{n}")], arena) for n, arena in enumerate(arenas)]
     threads = [threading.Thread(target=helper.upload, args=(work, meter())) for work in works]
     for thread in threads:
         thread.start()

@@ -153,9 +153,7 @@ def test_a_process_that_stops_in_the_middle_of_a_message_is_replaced(
                 os.kill(stopped[0], signal.SIGSTOP)
 
     options = TransferOptions(single_put_bytes=1 << 30)
-    (done,) = helper.upload(
-        upload_of(str(tmp_path), [source], [arena], options=options), Stopping("save", "x", 0, None)
-    )
+    (done,) = helper.upload(upload_of(str(tmp_path), [source], arena, options=options), Stopping("save", "x", 0, None))
     assert has_ended(stopped[0])
     assert len(done.block_crcs[0]) == arena.nbytes // 32
 
@@ -212,7 +210,7 @@ def test_whoever_drops_the_last_reference_does_not_wait_for_its_end(tmp_path: Pa
 def test_no_byte_is_counted_twice_if_threads_go_on_after_it(helper: UploadHelper, tmp_path: Path) -> None:
     counted = meter()
     arena = filled_arena(4 * MIB)
-    helper.upload(upload_of(str(tmp_path), [whole(arena)], [arena]), counted)
+    helper.upload(upload_of(str(tmp_path), [whole(arena)], arena), counted)
     counted.begin_again()
-    helper.upload(upload_of(str(tmp_path), [whole(arena, "b")], [arena]), counted)
+    helper.upload(upload_of(str(tmp_path), [whole(arena, "b")], arena), counted)
     assert counted.done_bytes == arena.nbytes

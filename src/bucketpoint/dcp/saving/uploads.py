@@ -154,6 +154,6 @@ class Uploads:
             config=StoreConfig(to.url, storage_options),
             sources=sources,
             options=replace(self._options, nice=0),
-            memory=[lease.memory],
+            memory=lease.memory,
         )
         return self._helper.upload(work, meter)

@@ -19,8 +19,6 @@ from typing import Any
 _HEADER = struct.Struct("<Q")
 """Length of the pickled message, in bytes. The descriptors of the message are sent with its header."""
 
-_MOST_DESCRIPTORS = 16
-
 SIGN_OF_LIFE_S = 5.0
 """Seconds between two signs of life of a helper that uploads."""
 
@@ -70,7 +68,7 @@ class Channel:
             if not ready or until_end_of in ready:
                 return None
         try:
-            head, descriptors, _, _ = socket.recv_fds(self._socket, _HEADER.size, _MOST_DESCRIPTORS)
+            head, descriptors, _, _ = socket.recv_fds(self._socket, _HEADER.size, 1)
             head += self._exactly(_HEADER.size - len(head)) if head else b""
             data = self._exactly(_HEADER.unpack(head)[0]) if head else b""
         except (ConnectionError, EOFError, BlockingIOError):

@@ -47,20 +47,20 @@ class RemoteSegment(NamedTuple):
     """Description of a `Segment` for the helper: its bytes lie in shared memory, in the message, or in the trainer.
 
     Attributes:
-        place: number of the shared memory, and the offset in it; None if the bytes are elsewhere.
+        offset: position in the shared memory; None if the bytes are elsewhere.
         inline: the bytes, if they are few; None otherwise. With neither, the trainer sends them on request.
         late, block_nbytes, table_of: as in `Segment`.
     """
 
     nbytes: int
-    place: tuple[int, int] | None
+    offset: int | None
     inline: bytes | None
     late: bool
     block_nbytes: int
     table_of: tuple[int, ...]
 
 
-PlainSegment = tuple[int, tuple[int, int] | None, bytes | None, bool, int, tuple[int, ...]]
+PlainSegment = tuple[int, int | None, bytes | None, bool, int, tuple[int, ...]]
 """The fields of a `RemoteSegment`. Plain tuples are pickled ten times as fast, while training waits for the lock."""
 
 
@@ -80,11 +80,11 @@ class SegmentsToUpload:
 
 @dataclass(frozen=True)
 class UploadOrder:
-    """An order to upload the objects sent before it. The descriptors of the shared memory are sent with it.
+    """An order to upload the objects sent before it. The descriptor of the shared memory is sent with it.
 
     Attributes:
         identity: identity that the store must have.
-        memory: size of each piece of shared memory, in bytes.
+        memory_nbytes: size of the shared memory.
         environment: environment variables, if they have changed since the helper was started; else None. They may hold
             secrets.
         folder: working directory of the trainer, from which relative paths of local files lead.
@@ -95,7 +95,7 @@ class UploadOrder:
     store: StoreConfig
     identity: str
     options: TransferOptions
-    memory: Sequence[int]
+    memory_nbytes: int
     environment: Mapping[str, str] | None = field(repr=False)
     folder: str | None
     umask: int | None

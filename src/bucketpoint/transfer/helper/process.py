@@ -61,7 +61,7 @@ class Upload:
         what: name of the save, for messages.
         store: the store in this process, for what remains after a helper that died.
         config: the same store, to be made again in the helper.
-        memory: shared memory that segments lie in.
+        memory: shared memory, in which segments may lie.
     """
 
     what: str
@@ -69,7 +69,7 @@ class Upload:
     config: StoreConfig
     sources: Sequence[ObjectSource]
     options: TransferOptions
-    memory: Sequence[MappableMemory]
+    memory: MappableMemory
 
 
 class UploadHelper:
@@ -266,7 +266,7 @@ class _Running:
             work.config,
             identity,
             work.options,
-            [memory.nbytes for memory in work.memory],
+            work.memory.nbytes,
             environment if environment != self._environment else None,
             _folder(),
             _umask(),
@@ -274,7 +274,7 @@ class _Running:
         )
         self._environment = environment
         try:
-            self._channel.send(order, [memory.descriptor for memory in work.memory])
+            self._channel.send(order, [work.memory.descriptor])
         except (pickle.PicklingError, TypeError, AttributeError) as error:
             raise HelperUnavailableError(f"the options cannot be pickled ({type(error).__name__})") from error
 

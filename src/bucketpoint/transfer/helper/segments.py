@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from typing import Protocol
 
@@ -13,7 +12,6 @@ from bucketpoint.transfer.upload import ObjectSource, Segment
 INLINE_BYTES = 64 << 10
 """Size up to which bytes outside of shared memory are sent with the order. Larger ones are sent when they are needed:
 an order must not hold a copy of the state."""
-
 
 AT_ONCE = 500
 """Segments in one message. To pickle them takes a tenth of the interval at which threads take turns (5 ms)."""
@@ -33,27 +31,23 @@ class MappableMemory(Protocol):
     descriptor: int
 
 
-def described(sources: Sequence[ObjectSource], memory: Sequence[MappableMemory]) -> Iterator[SegmentsToUpload]:
+def described(sources: Sequence[ObjectSource], memory: MappableMemory) -> Iterator[SegmentsToUpload]:
     """Describe objects for the helper, a limited number of segments at a time.
 
     One message is pickled in one hold of the interpreter's lock, for which training waits.
     """
-    order = sorted(range(len(memory)), key=lambda number: memory[number].address)
-    starts = [memory[number].address for number in order]
 
     def remote(segment: Segment) -> PlainSegment:
-        place, inline, data = None, None, segment.data
+        offset, inline, data = None, None, segment.data
         if data is not None:
             # Memory that can be written is the state's; the bytes of headers and of pickled values are read-only.
-            address = 0 if data.readonly or not data.nbytes else ctypes.addressof(ctypes.c_char.from_buffer(data))
-            nearest = bisect_right(starts, address) - 1
-            if address and nearest >= 0:
-                shared = memory[order[nearest]]
-                if address + data.nbytes <= shared.address + shared.nbytes:
-                    place = order[nearest], address - shared.address
-            if place is None and data.nbytes <= INLINE_BYTES:
+            if data.nbytes and not data.readonly:
+                start = ctypes.addressof(ctypes.c_char.from_buffer(data)) - memory.address
+                if 0 <= start <= memory.nbytes - data.nbytes:
+                    offset = start
+            if offset is None and data.nbytes <= INLINE_BYTES:
                 inline = bytes(data)
-        return segment.nbytes, place, inline, segment.late, segment.block_nbytes, tuple(segment.table_of)
+        return segment.nbytes, offset, inline, segment.late, segment.block_nbytes, tuple(segment.table_of)
 
     for source in sources:
         for start in range(0, max(len(source.segments), 1), AT_ONCE):

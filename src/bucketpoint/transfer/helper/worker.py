@@ -17,7 +17,6 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Sequence
 from dataclasses import asdict
 
 from bucketpoint.errors import BucketpointError, HelperUnavailableError
@@ -89,7 +88,7 @@ def main(descriptor: int, trainer: int) -> None:
                 objects.append((message.key, []))
             objects[-1][1].extend(map(RemoteSegment._make, message.segments))
         elif isinstance(message, UploadOrder):
-            job = _Job(channel, message, objects, descriptors)
+            job = _Job(channel, message, objects, *descriptors)
             job.start()
             objects = []
         elif isinstance(message, Given) and job is not None:
@@ -142,12 +141,12 @@ class _Job:
         channel: Channel,
         order: UploadOrder,
         objects: list[tuple[str, list[RemoteSegment]]],
-        descriptors: Sequence[int],
+        descriptor: int,
     ) -> None:
         self._channel = channel
         self._order = order
         self._objects = objects
-        self._descriptors = descriptors
+        self._descriptor = descriptor
         self._lock = threading.Lock()
         self._open: dict[str, str] = {}
         self._requests = itertools.count()
@@ -195,9 +194,8 @@ class _Job:
         except BaseException as error:  # noqa: BLE001 (sent to the trainer, which raises it)
             answer = Failed(_picklable(error), _counted_since(before))
         finally:
-            # Mappings stay. A refused order has none, and its descriptors would keep the trainer's memory.
-            for descriptor in self._descriptors:
-                os.close(descriptor)
+            # A mapping stays. A refused order has none, and its descriptor would keep the trainer's memory.
+            os.close(self._descriptor)
         self._over.set()
         # The process may be idle for long, and these hold bytes of the state.
         self._objects.clear()
@@ -241,9 +239,8 @@ class _Job:
 
     def _upload(self, store: Store) -> list[Uploaded]:
         order = self._order
-        memory = [
-            _mapped(descriptor, nbytes) for descriptor, nbytes in zip(self._descriptors, order.memory, strict=True)
-        ]
+        # Unmapped once no segment refers to it any more.
+        memory = memoryview(mmap.mmap(self._descriptor, order.memory_nbytes, prot=mmap.PROT_READ))
         sources = [
             ObjectSource(key, [self._segment(number, index, each, memory) for index, each in enumerate(segments)])
             for number, (key, segments) in enumerate(self._objects)
@@ -265,11 +262,10 @@ class _Job:
     def _acknowledged(self, key: str) -> None:
         self._open.pop(key, None)
 
-    def _segment(self, number: int, index: int, remote: RemoteSegment, memory: Sequence[memoryview]) -> Segment:
+    def _segment(self, number: int, index: int, remote: RemoteSegment, memory: memoryview) -> Segment:
         data, fill = None, None
-        if remote.place is not None:
-            which, offset = remote.place
-            data = memory[which][offset : offset + remote.nbytes]
+        if remote.offset is not None:
+            data = memory[remote.offset : remote.offset + remote.nbytes]
         elif remote.inline is not None:
             data = memoryview(remote.inline)
         elif not remote.table_of:
@@ -287,11 +283,6 @@ class _Job:
             if self._canceller.is_made:
                 raise BucketpointError("the trainer has ended")
         out[:] = given[1].pop()
-
-
-def _mapped(descriptor: int, nbytes: int) -> memoryview:
-    """Map shared memory for reading. It is unmapped once no segment refers to it any more."""
-    return memoryview(mmap.mmap(descriptor, nbytes, prot=mmap.PROT_READ))
 
 
 def _counted_since(before: dict[str, int]) -> dict[str, int]:
