@@ -31,7 +31,7 @@ from bucketpoint.testing.faults import Rule, Slow
 from bucketpoint.testing.plugin import MakeProxy
 from bucketpoint.testing.servers import S3Server
 from dcp.saving.upload_program import NBYTES, state
-from transfer.helper.orders import has_ended, wait_until
+from transfer.helper.orders import has_ended, stop, wait_until
 
 PROCESS = TransferOptions(background="process")
 ENDS_S = 20.0
@@ -216,7 +216,7 @@ def open_uploads(minio: S3Server, place: tuple[str, str]) -> list[Any]:
     return minio.client().list_multipart_uploads(Bucket=place[0]).get("Uploads", [])
 
 
-@pytest.mark.parametrize("end", ["result", "fork", "stopped"])
+@pytest.mark.parametrize("end", ["fork", "stopped"])
 def test_a_trainer_that_is_killed_leaves_no_process_no_upload_and_no_checkpoint(
     start: StartProgram, minio: S3Server, place: tuple[str, str], end: str
 ) -> None:
@@ -224,7 +224,7 @@ def test_a_trainer_that_is_killed_leaves_no_process_no_upload_and_no_checkpoint(
     try:
         if end == "stopped":
             # Linux wakes a stopped process whose process group has lost its last parent.
-            os.kill(started.helper, signal.SIGSTOP)
+            stop(started.helper)
         started.program.kill()
         started.program.wait()
         wait_for_end(started.helper)

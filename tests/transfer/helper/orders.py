@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import pickle
+import signal
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -51,7 +52,7 @@ def upload_of(
     config = StoreConfig(url, pickle.dumps(storage_options or {}))
     memory = (arena or _EMPTY).shared_memory
     assert memory is not None
-    return Upload(url, store, config, sources, options, memory)
+    return Upload(store, config, sources, options, memory)
 
 
 def whole(arena: Arena, key: str = "a/whole") -> ObjectSource:
@@ -65,9 +66,20 @@ def meter(callback: Callable[[Progress], None] | None = None) -> Meter:
 def has_ended(process: int) -> bool:
     """True once a process has ended, whether its parent has looked or not."""
     try:
-        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
+        return _condition(Path(f"/proc/{process}/stat")) in "ZX"
     except OSError:
         return True
+
+
+def stop(process: int) -> None:
+    """Stop a process, and wait until each of its threads has stopped: on a busy machine that takes a while."""
+    os.kill(process, signal.SIGSTOP)
+    threads = Path(f"/proc/{process}/task")
+    wait_until(lambda: all(_condition(each / "stat") == "T" for each in threads.iterdir()))
+
+
+def _condition(stat: Path) -> str:
+    return stat.read_text().rpartition(")")[2].split()[0]
 
 
 def wait_until(condition: Callable[[], Any], seconds: float = 30.0) -> None:

@@ -57,9 +57,10 @@ class Uploads:
     def __init__(self, options: TransferOptions) -> None:
         self._options = options
         self._helper = UploadHelper(options.in_background(shares_lock=False).nice)
+        # For good: as the options say, or since a process was refused.
+        self._on_threads = options.background == "thread"
+        self._left = False
         self._told = False
-        self._refused = False
-        self._wanted = options.background != "thread"
 
     @property
     def process_id(self) -> int | None:
@@ -68,7 +69,7 @@ class Uploads:
 
     def prepare(self, staged_bytes: int) -> None:
         """Start the process on another thread, if saves of this size will use it."""
-        if self._wanted and (staged_bytes >= LEAST_BYTES or self._options.background == "process"):
+        if not self._left and self._wants_process(staged_bytes):
             self._helper.start_soon()
 
     def options(self, lease: Lease | None) -> TransferOptions:
@@ -91,38 +92,41 @@ class Uploads:
             HelperUnavailableError: `background="process"`, and no process can do it. Nothing was sent.
             HelperProcessError: two processes died during this upload.
         """
-        wanted = self._options.background != "thread" and not self._refused
-        if wanted and lease is not None and lease.beside_training:
+        # Without shared memory a process is refused, which is logged once.
+        staged_bytes = lease.memory.nbytes if lease is not None and lease.memory is not None else LEAST_BYTES
+        if lease is not None and lease.beside_training and self._wants_process(staged_bytes):
             try:
-                uploaded = self._by_process(to, sources, lease, meter)
+                return self._by_process(to, sources, lease, meter)
             except _NOT_OF_THE_STORE as error:
                 if self._options.background == "process":
                     error.url = error.url or to.url
                     raise
                 self._go_on_without(error)
                 meter.begin_again()
-            else:
-                if uploaded is not None:
-                    return uploaded
         options = self.options(lease)
         pool = BufferPool(options.max_inflight_bytes)
         return upload_objects(to.store, sources, options, pool=pool, meter=meter)
 
+    def _wants_process(self, staged_bytes: int) -> bool:
+        """Return True if a process is to upload a save of this size beside training."""
+        large = staged_bytes >= LEAST_BYTES
+        return not self._on_threads and (large or self._options.background == "process")
+
     def _go_on_without(self, error: BucketpointError) -> None:
         """Say once why threads upload; after a refusal, they do for as long as the writer lives."""
-        self._refused = self._refused or isinstance(error, HelperUnavailableError)
-        if self._refused:
-            self._wanted = False
+        refused = isinstance(error, HelperUnavailableError)
+        if refused:
+            self._on_threads = True
             self._helper.close_if_idle()
         if not self._told:
             self._told = True
             # What should have worked and did not is worth a look.
-            level = logging.INFO if self._refused else logging.WARNING
+            level = logging.INFO if refused else logging.WARNING
             logger.log(level, "uploads run on threads of this process: %s", error.message)
 
     def leave(self) -> None:
         """Note that another process saves, and uploads by itself: end the process here, and start none early."""
-        self._wanted = False
+        self._left = True
         self._helper.close_if_idle()
 
     def close(self) -> None:
@@ -131,11 +135,7 @@ class Uploads:
 
     def _by_process(
         self, to: Destination, sources: Sequence[ObjectSource], lease: Lease, meter: Meter
-    ) -> list[Uploaded] | None:
-        """Let the process upload. None if threads are better for a save of this size."""
-        small = lease.memory is not None and lease.memory.nbytes < LEAST_BYTES
-        if small and self._options.background == "auto":
-            return None
+    ) -> list[Uploaded]:
         if lease.memory is None:
             why = "the staging memory is not shared (use_shared_memory=False, or a system without memfd)"
             raise HelperUnavailableError(why)
@@ -149,7 +149,6 @@ class Uploads:
             # A class of the program's own may fail in any way here. The text of the error may quote a secret.
             raise HelperUnavailableError(f"storage_options cannot be pickled ({type(error).__name__})") from error
         work = Upload(
-            what=to.url,
             store=to.store,
             config=StoreConfig(to.url, storage_options),
             sources=sources,

@@ -50,30 +50,25 @@ class Channel:
             socket.send_fds(self._socket, [_HEADER.pack(len(data))], descriptors)
             self._socket.sendall(data)
 
-    def receive(
-        self, *, until_end_of: int | None = None, within_s: float | None = None
-    ) -> tuple[Any, list[int]] | None:
+    def receive(self, *, until_end_of: int | None) -> tuple[Any, list[int]] | None:
         """Wait for a message, and return it with its descriptors. None if the other end is closed, or breaks off.
 
         Args:
             until_end_of: descriptor of a process (`descriptor_of`): its end counts as the end of the channel.
-            within_s: seconds after which None is returned; None waits for ever.
 
         Raises:
             Exception: the message cannot be unpickled. Further messages can be received.
         """
-        if until_end_of is not None or within_s is not None:
-            ready = self._wait(until_end_of, within_s)
-            # Messages of a process that has ended are of no use any more.
-            if not ready or until_end_of in ready:
-                return None
+        # Messages of a process that has ended are of no use any more.
+        if until_end_of is not None and until_end_of in self._wait(until_end_of, None):
+            return None
         try:
             head, descriptors, _, _ = socket.recv_fds(self._socket, _HEADER.size, 1)
-            head += self._exactly(_HEADER.size - len(head)) if head else b""
-            data = self._exactly(_HEADER.unpack(head)[0]) if head else b""
+            if not head:
+                return None
+            head += self._exactly(_HEADER.size - len(head))
+            data = self._exactly(_HEADER.unpack(head)[0])
         except (ConnectionError, EOFError, BlockingIOError):
-            return None
-        if not head:
             return None
         try:
             return pickle.loads(data), descriptors

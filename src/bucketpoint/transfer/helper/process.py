@@ -9,7 +9,6 @@ import os
 import pickle
 import sys
 import threading
-import time
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,7 +18,7 @@ from bucketpoint.errors import BucketpointError, HelperProcessError, HelperUnava
 from bucketpoint.stores import Store
 from bucketpoint.stores.redact import describe
 from bucketpoint.stores.retry import deadline, process_budget
-from bucketpoint.transfer.helper.channel import SIGN_OF_LIFE_S, descriptor_of
+from bucketpoint.transfer.helper.channel import SIGN_OF_LIFE_S
 from bucketpoint.transfer.helper.messages import (
     Begun,
     Done,
@@ -34,7 +33,7 @@ from bucketpoint.transfer.helper.messages import (
     Wanted,
 )
 from bucketpoint.transfer.helper.segments import MappableMemory, described, read_stretch
-from bucketpoint.transfer.helper.start import end_process, end_unattended, start_process
+from bucketpoint.transfer.helper.start import start_process
 from bucketpoint.transfer.multipart import ABORT_DEADLINE_S, abort
 from bucketpoint.transfer.options import TransferOptions
 from bucketpoint.transfer.progress import Meter
@@ -58,13 +57,11 @@ class Upload:
     """Objects to upload, and the store for them in both processes.
 
     Attributes:
-        what: name of the save, for messages.
         store: the store in this process, for what remains after a helper that died.
-        config: the same store, to be made again in the helper.
+        config: the same store, to be made again in the helper. Its URL names the save in messages.
         memory: shared memory, in which segments may lie.
     """
 
-    what: str
     store: Store
     config: StoreConfig
     sources: Sequence[ObjectSource]
@@ -126,7 +123,7 @@ class UploadHelper:
                     raise HelperUnavailableError(answer.reason)
                 if isinstance(answer, Failed):
                     process_budget().add(answer.counts)
-                    raise _as_ours(answer.error, work.what)
+                    raise _as_ours(answer.error, work.config.url)
                 if answer is not None:
                     process_budget().add(answer.counts)
                     return list(answer.uploaded)
@@ -136,10 +133,12 @@ class UploadHelper:
                 meter.begin_again()
                 if not last:
                     logger.warning(
-                        "the process that uploaded %s died (exit status %s): another one uploads it", work.what, status
+                        "the process that uploaded %s died (exit status %s): another one uploads it",
+                        work.config.url,
+                        status,
                     )
         raise HelperProcessError(
-            f"Two processes that uploaded {work.what} died, the second with exit status {status}",
+            f"Two processes that uploaded {work.config.url} died, the second with exit status {status}",
             remedy="Look for the kernel's out-of-memory killer, or upload on threads: "
             'TransferOptions(background="thread")',
         )
@@ -225,21 +224,17 @@ class _Running:
         self._ready = False
         self._environment = _environment()
         try:
-            self._channel, self.process = start_process(
-                self._environment, nice=nice, answers_within_s=SILENT_WAITS * SIGN_OF_LIFE_S
-            )
+            self._helper = start_process(self._environment, nice=nice, answers_within_s=SILENT_WAITS * SIGN_OF_LIFE_S)
         except (OSError, ValueError, RuntimeError) as error:
             kind = HelperProcessError if getattr(error, "errno", None) in _MAY_PASS else HelperUnavailableError
             raise kind(f"no process can be started: {error}") from error
-        # The channel alone does not tell of its end: native code may have forked a process that holds the other end.
-        self._alive = descriptor_of(self.process.pid)
-        self._finalizer = weakref.finalize(self, end_unattended, self._channel, self.process, self._alive, os.getpid())
+        self._channel, self.process = self._helper.channel, self._helper.process
+        self._finalizer = weakref.finalize(self, self._helper.end_unattended)
 
     def end(self) -> None:
         """Close the channel and wait for the end of the process."""
-        detached = self._finalizer.detach()
-        if detached is not None:
-            end_process(*detached[2])
+        if self._finalizer.detach() is not None:
+            self._helper.end()
 
     def exchange(self, work: Upload, meter: Meter) -> Done | Failed | OrderRefused | None:
         """Send the order, and answer the helper until it is done. None if the helper died, or hangs."""
@@ -301,8 +296,8 @@ class _Running:
         """Wait for a message. None if the helper died, or has said nothing in each of `SILENT_WAITS` waits."""
         for _ in range(SILENT_WAITS):
             # Several short waits: one long wait could be over because both processes were stopped meanwhile.
-            if not self._channel.is_quiet(self._alive, SIGN_OF_LIFE_S):
-                received = self._channel.receive(until_end_of=self._alive)
+            if not self._channel.is_quiet(self._helper.alive, SIGN_OF_LIFE_S):
+                received = self._channel.receive(until_end_of=self._helper.alive)
                 return received[0] if received is not None else None
         logger.warning("process %d has said nothing for too long, and is killed", self.process.pid)
         self.process.kill()
@@ -312,32 +307,30 @@ class _Running:
         """Wait for the first message. False if the process was killed before it."""
         if self._ready:
             return True
-        began = time.monotonic()
-        received = self._channel.receive(until_end_of=self._alive, within_s=READY_S)
-        self._ready = received is not None
-        own = Ready.of_this_process()
-        if received is not None and received[0] != own:
+        in_time = not self._channel.is_quiet(self._helper.alive, READY_S)
+        received = self._channel.receive(until_end_of=self._helper.alive) if in_time else None
+        if received is None:
             self.end()
+            status = self.process.returncode
+            if in_time and status < 0:
+                return False
+            raise HelperUnavailableError(
+                f"{sys.executable} was started and ended, or said nothing for {READY_S:.0f} s (exit status {status})"
+            )
+        own = Ready.of_this_process()
+        if received[0] != own:
             raise HelperUnavailableError(
                 f"another process finds another bucketpoint, {received[0]}, than this one, {own}"
             )
-        if not self._ready:
-            in_time = time.monotonic() - began < READY_S
-            self.end()
-            if in_time and self.process.returncode < 0:
-                return False
-            raise HelperUnavailableError(
-                f"{sys.executable} was started and ended, or said nothing for {READY_S:.0f} s "
-                f"(exit status {self.process.returncode})"
-            )
+        self._ready = True
         return True
 
 
-def _as_ours(error: BaseException, what: str) -> BucketpointError:
+def _as_ours(error: BaseException, url: str) -> BucketpointError:
     """Return an error of the helper; one that is none of a store's says that it is the helper's."""
     if isinstance(error, BucketpointError):
         return error
-    return HelperProcessError(f"The process that uploaded {what} failed: {describe(error)}")
+    return HelperProcessError(f"The process that uploaded {url} failed: {describe(error)}")
 
 
 def _abort_left(work: Upload, begun: Sequence[tuple[str, str]]) -> None:

@@ -10,8 +10,9 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
-from bucketpoint.transfer.helper.channel import Channel, no_fork
+from bucketpoint.transfer.helper.channel import Channel, descriptor_of, no_fork
 
 END_S = 5.0
 """Seconds that a helper gets to end by itself before it is killed."""
@@ -37,14 +38,62 @@ main(int(sys.argv[1]), int(sys.argv[2]))  # uploads checkpoints for the process 
 """
 
 
-def start_process(
-    environment: Mapping[str, str], *, nice: int, answers_within_s: float
-) -> tuple[Channel, subprocess.Popen[bytes]]:
-    """Start a helper, and return the channel to it.
+@dataclass(frozen=True)
+class HelperProcess:
+    """A helper that was started, and the channel to it.
+
+    Attributes:
+        alive: descriptor of the process. The channel alone does not tell of its end: native code may have forked a
+            process that holds the other end.
+        owner: process id of the trainer. In a fork of it the helper is left alone.
+    """
+
+    channel: Channel
+    process: subprocess.Popen[bytes]
+    alive: int | None
+    owner: int
+
+    def end(self) -> None:
+        """Close the channel, and wait for the process, which ends then. It is killed if it takes too long."""
+        if self.alive is not None:
+            os.close(self.alive)
+        if os.getpid() != self.owner:
+            # A fork has copied this object. The process is not its child.
+            self.process.returncode = 0
+            return
+        self.channel.close()
+        try:
+            self.process.wait(END_S)
+        except subprocess.TimeoutExpired:
+            pass
+        finally:
+            # Also if the program was interrupted here.
+            if self.process.poll() is None:
+                self.process.kill()
+                # A process that waits for a disk may take longer to die.
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    self.process.wait(END_S)
+
+    def end_unattended(self) -> None:
+        """End a helper that nobody refers to any more.
+
+        The thread that dropped it may train, and is kept no longer than it takes to close the channel. At the end of
+        the program wait for the helper.
+        """
+        if os.getpid() == self.owner and threading.main_thread().is_alive():
+            self.channel.close()
+            with contextlib.suppress(RuntimeError):
+                threading.Thread(target=self.end, daemon=True).start()
+                return
+        self.end()
+
+
+def start_process(environment: Mapping[str, str], *, nice: int, answers_within_s: float) -> HelperProcess:
+    """Start a helper.
 
     Args:
-        nice: niceness of the process as a whole.
         environment: environment variables of the helper.
+        nice: niceness of the process as a whole.
         answers_within_s: seconds after which a message that is sent or received in part counts as broken off.
 
     Raises:
@@ -72,54 +121,12 @@ def start_process(
         except BaseException:
             channel.close()
             raise
-    return channel, process
-
-
-def end_process(channel: Channel, process: subprocess.Popen[bytes], alive: int | None, owner: int) -> None:
-    """Close the channel, and wait for the process, which ends then. It is killed if it takes too long.
-
-    Args:
-        alive: a descriptor of the process, which is closed.
-        owner: process id of the trainer. In a fork of it the helper is left alone.
-    """
-    if alive is not None:
-        os.close(alive)
-    if os.getpid() != owner:
-        # A fork has copied this object. The process is not its child.
-        process.returncode = 0
-        return
-    channel.close()
-    try:
-        process.wait(END_S)
-    except subprocess.TimeoutExpired:
-        pass
-    finally:
-        # Also if the program was interrupted here.
-        if process.poll() is None:
-            process.kill()
-            # A process that waits for a disk may take longer to die.
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(END_S)
-
-
-def end_unattended(channel: Channel, process: subprocess.Popen[bytes], alive: int | None, owner: int) -> None:
-    """End a helper that nobody refers to any more, and keep the thread that dropped it, which may train, no longer
-    than it takes to close the channel. At the end of the program wait for it."""
-    if os.getpid() == owner and threading.main_thread().is_alive():
-        channel.close()
-        with contextlib.suppress(RuntimeError):
-            reaper = threading.Thread(target=end_process, args=(channel, process, alive, owner), daemon=True)
-            reaper.start()
-            return
-    end_process(channel, process, alive, owner)
+    return HelperProcess(channel, process, descriptor_of(process.pid), os.getpid())
 
 
 @contextlib.contextmanager
 def _signals_held_back() -> Iterator[None]:
     """Block signals on this thread: a helper inherits that, and lets them in once it ignores them."""
-    if not hasattr(signal, "pthread_sigmask"):
-        yield
-        return
     before = signal.pthread_sigmask(signal.SIG_BLOCK, LEFT_TO_TRAINER)
     try:
         yield

@@ -13,6 +13,7 @@ import logging
 import mmap
 import os
 import pickle
+import queue
 import signal
 import socket
 import threading
@@ -61,8 +62,7 @@ def main(descriptor: int, trainer: int) -> None:
     os.setpgid(0, 0)
     for number in LEFT_TO_TRAINER:
         signal.signal(number, signal.SIG_IGN)
-    if hasattr(signal, "pthread_sigmask"):
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, LEFT_TO_TRAINER)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, LEFT_TO_TRAINER)
     channel = Channel(socket.socket(fileno=descriptor))
     # The sockets may outlive the trainer in a process that native code has forked from it.
     end = descriptor_of(trainer)
@@ -147,10 +147,9 @@ class _Job:
         self._order = order
         self._objects = objects
         self._descriptor = descriptor
-        self._lock = threading.Lock()
         self._open: dict[str, str] = {}
         self._requests = itertools.count()
-        self._asked: dict[int, tuple[threading.Event, list[bytes]]] = {}
+        self._asked: dict[int, queue.SimpleQueue[bytes]] = {}
         self._canceller = RequestCanceller(threading.TIMEOUT_MAX)
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="bucketpoint-job", daemon=True)
@@ -161,10 +160,7 @@ class _Job:
 
     def take(self, message: Given) -> None:
         """Hand bytes of the trainer to the thread that asked for them."""
-        with self._lock:
-            given, data = self._asked.pop(message.request)
-        data.append(message.data)
-        given.set()
+        self._asked.pop(message.request).put(message.data)
 
     def give_up(self) -> None:
         """Cancel the requests under way and abort what is open: the trainer is gone, or does not want the upload."""
@@ -245,6 +241,10 @@ class _Job:
             ObjectSource(key, [self._segment(number, index, each, memory) for index, each in enumerate(segments)])
             for number, (key, segments) in enumerate(self._objects)
         ]
+
+        def acknowledged(number: int, uploaded: Uploaded) -> None:
+            self._open.pop(sources[number].key, None)
+
         return upload_objects(
             store,
             sources,
@@ -252,15 +252,12 @@ class _Job:
             pool=BufferPool(order.options.max_inflight_bytes),
             meter=_Reporter(self._channel),
             begun=self._begun,
-            acknowledged=lambda number, uploaded: self._acknowledged(sources[number].key),
+            acknowledged=acknowledged,
         )
 
     def _begun(self, key: str, upload_id: str) -> None:
         self._open[key] = upload_id
         self._channel.send(Begun(key, upload_id))
-
-    def _acknowledged(self, key: str) -> None:
-        self._open.pop(key, None)
 
     def _segment(self, number: int, index: int, remote: RemoteSegment, memory: memoryview) -> Segment:
         data, fill = None, None
@@ -274,15 +271,15 @@ class _Job:
 
     def _ask(self, number: int, segment: int, start: int, out: memoryview) -> None:
         """Get bytes of a segment that only the trainer can read."""
-        given: tuple[threading.Event, list[bytes]] = (threading.Event(), [])
+        given: queue.SimpleQueue[bytes] = queue.SimpleQueue()
         request = next(self._requests)
-        with self._lock:
-            self._asked[request] = given
+        self._asked[request] = given
         self._channel.send(Wanted(request, number, segment, start, len(out)))
-        while not given[0].wait(_POLL_S):
-            if self._canceller.is_made:
-                raise BucketpointError("the trainer has ended")
-        out[:] = given[1].pop()
+        while not self._canceller.is_made:
+            with contextlib.suppress(queue.Empty):
+                out[:] = given.get(timeout=_POLL_S)
+                return
+        raise BucketpointError("the trainer has ended")
 
 
 def _counted_since(before: dict[str, int]) -> dict[str, int]:
