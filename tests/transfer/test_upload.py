@@ -193,3 +193,12 @@ def test_a_stream_whose_part_fails_raises_that_error(service: Service) -> None:
             stream.write(bytes(5 * MIB))
         stream.commit()
     assert service.open_uploads("k") == service.listed() == []
+
+
+def test_no_byte_is_counted_twice_if_an_upload_begins_again() -> None:
+    meter = Meter("save", "", 0, None)
+    meter.add(3 * MIB)
+    meter.begin_again()
+    for _ in range(4):
+        meter.add(MIB)
+    assert (meter.done_bytes, meter.requests) == (4 * MIB, 5)

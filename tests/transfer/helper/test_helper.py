@@ -34,7 +34,7 @@ from bucketpoint.transfer import (
     TransferOptions,
     upload_objects,
 )
-from bucketpoint.transfer.helper import process
+from bucketpoint.transfer.helper import process, start
 from bucketpoint.transfer.helper.process import UploadHelper
 from bucketpoint.transfer.helper.segments import AT_ONCE, INLINE_BYTES, described
 from transfer.helper.orders import MIB, OPTIONS, filled_arena, has_ended, meter, upload_of, view_of, wait_until, whole
@@ -418,8 +418,10 @@ def test_an_error_on_this_side_ends_the_upload_and_leaves_none_open(own_helper: 
 
 
 def test_an_error_on_this_side_leaves_no_upload_although_the_helper_cannot_abort(
-    own_helper: UploadHelper, minio: S3Server
+    own_helper: UploadHelper, minio: S3Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    # In vain: it is stopped.
+    monkeypatch.setattr(start, "END_S", 0.2)
     arena = filled_arena(22 * MIB)
     bucket = minio.make_bucket()
 
@@ -460,15 +462,6 @@ def test_close_leaves_neither_process_nor_descriptor_and_may_be_followed_by_an_u
         assert helper.process_id is None
     assert sorted(os.listdir("/proc/self/fd")) == before
     helper.close()
-
-
-def test_a_helper_that_nobody_closed_ends_when_it_is_dropped(tmp_path: Path) -> None:
-    helper = UploadHelper()
-    helper.upload(upload_of(str(tmp_path), []), meter())
-    process = helper.process_id
-    del helper
-    assert process is not None
-    wait_until(lambda: not Path(f"/proc/{process}").exists())
 
 
 def test_a_fork_neither_holds_nor_ends_the_channel_and_may_upload_by_itself(
