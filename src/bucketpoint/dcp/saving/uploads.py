@@ -24,7 +24,7 @@ from bucketpoint.transfer.helper.process import Upload, UploadHelper
 logger = logging.getLogger(__name__)
 
 LEAST_BYTES = 16 << 20
-"""Staged bytes from which on a process pays: starting it costs 1 s of CPU, once, and it holds 60 MB."""
+"""Staged bytes from which on a process pays: starting it costs 1 s of CPU, once, and it holds 70 MB."""
 
 
 _NOT_OF_THE_STORE = (HelperProcessError, CredentialsError, EndpointError)
@@ -120,9 +120,11 @@ class Uploads:
             self._helper.close_if_idle()
         if not self._told:
             self._told = True
-            # What should have worked and did not is worth a look.
-            level = logging.INFO if refused else logging.WARNING
-            logger.log(level, "uploads run on threads of this process: %s", error.message)
+            if refused:
+                logger.info("uploads run on threads of this process, beside training: %s", error.message)
+            else:
+                # What should have worked and did not is worth a look.
+                logger.warning("this upload runs on threads of this process, beside training: %s", error)
 
     def leave(self) -> None:
         """Note that another process saves, and uploads by itself: end the process here, and start none early."""
@@ -140,7 +142,9 @@ class Uploads:
             why = "the staging memory is not shared (use_shared_memory=False, or a system without memfd)"
             raise HelperUnavailableError(why)
         if not to.made_by_us:
-            raise HelperUnavailableError("another process cannot get the filesystem object that was passed as fs=")
+            raise HelperUnavailableError(
+                "no process can be given the filesystem object that was passed as fs=, only a URL with storage_options"
+            )
         if not to.store.capabilities.shared:
             raise HelperUnavailableError(f"another process may not reach the same files at {to.store.url}")
         try:

@@ -37,6 +37,9 @@ class Ready:
     def of_this_process() -> Ready:
         return Ready(__version__, os.path.dirname(os.path.realpath(__file__)))
 
+    def __str__(self) -> str:
+        return f"{self.version} in {self.folder}"
+
 
 @dataclass(frozen=True)
 class Alive:

@@ -7,6 +7,7 @@ import errno
 import logging
 import os
 import pickle
+import signal
 import sys
 import threading
 import weakref
@@ -128,18 +129,14 @@ class UploadHelper:
                     process_budget().add(answer.counts)
                     return list(answer.uploaded)
                 self._drop(running)
-                status = running.process.returncode
+                fate = _fate(running.process.returncode)
                 _abort_left(work, running.begun)
                 meter.begin_again()
                 if not last:
-                    logger.warning(
-                        "the process that uploaded %s died (exit status %s): another one uploads it",
-                        work.config.url,
-                        status,
-                    )
+                    logger.warning("the process that uploaded %s %s: another one uploads it", work.config.url, fate)
         raise HelperProcessError(
-            f"Two processes that uploaded {work.config.url} died, the second with exit status {status}",
-            remedy="Look for the kernel's out-of-memory killer, or upload on threads: "
+            f"Two processes that uploaded {work.config.url} died: the second {fate}",
+            remedy="Look for the out-of-memory killer in the kernel's log (dmesg), or upload on threads: "
             'TransferOptions(background="thread")',
         )
 
@@ -219,7 +216,9 @@ class _Running:
     def __init__(self, nice: int) -> None:
         # What a frozen program has for an interpreter is the program itself: it would start training once more.
         if not sys.executable or getattr(sys, "frozen", False):
-            raise HelperUnavailableError("this program is not run by an interpreter that can be started again")
+            raise HelperUnavailableError(
+                "this program is not run by an interpreter that can be started again (frozen, or no sys.executable)"
+            )
         self.begun: list[tuple[str, str]] = []
         self._ready = False
         self._environment = _environment()
@@ -299,7 +298,11 @@ class _Running:
             if not self._channel.is_quiet(self._helper.alive, SIGN_OF_LIFE_S):
                 received = self._channel.receive(until_end_of=self._helper.alive)
                 return received[0] if received is not None else None
-        logger.warning("process %d has said nothing for too long, and is killed", self.process.pid)
+        logger.warning(
+            "process %d, which uploads for this one, has given no sign of life for %.0f s, and is killed",
+            self.process.pid,
+            SILENT_WAITS * SIGN_OF_LIFE_S,
+        )
         self.process.kill()
         return None
 
@@ -312,18 +315,31 @@ class _Running:
         if received is None:
             self.end()
             status = self.process.returncode
-            if in_time and status < 0:
+            if in_time and status is not None and status < 0:
                 return False
+            fate = _fate(status) if in_time else f"was not ready after {READY_S:.0f} s"
             raise HelperUnavailableError(
-                f"{sys.executable} was started and ended, or said nothing for {READY_S:.0f} s (exit status {status})"
+                f"a process of {sys.executable} was started and {fate}; standard error may have the reason"
             )
         own = Ready.of_this_process()
         if received[0] != own:
             raise HelperUnavailableError(
-                f"another process finds another bucketpoint, {received[0]}, than this one, {own}"
+                f"a new process imports another bucketpoint, {received[0]}, than this one, {own}; after an upgrade, "
+                "start the program again"
             )
         self._ready = True
+        logger.info("process %d uploads beside training", self.process.pid)
         return True
+
+
+def _fate(status: int | None) -> str:
+    """Say how a process ended, from the return code that `subprocess` gives it."""
+    if status is None:
+        return "does not end"
+    try:
+        return f"was killed by {signal.Signals(-status).name}"
+    except ValueError:
+        return f"ended with exit status {status}"
 
 
 def _as_ours(error: BaseException, url: str) -> BucketpointError:

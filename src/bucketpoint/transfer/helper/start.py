@@ -25,16 +25,17 @@ LEFT_TO_TRAINER = tuple(
 """Signals that a helper ignores. Schedulers send some to every process of a job, and a terminal stops with the last two
 a process of another group that writes to it."""
 
-# Only paths and numbers are arguments: anybody on the machine can read them. Niceness first: what is imported would
-# otherwise compete with training for a third of a second.
-_PROGRAM = """import os, sys
+# Only paths and numbers are arguments: anybody on the machine can read them. `ps` shows the first line first. Niceness
+# before imports: they would otherwise compete with training for a third of a second.
+_PROGRAM = """# bucketpoint: uploads checkpoints beside training
+import os, sys
 try:
     os.nice(max(0, int(sys.argv[3]) - os.nice(0)))
 except OSError:
     pass  # A sandbox may forbid this.
 sys.path[:] = sys.argv[4:]
 from bucketpoint.transfer.helper.worker import main
-main(int(sys.argv[1]), int(sys.argv[2]))  # uploads checkpoints for the process of this number
+main(int(sys.argv[1]), int(sys.argv[2]))
 """
 
 

@@ -78,7 +78,7 @@ def main(descriptor: int, trainer: int) -> None:
             received = channel.receive(until_end_of=end)
         except Exception as error:  # noqa: BLE001 (a class of the program's own may fail in any way here)
             objects = []
-            channel.send(OrderRefused(f"the order cannot be read there ({type(error).__name__})"))
+            channel.send(OrderRefused(f"the options cannot be unpickled in another process ({type(error).__name__})"))
             continue
         if received is None:
             break
@@ -230,7 +230,7 @@ class _Job:
                 f"the store cannot be made again in another process ({type(error).__name__})"
             ) from error
         if store.identity != order.identity:
-            raise HelperUnavailableError(f"the store is another one there: {store.identity}, not {order.identity}")
+            raise HelperUnavailableError(f"another process opens another store: {store.identity}, not {order.identity}")
         return store
 
     def _upload(self, store: Store) -> list[Uploaded]:
