@@ -20,7 +20,15 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import bucketpoint
-from bucketpoint import BucketWriter, HelperUnavailableError, S3Reader, S3Writer, StagingOptions, TransferOptions
+from bucketpoint import (
+    BucketWriter,
+    EndpointError,
+    HelperUnavailableError,
+    S3Reader,
+    S3Writer,
+    StagingOptions,
+    TransferOptions,
+)
 from bucketpoint.checkpoint.open import open_checkpoint
 from bucketpoint.dcp.saving import uploads
 from bucketpoint.dcp.saving.uploads import LEAST_BYTES, Destination
@@ -30,6 +38,7 @@ from bucketpoint.testing import FaultProxy, Script
 from bucketpoint.testing.faults import Rule, Slow
 from bucketpoint.testing.plugin import MakeProxy
 from bucketpoint.testing.servers import S3Server
+from bucketpoint.transfer import Meter
 from dcp.saving.upload_program import NBYTES, state
 from transfer.helper.orders import has_ended, stop, wait_until
 
@@ -104,6 +113,21 @@ def test_threads_upload_if_the_process_dies_time_and_again_and_the_next_save_tri
         assert "Two processes died" in caplog.text
         save(writer, str(tmp_path / "b"), big)
         assert helper_of(writer) is not None
+
+
+@pytest.mark.parametrize("sent", [0, 100])
+def test_threads_try_what_the_process_cannot_reach_unless_it_has_sent_bytes(
+    sent: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def is_cut_off(work: Any, meter: Meter) -> Any:
+        meter.add(sent)
+        raise EndpointError("no route")
+
+    with closing(BucketWriter(transfer=TransferOptions(background="auto"))) as writer:
+        monkeypatch.setattr(writer.uploads._helper, "upload", is_cut_off)
+        with pytest.raises(EndpointError, match="no route") if sent else contextlib.nullcontext():
+            save(writer, str(tmp_path / "a"), {"w": torch.zeros(LEAST_BYTES + 1, dtype=torch.uint8)})
+    assert (tmp_path / "a" / ".metadata").exists() == (not sent)
 
 
 def test_a_destination_shows_no_secret() -> None:

@@ -98,7 +98,8 @@ class Uploads:
             try:
                 return self._by_process(to, sources, lease, meter)
             except _NOT_OF_THE_STORE as error:
-                if self._options.background == "process":
+                # A helper that has sent bytes has the credentials and reaches the store: the store is away for all.
+                if self._options.background == "process" or (isinstance(error, EndpointError) and meter.done_bytes):
                     error.url = error.url or to.url
                     raise
                 self._go_on_without(error)
