@@ -10,14 +10,24 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import bucketpoint as bp
+from bucketpoint.errors import CorruptDataError, TransientStoreError
+from bucketpoint.stores import open_store
+from bucketpoint.stores.retry import READ_ATTEMPTS, retry_transient
 from bucketpoint.testing import CutReply, CutRequest, Refuse, Reset, always
 from bucketpoint.testing.plugin import MakeProxy
 from bucketpoint.testing.servers import S3Server
+from services import S3_AND_GCS, Server, proxy_before
 
 PARTS = 4
 OPTIONS = bp.TransferOptions(part_bytes=5 << 20, single_put_bytes=5 << 20, connections=2)
 
 pytestmark = pytest.mark.contract
+
+
+@pytest.fixture(params=S3_AND_GCS)
+def server(request: pytest.FixtureRequest) -> Server:
+    found: Server = request.getfixturevalue(request.param)
+    return found
 
 
 def test_only_the_part_or_the_range_that_failed_is_sent_again(minio: S3Server, fault_proxy: MakeProxy) -> None:
@@ -47,3 +57,24 @@ def test_a_body_that_is_cut_short_on_its_way_up_is_sent_again_whole(minio: S3Ser
     dcp.save({"w": torch.ones(1000)}, storage_writer=bp.S3Writer(url, storage_options=options), no_dist=True)
     sent = [one for one in proxy.exchanges if one.request.key.endswith(".distcp")]
     assert [one.request.nbytes for one in sent] == [sent[0].request.nbytes] * 2
+
+
+def test_a_small_object_whose_body_breaks_off_is_asked_for_again(server: Server, fault_proxy: MakeProxy) -> None:
+    proxy, bucket = proxy_before(server, fault_proxy), server.make_bucket()
+    store = open_store(server.url(bucket), storage_options=server.at(proxy.url).options)[0]
+    store.put("small", [memoryview(b"x" * 1000)])
+    for options in ({}, {"max_bytes": 1000}, {"first": 10}):
+        proxy.clear()
+        proxy.play(always(CutReply(), times=READ_ATTEMPTS - 1))
+        assert store.get("small", **options)[0] == b"x" * options.get("first", 1000)
+        assert proxy.counts.requests == {"GetObject": READ_ATTEMPTS}
+    # And no more often where somebody reads it in a loop of their own.
+    proxy.clear()
+    proxy.play(always(CutReply()))
+    with pytest.raises(TransientStoreError):
+        retry_transient(lambda: store.get("small"))
+    assert proxy.counts.requests == {"GetObject": READ_ATTEMPTS}
+    proxy.clear()
+    with pytest.raises(CorruptDataError):
+        store.get("small", max_bytes=10)
+    assert proxy.counts.requests == {"GetObject": 1}

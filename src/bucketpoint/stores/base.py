@@ -2,7 +2,7 @@
 
 A store is one bucket (or one filesystem root) reached with one set of credentials. It is safe to call from several
 threads, and starts no threads of its own. Every failure is raised as one of the classes in `bucketpoint.errors`. A
-store does not retry a body that broke off: `transfer` does.
+store does not retry a range whose body broke off: `transfer` does. `get`, for small objects, retries by itself.
 """
 
 from __future__ import annotations

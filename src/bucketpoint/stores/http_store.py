@@ -10,6 +10,7 @@ from typing import Any
 from bucketpoint.errors import CorruptDataError, StoreError
 from bucketpoint.stores.base import Buffers, CopiesInside, ObjectInfo, RangeReply, Store
 from bucketpoint.stores.http_body import OpenReply, Receiver, discard
+from bucketpoint.stores.retry import READ_ATTEMPTS, RetryPolicy, run
 
 
 @dataclass(frozen=True)
@@ -37,13 +38,17 @@ class HttpStore(Store, CopiesInside):
         """Call `act`, which receives a body, and translate the exceptions of the client library."""
 
     def get(self, key: str, *, max_bytes: int | None = None, first: int | None = None) -> tuple[bytes, ObjectInfo]:
+        # `_open` repeats a request that fails. The loop here repeats it when the body breaks off.
+        return run(lambda: self._get(key, max_bytes, first), RetryPolicy(READ_ATTEMPTS))
+
+    def _get(self, key: str, max_bytes: int | None, first: int | None) -> tuple[bytes, ObjectInfo]:
         try:
             reply = self._open(key, None if first is None else f"bytes=0-{first - 1}")
         except CorruptDataError:
             if first is None:
                 raise
             # The range of an empty object is invalid: it has no first byte.
-            return self.get(key, max_bytes=max_bytes)
+            return self._get(key, max_bytes, None)
         size = reply.length or 0
         if max_bytes is not None and size > max_bytes:
             discard(reply.body)

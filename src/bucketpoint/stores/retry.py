@@ -39,7 +39,7 @@ REFUND = 0.5
 MOST_REFRESHES = 2
 
 READ_ATTEMPTS = 5
-"""Attempts to read a range whose body broke off, the first included."""
+"""Attempts to read a range, or a small object, whose body broke off, the first included."""
 
 GROWN_BACK = 2.0
 """A limit ends when it is so many times the requests that were under way when the service throttled."""
