@@ -57,18 +57,23 @@ KILLED = 0.1
 WARM_UP = 0.2
 """Of the saves: what comes before is not compared, as caches and pools are being filled."""
 
+CONNECTIONS = 40
+"""Most connections that may be open. The client of a store keeps as many as it has needed at once, up to 32: more on a
+busy machine, where pruning lags behind and then deletes many checkpoints at once."""
+
 GROWTH_BYTES = 16 << 20
 """How much more memory the last saves may take than the first after the warm-up."""
 
 
 @dataclass(frozen=True)
 class Sample:
-    """What the process holds at one moment."""
+    """What the process holds at one moment. The proxy lies in it, too: its threads and sockets are counted apart."""
 
     step: int
     resident: int
     descriptors: int
     threads: int
+    connections: int
     processes: int = 0
     helper_resident: int = 0
     helper_descriptors: int = 0
@@ -101,15 +106,30 @@ def state(step: int) -> dict[str, Any]:
 def sample(step: int) -> Sample:
     gc.collect()
     helpers = upload_processes()
+    names = [thread.name for thread in threading.enumerate()]
+    connections = names.count("fault-proxy-connection")
     return Sample(
         step,
         resident("self"),
-        len(os.listdir("/proc/self/fd")),
-        threading.active_count(),
+        descriptors_but_connections(),
+        len(names) - connections,
+        connections,
         len(helpers),
         sum(resident(each) for each in helpers),
         sum(len(os.listdir(f"/proc/{each}/fd")) for each in helpers),
     )
+
+
+def descriptors_but_connections() -> int:
+    tables = [Path(f"/proc/self/net/{name}") for name in ("tcp", "tcp6")]
+    lines = [line for table in tables if table.exists() for line in table.read_text().splitlines()[1:]]
+    connections = {f"socket:[{line.split()[9]}]" for line in lines}
+    found = 0
+    for each in os.listdir("/proc/self/fd"):
+        # It may have been closed meanwhile.
+        with contextlib.suppress(OSError):
+            found += os.readlink(f"/proc/self/fd/{each}") not in connections
+    return found
 
 
 def resident(process: int | str) -> int:
@@ -167,10 +187,13 @@ def save(manager: CheckpointManager, step: int, found: Soak, *, kill: bool) -> N
         handle.result()
     except BucketpointError as error:
         found.failed[type(error).__name__] += 1
+        print(f"step {step:4}: {error}", flush=True)
         # The manager tells of a save that failed once more, at the next one.
         manager.wait()
     except CheckpointException as failure:
-        found.failed[type(next(iter(failure.failures.values()))[0]).__name__] += 1
+        first = next(iter(failure.failures.values()))[0]
+        found.failed[type(first).__name__] += 1
+        print(f"step {step:4}: {first}", flush=True)
     else:
         found.saved += 1
         found.expected.add(step)
@@ -227,7 +250,8 @@ def tell(found: Soak, proxy: FaultProxy) -> None:
     faults = proxy.board.total.faults.total()
     print(
         f"step {last.step:4}: {found.saved} saved, {found.failed.total()} failed, {found.restored} restored, "
-        f"{faults} faults; {last.resident / 1e6:.0f} MB, {last.descriptors} descriptors, {last.threads} threads",
+        f"{faults} faults; {last.resident / 1e6:.0f} MB, {last.descriptors} descriptors, {last.threads} threads, "
+        f"{last.connections} connections",
         flush=True,
     )
 
@@ -252,6 +276,10 @@ def growth(samples: Sequence[Sample]) -> list[str]:
         print(f"{name}: {first:,} after the warm-up, {last:,} at the end")
         if last - first > most:
             found.append(f"{name} grew from {first:,} to {last:,}")
+    most_open = max(one.connections for one in samples)
+    print(f"connections: {most_open} at most")
+    if most_open > CONNECTIONS:
+        found.append(f"{most_open} connections were open")
     return found
 
 
