@@ -27,6 +27,7 @@ from bucketpoint.catalog.snapshot import THIN
 from bucketpoint.catalog.tombstones import undo
 from bucketpoint.dcp import session
 from bucketpoint.errors import TransientStoreError
+from bucketpoint.format import keys
 from bucketpoint.retention.row import Row
 from bucketpoint.stores import proven_deletes
 from fsspec_backends import SERVED, backend
@@ -343,6 +344,19 @@ def test_open_uploads_of_a_dead_attempt_are_swept(
     assert not [key for key in opened if any(catalog.store.list_multipart(key))]
     assert set(keys_of(catalog)) == before
     assert sweep(late).uploads == []
+
+
+def test_a_temporary_file_of_a_dead_save_in_a_local_folder_is_swept(tmp_path: Path) -> None:
+    catalog, path = open_catalog(str(tmp_path)), keys.data_path(keys.new_token(), 0, "model", 0)
+    folder, _, name = path.rpartition("/")
+    left = tmp_path / "step-200" / folder / f".bucketpoint-tmp-0123456789abcdef-{name}"
+    left.parent.mkdir(parents=True)
+    left.write_bytes(b"half")
+    assert sweep(catalog).uploads == []
+    assert left.exists()
+    swept = sweep(replace(catalog, clock=lambda: 4e9))
+    assert swept.uploads == [catalog.key(f"step-200/{path}")]
+    assert not left.parent.exists()
 
 
 def test_a_log_goes_to_another_process_as_configuration(catalog: Catalog, options: dict[str, Any]) -> None:

@@ -134,6 +134,16 @@ def everything_below(folder: Path) -> list[str]:
     return [str(path) for path in folder.rglob("*") if path.is_file()]
 
 
+def put_and_die(store: Store, key: str) -> None:
+    """Begin to write an object in a process that ends before the object has its name."""
+    child = os.fork()
+    if not child:
+        os.fsync = lambda fd: os._exit(9)
+        store.put(key, views(b"half"))
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
+
+
 def fsspec_case(found: Backend) -> Case:
     return Case(
         FsspecStore(found.fs, found.root),
@@ -764,6 +774,31 @@ class TestLocal:
             store.put("k", views(b"new"))
         assert store.get("k")[0] == b"old"
         assert everything_below(tmp_path) == [str(tmp_path / "k")]
+
+    @pytest.mark.parametrize("name", ["k", "with-dashes", "ä" * 40], ids=["short", "dashes", "long"])
+    def test_what_a_killed_writer_left_is_listed_and_aborted_by_the_key(self, tmp_path: Path, name: str) -> None:
+        store, key = LocalStore(str(tmp_path)), f"a/b/{name}"
+        (tmp_path / "a/b").mkdir(parents=True)
+        # Another object whose name begins alike, and one that is finished.
+        for left in (key, f"{key}-0"):
+            put_and_die(store, left)
+        store.put("a/done", views(b"x"))
+        assert len(everything_below(tmp_path)) == 3
+        for prefix in ("", "a/", f"a/b/{name[0]}", key):
+            assert sorted(upload.key for upload in store.list_multipart(prefix)) == [key, f"{key}-0"]
+        assert [info.key for info in store.list("")] == ["a/done"]
+        for upload in list(store.list_multipart("a/")):
+            assert upload.started is not None
+            store.abort_multipart(upload.key, upload.upload_id)
+            store.abort_multipart(upload.key, upload.upload_id)
+        assert everything_below(tmp_path) == [str(tmp_path / "a/done")]
+        assert not (tmp_path / "a/b").exists()
+
+    def test_a_name_as_long_as_the_filesystem_lets_it_be_is_written(self, tmp_path: Path) -> None:
+        store, longest = LocalStore(str(tmp_path)), "k" * 255
+        store.put(longest, views(b"x"))
+        assert store.get(longest)[0] == b"x"
+        assert everything_below(tmp_path) == [str(tmp_path / longest)]
 
     def test_folders_go_when_their_last_object_does_but_never_the_root(self, tmp_path: Path) -> None:
         store = LocalStore(str(tmp_path / "root"))

@@ -40,6 +40,9 @@ _SMALL_BYTES = 64 << 10
 """Smaller buffers are joined in one system call, and larger ones are read and written directly."""
 
 _TEMPORARY = HIDDEN + "tmp-"
+_LONGEST_NAMED = 100
+"""Bytes of the longest name that the name of a temporary file may quote: the two must fit into a name together."""
+
 _UPLOAD = HIDDEN + "upload-"
 _UPLOAD_TARGET = "target"
 
@@ -69,6 +72,8 @@ class LocalStore:
     The root may be a symbolic link. Links to folders below the root are never followed, wherever they lead: listings
     leave them out, and a key with such a link in its path is refused. A link to a file is read as that file; a write or
     a deletion replaces or removes the link, not the file.
+
+    A temporary file, which a killed process may have left, is listed and aborted like a multipart upload.
     """
 
     root: str
@@ -223,31 +228,24 @@ class LocalStore:
 
     def abort_multipart(self, key: str, upload_id: str) -> None:
         *above, upload = self._upload(key, upload_id)
-        with self._errors("abort_multipart", key):
-            try:
-                with folder(self.root, above) as outer:
+        with self._errors("abort_multipart", key), contextlib.suppress(FileNotFoundError):
+            with folder(self.root, above) as outer:
+                try:
+                    os.unlink(_temporary(upload_id, split(key)[1]), dir_fd=outer)
+                except FileNotFoundError:
                     remove(upload, outer)
-            except FileNotFoundError:
-                return
             prune(self.root, above)
 
     def list_multipart(self, prefix: str) -> Iterator[OpenUpload]:
         start = prefix[: prefix.rfind("/") + 1]
         with self._errors("list_multipart", prefix), contextlib.suppress(*_ABSENT), self._above(start) as (above, _):
-            for path, names, _files, fd in os.fwalk(".", dir_fd=above):
-                for name in sorted(name for name in names if name.startswith(_UPLOAD)):
-                    try:
-                        with enter(fd, name) as upload:
-                            target = os.open(_UPLOAD_TARGET, os.O_RDONLY | os.O_CLOEXEC, dir_fd=upload)
-                    except _ABSENT:
-                        continue
-                    with open(target, encoding="utf-8") as file:
-                        # Only the name is taken from the file. The folders come from the position of the upload below
-                        # this root, because a store with another root may have begun the upload.
-                        key = start + os.path.normpath(f"{path}/{file.read().rpartition('/')[2]}")
-                        started = os.fstat(target).st_mtime
+            for path, folders, files, fd in os.fwalk(".", dir_fd=above):
+                for name, upload_id, started in _open_uploads(fd, [*folders, *files]):
+                    # The folders come from the position of the upload below this root, because a store with another
+                    # root may have begun the upload.
+                    key = start + os.path.normpath(f"{path}/{name}")
                     if key.startswith(prefix):
-                        yield OpenUpload(key, name[len(_UPLOAD) :], started)
+                        yield OpenUpload(key, upload_id, started)
 
     def close(self) -> None:
         """Do nothing: no file stays open between calls."""
@@ -261,7 +259,7 @@ class LocalStore:
         if_match: str | None = None,
     ) -> ObjectInfo:
         names, name = split(key)
-        temporary = _TEMPORARY + secrets.token_hex(8)
+        temporary = _temporary(secrets.token_hex(8), name)
         fd = in_folder(self.root, names, lambda above: os.open(temporary, _NEW, 0o666, dir_fd=above))
         with folder(self.root, names) as above:
             try:
@@ -348,6 +346,27 @@ class LocalStore:
             kind = TransientStoreError if retry else StoreError
             failure = kind(f"{operation} failed: {error.strerror or type(error).__name__}", url=self._url(key))
         raise failure
+
+
+def _open_uploads(fd: int, names: Sequence[str]) -> Iterator[tuple[str, str, float]]:
+    """Yield the object's name, the id, and the beginning of each upload, or the last write to each temporary file."""
+    for name in sorted(names):
+        # It may end meanwhile.
+        with contextlib.suppress(*_ABSENT):
+            if name.startswith(_UPLOAD):
+                with enter(fd, name) as upload:
+                    target = os.open(_UPLOAD_TARGET, os.O_RDONLY | os.O_CLOEXEC, dir_fd=upload)
+                with open(target, encoding="utf-8") as file:
+                    yield file.read().rpartition("/")[2], name[len(_UPLOAD) :], os.fstat(target).st_mtime
+            elif name.startswith(_TEMPORARY):
+                upload_id, named, of = name[len(_TEMPORARY) :].partition("-")
+                if named:
+                    yield of, upload_id, os.stat(name, dir_fd=fd, follow_symlinks=False).st_mtime
+
+
+def _temporary(upload_id: str, name: str) -> str:
+    """Return the name of the file that is written before it gets the object's name."""
+    return f"{_TEMPORARY}{upload_id}-{name}" if len(os.fsencode(name)) <= _LONGEST_NAMED else _TEMPORARY + upload_id
 
 
 def _write(fd: int, body: Buffers) -> None:

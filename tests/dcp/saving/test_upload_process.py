@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import logging
 import os
@@ -10,7 +11,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ import torch.distributed.checkpoint as dcp
 
 import bucketpoint
 from bucketpoint import (
+    BucketReader,
     BucketWriter,
     EndpointError,
     HelperUnavailableError,
@@ -280,6 +282,37 @@ def test_ctrl_c_that_the_trainer_answers_does_not_end_the_upload(
     assert started.program.returncode == 0
     assert_saved(minio, place)
     wait_for_end(started.helper)
+
+
+@pytest.mark.parametrize("over", [False, True], ids=["fresh", "over an old one"])
+def test_a_helper_that_is_killed_leaves_no_file_in_a_local_folder(tmp_path: Path, over: bool) -> None:
+    # One object in parts, and one that is written whole. The folders of objects are the same in each checkpoint.
+    parts = replace(PROCESS, part_bytes=5 << 20, single_put_bytes=1 << 20)
+    saved = {"model": {"w": torch.ones(6 << 20, dtype=torch.uint8)}, "optim": {"m": torch.ones(5000)}}
+    url, first = tmp_path / "run", tmp_path / "run" if over else tmp_path / "first"
+    with closing(BucketWriter(transfer=parts, overwrite=True)) as writer:
+        save(writer, str(first), saved)
+        folders = [url / path.relative_to(first) for path in (first / "data").iterdir()]
+        with contextlib.ExitStack() as locks:
+            for folder in folders:
+                folder.mkdir(parents=True, exist_ok=True)
+                fd = os.open(folder, os.O_RDONLY)
+                locks.callback(os.close, fd)
+                # A writer waits for it when its temporary file is complete.
+                fcntl.flock(fd, fcntl.LOCK_EX)
+            handle = bucketpoint.async_save(saved, checkpoint_id=str(url), storage_writer=writer, no_dist=True)
+            wait_until(lambda: all(any(folder.glob(".bucketpoint-tmp-*")) for folder in folders), 60)
+            os.kill(helper_of(writer) or 0, signal.SIGKILL)
+        handle.result(60)
+    assert len(folders) == 2
+    found = open_checkpoint(str(url))
+    assert sorted(str(path.relative_to(url)) for path in (url / "data").rglob("*") if path.is_file()) == sorted(
+        found.by_object
+    )
+    loaded = {"model": {"w": torch.zeros(6 << 20, dtype=torch.uint8)}, "optim": {"m": torch.zeros(5000)}}
+    dcp.load(loaded, storage_reader=BucketReader(str(url)), no_dist=True)
+    assert torch.equal(loaded["model"]["w"], saved["model"]["w"])
+    assert torch.equal(loaded["optim"]["m"], saved["optim"]["m"])
 
 
 @pytest.mark.parametrize(("end", "status"), [("return", 0), ("raise", 1)])

@@ -357,11 +357,11 @@ def _abort_left(work: Upload, begun: Sequence[tuple[str, str]]) -> None:
         if not work.store.capabilities.multipart:
             return
         for source in work.sources:
-            # One may have begun whose id the helper could not tell any more. The right to list uploads may be missing.
-            if source.nbytes > work.options.single_put_bytes:
-                with contextlib.suppress(BucketpointError):
-                    for upload in work.store.list_multipart(source.key):
-                        abort(work.store, upload.key, upload.upload_id)
+            # One may have begun whose id the helper could not tell any more; in a local folder, of a small object, too.
+            # The right to list uploads may be missing.
+            with contextlib.suppress(BucketpointError):
+                for upload in work.store.list_multipart(source.key):
+                    abort(work.store, upload.key, upload.upload_id)
 
 
 def _environment() -> dict[str, str]:
