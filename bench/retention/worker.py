@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from bench.lines import commands, speaker
-from bench.staging.steps import SETTLE_S, Trainer
+from bench.staging.steps import SETTLE_S, WORK, Trainer
 from bucketpoint.catalog.catalog import open_catalog
 from bucketpoint.catalog.deletion.prune_worker import PruneWorker, prune_by
 from bucketpoint.catalog.deletion.throttle import Throttle
@@ -83,7 +83,7 @@ class Process:
 
     def __init__(self, threads: int) -> None:
         torch.set_num_threads(threads)
-        self._trainer = Trainer()
+        self._trainer = Trainer(WORK["long"])
         for _ in range(20):
             self._trainer.step()
 

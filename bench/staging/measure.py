@@ -168,14 +168,15 @@ class Staging:
         server = S3Server("sink", f"https://127.0.0.1:{port}", "sink", "sink-secret", ca=ca)
         keys = {"cert": certificates / "public.crt", "key": certificates / "private.key"}
         with running_sink(port=port, bytes_per_s=CAP_BYTES_PER_S, **keys) as sink:
-            steps = Steps.start("bucketpoint", 2000, GB, client_env(server))
+            running = [Steps.start(name, 2000, GB, client_env(server)) for name in ("bucketpoint", "floor")]
             try:
                 timing = {"idle_s": self.extent.idle_s, "busy_s": self.extent.capped_s, "sink": sink}
-                for round_, step in itertools.product(range(self.extent.capped_cycles), STEPS):
+                for round_, step, steps in itertools.product(range(self.extent.capped_cycles), STEPS, running):
                     found = steps.ask("beside", url=f"s3://{BUCKET}/capped", step=step, **timing)
-                    self.note({"contender": "bucketpoint", "op": "capped", "where": step, "round": round_, **found})
+                    self.note({"contender": steps.name, "op": "capped", "where": step, "round": round_, **found})
             finally:
-                steps.worker.stop()
+                for steps in running:
+                    steps.worker.stop()
 
     def full(self) -> None:
         """Training beside uploads at full speed, and the interpreter's lock during uploads alone."""
