@@ -65,21 +65,22 @@ def meter(callback: Callable[[Progress], None] | None = None) -> Meter:
 
 def has_ended(process: int) -> bool:
     """True once a process has ended, whether its parent has looked or not."""
-    try:
-        return _condition(Path(f"/proc/{process}/stat")) in "ZX"
-    except OSError:
-        return True
+    return _condition(Path(f"/proc/{process}/stat")) in "ZX"
 
 
 def stop(process: int) -> None:
     """Stop a process, and wait until each of its threads has stopped: on a busy machine that takes a while."""
     os.kill(process, signal.SIGSTOP)
     threads = Path(f"/proc/{process}/task")
-    wait_until(lambda: all(_condition(each / "stat") == "T" for each in threads.iterdir()))
+    wait_until(lambda: all(_condition(each / "stat") in "TX" for each in threads.iterdir()))
 
 
 def _condition(stat: Path) -> str:
-    return stat.read_text().rpartition(")")[2].split()[0]
+    try:
+        return stat.read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        # It has ended, a thread since its folder was listed.
+        return "X"
 
 
 def wait_until(condition: Callable[[], Any], seconds: float = 30.0) -> None:

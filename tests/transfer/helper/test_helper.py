@@ -37,7 +37,18 @@ from bucketpoint.transfer import (
 from bucketpoint.transfer.helper import process, start
 from bucketpoint.transfer.helper.process import UploadHelper
 from bucketpoint.transfer.helper.segments import AT_ONCE, INLINE_BYTES, described
-from transfer.helper.orders import MIB, OPTIONS, filled_arena, has_ended, meter, upload_of, view_of, wait_until, whole
+from transfer.helper.orders import (
+    MIB,
+    OPTIONS,
+    filled_arena,
+    has_ended,
+    meter,
+    stop,
+    upload_of,
+    view_of,
+    wait_until,
+    whole,
+)
 
 
 @pytest.fixture(scope="module")
@@ -350,7 +361,7 @@ def test_an_upload_whose_process_was_stopped_is_done_by_another(own_helper: Uplo
     def stop_once(progress: Progress) -> None:
         if not stopped and progress.done_bytes:
             stopped.append(own_helper.process_id or 0)
-            os.kill(stopped[0], signal.SIGSTOP)
+            stop(stopped[0])
 
     work = upload_of(minio.url(bucket), [whole(arena)], arena, storage_options=minio.options)
     own_helper.upload(work, meter(stop_once))
@@ -366,7 +377,7 @@ def test_a_process_that_takes_no_order_is_replaced(own_helper: UploadHelper, tmp
     own_helper.upload(upload_of(str(tmp_path), [ObjectSource("first", [])]), meter())
     stopped = own_helper.process_id
     assert stopped is not None
-    os.kill(stopped, signal.SIGSTOP)
+    stop(stopped)
     # More than the buffers of the channel.
     segments = [Segment(INLINE_BYTES, memoryview(bytes([number] * INLINE_BYTES))) for number in range(100)]
     own_helper.upload(upload_of(str(tmp_path), [ObjectSource("second", segments)]), meter())
@@ -427,7 +438,7 @@ def test_an_error_on_this_side_leaves_no_upload_although_the_helper_cannot_abort
 
     def fail(progress: Progress) -> None:
         if progress.done_bytes:
-            os.kill(own_helper.process_id or 0, signal.SIGSTOP)
+            stop(own_helper.process_id or 0)
             raise ZeroDivisionError
 
     work = upload_of(minio.url(bucket), [whole(arena)], arena, storage_options=minio.options)

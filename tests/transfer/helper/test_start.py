@@ -20,7 +20,7 @@ from bucketpoint.errors import HelperProcessError, HelperUnavailableError
 from bucketpoint.transfer import Meter, ObjectSource, Segment, TransferOptions
 from bucketpoint.transfer.helper import messages, process, start
 from bucketpoint.transfer.helper.process import UploadHelper
-from transfer.helper.orders import MIB, filled_arena, has_ended, meter, upload_of, view_of, wait_until
+from transfer.helper.orders import MIB, filled_arena, has_ended, meter, stop, upload_of, view_of, wait_until
 
 
 @pytest.fixture
@@ -149,7 +149,7 @@ def test_a_process_that_stops_in_the_middle_of_a_message_is_replaced(
                 stopped.append(helper.process_id or 0)
                 # Nobody receives meanwhile, so that the answer fills the channel.
                 time.sleep(2)
-                os.kill(stopped[0], signal.SIGSTOP)
+                stop(stopped[0])
 
     options = TransferOptions(single_put_bytes=1 << 30)
     (done,) = helper.upload(upload_of(str(tmp_path), [source], arena, options=options), Stopping("save", "x", 0, None))
@@ -181,7 +181,7 @@ def test_a_fork_whose_wait_is_interrupted_does_not_let_others_into_the_start() -
 
 def test_ctrl_c_while_its_end_is_waited_for_leaves_nothing_of_it(helper: UploadHelper, tmp_path: Path) -> None:
     first = upload_nothing(helper, tmp_path)
-    os.kill(first, signal.SIGSTOP)
+    stop(first)
     # A shell that starts the tests in the background lets them ignore it.
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
@@ -200,7 +200,7 @@ def test_a_helper_that_is_dropped_ends_and_nobody_waits_for_its_end(
     monkeypatch.setattr(start, "END_S", 60.0)
     helper = UploadHelper()
     first = upload_nothing(helper, tmp_path)
-    os.kill(first, signal.SIGSTOP)
+    stop(first)
     del helper
     # Whoever waits for it waits until it has been killed.
     assert not has_ended(first)
