@@ -229,8 +229,8 @@ class View:
         # Once: a repeated one could arrive after a save that found nothing any more.
         return lambda: found[0].request(found[1], f"DELETE within {seconds} s", key, act)
 
-    def copy(self, source: str, target: str) -> ObjectInfo:
-        return self._request("COPY", target, lambda op: self.bucket.put(op, target, self.bucket.there(source).data))
+    def copy(self, source: ObjectInfo, target: str) -> ObjectInfo:
+        return self.copy_from(self, source, target)
 
     def can_copy_from(self, other: Any) -> bool:
         return self.bucket.copies_inside
@@ -238,7 +238,7 @@ class View:
     def copy_from(self, other: Any, source: ObjectInfo, target: str) -> ObjectInfo:
         def act(op: Any) -> ObjectInfo:
             held = self.bucket.there(source.key)
-            if held.etag != source.etag:
+            if source.etag is not None and held.etag != source.etag:
                 raise PreconditionFailedError("it is another", key=source.key)
             return self.bucket.put(op, target, held.data)
 

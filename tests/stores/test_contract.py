@@ -32,6 +32,7 @@ from bucketpoint.stores import (
     GCSOptions,
     GCSStore,
     LocalStore,
+    ObjectInfo,
     S3Options,
     S3Store,
     Store,
@@ -41,7 +42,7 @@ from bucketpoint.stores import (
 )
 from bucketpoint.stores.gcs import api as gcs_bucket
 from bucketpoint.stores.s3 import crt as s3_crt
-from bucketpoint.stores.s3 import store as s3
+from bucketpoint.stores.s3 import store as s3_store
 from bucketpoint.testing.servers import S3Server, free_port
 from fsspec_backends import SERVED, Backend, backend
 from gcs_server import GCSServer
@@ -98,6 +99,8 @@ class Case:
     expiring_delete: bool = False
     ignores_delete_conditions: bool = False
     """As fake-gcs-server does."""
+    ignores_copy_conditions: bool = False
+    """As moto and fake-gcs-server do: tests with a scripted reply show the refusal there."""
     left_behind: Callable[[], list[str]] = field(default=list)
     """Names of everything there, temporary things and open uploads included."""
 
@@ -113,6 +116,7 @@ def s3_case(server: S3Server, **options: str) -> Case:
         knows_gone_uploads=server.kind != "moto",
         conditional_delete=server.kind != "minio",
         expiring_delete=server.kind != "moto",
+        ignores_copy_conditions=server.kind == "moto",
         left_behind=lambda: server.keys(bucket) + server.open_uploads(bucket, "up/load"),
     )
 
@@ -125,6 +129,7 @@ def gcs_case(server: GCSServer) -> Case:
         knows_gone_uploads=server.kind == "xml",
         takes_parts_of_gone_uploads=server.kind == "fake",
         ignores_delete_conditions=server.kind == "fake",
+        ignores_copy_conditions=True,
         part_bytes=1000 if server.kind == "fake" else 5 * MIB,
         left_behind=lambda: server.keys(bucket) + server.open_uploads(bucket),
     )
@@ -256,7 +261,7 @@ def test_odd_keys_come_back_exactly(store: Store, key: str) -> None:
     buffer, views_ = room(len(key.encode()))
     store.read_into(key, 0, views_)
     assert bytes(buffer) == key.encode()
-    store.copy(key, "copies/" + key)
+    store.copy(store.head(key), "copies/" + key)
     assert store.get("copies/" + key)[0] == key.encode()
     assert store.delete([key, "copies/" + key]) == []
     assert list(store.list("")) == []
@@ -328,11 +333,14 @@ def test_a_pinned_read_refuses_an_object_that_was_replaced(store: Store) -> None
 
 
 def test_a_missing_key_is_an_object_not_found(store: Store) -> None:
+    gone = store.put("missing", views(b"x"))
+    store.delete(["missing"])
     for call in (
         lambda: store.get("missing"),
         lambda: store.head("missing"),
         lambda: store.read_into("missing", 0, room(1)[1]),
-        lambda: store.copy("missing", "target"),
+        lambda: store.copy(ObjectInfo("missing", 1), "target"),
+        lambda: store.copy(gone, "target"),
     ):
         with pytest.raises(ObjectNotFoundError) as caught:
             call()
@@ -548,11 +556,36 @@ def test_a_conditional_delete_takes_only_the_object_that_it_names(case: Case) ->
 
 def test_a_copy_is_an_object_of_its_own(store: Store) -> None:
     store.put("from/a b", views(b"content"))
-    info = store.copy("from/a b", "to/c+d")
+    info = store.copy(store.head("from/a b"), "to/c+d")
     assert info.size == 7
     assert info.etag == store.head("to/c+d").etag
     store.delete(["from/a b"])
     assert store.get("to/c+d")[0] == b"content"
+
+
+def test_a_source_without_an_etag_is_copied_as_it_is(store: Store) -> None:
+    store.put("k", views(b"content"))
+    store.copy(ObjectInfo("k", 7), "copied")
+    assert store.get("copied")[0] == b"content"
+
+
+def test_a_copy_of_an_object_that_was_replaced_is_refused_and_leaves_nothing(case: Case) -> None:
+    store = case.store
+    proven(store, "")
+    first = store.put("k", views(b"0123456789"))
+    copied = store.copy(first, "copied")
+    store.put("k", views(b"9876543210"))
+    if case.ignores_copy_conditions:
+        assert store.get(store.copy(first, "refused").key)[0] == b"9876543210"
+        return
+    for target in ("refused", "copied"):
+        with pytest.raises(PreconditionFailedError, match=r"[/:]k\b"):
+            store.copy(first, target)
+    with pytest.raises(ObjectNotFoundError):
+        store.head("refused")
+    assert store.head("copied").etag == copied.etag
+    assert store.get("copied")[0] == b"0123456789"
+    assert sorted(info.key for info in store.list("")) == ["copied", "k"]
 
 
 def test_a_store_pickles_and_serves_afterwards(store: Store) -> None:
@@ -601,24 +634,42 @@ class TestS3:
     ) -> None:
         content = b"0123456789abcdef" * (11 * MIB // 16)
         store.put("big", views(content))
-        monkeypatch.setattr(s3, "MAX_COPY_BYTES", 5 * MIB)
-        info = store.copy("big", "copy of big")
+        monkeypatch.setattr(s3_store, "SILENT_COPY_BYTES", 5 * MIB)
+        info = store.copy(store.head("big"), "copy of big")
         assert store.get("copy of big")[0] == content
         assert info.size == len(content)
         assert store.head("copy of big").etag == info.etag
         assert info.etag is not None
         assert info.etag.endswith("-3")
 
+    def test_a_copy_in_parts_of_an_object_that_was_replaced_is_refused(
+        self, s3: S3Server, store: S3Store, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        first = store.put("big", views(b"0" * (6 * MIB)))
+        store.put("big", views(b"1" * (6 * MIB)))
+        monkeypatch.setattr(s3_store, "SILENT_COPY_BYTES", 5 * MIB)
+        if s3.kind == "moto":
+            # It ignores the condition.
+            assert store.get(store.copy(first, "target").key)[0] == b"1" * (6 * MIB)
+            return
+        with pytest.raises(PreconditionFailedError, match="/big"):
+            store.copy(first, "target")
+        assert s3.open_uploads(store.bucket, "target") == []
+        assert s3.keys(store.bucket) == ["big"]
+
+    def test_a_copy_has_the_content_type_of_its_source(self, s3: S3Server, store: S3Store) -> None:
+        store.copy(store.put("k", views(b"x")), "copied")
+        kinds = {key: s3.client().head_object(Bucket=store.bucket, Key=key)["ContentType"] for key in ("k", "copied")}
+        assert kinds["copied"] == kinds["k"]
+
     def test_a_failed_copy_in_parts_leaves_no_upload(
         self, s3: S3Server, store: S3Store, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        store.put("big", views(b"x" * (6 * MIB)))
+        info = store.put("big", views(b"x" * (6 * MIB)))
         # Parts below the service's minimum: completing is refused after the copies were made.
-        import bucketpoint.stores.s3.store as module
-
-        monkeypatch.setattr(module, "MAX_COPY_BYTES", MIB)
+        monkeypatch.setattr(s3_store, "SILENT_COPY_BYTES", MIB)
         with pytest.raises(StoreError):
-            store.copy("big", "target")
+            store.copy(info, "target")
         assert s3.open_uploads(store.bucket, "target") == []
         assert s3.keys(store.bucket) == ["big"]
 
@@ -671,7 +722,7 @@ class TestSignedDeletes:
         assert not store.capabilities.conditional_delete
         able = proven_deletes(store, "run")
         assert able.conditional_delete
-        monkeypatch.setattr(s3, "tried", None)
+        monkeypatch.setattr(s3_store, "tried", None)
         assert proven_deletes(S3Store(store.bucket, store.options), "run") == able
 
     def test_a_refusal_in_time_is_an_error_and_not_taken_for_one_that_came_too_late(self, minio: S3Server) -> None:
@@ -835,7 +886,7 @@ class TestLocal:
                 lambda key: store.read_into(key, 0, room(1)[1]),
                 lambda key: store.put(key, views(b"x")),
                 lambda key: store.delete_if(key, "some"),
-                lambda key: store.copy("inside/data", key),
+                lambda key: store.copy(store.head("inside/data"), key),
                 lambda key: store.create_multipart(key),
                 lambda key: list(store.list(key)),
                 lambda key: list(store.list_folders(f"{key}/")),

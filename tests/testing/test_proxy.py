@@ -22,7 +22,7 @@ from bucketpoint.errors import (
     ThrottledError,
     TransientStoreError,
 )
-from bucketpoint.stores import S3Options, S3Store
+from bucketpoint.stores import ObjectInfo, S3Options, S3Store
 from bucketpoint.testing import (
     CutReply,
     CutRequest,
@@ -75,7 +75,7 @@ def test_what_meets_no_fault_passes_whole_and_is_counted(s3: S3Server, fault_pro
     part = store.put_part("large", upload, 1, [memoryview(BODY)])
     store.complete_multipart("large", upload, [part])
     store.abort_multipart("large", store.create_multipart("large"))
-    store.copy("key", "copied")
+    store.copy(ObjectInfo("key", len(BODY)), "copied")
     assert store.delete(["key", "large", "copied"]) == []
     counts = proxy.counts
     assert counts.requests == Counter(

@@ -230,8 +230,16 @@ class Store(Protocol):
         """
         ...
 
-    def copy(self, source: str, target: str) -> ObjectInfo:
-        """Copy one object inside the store, without moving its bytes through this process if possible."""
+    def copy(self, source: ObjectInfo, target: str) -> ObjectInfo:
+        """Copy one object inside the store, without moving its bytes through this process if possible.
+
+        Returns:
+            The copy with its own ETag, and with the size of `source` if the reply does not tell the copy's.
+
+        Raises:
+            ObjectNotFoundError: there is no object at `source.key`.
+            PreconditionFailedError: the object at `source.key` no longer has `source.etag`. None is not checked.
+        """
         ...
 
     def create_multipart(self, key: str) -> str:
@@ -273,7 +281,7 @@ class CopiesInside(Protocol):
         ...
 
     def copy_from(self, other: Any, source: ObjectInfo, target: str) -> ObjectInfo:
-        """Copy the object that `other.head` described. `can_copy_from(other)` must have returned True."""
+        """Copy an object of `other`, like `Store.copy`. `can_copy_from(other)` must have returned True."""
         ...
 
 

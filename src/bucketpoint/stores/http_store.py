@@ -79,8 +79,8 @@ class HttpStore(Store, CopiesInside):
 
         return OpenReply(body, nbytes, fill)
 
-    def copy(self, source: str, target: str) -> ObjectInfo:
-        return self.copy_from(self, self.head(source), target)
+    def copy(self, source: ObjectInfo, target: str) -> ObjectInfo:
+        return self.copy_from(self, source, target)
 
     def can_copy_from(self, other: Store) -> bool:
         if not isinstance(other, type(self)):

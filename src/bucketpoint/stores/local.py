@@ -122,8 +122,7 @@ class LocalStore:
 
     def read_into(self, key: str, offset: int, buffers: Buffers, *, if_match: str | None = None) -> None:
         with self._errors("read", key), self._opened(key) as (fd, info):
-            if if_match is not None and info.etag != if_match:
-                raise PreconditionFailedError("the ETag of the object is not the expected one", url=self._url(key))
+            self._check_etag(info, if_match)
             _read(fd, offset, buffers, self._url(key))
 
     def head(self, key: str) -> ObjectInfo:
@@ -176,8 +175,9 @@ class LocalStore:
             # If the name is a link to a file, the link is removed and the file stays.
             os.unlink(name, dir_fd=above)
 
-    def copy(self, source: str, target: str) -> ObjectInfo:
-        with self._errors("copy", source), self._opened(source) as (fd, info):
+    def copy(self, source: ObjectInfo, target: str) -> ObjectInfo:
+        with self._errors("copy", source.key), self._opened(source.key) as (fd, info):
+            self._check_etag(info, source.etag)
             return self._publish(target, lambda out: _copy(fd, out, info.size))
 
     def create_multipart(self, key: str) -> str:
@@ -251,12 +251,7 @@ class LocalStore:
         """Do nothing: no file stays open between calls."""
 
     def _publish(
-        self,
-        key: str,
-        write: Callable[[int], None],
-        *,
-        if_none_match: bool = False,
-        if_match: str | None = None,
+        self, key: str, write: Callable[[int], None], *, if_none_match: bool = False, if_match: str | None = None
     ) -> ObjectInfo:
         names, name = split(key)
         temporary = _temporary(secrets.token_hex(8), name)
@@ -308,6 +303,10 @@ class LocalStore:
             yield fd, _info(key, status)
         finally:
             os.close(fd)
+
+    def _check_etag(self, info: ObjectInfo, expected: str | None) -> None:
+        if expected is not None and info.etag != expected:
+            raise PreconditionFailedError("the ETag of the object is not the expected one", url=self._url(info.key))
 
     def _walk(self, above: int, folder: str, prefix: str) -> Iterator[tuple[str, int]]:
         """Yield the keys below `folder` (empty or ending with a slash) that begin with `prefix`, in key order, each
@@ -398,7 +397,7 @@ def _copy(source: int, target: int, size: int) -> None:
         if not count:
             block = os.read(source, min(8 << 20, size - done))
             if not block:
-                raise StoreError("a part was truncated after it was uploaded")
+                raise StoreError("the file was truncated while it was copied")
             _write(target, [memoryview(block)])
             count = len(block)
         done += count

@@ -84,12 +84,29 @@ def copy_objects(
     return _stream(source, target, jobs, options, meter), False
 
 
+def copy_whole(store: Store, source: ObjectInfo, target: str) -> ObjectInfo:
+    """Copy one object inside a store, and make sure that it was the object with the ETag of `source`.
+
+    One copy, and one HEAD. Transient failures are retried only as far as the store does: the caller has the bytes.
+
+    Raises:
+        ObjectNotFoundError, PreconditionFailedError: the object is gone, or another one has its key. A copy may exist.
+    """
+    done = store.copy(source, target)
+    # Some services ignore the condition of a copy. An object that is still the same now was so during the copy.
+    now = store.head(source.key)
+    if (now.etag, now.size) != (source.etag, source.size):
+        raise PreconditionFailedError("the object was replaced during its copy", url=f"{store.url}/{source.key}")
+    _check_size(store, source, done)
+    return done
+
+
 def _copy_inside(source: Store, target: Store, job: CopyJob, meter: Meter) -> ObjectInfo:
     copies = cast("CopiesInside", target)
     retry_transient(lambda: copies.copy_from(source, job.source, job.target))
     # The reply to a copy does not always contain the size.
     info = retry_transient(lambda: target.head(job.target))
-    _check_size(target, job, info.size)
+    _check_size(target, job.source, info)
     meter.add(info.size)
     return info
 
@@ -112,14 +129,14 @@ def _stream(
     pool = BufferPool(options.max_inflight_bytes)
     uploaded = upload_objects(target, sources, options, pool=pool, meter=meter)
     for job, done in zip(jobs, uploaded, strict=True):
-        _check_size(target, job, done.info.size)
+        _check_size(target, job.source, done.info)
     return [done.info for done in uploaded]
 
 
-def _check_size(target: Store, job: CopyJob, size: int) -> None:
-    if size != job.source.size:
+def _check_size(target: Store, source: ObjectInfo, copied: ObjectInfo) -> None:
+    if copied.size != source.size:
         raise CorruptDataError(
-            f"the copy of an object has {size} bytes, and the original {job.source.size}",
+            f"the copy of an object has {copied.size} bytes, and the original {source.size}",
             url=target.url,
-            key=job.target,
+            key=copied.key,
         )

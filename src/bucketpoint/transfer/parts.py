@@ -1,16 +1,22 @@
-"""Division of objects of known size into upload parts, within a service's limits."""
+"""Multipart uploads: division of objects into parts within a service's limits; completion and abortion."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from bucketpoint.errors import BucketpointError
-from bucketpoint.stores import Capabilities
+from bucketpoint.errors import BucketpointError, UploadNotFoundError
+from bucketpoint.stores import Capabilities, ObjectInfo, Part, Store, retry
 from bucketpoint.transfer.options import MIB, TransferOptions
+
+logger = logging.getLogger(__name__)
 
 SMALLEST_USEFUL_PART = 8 * MIB
 """Parts are not made smaller than this to gain parallelism: in smaller parts the latency of a request dominates."""
+
+ABORT_DEADLINE_S = 30.0
+"""Deadline of an abort. The save has failed already, and its error should not be delayed by the cleanup."""
 
 _GROWTH = 1.02
 
@@ -65,3 +71,27 @@ def plan_parts(nbytes: int, part_bytes: int, limits: Capabilities) -> PartPlan:
             remedy="Lower target_object_bytes so that a rank writes several objects",
         )
     return PartPlan(nbytes=nbytes, part_bytes=size, count=max(-(-nbytes // size), 1))
+
+
+def complete(store: Store, key: str, upload_id: str, parts: Iterable[Part], *, nbytes: int) -> ObjectInfo:
+    """Complete an upload of `nbytes`, even if an earlier attempt succeeded and its answer was lost."""
+    try:
+        return store.complete_multipart(key, upload_id, sorted(parts, key=lambda part: part.number))
+    except UploadNotFoundError:
+        # An earlier attempt may have completed the upload. Only this save attempt uses the key, so an object of the
+        # right size under the key can only be the completed upload.
+        info = store.head(key)
+        if info.size != nbytes:
+            raise
+        return info
+
+
+def abort(store: Store, key: str, upload_id: str | None) -> None:
+    """Abort an upload, if one was begun. A failure is only logged, so that it does not hide the error of the save."""
+    if upload_id is None:
+        return
+    try:
+        with retry.deadline(ABORT_DEADLINE_S):
+            store.abort_multipart(key, upload_id)
+    except BucketpointError as error:
+        logger.warning("could not abort the multipart upload of %s: %s", key, error)

@@ -9,8 +9,8 @@ from types import TracebackType
 from bucketpoint.errors import BucketpointError
 from bucketpoint.stores import ObjectInfo, Part, Store
 from bucketpoint.transfer.checksum import crc32c
-from bucketpoint.transfer.multipart import abort, complete
 from bucketpoint.transfer.options import TransferOptions
+from bucketpoint.transfer.parts import abort, complete
 from bucketpoint.transfer.progress import Meter
 from bucketpoint.transfer.tasks import TaskGroup
 

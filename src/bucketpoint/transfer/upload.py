@@ -18,9 +18,9 @@ from bucketpoint.errors import BucketpointError
 from bucketpoint.stores import ObjectInfo, Part, Store
 from bucketpoint.transfer.budget import BufferPool
 from bucketpoint.transfer.checksum import CrcAccumulator, combine, crc32c
-from bucketpoint.transfer.multipart import abort, complete
+from bucketpoint.transfer.digest import BLOCK_BYTES, DIGEST_BYTES, block_digest, fold
 from bucketpoint.transfer.options import TransferOptions
-from bucketpoint.transfer.parts import PartPlan, common_part_bytes, plan_parts
+from bucketpoint.transfer.parts import PartPlan, abort, common_part_bytes, complete, plan_parts
 from bucketpoint.transfer.progress import Meter
 from bucketpoint.transfer.tasks import TaskGroup
 
@@ -30,7 +30,7 @@ Fill = Callable[[int, memoryview], None]
 
 @dataclass(frozen=True)
 class Segment:
-    """A stretch of an object: bytes in memory (`data`), bytes produced on demand (`fill`), or a table of checksums.
+    """A stretch of an object: bytes in memory (`data`), bytes produced on demand (`fill`), or a table.
 
     Attributes:
         late: `fill` is not called before all bytes before the segment have been read. Only other late segments and
@@ -38,6 +38,10 @@ class Segment:
         block_nbytes: size of the blocks whose CRC32C are computed; 0 for none.
         table_of: the segment holds the CRC32C of the blocks of these segments, given by number; 4 bytes each,
             little-endian. All of these segments come before the table, and only other tables may follow it.
+        digest_seed: if not None, the digest of the segment's bytes is computed with this seed. Of a segment with
+            `fill`, up to a block at the end of each part is then produced twice.
+        digests_of: the segment holds the digests of these segments, given by number, and then `data`. It lies where a
+            table of checksums may.
     """
 
     nbytes: int
@@ -46,6 +50,8 @@ class Segment:
     late: bool = False
     block_nbytes: int = 0
     table_of: Sequence[int] = ()
+    digest_seed: bytes | None = None
+    digests_of: Sequence[int] = ()
 
 
 @dataclass(frozen=True)
@@ -62,10 +68,16 @@ class ObjectSource:
 
 @dataclass(frozen=True)
 class Uploaded:
-    """An uploaded object as the store acknowledged it, and for each segment the CRC32C of each block."""
+    """An uploaded object as the store acknowledged it, with the checksums and digests that were computed meanwhile.
+
+    Attributes:
+        block_crcs: for each segment the CRC32C of each block.
+        digests: for each segment its digest; None if it has no `digest_seed`.
+    """
 
     info: ObjectInfo
     block_crcs: Sequence[Sequence[int]]
+    digests: Sequence[bytes | None]
 
 
 def upload_objects(
@@ -125,6 +137,12 @@ class _ObjectUpload:
         self._nbytes = self._ends[-1] if segments else 0
         self._parts: dict[int, Part] = {}
         self._crcs = [CrcAccumulator(segment.nbytes) for segment in segments]
+        # One slot for each block. Threads write different slots, so they need no lock.
+        self._block_digests = {
+            index: bytearray(DIGEST_BYTES * -(-segment.nbytes // BLOCK_BYTES))
+            for index, segment in enumerate(segments)
+            if segment.digest_seed is not None
+        }
         self._checksummed = 0
 
     def start(self, group: TaskGroup) -> None:
@@ -143,7 +161,8 @@ class _ObjectUpload:
     def result(self) -> Uploaded:
         if self._info is None:
             raise BucketpointError("An upload ended without an acknowledgement", key=self.source.key)
-        return Uploaded(self._info, [self._block_crcs(index) for index in range(len(self.source.segments))])
+        numbers = range(len(self.source.segments))
+        return Uploaded(self._info, list(map(self._block_crcs, numbers)), list(map(self._digest, numbers)))
 
     def abort(self) -> None:
         """Abort the upload if it is still open."""
@@ -165,7 +184,9 @@ class _ObjectUpload:
 
     def _before_tables(self, plan: PartPlan) -> int:
         """Return the number of parts that contain no bytes of a table or of a late segment."""
-        tables = sum(segment.nbytes for segment in self.source.segments if segment.table_of or segment.late)
+        tables = sum(
+            segment.nbytes for segment in self.source.segments if segment.table_of or segment.digests_of or segment.late
+        )
         return (self._nbytes - tables) // plan.part_bytes if tables else plan.count
 
     def _start_next(self, group: TaskGroup, plan: PartPlan) -> None:
@@ -215,6 +236,9 @@ class _ObjectUpload:
                 elif segment.table_of:
                     crcs = [crc for index in segment.table_of for crc in self._block_crcs(index)]
                     view = memoryview(struct.pack(f"<{len(crcs)}I", *crcs))[low:high]
+                elif segment.digests_of:
+                    digests = [self._digest(index) or b"" for index in segment.digests_of]
+                    view = memoryview(b"".join([*digests, segment.data or b""]))[low:high]
                 else:
                     assert segment.data is not None
                     view = segment.data[low:high]
@@ -234,16 +258,46 @@ class _ObjectUpload:
             index += 1
 
     def _checksum(self, index: int, low: int, view: memoryview) -> int:
-        """Return the CRC32C of a stretch, and record that of each block, or piece of a block, in it."""
-        block = self.source.segments[index].block_nbytes
-        if not block:
+        """Return the CRC32C of a stretch. Record that of each block, or piece of a block, in it, and the digests."""
+        segment = self.source.segments[index]
+        digested = segment.digest_seed is not None
+        if not segment.block_nbytes and not digested:
             return crc32c(view)
-        position = 0
-        while position < len(view):
-            size = block - (low + position) % block
-            self._crcs[index].take(low + position, view[position : position + size])
-            position += size
-        return self._crcs[index].between(low, low + len(view))
+        block, high = segment.block_nbytes or segment.nbytes, low + len(view)
+        position = low
+        while position < high:
+            stop = min(position + block - position % block, high)
+            if digested:
+                # So that a block is digested while it is in the processor's cache.
+                stop = min(stop, position + BLOCK_BYTES - position % BLOCK_BYTES)
+            self._crcs[index].take(position, view[position - low : stop - low])
+            if digested and position % BLOCK_BYTES == 0:
+                self._digest_block(index, position, view[position - low :])
+            position = stop
+        return self._crcs[index].between(low, high)
+
+    def _digest_block(self, index: int, start: int, view: memoryview) -> None:
+        """Record the digest of the block at `start`. `view` holds bytes from there on, to the end of the part."""
+        segment = self.source.segments[index]
+        nbytes = min(BLOCK_BYTES, segment.nbytes - start)
+        if len(view) < nbytes:
+            # The block ends in the next part, which has no view of its beginning.
+            if segment.data is not None:
+                view = segment.data[start:]
+            else:
+                assert segment.fill is not None
+                view = memoryview(bytearray(nbytes))
+                segment.fill(start, view)
+        slot = start // BLOCK_BYTES * DIGEST_BYTES
+        self._block_digests[index][slot : slot + DIGEST_BYTES] = block_digest(view[:nbytes])
+
+    def _digest(self, index: int) -> bytes | None:
+        """Return the digest of a segment, all blocks of which have been digested."""
+        blocks = self._block_digests.get(index)
+        if blocks is None:
+            return None
+        segment = self.source.segments[index]
+        return fold(segment.digest_seed or b"", segment.nbytes, blocks)
 
     def _block_crcs(self, index: int) -> list[int]:
         nbytes, block = self.source.segments[index].nbytes, self.source.segments[index].block_nbytes

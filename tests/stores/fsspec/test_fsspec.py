@@ -16,8 +16,14 @@ from fsspec.asyn import AsyncFileSystem
 from fsspec.implementations.memory import MemoryFileSystem
 
 from bucketpoint.doctor.examine import examine
-from bucketpoint.errors import CorruptDataError, EndpointError, PreconditionFailedError, StoreError
-from bucketpoint.stores import FsspecStore, Range, proven
+from bucketpoint.errors import (
+    CorruptDataError,
+    EndpointError,
+    ObjectNotFoundError,
+    PreconditionFailedError,
+    StoreError,
+)
+from bucketpoint.stores import FsspecStore, ObjectInfo, Range, proven
 from bucketpoint.stores.fsspec import services as fsspec_services
 from bucketpoint.stores.trials import SCRATCH
 from bucketpoint.transfer import BufferPool, Extent, Meter, TransferOptions, fetch, plan_requests
@@ -321,3 +327,63 @@ def test_ranges_of_every_filesystem_are_exactly_what_was_asked_for(found: Backen
     store.put("k", [memoryview(content)])
     cuts = [(0, 1), (70_000, 170_000), (500_000, 500_001), (MIB - 1, MIB)]
     assert read_through(store, cuts, content, free_gap_bytes=0) == b"".join(content[a:b] for a, b in cuts)
+
+
+# Copies
+
+
+class _NoCopies(fsspec.AbstractFileSystem):  # type: ignore[misc]
+    """A filesystem that has files and no `cp_file`."""
+
+    protocol = "nocopies"
+    cachable = False
+
+    def info(self, path: str, **_: Any) -> dict[str, Any]:
+        return {"name": path, "size": 1, "type": "file", "ETag": "e"}
+
+
+def test_a_filesystem_without_copies_refuses_them_with_an_error_of_ours() -> None:
+    with pytest.raises(StoreError, match="NotImplementedError"):
+        FsspecStore(_NoCopies(), "root").copy(ObjectInfo("k", 1, "e"), "t")
+
+
+@pytest.mark.parametrize("change", ["replaced", "deleted", "cut"])
+def test_a_copy_whose_source_changes_meanwhile_is_refused_and_deleted(
+    change: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fs = fsspec.filesystem("file")
+    store = FsspecStore(fs, str(tmp_path))
+    source = store.put("k", [memoryview(b"content")])
+    original = type(fs).cp_file
+
+    def copy(self: Any, path: str, target: str, **options: Any) -> None:
+        original(self, path, target, **options)
+        if change == "cut":
+            Path(target).write_bytes(b"con")
+        else:
+            store.delete(["k"])
+        if change == "replaced":
+            store.put("k", [memoryview(b"another")])
+
+    monkeypatch.setattr(type(fs), "cp_file", copy)
+    errors = {"replaced": PreconditionFailedError, "deleted": ObjectNotFoundError, "cut": CorruptDataError}
+    with pytest.raises(errors[change]):
+        store.copy(source, "t")
+    assert not (tmp_path / "t").exists()
+    assert [path.name for path in tmp_path.iterdir()] == ([] if change == "deleted" else ["k"])
+
+
+def test_a_copy_that_breaks_off_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fs = fsspec.filesystem("file")
+    store = FsspecStore(fs, str(tmp_path))
+    source = store.put("k", [memoryview(b"content")])
+
+    def half(self: Any, path: str, target: str, **options: Any) -> None:
+        assert Path(target) != tmp_path / "t"
+        Path(target).write_bytes(b"con")
+        raise OSError("the disk is full")
+
+    monkeypatch.setattr(type(fs), "cp_file", half)
+    with pytest.raises(StoreError, match="disk is full"):
+        store.copy(source, "t")
+    assert [path.name for path in tmp_path.iterdir()] == ["k"]

@@ -28,7 +28,7 @@ from bucketpoint.errors import (
     TransientStoreError,
     UploadNotFoundError,
 )
-from bucketpoint.stores import GCSOptions, GCSStore, Part, retry
+from bucketpoint.stores import GCSOptions, GCSStore, ObjectInfo, Part, retry
 from bucketpoint.stores.gcs import client as gcs_client
 from bucketpoint.stores.gcs import composed as gcs_composed
 from bucketpoint.testing.servers import free_port
@@ -388,11 +388,28 @@ def test_a_copy_that_takes_several_requests_goes_on_by_its_token_and_from_one_ge
         return reply({"done": False, "rewriteToken": "next"})
 
     with scripted(script) as server:
-        info = store_at(server, kms_key_name="key").copy("k", "t")
+        info = store_at(server, kms_key_name="key").copy(ObjectInfo("k", 11, "7"), "t")
     assert (info.key, info.size, info.etag) == ("t", 11, "8")
-    sent = [request.target for request in server.seen[1:]]
+    sent = [request.target for request in server.seen]
     assert len(sent) == 2
     assert all("ifSourceGenerationMatch=7" in target and "destinationKmsKeyName=key" in target for target in sent)
+
+
+@pytest.mark.parametrize(("status", "kind"), [(412, PreconditionFailedError), (404, ObjectNotFoundError)])
+def test_a_copy_of_another_generation_or_of_none_is_refused(status: int, kind: type[StoreError]) -> None:
+    def script(request: Seen, number: int) -> Answer:
+        return error(status, "conditionNotMet") if request.method == "POST" else reply({"items": []})
+
+    with scripted(script) as server:
+        store = store_at(server)
+        with pytest.raises(kind, match="bucket/k"):
+            store.copy(ObjectInfo("k", 11, "7"), "t")
+        assert "ifSourceGenerationMatch=7" in server.seen[0].target
+        sent = len(server.seen)
+        # The ETag of another store.
+        with pytest.raises(PreconditionFailedError):
+            store.copy(ObjectInfo("k", 11, "an-etag"), "t")
+        assert len(server.seen) == sent
 
 
 def test_a_copy_between_two_buckets_of_one_service(gcs: GCSServer) -> None:

@@ -20,7 +20,7 @@ pytest.importorskip("google.cloud.storage")
 import bucketpoint
 from bucketpoint.cli.app import run
 from bucketpoint.errors import AccessDeniedError, BucketpointError, CredentialsError, EndpointError
-from bucketpoint.stores import GCSOptions, GCSStore, Part, open_store
+from bucketpoint.stores import GCSOptions, GCSStore, ObjectInfo, Part, open_store
 from bucketpoint.stores.gcs import client as gcs_client
 from bucketpoint.stores.gcs import composed as gcs_composed
 from bucketpoint.stores.gcs import multipart as gcs_multipart
@@ -78,7 +78,7 @@ def sent_by_each_operation(**options: Any) -> dict[str, Seen]:
             "compose": ("/compose", lambda: store.complete_multipart("k", composed, [part])),
             "read": ("/download/", lambda: store.read_into("k", 0, views(bytearray(5)))),
             "head": ("/storage/v1/b/bucket/o/k", lambda: store.head("k")),
-            "copy": ("/rewriteTo/", lambda: store.copy("k", "c")),
+            "copy": ("/rewriteTo/", lambda: store.copy(ObjectInfo("k", 5, "7"), "c")),
             "list": ("/storage/v1/b/bucket/o", lambda: list(store.list(""))),
         }
         sent = {}

@@ -17,13 +17,16 @@ from bucketpoint import errors
 from bucketpoint.errors import (
     CorruptDataError,
     EndpointError,
+    ObjectNotFoundError,
+    PreconditionFailedError,
     StoreError,
     TransientStoreError,
     WrongRegionError,
 )
-from bucketpoint.stores import S3Options, S3Store, http_body
+from bucketpoint.stores import ObjectInfo, S3Options, S3Store, http_body
 from bucketpoint.stores.s3 import body as s3_body
 from bucketpoint.stores.s3 import client as s3_client
+from bucketpoint.stores.s3 import store as s3_store
 from bucketpoint.testing.servers import S3Server
 from stores.engines import s3_at as store_at
 from stores.engines import views
@@ -224,6 +227,32 @@ def test_a_complete_that_answers_200_with_an_error_in_its_body_fails() -> None:
         with pytest.raises(TransientStoreError, match="InternalError"):
             store._call("CopyObject", "k", Key="k", CopySource={"Bucket": "b", "Key": "s"})
     assert completes == 2
+
+
+@pytest.mark.parametrize(
+    ("code", "kind"),
+    [
+        ("InternalError", TransientStoreError),
+        ("PreconditionFailed", PreconditionFailedError),
+        ("NoSuchKey", ObjectNotFoundError),
+    ],
+)
+@pytest.mark.parametrize("size", [5, s3_store.SILENT_COPY_BYTES + 1])
+def test_a_copy_that_answers_200_with_an_error_in_its_body_fails(code: str, kind: type[StoreError], size: int) -> None:
+    """Amazon sends the status of a copy before it has made the copy."""
+    created = b"<InitiateMultipartUploadResult><UploadId>up</UploadId></InitiateMultipartUploadResult>"
+    broken = f"<?xml version='1.0'?>\n   <Error><Code>{code}</Code><Message>scripted</Message></Error>".encode()
+
+    def script(request: Seen, number: int) -> Answer:
+        return Answer(200, {}, broken if "x-amz-copy-source" in request.headers else created)
+
+    with scripted(script) as server:
+        with pytest.raises(kind, match=code):
+            store_at(server, max_attempts=1).copy(ObjectInfo("k", size, "e"), "copied")
+        copies = [one.headers for one in server.seen if "x-amz-copy-source" in one.headers]
+        assert [one["x-amz-copy-source-if-match"] for one in copies] == ['"e"']
+        assert "HEAD" not in [one.method for one in server.seen]
+        assert size == 5 or server.seen[-1].method == "DELETE"
 
 
 def test_a_delete_that_answers_200_reports_the_keys_that_failed() -> None:

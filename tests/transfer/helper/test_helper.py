@@ -167,7 +167,7 @@ def test_records_of_its_log_reach_the_handlers_of_the_program(
     work = upload_of(url, [whole(arena)], arena, storage_options=minio.at(proxy.url).options)
     with caplog.at_level(logging.WARNING, "bucketpoint"), pytest.raises(AccessDeniedError):
         helper.upload(work, meter())
-    (record,) = (each for each in caplog.records if each.name == "bucketpoint.transfer.multipart")
+    (record,) = (each for each in caplog.records if each.name == "bucketpoint.transfer.parts")
     assert record.process == helper.process_id
     assert record.getMessage().startswith("could not abort the multipart upload of a/whole: ")
 

@@ -67,17 +67,15 @@ class Driver:
     def write(self, fs: AbstractFileSystem, path: str, data: bytes, crc32c: int | None) -> WriteReply:
         if not has_folders(fs):
             return write_reply(fs.pipe_file(path, data))
-        make_folder_of(fs, path)
-        # A file is visible from the first byte on: a writer that is killed would leave half a file under the name.
-        temporary = f"{path.rpartition('/')[0]}/{_TEMPORARY}{secrets.token_hex(8)}"
-        try:
-            fs.pipe_file(temporary, data)
-            fs.mv(temporary, path)
-        except BaseException:
-            with contextlib.suppress(Exception):
-                fs.rm_file(temporary)
-            raise
+        _renamed(fs, path, lambda temporary: fs.pipe_file(temporary, data))
         return {}
+
+    def copy(self, fs: AbstractFileSystem, source: str, target: str) -> None:
+        """Copy one file. Raises NotImplementedError if the filesystem has no copies."""
+        if has_folders(fs):
+            _renamed(fs, target, lambda temporary: fs.cp_file(source, temporary))
+        else:
+            fs.cp_file(source, target)
 
     def create(self, fs: AbstractFileSystem, path: str, data: bytes, crc32c: int | None) -> WriteReply:
         """Write an object that must not exist yet. Raises FileExistsError, or an exception with status 412 or 409."""
@@ -164,6 +162,22 @@ def _innermost(fs: AbstractFileSystem) -> AbstractFileSystem:
 def make_folder_of(fs: AbstractFileSystem, path: str) -> None:
     if has_folders(fs):
         fs.makedirs(path.rpartition("/")[0], exist_ok=True)
+
+
+def _renamed(fs: AbstractFileSystem, path: str, write: Callable[[str], object]) -> None:
+    """Write a file under a temporary name, and rename it.
+
+    A file is visible from the first byte on: a writer that is killed would leave half a file under the name.
+    """
+    make_folder_of(fs, path)
+    temporary = f"{path.rpartition('/')[0]}/{_TEMPORARY}{secrets.token_hex(8)}"
+    try:
+        write(temporary)
+        fs.mv(temporary, path)
+    except BaseException:
+        with contextlib.suppress(Exception):
+            fs.rm_file(temporary)
+        raise
 
 
 def files_below(fs: AbstractFileSystem, folder: str) -> dict[str, dict[str, Any]]:

@@ -37,7 +37,6 @@ from bucketpoint.stores.fsspec.drivers import (
     has_folders,
     is_asynchronous,
     is_hidden,
-    make_folder_of,
     remove,
 )
 from bucketpoint.stores.fsspec.errors import translate
@@ -242,18 +241,30 @@ class FsspecStore:
             info = self._find(key)
             if info is None:
                 return True
-            if info.etag != etag:
-                raise PreconditionFailedError("the ETag of the object is not the expected one", url=self._url(key))
+            self._match(info, etag)
             with contextlib.suppress(FileNotFoundError):
                 self.fs.rm_file(self._path(key))
         return True
 
-    def copy(self, source: str, target: str) -> ObjectInfo:
-        size = self.head(source).size
-        with self._errors("copy", source):
-            make_folder_of(self.fs, self._path(target))
-            self.fs.cp_file(self._path(source), self._path(target))
-            return self._written(target, size, {})
+    def copy(self, source: ObjectInfo, target: str) -> ObjectInfo:
+        before = self.head(source.key)
+        self._match(before, source.etag)
+        with self._errors("copy", source.key):
+            self.driver.copy(self.fs, self._path(source.key), self._path(target))
+        try:
+            # Checked before and after the copy, as for a read: no filesystem has a condition for copies.
+            self._check_etag(source.key, before.etag)
+            copied = self.head(target)
+            if copied.size != before.size:
+                raise CorruptDataError(
+                    f"the copy of an object has {copied.size} bytes, and the original {before.size}",
+                    url=self._url(target),
+                )
+            return copied
+        except (PreconditionFailedError, ObjectNotFoundError, CorruptDataError):
+            with contextlib.suppress(Exception):
+                self.fs.rm_file(self._path(target))
+            raise
 
     def create_multipart(self, key: str) -> str:
         with self._errors("create_multipart", key, missing=self._above):
@@ -331,8 +342,12 @@ class FsspecStore:
         return info if info.get("type") == "file" else None
 
     def _check_etag(self, key: str, if_match: str | None) -> None:
-        if if_match is not None and self.head(key).etag != if_match:
-            raise PreconditionFailedError("the ETag of the object is not the expected one", url=self._url(key))
+        if if_match is not None:
+            self._match(self.head(key), if_match)
+
+    def _match(self, info: ObjectInfo, etag: str | None) -> None:
+        if etag is not None and info.etag != etag:
+            raise PreconditionFailedError("the ETag of the object is not the expected one", url=self._url(info.key))
 
     def _path(self, key: str) -> str:
         return f"{self.root.rstrip('/')}/{key}"

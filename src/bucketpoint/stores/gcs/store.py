@@ -136,11 +136,11 @@ class GCSStore(HttpStore):
         return True
 
     def copy_from(self, other: GCSStore, source: ObjectInfo, target: str) -> ObjectInfo:
-        """Copy the object that `other.head` described, from a bucket that this store's credentials can read."""
+        """Copy an object from a bucket that this store's credentials can read."""
         bucket = self._requests
         query: dict[str, Any] = {}
         if source.etag is not None:
-            query["ifSourceGenerationMatch"] = source.etag
+            query["ifSourceGenerationMatch"] = other._generation(source.key, source.etag)
         if self.options.kms_key_name is not None:
             query["destinationKmsKeyName"] = self.options.kms_key_name
         chosen = self.options.storage_class

@@ -24,6 +24,7 @@ class S3Service:
         expiring_delete: a presigned DeleteObject is refused once it has expired.
         equal_parts: all parts of an upload except the last must have the same size. Uploads of bucketpoint always do.
         lists_uploads: uploads under way are listed by any prefix of their keys, not only by the whole key.
+        answers_early: the reply to a copy begins before the copy is made, so that no read timeout can end it.
     """
 
     name: str
@@ -36,6 +37,7 @@ class S3Service:
     expiring_delete: bool = False
     equal_parts: bool = False
     lists_uploads: bool = True
+    answers_early: bool = False
 
 
 SERVICES: Mapping[str, S3Service] = {
@@ -49,6 +51,7 @@ SERVICES: Mapping[str, S3Service] = {
             addressing=None,
             conditional_delete=True,  # https://docs.aws.amazon.com/AmazonS3/latest/userguide/conditional-deletes.html
             expiring_delete=True,  # https://docs.aws.amazon.com/AmazonS3/latest/userguide/using-presigned-url.html
+            answers_early=True,  # https://docs.aws.amazon.com/AmazonS3/latest/API/API_CopyObject.html
         ),
         # Tested on the server itself. Host addressing needs MINIO_DOMAIN, and a DNS name for every bucket. MinIO
         # ignores If-Match of deletions: https://github.com/minio/minio/issues/21677

@@ -52,7 +52,7 @@ class RemoteSegment(NamedTuple):
     Attributes:
         offset: position in the shared memory; None if the bytes are elsewhere.
         inline: the bytes, if they are few; None otherwise. With neither, the trainer sends them on request.
-        late, block_nbytes, table_of: as in `Segment`.
+        late, block_nbytes, table_of, digest_seed, digests_of: as in `Segment`.
     """
 
     nbytes: int
@@ -61,9 +61,11 @@ class RemoteSegment(NamedTuple):
     late: bool
     block_nbytes: int
     table_of: tuple[int, ...]
+    digest_seed: bytes | None
+    digests_of: tuple[int, ...]
 
 
-PlainSegment = tuple[int, int | None, bytes | None, bool, int, tuple[int, ...]]
+PlainSegment = tuple[int, int | None, bytes | None, bool, int, tuple[int, ...], bytes | None, tuple[int, ...]]
 """The fields of a `RemoteSegment`. Plain tuples are pickled ten times as fast, while training waits for the lock."""
 
 

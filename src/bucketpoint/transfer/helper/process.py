@@ -35,8 +35,8 @@ from bucketpoint.transfer.helper.messages import (
 )
 from bucketpoint.transfer.helper.segments import MappableMemory, described, read_stretch
 from bucketpoint.transfer.helper.start import start_process
-from bucketpoint.transfer.multipart import ABORT_DEADLINE_S, abort
 from bucketpoint.transfer.options import TransferOptions
+from bucketpoint.transfer.parts import ABORT_DEADLINE_S, abort
 from bucketpoint.transfer.progress import Meter
 from bucketpoint.transfer.upload import ObjectSource, Uploaded
 

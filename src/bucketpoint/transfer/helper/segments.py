@@ -39,7 +39,10 @@ def described(sources: Sequence[ObjectSource], memory: MappableMemory) -> Iterat
 
     def remote(segment: Segment) -> PlainSegment:
         offset, inline, data = None, None, segment.data
-        if data is not None:
+        if data is not None and segment.digests_of:
+            # Some bytes for each item, and no part of the state.
+            inline = bytes(data)
+        elif data is not None:
             # Memory that can be written is the state's; the bytes of headers and of pickled values are read-only.
             if data.nbytes and not data.readonly:
                 start = ctypes.addressof(ctypes.c_char.from_buffer(data)) - memory.address
@@ -47,7 +50,16 @@ def described(sources: Sequence[ObjectSource], memory: MappableMemory) -> Iterat
                     offset = start
             if offset is None and data.nbytes <= INLINE_BYTES:
                 inline = bytes(data)
-        return segment.nbytes, offset, inline, segment.late, segment.block_nbytes, tuple(segment.table_of)
+        return (
+            segment.nbytes,
+            offset,
+            inline,
+            segment.late,
+            segment.block_nbytes,
+            tuple(segment.table_of),
+            segment.digest_seed,
+            tuple(segment.digests_of),
+        )
 
     for source in sources:
         for start in range(0, max(len(source.segments), 1), AT_ONCE):

@@ -43,7 +43,7 @@ from bucketpoint.transfer.helper.messages import (
     Wanted,
 )
 from bucketpoint.transfer.helper.start import LEFT_TO_TRAINER
-from bucketpoint.transfer.multipart import ABORT_DEADLINE_S, abort
+from bucketpoint.transfer.parts import ABORT_DEADLINE_S, abort
 from bucketpoint.transfer.progress import Meter
 from bucketpoint.transfer.upload import ObjectSource, Segment, Uploaded, upload_objects
 
@@ -265,9 +265,18 @@ class _Job:
             data = memory[remote.offset : remote.offset + remote.nbytes]
         elif remote.inline is not None:
             data = memoryview(remote.inline)
-        elif not remote.table_of:
+        elif not remote.table_of and not remote.digests_of:
             fill = functools.partial(self._ask, number, index)
-        return Segment(remote.nbytes, data, fill, remote.late, remote.block_nbytes, remote.table_of)
+        return Segment(
+            remote.nbytes,
+            data,
+            fill,
+            remote.late,
+            remote.block_nbytes,
+            remote.table_of,
+            remote.digest_seed,
+            remote.digests_of,
+        )
 
     def _ask(self, number: int, segment: int, start: int, out: memoryview) -> None:
         """Get bytes of a segment that only the trainer can read."""
