@@ -20,6 +20,7 @@ ALWAYS_FURTHER = frozenset({"minio-crt", "versitygw"})
 KEPT: Mapping[str, tuple[str, ...]] = {
     # Kills, faults and failures: one of each kind.
     "test_one_rank_is_killed_after_each_request": ("minio-over an old one-THREAD",),
+    "test_a_rank_that_has_objects_copied_is_killed_after_some_requests": ("minio-some",),
     "test_four_ranks_are_killed_after_some_requests": (),
     "test_a_save_whose_helper_is_killed_after_each_request_succeeds": (),
     "test_a_program_that_ends_during_the_upload_still_commits": ("return-0",),

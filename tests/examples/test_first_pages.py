@@ -22,6 +22,7 @@ PAGES = {
     "docs/quickstart.md": ["run/step-500", "run/step-1", "run/step-2"],
     "docs/staging.md": [f"run/step-{step}" for step in range(0, 1000, 100)],
     "docs/manager.md": ["run/step-3"],
+    "docs/incremental.md": ["run/step-0", "run/step-100", "run/step-200"],
 }
 """Pages, and the checkpoints that are in the bucket once their snippets have run."""
 

@@ -19,6 +19,7 @@ from bucketpoint.catalog.deletion.sweep import sweep
 from bucketpoint.catalog.save_log import SaveLog
 from bucketpoint.checkpoint.open import open_checkpoint
 from bucketpoint.checkpoint.verify import verify
+from bucketpoint.dcp.writer import Unchanged
 from bucketpoint.errors import CheckpointNotFoundError, IncompleteCheckpointError
 from bucketpoint.format import catalog_keys, keys
 from bucketpoint.format.catalog_keys import CommitKey
@@ -33,6 +34,9 @@ STEP = 7
 
 LARGE = (5 << 20) + 1000
 """Bytes: an upload in parts, and as small as S3 lets one be."""
+
+FROZEN = 2 << 20
+"""Bytes of what a save with copies never changes: an object of its own from the second save on."""
 
 OPTIONS = TransferOptions(part_bytes=5 << 20, connections=2, single_put_bytes=1 << 20)
 DAYS_S = 3 * 86400.0
@@ -54,12 +58,13 @@ def state(world: int, value: int, *, own: int | None = None) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Place:
-    """A run of one checkpoint, and how to reach it."""
+    """A run of one checkpoint, and how to reach it; `copies`: saves have the store copy what did not change."""
 
     server: Server
     bucket: str
     name: str
     world: int
+    copies: bool = False
 
     @property
     def root(self) -> str:
@@ -81,16 +86,26 @@ class Place:
         log = SaveLog(self.catalog()) if logged else None
         storage = {**self.server.options, **options}
         transfer = replace(OPTIONS, background=background)
-        return BucketWriter(self.url, storage_options=storage, transfer=transfer, log=log, overwrite=overwrite)
+        unchanged: Unchanged = "copy" if self.copies else "send"
+        return BucketWriter(
+            self.url, storage_options=storage, transfer=transfer, log=log, overwrite=overwrite, unchanged=unchanged
+        )
+
+    def state(self, value: int, *, own: int | None = None) -> dict[str, Any]:
+        """As `state`; with copies, also what every rank has and never changes."""
+        frozen = {"frozen": torch.arange(FROZEN, dtype=torch.uint8)} if self.copies else {}
+        return state(self.world, value, own=own) | frozen
 
     def save(self, value: int, *, planner: Any = None, logged: bool = True, **options: Any) -> None:
         """Of all ranks' items, in this process."""
         writer = self.writer(logged=logged, **options)
-        dcp.save(state(self.world, value), storage_writer=writer, planner=planner, no_dist=True)
+        dcp.save(self.state(value), storage_writer=writer, planner=planner, no_dist=True)
 
     def load(self, *, verified: bool = False) -> int | None:
         """The one value of everything in the checkpoint; None if there is none."""
-        target = state(self.world, 0)
+        target = self.state(0)
+        if self.copies:
+            target["frozen"].zero_()
         reader = BucketReader(self.url, storage_options=self.server.options, transfer=OPTIONS)
         try:
             dcp.load(target, storage_reader=reader, no_dist=True)
@@ -98,6 +113,7 @@ class Place:
             errors = [error for error, _ in failure.failures.values()]
             assert all(isinstance(one, (CheckpointNotFoundError, IncompleteCheckpointError)) for one in errors), errors
             return None
+        assert not self.copies or torch.equal(target["frozen"], self.state(0)["frozen"])
         tensors = [*target["model"].values(), *target["optim"].values()]
         # Not `unique`, which sorts.
         ends = [end.item() for tensor in tensors for end in (tensor.min(), tensor.max())]
@@ -136,12 +152,15 @@ class Place:
 
 
 def save_beside(rank: int, world: int, place: Place, value: int, executor: str) -> None:
-    """One rank's share of an asynchronous save, waited for. The executor HELPER is a thread with a helper process."""
+    """One rank's share of an asynchronous save, waited for.
+
+    The executor HELPER is a thread with a helper process, COPY a thread of which saves copy what did not change.
+    """
     writer = place.writer(max_attempts=2, background="process" if executor == "HELPER" else "auto")
     future = dcp.async_save(
-        state(world, value, own=rank),
+        place.state(value, own=rank),
         storage_writer=writer,
-        async_checkpointer_type=AsyncCheckpointerType["THREAD" if executor == "HELPER" else executor],
+        async_checkpointer_type=AsyncCheckpointerType["PROCESS" if executor == "PROCESS" else "THREAD"],
     )
     future.result()  # type: ignore[union-attr]
 

@@ -43,12 +43,14 @@ class Matrix:
         self.bucket = server.make_bucket("kills")
         self.values = itertools.cycle(range(1, 250))
         self.old: int | None = None
-        if over:
+        # What never changes has an object of its own, which can be copied, from the second save on.
+        for _ in range(0 if not over else 2 if executor == "COPY" else 1):
             self.old = next(self.values)
             self.place("").save(self.old)
 
     def place(self, name: str) -> Place:
-        return Place(self.server, self.bucket, "run" if self.over else f"run-{name}", self.world)
+        copies = self.executor == "COPY"
+        return Place(self.server, self.bucket, "run" if self.over else f"run-{name}", self.world, copies)
 
     def job(self) -> Job:
         return Job(self.world, before=fork_beforehand if self.executor == "PROCESS" else None)
@@ -111,6 +113,19 @@ def test_one_rank_is_killed_after_each_request(
     count = matrix.requests()
     assert count >= 10
     matrix.kill_after_each(range(1, count + 1))
+
+
+@pytest.mark.parametrize("some", [True, False], ids=["some", "each"])
+@slow_on_gcs
+def test_a_rank_that_has_objects_copied_is_killed_after_some_requests(
+    server: Server, proxy: FaultProxy, bucketpoint_tally: Tally, some: bool
+) -> None:
+    matrix = Matrix(server, proxy, bucketpoint_tally, 1, "COPY", over=True)
+    count = matrix.requests()
+    copied = [number for number, one in enumerate(proxy.exchanges, 1) if one.request.kind == "CopyObject"]
+    assert copied
+    # The copy, the requests beside it, and the last ones, where the commit is.
+    matrix.kill_after_each([copied[0] - 1, copied[0], count - 1] if some else range(1, count + 1))
 
 
 # What the checkpoint process adds is in the matrix of one rank.

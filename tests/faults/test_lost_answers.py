@@ -48,23 +48,27 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("over", [False, True], ids=["fresh", "over an old one"])
+@pytest.mark.parametrize(
+    ("over", "copies"), [(False, False), (True, False), (True, True)], ids=["fresh", "over an old one", "with copies"]
+)
 @pytest.mark.parametrize(("server", "fault"), CASES, indirect=["server"])
 def test_a_save_survives_a_fault_at_each_request(
-    server: Server, proxy: FaultProxy, bucketpoint_tally: Tally, fault: Fault, over: bool
+    server: Server, proxy: FaultProxy, bucketpoint_tally: Tally, fault: Fault, over: bool, copies: bool
 ) -> None:
     bucket = server.make_bucket("lost")
-    if over:
-        Place(server, bucket, "run", 1).save(OLD)
+    # What never changes has an object of its own, which can be copied, from the second save on.
+    for value in [OLD, OLD + 100][: over + copies]:
+        Place(server, bucket, "run", 1, copies).save(value)
     number = 0
     while True:
         # What was saved over an old one is the old one of the next.
-        place, new = Place(server, bucket, "run" if over else f"run-{number}", 1), NEW + number
+        place, new = Place(server, bucket, "run" if over else f"run-{number}", 1, copies), NEW + number
         proxy.clear()
         proxy.play(always(fault, skip=number, times=1))
         # Who may not overwrite must know his own commit by its bytes when the store says that one is there.
         place.through(proxy.url).save(new, overwrite=over)
         seen = proxy.exchanges
+        assert not copies or any(one.request.kind == "CopyObject" for one in seen)
         if not any(one.fault for one in seen):
             break
         struck = next(one.request for one in seen if one.fault)

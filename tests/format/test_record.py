@@ -15,9 +15,11 @@ from hypothesis import strategies as st
 
 from bucketpoint.errors import MetadataError
 from bucketpoint.format import record as module
+from bucketpoint.format.changes import Changes, PartChanges
 from bucketpoint.format.record import CommitRecord
 
 counts = st.integers(0, (1 << 62) - 1)
+small = st.integers(0, 1 << 50)
 records = st.builds(
     CommitRecord,
     token=st.none() | st.text(),
@@ -37,6 +39,16 @@ records = st.builds(
     metrics=st.dictionaries(st.text(), st.floats(allow_nan=False), max_size=4),
     git_sha=st.none() | st.text(),
     config_hash=st.none() | st.text(),
+    changes=st.none()
+    | st.builds(
+        lambda since, parts: Changes(since, parts).to_plain(),
+        st.none() | st.text(),
+        st.dictionaries(
+            st.text(),
+            st.builds(lambda a, b: PartChanges("model", a + b, 8 * (a + b), b, 8 * b), small, small),
+            max_size=4,
+        ),
+    ),
 )
 
 
@@ -85,6 +97,11 @@ def test_fields_of_a_later_version_are_left_out() -> None:
         {"metrics": {"loss": True}},
         {"metrics": {"loss": 10**400}},
         {"git_sha": 5},
+        {"changes": []},
+        {"changes": "model"},
+        {"changes": {}},
+        {"changes": {"since": 5, "parts": {}}},
+        {"changes": {"since": None, "parts": {"model": {"kind": "model", "items": -1}}}},
     ],
     ids=str,
 )

@@ -29,7 +29,7 @@ from bucketpoint.errors import AccessDeniedError
 from bucketpoint.format.keys import data_path
 from bucketpoint.manager.manager import CheckpointManager
 from bucketpoint.retention import EverySteps, Keep, Prune, RetentionPolicy
-from bucketpoint.stores import Store, open_store
+from bucketpoint.stores import ObjectInfo, Store, open_store
 from bucketpoint.testing.servers import S3Server
 
 POLICIES = Path(__file__).parents[2] / "policies" / "minio"
@@ -229,7 +229,7 @@ def _requests(store: Store, key: str, upload: str) -> dict[str, Any]:
         "list": lambda: list(store.list(key.rpartition("/")[0] + "/")),
         "uploads": lambda: list(store.list_multipart(key)),
         "delete": lambda: _raise_failures(store.delete([key])),
-        "copy": lambda: store.copy(key, f"{key}-copy"),
+        "copy": lambda: store.copy(ObjectInfo(key, 7), f"{key}-copy"),
     }
 
 

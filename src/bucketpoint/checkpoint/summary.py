@@ -9,6 +9,7 @@ from typing import Any
 
 from bucketpoint.checkpoint.open import SavedCheckpoint
 from bucketpoint.format import keys
+from bucketpoint.format.changes import PartChanges, merge, tally
 from bucketpoint.format.groups import group_of
 from bucketpoint.format.item_info import ItemInfo
 from bucketpoint.format.metadata.facts import is_tensor
@@ -138,6 +139,7 @@ class Difference:
         changed: entries with another dtype or shape, as pairs of a and b.
         values: keys whose checksums differ. Empty if values were not compared.
         equal, unknown: the number of keys with equal checksums, and the keys without checksums to compare.
+        parts: the keys with checksums, and those of them that differ, by part of the state.
     """
 
     only_a: list[SummaryEntry]
@@ -146,6 +148,7 @@ class Difference:
     values: list[str]
     equal: int
     unknown: list[str]
+    parts: dict[str, PartChanges]
 
     @property
     def same(self) -> bool:
@@ -165,4 +168,10 @@ def difference(a: Summary, b: Summary, *, values: bool = False) -> Difference:
         [x.fqn for x, y in known if (x.crc32c, x.nbytes) != (y.crc32c, y.nbytes)],
         sum((x.crc32c, x.nbytes) == (y.crc32c, y.nbytes) for x, y in known),
         [x.fqn for x, y in alike if x.crc32c is None or y.crc32c is None],
+        dict(merge([tally(_compared(x, y) for x, y in known)], a.url).parts),
     )
+
+
+def _compared(x: SummaryEntry, y: SummaryEntry) -> tuple[str, bool, int, int, bool]:
+    elements = 0 if y.shape is None else math.prod(y.shape)
+    return y.fqn, y.dtype is not None, elements, y.nbytes, (x.crc32c, x.nbytes) != (y.crc32c, y.nbytes)

@@ -32,8 +32,8 @@ from bucketpoint.errors import (
 )
 from bucketpoint.format import keys
 from bucketpoint.format.item_info import ItemInfo
+from bucketpoint.format.pickles.zip_check import ZipVerdict, check_archive
 from bucketpoint.format.record import MAX_RECORD_BYTES, CommitRecord
-from bucketpoint.format.zip_check import ZipVerdict, check_archive
 from bucketpoint.stores import ObjectInfo, Store
 from bucketpoint.transfer import BufferPool, Meter, ProgressCallback, TransferOptions, retry_transient
 from bucketpoint.transfer.checksum import crc32c

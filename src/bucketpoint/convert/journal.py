@@ -69,7 +69,7 @@ class Journal:
             if info is None or info.etag is None:
                 return
             if (info.size, info.etag) == (entry.nbytes, note.get("etag")):
-                done[entry.key] = Uploaded(info, crcs)
+                done[entry.key] = Uploaded(info, crcs, [None] * len(crcs))
 
         for_each(objects, look, options)
         return done

@@ -25,6 +25,7 @@ from bucketpoint.dcp.planning.plan_cache import SparePlans
 from bucketpoint.dcp.planning.save_planner import SavePlanner
 from bucketpoint.dcp.writer import BucketWriter
 from bucketpoint.errors import BucketpointError, PeerFailedError
+from bucketpoint.format.changes import Changes
 from bucketpoint.staging import Lease, StagedState, Stager, dead_checkpoint_process
 from bucketpoint.transfer import Progress
 
@@ -66,6 +67,15 @@ class SaveHandle(Future[Metadata]):
         """Progress of this rank's upload; None before the upload begins, and always with a checkpoint process."""
         progress = self._lease.progress if self._lease is not None else None
         return progress if isinstance(progress, Progress) else None
+
+    @property
+    def changes(self) -> Changes | None:
+        """Changes since the save before. Waits for the commit, and raises the error of a save that failed.
+
+        None if the writer does not compare saves.
+        """
+        changes = getattr(self.result(), "changes", None)
+        return changes if isinstance(changes, Changes) else None
 
     def result(self, timeout: float | None = None) -> Metadata:
         """Wait for the commit and return the checkpoint's metadata. Raises the error of a save that failed."""

@@ -13,7 +13,8 @@ from typing import Any
 from bucketpoint.catalog.save_log import SaveLog
 from bucketpoint.dcp.cooperative.decision import Bandwidths
 from bucketpoint.dcp.reader import BucketReader
-from bucketpoint.dcp.writer import BucketWriter
+from bucketpoint.dcp.saving.stale import OnStale
+from bucketpoint.dcp.writer import BucketWriter, Unchanged
 from bucketpoint.format.groups import DEFAULT_RULES, GroupRule
 from bucketpoint.retention import RetentionPolicy
 from bucketpoint.staging import StagingOptions
@@ -52,6 +53,8 @@ class S3Writer(BucketWriter):
         staging: StagingOptions | Any = None,
         retention: RetentionPolicy | str | os.PathLike[str] | None = None,
         log: SaveLog | None = None,
+        unchanged: Unchanged = "send",
+        on_stale: OnStale = None,
         engine: str | None = None,
     ) -> None:
         super().__init__(
@@ -72,6 +75,8 @@ class S3Writer(BucketWriter):
             staging=staging,
             retention=retention,
             log=log,
+            unchanged=unchanged,
+            on_stale=on_stale,
         )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -87,6 +88,8 @@ class SaveSession:
     Attributes:
         since: stopwatch that was started before any rank sent data.
         seen: commit that the coordinator found when the save began; None if that is not known.
+        compared_with: URL of the save with which the coordinator has the ranks compare this one; None without one.
+        tally: this rank's comparison; None if it has none.
         statement: facts about the save that must be the same on all ranks; None until `prepare_local_plan`.
         planned, written: DCP has begun to plan this save, or to write it. The next save gets a new session.
     """
@@ -99,5 +102,18 @@ class SaveSession:
     since: Stopwatch = field(default_factory=Stopwatch)
     seen: PriorCommit | None = None
     statement: Statement | None = None
+    compared_with: str | None = None
+    tally: Any = None
     planned: bool = False
     written: bool = False
+
+
+class SaveSessions(threading.local):
+    """The save under way on each thread: DCP runs each save on one thread, and two must share no token or URL."""
+
+    current: SaveSession | None = None
+
+    def begin(self, url: str | None) -> SaveSession:
+        """Begin a save on this thread."""
+        self.current = SaveSession(url)
+        return self.current

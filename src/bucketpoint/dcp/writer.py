@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import concurrent.futures
-import contextlib
+import functools
 import logging
 import os
-import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal, get_args
 
 from torch.distributed.checkpoint import Metadata, SavePlan, SavePlanner, StorageWriter
 from torch.distributed.checkpoint.metadata import StorageMeta
@@ -30,20 +29,24 @@ from bucketpoint.dcp.planning.results import Results
 from bucketpoint.dcp.progress_bar import describe, noted, progress_callback
 from bucketpoint.dcp.saving.commit import commit
 from bucketpoint.dcp.saving.commit_put import Commit, prior_commit
-from bucketpoint.dcp.saving.object_layout import ObjectPlace, default_object_bytes, plan_objects, results_of
-from bucketpoint.dcp.saving.transformed import transformed_paths, write_transformed
+from bucketpoint.dcp.saving.comparison import compare, report, tally_of
+from bucketpoint.dcp.saving.earlier_saves import Announcement, EarlierSaves, newest_commit, read_earlier_save
+from bucketpoint.dcp.saving.object_layout import ObjectPlace
+from bucketpoint.dcp.saving.rank_upload import RankUpload, announce_uploads
+from bucketpoint.dcp.saving.stale import OnStale
 from bucketpoint.dcp.saving.uploads import Destination, Uploads, bytes_beside_training
-from bucketpoint.dcp.session import Located, SaveSession, as_url, world_size
+from bucketpoint.dcp.session import Located, SaveSession, SaveSessions, as_url, world_size
 from bucketpoint.errors import BucketpointError, CheckpointExistsError
 from bucketpoint.format import keys
 from bucketpoint.format.catalog_keys import mark_of
 from bucketpoint.format.groups import DEFAULT_RULES, GroupRule
 from bucketpoint.retention import RetentionPolicy
 from bucketpoint.staging import StagedState, Stager, StagingOptions, as_staging_options, current_lease, take_turn
-from bucketpoint.stores import Store
 from bucketpoint.transfer import Meter, ProgressCallback, TransferOptions
 
 logger = logging.getLogger(__name__)
+
+Unchanged = Literal["send", "copy"]
 
 
 class BucketWriter(Located, StorageWriter, AsyncStager):
@@ -77,6 +80,10 @@ class BucketWriter(Located, StorageWriter, AsyncStager):
             else the folder above the checkpoint's, whose name says the step, by the policy's `layout`.
         log: receives each attempt and each commit, in place of `retention`. With neither, the record of a commit is
             stored beside its `.metadata`.
+        unchanged: treatment of items whose bytes are those of the last checkpoint of the run: `"send"` sends them
+            again, `"copy"` has the store copy them. See docs/incremental.md.
+        on_stale: reaction to a part of the state that stopped changing while training went on, on the coordinator and
+            after the commit: None logs a warning, `"raise"` raises a `StaleStateError`, a callable gets a `StalePart`.
         _extensions: torch's stream transforms (compression, encryption), applied to each item.
     """
 
@@ -100,7 +107,14 @@ class BucketWriter(Located, StorageWriter, AsyncStager):
         staging: StagingOptions | Any = None,
         retention: RetentionPolicy | str | os.PathLike[str] | None = None,
         log: SaveLog | None = None,
+        unchanged: Unchanged = "send",
+        on_stale: OnStale = None,
     ) -> None:
+        if unchanged not in get_args(Unchanged):
+            raise BucketpointError(f"unchanged={unchanged!r} is not known", remedy='Choose "send" or "copy"')
+        # Items that go through transforms are always sent.
+        self._copies = unchanged == "copy" and not _extensions
+        self.on_stale = on_stale
         if log is not None and retention is not None:
             raise BucketpointError("BucketWriter takes either retention= or log=, not both", remedy="Leave out log=")
         self.log = log
@@ -116,11 +130,12 @@ class BucketWriter(Located, StorageWriter, AsyncStager):
         self.cache_staged_state_dict = cache_staged_state_dict
         self.staging = as_staging_options(staging)
         self._extensions = tuple(_extensions or ())
-        self._saves = threading.local()
+        self._sessions = SaveSessions()
         self._stager: Stager | None = None
         # A manager, which makes a writer for each save, gives all of them its own: their process is started once.
         self.uploads = Uploads(self.transfer)
         self.plans = SparePlans()
+        self.earlier_saves = EarlierSaves()
         super().__init__(path, storage_options, fs)
         self._keeping: RunRetention | None = None
         if retention is not None:
@@ -133,7 +148,8 @@ class BucketWriter(Located, StorageWriter, AsyncStager):
     @dcp_call
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Begin a save to a URL, on the thread on which DCP runs the save. Called on all ranks."""
-        self._begin(as_url(checkpoint_id))
+        url = as_url(checkpoint_id)
+        self._sessions.begin(url if url is not None else self._url)
 
     @dcp_call
     def storage_meta(self) -> StorageMeta | None:
@@ -141,7 +157,7 @@ class BucketWriter(Located, StorageWriter, AsyncStager):
         session = self._session()
         if session.planned:
             # A new save begins: without a `checkpoint_id` DCP never calls `reset` between saves.
-            session = self._begin()
+            session = self._sessions.begin(self._url)
         session.planned = True
         # Two saves whose collectives interleave on one process group wait for each other until it times out.
         take_turn(f"the save of {session.url}")
@@ -153,7 +169,7 @@ class BucketWriter(Located, StorageWriter, AsyncStager):
         session = self._session()
         if session.written:
             # DCP calls neither `reset` nor `storage_meta` for a planner that takes no `storage_meta`.
-            session = self._begin()
+            session = self._sessions.begin(self._url)
         session.rank = int(kwargs.get("rank") or 0)
         session.use_collectives = bool(kwargs.get("use_collectives", True))
         process_groups.refuse_a_rank_alone("A save", session.url, first_may=True)
@@ -193,7 +209,7 @@ class BucketWriter(Located, StorageWriter, AsyncStager):
 
     @dcp_call
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Check on the coordinator that all ranks agree. Adds nothing to the plans: it would stay on cached plans.
+        """Check on the coordinator that all ranks agree, and announce to them the save that they compare with.
 
         Raises:
             RanksDisagreeError: the ranks save to different places, or different states.
@@ -206,7 +222,10 @@ class BucketWriter(Located, StorageWriter, AsyncStager):
         if log is not None:
             # The last moment at which no rank has sent data: ranks upload once they receive their plans from here.
             log.begin(str(session.url), session.token)
-        return plans
+        newest = functools.partial(newest_commit, self._storage_options, self._fs) if self._copies else None
+        said = self.earlier_saves.announcement(str(session.url), session.token, newest)
+        session.compared_with = said.url
+        return said.put_on(plans, with_url=self._copies)
 
     @dcp_call
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
@@ -214,10 +233,8 @@ class BucketWriter(Located, StorageWriter, AsyncStager):
         session = self._session()
         session.written = True
         results = self._upload(session, plan, planner)
-        if len(results) != len(plan.items):
-            raise BucketpointError(f"{len(plan.items)} items were planned, but {len(results)} were written")
         future: Future[list[WriteResult]] = Future()
-        future.set_result(Results(results, plan, session.statement))
+        future.set_result(Results(results, plan, session.statement, session.tally))
         return future
 
     @dcp_call
@@ -230,6 +247,8 @@ class BucketWriter(Located, StorageWriter, AsyncStager):
         session = self._session()
         agree_on_results(results, metadata, session.url)
         store, prefix = self._open(session.url)
+        compared = compare(results, session.compared_with)
+        changes, idle_rates = compared if compared is not None else (None, False)
         request = Commit(
             store=store,
             prefix=prefix,
@@ -238,6 +257,7 @@ class BucketWriter(Located, StorageWriter, AsyncStager):
             name=keys.METADATA if session.use_collectives else keys.rank_metadata(session.rank),
             overwrite=self.overwrite,
             log=self._log_of(session),
+            facts={} if changes is None else {"changes": changes.to_plain()},
             seen=session.seen,
             fence=AttemptFence(store, prefix, session.since),
         )
@@ -249,8 +269,11 @@ class BucketWriter(Located, StorageWriter, AsyncStager):
             created=time.time(),
             endpoint=store.identity,
         )
-        if isinstance(metadata, PlannedMetadata) and session.use_collectives and len(results) > 1:
-            metadata.committed_at = session.url
+        url = str(session.url)
+        self.earlier_saves.note_committed(session.token, url)
+        if isinstance(metadata, PlannedMetadata):
+            metadata.changes = changes
+            metadata.committed_at = session.url if session.use_collectives and len(results) > 1 else None
         logger.info(
             "saved %s: %.1f MB in %.2f s, %d items of %d ranks in %d objects",
             session.url,
@@ -260,6 +283,8 @@ class BucketWriter(Located, StorageWriter, AsyncStager):
             len(results),
             committed.objects,
         )
+        if changes is not None:
+            report(changes, url, self.earlier_saves.watch(url), self.on_stale, idle_rates=idle_rates)
 
     # -- AsyncStager --------------------------------------------------------------------------------------------------
 
@@ -269,9 +294,9 @@ class BucketWriter(Located, StorageWriter, AsyncStager):
     ) -> StagedState | concurrent.futures.Future[StagedState]:
         """Copy the state to host memory: see `Stager.stage`."""
         # Torch 2.9 calls `reset` on this thread too, although another thread runs the save: drop that session.
-        session = self._current()
+        session = self._sessions.current
         if session is not None and not session.planned:
-            del self._saves.session
+            self._sessions.current = None
         staged = self._own_stager().stage(state_dict, **kwargs)
         self._prepare_uploads(self._own_stager().staged_bytes)
         return staged
@@ -312,7 +337,7 @@ class BucketWriter(Located, StorageWriter, AsyncStager):
     @property
     def url(self) -> str | None:
         """URL of this thread's latest save, or else the one given to the constructor."""
-        session = self._current()
+        session = self._sessions.current
         return session.url if session is not None else self._url
 
     @property
@@ -329,17 +354,17 @@ class BucketWriter(Located, StorageWriter, AsyncStager):
 
     @property
     def rank(self) -> int | None:
-        session = self._current()
+        session = self._sessions.current
         return session.rank if session is not None else None
 
     def __getstate__(self) -> dict[str, Any]:
         # A writer is pickled for the checkpoint process as configuration only, without the saves under way.
         self.uploads.leave()
-        return {name: value for name, value in self.__dict__.items() if name not in ("_saves", "_stager", "uploads")}
+        return {name: value for name, value in self.__dict__.items() if name not in ("_sessions", "_stager", "uploads")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self._saves = threading.local()
+        self._sessions = SaveSessions()
         self._stager = None
         self.uploads = Uploads(self.transfer)
 
@@ -351,60 +376,39 @@ class BucketWriter(Located, StorageWriter, AsyncStager):
 
     # -- one save -----------------------------------------------------------------------------------------------------
 
-    def _begin(self, url: str | None = None) -> SaveSession:
-        # One session per thread: DCP runs each save on one thread, and two saves in flight must not share token or URL.
-        session = SaveSession(url if url is not None else self._url)
-        self._saves.session = session
-        return session
-
-    def _current(self) -> SaveSession | None:
-        session: SaveSession | None = getattr(self._saves, "session", None)
-        return session
-
     def _session(self) -> SaveSession:
-        return self._current() or self._begin()
+        return self._sessions.current or self._sessions.begin(self._url)
 
     def _upload(self, session: SaveSession, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
         store, prefix = self._open(session.url)
         lease = current_lease()
         options = self.uploads.options(lease)
+        said = Announcement.received(plan.storage_data)
+        read = functools.partial(read_earlier_save, plan.items, self.transfer, self._open) if self._copies else None
+        last = self.earlier_saves.compared_with(str(session.url), said, read)
         with progress_callback(self.progress, session.rank) as callback:
             meter = Meter("save", str(session.url), 0, noted(callback))
-            place = ObjectPlace(prefix, session.token, session.rank, self.groups)
+            upload = RankUpload(
+                to=Destination(str(session.url), store, self._storage_options, self._fs is None),
+                place=ObjectPlace(prefix, session.token, session.rank, self.groups),
+                uploads=self.uploads,
+                lease=lease,
+                options=options,
+                meter=meter,
+                target_object_bytes=self.target_object_bytes,
+                open_url=self._open,
+                announced=functools.partial(announce_uploads, self._log_of(session), session, store),
+                digests=self._copies,
+            )
             if self._extensions:
-                with self._announced(session, store, transformed_paths(plan.items, place)):
-                    results = write_transformed(
-                        plan.items, planner, self._extensions, place, store=store, options=options, meter=meter
-                    )
+                written = upload.write_transformed(plan.items, planner, self._extensions)
             else:
-                size = self.target_object_bytes or default_object_bytes(store.capabilities, options)
-                planned = plan_objects(plan.items, planner, place, target_object_bytes=size)
-                meter.total_bytes = sum(entry.source.nbytes for entry in planned)
-                sources = [entry.source for entry in planned]
-                large = [entry.path for entry in planned if entry.source.nbytes > options.single_put_bytes]
-                with self._announced(session, store, large):
-                    to = Destination(str(session.url), store, self._storage_options, self._fs is None)
-                    uploaded = self.uploads.upload(to, sources, lease, meter)
-                results = [
-                    result for entry, done in zip(planned, uploaded, strict=True) for result in results_of(entry, done)
-                ]
+                written = upload.write(plan.items, planner, last if self._copies else None)
             meter.finish()
+        if len(written.results) != len(plan.items):
+            raise BucketpointError(f"{len(plan.items)} items were planned, but {len(written.results)} were written")
+        if last is not None:
+            session.tally = tally_of(plan.items, written.results, last, planner, self.groups)
+        self.earlier_saves.keep(said, str(session.url), written)
         describe(logger, logging.DEBUG, f"rank {session.rank} uploaded", session.url, meter, session.started)
-        return results
-
-    @contextlib.contextmanager
-    def _announced(self, session: SaveSession, store: Store, paths: Sequence[str]) -> Iterator[None]:
-        """Note this rank's uploads in the log while they run, if the store can find an upload by its exact key only:
-        otherwise nobody would find the uploads of a rank that is killed.
-        """
-        limits = store.capabilities
-        log = self._log_of(session)
-        if log is None or not paths or limits.lists_uploads or not limits.multipart:
-            yield
-            return
-        log.uploading(str(session.url), session.token, session.rank, paths)
-        yield
-        try:
-            log.uploaded(str(session.url), session.token, session.rank)
-        except BucketpointError as error:
-            logger.warning("the note of completed uploads was not deleted, and stays until the next sweep: %s", error)
+        return written.results

@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from bucketpoint.errors import MetadataError
+from bucketpoint.format.changes import Changes
 
 RECORD_VERSION = 1
 
@@ -35,6 +36,7 @@ class CommitRecord:
         kind: `full`, `weights`, `export` or `emergency`.
         metrics: values known at the save, NaN and infinite ones included.
         git_sha, config_hash: of the job's code and configuration, as the caller gave them.
+        changes: what changed since the checkpoint before, as `Changes.to_plain` has it; None if not recorded.
     """
 
     version: int = RECORD_VERSION
@@ -55,6 +57,7 @@ class CommitRecord:
     metrics: dict[str, float] = field(default_factory=dict)
     git_sha: str | None = None
     config_hash: str | None = None
+    changes: dict[str, Any] | None = None
 
     def to_json(self) -> bytes_:
         """Encode the record as one line of JSON with sorted keys, so that equal records are equal bytes."""
@@ -89,7 +92,18 @@ class CommitRecord:
             raise MetadataError("The commit record has no version", url=url, key="version")
         if "metrics" in given:
             given["metrics"] = {name: float(content) for name, content in given["metrics"].items()}
+        if given.get("changes") is not None:
+            given["changes"] = checked_changes(given["changes"], url=url)
         return cls(**given)
+
+
+def checked_changes(value: Any, *, url: str | None = None) -> dict[str, Any]:
+    """Return what changed as the record has it, with known fields alone. Raises MetadataError if it is malformed."""
+    try:
+        return Changes.from_plain(value).to_plain()
+    except MetadataError as error:
+        error.url = url
+        raise
 
 
 _CHECK = "check"
@@ -126,6 +140,8 @@ def _fits(name: str, content: Any) -> bool:
         return isinstance(content, str)
     if name == "metrics":
         return isinstance(content, dict) and all(map(_is_metric, content.values()))
+    if name == "changes":
+        return content is None or isinstance(content, dict)
     return content is None or isinstance(content, str)
 
 

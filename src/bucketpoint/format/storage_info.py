@@ -107,6 +107,12 @@ def _power_of_two_below(number: int) -> int:
     return 1 << (number.bit_length() - 1)
 
 
+def crc32c_of(info: Any) -> int | None:
+    """Return the CRC32C that `make_storage_info` attached; None without one."""
+    crc: int | None = getattr(info, _CRC32C, None)
+    return crc
+
+
 def set_object_facts(info: Any, *, size: int, etag: str | None) -> None:
     """Attach an object's size and ETag to an item. They travel to the coordinator on the object's first item."""
     setattr(info, _OBJECT, (size, etag))

@@ -29,6 +29,7 @@ from bucketpoint.catalog.run import open_run
 from bucketpoint.catalog.save_log import SaveLog
 from bucketpoint.dcp import BucketWriter, SavePlanner, async_save
 from bucketpoint.dcp.async_save import as_ours
+from bucketpoint.dcp.saving.earlier_saves import EarlierSaves
 from bucketpoint.dcp.saving.uploads import Uploads
 from bucketpoint.errors import BucketpointError
 from bucketpoint.manager.loading import LoadOutcome, attempt
@@ -96,6 +97,7 @@ class BucketpointManager(CheckpointManager):
             self.stager = Stager(StagingOptions(use_async_staging=beside))
         self._pruner = worker_of(self._catalog, policy)
         self._uploads = Uploads(TransferOptions())
+        self._earlier_saves = EarlierSaves()
         self._triggers = Triggers(policy.save, ranks)
         logger.info("checkpoints are saved to and loaded from %s by bucketpoint", self._catalog.url)
 
@@ -127,7 +129,7 @@ class BucketpointManager(CheckpointManager):
         # A run cannot resume from a model alone. The seed counts as full: torchtitan loads nothing but its model.
         kind = FULL if OPTIMIZER in state_dict or step == SEED_STEP else WEIGHTS
         writer = BucketWriter(checkpoint_id, log=SaveLog(self._catalog, kind, pruner=self._pruner))
-        writer.uploads = self._uploads
+        writer.uploads, writer.earlier_saves = self._uploads, self._earlier_saves
         saving: dict[str, Any] = {
             "checkpoint_id": checkpoint_id,
             # The writer overwrites by default, as torchtitan does: a run that went back to an earlier step saves steps

@@ -22,7 +22,10 @@ from bucketpoint.catalog.run import open_run, refuse_other_root
 from bucketpoint.catalog.save_log import SaveLog
 from bucketpoint.dcp import BucketWriter, SaveHandle, SavePlanner, async_save, program_end
 from bucketpoint.dcp.arguments import check_types, whole_step
+from bucketpoint.dcp.saving.earlier_saves import EarlierSaves
+from bucketpoint.dcp.saving.stale import OnStale
 from bucketpoint.dcp.saving.uploads import Uploads
+from bucketpoint.dcp.writer import Unchanged
 from bucketpoint.errors import BucketpointError
 from bucketpoint.manager.loading import attempt
 from bucketpoint.manager.ranks import Ranks
@@ -52,7 +55,7 @@ class CheckpointManager:
         policy: the policy, which says which checkpoints are kept and when saves are made; or its YAML file, which each
             rank reads.
         process_group: the ranks; None for all ranks of the job. The manager makes a gloo group of its own.
-        storage_options, fs, transfer, staging: as for `BucketWriter`.
+        storage_options, fs, transfer, staging, unchanged, on_stale: as for `BucketWriter`.
         trusted: as for `BucketReader`.
         git_sha, config_hash: commit and configuration of the job's program, for the commit record.
         grace_s: seconds that the scheduler waits between SIGTERM and SIGKILL: after SIGTERM `close` waits no longer
@@ -77,6 +80,8 @@ class CheckpointManager:
         git_sha: str | None = None,
         config_hash: str | None = None,
         grace_s: float | None = None,
+        unchanged: Unchanged = "send",
+        on_stale: OnStale = None,
     ) -> None:
         check_types(policy=policy, transfer=transfer)
         policy = self.policy = policy_of(policy)
@@ -92,6 +97,9 @@ class CheckpointManager:
         self._ranks.refuse_unless_same("`save:` of the policy", policy.save)
         self._stager = Stager(staging)
         self._uploads = Uploads(transfer or TransferOptions())
+        own: dict[str, Any] = {"staging": self._stager.options, "unchanged": unchanged, "on_stale": on_stale}
+        self._writer_arguments = {**self._store_arguments, **own}
+        self._earlier_saves = EarlierSaves()
         self._planner = SavePlanner()
         self._triggers = Triggers(policy.save, self._ranks)
         self.pruning = PruneWorker(self.catalog, policy)
@@ -163,10 +171,8 @@ class CheckpointManager:
         # Whatever fails from here on must take back what this save was to discard.
         try:
             log = SaveLog(self.catalog, kind, known, pruner=self.pruning, **self._facts)
-            writer = BucketWriter(
-                url, overwrite=bool(replaces), log=log, staging=self._stager.options, **self._store_arguments
-            )
-            writer.uploads = self._uploads
+            writer = BucketWriter(url, overwrite=bool(replaces), log=log, **self._writer_arguments)
+            writer.uploads, writer.earlier_saves = self._uploads, self._earlier_saves
             if isinstance(replaces, frozenset):
                 writer.replaces_only = replaces
             handle = async_save(

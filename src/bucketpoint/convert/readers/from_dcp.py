@@ -39,7 +39,7 @@ from bucketpoint.dcp.planning.nested_state import noted_int_keys
 from bucketpoint.errors import MetadataError, UnsafeDataError
 from bucketpoint.format.item_info import ItemInfo
 from bucketpoint.format.pickles.items import refused_globals
-from bucketpoint.format.zip_check import ZipVerdict, check_archive
+from bucketpoint.format.pickles.zip_check import ZipVerdict, check_archive
 from bucketpoint.transfer import BufferPool
 from bucketpoint.transfer.checksum import crc32c
 from bucketpoint.transfer.pieces import for_each

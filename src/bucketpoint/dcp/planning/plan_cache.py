@@ -24,6 +24,7 @@ from bucketpoint.dcp.planning.columnar.encoding import LocalItems
 from bucketpoint.dcp.planning.nested_state import INT_KEYS, IntKeys, plain_int_keys
 from bucketpoint.dcp.planning.results import PackedResults, Results, results_of
 from bucketpoint.errors import BucketpointError, IncompleteSaveError
+from bucketpoint.format.changes import Changes
 from bucketpoint.format.columns import PAYLOAD_NBYTES, Columns, IndexColumns, ItemColumns, index_columns
 from bucketpoint.format.index.encode import IndexTemplate, make_index
 from bucketpoint.format.index.int_columns import over
@@ -140,16 +141,22 @@ class PlannedMetadata(Metadata):
         agreed: the plan to which the metadata belongs.
         known: layouts that the ranks of this save were told the coordinator knows.
         committed_at: URL of the checkpoint, once it is committed.
+        changes: what changed since the save before, once it is committed; None if saves are not compared.
     """
 
     agreed: CachedPlan | None = field(default=None, repr=False, compare=False)
     known: tuple[ItemColumns | None, ...] = field(default=(), repr=False, compare=False)
     committed_at: str | None = field(default=None, repr=False, compare=False)
+    changes: Changes | None = field(default=None, repr=False, compare=False)
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         if self.committed_at is not None:
-            return RemoteMetadata, (self.committed_at,)
-        return Metadata, (self.state_dict_metadata,), vars(stock(self))
+            return RemoteMetadata, (self.committed_at, self.changes)
+        attributes = vars(stock(self))
+        if self.changes is not None:
+            # A checkpoint process returns this to the trainer, whose handle shows the changes.
+            attributes["changes"] = self.changes
+        return Metadata, (self.state_dict_metadata,), attributes
 
     def __copy__(self) -> PlannedMetadata:
         return dataclasses.replace(self)
@@ -165,13 +172,14 @@ def stock(metadata: Metadata) -> Metadata:
 
 
 class RemoteMetadata(Metadata):
-    """Stub that `dcp.save` returns on all ranks but the coordinator: it only knows the URL of the checkpoint."""
+    """Stub that `dcp.save` returns on all ranks but the coordinator: it knows the URL and what changed."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, changes: Changes | None = None) -> None:
         self.url = url
+        self.changes = changes
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return RemoteMetadata, (self.url,)
+        return RemoteMetadata, (self.url, self.changes)
 
     def __repr__(self) -> str:
         return f"RemoteMetadata({self.url!r})"

@@ -53,10 +53,15 @@ class NamedResults(list[WriteResult]):
     """A rank's results that name their items, on the coordinator, with the rank's `agreement.descriptions` of these."""
 
     def __init__(
-        self, results: Iterable[WriteResult], statement: Statement | None = None, descriptions: bytes = b""
+        self,
+        results: Iterable[WriteResult],
+        statement: Statement | None = None,
+        descriptions: bytes = b"",
+        tally: Any = None,
     ) -> None:
         super().__init__(results)
         self.statement = statement
+        self.tally = tally
         self.descriptions = descriptions
 
 
@@ -64,11 +69,17 @@ class Results(list[WriteResult]):
     """A rank's results: an ordinary list with a small pickle.
 
     On the coordinator the pickle becomes `PackedResults` if the order of the plan names the items, else `NamedResults`.
+
+    Args:
+        tally: plain values that compare this save with the one before; None if nothing was compared.
     """
 
-    def __init__(self, results: Sequence[WriteResult], plan: SavePlan, statement: Statement | None = None) -> None:
+    def __init__(
+        self, results: Sequence[WriteResult], plan: SavePlan, statement: Statement | None = None, tally: Any = None
+    ) -> None:
         super().__init__(results)
         self.statement = statement
+        self.tally = tally
         self._made_of = tuple(results)
         # Packed now: while DCP pickles the results, an error would no longer be reported to the other ranks.
         self._packed = _packed(results, plan, statement)
@@ -76,12 +87,12 @@ class Results(list[WriteResult]):
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         if not unaltered(self, self._made_of):
-            return NamedResults, (list(self), self.statement)
+            return NamedResults, (list(self), self.statement, b"", self.tally)
         # The statement as plain values, because the names of its class are 50 bytes from each rank.
         stated = self.statement.fields if self.statement is not None else None
         if (packed := self._packed) is not None:
-            return _packed_arrived, (packed.objects, packed.layout, packed.checksums, stated)
-        return _named_arrived, (self._named, stated)
+            return _packed_arrived, (packed.objects, packed.layout, packed.checksums, stated, self.tally)
+        return _named_arrived, (self._named, stated, self.tally)
 
     def packed(self) -> PackedResults | None:
         """Return the packed form without a pickle, for a save of one process; None if the results name their items."""
@@ -99,6 +110,7 @@ class PackedResults:
     layout: ItemColumns | bytes
     checksums: bytes
     statement: Statement | None = None
+    tally: Any = None
 
     def columns(self, count: int, known: ItemColumns | None) -> Columns:
         """Return the columns that were reported for `count` items.
@@ -137,14 +149,18 @@ def _named(results: Sequence[WriteResult], plan: SavePlan) -> bytes:
 
 
 def _packed_arrived(
-    objects: tuple[ObjectFacts, ...], layout: ItemColumns | bytes, checksums: bytes, stated: tuple[Any, ...] | None
+    objects: tuple[ObjectFacts, ...],
+    layout: ItemColumns | bytes,
+    checksums: bytes,
+    stated: tuple[Any, ...] | None,
+    tally: Any,
 ) -> PackedResults:
-    return PackedResults(objects, layout, checksums, Statement(*stated) if stated else None)
+    return PackedResults(objects, layout, checksums, Statement(*stated) if stated else None, tally)
 
 
-def _named_arrived(named: bytes, stated: tuple[Any, ...] | None) -> NamedResults:
+def _named_arrived(named: bytes, stated: tuple[Any, ...] | None, tally: Any) -> NamedResults:
     results, described = pickle.loads(zlib.decompress(named))
-    return NamedResults(results, Statement(*stated) if stated else None, described)
+    return NamedResults(results, Statement(*stated) if stated else None, described, tally)
 
 
 def _in_order(results: Sequence[WriteResult], plan: SavePlan) -> list[WriteResult] | None:

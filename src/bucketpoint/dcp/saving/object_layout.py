@@ -6,6 +6,7 @@ import functools
 import io
 import logging
 import pickle
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -14,6 +15,7 @@ from torch.distributed.checkpoint import SavePlanner
 from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 
+from bucketpoint.checkpoint.digest_table import table_nbytes, table_tail
 from bucketpoint.errors import UNSAVEABLE, BucketpointError
 from bucketpoint.format import keys
 from bucketpoint.format.groups import GroupRule, group_of
@@ -24,11 +26,12 @@ from bucketpoint.format.torch_zip import frameable, tensor_frame
 from bucketpoint.stores import Capabilities
 from bucketpoint.transfer import ObjectSource, Segment, TransferOptions, Uploaded
 from bucketpoint.transfer.checksum import fold_blocks
+from bucketpoint.transfer.digest import digest
 
 logger = logging.getLogger(__name__)
 
 DEFAULT_OBJECT_BYTES = 4 << 30
-"""Default size of an object: below 5 GiB, the most that one server-side CopyObject moves (Amazon S3 service limit)."""
+"""Default size of an object: below 5 GiB, the most that one CopyObject moves (Amazon S3 service limit)."""
 
 WHOLE_OBJECT_BYTES = 64 << 20
 """Default size of an object for stores that take an object in one piece only."""
@@ -130,44 +133,85 @@ def default_object_bytes(store: Capabilities, options: TransferOptions) -> int:
     return min(WHOLE_OBJECT_BYTES, 2 * options.copied_part_bytes) if store.copies_bodies else WHOLE_OBJECT_BYTES
 
 
+@dataclass(frozen=True)
+class ItemBytes:
+    """A write item with the bytes that are stored for it.
+
+    Attributes:
+        payload: index of the segment over which the item's checksum and digest are taken.
+    """
+
+    item: WriteItem
+    data: torch.Tensor | memoryview
+    segments: Sequence[Segment]
+    payload: int
+
+    @property
+    def nbytes(self) -> int:
+        return sum(segment.nbytes for segment in self.segments)
+
+
+class ObjectNames:
+    """Paths of one rank's objects, numbered within each group."""
+
+    def __init__(self, place: ObjectPlace) -> None:
+        self.prefix = place.prefix
+        self._place = place
+        self._used: Counter[str] = Counter()
+
+    def next(self, group: str) -> str:
+        """Return a path that no other object of this save has."""
+        number = self._used[group]
+        self._used[group] += 1
+        return keys.data_path(self._place.token, self._place.rank, group, number)
+
+
+def item_bytes(item: WriteItem, planner: SavePlanner, *, digests: bool = False) -> ItemBytes:
+    """Resolve an item to the bytes that are stored for it.
+
+    Args:
+        digests: have a digest computed of items whose bytes lie in memory.
+    """
+    data = resolve(item, planner)
+    segments = item_segments(item, data)
+    payload = 1 if len(segments) > 1 else 0
+    if digests and segments[payload].data is not None:
+        # The frame is mixed into the digest: the same bytes of another dtype or shape are another item.
+        frame = b"".join(segment.data or b"" for number, segment in enumerate(segments) if number != payload)
+        segments[payload] = replace(segments[payload], digest_seed=digest(memoryview(frame), b""))
+    return ItemBytes(item, data, segments, payload)
+
+
 def plan_objects(
-    items: Sequence[WriteItem], planner: SavePlanner, place: ObjectPlace, *, target_object_bytes: int
+    group: str, items: Sequence[ItemBytes], names: ObjectNames, *, target_object_bytes: int
 ) -> list[PlannedObject]:
-    """Lay the items of one rank out in objects.
+    """Lay items of one group out in objects.
 
     Groups go to separate objects, so that a checkpoint can later be thinned to its weights by deleting objects. A group
     larger than `target_object_bytes` is spread over several; an item is never split over two.
     """
-    objects: list[PlannedObject] = []
-    for group, members in group_items(items, place.rules).items():
-        batch: list[tuple[WriteItem, torch.Tensor | memoryview]] = []
-        size = 0
-        batches = [batch]
-        for item in members:
-            data = resolve(item, planner)
-            nbytes = nbytes_of(data)
-            if batch and size + nbytes > target_object_bytes:
-                batch = []
-                batches.append(batch)
-                size = 0
-            batch.append((item, data))
-            size += nbytes
-        for number, batch in enumerate(batches):
-            path = keys.data_path(place.token, place.rank, group, number)
-            objects.append(_lay_out(path, place.prefix, batch))
-    return objects
+    batches: list[list[ItemBytes]] = []
+    size = 0
+    for entry in items:
+        nbytes = nbytes_of(entry.data)
+        if not batches or size + nbytes > target_object_bytes:
+            batches.append([])
+            size = 0
+        batches[-1].append(entry)
+        size += nbytes
+    return [_lay_out(names.next(group), names.prefix, batch) for batch in batches]
 
 
-def _lay_out(path: str, prefix: str, batch: Sequence[tuple[WriteItem, torch.Tensor | memoryview]]) -> PlannedObject:
+def _lay_out(path: str, prefix: str, batch: Sequence[ItemBytes]) -> PlannedObject:
     segments: list[Segment] = []
     placed: list[PlacedItem] = []
     offset = 0
-    for write, data in batch:
-        parts = item_segments(write, data)
-        framed = len(parts) > 1
-        start, nbytes = parts[0].nbytes, sum(part.nbytes for part in parts)
-        tensor = data if framed and isinstance(data, torch.Tensor) else None
-        placed.append(PlacedItem(write, offset, nbytes, len(segments) + framed, start if framed else None, tensor))
+    for entry in batch:
+        parts, framed = entry.segments, entry.payload > 0
+        start, nbytes = parts[0].nbytes, entry.nbytes
+        tensor = entry.data if framed and isinstance(entry.data, torch.Tensor) else None
+        payload = len(segments) + entry.payload
+        placed.append(PlacedItem(entry.item, offset, nbytes, payload, start if framed else None, tensor))
         segments += parts
         offset += nbytes
     for number, item in enumerate(placed):
@@ -179,6 +223,11 @@ def _lay_out(path: str, prefix: str, batch: Sequence[tuple[WriteItem, torch.Tens
     tabled = [item.payload for item in placed if item.table is not None]
     if tabled:
         segments.append(Segment(offset - sum(part.nbytes for part in segments), table_of=tabled))
+    digested = [item for item in placed if segments[item.payload].digest_seed is not None]
+    if digested:
+        tail = memoryview(table_tail([item.offset for item in digested]))
+        of = [item.payload for item in digested]
+        segments.append(Segment(table_nbytes(len(of)), tail, digests_of=of))
     return PlannedObject(path, ObjectSource(keys.join(prefix, path), segments), placed)
 
 

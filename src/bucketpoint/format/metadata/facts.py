@@ -17,7 +17,7 @@ from bucketpoint.format.nested_values import RepetitionError, nested_values
 from bucketpoint.format.pickles.machine import Machine
 from bucketpoint.format.pickles.metadata_vocabulary import MetadataVocabulary
 from bucketpoint.format.pickles.vocabulary import MalformedPickleError, OverspentError
-from bucketpoint.format.record import CommitRecord
+from bucketpoint.format.record import CommitRecord, checked_changes
 
 FORMAT_VERSION = 1
 """Version of bucketpoint's part of the metadata. Raised only for changes that readers must know, not for additions."""
@@ -92,6 +92,7 @@ def make_record(
         sizes: bytes of each object, by path.
         items: number of items in the objects.
     """
+    changes = _typed(facts, "changes", dict)
     groups: dict[str, int] = {}
     for path, size in sizes.items():
         named = parse_data_path(path)
@@ -115,6 +116,7 @@ def make_record(
         metrics=_metrics(facts),
         git_sha=_typed(facts, "git_sha", str),
         config_hash=_typed(facts, "config_hash", str),
+        changes=None if changes is None else checked_changes(changes),
     )
 
 

@@ -1,0 +1,201 @@
+"""Upload of one rank's items: objects whose bytes the store has already are copied there, all others are sent."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+from torch.distributed.checkpoint import SavePlanner
+from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.planner import WriteItem
+
+from bucketpoint.catalog.save_log import SaveLog
+from bucketpoint.dcp.saving.earlier_saves import EarlierSave, SavedItem, Written
+from bucketpoint.dcp.saving.object_layout import (
+    ItemBytes,
+    ObjectNames,
+    ObjectPlace,
+    PlannedObject,
+    default_object_bytes,
+    group_items,
+    item_bytes,
+    plan_objects,
+    results_of,
+)
+from bucketpoint.dcp.saving.transformed import transformed_paths, write_transformed
+from bucketpoint.dcp.saving.unchanged import (
+    LEAST_COPIED_BYTES,
+    ObjectCopy,
+    OpenUrl,
+    copy_object,
+    find_unchanged,
+    plan_copies,
+    results_of_copy,
+    sample_of,
+)
+from bucketpoint.dcp.saving.uploads import Destination, Uploads
+from bucketpoint.dcp.session import SaveSession
+from bucketpoint.errors import BucketpointError
+from bucketpoint.format.item_info import read_item
+from bucketpoint.staging import Lease
+from bucketpoint.stores import ObjectInfo, Store
+from bucketpoint.transfer import Meter, TransferOptions, Uploaded
+from bucketpoint.transfer.tasks import TaskGroup
+
+logger = logging.getLogger(__name__)
+
+COPIES_AT_ONCE = 4
+"""Copies that a rank has under way. From about 16 on, of all clients together, those of a MinIO with one drive wait for
+each other until requests time out."""
+
+
+@dataclass(frozen=True)
+class RankUpload:
+    """The upload of one rank's items in one save.
+
+    Attributes:
+        options: of this process's own transfers: reading what is compared, and copies.
+        open_url: opens the store of any URL with the writer's options.
+        announced: notes the uploads to these paths while they run: see `announce_uploads`.
+        digests: compute digests of the items, for the comparison at the next save.
+    """
+
+    to: Destination
+    place: ObjectPlace
+    uploads: Uploads
+    lease: Lease | None
+    options: TransferOptions
+    meter: Meter
+    target_object_bytes: int | None
+    open_url: OpenUrl
+    announced: Callable[[Sequence[str]], AbstractContextManager[None]]
+    digests: bool
+
+    def write(self, items: Sequence[WriteItem], planner: SavePlanner, last: EarlierSave | None) -> Written:
+        """Upload the items, and return once all of them are stored.
+
+        Args:
+            last: save of which unchanged objects are copied; None to send everything.
+        """
+        names = ObjectNames(self.place)
+        most = self.target_object_bytes or default_object_bytes(self.to.store.capabilities, self.options)
+        groups = {
+            group: [item_bytes(item, planner, digests=self.digests) for item in members]
+            for group, members in group_items(items, self.place.rules).items()
+        }
+        unchanged: Mapping[MetadataIndex, SavedItem] = {}
+        copies: list[ObjectCopy] = []
+        if last is not None:
+            unchanged = find_unchanged([entry for members in groups.values() for entry in members], last, self.options)
+            copies = plan_copies(groups, unchanged, last, names)
+        copied = {entry.item.index for copy in copies for entry, _ in copy.items}
+        planned: list[PlannedObject] = []
+        for group, members in groups.items():
+            for batch in _by_steadiness([entry for entry in members if entry.item.index not in copied], unchanged):
+                planned += plan_objects(group, batch, names, target_object_bytes=most)
+        self.meter.total_bytes = sum(entry.source.nbytes for entry in planned)
+        written = Written()
+        refused = self._send(planned, copies, last, written)
+        if refused:
+            planned = []
+            for copy in refused:
+                batch = [entry for entry, _ in copy.items]
+                planned += plan_objects(copy.group, batch, names, target_object_bytes=most)
+            self.meter.total_bytes += sum(entry.source.nbytes for entry in planned)
+            self._send(planned, [], None, written)
+        return written
+
+    def write_transformed(self, items: Sequence[WriteItem], planner: SavePlanner, extensions: Sequence[Any]) -> Written:
+        """Upload the items through stream transforms. All of them are sent."""
+        with self.announced(transformed_paths(items, self.place)):
+            results = write_transformed(
+                items, planner, extensions, self.place, store=self.to.store, options=self.options, meter=self.meter
+            )
+        return Written(results)
+
+    def _send(
+        self, planned: Sequence[PlannedObject], copies: Sequence[ObjectCopy], last: EarlierSave | None, written: Written
+    ) -> list[ObjectCopy]:
+        """Upload objects while the store copies others. Return the copies that it did not make."""
+        done: dict[str, ObjectInfo | None] = {}
+
+        def copy(one: ObjectCopy) -> None:
+            assert last is not None
+            done[one.path] = copy_object(one, last, self.to.url, self.open_url)
+
+        large = [entry.path for entry in planned if entry.source.nbytes > self.options.single_put_bytes]
+        # A store copies an object of more than 5 GiB by a multipart upload, too.
+        large += [one.path for one in copies if one.source.size > self.options.single_put_bytes]
+        at_once = min(COPIES_AT_ONCE, self.options.connections)
+        tasks = TaskGroup(at_once, name="bucketpoint-copy", nice=self.options.nice)
+        with self.announced(large), tasks as group:
+            for one in copies:
+                group.start(functools.partial(copy, one))
+            sources = [entry.source for entry in planned]
+            uploaded = self.uploads.upload(self.to, sources, self.lease, self.meter) if sources else []
+        for entry, stored in zip(planned, uploaded, strict=True):
+            self._note_sent(entry, stored, written)
+        refused = []
+        for one in copies:
+            info = done[one.path]
+            if info is None:
+                refused.append(one)
+            else:
+                self._note_copied(one, info, written)
+        return refused
+
+    def _note_sent(self, entry: PlannedObject, stored: Uploaded, written: Written) -> None:
+        results = results_of(entry, stored)
+        written.results.extend(results)
+        if not self.digests:
+            return
+        written.objects[entry.path] = stored.info
+        for placed, result in zip(entry.items, results, strict=True):
+            digest = stored.digests[placed.payload]
+            if digest is not None:
+                sample = sample_of(entry.source.segments[placed.payload])
+                written.items[result.index] = SavedItem(read_item(result.storage_data), digest, sample)
+
+    def _note_copied(self, copy: ObjectCopy, info: ObjectInfo, written: Written) -> None:
+        results = results_of_copy(copy, info)
+        written.results.extend(results)
+        written.objects[copy.path] = info
+        for (entry, saved), result in zip(copy.items, results, strict=True):
+            sample = sample_of(entry.segments[entry.payload])
+            written.items[result.index] = SavedItem(read_item(result.storage_data), saved.digest, sample)
+        written.copied_nbytes += sum(result.size_in_bytes for result in results)
+
+
+def _by_steadiness(
+    entries: Sequence[ItemBytes], unchanged: Mapping[MetadataIndex, SavedItem]
+) -> Iterator[Sequence[ItemBytes]]:
+    """Yield items that change and items that did not apart, if the latter are worth a copy at the next save."""
+    steady = [entry for entry in entries if entry.item.index in unchanged]
+    if sum(entry.nbytes for entry in steady) < LEAST_COPIED_BYTES:
+        yield entries
+        return
+    yield [entry for entry in entries if entry.item.index not in unchanged]
+    yield steady
+
+
+@contextlib.contextmanager
+def announce_uploads(log: SaveLog | None, session: SaveSession, store: Store, paths: Sequence[str]) -> Iterator[None]:
+    """Note a rank's uploads to these paths in the log while they run, if the store finds uploads by exact keys only.
+
+    Otherwise nobody would find the uploads of a rank that is killed.
+    """
+    limits = store.capabilities
+    if log is None or not paths or limits.lists_uploads or not limits.multipart:
+        yield
+        return
+    log.uploading(str(session.url), session.token, session.rank, paths)
+    yield
+    try:
+        log.uploaded(str(session.url), session.token, session.rank)
+    except BucketpointError as error:
+        logger.warning("the note of completed uploads was not deleted, and stays until the next sweep: %s", error)

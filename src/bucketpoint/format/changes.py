@@ -1,0 +1,292 @@
+"""The changes of a checkpoint since the one before it, by part of the state.
+
+Each rank tallies its items, the coordinator merges the tallies; the record and the log have the outcome.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from bucketpoint.errors import MetadataError
+from bucketpoint.format.groups import DEFAULT_RULES, MODEL, OPTIM, GroupRule, deciding
+
+MOMENTS = "moments"
+RANDOM = "random"
+DATA = "data"
+OTHER = "other"
+# The kinds MODEL and OPTIM are called as the groups of objects are.
+
+MOST_PARTS = 64
+"""More parts than this are joined to one for each kind, so that the record and the log line stay short."""
+
+_MAX_COUNT = 1 << 62
+_MAX_NAME = 256
+_MAX_URL = 4096
+_COUNTS = ("items", "nbytes", "changed_items", "changed_nbytes")
+
+
+@dataclass(frozen=True)
+class PartChanges:
+    """The changes in one part of the state.
+
+    Attributes:
+        kind: `model`, `moments` (tensors of an optimizer with more than one element), `optim` (all else of an
+            optimizer: steps, learning rates), `random` (states of random number generators), `data` (dataloaders) or
+            `other`.
+        items, nbytes: of the part in this checkpoint.
+        changed_items, changed_nbytes: of them, those that are new or differ from the checkpoint before.
+    """
+
+    kind: str
+    items: int = 0
+    nbytes: int = 0
+    changed_items: int = 0
+    changed_nbytes: int = 0
+
+    def __add__(self, other: PartChanges) -> PartChanges:
+        sums = {name: getattr(self, name) + getattr(other, name) for name in _COUNTS}
+        return PartChanges(self.kind, **sums)
+
+
+@dataclass(frozen=True)
+class Changes:
+    """The changes of a checkpoint since the one before it.
+
+    Attributes:
+        since: URL of the checkpoint compared with; None if there was none, and all counts as changed.
+        parts: by name, the largest first.
+    """
+
+    since: str | None
+    parts: Mapping[str, PartChanges] = field(default_factory=dict)
+
+    @property
+    def items(self) -> int:
+        return sum(part.items for part in self.parts.values())
+
+    @property
+    def nbytes(self) -> int:
+        return sum(part.nbytes for part in self.parts.values())
+
+    @property
+    def changed_items(self) -> int:
+        return sum(part.changed_items for part in self.parts.values())
+
+    @property
+    def changed_nbytes(self) -> int:
+        return sum(part.changed_nbytes for part in self.parts.values())
+
+    def __str__(self) -> str:
+        if self.since is None:
+            return "no earlier save to compare with"
+        return "; ".join(f"{name} {_described(part)}" for name, part in self.parts.items()) or "no items"
+
+    def to_plain(self) -> dict[str, Any]:
+        """Return the changes in JSON's terms."""
+        return {"since": self.since, "parts": {name: asdict(part) for name, part in self.parts.items()}}
+
+    @classmethod
+    def from_plain(cls, value: Any) -> Changes:
+        """Rebuild the changes from data that anybody may have written. Unknown fields are dropped.
+
+        Raises:
+            MetadataError: `value` is malformed.
+        """
+        if type(value) is not dict or type(value.get("parts")) is not dict or len(value["parts"]) > 6 * MOST_PARTS:
+            raise MetadataError("The list of what changed is malformed", key="changes")
+        since = value.get("since")
+        if since is not None and (type(since) is not str or len(since) > _MAX_URL):
+            raise MetadataError("The URL of the checkpoint compared with is malformed", key="changes.since")
+        return cls(since, {name: _part_from_plain(name, part) for name, part in value["parts"].items()})
+
+
+def _part_from_plain(name: Any, value: Any) -> PartChanges:
+    if type(name) is not str or len(name) > _MAX_NAME or type(value) is not dict:
+        raise MetadataError("A part in the list of what changed is malformed", key="changes.parts")
+    kind, counts = value.get("kind"), [_count(value.get(count)) for count in _COUNTS]
+    if type(kind) is not str or len(kind) > _MAX_NAME or counts[2] > counts[0] or counts[3] > counts[1]:
+        raise MetadataError("A part in the list of what changed is malformed", key="changes.parts")
+    return PartChanges(kind, *counts)
+
+
+def _count(value: Any) -> int:
+    if type(value) is not int or not 0 <= value < _MAX_COUNT:
+        raise MetadataError("A count in the list of what changed is malformed", key="changes.parts")
+    return value
+
+
+def _described(part: PartChanges) -> str:
+    if not part.changed_items:
+        return "unchanged"
+    if part.changed_items == part.items:
+        return f"{amount(part.nbytes)}, all changed"
+    return (
+        f"{amount(part.changed_nbytes)} of {amount(part.nbytes)} in {part.changed_items:,} of {part.items:,} "
+        f"{'item' if part.items == 1 else 'items'}"
+    )
+
+
+def amount(nbytes: float) -> str:
+    """Format bytes in decimal units, with one digit behind the point: `10.0 MB`."""
+    if nbytes < 999.5:
+        return f"{nbytes:.0f} B"
+    for unit in ("kB", "MB", "GB"):
+        nbytes /= 1000
+        if nbytes < 999.95:
+            return f"{nbytes:.1f} {unit}"
+    return f"{nbytes / 1000:.1f} TB"
+
+
+# -- parts of a state -------------------------------------------------------------------------------------------------
+
+_UNKNOWN: tuple[tuple[str, re.Pattern[str]], ...] = (
+    (RANDOM, re.compile(r"(\w+_)?(rng|random)(_?states?)?")),
+    (DATA, re.compile(r"(\w+_)?(data_?)?(loader|dataset)(_?states?)?")),
+    (OPTIM, re.compile(r"(\w+_)?optim(izer)?s?(_\w+)?")),
+)
+"""Kinds of the first segments that no rule knows: `torch_rng_state`, `train_loader`, `optimizer_g`."""
+
+_NUMBERED = re.compile(r"_[0-9]+$")
+
+
+class StateParts:
+    """The parts of a state: the place of each name, decided once for each distinct segment of the names.
+
+    A part is named by what the names have in common up to the first segment that a rule knows. Numbers are left out,
+    so that there is no part for each layer or for each rank. The tensors of an optimizer and its other values are two
+    parts. Names without a known segment belong to a part by default: tensors to the weights, values to `other`.
+    """
+
+    def __init__(self, rules: Sequence[GroupRule] = DEFAULT_RULES) -> None:
+        self._rules = tuple(rules)
+        self._segments: dict[str, str | None] = {}
+        self._unknown: set[str] = set()
+        self._heads: dict[str, tuple[str, str] | None] = {}
+
+    def find(self, fqn: str, *, tensor: bool, elements: int) -> tuple[str, str]:
+        """Return name and kind of the part to which an item belongs. The name is empty for weights by default."""
+        head = fqn.partition(".")[0]
+        try:
+            known = self._heads[head]
+        except KeyError:
+            known = self._heads[head] = self._of_head(head)
+        # Names of which the first segment decides are nearly all; the others are searched.
+        name, kind = known or self._search(fqn) or (("", MODEL) if tensor else (OTHER, OTHER))
+        if kind == OPTIM and tensor and elements > 1 and "scheduler" not in name:
+            return f"{name} {MOMENTS}", MOMENTS
+        return name, kind
+
+    def _of_head(self, head: str) -> tuple[str, str] | None:
+        group = self._group(head)
+        if group is not None:
+            return _numberless(head, group), _kind(group, head)
+        unnumbered = _NUMBERED.sub("", head)
+        for kind, pattern in _UNKNOWN:
+            if pattern.fullmatch(unnumbered):
+                return (head if kind == OPTIM else unnumbered), kind
+        return None
+
+    def _search(self, fqn: str) -> tuple[str, str] | None:
+        segments = fqn.split(".")
+        if self._unknown.issuperset(segments):
+            return None
+        for number, segment in enumerate(segments):
+            group = self._group(segment)
+            if group is None:
+                continue
+            kind, before = _kind(group, segment), segments[:number]
+            numeric = next((place for place, each in enumerate(before) if each.isdigit()), None)
+            if numeric is None:
+                return ".".join([*before, _numberless(segment, group)]), kind
+            # `layers.17.module.weight`: one part for all layers.
+            shorter = ".".join(before[:numeric])
+            return shorter or ("" if kind == MODEL else kind), kind
+        return None
+
+    def _group(self, segment: str) -> str | None:
+        try:
+            return self._segments[segment]
+        except KeyError:
+            group = self._segments[segment] = deciding(segment, self._rules)[0]
+            if group is None:
+                self._unknown.add(segment)
+            return group
+
+
+def _kind(group: str, segment: str) -> str:
+    if group in (MODEL, OPTIM):
+        return group
+    unnumbered = _NUMBERED.sub("", segment)
+    return next((kind for kind, pattern in _UNKNOWN if kind != OPTIM and pattern.fullmatch(unnumbered)), OTHER)
+
+
+def _numberless(segment: str, group: str) -> str:
+    """Return the segment for the name of a part. Models and optimizers keep their numbers."""
+    return segment if group in (MODEL, OPTIM) else _NUMBERED.sub("", segment)
+
+
+# -- counting ---------------------------------------------------------------------------------------------------------
+
+Tally = dict[tuple[str, str], tuple[int, int, int, int]]
+"""What one rank sends: by name and kind of each part, items, bytes, changed items and changed bytes."""
+
+
+def tally(entries: Iterable[tuple[str, bool, int, int, bool]], rules: Sequence[GroupRule] = DEFAULT_RULES) -> Tally:
+    """Count the items of one rank by part.
+
+    Args:
+        entries: of each item: name, whether it is a tensor, the number of elements of the whole tensor, bytes, and
+            whether the item is new or differs from the last save.
+    """
+    find = StateParts(rules).find
+    counts: dict[tuple[str, str], list[int]] = {}
+    for fqn, tensor, elements, nbytes, changed in entries:
+        part = find(fqn, tensor=tensor, elements=elements)
+        count = counts.get(part)
+        if count is None:
+            count = counts[part] = [0, 0, 0, 0]
+        count[0] += 1
+        count[1] += nbytes
+        if changed:
+            count[2] += 1
+            count[3] += nbytes
+    return _bounded({part: (each[0], each[1], each[2], each[3]) for part, each in counts.items()})
+
+
+def merge(tallies: Iterable[Tally], since: str | None) -> Changes:
+    """Add up the tallies of all ranks.
+
+    Args:
+        since: URL of the save compared with; None if there was none.
+    """
+    total: Tally = {}
+    for each in tallies:
+        _add(total, each)
+    parts: dict[str, PartChanges] = {}
+    taken = {name for name, _ in total}
+    for (name, kind), counts in sorted(_bounded(total).items(), key=lambda entry: (-entry[1][1], entry[0])):
+        # Weights whose names no rule knows: as torchtitan saves them, or beside a model that has a name.
+        shown = name or (MODEL if MODEL not in taken else "other tensors")
+        part = PartChanges(kind, *counts)
+        # One name of two kinds: a rule of the user's own may put a segment into another group.
+        parts[shown] = parts[shown] + part if shown in parts else part
+    return Changes(since, parts)
+
+
+def _bounded(counts: Tally) -> Tally:
+    """Return the tally with at most `MOST_PARTS` parts: if there are more, one for each kind."""
+    if len(counts) <= MOST_PARTS:
+        return counts
+    kinds: Tally = {}
+    for (_, kind), each in counts.items():
+        _add(kinds, {(kind, kind): each})
+    return kinds
+
+
+def _add(total: Tally, counts: Mapping[tuple[str, str], tuple[int, int, int, int]]) -> None:
+    for part, (items, nbytes, changed_items, changed_nbytes) in counts.items():
+        have = total.get(part, (0, 0, 0, 0))
+        total[part] = have[0] + items, have[1] + nbytes, have[2] + changed_items, have[3] + changed_nbytes

@@ -1,0 +1,301 @@
+"""`unchanged="copy"`: items that did not change are copied by the store, on every store, and nothing else differs."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import FileSystemReader
+
+import bucketpoint.dcp.saving.rank_upload as module
+import bucketpoint.stores.retry as retry_module
+from bucketpoint import TransferOptions
+from bucketpoint.errors import AccessDeniedError, CorruptDataError, StoreError, TransientStoreError
+from dcp.saving.copied_saves import MIB, STORES, Run, Watch, lora, nbytes, run_on
+from dcp.states import assert_same, blank, filled, varied
+
+LITTLE = 0.03
+"""Share of a state that a save of `lora` may send: what is trained is 0.6 %."""
+
+
+@pytest.fixture
+def run(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Run]:
+    with run_on(getattr(request, "param", "path"), request, tmp_path) as found:
+        yield found
+
+
+on_every_store = pytest.mark.parametrize("run", STORES, indirect=True)
+
+
+@on_every_store
+def test_a_save_of_mostly_frozen_weights_sends_little_and_stands_alone(run: Run, tmp_path: Path) -> None:
+    writer = run.writer()
+    run.save(lora(1), 1, writer)
+    watch = Watch(writer)
+    run.save(lora(2), 2, writer)
+    assert watch.sent < LITTLE * nbytes(lora(2))
+    # The weights are one object; the others are too small for a request of their own.
+    assert watch.calls["copy"] == 1
+    run.delete(1)
+    run.assert_holds(2, lora(2))
+    run.download(2, tmp_path / "fetched")
+    target = blank(lora(2))
+    dcp.load(target, storage_reader=FileSystemReader(tmp_path / "fetched"), no_dist=True)
+    assert_same(target, lora(2))
+    assert run.verified(2).damage == []
+    # Nothing is known of a process that has just begun but what the store tells.
+    restarted = run.writer()
+    watch = Watch(restarted)
+    run.save(lora(3), 3, restarted)
+    assert watch.sent < LITTLE * nbytes(lora(3))
+    assert watch.calls["copy"] == 1
+    run.delete(2)
+    run.assert_holds(3, lora(3))
+    assert run.verified(3).damage == []
+
+
+@on_every_store
+def test_a_chain_of_copies_never_grows(run: Run) -> None:
+    writer = run.writer()
+    sizes = []
+    for step in range(1, 6):
+        run.save(lora(step), step, writer)
+        store, prefix = run.store(step)
+        objects = [info.size for info in store.list(prefix + "/" if prefix else "") if ".distcp" in info.key]
+        sizes.append(sum(objects))
+        if step > 1:
+            run.delete(step - 1)
+    run.assert_holds(5, lora(5))
+    # What is trained is dead in the copy, and once more in an object of its own; and no more at each save.
+    assert sizes[-1] < 1.05 * sizes[0]
+    assert len(set(sizes[1:])) == 1
+
+
+def test_a_writer_sends_everything_unless_it_is_told_to_copy(run: Run) -> None:
+    writer = run.writer(unchanged="send")
+    run.save(lora(1), 1, writer)
+    watch = Watch(writer)
+    run.save(lora(2), 2, writer)
+    assert watch.sent > nbytes(lora(2))
+    assert not watch.calls["copy"]
+
+
+# -- what happens to the source ---------------------------------------------------------------------------------------
+
+
+def weights(run: Run, step: int) -> tuple[Any, list[Any]]:
+    """Return the store of a checkpoint, and the objects in it that are worth a copy."""
+    store, prefix = run.store(step)
+    return store, [info for info in store.list(prefix + "/" if prefix else "") if info.size > MIB]
+
+
+def without(run: Run) -> None:
+    store, found = weights(run, 1)
+    assert store.delete([info.key for info in found]) == []
+
+
+def replaced(run: Run) -> None:
+    """Put other bytes of the same size where the weights lie, with the same table of digests."""
+    store, found = weights(run, 1)
+    for info in found:
+        data = bytearray(store.get(info.key)[0])
+        middle = len(data) // 2
+        data[middle : middle + 1000] = bytes(1000)
+        store.put(info.key, [memoryview(data)])
+
+
+LOST: dict[str, Callable[[Run], None]] = {
+    "object deleted": without,
+    # fake-gcs-server and moto ignore the condition of a copy.
+    "object replaced": replaced,
+    "checkpoint deleted": lambda run: run.delete(1),
+}
+
+
+@pytest.mark.parametrize("restarted", [False, True], ids=["same process", "restarted"])
+@pytest.mark.parametrize("lost", LOST)
+@on_every_store
+def test_a_source_that_is_gone_when_it_is_to_be_copied_is_sent(
+    run: Run, lost: str, restarted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writer = run.writer()
+    run.save(lora(1), 1, writer)
+    tried = []
+
+    def copy_object(*args: Any) -> Any:
+        tried.append(args)
+        LOST[lost](run)
+        return original(*args)
+
+    original = module.copy_object
+    monkeypatch.setattr(module, "copy_object", copy_object)
+    writer = run.writer() if restarted else writer
+    run.save(lora(2), 2, writer)
+    assert len(tried) == 1
+    run.assert_holds(2, lora(2))
+    assert run.verified(2).damage == []
+    # And the next one goes on from there.
+    monkeypatch.undo()
+    watch = Watch(writer)
+    run.save(lora(3), 3, writer)
+    assert watch.sent < LITTLE * nbytes(lora(3))
+    run.assert_holds(3, lora(3))
+
+
+class Refusing:
+    """A store of which copies fail."""
+
+    def __init__(self, inner: Any, error: Callable[[], Exception], *, acts: bool = False) -> None:
+        self._inner, self._error, self._acts = inner, error, acts
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def copy(self, *args: Any) -> Any:
+        if self._acts:
+            self._inner.copy(*args)
+        raise self._error()
+
+
+@pytest.mark.parametrize("acts", [False, True], ids=["not copied", "copied without an answer"])
+@pytest.mark.parametrize(
+    "error",
+    [
+        lambda: AccessDeniedError("403"),
+        lambda: TransientStoreError("500"),
+        lambda: StoreError("copy failed: NotImplementedError"),
+        lambda: CorruptDataError("another size"),
+    ],
+    ids=["403", "500 for ever", "no copies", "another size"],
+)
+def test_a_store_that_does_not_copy_is_sent_everything(
+    run: Run, error: Callable[[], Exception], acts: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(retry_module, "pause", lambda seconds: None)
+    writer = run.writer()
+    watch = Watch(writer, lambda store: Refusing(store, error, acts=acts))
+    for step in (1, 2, 3):
+        run.save(lora(step), step, writer)
+        run.assert_holds(step, lora(step))
+        assert run.verified(step).damage == []
+    assert watch.calls["copy"] >= 2
+
+
+def test_a_filesystem_without_copies_is_sent_everything(tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    with run_on("memory", request, tmp_path) as run:
+
+        def no_copies(*args: Any, **kwargs: Any) -> None:
+            raise NotImplementedError
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(type(run.fs), "cp_file", no_copies)
+            writer = run.writer()
+            for step in (1, 2):
+                run.save(lora(step), step, writer)
+                run.assert_holds(step, lora(step))
+
+
+# -- kinds of items ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Copies of objects of any size."""
+    monkeypatch.setattr(module, "LEAST_COPIED_BYTES", 1)
+    monkeypatch.setattr("bucketpoint.dcp.saving.unchanged.LEAST_COPIED_BYTES", 1)
+
+
+@pytest.mark.usefixtures("small")
+@pytest.mark.parametrize("restarted", [False, True], ids=["same process", "restarted"])
+def test_every_kind_of_item_is_copied_and_comes_back(run: Run, restarted: bool, tmp_path: Path) -> None:
+    writer = run.writer()
+    for step in (1, 2, 3):
+        writer = run.writer() if restarted else writer
+        watch = Watch(writer)
+        run.save(varied(), step, writer)
+        run.assert_holds(step, varied())
+        assert run.verified(step).damage == []
+        if step > 1:
+            assert watch.calls["copy"] >= 1
+            run.delete(step - 1)
+    # Tensors that are not laid out as they are stored are produced while they are sent, and have no digest.
+    assert watch.sent < 0.1 * nbytes(varied())
+    run.download(3, tmp_path / "fetched")
+    target = blank(varied())
+    dcp.load(target, storage_reader=FileSystemReader(tmp_path / "fetched"), no_dist=True)
+    assert_same(target, varied())
+
+
+@pytest.mark.usefixtures("small")
+@pytest.mark.parametrize(
+    "state",
+    [
+        {"empty": torch.empty(0, 3), "other": torch.empty(0)},
+        {"scalar": torch.tensor(3.0), "empty": torch.empty(0)},
+        {"value": "only bytes", "other": [1, 2]},
+        {"transposed": filled((30, 40), torch.float32).t()},
+        {"sparse": torch.eye(20).to_sparse()},
+        {"half": filled((40,), torch.bfloat16), "eighth": filled((40,), torch.float8_e4m3fn)},
+        {},
+    ],
+    ids=["empty", "scalar", "bytes", "transposed", "sparse", "small dtypes", "nothing"],
+)
+def test_a_state_of_one_kind_is_saved_again_and_again(run: Run, state: dict[str, Any]) -> None:
+    writer = run.writer()
+    for step in (1, 2, 3):
+        run.save(state, step, writer if step < 3 else run.writer())
+        target = {name: torch.zeros_like(value) if torch.is_tensor(value) else None for name, value in state.items()}
+        if "sparse" in target:
+            target["sparse"] = torch.zeros(20, 20).to_sparse()
+        run_load(run, step, target)
+        for name, value in state.items():
+            if torch.is_tensor(value):
+                left, right = (each.to_dense().contiguous() for each in (target[name], value))
+                assert torch.equal(left.view(-1).view(torch.uint8), right.view(-1).view(torch.uint8))
+            else:
+                assert target[name] == value
+        assert run.verified(step).damage == []
+
+
+def run_load(run: Run, step: int, target: dict[str, Any]) -> None:
+    from bucketpoint import BucketReader
+
+    dcp.load(target, checkpoint_id=run.url(step), storage_reader=BucketReader(progress=False), no_dist=True)
+
+
+def test_a_rank_has_few_copies_under_way_however_many_connections_it_may_use(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state = {"model": {f"layer.{number}": torch.rand(MIB // 2) for number in range(12)}}
+    writer = run.writer(target_object_bytes=MIB, transfer=TransferOptions(connections=16))
+    run.save(state, 0, writer)
+    copy, lock, room = module.copy_object, threading.Lock(), threading.Event()
+    under_way, most, made = 0, 0, 0
+
+    def counted(*arguments: Any) -> Any:
+        nonlocal under_way, most, made
+        with lock:
+            under_way, made = under_way + 1, made + 1
+            most = max(most, under_way)
+            full = under_way == module.COPIES_AT_ONCE
+        if full:
+            # Time for a fifth one to begin, if there may be one.
+            time.sleep(0.3)
+            room.set()
+        room.wait(10)
+        try:
+            return copy(*arguments)
+        finally:
+            with lock:
+                under_way -= 1
+
+    monkeypatch.setattr(module, "copy_object", counted)
+    run.save(state, 1, writer)
+    assert (made, most) == (12, module.COPIES_AT_ONCE)
+    run.assert_holds(1, state)
