@@ -16,10 +16,10 @@ from make_env import uv_settings
 
 ROOT = Path(__file__).resolve().parent.parent
 CACHE = ROOT / ".cache"
-# Besides torch. The last three are for bucketpoint itself; over s3fs, the newest boto3 that gets on with its botocore.
+# Besides torch. The last four are for bucketpoint itself; over s3fs, the newest boto3 that gets on with its botocore.
 PACKAGES = {
-    "s3fs": ["numpy", "s3fs", "boto3", "awscrt", "pyyaml"],
-    "gcsfs": ["numpy", "gcsfs", "google-cloud-storage", "boto3", "awscrt", "pyyaml"],
+    "s3fs": ["numpy", "s3fs", "boto3", "awscrt", "pyyaml", "xxhash"],
+    "gcsfs": ["numpy", "gcsfs", "google-cloud-storage", "boto3", "awscrt", "pyyaml", "xxhash"],
 }
 S5CMD_ENV = CACHE / "bench-s5cmd"
 

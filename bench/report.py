@@ -18,6 +18,7 @@ from bench.start_up import report as start_up_report
 from bench.stores import report as stores_report
 from bench.tables import shown, table, verdict_table
 from bench.thresholds import OURS, verdicts
+from bench.unchanged import report as unchanged_report
 
 PARTS: dict[str, Any] = {
     "ranks": ranks_report,
@@ -27,6 +28,7 @@ PARTS: dict[str, Any] = {
     "stores": stores_report,
     "engines": engines_report,
     "start-up": start_up_report,
+    "unchanged": unchanged_report,
 }
 """Sections of parts that are measured by themselves, in the order in which they are shown."""
 

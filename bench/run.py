@@ -10,6 +10,7 @@
     python bench/run.py --only stores       other stores, and any filesystem, beside others over the same library
     python bench/run.py --only engines      boto3 and the CRT at 1 to 64 connections
     python bench/run.py --only start-up     CPU time of commands before their first request
+    python bench/run.py --only unchanged    what copies of unchanged bytes save, and what looking for them costs
 
 Transfers, in three passes. "loopback": a MinIO over TLS, timed. "count": the same operations through a proxy that only
 writes down every request. "wire": through the proxy with 20 ms added to every request and 25 MB/s a connection, timed.
@@ -49,6 +50,7 @@ from bench.retention import measure as retention  # noqa: E402
 from bench.staging import measure as staging  # noqa: E402
 from bench.start_up import measure as start_up  # noqa: E402
 from bench.stores import measure as stores  # noqa: E402
+from bench.unchanged import measure as unchanged  # noqa: E402
 from bucketpoint.testing.http import Wire  # noqa: E402
 from bucketpoint.testing.servers import S3Server, minio  # noqa: E402
 
@@ -68,6 +70,7 @@ PARTS = {
     "stores": stores.measure,
     "engines": engines.measure,
     "start-up": start_up.measure,
+    "unchanged": unchanged.measure,
 }
 """Among the operations of `--only`: the parts of the benchmark in modules of their own."""
 

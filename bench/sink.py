@@ -61,6 +61,9 @@ def _sink_store() -> Any:
 
         read_into = head = get
 
+        def copy(self, source: ObjectInfo, target: str) -> ObjectInfo:
+            return ObjectInfo(target, source.size, "sink")
+
         def create_multipart(self, key: str) -> str:
             return "sink"
 

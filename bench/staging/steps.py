@@ -19,7 +19,6 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -30,7 +29,7 @@ from bench import gil
 from bench import state as states
 from bench.contenders import CONTENDERS, Setting
 from bench.lines import commands, speaker
-from bench.resident import memory
+from bench.resident import cpu_s, memory
 
 SETTLE_S = 0.3
 
@@ -207,9 +206,9 @@ class Process:
         begun = time.monotonic()
         upload = self.save(self.state, url)
         blocked = time.monotonic() - begun
-        started, sink_cpu = time.monotonic(), _cpu_s(sink)
+        started, sink_cpu = time.monotonic(), cpu_s(sink) if sink else 0.0
         busy = trainer.steps(lambda: upload.done() or bool(busy_s and time.monotonic() - started >= busy_s))
-        finished_early, sink_cpu = upload.done(), _cpu_s(sink) - sink_cpu
+        finished_early, sink_cpu = upload.done(), cpu_s(sink) - sink_cpu if sink else 0.0
         lasted = time.monotonic() - started
         if sink:
             os.kill(sink, signal.SIGUSR1)
@@ -280,13 +279,6 @@ def _cpu_of_helper_uploads() -> Iterator[list[float]]:
         yield taken
     finally:
         UploadHelper.upload = upload
-
-
-def _cpu_s(pid: int) -> float:
-    if not pid:
-        return 0.0
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def _summary(steps: list[float]) -> dict[str, float]:

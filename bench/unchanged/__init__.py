@@ -1,0 +1,1 @@
+"""The part `unchanged` of the benchmark."""
