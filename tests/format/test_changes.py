@@ -11,18 +11,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bucketpoint.errors import MetadataError
-from bucketpoint.format.changes import MOST_PARTS, Changes, PartChanges, amount, merge, tally
+from bucketpoint.format.changes import MOST_PARTS, Changes, ItemChange, PartChanges, amount, merge, tally
 from bucketpoint.format.groups import DEFAULT_RULES, GroupRule
 
-Entry = tuple[str, bool, int, int, bool]
+Entry = tuple[str, bool, int, int, ItemChange]
 
 
 def tensor(fqn: str, *, changed: bool = True, elements: int = 100) -> Entry:
-    return fqn, True, elements, 4 * elements, changed
+    return fqn, True, elements, 4 * elements, "changed" if changed else "same"
 
 
 def value(fqn: str, *, changed: bool = True) -> Entry:
-    return fqn, False, 0, 10, changed
+    return fqn, False, 0, 10, "changed" if changed else "same"
 
 
 def parts(*entries: Entry, **rules: Any) -> dict[str, str]:
@@ -124,6 +124,23 @@ def test_the_log_line_names_the_parts() -> None:
     assert str(Changes(None, changes.parts)) == "no earlier save to compare with"
 
 
+def test_the_log_line_stays_one_line_for_any_name() -> None:
+    changes = Changes("s3://b/a", {"model\nERROR all is lost\x1b[2J": PartChanges("model", 1, 4)})
+    assert str(changes).isprintable()
+
+
+def test_new_items_are_counted_apart_from_those_that_changed() -> None:
+    entries: list[Entry] = [("model.a", True, 1, 4, "new"), ("model.b", True, 1, 4, "changed"), tensor("model.c")]
+    (part,) = merge([tally(entries[:1]), tally(entries[1:])], "s3://b/a").parts.values()
+    assert (part.changed_items, part.new_items) == (3, 1)
+
+
+def test_long_names_are_cut_so_that_the_record_stays_readable() -> None:
+    changes = merge([tally([tensor("a" * 5000 + ".model.w"), tensor("a" * 5000 + "b.model.w")])], "s3://b/a")
+    assert Changes.from_plain(changes.to_plain()) == changes
+    assert changes.items == 2
+
+
 @pytest.mark.parametrize(
     ("nbytes", "text"),
     [
@@ -141,7 +158,12 @@ def test_amounts(nbytes: int, text: str) -> None:
 
 counts = st.integers(0, (1 << 61) - 1)
 part_changes = st.builds(
-    lambda kind, a, b, c, d: PartChanges(kind, a + b, c + d, b, d), st.text(max_size=9), counts, counts, counts, counts
+    lambda kind, a, b, c, d: PartChanges(kind, a + b, c + d, b, d, b // 2),
+    st.text(max_size=9),
+    counts,
+    counts,
+    counts,
+    counts,
 )
 
 
@@ -151,7 +173,7 @@ def test_changes_read_back_as_they_were_written(since: str | None, parts: dict[s
     assert Changes.from_plain(json.loads(json.dumps(changes.to_plain()))) == changes
 
 
-SOUND = {"kind": "model", "items": 2, "nbytes": 8, "changed_items": 1, "changed_nbytes": 4}
+SOUND = {"kind": "model", "items": 2, "nbytes": 8, "changed_items": 1, "changed_nbytes": 4, "new_items": 0}
 
 
 def test_fields_of_a_later_version_are_dropped() -> None:
@@ -182,6 +204,7 @@ def test_fields_of_a_later_version_are_dropped() -> None:
         *({"parts": {"m": {**SOUND, "items": wrong}}} for wrong in (-1, 1.0, True, "2", None, 1 << 70, float("nan"))),
         {"parts": {"m": {**SOUND, "changed_items": 3}}},
         {"parts": {"m": {**SOUND, "changed_nbytes": 9}}},
+        {"parts": {"m": {**SOUND, "new_items": 2}}},
         {"parts": {"m": {**SOUND, "kind": []}}},
         {"parts": {"m": {**SOUND, "kind": "k" * 1000}}},
     ],

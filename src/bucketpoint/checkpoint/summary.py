@@ -9,7 +9,7 @@ from typing import Any
 
 from bucketpoint.checkpoint.open import SavedCheckpoint
 from bucketpoint.format import keys
-from bucketpoint.format.changes import PartChanges, merge, tally
+from bucketpoint.format.changes import ItemChange, PartChanges, merge, tally
 from bucketpoint.format.groups import group_of
 from bucketpoint.format.item_info import ItemInfo
 from bucketpoint.format.metadata.facts import is_tensor
@@ -172,6 +172,7 @@ def difference(a: Summary, b: Summary, *, values: bool = False) -> Difference:
     )
 
 
-def _compared(x: SummaryEntry, y: SummaryEntry) -> tuple[str, bool, int, int, bool]:
+def _compared(x: SummaryEntry, y: SummaryEntry) -> tuple[str, bool, int, int, ItemChange]:
     elements = 0 if y.shape is None else math.prod(y.shape)
-    return y.fqn, y.dtype is not None, elements, y.nbytes, (x.crc32c, x.nbytes) != (y.crc32c, y.nbytes)
+    same = (x.crc32c, x.nbytes) == (y.crc32c, y.nbytes)
+    return y.fqn, y.dtype is not None, elements, y.nbytes, "same" if same else "changed"

@@ -247,7 +247,7 @@ class BucketWriter(Located, StorageWriter, AsyncStager):
         session = self._session()
         agree_on_results(results, metadata, session.url)
         store, prefix = self._open(session.url)
-        compared = compare(results, session.compared_with)
+        compared = compare(session.token, results, session.compared_with)
         changes, idle_rates = compared if compared is not None else (None, False)
         request = Commit(
             store=store,
@@ -408,7 +408,8 @@ class BucketWriter(Located, StorageWriter, AsyncStager):
         if len(written.results) != len(plan.items):
             raise BucketpointError(f"{len(plan.items)} items were planned, but {len(written.results)} were written")
         if last is not None:
-            session.tally = tally_of(plan.items, written.results, last, planner, self.groups)
+            assert said is not None
+            session.tally = tally_of(said.save, plan.items, written.results, last, planner, self.groups)
         self.earlier_saves.keep(said, str(session.url), written)
         describe(logger, logging.DEBUG, f"rank {session.rank} uploaded", session.url, meter, session.started)
         return written.results

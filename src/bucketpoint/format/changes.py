@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 from bucketpoint.errors import MetadataError
 from bucketpoint.format.groups import DEFAULT_RULES, MODEL, OPTIM, GroupRule, deciding
@@ -25,7 +25,8 @@ MOST_PARTS = 64
 _MAX_COUNT = 1 << 62
 _MAX_NAME = 256
 _MAX_URL = 4096
-_COUNTS = ("items", "nbytes", "changed_items", "changed_nbytes")
+COUNTS = ("items", "nbytes", "changed_items", "changed_nbytes", "new_items")
+"""The counts of a part, in their order in tallies."""
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,7 @@ class PartChanges:
             `other`.
         items, nbytes: of the part in this checkpoint.
         changed_items, changed_nbytes: of them, those that are new or differ from the checkpoint before.
+        new_items: of the changed items, those that the checkpoint before did not hold.
     """
 
     kind: str
@@ -45,9 +47,10 @@ class PartChanges:
     nbytes: int = 0
     changed_items: int = 0
     changed_nbytes: int = 0
+    new_items: int = 0
 
     def __add__(self, other: PartChanges) -> PartChanges:
-        sums = {name: getattr(self, name) + getattr(other, name) for name in _COUNTS}
+        sums = {name: getattr(self, name) + getattr(other, name) for name in COUNTS}
         return PartChanges(self.kind, **sums)
 
 
@@ -82,7 +85,7 @@ class Changes:
     def __str__(self) -> str:
         if self.since is None:
             return "no earlier save to compare with"
-        return "; ".join(f"{name} {_described(part)}" for name, part in self.parts.items()) or "no items"
+        return "; ".join(f"{_shown(name)} {_described(part)}" for name, part in self.parts.items()) or "no items"
 
     def to_plain(self) -> dict[str, Any]:
         """Return the changes in JSON's terms."""
@@ -106,8 +109,9 @@ class Changes:
 def _part_from_plain(name: Any, value: Any) -> PartChanges:
     if type(name) is not str or len(name) > _MAX_NAME or type(value) is not dict:
         raise MetadataError("A part in the list of what changed is malformed", key="changes.parts")
-    kind, counts = value.get("kind"), [_count(value.get(count)) for count in _COUNTS]
-    if type(kind) is not str or len(kind) > _MAX_NAME or counts[2] > counts[0] or counts[3] > counts[1]:
+    kind, counts = value.get("kind"), [_count(value.get(count)) for count in COUNTS]
+    wrong = counts[2] > counts[0] or counts[3] > counts[1] or counts[4] > counts[2]
+    if type(kind) is not str or len(kind) > _MAX_NAME or wrong:
         raise MetadataError("A part in the list of what changed is malformed", key="changes.parts")
     return PartChanges(kind, *counts)
 
@@ -116,6 +120,11 @@ def _count(value: Any) -> int:
     if type(value) is not int or not 0 <= value < _MAX_COUNT:
         raise MetadataError("A count in the list of what changed is malformed", key="changes.parts")
     return value
+
+
+def _shown(name: str) -> str:
+    """Return the name of a part for a line of a log: names come from the caller's state, and may hold anything."""
+    return name if name.isprintable() else repr(name)
 
 
 def _described(part: PartChanges) -> str:
@@ -230,30 +239,37 @@ def _numberless(segment: str, group: str) -> str:
 
 # -- counting ---------------------------------------------------------------------------------------------------------
 
-Tally = dict[tuple[str, str], tuple[int, int, int, int]]
-"""What one rank sends: by name and kind of each part, items, bytes, changed items and changed bytes."""
+ItemChange: TypeAlias = Literal["same", "changed", "new"]
+"""Change of one item since the last save; `new` if that save did not hold it."""
+
+Tally = dict[tuple[str, str], tuple[int, int, int, int, int]]
+"""What one rank sends: by name and kind of each part, the counts of `PartChanges` in their order."""
 
 
-def tally(entries: Iterable[tuple[str, bool, int, int, bool]], rules: Sequence[GroupRule] = DEFAULT_RULES) -> Tally:
+def tally(
+    entries: Iterable[tuple[str, bool, int, int, ItemChange]], rules: Sequence[GroupRule] = DEFAULT_RULES
+) -> Tally:
     """Count the items of one rank by part.
 
     Args:
         entries: of each item: name, whether it is a tensor, the number of elements of the whole tensor, bytes, and
-            whether the item is new or differs from the last save.
+            its change since the last save.
     """
     find = StateParts(rules).find
     counts: dict[tuple[str, str], list[int]] = {}
-    for fqn, tensor, elements, nbytes, changed in entries:
+    for fqn, tensor, elements, nbytes, change in entries:
         part = find(fqn, tensor=tensor, elements=elements)
         count = counts.get(part)
         if count is None:
-            count = counts[part] = [0, 0, 0, 0]
+            count = counts[part] = [0, 0, 0, 0, 0]
         count[0] += 1
         count[1] += nbytes
-        if changed:
+        if change != "same":
             count[2] += 1
             count[3] += nbytes
-    return _bounded({part: (each[0], each[1], each[2], each[3]) for part, each in counts.items()})
+        if change == "new":
+            count[4] += 1
+    return _bounded({part: (each[0], each[1], each[2], each[3], each[4]) for part, each in counts.items()})
 
 
 def merge(tallies: Iterable[Tally], since: str | None) -> Changes:
@@ -269,9 +285,9 @@ def merge(tallies: Iterable[Tally], since: str | None) -> Changes:
     taken = {name for name, _ in total}
     for (name, kind), counts in sorted(_bounded(total).items(), key=lambda entry: (-entry[1][1], entry[0])):
         # Weights whose names no rule knows: as torchtitan saves them, or beside a model that has a name.
-        shown = name or (MODEL if MODEL not in taken else "other tensors")
+        shown = name[:_MAX_NAME] or (MODEL if MODEL not in taken else "other tensors")
         part = PartChanges(kind, *counts)
-        # One name of two kinds: a rule of the user's own may put a segment into another group.
+        # One name of two kinds: a rule of the user's own may put a segment into another group. Or names that were cut.
         parts[shown] = parts[shown] + part if shown in parts else part
     return Changes(since, parts)
 
@@ -286,7 +302,9 @@ def _bounded(counts: Tally) -> Tally:
     return kinds
 
 
-def _add(total: Tally, counts: Mapping[tuple[str, str], tuple[int, int, int, int]]) -> None:
-    for part, (items, nbytes, changed_items, changed_nbytes) in counts.items():
-        have = total.get(part, (0, 0, 0, 0))
-        total[part] = have[0] + items, have[1] + nbytes, have[2] + changed_items, have[3] + changed_nbytes
+def _add(total: Tally, counts: Tally) -> None:
+    for part, each in counts.items():
+        have = total.get(part)
+        if have is not None:
+            each = each[0] + have[0], each[1] + have[1], each[2] + have[2], each[3] + have[3], each[4] + have[4]
+        total[part] = each

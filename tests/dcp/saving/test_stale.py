@@ -126,6 +126,16 @@ def test_models_trained_in_turns_are_told_at_the_first_turn_only() -> None:
     assert run.without("generator") == [("generator", url(10))]
 
 
+def test_a_part_that_the_save_before_did_not_hold_has_neither_moved_nor_stopped() -> None:
+    # The first save held the model alone; the teacher, which is frozen, came with the next.
+    run = Run((*TRAINING, "teacher.model"))
+    added = changes(TRAINING, run.parts)
+    new = PartChanges("model", 10, 100, 10, 100, 10)
+    added = Changes(added.since, {**added.parts, "teacher.model": new})
+    assert run.watch.look(added, url(1), advanced=True) == []
+    assert [run.without("teacher.model") for _ in range(3)] == [[], [], []]
+
+
 def test_a_frozen_teacher_is_logged_once_and_is_no_alarm(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "bucketpoint")
     run = Run((*TRAINING, "teacher.model"))

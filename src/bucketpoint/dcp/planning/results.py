@@ -87,12 +87,17 @@ class Results(list[WriteResult]):
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         if not unaltered(self, self._made_of):
-            return NamedResults, (list(self), self.statement, b"", self.tally)
+            return NamedResults, (list(self), self.statement, b"", *self._told)
         # The statement as plain values, because the names of its class are 50 bytes from each rank.
         stated = self.statement.fields if self.statement is not None else None
         if (packed := self._packed) is not None:
-            return _packed_arrived, (packed.objects, packed.layout, packed.checksums, stated, self.tally)
-        return _named_arrived, (self._named, stated, self.tally)
+            return _packed_arrived, (packed.objects, packed.layout, packed.checksums, stated, *self._told)
+        return _named_arrived, (self._named, stated, *self._told)
+
+    @property
+    def _told(self) -> tuple[Any, ...]:
+        # Nothing if there is none: a coordinator of an older version does not know the argument.
+        return () if self.tally is None else (self.tally,)
 
     def packed(self) -> PackedResults | None:
         """Return the packed form without a pickle, for a save of one process; None if the results name their items."""
@@ -153,12 +158,12 @@ def _packed_arrived(
     layout: ItemColumns | bytes,
     checksums: bytes,
     stated: tuple[Any, ...] | None,
-    tally: Any,
+    tally: Any = None,
 ) -> PackedResults:
     return PackedResults(objects, layout, checksums, Statement(*stated) if stated else None, tally)
 
 
-def _named_arrived(named: bytes, stated: tuple[Any, ...] | None, tally: Any) -> NamedResults:
+def _named_arrived(named: bytes, stated: tuple[Any, ...] | None, tally: Any = None) -> NamedResults:
     results, described = pickle.loads(zlib.decompress(named))
     return NamedResults(results, Statement(*stated) if stated else None, described, tally)
 

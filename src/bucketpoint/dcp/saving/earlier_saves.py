@@ -25,6 +25,7 @@ from bucketpoint.checkpoint.metadata_source import MetadataSource
 from bucketpoint.dcp.saving.stale import StaleWatch
 from bucketpoint.errors import BucketpointError
 from bucketpoint.format import keys
+from bucketpoint.format.changes import ItemChange
 from bucketpoint.format.index.decode import is_index
 from bucketpoint.format.index.view import decode_index
 from bucketpoint.format.item_info import ItemInfo, read_item
@@ -140,12 +141,14 @@ class EarlierSave:
             written.objects,
         )
 
-    def changed(self, results: Sequence[WriteResult]) -> list[bool]:
-        """Return for each result whether the item's bytes differ from those of this save. New items count as changed.
+    def changes_in(self, results: Sequence[WriteResult]) -> list[ItemChange]:
+        """Return for each result how the item's bytes changed since this save.
 
         By the CRC32C: two different values have the same one once in 4 billion times, which is good enough for telling.
         """
-        before: Iterable[tuple[int, int] | None] = zip(self.nbytes, self.checksums, strict=True)
+        before: Sequence[tuple[int, int] | None] | Iterable[tuple[int, int]] = zip(
+            self.nbytes, self.checksums, strict=True
+        )
         same = len(results) == len(self.indices) and all(
             result.index is index for result, index in zip(results, self.indices, strict=True)
         )
@@ -153,7 +156,11 @@ class EarlierSave:
             known = dict(zip(self.indices, before, strict=True))
             before = [known.get(result.index) for result in results]
         return [
-            was != (result.storage_data.length, _checksum(result.storage_data))
+            "new"
+            if was is None
+            else "same"
+            if was == (result.storage_data.length, _checksum(result.storage_data))
+            else "changed"
             for result, was in zip(results, before, strict=True)
         ]
 
@@ -173,12 +180,17 @@ class EarlierSaves:
         self._watches: dict[str, StaleWatch] = {}
 
     def keep(self, said: Announcement | None, url: str, written: Written) -> None:
-        """Keep a save whose objects this rank has uploaded, committed or not. Unannounced, it has no name."""
+        """Keep a save whose objects this rank has uploaded, committed or not. Unannounced, it has no name.
+
+        A planner of DCP's that keeps plans sends an old announcement again, with the id of the save it was made for.
+        """
         if said is None:
             return
         run, save = run_of(url), EarlierSave.of(said.save, url, written)
         with self._lock:
-            self._kept[run] = [*self._kept.pop(run, []), save][-KEPT_SAVES:]
+            kept = self._kept.pop(run, [])
+            known = any(each.id == save.id for each in kept)
+            self._kept[run] = kept if known else [*kept, save][-KEPT_SAVES:]
             for old in list(self._kept)[:-KEPT_RUNS]:
                 del self._kept[old]
 

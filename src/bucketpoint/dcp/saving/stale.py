@@ -111,6 +111,9 @@ class StaleWatch:
         for name, part in changes.parts.items():
             if part.kind not in _WATCHED:
                 continue
+            if part.new_items == part.items:
+                # The save before held nothing of it, as when weights are saved alone in between.
+                continue
             watched = self._parts.setdefault((name, part.kind), _PartHistory())
             present.setdefault(part.kind, []).append((name, watched))
             if part.changed_items:
