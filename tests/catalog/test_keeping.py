@@ -47,12 +47,17 @@ YAML = "version: 1\nkeep: {latest: 2}\nprune: {grace: 0s, max_delete: {fraction:
 
 
 def state(step: int) -> dict[str, Any]:
-    return {"model": {"w": torch.full((100,), float(step))}, "optim": {"m": torch.ones(100)}, "step": step}
+    return {
+        "model": {"w": torch.full((100,), float(step))},
+        "optim": {"m": torch.full((100,), step + 0.5)},
+        "step": step,
+    }
 
 
 def save(writer: BucketWriter, *urls: str) -> None:
     for url in urls:
-        dcp.save(state(1), checkpoint_id=url, storage_writer=writer, no_dist=True)
+        # Another state for each URL: one that stands still is reported.
+        dcp.save(state(sum(url.encode())), checkpoint_id=url, storage_writer=writer, no_dist=True)
 
 
 def steps_of(catalog: Catalog) -> list[int]:

@@ -87,7 +87,6 @@ def test_what_meets_no_fault_passes_whole_and_is_counted(s3: S3Server, fault_pro
             "UploadPart": 1,
             "CompleteMultipartUpload": 1,
             "AbortMultipartUpload": 1,
-            "HeadObject": 1,
             "CopyObject": 1,
             "DeleteObjects": 1,
         }
