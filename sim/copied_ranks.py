@@ -128,5 +128,5 @@ def _tally(plan: SavePlan, kinds: list[int]) -> tuple[Any, ...]:
         ("optim moments", "moments", [_NBYTES[each] for each in kinds if each > 0]),
     ):
         if sizes:
-            parts[name, kind] = len(sizes), sum(sizes), len(sizes), sum(sizes), 0
-    return (RankTally(said.save[:6], parts, 0, 0).fields,)
+            parts[name, kind] = len(sizes), sum(sizes), len(sizes), sum(sizes), 0, 0
+    return (RankTally(said.save[:6], parts, rates=False, moving_rates=False).fields,)

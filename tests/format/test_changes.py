@@ -14,15 +14,15 @@ from bucketpoint.errors import MetadataError
 from bucketpoint.format.changes import MOST_PARTS, Changes, ItemChange, PartChanges, amount, merge, tally
 from bucketpoint.format.groups import DEFAULT_RULES, GroupRule
 
-Entry = tuple[str, bool, int, int, ItemChange]
+Entry = tuple[str, bool, int, int, ItemChange, int]
 
 
 def tensor(fqn: str, *, changed: bool = True, elements: int = 100) -> Entry:
-    return fqn, True, elements, 4 * elements, "changed" if changed else "same"
+    return fqn, True, elements, 4 * elements, "changed" if changed else "same", 0
 
 
 def value(fqn: str, *, changed: bool = True) -> Entry:
-    return fqn, False, 0, 10, "changed" if changed else "same"
+    return fqn, False, 0, 10, "changed" if changed else "same", 0
 
 
 def parts(*entries: Entry, **rules: Any) -> dict[str, str]:
@@ -53,6 +53,7 @@ def parts(*entries: Entry, **rules: Any) -> dict[str, str]:
         (value("dataset"), "dataset", "data"),
         (value("trainer.epoch"), "trainer", "other"),
         (value("step"), "other", "other"),
+        (tensor("step", elements=1), "other", "other"),
     ],
 )
 def test_the_name_of_an_item_decides_its_part_and_kind(entry: Entry, name: str, kind: str) -> None:
@@ -130,7 +131,7 @@ def test_the_log_line_stays_one_line_for_any_name() -> None:
 
 
 def test_new_items_are_counted_apart_from_those_that_changed() -> None:
-    entries: list[Entry] = [("model.a", True, 1, 4, "new"), ("model.b", True, 1, 4, "changed"), tensor("model.c")]
+    entries: list[Entry] = [("model.a", True, 1, 4, "new", 0), ("model.b", True, 1, 4, "changed", 0), tensor("model.c")]
     (part,) = merge([tally(entries[:1]), tally(entries[1:])], "s3://b/a").parts.values()
     assert (part.changed_items, part.new_items) == (3, 1)
 
@@ -173,11 +174,18 @@ def test_changes_read_back_as_they_were_written(since: str | None, parts: dict[s
     assert Changes.from_plain(json.loads(json.dumps(changes.to_plain()))) == changes
 
 
-SOUND = {"kind": "model", "items": 2, "nbytes": 8, "changed_items": 1, "changed_nbytes": 4, "new_items": 0}
+COUNTED = {"items": 2, "nbytes": 8, "changed_items": 1, "changed_nbytes": 4, "new_items": 0, "nonfinite": 0}
+SOUND = {"kind": "model", **COUNTED}
 
 
 def test_fields_of_a_later_version_are_dropped() -> None:
-    plain = {"since": None, "parts": {"model": {**SOUND, "not_finite": 3}}, "more": []}
+    plain = {
+        "since": None,
+        "parts": {"model": {**SOUND, "later": 3}},
+        "more": [],
+        "checked_finite": False,
+        "copied_nbytes": 0,
+    }
     assert Changes.from_plain(plain) == Changes(None, {"model": PartChanges("model", 2, 8, 1, 4)})
 
 
@@ -205,11 +213,17 @@ def test_fields_of_a_later_version_are_dropped() -> None:
         {"parts": {"m": {**SOUND, "changed_items": 3}}},
         {"parts": {"m": {**SOUND, "changed_nbytes": 9}}},
         {"parts": {"m": {**SOUND, "new_items": 2}}},
+        {"parts": {"m": {**SOUND, "nonfinite": -1}}},
+        {"parts": {"m": SOUND}, "checked_finite": None},
+        {"parts": {"m": SOUND}, "checked_finite": "yes"},
+        {"parts": {"m": SOUND}, "copied_nbytes": -1},
         {"parts": {"m": {**SOUND, "kind": []}}},
         {"parts": {"m": {**SOUND, "kind": "k" * 1000}}},
     ],
     ids=lambda plain: str(plain)[:60],
 )
 def test_malformed_changes_are_refused(plain: Any) -> None:
+    if isinstance(plain, dict):
+        plain = {"checked_finite": False, "copied_nbytes": 0, **plain}
     with pytest.raises(MetadataError):
         Changes.from_plain(plain)

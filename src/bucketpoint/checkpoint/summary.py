@@ -172,7 +172,7 @@ def difference(a: Summary, b: Summary, *, values: bool = False) -> Difference:
     )
 
 
-def _compared(x: SummaryEntry, y: SummaryEntry) -> tuple[str, bool, int, int, ItemChange]:
+def _compared(x: SummaryEntry, y: SummaryEntry) -> tuple[str, bool, int, int, ItemChange, int]:
     elements = 0 if y.shape is None else math.prod(y.shape)
     same = (x.crc32c, x.nbytes) == (y.crc32c, y.nbytes)
-    return y.fqn, y.dtype is not None, elements, y.nbytes, "same" if same else "changed"
+    return y.fqn, y.dtype is not None, elements, y.nbytes, "same" if same else "changed", 0

@@ -55,6 +55,7 @@ class S3Writer(BucketWriter):
         log: SaveLog | None = None,
         unchanged: Unchanged = "send",
         on_stale: OnStale = None,
+        check_finite: bool = False,
         engine: str | None = None,
     ) -> None:
         super().__init__(
@@ -77,6 +78,7 @@ class S3Writer(BucketWriter):
             log=log,
             unchanged=unchanged,
             on_stale=on_stale,
+            check_finite=check_finite,
         )
 
 

@@ -33,7 +33,7 @@ from bucketpoint.dcp.saving.comparison import compare, report, tally_of
 from bucketpoint.dcp.saving.earlier_saves import Announcement, EarlierSaves, newest_commit, read_earlier_save
 from bucketpoint.dcp.saving.object_layout import ObjectPlace
 from bucketpoint.dcp.saving.rank_upload import RankUpload, announce_uploads
-from bucketpoint.dcp.saving.stale import OnStale
+from bucketpoint.dcp.saving.stale import OnStale, checked_on_stale
 from bucketpoint.dcp.saving.uploads import Destination, Uploads, bytes_beside_training
 from bucketpoint.dcp.session import Located, SaveSession, SaveSessions, as_url, world_size
 from bucketpoint.errors import BucketpointError, CheckpointExistsError
@@ -84,6 +84,7 @@ class BucketWriter(Located, StorageWriter, AsyncStager):
             again, `"copy"` has the store copy them. See docs/incremental.md.
         on_stale: reaction to a part of the state that stopped changing while training went on, on the coordinator and
             after the commit: None logs a warning, `"raise"` raises a `StaleStateError`, a callable gets a `StalePart`.
+        check_finite: count the values of floating tensors that are NaN or infinite, in the background.
         _extensions: torch's stream transforms (compression, encryption), applied to each item.
     """
 
@@ -109,12 +110,14 @@ class BucketWriter(Located, StorageWriter, AsyncStager):
         log: SaveLog | None = None,
         unchanged: Unchanged = "send",
         on_stale: OnStale = None,
+        check_finite: bool = False,
     ) -> None:
         if unchanged not in get_args(Unchanged):
             raise BucketpointError(f"unchanged={unchanged!r} is not known", remedy='Choose "send" or "copy"')
         # Items that go through transforms are always sent.
         self._copies = unchanged == "copy" and not _extensions
-        self.on_stale = on_stale
+        self.on_stale = checked_on_stale(on_stale)
+        self.check_finite = check_finite
         if log is not None and retention is not None:
             raise BucketpointError("BucketWriter takes either retention= or log=, not both", remedy="Leave out log=")
         self.log = log
@@ -271,8 +274,8 @@ class BucketWriter(Located, StorageWriter, AsyncStager):
         )
         url = str(session.url)
         self.earlier_saves.note_committed(session.token, url)
+        vars(metadata)["changes"] = changes
         if isinstance(metadata, PlannedMetadata):
-            metadata.changes = changes
             metadata.committed_at = session.url if session.use_collectives and len(results) > 1 else None
         logger.info(
             "saved %s: %.1f MB in %.2f s, %d items of %d ranks in %d objects",
@@ -407,9 +410,8 @@ class BucketWriter(Located, StorageWriter, AsyncStager):
             meter.finish()
         if len(written.results) != len(plan.items):
             raise BucketpointError(f"{len(plan.items)} items were planned, but {len(written.results)} were written")
-        if last is not None:
-            assert said is not None
-            session.tally = tally_of(said.save, plan.items, written.results, last, planner, self.groups)
+        finite = self.transfer if self.check_finite else None
+        session.tally = tally_of(said, plan.items, written, last, planner, self.groups, finite)
         self.earlier_saves.keep(said, str(session.url), written)
         describe(logger, logging.DEBUG, f"rank {session.rank} uploaded", session.url, meter, session.started)
         return written.results

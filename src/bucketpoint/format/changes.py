@@ -5,6 +5,7 @@ Each rank tallies its items, the coordinator merges the tallies; the record and 
 
 from __future__ import annotations
 
+import operator
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -25,7 +26,7 @@ MOST_PARTS = 64
 _MAX_COUNT = 1 << 62
 _MAX_NAME = 256
 _MAX_URL = 4096
-COUNTS = ("items", "nbytes", "changed_items", "changed_nbytes", "new_items")
+COUNTS = ("items", "nbytes", "changed_items", "changed_nbytes", "new_items", "nonfinite")
 """The counts of a part, in their order in tallies."""
 
 
@@ -40,6 +41,7 @@ class PartChanges:
         items, nbytes: of the part in this checkpoint.
         changed_items, changed_nbytes: of them, those that are new or differ from the checkpoint before.
         new_items: of the changed items, those that the checkpoint before did not hold.
+        nonfinite: values of floating tensors that are NaN or infinite, if `Changes.checked_finite`; else 0.
     """
 
     kind: str
@@ -48,6 +50,7 @@ class PartChanges:
     changed_items: int = 0
     changed_nbytes: int = 0
     new_items: int = 0
+    nonfinite: int = 0
 
     def __add__(self, other: PartChanges) -> PartChanges:
         sums = {name: getattr(self, name) + getattr(other, name) for name in COUNTS}
@@ -61,10 +64,14 @@ class Changes:
     Attributes:
         since: URL of the checkpoint compared with; None if there was none, and all counts as changed.
         parts: by name, the largest first.
+        checked_finite: values that are not finite were counted: see `check_finite` of the writer.
+        copied_nbytes: bytes of unchanged items that the store copied instead of receiving them.
     """
 
     since: str | None
     parts: Mapping[str, PartChanges] = field(default_factory=dict)
+    checked_finite: bool = False
+    copied_nbytes: int = 0
 
     @property
     def items(self) -> int:
@@ -82,14 +89,29 @@ class Changes:
     def changed_nbytes(self) -> int:
         return sum(part.changed_nbytes for part in self.parts.values())
 
+    @property
+    def nonfinite(self) -> int | None:
+        """Number of values that are NaN or infinite; None if they were not counted."""
+        return sum(part.nonfinite for part in self.parts.values()) if self.checked_finite else None
+
+    def describe_nonfinite(self) -> str:
+        """Return the numbers of values that are NaN or infinite by part: `12 in model`."""
+        found = [f"{part.nonfinite:,} in {_shown(name)}" for name, part in self.parts.items() if part.nonfinite]
+        return ", ".join(found) or "none"
+
     def __str__(self) -> str:
         if self.since is None:
             return "no earlier save to compare with"
-        return "; ".join(f"{_shown(name)} {_described(part)}" for name, part in self.parts.items()) or "no items"
+        said = [f"{_shown(name)} {_described(part)}" for name, part in self.parts.items()] or ["no items"]
+        if self.copied_nbytes:
+            said.append(f"{amount(self.copied_nbytes)} copied by the store")
+        return "; ".join(said)
 
     def to_plain(self) -> dict[str, Any]:
         """Return the changes in JSON's terms."""
-        return {"since": self.since, "parts": {name: asdict(part) for name, part in self.parts.items()}}
+        parts = {name: asdict(part) for name, part in self.parts.items()}
+        told = {"checked_finite": self.checked_finite, "copied_nbytes": self.copied_nbytes}
+        return {"since": self.since, "parts": parts, **told}
 
     @classmethod
     def from_plain(cls, value: Any) -> Changes:
@@ -103,7 +125,11 @@ class Changes:
         since = value.get("since")
         if since is not None and (type(since) is not str or len(since) > _MAX_URL):
             raise MetadataError("The URL of the checkpoint compared with is malformed", key="changes.since")
-        return cls(since, {name: _part_from_plain(name, part) for name, part in value["parts"].items()})
+        checked = value.get("checked_finite")
+        if type(checked) is not bool:
+            raise MetadataError("The mark of a check for finite values is malformed", key="changes.checked_finite")
+        parts = {name: _part_from_plain(name, part) for name, part in value["parts"].items()}
+        return cls(since, parts, checked, _count(value.get("copied_nbytes")))
 
 
 def _part_from_plain(name: Any, value: Any) -> PartChanges:
@@ -166,7 +192,8 @@ class StateParts:
 
     A part is named by what the names have in common up to the first segment that a rule knows. Numbers are left out,
     so that there is no part for each layer or for each rank. The tensors of an optimizer and its other values are two
-    parts. Names without a known segment belong to a part by default: tensors to the weights, values to `other`.
+    parts. Names without a known segment belong to a part by default: tensors of several elements to the
+    weights, all else to `other`, because a counter that moves would hide that the weights do not.
     """
 
     def __init__(self, rules: Sequence[GroupRule] = DEFAULT_RULES) -> None:
@@ -183,7 +210,7 @@ class StateParts:
         except KeyError:
             known = self._heads[head] = self._of_head(head)
         # Names of which the first segment decides are nearly all; the others are searched.
-        name, kind = known or self._search(fqn) or (("", MODEL) if tensor else (OTHER, OTHER))
+        name, kind = known or self._search(fqn) or (("", MODEL) if tensor and elements > 1 else (OTHER, OTHER))
         if kind == OPTIM and tensor and elements > 1 and "scheduler" not in name:
             return f"{name} {MOMENTS}", MOMENTS
         return name, kind
@@ -242,26 +269,26 @@ def _numberless(segment: str, group: str) -> str:
 ItemChange: TypeAlias = Literal["same", "changed", "new"]
 """Change of one item since the last save; `new` if that save did not hold it."""
 
-Tally = dict[tuple[str, str], tuple[int, int, int, int, int]]
+Tally = dict[tuple[str, str], tuple[int, ...]]
 """What one rank sends: by name and kind of each part, the counts of `PartChanges` in their order."""
 
 
 def tally(
-    entries: Iterable[tuple[str, bool, int, int, ItemChange]], rules: Sequence[GroupRule] = DEFAULT_RULES
+    entries: Iterable[tuple[str, bool, int, int, ItemChange, int]], rules: Sequence[GroupRule] = DEFAULT_RULES
 ) -> Tally:
     """Count the items of one rank by part.
 
     Args:
-        entries: of each item: name, whether it is a tensor, the number of elements of the whole tensor, bytes, and
-            its change since the last save.
+        entries: of each item: name, whether it is a tensor, the number of elements of the whole tensor, bytes, its
+            change since the last save, and the number of values that are not finite.
     """
     find = StateParts(rules).find
     counts: dict[tuple[str, str], list[int]] = {}
-    for fqn, tensor, elements, nbytes, change in entries:
+    for fqn, tensor, elements, nbytes, change, nonfinite in entries:
         part = find(fqn, tensor=tensor, elements=elements)
         count = counts.get(part)
         if count is None:
-            count = counts[part] = [0, 0, 0, 0, 0]
+            count = counts[part] = [0] * len(COUNTS)
         count[0] += 1
         count[1] += nbytes
         if change != "same":
@@ -269,14 +296,19 @@ def tally(
             count[3] += nbytes
         if change == "new":
             count[4] += 1
-    return _bounded({part: (each[0], each[1], each[2], each[3], each[4]) for part, each in counts.items()})
+        count[5] += nonfinite
+    return _bounded({part: tuple(each) for part, each in counts.items()})
 
 
-def merge(tallies: Iterable[Tally], since: str | None) -> Changes:
+def merge(
+    tallies: Iterable[Tally], since: str | None, *, checked_finite: bool = False, copied_nbytes: int = 0
+) -> Changes:
     """Add up the tallies of all ranks.
 
     Args:
         since: URL of the save compared with; None if there was none.
+        checked_finite: all ranks have counted the values that are not finite.
+        copied_nbytes: bytes that the store copied, over all ranks.
     """
     total: Tally = {}
     for each in tallies:
@@ -289,7 +321,7 @@ def merge(tallies: Iterable[Tally], since: str | None) -> Changes:
         part = PartChanges(kind, *counts)
         # One name of two kinds: a rule of the user's own may put a segment into another group. Or names that were cut.
         parts[shown] = parts[shown] + part if shown in parts else part
-    return Changes(since, parts)
+    return Changes(since, parts, checked_finite, copied_nbytes)
 
 
 def _bounded(counts: Tally) -> Tally:
@@ -305,6 +337,4 @@ def _bounded(counts: Tally) -> Tally:
 def _add(total: Tally, counts: Tally) -> None:
     for part, each in counts.items():
         have = total.get(part)
-        if have is not None:
-            each = each[0] + have[0], each[1] + have[1], each[2] + have[2], each[3] + have[3], each[4] + have[4]
-        total[part] = each
+        total[part] = each if have is None else tuple(map(operator.add, have, each))

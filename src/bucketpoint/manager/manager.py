@@ -55,7 +55,7 @@ class CheckpointManager:
         policy: the policy, which says which checkpoints are kept and when saves are made; or its YAML file, which each
             rank reads.
         process_group: the ranks; None for all ranks of the job. The manager makes a gloo group of its own.
-        storage_options, fs, transfer, staging, unchanged, on_stale: as for `BucketWriter`.
+        storage_options, fs, transfer, staging, unchanged, on_stale, check_finite: as for `BucketWriter`.
         trusted: as for `BucketReader`.
         git_sha, config_hash: commit and configuration of the job's program, for the commit record.
         grace_s: seconds that the scheduler waits between SIGTERM and SIGKILL: after SIGTERM `close` waits no longer
@@ -82,6 +82,7 @@ class CheckpointManager:
         grace_s: float | None = None,
         unchanged: Unchanged = "send",
         on_stale: OnStale = None,
+        check_finite: bool = False,
     ) -> None:
         check_types(policy=policy, transfer=transfer)
         policy = self.policy = policy_of(policy)
@@ -98,7 +99,7 @@ class CheckpointManager:
         self._stager = Stager(staging)
         self._uploads = Uploads(transfer or TransferOptions())
         own: dict[str, Any] = {"staging": self._stager.options, "unchanged": unchanged, "on_stale": on_stale}
-        self._writer_arguments = {**self._store_arguments, **own}
+        self._writer_arguments = {**self._store_arguments, **own, "check_finite": check_finite}
         self._earlier_saves = EarlierSaves()
         self._planner = SavePlanner()
         self._triggers = Triggers(policy.save, self._ranks)

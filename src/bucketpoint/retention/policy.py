@@ -194,7 +194,9 @@ def _unreachable(values: Mapping[str, Any], key: str, covers: Callable[[Any, Any
 def _covers_best(wide: Any, narrow: Any) -> bool:
     if not isinstance(wide, Best) or not isinstance(narrow, Best):
         return False
-    if (wide.metric, wide.mode, wide.ties) != (narrow.metric, narrow.mode, narrow.ties) or wide.count < narrow.count:
+    if wide.count < narrow.count or any(
+        getattr(wide, name) != getattr(narrow, name) for name in ("metric", "mode", "ties", "not_finite")
+    ):
         return False
     if narrow.wait is None:
         return True

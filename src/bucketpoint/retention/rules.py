@@ -22,7 +22,7 @@ from typing import Annotated, Any, Literal, TypeAlias
 
 from bucketpoint.errors import PolicyError, PolicyFault
 from bucketpoint.retention.checkpoint_set import CheckpointSet, Explanation, RuleDecision, nth
-from bucketpoint.retention.row import FULL, Row
+from bucketpoint.retention.row import FULL, NONFINITE, Row
 from bucketpoint.retention.setting_types import Checked, Duration, Fields, Key, OneOf, Text, WholeNumber, written
 
 
@@ -89,6 +89,9 @@ class Best(Checked, RetentionRule):
     wait: Annotated[Await | None, Key("await"), Fields(Await), "hold checkpoints whose value is not reported yet"] = (
         None
     )
+    not_finite: Annotated[
+        Literal["refuse"] | None, OneOf(("refuse",)), "never rank those with NaN or infinities in their tensors"
+    ] = None
 
     @property
     def label(self) -> str:
@@ -112,6 +115,8 @@ class Best(Checked, RetentionRule):
                     return f"{nth(ranks[position])} best {metric}; best keeps {self.count}"
                 if position in waits:
                     return f"{nth(waits[position])} waiting for {metric}; at most {most} may wait"
+                if self._is_refused(rows[position]):
+                    return f"its tensors hold {rows[position].metrics[NONFINITE]:,.0f} values that are NaN or infinite"
                 if metric in rows[position].metrics:
                     return f"{metric} is {rows[position].metrics[metric]}, which is never ranked"
                 return f"{metric} was never reported" + (f" within {written(self.wait.for_)}" if self.wait else "")
@@ -122,11 +127,16 @@ class Best(Checked, RetentionRule):
 
     def ranked(self, rows: Sequence[Row]) -> list[int]:
         """Return the positions of the rows with a value to rank, best first. The rows must be in their total order."""
-        metrics = ((position, row.metrics.get(self.metric)) for position, row in enumerate(rows))
+        metrics = (
+            (position, row.metrics.get(self.metric)) for position, row in enumerate(rows) if not self._is_refused(row)
+        )
         values = {position: number for position, value in metrics if (number := _finite(value)) is not None}
         # Sorting is stable, also in reverse: among equal values the order before decides.
         by_age = values if self.ties == "oldest" else reversed(values)
         return sorted(by_age, key=values.__getitem__, reverse=self.mode == "max")
+
+    def _is_refused(self, row: Row) -> bool:
+        return self.not_finite is not None and row.metrics.get(NONFINITE, 0) != 0
 
     def _waiting(self, universe: CheckpointSet) -> list[int]:
         """Return the rows without a value that are young enough, newest first.
@@ -137,7 +147,8 @@ class Best(Checked, RetentionRule):
             return []
         young = universe.younger(self.wait.for_.total_seconds())
         newest = islice(reversed(universe.by_time), young)
-        return [position for position in newest if self.metric not in universe.rows[position].metrics]
+        rows = universe.rows
+        return [at for at in newest if self.metric not in rows[at].metrics and not self._is_refused(rows[at])]
 
 
 Thin: TypeAlias = Annotated[

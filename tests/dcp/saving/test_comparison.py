@@ -13,6 +13,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import DefaultSavePlanner, SavePlan
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
+from bucketpoint import async_save
 from bucketpoint.checkpoint.open import open_checkpoint
 from bucketpoint.dcp.planning.results import Results
 from bucketpoint.dcp.saving.comparison import RankTally, compare
@@ -47,7 +48,8 @@ def test_a_part_with_a_name_of_any_length_leaves_a_record_that_can_be_read(run: 
 
 
 def test_a_url_too_long_for_the_record_is_not_recorded(caplog: pytest.LogCaptureFixture) -> None:
-    tallies = Results([], SavePlan([]), tally=RankTally("5a5e01", {("model", "model"): (1, 4, 1, 4, 0)}, 0, 0).fields)
+    told = RankTally("5a5e01", {("model", "model"): (1, 4, 1, 4, 0, 0)}, rates=False, moving_rates=False)
+    tallies = Results([], SavePlan([]), tally=told.fields)
     assert compare("5a5e01", [tallies], "s3://bucket/run/1") is not None
     assert compare("5a5e01", [tallies], "s3://bucket/" + "x" * 5000) is None
     assert "is not recorded" in caplog.text
@@ -125,9 +127,10 @@ def test_moments_that_stop_are_told_also_after_saves_of_weights(run: Run, caplog
 
 def test_without_a_comparison_a_rank_sends_what_older_versions_read() -> None:
     plan = SavePlan([])
-    without, compared = (pickle.dumps(Results([], plan, tally=tally)) for tally in (None, ("5a5e01", 0, 0)))
+    told = RankTally("5a5e01", {}, rates=False, moving_rates=False).fields
+    without, compared = (pickle.dumps(Results([], plan, tally=tally)) for tally in (None, told))
     assert getattr(pickle.loads(without), "tally", None) is None
-    assert pickle.loads(compared).tally == ("5a5e01", 0, 0)
+    assert pickle.loads(compared).tally == told
     # The function that rebuilds the results is given no argument that older versions do not have.
     assert len(Results([], plan).__reduce_ex__(4)[1]) < len(Results([], plan, tally=()).__reduce_ex__(4)[1])
 
@@ -153,3 +156,40 @@ def test_a_save_keeps_its_id_when_a_later_one_comes_with_the_same(run: Run) -> N
     found = saves.compared_with(run.url(5), Announcement("b", "a"), None)
     assert found is not None
     assert found.url == run.url(1)
+
+
+@pytest.mark.parametrize("stock", [False, True], ids=["SavePlanner", "DefaultSavePlanner"])
+def test_a_handle_knows_the_changes_with_any_planner_and_the_metadata_stays_plain(run: Run, stock: bool) -> None:
+    writer, planner = run.writer(), DefaultSavePlanner() if stock else None
+    for step in range(3):
+        state = {"model": {"w": torch.full((1 << 19,), 1.0), "b": torch.full((9,), float(step))}}
+        handle = async_save(state, checkpoint_id=run.url(step), storage_writer=writer, planner=planner, no_dist=True)
+        handle.result()
+    assert handle.changes is not None
+    assert (handle.changes.since, handle.changes.changed_items) == (run.url(1), 1)
+    assert handle.changes.copied_nbytes == pytest.approx(2 << 20, rel=0.01)
+    assert "2.1 MB copied by the store" in str(handle.changes)
+    store, prefix = run.store(2)
+    assert b"PartChanges" not in store.get(f"{prefix}/.metadata" if prefix else ".metadata")[0]
+
+
+@pytest.mark.parametrize("kept", [DefaultSavePlanner(enable_plan_caching=True), None], ids=["kept plans", "no plans"])
+def test_no_metadata_holds_the_changes_of_an_earlier_save(run: Run, kept: Any) -> None:
+    writer = run.writer()
+    for step in range(3):
+        state = {"model": {"w": torch.full((9,), float(step))}}
+        dcp.save(state, checkpoint_id=run.url(step), storage_writer=writer, planner=kept, no_dist=True)
+        store, prefix = run.store(step)
+        assert b"PartChanges" not in store.get(f"{prefix}/.metadata" if prefix else ".metadata")[0]
+
+
+def test_a_scheduler_alone_tells_that_the_learning_rate_is_zero(run: Run, caplog: pytest.LogCaptureFixture) -> None:
+    writer = run.writer()
+    for step, rate in enumerate((0.0, 0.0, 0.0, 0.1)):
+        state = {
+            "model": {"w": torch.ones(9)},
+            "optim": {"w": {"exp_avg": torch.full((9,), float(step))}},
+            "lr_scheduler": {"_last_lr": [rate, 0.0], "last_epoch": step},
+        }
+        run.save(state, step, writer)
+        assert len(alarms(caplog)) == (step == 3)

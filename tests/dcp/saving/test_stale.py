@@ -5,10 +5,11 @@ from __future__ import annotations
 import logging
 import pickle
 from collections.abc import Iterable
+from typing import Any
 
 import pytest
 
-from bucketpoint import BucketpointError, StaleStateError
+from bucketpoint import BucketpointError, BucketWriter, StaleStateError
 from bucketpoint.dcp.saving.stale import StalePart, StaleWatch, advanced, tell
 from bucketpoint.format.changes import Changes, PartChanges
 
@@ -197,6 +198,25 @@ def test_the_message_says_what_stopped_when_and_what_to_do(caplog: pytest.LogCap
         assert said in first
     for said in ("'model'", "first save of this process", "learning rate is 0", "param_groups"):
         assert said in second
+
+
+def test_an_error_of_the_callers_own_reaction_hides_no_part_and_says_that_the_checkpoint_is_there() -> None:
+    told = []
+
+    def react(part: StalePart) -> None:
+        told.append(part.part)
+        raise ValueError(part.part)
+
+    with pytest.raises(StaleStateError, match=r"ValueError.*committed and can be loaded") as caught:
+        tell([STALE, StalePart("model", "model", None, url(5))], react)
+    assert told == ["optim moments", "model"]
+    assert str(caught.value.__cause__) == "optim moments"
+
+
+@pytest.mark.parametrize("wrong", ["Raise", "warn", 3, True])
+def test_a_reaction_that_is_not_known_is_refused(wrong: Any) -> None:
+    with pytest.raises(BucketpointError, match="on_stale"):
+        BucketWriter(on_stale=wrong)
 
 
 def test_raise_raises_and_says_that_the_checkpoint_is_there() -> None:

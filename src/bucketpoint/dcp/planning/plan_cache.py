@@ -141,7 +141,7 @@ class PlannedMetadata(Metadata):
         agreed: the plan to which the metadata belongs.
         known: layouts that the ranks of this save were told the coordinator knows.
         committed_at: URL of the checkpoint, once it is committed.
-        changes: what changed since the save before, once it is committed; None if saves are not compared.
+        changes: what changed since the save before, once it is committed; None if it was not compared.
     """
 
     agreed: CachedPlan | None = field(default=None, repr=False, compare=False)

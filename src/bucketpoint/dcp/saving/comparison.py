@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple, cast
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.checkpoint import SavePlanner
+from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
-from torch.distributed.checkpoint.storage import WriteResult
 
-from bucketpoint.dcp.saving.earlier_saves import EarlierSave
+from bucketpoint.dcp.saving.earlier_saves import Announcement, EarlierSave, Written
+from bucketpoint.dcp.saving.finite import count_nonfinite_items
 from bucketpoint.dcp.saving.stale import OnStale, StaleWatch, advanced, tell
 from bucketpoint.errors import MetadataError
-from bucketpoint.format.changes import COUNTS, Changes, Tally, merge, tally
+from bucketpoint.format.changes import COUNTS, Changes, ItemChange, Tally, merge, tally
 from bucketpoint.format.groups import GroupRule
+from bucketpoint.transfer import TransferOptions
 
 logger = logging.getLogger(__name__)
 
@@ -28,45 +30,65 @@ class RankTally(NamedTuple):
     """The comparison of one rank's items with the save before.
 
     Attributes:
-        save: first characters of the id of the save for which it was made.
-        rates, moving_rates: number of learning rates that the rank has saved, and of those among them that are not 0.
+        save: first characters of the id of the save for which it was made; empty if there was none before.
+        rates, moving_rates: the rank has saved a learning rate, and one that is not 0.
+        checked_finite: the rank has counted the values that are not finite.
+        copied_nbytes: bytes of its items that the store copied.
     """
 
     save: str
     parts: Tally
-    rates: int
-    moving_rates: int
+    rates: bool
+    moving_rates: bool
+    checked_finite: bool = False
+    copied_nbytes: int = 0
 
     @property
     def fields(self) -> tuple[Any, ...]:
         """The values that are sent, not nested: with names of classes they would be 100 bytes more from each rank."""
-        flat = [value for part, counts in self.parts.items() for value in (*part, *counts)]
-        return self.save, self.rates, self.moving_rates, *flat
+        sent = _sent_counts(self.checked_finite)
+        flat = [value for part, counts in self.parts.items() for value in (*part, *counts[:sent])]
+        return self.save, self.rates, self.moving_rates, self.checked_finite, self.copied_nbytes, *flat
 
     @classmethod
     def received(cls, fields: tuple[Any, ...]) -> RankTally:
         """Return the tally that a rank has sent as `fields`."""
-        save, rates, moving, *flat = fields
-        step = 2 + len(COUNTS)
-        parts = {(flat[at], flat[at + 1]): tuple(flat[at + 2 : at + step]) for at in range(0, len(flat), step)}
-        return cls(save, cast("Tally", parts), rates, moving)
+        save, rates, moving, checked, copied, *flat = fields
+        step = 2 + _sent_counts(checked)
+        rest = () if checked else (0,)
+        parts = {(flat[at], flat[at + 1]): (*flat[at + 2 : at + step], *rest) for at in range(0, len(flat), step)}
+        return cls(save, parts, rates, moving, checked, copied)
+
+
+def _sent_counts(checked_finite: bool) -> int:
+    # The last count is that of values that are not finite.
+    return len(COUNTS) if checked_finite else len(COUNTS) - 1
 
 
 def tally_of(
-    save: str,
+    said: Announcement | None,
     items: Sequence[WriteItem],
-    results: Sequence[WriteResult],
-    last: EarlierSave,
+    written: Written,
+    last: EarlierSave | None,
     planner: SavePlanner,
     rules: Sequence[GroupRule],
+    finite: TransferOptions | None,
 ) -> tuple[Any, ...] | None:
     """Tally the items of this rank by part of the state, compared with an earlier save.
 
+    Args:
+        last: the earlier save; None if there is none, and all items are new.
+        finite: options of the threads that count the values that are not finite; None to count none.
+
     Returns:
-        the fields of a `RankTally`, which the rank sends with its results. None if the comparison failed.
+        the fields of a `RankTally`, which the rank sends with its results. None if there is nothing to tell, or if the
+        comparison failed.
     """
+    if said is None or (last is None and finite is None):
+        return None
     try:
-        return _tally(save, items, results, last, planner, rules).fields
+        nonfinite = None if finite is None else count_nonfinite_items(items, planner, finite)
+        return _tally(said.save if last is not None else "", items, written, last, planner, rules, nonfinite).fields
     # It calls the user's planner and compares values of any class. The bytes are stored, and the save must go on.
     except Exception:
         logger.info("the items were not compared with the last save", exc_info=True)
@@ -76,19 +98,31 @@ def tally_of(
 def _tally(
     save: str,
     items: Sequence[WriteItem],
-    results: Sequence[WriteResult],
-    last: EarlierSave,
+    written: Written,
+    last: EarlierSave | None,
     planner: SavePlanner,
     rules: Sequence[GroupRule],
+    nonfinite: Mapping[MetadataIndex, int] | None,
 ) -> RankTally:
     by_index = {id(item.index): item for item in items}
-    written = [by_index[id(result.index)] for result in results]
+    results = written.results
+    ordered = [by_index[id(result.index)] for result in results]
+    changes: Sequence[ItemChange] = last.changes_in(results) if last is not None else ["new"] * len(results)
+    counts = nonfinite or {}
     entries = [
-        (item.index.fqn, item.tensor_data is not None, _elements(item), result.size_in_bytes, change)
-        for item, result, change in zip(written, results, last.changes_in(results), strict=True)
+        (
+            item.index.fqn,
+            item.tensor_data is not None,
+            _elements(item),
+            result.size_in_bytes,
+            change,
+            counts.get(item.index, 0) if counts else 0,
+        )
+        for item, result, change in zip(ordered, results, changes, strict=True)
     ]
     moving = list(_moving_rates(items, planner))
-    return RankTally(save[:_ID_SIZE], tally(entries, rules), len(moving), sum(moving))
+    checked, copied = nonfinite is not None, written.copied_nbytes
+    return RankTally(save[:_ID_SIZE], tally(entries, rules), bool(moving), any(moving), checked, copied)
 
 
 def compare(save: str, results: Iterable[Any], since: str | None) -> tuple[Changes, bool] | None:
@@ -100,9 +134,15 @@ def compare(save: str, results: Iterable[Any], since: str | None) -> tuple[Chang
     """
     sent = [getattr(each, "tally", None) for each in results]
     known = [RankTally.received(each) for each in sent if each is not None]
-    if since is None or len(known) < len(sent) or any(each.save != save[:_ID_SIZE] for each in known):
+    if not known or len(known) < len(sent):
         return None
-    changes = merge([each.parts for each in known], since)
+    finite = all(each.checked_finite for each in known)
+    if any(each.save != save[:_ID_SIZE] for each in known):
+        since = None
+    if since is None and not finite:
+        return None
+    copied = sum(each.copied_nbytes for each in known)
+    changes = merge([each.parts for each in known], since, checked_finite=finite, copied_nbytes=copied)
     try:
         Changes.from_plain(changes.to_plain())
     except MetadataError as error:
@@ -116,11 +156,14 @@ def report(changes: Changes, url: str, watch: StaleWatch, on_stale: OnStale, *, 
     """Log what changed in the checkpoint at `url`, and report the parts of the state that stopped changing.
 
     Raises:
-        StaleStateError: as `tell`; and whatever the caller's own `on_stale` raises.
+        StaleStateError: as `tell`.
     """
+    if changes.nonfinite:
+        logger.warning("%s holds values that are NaN or infinite: %s", url, changes.describe_nonfinite())
+    if changes.since is None:
+        return
     logger.info("changed since %s: %s", changes.since, changes)
-    went_on = changes.since is not None and advanced(changes.since, url, changes)
-    tell(watch.look(changes, url, advanced=went_on, idle_lr=idle_rates), on_stale)
+    tell(watch.look(changes, url, advanced=advanced(changes.since, url, changes), idle_lr=idle_rates), on_stale)
 
 
 def _elements(item: WriteItem) -> int:
@@ -131,11 +174,11 @@ def _moving_rates(items: Iterable[WriteItem], planner: SavePlanner) -> Iterable[
     """Yield for each learning rate among the items whether it is other than 0."""
     lookup = getattr(planner, "lookup_object", None)
     for item in items:
-        if lookup is None or not item.index.fqn.endswith(".lr"):
+        # Of an optimizer's groups, and of the schedulers in torch.optim, where it is a list.
+        if lookup is None or not item.index.fqn.endswith((".lr", "._last_lr")) or item.type == WriteItemType.SHARD:
             continue
-        if item.type == WriteItemType.SHARD:
-            continue
-        value = lookup(item.index)
-        if isinstance(value, (int, float)) or (isinstance(value, torch.Tensor) and value.numel() == 1):
-            # Not as a float: an integer may be too large for one.
-            yield bool(value != 0)
+        found = lookup(item.index)
+        for value in found if isinstance(found, (list, tuple)) else [found]:
+            if isinstance(value, (int, float)) or (isinstance(value, torch.Tensor) and value.numel() == 1):
+                # Not as a float: an integer may be too large for one.
+                yield bool(value != 0)

@@ -6,9 +6,9 @@ import logging
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
-from bucketpoint.errors import StaleStateError
+from bucketpoint.errors import BucketpointError, StaleStateError
 from bucketpoint.format.changes import DATA, MOMENTS, RANDOM, Changes
 from bucketpoint.format.groups import MODEL
 
@@ -35,6 +35,9 @@ _CHECK = {
     RANDOM: "Check that the state is read anew for each save",
     DATA: "Check that the dataloader whose state is saved is the one that training iterates over",
 }
+
+
+_COMMITTED = "The checkpoint is committed and can be loaded"
 
 
 @dataclass(frozen=True)
@@ -165,20 +168,41 @@ def advanced(since: str, url: str, changes: Changes) -> bool:
     return (len(newer), newer) > (len(older), older)
 
 
+def checked_on_stale(on_stale: Any) -> OnStale:
+    """Return `on_stale` as given.
+
+    Raises:
+        BucketpointError: it is neither None, "raise" nor a callable.
+    """
+    if on_stale is None or on_stale == "raise" or callable(on_stale):
+        known: OnStale = on_stale
+        return known
+    remedy = 'Choose None (a warning), "raise" or a callable that takes a StalePart'
+    raise BucketpointError(f"on_stale={on_stale!r} is not known", remedy=remedy)
+
+
 def tell(stale: Sequence[StalePart], on_stale: OnStale) -> None:
     """Report stale parts as the caller of the writer wants it.
 
     Raises:
-        StaleStateError: `on_stale` is "raise" and a part is stale.
+        StaleStateError: `on_stale` is "raise" and a part is stale, or the caller's own `on_stale` raised an error.
     """
     if not stale:
         return
     if on_stale == "raise":
-        raise StaleStateError(
-            f"{'; '.join(map(str, stale))}. The checkpoint is committed and can be loaded", url=stale[0].url
-        )
+        raise StaleStateError(f"{'; '.join(map(str, stale))}. {_COMMITTED}", url=stale[0].url)
+    failures = []
     for each in stale:
-        if callable(on_stale):
-            on_stale(each)
-        else:
+        if not callable(on_stale):
             logger.warning("%s", each)
+            continue
+        try:
+            on_stale(each)
+        # Each part is told once. An error at one of them must not hide the others.
+        except Exception as error:  # noqa: BLE001 (raised below)
+            failures.append((each, error))
+    if failures:
+        part, first = failures[0]
+        raise StaleStateError(
+            f"on_stale raised {type(first).__name__} for this: {part}. {_COMMITTED}", url=part.url
+        ) from first
