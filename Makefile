@@ -100,7 +100,7 @@ test-titan: .venv-titan/$(STAMP) minio fake-gcs versitygw ## torchtitan's traine
 .PHONY: test-fsspec
 test-fsspec: .venv-fsspec/$(STAMP) minio fake-gcs azurite ## fsspec's filesystems on real servers, in an environment that has s3fs, gcsfs and adlfs
 	@.venv-fsspec/bin/python -m pytest -n $(WORKERS) --dist worksteal -k "fsspec or s3fs or gcsfs or adlfs" \
-		tests/stores tests/catalog/test_stores.py tests/cli $(ARGS)
+		tests/stores tests/catalog/test_stores.py tests/cli tests/dcp/saving/test_unchanged.py $(ARGS)
 
 .PHONY: lint
 lint: $(VENV)/$(STAMP) ## ruff, mypy, import directions, links of the documents

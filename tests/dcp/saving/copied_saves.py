@@ -18,13 +18,13 @@ from bucketpoint.checkpoint.open import open_checkpoint
 from bucketpoint.checkpoint.verify import Verification, verify
 from bucketpoint.stores import open_store
 from dcp.states import assert_same, blank, filled
-from fsspec_backends import IN_PROCESS, backend
+from fsspec_backends import IN_PROCESS, SERVED, backend
 from services import Service
 from transfer.wrappers import CountingStore
 
 MIB = 1 << 20
 
-STORES = ["minio", "moto", "gcs", "gcs_xml", "versitygw", "path", *IN_PROCESS]
+STORES = ["minio", "moto", "gcs", "gcs_xml", "versitygw", "path", *IN_PROCESS, *SERVED]
 """`path` is a folder without a filesystem object, for which bucketpoint has a store of its own."""
 
 
@@ -77,7 +77,7 @@ class Run:
 def run_on(name: str, request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Run]:
     if name == "path":
         yield Run(str(tmp_path / "run"))
-    elif name in IN_PROCESS:
+    elif name in (*IN_PROCESS, *SERVED):
         with backend(name, request, tmp_path) as found:
             yield Run(f"{found.url}/run", fs=found.fs)
     else:
@@ -107,6 +107,21 @@ class Watch:
     @property
     def calls(self) -> Counter[str]:
         return sum((store.calls for store in self._stores), Counter[str]())
+
+
+class Refusing:
+    """A store of which copies fail."""
+
+    def __init__(self, inner: Any, error: Callable[[], Exception], *, acts: bool = False) -> None:
+        self._inner, self._error, self._acts = inner, error, acts
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def copy(self, *args: Any) -> Any:
+        if self._acts:
+            self._inner.copy(*args)
+        raise self._error()
 
 
 def lora(step: int, *, frozen_mib: int = 4) -> dict[str, Any]:

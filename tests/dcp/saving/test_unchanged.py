@@ -17,7 +17,7 @@ import bucketpoint.dcp.saving.rank_upload as module
 import bucketpoint.stores.retry as retry_module
 from bucketpoint import TransferOptions
 from bucketpoint.errors import AccessDeniedError, CorruptDataError, StoreError, TransientStoreError
-from dcp.saving.copied_saves import MIB, STORES, Run, Watch, lora, nbytes, run_on
+from dcp.saving.copied_saves import MIB, STORES, Refusing, Run, Watch, lora, nbytes, run_on
 from dcp.states import assert_same, blank, filled, varied
 
 LITTLE = 0.03
@@ -146,21 +146,6 @@ def test_a_source_that_is_gone_when_it_is_to_be_copied_is_sent(
     run.save(lora(3), 3, writer)
     assert watch.sent < LITTLE * nbytes(lora(3))
     run.assert_holds(3, lora(3))
-
-
-class Refusing:
-    """A store of which copies fail."""
-
-    def __init__(self, inner: Any, error: Callable[[], Exception], *, acts: bool = False) -> None:
-        self._inner, self._error, self._acts = inner, error, acts
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._inner, name)
-
-    def copy(self, *args: Any) -> Any:
-        if self._acts:
-            self._inner.copy(*args)
-        raise self._error()
 
 
 @pytest.mark.parametrize("acts", [False, True], ids=["not copied", "copied without an answer"])

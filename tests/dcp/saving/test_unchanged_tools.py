@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,9 +16,10 @@ from bucketpoint.catalog.deletion.thin import thinned_metadata
 from bucketpoint.checkpoint.open import open_checkpoint
 from bucketpoint.checkpoint.summary import summarise
 from bucketpoint.dcp.copy import copy_checkpoint, plan_copy
+from bucketpoint.errors import TransientStoreError
 from bucketpoint.format.metadata.codec import decode_metadata
 from dcp.ranks import Ranks
-from dcp.saving.copied_saves import Run, Watch, lora, nbytes
+from dcp.saving.copied_saves import Refusing, Run, Watch, lora, nbytes
 
 
 @pytest.fixture
@@ -50,6 +52,21 @@ def test_gc_deletes_nothing_of_it(run: Run) -> None:
     assert not sweep(open_catalog(run.root), older_than=3600, deep=True).failures
     assert sorted(Path(run.url(2)).rglob("*")) == before
     run.assert_holds(2, lora(2))
+
+
+def test_gc_deletes_what_a_copy_without_an_answer_left(tmp_path: Path) -> None:
+    run = Run(str(tmp_path / "run"))
+    writer = run.writer()
+    Watch(writer, lambda store: Refusing(store, lambda: TransientStoreError("no answer"), acts=True))
+    for step in (1, 2):
+        run.save(lora(step), step, writer)
+    data = sorted(Path(run.url(2)).rglob("*-model-*.distcp"), key=lambda path: path.stat().st_mtime_ns)
+    assert len(data) == 3
+    (left,) = (path for path in data if path.name.endswith("-model-0.distcp"))
+    os.utime(left, (0, 0))
+    assert [key.rpartition("/")[2] for key in sweep(open_catalog(run.root), deep=True).objects] == [left.name]
+    run.assert_holds(2, lora(2))
+    assert run.verified(2).damage == []
 
 
 def test_its_summary_counts_the_items_and_not_the_dead_bytes(run: Run, tmp_path: Path) -> None:
