@@ -97,6 +97,14 @@ test-titan: .venv-titan/$(STAMP) minio fake-gcs versitygw ## torchtitan's traine
 		echo "== test-titan: nothing was tested, as torchtitan is not to be had here (see above)"; \
 	fi
 
+.PHONY: test-accelerate
+test-accelerate: .venv-accelerate/$(STAMP) minio ## Accelerate's trainers on URLs, where the index has Accelerate
+	@if [ -e $< ]; then \
+		.venv-accelerate/bin/python -m pytest -n $(WORKERS) tests/accelerator $(ARGS); \
+	else \
+		echo "== test-accelerate: nothing was tested, as Accelerate is not to be had here (see above)"; \
+	fi
+
 .PHONY: test-fsspec
 test-fsspec: .venv-fsspec/$(STAMP) minio fake-gcs azurite ## fsspec's filesystems on real servers, in an environment that has s3fs, gcsfs and adlfs
 	@.venv-fsspec/bin/python -m pytest -n $(WORKERS) --dist worksteal -k "fsspec or s3fs or gcsfs or adlfs" \
@@ -175,7 +183,7 @@ env: $(VENV)/$(STAMP) ## build the environment
 
 .PHONY: clean
 clean: ## delete environments, caches and builds, servers and uv too
-	rm -rf .venv .venv-torch-* .venv-py* .venv-xla .venv-titan .venv-fsspec .venv-dist .cache
+	rm -rf .venv .venv-torch-* .venv-py* .venv-xla .venv-titan .venv-accelerate .venv-fsspec .venv-dist .cache
 	rm -rf .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache build dist
 	find src tests tools examples bench sim -name __pycache__ -type d -prune -exec rm -rf {} +
 
@@ -192,6 +200,10 @@ XLA_PYTHON := >=3.10,<3.14
 TITAN_PYTHON := >=3.11,<3.15
 .venv-titan/$(STAMP): pyproject.toml tools/make_env.py
 	@$(PYTHON3) tools/make_env.py .venv-titan --beside "torchtitan>=0.3,<0.4" --python "$(or $(PYTHON),$(TITAN_PYTHON))"
+
+ACCELERATE := 1.15.*
+.venv-accelerate/$(STAMP): pyproject.toml tools/make_env.py
+	@$(PYTHON3) tools/make_env.py .venv-accelerate --beside "accelerate==$(ACCELERATE)" --python "$(PYTHON)"
 
 # An environment of its own: s3fs pins a botocore that holds boto3 back.
 .venv-fsspec/$(STAMP): pyproject.toml tools/make_env.py

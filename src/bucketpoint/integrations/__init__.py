@@ -1,1 +1,1 @@
-"""Integrations with other trainers: one module for each trainer, imported by that trainer only."""
+"""Integrations with other trainers: one module for each, imported by programs that use that trainer only."""

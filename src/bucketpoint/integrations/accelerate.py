@@ -1,0 +1,232 @@
+"""Hugging Face Accelerate: the whole state of an `Accelerator`, saved to and loaded from a URL.
+
+Models and optimizers are saved sharded under FSDP, and once for all ranks under DDP, so that a run goes on with another
+number of processes.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import CheckpointException
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+
+from bucketpoint.dcp import BucketReader, BucketWriter, LoadPlanner, SaveHandle, async_save, rank_state, saved_ranks
+from bucketpoint.dcp.async_save import as_ours
+from bucketpoint.errors import BucketpointError
+
+try:
+    from accelerate import Accelerator
+    from accelerate.data_loader import SeedableRandomSampler
+    from accelerate.utils import DistributedType
+except ModuleNotFoundError as error:  # pragma: no cover
+    raise ModuleNotFoundError(
+        "bucketpoint.integrations.accelerate needs Accelerate: pip install accelerate", name=error.name
+    ) from error
+
+_OTHER_FORMATS = (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM)
+
+
+def accelerator_state(accelerator: Accelerator) -> dict[str, Any]:
+    """Return all that `accelerator.save_state` would save, as a state for DCP, a `CheckpointManager` or `async_save`.
+
+    Its values are read when the state is saved, and set when it is loaded.
+
+    Raises:
+        BucketpointError: the accelerator trains with DeepSpeed or Megatron-LM, which have formats of their own.
+    """
+    if accelerator.distributed_type in _OTHER_FORMATS:
+        raise BucketpointError(
+            f"An Accelerator with {accelerator.distributed_type} saves in a format of its own",
+            remedy="Use accelerator.save_state, or train with FSDP",
+        )
+    models = accelerator._models
+    state: dict[str, Any] = {}
+    for number, model in enumerate(models):
+        state[_name("model", number)] = _Model(model)
+    for number, optimizer in enumerate(accelerator._optimizers):
+        state[_name("optimizer", number)] = _Optimizer(_model_of(optimizer, models), optimizer)
+    for number, scheduler in enumerate(accelerator._schedulers):
+        state[_name("scheduler", number)] = scheduler
+    for number, loader in enumerate(accelerator._dataloaders):
+        if getattr(loader, "use_stateful_dataloader", False):
+            state[_name("dataloader", number)] = _OfThisRank(loader)
+        state[_name("loader", number)] = _Loader(loader)
+    for number, custom in enumerate(accelerator._custom_objects):
+        state[_name("custom", number)] = custom
+    if accelerator.scaler is not None:
+        state["scaler"] = accelerator.scaler
+    state["accelerator"] = _Progress(accelerator)
+    state["rng"] = _OfThisRank(_Random())
+    return state
+
+
+def save_state(
+    accelerator: Accelerator, url: str, *, storage_writer: BucketWriter | None = None, **options: Any
+) -> SaveHandle:
+    """Save the state of an accelerator to a URL in the background. All ranks.
+
+    Args:
+        storage_writer: writer to save with. One that is kept from save to save plans and compares states.
+        options: as for `bucketpoint.async_save`.
+
+    Returns:
+        a handle: training may change the state once `handle.staged` is done, and the checkpoint can be loaded once
+        `handle.result()` returns. Accelerate counts it as a save of its own.
+    """
+    writer = storage_writer or BucketWriter()
+    handle = async_save(accelerator_state(accelerator), checkpoint_id=url, storage_writer=writer, **options)
+    accelerator.project_configuration.iteration += 1
+    return handle
+
+
+def load_state(accelerator: Accelerator, url: str, *, storage_reader: BucketReader | None = None) -> None:
+    """Load a checkpoint of `save_state` into an accelerator that was prepared in the same way. All ranks.
+
+    The number of processes may differ. A rank that the checkpoint knows nothing of keeps its own random state and its
+    own state of stateful dataloaders.
+    """
+    state = accelerator_state(accelerator)
+    reader = storage_reader or BucketReader(url)
+    metadata = reader.read_metadata()
+    for name, value in list(state.items()):
+        if isinstance(value, _OfThisRank) and accelerator.process_index not in saved_ranks(metadata, name):
+            del state[name]
+    try:
+        dcp.load(state, checkpoint_id=url, storage_reader=reader, planner=LoadPlanner())
+    except CheckpointException as raised:
+        raise as_ours(raised, url) from raised
+
+
+def _name(kind: str, number: int) -> str:
+    return kind if number == 0 else f"{kind}_{number}"
+
+
+def _model_of(optimizer: Any, models: list[torch.nn.Module]) -> torch.nn.Module:
+    """Return the model that holds the parameters of an optimizer.
+
+    Raises:
+        BucketpointError: no model holds all of them.
+    """
+    held = {id(tensor) for group in optimizer.param_groups for tensor in group["params"]}
+    for model in models:
+        if held <= {id(tensor) for tensor in model.parameters()}:
+            return model
+    raise BucketpointError(
+        "An optimizer has parameters of no prepared model, or of several",
+        remedy="Prepare models and optimizers with one accelerator, and give an optimizer one model's parameters",
+    )
+
+
+class _Model:
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._model = model
+
+    def state_dict(self) -> dict[str, Any]:
+        return dict(get_model_state_dict(self._model))
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        set_model_state_dict(self._model, dict(state))
+
+
+class _Optimizer:
+    """The state of an optimizer by the names of the parameters, which hold for any number of ranks."""
+
+    _OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True)
+
+    def __init__(self, model: torch.nn.Module, optimizer: Any) -> None:
+        self._model = model
+        # Accelerate wraps optimizers; the wrapper's step() skips.
+        self._optimizer = getattr(optimizer, "optimizer", optimizer)
+
+    def state_dict(self) -> dict[str, Any]:
+        return dict(get_optimizer_state_dict(self._model, self._optimizer, options=self._OPTIONS))
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        set_optimizer_state_dict(self._model, self._optimizer, dict(state), options=self._OPTIONS)
+
+
+class _Loader:
+    """The epoch of a dataloader, and the seed of its order.
+
+    A dataloader of Accelerate shuffles by the number of times that it was iterated over, which begins at 0 in a new
+    process: the order of the first epoch would come again.
+    """
+
+    def __init__(self, loader: Any) -> None:
+        self._loader = loader
+
+    def state_dict(self) -> dict[str, Any]:
+        sampler = self._loader.get_sampler()
+        seed = sampler.initial_seed if isinstance(sampler, SeedableRandomSampler) else None
+        return {"iteration": self._loader.iteration, "seed": seed}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._loader.iteration = state["iteration"]
+        sampler = self._loader.get_sampler()
+        if state["seed"] is not None and isinstance(sampler, SeedableRandomSampler):
+            sampler.initial_seed = state["seed"]
+            sampler.set_epoch(state["iteration"])
+
+
+class _Progress:
+    """Numbers that an accelerator counts."""
+
+    def __init__(self, accelerator: Accelerator) -> None:
+        self._accelerator = accelerator
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"step": self._accelerator.step, "iteration": self._accelerator.project_configuration.iteration}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._accelerator.step = state["step"]
+        self._accelerator.project_configuration.iteration = state["iteration"] + 1
+
+
+class _OfThisRank:
+    """State that each rank has of its own."""
+
+    def __init__(self, value: Any) -> None:
+        self._value = value
+
+    def state_dict(self) -> dict[str, Any]:
+        return rank_state(self._value.state_dict())
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        (mine,) = (value for name, value in state.items() if name in rank_state(None))
+        self._value.load_state_dict(mine)
+
+
+class _Random:
+    """Random generators of Python, numpy and torch, those of all devices of this process included."""
+
+    def state_dict(self) -> dict[str, Any]:
+        kind, keys, *rest = np.random.get_state(legacy=True)
+        state = {
+            "python": random.getstate(),
+            "numpy": [kind, *rest],
+            "numpy_keys": torch.from_numpy(np.array(keys)),
+            "torch": torch.get_rng_state(),
+        }
+        if torch.cuda.is_available():
+            state["cuda"] = torch.cuda.get_rng_state_all()
+        return state
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        random.setstate(state["python"])
+        kind, *rest = state["numpy"]
+        np.random.set_state((kind, state["numpy_keys"].numpy(), *rest))
+        torch.set_rng_state(state["torch"])
+        if "cuda" in state:
+            torch.cuda.set_rng_state_all(state["cuda"])

@@ -1,0 +1,90 @@
+"""A trainer in the manner of Accelerate's example of checkpoints: it saves every 6 steps, and goes on where it stopped.
+
+Arguments: folder of the run, file for what rank 0 saw, `ddp` or `fsdp2`, and the step at which every rank is killed
+right after its save has begun; 0 for none.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import DataLoaderConfiguration, FullyShardedDataParallelPlugin, set_seed
+
+import bucketpoint
+from bucketpoint.integrations.accelerate import load_state, save_state
+
+EPOCHS, SAMPLES, BATCH, SAVE_EVERY = 3, 96, 8, 6
+
+
+class Steps:
+    """A custom object of the trainer."""
+
+    def __init__(self) -> None:
+        self.done = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"done": self.done}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.done = state["done"]
+
+
+def main(root: str, report: str, kind: str, kill_at: int) -> None:
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy="NO_WRAP", cpu_ram_efficient_loading=False)
+    accelerator = Accelerator(
+        cpu=True,
+        fsdp_plugin=plugin if kind == "fsdp2" else None,
+        dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True),
+        # Otherwise the schedule depends on the number of processes.
+        step_scheduler_with_optimizer=False,
+    )
+    set_seed(0)
+    dropout = float(os.environ.get("DROPOUT", "0"))
+    layers = [torch.nn.Linear(8, 32), torch.nn.ReLU(), torch.nn.Dropout(dropout), torch.nn.Linear(32, 1)]
+    model: Any = torch.nn.Sequential(*layers)
+    optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    data = torch.utils.data.TensorDataset(torch.arange(SAMPLES), torch.randn(SAMPLES, 8))
+    loader: Any = torch.utils.data.DataLoader(data, batch_size=BATCH // accelerator.num_processes, shuffle=True)
+    scheduler: Any = torch.optim.lr_scheduler.StepLR(optimizer, 5, 0.9)
+    model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
+    steps = Steps()
+    accelerator.register_for_checkpointing(steps)
+
+    newest = bucketpoint.latest_checkpoint(root) if kill_at >= 0 else None
+    if newest is not None:
+        load_state(accelerator, newest)
+    writer = bucketpoint.BucketWriter()
+    seen, first = [], steps.done
+    for epoch in range(first // len(loader), EPOCHS):
+        loader.set_epoch(epoch)
+        begun = steps.done % len(loader)
+        for samples, inputs in accelerator.skip_first_batches(loader, begun) if begun else loader:
+            outputs = model(inputs)
+            loss = (outputs**2 + outputs).mean()
+            accelerator.backward(loss)
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+            steps.done += 1
+            mean = accelerator.gather(loss.detach()).mean().item()
+            seen.append((steps.done, sorted(accelerator.gather(samples).tolist()), mean))
+            if steps.done % SAVE_EVERY == 0:
+                handle = save_state(accelerator, f"{root}/step-{steps.done}", storage_writer=writer)
+                if steps.done == kill_at:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                handle.result()
+    if accelerator.is_main_process:
+        told = {"from": first, "seen": seen, "rate": scheduler.get_last_lr(), "iteration": accelerator.save_iteration}
+        Path(report).write_text(json.dumps(told))
+    accelerator.end_training()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2], sys.argv[3], int(sys.argv[4]))
