@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable
+import pickle
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from bucketpoint.dcp import program_end
@@ -42,6 +43,22 @@ def dcp_call(method: F) -> F:
             raise ours from error
 
     return call  # type: ignore[return-value]
+
+
+def refuse_unpicklable(arguments: Mapping[str, Any]) -> None:
+    """Check the caller's callables before an object that holds them is sent to another process.
+
+    Raises:
+        BucketpointError: one of them cannot be pickled, with its name, which the error of pickle does not have.
+    """
+    for name, value in arguments.items():
+        try:
+            pickle.dumps(value)
+        except (TypeError, AttributeError, pickle.PicklingError) as error:
+            raise BucketpointError(
+                f"{name} cannot be sent to DCP's checkpoint process: {error}",
+                remedy=f"Give {name} a function of a module, or save on a thread",
+            ) from error
 
 
 def _report_if_unwatched(self: Any, error: BucketpointError) -> None:

@@ -22,7 +22,7 @@ from bucketpoint.catalog.deletion.prune_worker import PruneWorker
 from bucketpoint.catalog.run_retention import RunRetention
 from bucketpoint.catalog.save_log import SaveLog
 from bucketpoint.dcp import process_groups
-from bucketpoint.dcp.error_boundary import dcp_call
+from bucketpoint.dcp.error_boundary import dcp_call, refuse_unpicklable
 from bucketpoint.dcp.planning.agreement import agree_on_plans, agree_on_results, make_statement
 from bucketpoint.dcp.planning.plan_cache import PlannedMetadata, SparePlans, WriterMeta, reported
 from bucketpoint.dcp.planning.results import Results
@@ -363,6 +363,7 @@ class BucketWriter(Located, StorageWriter, AsyncStager):
     def __getstate__(self) -> dict[str, Any]:
         # A writer is pickled for the checkpoint process as configuration only, without the saves under way.
         self.uploads.leave()
+        refuse_unpicklable({"on_stale": self.on_stale, "progress": self.progress})
         return {name: value for name, value in self.__dict__.items() if name not in ("_sessions", "_stager", "uploads")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

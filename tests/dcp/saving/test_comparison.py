@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import logging
 import pickle
+import random
+import threading
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint import DefaultSavePlanner, SavePlan
+from torch.distributed.checkpoint import CheckpointException, DefaultSavePlanner, SavePlan
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
-from bucketpoint import async_save
+from bucketpoint import BucketpointError, BucketWriter, async_save
 from bucketpoint.checkpoint.open import open_checkpoint
 from bucketpoint.dcp.planning.results import Results
 from bucketpoint.dcp.saving.comparison import RankTally, compare
@@ -193,3 +195,36 @@ def test_a_scheduler_alone_tells_that_the_learning_rate_is_zero(run: Run, caplog
         }
         run.save(state, step, writer)
         assert len(alarms(caplog)) == (step == 3)
+
+
+@pytest.mark.parametrize("argument", ["on_stale", "progress"])
+def test_a_writer_for_a_checkpoint_process_names_the_callable_that_cannot_be_sent(argument: str) -> None:
+    with pytest.raises(BucketpointError, match=rf"{argument} cannot be sent.*function of a module"):
+        pickle.dumps(BucketWriter(**{argument: lambda _: None}))
+    writer = pickle.loads(pickle.dumps(BucketWriter(on_stale=print)))
+    assert writer.on_stale is print
+
+
+def test_saves_of_one_writer_on_several_threads_and_in_two_runs_hold_what_was_saved(tmp_path: Path) -> None:
+    runs = [Run(str(tmp_path / name)) for name in ("one", "two")]
+    writer = runs[0].writer()
+    failed: list[BaseException] = []
+
+    def save(thread: int) -> None:
+        draw = random.Random(thread)
+        try:
+            for number in range(6):
+                weights = {f"layer{layer}": torch.full((300_000,), float(draw.randrange(3))) for layer in range(3)}
+                state = {"model": weights, "step": number}
+                run, step = runs[number % 2 if thread else 0], 100 * thread + number
+                run.save(state, step, writer)
+                run.assert_holds(step, state)
+        except (BucketpointError, CheckpointException, AssertionError) as error:
+            failed.append(error)
+
+    threads = [threading.Thread(target=save, args=(thread,)) for thread in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failed == []
