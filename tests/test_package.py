@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import inspect
 import re
 import subprocess
@@ -15,7 +16,7 @@ import pytest
 import bucketpoint
 from bucketpoint import errors
 
-HEAVY = ("torch", "boto3", "botocore", "fsspec", "awscrt")
+HEAVY = ("torch", "boto3", "botocore", "fsspec", "awscrt", "accelerate", "torchtitan")
 
 
 def test_importing_the_package_imports_nothing_large() -> None:
@@ -81,3 +82,10 @@ def test_type_checkers_see_each_public_name_in_the_module_that_gives_it_at_run_t
     seen = {alias.name: node.module for node in typed.body if isinstance(node, ast.ImportFrom) for alias in node.names}
     assert seen == {name: bucketpoint._ROOMS.get(name, "bucketpoint.dcp") for name in seen}
     assert seen.keys() == {name for name in bucketpoint.__all__ if not hasattr(errors, name)} - {"__version__"}
+
+
+def test_an_integration_without_its_framework_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "accelerate", None)
+    monkeypatch.delitem(sys.modules, "bucketpoint.integrations.accelerate", raising=False)
+    with pytest.raises(ModuleNotFoundError, match="pip install accelerate"):
+        importlib.import_module("bucketpoint.integrations.accelerate")
