@@ -49,6 +49,12 @@ def train(root: str, report: Path, kind: str, world: int, server: S3Server, *, k
     return json.loads(report.read_text())
 
 
+def chunks(url: str, key: str, server: S3Server) -> int:
+    """Return the number of chunks in which a tensor was saved."""
+    metadata: Any = bucketpoint.BucketReader(url, storage_options=server.options).read_metadata()
+    return len(metadata.state_dict_metadata[key].chunks)
+
+
 @pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
 def test_a_run_killed_in_a_save_goes_on_with_fewer_ranks_as_if_nothing_had_happened(
     kind: str, minio: S3Server, tmp_path: Path
@@ -59,6 +65,7 @@ def test_a_run_killed_in_a_save_goes_on_with_fewer_ranks_as_if_nothing_had_happe
     assert [step for step, _, _ in whole["seen"]] == list(range(1, LAST + 1))
     root = f"s3://{bucket}/run"
     train(root, tmp_path / "killed", kind, 4, minio, kill_at=18)
+    assert chunks(f"{root}/step-12", "model.0.weight", minio) == (1 if kind == "ddp" else 4)
     resumed = train(root, tmp_path / "resumed", kind, 2, minio)
     # The newest whole checkpoint, in the middle of the second epoch.
     assert resumed["from"] == 12

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DataLoaderConfiguration, FullyShardedDataParallelPlugin, set_seed
+from accelerate.utils import DataLoaderConfiguration, DistributedType, FullyShardedDataParallelPlugin, set_seed
 
 import bucketpoint
 from bucketpoint.integrations.accelerate import load_state, save_state
@@ -40,11 +40,15 @@ def main(root: str, report: str, kind: str, kill_at: int) -> None:
     plugin = FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy="NO_WRAP", cpu_ram_efficient_loading=False)
     accelerator = Accelerator(
         cpu=True,
-        fsdp_plugin=plugin if kind == "fsdp2" else None,
+        fsdp_plugin=None if kind == "ddp" else plugin,
         dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True),
         # Otherwise the schedule depends on the number of processes.
         step_scheduler_with_optimizer=False,
     )
+    if kind != "ddp":
+        # On CPUs Accelerate itself chooses DDP whatever the plugin says.
+        accelerator.state.distributed_type = DistributedType.FSDP
+        accelerator.state.fsdp_plugin = plugin
     set_seed(0)
     dropout = float(os.environ.get("DROPOUT", "0"))
     layers = [torch.nn.Linear(8, 32), torch.nn.ReLU(), torch.nn.Dropout(dropout), torch.nn.Linear(32, 1)]
