@@ -201,6 +201,7 @@ TITAN_PYTHON := >=3.11,<3.15
 .venv-titan/$(STAMP): pyproject.toml tools/make_env.py
 	@$(PYTHON3) tools/make_env.py .venv-titan --beside "torchtitan>=0.3,<0.4" --python "$(or $(PYTHON),$(TITAN_PYTHON))"
 
+# 1.10 is the oldest that the extra accepts: `rm -rf .venv-accelerate; make test-accelerate ACCELERATE=1.10.*`.
 ACCELERATE := 1.15.*
 .venv-accelerate/$(STAMP): pyproject.toml tools/make_env.py
 	@$(PYTHON3) tools/make_env.py .venv-accelerate --beside "accelerate==$(ACCELERATE)" --python "$(PYTHON)"
