@@ -141,7 +141,9 @@ def test_a_manager_saves_and_restores_the_state_of_an_accelerator(tmp_path: Path
 @pytest.mark.usefixtures("fresh")
 def test_a_rank_that_was_not_there_keeps_its_own_random_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     accelerator, *_ = prepared()
-    save_state(accelerator, f"{tmp_path}/step-1").result()
+    told: list[bucketpoint.CommitInfo] = []
+    save_state(accelerator, f"{tmp_path}/step-1", on_commit=told.append).result()
+    assert [info.url for info in told] == [f"{tmp_path}/step-1"]
     monkeypatch.setattr(type(accelerator), "process_index", 5)
     torch.manual_seed(7)
     before = torch.get_rng_state()

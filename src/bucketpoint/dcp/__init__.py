@@ -1,6 +1,7 @@
 """The parts that DCP calls: writer, reader, planners, and `save`, `load` and `async_save` around them."""
 
 from bucketpoint.dcp.async_save import SaveHandle, async_save
+from bucketpoint.dcp.commit_info import CommitInfo, OnCommit
 from bucketpoint.dcp.cooperative.decision import Bandwidths
 from bucketpoint.dcp.deadline.api import load, save
 from bucketpoint.dcp.planning.load_planner import LoadPlanner
@@ -14,9 +15,11 @@ __all__ = [
     "Bandwidths",
     "BucketReader",
     "BucketWriter",
+    "CommitInfo",
     "GCSReader",
     "GCSWriter",
     "LoadPlanner",
+    "OnCommit",
     "S3Reader",
     "S3Writer",
     "SaveHandle",

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import concurrent.futures
 import os
+import time
 from concurrent.futures import Future
 from typing import Any
 
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint import CheckpointException, Metadata, StorageWriter
@@ -21,6 +23,7 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 from bucketpoint.dcp import process_groups, program_end
 from bucketpoint.dcp.arguments import check_types
+from bucketpoint.dcp.commit_info import CommitInfo, OnCommit, tell
 from bucketpoint.dcp.planning.plan_cache import SparePlans
 from bucketpoint.dcp.planning.save_planner import SavePlanner
 from bucketpoint.dcp.writer import BucketWriter
@@ -49,6 +52,9 @@ class SaveHandle(Future[Metadata]):
         # Our own group over the same ranks is destroyed when the caller's group is garbage-collected. This reference
         # keeps the caller's group alive until the save has ended.
         self._parent_group: ProcessGroup | None = None
+        self._on_commit: OnCommit | None = None
+        self._begun_s = time.monotonic()
+        self._blocked_s = 0.0
         # A save under way cannot be cancelled: cancel() returns False.
         self.set_running_or_notify_cancel()
         self.staged.set_running_or_notify_cancel()
@@ -128,9 +134,19 @@ class SaveHandle(Future[Metadata]):
             # Before the callbacks run: one of them may tell the program the outcome, which clears this again.
             self._at_end.failure = None if error is None else str(error)
         if error is None:
+            # Before the result is there: a program that ends after `result()` has been told of the commit.
+            self._tell_of_commit(upload.result())
             self.set_result(upload.result())
         else:
             self.set_exception(error)
+
+    def _tell_of_commit(self, metadata: Any) -> None:
+        """Call `on_commit`, which only a rank that commits was given."""
+        committed = getattr(metadata, "committed", None)
+        if self._on_commit is not None and committed is not None:
+            nbytes, step, metrics = committed
+            commit_s = time.monotonic() - self._begun_s
+            tell(self._on_commit, CommitInfo(str(self.url), step, nbytes, self._blocked_s, commit_s, metrics))
 
 
 def async_save(
@@ -144,6 +160,7 @@ def async_save(
     async_stager: Any = None,
     no_dist: bool = False,
     use_collectives: bool = True,
+    on_commit: OnCommit | None = None,
 ) -> SaveHandle:
     """Begin a save in the background. Takes the arguments of `dcp.async_save`.
 
@@ -158,6 +175,10 @@ def async_save(
             `Stager`, for all saves to reuse its staging memory too.
         planner: a `SavePlanner` that you keep from save to save; by default one for this save alone, which reuses the
             plans of the writer's earlier saves.
+        on_commit: called with a `CommitInfo` once the checkpoint is committed, mostly on a thread in the background. It
+            is called on the coordinator; in a save without collectives on each rank, of its own data. The handle is
+            done afterwards, so that the function must not wait for it. Its errors are logged. The writer must be a
+            `BucketWriter`.
 
     Returns:
         A handle whose `result()` is the checkpoint's `Metadata`; with several ranks only on the coordinator, and
@@ -169,11 +190,17 @@ def async_save(
         InvalidURLError: neither `checkpoint_id` nor the writer names a URL.
         BucketpointError: there are several ranks and no process group; or an argument has a wrong type.
     """
+    begun_s = time.monotonic()
     check_types(state=state_dict)
     if not no_dist:
         where = str(checkpoint_id) if checkpoint_id is not None else None
         process_groups.refuse_a_rank_alone("An asynchronous save", where)
     writer = storage_writer if storage_writer is not None else BucketWriter(checkpoint_id)
+    if on_commit is not None and (not isinstance(writer, BucketWriter) or not callable(on_commit)):
+        raise BucketpointError(
+            "on_commit cannot be called with what it was given",
+            remedy="Give on_commit a function of one argument, and save with a BucketWriter, S3Writer or GCSWriter",
+        )
     stager = async_stager if async_stager is not None else writer
     if not hasattr(stager, "stage"):
         stager = Stager()
@@ -183,15 +210,18 @@ def async_save(
         # Without a URL the save would fail in the background, where nobody may look.
         writer._open(own)
     handle = SaveHandle(str(checkpoint_id) if checkpoint_id is not None else own)
-    handle._parent_group = process_group
+    handle._parent_group, handle._begun_s = process_group, begun_s
     spare = writer.plans if isinstance(writer, BucketWriter) else SparePlans()
     plans = spare.take()
+    group = None if no_dist else process_groups.group_beside(process_group)
+    if group is None or not use_collectives or dist.get_rank(group) == 0:
+        handle._on_commit = on_commit
     begun = dcp.async_save(
         state_dict,
         checkpoint_id=checkpoint_id,
         storage_writer=writer,
         planner=planner if planner is not None else SavePlanner.with_plans(plans),
-        process_group=None if no_dist else process_groups.group_beside(process_group),
+        process_group=group,
         async_checkpointer_type=async_checkpointer_type,
         async_stager=_Watched(stager, handle),
         no_dist=no_dist,
@@ -200,6 +230,8 @@ def async_save(
     handle._at_end = program_end.begin(handle.url)
     upload = begun if isinstance(begun, Future) else begun.upload_completion
     upload.add_done_callback(lambda _: spare.give_back(plans))
+    # Before the callback: it may run at once.
+    handle._blocked_s = time.monotonic() - begun_s
     upload.add_done_callback(handle._ended)
     return handle
 

@@ -274,7 +274,8 @@ class BucketWriter(Located, StorageWriter, AsyncStager):
         )
         url = str(session.url)
         self.earlier_saves.note_committed(session.token, url)
-        vars(metadata)["changes"] = changes
+        told = (committed.nbytes, committed.step, dict(committed.metrics))
+        vars(metadata).update(changes=changes, committed=told)
         if isinstance(metadata, PlannedMetadata):
             metadata.committed_at = session.url if session.use_collectives and len(results) > 1 else None
         logger.info(

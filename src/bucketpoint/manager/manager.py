@@ -20,7 +20,7 @@ from bucketpoint.catalog.deletion.prune_worker import PruneWorker, Round
 from bucketpoint.catalog.policy_file import policy_of
 from bucketpoint.catalog.run import open_run, refuse_other_root
 from bucketpoint.catalog.save_log import SaveLog
-from bucketpoint.dcp import BucketWriter, SaveHandle, SavePlanner, async_save, program_end
+from bucketpoint.dcp import BucketWriter, OnCommit, SaveHandle, SavePlanner, async_save, program_end
 from bucketpoint.dcp.arguments import check_types, whole_step
 from bucketpoint.dcp.saving.earlier_saves import EarlierSaves
 from bucketpoint.dcp.saving.stale import OnStale
@@ -57,6 +57,7 @@ class CheckpointManager:
         process_group: the ranks; None for all ranks of the job. The manager makes a gloo group of its own.
         storage_options, fs, transfer, staging, unchanged, on_stale, check_finite: as for `BucketWriter`.
         trusted: as for `BucketReader`.
+        on_commit: as for `async_save`.
         git_sha, config_hash: commit and configuration of the job's program, for the commit record.
         grace_s: seconds that the scheduler waits between SIGTERM and SIGKILL: after SIGTERM `close` waits no longer
             than that for the last save. None: no limit.
@@ -83,6 +84,7 @@ class CheckpointManager:
         unchanged: Unchanged = "send",
         on_stale: OnStale = None,
         check_finite: bool = False,
+        on_commit: OnCommit | None = None,
     ) -> None:
         check_types(policy=policy, transfer=transfer)
         policy = self.policy = policy_of(policy)
@@ -101,7 +103,7 @@ class CheckpointManager:
         own: dict[str, Any] = {"staging": self._stager.options, "unchanged": unchanged, "on_stale": on_stale}
         self._writer_arguments = {**self._store_arguments, **own, "check_finite": check_finite}
         self._earlier_saves = EarlierSaves()
-        self._planner = SavePlanner()
+        self._saving: dict[str, Any] = {"planner": SavePlanner(), "async_stager": self._stager, "on_commit": on_commit}
         self._triggers = Triggers(policy.save, self._ranks)
         self.pruning = PruneWorker(self.catalog, policy)
         """The worker that prunes beside training, with the result of its last round. It works on the coordinator."""
@@ -180,9 +182,8 @@ class CheckpointManager:
                 state,
                 checkpoint_id=url,
                 storage_writer=writer,
-                planner=self._planner,
                 process_group=self._ranks.group,
-                async_stager=self._stager,
+                **self._saving,
             )
         except BaseException:
             self._replacing.failed()

@@ -142,20 +142,23 @@ class PlannedMetadata(Metadata):
         known: layouts that the ranks of this save were told the coordinator knows.
         committed_at: URL of the checkpoint, once it is committed.
         changes: what changed since the save before, once it is committed; None if it was not compared.
+        committed: bytes, step and metrics of the checkpoint, once it is committed: a plain tuple, which is short when
+            it is pickled for the other ranks.
     """
 
     agreed: CachedPlan | None = field(default=None, repr=False, compare=False)
     known: tuple[ItemColumns | None, ...] = field(default=(), repr=False, compare=False)
     committed_at: str | None = field(default=None, repr=False, compare=False)
     changes: Changes | None = field(default=None, repr=False, compare=False)
+    committed: Any = field(default=None, repr=False, compare=False)
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         if self.committed_at is not None:
-            return RemoteMetadata, (self.committed_at, self.changes)
+            return RemoteMetadata, (self.committed_at, self.changes, self.committed)
         attributes = vars(stock(self))
-        if self.changes is not None:
-            # A checkpoint process returns this to the trainer, whose handle shows the changes.
-            attributes["changes"] = self.changes
+        if self.changes is not None or self.committed is not None:
+            # A checkpoint process returns this to the trainer, whose handle shows it.
+            attributes |= {"changes": self.changes, "committed": self.committed}
         return Metadata, (self.state_dict_metadata,), attributes
 
     def __copy__(self) -> PlannedMetadata:
@@ -172,14 +175,15 @@ def stock(metadata: Metadata) -> Metadata:
 
 
 class RemoteMetadata(Metadata):
-    """Stub that `dcp.save` returns on all ranks but the coordinator: it knows the URL and what changed."""
+    """Stub that `dcp.save` returns on all ranks but the coordinator: it knows the URL, what changed, and the size."""
 
-    def __init__(self, url: str, changes: Changes | None = None) -> None:
+    def __init__(self, url: str, changes: Changes | None = None, committed: Any = None) -> None:
         self.url = url
         self.changes = changes
+        self.committed = committed
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return RemoteMetadata, (self.url, self.changes)
+        return RemoteMetadata, (self.url, self.changes, self.committed)
 
     def __repr__(self) -> str:
         return f"RemoteMetadata({self.url!r})"

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import math
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -74,11 +74,13 @@ def complete_metadata(
 
 @dataclass(frozen=True)
 class Committed:
-    """The size of a committed checkpoint: items, objects and bytes."""
+    """A committed checkpoint: its items, objects and bytes, and what the log knows of it."""
 
     items: int
     objects: int
     nbytes: int
+    step: int | None
+    metrics: Mapping[str, float]
 
 
 def commit(
@@ -118,7 +120,7 @@ def commit(
         record = make_record(metadata, known, data, sizes, items=items, metadata_etag=info.etag)
         # Last, as it removes the intent: without an intent no sweep would look for the remains of the old checkpoint.
         _write_record(request, record, again=again)
-    return Committed(items, len(objects), sum(sizes.values()))
+    return Committed(items, len(objects), sum(sizes.values()), facts.get("step"), facts.get("metrics", {}))
 
 
 def commit_copy(request: Commit, data: bytes, record: CommitRecord, *, paths: Collection[str]) -> None:

@@ -1,0 +1,41 @@
+"""`CommitInfo`, what a program learns of a checkpoint when it is committed."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class CommitInfo:
+    """A committed checkpoint, as `on_commit` is told of it.
+
+    Attributes:
+        url: URL of the checkpoint.
+        step: training step; None if the save has no log in a catalog, which knows steps.
+        nbytes: bytes of the checkpoint's data on all ranks.
+        blocked_s: seconds that `async_save` took on the coordinator, in which training stood still.
+        commit_s: seconds from the call of `async_save` to the commit, on the coordinator.
+        metrics: metrics that were known at the save.
+    """
+
+    url: str
+    step: int | None
+    nbytes: int
+    blocked_s: float
+    commit_s: float
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+
+OnCommit = Callable[[CommitInfo], None]
+
+
+def tell(on_commit: OnCommit, info: CommitInfo) -> None:
+    """Call a program's `on_commit`. Its error is logged: the checkpoint is committed, and the save has not failed."""
+    try:
+        on_commit(info)
+    except Exception:
+        logger.exception("%s is committed, but on_commit raised an error", info.url)
