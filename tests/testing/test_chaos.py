@@ -87,7 +87,7 @@ def test_a_loss_is_found(minio: S3Server, monkeypatch: pytest.MonkeyPatch) -> No
 def _nothing() -> Any:
     from bucketpoint.dcp.saving.commit import Committed
 
-    return Committed(0, 0, 0)
+    return Committed(0, 0, 0, None, {})
 
 
 def test_a_store_that_no_proxy_stands_before_is_refused(tmp_path: Path) -> None:
