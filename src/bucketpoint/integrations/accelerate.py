@@ -14,17 +14,11 @@ import numpy as np
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import CheckpointException
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    set_model_state_dict,
-    set_optimizer_state_dict,
-)
 
 from bucketpoint.dcp import BucketReader, BucketWriter, LoadPlanner, SaveHandle, async_save, rank_state, saved_ranks
 from bucketpoint.dcp.async_save import as_ours
 from bucketpoint.errors import BucketpointError
+from bucketpoint.integrations.training_state import ModelState, OptimizerState, model_of
 
 try:
     from accelerate import Accelerator
@@ -34,6 +28,8 @@ except ModuleNotFoundError as error:  # pragma: no cover
     raise ModuleNotFoundError(
         "bucketpoint.integrations.accelerate needs Accelerate: pip install accelerate", name=error.name
     ) from error
+
+_ONE_MODEL = "Prepare models and optimizers with one accelerator, and give an optimizer one model's parameters"
 
 _OTHER_FORMATS = (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM)
 
@@ -54,9 +50,11 @@ def accelerator_state(accelerator: Accelerator) -> dict[str, Any]:
     models = accelerator._models
     state: dict[str, Any] = {}
     for number, model in enumerate(models):
-        state[_name("model", number)] = _Model(model)
+        state[_name("model", number)] = ModelState(model)
     for number, optimizer in enumerate(accelerator._optimizers):
-        state[_name("optimizer", number)] = _Optimizer(_model_of(optimizer, models), optimizer)
+        # Accelerate wraps optimizers; the wrapper's step() skips.
+        wrapped = getattr(optimizer, "optimizer", optimizer)
+        state[_name("optimizer", number)] = OptimizerState(model_of(optimizer, models, _ONE_MODEL), wrapped)
     for number, scheduler in enumerate(accelerator._schedulers):
         state[_name("scheduler", number)] = scheduler
     for number, loader in enumerate(accelerator._dataloaders):
@@ -111,50 +109,6 @@ def load_state(accelerator: Accelerator, url: str, *, storage_reader: BucketRead
 
 def _name(kind: str, number: int) -> str:
     return kind if number == 0 else f"{kind}_{number}"
-
-
-def _model_of(optimizer: Any, models: list[torch.nn.Module]) -> torch.nn.Module:
-    """Return the model that holds the parameters of an optimizer.
-
-    Raises:
-        BucketpointError: no model holds all of them.
-    """
-    held = {id(tensor) for group in optimizer.param_groups for tensor in group["params"]}
-    for model in models:
-        if held <= {id(tensor) for tensor in model.parameters()}:
-            return model
-    raise BucketpointError(
-        "An optimizer has parameters of no prepared model, or of several",
-        remedy="Prepare models and optimizers with one accelerator, and give an optimizer one model's parameters",
-    )
-
-
-class _Model:
-    def __init__(self, model: torch.nn.Module) -> None:
-        self._model = model
-
-    def state_dict(self) -> dict[str, Any]:
-        return dict(get_model_state_dict(self._model))
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        set_model_state_dict(self._model, dict(state))
-
-
-class _Optimizer:
-    """The state of an optimizer by the names of the parameters, which hold for any number of ranks."""
-
-    _OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True)
-
-    def __init__(self, model: torch.nn.Module, optimizer: Any) -> None:
-        self._model = model
-        # Accelerate wraps optimizers; the wrapper's step() skips.
-        self._optimizer = getattr(optimizer, "optimizer", optimizer)
-
-    def state_dict(self) -> dict[str, Any]:
-        return dict(get_optimizer_state_dict(self._model, self._optimizer, options=self._OPTIONS))
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        set_optimizer_state_dict(self._model, self._optimizer, dict(state), options=self._OPTIONS)
 
 
 class _Loader:

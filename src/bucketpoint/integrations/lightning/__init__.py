@@ -1,0 +1,38 @@
+"""Lightning and Fabric: checkpoints of a `Trainer` and of a `Fabric`, saved to and loaded from URLs.
+
+Strategies save sharded and in the background, and resume on another number of ranks; `BucketCheckpoint` saves by a
+retention policy; `BucketCheckpointIO` keeps plain checkpoints of one file.
+"""
+
+from __future__ import annotations
+
+try:
+    import lightning  # noqa: F401 (the modules below need it)
+except ModuleNotFoundError as error:  # pragma: no cover
+    raise ModuleNotFoundError(
+        "bucketpoint.integrations.lightning needs Lightning: pip install lightning", name=error.name
+    ) from error
+
+from bucketpoint.integrations.lightning.callback import BucketCheckpoint
+from bucketpoint.integrations.lightning.fabric import (
+    FabricBucketDDPStrategy,
+    FabricBucketModelParallelStrategy,
+    FabricBucketSingleDeviceStrategy,
+)
+from bucketpoint.integrations.lightning.one_file import BucketCheckpointIO
+from bucketpoint.integrations.lightning.strategies import (
+    BucketDDPStrategy,
+    BucketModelParallelStrategy,
+    BucketSingleDeviceStrategy,
+)
+
+__all__ = [
+    "BucketCheckpoint",
+    "BucketCheckpointIO",
+    "BucketDDPStrategy",
+    "BucketModelParallelStrategy",
+    "BucketSingleDeviceStrategy",
+    "FabricBucketDDPStrategy",
+    "FabricBucketModelParallelStrategy",
+    "FabricBucketSingleDeviceStrategy",
+]

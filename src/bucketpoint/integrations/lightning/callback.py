@@ -1,0 +1,118 @@
+"""`BucketCheckpoint`, the callback that saves a `Trainer` by a retention policy."""
+
+from __future__ import annotations
+
+import math
+import os
+from typing import Any
+
+from lightning.pytorch.callbacks import Checkpoint
+
+from bucketpoint.errors import BucketpointError
+from bucketpoint.integrations.lightning.strategies import BucketStrategy
+from bucketpoint.manager.manager import CheckpointManager
+from bucketpoint.retention import RetentionPolicy
+
+
+class BucketCheckpoint(Checkpoint):
+    """Callback in place of `ModelCheckpoint`: a policy says when to save, and which checkpoints to keep.
+
+    The trainer needs one of bucketpoint's strategies. With `ckpt_path=root`, `trainer.fit` goes on from the newest
+    whole checkpoint, and begins from scratch if the run has none yet.
+
+    Args:
+        root: URL of the run.
+        policy: the policy, or its YAML file. Steps are the trainer's `global_step`. Its metrics are those of
+            `trainer.callback_metrics`.
+        after_validation: save after each validation, too, with its metrics.
+        options: as for `CheckpointManager`, such as `storage_options`, `on_commit` and `grace_s`.
+    """
+
+    def __init__(
+        self,
+        root: str | os.PathLike[str],
+        *,
+        policy: RetentionPolicy | str | os.PathLike[str],
+        after_validation: bool = False,
+        **options: Any,
+    ) -> None:
+        super().__init__()
+        self._root = root
+        self._policy = policy
+        self._after_validation = after_validation
+        self._options = options
+        self.manager: CheckpointManager | None = None
+        """The manager, from the setup of `fit` to its end."""
+        self._saved_step: int | None = None
+        self._asked_step: int | None = None
+
+    # -- the strategy's run -------------------------------------------------------------------------------------------
+
+    def holds(self, url: str) -> bool:
+        """Return True if the URL is that of the run."""
+        return self.manager is not None and url.rstrip("/") == self.manager.catalog.url.rstrip("/")
+
+    def restore(self, state: dict[str, Any], planner: Any) -> str | None:
+        """Load the newest whole checkpoint, and return its URL; None if the run has none yet. All ranks."""
+        assert self.manager is not None
+        restored = self.manager.restore(state, planner=planner)
+        if restored is None:
+            return None
+        self._saved_step = self._asked_step = restored.step
+        return restored.url
+
+    # -- hooks of the trainer -----------------------------------------------------------------------------------------
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        if stage != "fit":
+            return
+        if not isinstance(trainer.strategy, BucketStrategy):
+            raise BucketpointError(
+                f"BucketCheckpoint cannot save with {type(trainer.strategy).__name__}",
+                url=os.fspath(self._root),
+                remedy="Use a strategy of bucketpoint.integrations.lightning: "
+                "Trainer(strategy=BucketDDPStrategy()), BucketModelParallelStrategy or BucketSingleDeviceStrategy",
+            )
+        self.manager = CheckpointManager(self._root, policy=self._policy, **self._options)
+        trainer.strategy.run = self
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        step = trainer.global_step
+        # With accumulated gradients several batches make one step.
+        if step == 0 or step == self._asked_step:
+            return
+        self._asked_step = step
+        assert self.manager is not None
+        if self.manager.should_save(step):
+            self._save(trainer)
+        if self.manager.stop_asked:
+            trainer.should_stop = True
+
+    def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
+        if trainer.sanity_checking or self.manager is None or trainer.global_step == 0:
+            return
+        if self._saved_step == trainer.global_step:
+            self.manager.report(self._saved_step, _metrics(trainer))
+        elif self._after_validation:
+            self._save(trainer)
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        assert self.manager is not None
+        step = trainer.global_step
+        if step and step != self._saved_step and self.manager.should_save(step, last=True):
+            self._save(trainer)
+        self.manager.close()
+
+    def _save(self, trainer: Any) -> None:
+        assert self.manager is not None
+        step = trainer.global_step
+        state = trainer.strategy.saved_state(trainer._checkpoint_connector.dump_checkpoint(weights_only=False))
+        handle = self.manager.save(step, state, metrics=_metrics(trainer))
+        if handle is not None:
+            handle.staged.result()
+            self._saved_step = step
+
+
+def _metrics(trainer: Any) -> dict[str, float]:
+    values = {name: float(value) for name, value in trainer.callback_metrics.items()}
+    return {name: value for name, value in values.items() if math.isfinite(value)}

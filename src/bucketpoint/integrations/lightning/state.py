@@ -1,0 +1,88 @@
+"""State that is no tensor of a model or an optimizer, as one pickled item, and saves of one strategy, in turn."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from bucketpoint.catalog import latest_checkpoint
+from bucketpoint.dcp import BucketWriter, SaveHandle, async_save
+from bucketpoint.errors import BucketpointError, UnsafeDataError
+
+
+class Pickled:
+    """Values of a trainer, pickled by `torch.save` as one item of the checkpoint.
+
+    Lightning does not say which values a checkpoint will hold, so that they cannot be loaded one by one in place.
+
+    Attributes:
+        value: what was loaded; None before.
+    """
+
+    def __init__(self, value: Any = None, *, trusted: bool = False) -> None:
+        self.value = value
+        self._trusted = trusted
+
+    def state_dict(self) -> dict[str, Any]:
+        buffer = io.BytesIO()
+        torch.save(self.value, buffer)
+        return {"pickled": buffer.getvalue()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        try:
+            self.value = torch.load(io.BytesIO(state["pickled"]), map_location="cpu", weights_only=not self._trusted)
+        except Exception as error:
+            if self._trusted:
+                raise
+            raise UnsafeDataError(
+                f"The trainer's state in the checkpoint has types that torch.load refuses: {error}",
+                remedy="If you trust the checkpoint, give the strategy trusted=True, or load with weights_only=False; "
+                "or add the types with torch.serialization.add_safe_globals",
+            ) from error
+
+
+class Saves:
+    """Saves in the background with one writer, one after another."""
+
+    def __init__(self, storage_options: Mapping[str, Any] | None) -> None:
+        self._writer = BucketWriter(storage_options=storage_options)
+        self._last: SaveHandle | None = None
+
+    def save(self, url: str, state: dict[str, Any]) -> None:
+        """Wait for the save before, and begin the next. Return once training may change the state.
+
+        Raises:
+            BucketpointError: the save before this one failed, or the state cannot be copied.
+        """
+        self.wait()
+        self._last = async_save(state, checkpoint_id=url, storage_writer=self._writer)
+        self._last.staged.result()
+
+    def wait(self) -> None:
+        """Wait until the last save is committed.
+
+        Raises:
+            BucketpointError: it failed.
+        """
+        last, self._last = self._last, None
+        if last is not None:
+            last.result()
+
+
+def newest_of(url: str, storage_options: Mapping[str, Any] | None, broadcast: Any, rank: int) -> str:
+    """Return the newest whole checkpoint below a URL; the URL itself if there is none. All ranks."""
+    failure: BucketpointError | None = None
+    newest = None
+    if rank == 0:
+        try:
+            newest = latest_checkpoint(url, storage_options=storage_options)
+        except BucketpointError as error:
+            # The other ranks wait for an answer.
+            failure = error
+    newest, failure = broadcast((newest, failure))
+    if failure is not None:
+        raise failure
+    return newest or url
