@@ -105,6 +105,14 @@ test-accelerate: .venv-accelerate/$(STAMP) minio ## Accelerate's trainers on URL
 		echo "== test-accelerate: nothing was tested, as Accelerate is not to be had here (see above)"; \
 	fi
 
+.PHONY: test-lightning
+test-lightning: .venv-lightning/$(STAMP) minio ## Lightning's trainers and Fabric on URLs, where the index has Lightning
+	@if [ -e $< ]; then \
+		.venv-lightning/bin/python -m pytest -n $(WORKERS) tests/lit $(ARGS); \
+	else \
+		echo "== test-lightning: nothing was tested, as Lightning is not to be had here (see above)"; \
+	fi
+
 .PHONY: test-fsspec
 test-fsspec: .venv-fsspec/$(STAMP) minio fake-gcs azurite ## fsspec's filesystems on real servers, in an environment that has s3fs, gcsfs and adlfs
 	@.venv-fsspec/bin/python -m pytest -n $(WORKERS) --dist worksteal -k "fsspec or s3fs or gcsfs or adlfs" \
@@ -183,7 +191,7 @@ env: $(VENV)/$(STAMP) ## build the environment
 
 .PHONY: clean
 clean: ## delete environments, caches and builds, servers and uv too
-	rm -rf .venv .venv-torch-* .venv-py* .venv-xla .venv-titan .venv-accelerate .venv-fsspec .venv-dist .cache
+	rm -rf .venv .venv-torch-* .venv-py* .venv-xla .venv-titan .venv-accelerate .venv-lightning .venv-fsspec .venv-dist .cache
 	rm -rf .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache build dist
 	find src tests tools examples bench sim -name __pycache__ -type d -prune -exec rm -rf {} +
 
@@ -205,6 +213,11 @@ TITAN_PYTHON := >=3.11,<3.15
 ACCELERATE := 1.15.*
 .venv-accelerate/$(STAMP): pyproject.toml tools/make_env.py
 	@$(PYTHON3) tools/make_env.py .venv-accelerate --beside "accelerate==$(ACCELERATE)" --python "$(PYTHON)"
+
+# The newest Lightning that the tests have run with, and the oldest that the extra accepts: LIGHTNING=2.5.*.
+LIGHTNING ?= 2.6.*
+.venv-lightning/$(STAMP): pyproject.toml tools/make_env.py
+	@$(PYTHON3) tools/make_env.py .venv-lightning --beside "lightning==$(LIGHTNING)" --python "$(PYTHON)"
 
 # An environment of its own: s3fs pins a botocore that holds boto3 back.
 .venv-fsspec/$(STAMP): pyproject.toml tools/make_env.py

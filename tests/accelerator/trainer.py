@@ -20,7 +20,7 @@ from accelerate.utils import DataLoaderConfiguration, DistributedType, FullyShar
 import bucketpoint
 from bucketpoint.integrations.accelerate import load_state, save_state
 
-EPOCHS, SAMPLES, BATCH, SAVE_EVERY = 3, 96, 8, 6
+EPOCHS, SAMPLES, BATCH, SAVE_EVERY = 3, int(os.environ.get("SAMPLES", "72")), 8, 6
 
 
 class Steps:

@@ -92,7 +92,7 @@ class BucketCheckpoint(Checkpoint):
         if trainer.sanity_checking or self.manager is None or trainer.global_step == 0:
             return
         if self._saved_step == trainer.global_step:
-            self.manager.report(self._saved_step, _metrics(trainer))
+            self.manager.report(trainer.global_step, _metrics(trainer))
         elif self._after_validation:
             self._save(trainer)
 

@@ -40,7 +40,7 @@ class BucketCheckpointIO(CheckpointIO):
         options = TransferOptions()
         source = ObjectSource(key, (Segment(len(data), data),))
         pool = BufferPool(options.max_inflight_bytes)
-        upload_objects(store, [source], options, pool=pool, meter=Meter())
+        upload_objects(store, [source], options, pool=pool, meter=Meter("write", os.fspath(path), len(data), None))
 
     def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = None) -> dict[str, Any]:
         """Load a checkpoint as `torch.load` does."""

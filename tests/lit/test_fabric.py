@@ -1,0 +1,98 @@
+"""Fabric's strategies on URLs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import lightning
+import pytest
+import torch
+from tests.lit.test_lightning import chunks, launched
+
+from bucketpoint import BucketpointError
+from bucketpoint.integrations.lightning import FabricBucketSingleDeviceStrategy
+from bucketpoint.testing.servers import S3Server
+
+PROGRAM = Path(__file__).with_name("fabric_trainer.py")
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
+def test_a_killed_loop_of_fabric_goes_on_with_fewer_ranks(kind: str, minio: S3Server, tmp_path: Path) -> None:
+    bucket = minio.make_bucket()
+    runs = {}
+    for name, world, kill_at in (("whole", 4, 0), ("run", 4, 18), ("run", 2, 0)):
+        root, report = f"s3://{bucket}/{name}", tmp_path / f"{name}-{world}"
+        ran = launched(PROGRAM, [root, str(report), kind, str(world), str(kill_at)], world, minio)
+        assert (ran.returncode != 0) == bool(kill_at), ran.stderr[-6000:]
+        if not kill_at:
+            runs[name] = json.loads(report.read_text())
+    assert chunks(f"s3://{bucket}/run/step-12", "model.0.weight", minio) == (1 if kind == "ddp" else 4)
+    seen, expected = runs["run"], runs["whole"][12:]
+    assert [each[:2] for each in seen] == [each[:2] for each in expected]
+    losses, wanted = ([loss for _, _, loss in each] for each in (seen, expected))
+    assert losses == pytest.approx(wanted, rel=1e-4, abs=1e-6)
+
+
+class Steps:
+    """An object with a state of its own."""
+
+    def __init__(self, done: int) -> None:
+        self.done = done
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"done": self.done}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.done = state["done"]
+
+
+def fabric_of(strategy: Any) -> tuple[Any, Any, Any]:
+    fabric = lightning.Fabric(accelerator="cpu", devices=1, strategy=strategy)
+    model = torch.nn.Linear(3, 3)
+    model, optimizer = fabric.setup(model, torch.optim.AdamW(model.parameters()))
+    fabric.backward(model(torch.ones(2, 3)).sum())
+    optimizer.step()
+    return fabric, model, optimizer
+
+
+def test_values_of_the_program_come_back_and_those_that_were_not_asked_for_are_returned(tmp_path: Path) -> None:
+    strategy = FabricBucketSingleDeviceStrategy(device="cpu")
+    fabric, model, optimizer = fabric_of(strategy)
+    state = {"model": model, "optimizer": optimizer, "steps": Steps(7), "epoch": 3, "more": {"a": [1]}}
+    fabric.save(tmp_path / "run" / "step-7", state, filter={"more": lambda name, _: name == "a"})
+    strategy.wait()
+    again, other, its_optimizer = fabric_of(FabricBucketSingleDeviceStrategy(device="cpu"))
+    steps = Steps(0)
+    target = {"model": other, "optimizer": its_optimizer, "steps": steps, "epoch": 0}
+    # The URL of the run names its newest checkpoint.
+    assert again.load(tmp_path / "run", target) == {"more": {"a": [1]}}
+    assert (steps.done, target["epoch"]) == (7, 3)
+    assert torch.equal(other.weight, model.weight)
+    with pytest.raises(BucketpointError, match="no 'unknown'"):
+        again.load(tmp_path / "run", {"model": other, "unknown": 1})
+    assert "more" in again.load(tmp_path / "run", {"model": other, "unknown": 1}, strict=False)
+
+
+def test_a_save_that_fails_is_raised_by_the_next_one(tmp_path: Path) -> None:
+    strategy = FabricBucketSingleDeviceStrategy(device="cpu")
+    fabric, model, _ = fabric_of(strategy)
+    (tmp_path / "file").touch()
+    fabric.save(tmp_path / "file" / "one", {"model": model})
+    with pytest.raises(BucketpointError, match="file"):
+        fabric.save(tmp_path / "two", {"model": model})
+
+
+def test_an_optimizer_without_its_model_is_refused(tmp_path: Path) -> None:
+    fabric, _, optimizer = fabric_of(FabricBucketSingleDeviceStrategy(device="cpu"))
+    with pytest.raises(BucketpointError, match="together with its model"):
+        fabric.save(tmp_path / "one", {"optimizer": optimizer})
+
+
+def test_a_load_into_nothing_says_what_to_pass(tmp_path: Path) -> None:
+    fabric, *_ = fabric_of(FabricBucketSingleDeviceStrategy(device="cpu"))
+    with pytest.raises(BucketpointError, match="objects to load into"):
+        fabric.load(tmp_path / "one")
