@@ -41,7 +41,8 @@ def main(root: str, report: str, kind: str, world: int, kill_at: int) -> None:
     optimizer = fabric.setup_optimizers(torch.optim.AdamW(model.parameters(), lr=1e-2))
     data = TensorDataset(torch.arange(SAMPLES), torch.randn(SAMPLES, 8))
     order: Any = DistributedSampler(data, world, fabric.global_rank, seed=0)
-    loader = fabric.setup_dataloaders(DataLoader(data, BATCH // world, sampler=order), use_distributed_sampler=False)
+    # A dataloader of Fabric shuffles by the number of times that it was iterated over, which a new process begins at 0.
+    loader: Any = DataLoader(data, BATCH // world, sampler=order)
     state = {"model": model, "optimizer": optimizer, "step": 0}
     if bucketpoint.latest_checkpoint(root) is not None:
         fabric.load(root, state)

@@ -61,7 +61,7 @@ class BucketStrategy:
         self._storage_options = storage_options
         self._trusted = trusted
         self._saves = Saves(storage_options)
-        self._resumed: list[int | None] = []
+        self._resumed: int | None = None
 
     # Models must be sharded, and optimizers made, before a checkpoint is loaded into them.
     restore_checkpoint_after_setup = True
@@ -106,10 +106,7 @@ class BucketStrategy:
         state = {"model": rest.pop("state_dict")}
         for number, optimizer in enumerate(rest.pop("optimizer_states", [])):
             state[f"optimizer_{number}"] = optimizer
-        loaders = trainer.fit_loop._combined_loader
-        batches = trainer.fit_loop.epoch_loop.batch_progress.current.ready
-        taken = [samples_in_a_batch(loader) for loader in loaders.flattened] if loaders is not None else []
-        rest[_POSITION] = [None if each is None else batches * each for each in taken]
+        rest[_POSITION] = self._position()
         # Some values differ between ranks, such as times. Lightning keeps those of rank 0.
         if self.is_global_zero:
             state["trainer"] = Pickled(rest)
@@ -139,7 +136,7 @@ class BucketStrategy:
             logger.info("%s holds no checkpoint yet: training begins from scratch", url)
             return _Nothing({"pytorch-lightning_version": trainer_version()})
         checkpoint: dict[str, Any] = rest.value
-        self._resumed = checkpoint.pop(_POSITION, []) if fitting else []
+        self._resumed = checkpoint.pop(_POSITION, None)
         return checkpoint
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
@@ -150,12 +147,20 @@ class BucketStrategy:
 
     # -- the order of samples -----------------------------------------------------------------------------------------
 
+    def _position(self: Any) -> int | None:
+        """Return how many samples all ranks together have taken from the epoch; None if that is not known."""
+        loop = self.lightning_module.trainer.fit_loop
+        loaders = [] if loop._combined_loader is None else loop._combined_loader.flattened
+        # Of several dataloaders some may have begun again in the middle of the epoch.
+        at_a_time = samples_in_a_batch(loaders[0]) if len(loaders) == 1 else None
+        return None if at_a_time is None else loop.epoch_loop.batch_progress.current.ready * at_a_time
+
     def process_dataloader(self: Any, dataloader: Any) -> Any:
         dataloader = super().process_dataloader(dataloader)  # type: ignore[misc]
         trainer = self.lightning_module.trainer
         if trainer.training:
             with_repeatable_order(dataloader)
-            samples = self._resumed.pop(0) if self._resumed else None
+            samples, self._resumed = self._resumed, None
             progress = trainer.fit_loop.epoch_loop.batch_progress
             if samples and not progress.is_last_batch and samples_in_a_batch(dataloader):
                 done = resume(dataloader, samples, trainer.fit_loop.epoch_progress.current.processed)

@@ -1,0 +1,224 @@
+"""Times saves and loads of trainers beside the frameworks' own way to the same MinIO, and prints a table.
+
+    .venv-frameworks/bin/python bench/frameworks.py [--pairs 5] [--million 32]
+
+Each measurement is a process of its own, and the two ways take turns. `save` is the time until the bytes are in the
+bucket, `blocked` the time that training waits for it, `load` the time of a load into a prepared model. Lightning and
+Fabric reach S3 through s3fs. Accelerate takes a URL for a local path, so that its own way is not timed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "tools"), str(ROOT / "src")]
+
+FIGURES = ("save", "blocked", "load")
+WAYS = ("own", "bucketpoint")
+
+
+def timed(call: Callable[[], Any]) -> float:
+    begun = time.monotonic()
+    call()
+    return time.monotonic() - begun
+
+
+def module(million: int, seed: int) -> Any:
+    """Return a model of so many million parameters, in 16 layers."""
+    import torch
+
+    torch.manual_seed(seed)
+    side = int((million * 1e6 / 16) ** 0.5)
+    return torch.nn.Sequential(*(torch.nn.Linear(side, side, bias=False) for _ in range(16)))
+
+
+def fabric(way: str, url: str, million: int) -> dict[str, float]:
+    import lightning
+    import torch
+
+    from bucketpoint.integrations.lightning import FabricBucketSingleDeviceStrategy
+
+    def prepared(seed: int) -> tuple[Any, Any, dict[str, Any]]:
+        strategy: Any = "auto" if way == "own" else FabricBucketSingleDeviceStrategy(device="cpu")
+        made = lightning.Fabric(accelerator="cpu", devices=1, strategy=strategy)
+        model = module(million, seed)
+        model, optimizer = made.setup(model, torch.optim.AdamW(model.parameters()))
+        side = model.module[0].in_features
+        made.backward(model(torch.ones(1, side)).sum())
+        optimizer.step()
+        return made, strategy, {"model": model, "optimizer": optimizer}
+
+    made, strategy, state = prepared(0)
+
+    def save(number: int) -> tuple[float, float]:
+        begun = time.monotonic()
+        blocked = timed(lambda: made.save(f"{url}/step-{number}", state))
+        if way != "own":
+            strategy.wait()
+        return blocked, time.monotonic() - begun
+
+    save(1)  # the first allocates staging memory, and opens connections
+    blocked, whole = save(2)
+    loading, _, other = prepared(1)
+    load = timed(lambda: loading.load(f"{url}/step-2", other))
+    same = zip(state["model"].parameters(), other["model"].parameters(), strict=True)
+    assert all(torch.equal(one, two) for one, two in same)
+    return {"save": whole, "blocked": blocked, "load": load}
+
+
+def trainer(way: str, url: str, million: int) -> dict[str, float]:
+    import lightning
+    import torch
+    from lightning.pytorch.demos.boring_classes import BoringModel
+
+    from bucketpoint.integrations.lightning import BucketSingleDeviceStrategy
+
+    class Large(BoringModel):
+        def __init__(self, seed: int) -> None:
+            super().__init__()
+            self.layer = module(million, seed)
+            self.side = self.layer[0].in_features
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return self.layer(torch.ones(1, self.side)).sum()
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.AdamW(self.parameters())
+
+    def made(steps: int) -> Any:
+        return lightning.Trainer(
+            accelerator="cpu",
+            devices=1,
+            max_steps=steps,
+            strategy="auto" if way == "own" else BucketSingleDeviceStrategy(device="cpu"),
+            enable_checkpointing=False,
+            logger=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            limit_val_batches=0,
+        )
+
+    first, model = made(1), Large(0)
+    first.fit(model)
+
+    def save(number: int) -> tuple[float, float]:
+        begun = time.monotonic()
+        blocked = timed(lambda: first.save_checkpoint(f"{url}/step-{number}", weights_only=False))
+        if way != "own":
+            first.strategy._saves.wait()
+        return blocked, time.monotonic() - begun
+
+    save(1)
+    blocked, whole = save(2)
+    second, other = made(1), Large(1)
+    times: list[float] = []
+    load = second.strategy.load_checkpoint
+
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        times.append(time.monotonic())
+        return load(*args, **kwargs)
+
+    # Lightning itself first reads a whole file, and later sets the model's and the optimizers' state from it.
+    second.strategy.load_checkpoint = noted
+    restored = second._checkpoint_connector.resume_end
+
+    def ended() -> None:
+        times.append(time.monotonic())
+        restored()
+
+    second._checkpoint_connector.resume_end = ended
+    second.fit(other, ckpt_path=f"{url}/step-2")
+    assert all(torch.equal(one, two) for one, two in zip(model.parameters(), other.parameters(), strict=True))
+    return {"save": whole, "blocked": blocked, "load": times[1] - times[0]}
+
+
+def accelerate(way: str, url: str, million: int) -> dict[str, float]:
+    import torch
+    from accelerate import Accelerator
+
+    import bucketpoint
+    from bucketpoint.integrations.accelerate import load_state, save_state
+
+    accelerator = Accelerator(cpu=True)
+    model = module(million, 0)
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+    accelerator.backward(model(torch.ones(1, model[0].in_features)).sum())
+    optimizer.step()
+    if way == "own":
+        # A local folder: what a URL would be taken for.
+        folder = f"/dev/shm/{url.rpartition('/')[2]}"
+        accelerator.save_state(folder)
+        whole = timed(lambda: accelerator.save_state(folder))
+        load = timed(lambda: accelerator.load_state(folder))
+        subprocess.run(["rm", "-rf", folder], check=True)
+        return {"save": whole, "blocked": whole, "load": load}
+    writer = bucketpoint.BucketWriter()
+    save_state(accelerator, f"{url}/step-1", storage_writer=writer).result()
+    begun = time.monotonic()
+    handle = save_state(accelerator, f"{url}/step-2", storage_writer=writer)
+    handle.staged.result()
+    blocked = time.monotonic() - begun
+    handle.result()
+    whole = time.monotonic() - begun
+    return {"save": whole, "blocked": blocked, "load": timed(lambda: load_state(accelerator, f"{url}/step-2"))}
+
+
+TRAINERS = {"fabric": fabric, "trainer": trainer, "accelerate": accelerate}
+
+
+def measure(pairs: int, million: int) -> None:
+    import get_minio
+    from bucketpoint.testing.servers import minio
+
+    with minio(get_minio.obtain()) as server:
+        env = {**os.environ, **server.env, "AWS_ENDPOINT_URL": server.endpoint}
+        print(
+            f"{12 * million} MB of state; "
+            + ", ".join(f"{name} {version(name)}" for name in ("torch", "lightning", "accelerate", "s3fs"))
+        )
+        print("| | own: save / blocked / load, s | bucketpoint | ratios |\n|---|---|---|---|")
+        for name in TRAINERS:
+            seen: dict[str, list[dict[str, float]]] = {way: [] for way in WAYS}
+            for number in range(pairs):
+                for way in WAYS:
+                    bucket = server.make_bucket()
+                    call = [sys.executable, __file__, "--one", name, way, f"s3://{bucket}/run", str(million)]
+                    ran = subprocess.run(call, env=env, capture_output=True, text=True, check=False)
+                    if ran.returncode:
+                        raise SystemExit(f"{name}, {way}, round {number}: {ran.stderr[-3000:]}")
+                    seen[way].append(json.loads(ran.stdout.splitlines()[-1]))
+            means = {way: [statistics.mean(one[f] for one in seen[way]) for f in FIGURES] for way in WAYS}
+            ratios = [
+                statistics.median(two[f] / one[f] for one, two in zip(seen["own"], seen["bucketpoint"], strict=True))
+                for f in FIGURES
+            ]
+            cells = [" / ".join(f"{value:.2f}" for value in row) for row in (*means.values(), ratios)]
+            print(f"| {name} | " + " | ".join(cells) + " |", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--pairs", type=int, default=5)
+    parser.add_argument("--million", type=int, default=32)
+    parser.add_argument("--one", nargs=4, help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.one:
+        name, way, url, million = given.one
+        print(json.dumps(TRAINERS[name](way, url, int(million))))
+    else:
+        measure(given.pairs, given.million)
+
+
+if __name__ == "__main__":
+    main()
