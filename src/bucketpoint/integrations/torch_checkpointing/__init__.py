@@ -1,0 +1,22 @@
+"""torch_checkpointing: its checkpoints in a bucket, through a storage that commits without copying.
+
+`BucketStorageConfig` is the `storage_config` of a `CheckpointManager`, saver or reader of torch_checkpointing.
+"""
+
+try:
+    import torch_checkpointing as _needed  # noqa: F401
+except ModuleNotFoundError as error:  # pragma: no cover
+    raise ModuleNotFoundError(
+        "bucketpoint.integrations.torch_checkpointing needs torch_checkpointing: pip install torch_checkpointing",
+        name=error.name,
+    ) from error
+
+from bucketpoint.integrations.torch_checkpointing.storage import (
+    BucketStorage,
+    BucketStorageConfig,
+    MissingFileError,
+    OccupiedError,
+)
+from bucketpoint.integrations.torch_checkpointing.sweep import sweep
+
+__all__ = ["BucketStorage", "BucketStorageConfig", "MissingFileError", "OccupiedError", "sweep"]

@@ -1,0 +1,164 @@
+"""The stream that torch_checkpointing reads a file from. Every byte that it returns has been verified."""
+
+from __future__ import annotations
+
+import io
+from collections import OrderedDict
+from typing import Any
+
+from bucketpoint.errors import CorruptDataError
+from bucketpoint.integrations.torch_checkpointing.sums import BLOCK_BYTES, Sums, block_sums, file_bytes
+from bucketpoint.integrations.torch_checkpointing.tree import File
+from bucketpoint.stores import Store
+from bucketpoint.transfer import BufferPool, Extent, Meter, TransferOptions, fetch, plan_requests, retry_transient
+from bucketpoint.transfer.parts import common_part_bytes
+
+WHOLE_BYTES = 4 << 20
+"""Smaller objects are read in one request, their checksums included."""
+
+_KEPT_BLOCKS = 8
+_READ_AHEAD = BLOCK_BYTES // 2
+"""Reads below this size receive a whole block, which is kept: torch's zip reader asks for a few bytes at a time."""
+
+
+class Files:
+    """Reads ranges of files of one store, in parallel and into the caller's memory."""
+
+    def __init__(self, store: Store, options: TransferOptions) -> None:
+        self.store = store
+        self._options = options
+        self._pool = BufferPool(options.max_inflight_bytes)
+        self._sums: dict[str, Sums] = {}
+
+    def whole(self, file: File) -> bytearray:
+        """Read a file."""
+        if file.object_nbytes <= WHOLE_BYTES:
+            return bytearray(self._small(file))
+        data = bytearray(file.nbytes)
+        self.into(file, 0, memoryview(data))
+        return data
+
+    def into(self, file: File, start: int, out: memoryview) -> None:
+        """Read bytes from `start` on into `out`."""
+        if not len(out):
+            return
+        sums = self.sums(file)
+        size = common_part_bytes([len(out)], self._options)
+        size = max(size - size % BLOCK_BYTES, BLOCK_BYTES)
+        extents = []
+        low, stop = start, start + len(out)
+        while low < stop:
+            high = min(low - low % BLOCK_BYTES + size, stop)
+            first, last = low - low % BLOCK_BYTES, min(-(-high // BLOCK_BYTES) * BLOCK_BYTES, file.nbytes)
+            view = out[low - start : high - start]
+            blocks = sums.blocks(first, last)
+            extents.append(Extent(file.key, first, last, _nothing, blocks, view, low, file.key, self._pin(file)))
+            low = high
+        meter = Meter("load", self.store.url, len(out), None)
+        fetch(self.store, plan_requests(extents, self._options), self._options, pool=self._pool, meter=meter)
+
+    def sums(self, file: File) -> Sums:
+        """Return the checksums of a file. The keys of files are never used twice, so what was read stays right."""
+        if file.key not in self._sums:
+            nbytes = file.nbytes
+            data = bytearray(max(file.object_nbytes - nbytes, 0))
+            self._check(file)
+            view = memoryview(data)
+            retry_transient(lambda: self.store.read_into(file.key, nbytes, [view], if_match=self._pin(file)))
+            self._sums[file.key] = Sums.decode(view, nbytes, url=self.store.url, key=file.key)
+        return self._sums[file.key]
+
+    def _pin(self, file: File) -> str | None:
+        return file.etag if self.store.capabilities.pinned_reads else None
+
+    def _check(self, file: File) -> None:
+        if file_bytes(file.object_nbytes) < 0:
+            raise CorruptDataError("An object is too short for a file", url=self.store.url, key=file.key)
+
+    def _small(self, file: File) -> memoryview:
+        self._check(file)
+        data = memoryview(self.store.get(file.key)[0])
+        nbytes = file.nbytes
+        if len(data) != file.object_nbytes:
+            raise CorruptDataError(
+                f"An object has {len(data)} bytes, and {file.object_nbytes} were written",
+                url=self.store.url,
+                key=file.key,
+            )
+        sums = Sums.decode(data[nbytes:], nbytes, url=self.store.url, key=file.key)
+        if block_sums([data[:nbytes]]) != list(sums.crcs):
+            raise CorruptDataError("Checksum mismatch in a file", url=self.store.url, key=file.key)
+        return data[:nbytes]
+
+
+class ReadStream(io.RawIOBase):
+    """A seekable stream of a file's bytes.
+
+    Args:
+        whole: the file's bytes, if they have been read.
+    """
+
+    def __init__(self, files: Files, file: File, whole: bytearray | None = None) -> None:
+        super().__init__()
+        self._files, self._file = files, file
+        self._whole = None if whole is None else memoryview(whole)
+        self._nbytes = file.nbytes
+        self._position = 0
+        self._kept: OrderedDict[int, bytearray] = OrderedDict()
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET, /) -> int:
+        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._nbytes}[whence]
+        self._position = max(base + offset, 0)
+        return self._position
+
+    def tell(self) -> int:
+        return self._position
+
+    def readinto(self, buffer: Any, /) -> int:
+        view = memoryview(buffer).cast("B")
+        view = view[: max(self._nbytes - self._position, 0)]
+        if self._whole is not None:
+            view[:] = self._whole[self._position : self._position + len(view)]
+        elif len(view) >= _READ_AHEAD:
+            self._files.into(self._file, self._position, view)
+        else:
+            taken = 0
+            while taken < len(view):
+                at = (self._position + taken) % BLOCK_BYTES
+                piece = memoryview(self._block(self._position + taken - at))[at : at + len(view) - taken]
+                view[taken : taken + len(piece)] = piece
+                taken += len(piece)
+        self._position += len(view)
+        return len(view)
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        """Read up to `size` bytes; all of the rest by default. Fewer only at the end."""
+        rest = max(self._nbytes - self._position, 0)
+        data = bytearray(rest if size is None or size < 0 else min(size, rest))
+        view = memoryview(data)
+        while len(view):
+            view = view[self.readinto(view) :]
+        return bytes(data)
+
+    def readall(self) -> bytes:
+        return self.read()
+
+    def _block(self, start: int) -> bytearray:
+        if start not in self._kept:
+            block = bytearray(min(BLOCK_BYTES, self._nbytes - start))
+            self._files.into(self._file, start, memoryview(block))
+            self._kept[start] = block
+            while len(self._kept) > _KEPT_BLOCKS:
+                self._kept.popitem(last=False)
+        self._kept.move_to_end(start)
+        return self._kept[start]
+
+
+def _nothing(view: memoryview | None) -> None:
+    """Ignore that an extent has arrived: its bytes are where they belong."""
