@@ -1,0 +1,87 @@
+"""A trainer with torch_checkpointing and a bucket: killed in a save and resumed on other ranks."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bucketpoint.integrations.torch_checkpointing import BucketStorage, BucketStorageConfig, sweep
+from bucketpoint.testing.servers import S3Server, free_port
+
+TRAINER = Path(__file__).with_name("trainer.py")
+
+
+def train(root: str, report: Path, kind: str, world: int, server: S3Server, *, kill_at: int = 0) -> Any:
+    """Run the trainer on so many ranks. Return what rank 0 saw; None if the trainer was killed."""
+    launch = ["-m", "torch.distributed.run", f"--nproc-per-node={world}", f"--master-port={free_port()}"]
+    ran = subprocess.run(
+        [sys.executable, *launch, str(TRAINER), root, str(report), kind, str(kill_at)],
+        env={**os.environ, **server.env, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    if kill_at:
+        assert ran.returncode != 0
+        assert "Signal 9" in ran.stderr or "SIGKILL" in ran.stderr, ran.stderr[-6000:]
+        assert not report.exists()
+        return None
+    assert ran.returncode == 0, ran.stderr[-6000:]
+    return json.loads(report.read_text())
+
+
+def storage(url: str, server: S3Server) -> BucketStorage:
+    return BucketStorageConfig(url, server.options).create_storage()
+
+
+def test_a_run_killed_in_a_save_goes_on_with_fewer_ranks_as_if_nothing_had_happened(
+    minio: S3Server, tmp_path: Path
+) -> None:
+    bucket = minio.make_bucket()
+    whole = train(f"s3://{bucket}/whole", tmp_path / "whole", "sync", 4, minio)
+    assert whole["from"] == 0
+    assert [step for step, _, _ in whole["seen"]] == list(range(1, 37))
+    root = f"s3://{bucket}/run"
+    train(root, tmp_path / "killed", "sync", 4, minio, kill_at=18)
+    files = storage(root, minio)
+    # What the killed save has uploaded is in its temporary directory, and in no checkpoint.
+    assert {"step-6", "step-12", "tmp_step-18"} == set(files.ls(Path()))
+    assert not files.exists(Path("step-18"))
+    assert sorted(files.ls(Path("tmp_step-18"))) == [f"model_{rank}.pt" for rank in range(4)]
+    saved = pickle.loads(files.read(Path("step-12/metadata.pkl")))
+    assert len(SHARD.findall(str(saved))) >= 4, str(saved)
+    resumed = train(root, tmp_path / "resumed", "sync", 2, minio)
+    assert resumed["from"] == 12
+    assert (whole["shards"], resumed["shards"]) == ([4] * 4, [2] * 4)
+    seen, expected = resumed["seen"], whole["seen"][12:]
+    assert [each[:2] for each in seen] == [each[:2] for each in expected]
+    losses, wanted = ([loss for _, _, loss in each] for each in (seen, expected))
+    assert losses == pytest.approx(wanted, rel=1e-4, abs=1e-6)
+    # The commit of the two ranks took none of the files that the four had left.
+    wanted_files = ["metadata.pkl", "model_0.pt", "model_1.pt", "optim_0.pt", "optim_1.pt"]
+    again = storage(root, minio)
+    assert again.ls(Path("step-18")) == wanted_files
+    assert {name[:-2] for name in again.ls(Path("step-12"))} >= {"model_0.", "model_1.", "model_2.", "model_3."}
+    left = sweep(again, older_than_s=-5)
+    assert len(left) == 4
+    assert all("/step-18/@tmp/model_" in f"/{key}" for key in left)
+    assert again.ls(Path("step-18")) == wanted_files
+
+
+def test_asynchronous_saves_commit_from_the_writers_process(minio: S3Server, tmp_path: Path) -> None:
+    bucket = minio.make_bucket()
+    root = f"s3://{bucket}/run"
+    seen = train(root, tmp_path / "seen", "async", 2, minio)
+    assert seen["seen"][-1][0] == 36
+    files = storage(root, minio)
+    assert files.ls(Path()) == sorted(f"step-{step}" for step in range(6, 37, 6))
+    again = train(root, tmp_path / "again", "async", 2, minio)
+    assert (again["from"], again["seen"]) == (36, [])
