@@ -124,7 +124,7 @@ def main(root: str, report: str, kind: str, kill_at: int) -> None:
         dist.all_reduce(mean)
         parts: list[Any] = [None] * world
         dist.all_gather_object(parts, mine.tolist())
-        seen.append((done, sorted(sum(parts, [])), mean.item() / world))
+        seen.append((done, sorted(sample for part in parts for sample in part), mean.item() / world))
         if done % SAVE_EVERY == 0:
             if done == kill_at:
                 kill_before_the_last_file()
