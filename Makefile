@@ -113,6 +113,14 @@ test-lightning: .venv-lightning/$(STAMP) minio ## Lightning's trainers and Fabri
 		echo "== test-lightning: nothing was tested, as Lightning is not to be had here (see above)"; \
 	fi
 
+.PHONY: test-torch-checkpointing
+test-torch-checkpointing: .venv-torch-checkpointing/$(STAMP) minio ## torch_checkpointing's saves and loads in a bucket, where the index has it
+	@if [ -e $< ]; then \
+		.venv-torch-checkpointing/bin/python -m pytest -n $(WORKERS) tests/torch_ckpt $(ARGS); \
+	else \
+		echo "== test-torch-checkpointing: nothing was tested, as torch_checkpointing is not to be had here (see above)"; \
+	fi
+
 .PHONY: test-fsspec
 test-fsspec: .venv-fsspec/$(STAMP) minio fake-gcs azurite ## fsspec's filesystems on real servers, in an environment that has s3fs, gcsfs and adlfs
 	@.venv-fsspec/bin/python -m pytest -n $(WORKERS) --dist worksteal -k "fsspec or s3fs or gcsfs or adlfs" \
@@ -218,6 +226,9 @@ ACCELERATE := 1.15.*
 LIGHTNING ?= 2.6.*
 .venv-lightning/$(STAMP): pyproject.toml tools/make_env.py
 	@$(PYTHON3) tools/make_env.py .venv-lightning --beside "lightning==$(LIGHTNING)" --python "$(PYTHON)"
+
+.venv-torch-checkpointing/$(STAMP): pyproject.toml tools/make_env.py
+	@$(PYTHON3) tools/make_env.py .venv-torch-checkpointing --beside "torch_checkpointing==0.1.1" --python "$(PYTHON)"
 
 # An environment of its own: s3fs pins a botocore that holds boto3 back.
 .venv-fsspec/$(STAMP): pyproject.toml tools/make_env.py

@@ -29,6 +29,7 @@ from bucketpoint.integrations.torch_checkpointing import (
     sweep,
 )
 from bucketpoint.integrations.torch_checkpointing.sums import BLOCK_BYTES, file_bytes, object_bytes
+from bucketpoint.testing.faults import Reset, always
 from bucketpoint.testing.plugin import MakeProxy
 from bucketpoint.testing.servers import S3Server
 from bucketpoint.transfer import TransferOptions
@@ -188,7 +189,7 @@ def test_questions_about_what_is_not_there(storage: BucketStorage) -> None:
 
 
 def test_names_that_look_like_ours_are_ordinary_files(storage: BucketStorage) -> None:
-    names = ["@d", "@tmp", "@f.0.0.0", "tmp_", "tmp_x", "x"]
+    names = ["@d", "@f.0.0.0", "@tmp", "tmp_", "tmp_x", "x"]
     for name in names:
         put(storage, f"dir/{name}", name.encode())
     assert storage.ls(Path("dir")) == names
@@ -374,13 +375,11 @@ def test_of_two_commits_to_one_place_one_fails(minio: S3Server, monkeypatch: pyt
 
 
 def test_a_commit_whose_answer_was_lost_counts(minio: S3Server, fault_proxy: MakeProxy) -> None:
-    from bucketpoint.testing import Reset, Rule, Script
-
     proxy = fault_proxy(minio)
     bucket = minio.make_bucket()
     storage = on(minio.at(proxy.url), bucket)
     put(storage, "tmp_s/x", b"x")
-    proxy.play(Script([Rule(Reset(acted=True), kinds={"PutObject"}, times=1)]))
+    proxy.play(always(Reset(acted=True), kinds=["PutObject"], times=1))
     storage.rename(Path("tmp_s"), Path("s"), is_directory=True)
     assert proxy.counts.faults
     assert on(minio, bucket).read(Path("s/x")) == b"x"
