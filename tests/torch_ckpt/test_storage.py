@@ -120,8 +120,10 @@ def test_a_file_replaces_a_file(storage: BucketStorage) -> None:
 def test_a_file_onto_a_directory_raises(storage: BucketStorage) -> None:
     commit(storage)
     put(storage, "y")
-    with pytest.raises(OSError, match="occupied"):
-        storage.rename(Path("y"), Path("step-1"))
+    storage.mkdir(Path("empty"))
+    for directory in ("step-1", "empty"):
+        with pytest.raises(OSError, match="occupied"):
+            storage.rename(Path("y"), Path(directory))
     assert storage.exists(Path("y"))
 
 

@@ -191,7 +191,7 @@ class BucketStorage(Storage):
         occupied = self.trees.files(there, target)
         token = names.next_token(max(file.token for file in files.values()))
         if source in files:
-            if occupied and target not in occupied:
+            if (occupied and target not in occupied) or (not occupied and self._is_made(target)):
                 raise self._occupied(dst_path)
             self._link(files[source], target)
         else:
