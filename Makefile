@@ -140,6 +140,10 @@ format: $(VENV)/$(STAMP) ## ruff's fixes and formatting
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
 
+.PHONY: bench-frameworks
+bench-frameworks: .venv-frameworks/$(STAMP) ## Lightning, Fabric and Accelerate beside their own way to MinIO
+	.venv-frameworks/bin/python bench/frameworks.py $(ARGS)
+
 .PHONY: bench
 bench: $(VENV)/$(STAMP) minio ## the benchmark beside other writers and readers; ARGS=--quick for a short one
 	@uv="$$($(PYTHON3) tools/get_uv.py)"; \
@@ -199,7 +203,7 @@ env: $(VENV)/$(STAMP) ## build the environment
 
 .PHONY: clean
 clean: ## delete environments, caches and builds, servers and uv too
-	rm -rf .venv .venv-torch-* .venv-py* .venv-xla .venv-titan .venv-accelerate .venv-lightning .venv-fsspec .venv-dist .cache
+	rm -rf .venv .venv-torch-* .venv-py* .venv-xla .venv-titan .venv-accelerate .venv-frameworks .venv-lightning .venv-fsspec .venv-dist .cache
 	rm -rf .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache build dist
 	find src tests tools examples bench sim -name __pycache__ -type d -prune -exec rm -rf {} +
 
@@ -226,6 +230,9 @@ ACCELERATE := 1.15.*
 LIGHTNING ?= 2.6.*
 .venv-lightning/$(STAMP): pyproject.toml tools/make_env.py
 	@$(PYTHON3) tools/make_env.py .venv-lightning --beside "lightning==$(LIGHTNING)" --python "$(PYTHON)"
+
+.venv-frameworks/$(STAMP): pyproject.toml tools/make_env.py
+	@$(PYTHON3) tools/make_env.py .venv-frameworks --extra dev,fsspec,lightning,accelerate --python "$(PYTHON)"
 
 .venv-torch-checkpointing/$(STAMP): pyproject.toml tools/make_env.py
 	@$(PYTHON3) tools/make_env.py .venv-torch-checkpointing --beside "torch_checkpointing==0.1.1" --python "$(PYTHON)"

@@ -1,6 +1,6 @@
 """Times saves and loads of trainers beside the frameworks' own way to the same MinIO, and prints a table.
 
-    .venv-frameworks/bin/python bench/frameworks.py [--pairs 5] [--million 32]
+    make bench-frameworks ARGS='--pairs 5 --million 32'
 
 Each measurement is a process of its own, and the two ways take turns. `save` is the time until the bytes are in the
 bucket, `blocked` the time that training waits for it, `load` the time of a load into a prepared model. Lightning and

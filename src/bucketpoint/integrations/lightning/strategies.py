@@ -101,7 +101,6 @@ class BucketStrategy:
 
     def saved_state(self: Any, checkpoint: dict[str, Any]) -> dict[str, Any]:
         """Return a checkpoint of `trainer._checkpoint_connector.dump_checkpoint` as a state for DCP. All ranks."""
-        trainer = self.lightning_module.trainer
         rest = dict(checkpoint)
         state = {"model": rest.pop("state_dict")}
         for number, optimizer in enumerate(rest.pop("optimizer_states", [])):
