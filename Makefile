@@ -105,6 +105,14 @@ test-accelerate: .venv-accelerate/$(STAMP) minio ## Accelerate's trainers on URL
 		echo "== test-accelerate: nothing was tested, as Accelerate is not to be had here (see above)"; \
 	fi
 
+.PHONY: test-transformers
+test-transformers: .venv-transformers/$(STAMP) minio ## transformers' Trainer on URLs, where the index has transformers
+	@if [ -e $< ]; then \
+		.venv-transformers/bin/python -m pytest -n $(WORKERS) tests/hf_trainer $(ARGS); \
+	else \
+		echo "== test-transformers: nothing was tested, as transformers is not to be had here (see above)"; \
+	fi
+
 .PHONY: test-lightning
 test-lightning: .venv-lightning/$(STAMP) minio ## Lightning's trainers and Fabric on URLs, where the index has Lightning
 	@if [ -e $< ]; then \
@@ -203,7 +211,7 @@ env: $(VENV)/$(STAMP) ## build the environment
 
 .PHONY: clean
 clean: ## delete environments, caches and builds, servers and uv too
-	rm -rf .venv .venv-torch-* .venv-py* .venv-xla .venv-titan .venv-accelerate .venv-frameworks .venv-lightning .venv-fsspec .venv-dist .cache
+	rm -rf .venv .venv-torch-* .venv-py* .venv-xla .venv-titan .venv-accelerate .venv-frameworks .venv-lightning .venv-transformers .venv-fsspec .venv-dist .cache
 	rm -rf .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache build dist
 	find src tests tools examples bench sim -name __pycache__ -type d -prune -exec rm -rf {} +
 
@@ -230,6 +238,11 @@ ACCELERATE := 1.15.*
 LIGHTNING ?= 2.6.*
 .venv-lightning/$(STAMP): pyproject.toml tools/make_env.py
 	@$(PYTHON3) tools/make_env.py .venv-lightning --beside "lightning==$(LIGHTNING)" --python "$(PYTHON)"
+
+# The newest transformers that the tests have run with.
+TRANSFORMERS ?= 5.23.*
+.venv-transformers/$(STAMP): pyproject.toml tools/make_env.py
+	@$(PYTHON3) tools/make_env.py .venv-transformers --beside "transformers[torch]==$(TRANSFORMERS)" --python "$(PYTHON)"
 
 .venv-frameworks/$(STAMP): pyproject.toml tools/make_env.py
 	@$(PYTHON3) tools/make_env.py .venv-frameworks --extra dev,fsspec,lightning,accelerate --python "$(PYTHON)"

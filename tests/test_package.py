@@ -84,8 +84,11 @@ def test_type_checkers_see_each_public_name_in_the_module_that_gives_it_at_run_t
     assert seen.keys() == {name for name in bucketpoint.__all__ if not hasattr(errors, name)} - {"__version__"}
 
 
-def test_an_integration_without_its_framework_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "accelerate", None)
-    monkeypatch.delitem(sys.modules, "bucketpoint.integrations.accelerate", raising=False)
-    with pytest.raises(ModuleNotFoundError, match="pip install accelerate"):
-        importlib.import_module("bucketpoint.integrations.accelerate")
+@pytest.mark.parametrize("name", ["accelerate", "lightning", "torch_checkpointing", "transformers"])
+def test_an_integration_without_its_framework_says_what_to_install(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, name, None)
+    for module in [module for module in sys.modules if module.startswith(f"{name}.")]:
+        monkeypatch.delitem(sys.modules, module)
+    monkeypatch.delitem(sys.modules, f"bucketpoint.integrations.{name}", raising=False)
+    with pytest.raises(ModuleNotFoundError, match=f"pip install '?{name}"):
+        importlib.import_module(f"bucketpoint.integrations.{name}")

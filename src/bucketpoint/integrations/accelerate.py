@@ -6,19 +6,16 @@ number of processes.
 
 from __future__ import annotations
 
-import random
 from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
-import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import CheckpointException
 
-from bucketpoint.dcp import BucketReader, BucketWriter, LoadPlanner, SaveHandle, async_save, rank_state, saved_ranks
+from bucketpoint.dcp import BucketReader, BucketWriter, LoadPlanner, SaveHandle, async_save, saved_ranks
 from bucketpoint.dcp.async_save import as_ours
 from bucketpoint.errors import BucketpointError
-from bucketpoint.integrations.training_state import ModelState, OptimizerState, model_of
+from bucketpoint.integrations.training_state import ModelState, OfThisRank, OptimizerState, RandomState, model_of
 
 try:
     from accelerate import Accelerator
@@ -59,14 +56,15 @@ def accelerator_state(accelerator: Accelerator) -> dict[str, Any]:
         state[_name("scheduler", number)] = scheduler
     for number, loader in enumerate(accelerator._dataloaders):
         if getattr(loader, "use_stateful_dataloader", False):
-            state[_name("dataloader", number)] = _OfThisRank(loader)
+            state[_name("dataloader", number)] = OfThisRank(loader)
         state[_name("loader", number)] = _Loader(loader)
     for number, custom in enumerate(accelerator._custom_objects):
         state[_name("custom", number)] = custom
     if accelerator.scaler is not None:
         state["scaler"] = accelerator.scaler
     state["accelerator"] = _Progress(accelerator)
-    state["rng"] = _OfThisRank(_Random())
+    # Not a name by which saves look for random states that stand still: a model without dropout draws no numbers.
+    state["generators"] = OfThisRank(RandomState())
     return state
 
 
@@ -99,7 +97,7 @@ def load_state(accelerator: Accelerator, url: str, *, storage_reader: BucketRead
     reader = storage_reader or BucketReader(url)
     metadata = reader.read_metadata()
     for name, value in list(state.items()):
-        if isinstance(value, _OfThisRank) and accelerator.process_index not in saved_ranks(metadata, name):
+        if isinstance(value, OfThisRank) and accelerator.process_index not in saved_ranks(metadata, name):
             del state[name]
     try:
         dcp.load(state, checkpoint_id=url, storage_reader=reader, planner=LoadPlanner())
@@ -146,41 +144,3 @@ class _Progress:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._accelerator.step = state["step"]
         self._accelerator.project_configuration.iteration = state["iteration"] + 1
-
-
-class _OfThisRank:
-    """State that each rank has of its own."""
-
-    def __init__(self, value: Any) -> None:
-        self._value = value
-
-    def state_dict(self) -> dict[str, Any]:
-        return rank_state(self._value.state_dict())
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        (mine,) = (value for name, value in state.items() if name in rank_state(None))
-        self._value.load_state_dict(mine)
-
-
-class _Random:
-    """Random generators of Python, numpy and torch, those of all devices of this process included."""
-
-    def state_dict(self) -> dict[str, Any]:
-        kind, keys, *rest = np.random.get_state(legacy=True)
-        state = {
-            "python": random.getstate(),
-            "numpy": [kind, *rest],
-            "numpy_keys": torch.from_numpy(np.array(keys)),
-            "torch": torch.get_rng_state(),
-        }
-        if torch.cuda.is_available():
-            state["cuda"] = torch.cuda.get_rng_state_all()
-        return state
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        random.setstate(state["python"])
-        kind, *rest = state["numpy"]
-        np.random.set_state((kind, state["numpy_keys"].numpy(), *rest))
-        torch.set_rng_state(state["torch"])
-        if "cuda" in state:
-            torch.cuda.set_rng_state_all(state["cuda"])

@@ -1,10 +1,12 @@
-"""States of models and optimizers, by the names of the parameters, which hold for any number of ranks."""
+"""States of models and optimizers by the names of the parameters, for any number of ranks, and states of each rank."""
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+import numpy as np
 import torch
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -14,6 +16,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
+from bucketpoint.dcp import rank_state
 from bucketpoint.errors import BucketpointError
 
 _BY_NAME = StateDictOptions(flatten_optimizer_state_dict=True)
@@ -62,3 +65,41 @@ def model_of(optimizer: Any, models: Iterable[torch.nn.Module], remedy: str) -> 
         if held <= {id(tensor) for tensor in model.parameters()}:
             return model
     raise BucketpointError("An optimizer has parameters of no prepared model, or of several", remedy=remedy)
+
+
+class OfThisRank:
+    """State that each rank has of its own."""
+
+    def __init__(self, value: Any) -> None:
+        self._value = value
+
+    def state_dict(self) -> dict[str, Any]:
+        return rank_state(self._value.state_dict())
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        (mine,) = (value for name, value in state.items() if name in rank_state(None))
+        self._value.load_state_dict(mine)
+
+
+class RandomState:
+    """Random generators of Python, numpy and torch, those of all devices of this process included."""
+
+    def state_dict(self) -> dict[str, Any]:
+        kind, keys, *rest = np.random.get_state(legacy=True)
+        state = {
+            "python": random.getstate(),
+            "numpy": [kind, *rest],
+            "numpy_keys": torch.from_numpy(np.array(keys)),
+            "torch": torch.get_rng_state(),
+        }
+        if torch.cuda.is_available():
+            state["cuda"] = torch.cuda.get_rng_state_all()
+        return state
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        random.setstate(state["python"])
+        kind, *rest = state["numpy"]
+        np.random.set_state((kind, state["numpy_keys"].numpy(), *rest))
+        torch.set_rng_state(state["torch"])
+        if "cuda" in state:
+            torch.cuda.set_rng_state_all(state["cuda"])
