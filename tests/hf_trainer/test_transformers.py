@@ -42,7 +42,8 @@ def train(root: str, report: Path, world: int, server: S3Server, *, kill_at: int
     """Run the trainer on so many ranks. Return what rank 0 saw; None if the trainer was killed."""
     ran = launched(PROGRAM, [root, str(report), str(world), str(kill_at)], world, server, **env)
     assert (ran.returncode != 0) == bool(kill_at), ran.stderr[-6000:]
-    assert "stale" not in ran.stderr
+    # A model without dropout draws no random numbers from save to save, which is no reason for an alarm.
+    assert "changed in" not in ran.stderr
     return None if kill_at else json.loads(report.read_text())
 
 

@@ -63,7 +63,6 @@ def accelerator_state(accelerator: Accelerator) -> dict[str, Any]:
     if accelerator.scaler is not None:
         state["scaler"] = accelerator.scaler
     state["accelerator"] = _Progress(accelerator)
-    # Not a name by which saves look for random states that stand still: a model without dropout draws no numbers.
     state["generators"] = OfThisRank(RandomState())
     return state
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import random
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -82,7 +83,11 @@ class OfThisRank:
 
 
 class RandomState:
-    """Random generators of Python, numpy and torch, those of all devices of this process included."""
+    """Random generators of Python, numpy and torch, those of all devices of this process included.
+
+    They are saved as one item of bytes. As tensors they would be watched for states that stand still, as those of a
+    model without dropout do from save to save.
+    """
 
     def state_dict(self) -> dict[str, Any]:
         kind, keys, *rest = np.random.get_state(legacy=True)
@@ -94,12 +99,15 @@ class RandomState:
         }
         if torch.cuda.is_available():
             state["cuda"] = torch.cuda.get_rng_state_all()
-        return state
+        buffer = io.BytesIO()
+        torch.save(state, buffer)
+        return {"pickled": buffer.getvalue()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        random.setstate(state["python"])
-        kind, *rest = state["numpy"]
-        np.random.set_state((kind, state["numpy_keys"].numpy(), *rest))
-        torch.set_rng_state(state["torch"])
-        if "cuda" in state:
-            torch.cuda.set_rng_state_all(state["cuda"])
+        held = torch.load(io.BytesIO(state["pickled"]), weights_only=True)
+        random.setstate(held["python"])
+        kind, *rest = held["numpy"]
+        np.random.set_state((kind, held["numpy_keys"].numpy(), *rest))
+        torch.set_rng_state(held["torch"])
+        if "cuda" in held:
+            torch.cuda.set_rng_state_all(held["cuda"])

@@ -27,7 +27,7 @@ try:
     from transformers.trainer_callback import ExportableState
 except ModuleNotFoundError as error:  # pragma: no cover
     raise ModuleNotFoundError(
-        "bucketpoint.integrations.transformers needs transformers: pip install 'transformers[torch]'", name=error.name
+        "bucketpoint.integrations.transformers needs transformers: pip install 'transformers[torch]>=5.23'", name=error.name
     ) from error
 
 logger = logging.getLogger(__name__)
@@ -35,7 +35,6 @@ logger = logging.getLogger(__name__)
 _STATE_FILE = "trainer_state.json"
 
 _GENERATORS = "generators"
-"""Not a name by which saves look for random states that stand still: a model without dropout draws no numbers."""
 
 _ALL = 10**9
 """Checkpoints that are kept without `save_total_limit`."""
@@ -77,7 +76,7 @@ class BucketTrainerMixin:
         self._manager_options = dict(manager_options or {})
         self._manager: CheckpointManager | None = None
         self._resumed_url: str | None = None
-        self._random = _Kept()
+        self._random = _KeptState()
         self._evaluated: dict[int, dict[str, float]] = {}
 
     def train(self: Any, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
@@ -95,7 +94,7 @@ class BucketTrainerMixin:
         self._resumed_url = None
         if asked is None or asked is False:
             return False
-        told = _Kept({"state": ""})
+        told = _KeptState({"state": ""})
         if asked is True:
             restored = self._manager.restore({"trainer": told})
             if restored is None:
@@ -237,7 +236,7 @@ class BucketTrainerMixin:
                 store.put(f"{prefix.rstrip('/')}/{path.name}".lstrip("/"), [memoryview(path.read_bytes())])
 
 
-class _Kept:
+class _KeptState:
     """A state that is kept until the trainer asks for it."""
 
     def __init__(self, value: dict[str, Any] | None = None) -> None:
