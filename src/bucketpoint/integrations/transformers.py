@@ -27,7 +27,8 @@ try:
     from transformers.trainer_callback import ExportableState
 except ModuleNotFoundError as error:  # pragma: no cover
     raise ModuleNotFoundError(
-        "bucketpoint.integrations.transformers needs transformers: pip install 'transformers[torch]>=5.23'", name=error.name
+        "bucketpoint.integrations.transformers needs transformers: pip install 'transformers[torch]>=5.23'",
+        name=error.name,
     ) from error
 
 logger = logging.getLogger(__name__)
