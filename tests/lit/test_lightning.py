@@ -35,6 +35,8 @@ def launched(program: Path, arguments: list[str], world: int, server: S3Server, 
     return subprocess.run(
         [sys.executable, *(launch if world > 1 else []), str(program), *arguments],
         env={**os.environ, **server.env, "OMP_NUM_THREADS": "1", **env},
+        # Lightning logs to the working directory.
+        cwd=None if program.parent == TRAINER.parent else program.parent,
         capture_output=True,
         text=True,
         timeout=200,
