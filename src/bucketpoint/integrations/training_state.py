@@ -55,6 +55,27 @@ class OptimizerState:
         set_optimizer_state_dict(self._model, self._optimizer, dict(state), options=_BY_NAME)
 
 
+def with_state(state: Mapping[str, Any], remedy: str, *, strict: bool = True) -> dict[str, Any]:
+    """Return the models and optimizers of a state as objects that are saved by the names of their parameters.
+
+    Args:
+        state: models, optimizers and other values; the others are left out.
+        remedy: what to do about an optimizer without its model.
+        strict: as for `ModelState`.
+
+    Raises:
+        BucketpointError: an optimizer has parameters of no model of the state, or of several.
+    """
+    models = [value for value in state.values() if isinstance(value, torch.nn.Module)]
+    found: dict[str, Any] = {}
+    for name, value in state.items():
+        if isinstance(value, torch.nn.Module):
+            found[name] = ModelState(value, strict=strict)
+        elif isinstance(value, torch.optim.Optimizer):
+            found[name] = OptimizerState(model_of(value, models, remedy), value)
+    return found
+
+
 def model_of(optimizer: Any, models: Iterable[torch.nn.Module], remedy: str) -> torch.nn.Module:
     """Return the model that holds the parameters of an optimizer.
 

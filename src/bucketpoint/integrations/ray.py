@@ -1,0 +1,195 @@
+"""Ray Train: checkpoints that all workers save into the storage of the run, and that Ray registers and deletes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from bucketpoint.catalog import latest_checkpoint
+from bucketpoint.dcp import BucketWriter, SaveHandle, async_save, load
+from bucketpoint.errors import BucketpointError, CheckpointNotFoundError
+from bucketpoint.integrations.training_state import with_state
+
+try:
+    import ray.train
+    from pyarrow import fs as arrow
+    from ray.train import Checkpoint, CheckpointUploadMode
+    from ray.train.collective import broadcast_from_rank_zero
+except ImportError as error:  # pragma: no cover
+    raise ModuleNotFoundError(
+        "bucketpoint.integrations.ray needs Ray Train v2: pip install 'ray[train]>=2.53'", name="ray"
+    ) from error
+
+_SCHEMES = {"s3": "s3", "gcs": "gs", "abfs": "abfs"}
+"""Schemes of URLs by pyarrow's names of filesystems."""
+
+_ONE_MODEL = (
+    "Give report() and restore() the optimizer together with its model: {'model': model, 'optimizer': optimizer}"
+)
+
+_saves: list[SaveHandle] = []
+"""The last save of this process, which has one training function at a time."""
+
+_SAME_STORE = (
+    "Give report() and restore() the endpoint of RunConfig(storage_filesystem=...), as "
+    "storage_options={'endpoint_url': ...}, or set AWS_ENDPOINT_URL, which both read"
+)
+
+
+def report(
+    metrics: Mapping[str, Any],
+    state: Mapping[str, Any] | None = None,
+    *,
+    step: int | None = None,
+    storage_writer: BucketWriter | None = None,
+    storage_options: Mapping[str, Any] | None = None,
+    **options: Any,
+) -> SaveHandle | None:
+    """Report metrics to Ray Train, and save a state beside training as the checkpoint that they belong to. All workers.
+
+    The workers save into a folder of the run's storage, each its own part. Ray learns of the checkpoint once it is
+    committed, and uploads nothing itself. Ray takes reports in the order of the calls; while a save is under way the
+    metrics after it wait in the background. Ray raises the error of a save that fails in the training function.
+
+    Args:
+        metrics: numbers and texts, as for `ray.train.report`.
+        state: models, optimizers, objects with a `state_dict`, and plain values to save, with the same keys on each
+            worker. None reports metrics alone.
+        step: number of the training step. The name of the folder ends with it.
+        storage_writer: writer to save with. A writer that is kept from save to save plans once, and compares states.
+        storage_options: options of the store, such as `endpoint_url`, when there is no writer. The options of pyarrow's
+            filesystem cannot be read from it.
+        options: as for `bucketpoint.async_save`.
+
+    Returns:
+        the handle of the save, once the state is copied and training may change it; None without a state.
+
+    Raises:
+        BucketpointError: there is a state and no step; there are a writer and options of a store; an optimizer comes
+            without its model; or the filesystem of the run has no URL.
+        StagingError: the state cannot be copied.
+    """
+    if state is None:
+        # Ray takes a report at most every two seconds, and lets training wait otherwise. Without that the reports of
+        # quick steps would pile up, and Ray would learn of checkpoints too late.
+        under_way = any(not save.done() for save in _saves)
+        mode = CheckpointUploadMode.ASYNC if under_way else CheckpointUploadMode.SYNC
+        ray.train.report(dict(metrics), checkpoint_upload_mode=mode)
+        return None
+    if step is None:
+        raise BucketpointError(
+            "A state was reported without a step", remedy="Give report(..., step=) its training step"
+        )
+    if storage_writer is not None and storage_options is not None:
+        raise BucketpointError(
+            "report() has a writer and options of a store",
+            remedy="Give the options to the writer: S3Writer(storage_options=...)",
+        )
+    context = ray.train.get_context()
+    storage = context.get_storage()
+    # The time keeps a save apart from one of the same step that was committed just before a worker died: Ray does not
+    # know that one, and starts from an older checkpoint.
+    name = broadcast_from_rank_zero(f"{storage.make_default_checkpoint_dir_name()}_step-{step}")
+    checkpoint = Checkpoint(storage.build_checkpoint_path_from_name(name), storage.storage_filesystem)
+    url = checkpoint_url(checkpoint)
+    writer = storage_writer or BucketWriter(storage_options=storage_options)
+    handle = async_save({**state, **with_state(state, _ONE_MODEL)}, checkpoint_id=url, storage_writer=writer, **options)
+    handle.staged.result()
+    _saves[:] = [handle]
+
+    def committed(reported: Checkpoint, _name: str) -> Checkpoint:
+        handle.result()
+        if context.get_world_rank() == 0:
+            _check_seen(reported, url)
+        return reported
+
+    ray.train.report(
+        dict(metrics),
+        checkpoint=checkpoint,
+        checkpoint_dir_name=name,
+        checkpoint_upload_mode=CheckpointUploadMode.ASYNC,
+        checkpoint_upload_fn=committed,
+        # Otherwise Ray deletes the folder in the bucket, which it takes for a local copy.
+        delete_local_checkpoint_after_upload=False,
+    )
+    return handle
+
+
+def restore(state: dict[str, Any], *, storage_options: Mapping[str, Any] | None = None) -> str | None:
+    """Load the newest whole checkpoint of the run into a state. All workers, of any number.
+
+    This is the checkpoint of `ray.train.get_checkpoint()`, or one that was committed after it: a worker that dies
+    before its report is taken leaves a checkpoint that Ray does not know.
+
+    Args:
+        state: the state as it is reported. Models, optimizers, tensors and objects with a `state_dict` are loaded into;
+            plain values are replaced.
+        storage_options: options of the store.
+
+    Returns:
+        the URL of the checkpoint, or None if there is none: the run begins from scratch.
+
+    Raises:
+        MismatchError: the checkpoint lacks keys of the state, or has other shapes.
+        CheckpointNotFoundError: Ray knows a checkpoint, and the store has none.
+    """
+    context = ray.train.get_context()
+    storage = context.get_storage()
+    run = checkpoint_url(Checkpoint(storage.experiment_fs_path, storage.storage_filesystem))
+    newest, failure = None, None
+    if context.get_world_rank() == 0:
+        try:
+            newest = latest_checkpoint(run, storage_options=storage_options)
+        except BucketpointError as error:
+            # The other workers wait for an answer.
+            failure = error
+    newest, failure = broadcast_from_rank_zero((newest, failure))
+    if failure is not None:
+        raise failure
+    known = ray.train.get_checkpoint()
+    if newest is None and known is not None:
+        raise CheckpointNotFoundError(
+            "Ray resumes from a checkpoint that the store does not have, or that bucketpoint did not save",
+            url=checkpoint_url(known),
+            remedy=_SAME_STORE,
+        )
+    if newest is None:
+        return None
+    found = with_state(state, _ONE_MODEL)
+    loaded = {**state, **found}
+    load(loaded, newest, storage_options=storage_options)
+    state.update({name: value for name, value in loaded.items() if name not in found})
+    return str(newest)
+
+
+def checkpoint_url(checkpoint: Checkpoint) -> str:
+    """Return the URL of a checkpoint of Ray, such as `result.checkpoint`; a path if it is local.
+
+    Raises:
+        BucketpointError: its filesystem has no URL, as one that was written in Python.
+    """
+    filesystem, path = checkpoint.filesystem, checkpoint.path
+    if isinstance(filesystem, arrow.LocalFileSystem):
+        return str(path)
+    if isinstance(filesystem, arrow.PyFileSystem) and isinstance(filesystem.handler, arrow.FSSpecHandler):
+        return str(filesystem.handler.fs.unstrip_protocol(path))
+    if filesystem.type_name not in _SCHEMES:
+        raise BucketpointError(
+            f"pyarrow's filesystem {filesystem.type_name!r} has no URL",
+            remedy="Give RunConfig a storage_path of s3://, gs:// or a local folder, or an fsspec filesystem",
+        )
+    return f"{_SCHEMES[filesystem.type_name]}://{path}"
+
+
+def _check_seen(checkpoint: Checkpoint, url: str) -> None:
+    """Look for a committed checkpoint with Ray's filesystem, which may have another endpoint than the writer.
+
+    Otherwise Ray would count checkpoints, and delete older ones, that no later run finds.
+    """
+    seen = checkpoint.filesystem.get_file_info(f"{checkpoint.path}/.metadata")
+    if seen.type == arrow.FileType.NotFound:
+        raise CheckpointNotFoundError(
+            "The checkpoint is committed, but Ray's filesystem does not find it: it reads from another store",
+            url=url,
+            remedy=_SAME_STORE,
+        )

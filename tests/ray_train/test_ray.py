@@ -1,0 +1,209 @@
+"""Ray Train's workers on URLs: killed in an upload and resumed on fewer workers, they see each sample once."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pyarrow.fs
+import pytest
+import ray.train
+import ray.train.torch
+import torch
+
+import bucketpoint
+from bucketpoint import BucketpointError
+from bucketpoint.integrations.ray import checkpoint_url, report, restore
+from bucketpoint.testing.servers import S3Server
+from ray_train import trainer
+
+pytestmark = [
+    pytest.mark.usefixtures("cluster"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::ResourceWarning"),
+]
+
+
+def filesystem(server: S3Server) -> pyarrow.fs.FileSystem:
+    return pyarrow.fs.S3FileSystem(
+        endpoint_override=server.endpoint,
+        access_key=server.env["AWS_ACCESS_KEY_ID"],
+        secret_key=server.env["AWS_SECRET_ACCESS_KEY"],
+        region="us-east-1",
+    )
+
+
+def fit(
+    function: Any,
+    config: dict[str, Any],
+    server: S3Server,
+    bucket: str,
+    *,
+    workers: int,
+    failures: int = 0,
+    **keep: Any,
+) -> Any:
+    """Train with so many workers as the run `run` of a bucket."""
+    return ray.train.torch.TorchTrainer(
+        function,
+        train_loop_config=config,
+        scaling_config=ray.train.ScalingConfig(num_workers=workers),
+        run_config=ray.train.RunConfig(
+            name="run",
+            storage_path=bucket,
+            storage_filesystem=filesystem(server),
+            failure_config=ray.train.FailureConfig(max_failures=failures),
+            checkpoint_config=ray.train.CheckpointConfig(**keep),
+        ),
+    ).fit()
+
+
+def whole(bucket: str, server: S3Server) -> list[str]:
+    """Return the steps of the folders that hold a whole checkpoint, and of those that hold none, as `6` and `-18`."""
+    store, prefix = bucketpoint.stores.open_store(f"s3://{bucket}/run", storage_options=server.options)
+    keys = [info.key for info in store.list(f"{prefix}/")]
+    committed = {key.split("/")[1] for key in keys if key.endswith("/.metadata")}
+    begun = {key.split("/")[1] for key in keys if "_step-" in key}
+    return sorted(("" if folder in committed else "-") + folder.rpartition("_step-")[2] for folder in begun)
+
+
+def test_a_run_killed_in_an_upload_goes_on_with_fewer_workers_as_if_nothing_had_happened(
+    bucketpoint_minio: S3Server, tmp_path: Path
+) -> None:
+    bucket = bucketpoint_minio.make_bucket()
+    config = {"kind": "fsdp2", "report": str(tmp_path / "killed"), "kill_at": 18, "kill": [0, 1, 2, 3]}
+    with pytest.raises(ray.train.WorkerGroupError):
+        fit(trainer.train, config, bucketpoint_minio, bucket, workers=4)
+    # The save under way has objects, and is no checkpoint.
+    assert whole(bucket, bucketpoint_minio) == ["-18", "12", "6"]
+    config = {"kind": "fsdp2", "report": str(tmp_path / "resumed"), "kill_at": 0, "kill": []}
+    result = fit(trainer.train, config, bucketpoint_minio, bucket, workers=2)
+    told = json.loads((tmp_path / "resumed").read_text())
+    assert (told["from"], told["world"]) == (12, 2)
+    expected = trainer.in_one_process()
+    assert [tuple(each[:2]) for each in told["seen"]] == [each[:2] for each in expected[12:]]
+    losses, wanted = [each[2] for each in told["seen"]], [each[2] for each in expected[12:]]
+    assert losses == pytest.approx(wanted, rel=1e-4, abs=1e-6)
+    assert checkpoint_url(result.checkpoint).endswith("_step-24")
+    # Ray's own: the metrics of the newest checkpoint.
+    assert result.metrics["step"] == 24
+
+
+def test_ray_itself_begins_again_after_a_killed_worker_and_keeps_as_many_checkpoints_as_it_is_told(
+    bucketpoint_minio: S3Server, tmp_path: Path
+) -> None:
+    bucket = bucketpoint_minio.make_bucket()
+    config = {"kind": "ddp", "report": str(tmp_path / "report"), "kill_at": 18, "kill": [1]}
+    result = fit(trainer.train, config, bucketpoint_minio, bucket, workers=4, failures=1, num_to_keep=2)
+    told = json.loads((tmp_path / "report").read_text())
+    assert told["from"] == 12
+    expected = trainer.in_one_process()[12:]
+    assert [tuple(each[:2]) for each in told["seen"]] == [each[:2] for each in expected]
+    losses, wanted = [each[2] for each in told["seen"]], [each[2] for each in expected]
+    assert losses == pytest.approx(wanted, rel=1e-4, abs=1e-6)
+    assert len(result.best_checkpoints) == 2
+    # What is left of the save that was killed is nobody's checkpoint.
+    assert whole(bucket, bucketpoint_minio) == ["-18", "18", "24"]
+
+
+def test_rays_own_example_saves_to_the_bucket_with_five_changed_lines(bucketpoint_minio: S3Server) -> None:
+    from ray.train.examples.pytorch import torch_linear_example as original
+
+    changes = {
+        "import torch\n": "import torch\nfrom bucketpoint.integrations.ray import report, restore\n",
+        "    results = []\n": "    state = {'model': model, 'optimizer': optimizer, 'epoch': 0}\n"
+        "    restore(state)\n    results = []\n",
+        "for epoch in range(epochs):": "for epoch in range(state['epoch'], epochs):",
+        "train.report(result, checkpoint=Checkpoint.from_directory(tmpdir))": "report(result, "
+        "{**state, 'epoch': epoch + 1}, step=epoch)",
+    }
+    text = Path(original.__file__).read_text()
+    for before, after in changes.items():
+        assert text.count(before) == 1, before
+        text = text.replace(before, after)
+    # A module that cannot be imported reaches the workers by value.
+    changed: dict[str, Any] = {"__name__": "linear_example"}
+    exec(text, changed)
+    bucket = bucketpoint_minio.make_bucket()
+    config = {"batch_size": 4, "epochs": 2, "data_size": 100, "val_size": 40}
+    fit(changed["train_func"], config, bucketpoint_minio, bucket, workers=2)
+    assert whole(bucket, bucketpoint_minio) == ["0", "1"]
+    # One worker, whose model DDP does not wrap, goes on with the third epoch.
+    fit(changed["train_func"], {**config, "epochs": 3}, bucketpoint_minio, bucket, workers=1)
+    assert whole(bucket, bucketpoint_minio) == ["0", "1", "2"]
+
+
+def test_the_example_of_the_page_trains_and_goes_on(
+    bucketpoint_minio: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    page = Path(__file__).parents[2] / "docs" / "ray.md"
+    code = page.read_text(encoding="utf-8").split("```python\n")[1].split("```")[0]
+    bucket = bucketpoint_minio.make_bucket()
+    path = f"storage_path='{bucket}', storage_filesystem=filesystem"
+    code = code.replace('storage_path="s3://bucket/runs"', path).replace('name="run-7"', 'name="run"')
+    # As the main module's the functions reach the workers by value.
+    around = {"__name__": "__main__", "filesystem": filesystem(bucketpoint_minio)}
+    exec(code.replace("4):", "3):"), around)
+    assert whole(bucket, bucketpoint_minio) == ["1", "2", "3"]
+    exec(code.replace("num_workers=2", "num_workers=1"), around)
+    assert whole(bucket, bucketpoint_minio) == ["2", "3", "4"]
+
+
+def mistakes(config: dict[str, Any]) -> None:
+    """Make mistakes of users, and write down the errors."""
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    state = {"model": model, "optimizer": optimizer}
+    errors = []
+    for options in (
+        {"state": state},
+        {"state": state, "step": 1, "storage_writer": bucketpoint.BucketWriter(), "storage_options": {}},
+        {"state": {"optimizer": optimizer}, "step": 1},
+    ):
+        try:
+            report({"loss": 1.0}, **options)
+        except BucketpointError as error:
+            errors.append(str(error))
+    Path(config["report"]).write_text(json.dumps(errors))
+    # A store that is not Ray's.
+    report({"loss": 1.0}, state, step=1, storage_options=config["other"])
+
+
+def test_mistakes_are_told_with_what_to_do(
+    bucketpoint_minio: S3Server, bucketpoint_moto: S3Server, tmp_path: Path
+) -> None:
+    bucket = bucketpoint_minio.make_bucket()
+    bucketpoint_moto.client().create_bucket(Bucket=bucket)
+    config = {"report": str(tmp_path / "errors"), "other": bucketpoint_moto.options}
+    with pytest.raises(ray.train.WorkerGroupError, match="reads from another store"):
+        fit(mistakes, config, bucketpoint_minio, bucket, workers=1)
+    no_step, both, no_model = json.loads((tmp_path / "errors").read_text())
+    assert "step=" in no_step
+    assert "S3Writer(storage_options=" in both
+    assert "together with its model" in no_model
+
+
+def lost(config: dict[str, Any]) -> None:
+    if ray.train.get_checkpoint() is None:
+        report({"loss": 1.0}, {"model": torch.nn.Linear(2, 2)}, step=1)
+    else:
+        restore({"model": torch.nn.Linear(2, 2)})
+
+
+def test_a_run_does_not_begin_from_scratch_if_ray_knows_a_checkpoint_that_is_gone(bucketpoint_minio: S3Server) -> None:
+    bucket = bucketpoint_minio.make_bucket()
+    fit(lost, {}, bucketpoint_minio, bucket, workers=1)
+    (key,) = (key for key in bucketpoint_minio.keys(bucket, "run/") if key.endswith("/.metadata"))
+    bucketpoint_minio.client().delete_object(Bucket=bucket, Key=key)
+    with pytest.raises(ray.train.WorkerGroupError, match="does not have"):
+        fit(lost, {}, bucketpoint_minio, bucket, workers=1)
+
+
+def test_a_filesystem_without_a_url_is_named() -> None:
+    assert checkpoint_url(ray.train.Checkpoint("/data/run/c", pyarrow.fs.LocalFileSystem())) == "/data/run/c"
+    wrapped = pyarrow.fs.PyFileSystem(pyarrow.fs.FSSpecHandler(fsspec.filesystem("memory")))
+    assert checkpoint_url(ray.train.Checkpoint("/run/c", wrapped)) == "memory:///run/c"
+    with pytest.raises(BucketpointError, match=r"'mock' has no URL.*storage_path"):
+        checkpoint_url(ray.train.Checkpoint("run/c", pyarrow.fs._MockFileSystem()))
