@@ -45,12 +45,17 @@ def test_a_run_saves_beside_training_prunes_and_goes_on_with_another_number_of_r
     minio: S3Server, root: str, assets: Path, tmp_path: Path
 ) -> None:
     catalog = open_catalog(root, storage_options=minio.options)
-    common = [*flags(root, steps=5), "--checkpoint.async_mode", "async"]
+    override = f'{OURS}={{"on_commit": "titan.told:note"}}'
+    common = [*flags(root, steps=5, override=override), "--checkpoint.async_mode", "async"]
     split = ["--parallelism.tensor_parallel_degree", "2"]
-    whole = train(assets, tmp_path / "two", *common, *split, world=2, env=minio.env).succeeded()
+    env = {**minio.env, "TOLD": str(tmp_path / "told")}
+    whole = train(assets, tmp_path / "two", *common, *split, world=2, env=env).succeeded()
     assert there(catalog) == [(3, "full"), (4, "full"), (5, "full")]
+    # torchtitan makes its last save itself, while nothing trains any more.
+    told = [f"{step} {root}/step-{step}" for step in range(1, 5)]
+    assert (tmp_path / "told").read_text().splitlines()[:4] == told
 
-    again = train(assets, tmp_path / "one", *common, "--checkpoint.load_step", "3", env=minio.env).succeeded()
+    again = train(assets, tmp_path / "one", *common, "--checkpoint.load_step", "3", env=env).succeeded()
     assert list(again.losses) == [4, 5]
     for step, loss in again.losses.items():
         assert loss == pytest.approx(whole.losses[step], abs=2e-3)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import pkgutil
 import time
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -61,16 +62,19 @@ class BucketpointManager(CheckpointManager):
 
     @dataclass(kw_only=True, slots=True)
     class Config(CheckpointManager.Config):
-        """torchtitan's options, and two of bucketpoint's.
+        """torchtitan's options, and three of bucketpoint's.
 
         Attributes:
             policy: file of the retention policy, which rank 0 reads; by default the one that BUCKETPOINT_POLICY names.
                 Without either, `keep_latest_k` is the policy.
             fresh: begin from scratch if there are traces of checkpoints and none can be loaded.
+            on_commit: function that is called on rank 0 with a `CommitInfo` once an asynchronous save is committed, as
+                `package.module:name`.
         """
 
         policy: str | None = None
         fresh: bool = False
+        on_commit: str | None = None
 
     # Attributes that the base class sets, declared here because torchtitan is imported without types.
     enable: bool
@@ -98,6 +102,7 @@ class BucketpointManager(CheckpointManager):
         self._pruner = worker_of(self._catalog, policy)
         self._uploads = Uploads(TransferOptions())
         self._earlier_saves = EarlierSaves()
+        self._on_commit = _named(config.on_commit)
         self._triggers = Triggers(policy.save, ranks)
         logger.info("checkpoints are saved to and loaded from %s by bucketpoint", self._catalog.url)
 
@@ -148,7 +153,7 @@ class BucketpointManager(CheckpointManager):
             if enable_garbage_collection:
                 GarbageCollection.collect("GC collection invoked by checkpointer.")
             return None
-        handle: Any = async_save(state_dict, async_stager=self.stager, **saving)
+        handle: Any = async_save(state_dict, async_stager=self.stager, on_commit=self._on_commit, **saving)
         if async_mode == AsyncMode.ASYNC_WITH_PINNED_MEM:
             return AsyncSaveResponse(staging_completion=handle.staged, upload_completion=handle)
         return handle
@@ -244,6 +249,23 @@ class BucketpointManager(CheckpointManager):
             self._ranks.close()
 
 
+def _named(name: str | None) -> Any:
+    """Import a function by its name.
+
+    Raises:
+        BucketpointError: there is none.
+    """
+    if name is None:
+        return None
+    try:
+        return pkgutil.resolve_name(name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise BucketpointError(
+            f"on_commit names no function: {name!r}: {error}",
+            remedy='Give it as {"on_commit": "package.module:name"}, and put the package on PYTHONPATH',
+        ) from error
+
+
 def _policy_of(config: Any) -> RetentionPolicy:
     """Read the policy's file, or make a policy from torchtitan's own option.
 
@@ -261,9 +283,11 @@ def _policy_of(config: Any) -> RetentionPolicy:
 
 
 @override(target=CheckpointManager.Config, exact=True, description="checkpoints in object stores, by bucketpoint")
-def use(config: CheckpointManager.Config, *, policy: str | None = None, fresh: bool = False) -> Any:
+def use(
+    config: CheckpointManager.Config, *, policy: str | None = None, fresh: bool = False, on_commit: str | None = None
+) -> Any:
     """Replace torchtitan's options by bucketpoint's.
 
     `--override.imports bucketpoint.integrations.torchtitan.use` names this function.
     """
-    return derive(config, BucketpointManager.Config, policy=policy, fresh=fresh)
+    return derive(config, BucketpointManager.Config, policy=policy, fresh=fresh, on_commit=on_commit)
