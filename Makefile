@@ -113,6 +113,14 @@ test-transformers: .venv-transformers/$(STAMP) minio ## transformers' Trainer on
 		echo "== test-transformers: nothing was tested, as transformers is not to be had here (see above)"; \
 	fi
 
+.PHONY: test-ray
+test-ray: .venv-ray/$(STAMP) minio ## Ray Train's workers on URLs, where the index has Ray
+	@if [ -e $< ]; then \
+		.venv-ray/bin/python -m pytest tests/ray_train $(ARGS); \
+	else \
+		echo "== test-ray: nothing was tested, as Ray is not to be had here (see above)"; \
+	fi
+
 .PHONY: test-lightning
 test-lightning: .venv-lightning/$(STAMP) minio ## Lightning's trainers and Fabric on URLs, where the index has Lightning
 	@if [ -e $< ]; then \
@@ -128,6 +136,10 @@ test-torch-checkpointing: .venv-torch-checkpointing/$(STAMP) minio ## torch_chec
 	else \
 		echo "== test-torch-checkpointing: nothing was tested, as torch_checkpointing is not to be had here (see above)"; \
 	fi
+
+.PHONY: test-tracking
+test-tracking: .venv-tracking/$(STAMP) minio ## the examples for W&B, MLflow and TensorBoard, with them
+	@.venv-tracking/bin/python -m pytest tests/trackers $(ARGS)
 
 .PHONY: test-fsspec
 test-fsspec: .venv-fsspec/$(STAMP) minio fake-gcs azurite ## fsspec's filesystems on real servers, in an environment that has s3fs, gcsfs and adlfs
@@ -211,7 +223,7 @@ env: $(VENV)/$(STAMP) ## build the environment
 
 .PHONY: clean
 clean: ## delete environments, caches and builds, servers and uv too
-	rm -rf .venv .venv-torch-* .venv-py* .venv-xla .venv-titan .venv-accelerate .venv-frameworks .venv-lightning .venv-transformers .venv-fsspec .venv-dist .cache
+	rm -rf .venv .venv-torch-* .venv-py* .venv-xla .venv-titan .venv-accelerate .venv-frameworks .venv-lightning .venv-transformers .venv-ray .venv-tracking .venv-torch-checkpointing .venv-fsspec .venv-dist .cache
 	rm -rf .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache build dist
 	find src tests tools examples bench sim -name __pycache__ -type d -prune -exec rm -rf {} +
 
@@ -239,6 +251,11 @@ LIGHTNING ?= 2.6.*
 .venv-lightning/$(STAMP): pyproject.toml tools/make_env.py
 	@$(PYTHON3) tools/make_env.py .venv-lightning --beside "lightning==$(LIGHTNING)" --python "$(PYTHON)"
 
+# The newest Ray that the tests have run with, and the oldest that the extra accepts: RAY=2.53.*.
+RAY ?= 2.60.*
+.venv-ray/$(STAMP): pyproject.toml tools/make_env.py
+	@$(PYTHON3) tools/make_env.py .venv-ray --beside "ray[train]==$(RAY)" --python "$(PYTHON)"
+
 # The newest transformers that the tests have run with.
 TRANSFORMERS ?= 5.23.*
 .venv-transformers/$(STAMP): pyproject.toml tools/make_env.py
@@ -249,6 +266,9 @@ TRANSFORMERS ?= 5.23.*
 
 .venv-torch-checkpointing/$(STAMP): pyproject.toml tools/make_env.py
 	@$(PYTHON3) tools/make_env.py .venv-torch-checkpointing --beside "torch_checkpointing==0.1.1" --python "$(PYTHON)"
+
+.venv-tracking/$(STAMP): pyproject.toml tools/make_env.py
+	@$(PYTHON3) tools/make_env.py .venv-tracking --extra dev,tracking --python "$(PYTHON)"
 
 # An environment of its own: s3fs pins a botocore that holds boto3 back.
 .venv-fsspec/$(STAMP): pyproject.toml tools/make_env.py
