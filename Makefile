@@ -121,6 +121,14 @@ test-ray: .venv-ray/$(STAMP) minio ## Ray Train's workers on URLs, where the ind
 		echo "== test-ray: nothing was tested, as Ray is not to be had here (see above)"; \
 	fi
 
+.PHONY: test-megatron
+test-megatron: .venv-megatron/$(STAMP) minio ## megatron-core's checkpoints at URLs, where the index has megatron-core
+	@if [ -e $< ]; then \
+		.venv-megatron/bin/python -m pytest -n $(WORKERS) --dist loadscope tests/megatron_core $(ARGS); \
+	else \
+		echo "== test-megatron: nothing was tested, as megatron-core is not to be had here (see above)"; \
+	fi
+
 .PHONY: test-lightning
 test-lightning: .venv-lightning/$(STAMP) minio ## Lightning's trainers and Fabric on URLs, where the index has Lightning
 	@if [ -e $< ]; then \
@@ -223,7 +231,7 @@ env: $(VENV)/$(STAMP) ## build the environment
 
 .PHONY: clean
 clean: ## delete environments, caches and builds, servers and uv too
-	rm -rf .venv .venv-torch-* .venv-py* .venv-xla .venv-titan .venv-accelerate .venv-frameworks .venv-lightning .venv-transformers .venv-ray .venv-tracking .venv-torch-checkpointing .venv-fsspec .venv-dist .cache
+	rm -rf .venv .venv-torch-* .venv-py* .venv-xla .venv-titan .venv-accelerate .venv-frameworks .venv-lightning .venv-transformers .venv-ray .venv-megatron .venv-tracking .venv-torch-checkpointing .venv-fsspec .venv-dist .cache
 	rm -rf .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache build dist
 	find src tests tools examples bench sim -name __pycache__ -type d -prune -exec rm -rf {} +
 
@@ -250,6 +258,12 @@ ACCELERATE := 1.15.*
 LIGHTNING ?= 2.6.*
 .venv-lightning/$(STAMP): pyproject.toml tools/make_env.py
 	@$(PYTHON3) tools/make_env.py .venv-lightning --beside "lightning==$(LIGHTNING)" --python "$(PYTHON)"
+
+# megatron-core 0.19 wants Python 3.12.
+MEGATRON ?= 0.19.*
+MEGATRON_PYTHON := 3.12
+.venv-megatron/$(STAMP): pyproject.toml tools/make_env.py
+	@$(PYTHON3) tools/make_env.py .venv-megatron --beside "megatron-core==$(MEGATRON)" --python "$(or $(PYTHON),$(MEGATRON_PYTHON))"
 
 # The newest Ray that the tests have run with, and the oldest that the extra accepts: RAY=2.53.*.
 RAY ?= 2.60.*

@@ -84,7 +84,7 @@ def test_type_checkers_see_each_public_name_in_the_module_that_gives_it_at_run_t
     assert seen.keys() == {name for name in bucketpoint.__all__ if not hasattr(errors, name)} - {"__version__"}
 
 
-@pytest.mark.parametrize("name", ["accelerate", "lightning", "ray", "torch_checkpointing", "transformers"])
+@pytest.mark.parametrize("name", ["accelerate", "lightning", "megatron", "ray", "torch_checkpointing", "transformers"])
 def test_an_integration_without_its_framework_says_what_to_install(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, name, None)
     for module in [module for module in sys.modules if module.startswith(f"{name}.")]:

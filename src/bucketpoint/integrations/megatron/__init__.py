@@ -1,0 +1,21 @@
+"""megatron-core: `dist_checkpointing` whose checkpoints are URLs, saved whole or not at all, in the background too.
+
+The strategies derive from megatron's own for the format `torch_dist`, so that megatron, and its wrappers for fully
+parallel saves and loads, accept them.
+"""
+
+from __future__ import annotations
+
+try:
+    import megatron.core.dist_checkpointing  # noqa: F401 (the modules below need it)
+except ModuleNotFoundError as error:  # pragma: no cover
+    raise ModuleNotFoundError(
+        "bucketpoint.integrations.megatron needs megatron-core: pip install 'megatron-core>=0.19'", name=error.name
+    ) from error
+
+from bucketpoint.integrations.megatron.calls import load, save
+from bucketpoint.integrations.megatron.loading import BucketLoadStrategy
+from bucketpoint.integrations.megatron.saving import BucketSaveStrategy
+from bucketpoint.integrations.megatron.training import let_stand_for
+
+__all__ = ["BucketLoadStrategy", "BucketSaveStrategy", "let_stand_for", "load", "save"]

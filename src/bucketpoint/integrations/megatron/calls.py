@@ -1,0 +1,108 @@
+"""`save` and `load`: megatron's functions of `dist_checkpointing`, for a checkpoint at a URL."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from contextlib import ExitStack
+from typing import Any
+
+from megatron.core import dist_checkpointing
+
+from bucketpoint.errors import BucketpointError
+from bucketpoint.integrations.megatron.loading import COMMON, BucketLoadStrategy
+from bucketpoint.integrations.megatron.saving import BucketSaveStrategy
+from bucketpoint.integrations.megatron.stand_in import stand_in, write_side_files
+
+
+def save(
+    sharded_state_dict: dict[Any, Any],
+    url: str | os.PathLike[str],
+    *,
+    sharded_strategy: Any = None,
+    storage_options: Mapping[str, Any] | None = None,
+    **options: Any,
+) -> Any:
+    """Save a state to a URL by megatron's `dist_checkpointing.save`. All ranks.
+
+    Args:
+        sharded_strategy: a `BucketSaveStrategy`, or megatron's `FullyParallelSaveStrategyWrapper` of one. One that is
+            kept from save to save keeps its memory and compares states.
+        storage_options: as for `BucketWriter`, when there is no strategy.
+        options: as for megatron's function.
+
+    Returns:
+        None, and the checkpoint is committed; with `async_sharded_save=True` megatron's `AsyncRequest`, and it is
+        committed once the request is finalized.
+
+    Raises:
+        BucketpointError: nothing was committed; or megatron was asked for what it can do in local folders only.
+    """
+    where = os.fspath(url)
+    strategy = sharded_strategy or BucketSaveStrategy(storage_options=storage_options)
+    _check(strategy, BucketSaveStrategy, where, options)
+    with ExitStack() as stack:
+        folder = stack.enter_context(stand_in(where))
+        request = dist_checkpointing.save(sharded_state_dict, folder, strategy, **options)
+        if request is not None:
+            request.add_finalize_fn(stack.pop_all().close)
+        return request
+
+
+def load(
+    sharded_state_dict: dict[Any, Any],
+    url: str | os.PathLike[str],
+    *,
+    sharded_strategy: Any = None,
+    storage_options: Mapping[str, Any] | None = None,
+    **options: Any,
+) -> Any:
+    """Load a state from a URL by megatron's `dist_checkpointing.load`. All ranks, of any number.
+
+    Args:
+        sharded_strategy: a `BucketLoadStrategy`, or megatron's `FullyParallelLoadStrategyWrapper` of one.
+        storage_options: as for `BucketReader`, when there is no strategy.
+        options: as for megatron's function, such as `strict`.
+
+    Returns:
+        what megatron's function returns: the state, and with `strict="return_all"` the mismatches.
+
+    Raises:
+        CheckpointNotFoundError: there is no whole checkpoint at the URL.
+        BucketpointError: it cannot be loaded; or megatron was asked for what it can do in local folders only.
+    """
+    where = os.fspath(url)
+    strategy = sharded_strategy or BucketLoadStrategy(storage_options=storage_options)
+    base = _check(strategy, BucketLoadStrategy, where, options)
+    with stand_in(where) as folder:
+        # megatron reads values that are not sharded without the strategy, in the folder.
+        write_side_files(folder, COMMON, base.load_common_item(where))
+        return dist_checkpointing.load(sharded_state_dict, folder, strategy, **options)
+
+
+def _check(strategy: Any, kind: type[Any], url: str, options: Mapping[str, Any]) -> Any:
+    """Return the strategy, or the one that a wrapper of megatron wraps.
+
+    Raises:
+        BucketpointError: it is not of the kind, the URL is one of multi-storage-client, or files are to be hashed.
+    """
+    base = getattr(strategy, "base_strategy", strategy)
+    if not isinstance(base, kind):
+        raise BucketpointError(
+            f"{type(base).__name__} works in local folders only",
+            url=url,
+            remedy=f"Use {kind.__name__}(), by itself or wrapped",
+        )
+    if url.startswith("msc://"):
+        raise BucketpointError(
+            "Profiles of multi-storage-client are not read here",
+            url=url,
+            remedy="Give the URL of the bucket, such as s3://bucket/run/iter_0000500, and storage_options if needed",
+        )
+    if options.get("verify_integrity"):
+        raise BucketpointError(
+            "verify_integrity=True hashes the files of a local folder",
+            url=url,
+            remedy="Leave it out: each byte that is loaded is verified by its checksum",
+        )
+    return base

@@ -1,0 +1,184 @@
+"""`BucketSaveStrategy`, megatron's strategy that saves through a `BucketWriter`."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import os
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import torch.distributed.checkpoint as dcp
+from megatron.core.dist_checkpointing.core import CONFIG_FNAME, CheckpointingConfig
+from megatron.core.dist_checkpointing.strategies import torch as torch_dist
+from megatron.core.dist_checkpointing.strategies.checkpointable import CheckpointableShardedTensor, LocalShardsContainer
+from torch.distributed.checkpoint import CheckpointException, Metadata, SavePlan
+from torch.distributed.checkpoint.planner import WriteItem
+from torch.distributed.checkpoint.staging import AsyncStager
+
+from bucketpoint.dcp import BucketWriter, SaveHandle, SavePlanner, async_save
+from bucketpoint.dcp.async_save import as_ours
+from bucketpoint.dcp.process_groups import group_beside
+from bucketpoint.format import keys
+from bucketpoint.integrations.megatron.stand_in import url_of
+from bucketpoint.stores import open_store
+
+_POLL_S = 0.05
+
+
+class BucketSaveStrategy(torch_dist.TorchDistSaveShardedStrategy):
+    """megatron's `torch_dist` strategy that saves through a `BucketWriter`. Keep one for all saves of a run.
+
+    Usable with `bucketpoint.integrations.megatron.save`, by itself or in `FullyParallelSaveStrategyWrapper`, and for a
+    local folder with `dist_checkpointing.save`.
+
+    Args:
+        storage_writer: writer to save with, such as one with a retention policy.
+        storage_options: as for `BucketWriter`, when there is no writer.
+        options: as for megatron's strategy. Those about files, threads and cached metadata have no effect.
+    """
+
+    def __init__(
+        self,
+        *,
+        storage_writer: BucketWriter | None = None,
+        storage_options: Mapping[str, Any] | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(**options)
+        self._writer = storage_writer or BucketWriter(storage_options=storage_options)
+
+    def save(self, sharded_state_dict: Any, checkpoint_dir: Any) -> None:
+        """Save the sharded part of a state. All ranks.
+
+        Raises:
+            BucketpointError: nothing was committed.
+        """
+        url = url_of(checkpoint_dir)
+        try:
+            dcp.save(
+                self._state(sharded_state_dict),
+                checkpoint_id=url,
+                storage_writer=self._writer,
+                planner=self._planner(checkpoint_dir),
+                process_group=group_beside(None),
+            )
+        except CheckpointException as raised:
+            raise as_ours(raised, url) from raised
+
+    def async_save(self, sharded_state_dict: Any, checkpoint_dir: Any, async_strategy: str = "nvrx") -> Any:
+        """Begin to save the sharded part of a state in the background. All ranks.
+
+        Returns:
+            megatron's `AsyncRequest`, once the state is copied and training may change it. bucketpoint uploads by
+            itself, from now on: in its process megatron only waits for the end. The first finalizing function raises
+            the error of a save that failed.
+        """
+        _, modules = torch_dist.get_async_strategy(async_strategy)
+        handle = async_save(
+            self._state(sharded_state_dict),
+            checkpoint_id=url_of(checkpoint_dir),
+            storage_writer=self._writer,
+            planner=self._planner(checkpoint_dir),
+            async_stager=_Stager(self._writer),
+        )
+        handle.staged.result()
+        return modules["AsyncRequest"](_wait_for_end, (_sign_of(handle), os.getpid()), [handle.result])
+
+    def _state(self, sharded_state_dict: Any) -> dict[str, Any]:
+        """Return the state for DCP."""
+        flat, _, _ = torch_dist._replace_state_dict_keys_with_sharded_keys(
+            sharded_state_dict, self.keep_only_main_replica
+        )
+        state: dict[str, Any] = torch_dist.mcore_to_pyt_state_dict(flat)
+        return state
+
+    def _planner(self, checkpoint_dir: Any) -> SavePlanner:
+        # Plans are not kept: megatron's sharded tensors do not tell DCP the dtype that a kept plan would depend on.
+        planner = _Planner(False, False, enable_plan_caching=False)
+        url = url_of(checkpoint_dir)
+        if url != os.fspath(checkpoint_dir):
+            planner.write_side_file = functools.partial(self._write_config, url)
+        return planner
+
+    def _write_config(self, url: str) -> None:
+        """Write the file that megatron's own readers ask for. It is the same at each save."""
+        store, prefix = open_store(url, storage_options=self._writer._storage_options, fs=self._writer._fs)
+        config = json.dumps(dataclasses.asdict(CheckpointingConfig(self.backend, self.version))).encode()
+        store.put(keys.join(prefix, CONFIG_FNAME), [memoryview(config)])
+
+
+class _Planner(SavePlanner):
+    """Planner for states of megatron, whose objects are serialized already.
+
+    Attributes:
+        write_side_file: called on the coordinator before anything is uploaded, where all ranks learn of its errors.
+    """
+
+    write_side_file: Callable[[], None] | None = None
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        if self.write_side_file is not None:
+            self.write_side_file()
+        return super().create_global_plan(all_plans)
+
+    def transform_object(self, write_item: WriteItem, object: Any) -> Any:  # noqa: A002 (torch's name)
+        return object
+
+
+class _Stager(AsyncStager):
+    """Stager that copies the data of megatron's sharded tensors, whose classes do not tell what they wrap."""
+
+    def __init__(self, writer: BucketWriter) -> None:
+        self._writer = writer
+
+    def stage(self, state_dict: dict[str, Any]) -> Any:
+        shards = {name: _shards_of(value) for name, value in state_dict.items()}
+        staged = self._writer.stage(
+            {name: [each.data for each in of] if of else state_dict[name] for name, of in shards.items()}
+        )
+        if isinstance(staged, Future):
+            staged = staged.result()
+        for name, of in shards.items():
+            if of:
+                copies = [dataclasses.replace(each, data=data) for each, data in zip(of, staged[name], strict=True)]
+                staged[name] = LocalShardsContainer([CheckpointableShardedTensor.from_sh_ten(each) for each in copies])
+        return staged
+
+    def synchronize_staging(self) -> None:
+        """Do nothing: `stage` returns when the copy is complete."""
+
+    def close(self) -> None:
+        """Do nothing: the writer owns the memory."""
+
+
+def _shards_of(value: Any) -> list[Any]:
+    """Return megatron's sharded tensors in a value; none if it is of another class."""
+    if isinstance(value, LocalShardsContainer):
+        return [each._sh_ten for each in value._local_shards]
+    return [value._sh_ten] if isinstance(value, CheckpointableShardedTensor) else []
+
+
+def _sign_of(handle: SaveHandle) -> str:
+    """Return the path of a file that exists for as long as a save goes on."""
+    number, path = tempfile.mkstemp(prefix="bucketpoint-save-")
+    os.close(number)
+    handle.add_done_callback(lambda _: Path(path).unlink(missing_ok=True))
+    return path
+
+
+def _wait_for_end(path: str, trainer: int) -> None:
+    """Wait until the save of a file is over, or its trainer dead. Called by megatron, in a process of its own."""
+    parent = os.getppid()
+    # A trainer that died is still there for `os.kill` until its own parent, which may wait for this process, looks.
+    while Path(path).exists() and os.getppid() == parent:
+        try:
+            os.kill(trainer, 0)
+        except ProcessLookupError:
+            return
+        time.sleep(_POLL_S)

@@ -1,0 +1,55 @@
+"""Local folders that stand for URLs in calls of megatron.
+
+megatron makes a `Path` of the folder that it is given, which turns `s3://bucket` into the local `s3:/bucket`, and reads
+and writes side files in it.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch.distributed.checkpoint as dcp
+from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
+from megatron.core.dist_checkpointing.strategies.torch import MCoreSavePlanner
+from torch.distributed.checkpoint import FileSystemWriter
+
+_urls: dict[str, str] = {}
+"""URLs by the folders that stand for them in this process, and for all below them."""
+
+
+def let_stand(folder: str | os.PathLike[str], url: str) -> None:
+    """Let a folder, and all that is below it, stand for a URL for the rest of this process."""
+    _urls[os.fspath(folder)] = url.rstrip("/")
+
+
+@contextmanager
+def stand_in(url: str) -> Iterator[str]:
+    """Make an empty folder that stands for a URL, and delete it at the end."""
+    with tempfile.TemporaryDirectory(prefix="bucketpoint-") as folder:
+        let_stand(folder, url)
+        try:
+            yield folder
+        finally:
+            del _urls[folder]
+
+
+def url_of(checkpoint_dir: Any) -> str:
+    """Return the URL for which a folder stands; the folder itself if it stands for none."""
+    folder: str = os.fspath(checkpoint_dir)
+    for each in (folder, os.path.dirname(folder)):
+        if each in _urls:
+            return _urls[each] + folder[len(each) :]
+    return folder
+
+
+def write_side_files(folder: str | os.PathLike[str], name: str, item: Any) -> None:
+    """Write a checkpoint with one item into a folder, for megatron, which reads that item without a strategy."""
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    planner = MCoreSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    dcp.save({name: item}, storage_writer=FileSystemWriter(folder), planner=planner, no_dist=True)
+    save_config(CheckpointingConfig("torch_dist"), os.fspath(folder))

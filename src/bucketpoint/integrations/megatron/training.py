@@ -1,0 +1,96 @@
+"""`let_stand_for`, by which Megatron's training loop saves to and loads from a URL."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from bucketpoint.catalog import latest_checkpoint
+from bucketpoint.dcp import BucketWriter
+from bucketpoint.errors import BucketpointError
+from bucketpoint.integrations.megatron.loading import COMMON, BucketLoadStrategy
+from bucketpoint.integrations.megatron.saving import BucketSaveStrategy
+from bucketpoint.integrations.megatron.stand_in import let_stand, write_side_files
+
+logger = logging.getLogger(__name__)
+
+_MARK = "bucketpoint-url.txt"
+"""File that says for which URL a folder stands."""
+
+_TRACKER = "latest_checkpointed_iteration.txt"
+
+
+def let_stand_for(
+    folder: str | os.PathLike[str],
+    url: str,
+    *,
+    storage_writer: BucketWriter | None = None,
+    storage_options: Mapping[str, Any] | None = None,
+    trusted: bool = False,
+) -> None:
+    """Let a local folder stand for the URL of a run in Megatron's training loop. All processes, before `pretrain`.
+
+    With `--save` and `--load` set to the folder, checkpoints go to `url/iter_0000500`, and training goes on from the
+    newest whole one. The folder holds side files only. They are made anew from the bucket here, so that no tracker file
+    names a checkpoint that does not exist. For the rest of the process two names in `megatron.training.checkpointing`,
+    those of megatron's strategies, are those of bucketpoint's.
+
+    Args:
+        folder: folder on each node, empty at the first time.
+        url: URL of the run.
+        storage_writer, storage_options, trusted: as for `BucketSaveStrategy` and `BucketLoadStrategy`.
+
+    Raises:
+        BucketpointError: the folder holds files of its own; or Megatron's training loop is not installed.
+    """
+    try:
+        from megatron.training import checkpointing
+    except ImportError as error:
+        raise BucketpointError(
+            f"Megatron's training loop cannot be imported: {error}", url=url, remedy="pip install 'megatron-core[mlm]'"
+        ) from error
+    root = Path(folder)
+    if int(os.environ.get("LOCAL_RANK", "0")) == 0:
+        _prepare(root, url, BucketLoadStrategy(storage_options=storage_options, trusted=trusted), storage_options)
+    if dist.is_initialized():
+        # Otherwise the ranks wait for each other when `pretrain` makes the process group.
+        dist.barrier()
+    let_stand(os.fspath(folder).rstrip("/"), url)
+    saving: dict[str, Any] = {"storage_writer": storage_writer, "storage_options": storage_options}
+    loading: dict[str, Any] = {"storage_options": storage_options, "trusted": trusted}
+    checkpointing.TorchDistSaveShardedStrategy = functools.partial(BucketSaveStrategy, **saving)
+    checkpointing.TorchDistLoadShardedStrategy = functools.partial(BucketLoadStrategy, **loading)
+
+
+def _prepare(root: Path, url: str, strategy: BucketLoadStrategy, storage_options: Mapping[str, Any] | None) -> None:
+    """Make the side files of the newest checkpoint, on one process of each node."""
+    root.mkdir(parents=True, exist_ok=True)
+    mark = root / _MARK
+    told = mark.read_text(encoding="utf-8") if mark.exists() else None
+    if told != url and (told is not None or any(root.iterdir())):
+        raise BucketpointError(
+            f"The folder {root} stands for {told}" if told else f"The folder {root} has files of its own",
+            url=url,
+            remedy="Give a folder for this run alone, which is empty at the first time",
+        )
+    mark.write_text(url, encoding="utf-8")
+    newest = latest_checkpoint(url, storage_options=storage_options)
+    tracker = root / _TRACKER
+    tracker.unlink(missing_ok=True)
+    if newest is None:
+        logger.info("%s holds no checkpoint yet: training begins from scratch", url)
+        return
+    name = newest.rpartition("/")[2]
+    iteration = name.removeprefix("iter_")
+    if name != f"iter_{iteration:0>7}" or not iteration.isdigit():
+        raise BucketpointError(
+            f"Megatron's training loop cannot load {name}", url=newest, remedy="Its folders are named iter_0000500"
+        )
+    write_side_files(root / name, COMMON, strategy.load_common_item(newest))
+    tracker.write_text(str(int(iteration)), encoding="utf-8")
