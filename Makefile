@@ -259,11 +259,11 @@ LIGHTNING ?= 2.6.*
 .venv-lightning/$(STAMP): pyproject.toml tools/make_env.py
 	@$(PYTHON3) tools/make_env.py .venv-lightning --beside "lightning==$(LIGHTNING)" --python "$(PYTHON)"
 
-# megatron-core 0.19 wants Python 3.12.
+# megatron-core 0.19 wants Python 3.12, one that is here or else uv's.
 MEGATRON ?= 0.19.*
-MEGATRON_PYTHON := 3.12
 .venv-megatron/$(STAMP): pyproject.toml tools/make_env.py
-	@$(PYTHON3) tools/make_env.py .venv-megatron --beside "megatron-core==$(MEGATRON)" --python "$(or $(PYTHON),$(MEGATRON_PYTHON))"
+	@$(PYTHON3) tools/make_env.py .venv-megatron --beside "megatron-core==$(MEGATRON)" \
+		--python "$${PYTHON:-$$($(PYTHON3) tools/find_python.py 3.12 || echo 3.12)}"
 
 # The newest Ray that the tests have run with, and the oldest that the extra accepts: RAY=2.53.*.
 RAY ?= 2.60.*
