@@ -9,10 +9,11 @@ from typing import Any
 import lightning
 import pytest
 import torch
-from tests.lit.test_lightning import chunks, launched
+from tests.lit.test_lightning import chunks, killed_in_an_upload, launched
 
 from bucketpoint import BucketpointError
 from bucketpoint.integrations.lightning import FabricBucketSingleDeviceStrategy
+from bucketpoint.testing.plugin import MakeProxy
 from bucketpoint.testing.servers import S3Server
 
 PROGRAM = Path(__file__).with_name("fabric_trainer.py")
@@ -20,16 +21,20 @@ PROGRAM = Path(__file__).with_name("fabric_trainer.py")
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
 
 
-@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
-def test_a_killed_loop_of_fabric_goes_on_with_fewer_ranks(kind: str, minio: S3Server, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["ddp", "fsdp", "fsdp2"])
+def test_a_loop_of_fabric_killed_in_an_upload_goes_on_with_fewer_ranks(
+    kind: str, minio: S3Server, fault_proxy: MakeProxy, tmp_path: Path
+) -> None:
     bucket = minio.make_bucket()
     runs = {}
-    for name, world, kill_at in (("whole", 4, 0), ("run", 4, 18), ("run", 2, 0)):
-        root, report = f"s3://{bucket}/{name}", tmp_path / f"{name}-{world}"
-        ran = launched(PROGRAM, [root, str(report), kind, str(world), str(kill_at)], world, minio)
-        assert (ran.returncode != 0) == bool(kill_at), ran.stderr[-6000:]
-        if not kill_at:
-            runs[name] = json.loads(report.read_text())
+    for name, world in (("whole", 4), ("run", 2)):
+        root, report = f"s3://{bucket}/{name}", tmp_path / name
+        if name == "run":
+            arguments = [root, str(report), kind, "4"]
+            killed_in_an_upload(PROGRAM, arguments, 4, minio, fault_proxy(minio), f"{root}/step-18")
+        ran = launched(PROGRAM, [root, str(report), kind, str(world)], world, minio)
+        assert ran.returncode == 0, ran.stderr[-6000:]
+        runs[name] = json.loads(report.read_text())
     assert chunks(f"s3://{bucket}/run/step-12", "model.0.weight", minio) == (1 if kind == "ddp" else 4)
     seen, expected = runs["run"], runs["whole"][12:]
     assert [each[:2] for each in seen] == [each[:2] for each in expected]

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -20,6 +22,8 @@ import bucketpoint
 from bucketpoint import BucketpointError, RetentionPolicy
 from bucketpoint.integrations.lightning import BucketCheckpoint, BucketCheckpointIO, BucketSingleDeviceStrategy
 from bucketpoint.retention import Keep, Save, SaveEvery
+from bucketpoint.testing import FaultProxy, Kill, always
+from bucketpoint.testing.plugin import MakeProxy
 from bucketpoint.testing.servers import S3Server, free_port
 
 TRAINER = Path(__file__).with_name("trainer.py")
@@ -39,18 +43,47 @@ def launched(program: Path, arguments: list[str], world: int, server: S3Server, 
         cwd=None if program.parent == TRAINER.parent else program.parent,
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=500,
         check=False,
     )
 
 
-def train(root: str, report: Path, kind: str, world: int, server: S3Server, *, kill_at: int = 0, **env: str) -> Any:
-    """Run the trainer on so many ranks. Return what rank 0 saw; None if the trainer was killed."""
-    ran = launched(TRAINER, [root, str(report), kind, str(world), str(kill_at)], world, server, **env)
-    if kill_at:
-        assert ran.returncode != 0
-        assert not report.exists()
-        return None
+def killed_in_an_upload(
+    program: Path, arguments: list[str], world: int, server: S3Server, proxy: FaultProxy, url: str
+) -> None:
+    """Run a program on so many ranks, until SIGKILL to all of them when part of a checkpoint is in the bucket."""
+    job = {"TORCHELASTIC_RUN_ID": "job", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    job |= {"WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world), "GROUP_RANK": "0", "OMP_NUM_THREADS": "1"}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, str(program), *arguments],
+            env={**os.environ, **server.at(proxy.url).env, **job, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stderr=subprocess.DEVNULL if rank else subprocess.PIPE,
+            text=True,
+            # The proxy kills the processes that upload for a rank, too.
+            start_new_session=True,
+        )
+        for rank in range(world)
+    ]
+    key = url.split("/", 3)[3]
+    groups = tuple(process.pid for process in ranks)
+    proxy.play(always(Kill(groups), kinds=["PutObject"], keys=f"{key}/*.distcp", skip=1, times=1))
+    try:
+        errors = [process.communicate(timeout=500)[1] for process in ranks]
+    finally:
+        for group in groups:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(group, signal.SIGKILL)
+    assert [process.returncode for process in ranks] == [-signal.SIGKILL] * world, errors[0][-6000:]
+    written = [each.request.key for each in proxy.exchanges if each.request.kind == "PutObject"]
+    assert len([name for name in written if name.startswith(key)]) >= 2
+    with pytest.raises(bucketpoint.BucketpointError):
+        bucketpoint.load(url, storage_options=server.options)
+
+
+def train(root: str, report: Path, kind: str, world: int, server: S3Server, **env: str) -> Any:
+    """Run the trainer on so many ranks. Return what rank 0 saw."""
+    ran = launched(TRAINER, [root, str(report), kind, str(world)], world, server, **env)
     assert ran.returncode == 0, ran.stderr[-6000:]
     return json.loads(report.read_text())
 
@@ -61,20 +94,21 @@ def chunks(url: str, key: str, server: S3Server) -> int:
     return len(metadata.state_dict_metadata[key].chunks)
 
 
-@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
-def test_a_run_killed_in_a_save_goes_on_with_fewer_ranks_as_if_nothing_had_happened(
-    kind: str, minio: S3Server, tmp_path: Path
+@pytest.mark.parametrize("kind", ["ddp", "fsdp", "fsdp2"])
+def test_a_run_killed_in_an_upload_goes_on_with_fewer_ranks_as_if_nothing_had_happened(
+    kind: str, minio: S3Server, fault_proxy: MakeProxy, tmp_path: Path
 ) -> None:
     bucket = minio.make_bucket()
     whole = train(f"s3://{bucket}/whole", tmp_path / "whole", kind, 4, minio)
     assert [step for step, _, _ in whole["seen"]] == list(range(1, LAST + 1))
     root = f"s3://{bucket}/run"
-    train(root, tmp_path / "killed", kind, 4, minio, kill_at=18)
+    proxy, arguments = fault_proxy(minio), [root, str(tmp_path / "killed"), kind, "4"]
+    killed_in_an_upload(TRAINER, arguments, 4, minio, proxy, f"{root}/step-18")
     newest = bucketpoint.latest_checkpoint(root, storage_options=minio.options)
     # Nine steps are an epoch, so that the checkpoint lies in the middle of the second one.
     assert newest == f"{root}/step-12"
     assert chunks(newest, "model.net.0.weight", minio) == (1 if kind == "ddp" else 4)
-    resumed = train(root, tmp_path / "resumed", kind, 2 if kind == "fsdp2" else 1, minio, WORKERS="1")
+    resumed = train(root, tmp_path / "resumed", kind, 2, minio, WORKERS="1")
     seen, expected = resumed["seen"], whole["seen"][12:]
     assert [each[:2] for each in seen] == [each[:2] for each in expected]
     losses, wanted = ([loss for _, _, loss in each] for each in (seen, expected))
@@ -82,10 +116,13 @@ def test_a_run_killed_in_a_save_goes_on_with_fewer_ranks_as_if_nothing_had_happe
     assert (resumed["rate"], resumed["epoch"]) == (whole["rate"], whole["epoch"])
 
 
-def test_a_sharded_run_goes_on_from_a_checkpoint_of_ddp_with_larger_batches(minio: S3Server, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("first", "then"), [("ddp", "fsdp2"), ("fsdp2", "ddp"), ("ddp", "fsdp"), ("fsdp", "fsdp2")])
+def test_a_run_goes_on_with_another_strategy_and_larger_batches(
+    first: str, then: str, minio: S3Server, tmp_path: Path
+) -> None:
     root = f"s3://{minio.make_bucket()}/run"
-    train(root, tmp_path / "killed", "ddp", 2, minio, kill_at=18)
-    resumed = train(root, tmp_path / "resumed", "fsdp2", 2, minio, BATCH="24")
+    train(root, tmp_path / "first", first, 2, minio, STEPS="12")
+    resumed = train(root, tmp_path / "resumed", then, 2, minio, BATCH="24")
     # The second epoch's last 48 samples and the third epoch.
     assert [len(samples) for _, samples, _ in resumed["seen"]] == [24] * 5
     second, third = resumed["seen"][:2], resumed["seen"][2:]
@@ -214,16 +251,41 @@ def test_a_plain_checkpoint_is_one_object(minio: S3Server) -> None:
         plugin.load_checkpoint(url)
 
 
-def test_the_example_of_the_page_trains_and_goes_on(minio: S3Server, tmp_path: Path) -> None:
+def blocks(language: str) -> str:
+    """Return the first block of code in a language on the page."""
     page = Path(__file__).parents[2] / "docs" / "lightning.md"
+    return page.read_text(encoding="utf-8").split(f"```{language}\n")[1].split("```")[0]
+
+
+def test_the_example_of_the_page_trains_and_goes_on(minio: S3Server, tmp_path: Path) -> None:
     program = tmp_path / "train.py"
-    code = page.read_text(encoding="utf-8").split("```python\n")[1].split("```")[0]
+    (tmp_path / "policy.yaml").write_text(blocks("yaml"))
     root = f"s3://{minio.make_bucket()}/run-7"
     for epochs, world, last in ((1, 2, 16), (2, 1, 48)):
-        text = code.replace('"s3://bucket/run-7"', repr(root)).replace("max_epochs=4", f"max_epochs={epochs}")
+        text = blocks("python").replace("s3://bucket/run-7", root).replace("max_epochs=4", f"max_epochs={epochs}")
         if world == 1:
             text = text.replace("devices=2", "devices=1")
         program.write_text(text)
         ran = launched(program, [], world, minio)
         assert ran.returncode == 0, ran.stderr[-6000:]
         assert bucketpoint.latest_checkpoint(root, storage_options=minio.options) == f"{root}/step-{last}"
+
+
+def test_the_example_without_the_lines_that_the_page_names_trains_with_lightning_alone(
+    minio: S3Server, tmp_path: Path
+) -> None:
+    text, before = blocks("python"), ""
+    added = 0
+    for line in blocks("diff").splitlines(keepends=True):
+        if line.startswith("-"):
+            before = line[1:]
+            continue
+        assert line[1:] in text
+        text, before, added = text.replace(line[1:], before), "", added + 1
+    assert added <= 5
+    assert "ucket" not in text
+    program = tmp_path / "train.py"
+    program.write_text(text.replace("max_epochs=4", "max_epochs=1"))
+    ran = launched(program, [], 1, minio)
+    assert ran.returncode == 0, ran.stderr[-6000:]
+    assert (tmp_path / "lightning_logs").is_dir()

@@ -16,12 +16,14 @@ except ModuleNotFoundError as error:  # pragma: no cover
 from bucketpoint.integrations.lightning.callback import BucketCheckpoint
 from bucketpoint.integrations.lightning.fabric import (
     FabricBucketDDPStrategy,
+    FabricBucketFSDPStrategy,
     FabricBucketModelParallelStrategy,
     FabricBucketSingleDeviceStrategy,
 )
 from bucketpoint.integrations.lightning.one_file import BucketCheckpointIO
 from bucketpoint.integrations.lightning.strategies import (
     BucketDDPStrategy,
+    BucketFSDPStrategy,
     BucketModelParallelStrategy,
     BucketSingleDeviceStrategy,
 )
@@ -30,9 +32,11 @@ __all__ = [
     "BucketCheckpoint",
     "BucketCheckpointIO",
     "BucketDDPStrategy",
+    "BucketFSDPStrategy",
     "BucketModelParallelStrategy",
     "BucketSingleDeviceStrategy",
     "FabricBucketDDPStrategy",
+    "FabricBucketFSDPStrategy",
     "FabricBucketModelParallelStrategy",
     "FabricBucketSingleDeviceStrategy",
 ]

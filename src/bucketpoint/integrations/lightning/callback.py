@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 from typing import Any
 
 from lightning.pytorch.callbacks import Checkpoint
+from lightning.pytorch.trainer.states import TrainerFn
 
 from bucketpoint.errors import BucketpointError
 from bucketpoint.integrations.lightning.strategies import BucketStrategy
 from bucketpoint.manager.manager import CheckpointManager
 from bucketpoint.retention import RetentionPolicy
+
+logger = logging.getLogger(__name__)
 
 
 class BucketCheckpoint(Checkpoint):
@@ -43,8 +47,22 @@ class BucketCheckpoint(Checkpoint):
         self._options = options
         self.manager: CheckpointManager | None = None
         """The manager, from the setup of `fit` to its end."""
+        self._begin()
+
+    def _begin(self) -> None:
         self._saved_step: int | None = None
         self._asked_step: int | None = None
+        self._restored = False
+        self._validated: tuple[int, set[str]] = (0, set())
+
+    @property
+    def best_model_path(self) -> str:
+        """Refuse `ckpt_path="best"`, for which Lightning asks here."""
+        raise BucketpointError(
+            "BucketCheckpoint does not know which checkpoint is meant by ckpt_path='best'",
+            url=os.fspath(self._root),
+            remedy="Pass the URL of a checkpoint: `bucketpoint ls ROOT` shows their metrics",
+        )
 
     # -- the strategy's run -------------------------------------------------------------------------------------------
 
@@ -59,6 +77,7 @@ class BucketCheckpoint(Checkpoint):
         if restored is None:
             return None
         self._saved_step = self._asked_step = restored.step
+        self._restored = True
         return restored.url
 
     # -- hooks of the trainer -----------------------------------------------------------------------------------------
@@ -71,10 +90,24 @@ class BucketCheckpoint(Checkpoint):
                 f"BucketCheckpoint cannot save with {type(trainer.strategy).__name__}",
                 url=os.fspath(self._root),
                 remedy="Use a strategy of bucketpoint.integrations.lightning: "
-                "Trainer(strategy=BucketDDPStrategy()), BucketModelParallelStrategy or BucketSingleDeviceStrategy",
+                "Trainer(strategy=BucketDDPStrategy()), BucketFSDPStrategy, BucketModelParallelStrategy or "
+                "BucketSingleDeviceStrategy",
             )
+        self._begin()
         self.manager = CheckpointManager(self._root, policy=self._policy, **self._options)
         trainer.strategy.run = self
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        assert self.manager is not None
+        # Otherwise the first save says so, which may come hours later.
+        steps = [] if self._restored else self.manager.steps()
+        if steps and steps[-1] > trainer.global_step:
+            raise BucketpointError(
+                f"The run has checkpoints up to step {steps[-1]}, and training begins at step {trainer.global_step}",
+                url=self.manager.catalog.url,
+                remedy="To go on from its newest checkpoint, pass the run's URL: trainer.fit(..., ckpt_path=URL), as "
+                "Lightning's 'last' finds none here; or save to another URL",
+            )
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         step = trainer.global_step
@@ -89,8 +122,13 @@ class BucketCheckpoint(Checkpoint):
             trainer.should_stop = True
 
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
-        if trainer.sanity_checking or self.manager is None or trainer.global_step == 0:
+        # `trainer.validate` after `fit` may have loaded another checkpoint.
+        if trainer.state.fn != TrainerFn.FITTING or trainer.sanity_checking:
             return
+        assert self.manager is not None
+        if trainer.global_step == 0:
+            return
+        self._validated = trainer.global_step, set(trainer._logger_connector.metrics["callback"])
         if self._saved_step == trainer.global_step:
             self.manager.report(trainer.global_step, _metrics(trainer))
         elif self._after_validation:
@@ -103,11 +141,27 @@ class BucketCheckpoint(Checkpoint):
             self._save(trainer)
         self.manager.close()
 
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        try:
+            self.teardown(trainer, pl_module, "fit")
+        except BucketpointError as error:
+            # The exception that ends training is the one to raise.
+            logger.error("the last save failed: %s", error)
+
+    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        if self.manager is not None:
+            self.manager.close()
+
     def _save(self, trainer: Any) -> None:
         assert self.manager is not None
         step = trainer.global_step
         state = trainer.strategy.saved_state(trainer._checkpoint_connector.dump_checkpoint(weights_only=False))
-        handle = self.manager.save(step, state, metrics=_metrics(trainer))
+        metrics = _metrics(trainer)
+        validated_step, names = self._validated
+        if validated_step != step:
+            # Lightning keeps them until the next validation, but they are those of an earlier model.
+            metrics = {name: value for name, value in metrics.items() if name not in names}
+        handle = self.manager.save(step, state, metrics=metrics)
         if handle is not None:
             handle.staged.result()
             self._saved_step = step

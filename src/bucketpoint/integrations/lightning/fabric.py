@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from lightning.fabric.strategies import DDPStrategy, ModelParallelStrategy, SingleDeviceStrategy
+from lightning.fabric.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy, SingleDeviceStrategy
 
-from bucketpoint.dcp import LoadPlanner, load
+from bucketpoint.dcp import load
 from bucketpoint.errors import BucketpointError
-from bucketpoint.integrations.lightning.state import Pickled, Saves, newest_of
+from bucketpoint.integrations.lightning.state import Pickled, ResumePlanner, Saves, newest_of
 from bucketpoint.integrations.training_state import ModelState, OptimizerState, model_of
 
 _ONE_MODEL = "Save an optimizer together with its model: fabric.save(url, {'model': model, 'optimizer': optimizer})"
@@ -86,13 +86,14 @@ class FabricBucketStrategy:
                 remedy="Call fabric.load(url, {'model': model, ...}); bucketpoint.load(url) returns a whole checkpoint",
             )
         tensors, rest = _divided(state, strict=strict)
+        models = [name for name in tensors if isinstance(state[name], torch.nn.Module)]
         pickled = Pickled(trusted=self._trusted if weights_only is None else not weights_only)
         found = newest_of(url, self._storage_options, self.broadcast, self.global_rank)
         load(
             {**tensors, _REST: pickled},
             found,
             storage_options=self._storage_options,
-            planner=LoadPlanner(allow_partial_load=not strict),
+            planner=ResumePlanner([name for name in tensors if name not in models], models, strict=strict),
             trusted=self._trusted,
         )
         values: dict[str, Any] = pickled.value or {}
@@ -136,6 +137,10 @@ class FabricBucketDDPStrategy(FabricBucketStrategy, DDPStrategy):
 
 class FabricBucketModelParallelStrategy(FabricBucketStrategy, ModelParallelStrategy):
     """Fabric's `ModelParallelStrategy` (FSDP2, tensor parallelism) with checkpoints at URLs."""
+
+
+class FabricBucketFSDPStrategy(FabricBucketStrategy, FSDPStrategy):
+    """Fabric's `FSDPStrategy` (FSDP1) with checkpoints at URLs, which are always sharded."""
 
 
 class FabricBucketSingleDeviceStrategy(FabricBucketStrategy, SingleDeviceStrategy):

@@ -8,13 +8,14 @@ from collections.abc import Mapping
 from typing import Any, Protocol
 
 from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, SingleDeviceStrategy
+from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy, SingleDeviceStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 
-from bucketpoint.dcp import LoadPlanner, load
+from bucketpoint.dcp import load
 from bucketpoint.errors import BucketpointError
 from bucketpoint.integrations.lightning.order import resume, samples_in_a_batch, with_repeatable_order
-from bucketpoint.integrations.lightning.state import Pickled, Saves, newest_of
+from bucketpoint.integrations.lightning.progress import count, settle
+from bucketpoint.integrations.lightning.state import Pickled, ResumePlanner, Saves, newest_of
 from bucketpoint.integrations.training_state import ModelState, OptimizerState
 
 logger = logging.getLogger(__name__)
@@ -61,14 +62,14 @@ class BucketStrategy:
         self._storage_options = storage_options
         self._trusted = trusted
         self._saves = Saves(storage_options)
-        self._resumed: int | None = None
+        self._resumed: tuple[int | None, int] | None = None
 
     # Models must be sharded, and optimizers made, before a checkpoint is loaded into them.
     restore_checkpoint_after_setup = True
     lightning_restore_optimizer = False
 
     def setup(self, trainer: Any) -> None:
-        for callback in trainer.checkpoint_callbacks:
+        for callback in trainer.checkpoint_callbacks if trainer.state.fn == TrainerFn.FITTING else ():
             if isinstance(callback, ModelCheckpoint) and callback.save_top_k not in (-1, 0):
                 raise BucketpointError(
                     f"{type(self).__name__} deletes no checkpoints for Lightning's ModelCheckpoint",
@@ -82,6 +83,14 @@ class BucketStrategy:
             super().teardown()  # type: ignore[misc]
         finally:
             self._saves.wait()
+
+    def on_exception(self, exception: BaseException) -> None:
+        super().on_exception(exception)  # type: ignore[misc]
+        try:
+            self._saves.wait()
+        except BucketpointError as error:
+            # The exception that ends training is the one to raise.
+            logger.error("the last save failed: %s", error)
 
     # -- saving -------------------------------------------------------------------------------------------------------
 
@@ -123,7 +132,9 @@ class BucketStrategy:
         if fitting:
             for number, optimizer in enumerate(self.optimizers):
                 state[f"optimizer_{number}"] = OptimizerState(self.model, _inner(optimizer))
-        planner = LoadPlanner(allow_partial_load=not strict)
+        optimizers = [name for name in state if name.startswith("optimizer_")]
+        one_more = [f"optimizer_{len(optimizers)}"] if fitting else []
+        planner = ResumePlanner(optimizers, ["model", *one_more], strict=strict)
         if fitting and self.run is not None and self.run.holds(url):
             found = self.run.restore(state, planner)
         else:
@@ -135,7 +146,13 @@ class BucketStrategy:
             logger.info("%s holds no checkpoint yet: training begins from scratch", url)
             return _Nothing({"pytorch-lightning_version": trainer_version()})
         checkpoint: dict[str, Any] = rest.value
-        self._resumed = checkpoint.pop(_POSITION, None)
+        samples = checkpoint.pop(_POSITION, None)
+        if fitting and "loops" in checkpoint:
+            loops = checkpoint["loops"]["fit_loop"]
+            settle(loops)
+            self._resumed = (samples, loops["epoch_loop.batch_progress"]["current"]["processed"])
+        # Hooks of Lightning look here, such as that of averaged weights. They see what the model has now.
+        checkpoint["state_dict"] = self.lightning_module_state_dict()
         return checkpoint
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
@@ -151,27 +168,28 @@ class BucketStrategy:
         loop = self.lightning_module.trainer.fit_loop
         loaders = [] if loop._combined_loader is None else loop._combined_loader.flattened
         # Of several dataloaders some may have begun again in the middle of the epoch.
-        at_a_time = samples_in_a_batch(loaders[0]) if len(loaders) == 1 else None
-        return None if at_a_time is None else loop.epoch_loop.batch_progress.current.ready * at_a_time
+        at_a_time = samples_in_a_batch(loaders[0], self.world_size) if len(loaders) == 1 else None
+        return None if at_a_time is None else loop.epoch_loop.batch_progress.current.processed * at_a_time
 
     def process_dataloader(self: Any, dataloader: Any) -> Any:
         dataloader = super().process_dataloader(dataloader)  # type: ignore[misc]
         trainer = self.lightning_module.trainer
         if trainer.training:
-            with_repeatable_order(dataloader)
-            samples, self._resumed = self._resumed, None
-            progress = trainer.fit_loop.epoch_loop.batch_progress
-            if samples and not progress.is_last_batch and samples_in_a_batch(dataloader):
-                done = resume(dataloader, samples, trainer.fit_loop.epoch_progress.current.processed)
-                _count(progress.current, done)
+            loop = trainer.fit_loop
+            with_repeatable_order(dataloader, loop.epoch_progress.current.processed)
+            (samples, batches), self._resumed = self._resumed or (None, 0), None
+            if not batches:
+                return dataloader
+            if samples is not None and samples_in_a_batch(dataloader, self.world_size):
+                count(loop.epoch_loop.batch_progress.current, resume(dataloader, samples, self.world_size))
+            elif not hasattr(dataloader, "load_state_dict"):
+                logger.warning(
+                    "%d batches of the epoch were taken before the checkpoint was saved, and the dataloader cannot "
+                    "leave them out: it begins with its first batch. Give it state_dict and load_state_dict, as "
+                    "torchdata's StatefulDataLoader has",
+                    batches,
+                )
         return dataloader
-
-
-def _count(progress: Any, done: int) -> None:
-    """Let Lightning count the batches of the epoch by their number now: the batch size or the ranks may differ."""
-    more = done - progress.ready
-    for name in ("ready", "started", "processed", "completed"):
-        setattr(progress, name, getattr(progress, name) + more)
 
 
 def _inner(optimizer: Any) -> Any:
@@ -192,6 +210,10 @@ class BucketDDPStrategy(BucketStrategy, DDPStrategy):
 
 class BucketModelParallelStrategy(BucketStrategy, ModelParallelStrategy):
     """Lightning's `ModelParallelStrategy` (FSDP2, tensor parallelism) with checkpoints at URLs."""
+
+
+class BucketFSDPStrategy(BucketStrategy, FSDPStrategy):
+    """Lightning's `FSDPStrategy` (FSDP1) with checkpoints at URLs, which are always sharded."""
 
 
 class BucketSingleDeviceStrategy(BucketStrategy, SingleDeviceStrategy):

@@ -1,0 +1,322 @@
+"""Runs that stop anywhere and go on: they see the samples, and end with the weights, of a run without a stop."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import lightning
+import pytest
+import torch
+from lightning.pytorch import callbacks
+from torch.utils.data import (
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    SubsetRandomSampler,
+    TensorDataset,
+    WeightedRandomSampler,
+)
+
+import bucketpoint
+from bucketpoint import BucketpointError, RetentionPolicy
+from bucketpoint.integrations.lightning import BucketCheckpoint, BucketSingleDeviceStrategy
+from bucketpoint.retention import Keep, Save, SaveEvery
+
+SAMPLES = 72
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
+
+
+def dataset(samples: int = SAMPLES) -> TensorDataset:
+    return TensorDataset(torch.arange(samples), torch.randn(samples, 8, generator=torch.Generator().manual_seed(0)))
+
+
+class Model(lightning.LightningModule):
+    """A network that notes the samples of each step, and may have a layer that no step uses."""
+
+    def __init__(self, unused: bool = False) -> None:
+        super().__init__()
+        self.seen: list[tuple[int, list[int]]] = []
+        self.net = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 1))
+        if unused:
+            self.unused = torch.nn.Linear(2, 2)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        samples, inputs = batch
+        self.seen.append((self.global_step + 1, sorted(samples.tolist())))
+        outputs = self.net(inputs)
+        return (outputs**2 + outputs).mean()
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", self.net(batch[1]).mean())
+
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        pass
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 5, 0.9)
+        return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
+
+
+class Stopped(Exception):
+    """An exception of the program."""
+
+
+class StopAfter(lightning.Callback):
+    def __init__(self, step: int) -> None:
+        self._step = step
+
+    def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
+        if trainer.global_step == self._step:
+            raise Stopped
+
+
+def policy(steps: int) -> RetentionPolicy:
+    return RetentionPolicy(Keep(latest=99), save=Save(every=[SaveEvery(steps)], on=["last_step"]))
+
+
+def trainer_of(*others: Any, **options: Any) -> lightning.Trainer:
+    return lightning.Trainer(
+        accelerator="cpu",
+        devices=1,
+        callbacks=list(others),
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        num_sanity_val_steps=0,
+        **{"strategy": BucketSingleDeviceStrategy(device="cpu"), "max_epochs": 3, **options},
+    )
+
+
+def shuffled(batch: int = 8, **options: Any) -> DataLoader[Any]:
+    return DataLoader(dataset(), batch, shuffle=True, **options)
+
+
+def fit(
+    root: Path,
+    loader: DataLoader[Any],
+    *others: Any,
+    model: Callable[[], Any] = Model,
+    every: int = 1,
+    stop: int | None = None,
+    validate: bool = False,
+    **options: Any,
+) -> Any:
+    lightning.seed_everything(0, verbose=False)
+    made = model()
+    checkpoint = BucketCheckpoint(root, policy=policy(every))
+    trainer = trainer_of(*others, *([] if stop is None else [StopAfter(stop)]), checkpoint, **options)
+    validation = DataLoader(dataset(16), 4) if validate else None
+    try:
+        trainer.fit(made, loader, validation, ckpt_path=root)
+    except Stopped:
+        assert stop is not None
+    return made
+
+
+LOADERS = {
+    "shuffled": shuffled,
+    "workers": lambda: shuffled(num_workers=1, persistent_workers=True),
+    "subset": lambda: DataLoader(dataset(), 8, sampler=SubsetRandomSampler(range(SAMPLES))),
+    "weighted": lambda: DataLoader(dataset(), 8, sampler=WeightedRandomSampler([1.0] * SAMPLES, SAMPLES)),
+    "replaced": lambda: DataLoader(dataset(), 8, sampler=RandomSampler(dataset(), replacement=True)),
+    "own_generator": lambda: DataLoader(
+        dataset(), 8, sampler=SubsetRandomSampler(range(SAMPLES), torch.Generator().manual_seed(5))
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "stop", "options"),
+    [
+        ("shuffled", 3, {}),
+        ("shuffled", 9, {}),
+        ("shuffled", 9, {"max_steps": 20}),
+        ("shuffled", 5, {"accumulate_grad_batches": 2}),
+        ("shuffled", 6, {"val_check_interval": 3}),
+        ("workers", 9, {}),
+        ("subset", 10, {}),
+        ("weighted", 10, {}),
+        ("replaced", 10, {}),
+        ("own_generator", 10, {}),
+    ],
+)
+def test_a_run_that_stops_goes_on_as_if_nothing_had_happened(
+    kind: str, stop: int, options: dict[str, Any], tmp_path: Path
+) -> None:
+    run: Any = {"validate": "val_check_interval" in options, **options}
+    whole = fit(tmp_path / "whole", LOADERS[kind](), **run)
+    fit(tmp_path / "run", LOADERS[kind](), stop=stop, **run)
+    assert bucketpoint.latest_checkpoint(tmp_path / "run") == f"{tmp_path}/run/step-{stop}"
+    resumed = fit(tmp_path / "run", LOADERS[kind](), **run)
+    assert resumed.seen == [each for each in whole.seen if each[0] > stop]
+    for mine, wanted in zip(resumed.parameters(), whole.parameters(), strict=True):
+        torch.testing.assert_close(mine, wanted)
+
+
+@pytest.mark.parametrize("steps", [10, 9])
+def test_a_run_that_ended_at_max_steps_goes_on_with_more(steps: int, tmp_path: Path) -> None:
+    whole = fit(tmp_path / "whole", shuffled(), every=100, max_epochs=-1, max_steps=21)
+    fit(tmp_path / "run", shuffled(), every=100, max_epochs=-1, max_steps=steps)
+    resumed = fit(tmp_path / "run", shuffled(), every=100, max_epochs=-1, max_steps=21)
+    assert resumed.seen == whole.seen[steps:]
+
+
+@pytest.mark.parametrize("validate", [False, True])
+@pytest.mark.parametrize("batch", [4, 24])
+def test_an_epoch_that_has_ended_is_not_gone_on_with_in_batches_of_another_size(
+    batch: int, validate: bool, tmp_path: Path
+) -> None:
+    fit(tmp_path / "run", shuffled(), stop=9, validate=validate)
+    resumed = fit(tmp_path / "run", shuffled(batch), validate=validate)
+    batches = SAMPLES // batch
+    assert len(resumed.seen) == 2 * batches
+    for epoch in (resumed.seen[:batches], resumed.seen[batches:]):
+        assert sorted(itertools.chain(*(samples for _, samples in epoch))) == list(range(SAMPLES))
+
+
+def test_a_dataloader_that_was_resumed_before_in_this_process_is_resumed_again(tmp_path: Path) -> None:
+    whole = fit(tmp_path / "whole", shuffled())
+    loader = shuffled()
+    for stop in (3, 5):
+        fit(tmp_path / "run", loader, stop=stop)
+    assert fit(tmp_path / "run", loader).seen == whole.seen[5:]
+
+
+class Endless(IterableDataset[Any]):
+    def __iter__(self) -> Iterator[Any]:
+        return iter(list(dataset()))
+
+
+def test_a_dataloader_that_cannot_leave_out_batches_is_warned_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    fit(tmp_path / "run", DataLoader(Endless(), 8), stop=4)
+    assert not caplog.messages or "cannot leave them out" not in caplog.text
+    fit(tmp_path / "run", DataLoader(Endless(), 8))
+    assert "4 batches of the epoch were taken" in caplog.text
+
+
+@pytest.mark.skipif(not hasattr(callbacks, "EMAWeightAveraging"), reason="Lightning 2.5 has no averages of weights")
+def test_averaged_weights_and_those_in_training_come_back(tmp_path: Path) -> None:
+    def average() -> Any:
+        return callbacks.EMAWeightAveraging(decay=0.5)
+
+    whole = fit(tmp_path / "whole", shuffled(), average())
+    fit(tmp_path / "run", shuffled(), average(), stop=5)
+    resumed = fit(tmp_path / "run", shuffled(), average())
+    for mine, wanted in zip(resumed.parameters(), whole.parameters(), strict=True):
+        torch.testing.assert_close(mine, wanted)
+
+
+def test_a_parameter_without_gradients_has_no_state_and_is_no_obstacle(tmp_path: Path) -> None:
+    def model() -> Any:
+        return Model(unused=True)
+
+    whole = fit(tmp_path / "whole", shuffled(), model=model)
+    fit(tmp_path / "run", shuffled(), model=model, stop=5)
+    resumed = fit(tmp_path / "run", shuffled(), model=model)
+    assert resumed.seen == whole.seen[5:]
+    for mine, wanted in zip(resumed.parameters(), whole.parameters(), strict=True):
+        torch.testing.assert_close(mine, wanted)
+    steps = [each["step"].item() for each in resumed.trainer.optimizers[0].state.values()]
+    assert sorted(set(steps)) in ([27], [0, 27])
+
+
+def test_a_checkpoint_with_more_than_the_model_has_is_refused(tmp_path: Path) -> None:
+    fit(tmp_path / "run", shuffled(), model=lambda: Model(unused=True), stop=5)
+    with pytest.raises(bucketpoint.MismatchError, match=r"model\.unused\.weight.*strict_loading"):
+        fit(tmp_path / "run", shuffled())
+
+
+def test_a_run_with_newer_checkpoints_is_refused_before_the_first_step(tmp_path: Path) -> None:
+    fit(tmp_path, shuffled(), every=4, stop=9)
+    for path in (None, "last", f"{tmp_path}/step-4"):
+        model = Model()
+        trainer = trainer_of(BucketCheckpoint(tmp_path, policy=policy(4)))
+        with pytest.raises(BucketpointError, match=r"up to step 8.*ckpt_path=URL"):
+            trainer.fit(model, shuffled(), ckpt_path=path)
+        assert model.seen == []
+
+
+def test_the_best_checkpoint_has_to_be_named(tmp_path: Path) -> None:
+    with pytest.raises(BucketpointError, match="bucketpoint ls"):
+        trainer_of(BucketCheckpoint(tmp_path, policy=policy(4))).fit(Model(), shuffled(), ckpt_path="best")
+
+
+def test_an_exception_of_the_program_is_raised_after_the_last_save_is_committed(tmp_path: Path) -> None:
+    checkpoint = BucketCheckpoint(tmp_path, policy=policy(4))
+    with pytest.raises(Stopped):
+        trainer_of(StopAfter(5), checkpoint).fit(Model(), shuffled())
+    assert bucketpoint.latest_checkpoint(tmp_path) == f"{tmp_path}/step-4"
+    with pytest.raises(BucketpointError, match="closed"):
+        checkpoint.manager.save(5, {})  # type: ignore[union-attr]
+
+
+class SaveTo(lightning.Callback):
+    def __init__(self, url: Path) -> None:
+        self._url = url
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        if trainer.global_step == 4:
+            trainer.save_checkpoint(self._url)
+
+
+def test_a_failed_save_does_not_take_the_place_of_an_exception_of_the_program(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "file").touch()
+    callbacks = [SaveTo(tmp_path / "file" / "one"), StopAfter(5)]
+    with pytest.raises(Stopped):
+        trainer_of(*callbacks, enable_checkpointing=False).fit(Model(), shuffled())
+    assert "the last save failed" in caplog.text
+    with pytest.raises(BucketpointError, match="file/one"):
+        trainer_of(callbacks[0], enable_checkpointing=False).fit(Model(), shuffled())
+
+
+def test_state_that_cannot_be_pickled_is_named(tmp_path: Path) -> None:
+    class Locked(Model):
+        def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+            checkpoint["lock"] = threading.Lock()
+
+    with pytest.raises(BucketpointError, match=r"lock.*on_save_checkpoint"):
+        fit(tmp_path, shuffled(), model=Locked)
+
+
+def test_a_checkpoint_has_the_metrics_of_its_own_step_only(tmp_path: Path) -> None:
+    told: list[bucketpoint.CommitInfo] = []
+    checkpoint = BucketCheckpoint(tmp_path, policy=policy(4), on_commit=told.append)
+    model, validation = Model(), DataLoader(dataset(16), 4)
+    trainer = trainer_of(checkpoint, max_epochs=1, val_check_interval=3)
+    trainer.fit(model, shuffled(), validation)
+    # Validations came after steps 3, 6 and 9.
+    assert [(info.step, "val_loss" in info.metrics) for info in told] == [(4, False), (8, False), (9, True)]
+    noted = _metrics_of(tmp_path)
+    trainer.validate(model, validation, ckpt_path=f"{tmp_path}/step-4", verbose=False)
+    assert _metrics_of(tmp_path) == noted
+
+
+def _metrics_of(root: Path) -> Any:
+    manager = bucketpoint.CheckpointManager(root, policy=policy(4))
+    try:
+        return manager.catalog.snapshot().metrics()
+    finally:
+        manager.close()
+
+
+def test_weights_are_tested_with_the_callbacks_of_lightning(tmp_path: Path) -> None:
+    fit(tmp_path, shuffled(), stop=5)
+    trainer_of().test(Model(), DataLoader(dataset(16), 4), ckpt_path=tmp_path, verbose=False)
+
+
+def test_a_plain_checkpoint_is_named_with_the_plugin_that_loads_it(tmp_path: Path) -> None:
+    first = trainer_of(enable_checkpointing=False, strategy="auto", max_epochs=1)
+    first.fit(Model(), shuffled())
+    first.save_checkpoint(tmp_path / "a.ckpt")
+    with pytest.raises(BucketpointError, match=r"a\.ckpt.*BucketCheckpointIO"):
+        trainer_of(enable_checkpointing=False).fit(Model(), shuffled(), ckpt_path=tmp_path / "a.ckpt")
