@@ -17,11 +17,12 @@ from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DistributedType
 
 import bucketpoint
+from accelerator.launch import killed_in_an_upload, launched
 from bucketpoint import BucketpointError
 from bucketpoint.integrations.accelerate import accelerator_state, load_state, save_state
 from bucketpoint.manager.manager import CheckpointManager
 from bucketpoint.retention import Keep, RetentionPolicy
-from bucketpoint.testing.servers import S3Server, free_port
+from bucketpoint.testing.servers import S3Server
 
 TRAINER = Path(__file__).with_name("trainer.py")
 
@@ -30,23 +31,18 @@ LAST = 27
 EPOCHS = "range(step // len(loader), int(__import__('os').environ['EPOCHS']))"
 
 
-def train(root: str, report: Path, kind: str, world: int, server: S3Server, *, kill_at: int = 0, **env: str) -> Any:
-    """Run the trainer on so many ranks. Return what rank 0 saw; None if the trainer was killed."""
-    launch = ["-m", "torch.distributed.run", f"--nproc-per-node={world}", f"--master-port={free_port()}"]
-    ran = subprocess.run(
-        [sys.executable, *launch, str(TRAINER), root, str(report), kind, str(kill_at)],
-        env={**os.environ, **server.env, "OMP_NUM_THREADS": "1", **env},
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-    )
-    if kill_at:
-        assert ran.returncode != 0
-        assert not report.exists()
-        return None
+def train(root: str, report: Path, kind: str, world: int, server: S3Server, **env: str) -> Any:
+    """Run the trainer on so many ranks. Return what rank 0 saw."""
+    ran = launched(TRAINER, [root, str(report), kind], world, server, **env)
     assert ran.returncode == 0, ran.stderr[-6000:]
     return json.loads(report.read_text())
+
+
+def kill(root: str, kind: str, world: int, server: S3Server, folder: Path, **env: str) -> None:
+    """Run the trainer until it is killed in the third upload."""
+    killed_in_an_upload(
+        TRAINER, [root, str(folder / "none"), kind], world, server, f"{root}/step-18", folder / "ranks", **env
+    )
 
 
 def chunks(url: str, key: str, server: S3Server) -> int:
@@ -55,7 +51,7 @@ def chunks(url: str, key: str, server: S3Server) -> int:
     return len(metadata.state_dict_metadata[key].chunks)
 
 
-@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
+@pytest.mark.parametrize("kind", ["ddp", "fsdp1", "fsdp2"])
 def test_a_run_killed_in_a_save_goes_on_with_fewer_ranks_as_if_nothing_had_happened(
     kind: str, minio: S3Server, tmp_path: Path
 ) -> None:
@@ -64,7 +60,7 @@ def test_a_run_killed_in_a_save_goes_on_with_fewer_ranks_as_if_nothing_had_happe
     assert whole["from"] == 0
     assert [step for step, _, _ in whole["seen"]] == list(range(1, LAST + 1))
     root = f"s3://{bucket}/run"
-    train(root, tmp_path / "killed", kind, 4, minio, kill_at=18)
+    kill(root, kind, 4, minio, tmp_path)
     assert chunks(f"{root}/step-12", "model.0.weight", minio) == (1 if kind == "ddp" else 4)
     resumed = train(root, tmp_path / "resumed", kind, 2, minio)
     # The newest whole checkpoint, in the middle of the second epoch.
@@ -81,21 +77,45 @@ def test_random_numbers_go_on_on_the_same_ranks(minio: S3Server, tmp_path: Path)
     # The checkpoint ends an epoch: torch's DataLoader draws a number whenever it is iterated over.
     env = {"DROPOUT": "0.5", "SAMPLES": "96"}
     whole = train(f"s3://{bucket}/whole", tmp_path / "whole", "ddp", 2, minio, **env)
-    train(f"s3://{bucket}/run", tmp_path / "killed", "ddp", 2, minio, kill_at=18, **env)
+    kill(f"s3://{bucket}/run", "ddp", 2, minio, tmp_path, **env)
     resumed = train(f"s3://{bucket}/run", tmp_path / "resumed", "ddp", 2, minio, **env)
     assert resumed["seen"] == whole["seen"][12:]
 
 
+PAGE = Path(__file__).parents[2] / "docs" / "accelerate.md"
+
+
+def block(language: str) -> str:
+    return PAGE.read_text(encoding="utf-8").split(f"```{language}\n")[1].split("```")[0]
+
+
+def test_the_lines_that_the_page_names_make_a_plain_script_of_its_example(tmp_path: Path) -> None:
+    changes = block("diff").splitlines()
+    assert sum(line[0] == "+" for line in changes) == 9
+    lines = [line.partition("  # ")[0] for line in block("python").splitlines()]
+    for before, line in zip(["", *changes], changes, strict=False):
+        if line[0] == "+":
+            at = lines.index(line[1:])
+            lines[at : at + 1] = [before[1:]] if before.startswith("-") else []
+    plain = "\n".join(lines).replace("len(loader), 4)", "len(loader), int(os.environ['EPOCHS']))")
+    assert "bucketpoint" not in plain
+    program = tmp_path / "plain.py"
+    program.write_text(plain)
+    for epochs in ("1", "2"):
+        env = {**os.environ, "ACCELERATE_USE_CPU": "true", "EPOCHS": epochs, "OMP_NUM_THREADS": "1"}
+        ran = subprocess.run([sys.executable, "plain.py"], cwd=tmp_path, env=env, capture_output=True, check=False)
+        assert ran.returncode == 0, ran.stderr[-3000:]
+    assert len(list((tmp_path / "run-7").iterdir())) == 6
+
+
 def test_the_example_of_the_page_trains_and_goes_on(minio: S3Server, tmp_path: Path) -> None:
-    page = Path(__file__).parents[2] / "docs" / "accelerate.md"
     program = tmp_path / "train.py"
-    code = page.read_text(encoding="utf-8").split("```python\n")[1].split("```")[0]
+    code = block("python")
     bucket = minio.make_bucket()
     program.write_text(code.replace("s3://bucket/", f"s3://{bucket}/").replace("range(step // len(loader), 4)", EPOCHS))
     for epochs, world, last in (("1", 2, 10), ("4", 1, 120)):
-        launch = ["-m", "torch.distributed.run", f"--nproc-per-node={world}", f"--master-port={free_port()}"]
-        env = {**os.environ, **minio.env, "ACCELERATE_USE_CPU": "true", "EPOCHS": epochs, "OMP_NUM_THREADS": "1"}
-        subprocess.run([sys.executable, *launch, str(program)], env=env, check=True, timeout=200)
+        ran = launched(program, [], world, minio, ACCELERATE_USE_CPU="true", EPOCHS=epochs)
+        assert ran.returncode == 0, ran.stderr[-6000:]
         newest = bucketpoint.latest_checkpoint(f"s3://{bucket}/run-7", storage_options=minio.options)
         assert newest == f"s3://{bucket}/run-7/step-{last}"
 
@@ -151,6 +171,61 @@ def test_a_rank_that_was_not_there_keeps_its_own_random_state(tmp_path: Path, mo
     before = torch.get_rng_state()
     load_state(accelerator, f"{tmp_path}/step-1")
     assert torch.equal(torch.get_rng_state(), before)
+
+
+class Experts(torch.nn.Module):
+    """A model with a layer that is not always used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used = torch.nn.Linear(4, 4)
+        self.idle = torch.nn.Linear(4, 4)
+
+    def forward(self, inputs: torch.Tensor, *, both: bool = False) -> torch.Tensor:
+        hidden = self.used(inputs)
+        return self.idle(hidden) if both else hidden
+
+
+def with_experts(seed: int) -> tuple[Accelerator, Any, Any]:
+    AcceleratorState._reset_state(True)
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    torch.manual_seed(seed)
+    model = Experts()
+    groups = [{"params": list(model.parameters())}, {"params": [], "weight_decay": 0.0}]
+    return (accelerator, *accelerator.prepare(model, torch.optim.AdamW(groups, lr=0.1)))
+
+
+@pytest.mark.usefixtures("fresh")
+def test_parameters_without_gradients_and_groups_without_parameters_are_loaded(tmp_path: Path) -> None:
+    def train_on(accelerator: Accelerator, model: Any, optimizer: Any, *, both: bool) -> None:
+        accelerator.backward(model(torch.ones(1, 4), both=both).sum())
+        optimizer.step()
+        optimizer.zero_grad()
+
+    first = with_experts(0)
+    train_on(*first, both=False)
+    save_state(first[0], f"{tmp_path}/step-1").result()
+    train_on(*first, both=True)
+    second = with_experts(1)
+    # Gradients of a model that was tried out before the load.
+    second[0].backward(second[1](torch.ones(1, 4)).sum())
+    load_state(second[0], f"{tmp_path}/step-1")
+    second[2].zero_grad()
+    train_on(*second, both=True)
+    assert all(torch.equal(one, two) for one, two in zip(first[1].parameters(), second[1].parameters(), strict=True))
+
+
+@pytest.mark.usefixtures("fresh")
+def test_an_optimizer_without_a_step_is_loaded_in_the_middle_of_an_accumulation(tmp_path: Path) -> None:
+    accelerator, model, optimizer = with_experts(0)
+    with accelerator.accumulate(model):
+        accelerator.backward(model(torch.ones(1, 4)).sum())
+        optimizer.step()
+    save_state(accelerator, f"{tmp_path}/step-1").result()
+    accelerator, _, optimizer = with_experts(1)
+    load_state(accelerator, f"{tmp_path}/step-1")
+    assert accelerator.step == 1
+    assert not any(optimizer.state_dict()["state"].values())
 
 
 @pytest.mark.usefixtures("fresh")

@@ -1,14 +1,12 @@
 """A trainer in the manner of Accelerate's example of checkpoints: it saves every 6 steps, and goes on where it stopped.
 
-Arguments: folder of the run, file for what rank 0 saw, `ddp` or `fsdp2`, and the step at which every rank is killed
-right after its save has begun; 0 for none.
+Arguments: folder of the run, file for what rank 0 saw, and `ddp`, `fsdp1` or `fsdp2`.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -36,8 +34,16 @@ class Steps:
         self.done = state["done"]
 
 
-def main(root: str, report: str, kind: str, kill_at: int) -> None:
-    plugin = FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy="NO_WRAP", cpu_ram_efficient_loading=False)
+def main(root: str, report: str, kind: str) -> None:
+    if "PROCESSES" in os.environ:
+        # For the test that kills this process: torchrun has made it the first of a group.
+        Path(os.environ["PROCESSES"], str(os.getpgrp())).touch()
+    plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=1 if kind == "fsdp1" else 2,
+        auto_wrap_policy="NO_WRAP",
+        cpu_ram_efficient_loading=False,
+        use_orig_params=True,
+    )
     accelerator = Accelerator(
         cpu=True,
         fsdp_plugin=None if kind == "ddp" else plugin,
@@ -49,9 +55,11 @@ def main(root: str, report: str, kind: str, kill_at: int) -> None:
         # On CPUs Accelerate itself chooses DDP whatever the plugin says.
         accelerator.state.distributed_type = DistributedType.FSDP
         accelerator.state.fsdp_plugin = plugin
+        # FSDP1 takes "cpu:0", as which Accelerate names this device, for another one than "cpu".
+        accelerator.state.device = torch.device("cpu")
     set_seed(0)
     dropout = float(os.environ.get("DROPOUT", "0"))
-    layers = [torch.nn.Linear(8, 32), torch.nn.ReLU(), torch.nn.Dropout(dropout), torch.nn.Linear(32, 1)]
+    layers = [torch.nn.Linear(8, 32), torch.nn.ReLU(), torch.nn.Dropout(dropout), torch.nn.Linear(32, 4)]
     model: Any = torch.nn.Sequential(*layers)
     optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-2)
     data = torch.utils.data.TensorDataset(torch.arange(SAMPLES), torch.randn(SAMPLES, 8))
@@ -61,7 +69,7 @@ def main(root: str, report: str, kind: str, kill_at: int) -> None:
     steps = Steps()
     accelerator.register_for_checkpointing(steps)
 
-    newest = bucketpoint.latest_checkpoint(root) if kill_at >= 0 else None
+    newest = bucketpoint.latest_checkpoint(root)
     if newest is not None:
         load_state(accelerator, newest)
     writer = bucketpoint.BucketWriter()
@@ -80,10 +88,7 @@ def main(root: str, report: str, kind: str, kill_at: int) -> None:
             mean = accelerator.gather(loss.detach()).mean().item()
             seen.append((steps.done, sorted(accelerator.gather(samples).tolist()), mean))
             if steps.done % SAVE_EVERY == 0:
-                handle = save_state(accelerator, f"{root}/step-{steps.done}", storage_writer=writer)
-                if steps.done == kill_at:
-                    os.kill(os.getpid(), signal.SIGKILL)
-                handle.result()
+                save_state(accelerator, f"{root}/step-{steps.done}", storage_writer=writer).result()
     if accelerator.is_main_process:
         told = {"from": first, "seen": seen, "rate": scheduler.get_last_lr(), "iteration": accelerator.save_iteration}
         Path(report).write_text(json.dumps(told))
@@ -91,4 +96,4 @@ def main(root: str, report: str, kind: str, kill_at: int) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], sys.argv[3], int(sys.argv[4]))
+    main(sys.argv[1], sys.argv[2], sys.argv[3])

@@ -12,54 +12,58 @@ from typing import Any
 import pytest
 import torch
 from tests.hf_trainer.trainer import dataset, small_model
-from transformers import LlamaForCausalLM, Trainer, TrainingArguments
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaForCausalLM,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
 
 import bucketpoint
+from accelerator.launch import killed_in_an_upload, launched
 from bucketpoint.integrations.transformers import BucketTrainerMixin
 from bucketpoint.manager.manager import CheckpointManager
 from bucketpoint.retention import Keep, RetentionPolicy
-from bucketpoint.testing.servers import S3Server, free_port
+from bucketpoint.testing.servers import S3Server
 
 PROGRAM = Path(__file__).with_name("trainer.py")
 
 LAST = 27
 
 
-def launched(program: Path, arguments: list[str], world: int, server: S3Server, **env: str) -> Any:
-    """Run a program on so many ranks."""
-    launch = ["-m", "torch.distributed.run", f"--nproc-per-node={world}", f"--master-port={free_port()}"]
-    return subprocess.run(
-        [sys.executable, *launch, str(program), *arguments],
-        env={**os.environ, **server.env, "OMP_NUM_THREADS": "1", **env},
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-    )
-
-
-def train(root: str, report: Path, world: int, server: S3Server, *, kill_at: int = 0, **env: str) -> Any:
-    """Run the trainer on so many ranks. Return what rank 0 saw; None if the trainer was killed."""
-    ran = launched(PROGRAM, [root, str(report), str(world), str(kill_at)], world, server, **env)
-    assert (ran.returncode != 0) == bool(kill_at), ran.stderr[-6000:]
+def train(root: str, report: Path, world: int, server: S3Server, **env: str) -> Any:
+    """Run the trainer on so many ranks. Return what rank 0 saw."""
+    ran = launched(PROGRAM, [root, str(report), str(world)], world, server, **env)
+    assert ran.returncode == 0, ran.stderr[-6000:]
     # A model without dropout draws no random numbers from save to save, which is no reason for an alarm.
     assert "changed in" not in ran.stderr
-    return None if kill_at else json.loads(report.read_text())
+    return json.loads(report.read_text())
 
 
-@pytest.mark.parametrize(("worlds", "dropout"), [((4, 2), "0"), ((2, 2), "0.5")])
+@pytest.mark.parametrize(
+    ("worlds", "env"),
+    [((4, 2), {}), ((2, 2), {"DROPOUT": "0.5"}), ((4, 2), {"FSDP": "2"})],
+    ids=["ddp", "dropout", "fsdp2"],
+)
 def test_a_run_killed_in_a_save_goes_on_as_if_nothing_had_happened(
-    worlds: tuple[int, int], dropout: str, minio: S3Server, tmp_path: Path
+    worlds: tuple[int, int], env: dict[str, str], minio: S3Server, tmp_path: Path
 ) -> None:
     bucket = minio.make_bucket()
     first, then = worlds
-    whole = train(f"s3://{bucket}/whole", tmp_path / "whole", first, minio, DROPOUT=dropout)
+    whole = train(f"s3://{bucket}/whole", tmp_path / "whole", first, minio, **env)
     assert [step for step, _, _ in whole["seen"]] == list(range(1, LAST + 1))
     root = f"s3://{bucket}/run"
-    train(root, tmp_path / "killed", first, minio, kill_at=18, DROPOUT=dropout)
+    arguments = [root, str(tmp_path / "none"), str(first)]
+    third = f"{root}/step-18"
+    killed_in_an_upload(PROGRAM, arguments, first, minio, third, tmp_path / "ranks", **env)
+    if "FSDP" in env:
+        metadata: Any = bucketpoint.BucketReader(f"{root}/step-12", storage_options=minio.options).read_metadata()
+        assert len(metadata.state_dict_metadata["model.model.embed_tokens.weight"].chunks) == first
     # Nine steps are an epoch, so that the checkpoint lies in the middle of the second one.
     assert bucketpoint.latest_checkpoint(root, storage_options=minio.options) == f"{root}/step-12"
-    resumed = train(root, tmp_path / "resumed", then, minio, DROPOUT=dropout)
+    resumed = train(root, tmp_path / "resumed", then, minio, **env)
     seen, expected = resumed["seen"], whole["seen"][12:]
     assert [each[:2] for each in seen] == [each[:2] for each in expected]
     losses, wanted = ([loss for _, _, loss in each] for each in (seen, expected))
@@ -68,26 +72,36 @@ def test_a_run_killed_in_a_save_goes_on_as_if_nothing_had_happened(
 
 
 class OnBucket(BucketTrainerMixin, Trainer):
-    """A trainer with checkpoints at a URL."""
+    """A trainer with checkpoints at a URL, that notes the step at which it begins."""
+
+    begun: int
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        self.begun = -1
+        return super().train(*args, **kwargs)
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        self.begun = self.state.global_step if self.begun < 0 else self.begun
+        return super().training_step(*args, **kwargs)
 
 
-def trainer(folder: Path, **options: Any) -> Any:
-    given = {name: options.pop(name) for name in ("policy", "manager_options") if name in options}
-    arguments = TrainingArguments(
-        output_dir=str(folder / "logs"),
-        use_cpu=True,
-        per_device_train_batch_size=8,
-        save_steps=2,
-        max_steps=6,
-        report_to="none",
-        disable_tqdm=True,
-        **options,
-    )
+def trainer(folder: Path, *, model: Any = None, made: Any = OnBucket, **options: Any) -> Any:
+    given = {name: options.pop(name) for name in ("policy", "manager_options", "callbacks") if name in options}
+    defaults = {
+        "output_dir": str(folder / "logs"),
+        "use_cpu": True,
+        "per_device_train_batch_size": 8,
+        "save_steps": 2,
+        "max_steps": 6,
+        "report_to": "none",
+        "disable_tqdm": True,
+    }
     torch.manual_seed(0)
     data = dataset()
-    return OnBucket(
-        small_model(), arguments, train_dataset=data, eval_dataset=data[:8], checkpoint_url=folder / "run", **given
-    )
+    if issubclass(made, BucketTrainerMixin):
+        given["checkpoint_url"] = folder / "run"
+    arguments = TrainingArguments(**{**defaults, **options})
+    return made(model or small_model(), arguments, train_dataset=data, eval_dataset=data[:8], **given)
 
 
 def test_the_limit_and_the_best_model_become_a_policy_and_are_exported(tmp_path: Path) -> None:
@@ -134,17 +148,221 @@ def test_a_run_without_checkpoints_begins_from_scratch(tmp_path: Path) -> None:
     assert made.state.global_step == 6
 
 
-def test_a_folder_of_the_trainers_own_is_no_checkpoint(tmp_path: Path) -> None:
-    (tmp_path / "checkpoint-2").mkdir()
-    (tmp_path / "checkpoint-2" / "trainer_state.json").write_text("{}")
-    with pytest.raises(bucketpoint.BucketpointError, match="checkpoint-2"):
-        trainer(tmp_path).train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+def test_a_folder_of_the_trainers_own_is_resumed_and_stays(tmp_path: Path) -> None:
+    trainer(tmp_path, made=Trainer).train()
+    best = {"eval_strategy": "steps", "eval_steps": 2, "load_best_model_at_end": True, "save_total_limit": 1}
+    made = trainer(tmp_path, max_steps=8, **best)
+    made.train(resume_from_checkpoint=str(tmp_path / "logs" / "checkpoint-6"))
+    assert (made.begun, made._manager.steps()) == (6, [8])
+    # At its end the trainer deletes checkpoints of its output folder, which it thinks it has made.
+    assert sorted(path.name for path in (tmp_path / "logs").glob("checkpoint-*")) == [
+        f"checkpoint-{step}" for step in (2, 4, 6)
+    ]
+
+
+class Stops(TrainerCallback):
+    """Raises once, after a step."""
+
+    step = 5
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if state.global_step == self.step:
+            self.step = 0
+            raise KeyboardInterrupt
+
+
+def test_after_an_interrupt_training_goes_on_from_the_last_save(tmp_path: Path) -> None:
+    made = trainer(tmp_path, callbacks=[Stops()])
+    with pytest.raises(KeyboardInterrupt):
+        made.train()
+    made.train(resume_from_checkpoint=True)
+    assert (made.begun, made.state.global_step) == (4, 6)
+
+
+def test_a_second_run_is_refused_before_it_trains(tmp_path: Path) -> None:
+    trainer(tmp_path).train()
+    again = trainer(tmp_path)
+    with pytest.raises(bucketpoint.CheckpointExistsError, match="up to step 6"):
+        again.train()
+    assert again.state.global_step == 0
+
+
+def test_a_run_goes_back_to_a_named_checkpoint(tmp_path: Path) -> None:
+    trainer(tmp_path).train()
+    back = trainer(tmp_path, max_steps=5)
+    back.train(resume_from_checkpoint=tmp_path / "run" / "step-2")
+    assert back.begun == 2
+    assert bucketpoint.latest_checkpoint(tmp_path / "run") == f"{tmp_path}/run/step-5"
+
+
+@pytest.mark.parametrize("kind", ["optim", "model"])
+def test_a_damaged_checkpoint_is_passed_over(kind: str, tmp_path: Path) -> None:
+    trainer(tmp_path).train()
+    (found,) = (tmp_path / "run" / "step-6").rglob(f"*-{kind}-0.distcp")
+    found.unlink()
+    made = trainer(tmp_path)
+    made.train(resume_from_checkpoint=True)
+    assert (made.begun, made.state.global_step) == (4, 6)
+
+
+SCORES = {2: 1.0, 4: 2.0, 6: 9.0, 8: 3.0, 10: 1.0, 12: 1.0}
+
+
+class Scores:
+    """Mixin of a trainer whose evaluations have given scores."""
+
+    def evaluate(self, *args: Any, **kwargs: Any) -> Any:
+        found = super().evaluate(*args, **kwargs)  # type: ignore[misc]
+        return {**found, "eval_score": SCORES[self.state.global_step]}  # type: ignore[attr-defined]
+
+
+class Scored(Scores, OnBucket):
+    """A trainer with checkpoints at a URL."""
+
+
+class ScoredOwn(Scores, Trainer):
+    """A trainer with checkpoints in folders."""
+
+
+def test_the_best_model_may_be_in_a_folder_of_the_trainers_own(tmp_path: Path) -> None:
+    best = {"eval_strategy": "steps", "eval_steps": 2, "load_best_model_at_end": True, "metric_for_best_model": "score"}
+    own = trainer(tmp_path, made=ScoredOwn, **best)
+    own.train()
+    folder = str(tmp_path / "logs" / "checkpoint-6")
+    made = trainer(tmp_path, made=Scored, max_steps=8, **best)
+    made.train(resume_from_checkpoint=folder)
+    assert made.state.best_model_checkpoint == folder
+    pairs = zip(own.model.parameters(), made.model.parameters(), strict=True)
+    assert all(torch.equal(one, two) for one, two in pairs)
+
+
+def test_the_best_step_need_not_have_been_saved(tmp_path: Path) -> None:
+    best = {"eval_strategy": "steps", "eval_steps": 2, "load_best_model_at_end": True, "metric_for_best_model": "score"}
+    for steps in (8, 12):
+        made = trainer(tmp_path, made=Scored, save_steps=4, max_steps=steps, **best)
+        made.train(resume_from_checkpoint=True)
+        assert (made.state.best_global_step, made.state.best_model_checkpoint) == (6, f"{tmp_path}/run/step-4")
+
+
+def test_a_policy_has_to_keep_the_best_model(tmp_path: Path) -> None:
+    best = {"eval_strategy": "steps", "eval_steps": 2, "load_best_model_at_end": True}
+    with pytest.raises(bucketpoint.BucketpointError, match=r"best checkpoint by eval_loss.*Add the metric"):
+        trainer(tmp_path, policy=RetentionPolicy(Keep(latest=1)), **best).train()
+
+
+def test_a_checkpoint_of_the_model_only_is_exported_and_not_resumed(tmp_path: Path) -> None:
+    made = trainer(tmp_path, save_only_model=True)
+    made.train()
+    made.export_pretrained(tmp_path / "hub")
+    LlamaForCausalLM.from_pretrained(tmp_path / "hub")
+    with pytest.raises(bucketpoint.BucketpointError, match=r"step-6.*save_only_model"):
+        trainer(tmp_path, save_only_model=True).train(resume_from_checkpoint=True)
+
+
+class Experts(torch.nn.Module):
+    """A model with a layer that gets no gradient, and without a configuration."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used = torch.nn.Linear(8, 1)
+        self.idle = torch.nn.Linear(8, 1)
+
+    def forward(self, input_ids: Any, labels: Any = None) -> dict[str, Any]:
+        return {"loss": self.used(input_ids.float()).pow(2).mean()}
+
+
+class OneEmptyGroup(OnBucket):
+    """A trainer whose optimizer has a group without parameters, as with LoRA."""
+
+    def create_optimizer(self, model: Any = None) -> Any:
+        self.optimizer = torch.optim.AdamW([{"params": list(self.model.parameters())}, {"params": []}])
+        return self.optimizer
+
+
+def test_parameters_without_gradients_and_groups_without_parameters_are_resumed(tmp_path: Path) -> None:
+    trainer(tmp_path, model=Experts(), made=OneEmptyGroup).train()
+    made = trainer(tmp_path, model=Experts(), made=OneEmptyGroup, max_steps=8)
+    made.train(resume_from_checkpoint=True)
+    assert made.begun == 6
+    assert len(made.optimizer.param_groups) == 2
+    assert {int(state["step"]) for state in made.optimizer.state.values() if state} == {8}
+    made.export_pretrained(tmp_path / "hub")
+    assert [path.name for path in (tmp_path / "hub").iterdir()] == ["model.safetensors"]
+
+
+def test_tied_weights_are_resumed_and_exported(tmp_path: Path) -> None:
+    def gpt2() -> Any:
+        torch.manual_seed(0)
+        return GPT2LMHeadModel(GPT2Config(vocab_size=96, n_positions=16, n_embd=16, n_layer=1, n_head=2))
+
+    trainer(tmp_path, model=gpt2()).train()
+    made = trainer(tmp_path, model=gpt2(), max_steps=8)
+    made.train(resume_from_checkpoint=True)
+    assert made.model.lm_head.weight is made.model.transformer.wte.weight
+    made.export_pretrained(tmp_path / "hub")
+    again, tokens = GPT2LMHeadModel.from_pretrained(tmp_path / "hub").eval(), torch.arange(8)[None]
+    with torch.no_grad():
+        assert torch.equal(again(tokens).logits, made.model.eval()(tokens).logits)
+
+
+class Nested:
+    """A tokenizer that saves a folder of templates."""
+
+    def save_pretrained(self, folder: str) -> None:
+        (Path(folder) / "templates").mkdir()
+        (Path(folder) / "templates" / "tool.jinja").write_text("{{ tool }}")
+
+
+def test_folders_of_a_tokenizer_are_exported_and_adapters_refused(tmp_path: Path) -> None:
+    made = trainer(tmp_path)
+    made.train()
+    made.processing_class = Nested()
+    made.export_pretrained(tmp_path / "hub")
+    assert (tmp_path / "hub" / "templates" / "tool.jinja").read_text() == "{{ tool }}"
+    made.model.peft_config = {}
+    with pytest.raises(bucketpoint.BucketpointError, match="save_model"):
+        made.export_pretrained(tmp_path / "adapter")
+
+
+def test_the_mixin_comes_before_the_trainer() -> None:
+    with pytest.raises(bucketpoint.BucketpointError, match=r"class Wrong\(BucketTrainerMixin, Trainer\)"):
+
+        class Wrong(Trainer, BucketTrainerMixin):
+            """Bases in the wrong order."""
+
+
+PAGE = Path(__file__).parents[2] / "docs" / "transformers.md"
+
+
+def block(language: str) -> str:
+    return PAGE.read_text(encoding="utf-8").split(f"```{language}\n")[1].split("```")[0]
+
+
+def test_at_most_five_lines_of_a_plain_script_change(tmp_path: Path) -> None:
+    changes = [line for line in block("diff").splitlines() if line[0] in "+-"]
+    lines = block("python").splitlines()
+    for before, line in zip(["", *changes], changes, strict=False):
+        if line[0] == "+":
+            at = next(at for at, one in enumerate(lines) if one.strip() == line[1:].strip())
+            lines[at : at + 1] = [before[1:]] if before.startswith("-") else []
+    assert sum(line[0] == "+" for line in changes) <= 5
+    plain = "\n".join(lines).replace('"logs"', repr(str(tmp_path / "logs")))
+    assert "bucketpoint" not in plain.lower()
+    program = tmp_path / "plain.py"
+    program.write_text(plain.replace("num_train_epochs=3", "max_steps=10"))
+    ran = subprocess.run(
+        [sys.executable, str(program)],
+        env={**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        check=False,
+    )
+    assert ran.returncode == 0, ran.stderr[-3000:]
+    assert (tmp_path / "logs" / "checkpoint-10").is_dir()
 
 
 def test_the_example_of_the_page_trains_and_goes_on(minio: S3Server, tmp_path: Path) -> None:
-    page = Path(__file__).parents[2] / "docs" / "transformers.md"
     program = tmp_path / "train.py"
-    code = page.read_text(encoding="utf-8").split("```python\n")[1].split("```")[0]
+    code = block("python") + block("py")
     bucket = minio.make_bucket()
     for epochs, world, last in ((1, 2, 16), (2, 1, 64)):
         text = code.replace('"s3://bucket/', f'"s3://{bucket}/').replace(

@@ -6,7 +6,7 @@ number of processes.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch.distributed.checkpoint as dcp
@@ -15,7 +15,8 @@ from torch.distributed.checkpoint import CheckpointException
 from bucketpoint.dcp import BucketReader, BucketWriter, LoadPlanner, SaveHandle, async_save, saved_ranks
 from bucketpoint.dcp.async_save import as_ours
 from bucketpoint.errors import BucketpointError
-from bucketpoint.integrations.training_state import ModelState, OfThisRank, OptimizerState, RandomState, model_of
+from bucketpoint.integrations.partial_optimizer import PartialOptimizerState
+from bucketpoint.integrations.training_state import ModelState, OfThisRank, RandomState, model_of
 
 try:
     from accelerate import Accelerator
@@ -39,6 +40,11 @@ def accelerator_state(accelerator: Accelerator) -> dict[str, Any]:
     Raises:
         BucketpointError: the accelerator trains with DeepSpeed or Megatron-LM, which have formats of their own.
     """
+    return _state_of(accelerator, None)
+
+
+def _state_of(accelerator: Accelerator, saved: Iterable[str] | None) -> dict[str, Any]:
+    """Return the state to save, or to load from a checkpoint with the given keys into."""
     if accelerator.distributed_type in _OTHER_FORMATS:
         raise BucketpointError(
             f"An Accelerator with {accelerator.distributed_type} saves in a format of its own",
@@ -51,7 +57,8 @@ def accelerator_state(accelerator: Accelerator) -> dict[str, Any]:
     for number, optimizer in enumerate(accelerator._optimizers):
         # Accelerate wraps optimizers; the wrapper's step() skips.
         wrapped = getattr(optimizer, "optimizer", optimizer)
-        state[_name("optimizer", number)] = OptimizerState(model_of(optimizer, models, _ONE_MODEL), wrapped)
+        name = _name("optimizer", number)
+        state[name] = PartialOptimizerState(model_of(optimizer, models, _ONE_MODEL), wrapped, saved, name)
     for number, scheduler in enumerate(accelerator._schedulers):
         state[_name("scheduler", number)] = scheduler
     for number, loader in enumerate(accelerator._dataloaders):
@@ -92,9 +99,9 @@ def load_state(accelerator: Accelerator, url: str, *, storage_reader: BucketRead
     The number of processes may differ. A rank that the checkpoint knows nothing of keeps its own random state and its
     own state of stateful dataloaders.
     """
-    state = accelerator_state(accelerator)
     reader = storage_reader or BucketReader(url)
     metadata = reader.read_metadata()
+    state = _state_of(accelerator, metadata.state_dict_metadata)
     for name, value in list(state.items()):
         if isinstance(value, OfThisRank) and accelerator.process_index not in saved_ranks(metadata, name):
             del state[name]

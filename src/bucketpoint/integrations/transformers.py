@@ -11,14 +11,15 @@ import json
 import logging
 import os
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from bucketpoint.convert import ConvertOptions, plan_conversion, run_conversion
 from bucketpoint.dcp import BucketReader, load, saved_ranks
-from bucketpoint.errors import BucketpointError, CheckpointNotFoundError
-from bucketpoint.integrations.training_state import ModelState, OfThisRank, OptimizerState, RandomState
+from bucketpoint.errors import BucketpointError, CheckpointExistsError, CheckpointNotFoundError, CorruptDataError
+from bucketpoint.integrations.partial_optimizer import PartialOptimizerState
+from bucketpoint.integrations.training_state import ModelState, OfThisRank, RandomState
 from bucketpoint.manager.manager import CheckpointManager
 from bucketpoint.retention import Best, Keep, RetentionPolicy
 from bucketpoint.stores import open_store
@@ -46,7 +47,8 @@ class BucketTrainerMixin:
 
     Saves go on beside training, which waits for the copy only. `output_dir` stays local, for logs.
     `train(resume_from_checkpoint=True)` goes on from the newest whole checkpoint, and begins from scratch if there is
-    none yet; a URL names one. `train` returns once the last save is committed.
+    none yet; a URL names one, and later ones of the same run are given up. A folder that transformers saved itself can
+    be resumed as well. `train` returns once the last save is committed.
 
     Args:
         checkpoint_url: URL of the run.
@@ -56,8 +58,18 @@ class BucketTrainerMixin:
         manager_options: as for `CheckpointManager`, such as `storage_options` and `on_commit`.
 
     Raises:
-        BucketpointError: the trainer uses DeepSpeed, which has a format of its own.
+        BucketpointError: the trainer uses DeepSpeed, which has a format of its own; or the class names the mixin behind
+            `Trainer`, which then makes its own saves.
     """
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        before = cls.__mro__[: cls.__mro__.index(BucketTrainerMixin)]
+        if any((base.__module__, base.__name__) == ("transformers.trainer", "Trainer") for base in before):
+            raise BucketpointError(
+                f"{cls.__name__} names BucketTrainerMixin behind Trainer, whose own saves it must replace",
+                remedy=f"Write `class {cls.__name__}(BucketTrainerMixin, Trainer)`",
+            )
 
     def __init__(
         self: Any,
@@ -76,37 +88,94 @@ class BucketTrainerMixin:
         self._policy = policy
         self._manager_options = dict(manager_options or {})
         self._manager: CheckpointManager | None = None
-        self._resumed_url: str | None = None
-        self._random = _KeptState()
+        self._forget_resumed()
         self._evaluated: dict[int, dict[str, float]] = {}
 
     def train(self: Any, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
         manager = self._manager = CheckpointManager(
             self._checkpoint_url, policy=self._policy or _policy_of(self.args), **self._manager_options
         )
-        with tempfile.TemporaryDirectory(prefix="bucketpoint-") as folder:
-            found = self._found(resume_from_checkpoint, Path(folder))
-            output = super().train(folder if found else None, *args, **kwargs)  # type: ignore[misc]
+        try:
+            self._refuse_a_policy_without_the_best()
+            self._may_pass_over = resume_from_checkpoint is True
+            while True:
+                with tempfile.TemporaryDirectory(prefix="bucketpoint-") as folder:
+                    self._folder = folder
+                    try:
+                        output = super().train(self._found(resume_from_checkpoint), *args, **kwargs)  # type: ignore[misc]
+                    except _PassOver as damaged:
+                        resume_from_checkpoint = damaged.older
+                    else:
+                        break
+        except BaseException:
+            # A later `train` must find the last save committed. Its error must not take the place of this one.
+            try:
+                manager.close()
+            except BucketpointError as error:
+                logger.error("the last save failed: %s", error)
+            raise
         manager.close()
         return output
 
-    def _found(self: Any, asked: str | bool | None, folder: Path) -> bool:
-        """Find the checkpoint to resume, and write the file of it that the trainer reads itself. All ranks."""
-        self._resumed_url = None
+    def _refuse_a_policy_without_the_best(self: Any) -> None:
+        kept = {rule.metric for rule in self._manager.policy.keep.best}
+        wanted = {rule.metric for rule in _policy_of(self.args).keep.best}
+        if wanted - kept:
+            raise BucketpointError(
+                f"load_best_model_at_end needs a policy that keeps the best checkpoint by {wanted.pop()}",
+                url=os.fspath(self._checkpoint_url),
+                remedy="Add the metric to `best` of the policy's `keep`, or leave `policy` to the mixin",
+            )
+
+    def _forget_resumed(self) -> None:
+        self._resumed_url: str | None = None
+        self._resumed_best: str | None = None
+        self._random = _KeptState()
+
+    def _found(self: Any, asked: str | os.PathLike[str] | bool | None) -> str | None:
+        """Find the checkpoint to resume. All ranks. Return the folder for the trainer, with the file that it reads."""
+        self._forget_resumed()
         if asked is None or asked is False:
-            return False
-        told = _KeptState({"state": ""})
+            self._refuse_an_earlier_run()
+            return None
+        manager, told, restored = self._manager, _KeptState({"state": ""}), None
         if asked is True:
-            restored = self._manager.restore({"trainer": told})
+            restored = manager.restore({"trainer": told})
             if restored is None:
                 logger.info("%s holds no checkpoint yet: training begins from scratch", self._checkpoint_url)
-                return False
+                return None
             self._resumed_url = restored.url
         else:
-            load({"trainer": told}, asked, **self._reading())
-            self._resumed_url = os.fspath(asked)
-        folder.joinpath(_STATE_FILE).write_text(told.value["state"], encoding="utf-8")
-        return True
+            url, steps = os.fspath(asked), manager.steps()
+            if Path(url, _STATE_FILE).is_file():  # transformers saved it
+                self._refuse_an_earlier_run()
+                return url
+            step = next((step for step in steps if manager.catalog.url_of(step) == url.rstrip("/")), None)
+            if step is None:
+                load({"trainer": told}, url, **self._reading())
+                self._refuse_an_earlier_run()
+            else:
+                if step != steps[-1]:
+                    logger.warning("training goes back to %s: the next save gives up later checkpoints", url)
+                manager.restore({"trainer": told}, step, rollback=step != steps[-1])
+            self._resumed_url = url
+        Path(self._folder, _STATE_FILE).write_text(told.value["state"], encoding="utf-8")
+        self._resumed_best = json.loads(told.value["state"])["best_model_checkpoint"]
+        return str(self._folder)
+
+    def _refuse_an_earlier_run(self: Any) -> None:
+        """Refuse a run with checkpoints, none of which is resumed: its steps could not be saved again."""
+        steps = self._manager.steps() if self.args.save_strategy != "no" else None
+        if steps:
+            raise CheckpointExistsError(
+                f"The run has checkpoints up to step {steps[-1]}, and training does not go on from one of them",
+                url=os.fspath(self._checkpoint_url),
+                remedy="Resume with resume_from_checkpoint=True or the URL of one, or name another checkpoint_url",
+            )
+
+    def _get_output_dir(self: Any, trial: Any) -> str:
+        """Return an empty folder: at its end the trainer deletes all local checkpoints but the best one."""
+        return str(self._folder)
 
     def _reading(self) -> dict[str, Any]:
         return {
@@ -139,12 +208,12 @@ class BucketTrainerMixin:
         if handle is not None:
             handle.staged.result()
 
-    def _state_to_save(self: Any) -> dict[str, Any]:
-        """Return all of the training but the trainer's own state, to save or to load into."""
+    def _state_to_save(self: Any, saved: Iterable[str] | None = None) -> dict[str, Any]:
+        """Return all of the training but the trainer's own state, to save, or to load from a checkpoint's keys into."""
         optimizer = getattr(self.optimizer, "optimizer", self.optimizer)
         state: dict[str, Any] = {
             "model": ModelState(self.model_wrapped),
-            "optimizer": OptimizerState(self.model_wrapped, optimizer),
+            "optimizer": PartialOptimizerState(self.model_wrapped, optimizer, saved),
             "scheduler": self.lr_scheduler,
             _GENERATORS: OfThisRank(RandomState()),
         }
@@ -163,36 +232,65 @@ class BucketTrainerMixin:
                 else:
                     noted[name] = callback.state()
 
-    # -- loading ------------------------------------------------------------------------------------------------------
+    # -- loading: from a URL, or else from a folder of transformers' own ----------------------------------------------
 
     def _load_from_checkpoint(self: Any, resume_from_checkpoint: str, model: Any = None) -> None:
-        """Do nothing: the model is loaded together with the optimizer, once it is prepared."""
+        """Load a model that transformers saved. From a URL it is loaded with the optimizer, once both are prepared."""
+        if self._resumed_url is None:
+            super()._load_from_checkpoint(resume_from_checkpoint, model)  # type: ignore[misc]
 
     def _load_optimizer_and_scheduler(self: Any, checkpoint: str | None) -> None:
         url = self._resumed_url
-        if checkpoint is None or url is None:
+        if url is None:
+            super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]
             return
-        state = self._state_to_save()
-        state[_GENERATORS] = OfThisRank(self._random)
         reader = BucketReader(url, **self._reading())
-        if self.args.process_index not in saved_ranks(reader.read_metadata(), _GENERATORS):
+        metadata = reader.read_metadata()
+        saved = metadata.state_dict_metadata
+        if not any(key.startswith("optimizer.") for key in saved):
+            raise BucketpointError(
+                "Training cannot go on from a checkpoint of the model only",
+                url=url,
+                remedy="Save without save_only_model=True, or begin another run with the model: see export_pretrained",
+            )
+        state = self._state_to_save(saved)
+        state[_GENERATORS] = OfThisRank(self._random)
+        if self.args.process_index not in saved_ranks(metadata, _GENERATORS):
             del state[_GENERATORS]
-        load(state, url, **self._reading())
+        try:
+            load(state, url, **self._reading())
+        except CorruptDataError as error:
+            steps = self._manager.steps() if self._may_pass_over else []
+            urls = [self._manager.catalog.url_of(step) for step in steps]
+            if url not in urls[1:]:
+                raise
+            logger.error("%s", error)
+            raise _PassOver(urls[urls.index(url) - 1]) from error
         # The trainer looks for a folder of this name, and finds none.
-        best = self.state.best_global_step
-        if best:
-            self.state.best_model_checkpoint = self._manager.catalog.url_of(best)
+        self.state.best_model_checkpoint = self._resumed_best
 
     def _load_scaler(self: Any, checkpoint: str | None) -> None:
-        """Do nothing: the scaler is loaded together with the optimizer."""
+        """Load a scaler that transformers saved. From a URL it is loaded with the optimizer."""
+        if self._resumed_url is None:
+            super()._load_scaler(checkpoint)  # type: ignore[misc]
 
     def _load_rng_state(self: Any, checkpoint: str | None) -> None:
-        if self._random.value:
+        if self._resumed_url is None:
+            super()._load_rng_state(checkpoint)  # type: ignore[misc]
+        elif self._random.value:
             RandomState().load_state_dict(self._random.value)
 
     def _load_best_model(self: Any) -> None:
+        if Path(self.state.best_model_checkpoint, _STATE_FILE).is_file():
+            super()._load_best_model()  # type: ignore[misc]
+            return
         self._manager.wait()
-        load({"model": ModelState(self.model_wrapped)}, self.state.best_model_checkpoint, **self._reading())
+        state = {"model": ModelState(self.model_wrapped)}
+        try:
+            load(state, self.state.best_model_checkpoint, **self._reading())
+        except CheckpointNotFoundError:
+            # Between two saves the trainer may have seen a better model than a later checkpoint was to beat.
+            self.state.best_model_checkpoint = self._manager.restore(state, "best").url
 
     # -- the end ------------------------------------------------------------------------------------------------------
 
@@ -216,7 +314,14 @@ class BucketTrainerMixin:
             chosen = latest_checkpoint(self._checkpoint_url, **self._reading())
         if chosen is None:
             raise CheckpointNotFoundError("There is no checkpoint to export", url=os.fspath(self._checkpoint_url))
-        options = self._manager_options.get("storage_options")
+        model = self.accelerator.unwrap_model(self.model)
+        if hasattr(model, "peft_config"):
+            raise BucketpointError(
+                "An adapter of PEFT has another format than save_pretrained of its model",
+                url=chosen,
+                remedy="Write the trainer's own model with trainer.save_model(folder)",
+            )
+        options, fs = (self._manager_options.get(name) for name in ("storage_options", "fs"))
         plan = plan_conversion(
             chosen,
             url,
@@ -224,17 +329,29 @@ class BucketTrainerMixin:
             options=ConvertOptions(prefix="model."),
             source_options=options,
             target_options=options,
+            source_fs=fs,
+            target_fs=fs,
         )
-        run_conversion(plan)
-        store, prefix = open_store(url, storage_options=options)
+        store, prefix = open_store(url, storage_options=options, fs=fs)
         with tempfile.TemporaryDirectory(prefix="bucketpoint-") as folder:
-            model = self.accelerator.unwrap_model(self.model)
             # Only the small files of `save_pretrained`.
-            for part in (model.config, getattr(model, "generation_config", None), self.processing_class):
+            parts = (getattr(model, "config", None), getattr(model, "generation_config", None), self.processing_class)
+            for part in parts:
                 if part is not None:
                     part.save_pretrained(folder)
-            for path in sorted(Path(folder).iterdir()):
-                store.put(f"{prefix.rstrip('/')}/{path.name}".lstrip("/"), [memoryview(path.read_bytes())])
+            for path in sorted(path for path in Path(folder).rglob("*") if path.is_file()):
+                name = path.relative_to(folder).as_posix()
+                store.put(f"{prefix.rstrip('/')}/{name}".lstrip("/"), [memoryview(path.read_bytes())])
+        # Last, since an export into a folder with weights is refused: one that was interrupted can be made again.
+        run_conversion(plan)
+
+
+class _PassOver(Exception):
+    """Error of a damaged checkpoint while there is an older one."""
+
+    def __init__(self, older: str) -> None:
+        super().__init__(older)
+        self.older = older
 
 
 class _KeptState:
