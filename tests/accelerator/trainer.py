@@ -59,7 +59,7 @@ def main(root: str, report: str, kind: str) -> None:
         accelerator.state.device = torch.device("cpu")
     set_seed(0)
     dropout = float(os.environ.get("DROPOUT", "0"))
-    layers = [torch.nn.Linear(8, 32), torch.nn.ReLU(), torch.nn.Dropout(dropout), torch.nn.Linear(32, 4)]
+    layers = [torch.nn.Linear(8, 32), torch.nn.ReLU(), torch.nn.Dropout(dropout), torch.nn.Linear(32, 1)]
     model: Any = torch.nn.Sequential(*layers)
     optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-2)
     data = torch.utils.data.TensorDataset(torch.arange(SAMPLES), torch.randn(SAMPLES, 8))

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from bucketpoint import BucketReader, BucketWriter
+from bucketpoint import BucketReader, BucketWriter, LoadPlanner
 from bucketpoint.dcp.planning.save_planner import SavePlanner
 from dcp.reshard_job import OnMesh, part
 
@@ -190,3 +190,30 @@ def tensors_of_some_ranks(rank: int, world: int, root: str) -> None:
         mine = table().chunk(len(ranks))[place[0]].to(dtype) if place is not None else torch.empty(0, dtype=dtype)
         assert torch.equal(few.to_local(), mine)
         assert (place is not None) == (rank in ranks)
+
+
+def fsdp1_with_fewer_rows_than_ranks(rank: int, world: int, url: str) -> None:
+    """A bias of one row lies on one rank. A value of another rank's own comes with it, as the state of a trainer."""
+    from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    class Model:
+        def __init__(self, seed: int) -> None:
+            torch.manual_seed(seed)
+            # torch refuses to look for a device where there is no accelerator.
+            self.module = FullyShardedDataParallel(torch.nn.Linear(3, 1), device_id=torch.device("cpu"))
+
+        def state_dict(self) -> dict[str, Any]:
+            return dict(get_model_state_dict(self.module))
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            set_model_state_dict(self.module, state)
+
+    saved, loaded = Model(1), Model(2)
+    dcp.save({"model": saved, "trainer": {"text": "x"}}, checkpoint_id=url, storage_writer=BucketWriter())
+    values = {"text": ""}
+    dcp.load(
+        {"model": loaded, "trainer": values}, checkpoint_id=url, storage_reader=BucketReader(), planner=LoadPlanner()
+    )
+    for one, two in zip(saved.module.parameters(), loaded.module.parameters(), strict=True):
+        assert torch.equal(one, two)

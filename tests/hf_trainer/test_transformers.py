@@ -285,7 +285,8 @@ def test_parameters_without_gradients_and_groups_without_parameters_are_resumed(
     made.train(resume_from_checkpoint=True)
     assert made.begun == 6
     assert len(made.optimizer.param_groups) == 2
-    assert {int(state["step"]) for state in made.optimizer.state.values() if state} == {8}
+    # An expert without gradients has a new state.
+    assert {int(state["step"]) for state in made.optimizer.state.values()} == {0, 8}
     made.export_pretrained(tmp_path / "hub")
     assert [path.name for path in (tmp_path / "hub").iterdir()] == ["model.safetensors"]
 

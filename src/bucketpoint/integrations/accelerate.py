@@ -6,17 +6,17 @@ number of processes.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import CheckpointException
 
-from bucketpoint.dcp import BucketReader, BucketWriter, LoadPlanner, SaveHandle, async_save, saved_ranks
+from bucketpoint.dcp import BucketReader, BucketWriter, SaveHandle, async_save, saved_ranks
 from bucketpoint.dcp.async_save import as_ours
 from bucketpoint.errors import BucketpointError
-from bucketpoint.integrations.partial_optimizer import PartialOptimizerState
-from bucketpoint.integrations.training_state import ModelState, OfThisRank, RandomState, model_of
+from bucketpoint.integrations.resume_planner import ResumePlanner
+from bucketpoint.integrations.training_state import ModelState, OfThisRank, OptimizerState, RandomState, model_of
 
 try:
     from accelerate import Accelerator
@@ -40,11 +40,10 @@ def accelerator_state(accelerator: Accelerator) -> dict[str, Any]:
     Raises:
         BucketpointError: the accelerator trains with DeepSpeed or Megatron-LM, which have formats of their own.
     """
-    return _state_of(accelerator, None)
+    return _state_of(accelerator, loading=False)
 
 
-def _state_of(accelerator: Accelerator, saved: Iterable[str] | None) -> dict[str, Any]:
-    """Return the state to save, or to load from a checkpoint with the given keys into."""
+def _state_of(accelerator: Accelerator, *, loading: bool) -> dict[str, Any]:
     if accelerator.distributed_type in _OTHER_FORMATS:
         raise BucketpointError(
             f"An Accelerator with {accelerator.distributed_type} saves in a format of its own",
@@ -57,8 +56,8 @@ def _state_of(accelerator: Accelerator, saved: Iterable[str] | None) -> dict[str
     for number, optimizer in enumerate(accelerator._optimizers):
         # Accelerate wraps optimizers; the wrapper's step() skips.
         wrapped = getattr(optimizer, "optimizer", optimizer)
-        name = _name("optimizer", number)
-        state[name] = PartialOptimizerState(model_of(optimizer, models, _ONE_MODEL), wrapped, saved, name)
+        model = model_of(optimizer, models, _ONE_MODEL)
+        state[_name("optimizer", number)] = OptimizerState(model, wrapped, loading=loading)
     for number, scheduler in enumerate(accelerator._schedulers):
         state[_name("scheduler", number)] = scheduler
     for number, loader in enumerate(accelerator._dataloaders):
@@ -101,12 +100,12 @@ def load_state(accelerator: Accelerator, url: str, *, storage_reader: BucketRead
     """
     reader = storage_reader or BucketReader(url)
     metadata = reader.read_metadata()
-    state = _state_of(accelerator, metadata.state_dict_metadata)
+    state = _state_of(accelerator, loading=True)
     for name, value in list(state.items()):
         if isinstance(value, OfThisRank) and accelerator.process_index not in saved_ranks(metadata, name):
             del state[name]
     try:
-        dcp.load(state, checkpoint_id=url, storage_reader=reader, planner=LoadPlanner())
+        dcp.load(state, checkpoint_id=url, storage_reader=reader, planner=ResumePlanner(state))
     except CheckpointException as raised:
         raise as_ours(raised, url) from raised
 

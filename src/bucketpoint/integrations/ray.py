@@ -8,6 +8,7 @@ from typing import Any
 from bucketpoint.catalog import latest_checkpoint
 from bucketpoint.dcp import BucketWriter, SaveHandle, async_save, load
 from bucketpoint.errors import BucketpointError, CheckpointNotFoundError
+from bucketpoint.integrations.resume_planner import ResumePlanner
 from bucketpoint.integrations.training_state import with_state
 
 try:
@@ -155,9 +156,9 @@ def restore(state: dict[str, Any], *, storage_options: Mapping[str, Any] | None 
         )
     if newest is None:
         return None
-    found = with_state(state, _ONE_MODEL)
+    found = with_state(state, _ONE_MODEL, loading=True)
     loaded = {**state, **found}
-    load(loaded, newest, storage_options=storage_options)
+    load(loaded, newest, storage_options=storage_options, planner=ResumePlanner(found))
     state.update({name: value for name, value in loaded.items() if name not in found})
     return str(newest)
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import io
 import random
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -42,37 +43,78 @@ class ModelState:
 
 
 class OptimizerState:
-    """The state of an optimizer of a model, read when it is saved and set when it is loaded."""
+    """The state of an optimizer of a model, read when it is saved and set when it is loaded.
 
-    def __init__(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    Groups without parameters, such as LoRA leaves behind, are left out: torch does not load them.
+
+    Args:
+        loading: the state is read to be loaded into, with a `ResumePlanner`. Each parameter then gets a new state.
+            torch itself makes none, and a load would change nothing, where there are gradients or states already.
+    """
+
+    def __init__(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, *, loading: bool = False) -> None:
         self._model = model
         self._optimizer = optimizer
+        self._loading = loading
 
     def state_dict(self) -> dict[str, Any]:
-        return dict(get_optimizer_state_dict(self._model, self._optimizer, options=_BY_NAME))
+        with _without_empty_groups(self._optimizer):
+            if not self._loading:
+                return dict(get_optimizer_state_dict(self._model, self._optimizer, options=_BY_NAME))
+            self._optimizer.state.clear()
+            with _without_gradients(self._optimizer):
+                return dict(get_optimizer_state_dict(self._model, self._optimizer, options=_BY_NAME))
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        set_optimizer_state_dict(self._model, self._optimizer, dict(state), options=_BY_NAME)
+        with _without_empty_groups(self._optimizer):
+            set_optimizer_state_dict(self._model, self._optimizer, dict(state), options=_BY_NAME)
 
 
-def with_state(state: Mapping[str, Any], remedy: str, *, strict: bool = True) -> dict[str, Any]:
+@contextmanager
+def _without_empty_groups(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    whole = optimizer.param_groups
+    optimizer.param_groups = [group for group in whole if group["params"]]
+    try:
+        yield
+    finally:
+        # A load has replaced the groups.
+        filled = iter(optimizer.param_groups)
+        optimizer.param_groups = [next(filled) if group["params"] else group for group in whole]
+
+
+@contextmanager
+def _without_gradients(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    held = [(each, each.grad) for group in optimizer.param_groups for each in group["params"]]
+    for parameter, _ in held:
+        parameter.grad = None
+    try:
+        yield
+    finally:
+        for parameter, gradient in held:
+            parameter.grad = gradient
+
+
+def with_state(
+    state: Mapping[str, Any], remedy: str, *, loading: bool = False, strict: bool = True
+) -> dict[str, ModelState | OptimizerState]:
     """Return the models and optimizers of a state as objects that are saved by the names of their parameters.
 
     Args:
         state: models, optimizers and other values; the others are left out.
         remedy: what to do about an optimizer without its model.
+        loading: as for `OptimizerState`.
         strict: as for `ModelState`.
 
     Raises:
         BucketpointError: an optimizer has parameters of no model of the state, or of several.
     """
     models = [value for value in state.values() if isinstance(value, torch.nn.Module)]
-    found: dict[str, Any] = {}
+    found: dict[str, ModelState | OptimizerState] = {}
     for name, value in state.items():
         if isinstance(value, torch.nn.Module):
             found[name] = ModelState(value, strict=strict)
         elif isinstance(value, torch.optim.Optimizer):
-            found[name] = OptimizerState(model_of(value, models, remedy), value)
+            found[name] = OptimizerState(model_of(value, models, remedy), value, loading=loading)
     return found
 
 

@@ -11,15 +11,15 @@ import json
 import logging
 import os
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from bucketpoint.convert import ConvertOptions, plan_conversion, run_conversion
 from bucketpoint.dcp import BucketReader, load, saved_ranks
 from bucketpoint.errors import BucketpointError, CheckpointExistsError, CheckpointNotFoundError, CorruptDataError
-from bucketpoint.integrations.partial_optimizer import PartialOptimizerState
-from bucketpoint.integrations.training_state import ModelState, OfThisRank, RandomState
+from bucketpoint.integrations.resume_planner import ResumePlanner
+from bucketpoint.integrations.training_state import ModelState, OfThisRank, OptimizerState, RandomState
 from bucketpoint.manager.manager import CheckpointManager
 from bucketpoint.retention import Best, Keep, RetentionPolicy
 from bucketpoint.stores import open_store
@@ -208,12 +208,12 @@ class BucketTrainerMixin:
         if handle is not None:
             handle.staged.result()
 
-    def _state_to_save(self: Any, saved: Iterable[str] | None = None) -> dict[str, Any]:
-        """Return all of the training but the trainer's own state, to save, or to load from a checkpoint's keys into."""
+    def _state_to_save(self: Any, *, loading: bool = False) -> dict[str, Any]:
+        """Return all of the training but the trainer's own state, to save or to load into."""
         optimizer = getattr(self.optimizer, "optimizer", self.optimizer)
         state: dict[str, Any] = {
             "model": ModelState(self.model_wrapped),
-            "optimizer": PartialOptimizerState(self.model_wrapped, optimizer, saved),
+            "optimizer": OptimizerState(self.model_wrapped, optimizer, loading=loading),
             "scheduler": self.lr_scheduler,
             _GENERATORS: OfThisRank(RandomState()),
         }
@@ -246,19 +246,18 @@ class BucketTrainerMixin:
             return
         reader = BucketReader(url, **self._reading())
         metadata = reader.read_metadata()
-        saved = metadata.state_dict_metadata
-        if not any(key.startswith("optimizer.") for key in saved):
+        if not any(key.startswith("optimizer.") for key in metadata.state_dict_metadata):
             raise BucketpointError(
                 "Training cannot go on from a checkpoint of the model only",
                 url=url,
                 remedy="Save without save_only_model=True, or begin another run with the model: see export_pretrained",
             )
-        state = self._state_to_save(saved)
+        state = self._state_to_save(loading=True)
         state[_GENERATORS] = OfThisRank(self._random)
         if self.args.process_index not in saved_ranks(metadata, _GENERATORS):
             del state[_GENERATORS]
         try:
-            load(state, url, **self._reading())
+            load(state, url, planner=ResumePlanner(state), **self._reading())
         except CorruptDataError as error:
             steps = self._manager.steps() if self._may_pass_over else []
             urls = [self._manager.catalog.url_of(step) for step in steps]
@@ -287,7 +286,7 @@ class BucketTrainerMixin:
         self._manager.wait()
         state = {"model": ModelState(self.model_wrapped)}
         try:
-            load(state, self.state.best_model_checkpoint, **self._reading())
+            load(state, self.state.best_model_checkpoint, planner=ResumePlanner(state), **self._reading())
         except CheckpointNotFoundError:
             # Between two saves the trainer may have seen a better model than a later checkpoint was to beat.
             self.state.best_model_checkpoint = self._manager.restore(state, "best").url

@@ -49,3 +49,7 @@ def test_distributed_and_plain_tensors_are_loaded_as_sharded_ones(four_ranks: Ra
 
 def test_tensors_of_some_ranks_are_loaded_by_others(four_ranks: Ranks, tmp_path: Path) -> None:
     four_ranks.run(scenarios.tensors_of_some_ranks, f"file://{tmp_path}")
+
+
+def test_a_model_under_fsdp1_may_have_fewer_rows_than_there_are_ranks(four_ranks: Ranks, tmp_path: Path) -> None:
+    four_ranks.run(scenarios.fsdp1_with_fewer_rows_than_ranks, f"file://{tmp_path}/model")

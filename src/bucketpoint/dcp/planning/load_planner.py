@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch.distributed.checkpoint import DefaultLoadPlanner, Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint._sharded_tensor_utils import _flatten_sharded_tensors
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
 from torch.distributed.checkpoint.planner_helpers import _create_chunk_list, _create_read_items
@@ -99,7 +100,7 @@ class LoadPlanner(DefaultLoadPlanner):
             wanted = self._wanted()
             items = read_items(list(wanted.values()))
             try:
-                with _replaced(state, wanted):
+                with _replaced(state, wanted), self._original_flattened():
                     plan = super().create_local_plan()
             except (RuntimeError, ValueError) as error:
                 refusal = error
@@ -177,6 +178,21 @@ class LoadPlanner(DefaultLoadPlanner):
                 remedy="Add these keys to the state, or load without strict",
             )
         log_difference(self.metadata, used, unused, sorted(lacking), url)
+
+    @contextmanager
+    def _original_flattened(self) -> Iterator[None]:
+        """Leave out of the original state what a rank has no part of, as `state_dict` does.
+
+        Otherwise torch finds keys of FSDP1 in the one and not in the other, takes the checkpoint for one of torch 2.3,
+        and asks for keys of that time.
+        """
+        whole = self.original_state_dict
+        if self.flatten_sharded_tensors:
+            self.original_state_dict = _flatten_sharded_tensors(whole)
+        try:
+            yield
+        finally:
+            self.original_state_dict = whole
 
     def _note(self, item: ReadItem) -> None:
         fqn = item.dest_index.fqn

@@ -6,13 +6,13 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from lightning.fabric.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy, SingleDeviceStrategy
 
 from bucketpoint.dcp import load
 from bucketpoint.errors import BucketpointError
-from bucketpoint.integrations.lightning.state import Pickled, ResumePlanner, Saves, newest_of
-from bucketpoint.integrations.training_state import ModelState, OptimizerState, model_of
+from bucketpoint.integrations.lightning.state import Pickled, Saves, newest_of
+from bucketpoint.integrations.resume_planner import ResumePlanner
+from bucketpoint.integrations.training_state import with_state
 
 _ONE_MODEL = "Save an optimizer together with its model: fabric.save(url, {'model': model, 'optimizer': optimizer})"
 
@@ -60,8 +60,9 @@ class FabricBucketStrategy:
                 "A save takes no storage_options",
                 remedy=f"Give them to the strategy: {type(self).__name__}(storage_options=...)",
             )
-        tensors, rest = _divided(state, strict=True)
-        saved = {name: value.state_dict() for name, value in tensors.items()}
+        tensors = with_state(state, _ONE_MODEL)
+        saved: dict[str, Any] = {name: value.state_dict() for name, value in tensors.items()}
+        rest = {name: value for name, value in state.items() if name not in tensors}
         values = {name: value.state_dict() if _has_state(value) else value for name, value in rest.items()}
         for name, wanted in (filter or {}).items():
             of = saved if name in saved else values
@@ -85,15 +86,15 @@ class FabricBucketStrategy:
                 url=url,
                 remedy="Call fabric.load(url, {'model': model, ...}); bucketpoint.load(url) returns a whole checkpoint",
             )
-        tensors, rest = _divided(state, strict=strict)
-        models = [name for name in tensors if isinstance(state[name], torch.nn.Module)]
+        tensors = with_state(state, _ONE_MODEL, loading=True, strict=strict)
+        rest = {name: value for name, value in state.items() if name not in tensors}
         pickled = Pickled(trusted=self._trusted if weights_only is None else not weights_only)
         found = newest_of(url, self._storage_options, self.broadcast, self.global_rank)
         load(
             {**tensors, _REST: pickled},
             found,
             storage_options=self._storage_options,
-            planner=ResumePlanner([name for name in tensors if name not in models], models, strict=strict),
+            planner=ResumePlanner(tensors, strict=strict),
             trusted=self._trusted,
         )
         values: dict[str, Any] = pickled.value or {}
@@ -110,21 +111,6 @@ class FabricBucketStrategy:
             elif name in values:
                 state[name] = values.pop(name)
         return values
-
-
-def _divided(state: Mapping[str, Any], *, strict: bool) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the models and optimizers of a state, and all the rest."""
-    models = [value for value in state.values() if isinstance(value, torch.nn.Module)]
-    tensors: dict[str, Any] = {}
-    rest = {}
-    for name, value in state.items():
-        if isinstance(value, torch.nn.Module):
-            tensors[name] = ModelState(value, strict=strict)
-        elif isinstance(value, torch.optim.Optimizer):
-            tensors[name] = OptimizerState(model_of(value, models, _ONE_MODEL), value)
-        else:
-            rest[name] = value
-    return tensors, rest
 
 
 def _has_state(value: Any) -> bool:

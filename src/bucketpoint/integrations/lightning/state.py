@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint import LoadPlan, Metadata
 
 from bucketpoint.catalog import latest_checkpoint
-from bucketpoint.dcp import BucketWriter, LoadPlanner, SaveHandle, async_save
-from bucketpoint.dcp.planning.load_planner import url_of
-from bucketpoint.errors import BucketpointError, MismatchError, UnsafeDataError, first_of
+from bucketpoint.dcp import BucketWriter, SaveHandle, async_save
+from bucketpoint.errors import BucketpointError, UnsafeDataError
 from bucketpoint.stores import open_store
 
 
@@ -52,65 +50,6 @@ class Pickled:
                 remedy="If you trust the checkpoint, give the strategy trusted=True, or load with weights_only=False; "
                 "or add the types with torch.serialization.add_safe_globals",
             ) from error
-
-
-class ResumePlanner(LoadPlanner):
-    """Load planner for checkpoints in which some parameters have no state of the optimizer.
-
-    torch makes a state for each parameter before a load, but at the save parameters that have never got a gradient had
-    none. They keep the new state, as of no step.
-
-    Args:
-        optimizers: names of optimizers in the state.
-        complete: names in the state of which the checkpoint may have no other keys than are loaded.
-        strict: refuse checkpoints that lack other keys, or have more of `complete`.
-    """
-
-    def __init__(self, optimizers: Iterable[str], complete: Iterable[str], *, strict: bool) -> None:
-        super().__init__(allow_partial_load=not strict)
-        self._complete = tuple(f"{name}." for name in complete) if strict else ()
-        self._prefixes = tuple(f"{name}.state." for name in optimizers)
-
-    def set_up_planner(
-        self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
-    ) -> None:
-        super().set_up_planner(state_dict, metadata, is_coordinator)
-        assert metadata is not None
-        saved = {_parameter_of(key) for key in metadata.state_dict_metadata if key.startswith(self._prefixes)}
-        # A checkpoint without any state of an optimizer is another thing.
-        prefixes = tuple(prefix for prefix in self._prefixes if any(name.startswith(prefix) for name in saved))
-        for key in list(self.state_dict):
-            if prefixes and key.startswith(prefixes) and _parameter_of(key) not in saved:
-                value = self.state_dict.pop(key)
-                if key.endswith(".step") and isinstance(value, torch.Tensor):
-                    value.zero_()
-
-    def create_local_plan(self) -> LoadPlan:
-        # With FSDP1 a rank may have no part of a parameter. torch takes it for a checkpoint of before torch 2.4, and
-        # asks for the keys of that time.
-        self.flatten_state_dict = False
-        try:
-            return super().create_local_plan()
-        finally:
-            self.flatten_state_dict = True
-
-    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
-        assert self.metadata is not None
-        wanted = {item.dest_index.fqn for plan in global_plan for item in plan.items}.union(self.state_dict)
-        saved = self.metadata.state_dict_metadata
-        more = [key for key in saved if self._complete and key.startswith(self._complete) and key not in wanted]
-        if more:
-            raise MismatchError(
-                f"The checkpoint has what the model or its optimizers do not have: {first_of(more, 5)}",
-                url=url_of(self.metadata),
-                remedy="Build the model and the optimizers as they were saved, or load with strict=False "
-                "(LightningModule.strict_loading = False)",
-            )
-        return super().create_global_plan(global_plan)
-
-
-def _parameter_of(key: str) -> str:
-    return key.rpartition(".")[0]
 
 
 class Saves:

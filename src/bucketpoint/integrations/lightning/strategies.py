@@ -15,7 +15,8 @@ from bucketpoint.dcp import load
 from bucketpoint.errors import BucketpointError
 from bucketpoint.integrations.lightning.order import resume, samples_in_a_batch, with_repeatable_order
 from bucketpoint.integrations.lightning.progress import count, settle
-from bucketpoint.integrations.lightning.state import Pickled, ResumePlanner, Saves, newest_of
+from bucketpoint.integrations.lightning.state import Pickled, Saves, newest_of
+from bucketpoint.integrations.resume_planner import ResumePlanner
 from bucketpoint.integrations.training_state import ModelState, OptimizerState
 
 logger = logging.getLogger(__name__)
@@ -131,10 +132,9 @@ class BucketStrategy:
         fitting = trainer.state.fn == TrainerFn.FITTING
         if fitting:
             for number, optimizer in enumerate(self.optimizers):
-                state[f"optimizer_{number}"] = OptimizerState(self.model, _inner(optimizer))
-        optimizers = [name for name in state if name.startswith("optimizer_")]
-        one_more = [f"optimizer_{len(optimizers)}"] if fitting else []
-        planner = ResumePlanner(optimizers, ["model", *one_more], strict=strict)
+                state[f"optimizer_{number}"] = OptimizerState(self.model, _inner(optimizer), loading=True)
+        one_more = [f"optimizer_{len(self.optimizers)}"] if fitting else []
+        planner = ResumePlanner(state, strict=strict, unexpected=one_more)
         if fitting and self.run is not None and self.run.holds(url):
             found = self.run.restore(state, planner)
         else:
