@@ -7,7 +7,7 @@ try:
     import torch_checkpointing as _needed  # noqa: F401
 except ModuleNotFoundError as error:  # pragma: no cover
     raise ModuleNotFoundError(
-        "bucketpoint.integrations.torch_checkpointing needs torch_checkpointing: pip install torch_checkpointing",
+        "bucketpoint.integrations.torch_checkpointing needs another package: pip install torch_checkpointing==0.1.1",
         name=error.name,
     ) from error
 

@@ -3,9 +3,12 @@
 A path of components `a/b` has the key `a/b/` with one of these names behind it:
 
 - `@f.TOKEN.ATTEMPT.RANDOM`: the bytes of a file. Each write has a key of its own, and the newest one is the file.
-- `@l.TOKEN.RANDOM`: a file that was renamed to this path: JSON that names the object with its bytes.
+- `@l.TOKEN.ATTEMPT.RANDOM`: a file that was renamed to this path: JSON that names the object with its bytes.
 - `@d`: the manifest of a directory that was renamed to this path.
-- `@dx.TOKEN`: a marker. What was at or below this path before the token is gone.
+- `@dx.TOKEN`: a marker. What was at or below this path before the token is gone: deleted, or renamed, and then its
+  objects may be needed elsewhere. A marker that is not empty is of a rename that has begun, and hides nothing.
+
+Objects with other names are ignored.
 
 A temporary directory `tmp_a` has the key `a/@tmp/`: one listing below `a/` finds a save and the place for its commit.
 """
@@ -26,6 +29,8 @@ Parts = tuple[str, ...]
 """Components of a path below the root; empty for the root itself."""
 
 FILE, LINK, MANIFEST, MARKER, STAGED = "@f.", "@l.", "@d", "@dx.", "@tmp"
+TOKEN_NAME = re.compile(r"(@f\.|@l\.|@dx\.)([0-9a-f]{16})(?:\.([A-Za-z0-9_-]*)\.[0-9a-f]{8})?")
+"""Kind, token and attempt of the name of a file, a link or a marker."""
 
 _lock = threading.Lock()
 _last = 0
@@ -39,9 +44,9 @@ def next_token(after: str = "") -> str:
         return f"{_last:016x}"
 
 
-def file_name(attempt: str) -> str:
-    """Return the last component of the key of a new file."""
-    return f"{FILE}{next_token()}.{attempt}.{secrets.token_hex(4)}"
+def object_name(kind: str, token: str, attempt: str) -> str:
+    """Return the last component of the key of a new file or link."""
+    return f"{kind}{token}.{attempt}.{secrets.token_hex(4)}"
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,8 @@ class Files:
         """Read a file."""
         if file.object_nbytes <= WHOLE_BYTES:
             return bytearray(self._small(file))
-        data = bytearray(file.nbytes)
+        # A size that is wrong is found before so much memory is taken.
+        data = bytearray(self.sums(file).nbytes)
         self.into(file, 0, memoryview(data))
         return data
 
@@ -61,8 +62,8 @@ class Files:
         """Return the checksums of a file. The keys of files are never used twice, so what was read stays right."""
         if file.key not in self._sums:
             nbytes = file.nbytes
-            data = bytearray(max(file.object_nbytes - nbytes, 0))
-            self._check(file)
+            self.check(file)
+            data = bytearray(file.object_nbytes - nbytes)
             view = memoryview(data)
             retry_transient(lambda: self.store.read_into(file.key, nbytes, [view], if_match=self._pin(file)))
             self._sums[file.key] = Sums.decode(view, nbytes, url=self.store.url, key=file.key)
@@ -71,12 +72,13 @@ class Files:
     def _pin(self, file: File) -> str | None:
         return file.etag if self.store.capabilities.pinned_reads else None
 
-    def _check(self, file: File) -> None:
+    def check(self, file: File) -> None:
+        """Raise CorruptDataError if an object is too short for a file."""
         if file_bytes(file.object_nbytes) < 0:
             raise CorruptDataError("An object is too short for a file", url=self.store.url, key=file.key)
 
     def _small(self, file: File) -> memoryview:
-        self._check(file)
+        self.check(file)
         data = memoryview(self.store.get(file.key)[0])
         nbytes = file.nbytes
         if len(data) != file.object_nbytes:
@@ -113,14 +115,21 @@ class ReadStream(io.RawIOBase):
         return True
 
     def seek(self, offset: int, whence: int = io.SEEK_SET, /) -> int:
-        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._nbytes}[whence]
-        self._position = max(base + offset, 0)
-        return self._position
+        self._check_open()
+        if whence not in (io.SEEK_SET, io.SEEK_CUR, io.SEEK_END):
+            raise ValueError(f"whence is {whence}, and not 0, 1 or 2")
+        position = offset + (0, self._position, self._nbytes)[whence]
+        if position < 0:
+            raise ValueError(f"a position before the beginning: {position}")
+        self._position = position
+        return position
 
     def tell(self) -> int:
+        self._check_open()
         return self._position
 
     def readinto(self, buffer: Any, /) -> int:
+        self._check_open()
         view = memoryview(buffer).cast("B")
         view = view[: max(self._nbytes - self._position, 0)]
         if self._whole is not None:
@@ -139,8 +148,13 @@ class ReadStream(io.RawIOBase):
 
     def read(self, size: int | None = -1, /) -> bytes:
         """Read up to `size` bytes; all of the rest by default. Fewer only at the end."""
+        self._check_open()
         rest = max(self._nbytes - self._position, 0)
-        data = bytearray(rest if size is None or size < 0 else min(size, rest))
+        count = rest if size is None or size < 0 else min(size, rest)
+        if self._whole is not None:
+            self._position += count
+            return bytes(self._whole[self._position - count : self._position])
+        data = bytearray(count)
         view = memoryview(data)
         while len(view):
             view = view[self.readinto(view) :]
@@ -148,6 +162,10 @@ class ReadStream(io.RawIOBase):
 
     def readall(self) -> bytes:
         return self.read()
+
+    def _check_open(self) -> None:
+        if self.closed:
+            raise ValueError("I/O operation on closed file")
 
     def _block(self, start: int) -> bytearray:
         if start not in self._kept:

@@ -30,9 +30,10 @@ from bucketpoint.errors import (
     ObjectNotFoundError,
     PreconditionFailedError,
 )
-from bucketpoint.integrations.torch_checkpointing import names, read_stream
+from bucketpoint.integrations.torch_checkpointing import names, read_stream, removal
 from bucketpoint.integrations.torch_checkpointing.names import Names, Parts
 from bucketpoint.integrations.torch_checkpointing.read_stream import ReadStream
+from bucketpoint.integrations.torch_checkpointing.removal import delete_all
 from bucketpoint.integrations.torch_checkpointing.tree import File, Files, Listing, Manifest, Trees
 from bucketpoint.integrations.torch_checkpointing.write_stream import Owners, WriteStream
 from bucketpoint.stores import ObjectInfo, as_url, open_store, parse_url, proven
@@ -109,6 +110,7 @@ class BucketStorage(Storage):
         self._lock = threading.Lock()
         self._made: set[Parts] = set()
         self._begun: dict[Parts, float] = {}
+        self._written: set[Parts] = set()
         # Files of committed directories, since `exists` of the directory was asked for.
         self._views: dict[Parts, Files] = {}
 
@@ -158,6 +160,8 @@ class BucketStorage(Storage):
     def rmdir(self, path: Path) -> None:
         """Delete a directory with all that is below it. A checkpoint is gone as a whole once its manifest is."""
         parts = self.where.parts(path)
+        if not parts:
+            raise OSError(errno.EINVAL, "the root cannot be deleted")
         listing = self.trees.listing(parts)
         found = self.trees.files(listing, parts)
         if parts in found:
@@ -180,27 +184,38 @@ class BucketStorage(Storage):
         source, target = self.where.parts(src_path), self.where.parts(dst_path)
         if not source or not target:
             raise OSError(errno.EINVAL, "the root cannot be renamed or replaced")
+        if target != source and target[: len(source)] == source:
+            raise OSError(errno.EINVAL, "a directory cannot be moved into itself", str(src_path))
         behind, before = self.where.components(source), self.where.components(target)
         staged = behind == [*before, names.STAGED]
         # A temporary directory lies below the key of its destination, so one listing has both.
-        there = self.trees.listing(target, above=False)
+        there = self.trees.listing(target, above=not staged)
         here = there if staged else self.trees.listing(source)
-        files = self.trees.files(here, source, attempt=self._config.attempt)
+        files = self.trees.files(here, source, attempt=self._config.attempt if behind[-1] == names.STAGED else "")
         if not files:
             raise self._missing_error(src_path)
+        if source == target:
+            return
         occupied = self.trees.files(there, target)
-        token = names.next_token(max(file.token for file in files.values()))
+        token = names.next_token(max(self.trees.newest(there), self.trees.newest(here)))
+        marker = None
+        if not staged or source in files:
+            marker = self.where.key(source, names.MARKER + names.next_token(token))
         if source in files:
             if (occupied and target not in occupied) or (not occupied and self._is_made(target)):
                 raise self._occupied(dst_path)
-            self._link(files[source], target)
+        elif occupied:
+            raise self._occupied(dst_path)
+        if marker is not None:
+            # A deletion of the source then leaves the objects alone, also if this process is killed after its commit.
+            self.store.put(marker, [memoryview(b"begun")])
+        if source in files:
+            self._link(files[source], target, token)
         else:
-            if occupied or target in there.manifests:
-                raise self._occupied(dst_path)
             moved = {path[len(source) :]: file for path, file in files.items()}
-            self._commit(Manifest(token, source, moved), target, dst_path)
-        if not staged or source in files:
-            self.store.put(self.where.key(source, names.MARKER + names.next_token(token)), [])
+            self._commit(Manifest(token, source, moved), target, dst_path, there.manifests.get(target))
+        if marker is not None:
+            self.store.put(marker, [])
         self._forget(source)
         with self._lock:
             self._made = {made for made in self._made if made[: len(source)] != source}
@@ -221,9 +236,13 @@ class BucketStorage(Storage):
                 child = self.where.path([folder[:-1].rpartition("/")[2]])
                 listing = Listing()
                 listing.take(self.where, self.store.list(f"{folder}{names.MANIFEST}"))
-                if not self.trees.files(listing, child):
-                    listing = self.trees.listing(child)
-                found |= {one[0] for one in self.trees.files(listing, ())}
+                try:
+                    if not self.trees.files(listing, child):
+                        listing = self.trees.listing(child)
+                    found |= {one[0] for one in self.trees.files(listing, ())}
+                except CorruptDataError:
+                    # Reading it raises. The others can be found.
+                    found.add(child[0])
         with self._lock:
             found |= {made[len(parts)] for made in self._made if len(made) > len(parts) and made[: len(parts)] == parts}
         if parts and not found and not self._is_made(parts):
@@ -235,12 +254,15 @@ class BucketStorage(Storage):
         with self._lock:
             # A rank asks this between its last write and the rename. The answer from memory holds once: another
             # process may have renamed the directory since.
-            if self._begun.pop(parts, None) is not None or not parts:
+            if parts in self._written or not parts:
+                self._written.discard(parts)
                 return True
         return self._is_made(parts) or bool(self._tree(parts))
 
     def getsize(self, path: Path) -> int:
-        return self._file(path).nbytes
+        file = self._file(path)
+        self._files.check(file)
+        return file.nbytes
 
     def isdir(self, path: Path) -> bool:
         parts = self.where.parts(path)
@@ -253,7 +275,10 @@ class BucketStorage(Storage):
         parts = self.where.parts(path)
         if not parts:
             raise IsADirectoryError(errno.EISDIR, "is a directory", str(path))
-        key = self.where.key(parts, names.file_name(self._config.attempt))
+        # Files of a save are new. Elsewhere a file may replace another one, of a machine whose clock is ahead.
+        staged = names.STAGED in self.where.components(parts)
+        token = names.next_token("" if staged else self.trees.newest(self.trees.listing(parts)))
+        key = self.where.key(parts, names.object_name(names.FILE, token, self._config.attempt))
         begun = time.monotonic()
 
         def done(info: ObjectInfo) -> None:
@@ -261,6 +286,7 @@ class BucketStorage(Storage):
                 self._views.clear()
                 for depth in range(1, len(parts)):
                     self._begun.setdefault(parts[:depth], begun)
+                    self._written.add(parts[:depth])
 
         return WriteStream(self.store, key, self._config.transfer, owners=owners, done=done)
 
@@ -292,17 +318,23 @@ class BucketStorage(Storage):
         with self._lock:
             return parts in self._made
 
-    def _commit(self, manifest: Manifest, target: Parts, path: Path) -> None:
-        """Put a manifest where there is none.
+    def _commit(self, manifest: Manifest, target: Parts, path: Path, replaced: ObjectInfo | None) -> None:
+        """Put a manifest where there is none, or none but one whose files are all gone.
 
         Raises:
-            OccupiedError: there is one already.
+            OccupiedError: there is another one already.
         """
         key, body = self.where.key(target, names.MANIFEST), manifest.encode()
         able = proven(self.store, self.where.prefix)
+        conditions: dict[str, Any] = {"if_none_match": able.conditional_put}
+        if replaced is not None:
+            conditions = {"if_match": replaced.etag} if able.conditional_put and able.conditional_replace else {}
+            old = self.trees.manifest(replaced)
+            # The manifest has hidden what is left there, and other files may need it.
+            self.store.put(self.where.key(old.source, names.MARKER + old.token), [])
         try:
             view = memoryview(body)
-            self.store.put(key, [view], crc32c=crc32c(view), if_none_match=able.conditional_put)
+            self.store.put(key, [view], crc32c=crc32c(view), **conditions)
         except PreconditionFailedError:
             # The answer to an earlier attempt of this PUT may have been lost.
             if self.trees.own_manifest(key) != body:
@@ -314,40 +346,27 @@ class BucketStorage(Storage):
             commit_s = time.monotonic() - begun
             tell(self._config.on_commit, CommitInfo(self.remap_path(path), None, nbytes, float("nan"), commit_s))
 
-    def _link(self, file: File, target: Parts) -> None:
+    def _link(self, file: File, target: Parts, token: str) -> None:
         document = {"key": file.key, "size": file.object_nbytes, "etag": file.etag}
         body = memoryview(json.dumps(document).encode())
-        name = f"{names.LINK}{names.next_token(file.token)}.{secrets.token_hex(4)}"
+        name = names.object_name(names.LINK, token, self._config.attempt)
         self.store.put(self.where.key(target, name), [body], crc32c=crc32c(body))
 
     def _remove(self, listing: Listing, parts: Parts, found: Files) -> None:
-        """Delete what is at or below a path. A directory above it that was committed gets a marker first."""
-        token = names.next_token(max((file.token for file in found.values()), default=""))
-        for above, info in listing.manifests.items():
-            if above != parts and parts[: len(above)] == above and self.trees.manifest(info).files:
-                self.store.put(self.where.key(parts, names.MARKER + token), [])
-        own = listing.manifests.get(parts)
-        if own is not None:
-            consumed = self.trees.manifest(own)
-            self.store.delete([own.key])
-            token = consumed.token
-        top = f"{self.where.key(parts)}/"
-        keys = {file.key for file in found.values()}
-        staged = f"{top}{names.STAGED}/"
-        for info in self.store.list(top):
-            name = info.key.rpartition("/")[2]
-            written = name.split(".")[1] if "." in name else ""
-            # A save of the same name may be under way in the temporary directory.
-            if not name.startswith(names.MARKER) and (not info.key.startswith(staged) or (own and written < token)):
-                keys.add(info.key)
-        self.store.delete(sorted(keys))
+        """Delete what is at or below a path."""
+        going = removal.plan(self.trees, listing, parts, found)
+        if going.marked:
+            token = names.next_token(self.trees.newest(listing))
+            self.store.put(self.where.key(parts, names.MARKER + token), [])
+        delete_all(self.store, going.manifests)
+        delete_all(self.store, going.keys)
         self._forget(parts)
 
     def _forget(self, parts: Parts) -> None:
         with self._lock:
             self._views.clear()
-            for kept in [kept for kept in self._begun if kept[: len(parts)] == parts]:
-                del self._begun[kept]
+            self._written = {kept for kept in self._written if kept[: len(parts)] != parts}
+            self._begun = {kept: begun for kept, begun in self._begun.items() if kept[: len(parts)] != parts}
 
     @contextlib.contextmanager
     def _missing(self, path: Path) -> Iterator[None]:

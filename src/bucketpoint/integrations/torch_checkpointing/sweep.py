@@ -6,6 +6,7 @@ import time
 from typing import TYPE_CHECKING
 
 from bucketpoint.integrations.torch_checkpointing import names
+from bucketpoint.integrations.torch_checkpointing.removal import delete_all
 from bucketpoint.integrations.torch_checkpointing.tree import Listing
 from bucketpoint.transfer.parts import abort
 
@@ -31,6 +32,8 @@ def sweep(storage: BucketStorage, *, older_than_s: float = DAY_S, dry_run: bool 
     infos = list(storage.store.list(top))
     listing = Listing()
     listing.take(storage.where, infos)
+    # A file that was renamed a moment ago may have been listed at neither of its places.
+    listing.markers = [one for one in listing.markers if one.info.modified is not None and one.info.modified < oldest]
     needed = set()
     for path, file in storage.trees.files(listing, ()).items():
         if names.STAGED not in storage.where.components(path):
@@ -39,7 +42,7 @@ def sweep(storage: BucketStorage, *, older_than_s: float = DAY_S, dry_run: bool 
         needed.add(info.key)
         needed |= {file.key for file in storage.trees.manifest(info).files.values()}
     for links in listing.links.values():
-        needed.add(links[-1].key)
+        needed.add(links[-1].info.key)
     garbage = [
         info.key
         for info in infos
@@ -52,7 +55,7 @@ def sweep(storage: BucketStorage, *, older_than_s: float = DAY_S, dry_run: bool 
         upload for upload in storage.store.list_multipart(top) if upload.started is not None and upload.started < oldest
     ]
     if not dry_run:
-        storage.store.delete(garbage)
+        delete_all(storage.store, garbage)
         for upload in uploads:
             abort(storage.store, upload.key, upload.upload_id)
     return sorted(garbage) + sorted(upload.key for upload in uploads)

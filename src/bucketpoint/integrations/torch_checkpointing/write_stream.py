@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 import io
+import os
 import threading
 from collections.abc import Callable
 from types import TracebackType
@@ -37,11 +38,15 @@ class Owners:
                 continue
             if tensor.layout is not torch.strided or tensor.device.type != "cpu":
                 continue
-            storage = tensor.untyped_storage()
-            if storage.nbytes() and storage.data_ptr() not in found:
-                raw = torch.empty(0, dtype=torch.uint8).set_(storage)
-                found[storage.data_ptr()] = memoryview(raw.numpy())  # type: ignore[arg-type]
-                self.nbytes += storage.nbytes()
+            try:
+                storage = tensor.untyped_storage()
+                if storage.nbytes() and storage.data_ptr() not in found:
+                    raw = torch.empty(0, dtype=torch.uint8).set_(storage)
+                    found[storage.data_ptr()] = memoryview(raw.numpy())  # type: ignore[arg-type]
+                    self.nbytes += storage.nbytes()
+            except (RuntimeError, NotImplementedError):
+                # A subclass without memory of its own, whose tensors torch.save finds in it.
+                continue
         self._starts = sorted(found)
         self._views = [found[start] for start in self._starts]
 
@@ -88,6 +93,7 @@ class WriteStream(io.RawIOBase):
         self._multipart = limits.multipart
         self._most_copied = max(options.max_inflight_bytes, 2 * self._part_bytes)
         self._group = TaskGroup(options.connections, name="bucketpoint-stream", nice=options.nice)
+        self._process = os.getpid()
         self._state = threading.Condition()
         self._pieces: list[memoryview] = []
         self._copies = bytearray()
@@ -104,12 +110,17 @@ class WriteStream(io.RawIOBase):
         return True
 
     def tell(self) -> int:
+        if self.closed:
+            raise ValueError("I/O operation on closed file")
         return self._position
 
     def write(self, data: Any, /) -> int:
         if self.closed:
             raise ValueError("I/O operation on closed file")
-        view = memoryview(data).cast("B")
+        view = memoryview(data)
+        if not view.nbytes:
+            return 0
+        view = view.cast("B")
         taken = 0
         while taken < len(view):
             # An object without parts is held until the end.
@@ -216,17 +227,22 @@ class WriteStream(io.RawIOBase):
             crc = combine(sums.joined(last, self._position), crc32c(memoryview(trailer)), len(trailer))
             info = self._store.put(self._key, [*self._pieces, memoryview(trailer)], crc32c=crc)
         else:
-            if self._pending + len(trailer) > self._part_bytes:
-                # Some services want the last part to be no larger than the others.
+            # Services want the last part to be no larger than the others, which are of one size.
+            view = memoryview(trailer)
+            while len(view):
+                piece = view[: self._part_bytes - self._pending]
+                self._pieces.append(piece)
+                self._pending += len(piece)
                 self._flush()
-            self._pieces.append(memoryview(trailer))
-            self._pending += len(trailer)
-            self._flush()
+                view = view[len(piece) :]
             self._group.__exit__(None, None, None)
             info = complete(self._store, self._key, self._upload_id, self._parts, nbytes=nbytes)
         self._done(ObjectInfo(self._key, nbytes, info.etag, info.modified))
 
     def _abort(self, error: BaseException) -> None:
+        if self._process != os.getpid():
+            # The upload belongs to the process that this one was forked from.
+            return
         self._group.cancel(error)
         self._group.__exit__(type(error), error, None)
         abort(self._store, self._key, self._upload_id)
