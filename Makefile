@@ -169,7 +169,7 @@ format: $(VENV)/$(STAMP) ## ruff's fixes and formatting
 	$(BIN)/ruff format
 
 .PHONY: bench-frameworks
-bench-frameworks: .venv-frameworks/$(STAMP) ## Lightning, Fabric and Accelerate beside their own way to MinIO
+bench-frameworks: .venv-frameworks/$(STAMP) minio ## Lightning, Fabric, Accelerate, transformers and Ray beside their own way to MinIO
 	.venv-frameworks/bin/python bench/frameworks.py $(ARGS)
 
 .PHONY: bench
@@ -276,7 +276,7 @@ TRANSFORMERS ?= 5.23.*
 	@$(PYTHON3) tools/make_env.py .venv-transformers --beside "transformers[torch]==$(TRANSFORMERS)" --python "$(PYTHON)"
 
 .venv-frameworks/$(STAMP): pyproject.toml tools/make_env.py
-	@$(PYTHON3) tools/make_env.py .venv-frameworks --extra dev,fsspec,lightning,accelerate --python "$(PYTHON)"
+	@$(PYTHON3) tools/make_env.py .venv-frameworks --extra dev,fsspec,lightning,accelerate,ray,transformers --python "$(PYTHON)"
 
 .venv-torch-checkpointing/$(STAMP): pyproject.toml tools/make_env.py
 	@$(PYTHON3) tools/make_env.py .venv-torch-checkpointing --beside "torch_checkpointing==0.1.1" --python "$(PYTHON)"
