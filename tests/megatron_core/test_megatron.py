@@ -317,3 +317,27 @@ def test_a_folder_stands_for_one_run_alone(tmp_path: Path) -> None:
         let_stand_for(tmp_path / "folder", f"{tmp_path}/run")
     with pytest.raises(BucketpointError, match=r"stands for .*/run"):
         let_stand_for(tmp_path / "folder", f"{tmp_path}/other")
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_folder_stands_for_its_run_however_it_is_spelled_and_with_all_below_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "scratch").mkdir()
+    (tmp_path / "link").symlink_to("scratch")
+    let_stand_for("./scratch", f"{tmp_path}/run")
+    # As megatron spells what --save says; the last is its own for --non-persistent-ckpt-type global.
+    spelled = {
+        "a": "scratch",
+        "b": "./scratch",
+        "c": f"{tmp_path}/run/../scratch",
+        "d": "link",
+        "e": "scratch/non_persistent",
+    }
+    for name, folder in spelled.items():
+        checkpoint = Path(folder, name)
+        checkpoint.resolve().mkdir(parents=True)
+        dist_checkpointing.save(state(7), str(checkpoint), BucketSaveStrategy())
+        assert [each.name for each in checkpoint.resolve().iterdir()] == ["metadata.json"]
+        expect(load(state(0), f"{tmp_path}/run/{'non_persistent/' if name == 'e' else ''}{name}"), 7)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch
 
 import bucketpoint
 from bucketpoint import BucketpointError
+from bucketpoint.dcp import rank_state
 from bucketpoint.integrations.ray import checkpoint_url, report, restore
 from bucketpoint.testing.servers import S3Server
 from ray_train import trainer
@@ -161,6 +163,7 @@ def mistakes(config: dict[str, Any]) -> None:
         {"state": state},
         {"state": state, "step": 1, "storage_writer": bucketpoint.BucketWriter(), "storage_options": {}},
         {"state": {"optimizer": optimizer}, "step": 1},
+        {"state": {"nets": {"generator": [model]}}, "step": 1},
     ):
         try:
             report({"loss": 1.0}, **options)
@@ -179,10 +182,61 @@ def test_mistakes_are_told_with_what_to_do(
     config = {"report": str(tmp_path / "errors"), "other": bucketpoint_moto.options}
     with pytest.raises(ray.train.WorkerGroupError, match="reads from another store"):
         fit(mistakes, config, bucketpoint_minio, bucket, workers=1)
-    no_step, both, no_model = json.loads((tmp_path / "errors").read_text())
+    no_step, both, no_model, nested = json.loads((tmp_path / "errors").read_text())
     assert "step=" in no_step
     assert "S3Writer(storage_options=" in both
     assert "together with its model" in no_model
+    assert "'nets' of the state holds models" in nested
+
+
+def counts_anew(config: dict[str, Any]) -> None:
+    """Save values that have grown, then fewer steps, and write down what is restored."""
+    ours = rank_state(ray.train.get_context().get_world_rank())
+    state = {
+        "lr": torch.ones(2),
+        "run": 1,
+        "history": [{"loss": 0.5}],
+        "best": {"step": {3: 0.5}},
+        "last": [torch.ones(1)],
+    }
+    state.update({"never": {}, "now": {"loss": [None]}, "rank": ours})
+    report({"loss": 1.0}, state, step=9)
+    report({"loss": 1.0}, {**state, "run": 2}, step=8)
+    report({"loss": 1.0})
+    while not str(getattr(ray.train.get_checkpoint(), "path", "")).endswith("_step-8"):
+        time.sleep(0.1)
+    found: dict[str, Any] = {
+        "lr": torch.zeros(2),
+        "run": 0,
+        "history": [],
+        "best": {},
+        "last": None,
+        "never": {},
+        "now": None,
+    }
+    found["rank"] = rank_state(None)
+    restore(found)
+    if ray.train.get_context().get_world_rank() == 1:
+        Path(config["report"]).write_text(repr(found))
+
+
+def test_what_is_restored_is_what_ray_knows_with_dicts_and_lists_that_have_grown(
+    bucketpoint_minio: S3Server, tmp_path: Path
+) -> None:
+    config = {"report": str(tmp_path / "restored")}
+    fit(counts_anew, config, bucketpoint_minio, bucketpoint_minio.make_bucket(), workers=2)
+    assert (tmp_path / "restored").read_text() == repr(
+        {
+            "lr": torch.ones(2),
+            "run": 2,
+            "history": [{"loss": 0.5}],
+            "best": {"step": {3: 0.5}},
+            "last": [torch.ones(1)],
+            "never": {},
+            "now": {"loss": [None]},
+            "rank": {"rank-1": 1},
+        }
+    )
 
 
 def lost(config: dict[str, Any]) -> None:

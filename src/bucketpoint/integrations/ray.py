@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import glob
+from collections.abc import Iterator, Mapping
 from typing import Any
 
+import torch
+
 from bucketpoint.catalog import latest_checkpoint
-from bucketpoint.dcp import BucketWriter, SaveHandle, async_save, load
-from bucketpoint.errors import BucketpointError, CheckpointNotFoundError
+from bucketpoint.dcp import BucketWriter, SaveHandle, async_save, load, rank_state
+from bucketpoint.errors import BucketpointError, CheckpointNotFoundError, MismatchError
 from bucketpoint.integrations.resume_planner import ResumePlanner
 from bucketpoint.integrations.training_state import with_state
 
@@ -67,7 +70,7 @@ def report(
 
     Raises:
         BucketpointError: there is a state and no step; there are a writer and options of a store; an optimizer comes
-            without its model; or the filesystem of the run has no URL.
+            without its model; models are in a list or dict; or the filesystem of the run has no URL.
         StagingError: the state cannot be copied.
     """
     if state is None:
@@ -86,6 +89,12 @@ def report(
             "report() has a writer and options of a store",
             remedy="Give the options to the writer: S3Writer(storage_options=...)",
         )
+    for key, value in state.items():
+        if _in_container(value) and any(hasattr(leaf, "state_dict") for leaf in _leaves(value)):
+            raise BucketpointError(
+                f"{key!r} of the state holds models or other objects in a list or dict: no load would find their state",
+                remedy="Give each a key of its own: {'generator': model, 'critic': other}",
+            )
     context = ray.train.get_context()
     storage = context.get_storage()
     # The time keeps a save apart from one of the same step that was committed just before a worker died: Ray does not
@@ -119,12 +128,12 @@ def report(
 def restore(state: dict[str, Any], *, storage_options: Mapping[str, Any] | None = None) -> str | None:
     """Load the newest whole checkpoint of the run into a state. All workers, of any number.
 
-    This is the checkpoint of `ray.train.get_checkpoint()`, or one that was committed after it: a worker that dies
-    before its report is taken leaves a checkpoint that Ray does not know.
+    This is the checkpoint of `ray.train.get_checkpoint()`, or one of a higher step: a worker that dies before its
+    report is taken leaves a checkpoint that Ray does not know.
 
     Args:
         state: the state as it is reported. Models, optimizers, tensors and objects with a `state_dict` are loaded into;
-            plain values are replaced.
+            plain values, lists and dicts of them included, are replaced.
         storage_options: options of the store.
 
     Returns:
@@ -137,17 +146,28 @@ def restore(state: dict[str, Any], *, storage_options: Mapping[str, Any] | None 
     context = ray.train.get_context()
     storage = context.get_storage()
     run = checkpoint_url(Checkpoint(storage.experiment_fs_path, storage.storage_filesystem))
+    known = ray.train.get_checkpoint()
+    # Values of which the checkpoint may have more, or others. Names that are not plain would be patterns for `keys=`.
+    plain = {
+        name: value
+        for name, value in state.items()
+        if name == glob.escape(name)
+        and (value is None or (_in_container(value) and all(map(_is_plain, _leaves(value)))))
+    }
     newest, failure = None, None
     if context.get_world_rank() == 0:
         try:
             newest = latest_checkpoint(run, storage_options=storage_options)
+            if newest is not None and known is not None and _began_again(newest, known.path):
+                newest = checkpoint_url(known)
+            if newest is not None:
+                plain = {name: _loaded(name, value, newest, storage_options) for name, value in plain.items()}
         except BucketpointError as error:
             # The other workers wait for an answer.
             failure = error
-    newest, failure = broadcast_from_rank_zero((newest, failure))
+    newest, plain, failure = broadcast_from_rank_zero((newest, plain, failure))
     if failure is not None:
         raise failure
-    known = ray.train.get_checkpoint()
     if newest is None and known is not None:
         raise CheckpointNotFoundError(
             "Ray resumes from a checkpoint that the store does not have, or that bucketpoint did not save",
@@ -157,9 +177,9 @@ def restore(state: dict[str, Any], *, storage_options: Mapping[str, Any] | None 
     if newest is None:
         return None
     found = with_state(state, _ONE_MODEL, loading=True)
-    loaded = {**state, **found}
+    loaded = {name: found.get(name, value) for name, value in state.items() if name not in plain}
     load(loaded, newest, storage_options=storage_options, planner=ResumePlanner(found))
-    state.update({name: value for name, value in loaded.items() if name not in found})
+    state.update({name: value for name, value in loaded.items() if name not in found}, **plain)
     return str(newest)
 
 
@@ -180,6 +200,42 @@ def checkpoint_url(checkpoint: Checkpoint) -> str:
             remedy="Give RunConfig a storage_path of s3://, gs:// or a local folder, or an fsspec filesystem",
         )
     return f"{_SCHEMES[filesystem.type_name]}://{path}"
+
+
+def _in_container(value: Any) -> bool:
+    return isinstance(value, (dict, list, tuple))
+
+
+def _leaves(value: Any) -> Iterator[Any]:
+    """Return what a value consists of. What each rank has of its own is one leaf."""
+    if isinstance(value, dict) and not value.keys() & rank_state(None).keys():
+        value = list(value.values())
+    if isinstance(value, (list, tuple)):
+        for each in value:
+            yield from _leaves(each)
+    else:
+        yield value
+
+
+def _is_plain(leaf: Any) -> bool:
+    return not isinstance(leaf, (torch.Tensor, dict)) and not hasattr(leaf, "state_dict")
+
+
+def _loaded(name: str, value: Any, url: str, storage_options: Mapping[str, Any] | None) -> Any:
+    """Return a plain value as it was saved."""
+    try:
+        return load(url, keys=name, storage_options=storage_options)[name]
+    except MismatchError:
+        if value != {}:
+            raise
+        # A checkpoint has nothing of an empty dict.
+        return value
+
+
+def _began_again(newest: str, known: str) -> bool:
+    """Return whether a checkpoint that Ray knows is later than the one with the highest step: a run counted anew."""
+    (time, _, step), (later, _, lower) = (each.rpartition("/")[2].rpartition("_step-") for each in (newest, known))
+    return later > time and lower.isdigit() and step.isdigit() and int(lower) < int(step)
 
 
 def _check_seen(checkpoint: Checkpoint, url: str) -> None:

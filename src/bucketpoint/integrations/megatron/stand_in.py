@@ -24,7 +24,7 @@ _urls: dict[str, str] = {}
 
 def let_stand(folder: str | os.PathLike[str], url: str) -> None:
     """Let a folder, and all that is below it, stand for a URL for the rest of this process."""
-    _urls[os.fspath(folder)] = url.rstrip("/")
+    _urls[os.path.realpath(folder)] = url.rstrip("/")
 
 
 @contextmanager
@@ -35,15 +35,19 @@ def stand_in(url: str) -> Iterator[str]:
         try:
             yield folder
         finally:
-            del _urls[folder]
+            del _urls[os.path.realpath(folder)]
 
 
 def url_of(checkpoint_dir: Any) -> str:
     """Return the URL for which a folder stands; the folder itself if it stands for none."""
     folder: str = os.fspath(checkpoint_dir)
-    for each in (folder, os.path.dirname(folder)):
-        if each in _urls:
-            return _urls[each] + folder[len(each) :]
+    if "://" in folder:
+        return folder
+    # megatron spells the folder as its own arguments do, and makes folders of several levels below it.
+    whole = Path(os.path.realpath(folder))
+    for each in (whole, *whole.parents):
+        if str(each) in _urls:
+            return "/".join((_urls[str(each)], *whole.relative_to(each).parts))
     return folder
 
 
