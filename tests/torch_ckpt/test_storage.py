@@ -8,6 +8,7 @@ import pickle
 import signal
 import subprocess
 import sys
+import threading
 import uuid
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -267,6 +268,34 @@ def test_a_stream_that_is_left_with_an_error_leaves_nothing(minio: S3Server, nby
     del dropped
     assert minio.keys(bucket) == []
     assert not storage.exists(Path("x"))
+
+
+def test_a_stream_that_is_dropped_while_it_sends_a_part_leaves_nothing_and_no_thread(
+    minio: S3Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bucket = minio.make_bucket()
+    storage = on(minio, bucket, transfer=PARTED)
+    dropped, sending = threading.Event(), threading.Event()
+    send = type(storage.store).put_part
+
+    def put_part(*args: Any, **more: Any) -> Any:
+        sending.set()
+        assert dropped.wait(60)
+        return send(*args, **more)
+
+    monkeypatch.setattr(type(storage.store), "put_part", put_part)
+    stream = storage.stream_write(Path("x"))
+    stream.write(bytes(9 * MIB))  # type: ignore[attr-defined]
+    assert sending.wait(60)
+    # From here on only the thread that sends the part holds the stream.
+    del stream
+    dropped.set()
+    for thread in threading.enumerate():
+        if thread.name.startswith("bucketpoint-stream"):
+            thread.join(60)
+            assert not thread.is_alive()
+    assert minio.keys(bucket) == []
+    assert minio.client().list_multipart_uploads(Bucket=bucket).get("Uploads", []) == []
 
 
 # -- checksums ---------------------------------------------------------------------------------------------------------

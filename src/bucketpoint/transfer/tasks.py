@@ -79,6 +79,16 @@ class TaskGroup:
             self._queue.clear()
             self._state.notify_all()
 
+    def abandon(self, error: BaseException) -> None:
+        """Cancel, and let the threads end without waiting for them.
+
+        For an owner that is dropped: the thread of its last task may drop it, and would wait for itself.
+        """
+        self.cancel(error)
+        with self._state:
+            self._closing = True
+            self._state.notify_all()
+
     def __enter__(self) -> TaskGroup:  # noqa: PYI034 (Self needs Python 3.11)
         return self
 

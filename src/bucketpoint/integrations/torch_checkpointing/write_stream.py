@@ -148,7 +148,7 @@ class WriteStream(io.RawIOBase):
     def discard(self) -> None:
         """Close the stream without an object."""
         if not self.closed:
-            self._abort(BucketpointError("The stream was left before its end", key=self._key))
+            self._abort(self._left())
             super().close()
 
     def __exit__(
@@ -161,8 +161,15 @@ class WriteStream(io.RawIOBase):
 
     def __del__(self) -> None:
         # The one of io.IOBase closes the stream, which would make a truncated object visible.
-        if hasattr(self, "_parts"):
-            self.discard()
+        if hasattr(self, "_parts") and not self.closed:
+            if self._process == os.getpid():
+                # Each part under way holds the stream, so there is none.
+                self._group.abandon(self._left())
+                abort(self._store, self._key, self._upload_id)
+            super().close()
+
+    def _left(self) -> BucketpointError:
+        return BucketpointError("The stream was left before its end", key=self._key)
 
     def _take(self, piece: memoryview) -> None:
         kept = self._owners.keep(piece) if self._owners and len(piece) >= _SMALLEST_KEPT_BYTES else None
