@@ -113,7 +113,7 @@ def test_the_example_of_the_page_trains_and_goes_on(minio: S3Server, tmp_path: P
     code = block("python")
     bucket = minio.make_bucket()
     program.write_text(code.replace("s3://bucket/", f"s3://{bucket}/").replace("range(step // len(loader), 4)", EPOCHS))
-    for epochs, world, last in (("1", 2, 10), ("4", 1, 120)):
+    for epochs, world, last in (("1", 2, 16), ("4", 1, 128), ("4", 1, 128)):
         ran = launched(program, [], world, minio, ACCELERATE_USE_CPU="true", EPOCHS=epochs)
         assert ran.returncode == 0, ran.stderr[-6000:]
         newest = bucketpoint.latest_checkpoint(f"s3://{bucket}/run-7", storage_options=minio.options)
@@ -158,6 +158,16 @@ def test_a_manager_saves_and_restores_the_state_of_an_accelerator(tmp_path: Path
     assert restored.step == 3
     assert all(torch.equal(one, other) for one, other in zip(model.parameters(), expected, strict=True))
     assert optimizer.state_dict()["state"][0]["step"] == 3
+
+
+@pytest.mark.usefixtures("fresh")
+def test_saves_within_an_epoch_raise_no_alarm(tmp_path: Path) -> None:
+    accelerator, model, optimizer = prepared()
+    accelerator.prepare(torch.utils.data.DataLoader(torch.randn(8, 4), shuffle=True))
+    writer = bucketpoint.BucketWriter(on_stale="raise")
+    for number in range(5):
+        step(accelerator, model, optimizer)
+        save_state(accelerator, f"{tmp_path}/step-{number}", storage_writer=writer).result()
 
 
 @pytest.mark.usefixtures("fresh")

@@ -325,6 +325,14 @@ def test_folders_of_a_tokenizer_are_exported_and_adapters_refused(tmp_path: Path
         made.export_pretrained(tmp_path / "adapter")
 
 
+def test_urls_are_neither_empty_nor_taken_for_local_folders(tmp_path: Path) -> None:
+    made = trainer(tmp_path)
+    with pytest.raises(bucketpoint.BucketpointError, match=r"local folders only.*export_pretrained"):
+        made.save_model("s3://bucket/model")
+    with pytest.raises(bucketpoint.BucketpointError, match="checkpoint_url is empty"):
+        type(made)(made.model, made.args, checkpoint_url="")
+
+
 def test_the_mixin_comes_before_the_trainer() -> None:
     with pytest.raises(bucketpoint.BucketpointError, match=r"class Wrong\(BucketTrainerMixin, Trainer\)"):
 

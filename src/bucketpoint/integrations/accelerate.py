@@ -63,7 +63,8 @@ def _state_of(accelerator: Accelerator, *, loading: bool) -> dict[str, Any]:
     for number, loader in enumerate(accelerator._dataloaders):
         if getattr(loader, "use_stateful_dataloader", False):
             state[_name("dataloader", number)] = OfThisRank(loader)
-        state[_name("loader", number)] = _Loader(loader)
+        # No name of a dataloader: within an epoch it stands still, and would be taken for a position that does.
+        state[_name("epoch", number)] = _Loader(loader)
     for number, custom in enumerate(accelerator._custom_objects):
         state[_name("custom", number)] = custom
     if accelerator.scaler is not None:

@@ -79,6 +79,8 @@ class BucketTrainerMixin:
         manager_options: Mapping[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
+        if not os.fspath(checkpoint_url):
+            raise BucketpointError("checkpoint_url is empty", remedy="Give the URL of the run: s3://bucket/run-7")
         super().__init__(*args, **kwargs)
         if self.is_deepspeed_enabled:
             raise BucketpointError(
@@ -90,6 +92,16 @@ class BucketTrainerMixin:
         self._manager: CheckpointManager | None = None
         self._forget_resumed()
         self._evaluated: dict[int, dict[str, float]] = {}
+
+    def save_model(self: Any, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Save the model to a local folder, as the trainer does. It would take a URL for the name of one."""
+        if output_dir is not None and "://" in str(output_dir):
+            raise BucketpointError(
+                "save_model writes to local folders only",
+                url=str(output_dir),
+                remedy="Call trainer.export_pretrained(url), or save to a folder and copy it",
+            )
+        super().save_model(output_dir, _internal_call)  # type: ignore[misc]
 
     def train(self: Any, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
         manager = self._manager = CheckpointManager(
