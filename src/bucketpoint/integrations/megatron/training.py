@@ -53,7 +53,9 @@ def let_stand_for(
         from megatron.training import checkpointing
     except ImportError as error:
         raise BucketpointError(
-            f"Megatron's training loop cannot be imported: {error}", url=url, remedy="pip install 'megatron-core[mlm]'"
+            f"Megatron's training loop cannot be imported: {error}",
+            url=url,
+            remedy="Install megatron-core with its extra mlm",
         ) from error
     root = Path(folder)
     if int(os.environ.get("LOCAL_RANK", "0")) == 0:
