@@ -91,12 +91,15 @@ def block(language: str) -> str:
 
 def test_the_lines_that_the_page_names_make_a_plain_script_of_its_example(tmp_path: Path) -> None:
     changes = block("diff").splitlines()
-    assert sum(line[0] == "+" for line in changes) == 9
+    assert sum(line[0] == "+" for line in changes) == 5
     lines = [line.partition("  # ")[0] for line in block("python").splitlines()]
-    for before, line in zip(["", *changes], changes, strict=False):
-        if line[0] == "+":
+    before: list[str] = []
+    for line in changes:
+        if line[0] == "-":
+            before.append(line[1:])
+        else:
             at = lines.index(line[1:])
-            lines[at : at + 1] = [before[1:]] if before.startswith("-") else []
+            lines[at : at + 1], before = before, []
     plain = "\n".join(lines).replace("len(loader), 4)", "len(loader), int(os.environ['EPOCHS']))")
     assert "bucketpoint" not in plain
     program = tmp_path / "plain.py"
@@ -105,7 +108,7 @@ def test_the_lines_that_the_page_names_make_a_plain_script_of_its_example(tmp_pa
         env = {**os.environ, "ACCELERATE_USE_CPU": "true", "EPOCHS": epochs, "OMP_NUM_THREADS": "1"}
         ran = subprocess.run([sys.executable, "plain.py"], cwd=tmp_path, env=env, capture_output=True, check=False)
         assert ran.returncode == 0, ran.stderr[-3000:]
-    assert len(list((tmp_path / "run-7").iterdir())) == 6
+    assert len(list((tmp_path / "run-7").iterdir())) == 8
 
 
 def test_the_example_of_the_page_trains_and_goes_on(minio: S3Server, tmp_path: Path) -> None:

@@ -15,8 +15,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import DataLoaderConfiguration, DistributedType, FullyShardedDataParallelPlugin, set_seed
 
-import bucketpoint
-from bucketpoint.integrations.accelerate import load_state, save_state
+from bucketpoint.integrations.accelerate import restore, save_state
 
 EPOCHS, SAMPLES, BATCH, SAVE_EVERY = 3, int(os.environ.get("SAMPLES", "72")), 8, 6
 
@@ -69,10 +68,7 @@ def main(root: str, report: str, kind: str) -> None:
     steps = Steps()
     accelerator.register_for_checkpointing(steps)
 
-    newest = bucketpoint.latest_checkpoint(root)
-    if newest is not None:
-        load_state(accelerator, newest)
-    writer = bucketpoint.BucketWriter()
+    restore(accelerator, root)
     seen, first = [], steps.done
     for epoch in range(first // len(loader), EPOCHS):
         loader.set_epoch(epoch)
@@ -88,7 +84,7 @@ def main(root: str, report: str, kind: str) -> None:
             mean = accelerator.gather(loss.detach()).mean().item()
             seen.append((steps.done, sorted(accelerator.gather(samples).tolist()), mean))
             if steps.done % SAVE_EVERY == 0:
-                save_state(accelerator, f"{root}/step-{steps.done}", storage_writer=writer).result()
+                save_state(accelerator, f"{root}/step-{steps.done}").result()
     if accelerator.is_main_process:
         told = {"from": first, "seen": seen, "rate": scheduler.get_last_lr(), "iteration": accelerator.save_iteration}
         Path(report).write_text(json.dumps(told))

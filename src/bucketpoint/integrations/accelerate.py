@@ -12,16 +12,19 @@ from typing import Any
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import CheckpointException
 
-from bucketpoint.dcp import BucketReader, BucketWriter, SaveHandle, async_save, saved_ranks
+from bucketpoint.catalog import latest_checkpoint
+from bucketpoint.dcp import BucketReader, BucketWriter, SaveHandle, saved_ranks
 from bucketpoint.dcp.async_save import as_ours
 from bucketpoint.errors import BucketpointError
+from bucketpoint.integrations.rank_zero import on_rank_zero
 from bucketpoint.integrations.resume_planner import ResumePlanner
+from bucketpoint.integrations.saves import Saves
 from bucketpoint.integrations.training_state import ModelState, OfThisRank, OptimizerState, RandomState, model_of
 
 try:
     from accelerate import Accelerator
     from accelerate.data_loader import SeedableRandomSampler
-    from accelerate.utils import DistributedType
+    from accelerate.utils import DistributedType, broadcast_object_list
 except ModuleNotFoundError as error:  # pragma: no cover
     raise ModuleNotFoundError(
         "bucketpoint.integrations.accelerate needs Accelerate: pip install accelerate", name=error.name
@@ -79,18 +82,46 @@ def save_state(
 ) -> SaveHandle:
     """Save the state of an accelerator to a URL in the background. All ranks.
 
+    It waits for the save before, and returns once training may change the state.
+
     Args:
-        storage_writer: writer to save with. One that is kept from save to save plans and compares states.
+        storage_writer: writer to save with. By default one that is kept for all saves of the accelerator.
         options: as for `bucketpoint.async_save`.
 
     Returns:
-        a handle: training may change the state once `handle.staged` is done, and the checkpoint can be loaded once
-        `handle.result()` returns. Accelerate counts it as a save of its own.
+        a handle: the checkpoint can be loaded once `handle.result()` returns. Accelerate counts it as a save of its own.
+
+    Raises:
+        BucketpointError: the save before this one failed, or the accelerator trains with DeepSpeed or Megatron-LM.
+        StagingError: the state cannot be copied.
     """
-    writer = storage_writer or BucketWriter()
-    handle = async_save(accelerator_state(accelerator), checkpoint_id=url, storage_writer=writer, **options)
+    saves: Saves = vars(accelerator).setdefault("_bucketpoint_saves", Saves(BucketWriter()))
+    handle = saves.save(url, accelerator_state(accelerator), storage_writer=storage_writer, **options)
     accelerator.project_configuration.iteration += 1
     return handle
+
+
+def restore(accelerator: Accelerator, run: str, *, storage_options: Mapping[str, Any] | None = None) -> str | None:
+    """Load the newest whole checkpoint of a run, as `load_state` does. All ranks.
+
+    Args:
+        run: URL of the folder that has a folder for each checkpoint, with a number at the end of its name.
+        storage_options: options of the store.
+
+    Returns:
+        the URL of the checkpoint, or None if there is none: the run begins from scratch.
+    """
+
+    def broadcast(value: Any) -> Any:
+        return broadcast_object_list([value])[0]
+
+    def newest_checkpoint() -> str | None:
+        return latest_checkpoint(run, storage_options=storage_options)
+
+    newest = on_rank_zero(newest_checkpoint, accelerator.process_index, broadcast)
+    if newest is not None:
+        load_state(accelerator, newest, storage_reader=BucketReader(newest, storage_options=storage_options))
+    return newest
 
 
 def load_state(accelerator: Accelerator, url: str, *, storage_reader: BucketReader | None = None) -> None:

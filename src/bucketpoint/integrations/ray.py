@@ -11,6 +11,7 @@ import torch
 from bucketpoint.catalog import latest_checkpoint
 from bucketpoint.dcp import BucketWriter, SaveHandle, async_save, load, rank_state
 from bucketpoint.errors import BucketpointError, CheckpointNotFoundError, MismatchError
+from bucketpoint.integrations.rank_zero import on_rank_zero
 from bucketpoint.integrations.resume_planner import ResumePlanner
 from bucketpoint.integrations.training_state import with_state
 
@@ -154,20 +155,16 @@ def restore(state: dict[str, Any], *, storage_options: Mapping[str, Any] | None 
         if name == glob.escape(name)
         and (value is None or (_in_container(value) and all(map(_is_plain, _leaves(value)))))
     }
-    newest, failure = None, None
-    if context.get_world_rank() == 0:
-        try:
-            newest = latest_checkpoint(run, storage_options=storage_options)
-            if newest is not None and known is not None and _began_again(newest, known.path):
-                newest = checkpoint_url(known)
-            if newest is not None:
-                plain = {name: _loaded(name, value, newest, storage_options) for name, value in plain.items()}
-        except BucketpointError as error:
-            # The other workers wait for an answer.
-            failure = error
-    newest, plain, failure = broadcast_from_rank_zero((newest, plain, failure))
-    if failure is not None:
-        raise failure
+
+    def find() -> tuple[str | None, dict[str, Any]]:
+        newest = latest_checkpoint(run, storage_options=storage_options)
+        if newest is not None and known is not None and _began_again(newest, known.path):
+            newest = checkpoint_url(known)
+        if newest is None:
+            return None, plain
+        return newest, {name: _loaded(name, value, newest, storage_options) for name, value in plain.items()}
+
+    newest, plain = on_rank_zero(find, context.get_world_rank(), broadcast_from_rank_zero)
     if newest is None and known is not None:
         raise CheckpointNotFoundError(
             "Ray resumes from a checkpoint that the store does not have, or that bucketpoint did not save",
@@ -180,7 +177,7 @@ def restore(state: dict[str, Any], *, storage_options: Mapping[str, Any] | None 
     loaded = {name: found.get(name, value) for name, value in state.items() if name not in plain}
     load(loaded, newest, storage_options=storage_options, planner=ResumePlanner(found))
     state.update({name: value for name, value in loaded.items() if name not in found}, **plain)
-    return str(newest)
+    return newest
 
 
 def checkpoint_url(checkpoint: Checkpoint) -> str:

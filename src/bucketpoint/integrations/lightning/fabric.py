@@ -8,10 +8,11 @@ from typing import Any
 
 from lightning.fabric.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy, SingleDeviceStrategy
 
-from bucketpoint.dcp import load
+from bucketpoint.dcp import BucketWriter, load
 from bucketpoint.errors import BucketpointError
-from bucketpoint.integrations.lightning.state import Pickled, Saves, newest_of
+from bucketpoint.integrations.lightning.state import Pickled, newest_of
 from bucketpoint.integrations.resume_planner import ResumePlanner
+from bucketpoint.integrations.saves import Saves
 from bucketpoint.integrations.training_state import with_state
 
 _ONE_MODEL = "Save an optimizer together with its model: fabric.save(url, {'model': model, 'optimizer': optimizer})"
@@ -38,7 +39,7 @@ class FabricBucketStrategy:
         super().__init__(*args, **kwargs)
         self._storage_options = storage_options
         self._trusted = trusted
-        self._saves = Saves(storage_options)
+        self._saves = Saves(BucketWriter(storage_options=storage_options))
 
     def wait(self) -> None:
         """Wait until the last save is committed.

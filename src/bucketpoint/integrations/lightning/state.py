@@ -1,4 +1,4 @@
-"""State that is no tensor of a model or an optimizer, as one pickled item, and saves of one strategy, in turn."""
+"""State that is no tensor of a model or an optimizer, as one pickled item, and the checkpoint that a URL stands for."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from bucketpoint.catalog import latest_checkpoint
-from bucketpoint.dcp import BucketWriter, SaveHandle, async_save
 from bucketpoint.errors import BucketpointError, UnsafeDataError
+from bucketpoint.integrations.rank_zero import on_rank_zero
 from bucketpoint.stores import open_store
 
 
@@ -52,51 +52,16 @@ class Pickled:
             ) from error
 
 
-class Saves:
-    """Saves in the background with one writer, one after another."""
-
-    def __init__(self, storage_options: Mapping[str, Any] | None) -> None:
-        self._writer = BucketWriter(storage_options=storage_options)
-        self._last: SaveHandle | None = None
-
-    def save(self, url: str, state: dict[str, Any]) -> None:
-        """Wait for the save before, and begin the next. Return once training may change the state.
-
-        Raises:
-            BucketpointError: the save before this one failed, or the state cannot be copied.
-        """
-        self.wait()
-        handle = async_save(state, checkpoint_id=url, storage_writer=self._writer)
-        handle.staged.result()
-        self._last = handle
-
-    def wait(self) -> None:
-        """Wait until the last save is committed.
-
-        Raises:
-            BucketpointError: it failed.
-        """
-        last, self._last = self._last, None
-        if last is not None:
-            last.result()
-
-
 def newest_of(url: str, storage_options: Mapping[str, Any] | None, broadcast: Any, rank: int) -> str:
     """Return the newest whole checkpoint below a URL; the URL itself if there is none. All ranks."""
-    failure: BucketpointError | None = None
-    newest = None
-    if rank == 0:
-        try:
-            newest = latest_checkpoint(url, storage_options=storage_options)
-            if newest is None:
-                _refuse_one_object(url, storage_options)
-        except BucketpointError as error:
-            # The other ranks wait for an answer.
-            failure = error
-    newest, failure = broadcast((newest, failure))
-    if failure is not None:
-        raise failure
-    return newest or url
+
+    def newest() -> str | None:
+        found = latest_checkpoint(url, storage_options=storage_options)
+        if found is None:
+            _refuse_one_object(url, storage_options)
+        return found
+
+    return on_rank_zero(newest, rank, broadcast) or url
 
 
 def _refuse_one_object(url: str, storage_options: Mapping[str, Any] | None) -> None:

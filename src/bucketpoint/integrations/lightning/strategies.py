@@ -11,12 +11,13 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy, SingleDeviceStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 
-from bucketpoint.dcp import load
+from bucketpoint.dcp import BucketWriter, load
 from bucketpoint.errors import BucketpointError
 from bucketpoint.integrations.lightning.order import resume, samples_in_a_batch, with_repeatable_order
 from bucketpoint.integrations.lightning.progress import count, settle
-from bucketpoint.integrations.lightning.state import Pickled, Saves, newest_of
+from bucketpoint.integrations.lightning.state import Pickled, newest_of
 from bucketpoint.integrations.resume_planner import ResumePlanner
+from bucketpoint.integrations.saves import Saves
 from bucketpoint.integrations.training_state import ModelState, OptimizerState
 
 logger = logging.getLogger(__name__)
@@ -62,7 +63,7 @@ class BucketStrategy:
         super().__init__(*args, **kwargs)
         self._storage_options = storage_options
         self._trusted = trusted
-        self._saves = Saves(storage_options)
+        self._saves = Saves(BucketWriter(storage_options=storage_options))
         self._resumed: tuple[int | None, int] | None = None
 
     # Models must be sharded, and optimizers made, before a checkpoint is loaded into them.
